@@ -1,0 +1,56 @@
+# `make demo` and `make test` need Python 3.11+ and make; everything else is installed into .venv.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: setup demo test proof check bench gpu docs clean
+
+setup: .venv/dev.done
+
+.venv/base.done: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "motet needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Say which to use: make PYTHON=python3.12 ..."; exit 2; }
+	@echo "Installing motet into .venv (a minute or two the first time) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(PIP) --editable .
+	@touch $@
+
+.venv/dev.done: .venv/base.done
+	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+.venv/bench.done: .venv/dev.done
+	@$(PIP) accelerate lightning
+	@touch $@
+
+.venv/docs.done: .venv/base.done
+	@$(PIP) --editable '.[docs]'
+	@touch $@
+
+demo: .venv/base.done        ## train the built-in job on two CPU ranks
+	@$(BIN)/motet train tiny
+
+test: .venv/dev.done         ## the tests, with the line coverage of the torch-free half
+	@$(BIN)/python scripts/run_tests.py
+
+proof: .venv/dev.done        ## the full matrices; may take hours
+	@$(BIN)/python -m pytest -m proof
+
+check: .venv/dev.done        ## lint, types, import directions, sizes
+	@$(BIN)/ruff format --check --quiet . || { echo "run .venv/bin/ruff format"; exit 1; }
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache > .venv/lint-imports.txt || { cat .venv/lint-imports.txt; exit 1; }
+	@$(BIN)/python scripts/size_gate.py
+
+bench: .venv/bench.done      ## ratios against peers and limits, measured side by side
+	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+gpu: .venv/dev.done          ## what can be checked on a CUDA device, with the machine named
+	@$(BIN)/python scripts/gpu.py
+
+docs: .venv/docs.done        ## the site, into site/
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+clean:
+	rm -rf .venv site build .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*

@@ -1,0 +1,77 @@
+"""What a span and a counter cost the code that they are in: nobody listening, a collector listening.
+
+Prints nanoseconds per use, the median of rounds in which the cases take turns, with the cost of an empty loop and of an
+empty `with` beside them.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+
+from motet.core import trace
+from motet.monitor.spans import SpanCollector
+
+USES = 20_000
+ROUNDS = 31
+
+
+def empty_loop() -> None:
+    for _ in range(USES):
+        pass
+
+
+def empty_with() -> None:
+    nothing = nullcontext()
+    for _ in range(USES):
+        with nothing:
+            pass
+
+
+def spans() -> None:
+    for _ in range(USES):
+        with trace.span("forward"):
+            pass
+
+
+def counts() -> None:
+    for _ in range(USES):
+        trace.count("bytes", 1.0)
+
+
+def listened(work: Callable[[], None]) -> Callable[[], None]:
+    """`work` with a collector that keeps everything."""
+
+    def run() -> None:
+        with trace.listening(SpanCollector()):
+            work()
+
+    return run
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "empty loop": empty_loop,
+    "empty `with`": empty_with,
+    "span, nobody listening": spans,
+    "span, listening": listened(spans),
+    "count, nobody listening": counts,
+    "count, listening": listened(counts),
+}
+
+
+def main() -> None:
+    times_ns: dict[str, list[float]] = {name: [] for name in CASES}
+    for _ in range(ROUNDS):
+        for name, work in CASES.items():
+            start_ns = time.perf_counter_ns()
+            work()
+            times_ns[name].append((time.perf_counter_ns() - start_ns) / USES)
+    loop_ns = statistics.median(times_ns["empty loop"])
+    print(f"nanoseconds per use, less the {loop_ns:.1f} of the loop; median of {ROUNDS} rounds (quartiles)")
+    for name, values in times_ns.items():
+        low, middle, high = (value - loop_ns for value in statistics.quantiles(values, n=4))
+        print(f"{name:26} {middle:8.1f}  ({low:.1f} to {high:.1f})")
+
+
+if __name__ == "__main__":
+    main()

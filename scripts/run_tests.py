@@ -1,0 +1,33 @@
+"""Run the tests and print the line coverage of the torch-free half, which must be at least 95 %.
+
+Arguments are handed to pytest. The torch-free files are those of tests/laws/torch_free.txt.
+"""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+LEAST_PERCENT = 95
+
+
+def main() -> int:
+    pure = (ROOT / "tests/laws/torch_free.txt").read_text().split()
+    include = "".join(f"\n    {ROOT / path}" for path in pure)
+    with tempfile.TemporaryDirectory(prefix="motet-coverage-") as folder:
+        config = Path(folder) / "coveragerc"
+        # Commands and supervisors run as processes of their own; their lines count too.
+        config.write_text(
+            f"[run]\ninclude = {include}\ndata_file = {folder}/data\nparallel = true\npatch = subprocess, _exit\n"
+            f"[report]\ninclude = {include}\nskip_covered = true\n"
+        )
+        command = [
+            *(sys.executable, "-m", "pytest", "--cov", f"--cov-config={config}"),
+            *("--cov-report=term", f"--cov-fail-under={LEAST_PERCENT}", *sys.argv[1:]),
+        ]
+        return subprocess.run(command, cwd=ROOT, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""Writes docs/reference/cli.md and exit-codes.md there, from the commands and from `core.errors.EXIT_CODES`."""
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from motet.cli.main import app
+from motet.core.errors import EXIT_CODES
+
+REFERENCE = Path(__file__).parents[1] / "docs/reference"
+
+INTRODUCTION = """# Commands
+
+Every command explains itself with `--help`. Results go to stdout; complaints, and progress where `--json` is given, go
+to stderr. Commands end with one of the [exit codes](exit-codes.md). `python -m motet` is the same as `motet`.
+"""
+
+CODES = """# Exit codes
+
+A script may rely on them. What is wrong is told on stderr in one sentence; for codes 1 and 3 a traceback follows where
+there is one.
+
+| code | |
+|---|---|
+"""
+
+
+def commands_page() -> str:
+    """cli.md."""
+    return "\n".join([INTRODUCTION, *_command(typer.main.get_command(app), "motet")]).rstrip() + "\n"
+
+
+def codes_page() -> str:
+    """exit-codes.md."""
+    return CODES + "".join(f"| {code} | {text} |\n" for code, text in EXIT_CODES.items())
+
+
+def _command(command: Any, path: str) -> Iterator[str]:
+    """A command with its parameters, and those inside it."""
+    inner = getattr(command, "commands", {})
+    if not inner or path == "motet":
+        words = "".join(f" {p.metavar or p.name.upper()}" for p in command.params if p.param_type_name == "argument")
+        yield from [f"## `{path}`", "", " ".join((command.help or "").split()), ""]
+        if words:
+            yield from [f"`{path}{words} [OPTIONS]`", ""]
+        yield from ["| | default | |", "|---|---|---|", *(_row(p, command.callback) for p in command.params), ""]
+    for name, found in inner.items():
+        yield from _command(found, f"{path} {name}")
+
+
+def _row(parameter: Any, function: Any) -> str:
+    option = parameter.param_type_name == "option"
+    value = parameter.metavar or parameter.name.upper()
+    name = " ".join(parameter.opts) + ("" if parameter.is_flag else f" {value}") if option else value
+    default = inspect.signature(function).parameters[parameter.name].default
+    if default is inspect.Parameter.empty:
+        shown = "**needed**"
+    else:
+        shown = "" if default is None or default is False else f"`{default}`"
+    return f"| `{name}` | {shown} | {' '.join((parameter.help or '').split())} |"
+
+
+if __name__ == "__main__":
+    (REFERENCE / "cli.md").write_text(commands_page(), encoding="utf-8")
+    (REFERENCE / "exit-codes.md").write_text(codes_page(), encoding="utf-8")

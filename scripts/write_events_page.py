@@ -1,0 +1,80 @@
+"""Writes docs/reference/events.md from the types in motet/monitor/events.py and motet/core/trace.py."""
+
+import ast
+import inspect
+from dataclasses import fields
+from pathlib import Path
+from typing import get_args
+
+from motet.core.trace import Span
+from motet.monitor import events
+
+PAGE = Path(__file__).parents[1] / "docs/reference/events.md"
+
+INTRODUCTION = """# The events of a run
+
+`events.jsonl` in the run folder holds one JSON object a line, appended and handed to the operating system as things
+happen. `kill -9` loses nothing but the line that is being written, which readers leave out and the next attempt cuts
+off.
+
+- Each object has `event`, its kind, and `time`, seconds since 1970; then the fields of its kind, below.
+- JSON has no NaN and no infinity: such a number is the string `"NaN"`, `"Infinity"` or `"-Infinity"`.
+- Every `monitor.every` steps one is told; the first and last of an attempt and any whose update was left out or whose
+  loss is not finite always are.
+- A resumed run goes on in the same file. Each attempt opens with `run_started`; steps from its `first_step` on replace
+  those of earlier attempts. An attempt without `run_ended` was killed, or is still running.
+- Only rank 0 writes.
+
+In Python, `motet.monitor.events.read_events(path)` gives all events as typed values, `effective_events` leaves out what
+was done again, and `read_steps(path)` gives the curve with each step once.
+"""
+
+
+def type_text(annotation: object) -> str:
+    """`int | None` and the like, without module names."""
+    text = annotation.__name__ if isinstance(annotation, type) and not get_args(annotation) else str(annotation)
+    return text.replace("motet.core.trace.", "").replace("typing.", "").replace("NoneType", "None")
+
+
+def attribute_docs(kind: type) -> dict[str, str]:
+    """The strings under the fields of a dataclass, which Python itself throws away."""
+    (body,) = (node for node in ast.parse(inspect.getsource(kind)).body if isinstance(node, ast.ClassDef))
+    docs = {}
+    for field, doc in zip(body.body, body.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(field.target, ast.Name):
+            docs[field.target.id] = str(ast.literal_eval(doc.value))
+    return docs
+
+
+def table(rows: list[tuple[str, str, str]]) -> list[str]:
+    """A Markdown table; whitespace of docstrings folded."""
+    lines = ["| field | type | |", "|---|---|---|"]
+    for name, kind, meaning in rows:
+        lines.append(f"| `{name}` | `{kind}` | {' '.join(meaning.split())} |".replace(" | None", " or None"))
+    return lines
+
+
+def page() -> str:
+    """The whole page."""
+    lines = [INTRODUCTION]
+    for kind in get_args(events.Event):
+        lines += [f"## `{kind.model_fields['event'].default}`", "", inspect.cleandoc(kind.__doc__), ""]
+        rows = [
+            (name, type_text(field.annotation), field.description or "")
+            for name, field in kind.model_fields.items()
+            if name not in ("event", "time")
+        ]
+        lines += [*table(rows), ""]
+    lines += ["## Spans", "", inspect.cleandoc(Span.__doc__ or ""), ""]
+    docs = attribute_docs(Span)
+    lines += [*table([(field.name, type_text(field.type), docs.get(field.name, "")) for field in fields(Span)]), ""]
+    lines += [
+        "A step's clock starts when the step before was handed over, so what happens between two steps (saving,",
+        "evaluating, the writing of the report itself) is told with the later one. Spans of background threads overlap",
+        "those of the main thread. On a CUDA device a span is what the host saw, without work that was only queued.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,30 @@
+"""motet trains large language models on any number of devices.
+
+Names are loaded on first use, so `import motet` costs nothing and does not load torch.
+"""
+
+from importlib import import_module
+
+__version__ = "0.1.0"
+
+# Exported name -> the module that owns it. The list is frozen by tests/laws/exports.txt.
+_EXPORTS = {
+    "Job": "motet.train.job",
+    "load_job": "motet.train.job",
+    "run": "motet.train.start",
+    "Callback": "motet.monitor.callback",
+    "read_steps": "motet.monitor.events",
+    "MotetError": "motet.core.errors",
+}
+
+__all__ = ["__version__", *_EXPORTS]
+
+
+def __getattr__(name: str) -> object:
+    if name in _EXPORTS:
+        return getattr(import_module(_EXPORTS[name]), name)
+    raise AttributeError(f"module 'motet' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,105 @@
+"""Writing a checkpoint so that an interruption at any moment leaves the ones before it whole.
+
+Everything is written to `step-N.partial` and flushed to disk, and only then renamed to `step-N`.
+"""
+
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from motet.checkpoint.manifest import PARTIAL, Manifest, checkpoint_name, whole_checkpoints
+from motet.core.errors import SaveError
+from motet.core.units import format_bytes
+
+
+def save_checkpoint(
+    folder: Path, state: dict[str, Tensor], manifest: Manifest, keep: int, group: dist.ProcessGroup | None
+) -> Path:
+    """Called by every rank with the same state. Returns the folder of the finished checkpoint."""
+    final = folder / checkpoint_name(manifest.step)
+    partial = final.with_name(final.name + PARTIAL)
+    leads = group is None or dist.get_rank(group) == 0
+    size = sum(t.nbytes for t in state.values())
+    with _told_as_save_error(final, size):
+        if leads:
+            _clear(folder, partial)
+        try:
+            with warnings.catch_warnings():
+                # Without a process group DCP says that it assumes one process, which is the case.
+                warnings.filterwarnings("ignore", message=".*torch.distributed is.*")
+                save(state, checkpoint_id=str(partial), process_group=group, no_dist=group is None)
+            if leads:
+                manifest.write(partial)
+                _finish(partial, final)
+        except BaseException:
+            if leads:
+                shutil.rmtree(partial, ignore_errors=True)  # room for whatever else must be written
+            raise
+    if leads:
+        _delete_old(folder, keep)
+    return final
+
+
+def _clear(folder: Path, partial: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for remains in folder.glob(f"*{PARTIAL}"):
+        shutil.rmtree(remains)
+    partial.mkdir()
+
+
+def _finish(partial: Path, final: Path) -> None:
+    """Flush the manifest and the names to disk, then give the checkpoint its name in one stroke."""
+    _flush(partial / "manifest.json")
+    _flush(partial)
+    if final.exists():  # a step that was saved before, e.g. at the end of a run that is then extended
+        old = final.with_name(f"{final.name}.old{PARTIAL}")
+        final.rename(old)
+        shutil.rmtree(old)
+    partial.rename(final)
+    _flush(final.parent)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _delete_old(folder: Path, keep: int) -> None:
+    for _, old in whole_checkpoints(folder)[:-keep]:
+        doomed = old.with_name(old.name + PARTIAL)  # half deleted, it must not look whole
+        old.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+@contextmanager
+def _told_as_save_error(final: Path, size: int) -> Iterator[None]:
+    """Whatever the operating system refuses becomes one sentence."""
+    try:
+        yield
+    except (OSError, CheckpointException, RuntimeError) as error:
+        reason = _reason(error)
+        free = shutil.disk_usage(final.parent).free if final.parent.exists() else 0
+        raise SaveError(
+            f"could not save {final} ({reason}): it needs {format_bytes(size)} and {format_bytes(free)} are free; "
+            f"earlier checkpoints are whole; make room or choose another run.folder, then --resume"
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """The operating system's refusal, which DCP and torch.save wrap in errors of their own."""
+    chain = [wrapped[0] for wrapped in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    for link in chain:
+        chain.extend(inner for inner in (link.__cause__, link.__context__) if inner is not None and inner not in chain)
+    refusal = next((link for link in chain if isinstance(link, OSError) and link.strerror), None)
+    return str(refusal.strerror) if refusal else str(chain[0]).splitlines()[0]

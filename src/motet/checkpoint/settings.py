@@ -1,0 +1,16 @@
+"""The `[checkpoint]` section."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from motet.core.settings import Settings
+
+
+class CheckpointSettings(Settings):
+    """When the state of a run is saved. The end of a run, Ctrl-C and SIGTERM always save."""
+
+    every: Annotated[int, Field(ge=1)] | None = None
+    """Steps between checkpoints; only at the end when not given."""
+    keep: Annotated[int, Field(ge=1)] = 2
+    """How many of the newest checkpoints stay."""

@@ -1,0 +1,101 @@
+"""`motet data`: build a corpus into a folder of tokens, and look into such a folder."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from motet.data.settings import DataSettings, SourceSettings
+
+app = typer.Typer(help="Build corpora into tokens, and look into them.", no_args_is_help=True)
+
+_FIELDS = ("text_field", "prompt_field", "answer_field", "label_field")
+_OBJECTIVES = ("causal", "masked", "spans", "classify")
+_SHOWN_TOKENS = 100
+
+
+@app.command()
+def build(
+    source: Annotated[str, typer.Argument(help="`stdlib`, a file, folder or pattern of text or records, or hf:NAME.")],
+    out: Annotated[Path, typer.Option(help="The folder to build; what is finished in it is kept.")],
+    options: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help=f"objective, {', '.join(_FIELDS)}: as in a job's [data]."),
+    ] = None,
+    tokenizer: Annotated[str, typer.Option(help="bpe:SIZE, `bytes`, or a tokenizer.json or its folder.")] = "bpe:4096",
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; all cores when not given.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON; progress goes to stderr.")] = False,
+) -> None:
+    """Turn text into tokens. The same command continues a build that was broken off."""
+    from motet.cli.progress import shown_progress
+    from motet.data.prepare import build_folder
+    from motet.monitor.console import console, print_json
+
+    fields, settings = _settings(source, options or [], tokenizer, workers)
+    with shown_progress() as progress:
+        manifest = build_folder(fields, settings, out, progress)
+    if json:
+        print_json(manifest.to_json())
+    else:
+        console().print(f"{out}: {manifest.summary}")
+
+
+@app.command()
+def show(
+    folder: Annotated[Path, typer.Argument(help="A folder that `motet data build` made.")],
+    verify: Annotated[bool, typer.Option(help="Read everything and compare checksums.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the manifest and the sample as JSON.")] = False,
+) -> None:
+    """Print what a built folder holds, and the start of its first document as text."""
+    from motet.core.errors import InputError
+    from motet.data.prepare import tokenizer_in
+    from motet.data.store import find_damage, open_store, read_manifest
+    from motet.monitor.console import console, print_json
+
+    manifest = read_manifest(folder)
+    if problem := find_damage(folder, manifest, checksums=verify):
+        raise InputError(f"{problem}; build the corpus again")
+    store = open_store(folder)
+    ids = store.read(0, min(_SHOWN_TOKENS, int(store.documents["length"][0]))).tolist()
+    sample = tokenizer_in(folder)[1].decode(ids)
+    if json:
+        print_json({**manifest.to_json(), "sample": sample})
+        return
+    screen = console()
+    shown: dict[str, Any] = {**manifest.to_json(), "shards": len(manifest.shards)}
+    for name, value in shown.items():
+        screen.print(f"{name:>12}  {value}", highlight=False)
+    screen.print(f"\nThe first {len(ids)} tokens of the first document:\n", style="bold")
+    screen.print(sample, highlight=False)
+
+
+def _settings(
+    source: str, options: list[str], tokenizer: str, workers: int | None
+) -> tuple[SourceSettings, DataSettings]:
+    """The settings that the command line stands for."""
+    from pydantic import ValidationError
+
+    from motet.core.errors import InputError
+    from motet.data.settings import DataSettings, SourceSettings
+
+    values = {"objective": "causal"}
+    for option in options:
+        key, equals, value = option.partition("=")
+        if not equals or key not in ("objective", *_FIELDS):
+            near = difflib.get_close_matches(key, ("objective", *_FIELDS), n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are objective, {', '.join(_FIELDS)}"
+            raise InputError(f"option {option!r} is not KEY=VALUE with a known key; {hint}")
+        values[key] = value
+    objective = values.pop("objective")
+    if objective not in _OBJECTIVES:
+        raise InputError(f"objective={objective} is unknown; give one of {', '.join(_OBJECTIVES)}")
+    settings = {"objective": objective, "tokenizer": tokenizer, "workers": workers}
+    try:
+        return SourceSettings.model_validate({"source": source, **values}), DataSettings.model_validate(settings)
+    except ValidationError as error:
+        detail = error.errors()[0]
+        raise InputError(f"{detail['loc'][0]} = {detail['input']!r}: {detail['msg']}") from None

@@ -1,0 +1,19 @@
+"""`python -m motet.cli.rank PACKAGE.MODULE:FUNCTION [ARGUMENT ...]`: one rank, as the supervisor starts it."""
+
+import sys
+
+from motet.cli.environment import read_environment
+from motet.parallel.place import place_from
+from motet.train.rank import serve_supervisor
+
+
+def main() -> int:
+    """Do the work of the rank whose place is in the environment."""
+    environment = read_environment()
+    place = place_from(environment)
+    assert place is not None, "started by hand: use `motet train`"
+    return serve_supervisor(place, int(environment["MOTET_SUPERVISOR"]), sys.argv[1], sys.argv[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""`motet train`: reads the command line, and starts the ranks of this machine or joins those of torchrun or srun."""
+
+import itertools
+import json as json_format
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from motet.parallel.place import Place
+    from motet.train.faults import Record
+    from motet.train.job import Job
+    from motet.train.launch import Ended
+    from motet.train.start import Request
+
+DEFAULT_JOB = "tiny"
+STDERR = 2
+
+
+def train(  # noqa: PLR0913 - a command's options
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[JOB] [SECTION.KEY=VALUE]...",
+            help=f"A TOML file or a built-in job ({DEFAULT_JOB} when not given), and settings to replace.",
+        ),
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Local ranks to start (run.ranks).")] = None,
+    run_folder: Annotated[str | None, typer.Option(help="The run folder (run.folder).")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the newest run (of JOB, when given).")] = False,
+    resume_from: Annotated[str | None, typer.Option(metavar="RUN", help="Continue the run in this folder.")] = None,
+    print_job: Annotated[bool, typer.Option("--print-job", help="Print the resolved job as TOML, and stop.")] = False,
+    list_jobs: Annotated[bool, typer.Option("--list-jobs", help="List the built-in jobs, and stop.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of a job, and stop.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Answer in JSON; progress goes to stderr.")] = False,
+) -> None:
+    """Train a model: with local ranks under a supervisor, or as one rank of torchrun or srun."""
+    if list_jobs:
+        _list_jobs(json)
+    elif schema:
+        from motet.monitor.console import print_json
+        from motet.train.job import Job
+
+        print_json(Job.model_json_schema())
+    else:
+        options = {"run.ranks": ranks, "run.folder": run_folder}
+        given = [f"{key}={json_format.dumps(value)}" for key, value in options.items() if value is not None]
+        request = _request(words or [], given, resume, resume_from)
+        if print_job:
+            _print_job(request.job, json)
+        else:
+            raise typer.Exit(_train(request, ranks, json))
+
+
+def _request(words: list[str], given: list[str], resume: bool, resume_from: str | None) -> "Request":
+    """The job and the run that the command line speaks of."""
+    from motet.train.folder import JOB_FILE, find_run, run_at
+    from motet.train.job import is_file, load_job
+    from motet.train.start import Request
+
+    name = words[0] if words and ("=" not in words[0] or is_file(words[0])) else None
+    overrides = [*words[name is not None :], *given]
+    if name is not None or not (resume or resume_from):
+        job = load_job(name or DEFAULT_JOB, overrides)
+    run = run_at(resume_from) if resume_from else find_run(job.name if name else None) if resume else None
+    if run is not None and name is None:  # the run goes on with the job that it has
+        job = load_job(str(run / JOB_FILE), overrides)
+        if not any(override.startswith("run.stop_at") for override in overrides):
+            job = job.model_copy(update={"run": job.run.model_copy(update={"stop_at": None})})
+    return Request(job, run, sys.argv)
+
+
+def _train(request: "Request", ranks: int | None, json: bool) -> int:
+    """Start or join the ranks, and tell how it ended. Returns the exit code."""
+    from motet.cli.environment import read_environment
+    from motet.cli.progress import shown_progress
+    from motet.core.errors import InputError
+    from motet.monitor.console import errors
+    from motet.parallel.place import place_from
+    from motet.train.faults import STOPPED
+    from motet.train.start import Outside, join, supervise
+
+    environment = read_environment()
+    place = place_from(environment)
+
+    def tell(text: str) -> None:
+        errors().print(text, highlight=False)
+
+    if place is None:
+        outside = Outside(environment, tell, shown_progress, STDERR if json else None)
+        try:
+            path, ended = supervise(request, outside)
+        except KeyboardInterrupt:
+            tell("stopped before any rank was started")
+            return STOPPED
+        return _tell_end(path, ended, json)
+    if ranks not in (None, place.world):
+        raise InputError(f"--ranks {ranks}, but the launcher started {place.world} ranks; leave --ranks out")
+    run = request.job.run.model_copy(update={"ranks": place.world})
+    job = request.job.model_copy(update={"run": run})
+    return _tell_record(join(replace(request, job=job), place, tell), place)
+
+
+def _tell_end(path: Path, ended: "Ended", json: bool) -> int:
+    """The one message about a run that did not come to its end, and the summary when JSON is asked for."""
+    from motet.core.errors import InputError
+    from motet.monitor.console import errors, print_json
+    from motet.monitor.summary import SUMMARY_FILE, read_summary
+    from motet.train.folder import newest_step
+
+    summary = read_summary(path) if (path / SUMMARY_FILE).is_file() else None
+    screen = errors()
+    screen.show_cursor(True)  # a rank that was killed in the midst of drawing left it hidden
+    if ended.message:
+        screen.print(ended.message, highlight=False)
+    if ended.traceback:
+        screen.print(ended.traceback, highlight=False)
+    step = newest_step(path)
+    if step is not None and not (summary and summary.finished) and ended.exit_code != InputError.exit_code:
+        screen.print(f"continue from step {step} with: motet train --resume-from {path}", highlight=False)
+    if json and summary:
+        print_json(summary.model_dump(mode="json"))
+    return ended.exit_code
+
+
+def _tell_record(record: "Record", place: "Place") -> int:
+    """What one rank among those of a launcher says at its end: all, one line, or nothing."""
+    from motet.monitor.console import errors
+    from motet.train.rank import leave_now
+
+    who = f"rank {place.rank} of {place.world}"
+    if record.secondary:
+        errors().print(f"{who} ends because another rank did: {record.sentence.splitlines()[0]}", highlight=False)
+    elif record.sentence:
+        errors().print("\n".join(filter(None, [f"{who} failed: {record.sentence}", record.traceback])), highlight=False)
+    if record.sentence:
+        leave_now(record.exit_code)
+    return record.exit_code
+
+
+def _list_jobs(json: bool) -> None:
+    from motet.monitor.console import console, print_json
+    from motet.train.job import builtin_jobs
+
+    about = {name: _first_sentence(text) for name, text in builtin_jobs().items()}
+    if json:
+        print_json(about)
+        return
+    width = max(map(len, about))
+    for name, text in about.items():
+        console().print(f"{name:{width}}  {text}", highlight=False)
+
+
+def _first_sentence(text: str) -> str:
+    """Of the comment at the head of a TOML file."""
+    lines = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
+    comment = " ".join(line.removeprefix("#").strip() for line in lines)
+    return re.split(r"(?<=\.)\s", comment)[0]
+
+
+def _print_job(job: "Job", json: bool) -> None:
+    from motet.monitor.console import console, print_json
+    from motet.train.folder import job_tree
+    from motet.train.toml import to_toml
+
+    if json:
+        print_json(job_tree(job))
+    else:
+        console().out(to_toml(job_tree(job)), end="", highlight=False)

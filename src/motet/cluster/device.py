@@ -1,0 +1,99 @@
+"""What the makers say of their devices: peak arithmetic, memory and its bandwidth, found by the name that CUDA reports.
+
+Every number carries where it comes from. Those in the table are datasheet numbers: dense arithmetic, without the
+structured sparsity that some datasheets count double, with products summed up in float32 where there is a choice, and
+with the matrix units wherever they are what a matrix product of that dtype runs on.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Origin = Literal["datasheet", "measured", "assumed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A number and how we know it."""
+
+    value: float
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A kind of device. `peak_flops` is by dtype, with `tfloat32` for float32 matrices that may be rounded."""
+
+    name: str
+    peak_flops: Mapping[str, Figure]
+    memory_bytes: Figure
+    bandwidth_Bps: Figure  # noqa: N815 - a unit
+
+
+_DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8")
+
+# Name, with the names that the driver reports without the maker's where they differ; memory in GB; bandwidth in GB/s;
+# TFLOP/s by dtype, 0 where the device has no such unit or its datasheet no such line.
+_TABLE = (
+    #                                                     GB  GB/s  fp64  fp32   tf32    bf16    fp16    fp8
+    ("V100-SXM2-16GB",                                    16,  900,   7.8, 15.7,     0,      0,    125,      0),
+    ("V100-SXM2-32GB",                                    32,  900,   7.8, 15.7,     0,      0,    125,      0),
+    ("V100-PCIE-16GB",                                    16,  900,     7,   14,     0,      0,    112,      0),
+    ("V100-PCIE-32GB",                                    32,  900,     7,   14,     0,      0,    112,      0),
+    ("T4",                                                16,  320,     0,  8.1,     0,      0,     65,      0),
+    ("A100-SXM4-40GB",                                    40, 1555,  19.5, 19.5,   156,    312,    312,      0),
+    ("A100-SXM4-80GB | A800-SXM4-80GB",                   80, 2039,  19.5, 19.5,   156,    312,    312,      0),
+    ("A100-PCIE-40GB",                                    40, 1555,  19.5, 19.5,   156,    312,    312,      0),
+    ("A100 80GB PCIe",                                    80, 1935,  19.5, 19.5,   156,    312,    312,      0),
+    ("A10",                                               24,  600,     0, 31.2,  62.5,    125,    125,      0),
+    ("A30",                                               24,  933,  10.3, 10.3,    82,    165,    165,      0),
+    ("A40",                                               48,  696,     0, 37.4,  74.8,  149.7,  149.7,      0),
+    ("L4",                                                24,  300,     0, 30.3,    60,    121,    121,  242.5),
+    ("L40",                                               48,  864,     0, 90.5,  90.5,    181,    181,    362),
+    ("L40S",                                              48,  864,     0, 91.6,   183,    362,    362,    733),
+    ("RTX 3090",                                          24,  936,     0, 35.6,  35.6,     71,     71,      0),
+    ("RTX 4090",                                          24, 1008,     0, 82.6,  82.6,  165.2,  165.2,  330.3),
+    ("RTX 5090",                                          32, 1792,     0, 104.8, 104.8, 209.5,  209.5,    419),
+    ("H100 SXM | H100 80GB HBM3",                         80, 3350,    67,   67, 494.7,  989.4,  989.4, 1978.9),
+    ("H100 PCIe",                                         80, 2000,    51,   51,   378,    756,    756,   1513),
+    ("H100 NVL",                                          94, 3900,    60,   60, 417.5,  835.5,  835.5,   1671),
+    ("H20",                                               96, 4000,     1,   44,    74,    148,    148,    296),
+    ("H200",                                             141, 4800,    67,   67, 494.7,  989.4,  989.4, 1978.9),
+    ("H200 NVL",                                         141, 4800,    60,   60, 417.5,  835.5,  835.5,   1671),
+    ("B200",                                             180, 7700,    37,   75,  1100,   2250,   2250,   4500),
+    ("GB200",                                            186, 8000,    40,   80,  1250,   2500,   2500,   5000),
+    # One of its two dies, which the driver shows as devices of their own.
+    ("MI250X",                                            64, 1638,  47.9, 47.9,     0,  191.5,  191.5,      0),
+    ("MI300X",                                           192, 5300, 163.4, 163.4, 653.7, 1307.4, 1307.4, 2614.9),
+    ("MI325X",                                           256, 6000, 163.4, 163.4, 653.7, 1307.4, 1307.4, 2614.9),
+)  # fmt: skip
+
+_MAKERS = ("nvidia", "amd", "tesla", "geforce", "instinct", "oam")
+
+
+def _device(names: str, gigabytes: float, gigabytes_per_s: float, *teraflops: float) -> Device:
+    return Device(
+        name=names.split(" | ")[0],
+        peak_flops={
+            dtype: Figure(value * 1e12, "datasheet") for dtype, value in zip(_DTYPES, teraflops, strict=True) if value
+        },
+        memory_bytes=Figure(gigabytes * 1e9, "datasheet"),
+        bandwidth_Bps=Figure(gigabytes_per_s * 1e9, "datasheet"),
+    )
+
+
+def _plain(name: str) -> str:
+    words = name.lower().replace("-", " ").split()
+    return " ".join(word for word in words if word not in _MAKERS)
+
+
+DEVICES: tuple[Device, ...] = tuple(_device(*row) for row in _TABLE)
+_BY_NAME = {_plain(name): device for row, device in zip(_TABLE, DEVICES, strict=True) for name in row[0].split(" | ")}
+
+
+def find_device(name: str) -> Device | None:
+    """The device of that name as CUDA or ROCm reports it, such as "NVIDIA A100-SXM4-80GB".
+
+    A name that is only similar (a laptop's chip, a slice of a device) is another device: None.
+    """
+    return _BY_NAME.get(_plain(name))

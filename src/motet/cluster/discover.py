@@ -1,0 +1,122 @@
+"""What the device of this process is and what it can do: from its datasheet, or measured when there is none.
+
+The peak of a CPU is the fastest matrix product of this process with the threads that it has, measured in a fraction of
+a second and remembered. So a share of the peak of N ranks on one machine is against N such processes that would not
+get in each other's way; when the machine is busy during the measurement, the share comes out too high.
+"""
+
+import functools
+import platform
+import resource
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from motet.cluster.device import Figure, find_device
+
+_BUDGET_S = 0.2
+_SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+@dataclass(frozen=True, slots=True)
+class ThisDevice:
+    """The device of one rank. `peak_flops` is by dtype."""
+
+    name: str
+    kind: str
+    """`cpu` or `cuda`."""
+    peak_flops: Mapping[str, Figure]
+    memory_bytes: int
+    """Of the whole device; of the whole machine for a CPU."""
+    threads: int
+    """What a matrix product on the CPU may use."""
+
+
+def discover(device: torch.device | str, dtypes: Sequence[str] = ("float32",)) -> ThisDevice:
+    """The device of this process, with the peak for each of `dtypes`."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        name, memory_bytes = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
+    else:
+        name, memory_bytes = _cpu_name(), psutil.virtual_memory().total
+    return ThisDevice(
+        name=name,
+        kind=device.type,
+        peak_flops={dtype: _peak(name, device, dtype) for dtype in dtypes},
+        memory_bytes=memory_bytes,
+        threads=torch.get_num_threads(),
+    )
+
+
+def memory_bytes(device: torch.device | str) -> int:
+    """What this process holds now: allocated on a CUDA device, resident on the CPU."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    resident: int = psutil.Process().memory_info().rss
+    return resident
+
+
+def peak_memory_bytes(device: torch.device | str) -> int:
+    """The most that this process has held so far."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # getrusage would do, but on Linux its peak goes back to the process that started this one.
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _peak(name: str, device: torch.device, dtype: str) -> Figure:
+    known = find_device(name) if device.type == "cuda" else None
+    if known is not None:
+        rounded = dtype == "float32" and torch.get_float32_matmul_precision() != "highest"
+        figure = known.peak_flops.get("tfloat32" if rounded else dtype) or known.peak_flops.get(dtype)
+        if figure is not None:
+            return figure
+    return Figure(_measured_flops(device, dtype, torch.get_num_threads()), "measured")
+
+
+@functools.cache
+def _measured_flops(device: torch.device, dtype: str, threads: int) -> float:
+    """The fastest square matrix product; `threads` only tells measurements apart."""
+    end_s = time.perf_counter() + _BUDGET_S
+    best = 0.0
+    for size in _SIZES:
+        left, right = (torch.ones(size, size, dtype=getattr(torch, dtype), device=device) for _ in range(2))
+        result = torch.empty_like(left)
+        for _ in range(3):
+            best = max(best, 2 * size**3 / _product_s(left, right, result))
+        # Eight times the work, three times, has to fit into what is left.
+        if time.perf_counter() + 3 * 8 * 2 * size**3 / best > end_s:
+            break
+    while time.perf_counter() < end_s:
+        best = max(best, 2 * size**3 / _product_s(left, right, result))
+    return best
+
+
+def _product_s(left: torch.Tensor, right: torch.Tensor, result: torch.Tensor) -> float:
+    start_s = time.perf_counter()
+    torch.mm(left, right, out=result)
+    if left.is_cuda:
+        torch.cuda.synchronize(left.device)
+    return time.perf_counter() - start_s
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,1 @@
+"""Communication between ranks; the transport counts its bytes."""

@@ -1,0 +1,50 @@
+"""What can go wrong, and the exit code of each: one table, which the docs print.
+
+A message is one sentence that names the value, the limit and the remedy. `MotetError` and its kinds are for
+the user; a mistake of our own stays an `AssertionError` with its traceback.
+"""
+
+EXIT_CODES: dict[int, str] = {
+    0: "finished what was asked",
+    1: "an unexpected error outside of the ranks: a defect of motet, with its traceback",
+    2: "bad input: a setting, a file or a combination that cannot work; nothing was trained",
+    3: "a rank failed or was killed; the first cause is named",
+    4: "training diverged: the loss or a gradient is not finite, and the job says to stop",
+    5: "could not save: disk full or folder not writable; earlier checkpoints are whole",
+    130: "stopped by Ctrl-C or SIGTERM after saving; `--resume` continues",
+    137: "stopped at once by a second Ctrl-C or SIGTERM; `--resume` continues from the last checkpoint",
+}
+
+
+class MotetError(Exception):
+    """Something the user can mend. The text is shown as it is, without a traceback."""
+
+    exit_code = 1
+
+
+class InputError(MotetError, ValueError):
+    """A setting, a file or a combination that cannot work."""
+
+    exit_code = 2
+
+
+class RankError(MotetError):
+    """A rank failed or was killed."""
+
+    exit_code = 3
+
+
+class PeerError(RankError):
+    """This rank ends only because another one failed."""
+
+
+class DivergedError(MotetError):
+    """The loss or a gradient is not finite."""
+
+    exit_code = 4
+
+
+class SaveError(MotetError):
+    """A checkpoint could not be written."""
+
+    exit_code = 5

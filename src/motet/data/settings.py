@@ -1,0 +1,64 @@
+"""The `[data]` section: where text comes from, how it becomes tokens, and which samples a step sees."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from motet.core.settings import PlaceName, Settings
+
+Objective = Literal["causal", "masked", "spans", "classify"]
+
+
+class SourceSettings(Settings):
+    """One corpus, and its share in the mixture."""
+
+    source: PlaceName
+    """`stdlib`; `made:RULE`; a file, folder or pattern of .txt .md .py .jsonl .parquet; a folder made by
+    `motet data build`; a Megatron `.bin` prefix; `hf:NAME`."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    text_field: str = "text"
+    prompt_field: str = "prompt"
+    answer_field: str = "answer"
+    """A record with both of these is fine-tuning data: only the answer is a target."""
+    label_field: str = "label"
+    """The class of a record, a whole number from 0; read for the objective `classify` alone."""
+
+
+class DataSettings(Settings):
+    """What the model is trained on."""
+
+    source: PlaceName = "stdlib"
+    """Shorthand for a mixture of one; see `data.mixture.source`."""
+    mixture: tuple[SourceSettings, ...] = ()
+    """Several corpora with weights, instead of `source`."""
+    tokenizer: PlaceName = "bpe:4096"
+    """`bpe:SIZE` trains a byte-level BPE on the corpus; `bytes`; or the path of a tokenizer.json or its folder."""
+    objective: Objective = "causal"
+    sequence_length: Annotated[int, Field(ge=1)] = 256
+    batch_sequences: Annotated[int, Field(ge=1)] = 16
+    """Sequences in one step, over all ranks and micro-batches."""
+    restart_documents: bool = True
+    """Attention and positions do not reach across the border of two documents that share a sequence."""
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    test_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    mask_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    """`masked` and `spans`: the share of tokens that are to be predicted."""
+    samples: Annotated[int, Field(ge=1)] | None = None
+    """Train on only so many samples of each corpus; the number to make for `made:` sources (10,000 when not given)."""
+    workers: Annotated[int, Field(ge=1)] | None = None
+    """Processes that tokenise; all cores when not given."""
+    cache: PlaceName | None = None
+    """Where built corpora are kept; `~/.cache/motet` when not given."""
+
+    @model_validator(mode="after")
+    def _something_is_left_to_train_on(self) -> Self:
+        if self.validation_fraction + self.test_fraction >= 1:
+            raise ValueError(
+                f"data.validation_fraction = {self.validation_fraction} and data.test_fraction = {self.test_fraction} "
+                "leave nothing to train on; their sum must be below 1"
+            )
+        return self
+
+    def sources(self) -> tuple[SourceSettings, ...]:
+        """The mixture, of one corpus where only `source` is given."""
+        return self.mixture or (SourceSettings(source=self.source),)

@@ -1,0 +1,215 @@
+"""The folder of a built corpus: manifest.json, a tokenizer, and shards of tokens with a table of their documents.
+
+NNNNN.bin holds the tokens of a shard, one after the other, as little-endian uint16 or uint32; NNNNN.docs holds one
+`DOCUMENT` for each document in the same order. A folder without manifest.json is unfinished.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from motet.core.errors import InputError
+from motet.core.units import format_count
+
+FORMAT, VERSION = "motet tokens", 1
+
+DOCUMENT = np.dtype([("length", "<u8"), ("hash", "<u8"), ("skip", "<u4"), ("label", "<i4")])
+"""Tokens; hash of the content, which decides the split; tokens at the start that are no targets; class, or -1."""
+
+_OURS = re.compile(r"manifest\.json|plan\.json|tokenizer(_config)?\.json|\d{5,}\.(bin|docs|done)|.*\.tmp")
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """What the manifest knows of a shard."""
+
+    documents: int
+    tokens: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What manifest.json says."""
+
+    source: str
+    recipe: str
+    """Changes with the files, fields and tokenizer that the folder was built from."""
+    tokenizer: str
+    """`bytes`, or the name of a file beside the manifest."""
+    sentinels: int
+    vocab_size: int
+    dtype: str
+    documents: int
+    tokens: int
+    corpus_hash: str
+    """Of the documents' contents, whatever their files are called."""
+    loss_mask: bool
+    """Whether some tokens are no targets: prompts of fine-tuning data."""
+    classes: int
+    """The largest label and one; 0 without labels."""
+    shards: tuple[ShardEntry, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": FORMAT, "version": VERSION, **asdict(self)}
+
+    @property
+    def summary(self) -> str:
+        """One line for a person."""
+        size = f"{format_count(self.documents)} documents, {format_count(self.tokens)} tokens"
+        return f"{size} of a vocabulary of {self.vocab_size}; corpus hash {self.corpus_hash}"
+
+    @property
+    def content(self) -> str:
+        """A hash of all tokens and documents."""
+        return hashlib.blake2b("".join(s.checksum for s in self.shards).encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """Memory-mapped tokens of a corpus: documents follow one another without gaps, none crosses a file."""
+
+    name: str
+    files: tuple[NDArray[Any], ...]
+    first_token: NDArray[np.int64]
+    """[files + 1] where each file starts in the stream of all tokens."""
+    documents: NDArray[Any]
+    """[documents] of `DOCUMENT`."""
+    loss_mask: bool
+    classes: int
+    corpus_hash: str
+    fingerprint: str
+
+    def read(self, start: int, count: int) -> NDArray[Any]:
+        """`count` tokens from place `start` of the stream."""
+        file = int(self.first_token.searchsorted(start, "right")) - 1
+        begin = start - int(self.first_token[file])
+        here = self.files[file][begin : begin + count]
+        return here if len(here) == count else np.concatenate([here, self.read(start + len(here), count - len(here))])
+
+
+def is_built(folder: Path) -> bool:
+    """Whether a folder holds a finished build of ours (whole or not)."""
+    return bool(_read_json(folder / "manifest.json").get("format") == FORMAT)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a built folder."""
+    read = _read_json(folder / "manifest.json")
+    if read.get("format") != FORMAT:
+        raise InputError(
+            f"{folder} holds no corpus built by `motet data build` (no manifest.json of the format {FORMAT!r})"
+        )
+    if read.get("version") != VERSION:
+        raise InputError(
+            f"{folder} is of format version {read.get('version')}, this motet reads {VERSION}; build it again"
+        )
+    try:
+        values = {field.name: read[field.name] for field in fields(Manifest)}
+        return Manifest(**{**values, "shards": tuple(ShardEntry(**shard) for shard in values["shards"])})
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{folder / 'manifest.json'} is damaged ({error}); build the corpus again") from None
+
+
+def open_store(folder: Path) -> TokenStore:
+    """The tokens of a built folder; refuses what is truncated."""
+    manifest = read_manifest(folder)
+    problem = find_damage(folder, manifest, checksums=False)
+    if problem:
+        raise InputError(f"{problem}; build the corpus again")
+    paths = [folder / f"{number:05}" for number in range(len(manifest.shards))]
+    tables = [np.fromfile(path.with_suffix(".docs"), dtype=DOCUMENT) for path in paths]
+    counts = [shard.tokens for shard in manifest.shards]
+    return TokenStore(
+        name=f"{manifest.source} (built in {folder})",
+        files=tuple(
+            map_tokens(path.with_suffix(".bin"), manifest.dtype, n) for path, n in zip(paths, counts, strict=True)
+        ),
+        first_token=np.cumsum([0, *counts], dtype=np.int64),
+        documents=np.concatenate(tables),
+        loss_mask=manifest.loss_mask,
+        classes=manifest.classes,
+        corpus_hash=manifest.corpus_hash,
+        fingerprint=manifest.content,
+    )
+
+
+def map_tokens(path: Path, dtype: str, count: int) -> NDArray[Any]:
+    """`count` little-endian tokens of a file, mapped into memory (an empty file cannot be)."""
+    kind = np.dtype(dtype).newbyteorder("<")
+    # A plain view: np.memmap's own slices cost three times as much.
+    return np.asarray(np.memmap(path, dtype=kind, mode="r", shape=(count,))) if count else np.empty(0, kind)
+
+
+def find_damage(folder: Path, manifest: Manifest, checksums: bool) -> str | None:
+    """What is missing, cut short or (with `checksums`, which reads everything) altered; None when all is well."""
+    width = np.dtype(manifest.dtype).itemsize
+    for number, shard in enumerate(manifest.shards):
+        sizes = {".bin": shard.tokens * width, ".docs": shard.documents * DOCUMENT.itemsize}
+        for suffix, expected in sizes.items():
+            path = folder / f"{number:05}{suffix}"
+            if not path.is_file():
+                return f"{path} is missing"
+            if path.stat().st_size != expected:
+                return f"{path} has {path.stat().st_size} bytes where the manifest says {expected}"
+        if checksums and checksum(folder, number) != shard.checksum:
+            return f"the content of {folder / f'{number:05}.bin'} or its .docs is not what was written"
+    return None
+
+
+def checksum(folder: Path, number: int) -> str:
+    """Of the tokens and the documents of a shard."""
+    digest = hashlib.blake2b(digest_size=16)
+    for suffix in (".bin", ".docs"):
+        with (folder / f"{number:05}{suffix}").open("rb") as file:
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+def write_json(path: Path, value: object) -> None:
+    """Whole or not at all."""
+    scratch = path.with_name(path.name + ".tmp")
+    scratch.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    scratch.replace(path)
+
+
+def is_ours(name: str) -> bool:
+    """Whether a build writes files of this name."""
+    return bool(_OURS.fullmatch(name))
+
+
+def clear(folder: Path) -> None:
+    """Delete what a build writes and nothing else; manifest.json first, so that the rest is known as unfinished."""
+    (folder / "manifest.json").unlink(missing_ok=True)
+    for path in folder.iterdir():
+        if is_ours(path.name):
+            path.unlink()
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Tell a full or unwritable disk in one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"cannot write {error.filename or folder}: {error.strerror or error}; free some space or choose another "
+            "folder (data.cache, or --out of `motet data build`)"
+        ) from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return read if isinstance(read, dict) else {}

@@ -1,0 +1,1 @@
+"""Models as single-device code, and their sizes as pure values."""

@@ -1,0 +1,96 @@
+"""What of a model is trained: frozen parameters, and low-rank adapters on linear layers.
+
+An adapter belongs to its linear layer as two further parameters, `<linear>.adapter_a` and `<linear>.adapter_b`; the
+names and values of all others stay as they were. B is zero at first: an adapted model begins as the model it was.
+"""
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from motet.core.errors import InputError
+from motet.models.initial import values
+from motet.models.settings import AdapterSettings, Trainable
+
+
+def prepare_training(module: nn.Module, settings: Trainable, seed: int) -> None:
+    """Adapters are added, and what is not trained is marked."""
+    if settings.adapters is not None:
+        add_adapters(module, settings.adapters, seed)
+    freeze(module, settings.frozen)
+    if not any(p.requires_grad for p in module.parameters()):
+        if not settings.frozen:
+            raise InputError(
+                f"nothing is there to train: {type(module).__name__} has no trainable parameter; give it some"
+            )
+        raise InputError(
+            f"nothing is left to train: model.frozen = {list(settings.frozen)} covers every parameter; leave some out"
+        )
+
+
+def add_adapters(module: nn.Module, settings: AdapterSettings, seed: int) -> None:
+    """W x + (alpha / rank) B A x on every linear layer that a pattern names; everything else is frozen."""
+    layers = {name: layer for name, layer in module.named_modules() if _is_linear(layer)}
+    chosen = _matching(settings.targets, layers, "model.adapters.targets", "linear layer")
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    for name in chosen:
+        _adapt(layers[name], f"{name}.adapter_a", settings, seed)
+
+
+def freeze(module: nn.Module, patterns: tuple[str, ...]) -> None:
+    """Parameters that a pattern names are not trained. A tensor with two names is meant by either."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for name in _matching(patterns, parameters, "model.frozen", "parameter"):
+        parameters[name].requires_grad_(False)
+
+
+def _matching(patterns: tuple[str, ...], names: Iterable[str], key: str, kind: str) -> list[str]:
+    """The names that a pattern matches, in order. A pattern that matches nothing is a slip."""
+    names = list(names)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
+            has = f"the nearest names are {', '.join(near)}" if near else "the model has none"
+            raise InputError(f"{key}: {pattern!r} matches no {kind}; {has}")
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    # transformers' Conv1D (GPT-2) is a linear layer with a weight of [in, out]. The output projection inside
+    # nn.MultiheadAttention is never called as a layer, so an adapter on it would do nothing.
+    if isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return False
+    return isinstance(layer, nn.Linear) or _is_conv1d(layer)
+
+
+def _is_conv1d(layer: nn.Module) -> bool:
+    return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
+
+
+def _adapt(layer: nn.Module, name: str, settings: AdapterSettings, seed: int) -> None:
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    inner, out = weight.shape if _is_conv1d(layer) else reversed(weight.shape)
+    shape = (settings.rank, inner)
+    drawn = torch.from_numpy(values(seed, name, 0, prod(shape))).view(shape) / inner**0.5
+    layer.register_parameter("adapter_a", nn.Parameter(drawn.to(weight)))
+    layer.register_parameter("adapter_b", nn.Parameter(weight.new_zeros(out, settings.rank)))
+    layer.register_forward_hook(_AddAdapter(settings.alpha / settings.rank))
+
+
+@dataclass(frozen=True)
+class _AddAdapter:
+    """After a linear layer: what its adapter adds."""
+
+    scale: float
+
+    def __call__(self, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return output + self.scale * F.linear(F.linear(inputs[0], layer.adapter_a), layer.adapter_b)

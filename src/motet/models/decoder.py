@@ -1,0 +1,112 @@
+"""One causal decoder: GPT-2 and 3, Llama 2 and 3, Qwen 2 and 3, Mistral, Nemotron, by its settings."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from motet.core.errors import InputError
+from motet.models.attention import Pattern, causal_pattern
+from motet.models.layers import Attention, AttentionShape, FeedForward, FeedForwardShape, Matrix
+from motet.models.norms import make_norm
+from motet.models.rotary import Rotary
+from motet.models.settings import DecoderSettings
+
+
+class Decoder(nn.Module):
+    """tokens [R, T] -> logits [R, T, V]."""
+
+    def __init__(self, settings: DecoderSettings) -> None:
+        super().__init__()
+        s = self.settings = settings
+        self.rotary = _rotary(s)
+        self.embedding = nn.Embedding(s.vocab_size, s.hidden)
+        if s.positions == "learned":
+            self.positions = nn.Embedding(s.context, s.hidden)
+        self.dropout = nn.Dropout(s.dropout)
+        self.blocks = nn.ModuleList(DecoderBlock(s) for _ in range(s.layers))
+        self.norm = make_norm(s.norm, s.hidden, s.norm_eps, s.has_norm_bias)
+        if not s.tied:
+            self.head = Matrix(s.vocab_size, s.hidden)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        return F.linear(self.features(tokens, positions, documents), self.head_weight())
+
+    def features(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        """[R, T, H]: what the head reads. Positions are 0..T-1 and each row is one document when not given."""
+        s = self.settings
+        check_length(tokens, s.context)
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.embedding(tokens)
+        if s.positions == "learned":
+            x = x + self.positions(positions)
+        x = self.dropout(x)
+        rotary = None if self.rotary is None else self.rotary.table(positions, x.dtype)
+        pattern = causal_pattern(tokens, s.sliding_window, documents, x.dtype)
+        for block in self.blocks:
+            x = block(x, pattern, rotary)
+        features: Tensor = self.norm(x)
+        return features
+
+    def head_weight(self) -> Tensor:
+        return self.embedding.weight if self.settings.tied else self.head.weight
+
+    def head_bias(self) -> Tensor | None:
+        return None
+
+
+class DecoderBlock(nn.Module):
+    """x + attention(norm(x)), then x + ffn(norm(x))."""
+
+    def __init__(self, settings: DecoderSettings) -> None:
+        super().__init__()
+        s = settings
+        self.attention_norm = make_norm(s.norm, s.hidden, s.norm_eps, s.has_norm_bias)
+        self.attention = Attention(
+            AttentionShape(
+                hidden=s.hidden,
+                heads=s.heads,
+                kv_heads=s.kv_heads or s.heads,
+                head_dim=s.dim_per_head,
+                qkv_bias=s.qkv_bias or s.bias,
+                output_bias=s.bias,
+                query_key_norm_eps=s.norm_eps if s.query_key_norm else None,
+                dropout=s.dropout,
+            )
+        )
+        self.ffn_norm = make_norm(s.norm, s.hidden, s.norm_eps, s.has_norm_bias)
+        self.ffn = FeedForward(
+            FeedForwardShape(s.hidden, s.ffn_hidden, s.activation, gated=s.gated, bias=s.has_ffn_bias)
+        )
+        self.dropout = nn.Dropout(s.dropout)
+
+    def forward(self, x: Tensor, pattern: Pattern, rotary: Tensor | None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), pattern, rotary))
+        y: Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))
+        return y
+
+
+def check_length(tokens: Tensor, context: int, setting: str = "model.context") -> None:
+    """`setting`: what the context is called where it is set."""
+    if tokens.shape[1] > context:
+        raise InputError(
+            f"a sequence of {tokens.shape[1]} tokens does not fit {setting} = {context}; "
+            f"shorten data.sequence_length or lengthen {setting}"
+        )
+
+
+def _rotary(s: DecoderSettings) -> Rotary | None:
+    if s.positions != "rotary":
+        return None
+    dims = int(s.dim_per_head * s.rotary_fraction)
+    if s.dim_per_head % 2 or dims % 2 or dims == 0:
+        raise InputError(
+            f"rotary positions turn pairs of components: model.head_dim = {s.dim_per_head} and the {dims} of them "
+            f"that model.rotary_fraction = {s.rotary_fraction} turns must be even and more than 0"
+        )
+    if s.rope_scaling and s.rope_scaling.high_frequency_factor <= s.rope_scaling.low_frequency_factor:
+        raise InputError(
+            f"model.rope_scaling.high_frequency_factor = {s.rope_scaling.high_frequency_factor} must be above "
+            f"low_frequency_factor = {s.rope_scaling.low_frequency_factor}"
+        )
+    return Rotary(dims, s.rope_theta, s.rope_scaling)

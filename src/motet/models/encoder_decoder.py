@@ -1,0 +1,154 @@
+"""One encoder-decoder, T5: relative positions, norms without biases, scores that are not scaled.
+
+The encoder reads the source, the decoder reads the tokens and attends to what the encoder made of the source of the
+same document.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from motet.core.errors import InputError
+from motet.models.attention import Pattern, causal_pattern, full_pattern
+from motet.models.decoder import check_length
+from motet.models.layers import Attention, AttentionShape, CrossAttention, FeedForward, FeedForwardShape, Matrix
+from motet.models.norms import make_norm
+from motet.models.settings import EncoderDecoderSettings
+
+
+class EncoderDecoder(nn.Module):
+    """tokens [R, T] and source [R, S] -> logits [R, T, V]."""
+
+    def __init__(self, settings: EncoderDecoderSettings) -> None:
+        super().__init__()
+        s = self.settings = settings
+        _check_relative(s)
+        self.embedding = nn.Embedding(s.vocab_size, s.hidden)
+        self.encoder = Stack(s, s.layers, decodes=False)
+        self.decoder = Stack(s, s.decoder_layers or s.layers, decodes=True)
+        self.dropout = nn.Dropout(s.dropout)
+        if not s.tied:
+            self.head = Matrix(s.vocab_size, s.hidden)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        source: Tensor,
+        documents: Tensor | None = None,
+        source_documents: Tensor | None = None,
+    ) -> Tensor:
+        return F.linear(self.features(tokens, source, documents, source_documents), self.head_weight())
+
+    def features(
+        self,
+        tokens: Tensor,
+        source: Tensor,
+        documents: Tensor | None = None,
+        source_documents: Tensor | None = None,
+    ) -> Tensor:
+        """[R, T, H]: what the head reads. Either both kinds of documents are given or neither."""
+        assert (documents is None) == (source_documents is None)
+        check_length(tokens, self.settings.context)
+        check_length(source, self.settings.context)
+        x = self.dropout(self.embedding(source))
+        encoded = self.encoder(x, full_pattern(source_documents, source_documents, x.dtype))
+        x = self.dropout(self.embedding(tokens))
+        cross = full_pattern(documents, source_documents, x.dtype)
+        decoded: Tensor = self.decoder(x, causal_pattern(tokens, None, documents, x.dtype), encoded, cross)
+        # A table that is also the head was made for inputs: its logits are brought back to their size.
+        return decoded * self.settings.hidden**-0.5 if self.settings.tied else decoded
+
+    def head_weight(self) -> Tensor:
+        return self.embedding.weight if self.settings.tied else self.head.weight
+
+    def head_bias(self) -> Tensor | None:
+        return None
+
+
+class Stack(nn.Module):
+    """Blocks that share one table of relative positions, and a norm at the end."""
+
+    def __init__(self, settings: EncoderDecoderSettings, layers: int, decodes: bool) -> None:
+        super().__init__()
+        s = self.settings = settings
+        self.decodes = decodes
+        self.blocks = nn.ModuleList(Block(s, decodes) for _ in range(layers))
+        self.relative = nn.Embedding(s.relative_buckets, s.heads)
+        self.norm = make_norm(s.norm, s.hidden, s.norm_eps, bias=False)
+        self.dropout = nn.Dropout(s.dropout)
+
+    def forward(
+        self, x: Tensor, pattern: Pattern, encoded: Tensor | None = None, cross: Pattern | None = None
+    ) -> Tensor:
+        pattern = pattern.plus(self._relative_bias(x.shape[1], x.device))
+        for block in self.blocks:
+            x = block(x, pattern, encoded, cross)
+        y: Tensor = self.dropout(self.norm(x))
+        return y
+
+    def _relative_bias(self, length: int, device: torch.device) -> Tensor:
+        """[1, heads, T, T]"""
+        at = torch.arange(length, device=device)
+        distance = at - at.unsqueeze(1)  # of the key from the query
+        buckets, longest = self.settings.relative_buckets, self.settings.relative_distance
+        if self.decodes:
+            bucket = relative_bucket((-distance).clamp(min=0), buckets, longest)
+        else:
+            half = buckets // 2
+            bucket = relative_bucket(distance.abs(), half, longest) + half * (distance > 0)
+        bias: Tensor = self.relative(bucket)
+        return bias.permute(2, 0, 1).unsqueeze(0)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), in a decoder x + cross(norm(x), encoded), then x + ffn(norm(x))."""
+
+    def __init__(self, settings: EncoderDecoderSettings, decodes: bool) -> None:
+        super().__init__()
+        s = settings
+        shape = AttentionShape(
+            hidden=s.hidden,
+            heads=s.heads,
+            kv_heads=s.heads,
+            head_dim=s.dim_per_head,
+            scaled=False,
+            dropout=s.dropout,
+        )
+        self.attention_norm = make_norm(s.norm, s.hidden, s.norm_eps, bias=False)
+        self.attention = Attention(shape)
+        if decodes:
+            self.cross_norm = make_norm(s.norm, s.hidden, s.norm_eps, bias=False)
+            self.cross = CrossAttention(shape)
+        self.ffn_norm = make_norm(s.norm, s.hidden, s.norm_eps, bias=False)
+        self.ffn = FeedForward(FeedForwardShape(s.hidden, s.ffn_hidden, s.activation, gated=s.gated, dropout=s.dropout))
+        self.dropout = nn.Dropout(s.dropout)
+
+    def forward(self, x: Tensor, pattern: Pattern, encoded: Tensor | None, cross: Pattern | None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), pattern))
+        if encoded is not None:
+            x = x + self.dropout(self.cross(self.cross_norm(x), encoded, cross))
+        y: Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))
+        return y
+
+
+def relative_bucket(distance: Tensor, buckets: int, longest: int) -> Tensor:
+    """The first half of the buckets hold one distance each, the others grow in size up to `longest` and beyond."""
+    exact = buckets // 2
+    # In float32, as every published T5 has it: in another dtype a distance at a border may fall into the next bucket.
+    growth = torch.log(distance.clamp(min=1).float() / exact) / math.log(longest / exact)
+    coarse = exact + (growth * (buckets - exact)).long()
+    return torch.where(distance < exact, distance, coarse.clamp(max=buckets - 1))
+
+
+def _check_relative(s: EncoderDecoderSettings) -> None:
+    if s.relative_buckets < 4:
+        raise InputError(
+            f"model.relative_buckets = {s.relative_buckets} is too few: the encoder halves them twice, so at least 4"
+        )
+    if s.relative_distance <= s.relative_buckets // 2:
+        raise InputError(
+            f"model.relative_distance = {s.relative_distance} must be above half of model.relative_buckets = "
+            f"{s.relative_buckets}"
+        )

@@ -1,0 +1,82 @@
+"""RMS and layer norms whose statistics are in float32 at least.
+
+On a CPU torch takes an RMS norm apart into many passes; here it is two, forward and backward (measured, 4096 x 256 on
+one thread: 1.5 ms instead of 7.7 in float32, 3.0 instead of 10.2 in bfloat16). Elsewhere torch's fused kernel is used.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from motet.models.settings import Norm
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / sqrt(variance + eps) * weight + bias."""
+
+    def __init__(self, size: int, eps: float, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size)) if bias else None
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        if x.device.type == "cpu" and x.dtype != _wide(x):
+            # With 16-bit weights torch's CPU kernel would also keep the statistics for backward in 16 bits.
+            weight, bias = weight.to(_wide(x)), None if bias is None else bias.to(_wide(x))
+        return F.layer_norm(x, weight.shape, weight, bias, self.eps)
+
+
+def make_norm(kind: Norm, size: int, eps: float, bias: bool) -> nn.Module:
+    return RMSNorm(size, eps) if kind == "rms" else LayerNorm(size, eps, bias)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The norm over the last dim."""
+    if x.device.type != "cpu":
+        return F.rms_norm(x, weight.shape, weight, eps)
+    y: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]  # torch's
+    return y
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=_wide(x))
+        rstd = norms.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, rstd)
+        y: Tensor = (x * rstd).mul_(weight).to(x.dtype)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        """A layer norm whose mean is said to be 0 has this gradient but for one term, which is put back."""
+        x, weight, rstd = ctx.saved_tensors
+        grad, wide = grad.contiguous(), weight.to(rstd.dtype)
+        of_x, of_weight, _ = torch.ops.aten.native_layer_norm_backward(
+            grad, x, weight.shape, torch.zeros_like(rstd), rstd, wide, None, [*ctx.needs_input_grad[:2], False]
+        )
+        if of_x is not None:
+            mean = (grad.to(wide.dtype) @ wide).unsqueeze(-1).mul_(rstd).div_(weight.numel())
+            of_x.add_(mean.to(of_x.dtype))
+        return of_x, None if of_weight is None else of_weight.to(weight.dtype), None
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

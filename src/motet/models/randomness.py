@@ -1,0 +1,163 @@
+"""Dropout that does not depend on the layout: a mask depends on (seed, step, site, row), whoever computes the row.
+
+A mode replaces the dropout of any module, ours or not, while it runs. A site is the number of a dropout within one
+forward. Whatever runs a part of a forward again, as recomputing activations does, has to set `site` back. What a module
+draws by other means follows from (seed, step, first row): the same again after resuming, but not on another layout.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import sqrt
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from motet.core.errors import InputError
+from motet.core.seeds import derive_seed
+
+
+class LogicalRandomness(TorchFunctionMode):
+    """`with randomness.at(step, rows): ...` around the forward of a micro-batch."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+        self.step = 0
+        self.rows: list[int] = []
+        self.site = 0
+
+    @contextmanager
+    def at(self, step: int, rows: Tensor) -> Iterator[None]:
+        """`rows` [R]: the places of the rows in the global batch of the step."""
+        self.step, self.rows, self.site = step, rows.tolist(), 0
+        torch.manual_seed(derive_seed(self.seed, self.step, "elsewhere", *self.rows[:1]))
+        with self:
+            yield
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        replacement = _REPLACEMENTS.get(func)
+        if replacement is None:
+            return func(*args, **(kwargs or {}))
+        return replacement(self, *args, **(kwargs or {}))
+
+    def drop(self, x: Tensor, p: float, whole_dims: int | None = None) -> Tensor:
+        """x with elements set to 0 with probability p and the others scaled by 1 / (1 - p).
+
+        `whole_dims`: elements beyond so many dims are kept or dropped together.
+        """
+        if len(self.rows) == 0 or x.ndim == 0 or x.shape[0] % len(self.rows):
+            raise InputError(
+                f"dropout on a tensor of shape {list(x.shape)}: its first dim is no multiple of the {len(self.rows)} "
+                "rows of the micro-batch, so its mask cannot follow rows; set the dropout to 0"
+            )
+        shape = list(x.shape[:whole_dims]) + [1] * len(x.shape[whole_dims:] if whole_dims else ())
+        shape[0] //= len(self.rows)
+        keep = torch.cat([self._mask(row, shape, p, x.device) for row in self.rows])
+        self.site += 1
+        return x * keep.to(x.dtype).mul_(0.0 if p >= 1 else 1 / (1 - p))
+
+    def _mask(self, row: int, shape: list[int], p: float, device: torch.device) -> Tensor:
+        generator = torch.Generator(device).manual_seed(derive_seed(self.seed, self.step, self.site, row))
+        return torch.empty(shape, dtype=torch.bool, device=device).bernoulli_(1 - p, generator=generator)
+
+
+def can_drop(module: nn.Module, config: dict[str, Any] | None = None) -> bool:
+    """Whether a model drops anything: by its dropout layers, or by a value of its config that speaks of it."""
+    layers = (m for m in module.modules() if isinstance(m, nn.modules.dropout._DropoutNd))
+    return any(m.p > 0 for m in layers) or _speaks_of_dropping(config or {})
+
+
+def _speaks_of_dropping(config: dict[str, Any]) -> bool:
+    inner = any(_speaks_of_dropping(value) for value in config.values() if isinstance(value, dict))
+    named = (value for key, value in config.items() if "drop" in str(key))
+    return inner or any(isinstance(value, int | float) and value > 0 for value in named)
+
+
+# --- what replaces what ----------------------------------------------------------------------------
+
+
+def _dropout(
+    mode: LogicalRandomness, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    dropped = mode.drop(input, p) if training and p > 0 else input
+    return input.copy_(dropped) if inplace else dropped
+
+
+def _channel_dropout(
+    mode: LogicalRandomness, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """[R, C, ...]: whole channels."""
+    dropped = mode.drop(input, p, whole_dims=2) if training and p > 0 else input
+    return input.copy_(dropped) if inplace else dropped
+
+
+def _attention(  # noqa: PLR0913  # the signature of what it replaces
+    mode: LogicalRandomness,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """scaled_dot_product_attention, in the open where it drops probabilities."""
+    if dropout_p == 0:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    scores = query @ key.mT * (1 / sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, float("-inf"))
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return mode.drop(scores.softmax(-1), dropout_p) @ value
+
+
+def _alpha_dropout(
+    mode: LogicalRandomness, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+) -> Tensor:
+    if training and p > 0:
+        raise InputError(f"alpha dropout with p = {p} draws masks that do not follow rows; use F.dropout in its place")
+    return input
+
+
+def _multi_head(mode: LogicalRandomness, *args: Any, **kwargs: Any) -> Any:
+    """torch's nn.MultiheadAttention, which drops inside of itself."""
+    dropout_p = kwargs.get("dropout_p", args[10] if len(args) > 10 else 0.0)
+    training = kwargs.get("training", args[13] if len(args) > 13 else True)
+    if dropout_p > 0 and training:
+        raise InputError(
+            f"nn.MultiheadAttention with dropout = {dropout_p} draws masks that do not follow rows; "
+            "set its dropout to 0, or use F.scaled_dot_product_attention"
+        )
+    return F.multi_head_attention_forward(*args, **kwargs)
+
+
+_REPLACEMENTS: dict[Any, Callable[..., Any]] = {
+    F.dropout: _dropout,
+    torch.dropout: lambda mode, input, p, train: _dropout(mode, input, p, train),
+    torch.dropout_: lambda mode, input, p, train: _dropout(mode, input, p, train, inplace=True),
+    F.dropout1d: _channel_dropout,
+    F.dropout2d: _channel_dropout,
+    F.dropout3d: _channel_dropout,
+    F.scaled_dot_product_attention: _attention,
+    F.multi_head_attention_forward: _multi_head,
+    F.alpha_dropout: _alpha_dropout,
+    F.feature_alpha_dropout: _alpha_dropout,
+}

@@ -1,0 +1,188 @@
+"""The `[model]` section: one of our three architectures by its settings, or any module of the user's."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from motet.core.settings import Settings
+
+Norm = Literal["rms", "layer"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
+
+
+class AdapterSettings(Settings):
+    """Low-rank adapters: W x + (alpha / rank) B A x, where only A and B are trained."""
+
+    rank: Annotated[int, Field(ge=1)] = 8
+    alpha: Annotated[float, Field(gt=0)] = 16.0
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("*",)
+    """Shell patterns of the names of linear modules that get an adapter."""
+
+
+class Trainable(Settings):
+    """What of a model is trained; common to every kind of model."""
+
+    frozen: tuple[str, ...] = ()
+    """Shell patterns of parameter names that are not trained."""
+    adapters: AdapterSettings | None = None
+    """Low-rank adapters; everything else is frozen."""
+
+
+class RopeScaling(Settings):
+    """Llama 3.1's stretching of rotary wavelengths beyond the context that the model was first trained on."""
+
+    factor: Annotated[float, Field(ge=1)] = 8.0
+    low_frequency_factor: Annotated[float, Field(gt=0)] = 1.0
+    high_frequency_factor: Annotated[float, Field(gt=0)] = 4.0
+    original_context: Annotated[int, Field(ge=1)] = 8192
+
+
+class ExpertSettings(Settings):
+    """Mixture of experts in place of the feed-forward network (for planning: training it comes later)."""
+
+    count: Annotated[int, Field(ge=1)]
+    per_token: Annotated[int, Field(ge=1)]
+    hidden: Annotated[int, Field(ge=1)]
+    shared: Annotated[int, Field(ge=0)] = 0
+    first_dense_layers: Annotated[int, Field(ge=0)] = 0
+    """The first layers keep a plain feed-forward network."""
+
+    @model_validator(mode="after")
+    def _enough_experts(self) -> "ExpertSettings":
+        if self.per_token > self.count:
+            raise ValueError(
+                f"model.experts.per_token = {self.per_token} is more than model.experts.count = {self.count}"
+            )
+        return self
+
+
+class LatentAttention(Settings):
+    """DeepSeek's multi-head latent attention (for planning: training it comes later)."""
+
+    query_rank: Annotated[int, Field(ge=1)] | None = None
+    key_value_rank: Annotated[int, Field(ge=1)]
+    rotary_head_dim: Annotated[int, Field(ge=1)]
+    plain_head_dim: Annotated[int, Field(ge=1)]
+    value_head_dim: Annotated[int, Field(ge=1)]
+
+
+class Architecture(Trainable):
+    """What our three architectures have in common."""
+
+    vocab_size: Annotated[int, Field(ge=2)]
+    context: Annotated[int, Field(ge=1)]
+    """The longest sequence, which is also the size of a table of learned positions."""
+    layers: Annotated[int, Field(ge=1)]
+    hidden: Annotated[int, Field(ge=1)]
+    heads: Annotated[int, Field(ge=1)]
+    head_dim: Annotated[int, Field(ge=1)] | None = None
+    """hidden / heads when not given."""
+    ffn_hidden: Annotated[int, Field(ge=1)]
+    activation: Activation = "silu"
+    gated: bool = True
+    """act(gate x) * (up x) instead of act(up x)."""
+    norm: Norm = "rms"
+    norm_eps: Annotated[float, Field(gt=0)] = 1e-5
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    init_std: Annotated[float, Field(gt=0)] = 0.02
+
+    @property
+    def dim_per_head(self) -> int:
+        return self.head_dim or self.hidden // self.heads
+
+    @model_validator(mode="after")
+    def _heads_divide_hidden(self) -> "Architecture":
+        if self.head_dim is None and self.hidden % self.heads:
+            raise ValueError(
+                f"model.hidden = {self.hidden} is not a multiple of model.heads = {self.heads}; change one, "
+                "or give model.head_dim"
+            )
+        return self
+
+
+class DecoderSettings(Architecture):
+    """A causal decoder: GPT-2 and 3, Llama 2 and 3, Qwen 2 and 3, Mistral, Nemotron by their settings."""
+
+    family: Literal["decoder"] = "decoder"
+    kv_heads: Annotated[int, Field(ge=1)] | None = None
+    """Grouped-query attention; `heads` when not given."""
+    positions: Literal["rotary", "learned", "none"] = "rotary"
+    rope_theta: Annotated[float, Field(gt=0)] = 10000.0
+    rotary_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """The part of each head that is rotated."""
+    rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False
+    """Biases of queries, keys and values, also without `bias`."""
+    bias: bool = False
+    """Biases in all linear layers of a block and in layer norms."""
+    ffn_bias: bool | None = None
+    """Biases in the feed-forward network; `bias` when not given."""
+    norm_bias: bool | None = None
+    """Biases in layer norms; `bias` when not given. RMS norms never have one."""
+    query_key_norm: bool = False
+    """Qwen 3's norm of each query and key head."""
+    sliding_window: Annotated[int, Field(ge=1)] | None = None
+    tied: bool = True
+    """The output head is the embedding table."""
+    experts: ExpertSettings | None = None
+    latent_attention: LatentAttention | None = None
+
+    @property
+    def has_ffn_bias(self) -> bool:
+        return self.bias if self.ffn_bias is None else self.ffn_bias
+
+    @property
+    def has_norm_bias(self) -> bool:
+        return self.norm == "layer" and (self.bias if self.norm_bias is None else self.norm_bias)
+
+    @model_validator(mode="after")
+    def _heads_share_keys_evenly(self) -> "DecoderSettings":
+        if self.kv_heads is not None and self.heads % self.kv_heads:
+            raise ValueError(
+                f"model.heads = {self.heads} is not a multiple of model.kv_heads = {self.kv_heads}: each key head "
+                "serves the same number of query heads"
+            )
+        return self
+
+
+class EncoderSettings(Architecture):
+    """BERT: a bidirectional encoder with a masked-token head or a classification head."""
+
+    family: Literal["encoder"] = "encoder"
+    activation: Activation = "gelu"
+    gated: bool = False
+    norm: Norm = "layer"
+    norm_eps: Annotated[float, Field(gt=0)] = 1e-12
+    head: Literal["masked", "classify"] = "masked"
+    classes: Annotated[int, Field(ge=2)] = 2
+    token_types: Annotated[int, Field(ge=0)] = 2
+
+
+class EncoderDecoderSettings(Architecture):
+    """T5: relative positions, RMS norms without biases, a decoder that attends to the encoder."""
+
+    family: Literal["encoder-decoder"] = "encoder-decoder"
+    decoder_layers: Annotated[int, Field(ge=1)] | None = None
+    """`layers` when not given."""
+    activation: Activation = "gelu_tanh"
+    norm_eps: Annotated[float, Field(gt=0)] = 1e-6
+    relative_buckets: Annotated[int, Field(ge=2)] = 32
+    relative_distance: Annotated[int, Field(ge=2)] = 128
+    tied: bool = True
+
+
+class ModuleSettings(Trainable):
+    """Any module: `factory` names a function of yours, or `hf:` and a folder or config.json of Hugging Face."""
+
+    family: Literal["module"] = "module"
+    factory: str
+    """`package.module:function`, which returns an nn.Module, or `hf:FOLDER` / `hf:PATH/config.json`."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function; for `hf:`, values that replace those of config.json."""
+    vocab_size: Annotated[int, Field(ge=2)] | None = None
+    """Checked against the tokenizer when given; `hf:` models know theirs."""
+
+
+ModelSettings = Annotated[
+    DecoderSettings | EncoderSettings | EncoderDecoderSettings | ModuleSettings, Field(discriminator="family")
+]

@@ -1,0 +1,76 @@
+"""A model's sizes without the model: parameters, FLOPs and saved activations of each block, in pure Python.
+
+Conventions. FLOPs are those of matrix products and attention, 2 m n k each; norms, activations and look-ups are not
+counted. Backward counts twice the forward (the gradients of both factors of each product); what an attention kernel
+or recomputation does a second time is not counted. A count of saved activations is of the tensors that autograd
+holds at the end of the forward pass, every storage once, parameters not counted.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from motet.core.errors import InputError
+from motet.models.config import read_config, settings_from_config
+from motet.models.decoder_spec import decoder_blocks
+from motet.models.encoder_spec import encoder_blocks, encoder_decoder_blocks
+from motet.models.pieces import AttentionCount, Block, Parameter, Shape
+from motet.models.settings import (
+    Architecture,
+    DecoderSettings,
+    EncoderDecoderSettings,
+    EncoderSettings,
+    ModelSettings,
+    ModuleSettings,
+)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The blocks of a model, in the order of the forward pass."""
+
+    blocks: tuple[Block, ...]
+
+    def named_parameters(self) -> Iterator[Parameter]:
+        """Every parameter once, with the name and shape it has in the module."""
+        for block in self.blocks:
+            yield from block.named_parameters()
+
+    @property
+    def parameters(self) -> int:
+        return sum(block.parameter_count * block.repeat for block in self.blocks)
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that one token goes through: of the experts only as many as it is sent to, of all else everything."""
+        return sum(block.active_parameter_count * block.repeat for block in self.blocks)
+
+    def forward_flops(self, shape: Shape, attention: AttentionCount = "causal") -> int:
+        return sum(block.forward_flops(shape, attention) * block.repeat for block in self.blocks)
+
+    def training_flops(self, shape: Shape, attention: AttentionCount = "causal") -> int:
+        """Forward and backward."""
+        return 3 * self.forward_flops(shape, attention)
+
+    def saved_bytes(self, shape: Shape, dtype: str) -> int:
+        """At the end of a forward pass that computes in `dtype` (core.dtypes), nothing being recomputed."""
+        return sum(block.saved_bytes(shape, dtype) * block.repeat for block in self.blocks)
+
+
+def spec_from_settings(settings: ModelSettings | Architecture) -> ModelSpec:
+    """The spec of one of our architectures, or of the Hugging Face config that `factory = "hf:..."` names."""
+    match settings:
+        case DecoderSettings():
+            return ModelSpec(decoder_blocks(settings))
+        case EncoderSettings():
+            return ModelSpec(encoder_blocks(settings))
+        case EncoderDecoderSettings():
+            return ModelSpec(encoder_decoder_blocks(settings))
+        case ModuleSettings() if settings.factory.startswith("hf:"):
+            config = {**read_config(settings.factory.removeprefix("hf:")), **settings.arguments}
+            return spec_from_settings(settings_from_config(config))
+        case ModuleSettings():
+            raise InputError(
+                f"model.factory = {settings.factory!r}: sizes are known of our own families and of hf: configs, "
+                "not of the module that a function returns"
+            )
+    raise AssertionError(f"no family {type(settings).__name__}")

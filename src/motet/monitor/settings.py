@@ -1,0 +1,32 @@
+"""The `[monitor]` section: what a run tells about itself, and to whom."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from motet.core.settings import Settings
+
+
+class MonitorSettings(Settings):
+    """`events.jsonl` is always written; these choose the rest."""
+
+    every: Annotated[int, Field(ge=1)] = 1
+    """Steps between two that are told (the first, the last and any failing step always are)."""
+    spans: bool = True
+    """Record the spans of each told step in events.jsonl."""
+    tensorboard: bool = True
+    wandb: Literal["off", "online", "offline"] = "off"
+    """Weights & Biases; `offline` needs no network, and `wandb sync` sends it later."""
+    wandb_project: str = "motet"
+    profile_from: Annotated[int, Field(ge=1)] | None = None
+    """First step of a torch.profiler window; the trace is written to the run folder."""
+    profile_steps: Annotated[int, Field(ge=1)] = 3
+    evaluate_every: Annotated[int, Field(ge=1)] | None = None
+    """Steps between evaluations on the validation split; only at the end when not given."""
+    evaluate_batches: Annotated[int, Field(ge=1)] = 8
+    """Batches per evaluation (fewer when the split is smaller)."""
+    sample_tokens: Annotated[int, Field(ge=0)] = 0
+    """Tokens of text to sample from the model at the end of the run."""
+    sample_prompt: str = ""
+    sample_temperature: Annotated[float, Field(ge=0)] = 0.8
+    """0 takes the likeliest token each time."""

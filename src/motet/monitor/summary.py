@@ -1,0 +1,149 @@
+"""`summary.json`: the outcome of a run in a handful of numbers, worked out from its events.
+
+It is replaced as a whole or not at all, and says `running` from the first moment of an attempt, so that what an earlier
+attempt left behind is never taken for the outcome of one that was killed.
+"""
+
+import math
+import os
+import statistics
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from motet.core.errors import InputError, SaveError
+from motet.monitor.events import (
+    EvaluationDone,
+    Event,
+    Reason,
+    RunEnded,
+    RunStarted,
+    StepDone,
+    effective_events,
+)
+
+SUMMARY_FILE = "summary.json"
+
+
+class Evaluation(BaseModel):
+    """The last evaluation on one split."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+    step: int
+    loss: float
+    targets: float
+    perplexity: float | None
+    accuracy: float | None
+
+
+class Summary(BaseModel):
+    """The outcome of a run over all its attempts."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings", use_attribute_docstrings=True)
+
+    name: str
+    finished: bool
+    """The last step was reached."""
+    exit_reason: Reason | Literal["running"]
+    message: str
+    steps: int
+    last_step: int
+    """The step at which the run is finished."""
+    first_loss: float | None
+    final_loss: float | None
+    uniform_loss: float | None
+    """ln(outcomes): the loss of a model that knows nothing."""
+    tokens: int
+    """Read by the model. A step that no event tells of counts as many as the next one that is told."""
+    tokens_per_s: float | None
+    """Median over the steps."""
+    flops_share: float | None
+    """Median over the steps."""
+    ranks: int
+    parameters: int
+    peak_bytes: int | None
+    """The most that rank 0 held."""
+    attempts: int
+    evaluations: dict[str, Evaluation]
+    """By split."""
+
+
+def summarize(events: Iterable[Event]) -> Summary:
+    """The outcome that these events tell of. They begin with a `RunStarted`."""
+    run = effective_events(events)
+    starts = [event for event in run if isinstance(event, RunStarted)]
+    steps = [event for event in run if isinstance(event, StepDone)]
+    if not starts:
+        raise InputError("no run_started among the events; give the events of a whole run")
+    start = starts[-1]
+    last = next(event for event in reversed(run) if isinstance(event, RunStarted | RunEnded))
+    end = last if isinstance(last, RunEnded) else None
+    reason = end.reason if end else "running"
+    told = steps[-1].step if steps else start.first_step - 1
+    return Summary(
+        name=start.name,
+        finished=reason == "finished",
+        exit_reason=reason,
+        message=end.message if end else "",
+        steps=end.steps if end else told,
+        last_step=start.last_step,
+        first_loss=steps[0].loss if steps and steps[0].step == 1 else None,
+        final_loss=steps[-1].loss if steps else None,
+        uniform_loss=math.log(start.outcomes) if start.outcomes else None,
+        tokens=_tokens(steps),
+        tokens_per_s=_median(step.tokens_per_s for step in steps),
+        flops_share=_median(step.flops_share for step in steps),
+        ranks=start.ranks,
+        parameters=start.parameters,
+        peak_bytes=max((step.memory_bytes for step in steps), default=None),
+        attempts=len(starts),
+        evaluations={
+            event.split: Evaluation(**event.model_dump(include=set(Evaluation.model_fields)))
+            for event in run
+            if isinstance(event, EvaluationDone)
+        },
+    )
+
+
+def write_summary(summary: Summary, folder: Path) -> None:
+    """Replace `summary.json` in one go, or raise and leave the old one whole."""
+    path = folder / SUMMARY_FILE
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(summary.model_dump_json(indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise SaveError(f"cannot write {path}: {error.strerror}; free some space or mend the folder") from error
+
+
+def read_summary(folder: Path) -> Summary:
+    """The summary of a run folder."""
+    path = folder / SUMMARY_FILE
+    try:
+        return Summary.model_validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        what: object = error
+        if isinstance(error, ValidationError):
+            detail = error.errors(include_url=False)[0]
+            what = ": ".join([*map(str, detail["loc"]), detail["msg"]])
+        raise InputError(f"{path} is not the summary of a run ({what}); remove it, for a run writes it anew") from None
+
+
+def _tokens(steps: list[StepDone]) -> int:
+    if not steps:
+        return 0
+    first = steps[0].tokens * steps[0].step
+    return first + sum(after.tokens * (after.step - before.step) for before, after in pairwise(steps))
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None

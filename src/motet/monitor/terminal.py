@@ -1,0 +1,208 @@
+"""What a person sees of a run: a live line at the bottom of a terminal, or plain lines in a pipe or a log file.
+
+On a terminal the steps of every twentieth of the run stay on the screen; in a pipe each step that is told is one line.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from motet.core.units import format_bytes, format_count, format_duration
+from motet.monitor.callback import Callback
+from motet.monitor.console import console
+from motet.monitor.events import (
+    EVENTS_FILE,
+    CheckpointSaved,
+    EvaluationDone,
+    ProfileSaved,
+    RunEnded,
+    RunStarted,
+    SampleText,
+    StepDone,
+    Warned,
+    read_events,
+)
+from motet.monitor.summary import Summary, summarize
+
+if TYPE_CHECKING:
+    from rich.console import Console, Group
+    from rich.live import Live
+
+_TRAIL = 20
+"""How many lines of steps a run leaves on a terminal."""
+_REFRESH_S = 0.1
+
+
+class ConsoleSink(Callback):
+    """Shows a run on `screen`, stdout when not given."""
+
+    def __init__(self, folder: Path, screen: Console | None = None) -> None:
+        self._folder = folder
+        self._screen = screen or console()
+        self._start: RunStarted | None = None
+        self._first: StepDone | None = None
+        self._drawn_at = -math.inf
+        self._trail_at = 0
+        self._live: Live | None = None
+        self._open = ExitStack()
+
+    def on_start(self, event: RunStarted) -> None:
+        self._start, self._first = event, None
+        for line in start_lines(event):
+            self._say(line)
+        if self._screen.is_interactive:
+            self._live = self._open.enter_context(_at_the_bottom(self._screen))
+
+    def on_step(self, event: StepDone) -> None:
+        assert self._start is not None, "events begin with RunStarted"
+        self._first = self._first or event
+        last = self._start.last_step
+        line = step_line(event, last, seconds_left(self._first, event, last))
+        if self._live is None:
+            self._say(line)
+            return
+        due = event.time - self._drawn_at >= _REFRESH_S
+        self._drawn_at = event.time if due else self._drawn_at
+        self._live.update(_progress(event.step, last, line), refresh=due)
+        # Twentieths that are behind us; the first step of the attempt is at least the one before it.
+        trail_at = 1 + event.step * _TRAIL // last
+        if trail_at > self._trail_at or event.skipped:
+            self._trail_at = trail_at
+            self._screen.print(line, no_wrap=True, overflow="ellipsis", highlight=False)
+
+    def on_evaluation(self, event: EvaluationDone) -> None:
+        self._say(f"{event.split} after step {event.step}: {evaluation_text(event)}")
+
+    def on_checkpoint(self, event: CheckpointSaved) -> None:
+        size, took = format_bytes(event.size_bytes), format_duration(event.duration_s)
+        self._say(f"saved {event.path} ({size} in {took})")
+
+    def on_sample(self, event: SampleText) -> None:
+        self._say(f"sample after step {event.step}:")
+        self._say(f"{event.prompt}{event.text}", style="italic")
+
+    def on_profile(self, event: ProfileSaved) -> None:
+        self._say(f"profile of steps {event.first_step} to {event.last_step}: {event.path}")
+
+    def on_warning(self, event: Warned) -> None:
+        self._say(f"warning: {event.text}", style="yellow")
+
+    def on_end(self, event: RunEnded) -> None:
+        self.close()
+        rows = summary_rows(summarize(read_events(self._folder / EVENTS_FILE)), self._folder)
+        width = max(len(name) for name, _ in rows) + 3
+        self._say("")
+        for name, value in rows:
+            self._say(f"{name:{width}}{value}")
+
+    def close(self) -> None:
+        self._open.close()
+        self._live = None
+
+    def _say(self, text: str, style: str | None = None) -> None:
+        self._screen.print(text, style=style, highlight=False)
+
+
+def start_lines(event: RunStarted) -> list[str]:
+    """What a run says of itself before its first step."""
+    ranks = (
+        f"{event.ranks} rank{'s' if event.ranks > 1 else ''} x {event.threads} thread{'s' if event.threads > 1 else ''}"
+    )
+    lines = [f"{event.name}: {format_count(event.parameters)} parameters on {ranks}, {event.device}"]
+    if event.outcomes:
+        lines.append(f"a model that knows nothing has loss ln({event.outcomes}) = {math.log(event.outcomes):.4f}")
+    if event.resumed_from is not None:
+        lines.append(f"resumed from {event.resumed_from}; next is step {event.first_step} of {event.last_step}")
+    return lines
+
+
+def step_line(event: StepDone, last_step: int, left_s: float) -> str:
+    """A step in one line; what is not known is left out."""
+    parts = [
+        f"step {event.step:>{len(str(last_step))}}/{last_step}",
+        f"loss {event.loss:.4f}" + (" (skipped)" if event.skipped else ""),
+        f"{format_count(event.tokens_per_s)} tokens/s",
+        "" if event.flops_share is None else f"{event.flops_share:.1%} of peak",
+        format_bytes(event.memory_bytes),
+        f"{format_duration(left_s)} left" if event.step < last_step else "",
+        "" if event.grad_norm is None else f"grad {event.grad_norm:.3g}",
+        f"lr {event.learning_rate:.2e}",
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+def seconds_left(first: StepDone, now: StepDone, last_step: int) -> float:
+    """At the pace since the first step of this attempt, evaluations and checkpoints included."""
+    steps = now.step - first.step
+    pace_s = (now.time - first.time) / steps if steps > 0 else now.step_time_s
+    return max(0.0, pace_s * (last_step - now.step))
+
+
+def evaluation_text(event: EvaluationDone) -> str:
+    """The figures of an evaluation."""
+    parts = [f"loss {event.loss:.4f}"]
+    if event.perplexity is not None:
+        parts.append(f"perplexity {event.perplexity:.4g}")
+    if event.accuracy is not None:
+        parts.append(f"accuracy {event.accuracy:.1%}")
+    return ", ".join(parts)
+
+
+def summary_rows(summary: Summary, folder: Path) -> list[tuple[str, str]]:
+    """The table that a run ends with."""
+    rows = [(summary.exit_reason.replace("_", " "), f"{summary.steps} of {summary.last_step} steps")]
+    if summary.first_loss is not None or summary.final_loss is not None:
+        losses = [f"{loss:.4f}" for loss in (summary.first_loss, summary.final_loss) if loss is not None]
+        known = (
+            ""
+            if summary.uniform_loss is None
+            else f"   (ln({math.exp(summary.uniform_loss):.0f}) = {summary.uniform_loss:.4f})"
+        )
+        rows.append(("loss", " -> ".join(losses) + known))
+    for split, result in summary.evaluations.items():
+        event = EvaluationDone(split=split, **result.model_dump())
+        rows.append((split, evaluation_text(event)))
+    if summary.tokens_per_s is not None:
+        share = "" if summary.flops_share is None else f", {summary.flops_share:.1%} of peak"
+        rows.append(("median", f"{format_count(summary.tokens_per_s)} tokens/s{share}"))
+    if summary.tokens:
+        rows.append(("tokens", format_count(summary.tokens)))
+    if summary.peak_bytes is not None:
+        rows.append(("peak memory", format_bytes(summary.peak_bytes)))
+    return [*rows, ("run folder", str(folder))]
+
+
+def _progress(step: int, last_step: int, line: str) -> Group:
+    from rich.console import Group
+    from rich.progress_bar import ProgressBar
+    from rich.text import Text
+
+    return Group(Text(line, no_wrap=True, overflow="ellipsis"), ProgressBar(total=last_step, completed=step))
+
+
+@contextmanager
+def _at_the_bottom(screen: Console) -> Iterator[Live]:
+    """A live display that everything else in this process scrolls above: prints, warnings and logs."""
+    from rich.live import Live
+
+    streams = sys.stdout, sys.stderr
+    with Live(console=screen, auto_refresh=False, transient=True) as live, ExitStack() as undo:
+        # rich takes sys.stdout and sys.stderr over, but a log handler keeps the stream it was made with.
+        for handler in _stream_handlers():
+            for stream, taken_over in zip(streams, (sys.stdout, sys.stderr), strict=True):
+                if handler.stream is stream:
+                    handler.setStream(taken_over)
+                    undo.callback(handler.setStream, stream)
+        yield live
+
+
+def _stream_handlers() -> list[logging.StreamHandler[Any]]:
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    handlers = [handler for logger in loggers if isinstance(logger, logging.Logger) for handler in logger.handlers]
+    return [handler for handler in handlers if isinstance(handler, logging.StreamHandler)]

@@ -1,0 +1,103 @@
+"""TensorBoard and Weights & Biases as callbacks. Both show the same names and are imported only when asked for."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from motet.core.errors import InputError
+from motet.monitor.callback import Callback
+from motet.monitor.events import EvaluationDone, RunStarted, SampleText, StepDone
+
+_STEP_SCALARS = {
+    "train/loss": "loss",
+    "train/grad_norm": "grad_norm",
+    "train/learning_rate": "learning_rate",
+    "train/epoch": "epoch",
+    "speed/step_time_s": "step_time_s",
+    "speed/tokens_per_s": "tokens_per_s",
+    "speed/flops_share": "flops_share",
+    "memory/peak_bytes": "memory_bytes",
+}
+
+
+class TensorBoardSink(Callback):
+    """Writes scalars and sampled text to `tensorboard/`; a resumed run replaces the steps that it does again."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._open = SummaryWriter
+        self._folder = folder / "tensorboard"
+        self._writer: SummaryWriter | None = None
+
+    def on_start(self, event: RunStarted) -> None:
+        purge = event.first_step if event.first_step > 1 else None
+        self._writer = self._open(str(self._folder), purge_step=purge, flush_secs=10)
+
+    def on_step(self, event: StepDone) -> None:
+        self._add(step_scalars(event), event)
+
+    def on_evaluation(self, event: EvaluationDone) -> None:
+        self._add(evaluation_scalars(event), event)
+
+    def on_sample(self, event: SampleText) -> None:
+        assert self._writer is not None, "events begin with RunStarted"
+        self._writer.add_text("sample", event.prompt + event.text, event.step, event.time)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _add(self, scalars: dict[str, float], event: StepDone | EvaluationDone) -> None:
+        assert self._writer is not None, "events begin with RunStarted"
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, event.step, event.time)
+
+
+class WandbSink(Callback):
+    """Logs to Weights & Biases: each attempt is a run of its own in a group named after the run folder."""
+
+    def __init__(self, folder: Path, project: str, mode: Literal["online", "offline"], job: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise InputError(
+                f"monitor.wandb = {mode!r} needs the package wandb, which is not installed; "
+                "install it with `pip install 'motet[wandb]'` or set monitor.wandb=off"
+            ) from None
+        try:
+            self._run = wandb.init(
+                project=project,
+                group=folder.name,
+                name=folder.name,
+                dir=str(folder),
+                mode=mode,
+                config=dict(job),
+                # Its own lines and its capture of stdout would tear the progress display.
+                settings=wandb.Settings(silent=True, console="off", init_timeout=30.0),
+            )
+        except Exception as error:  # whatever it is: better told before the training starts than after
+            raise InputError(
+                f"monitor.wandb = {mode!r} does not start: {error}; use monitor.wandb=offline and `wandb sync` later"
+            ) from error
+
+    def on_step(self, event: StepDone) -> None:
+        self._run.log(step_scalars(event), step=event.step)
+
+    def on_evaluation(self, event: EvaluationDone) -> None:
+        self._run.log(evaluation_scalars(event), step=event.step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def step_scalars(event: StepDone) -> dict[str, float]:
+    """What the trackers show of a step, by the name that they show it under."""
+    values = {name: getattr(event, field) for name, field in _STEP_SCALARS.items()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def evaluation_scalars(event: EvaluationDone) -> dict[str, float]:
+    """What the trackers show of an evaluation."""
+    values = {"loss": event.loss, "perplexity": event.perplexity, "accuracy": event.accuracy}
+    return {f"{event.split}/{name}": value for name, value in values.items() if value is not None}

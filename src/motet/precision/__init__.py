@@ -1,0 +1,1 @@
+"""Which dtype each kind of tensor has, and the machinery that keeps it so."""

@@ -1,0 +1,34 @@
+"""A recipe says which dtype each kind of tensor has: one table, read by training and by every count of bytes."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from motet.core.settings import Settings
+
+
+class PrecisionSettings(Settings):
+    """The `[precision]` section."""
+
+    recipe: Literal["fp64", "fp32", "bf16"] = "fp32"
+    """fp64 (for proofs) turns every request for float32 into float64; bf16 keeps float32 masters."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Names of dtypes (core.dtypes)."""
+
+    compute: str
+    """What the model's parameters and activations are while it runs."""
+    master: str
+    """What the optimizer updates. When it differs from `compute`, parameters are cast from it after each update."""
+    reduce: str
+    """What gradients are summed in, over micro-batches and over ranks."""
+    state: str
+    """What the optimizer's moments are kept in."""
+
+
+RECIPES: dict[str, Recipe] = {
+    "fp64": Recipe(compute="float64", master="float64", reduce="float64", state="float64"),
+    "fp32": Recipe(compute="float32", master="float32", reduce="float32", state="float32"),
+    "bf16": Recipe(compute="bfloat16", master="float32", reduce="float32", state="float32"),
+}

@@ -1,0 +1,1 @@
+"""The typed job, and the loop that trains it on one or many ranks."""

@@ -1,0 +1,204 @@
+"""The one file that knows every room: from a job and a place to a loop that runs."""
+
+import functools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from motet.cluster.allocator import keep_freed_memory
+from motet.cluster.discover import ThisDevice, discover, peak_memory_bytes
+from motet.collectives.execute import broadcast
+from motet.core.errors import InputError
+from motet.core.seeds import derive_seed
+from motet.data.loader import Loader
+from motet.data.prepare import prepare
+from motet.models.build import Trainee, build_trainee
+from motet.models.generate import generate
+from motet.models.huggingface import open_checkpoint
+from motet.models.settings import ModuleSettings
+from motet.monitor.callback import Callback
+from motet.monitor.events import RunStarted, SampleText, Warned
+from motet.monitor.monitor import Monitor, open_monitor
+from motet.parallel.data import agree_on_buffers, agree_on_values
+from motet.parallel.group import Group, pick_device, start_group
+from motet.parallel.layout import Layout, resolve_layout
+from motet.parallel.place import Place, threads_for
+from motet.precision.master import cast_frozen
+from motet.precision.promote import float64_mode
+from motet.precision.recipe import RECIPES
+from motet.train.evaluate import Evaluation, evaluate
+from motet.train.faults import StopFlag
+from motet.train.flops import training_flops
+from motet.train.job import Job
+from motet.train.loop import Loop
+from motet.train.optimizer import Updater
+from motet.train.preflight import check_huggingface
+from motet.train.state import RunState, newest_checkpoint
+from motet.train.step import Stepper
+from motet.train.telling import Describer, Progress, parameter_count, told_to_the_end
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How far a run came."""
+
+    steps: int
+    last_step: int
+
+    @property
+    def finished(self) -> bool:
+        return self.steps >= self.last_step
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run on one rank is made of."""
+
+    group: Group
+    layout: Layout
+    data: Loader
+    model: Trainee
+    updater: Updater
+    state: RunState
+    steps: int
+
+    def stepper(self, job: Job) -> Stepper:
+        return Stepper(
+            self.model,
+            self.data,
+            self.updater,
+            self.group,
+            self.layout,
+            job.data.batch_sequences,
+            job.optimizer.clip_norm,
+        )
+
+
+def run_rank(job: Job, place: Place, folder: Path, stop: StopFlag, callbacks: Sequence[Callback] = ()) -> Outcome:
+    """Train on this rank, from the newest checkpoint in the run folder or else from the start."""
+    device = pick_device(job.run.device, place)
+    keep_freed_memory()
+    torch.set_num_threads(threads_for(place, job.run.threads))
+    with start_group(place, device, job.run.timeout_s) as group, numerics(job):
+        parts = build_parts(job, group, folder)
+        with _monitor(job, group, folder, callbacks) as monitor:
+            return _train(job, parts, monitor, stop)
+
+
+def numerics(job: Job) -> AbstractContextManager[None]:
+    """Inside it, numbers are what the job's recipe says."""
+    return float64_mode() if job.precision.recipe == "fp64" else nullcontext()
+
+
+def build_parts(job: Job, group: Group, folder: Path) -> Parts:
+    """Data, model and optimizer at step 0, the same for every layout."""
+    recipe = RECIPES[job.precision.recipe]
+    layout = resolve_layout(job.layout, group.world, job.data.batch_sequences)
+    data = Loader(prepare(job.data), job.data, job.run.seed, job.run.epochs)
+    _check_huggingface(job, data.tokenizer.vocab_size)
+    model = build_trainee(job.model, job.run.seed, getattr(torch, recipe.master), group.device)
+    updater = Updater(model.module, job.optimizer, recipe)
+    cast_frozen(model.module, recipe)
+    agree_on_values(model.module, updater.weights, group)
+    _agree_on_data(data, group)
+    state = RunState(model.module, updater, group, folder / "checkpoints", job.checkpoint.keep, data.fingerprint)
+    steps = job.run.steps if job.run.steps is not None else data.steps_for_epochs(job.run.epochs or 1.0)
+    return Parts(group, layout, data, model, updater, state, steps)
+
+
+def _check_huggingface(job: Job, tokens: int) -> None:
+    if isinstance(job.model, ModuleSettings) and job.model.factory.startswith("hf:"):
+        named = open_checkpoint(job.model.factory.removeprefix("hf:"), job.model.arguments)
+        check_huggingface(job, tokens, named.kind, getattr(named.config, "vocab_size", None))
+
+
+def _agree_on_data(data: Loader, group: Group) -> None:
+    """Machines with other files would train on samples that do not belong together."""
+    mine = derive_seed(data.fingerprint)
+    first = torch.tensor([mine], device=group.device)
+    broadcast(first, group)
+    if first.item() != mine:
+        raise InputError(
+            f"the data of rank {group.rank} (fingerprint {data.fingerprint}) is not that of rank 0; give every machine "
+            "the same files, or a folder made by `motet data build` (`stdlib` differs between Python versions)"
+        )
+
+
+def _monitor(job: Job, group: Group, folder: Path, callbacks: Sequence[Callback]) -> Monitor:
+    """Rank 0 tells; the others keep silent."""
+    if group.rank != 0:
+        return Monitor([])
+    return open_monitor(job.monitor, folder, job.model_dump(mode="json"), callbacks)
+
+
+def _train(job: Job, parts: Parts, monitor: Monitor, stop: StopFlag) -> Outcome:
+    newest = newest_checkpoint(parts.state.folder)
+    done, changes = parts.state.restore(newest) if newest else (0, [])
+    this = discover(parts.group.device, [RECIPES[job.precision.recipe].compute])
+    resumed = f"checkpoints/{newest.name}" if newest else None
+    monitor.on_event(_started(job, parts, this, done, resumed))
+    for change in changes:
+        monitor.on_event(Warned(text=change))
+    progress = Progress(done, parts.steps)
+    with told_to_the_end(monitor.on_event, progress):
+        Loop(
+            job=job,
+            stepper=parts.stepper(job),
+            state=parts.state,
+            progress=progress,
+            evaluate=functools.partial(_evaluate, job, parts),
+            describe=_describer(job, parts, this),
+            tell=monitor.on_event,
+            stop_requested=lambda: stop.requested,
+        ).run()
+        if progress.done == progress.steps and parts.group.rank == 0:
+            _sample(job, parts, progress.done, monitor)
+    return Outcome(progress.done, progress.steps)
+
+
+def _started(job: Job, parts: Parts, this: ThisDevice, done: int, resumed_from: str | None) -> RunStarted:
+    return RunStarted(
+        name=job.name,
+        ranks=parts.group.world,
+        threads=torch.get_num_threads(),
+        device=this.name,
+        parameters=parameter_count(parts.model.module),
+        data=parts.data.fingerprint,
+        first_step=done + 1,
+        last_step=parts.steps,
+        resumed_from=resumed_from,
+        outcomes=parts.model.outcomes,
+    )
+
+
+def _describer(job: Job, parts: Parts, this: ThisDevice) -> Describer:
+    peak = this.peak_flops.get(RECIPES[job.precision.recipe].compute)
+    return Describer(
+        flops_per_step=training_flops(job),
+        peak_flops=peak.value * parts.group.world if peak else None,
+        memory_bytes=functools.partial(peak_memory_bytes, parts.group.device),
+        epoch_at=parts.data.epoch_at,
+    )
+
+
+def _evaluate(job: Job, parts: Parts, split: str) -> Evaluation | None:
+    """None when the job keeps nothing apart to judge on."""
+    if not parts.data.evaluation_batches(split):
+        return None
+    agree_on_buffers(parts.model.module, parts.group)
+    shares = (parts.group, parts.layout, job.data.batch_sequences)
+    return evaluate(parts.model, parts.data, split, job.monitor.evaluate_batches, shares)
+
+
+def _sample(job: Job, parts: Parts, done: int, monitor: Monitor) -> None:
+    """Text from the trained model, where it can write any."""
+    if not job.monitor.sample_tokens or not parts.model.continues:
+        return
+    tokenizer = parts.data.tokenizer
+    prompt = tokenizer.encode(job.monitor.sample_prompt) or [tokenizer.end_id]
+    monitored = job.monitor
+    written = generate(parts.model, prompt, monitored.sample_tokens, job.run.seed, monitored.sample_temperature)
+    monitor.on_event(SampleText(step=done, prompt=job.monitor.sample_prompt, text=tokenizer.decode(written)))

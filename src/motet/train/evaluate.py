@@ -1,0 +1,81 @@
+"""The loss of the model on a split that it is not trained on, cut over the ranks like a step."""
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from motet.collectives.execute import sum_scalars
+from motet.core.batch import Batch
+from motet.models.loss import cross_entropy
+from motet.parallel.group import Group
+from motet.parallel.layout import Layout
+from motet.train.step import Model, rows_of_rank
+
+
+class Judged(Model, Protocol):
+    """A model that can be judged: it also gives its logits."""
+
+    @property
+    def own_loss(self) -> bool: ...
+
+    def logits(self, batch: Batch, /) -> Tensor: ...
+
+
+class Splits(Protocol):
+    """What evaluation needs of the data; `data.loader.Loader` is one."""
+
+    def evaluation_batches(self, split: str) -> int: ...
+
+    def evaluation_batch(self, split: str, index: int, rows: range) -> Batch: ...
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The same on every rank."""
+
+    loss: float
+    targets: float
+    accuracy: float | None
+    """Share of rows whose class the model puts first; None when targets are tokens."""
+
+    @property
+    def perplexity(self) -> float | None:
+        return None if self.accuracy is not None else math.exp(min(self.loss, 700.0))
+
+
+@torch.no_grad()
+def evaluate(
+    model: Judged, data: Splits, split: str, most_batches: int, shares: tuple[Group, Layout, int]
+) -> Evaluation:
+    """Up to `most_batches` global batches of a split. `shares`: the group, its layout, sequences in a batch."""
+    group, layout, batch_sequences = shares
+    sums = torch.zeros(3, dtype=torch.float64)
+    classes = False
+    was_training = model.module.training
+    model.module.eval()
+    try:
+        for index in range(min(most_batches, data.evaluation_batches(split))):
+            for rows in rows_of_rank(layout, group.rank, batch_sequences):
+                batch = data.evaluation_batch(split, index, rows).to(group.device)
+                classes = batch.targets.ndim == 1 and not model.own_loss
+                sums += _judge_classes(model, batch) if classes else _judge_tokens(model, batch)
+    finally:
+        model.module.train(was_training)
+    loss, targets, right = sum_scalars(sums.tolist(), group, group.device)
+    return Evaluation(loss / max(targets, 1.0), targets, right / max(targets, 1.0) if classes else None)
+
+
+def _judge_tokens(model: Judged, batch: Batch) -> Tensor:
+    return torch.tensor(
+        [model.loss_sum(batch).item(), batch.weights.sum(dtype=torch.float64).item(), 0.0], dtype=torch.float64
+    )
+
+
+def _judge_classes(model: Judged, batch: Batch) -> Tensor:
+    logits = model.logits(batch)
+    loss = cross_entropy(logits, batch.targets, batch.weights)
+    right = ((logits.argmax(dim=-1) == batch.targets) * batch.weights).sum(dtype=torch.float64)
+    return torch.tensor([loss.item(), batch.weights.sum(dtype=torch.float64).item(), right.item()], dtype=torch.float64)

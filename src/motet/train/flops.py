@@ -1,0 +1,30 @@
+"""The arithmetic of a step, from the job alone."""
+
+from motet.core.errors import InputError
+from motet.data.spans import span_shape
+from motet.data.tokens import SENTINELS
+from motet.models.pieces import Shape
+from motet.models.spec import spec_from_settings
+from motet.train.job import Job
+
+
+def shape_of(job: Job, rows: int) -> Shape:
+    """What a model is given in `rows` sequences. How many tokens are masked is drawn: it is taken as on average."""
+    data = job.data
+    if data.objective == "spans":
+        spans = span_shape(data.sequence_length, data.mask_fraction, SENTINELS)
+        return Shape(rows, spans.target, spans.source)
+    targets = round(rows * data.sequence_length * data.mask_fraction) if data.objective == "masked" else None
+    return Shape(rows, data.sequence_length, targets=targets)
+
+
+def training_flops(job: Job) -> float | None:
+    """Forward and backward over the global batch, causal attention counted as the half that it is.
+
+    None for a module of the user's own and for a family of Hugging Face models whose sizes are not known.
+    """
+    try:
+        spec = spec_from_settings(job.model)
+    except InputError:
+        return None
+    return float(spec.training_flops(shape_of(job, job.data.batch_sequences)))

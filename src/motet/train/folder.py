@@ -1,0 +1,265 @@
+"""The folder of a run: which one a job gets, whether it may continue there, and what is written at the start.
+
+A run without `run.folder` gets `runs/NAME-001`, `-002` and so on. A folder that holds a run already is continued when
+the job may be resumed there, which one table decides; otherwise a sentence says why not.
+"""
+
+import json
+import os
+import re
+import tomllib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from motet.checkpoint.manifest import whole_checkpoints
+from motet.core.errors import InputError
+from motet.train.job import Job, is_file, job_from_tree
+from motet.train.toml import to_toml
+
+RUNS = Path("runs")
+JOB_FILE = "job.toml"
+VERSIONS_FILE = "versions.json"
+CHECKPOINTS = "checkpoints"
+LOGS = "logs"
+LOCK = "run.lock"
+
+Rule = Literal["free", "told", "longer", "fixed"]
+
+# What may be another when a run is continued; the longest name that fits counts. `free` changes nothing about what is
+# computed (a checkpoint tells by itself when other ranks, threads or versions change the last bits), `told` does and is
+# said, `longer` may only grow, and `fixed` would make it another run.
+RESUME_RULES: dict[str, Rule] = {
+    "": "fixed",
+    "checkpoint": "free",
+    "monitor": "free",
+    "data.workers": "free",
+    "data.cache": "free",
+    "run": "free",
+    "run.steps": "longer",
+    "run.epochs": "longer",
+    "run.seed": "fixed",
+    "run.device": "told",
+    "layout": "told",
+    "optimizer": "told",
+    "optimizer.name": "fixed",
+    "optimizer.momentum": "fixed",
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The folder that a job is going to run in; nothing was made yet."""
+
+    path: Path
+    """Without its number when `numbered`."""
+    numbered: bool = False
+    first_number: int = 1
+    resumes: bool = False
+    remarks: tuple[str, ...] = ()
+    """What the user should know about continuing there."""
+
+    def make(self) -> Path:
+        """Make the folder, or take the next free number. Two runs that start together get two numbers."""
+        try:
+            if not self.numbered:
+                self.path.mkdir(parents=True, exist_ok=True)
+                if not os.access(self.path, os.W_OK | os.X_OK):
+                    raise PermissionError(13, "no permission to write")
+                return self.path
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            while True:
+                path = _numbered(self.path, self.first_number)
+                with suppress(FileExistsError):
+                    path.mkdir()
+                    return path
+        except OSError as error:
+            raise InputError(
+                f"cannot write run folder {self.path}: {error.strerror}; give another one with --run-folder"
+            ) from None
+
+
+def choose_folder(job: Job) -> Choice:
+    """The folder for a new start of a job, by the rule of `run.folder` and `run.existing`."""
+    if job.run.folder is None:
+        return Choice(RUNS / job.name, numbered=True)
+    path = Path(job.run.folder)
+    if path.exists() and not path.is_dir():
+        raise InputError(f"run.folder = {path} is a file; give the name of a folder")
+    if not path.exists() or not any(file.name != LOCK for file in path.iterdir()):
+        return Choice(path)
+    if job.run.existing == "number":
+        return Choice(path, numbered=True, first_number=2)
+    if job.run.existing == "refuse":
+        raise InputError(
+            f"run.folder = {path} exists already; remove it, give another one, or set run.existing to resume or number"
+        )
+    return choose_resumed(job, path)
+
+
+def run_at(text: str) -> Path:
+    """The run folder that a person names."""
+    if not is_file(f"{text}/{JOB_FILE}"):
+        raise InputError(f"no run in {text!r} to resume, for there is no {JOB_FILE}; give the folder of a run")
+    return Path(text)
+
+
+def choose_resumed(job: Job, path: Path) -> Choice:
+    """Continue the run in `path` with this job, or a sentence about why that cannot be."""
+    stored = stored_job(path)
+    remarks = compare_for_resume(stored, job, path)
+    if newest_step(path) is None:
+        remarks.append(f"{path} holds no checkpoint yet: the run begins at its first step")
+    length = (job.run.steps, job.run.epochs)
+    if _is_finished(path) and length == (stored.run.steps, stored.run.epochs):
+        key = "run.steps" if job.run.steps is not None else "run.epochs"
+        raise InputError(
+            f"run folder {path} holds a finished run ({key} = {job.run.steps or job.run.epochs}); "
+            f"give a larger {key} to train on, or another folder"
+        )
+    return Choice(path, resumes=True, remarks=tuple(remarks))
+
+
+def find_run(name: str | None, runs: Path = RUNS) -> Path:
+    """The run that was started or continued last, of one job or of any."""
+    found = [path.parent for path in runs.glob(f"*/{JOB_FILE}") if name is None or _stored_name(path) == name]
+    if not found:
+        whose = f"of job {name!r} " if name else ""
+        raise InputError(f"no run {whose}to resume in {runs}/; start one, or name its folder with --resume-from")
+    return max(found, key=lambda path: ((path / JOB_FILE).stat().st_mtime_ns, path.name))
+
+
+def stored_job(path: Path) -> Job:
+    """The resolved job of a run folder."""
+    return job_from_tree(stored_tree(path), str(path / JOB_FILE))
+
+
+def stored_tree(path: Path) -> dict[str, Any]:
+    """The resolved job of a run folder as plain nested values."""
+    try:
+        return tomllib.loads((path / JOB_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path} is no run folder, for it has no {JOB_FILE}; give another folder") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"cannot read {path / JOB_FILE}: {error}; mend it or give another folder") from None
+
+
+def compare_for_resume(old: Job, new: Job, path: Path) -> list[str]:
+    """Remarks about what is told, or a sentence about the first setting that may not change."""
+    before, now = dict(_leaves(job_tree(old))), dict(_leaves(job_tree(new)))
+    remarks = []
+    for key in sorted(before.keys() | now.keys(), key=lambda key: (_rule(key) != "fixed", key)):
+        was, is_ = before.get(key), now.get(key)
+        if was == is_:
+            continue
+        change = f"{key} was {_shown(was)} in {path} and is {_shown(is_)} now"
+        rule = _rule(key)
+        if rule == "fixed" or (rule == "longer" and not _grows(was, is_)):
+            allowed = "it can only grow" if rule == "longer" else "it cannot change"
+            raise InputError(f"{change}: {allowed} when a run is resumed; start another run folder for it")
+        if rule == "told":
+            remarks.append(f"{change}: the run goes on, but not as it would have")
+        if rule == "longer":
+            remarks.append(f"{change}: a schedule that ends with the run is stretched")
+    return remarks
+
+
+def job_tree(job: Job) -> dict[str, Any]:
+    """A job as plain nested values from which `job_from_tree` makes the same job. What is None is left out."""
+    tree: dict[str, Any] = _without_none(job.model_dump())
+    if job.optimizer.clip_norm is None:  # the one setting whose None is not its default
+        tree["optimizer"]["clip_norm"] = False
+    return tree
+
+
+def write_start(path: Path, job: Job, versions: dict[str, Any]) -> None:
+    """What a run folder gets before any rank starts: the resolved job, and a line more in versions.json."""
+    try:
+        (path / LOGS).mkdir(exist_ok=True)
+        _replace(path / JOB_FILE, to_toml(job_tree(job)))
+        file = path / VERSIONS_FILE
+        starts = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+        _replace(file, json.dumps([*starts, versions], indent=2) + "\n")
+    except OSError as error:
+        raise InputError(f"cannot write run folder {path}: {error.strerror}; free some space or mend it") from None
+    except ValueError as error:
+        raise InputError(f"{path / VERSIONS_FILE} is damaged ({error}); remove it") from None
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Nobody else trains in this folder while the block runs."""
+    from filelock import FileLock, Timeout
+
+    with ExitStack() as stack:
+        # Some network file systems have no locks; there nobody is kept out.
+        with suppress(NotImplementedError):
+            try:
+                stack.enter_context(FileLock(path / LOCK, blocking=False))
+            except Timeout:
+                raise InputError(f"run folder {path} is in use by another motet; wait for it, or stop it") from None
+        yield
+
+
+def newest_step(path: Path) -> int | None:
+    """The step of the newest whole checkpoint of a run."""
+    whole = whole_checkpoints(path / CHECKPOINTS)
+    return whole[-1][0] if whole else None
+
+
+def _numbered(stem: Path, first: int) -> Path:
+    pattern = re.compile(re.escape(stem.name) + r"-(\d{3,})")
+    taken = [int(match[1]) for path in stem.parent.iterdir() if (match := pattern.fullmatch(path.name))]
+    return stem.with_name(f"{stem.name}-{max([first - 1, *taken]) + 1:03d}")
+
+
+def _is_finished(path: Path) -> bool:
+    from motet.monitor.summary import SUMMARY_FILE, read_summary
+
+    return (path / SUMMARY_FILE).is_file() and read_summary(path).finished
+
+
+def _stored_name(path: Path) -> str | None:
+    with suppress(InputError):
+        return str(stored_tree(path.parent).get("name"))
+    return None
+
+
+def _rule(key: str) -> Rule:
+    while key not in RESUME_RULES:
+        key = key.rpartition(".")[0]
+    return RESUME_RULES[key]
+
+
+def _grows(was: Any, is_: Any) -> bool:
+    return was is not None and is_ is not None and is_ > was
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _shown(value: Any) -> str:
+    return "not given" if value is None else repr(value)
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise

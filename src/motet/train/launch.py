@@ -1,0 +1,234 @@
+"""The supervisor of local ranks: starts them, watches them, and ends them together.
+
+One message tells the first cause of a failure. Ctrl-C reaches only the supervisor, which passes it on; ranks cannot
+outlive it. It never imports torch, so that a rank that fails is noticed by a process that nothing can block.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+
+from motet.core.errors import RankError
+from motet.parallel.place import Place, environment_of
+from motet.train.faults import STOPPED, STOPPED_AT_ONCE, Record, StopFlag, first_cause, read_record
+
+POLL_S = 0.03
+RECORDS_S = 1.0
+"""How long the others may take to tell their side of a failure."""
+TERMINATE_S = 0.5
+"""Between SIGTERM and SIGKILL for what is left of a failed group."""
+TAIL_LINES = 20
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What to start on this machine."""
+
+    command: tuple[str, ...]
+    """Starts one rank, which finds its place in the environment and leaves a record."""
+    ranks: int
+    environment: Mapping[str, str]
+    logs: Path
+    """Where the output of all ranks but rank 0 goes."""
+    restarts: int = 0
+    output: int | None = None
+    """File descriptor for the stdout of rank 0; our own when not given."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a group of ranks ended. The message is empty when there is nothing to complain about."""
+
+    exit_code: int
+    message: str = ""
+    traceback: str = ""
+
+
+def rank_environment(base: Mapping[str, str], threads: int) -> dict[str, str]:
+    """The environment of ranks that all are on this machine."""
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    return {
+        **({"GLOO_SOCKET_IFNAME": loopback[0]} if loopback else {}),  # whatever this host's name resolves to
+        # Threads that wait spin a little only: beside another busy process the default is 30 times as slow, and on a
+        # free machine no faster (measured, 2 threads on 2 cores).
+        "GOMP_SPINCOUNT": "1000",
+        "PYTHONFAULTHANDLER": "1",  # a crash in native code leaves its Python stack
+        **base,
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+    }
+
+
+def launch(start: Launch, tell: Callable[[str], None]) -> Ended:
+    """Run the ranks until all are done, starting them again after a failure as often as allowed."""
+    with _signals() as stop:
+        for attempt in range(start.restarts + 1):
+            ended = _run_group(start, attempt, stop, tell)
+            # Bad input, divergence and a full disk would only come again.
+            if ended.exit_code != RankError.exit_code or attempt == start.restarts or stop.flag.requested:
+                return ended
+            tell(f"{ended.message}; starting again from the last checkpoint ({attempt + 1} of {start.restarts})")
+    raise AssertionError("unreachable: the last attempt returns")
+
+
+@dataclass
+class _Stop:
+    """What signals have asked for so far."""
+
+    flag: StopFlag = field(default_factory=StopFlag)
+    at_once: bool = False
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        self.at_once = self.flag.request() or self.at_once
+
+
+@contextmanager
+def _signals() -> Iterator[_Stop]:
+    stop = _Stop()
+    # SIGHUP: the terminal was closed.
+    before = {s: signal.signal(s, stop.handle) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _run_group(start: Launch, attempt: int, stop: _Stop, tell: Callable[[str], None]) -> Ended:
+    # A fresh folder (mode 0700) for each attempt: a store must not remember dead ranks.
+    with tempfile.TemporaryDirectory(prefix="motet-") as folder:
+        ranks: list[_Rank] = []
+        try:
+            for rank in range(start.ranks):
+                ranks.append(_start_rank(start, attempt, rank, Path(folder)))
+            _watch(ranks, stop, tell)
+            ended = _judge(ranks, stop)
+        except BaseException:
+            _end(ranks, patience_s=0.0)
+            raise
+        if ended.message:
+            _end(ranks, patience_s=0.0 if stop.at_once else TERMINATE_S)
+        return ended
+
+
+@dataclass
+class _Rank:
+    """One rank process, and what is known of its end."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    records: Path
+    log: Path
+    log_start: int
+    """Where the log began to be ours: earlier attempts stand before it."""
+    ended_s: float = 0.0
+
+    def poll(self) -> int | None:
+        code = self.process.poll()
+        if code is not None and not self.ended_s:
+            self.ended_s = time.time() - POLL_S  # it may have happened as early as the last look
+        return code
+
+    def record(self) -> Record | None:
+        return read_record(self.records, self.rank)
+
+    def ended_badly(self) -> bool:
+        """It should end with a record, and with the exit code that the record gives."""
+        code = self.poll()
+        record = self.record() if code is not None else None
+        return code is not None and (record is None or bool(record.sentence) or code != record.exit_code)
+
+
+def _start_rank(start: Launch, attempt: int, rank: int, folder: Path) -> _Rank:
+    place = Place(rank, start.ranks, rank, start.ranks, attempt, f"file://{folder}/store")
+    path = start.logs / f"rank-{rank}.txt"
+    with ExitStack() as files:
+        log = None if rank == 0 else files.enter_context(path.open("ab"))
+        process = subprocess.Popen(
+            start.command,
+            env={**start.environment, **environment_of(place), "MOTET_SUPERVISOR": str(os.getpid())},
+            stdin=subprocess.DEVNULL,
+            stdout=log or start.output,
+            stderr=log,
+            start_new_session=True,  # the terminal's Ctrl-C and hang-up come to us alone
+        )
+        return _Rank(rank, process, folder, path, log.tell() if log else 0)
+
+
+def _watch(ranks: list[_Rank], stop: _Stop, tell: Callable[[str], None]) -> None:
+    """Wait until all have ended, one has ended badly (and the others had time to say why), or nobody may go on."""
+    forwarded = False
+    deadline = float("inf")
+    while not stop.at_once and time.monotonic() < deadline:
+        if stop.flag.requested and not forwarded:
+            forwarded = True
+            tell("stopping after this step and saving; Ctrl-C once more stops at once")
+            _signal_all(ranks, signal.SIGTERM)
+        if all(rank.poll() is not None for rank in ranks):
+            return
+        if deadline == float("inf") and any(rank.ended_badly() for rank in ranks):
+            deadline = time.monotonic() + RECORDS_S
+        time.sleep(POLL_S)
+
+
+def _judge(ranks: list[_Rank], stop: _Stop) -> Ended:
+    """What the exit codes and records of the ranks come to."""
+    if stop.at_once:
+        return Ended(STOPPED_AT_ONCE, "stopped at once")
+    codes = [rank.poll() for rank in ranks]
+    if stop.flag.requested and -signal.SIGTERM in codes:
+        return Ended(STOPPED, "stopped while the ranks were starting")
+    failures = [_failure(rank) for rank in ranks if rank.ended_badly()]
+    if not failures:
+        return Ended(max(code or 0 for code in codes))
+    cause = first_cause(failures)
+    return Ended(cause.exit_code, cause.sentence, cause.traceback)
+
+
+def _failure(rank: _Rank) -> Record:
+    """What a rank says of its failure, or what is to be seen when it could not say anything."""
+    record, code = rank.record(), rank.poll()
+    assert code is not None
+    if record and record.sentence:
+        return replace(record, sentence=f"rank {rank.rank} failed: {record.sentence}")
+    if code < 0:
+        sentence = f"rank {rank.rank} was killed by signal {-code} ({signal.Signals(-code).name})"
+    else:
+        sentence = f"rank {rank.rank} ended with exit code {code} in the middle of its work"
+    if code == -signal.SIGKILL:
+        sentence += "; if nobody did that, the machine ran out of memory"
+    return Record(rank.rank, rank.ended_s, RankError.exit_code, sentence, _last_words(rank))
+
+
+def _last_words(rank: _Rank) -> str:
+    written = rank.log.read_bytes()[rank.log_start :] if rank.log.is_file() else b""
+    lines = written.decode(errors="replace").splitlines()
+    return "\n".join(["its last words:", *lines[-TAIL_LINES:]]) if lines else ""
+
+
+def _signal_all(ranks: list[_Rank], number: signal.Signals) -> None:
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.process.send_signal(number)
+
+
+def _end(ranks: list[_Rank], patience_s: float) -> None:
+    """End what still runs, with everything that it has started."""
+    if patience_s:
+        _signal_all(ranks, signal.SIGTERM)
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
+        time.sleep(POLL_S)
+    for rank in ranks:
+        with suppress(ProcessLookupError):
+            os.killpg(rank.process.pid, signal.SIGKILL)
+    for rank in ranks:
+        rank.process.wait()

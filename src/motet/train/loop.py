@@ -1,0 +1,111 @@
+"""The training loop: steps, with evaluation, checkpoints and their reports in between, until the end or a stop."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from motet.core.errors import DivergedError
+from motet.core.trace import span
+from motet.monitor.events import CheckpointSaved, EvaluationDone, Event, StepDone
+from motet.train.evaluate import Evaluation
+from motet.train.job import Job
+from motet.train.schedule import learning_rate_factor
+from motet.train.state import RunState
+from motet.train.step import Stepper, StepResult
+from motet.train.telling import Progress
+
+REMEDY = (
+    "lower optimizer.learning_rate, lengthen the warm-up or look at the data, then start again (--resume continues "
+    "from the last checkpoint, if there is one)"
+)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What a loop works with. `tell` reaches the sinks on rank 0 and nobody on the others."""
+
+    job: Job
+    stepper: Stepper
+    state: RunState
+    progress: Progress
+    evaluate: Callable[[str], Evaluation | None]
+    """Of a split; None when the job keeps nothing apart for it."""
+    describe: Callable[[int, StepResult, float], StepDone]
+    """(step, result, seconds) -> the event, with what only the assembly knows (FLOPs, memory, spans)."""
+    tell: Callable[[Event], None]
+    stop_requested: Callable[[], bool]
+
+    def run(self) -> None:
+        """Train on from where `progress` is, to the last step or until a stop is requested, and save."""
+        at = self.progress
+        skipped, stop = 0, False
+        end = min(at.steps, self.job.run.stop_at or at.steps)
+        while at.done < end and not stop:
+            result, seconds = self._step(at.done)
+            at.done, stop = at.done + 1, result.stop_requested
+            with span("log"):
+                self.tell(self.describe(at.done, result, seconds))
+            skipped = 0 if result.finite else skipped + 1
+            self._refuse_divergence(at.done, result, skipped)
+            last = at.done == end or stop
+            if last or self._due(at.done, self.job.checkpoint.every):
+                self._save(at.done)
+            if self._due(at.done, self.job.monitor.evaluate_every) or at.done == at.steps:
+                self._evaluate(at.done, "validation")
+        if at.done == at.steps:
+            self._evaluate(at.done, "test")
+
+    def _step(self, number: int) -> tuple[StepResult, float]:
+        factor = learning_rate_factor(self.job.optimizer.schedule, number, self.progress.steps)
+        start_s = time.perf_counter()
+        with span("step"):
+            result = self.stepper.step(number, factor * self.job.optimizer.learning_rate, self.stop_requested())
+        return result, time.perf_counter() - start_s
+
+    def _refuse_divergence(self, done: int, result: StepResult, skipped: int) -> None:
+        """Every rank has the same result, so every rank comes to the same decision."""
+        run = self.job.run
+        if result.finite or (run.on_nan == "skip" and skipped < run.max_skips):
+            return
+        what = f"loss {result.loss}, gradient norm {result.grad_norm}"
+        times = f" for {skipped} steps in a row (run.max_skips)" if skipped > 1 else ""
+        raise DivergedError(
+            f"step {done} is not finite{times}: {what}; its update was not applied; {REMEDY}; run.on_nan=skip leaves "
+            "such steps out"
+        )
+
+    def _evaluate(self, done: int, split: str) -> None:
+        with span("evaluate"):
+            judged = self.evaluate(split)
+        if judged is not None:
+            self.tell(
+                EvaluationDone(
+                    step=done,
+                    split=split,
+                    loss=judged.loss,
+                    targets=judged.targets,
+                    perplexity=judged.perplexity,
+                    accuracy=judged.accuracy,
+                )
+            )
+            if not math.isfinite(judged.loss):
+                raise DivergedError(f"the {split} loss after step {done} is {judged.loss}; {REMEDY}")
+
+    def _save(self, done: int) -> None:
+        start_s = time.perf_counter()
+        with span("checkpoint"):
+            path, size_bytes = self.state.save(done)
+        self.tell(
+            CheckpointSaved(
+                step=done,
+                path=str(Path(path.parent.name) / path.name),
+                size_bytes=size_bytes,
+                duration_s=time.perf_counter() - start_s,
+            )
+        )
+
+    @staticmethod
+    def _due(done: int, every: int | None) -> bool:
+        return every is not None and done % every == 0

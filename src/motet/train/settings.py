@@ -1,0 +1,85 @@
+"""The `[optimizer]` and `[run]` sections."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from motet.core.settings import PlaceName, Settings
+
+
+class ScheduleSettings(Settings):
+    """The learning rate over the steps, as a factor of `optimizer.learning_rate`."""
+
+    kind: Literal["constant", "linear", "cosine", "warmup-stable-decay"] = "cosine"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps of linear rise from 0, before any kind."""
+    decay_steps: Annotated[int, Field(ge=1)] | None = None
+    """warmup-stable-decay: length of the fall at the end; a fifth of the run when not given."""
+    final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Where the fall ends, as a factor."""
+
+
+class GroupSettings(Settings):
+    """Parameters whose names match get these instead; the first group that matches counts."""
+
+    match: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Shell patterns of parameter names, e.g. `["*.bias", "*norm*"]`."""
+    learning_rate_scale: Annotated[float, Field(ge=0)] = 1.0
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """`optimizer.weight_decay` when not given."""
+
+
+class OptimizerSettings(Settings):
+    """How parameters are updated. One-dimensional parameters (norms, biases) are not decayed unless a group says so."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    learning_rate: Annotated[float, Field(ge=0)] = 3e-4
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """sgd only."""
+    nesterov: bool = False
+    """sgd only."""
+    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """The global norm that gradients are cut down to; `clip_norm = false` switches it off."""
+    schedule: ScheduleSettings = ScheduleSettings()
+    groups: tuple[GroupSettings, ...] = ()
+
+    @model_validator(mode="after")
+    def _nesterov_needs_momentum(self) -> Self:
+        if self.name == "sgd" and self.nesterov and not self.momentum:
+            raise ValueError(
+                "optimizer.nesterov = true looks ahead along a momentum, but optimizer.momentum = 0; "
+                "set optimizer.momentum=0.9, or leave nesterov out"
+            )
+        return self
+
+
+class RunSettings(Settings):
+    """How long, where, and on what."""
+
+    steps: Annotated[int, Field(ge=1)] | None = None
+    """Optimizer steps; either this or `epochs`."""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """Passes over the training split."""
+    stop_at: Annotated[int, Field(ge=1)] | None = None
+    """Stop and save after this step, although schedules go on to the end of the run; a resume continues."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    ranks: Annotated[int, Field(ge=1)] = 1
+    """Local ranks that `motet train` starts; `--ranks` on the command line counts more, torchrun and Slurm most."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Threads per rank on the CPU; the cores of the machine shared evenly when not given."""
+    folder: PlaceName | None = None
+    """The run folder; `runs/NAME-001` and so on when not given."""
+    existing: Literal["resume", "refuse", "number"] = "resume"
+    """When `folder` is there already: continue an unfinished run of the same job, refuse, or take the next number."""
+    on_nan: Literal["stop", "skip"] = "stop"
+    """A loss or gradient that is not finite stops the run, or skips the update of that step."""
+    max_skips: Annotated[int, Field(ge=1)] = 10
+    """`skip` stops after so many skipped steps in a row."""
+    restarts: Annotated[int, Field(ge=0)] = 0
+    """How often the local supervisor starts the ranks again after a failure, from the last checkpoint."""
+    timeout_s: Annotated[float, Field(gt=0, le=1e7)] = 600.0
+    """How long a rank waits for the others in one collective."""

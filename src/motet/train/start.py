@@ -1,0 +1,160 @@
+"""The ways in which a run starts: ranks of our own under a supervisor, one rank of torchrun or srun, or right here.
+
+All check first, make the run folder last, and leave the work itself to `motet.train.work`.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from motet.core.errors import InputError
+from motet.data.build import Progress
+from motet.data.prepare import prepare
+from motet.monitor.callback import Callback
+from motet.monitor.console import errors
+from motet.parallel.place import ALONE, Place, threads_for
+from motet.train.ending import forget_unless_trained, write_end
+from motet.train.faults import STOPPED, Record, StopFlag, stop_on_signals
+from motet.train.folder import JOB_FILE, LOGS, Choice, choose_folder, choose_resumed, held, write_start
+from motet.train.job import Job
+from motet.train.launch import Ended, Launch, launch, rank_environment
+from motet.train.preflight import check_data, check_job, check_memory
+from motet.train.rank import run_work
+from motet.train.versions import describe_start
+
+if TYPE_CHECKING:
+    from motet.train.assemble import Outcome
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asks for."""
+
+    job: Job
+    resume_from: Path | None
+    """The folder of the run to continue; by the rule of `run.folder` when not given."""
+    command_line: list[str]
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What a supervisor is given of the world around it."""
+
+    environment: Mapping[str, str]
+    tell: Tell
+    progress: Callable[[], AbstractContextManager[Progress]]
+    """Hears of data while it is prepared."""
+    output: int | None = None
+    """File descriptor for the progress of training; stdout when not given."""
+
+
+def supervise(request: Request, outside: Outside) -> tuple[Path, Ended]:
+    """Train with local ranks of our own. Returns the run folder and how it ended."""
+    job = request.job
+    ranks = job.run.ranks
+    check_job(job, ranks)
+    check_memory(job, ranks)
+    choice = _choose(request)
+    with outside.progress() as progress:
+        check_data(job, prepare(job.data, progress))
+    threads = threads_for(Place(0, ranks, 0, ranks, 0, ""), job.run.threads)
+    before = (choice.path / JOB_FILE).read_text(encoding="utf-8") if choice.resumes else None
+    with _opened(request, choice, ranks, threads, outside.tell) as path:
+        start = Launch(
+            command=(sys.executable, "-m", "motet.cli.rank", "motet.train.work:train_rank", str(path)),
+            ranks=ranks,
+            environment=rank_environment(outside.environment, threads),
+            logs=path / LOGS,
+            restarts=job.run.restarts,
+            output=outside.output,
+        )
+        ended = launch(start, outside.tell)
+        write_end(path, ended)
+        if ended.exit_code == InputError.exit_code and before is not None:
+            (path / JOB_FILE).write_text(before, encoding="utf-8")
+    if ended.exit_code == InputError.exit_code and before is None:
+        forget_unless_trained(path)
+    return path, ended
+
+
+def run(job: Job, callbacks: Sequence[Callback] = ()) -> "tuple[Path, Outcome]":
+    """Train on one rank in this process (its main thread: Ctrl-C saves). Returns the run folder and how far it came.
+
+    `run.folder` is found or made, continued or refused by the same rule as on the command line.
+    """
+    from motet.train.assemble import run_rank  # torch is loaded here
+
+    job = job.model_copy(update={"run": job.run.model_copy(update={"ranks": 1})})
+    check_job(job, 1)
+    check_memory(job, 1)
+    request = Request(job, None, sys.argv)
+    choice = _choose(request)
+    check_data(job, prepare(job.data))
+
+    def tell(text: str) -> None:
+        errors().print(text, highlight=False)
+
+    with (
+        _opened(request, choice, 1, threads_for(ALONE, job.run.threads), tell) as path,
+        stop_on_signals() as stop,
+    ):
+        return path, run_rank(job, ALONE, path, stop, callbacks)
+
+
+def join(request: Request, place: Place, tell: Tell) -> Record:
+    """Be one rank of a group that torchrun or srun started."""
+    check_job(request.job, place.world)
+    check_memory(request.job, place.local_world)
+    check_data(request.job, prepare(request.job.data))
+    return run_work(place, lambda place, stop: _join(request, place, stop, tell))
+
+
+def _join(request: Request, place: Place, stop: StopFlag, tell: Tell) -> int:
+    from motet.parallel.group import agree, answer, meeting  # torch is loaded here, after the signals are in place
+    from motet.train.work import train_in
+
+    job = request.job
+    with ExitStack() as stack:
+        place, store = stack.enter_context(meeting(place, job.run.timeout_s))
+
+        def decide() -> str:
+            before = f"folder-{place.attempt - 1}"
+            if place.attempt and store.check([before]):  # torchrun started the ranks again: the same run goes on
+                path = answer(store, before)
+                stack.enter_context(held(Path(path)))
+                return path
+            threads = threads_for(place, job.run.threads)
+            return str(stack.enter_context(_opened(request, _choose(request), place.world, threads, tell)).resolve())
+
+        path = Path(agree(store, place.rank, f"folder-{place.attempt}", decide))
+        code = train_in(job, place, path, stop)
+        if code == STOPPED and place.rank == 0:
+            tell(f"continue with the same command and --resume-from {path}")
+        return code
+
+
+def _choose(request: Request) -> Choice:
+    if request.resume_from is None:
+        return choose_folder(request.job)
+    return choose_resumed(request.job, request.resume_from)
+
+
+@contextmanager
+def _opened(request: Request, choice: Choice, ranks: int, threads: int, tell: Tell) -> Iterator[Path]:
+    """The run folder, made, locked and described."""
+    path = choice.make()
+    with held(path):
+        try:
+            write_start(path, request.job, describe_start(ranks, threads, request.command_line))
+        except InputError:
+            if not choice.resumes:
+                forget_unless_trained(path)
+            raise
+        for remark in choice.remarks:
+            tell(f"warning: {remark}")
+        yield path

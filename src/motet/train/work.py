@@ -1,0 +1,22 @@
+"""The work of one rank: train the job of a run folder until its end, or until it is asked to stop."""
+
+from pathlib import Path
+
+from motet.parallel.place import Place
+from motet.train.faults import STOPPED, StopFlag
+from motet.train.folder import stored_job
+from motet.train.job import Job
+
+
+def train_rank(place: Place, stop: StopFlag, folder: str) -> int:
+    """What a supervised rank does: the folder holds the job."""
+    return train_in(stored_job(Path(folder)), place, Path(folder), stop)
+
+
+def train_in(job: Job, place: Place, folder: Path, stop: StopFlag) -> int:
+    """Train, and return the exit code."""
+    from motet.train.assemble import run_rank  # torch is loaded here, after the signals are in place
+
+    outcome = run_rank(job, place, folder, stop)
+    as_asked = outcome.finished or outcome.steps == job.run.stop_at
+    return 0 if as_asked else STOPPED

@@ -1,0 +1,115 @@
+"""Checkpoints are whole or not there."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from motet.checkpoint.load import load_checkpoint
+from motet.checkpoint.manifest import Manifest, read_manifest, whole_checkpoints
+from motet.checkpoint.save import save_checkpoint
+from motet.core.errors import InputError, SaveError
+
+
+def _state(value: float = 1.0, size: int = 6) -> dict[str, torch.Tensor]:
+    return {
+        "a/weight": torch.full((size, 2), value),
+        "b": torch.tensor(value),
+        "c/half": torch.ones(3).bfloat16() * value,
+    }
+
+
+def _save(folder: Path, step: int, state: dict[str, torch.Tensor], keep: int = 2) -> Path:
+    manifest = Manifest(
+        step, 1, 1, torch.__version__, "data", {n: list(t.shape) for n, t in state.items()}, dict.fromkeys(state, "")
+    )
+    return save_checkpoint(folder, state, manifest, keep, None)
+
+
+def test_what_is_saved_comes_back_in_place(tmp_path: Path) -> None:
+    where = _save(tmp_path / "checkpoints", 7, _state(2.5))
+    state = _state(0.0)
+    first = state["a/weight"]
+    assert load_checkpoint(where, state, None).step == 7
+    assert first is state["a/weight"] and first.eq(2.5).all() and state["c/half"].eq(2.5).all()
+
+
+def test_only_the_newest_stay_and_the_same_step_is_replaced(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 3):
+        _save(tmp_path, step, _state(float(step)))
+    assert [step for step, _ in whole_checkpoints(tmp_path)] == [2, 3]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+
+
+def test_remains_of_a_killed_save_are_ignored_and_cleared(tmp_path: Path) -> None:
+    _save(tmp_path, 1, _state())
+    remains = tmp_path / "step-00000002.partial"
+    shutil.copytree(tmp_path / "step-00000001", remains)
+    assert [step for step, _ in whole_checkpoints(tmp_path)] == [1]
+    _save(tmp_path, 3, _state())
+    assert not remains.exists()
+
+
+def test_another_model_is_refused_by_the_first_tensor_that_differs(tmp_path: Path) -> None:
+    where = _save(tmp_path, 1, _state())
+    with pytest.raises(InputError, match=r"another model.*'a/weight' is \[6, 2\] there and \[8, 2\] in this job"):
+        load_checkpoint(where, _state(size=8), None)
+    with pytest.raises(InputError, match=r"'extra' is not in it"):
+        load_checkpoint(where, _state() | {"extra": torch.ones(1)}, None)
+    with pytest.raises(InputError, match=r"it holds 'b', which this job does not have"):
+        load_checkpoint(where, {n: t for n, t in _state().items() if n != "b"}, None)
+
+
+def test_a_damaged_manifest_is_told_with_a_remedy(tmp_path: Path) -> None:
+    where = _save(tmp_path, 1, _state())
+    (where / "manifest.json").write_text(json.dumps({"step": 1}))
+    with pytest.raises(InputError, match=r"not a whole checkpoint.*remove it to use the one before"):
+        read_manifest(where)
+
+
+def test_a_single_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    where = _save(tmp_path, 1, _state())
+    data = next(where.glob("*.distcp"))
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(InputError, match=r"is damaged \(.*distcp has changed\); remove it to use the one before it"):
+        load_checkpoint(where, _state(), None)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Path:
+    """A file system of 4 MiB."""
+    where = tmp_path / "disk"
+    where.mkdir()
+    if (
+        os.geteuid() != 0
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(where)], capture_output=True, check=False
+        ).returncode
+    ):
+        pytest.skip("mounting a small file system needs root")
+    yield where
+    subprocess.run(["umount", "-l", str(where)], check=True)
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_whole(small_disk: Path) -> None:
+    folder = small_disk / "checkpoints"
+    before = _save(folder, 1, {"w": torch.ones(2**18)})
+    with pytest.raises(SaveError, match=r"step-00000002 \(No space left on device\): it needs 8 MiB and .* free"):
+        _save(folder, 2, {"w": torch.zeros(2**21)})
+    assert [path for _, path in whole_checkpoints(folder)] == [before]
+    state = {"w": torch.zeros(2**18)}
+    load_checkpoint(before, state, None)
+    assert state["w"].eq(1).all()
+    assert sorted(p.name for p in folder.iterdir()) == ["step-00000001"]  # the room is free again
+
+
+def test_an_unwritable_folder_is_told(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    with pytest.raises(SaveError, match="could not save"):
+        _save(tmp_path / "checkpoints", 1, _state())

@@ -1,0 +1,229 @@
+"""What is put in place before each line of docs/reference/bad-input.md is tried, by the words of its first column.
+
+A line that needs nothing but `small.toml`, `text.txt`, `models.py` and its own command has no entry here.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 32, "vocab_size": 260,
+}  # fmt: skip
+
+MODELS = '''
+import torch
+from torch import nn
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(260, 8), nn.Linear(8, 260)
+
+    def forward(self, tokens):
+        return self.head(self.embedding(tokens))
+
+class TwoTexts(Plain):
+    def forward(self, tokens, other): ...
+
+class OneShort(Plain):
+    def forward(self, tokens):
+        return super().forward(tokens)[:, :-1]
+
+class Tuple(Plain):
+    def forward(self, tokens):
+        return (super().forward(tokens),)
+
+class Meta(Plain):
+    def __init__(self):
+        with torch.device("meta"):
+            super().__init__()
+
+class Complex(Plain):
+    def __init__(self):
+        super().__init__()
+        self.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+
+class Lazy(Plain):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.LazyLinear(260)
+
+class NotANumber(Plain):
+    """From the third of its batches on."""
+    calls = 0
+
+    def forward(self, tokens):
+        self.calls += self.training
+        return super().forward(tokens) * (float("nan") if self.calls > 2 else 1.0)
+
+class Empty(nn.Module):
+    def forward(self, tokens):
+        return torch.zeros(*tokens.shape, 260)
+
+def a_number(): return 5
+size = 5
+def fails(): raise ValueError("a bug in the user's code")
+'''
+
+Setup = Callable[[], object]
+
+
+class CannotBeTriedError(Exception):
+    """This machine does not let the line go wrong."""
+
+
+def only_if(condition: Callable[[], bool], otherwise: str) -> Setup:
+    def check() -> None:
+        if not condition():
+            raise CannotBeTriedError(otherwise)
+
+    return check
+
+
+def no_cuda() -> bool:
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def write(name: str, content: str | bytes = "") -> Setup:
+    def put() -> None:
+        path = Path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+    return put
+
+
+def records(name: str, *lines: object) -> Setup:
+    return write(name, "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+
+
+def edit(name: str, old: str, new: str) -> Setup:
+    def put() -> None:
+        path = Path(name)
+        text = path.read_text(encoding="utf-8")
+        assert old in text
+        path.write_text(text.replace(old, new), encoding="utf-8")
+
+    return put
+
+
+def remove(name: str) -> Setup:
+    return lambda: shutil.rmtree(name) if Path(name).is_dir() else Path(name).unlink()
+
+
+def huggingface(folder: str, **changes: object) -> Setup:
+    return write(f"{folder}/config.json", json.dumps({**LLAMA, **changes}))
+
+
+def cut(pattern: str) -> Setup:
+    def half() -> None:
+        (path,) = Path().glob(pattern)
+        content = path.read_bytes()
+        path.write_bytes(content[: len(content) // 2])
+
+    return half
+
+
+def weights(folder: str, *, without: str = "", cut_short: bool = False) -> Setup:
+    """Safetensors of a LLAMA, spoiled."""
+
+    def put() -> None:
+        from safetensors.torch import save_file
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        huggingface(folder)()
+        module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        tensors = {name: t.clone() for name, t in module.state_dict().items() if name != without}
+        save_file(tensors, f"{folder}/model.safetensors", metadata={"format": "pt"})
+        if cut_short:
+            cut(f"{folder}/model.safetensors")()
+
+    return put
+
+
+def disk(size: str) -> Setup:
+    """A file system of this size in the folder `disk`."""
+
+    def mount() -> None:
+        Path("disk").mkdir()
+        mounted = os.geteuid() == 0 and subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", size, "tmpfs", "disk"], capture_output=True, check=False
+        )
+        if not mounted or mounted.returncode:
+            raise CannotBeTriedError("mounting a file system needs root")
+
+    return mount
+
+
+RUN = "run"
+"""Stands for a copy of a run in the folder `run`, stopped at step 4 of 6, with checkpoints of the steps 2 and 4."""
+FINISHED = "done"
+"""The same, but at its end."""
+NEWEST = "run/checkpoints/step-00000004"
+CASES: dict[str, list[Setup | str]] = {
+    "CUDA where there is none": [only_if(no_cuda, "there is CUDA")],
+    "W&B where it is not installed": [only_if(lambda: find_spec("wandb") is None, "wandb is installed")],
+    "broken TOML": [write("broken.toml", "[run\nsteps = 3")],
+    "a job in another encoding": [write("latin.toml", b"# caf\xe9\n[run]\nsteps = 3\n")],
+    "a run folder in place of a job": [RUN],
+    "an empty file of text": [write("empty.txt")],
+    "a file of an unknown kind": [write("text.xyz", "words")],
+    "a folder without text": [write("images/cat.png", b"\x89PNG")],
+    "a corpus shorter than a sequence": [write("short.txt", "few words")],
+    "a line of JSONL that is broken": [records("bad.jsonl", {"text": "fine"}, '{"text": "torn')],
+    "a record without its field": [records("other.jsonl", {"text": "fine"}, {"txt": "here"})],
+    "a field that is no text": [records("number.jsonl", {"text": 3})],
+    "records without any text": [records("nothing.jsonl", {"text": ""}, {"text": None})],
+    "a Parquet file that is none": [write("bad.parquet", "words")],
+    "labels that are words": [records("words.jsonl", {"text": "good", "label": "pos"})],
+    "more labels than classes": [
+        records("labels.jsonl", *({"text": f"text {i}", "label": i % 3} for i in range(60))),
+    ],
+    "half of a Megatron corpus": [write("half.bin", b"\0\0")],
+    "a tokenizer.json that is broken": [write("tokenizer.json", "{")],
+    "a cache that cannot be written": [disk("ro")],
+    "a cache that is a file": [write("occupied")],
+    "a full disk while the cache is built": [disk("size=4k")],
+    "a corpus built into a folder of other things": [write("thesis/chapter.tex")],
+    "a run folder that is a file": [write("occupied")],
+    "a run folder below a file": [write("occupied")],
+    "a run folder of other things": [write("thesis/chapter.tex")],
+    "a run folder that cannot be written": [disk("ro")],
+    "a full disk when the run folder is made": [disk("size=4k")],
+    "an existing run that must not go on": [RUN],
+    "resuming with another model": [RUN],
+    "resuming with fewer steps": [RUN],
+    "resuming with another job's file edited": [RUN, edit("run/job.toml", "hidden = 16", "hidden = 32")],
+    "resuming a finished run": [FINISHED],
+    "resuming where the summary is damaged": [RUN, write("run/summary.json", "{")],
+    "resuming where versions.json is damaged": [RUN, write("run/versions.json", "[")],
+    "resuming where events.jsonl is damaged": [RUN, write("run/events.jsonl", "{\n")],
+    "resuming after the data changed": [RUN, edit("text.txt", "the", "The")],
+    "resuming a checkpoint that is cut short": [RUN, cut(f"{NEWEST}/*.distcp")],
+    "resuming a checkpoint without its tensors": [RUN, remove(f"{NEWEST}/__0_0.distcp")],
+    "resuming a checkpoint without manifest": [RUN, remove(f"{NEWEST}/manifest.json")],
+    "resuming a checkpoint with the manifest of another": [
+        RUN,
+        edit(f"{NEWEST}/manifest.json", '"master/embedding.weight"', '"master/table.weight"'),
+    ],
+    "a folder without config.json": [write("llama/readme.md")],
+    "an unknown model_type": [huggingface("llama", model_type="lama")],
+    "a config that contradicts itself": [huggingface("llama", hidden_size=33)],
+    "a config with a smaller vocabulary": [huggingface("llama", vocab_size=100)],
+    "a config with a shorter context": [huggingface("llama", max_position_embeddings=16)],
+    "an objective that is not the model's": [huggingface("llama")],
+    "an argument that the config does not have": [huggingface("llama")],
+    "weights that are cut short": [weights("llama", cut_short=True)],
+    "weights with a missing tensor": [weights("llama", without="lm_head.weight")],
+    "weights in a pickle": [huggingface("llama"), write("llama/pytorch_model.bin")],
+    "a full disk while saving": [disk("size=2m")],
+    "a full disk for the events": [disk("size=400k"), RUN, lambda: shutil.copytree(RUN, "disk/run")],
+}

@@ -1,0 +1,228 @@
+"""docs/reference/bad-input.md, line by line: each command is run, and says, answers and leaves what the table says.
+
+Ranks run inside this process, because importing torch for each line would take minutes; tests/cli/test_train.py shows
+that ranks in processes of their own are told of in the same words.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from bad_input_cases import CASES, FINISHED, MODELS, RUN, CannotBeTriedError
+
+from motet.checkpoint.manifest import whole_checkpoints
+from motet.cli.main import main
+from motet.core.errors import EXIT_CODES
+from motet.monitor.events import RunEnded, StepDone, read_events
+from motet.parallel.place import ALONE
+from motet.train.faults import StopFlag, guarded
+from motet.train.launch import Ended, Launch
+from motet.train.work import train_rank
+from train.runs import saved_tensors
+
+PAGE = Path(__file__).parents[2] / "docs/reference/bad-input.md"
+TEXT = Path(__file__).parents[1] / "data/small.txt"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a table of the page."""
+
+    wrong: str
+    command: str
+    says: str
+    code: int
+    left: str
+
+
+def lines_of_page() -> list[Line]:
+    cells = [
+        [cell.strip() for cell in line.strip().strip("|").split(" | ")]
+        for line in PAGE.read_text(encoding="utf-8").splitlines()
+        if re.match(r"\| (?!what is wrong)\S", line)
+    ]
+    return [Line(wrong, command.strip("`"), says, int(code), left) for wrong, command, says, code, left in cells]
+
+
+LINES = lines_of_page()
+
+
+def small_job() -> str:
+    """The job that the page shows."""
+    (job,) = re.findall(r"```toml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    return str(job)
+
+
+# --- the folder in which a line is tried -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def in_this_process(start: Launch, tell: Callable[[str], None]) -> Ended:
+    """What the supervisor makes of one rank."""
+    record = guarded(0, lambda: train_rank(ALONE, StopFlag(), start.command[-1]))
+    return Ended(record.exit_code, f"rank 0 failed: {record.sentence}" if record.sentence else "", record.traceback)
+
+
+def call(monkeypatch: pytest.MonkeyPatch, command: str) -> int:
+    """Run `[NAME=VALUE ...] motet ...` here."""
+    words = shlex.split(command)
+    start = words.index("motet")
+    for name, _, value in (word.partition("=") for word in words[:start]):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", words[start:])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr("motet.train.start.launch", in_this_process)
+    monkeypatch.delitem(sys.modules, "models", raising=False)
+    with pytest.raises(SystemExit) as done:
+        main()
+    return done.value.code if isinstance(done.value.code, int) else 0
+
+
+def put_basics() -> None:
+    job = small_job()
+    Path("small.toml").write_text(job, encoding="utf-8")
+    mine = re.sub(r"\[model\].*?\n\n", '[model]\nfactory = "models:Plain"\n\n', job, flags=re.DOTALL)
+    Path("mine.toml").write_text(mine, encoding="utf-8")
+    Path("models.py").write_text(MODELS, encoding="utf-8")
+    shutil.copy(TEXT, "text.txt")
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a stopped and a finished run."""
+    folder = tmp_path_factory.mktemp("runs")
+    command = "motet train small.toml run.steps=6 checkpoint.every=2 --run-folder"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        put_basics()
+        assert call(patch, f"{command} {RUN} run.stop_at=4") == 0
+        assert call(patch, f"{command} {FINISHED}") == 0
+    return folder
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder, with what every line has."""
+    monkeypatch.chdir(tmp_path)
+    put_basics()
+    yield tmp_path
+    if os.path.ismount("disk"):
+        subprocess.run(["umount", "-l", "disk"], check=True)
+
+
+# --- what becomes of things: the words of the last column, and how they are checked ----------------
+
+
+def files() -> dict[str, bytes]:
+    """Everything but what may be left of an attempt: corpora in the cache, which are good ones, and locks."""
+    found = [path for path in Path().rglob("*") if path.is_file() and not {"cache", "__pycache__"} & {*path.parts}]
+    return {str(path): path.read_bytes() for path in found if not path.name.endswith("lock")}
+
+
+def checkpoints(content: dict[str, bytes]) -> dict[str, bytes]:
+    return {name: data for name, data in content.items() if "checkpoints" in name}
+
+
+def nothing_was_made(before: dict[str, bytes], done: Done) -> None:
+    assert files() == before
+    assert not Path("runs").exists()
+
+
+def the_new_run_folder_is_gone(before: dict[str, bytes], done: Done) -> None:
+    assert files() == before
+    assert not any(Path("runs").iterdir())
+    assert "continue from" not in done.err
+
+
+def the_checkpoints_are_as_they_were(before: dict[str, bytes], done: Done) -> None:
+    assert checkpoints(before)
+    assert checkpoints(files()) == checkpoints(before)
+    assert "continue from" not in done.err
+
+
+def the_run_folder_keeps_the_traceback(before: dict[str, bytes], done: Done) -> None:
+    assert done.err.count("Traceback") == 1
+    assert done.err.rstrip().splitlines()[-1] in Path("runs/mine-001/logs/failure.txt").read_text(encoding="utf-8")
+
+
+def no_such_step_was_applied(before: dict[str, bytes], done: Done) -> None:
+    """The third step is the first that is not finite; the events say how it ended."""
+    run = Path("runs/mine-001")
+    events = read_events(run / "events.jsonl")
+    steps = [event for event in events if isinstance(event, StepDone)]
+    assert isinstance(events[-1], RunEnded) and events[-1].reason == "diverged"
+    assert [event.skipped for event in steps] == [event.step > 2 for event in steps]
+    assert {tensor.item() for name, tensor in saved_tensors(run).items() if name == "step"} == {2.0}
+    last = whole_checkpoints(run / "checkpoints")[-1][0]
+    assert f"continue from step {last} with: motet train --resume-from {run}" in done.err
+
+
+def earlier_checkpoints_are_whole(before: dict[str, bytes], done: Done) -> None:
+    whole = whole_checkpoints(Path("disk/run/checkpoints"))
+    assert {path.name for _, path in whole} == {path.name for path in Path("disk/run/checkpoints").iterdir()}
+    assert all(tensor.isfinite().all() for tensor in saved_tensors(Path("disk/run")).values())
+    assert f"continue from step {whole[-1][0]} with: motet train --resume-from disk/run" in done.err
+
+
+LEFT = {
+    "nothing was made": nothing_was_made,
+    "the new run folder is gone again": the_new_run_folder_is_gone,
+    "the checkpoints are as they were": the_checkpoints_are_as_they_were,
+    "the run folder keeps the traceback": the_run_folder_keeps_the_traceback,
+    "no such step was applied; the checkpoints before are whole": no_such_step_was_applied,
+    "earlier checkpoints are whole": earlier_checkpoints_are_whole,
+}
+
+
+# --- the lines -------------------------------------------------------------------------------------
+
+
+def pattern(says: str) -> str:
+    """`...` in the page stands for anything; a rank or the command itself says it."""
+    return r"(motet: |rank 0 failed: |Error: )" + ".*".join(re.escape(part) for part in says.split("..."))
+
+
+@pytest.mark.parametrize("line", LINES, ids=[line.wrong for line in LINES])
+def test_a_line(
+    line: Line, bench: Path, runs: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for step in CASES.get(line.wrong, []):
+        if isinstance(step, str):
+            shutil.copytree(runs / step, step)
+            continue
+        try:
+            step()
+        except CannotBeTriedError as error:
+            pytest.skip(str(error))
+    before = files()
+    capfd.readouterr()
+    done = Done(call(monkeypatch, line.command), *capfd.readouterr())
+    told = [text for text in done.err.splitlines() if re.match(r"motet: |rank 0 failed: |Error: ", text)]
+    assert len(told) == 1, done.err
+    assert re.fullmatch(pattern(line.says), told[0])
+    assert done.code == line.code
+    assert ("Traceback" in done.err) == (line.code == 3)
+    LEFT[line.left](before, done)
+
+
+def test_the_table_and_the_cases_belong_together() -> None:
+    words = [line.wrong for line in LINES]
+    assert len(set(words)) == len(words)
+    assert set(CASES) <= set(words)
+    assert {line.left for line in LINES} == set(LEFT)
+    assert {line.code for line in LINES} == {2, 3, 4, 5} <= set(EXIT_CODES)

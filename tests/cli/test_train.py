@@ -1,0 +1,399 @@
+"""`motet train` as a person uses it: whole runs in processes of their own, and what is refused before ranks start."""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from motet.cli.main import main
+from motet.train.job import Job, builtin_jobs, load_job
+from train.runs import same_bits, saved_tensors
+
+TEXT = Path(__file__).parent.parent / "data" / "small.txt"
+JOB = """
+name = "small"
+[model]
+vocab_size = 260
+context = 32
+layers = 1
+hidden = 16
+heads = 2
+ffn_hidden = 16
+[data]
+source = "{text}"
+tokenizer = "bytes"
+sequence_length = 32
+batch_sequences = 4
+cache = "cache"
+workers = 1
+[monitor]
+tensorboard = false
+[run]
+ranks = 2
+steps = 6
+threads = 1
+"""
+
+FACTORY = '''
+import os, signal
+from pathlib import Path
+from torch import nn
+
+class Model(nn.Module):
+    """Fails once, in the third forward of rank 1, in the way that the file `how` says."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head, self.calls = nn.Embedding(260, 8), nn.Linear(8, 260), 0
+
+    def forward(self, tokens):
+        import torch.distributed as dist
+        self.calls += 1
+        how = Path("how")
+        if self.training and self.calls == 3 and dist.get_rank() == 1 and how.exists():
+            kind = how.read_text()
+            how.unlink()
+            if kind == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("a bug in the model")
+        return self.head(self.embedding(tokens))
+'''
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("small.toml").write_text(JOB.format(text=TEXT))
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def motet(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """Run a command in this process; ranks are processes of their own."""
+
+    def run(*arguments: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["motet", *arguments])
+        with pytest.raises(SystemExit) as done:
+            main()
+        code = done.value.code
+        return Done(code if isinstance(code, int) else 0, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def refused(motet: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
+    """Run `motet train` where no process may be started."""
+    monkeypatch.setattr(subprocess, "Popen", None)
+    return lambda *arguments: motet("train", *arguments)
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def until(condition: Callable[[], object], limit_s: float = 60.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.02)
+
+
+def summary(folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((Path(folder) / "summary.json").read_text())
+    return found
+
+
+def failing_job(how: str) -> None:
+    """`failing.toml`, with a model that fails once."""
+    Path("their_model.py").write_text(FACTORY)
+    Path("how").write_text(how)
+    text = JOB.format(text=TEXT).replace('"small"', '"failing"')
+    model = text[text.index("[model]") : text.index("[data]")]
+    Path("failing.toml").write_text(text.replace(model, '[model]\nfactory = "their_model:Model"\nvocab_size = 260\n'))
+
+
+# --- whole runs ------------------------------------------------------------------------------------
+
+
+def test_a_run_its_stop_and_its_end(motet: Callable[..., Done]) -> None:
+    first = motet("train", "small.toml", "--json", "run.stop_at=4")
+    assert first.returncode == 0, first.stderr
+    told = json.loads(first.stdout)
+    assert told == summary("runs/small-001")
+    assert (told["steps"], told["last_step"], told["finished"], told["ranks"]) == (4, 6, False, 2)
+    assert "continue from step 4 with: motet train --resume-from runs/small-001" in first.stderr
+    assert "step 4/6" in first.stderr
+
+    second = motet("train", "--resume")
+    assert second.returncode == 0, second.stderr
+    assert "step 5/6" in second.stdout
+    assert "step 4/6" not in second.stdout
+    assert "continue from" not in second.stderr
+    assert summary("runs/small-001")["finished"]
+
+    third = motet("train", "--resume")
+    assert (third.returncode, third.stdout) == (2, "")
+    assert "runs/small-001 holds a finished run (run.steps = 6)" in third.stderr
+
+    files = {path.name for path in Path("runs/small-001").iterdir()}
+    assert files >= {"job.toml", "versions.json", "events.jsonl", "summary.json", "checkpoints", "logs"}
+    starts = json.loads(Path("runs/small-001/versions.json").read_text())
+    assert [(start["ranks"], start["threads"], start["command_line"][-1]) for start in starts] == [
+        (2, 1, "run.stop_at=4"),
+        (2, 1, "--resume"),
+    ]
+    assert load_job("runs/small-001/job.toml").run.stop_at is None
+
+
+@pytest.fixture
+def long_run() -> Iterator[subprocess.Popen[str]]:
+    """A run in the midst of its steps."""
+    command = [sys.executable, "-m", "motet", "train", "small.toml", "run.steps=1000000", "monitor.every=1000000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    until(lambda: Path("runs/small-001/events.jsonl").exists())
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(long_run: subprocess.Popen[str]) -> None:
+    long_run.send_signal(signal.SIGINT)
+    _, err = long_run.communicate(timeout=60)
+    assert long_run.returncode == 130
+    told = summary("runs/small-001")
+    assert told["exit_reason"] == "stopped"
+    assert err.splitlines()[-2:] == [
+        "stopping after this step and saving; Ctrl-C once more stops at once",
+        f"continue from step {told['steps']} with: motet train --resume-from runs/small-001",
+    ]
+
+
+def test_a_run_in_progress_is_not_run_twice(long_run: subprocess.Popen[str], motet: Callable[..., Done]) -> None:
+    second = motet("train", "--resume")
+    assert second.returncode == 2
+    assert "runs/small-001 is in use by another motet" in second.stderr
+    rank = psutil.Process(long_run.pid).children()[1]
+    rank.kill()
+    _, err = long_run.communicate(timeout=60)
+    assert long_run.returncode == 3
+    assert err.count("rank 1 was killed by signal 9 (SIGKILL)") == 1
+    assert summary("runs/small-001")["message"].startswith("rank 1 was killed by signal 9 (SIGKILL)")
+
+
+def test_an_error_on_a_rank_is_told_once(motet: Callable[..., Done]) -> None:
+    failing_job("raise")
+    done = motet("train", "failing.toml", "--json")
+    assert done.returncode == 3
+    assert done.stderr.count("rank 1 failed: ValueError: a bug in the model") == 1
+    assert done.stderr.count("Traceback") == 1
+    assert "in forward" in done.stderr
+    assert json.loads(done.stdout)["message"] == "rank 1 failed: ValueError: a bug in the model"
+    assert "in forward" in Path("runs/failing-001/logs/failure.txt").read_text()
+
+
+def test_killed_from_outside_and_resumed_is_bit_for_bit_the_same(motet: Callable[..., Done]) -> None:
+    changes = ["run.steps=200", "checkpoint.every=20", "precision.recipe=bf16"]
+    assert motet("train", "small.toml", *changes, "--run-folder", "whole").returncode == 0
+    draw = random.SystemRandom()
+    killed, after = draw.randrange(2), draw.randrange(25, 100)
+    command = [sys.executable, "-m", "motet", "train", "small.toml", *changes, "--run-folder", "cut"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        events = Path("cut/events.jsonl")
+        until(lambda: events.exists() and events.read_bytes().count(b"step_done") >= after)
+        psutil.Process(process.pid).children()[killed].kill()
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    what = f"rank {killed} killed after step {after}"
+    assert process.returncode == 3, what
+    assert f"rank {killed} was killed by signal 9 (SIGKILL)" in err, what
+    assert summary("cut")["steps"] < 200, what
+    again = motet("train", "--resume-from", "cut")
+    assert again.returncode == 0, again.stderr
+    assert "resumed from checkpoints/step-" in again.stdout, what
+    assert [summary(run)["steps"] for run in ("whole", "cut")] == [200, 200]
+    assert same_bits(saved_tensors(Path("whole")), saved_tensors(Path("cut"))), what
+
+
+def test_a_killed_rank_is_started_again_from_the_checkpoint(motet: Callable[..., Done]) -> None:
+    failing_job("kill")
+    done = motet("train", "failing.toml", "run.restarts=1", "checkpoint.every=1")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("starting again from the last checkpoint (1 of 1)") == 1
+    assert "resumed from checkpoints/step-00000002" in done.stdout
+    assert summary("runs/failing-001")["finished"]
+    assert len(json.loads(Path("runs/failing-001/versions.json").read_text())) == 1
+
+
+def test_under_torchrun_with_a_restart() -> None:
+    failing_job("raise")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
+    arguments = ["-m", "motet", "train", "failing.toml", "checkpoint.every=1"]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("rank 1 of 2 failed: ValueError: a bug in the model") == 1
+    assert [path.name for path in Path("runs").iterdir()] == ["failing-001"]
+    assert summary("runs/failing-001")["finished"]
+    assert "resumed from checkpoints/step-00000002" in done.stdout
+
+
+def test_alone_under_torchrun(motet: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():
+        monkeypatch.setenv(name, value)
+    done = motet("train", "small.toml", "run.stop_at=2")
+    assert done.returncode == 0, done.stderr
+    assert "step 2/6" in done.stdout
+    again = motet("train", "small.toml", "--resume-from", "runs/small-001", "layout.microbatches=2")
+    assert again.returncode == 0, again.stderr
+    assert "warning: layout.microbatches was 1 in runs/small-001 and is 2 now" in again.stderr
+    assert summary("runs/small-001")["finished"]
+
+
+def test_under_slurm() -> None:
+    job = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "2"}
+    job |= {"SLURM_NODEID": "0", "SLURM_NODELIST": "here", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    command = [sys.executable, "-m", "motet", "train", "small.toml", "run.ranks=7"]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    output = [rank.communicate(timeout=100)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], output
+    assert "step 6/6" in output[0]
+    assert output[1] == ""
+    assert summary("runs/small-001")["ranks"] == 2
+    assert load_job("runs/small-001/job.toml").run.ranks == 2
+
+
+# --- refused before any rank starts ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["data.batch_sequence=3"], "unknown key 'data.batch_sequence'; did you mean 'batch_sequences'?"),
+        (["run.steps=many"], "run.steps = 'many'"),
+        (["two words"], "override 'two words' is not of the form section.key=value"),
+        (["--ranks", "3"], "data.batch_sequences = 4 cannot be cut evenly over 3 ranks x 1 micro-batches = 3"),
+        (["layout.dp=4"], "layout.dp = 4 does not match 2 ranks"),
+        (["data.sequence_length=64"], "data.sequence_length = 64 is more than model.context = 32"),
+        (["data.objective=masked"], "data.objective = 'masked' does not fit a model of family 'decoder'"),
+        (["model.vocab_size=100"], "model.vocab_size = 100 is less than the"),
+        (["data.source=nowhere.txt"], "nowhere.txt"),
+        (["data.source=empty.txt"], "empty"),
+        (["--run-folder", "empty.txt"], "run.folder = empty.txt is a file"),
+        (["--run-folder", "empty.txt/run"], "cannot write run folder empty.txt/run: Not a directory"),
+        (["--run-folder", "full"], "full is no run folder"),
+        (["--resume"], "no run of job 'small' to resume in runs/"),
+        (["--resume-from", "nowhere"], "no run in 'nowhere' to resume"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_leaves_nothing_behind(
+    refused: Callable[..., Done], arguments: list[str], sentence: str
+) -> None:
+    Path("empty.txt").touch()
+    Path("full").mkdir()
+    Path("full/thesis.tex").touch()
+    done = refused("small.toml", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert sentence in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("motet: ")
+    assert "Traceback" not in done.stderr
+    assert not Path("runs").exists()
+
+
+def test_ctrl_c_before_ranks_start(refused: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("motet.train.start.prepare", interrupted)
+    done = refused("small.toml")
+    assert done == Done(130, "", "stopped before any rank was started\n")
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "sentence"),
+    [
+        ({"LOCAL_RANK": "0"}, [], "RANK is not set, though other variables of torchrun are"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, ["--ranks", "3"], "--ranks 3, but the launcher started 2 ranks"),
+        ({"RANK": "0", "WORLD_SIZE": "3"}, [], "cannot be cut evenly over 3 ranks"),
+    ],
+)
+def test_bad_input_of_a_launcher(
+    refused: Callable[..., Done],
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    arguments: list[str],
+    sentence: str,
+) -> None:
+    rest = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in (environment | rest if "RANK" in environment else environment).items():
+        monkeypatch.setenv(name, value)
+    done = refused("small.toml", *arguments)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert not Path("runs").exists()
+
+
+# --- answers without training ----------------------------------------------------------------------
+
+
+def test_the_resolved_job_is_a_job(refused: Callable[..., Done]) -> None:
+    out = refused("--print-job", "small.toml", "--ranks", "4", "--run-folder", "12").stdout
+    Path("printed.toml").write_text(out)
+    assert load_job("printed.toml") == load_job("small.toml", ["run.ranks=4", 'run.folder="12"'])
+    as_json = refused("--print-job", "--json", "printed.toml").stdout
+    assert json.loads(as_json) == tomllib.loads(out)
+
+
+def test_built_in_jobs_are_listed(refused: Callable[..., Done]) -> None:
+    out = refused("--list-jobs").stdout
+    assert [line.split()[0] for line in out.splitlines()] == list(builtin_jobs())
+    as_json = refused("--list-jobs", "--json").stdout
+    about = json.loads(as_json)
+    assert list(about) == list(builtin_jobs())
+    assert all(text.endswith((".", ":")) and "\n" not in text for text in about.values()), about
+
+
+def test_the_schema_describes_a_job(refused: Callable[..., Done]) -> None:
+    out = refused("--schema").stdout
+    assert json.loads(out) == Job.model_json_schema()
+
+
+def test_bare_train_is_the_tiny_job(refused: Callable[..., Done]) -> None:
+    out = refused("--print-job").stdout
+    assert tomllib.loads(out)["name"] == "tiny"
+    out = refused("--print-job", "run.steps=3").stdout
+    assert (tomllib.loads(out)["name"], tomllib.loads(out)["run"]["steps"]) == ("tiny", 3)

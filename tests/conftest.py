@@ -1,0 +1,29 @@
+"""Fixtures for every test: the pool of rank processes, and the switch that writes golden files anew."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from ranks import Ranks
+
+# Ranks and tests share few cores; torch reads these when it is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--regenerate", action="store_true", help="write the golden files of tests/laws anew")
+
+
+@pytest.fixture(scope="session")
+def regenerate(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--regenerate"))
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """`ranks.run(2, function, *args)` -> the results of `function(group, *args)` on two ranks."""
+    pool = Ranks()
+    yield pool
+    pool.close()

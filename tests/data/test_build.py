@@ -1,0 +1,293 @@
+"""Building: the same bytes however many workers there are and however often it was broken off."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from corpora import SMALL, numbered, write_records
+
+from motet.core.errors import InputError, MotetError
+from motet.data import build as build_module
+from motet.data import corpus
+from motet.data.build import Recipe, build
+from motet.data.corpus import find_corpus
+from motet.data.settings import SourceSettings
+from motet.data.shards import _cut
+from motet.data.store import DOCUMENT, Manifest, find_damage, open_store, read_manifest
+from motet.data.tokens import load_tokenizer
+from motet.data.worker import _alone, _start, wait_for_orphans
+
+BYTES = load_tokenizer("bytes")
+HERE = str(Path(__file__).parent)
+
+
+@pytest.fixture
+def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A corpus of 14 shards."""
+    monkeypatch.setattr(corpus, "_SMALLEST_PIECE", 4000)
+    return write_records(tmp_path / "records.jsonl", numbered(1000))
+
+
+def recipe(source: Path, labelled: bool = False) -> Recipe:
+    return Recipe(find_corpus(str(source)), SourceSettings(source=str(source)), labelled, BYTES, 0)
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """Progress for nobody."""
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def texts(folder: Path) -> list[str]:
+    store, at, found = open_store(folder), 0, []
+    for length in store.documents["length"].tolist():
+        found.append(BYTES.decode(store.read(at, length).tolist()))
+        at += length
+    return found
+
+
+def test_the_tokens_are_those_of_the_text(records: Path, tmp_path: Path) -> None:
+    manifest = build(recipe(records), tmp_path / "out", 1, silent)
+    assert texts(tmp_path / "out") == [record["text"] + "<|end|>" for record in numbered(1000)]
+    assert len(manifest.shards) == 14
+    assert (manifest.documents, manifest.classes, manifest.loss_mask) == (1000, 0, False)
+    assert manifest.tokens == sum(len(record["text"]) + 1 for record in numbered(1000))
+    assert read_manifest(tmp_path / "out") == manifest
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_processes_write_the_same_bytes(
+    records: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    heard: list[int] = []
+    build(recipe(records), tmp_path / "one", 1, silent)
+    monkeypatch.setattr(build_module, "_INLINE", 0)
+    build(recipe(records), tmp_path / "many", workers, lambda what, done, total: heard.append(done))
+    assert content(tmp_path / "one") == content(tmp_path / "many")
+    assert heard == sorted(heard)
+    assert (heard[0], heard[-1]) == (0, records.stat().st_size)
+
+
+KILLED = """
+import os, signal, sys
+from motet.data import build, corpus
+from test_build import Path, recipe
+build._INLINE, corpus._SMALLEST_PIECE = int(sys.argv[3]), 4000
+def kill(what, done, total):
+    if done > total // 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+build.build(recipe(Path(sys.argv[1])), Path(sys.argv[2]), 2, kill)
+"""
+
+
+@pytest.mark.parametrize("inline", [0, 1 << 20])
+def test_a_killed_build_goes_on_where_it_was(records: Path, tmp_path: Path, inline: int) -> None:
+    build(recipe(records), tmp_path / "whole", 1, silent)
+    out = tmp_path / "killed"
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {HERE!r}){KILLED}"]
+    assert subprocess.run([*command, str(records), str(out), str(inline)], check=False).returncode == -9
+    assert (out / "plan.json").exists()
+    assert not (out / "manifest.json").exists()
+    done = {path.with_suffix(".bin"): path.with_suffix(".bin").stat() for path in out.glob("*.done")}
+    assert 5 < len(done) < 14
+    # One of those that were finished was damaged since, another one lost its table.
+    spoilt = sorted(done)[:2]
+    spoilt[0].write_bytes(b"x" * done[spoilt[0]].st_size)
+    spoilt[1].with_suffix(".docs").unlink()
+
+    heard: list[int] = []
+    build(recipe(records), out, 1, lambda what, done, total: heard.append(done))
+    assert content(out) == content(tmp_path / "whole")
+    assert heard[0] > 0
+    for path, before in done.items():
+        assert (path.stat().st_ino == before.st_ino) == (path not in spoilt)
+
+
+def test_an_unfinished_build_of_something_else_starts_anew(records: Path, tmp_path: Path) -> None:
+    def stop(what: str, done: int, total: int) -> None:
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build(recipe(records), tmp_path / "out", 1, stop)
+    write_records(records, numbered(700))
+    build(recipe(records), tmp_path / "out", 1, silent)
+    build(recipe(records), tmp_path / "other", 1, silent)
+    assert content(tmp_path / "out") == content(tmp_path / "other")
+
+
+def test_a_finished_build_is_left_alone_and_a_damaged_one_made_again(records: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    build(recipe(records), out, 1, silent)
+    before = content(out)
+    heard: list[int] = []
+    build(recipe(records), out, 1, lambda what, done, total: heard.append(done))
+    assert heard == []
+    (out / "00003.bin").write_bytes(b"x" * (out / "00003.bin").stat().st_size)
+    build(recipe(records), out, 1, lambda what, done, total: heard.append(done))
+    assert heard
+    assert content(out) == before
+
+
+def refuse(out: Path, make: Callable[[Path], object], message: str) -> None:
+    make(out)
+    with pytest.raises(InputError, match=message):
+        build(recipe(SMALL), out, 1, silent)
+
+
+def test_folders_of_others_are_not_touched(records: Path, tmp_path: Path) -> None:
+    refuse(tmp_path / "a", lambda out: build(recipe(records), out, 1, silent), r"holds another corpus \(built from '")
+    refuse(tmp_path / "b", lambda out: out.write_text("mine"), "b is a file; choose a folder")
+
+    def fill(out: Path) -> None:
+        out.mkdir()
+        (out / "thesis.tex").write_text("mine")
+
+    refuse(tmp_path / "c", fill, r"is not empty and holds no corpus \(but 'thesis\.tex'\)")
+    assert (tmp_path / "c" / "thesis.tex").read_text() == "mine"
+
+
+def test_a_disk_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"cannot write .*file: File exists; free some space or choose another folder"):
+        build(recipe(SMALL), tmp_path / "file" / "out", 1, silent)
+
+
+FULL = """
+import resource, sys
+from motet.core.errors import InputError
+from motet.data import build, corpus
+from test_build import Path, recipe, silent
+build._INLINE, corpus._SMALLEST_PIECE = int(sys.argv[3]), 4000
+resource.setrlimit(resource.RLIMIT_FSIZE, (15_000, -1))
+try:
+    build.build(recipe(Path(sys.argv[1])), Path(sys.argv[2]), 1, silent)
+except InputError as error:
+    sys.exit(str(error))
+"""
+
+
+@pytest.mark.parametrize("inline", [0, 1 << 20])
+def test_a_disk_that_is_full(tmp_path: Path, inline: int) -> None:
+    source = write_records(tmp_path / "a.jsonl", [{"text": "x" * 20_000}])
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {HERE!r}){FULL}"]
+    arguments = [str(source), str(tmp_path / "out"), str(inline)]
+    # The limit would stop the records of a measurement of coverage, too.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
+    result = subprocess.run([*command, *arguments], check=False, capture_output=True, text=True, env=environment)
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"cannot write {tmp_path / 'out'}: File too large; free some space")
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("inline", [0, 1 << 20])
+def test_bad_records_end_the_build_with_a_sentence(
+    records: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inline: int
+) -> None:
+    monkeypatch.setattr(build_module, "_INLINE", inline)
+    lines = records.read_text().splitlines()
+    lines[700] = "{"
+    records.write_text("\n".join(lines))
+    with pytest.raises(InputError, match=r"records\.jsonl:701: not valid JSON"):
+        build(recipe(records), tmp_path / "out", 2, silent)
+    lines[700] = '{"text": "mended"}'
+    records.write_text("\n".join(lines))
+    build(recipe(records), tmp_path / "out", 2, silent)
+    assert texts(tmp_path / "out")[700] == "mended<|end|>"
+
+
+def test_documents_without_text_make_no_corpus(tmp_path: Path) -> None:
+    source = write_records(tmp_path / "a.jsonl", [{"text": ""}] * 3)
+    with pytest.raises(InputError, match=r"a\.jsonl' is empty: it holds no document with text"):
+        build(recipe(source), tmp_path / "out", 1, silent)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_killed_worker_is_told(records: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_module, "_INLINE", 0)
+
+    def start_and_kill(folder: Path, threads: int, lock: int) -> "subprocess.Popen[str]":
+        worker = _start(folder, threads, lock)
+        worker.kill()
+        return worker
+
+    monkeypatch.setattr("motet.data.worker._start", start_and_kill)
+    with pytest.raises(MotetError, match=r"ended with code -9 \(killed: out of memory\?.*the same command goes on"):
+        build(recipe(records), tmp_path / "out", 2, silent)
+
+
+def test_a_worker_ends_with_its_parent(records: Path, tmp_path: Path) -> None:
+    def stop(what: str, done: int, total: int) -> None:
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build(recipe(records), tmp_path / "out", 1, stop)
+    with _alone(tmp_path / "out") as lock:
+        worker = _start(tmp_path / "out", 1, lock)
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    waiting = threading.Thread(target=wait_for_orphans, args=(tmp_path / "out",))
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()  # as long as the worker is
+    assert worker.poll() is None
+    worker.stdin.close()
+    waiting.join()
+    assert worker.wait() == 0
+    worker.stdout.close()
+
+
+def test_prompts_are_no_targets_and_labels_are_kept(tmp_path: Path) -> None:
+    source = write_records(tmp_path / "a.jsonl", [{"prompt": "ab", "answer": "cde"}, {"text": "fg"}])
+    manifest = build(recipe(source), tmp_path / "out", 1, silent)
+    table = np.fromfile(tmp_path / "out" / "00000.docs", DOCUMENT)
+    assert manifest.loss_mask
+    assert table["skip"].tolist() == [2, 0]
+    assert table["length"].tolist() == [6, 3]
+    assert table["label"].tolist() == [-1, -1]
+    assert texts(tmp_path / "out") == ["abcde<|end|>", "fg<|end|>"]
+    source = write_records(tmp_path / "b.jsonl", [{"text": "x", "label": 4}, {"text": "y", "label": 0}])
+    assert build(recipe(source, labelled=True), tmp_path / "labels", 1, silent).classes == 5
+
+
+def test_the_corpus_hash_is_that_of_the_text(tmp_path: Path) -> None:
+    def built(name: str, lines: list[str]) -> Manifest:
+        (tmp_path / name).mkdir()
+        source = write_records(tmp_path / name / "x.jsonl", [{"text": line} for line in lines])
+        return build(recipe(source), tmp_path / name / "out", 1, silent)
+
+    first, same, other = built("a", ["x", "y"]), built("b", ["x", "y"]), built("c", ["y", "x"])
+    assert first.corpus_hash == same.corpus_hash != other.corpus_hash
+    assert first.recipe != same.recipe
+
+
+def test_long_texts_are_cut_where_lines_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("motet.data.shards._LONGEST", 10)
+    assert _cut("short") == ["short"]
+    assert _cut("") == []
+    assert _cut("line one\nline two\nthree") == ["line one\n", "line two\n", "three"]
+    assert _cut("a\nb\n  c\n d e f") == ["a\n", "b\n  c\n d e", " f"]
+    assert _cut("x" * 25) == ["x" * 10, "x" * 10, "x" * 5]
+
+
+def test_two_threads_build_once(records: Path, tmp_path: Path) -> None:
+    heard: list[int] = []
+    threads = [
+        threading.Thread(target=build, args=(recipe(records), tmp_path / "out", 1, lambda w, d, t: heard.append(d)))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert heard.count(0) == 1
+    assert find_damage(tmp_path / "out", read_manifest(tmp_path / "out"), checksums=True) is None

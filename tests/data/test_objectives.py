@@ -1,0 +1,117 @@
+"""What a model reads and predicts, checked place by place against the plain meaning of each objective."""
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from motet.data.draws import keys
+from motet.data.objectives import Masking, borders, causal, classify, masked, restarted
+from motet.data.packing import Rows, cut_stream, gather
+from motet.data.splits import Segments
+
+MASK, PAD, END = 900, 901, 902
+
+
+@st.composite
+def some_rows(draw: st.DrawFn, width: int = 9) -> Rows:
+    """Windows over short documents, the last of them not full."""
+    lengths = np.array(draw(st.lists(st.integers(1, 12), min_size=1, max_size=8)))
+    skips = np.array([draw(st.integers(0, 3)) for _ in lengths])
+    segments = Segments(np.cumsum(lengths) - lengths, lengths, skips, np.arange(len(lengths)))
+    stream = cut_stream(segments, width - 1, width, partial=True)
+    assume(stream.count)
+    return gather(stream, np.arange(stream.count), lambda start, count: np.arange(start, start + count), PAD)
+
+
+def places(rows: Rows) -> list[tuple[int, int]]:
+    return [(row, place) for row in range(len(rows.tokens)) for place in range(rows.tokens.shape[1])]
+
+
+@given(some_rows(), st.booleans())
+def test_causal(rows: Rows, restart: bool) -> None:
+    arrays = causal(rows, restart)
+    bordered = False
+    for row, place in places(rows):
+        if place == rows.tokens.shape[1] - 1:
+            continue
+        assert arrays.tokens[row, place] == rows.tokens[row, place]
+        assert arrays.targets[row, place] == rows.tokens[row, place + 1]
+        same = rows.segment[row, place] == rows.segment[row, place + 1]
+        assert arrays.weights[row, place] == (rows.eligible[row, place + 1] and (same or not restart))
+        bordered |= bool(restart and place < rows.size[row] and rows.segment[row, place])
+    assert (arrays.documents is not None) == (arrays.positions is not None) == bordered
+    if arrays.documents is not None and arrays.positions is not None:
+        assert (arrays.documents == rows.segment[:, :-1]).all()
+        assert (arrays.positions == restarted(rows.segment[:, :-1])).all()
+
+
+def test_positions_start_anew_with_each_document() -> None:
+    assert restarted(np.array([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]])).tolist() == [
+        [0, 1, 0, 1, 2, 0],
+        [0, 1, 2, 3, 4, 5],
+    ]
+
+
+MASKING = Masking(fraction=0.5, mask_id=MASK, vocab_size=40, never=(0, 7))
+
+
+@given(some_rows(), st.integers(0, 2**60), st.booleans())
+def test_masked(rows: Rows, seed: int, restart: bool) -> None:
+    row_keys = keys(seed, np.arange(len(rows.tokens)))
+    arrays = masked(rows, row_keys, MASKING, restart)
+    assert (arrays.targets == rows.tokens).all()
+    changed = arrays.tokens != rows.tokens
+    assert not (changed & ~arrays.weights).any()
+    assert not (arrays.weights & ~rows.eligible).any()
+    assert not (arrays.weights & np.isin(rows.tokens, MASKING.never)).any()
+    assert ((arrays.tokens == MASK) | (arrays.tokens < 40) | ~changed).all()
+    # A row alone gives the same.
+    last = len(rows.tokens) - 1
+    alone = Rows(*(getattr(rows, name)[last:] for name in ("tokens", "size", "segment", "eligible", "label")))
+    assert (masked(alone, row_keys[last:], MASKING, restart).tokens[0] == arrays.tokens[last]).all()
+
+
+def test_shares_of_masked_tokens() -> None:
+    count, width = 500, 200
+    tokens = np.full((count, width), 1000)
+    rows = Rows(tokens, np.full(count, width), np.zeros_like(tokens), np.ones(tokens.shape, bool), np.zeros(count))
+    masking = Masking(fraction=0.15, mask_id=MASK, vocab_size=40, never=())
+    arrays = masked(rows, keys(1, np.arange(count)), masking, True)
+    chosen = arrays.weights.sum()
+    shares = np.array([(arrays.tokens == MASK).sum(), (arrays.tokens < 40).sum()]) / chosen
+    # Five standard deviations each, of 100,000 and of 15,000 draws.
+    assert abs(chosen / tokens.size - 0.15) < 0.0057
+    assert abs(shares - [0.8, 0.1]).max() < 0.0164
+    assert len(np.unique(arrays.tokens[arrays.tokens < 40])) == 40
+
+
+@given(some_rows(), st.booleans())
+def test_borders_in_both_directions(rows: Rows, restart: bool) -> None:
+    documents, positions = borders(rows, restart)
+    there = np.arange(rows.tokens.shape[1]) < rows.size[:, None]
+    expected = rows.segment if restart else (~there).astype(int)
+    if documents is None:
+        assert not expected.any()
+        assert positions is None
+    else:
+        assert (documents == expected).all()
+        # What fills up a row is never in a document of the row.
+        assert not (documents[~there][:, None] == documents[there]).any() or len(rows.tokens) > 1
+        assert (positions is not None) == restart
+
+
+@pytest.mark.parametrize("first", [None, END])
+def test_classify(first: int | None) -> None:
+    tokens = np.array([[1, 2, 3], [4, PAD, PAD]])
+    rows = Rows(tokens, np.array([3, 1]), np.array([[0, 0, 0], [0, 1, 1]]), tokens != PAD, np.array([1, 0]))
+    arrays = classify(rows, first)
+    begin = [] if first is None else [END]
+    assert arrays.tokens.tolist() == [[*begin, 1, 2, 3], [*begin, 4, PAD, PAD]]
+    assert arrays.targets.tolist() == [1, 0]
+    assert arrays.weights.tolist() == [True, True]
+    zeros = [0] * len(begin)
+    assert arrays.documents is not None
+    assert arrays.documents.tolist() == [[*zeros, 0, 0, 0], [*zeros, 0, 1, 1]]
+    full = Rows(*(getattr(rows, name)[:1] for name in ("tokens", "size", "segment", "eligible", "label")))
+    assert classify(full, first).documents is None

@@ -1,0 +1,101 @@
+"""The order of samples: bijections, places that do not depend on who asks, mixtures that hold exactly."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from motet.core.errors import InputError
+from motet.data.order import PATTERN, mixture_of, permute, samples_at, samples_for_epochs, steps_for_epochs
+
+SIZES = st.integers(1, 3000)
+SEEDS = st.integers(0, 2**63 - 1)
+
+
+@given(SIZES, SEEDS)
+def test_a_permutation_is_a_bijection(size: int, seed: int) -> None:
+    assert sorted(permute(np.arange(size), size, seed)) == list(range(size))
+
+
+@given(st.integers(1, 2**50), SEEDS, st.lists(st.integers(0, 2**50), min_size=1, max_size=20, unique=True))
+def test_a_huge_permutation_costs_nothing_and_repeats_nothing(size: int, seed: int, places: list[int]) -> None:
+    inside = np.unique(np.array(places) % size)
+    result = permute(inside, size, seed)
+    assert len(np.unique(result)) == len(inside)
+    assert result.min() >= 0
+    assert result.max() < size
+
+
+def test_every_order_of_four_is_about_equally_likely() -> None:
+    orders: dict[tuple[int, ...], int] = {}
+    for seed in range(2400):
+        order = tuple(permute(np.arange(4), 4, seed).tolist())
+        orders[order] = orders.get(order, 0) + 1
+    assert len(orders) == 24
+    assert max(abs(count - 100) for count in orders.values()) < 50  # five standard deviations
+
+
+def test_neighbours_are_not_kept_together() -> None:
+    order = permute(np.arange(10_000), 10_000, 3)
+    assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.05
+    assert abs(np.corrcoef(order, np.arange(10_000))[0, 1]) < 0.05
+
+
+@given(SIZES, SEEDS, st.integers(0, 2**40), st.integers(1, 200), st.data())
+def test_the_stream_does_not_depend_on_slicing(
+    size: int, seed: int, first: int, count: int, data: st.DataObject
+) -> None:
+    whole = samples_at(np.arange(first, first + count), size, seed)
+    cut = data.draw(st.integers(0, count))
+    parts = [samples_at(np.arange(a, b), size, seed) for a, b in ((first, first + cut), (first + cut, first + count))]
+    assert np.concatenate(parts).tolist() == whole.tolist()
+
+
+@settings(max_examples=20)
+@given(st.integers(4000, 9000), SEEDS, st.integers(0, 5))
+def test_each_epoch_holds_every_sample_once(size: int, seed: int, epoch: int) -> None:
+    samples = samples_at(np.arange(epoch * size, (epoch + 1) * size), size, seed)
+    assert sorted(samples) == list(range(size))
+
+
+def test_epochs_and_seeds_differ() -> None:
+    first, second = samples_at(np.arange(200), 100, 0).reshape(2, 100)
+    assert first.tolist() != second.tolist()
+    assert first.tolist() != samples_at(np.arange(100), 100, 1).tolist()
+
+
+@given(st.lists(st.integers(5, 1000), min_size=1, max_size=5), st.integers(0, 2**40))
+def test_mixtures_hold_exactly_over_the_pattern(weights: list[int], rounds: int) -> None:
+    total = sum(weights)
+    mixture = mixture_of([float(weight) for weight in weights])
+    length = len(mixture.corpus)
+    places = np.arange(rounds * length, (rounds + 1) * length)
+    corpus, place = mixture.locate(places)
+    for number, weight in enumerate(weights):
+        mine = place[corpus == number]
+        count = len(mine)
+        assert abs(count - weight / total * length) < 1
+        if weight * length % total == 0:
+            assert count == weight * length // total
+        # The places within a corpus go on without gaps or repetitions, from round to round.
+        assert mine.tolist() == list(range(rounds * count, (rounds + 1) * count))
+
+
+def test_a_mixture_is_spread_evenly() -> None:
+    corpus, _ = mixture_of([3.0, 1.0]).locate(np.arange(PATTERN))
+    per_window = np.convolve(corpus, np.ones(40, np.int64), "valid")
+    assert set(per_window.tolist()) == {10}
+
+
+def test_a_weight_too_small_to_appear_is_refused() -> None:
+    with pytest.raises(InputError, match=r"weight 0\.0001 of source 2 is less than 1/1000"):
+        mixture_of([1.0, 0.0001])
+
+
+@pytest.mark.parametrize(
+    ("epochs", "samples", "batch", "steps"),
+    [(1, 100, 10, 10), (1, 101, 10, 11), (2, 101, 10, 21), (0.5, 101, 10, 5), (0.001, 101, 10, 1), (3, 1, 4, 1)],
+)
+def test_steps_of_epochs(epochs: float, samples: int, batch: int, steps: int) -> None:
+    assert steps_for_epochs(epochs, samples, batch) == steps
+    assert 0 <= steps * batch - samples_for_epochs(epochs, samples) < batch

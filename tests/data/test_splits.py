@@ -1,0 +1,92 @@
+"""Splits: stable when documents are added, disjoint, complete, and never silently empty."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from motet.data.draws import keys
+from motet.data.settings import DataSettings
+from motet.data.splits import SPLITS, assign, split_documents
+from motet.data.store import DOCUMENT
+
+HASHES = st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=60, unique=True)
+
+
+def table(hashes: list[int], length: int = 10) -> np.ndarray:
+    documents = np.zeros(len(hashes), DOCUMENT)
+    documents["hash"] = np.array(hashes, np.uint64)
+    documents["length"] = length
+    documents["label"] = np.arange(len(hashes))
+    return documents
+
+
+@given(HASHES, st.floats(0, 0.4), st.floats(0, 0.4), st.data())
+def test_adding_documents_moves_none(hashes: list[int], validation: float, test: float, data: st.DataObject) -> None:
+    fewer = data.draw(st.integers(1, len(hashes)))
+    before = assign(np.array(hashes[:fewer], np.uint64), validation, test)
+    after = assign(np.array(hashes, np.uint64), validation, test)
+    assert before.tolist() == after[:fewer].tolist()
+
+
+@given(HASHES, st.floats(0, 0.4), st.floats(0, 0.4), st.booleans(), st.integers(1, 15))
+def test_every_token_is_in_exactly_one_split(
+    hashes: list[int], validation: float, test: float, records: bool, window: int
+) -> None:
+    settings = DataSettings(validation_fraction=validation, test_fraction=test)
+    splits = split_documents(table(hashes), settings, records, window)
+    tokens = [
+        t
+        for name in SPLITS
+        for s, n in zip(splits[name].start, splits[name].length, strict=True)
+        for t in range(s, s + n)
+    ]
+    assert sorted(tokens) == list(range(10 * len(hashes)))
+    assert len(splits["train"]) > 0
+
+
+def test_fractions_are_kept() -> None:
+    documents = table(keys(0, np.arange(20_000)).tolist())
+    splits = split_documents(documents, DataSettings(validation_fraction=0.1, test_fraction=0.05), True, 8)
+    # Five standard deviations of a share of 20,000.
+    assert abs(len(splits["validation"]) - 2000) < 5 * 42.5
+    assert abs(len(splits["test"]) - 1000) < 5 * 31
+
+
+def test_a_single_text_gives_its_end() -> None:
+    documents = table([2**63], length=1000)
+    splits = split_documents(documents, DataSettings(validation_fraction=0.1, test_fraction=0.02), False, window=33)
+    spans = {name: (splits[name].start.tolist(), splits[name].length.tolist()) for name in SPLITS}
+    assert spans == {"train": ([0], [867]), "validation": ([900], [100]), "test": ([867], [33])}
+
+
+@pytest.mark.parametrize("length", [33, 64, 65])
+def test_too_short_a_text_is_all_for_training(length: int) -> None:
+    splits = split_documents(table([2**63], length), DataSettings(), False, window=33)
+    assert int(splits["train"].length.sum()) == length
+    assert len(splits["validation"]) == 0
+
+
+def test_a_text_whose_hash_is_not_in_training_is_trained_on() -> None:
+    splits = split_documents(table([0], length=1000), DataSettings(), False, window=10)
+    assert splits["train"].start.tolist() == [0]
+
+
+def test_of_few_records_the_one_with_the_smallest_hash_is_held_out() -> None:
+    high = [2**63 + i for i in range(5)]
+    splits = split_documents(table([high[3], high[1], high[4], high[2]]), DataSettings(), True, 8)
+    assert splits["validation"].label.tolist() == [1]
+    assert splits["test"].label.tolist() == [3]
+    assert splits["train"].label.tolist() == [0, 2]
+
+
+def test_two_records_are_both_trained_on() -> None:
+    splits = split_documents(table([2**63, 2**63 + 1]), DataSettings(), True, 8)
+    assert {name: len(splits[name]) for name in SPLITS} == {"train": 2, "validation": 0, "test": 0}
+
+
+def test_a_split_that_is_not_wanted_stays_empty() -> None:
+    settings = DataSettings(validation_fraction=0.0, test_fraction=0.0)
+    for records in (True, False):
+        splits = split_documents(table([0, 1, 2**63, 2**64 - 1], 100), settings, records, 8)
+        assert {name: len(splits[name]) for name in SPLITS} == {"train": 4, "validation": 0, "test": 0}

@@ -1,0 +1,231 @@
+"""From settings to a trainee: names, refusals, user's factories."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from motet.core.batch import Batch
+from motet.core.errors import InputError
+from motet.models.build import build_module, build_trainee
+from motet.models.settings import (
+    DecoderSettings,
+    EncoderDecoderSettings,
+    EncoderSettings,
+    ExpertSettings,
+    ModuleSettings,
+    RopeScaling,
+)
+
+SIZES = {"vocab_size": 30, "context": 16, "layers": 2, "hidden": 16, "heads": 4, "ffn_hidden": 24}
+CPU = torch.device("cpu")
+
+
+def batch(rows: int = 2, length: int = 5) -> Batch:
+    tokens = torch.arange(rows * length).view(rows, length) % 30
+    return Batch(tokens, tokens.roll(-1, 1), torch.ones(rows, length), rows=torch.arange(rows))
+
+
+def test_names_and_shapes_of_a_decoder_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        module = build_module(
+            DecoderSettings(
+                **{**SIZES, "layers": 1}, kv_heads=2, positions="learned", norm="layer", bias=True, tied=False
+            )
+        )
+    assert {name: tuple(p.shape) for name, p in module.named_parameters()} == {
+        "embedding.weight": (30, 16),
+        "positions.weight": (16, 16),
+        "blocks.0.attention_norm.weight": (16,),
+        "blocks.0.attention_norm.bias": (16,),
+        "blocks.0.attention.qkv.weight": (32, 16),
+        "blocks.0.attention.qkv.bias": (32,),
+        "blocks.0.attention.output.weight": (16, 16),
+        "blocks.0.attention.output.bias": (16,),
+        "blocks.0.ffn_norm.weight": (16,),
+        "blocks.0.ffn_norm.bias": (16,),
+        "blocks.0.ffn.up.weight": (48, 16),
+        "blocks.0.ffn.up.bias": (48,),
+        "blocks.0.ffn.down.weight": (16, 24),
+        "blocks.0.ffn.down.bias": (16,),
+        "norm.weight": (16,),
+        "norm.bias": (16,),
+        "head.weight": (30, 16),
+    }
+    assert all(p.is_meta for p in module.parameters())
+
+
+def test_forward_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        tokens = torch.zeros(2, 5, dtype=torch.int64)
+        assert build_module(DecoderSettings(**SIZES))(tokens).shape == (2, 5, 30)
+        assert build_module(EncoderSettings(**SIZES))(tokens).shape == (2, 5, 30)
+        assert build_module(EncoderDecoderSettings(**SIZES))(tokens, tokens).shape == (2, 5, 30)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_trainee_of_each_dtype(dtype: torch.dtype) -> None:
+    model = build_trainee(DecoderSettings(**SIZES), 0, dtype, CPU)
+    assert {p.dtype for p in model.module.parameters()} == {dtype}
+    loss = model.loss_sum(batch())
+    assert loss.dtype == torch.float32
+    loss.backward()
+    assert all(p.grad is not None and p.grad.dtype == dtype for p in model.module.parameters())
+    assert (model.vocab_size, model.context, model.continues) == (30, 16, True)
+    assert model.module.training
+
+
+def test_bfloat16_is_near_float32() -> None:
+    """Of 8 bits, within the square root of the operations that a value goes through."""
+    torch.manual_seed(0)
+    losses, grads = [], []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = build_trainee(DecoderSettings(**SIZES, kv_heads=2), 0, dtype, CPU)
+        loss = model.loss_sum(batch(length=13))
+        loss.backward()
+        losses.append(loss.item())
+        grads.append(torch.cat([p.grad.flatten().float() for p in model.module.parameters()]))
+    assert losses[1] == pytest.approx(losses[0], rel=2**-8)
+    assert (grads[1] - grads[0]).norm() < 2**-5 * grads[0].norm()
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        (DecoderSettings(**SIZES, experts=ExpertSettings(count=4, per_token=2, hidden=8)), "model.experts"),
+        (DecoderSettings(**{**SIZES, "hidden": 12}), "model.head_dim = 3"),
+        (DecoderSettings(**SIZES, rotary_fraction=0.3), "model.rotary_fraction = 0.3"),
+        (
+            DecoderSettings(**SIZES, rope_scaling=RopeScaling(low_frequency_factor=4.0)),
+            "model.rope_scaling.high_frequency_factor = 4.0",
+        ),
+        (EncoderDecoderSettings(**SIZES, relative_buckets=2), "model.relative_buckets = 2"),
+        (EncoderDecoderSettings(**SIZES, relative_distance=16), "model.relative_distance = 16"),
+    ],
+)
+def test_what_cannot_be_built(settings: DecoderSettings, names: str) -> None:
+    with pytest.raises(InputError, match=names):
+        build_trainee(settings, 0, torch.float32, CPU)
+
+
+def test_what_cannot_be_read() -> None:
+    decoder = build_trainee(DecoderSettings(**SIZES), 0, torch.float32, CPU)
+    with pytest.raises(InputError, match=r"17 tokens does not fit model.context = 16"):
+        decoder.loss_sum(batch(length=17))
+    with pytest.raises(InputError, match=r"source"):
+        build_trainee(EncoderDecoderSettings(**SIZES), 0, torch.float32, CPU).loss_sum(batch())
+    classifier = build_trainee(EncoderSettings(**SIZES, head="classify"), 0, torch.float32, CPU)
+    with pytest.raises(InputError, match=r"data.objective"):
+        classifier.loss_sum(batch())
+
+
+# --- factories ---------------------------------------------------------------------------------------
+
+USER = """
+import torch
+from torch import nn
+
+class Plain(nn.Module):
+    def __init__(self, size, vocab):
+        super().__init__()
+        self.table = nn.Embedding(vocab, size)
+        self.head = nn.Linear(size, vocab)
+    def forward(self, tokens):
+        return self.head(self.table(tokens))
+
+class Asking(Plain):
+    def forward(self, tokens, *, positions=None, documents=None, rows=None):
+        self.asked = (positions, documents, rows)
+        return type("Output", (), {"logits": super().forward(tokens)})()
+
+class OwnLoss(Plain):
+    def loss_sum(self, batch):
+        return self(batch.tokens).square().sum()
+
+class Wrong(Plain):
+    def forward(self, tokens):
+        return [super().forward(tokens)]
+
+def plain(size=8, vocab=30): return Plain(size, vocab)
+def asking(size=8, vocab=30): return Asking(size, vocab)
+def own_loss(): return OwnLoss(8, 30)
+def wrong(): return Wrong(8, 30)
+def not_a_module(): return 3
+def broken(): return {}["key of the user's"]
+number = 3
+"""
+
+
+@pytest.fixture
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "user_models.py").write_text(USER)
+    (tmp_path / "importing_what_is_not_there.py").write_text("import surely_not_installed\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", __import__("sys").path.copy())
+    monkeypatch.delitem(__import__("sys").modules, "user_models", raising=False)
+    return "user_models"
+
+
+def of_factory(name: str, **arguments: object) -> ModuleSettings:
+    return ModuleSettings(factory=name, arguments=arguments)
+
+
+def test_a_factory_in_the_current_folder(user_module: str) -> None:
+    first, second, third = (
+        build_trainee(of_factory(f"{user_module}:plain", size=4), seed, torch.float32, CPU) for seed in (1, 1, 2)
+    )
+    table = [m.module.get_parameter("table.weight") for m in (first, second, third)]
+    assert table[0].shape == (30, 4)
+    assert torch.equal(table[0], table[1]) and not torch.equal(table[0], table[2])
+    logits = first.logits(batch())
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch().targets.flatten(), reduction="sum")
+    assert first.loss_sum(batch()).item() == pytest.approx(losses.item(), rel=1e-6)
+
+
+def test_building_leaves_the_random_state_alone(user_module: str) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    build_trainee(of_factory(f"{user_module}:plain"), 1, torch.float32, CPU)
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_a_forward_is_given_what_it_asks_for(user_module: str) -> None:
+    model = build_trainee(of_factory(f"{user_module}:asking"), 1, torch.float64, CPU)
+    assert model.logits(batch()).dtype == torch.float64
+    positions, documents, rows = model.module.asked
+    assert positions is None and documents is None and rows.tolist() == [0, 1]
+
+
+def test_a_module_with_its_own_loss(user_module: str) -> None:
+    model = build_trainee(of_factory(f"{user_module}:own_loss"), 1, torch.float32, CPU)
+    assert torch.equal(model.loss_sum(batch()), model.logits(batch()).square().sum())
+
+
+@pytest.mark.parametrize(
+    ("factory", "arguments", "says"),
+    [
+        ("user_models", {}, "neither 'package.module:function' nor 'hf:'"),
+        ("user_modles:plain", {}, "no module 'user_modles'"),
+        ("user_models:plian", {}, "did you mean 'plain'"),
+        ("user_models:number", {}, "this is 3, which cannot be called"),
+        ("user_models:plain", {"sise": 3}, "unexpected keyword argument 'sise'"),
+        ("user_models:not_a_module", {}, "not int"),
+    ],
+)
+def test_a_factory_that_is_none(user_module: str, factory: str, arguments: dict[str, int], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        build_trainee(of_factory(factory, **arguments), 0, torch.float32, CPU)
+
+
+def test_errors_of_the_user_stay_their_own(user_module: str) -> None:
+    with pytest.raises(KeyError, match=r"key of the user's"):
+        build_trainee(of_factory("user_models:broken"), 0, torch.float32, CPU)
+    with pytest.raises(ModuleNotFoundError, match=r"surely_not_installed"):
+        build_trainee(of_factory("importing_what_is_not_there:f"), 0, torch.float32, CPU)
+
+
+def test_a_forward_that_gives_no_logits(user_module: str) -> None:
+    model = build_trainee(of_factory("user_models:wrong"), 0, torch.float32, CPU)
+    with pytest.raises(InputError, match=r"Wrong.forward must give a tensor of logits"):
+        model.loss_sum(batch())

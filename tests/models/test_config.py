@@ -1,0 +1,202 @@
+"""Sizes from a config.json equal those of the module that transformers builds from the same config, exactly."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from motet.core.errors import InputError
+from motet.models.config import read_config, settings_from_config
+from motet.models.settings import DecoderSettings, EncoderDecoderSettings, EncoderSettings
+from motet.models.spec import spec_from_settings
+
+LLAMA = {"vocab_size": 101, "hidden_size": 24, "intermediate_size": 33, "num_hidden_layers": 3}
+LLAMA |= {"num_attention_heads": 6, "bos_token_id": 0, "eos_token_id": 1}
+MOE = {**LLAMA, "num_experts_per_tok": 2}
+DEEPSEEK = {
+    **MOE,
+    "moe_intermediate_size": 7,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "kv_lora_rank": 5,
+    "q_lora_rank": 11,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 3,
+}
+GPT2 = {"vocab_size": 101, "n_positions": 19, "n_embd": 24, "n_layer": 3, "n_head": 4, "bos_token_id": 0}
+GPT2 |= {"eos_token_id": 1}
+BERT = {"vocab_size": 101, "hidden_size": 24, "intermediate_size": 33, "num_hidden_layers": 3}
+BERT |= {"num_attention_heads": 6, "max_position_embeddings": 17}
+T5 = {"vocab_size": 101, "d_model": 24, "d_kv": 5, "d_ff": 33, "num_layers": 3, "num_heads": 6}
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("gpt2", GPT2),
+    ("gpt2", {**GPT2, "n_inner": 50, "tie_word_embeddings": False}),
+    ("gpt2", {}),
+    ("gpt2", {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, "max_position_embeddings": 9}),
+    ("llama", LLAMA),
+    ("llama", {**LLAMA, "tie_word_embeddings": True, "num_key_value_heads": 2, "head_dim": 10}),
+    ("llama", {**LLAMA, "attention_bias": True, "num_key_value_heads": 3}),
+    ("llama", {**LLAMA, "mlp_bias": True, "num_key_value_heads": 1}),
+    ("llama", {**LLAMA, "attention_bias": True, "mlp_bias": True}),
+    ("llama", {}),
+    ("mistral", {**LLAMA, "num_key_value_heads": 2}),
+    ("mistral", {**LLAMA, "num_key_value_heads": 6, "head_dim": 10, "tie_word_embeddings": True}),
+    ("mistral", {}),
+    ("qwen2", {**LLAMA, "num_key_value_heads": 2}),
+    ("qwen2", {**LLAMA, "num_key_value_heads": None, "tie_word_embeddings": True}),
+    ("qwen2", {**LLAMA, "num_key_value_heads": 3, "head_dim": 10}),
+    ("qwen2", {}),
+    ("qwen3", {**LLAMA, "num_key_value_heads": 2}),
+    ("qwen3", {**LLAMA, "num_key_value_heads": 2, "head_dim": 10, "attention_bias": True}),
+    ("qwen3", {**LLAMA, "num_key_value_heads": 6, "tie_word_embeddings": True}),
+    ("qwen3", {}),
+    ("nemotron", {**LLAMA, "num_key_value_heads": 2}),
+    ("nemotron", {**LLAMA, "num_key_value_heads": 6, "attention_bias": True, "tie_word_embeddings": True}),
+    ("nemotron", {**LLAMA, "mlp_bias": True, "head_dim": 10, "num_key_value_heads": 1}),
+    ("nemotron", {"num_key_value_heads": 8}),
+    ("mixtral", {**MOE, "num_key_value_heads": 2, "num_local_experts": 3}),
+    ("mixtral", {**MOE, "num_key_value_heads": 1, "num_experts": 5, "head_dim": 10, "tie_word_embeddings": True}),
+    ("mixtral", {}),
+    ("deepseek_v3", DEEPSEEK),
+    ("deepseek_v3", {**DEEPSEEK, "q_lora_rank": None, "first_k_dense_replace": 1, "n_shared_experts": 3}),
+    ("deepseek_v3", {**DEEPSEEK, "attention_bias": True, "first_k_dense_replace": 0, "tie_word_embeddings": True}),
+    ("deepseek_v3", {**DEEPSEEK, "attention_bias": True, "q_lora_rank": None, "first_k_dense_replace": 9}),
+    ("deepseek_v3", {}),
+    ("bert", BERT),
+    ("bert", {**BERT, "type_vocab_size": 0}),
+    ("bert", {**BERT, "architectures": ["BertForSequenceClassification"]}),
+    ("bert", {**BERT, "architectures": ["BertForSequenceClassification"], "num_labels": 5, "type_vocab_size": 3}),
+    ("bert", {**BERT, "architectures": ["BertForSequenceClassification"], "tie_word_embeddings": False}),
+    ("bert", {}),
+    ("t5", T5),
+    ("t5", {**T5, "feed_forward_proj": "gated-gelu", "num_decoder_layers": 1, "tie_word_embeddings": False}),
+    ("t5", {**T5, "feed_forward_proj": "gated-silu", "relative_attention_num_buckets": 9, "num_decoder_layers": 5}),
+    ("t5", {}),
+]
+
+
+def built_by_transformers(config: dict[str, Any]) -> torch.nn.Module:
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    kind = transformers.AutoConfig.for_model(**config)
+    classes = {"bert": "BertForMaskedLM", "t5": "T5ForConditionalGeneration", "gpt2": "GPT2LMHeadModel"}
+    causal = type(kind).__name__.removesuffix("Config") + "ForCausalLM"
+    name = config.get("architectures", [classes.get(config["model_type"], causal)])[0]
+    with torch.device("meta"):
+        module: torch.nn.Module = getattr(transformers, name)(kind)
+    return module
+
+
+@pytest.mark.parametrize(("model_type", "values"), CASES, ids=[f"{k}-{i}" for i, (k, _) in enumerate(CASES)])
+def test_parameters_equal_those_of_transformers(model_type: str, values: dict[str, Any]) -> None:
+    config = {"model_type": model_type, **values}
+    ours = spec_from_settings(settings_from_config(config))
+    theirs = built_by_transformers(config)
+    assert ours.parameters == sum(p.numel() for p in theirs.parameters())
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            {"model_type": "mamba"},
+            ["'mamba'", "bert, deepseek_v3, gpt2, llama, mistral, mixtral, nemotron, qwen2, qwen3, t5"],
+        ),
+        ({}, ["model_type = None"]),
+        ({"model_type": ["llama"]}, ["model_type = ['llama']"]),
+        ({"model_type": "llama", "hidden_size": "big"}, ["hidden_size = 'big'", "whole number"]),
+        ({"model_type": "llama", "num_hidden_layers": 0}, ["num_hidden_layers = 0", "at least 1"]),
+        ({"model_type": "llama", "num_attention_heads": True}, ["num_attention_heads = True"]),
+        ({"model_type": "llama", "hidden_act": "mish"}, ["hidden_act = 'mish'", "silu"]),
+        ({"model_type": "llama", "num_key_value_heads": 5}, ["model.heads = 32", "model.kv_heads = 5"]),
+        ({"model_type": "llama", "rope_scaling": 4}, ["rope_scaling = 4"]),
+        ({"model_type": "llama", "tie_word_embeddings": "no"}, ["tie_word_embeddings = 'no'"]),
+        ({"model_type": "llama", "rms_norm_eps": "tiny"}, ["norm_eps = 'tiny'"]),
+        ({"model_type": "llama", "architectures": ["LlamaForTokenClassification"]}, ["LlamaForCausalLM"]),
+        ({"model_type": "gpt2", "n_embd": 10, "n_head": 3}, ["model.hidden = 10", "model.heads = 3"]),
+        ({"model_type": "gpt2", "add_cross_attention": True}, ["add_cross_attention = True"]),
+        ({"model_type": "bert", "architectures": ["BertForPreTraining"]}, ["BertForMaskedLM"]),
+        ({"model_type": "bert", "tie_word_embeddings": False}, ["tie_word_embeddings = False"]),
+        ({"model_type": "mixtral", "num_experts_per_tok": 9}, ["model.experts.per_token = 9", "count = 8"]),
+        ({"model_type": "t5", "feed_forward_proj": "twice-gelu"}, ["feed_forward_proj = 'twice-gelu'"]),
+    ],
+)
+def test_what_cannot_be_is_told_in_a_sentence(config: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(InputError) as caught:
+        settings_from_config(config)
+    for word in words:
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_read_besides_sizes() -> None:
+    llama = settings_from_config(
+        {
+            "model_type": "llama",
+            "rope_theta": 500000.0,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 131072,
+            "rope_scaling": {"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 4096},
+        }
+    )
+    assert isinstance(llama, DecoderSettings)
+    assert (llama.rope_theta, llama.norm_eps, llama.context, llama.tied) == (5e5, 1e-5, 131072, False)
+    assert llama.rope_scaling is not None
+    assert (llama.rope_scaling.factor, llama.rope_scaling.original_context) == (32.0, 4096)
+
+    nemotron = settings_from_config({"model_type": "nemotron"})
+    assert isinstance(nemotron, DecoderSettings)
+    assert (nemotron.rotary_fraction, nemotron.activation, nemotron.norm_eps) == (0.5, "relu_squared", 1e-5)
+
+    bert = settings_from_config(
+        {
+            "model_type": "bert",
+            "architectures": ["BertForSequenceClassification"],
+            "id2label": {"0": "a", "1": "b", "2": "c"},
+        }
+    )
+    assert isinstance(bert, EncoderSettings)
+    assert (bert.head, bert.classes, bert.dropout) == ("classify", 3, 0.1)
+
+    t5 = settings_from_config({"model_type": "t5", "feed_forward_proj": "gated-gelu"})
+    assert isinstance(t5, EncoderDecoderSettings)
+    assert (t5.activation, t5.gated, t5.relative_distance) == ("gelu_tanh", True, 128)
+
+
+@pytest.mark.parametrize(("use", "first", "window"), [(False, 0, None), (True, 0, 64), (True, 4, None)])
+def test_qwen_keeps_its_window_only_if_every_layer_has_it(use: bool, first: int, window: int | None) -> None:
+    qwen = settings_from_config(
+        {"model_type": "qwen2", "use_sliding_window": use, "max_window_layers": first, "sliding_window": 64}
+    )
+    assert isinstance(qwen, DecoderSettings)
+    assert qwen.sliding_window == window
+
+
+def test_rotary_settings_of_old_and_new_configs_mean_the_same() -> None:
+    old = {"model_type": "llama", "rope_theta": 7e5, "partial_rotary_factor": 0.25}
+    new = {"model_type": "llama", "rope_parameters": {"rope_theta": 7e5, "partial_rotary_factor": 0.25}}
+    assert settings_from_config(old) == settings_from_config(new)
+
+
+def test_a_config_is_read_from_its_folder_or_its_path(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "gpt2"}))
+    assert read_config(tmp_path) == read_config(file) == {"model_type": "gpt2"}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("{", "not valid JSON"), ("[1]", "holds a list"), (None, "No such file or directory")]
+)
+def test_a_file_that_is_no_config_is_named(tmp_path: Path, text: str | None, words: str) -> None:
+    file = tmp_path / "config.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(InputError, match=words) as caught:
+        read_config(file)
+    assert str(file) in str(caught.value)

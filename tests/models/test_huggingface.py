@@ -1,0 +1,337 @@
+"""Models of transformers: built, loaded exactly, and called with positions and documents."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from motet.core.batch import Batch
+from motet.core.errors import InputError
+from motet.models.build import Trainee, build_module, build_trainee
+from motet.models.settings import AdapterSettings, ModuleSettings
+from motet.precision.promote import float64_mode
+
+transformers = pytest.importorskip("transformers")
+
+CPU = torch.device("cpu")
+LLAMA = {
+    "vocab_size": 30,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "initializer_range": 0.3,
+    "pad_token_id": None,
+}
+BERT = {
+    "vocab_size": 30,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "initializer_range": 0.3,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+GPT2 = {
+    "vocab_size": 30,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 32,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+T5 = {"vocab_size": 30, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+SLIDING = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": dict(model_type="llama", **LLAMA),
+    "qwen2": dict(model_type="qwen2", **LLAMA),
+    "qwen2-mixed": dict(model_type="qwen2", **LLAMA, **SLIDING),
+    "qwen3": dict(model_type="qwen3", **LLAMA, head_dim=8),
+    "mistral": dict(model_type="mistral", **LLAMA, sliding_window=3),
+    "gpt2": dict(model_type="gpt2", **GPT2, **NO_DROPOUT),
+    "gpt_neox": dict(model_type="gpt_neox", **{**LLAMA, "num_key_value_heads": None}),
+    "bert": dict(model_type="bert", architectures=["BertForMaskedLM"], **BERT),
+    "t5": dict(model_type="t5", architectures=["T5ForConditionalGeneration"], **T5),
+}
+
+
+def folder(path: Path, config: dict[str, Any]) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def settings(path: Path, **more: Any) -> ModuleSettings:
+    return ModuleSettings(factory=f"hf:{path}", **more)
+
+
+def trainee(path: Path, seed: int = 1, dtype: torch.dtype = torch.float64, **more: Any) -> Trainee:
+    return build_trainee(settings(path, **more), seed, dtype, CPU)
+
+
+def one(length: int, seed: int) -> Batch:
+    torch.manual_seed(seed)
+    tokens, targets = torch.randint(1, 30, (2, 1, length))
+    source = torch.randint(1, 30, (1, length + 2))
+    return Batch(tokens, targets, torch.ones(1, length), rows=torch.tensor([seed]), source=source)
+
+
+def packed(batches: list[Batch]) -> Batch:
+    """One row with two more positions, which belong to no document."""
+    lengths = [b.tokens.shape[1] for b in batches] + [2]
+    numbers = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
+    sources = [b.source for b in batches if b.source is not None]
+
+    def join(parts: list[Tensor]) -> Tensor:
+        return torch.cat([*parts, parts[0].new_zeros(1, 2)], 1)
+
+    return Batch(
+        tokens=join([b.tokens for b in batches]),
+        targets=join([b.targets for b in batches]),
+        weights=join([b.weights for b in batches]),
+        rows=torch.tensor([0]),
+        positions=torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0),
+        documents=numbers.unsqueeze(0),
+        source=torch.cat(sources, 1),
+        source_documents=torch.cat([torch.full((1, s.shape[1]), i) for i, s in enumerate(sources)], 1),
+    )
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_packed_documents_are_as_the_documents_alone(tmp_path: Path, name: str) -> None:
+    with float64_mode():
+        model = trainee(folder(tmp_path, CONFIGS[name]))
+        batches = [one(6, 1), one(4, 2), one(5, 3)]
+        alone = torch.stack([model.loss_sum(b) for b in batches]).sum()
+        together = model.loss_sum(packed(batches))
+        assert abs(alone - together) < 1e-12 * alone
+        joined = replace(packed(batches), documents=None, positions=None, source_documents=None)
+        assert abs(model.loss_sum(joined) - alone) > 1e-3
+        assert model.vocab_size == 30
+        assert model.continues == (name not in ("bert", "t5"))
+
+
+def test_classes(tmp_path: Path) -> None:
+    config = {**CONFIGS["bert"], "architectures": ["BertForSequenceClassification"], "num_labels": 3}
+    model = trainee(folder(tmp_path, config))
+    batch = replace(one(6, 1), targets=torch.tensor([2]), weights=torch.ones(1))
+    assert model.logits(batch).shape == (1, 3)
+    assert model.loss_sum(batch) > 0
+    with pytest.raises(InputError, match=r"data.objective"):
+        model.loss_sum(one(6, 1))
+
+
+def test_without_architectures_a_model_is_what_it_is_mostly_used_for(tmp_path: Path) -> None:
+    for kind, expected in (
+        ("bert", "BertForMaskedLM"),
+        ("t5", "T5ForConditionalGeneration"),
+        ("llama", "LlamaForCausalLM"),
+    ):
+        config = {key: value for key, value in CONFIGS[kind].items() if key != "architectures"}
+        module = build_module(settings(folder(tmp_path / kind, config)))
+        assert type(module).__name__ == expected
+
+
+def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
+    path = folder(tmp_path, CONFIGS["llama"])
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    first, second, third = (trainee(path / "config.json", seed).module for seed in (1, 1, 2))
+    assert torch.equal(torch.rand(1), expected)
+    weights = [m.state_dict() for m in (first, second, third)]
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    assert not torch.equal(weights[0][name], weights[2][name])
+
+
+def test_rotary_tables_keep_their_bits(tmp_path: Path) -> None:
+    module = trainee(folder(tmp_path, CONFIGS["llama"]), dtype=torch.bfloat16).module
+    assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
+    assert {b.dtype for b in module.buffers()} == {torch.float32}
+    assert trainee(tmp_path, dtype=torch.bfloat16).loss_sum(one(6, 1)).dtype == torch.float32
+
+
+def test_arguments_replace_values_of_the_config(tmp_path: Path) -> None:
+    path = folder(tmp_path, CONFIGS["llama"])
+    module = build_module(settings(path, arguments={"num_hidden_layers": 1}))
+    assert len(module.model.layers) == 1
+    with pytest.raises(InputError, match=r"has no 'num_hiden_layers'; did you mean 'num_hidden_layers'"):
+        build_module(settings(path, arguments={"num_hiden_layers": 1}))
+
+
+def test_on_the_meta_device(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        module = build_module(settings(folder(tmp_path, CONFIGS["gpt2"])))
+    assert all(p.is_meta for p in module.parameters())
+
+
+# --- weights -----------------------------------------------------------------------------------------
+
+
+def saved(path: Path, name: str, **how: Any) -> torch.nn.Module:
+    folder(path, CONFIGS[name])
+    module = trainee(path, 5, torch.float32).module
+    module.save_pretrained(path, **how)
+    return module
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5"])
+@pytest.mark.parametrize("how", [{}, {"max_shard_size": 4000}], ids=["one file", "sharded"])
+def test_weights_are_loaded_exactly(tmp_path: Path, name: str, how: dict[str, Any]) -> None:
+    module = saved(tmp_path, name, **how)
+    assert (tmp_path / "model.safetensors.index.json").exists() == bool(how)
+    loaded = trainee(tmp_path, 99, torch.float32).module.state_dict()
+    assert loaded.keys() == module.state_dict().keys()
+    assert all(torch.equal(value, loaded[key]) for key, value in module.state_dict().items())
+
+
+def edit_weights(path: Path, change: Any) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(path / "model.safetensors")
+    change(weights)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda w: w.pop("model.norm.weight"), "model.norm.weight are missing"),
+        (lambda w: w.update(extra=torch.zeros(2)), "extra are not of this model"),
+        (
+            lambda w: w.update({"model.norm.weight": torch.zeros(3)}),
+            r"model.norm.weight \[3\] for \[16\] do not fit",
+        ),
+        (lambda w: [w.pop(key) for key in list(w) if "mlp" in key], "and 3 more are missing"),
+    ],
+)
+def test_weights_of_another_model_are_refused(tmp_path: Path, change: Any, says: str) -> None:
+    saved(tmp_path, "llama")
+    edit_weights(tmp_path, change)
+    with pytest.raises(InputError, match=says):
+        trainee(tmp_path)
+
+
+def test_a_config_alone_has_random_weights_beside_a_file_of_weights(tmp_path: Path) -> None:
+    module = saved(tmp_path, "llama")
+    key = "model.embed_tokens.weight"
+    fresh = trainee(tmp_path / "config.json", 6, torch.float32).module.state_dict()
+    assert not torch.equal(fresh[key], module.state_dict()[key])
+
+
+def test_pickled_weights_are_refused(tmp_path: Path) -> None:
+    folder(tmp_path, CONFIGS["llama"])
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(InputError, match=r"pytorch_model.bin, which is a pickle"):
+        trainee(tmp_path)
+
+
+def test_adapters_on_loaded_weights(tmp_path: Path) -> None:
+    module = saved(tmp_path, "gpt2")
+    model = trainee(tmp_path, dtype=torch.float32, adapters=AdapterSettings(rank=2, targets=("*attn.c_*",)))
+    batch = one(6, 1)
+    assert torch.equal(model.logits(batch), module(batch.tokens).logits)
+    model.loss_sum(batch).backward()
+    trained = {name for name, p in model.module.named_parameters() if p.grad is not None}
+    layers = [f"transformer.h.{i}.attn.{layer}" for i in range(2) for layer in ("c_attn", "c_proj")]
+    assert trained == {f"{layer}.adapter_{part}" for layer in layers for part in "ab"}
+
+
+def test_frozen(tmp_path: Path) -> None:
+    path = folder(tmp_path, CONFIGS["llama"])
+    model = trainee(path, frozen=("model.embed_tokens.*", "*.layers.0.*"))
+    assert not any(p.requires_grad for n, p in model.module.named_parameters() if ".layers.0." in n)
+    assert all(p.requires_grad for n, p in model.module.named_parameters() if ".layers.1." in n)
+
+
+# --- what is wrong -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"model_type": "lama"}, "model_type = 'lama' is not known to transformers"),
+        ({}, "model_type = None is not known"),
+        (
+            {"model_type": "bert", "architectures": ["BertForQuestionAnswering"]},
+            r"BertForQuestionAnswering.*can be trained",
+        ),
+        (dict(CONFIGS["llama"], hidden_size="wide"), "transformers refuses this config"),
+    ],
+)
+def test_configs_that_cannot_be_built(tmp_path: Path, config: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        trainee(folder(tmp_path, config))
+
+
+def test_places_where_there_is_nothing(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"cannot read .*nowhere"):
+        trainee(tmp_path / "nowhere")
+    with pytest.raises(InputError, match=r"cannot read gpt2"):
+        build_module(ModuleSettings(factory="hf:gpt2"))
+
+
+def test_a_vocabulary_of_another_size(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"model.vocab_size = 31, but the config of .* has 30"):
+        trainee(folder(tmp_path, CONFIGS["llama"]), vocab_size=31)
+
+
+def test_a_sequence_that_is_too_long(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"33 tokens does not fit model.arguments.max_position_embeddings = 32"):
+        trainee(folder(tmp_path, CONFIGS["gpt2"])).loss_sum(one(33, 1))
+
+
+def test_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    with pytest.raises(InputError, match=r"pip install motet\[hf\]"):
+        trainee(folder(tmp_path, CONFIGS["llama"]))
+
+
+# --- dropout -----------------------------------------------------------------------------------------
+
+
+def test_gpt2_with_its_default_dropout_does_not_depend_on_the_split_of_the_batch(tmp_path: Path) -> None:
+    with float64_mode():
+        model = trainee(folder(tmp_path, dict(model_type="gpt2", **GPT2)))
+        assert model.module.config.attn_pdrop == 0.1
+        torch.manual_seed(0)
+        tokens, targets = torch.randint(30, (2, 4, 7))
+        whole = Batch(tokens, targets, torch.ones(4, 7), rows=torch.tensor([3, 0, 8, 5]))
+
+        def run(parts: list[slice]) -> tuple[float, list[Tensor]]:
+            model.module.zero_grad()
+            total = 0.0
+            for part in parts:
+                batch = Batch(tokens[part], targets[part], whole.weights[part], rows=whole.rows[part])
+                with model.randomness(2, batch.rows):
+                    loss = model.loss_sum(batch)
+                loss.backward()
+                total += loss.item()
+            return total, [p.grad.clone() for p in model.module.parameters()]
+
+        total, grads = run([slice(0, 4)])
+        halves, other = run([slice(0, 2), slice(2, 4)])
+        assert abs(total - halves) < 1e-12 * total
+        for a, b in zip(grads, other, strict=True):
+            assert (a - b).norm() <= 1e-12 * max(a.norm(), 1.0)
+        model.module.eval()
+        assert abs(run([slice(0, 4)])[0] - total) > 1e-3
+
+
+def test_a_model_that_drops_nothing_has_no_mode(tmp_path: Path) -> None:
+    model = trainee(folder(tmp_path, CONFIGS["llama"]))
+    with model.randomness(0, torch.tensor([0])) as entered:
+        assert entered is None

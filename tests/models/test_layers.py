@@ -1,0 +1,203 @@
+"""The layers with a backward of their own, and attention, against plain formulas and finite differences."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from motet.models.activations import ACTIVATIONS, activate, gate
+from motet.models.attention import Pattern, attend, causal_pattern, full_pattern
+from motet.models.attention_cpu import tiled_attention
+from motet.models.norms import LayerNorm, rms_norm
+from motet.models.rotary import Rotary, rotate
+from motet.models.settings import Activation, RopeScaling
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def doubles(*shape: int, grad: bool = True) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=grad)
+
+
+# --- norms -------------------------------------------------------------------------------------------
+
+
+def test_rms_norm_is_its_formula_and_its_gradient_that_of_finite_differences() -> None:
+    x, weight = doubles(3, 2, 8), doubles(8)
+    expected = x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight
+    assert (rms_norm(x, weight, 1e-3) - expected).abs().max() < 1e-14
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-3), (x, weight))
+    assert torch.autograd.gradcheck(lambda x: rms_norm(x, weight.detach(), 1e-3), (x,))
+    assert torch.autograd.gradcheck(lambda w: rms_norm(x.detach(), w, 1e-3), (weight,))
+
+
+def test_rms_norm_of_a_slice_of_something_larger() -> None:
+    """As of query heads, which lie beside key heads."""
+    x, weight = doubles(2, 5, 6, 4), doubles(4)
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x[:, :, :3], w, 1e-5), (x, weight))
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_norms_in_bfloat16_have_statistics_in_float32(norm: str) -> None:
+    """The gradient is off by roundings of single values, not by one of a whole row."""
+    x, weight, grad = (torch.randn(shape).bfloat16() for shape in ((64, 256), (256,), (64, 256)))
+
+    def gradient(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        leaf, scale = x.clone().to(dtype).requires_grad_(), torch.nn.Parameter(weight.to(dtype))
+        if norm == "rms":
+            y = rms_norm(leaf, scale, 1e-5)
+        else:
+            layer = LayerNorm(256, 1e-5, bias=False)
+            layer.weight = scale
+            y = layer(leaf)
+        assert y.dtype == dtype
+        (y * grad.to(dtype)).sum().backward()
+        assert leaf.grad is not None
+        return y.detach().double(), leaf.grad.double()
+
+    for low, exact in zip(gradient(torch.bfloat16), gradient(torch.float64), strict=True):
+        # Of 256 independent roundings of at most 2^-9 nothing is left along the row itself.
+        along = ((low - exact) * exact).sum(1) / exact.square().sum(1)
+        assert along.abs().max() < 2**-9
+        assert (low - exact).norm() < 2**-8 * exact.norm()
+
+
+# --- activations -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(ACTIVATIONS))
+def test_gated_activation(name: Activation) -> None:
+    x = doubles(3, 4, 10)
+    first, second = x.chunk(2, -1)
+    assert (gate(x, name) - activate(first, name) * second).abs().max() < 1e-15
+    assert torch.autograd.gradcheck(lambda x: gate(x, name), (x,))
+
+
+def test_activations_are_what_their_names_say() -> None:
+    x = doubles(50, grad=False)
+    assert torch.equal(activate(x, "silu"), F.silu(x))
+    assert torch.equal(activate(x, "gelu"), F.gelu(x))
+    assert torch.equal(activate(x, "gelu_tanh"), F.gelu(x, approximate="tanh"))
+    assert torch.equal(activate(x, "relu"), x.clamp(min=0))
+    assert torch.equal(activate(x, "relu_squared"), x.clamp(min=0) ** 2)
+
+
+# --- rotary positions --------------------------------------------------------------------------------
+
+
+def test_scores_of_turned_heads_depend_on_the_distance_alone() -> None:
+    q, k = doubles(8, grad=False), doubles(8, grad=False)
+    rotary = Rotary(8, 100.0, RopeScaling(original_context=8))
+
+    def score(at: int, other: int) -> Tensor:
+        turned = rotate(torch.stack((q, k)).unsqueeze(1), rotary.table(torch.tensor([at, other]), q.dtype))
+        return (turned[0] * turned[1]).sum()
+
+    assert abs(score(3, 7) - score(1003, 1007)) < 1e-13
+    assert abs(score(3, 7) - score(3, 8)) > 1e-3
+
+
+def test_rotary_keeps_dtype_and_norm_and_has_a_gradient() -> None:
+    x = doubles(2, 5, 3, 6)
+    table = Rotary(4, 10.0).table(torch.arange(5), x.dtype)
+    assert torch.allclose(rotate(x, table).norm(dim=-1), x.norm(dim=-1), rtol=1e-14, atol=0)
+    assert torch.equal(rotate(x, table)[..., 4:], x[..., 4:])
+    assert torch.autograd.gradcheck(lambda x: rotate(x, table), (x,))
+    low = x.detach().bfloat16()
+    assert rotate(low, Rotary(4, 10.0).table(torch.arange(5), low.dtype)).dtype == torch.bfloat16
+
+
+# --- attention ---------------------------------------------------------------------------------------
+
+
+def by_formula(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
+    """q [R, T, h, D], k and v [R, S, kv, D], seen [R, h, T, S]."""
+    group = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    scores = torch.einsum("rthd,rshd->rhts", q, k) * scale
+    probabilities = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    return torch.einsum("rhts,rshd->rthd", probabilities, v).flatten(2)
+
+
+def heads(length: int, dtype: torch.dtype = torch.float64, rows: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        torch.randn(rows, length, 4, 8, dtype=dtype),
+        torch.randn(rows, length, 2, 8, dtype=dtype),
+        torch.randn(rows, length, 2, 8, dtype=dtype),
+    )
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize("with_documents", [False, True])
+def test_causal_attention(window: int | None, with_documents: bool) -> None:
+    q, k, v = heads(9)
+    documents = torch.tensor([[0] * 4 + [1] * 5, [0] * 9]) if with_documents else None
+    at = torch.arange(9)
+    seen = (at[None, :] <= at[:, None]) & (at[:, None] - at[None, :] < (window or 100))
+    seen = seen.expand(2, 4, 9, 9)
+    if documents is not None:
+        seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
+    pattern = causal_pattern(torch.zeros(2, 9), window, documents, q.dtype)
+    assert (pattern.bias is None) == (documents is None and window in (None, 100))  # the fast path where it can be
+    assert (attend(q, k, v, pattern, 0.3) - by_formula(q, k, v, seen, 0.3)).abs().max() < 1e-14
+
+
+def test_attention_to_another_sequence_stays_within_documents_and_is_never_empty() -> None:
+    q, _, _ = heads(5)
+    _, k, v = heads(7)
+    documents, sources = torch.tensor([[0, 0, 1, 1, 9]] * 2), torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * 2)
+    out = attend(q, k, v, full_pattern(documents, sources, q.dtype), 1.0)
+    seen = (documents[:, None, :, None] == sources[:, None, None, :]).expand(2, 4, 5, 7)
+    assert (out - by_formula(q, k, v, seen, 1.0))[:, :4].abs().max() < 1e-14
+    assert out.isfinite().all()
+    assert attend(q, k, v, full_pattern(None, None, q.dtype), 1.0).shape == (2, 5, 32)
+
+
+def test_learned_biases_are_added_within_the_pattern() -> None:
+    q, k, v = heads(6)
+    bias = doubles(1, 4, 6, 6)
+    pattern = Pattern(causal=True).plus(bias)
+    scores = torch.einsum("rthd,rshd->rhts", q, k.repeat_interleave(2, 2)) + bias
+    seen = torch.ones(6, 6, dtype=torch.bool).tril()
+    probabilities = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    expected = torch.einsum("rhts,rshd->rthd", probabilities, v.repeat_interleave(2, 2)).flatten(2)
+    assert (attend(q, k, v, pattern, 1.0) - expected).abs().max() < 1e-14
+    attend(q, k, v, pattern, 1.0).sum().backward()
+    assert bias.grad is not None and bias.grad.norm() > 0
+
+
+def test_gradient_of_attention_in_bfloat16() -> None:
+    """Whichever way it is computed here: two roundings of 2^-8 from that of float64."""
+    given = [x.bfloat16() for x in heads(150)]
+    grads = []
+    for dtype in (torch.bfloat16, torch.float64):
+        q, k, v = (x.clone().to(dtype).requires_grad_() for x in given)
+        attend(q, k, v, Pattern(causal=True), 0.3).square().sum().backward()
+        grads.append([x.grad.double() for x in (q, k, v)])
+    for low, exact in zip(*grads, strict=True):
+        assert (low - exact).norm() < 2**-7 * exact.norm()
+
+
+@pytest.mark.parametrize("length", [5, 128, 150, 300])
+@pytest.mark.parametrize("kind", ["causal", "full", "documents", "rows"])
+def test_gradient_of_attention_in_tiles(length: int, kind: str) -> None:
+    """In float64, where the formula is torch's own to rounding: blocks, groups of heads, and biases fall in place."""
+    q, k, v = (x.transpose(1, 2).requires_grad_() for x in heads(length))
+    bias = None
+    if kind in ("documents", "rows"):
+        rows = 2 if kind == "rows" else 1
+        documents = torch.randint(3, (rows, length)).sort(1).values
+        bias = causal_pattern(torch.zeros(rows, length), None, documents, q.dtype).bias
+    causal = kind != "full"
+    grad = torch.randn(q.shape, dtype=q.dtype)
+    expected = F.scaled_dot_product_attention(
+        q, k, v, bias, is_causal=causal and bias is None, scale=0.3, enable_gqa=True
+    )
+    ours = tiled_attention(q, k, v, bias, causal, 0.3)
+    assert torch.equal(ours, expected)
+    of_expected, of_ours = (torch.autograd.grad(y, (q, k, v), grad) for y in (expected, ours))
+    for a, b in zip(of_ours, of_expected, strict=True):
+        assert (a - b).norm() < 1e-14 * b.norm()

@@ -1,0 +1,67 @@
+"""The chunked head and loss equal the plain ones, in value and in every gradient."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from motet.models import loss
+
+
+def _case(rows: int, vocab: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(rows * vocab)
+    hidden = torch.randn(rows, 6, generator=generator, dtype=dtype)
+    weight = torch.randn(vocab, 6, generator=generator, dtype=dtype)
+    bias = torch.randn(vocab, generator=generator, dtype=dtype)
+    targets = torch.randint(0, vocab, (rows,), generator=generator)
+    weights = torch.rand(rows, generator=generator)
+    weights[::3] = 0.0
+    return hidden, weight, bias, targets, weights
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64, 200])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_equals_the_plain_head_and_loss(rows: int, with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss, "PIECE_BYTES", {"cpu": 1})  # the smallest pieces: 8 rows
+    monkeypatch.setattr(loss, "BLOCK_BYTES", 100 * 11 * 8)
+    hidden, weight, bias, targets, weights = _case(rows, 11)
+    inputs = [hidden, weight, *([bias] if with_bias else [])]
+    plain = [x.clone().requires_grad_() for x in inputs]
+    fused = [x.clone().requires_grad_() for x in inputs]
+    logits = F.linear(*plain)
+    expected = (F.cross_entropy(logits, targets, reduction="none") * weights.double()).sum() * 0.5
+    expected.backward()
+    got = 0.5 * loss.linear_cross_entropy(fused[0], fused[1], fused[2] if with_bias else None, targets, weights)
+    got.backward()
+    torch.testing.assert_close(got, expected, rtol=1e-13, atol=0)
+    for a, b in zip(fused, plain, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_gradient_is_not_computed_for_what_is_frozen() -> None:
+    hidden, weight, _, targets, weights = _case(9, 5)
+    hidden.requires_grad_()
+    loss.linear_cross_entropy(hidden, weight, None, targets, weights).backward()
+    assert hidden.grad is not None and weight.grad is None
+
+
+def test_large_logits_do_not_overflow() -> None:
+    hidden = torch.tensor([[1e4], [-1e4]])
+    weight = torch.tensor([[1.0], [-1.0], [0.5]])
+    got = loss.linear_cross_entropy(hidden, weight, None, torch.tensor([1, 1]), torch.ones(2))
+    assert got.item() == 2e4  # the first row's target is 2e4 below the largest logit; the second's is the largest
+
+
+def test_bfloat16_is_summed_in_float32() -> None:
+    hidden, weight, _, targets, weights = _case(200, 11, torch.bfloat16)
+    got = loss.linear_cross_entropy(hidden, weight, None, targets, weights)
+    logits = F.linear(hidden, weight)
+    assert got.dtype == torch.float32
+    exact = (F.cross_entropy(logits.double(), targets, reduction="none") * weights.double()).sum()
+    assert abs(got.item() - exact.item()) < 1e-5 * exact.item()
+
+
+def test_cross_entropy_of_logits_equals_torch() -> None:
+    hidden, weight, _, targets, weights = _case(9, 5)
+    logits = F.linear(hidden, weight)
+    expected = (F.cross_entropy(logits, targets, reduction="none") * weights).sum()
+    torch.testing.assert_close(loss.cross_entropy(logits, targets, weights), expected, rtol=1e-14, atol=0)

@@ -1,0 +1,234 @@
+"""The spec of a model against the module that is built from the same settings: names, shapes, FLOPs, saved tensors."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+import motet
+from motet.core.batch import Batch
+from motet.models import attention, build
+from motet.models.build import build_module, build_trainee
+from motet.models.pieces import Shape
+from motet.models.settings import Architecture, DecoderSettings, EncoderDecoderSettings, EncoderSettings
+from motet.models.spec import spec_from_settings
+from motet.train.job import builtin_jobs
+
+PLANNED_ONLY = {"mixtral-8x7b", "deepseek-v3"}
+
+counts = st.integers(1, 3)
+flags = st.booleans()
+
+
+@pytest.fixture(autouse=True)
+def _as_many_targets_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The spec counts targets; the module fills their number up to a multiple."""
+    monkeypatch.setattr(build, "TARGETS_IN_STEPS_OF", 1)
+
+
+@st.composite
+def architectures(draw: st.DrawFn, kind: type[Architecture], **more: st.SearchStrategy[Any]) -> Architecture:
+    """Small settings of one kind, with dims that differ from each other."""
+    kv_heads, shared, dim = draw(counts), draw(counts), 2 * draw(st.integers(1, 4))
+    values: dict[str, Any] = {
+        "vocab_size": draw(st.integers(2, 40)),
+        "context": draw(st.integers(1, 20)),
+        "layers": draw(counts),
+        "heads": kv_heads * shared,
+        "hidden": kv_heads * shared * dim,
+        "head_dim": draw(st.sampled_from([None, 2, 6])),
+        "ffn_hidden": draw(st.integers(1, 30)),
+        "gated": draw(flags),
+        "norm": draw(st.sampled_from(["rms", "layer"])),
+        **{name: draw(strategy) for name, strategy in more.items()},
+    }
+    if kind is DecoderSettings:
+        values["kv_heads"] = draw(st.sampled_from([None, kv_heads]))
+    return kind.model_validate(values)
+
+
+decoders = architectures(
+    DecoderSettings,
+    positions=st.sampled_from(["rotary", "learned", "none"]),
+    qkv_bias=flags,
+    bias=flags,
+    ffn_bias=st.sampled_from([None, True, False]),
+    norm_bias=st.sampled_from([None, True, False]),
+    query_key_norm=flags,
+    tied=flags,
+)
+encoders = architectures(
+    EncoderSettings,
+    head=st.sampled_from(["masked", "classify"]),
+    classes=st.integers(2, 4),
+    token_types=st.integers(0, 2),
+)
+encoder_decoders = architectures(
+    EncoderDecoderSettings,
+    decoder_layers=st.sampled_from([None, 1, 4]),
+    relative_buckets=st.integers(4, 9),
+    relative_distance=st.integers(16, 20),
+    tied=flags,
+)
+
+
+def shapes_of_module(model: Architecture) -> list[tuple[str, tuple[int, ...]]]:
+    with torch.device("meta"):
+        module = build_module(model)  # type: ignore[arg-type]
+    return sorted((name, tuple(p.shape)) for name, p in module.named_parameters())
+
+
+def shapes_of_spec(model: Architecture) -> list[tuple[str, tuple[int, ...]]]:
+    return sorted((p.name, p.shape) for p in spec_from_settings(model).named_parameters())
+
+
+@pytest.mark.parametrize("job", sorted(set(builtin_jobs()) - PLANNED_ONLY))
+def test_parameters_of_built_in_jobs_are_those_of_the_module(job: str) -> None:
+    model = motet.load_job(job).model
+    assert isinstance(model, Architecture)
+    assert shapes_of_spec(model) == shapes_of_module(model)
+
+
+@settings(deadline=None)
+@given(st.one_of(decoders, encoders, encoder_decoders))
+def test_parameters_of_any_settings_are_those_of_the_module(model: Architecture) -> None:
+    assert shapes_of_spec(model) == shapes_of_module(model)
+
+
+# --- FLOPs and saved tensors -------------------------------------------------------------------------
+
+SHAPE = Shape(rows=3, length=11, source_length=9)
+SMALL = {"vocab_size": 50, "context": 64, "layers": 2, "hidden": 24, "heads": 6, "ffn_hidden": 17}
+DECODERS: list[dict[str, Any]] = [
+    {},
+    {"kv_heads": 2, "tied": False},
+    {"kv_heads": 1, "head_dim": 8, "rotary_fraction": 0.5},
+    {"gated": False, "activation": "gelu", "norm": "layer", "positions": "learned", "bias": True},
+    {"gated": False, "activation": "relu", "positions": "none"},
+    {"gated": False, "activation": "relu_squared", "query_key_norm": True},
+    {"query_key_norm": True, "positions": "none", "sliding_window": 4, "kv_heads": 3},
+    {"sliding_window": 11},
+]
+ENCODERS: list[dict[str, Any]] = [
+    {},
+    {"activation": "relu", "token_types": 0},
+    {"gated": True, "norm": "rms", "activation": "relu_squared"},
+    {"head": "classify", "classes": 3},
+]
+ENCODER_DECODERS: list[dict[str, Any]] = [
+    {},
+    {"gated": False, "activation": "relu", "tied": False, "decoder_layers": 1},
+    {"gated": False, "activation": "relu_squared", "norm": "layer"},
+]
+
+
+def batch_of(model: Architecture, shape: Shape) -> Batch:
+    def tokens(length: int) -> torch.Tensor:
+        return torch.randint(0, model.vocab_size, (shape.rows, length))
+
+    def documents(length: int) -> torch.Tensor:
+        return (torch.arange(length) // 4).repeat(shape.rows, 1)
+
+    by_row = isinstance(model, EncoderSettings) and model.head == "classify"
+    both = isinstance(model, EncoderDecoderSettings)
+    weights = torch.ones(shape.rows, shape.length)
+    weights.view(-1)[shape.count("target") :] = 0.0
+    return Batch(
+        tokens=tokens(shape.length),
+        targets=torch.zeros(shape.rows, dtype=torch.int64) if by_row else tokens(shape.length),
+        weights=torch.ones(shape.rows) if by_row else weights,
+        rows=torch.arange(shape.rows),
+        positions=(torch.arange(shape.length) % 4).repeat(shape.rows, 1) if shape.packed and not both else None,
+        documents=documents(shape.length) if shape.packed else None,
+        source=tokens(shape.source_length) if both else None,
+        source_documents=documents(shape.source_length) if shape.packed and both else None,
+    )
+
+
+def forward(
+    model: Architecture, shape: Shape, dtype: torch.dtype
+) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
+    trainee = build_trainee(model, 0, dtype, torch.device("cpu"))  # type: ignore[arg-type]
+    batch = batch_of(model, shape)
+
+    def loss() -> torch.Tensor:
+        with trainee.randomness(0, batch.rows):
+            return trainee.loss_sum(batch)
+
+    return trainee.module, loss
+
+
+def kept_bytes(model: Architecture, shape: Shape, dtype: torch.dtype) -> int:
+    """Bytes of the distinct storages that autograd keeps for backward and that are no parameters."""
+    module, loss = forward(model, shape, dtype)
+    parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage  # held, so that its address is not given away
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss()
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def unfused_bytes(model: EncoderDecoderSettings, shape: Shape) -> int:
+    """What torch's attention on a CPU keeps more than the fused one where a bias is learned.
+
+    Each block keeps the probabilities of all pairs instead of the sums; the bias, once per stack, is not kept.
+    """
+    total = 0
+    for layers, length in ((model.layers, shape.source_length), (model.decoder_layers or model.layers, shape.length)):
+        probabilities = shape.rows * model.heads * length * length
+        bias = (shape.rows if shape.packed else 1) * model.heads * length * length
+        total += layers * (probabilities - shape.rows * model.heads * length) - bias
+    return total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_saved_bytes_are_those_that_autograd_keeps(dtype: torch.dtype, packed: bool, dropout: float) -> None:
+    shape, name = Shape(3, 11, 9, packed), str(dtype).removeprefix("torch.")
+    masked = Shape(3, 11, 9, packed, targets=7)
+    for values in DECODERS:
+        decoder = DecoderSettings(**SMALL, **values, dropout=dropout)
+        assert spec_from_settings(decoder).saved_bytes(shape, name) == kept_bytes(decoder, shape, dtype), values
+    for values in ENCODERS:
+        encoder = EncoderSettings(**SMALL, **values, dropout=dropout)
+        assert spec_from_settings(encoder).saved_bytes(masked, name) == kept_bytes(encoder, masked, dtype), values
+    for values in ENCODER_DECODERS:
+        both = EncoderDecoderSettings(**SMALL, **values, dropout=dropout)
+        more = 0 if dropout else unfused_bytes(both, shape) * dtype.itemsize
+        assert spec_from_settings(both).saved_bytes(shape, name) + more == kept_bytes(both, shape, dtype), values
+
+
+def test_saved_bytes_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's own attention, and RMS norms: on a CPU layer norms also keep their weights in float32."""
+    monkeypatch.setattr(attention, "tiles_help", lambda *_: False)
+    for values in DECODERS:
+        decoder = DecoderSettings(**SMALL, **{**values, "norm": "rms"})
+        predicted = spec_from_settings(decoder).saved_bytes(SHAPE, "bfloat16")
+        assert predicted == kept_bytes(decoder, SHAPE, torch.bfloat16), values
+
+
+@pytest.mark.parametrize("kind", [DecoderSettings, EncoderSettings, EncoderDecoderSettings])
+def test_training_flops_are_those_of_torchs_counter(kind: type[Architecture]) -> None:
+    """With dropout, for torch counts attention on a CPU only where it is computed in the open, and then all pairs."""
+    cases = {DecoderSettings: DECODERS, EncoderSettings: ENCODERS, EncoderDecoderSettings: ENCODER_DECODERS}
+    shape = Shape(3, 11, 9, targets=7 if kind is EncoderSettings else None)
+    for values in cases[kind]:
+        model = kind.model_validate({**SMALL, **values, "dropout": 0.1})
+        _, loss = forward(model, shape, torch.bfloat16)
+        with FlopCounterMode(display=False) as counter:
+            loss().backward()
+        # The gradient of the masked head's bias is computed as a product as well.
+        bias = 2 * 7 * 50 if kind is EncoderSettings and values.get("head") != "classify" else 0
+        assert spec_from_settings(model).training_flops(shape, "full") == counter.get_total_flops() - bias, values

@@ -1,0 +1,33 @@
+"""Events of made-up runs, for the tests of this room."""
+
+from motet.monitor.events import EvaluationDone, RunEnded, RunStarted, StepDone
+
+
+def started(**changes):
+    values = {"name": "tiny", "ranks": 2, "threads": 1, "device": "a CPU", "parameters": 4_212_736, "data": "d1"}
+    return RunStarted(**{**values, "last_step": 4, "outcomes": 4096, "time": 1000.0, **changes})
+
+
+def step(number, **changes):
+    values = {
+        "loss": 8.5 - number,
+        "target_tokens": 90.0,
+        "tokens": 100,
+        "learning_rate": 1e-3,
+        "step_time_s": 0.5,
+        "tokens_per_s": 200.0,
+        "memory_bytes": 1024**3,
+    }
+    return StepDone(**{**values, "step": number, "time": 1000.0 + 2 * number, **changes})
+
+
+def evaluated(number, **changes):
+    return EvaluationDone(**{"step": number, "split": "validation", "loss": 5.0, "targets": 10.0, **changes})
+
+
+def ended(**changes):
+    return RunEnded(**{"reason": "finished", "steps": 4, **changes})
+
+
+def whole_run():
+    return [started(), *(step(number) for number in range(1, 5)), evaluated(4, perplexity=148.4), ended()]

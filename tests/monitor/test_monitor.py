@@ -1,0 +1,191 @@
+"""Events reach everyone who listens, in order; nobody who breaks takes the run along."""
+
+import math
+
+import pytest
+from made import ended, evaluated, started, step
+
+from motet.core import trace
+from motet.core.errors import DivergedError, InputError, SaveError
+from motet.monitor.callback import Callback
+from motet.monitor.events import Warned, read_events
+from motet.monitor.monitor import Monitor, open_monitor
+from motet.monitor.settings import MonitorSettings
+from motet.monitor.spans import SpanCollector
+from motet.monitor.summary import read_summary
+
+QUIET = MonitorSettings(tensorboard=False)
+
+
+class Heard(Callback):
+    def __init__(self):
+        self.events, self.closed = [], 0
+
+    def on_event(self, event):
+        self.events.append(event)
+
+    def close(self):
+        self.closed += 1
+
+
+class Broken(Callback):
+    def __init__(self, error, on=("step_done",)):
+        self.error, self.on, self.called, self.closed = error, on, 0, 0
+
+    def on_event(self, event):
+        self.called += 1
+        if event.event in self.on:
+            raise self.error
+
+    def close(self):
+        self.closed += 1
+        if "close" in self.on:
+            raise self.error
+
+
+def told_steps(every, steps, last_step=None):
+    heard = Heard()
+    with Monitor([heard], every) as monitor:
+        monitor.on_event(started(last_step=last_step or len(steps)))
+        for event in steps:
+            monitor.on_event(event)
+        monitor.on_event(ended())
+    return [event.step for event in heard.events if event.event == "step_done"]
+
+
+def test_every_so_many_steps_the_first_and_the_last_are_told():
+    assert told_steps(1, [step(n) for n in range(1, 6)]) == [1, 2, 3, 4, 5]
+    assert told_steps(3, [step(n) for n in range(1, 9)]) == [1, 3, 6, 8]
+
+
+def test_a_step_that_fails_is_told_whatever_the_rule():
+    steps = [step(1), step(2), step(3, skipped=True), step(4, loss=math.nan), step(5), step(6)]
+    assert told_steps(100, steps) == [1, 3, 4, 6]
+
+
+def test_the_last_step_before_a_stop_is_told_before_the_end():
+    assert told_steps(10, [step(n) for n in range(1, 8)], last_step=100) == [1, 7]
+
+
+def test_spans_and_counters_come_with_their_step_alone():
+    heard = Heard()
+    with Monitor([heard], collector=SpanCollector()) as monitor:
+        with trace.span("setup"):
+            pass
+        monitor.on_event(started())
+        for number in (1, 2):
+            with trace.span("forward"):
+                trace.count("bytes", 10 * number)
+            with trace.span("log"):
+                monitor.on_event(step(number))
+    found = [event for event in heard.events if event.event == "step_done"]
+    assert [[(s.step, s.action) for s in event.spans] for event in found] == [
+        [(1, "forward")],
+        [(2, "log"), (2, "forward")],
+    ]
+    assert [event.counters for event in found] == [{"bytes": 10}, {"bytes": 20}]
+    assert trace.span("nobody listens") is trace.span("any more")
+
+
+def test_a_callback_that_raises_is_told_once_and_left_out():
+    heard, broken = Heard(), Broken(ValueError("no such board"))
+    with Monitor([heard, broken]) as monitor:
+        for event in (started(), step(1), step(2), ended()):
+            monitor.on_event(event)
+    kinds = [event.event for event in heard.events]
+    assert kinds == ["run_started", "step_done", "warned", "step_done", "run_ended"]
+    assert "Broken is left out from here on: ValueError: no such board (" in heard.events[2].text
+    assert (broken.called, broken.closed, heard.closed) == (2, 1, 1)
+
+
+def test_one_that_breaks_over_the_warning_about_another_is_left_out_too():
+    heard = Heard()
+    with Monitor([Broken(ValueError("a")), Broken(KeyError("b"), on=("warned",)), heard]) as monitor:
+        monitor.on_event(started())
+        monitor.on_event(step(1))
+    assert [event.text.split(" (")[0].split(": ", 1)[1] for event in heard.events if event.event == "warned"] == [
+        "ValueError: a",
+        "KeyError: 'b'",
+    ]
+
+
+def test_an_error_for_the_user_ends_the_run_after_all_were_told():
+    heard, broken = Heard(), Broken(SaveError("disk full"))
+    with Monitor([broken, heard]) as monitor:
+        monitor.on_event(started())
+        with pytest.raises(SaveError, match="disk full"):
+            monitor.on_event(step(1))
+        monitor.on_event(ended(reason="save_failed"))
+    assert [event.event for event in heard.events] == ["run_started", "step_done", "run_ended"]
+    assert broken.called == 2
+
+
+def test_a_callback_that_does_not_close_is_told_to_those_still_open():
+    heard = Heard()
+    with Monitor([heard, Broken(OSError("gone"), on=("close",))]) as monitor:
+        monitor.on_event(started())
+    assert "Broken did not close: OSError: gone" in heard.events[-1].text
+    assert heard.closed == 1
+
+
+def test_an_error_of_the_run_passes_and_everyone_is_closed():
+    heard, broken = Heard(), Broken(ValueError("x"), on=("run_started", "close"))
+    with pytest.raises(DivergedError), Monitor([heard, broken]) as monitor:
+        monitor.on_event(started())
+        raise DivergedError("loss is nan")
+    assert (heard.closed, broken.closed) == (1, 1)
+
+
+def test_a_monitor_for_nobody_does_nothing():
+    with Monitor() as monitor:
+        for event in (step(1), started(), ended()):
+            monitor.on_event(event)
+
+
+def test_a_profiler_that_breaks_is_left_out():
+    class BrokenProfiler:
+        def step(self, number):
+            raise RuntimeError("no profiler here")
+
+    heard = Heard()
+    with Monitor([heard], profiler=BrokenProfiler()) as monitor:
+        for event in (started(), step(1), ended()):
+            monitor.on_event(event)
+    assert [event.event for event in heard.events] == ["run_started", "warned", "step_done", "run_ended"]
+
+
+def test_an_opened_monitor_keeps_events_and_outcome_and_prints(tmp_path, capsys):
+    heard = Heard()
+    with open_monitor(QUIET, tmp_path, callbacks=[heard]) as monitor:
+        for event in (started(), *(step(n) for n in range(1, 5)), evaluated(4), ended()):
+            monitor.on_event(event)
+    assert [event.event for event in read_events(tmp_path / "events.jsonl")] == [e.event for e in heard.events]
+    assert read_summary(tmp_path).finished
+    assert "finished      4 of 4 steps" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "summary.json"]
+
+
+def test_settings_choose_the_rest(tmp_path, capsys):
+    settings = MonitorSettings(spans=False, profile_from=2, profile_steps=1, every=10)
+    with open_monitor(settings, tmp_path) as monitor:
+        for event in (started(), *(step(n) for n in range(1, 5)), ended()):
+            monitor.on_event(event)
+    told = read_events(tmp_path / "events.jsonl")
+    assert [event.step for event in told if event.event == "step_done"] == [1, 4]
+    assert [event.path for event in told if event.event == "profile_saved"] == ["profile-steps-2-2.json"]
+    assert [event.spans for event in told if event.event == "step_done"] == [(), ()]
+    assert (tmp_path / "tensorboard").is_dir()
+
+
+def test_wandb_that_is_not_there_is_told_before_anything_is_written(tmp_path):
+    with pytest.raises(InputError, match=r"monitor\.wandb = 'offline' needs the package wandb.*pip install"):
+        open_monitor(MonitorSettings(wandb="offline", tensorboard=False), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_warning_is_part_of_the_record(tmp_path, capsys):
+    with open_monitor(QUIET, tmp_path, callbacks=[Broken(ValueError("x"), on=("run_ended",))]) as monitor:
+        for event in (started(), step(1), ended(steps=1)):
+            monitor.on_event(event)
+    assert isinstance(read_events(tmp_path / "events.jsonl")[-1], Warned)
+    assert read_summary(tmp_path).exit_reason == "finished"

@@ -1,0 +1,66 @@
+"""What a rank does is handed over step by step, on one clock."""
+
+import threading
+
+from motet.core import trace
+from motet.monitor.spans import SpanCollector
+
+
+def test_nested_spans_come_in_order_of_start_and_keyed():
+    collector = SpanCollector(rank=3)
+    with trace.listening(collector):
+        with trace.span("step"), trace.span("forward"):
+            pass
+        with trace.span("log"):
+            pass
+    spans, _ = collector.take(7)
+    assert [(span.step, span.rank, span.action, span.depth) for span in spans] == [
+        (7, 3, "step", 0),
+        (7, 3, "forward", 1),
+        (7, 3, "log", 0),
+    ]
+    outer, inner, after = spans
+    assert 0 <= outer.start_s <= inner.start_s
+    assert inner.start_s + inner.duration_s <= outer.start_s + outer.duration_s <= after.start_s
+
+
+def test_each_span_is_handed_over_once_and_an_open_one_with_the_next_step():
+    collector = SpanCollector()
+    with trace.listening(collector):
+        with trace.span("forward"):
+            pass
+        with trace.span("log"):
+            first, _ = collector.take(1)
+        second, _ = collector.take(2)
+    third, _ = collector.take(3)
+    assert [[span.action for span in spans] for spans in (first, second, third)] == [["forward"], ["log"], []]
+
+
+def test_counters_add_up_within_a_step_and_start_anew():
+    collector = SpanCollector()
+    with trace.listening(collector):
+        trace.count("bytes", 3)
+        trace.count("bytes", 4)
+        trace.count("samples", 1)
+        assert collector.take(1)[1] == {"bytes": 7, "samples": 1}
+        trace.count("bytes", 5)
+        assert collector.take(2)[1] == {"bytes": 5}
+    assert collector.take(3)[1] == {}
+
+
+def test_no_count_of_several_threads_is_lost():
+    collector = SpanCollector()
+    taken = []
+
+    def work():
+        for _ in range(2000):
+            trace.count("samples", 1)
+
+    with trace.listening(collector):
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            taken.append(collector.take(len(taken))[1])
+        taken.append(collector.take(len(taken))[1])
+    assert sum(counters.get("samples", 0) for counters in taken) == 8000

@@ -1,0 +1,170 @@
+"""What a person sees: plain lines in a pipe; on a terminal a live line that nothing else tears."""
+
+import io
+import logging
+import re
+import sys
+
+from made import ended, evaluated, started, step
+from rich.console import Console
+
+from motet.monitor.events import CheckpointSaved, ProfileSaved, SampleText, Warned
+from motet.monitor.record import JsonlSink
+from motet.monitor.terminal import ConsoleSink, seconds_left, start_lines, step_line
+
+
+def run(folder, events, screen=None):
+    """Keep and show the events, as a monitor would."""
+    sinks = [JsonlSink(folder), ConsoleSink(folder, screen)]
+    for event in events:
+        for sink in sinks:
+            sink.on_event(event)
+    for sink in sinks:
+        sink.close()
+
+
+def on_screen(output):
+    """The lines that a terminal shows in the end, and those that are left empty below them."""
+    lines, row, column = [""], 0, 0
+    for token in re.findall(r"\x1b\[\??[0-9;]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", output):
+        if token == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif token == "\r":
+            column = 0
+        elif token.startswith("\x1b"):
+            count, letter = token[2:-1], token[-1]
+            if letter == "A":
+                row -= int(count or 1)
+            elif letter == "K":
+                lines[row] = ""
+            else:
+                assert letter in "mhl", token
+        else:
+            lines[row] = lines[row][:column].ljust(column) + token + lines[row][column + len(token) :]
+            column += len(token)
+        if token == "\n":
+            column = 0
+    return [line.rstrip() for line in lines]
+
+
+def terminal(monkeypatch, width=100):
+    """stdout and stderr are one terminal; returns its stream and a console on it. (A fixture would be too early: pytest
+    takes the streams over again before the test itself.)"""
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "stderr", stream)
+    screen = Console(force_terminal=True, width=width, _environ={"TERM": "xterm-256color"}, markup=False)
+    return stream, screen
+
+
+def test_a_pipe_gets_one_plain_line_per_told_step(tmp_path, capsys):
+    long = tmp_path / ("a-long-name-" * 8)
+    events = [started(), *(step(n, flops_share=0.412, grad_norm=1.25) for n in range(1, 5)), evaluated(4), ended()]
+    run(long, events)
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.splitlines() == [
+        "tiny: 4.21 M parameters on 2 ranks x 1 thread, a CPU",
+        "a model that knows nothing has loss ln(4096) = 8.3178",
+        "step 1/4  loss 7.5000  200 tokens/s  41.2% of peak  1 GiB  1.5 s left  grad 1.25  lr 1.00e-03",
+        "step 2/4  loss 6.5000  200 tokens/s  41.2% of peak  1 GiB  4 s left  grad 1.25  lr 1.00e-03",
+        "step 3/4  loss 5.5000  200 tokens/s  41.2% of peak  1 GiB  2 s left  grad 1.25  lr 1.00e-03",
+        "step 4/4  loss 4.5000  200 tokens/s  41.2% of peak  1 GiB  grad 1.25  lr 1.00e-03",
+        "validation after step 4: loss 5.0000",
+        "",
+        "finished      4 of 4 steps",
+        "loss          7.5000 -> 4.5000   (ln(4096) = 8.3178)",
+        "validation    loss 5.0000",
+        "median        200 tokens/s, 41.2% of peak",
+        "tokens        400",
+        "peak memory   1 GiB",
+        f"run folder    {long}",
+    ]
+
+
+def test_everything_else_is_told_as_it_is(tmp_path, capsys):
+    happened = [
+        started(outcomes=None, ranks=1, first_step=3, resumed_from="checkpoints/step-00000002"),
+        Warned(text="data.workers = [cpu] is [bold]odd[/bold] :smile:"),
+        step(3, skipped=True, loss=float("nan")),
+        CheckpointSaved(step=3, path="checkpoints/step-00000003", size_bytes=3 * 1024**2, duration_s=0.25),
+        ProfileSaved(first_step=3, last_step=3, path="profile-steps-3-3.json"),
+        evaluated(3, perplexity=148.41, accuracy=0.5),
+        SampleText(step=3, prompt="Once [upon]", text=" a time\nthere"),
+        ended(reason="save_failed", steps=3),
+    ]
+    run(tmp_path, happened)
+    out = capsys.readouterr().out
+    for line in (
+        "tiny: 4.21 M parameters on 1 rank x 1 thread, a CPU",
+        "resumed from checkpoints/step-00000002; next is step 3 of 4",
+        "warning: data.workers = [cpu] is [bold]odd[/bold] :smile:",
+        "step 3/4  loss nan (skipped)  200 tokens/s  1 GiB  0.5 s left  lr 1.00e-03",
+        "saved checkpoints/step-00000003 (3 MiB in 0.25 s)",
+        "profile of steps 3 to 3: profile-steps-3-3.json",
+        "validation after step 3: loss 5.0000, perplexity 148.4, accuracy 50.0%",
+        "Once [upon] a time\nthere",
+        "save failed   3 of 4 steps",
+        "loss          nan",
+    ):
+        assert f"{line}\n" in out
+
+
+def test_a_terminal_is_left_with_a_trail_and_the_outcome(tmp_path, monkeypatch):
+    stream, screen = terminal(monkeypatch)
+    steps = [step(n, time=1000.0 + 0.01 * n) for n in range(1, 201)]
+    run(tmp_path, [started(last_step=200), *steps, ended(steps=200)], screen)
+    lines = on_screen(stream.getvalue())
+    trail = [int(line.split()[1].split("/")[0]) for line in lines if line.startswith("step")]
+    assert trail == [1, *range(10, 201, 10)]
+    assert [line for line in lines if "━" in line] == []
+    end = lines.index("finished      200 of 200 steps")
+    assert lines[end - 2].startswith("step 200/200")
+    assert lines[end + 1 :][-2].startswith("run folder")
+
+
+def test_a_terminal_shows_the_newest_step_below_prints_and_logs(tmp_path, monkeypatch):
+    stream, screen = terminal(monkeypatch)
+    handler = logging.StreamHandler(sys.stderr)
+    logger = logging.getLogger("test_terminal")
+    logger.addHandler(handler)
+    logger.propagate = False
+    sink = ConsoleSink(tmp_path, screen)
+    try:
+        sink.on_event(started(last_step=200))
+        sink.on_event(step(1, time=1000.0))
+        sink.on_event(step(2, time=1001.0))
+        sys.stdout.write("a print\n")
+        logger.warning("a log")
+        sink.on_event(Warned(text="a warning"))
+        sink.on_event(step(3, time=1001.01))  # too soon to be drawn
+        shown = [line for line in on_screen(stream.getvalue()) if line]
+        assert shown[-5:-2] == ["a print", "a log", "warning: a warning"]
+        assert shown[-2].startswith("step   2/200  loss 6.5000")
+        assert set(shown[-1]) <= set("━╸╺")
+    finally:
+        sink.close()
+        logger.removeHandler(handler)
+    assert handler.stream is stream
+    assert sys.stdout is stream
+    assert [line for line in on_screen(stream.getvalue()) if "━" in line] == []
+
+
+def test_a_narrow_terminal_cuts_a_line_rather_than_breaking_it(tmp_path, monkeypatch):
+    stream, screen = terminal(monkeypatch, width=40)
+    run(tmp_path, [started(), step(1)], screen)
+    assert [len(line) for line in on_screen(stream.getvalue()) if line.startswith("step")] == [40]
+
+
+def test_the_time_left_follows_the_clock_of_the_attempt():
+    first = step(10, time=100.0, step_time_s=0.5)
+    assert seconds_left(first, first, 20) == 5.0
+    assert seconds_left(first, step(15, time=110.0), 20) == 10.0
+    assert seconds_left(first, step(20, time=120.0), 20) == 0.0
+    assert seconds_left(first, step(15, time=90.0), 20) == 0.0  # the clock was set back
+
+
+def test_lines_fit_the_facts():
+    assert start_lines(started(outcomes=None)) == ["tiny: 4.21 M parameters on 2 ranks x 1 thread, a CPU"]
+    assert step_line(step(7), 1000, 60.0).startswith("step    7/1000  loss 1.5000")

@@ -1,0 +1,102 @@
+"""Starting, agreeing in and leaving groups of ranks, on real processes."""
+
+import socket
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from motet.core.errors import InputError
+from motet.parallel.group import Group, agree, answer, meeting, pick_device, start_group
+from motet.parallel.place import ALONE, Place
+from motet.train.faults import guarded
+from ranks import Ranks
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def total(group: Group) -> float:
+    tensor = torch.tensor([group.rank + 1.0])
+    if group.process_group is not None:
+        dist.all_reduce(tensor, group=group.process_group)
+    return tensor.item()
+
+
+def over_tcp(place: Place, port: int) -> float:
+    """As under srun: rank 0 serves the store, on which the run folder is agreed first."""
+    with meeting(replace(place, rendezvous=f"tcp://127.0.0.1:{port}"), 30.0) as (place, store):
+        assert agree(store, place.rank, "folder", lambda: "runs/x-001") == "runs/x-001"
+        with start_group(place, "cpu", 30.0) as group:
+            return total(group)
+
+
+def attempts_on_one_store(place: Place) -> list[float]:
+    """As under torchrun after a restart: the store is still there, with what the attempt before has left."""
+    sums = []
+    for attempt in range(3):
+        place = replace(place, attempt=attempt)
+        with start_group(place, "cpu", 30.0) as group:
+            sums.append(total(group))
+    with meeting(place, 30.0) as (place, store):
+        agree(store, place.rank, "left-0", lambda: "by attempt 0")
+        assert answer(store, "left-0") == "by attempt 0"
+    return sums
+
+
+def one_cannot_decide(place: Place) -> tuple[int, str, bool]:
+    def fail() -> str:
+        raise InputError("runs/ is not writable")
+
+    def work() -> int:
+        with meeting(place, 30.0) as (_, store):
+            agree(store, place.rank, "folder", fail)
+        return 0
+
+    record = guarded(place.rank, work)
+    return record.exit_code, record.sentence, record.secondary
+
+
+def test_a_world_of_one_needs_no_process_group() -> None:
+    with start_group(ALONE, "cpu", 1.0) as group:
+        assert group == Group(0, 1, None, torch.device("cpu"))
+        assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_meet(ranks: Ranks, world: int) -> None:
+    assert ranks.run(world, total) == [world * (world + 1) / 2] * world
+
+
+def test_a_store_that_rank_0_serves(ranks: Ranks) -> None:
+    assert ranks.run_places(2, over_tcp, free_port()) == [3.0, 3.0]
+
+
+def test_attempts_meet_on_keys_of_their_own(ranks: Ranks) -> None:
+    assert ranks.run_places(2, attempts_on_one_store) == [[3.0] * 3] * 2
+
+
+def test_when_rank_0_cannot_decide_it_alone_is_the_cause(ranks: Ranks) -> None:
+    assert ranks.run_places(2, one_cannot_decide) == [
+        (2, "runs/ is not writable", False),
+        (3, "rank 0 failed: runs/ is not writable", True),
+    ]
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Place(3, 8, 1, 2, 0, "tcp://x:1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert pick_device("cpu", here) == torch.device("cpu")
+    assert pick_device("auto", here) == pick_device("cuda", here) == torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert pick_device("auto", here) == torch.device("cpu")
+    with pytest.raises(InputError, match=r"has 1 CUDA devices for 2 local ranks; start 1 ranks here"):
+        pick_device("cuda", here)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InputError, match="torch finds no CUDA device on this machine"):
+        pick_device("cuda", here)

@@ -1,0 +1,46 @@
+"""Inside float64_mode nothing that asks for float32 gets it."""
+
+import torch
+
+from motet.precision.promote import float64_mode
+
+
+def test_every_way_to_ask_for_float32_gives_float64() -> None:
+    x = torch.ones(2, 3, dtype=torch.float64)
+    with float64_mode():
+        asked = [
+            x.float(),
+            x.to(torch.float32),
+            x.to(dtype=torch.float32),
+            x.type(torch.float32),
+            x.type("torch.FloatTensor"),
+            torch.arange(3, dtype=torch.float32),
+            torch.zeros(3, dtype=torch.float32),
+            torch.softmax(x, -1, dtype=torch.float32),
+            torch.empty(2),
+            x.new_zeros(2, dtype=torch.float32),
+            torch.tensor([1.0]),
+        ]
+    assert [t.dtype for t in asked] == [torch.float64] * len(asked)
+
+
+def test_nothing_is_lost_on_the_way_through_float32() -> None:
+    x = torch.tensor([1.0 + 2.0**-40], dtype=torch.float64)
+    assert x.float().double().item() == 1.0
+    with float64_mode():
+        assert x.float().double().item() == 1.0 + 2.0**-40
+
+
+def test_the_default_dtype_comes_back_after_an_error() -> None:
+    try:
+        with float64_mode():
+            raise KeyError
+    except KeyError:
+        assert torch.get_default_dtype() == torch.float32
+    assert torch.zeros(1, dtype=torch.float32).dtype == torch.float32
+
+
+def test_whole_numbers_and_16_bits_are_left_alone() -> None:
+    with float64_mode():
+        assert torch.ones(1, dtype=torch.bfloat16).dtype == torch.bfloat16
+        assert torch.ones(1, dtype=torch.int64).dtype == torch.int64

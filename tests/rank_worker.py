@@ -1,0 +1,79 @@
+"""The other side of `ranks.py`: a process that imports torch once and then serves one call after another."""
+
+import ast
+import faulthandler
+import pickle
+import signal
+import sys
+import warnings
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from _pytest.assertion.rewrite import rewrite_asserts
+
+from motet.parallel.group import start_group
+from motet.train.faults import Record, guarded
+from ranks import Call
+
+
+def serve(handle: int) -> None:
+    """Answer calls until the pipe is closed: the pickled result, or the record of a failure."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    torch.set_num_threads(1)
+    pipe = Connection(handle)
+    pipe.send("ready")
+    while True:
+        try:
+            call = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_answer(call))
+
+
+def _answer(call: Call) -> bytes | Record:
+    result: bytes = b""
+
+    def work() -> int:
+        nonlocal result
+        result = pickle.dumps(_call(call))
+        return 0
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.set_default_dtype(torch.float32)
+        torch.manual_seed(0)
+        record = guarded(call.place.rank, work)
+    return record if record.sentence else result
+
+
+def _call(call: Call) -> Any:
+    function: Any = _module(call.file, call.module)
+    for name in call.name.split("."):
+        function = getattr(function, name)
+    arguments = pickle.loads(call.arguments)
+    if not call.with_group:
+        return function(call.place, *arguments)
+    with start_group(call.place, "cpu", call.timeout_s) as group:
+        return function(group, *arguments)
+
+
+_loaded: dict[tuple[str, int], ModuleType] = {}
+
+
+def _module(file: str, name: str) -> ModuleType:
+    """A test module by its file, with pytest's assertions that show their values."""
+    key = (file, Path(file).stat().st_mtime_ns)
+    if key not in _loaded:
+        source = Path(file).read_bytes()
+        tree = ast.parse(source)
+        rewrite_asserts(tree, source, file)
+        module = ModuleType(name)
+        module.__file__ = file
+        sys.modules[name] = module
+        exec(compile(tree, file, "exec", dont_inherit=True), module.__dict__)
+        _loaded[key] = module
+    return _loaded[key]

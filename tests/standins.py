@@ -1,0 +1,133 @@
+"""What ranks do in the tests of the supervisor, and a program that supervises them, in place of real training.
+
+`python -m standins RANKS RESTARTS LOGS WORK [ARGUMENT ...]` runs `standins:WORK` and prints what the supervisor tells.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from motet.core.errors import DivergedError
+from motet.parallel.place import Place
+from motet.train.faults import StopFlag
+from motet.train.launch import Launch, launch
+
+TESTS = Path(__file__).parent
+
+
+def launch_of(ranks: int, logs: Path, work: str, *arguments: str, restarts: int = 0) -> Launch:
+    """A supervised run of one of the functions below."""
+    command = (sys.executable, "-m", "motet.cli.rank", f"standins:{work}", *arguments)
+    return Launch(command, ranks, {**os.environ, "PYTHONPATH": str(TESTS), "PYTHONFAULTHANDLER": "1"}, logs, restarts)
+
+
+def _all_are_here(place: Place, folder: str) -> None:
+    """Wait until every rank stands at this point of this attempt, and leave its process id behind."""
+    (Path(folder) / f"pid-{place.attempt}-{place.rank}").write_text(str(os.getpid()))
+    while len(list(Path(folder).glob(f"pid-{place.attempt}-*"))) < place.world:
+        time.sleep(0.01)
+
+
+def finish(place: Place, stop: StopFlag, folder: str) -> int:
+    _all_are_here(place, folder)
+    sys.stdout.write(f"rank {place.rank} of {place.world}, attempt {place.attempt}\n")
+    return 0
+
+
+def sleep(place: Place, stop: StopFlag, folder: str) -> int:
+    _all_are_here(place, folder)
+    time.sleep(600)
+    return 0
+
+
+def steps(place: Place, stop: StopFlag, folder: str) -> int:
+    """Stops when asked, as the training loop does."""
+    _all_are_here(place, folder)
+    while not stop.requested:
+        time.sleep(0.01)
+    (Path(folder) / f"saved-{place.rank}").touch()
+    return 130
+
+
+def unready(place: Place, stop: StopFlag, folder: str) -> int:
+    """As a rank is before it has got hold of its signals."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    return sleep(place, stop, folder)
+
+
+def deaf(place: Place, stop: StopFlag, folder: str) -> int:
+    """Never looks at the flag, and hangs in its own handler of SIGTERM."""
+    signal.signal(signal.SIGTERM, lambda *_: time.sleep(600))
+    return sleep(place, stop, folder)
+
+
+def raise_on_one(place: Place, stop: StopFlag, folder: str) -> int:
+    if place.rank == 1:
+        _all_are_here(place, folder)
+        raise KeyError("the reason")
+    return sleep(place, stop, folder)
+
+
+def raise_beside_deaf(place: Place, stop: StopFlag, folder: str) -> int:
+    return raise_on_one(place, stop, folder) if place.rank == 1 else deaf(place, stop, folder)
+
+
+def diverge(place: Place, stop: StopFlag, folder: str) -> int:
+    _all_are_here(place, folder)
+    raise DivergedError("the loss is nan")
+
+
+def leave(place: Place, stop: StopFlag, folder: str, how: str, code: str) -> int:
+    """Rank 1 leaves by `sys.exit` or `os._exit`."""
+    if place.rank == 1:
+        _all_are_here(place, folder)
+        sys.stderr.write("one word more\n")
+        sys.stderr.flush()
+        (sys.exit if how == "sys" else os._exit)(int(code))
+    return sleep(place, stop, folder)
+
+
+def kill_self(place: Place, stop: StopFlag, folder: str, number: str) -> int:
+    if place.rank == 1:
+        _all_are_here(place, folder)
+        os.kill(os.getpid(), int(number))
+    return sleep(place, stop, folder)
+
+
+def fail_until(place: Place, stop: StopFlag, folder: str, attempt: str) -> int:
+    """The attempts before `attempt` fail."""
+    if place.attempt < int(attempt) and place.rank == 0:
+        _all_are_here(place, folder)
+        raise ValueError(f"attempt {place.attempt}")
+    return finish(place, stop, folder) if place.attempt == int(attempt) else sleep(place, stop, folder)
+
+
+def all_reduce(place: Place, stop: StopFlag, folder: str) -> int:
+    """Rank 1 is killed while the others wait for it in a real collective."""
+    import torch
+    import torch.distributed as dist
+
+    from motet.parallel.group import start_group
+
+    with start_group(place, "cpu", 60.0):
+        dist.all_reduce(torch.ones(1))
+        _all_are_here(place, folder)
+        if place.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1))
+    return 0
+
+
+def supervise() -> int:
+    """What `motet train` does around a launch, without the training."""
+    ranks, restarts, logs, work, *arguments = sys.argv[1:]
+    start = launch_of(int(ranks), Path(logs), work, *arguments, restarts=int(restarts))
+    ended = launch(start, lambda text: sys.stdout.write(f"{text}\n") and sys.stdout.flush())
+    sys.stdout.write("\n".join([ended.message, ended.traceback]))
+    return ended.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(supervise())

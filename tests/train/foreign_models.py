@@ -1,0 +1,72 @@
+"""Modules of a user's own, each with something that a trainer may stumble over."""
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+
+class _Table(nn.Module):
+    """A table and a head, for tokens of the tokenizer `bytes`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(260, 16)
+        self.head = nn.Linear(16, 260)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.table(tokens))  # type: ignore[no-any-return]
+
+
+def other_values_on_each_rank() -> nn.Module:
+    """Initialised from what nobody seeded."""
+    module = _Table()
+    noise = np.random.default_rng(os.getpid()).standard_normal((260, 16))
+    module.table.weight.data = torch.from_numpy(noise).to(module.table.weight.dtype)
+    return module
+
+
+class _Normed(_Table):
+    """Batch statistics, and a buffer that is a view of one number."""
+
+    def __init__(self, nan_at: int = -1) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+        self.register_buffer("scale", torch.ones(1).expand(16))
+        self.calls, self.nan_at = 0, nan_at
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        if self.training:
+            x = x * (float("nan") if self.calls == self.nan_at else 1.0)
+            self.calls += 1
+        return self.head(self.norm(x.flatten(0, 1)).view_as(x) * self.scale)  # type: ignore[no-any-return]
+
+
+def normed(**arguments: Any) -> nn.Module:
+    return _Normed(**arguments)
+
+
+class _Noisy(_Table):
+    """Draws by itself, outside of dropout."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        return self.head(x + 0.1 * torch.randn_like(x))  # type: ignore[no-any-return]
+
+
+def noisy() -> nn.Module:
+    return _Noisy()
+
+
+class _Hidden(_Table):
+    def get_extra_state(self) -> Any:
+        return {"calls": 1}
+
+    def set_extra_state(self, state: Any) -> None: ...
+
+
+def hidden_state() -> nn.Module:
+    return _Hidden()

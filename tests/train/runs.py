@@ -1,0 +1,128 @@
+"""Small jobs for tests, and running them on a rank of the pool."""
+
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from motet.checkpoint.load import load_checkpoint
+from motet.checkpoint.manifest import read_manifest
+from motet.parallel.group import Group
+from motet.train.assemble import build_parts, numerics
+from motet.train.job import Job, load_job
+from motet.train.schedule import learning_rate_factor
+from motet.train.state import newest_checkpoint
+
+TEXT = Path(__file__).parent.parent / "data" / "small.txt"
+
+HUGGING_FACE: dict[str, dict[str, Any]] = {
+    "llama": {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
+    },
+    "qwen2": {
+        "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
+        "tie_word_embeddings": True,
+    },
+    "gpt2": {
+        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_layer": 2, "n_head": 4,
+        "n_positions": 32,
+    },
+}  # fmt: skip
+"""Everything else is the family's default: GPT-2 has dropout 0.1 everywhere."""
+
+
+ENCODER = "vocab_size=260, context=40, layers=2, hidden=32, heads=4, ffn_hidden=48"
+MODELS: dict[str, list[str]] = {
+    "decoder": [
+        "model={family='decoder', vocab_size=260, context=32, layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=48}"
+    ],
+    "bert": [f"model={{family='encoder', {ENCODER}, dropout=0.1}}", "data.objective=masked"],
+    "t5": [
+        f"model={{family='encoder-decoder', {ENCODER.replace('260', '359')}, dropout=0.1}}",
+        "data.objective=spans",
+    ],
+    "classify": [
+        f"model={{family='encoder', {ENCODER}, head='classify', classes=2}}",
+        *("data.objective=classify", "data.source=made:majority", "data.samples=46", "run.epochs=2"),
+    ],
+}
+"""Our own: what a job of each needs. With `classify` the last batch of 12 is not full: 2 x 46 = 7 x 12 + 8."""
+
+
+def small_job(folder: Path, *overrides: str, model: str = "decoder") -> Job:
+    """A job of some thousand parameters on a small text; `model` is of MODELS, a Hugging Face family or `adapters`."""
+    settings = [
+        *(f"data.source={TEXT}", "data.tokenizer=bytes", "data.sequence_length=32", "data.batch_sequences=12"),
+        *(f"data.cache={folder}", "data.workers=1", "data.validation_fraction=0.1", "precision.recipe=fp64"),
+        *("optimizer.learning_rate=0.003", "optimizer.schedule.warmup_steps=3", "optimizer.clip_norm=0.5"),
+        *("monitor.tensorboard=false", "monitor.sample_tokens=0", "checkpoint.every=1000", "run.device=cpu"),
+        *("run.steps=20", "run.ranks=1", "run.threads=1"),
+    ]
+    return load_job("tiny", [*settings, *(MODELS.get(model) or _hugging_face(model, folder)), *overrides])
+
+
+def _hugging_face(model: str, folder: Path) -> list[str]:
+    """`adapters` is a llama of which low-rank adapters on attention are trained."""
+    where = Path(tempfile.mkdtemp(dir=folder))
+    family = "llama" if model == "adapters" else model
+    (where / "config.json").write_text(json.dumps({**HUGGING_FACE[family], "vocab_size": 260}))
+    adapters = ["model.adapters={rank=4, targets=['*q_proj', '*v_proj']}"] if model == "adapters" else []
+    return [f"model={{factory='hf:{where}'}}", *adapters]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run computed, in full."""
+
+    losses: list[float]
+    norms: list[float]
+    parameters: dict[str, torch.Tensor]
+    rates: float
+    """The sum of the learning rates."""
+
+
+def train(group: Group, job: Job, steps: int | None = None) -> Trained:
+    """The first steps of a job on this rank, or all of them, without files."""
+    with numerics(job), tempfile.TemporaryDirectory() as folder:
+        parts = build_parts(job, group, Path(folder))
+        stepper, losses, norms, rates = parts.stepper(job), [], [], 0.0
+        steps = parts.steps if steps is None else steps
+        for step in range(steps):
+            rate = job.optimizer.learning_rate * learning_rate_factor(job.optimizer.schedule, step, steps)
+            result = stepper.step(step, rate)
+            losses.append(result.loss)
+            norms.append(result.grad_norm)
+            rates += rate
+        parameters = {n: p.detach().cpu().clone() for n, p in parts.model.module.named_parameters()}
+    return Trained(losses, norms, parameters, rates)
+
+
+def worst_difference(a: Trained, b: Trained) -> float:
+    """The largest relative difference of losses, norms and parameters; |p| counts at least as what updates could do."""
+    scalars = [
+        abs(x - y) / abs(y) for x, y in [*zip(a.losses, b.losses, strict=True), *zip(a.norms, b.norms, strict=True)]
+    ]
+    tensors: list[float] = [
+        ((a.parameters[n] - p).norm() / max(p.norm().item(), b.rates * p.numel() ** 0.5)).item()
+        for n, p in b.parameters.items()
+    ]
+    return max(scalars + tensors)
+
+
+def saved_tensors(run: Path) -> dict[str, torch.Tensor]:
+    """Everything in the newest checkpoint of a run folder."""
+    where = newest_checkpoint(run / "checkpoints")
+    assert where is not None
+    manifest = read_manifest(where)
+    state = {n: torch.empty(s, dtype=getattr(torch, manifest.dtypes[n])) for n, s in manifest.shapes.items()}
+    load_checkpoint(where, state, None)
+    return state
+
+
+def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

@@ -1,0 +1,193 @@
+"""Stop flags, records of failures, and which of several failures is the cause."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from motet.core.errors import DivergedError, InputError, PeerError
+from motet.parallel.group import start_group
+from motet.parallel.place import Place
+from motet.train import faults
+from motet.train.faults import Record, StopFlag, first_cause, guarded, is_secondary, read_record, stop_on_signals
+from ranks import Ranks
+
+
+def test_the_first_request_counts_and_its_echo_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(faults.time, "monotonic", lambda: now)
+    flag = StopFlag()
+    assert not flag.requested
+    assert not flag.request()
+    assert flag.requested
+    now += 0.1
+    assert not flag.request()
+    now += 0.9
+    assert flag.request()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_set_the_flag_and_a_second_one_ends_at_once(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    before = signal.getsignal(number)
+    with stop_on_signals() as flag:
+        os.kill(os.getpid(), number)
+        assert flag.requested
+        os.kill(os.getpid(), number)
+        assert codes == []
+        flag.first_s = time.monotonic() - 1.0
+        os.kill(os.getpid(), number)
+        assert codes == [137]
+    assert signal.getsignal(number) == before
+
+
+def test_work_that_is_done() -> None:
+    record = guarded(3, lambda: 130)
+    assert (record.rank, record.exit_code, record.sentence, record.traceback) == (3, 130, "", "")
+
+
+def fail() -> int:
+    raise ValueError("first line\nsecond line")
+
+
+def fail_because() -> int:
+    try:
+        return fail()
+    except ValueError as error:
+        raise KeyError("what followed") from error
+
+
+def leave() -> int:
+    raise SystemExit("gone")
+
+
+def interrupt() -> int:
+    raise KeyboardInterrupt
+
+
+def diverge() -> int:
+    raise DivergedError("nan")
+
+
+@pytest.mark.parametrize(
+    ("work", "code", "sentence", "tracebacks"),
+    [
+        (fail, 3, "ValueError: first line\nsecond line", 1),
+        (fail_because, 3, "KeyError: 'what followed'", 2),  # Python tells a chain of two with both
+        (leave, 3, "the code of this rank called sys.exit('gone') before its work was done", 1),
+        (interrupt, 3, "KeyboardInterrupt", 1),
+        (diverge, 4, "nan", 0),
+    ],
+)
+def test_whatever_ends_a_rank_is_recorded(
+    tmp_path: Path, work: Callable[[], int], code: int, sentence: str, tracebacks: int
+) -> None:
+    record = guarded(1, work)
+    assert (record.exit_code, record.sentence, record.secondary) == (code, sentence, False)
+    assert record.traceback.count("Traceback") == tracebacks
+    assert (f"in {work.__name__}" in record.traceback) == bool(tracebacks)
+    assert "guarded" not in record.traceback
+    record.write(tmp_path)
+    assert read_record(tmp_path, 1) == record
+    assert read_record(tmp_path, 0) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["rank-1.json"]
+
+
+def record(rank: int, time_s: float, secondary: bool = False) -> Record:
+    return Record(rank, time_s, 3, "x", secondary=secondary)
+
+
+def test_the_cause_is_the_earliest_that_is_not_secondary() -> None:
+    assert first_cause([record(0, 1.0, True), record(1, 3.0), record(2, 2.0)]).rank == 2
+    assert first_cause([record(0, 2.0, True), record(1, 1.0, True)]).rank == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4242"), True),
+        (RuntimeError("Timed out waiting 600000ms for recv operation to complete"), True),
+        (dist.DistBackendError("NCCL error: remote process exited or there was a network error"), True),
+        (dist.DistNetworkError("The client socket has failed to connect"), True),
+        (PeerError("rank 0 failed"), True),
+        (InputError("connection closed by peer"), False),
+        (RuntimeError("shape mismatch"), False),
+        (ConnectionResetError("by somebody's own server"), False),
+        (ValueError("timed out waiting"), False),
+        (None, False),
+    ],
+)
+def test_what_only_follows_from_another_rank(error: BaseException | None, expected: bool) -> None:
+    assert is_secondary(error) == expected
+
+
+def test_what_was_raised_from_a_lost_connection_follows_too() -> None:
+    def work() -> int:
+        try:
+            raise RuntimeError("Connection reset by peer")
+        except RuntimeError as error:
+            raise InputError("could not save") from error
+
+    assert guarded(0, work).secondary
+
+
+class LeaveError(Exception):
+    """Ends the group of a test early."""
+
+
+def collective(how: str, world: int) -> int:
+    tensor, parts = torch.ones(3), [torch.ones(3) for _ in range(world)]
+    match how:
+        case "all_reduce":
+            dist.all_reduce(tensor)
+        case "all_gather":
+            dist.all_gather(parts, tensor)
+        case "broadcast":
+            dist.broadcast(tensor, src=1)
+        case "object":
+            dist.broadcast_object_list([None], src=1)
+        case "barrier":
+            dist.barrier()
+    return 0
+
+
+def lose_rank_1(place: Place, how: str) -> tuple[str, bool] | None:
+    """Rank 1 leaves the group while the others are in a collective with it."""
+    record = None
+    with contextlib.suppress(LeaveError), start_group(place, "cpu", 30.0) as group:
+        if place.rank != 1:
+            record = guarded(place.rank, lambda: collective(how, group.world))
+        raise LeaveError
+    return record and (record.sentence, record.secondary)
+
+
+@pytest.mark.parametrize("how", ["all_reduce", "all_gather", "broadcast", "object", "barrier"])
+def test_what_gloo_says_when_a_rank_is_gone(ranks: Ranks, how: str) -> None:
+    first, gone, last = ranks.run_places(3, lose_rank_1, how)
+    assert gone is None
+    assert all(sentence and secondary for sentence, secondary in (first, last)), (first, last)
+
+
+def wait_in_vain(place: Place) -> tuple[str, bool] | None:
+    """Rank 1 lives, but does not come to the collective in time."""
+    record = None
+    with contextlib.suppress(LeaveError), start_group(place, "cpu", 0.5) as group:
+        if place.rank == 0:
+            record = guarded(place.rank, lambda: collective("all_reduce", group.world))
+        else:
+            time.sleep(1.0)
+        raise LeaveError
+    return record and (record.sentence, record.secondary)
+
+
+def test_what_gloo_says_when_a_rank_is_late(ranks: Ranks) -> None:
+    waited, late = ranks.run_places(2, wait_in_vain)
+    assert late is None
+    assert waited[0] and waited[1], waited

@@ -1,0 +1,268 @@
+"""Which folder a run gets, and what may change when it is resumed."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from motet.core.errors import InputError
+from motet.monitor.events import RunEnded, RunStarted
+from motet.monitor.summary import summarize, write_summary
+from motet.train.folder import (
+    RESUME_RULES,
+    Choice,
+    choose_folder,
+    choose_resumed,
+    compare_for_resume,
+    find_run,
+    held,
+    job_tree,
+    newest_step,
+    stored_job,
+    write_start,
+)
+from motet.train.job import Job, load_job
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def job(*overrides: str) -> Job:
+    return load_job("tiny", list(overrides))
+
+
+def start(started: Job) -> Path:
+    """As far as a run gets before its ranks start."""
+    path = choose_folder(started).make()
+    write_start(path, started, {"host": "here"})
+    return path
+
+
+def finish(path: Path, steps: int) -> None:
+    begun = RunStarted(
+        name="tiny", ranks=2, threads=1, device="cpu", parameters=1, data="x", first_step=1, last_step=steps
+    )
+    write_summary(summarize([begun, RunEnded(reason="finished", steps=steps)]), path)
+
+
+# --- new folders -----------------------------------------------------------------------------------
+
+
+def test_without_a_folder_runs_are_numbered() -> None:
+    assert [start(job()) for _ in range(2)] == [Path("runs/tiny-001"), Path("runs/tiny-002")]
+    Path("runs/tiny-1000").mkdir()
+    Path("runs/tiny-2b").mkdir()
+    Path("runs/tiny-big-005").mkdir()
+    assert start(job()) == Path("runs/tiny-1001")
+
+
+def test_runs_that_start_together_get_different_numbers() -> None:
+    made: list[Path] = []
+    choice = choose_folder(job())
+    threads = [threading.Thread(target=lambda: made.append(choice.make())) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(path.name for path in made) == [f"tiny-{number:03d}" for number in range(1, 17)]
+
+
+def test_choosing_makes_nothing() -> None:
+    choose_folder(job())
+    choose_folder(job("run.folder=a/b"))
+    assert not list(Path().iterdir())
+
+
+def test_a_named_folder_is_made() -> None:
+    assert start(job("run.folder=a/b")) == Path("a/b")
+    assert stored_job(Path("a/b")) == job("run.folder=a/b")
+    assert Path("a/b/logs").is_dir()
+
+
+@pytest.mark.parametrize("inside", [[], ["run.lock"]])
+def test_an_empty_folder_is_taken(inside: list[str]) -> None:
+    Path("a").mkdir()
+    for name in inside:
+        (Path("a") / name).touch()
+    assert choose_folder(job("run.folder=a", "run.existing=refuse")) == Choice(Path("a"))
+
+
+def test_a_folder_of_something_else_is_left_alone() -> None:
+    Path("a").mkdir()
+    (Path("a") / "thesis.tex").touch()
+    with pytest.raises(InputError, match=r"a is no run folder, for it has no job\.toml; give another folder"):
+        choose_folder(job("run.folder=a"))
+
+
+def test_a_file_is_no_folder() -> None:
+    Path("a").touch()
+    with pytest.raises(InputError, match=r"run\.folder = a is a file"):
+        choose_folder(job("run.folder=a"))
+    with pytest.raises(InputError, match=r"cannot write run folder a/b: Not a directory; .* --run-folder"):
+        choose_folder(job("run.folder=a/b")).make()
+
+
+def test_a_folder_without_permission(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("a").mkdir()
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # tests may run as root, who may write everywhere
+    with pytest.raises(InputError, match="cannot write run folder a: no permission to write"):
+        choose_folder(job("run.folder=a")).make()
+
+
+def test_runs_that_cannot_be_made() -> None:
+    Path("runs").touch()
+    with pytest.raises(InputError, match=r"cannot write run folder runs/tiny: File exists"):
+        choose_folder(job()).make()
+
+
+# --- a folder that holds a run ---------------------------------------------------------------------
+
+
+def test_an_unfinished_run_is_resumed_refused_or_numbered() -> None:
+    start(job("run.folder=a"))
+    begins = "a holds no checkpoint yet: the run begins at its first step"
+    assert choose_folder(job("run.folder=a")) == Choice(Path("a"), resumes=True, remarks=(begins,))
+    with pytest.raises(InputError, match=r"run\.folder = a exists already; .*run\.existing to resume or number"):
+        choose_folder(job("run.folder=a", "run.existing=refuse"))
+    numbered = job("run.folder=a", "run.existing=number")
+    assert [start(numbered), start(numbered)] == [Path("a-002"), Path("a-003")]
+
+
+def test_a_finished_run_needs_more_to_do() -> None:
+    path = start(job("run.folder=a", "run.steps=40"))
+    finish(path, 40)
+    with pytest.raises(InputError, match=r"holds a finished run \(run\.steps = 40\); give a larger run\.steps"):
+        choose_folder(job("run.folder=a", "run.steps=40"))
+    choice = choose_folder(job("run.folder=a", "run.steps=50"))
+    assert choice.resumes
+    assert choice.remarks[0] == "run.steps was 40 in a and is 50 now: a schedule that ends with the run is stretched"
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("model.hidden=128", "model.hidden was 256 in a and is 128 now: it cannot change when a run is resumed"),
+        ("model.rope_theta=1e6", "model.rope_theta was 10000.0 in a and is 1000000.0 now"),
+        ("model.kv_heads=2", "model.kv_heads was 4 in a and is 2 now"),
+        ("data.batch_sequences=32", "data.batch_sequences was 16"),
+        ("data.samples=7", "data.samples was not given in a and is 7 now"),
+        ("optimizer.name=sgd", "optimizer.name was 'adamw'"),
+        ("precision.recipe=fp32", "precision.recipe was 'bf16'"),
+        ("run.seed=1", "run.seed was 0"),
+        ("run.steps=100", "run.steps was 200 in a and is 100 now: it can only grow"),
+        ("run.epochs=2", "it can only grow"),
+        ("name=other", "name was 'tiny'"),
+    ],
+)
+def test_what_makes_it_another_run_is_refused(override: str, sentence: str) -> None:
+    with pytest.raises(InputError) as caught:
+        compare_for_resume(job(), job(override), Path("a"))
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "remarks"),
+    [
+        ("run.ranks=4", 0),
+        ("run.threads=1", 0),
+        ("run.folder=b", 0),
+        ("run.stop_at=3", 0),
+        ("run.restarts=3", 0),
+        ("monitor.tensorboard=false", 0),
+        ("checkpoint.every=3", 0),
+        ("data.workers=1", 0),
+        ("run.steps=201", 1),
+        ("layout.microbatches=2", 1),
+        ("run.device=cpu", 1),
+        ("optimizer.learning_rate=1e-4", 1),
+        ("optimizer.clip_norm=false", 1),
+        ("optimizer.schedule.kind=constant", 1),
+    ],
+)
+def test_what_may_change_is_free_or_told(override: str, remarks: int) -> None:
+    assert len(compare_for_resume(job(), job(override), Path("a"))) == remarks
+
+
+def test_the_table_names_settings_that_exist() -> None:
+    tree = Job.model_json_schema()
+
+    def exists(key: str) -> bool:
+        node = tree
+        for part in key.split("."):
+            properties = node["properties"]
+            if part not in properties:
+                return False
+            reference = properties[part].get("$ref")
+            node = tree["$defs"][reference.rpartition("/")[2]] if reference else {"properties": {}}
+        return True
+
+    assert [key for key in RESUME_RULES if key and not exists(key)] == []
+
+
+# --- finding runs ----------------------------------------------------------------------------------
+
+
+def test_the_newest_run_of_a_job_or_of_any() -> None:
+    with pytest.raises(InputError, match=r"no run to resume in runs/"):
+        find_run(None)
+    first, second = start(job()), start(job("name=other"))
+    assert (find_run(None), find_run("tiny"), find_run("other")) == (second, first, second)
+    with pytest.raises(InputError, match=r"no run of job 'third' to resume in runs/; .*--resume-from"):
+        find_run("third")
+    write_start(first, job(), {})  # continued since
+    assert find_run(None) == first
+    (second / "job.toml").write_text("damaged")
+    assert find_run("tiny") == first
+
+
+def test_a_damaged_run_is_a_sentence() -> None:
+    path = start(job("run.folder=a"))
+    (path / "job.toml").write_text("[")
+    with pytest.raises(InputError, match=r"cannot read a/job\.toml"):
+        choose_resumed(job(), path)
+    (path / "versions.json").write_text("[")
+    with pytest.raises(InputError, match=r"versions\.json is damaged"):
+        write_start(path, job(), {})
+
+
+def test_a_full_disk_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    path = start(job("run.folder=a"))
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(InputError, match="cannot write run folder a: No space left on device"):
+        write_start(path, job("run.threads=3"), {})
+    assert stored_job(path) == job("run.folder=a")
+
+
+def test_every_start_adds_its_versions() -> None:
+    path = start(job())
+    write_start(path, job("run.ranks=4"), {"host": "there"})
+    assert [entry["host"] for entry in json.loads((path / "versions.json").read_text())] == ["here", "there"]
+    assert stored_job(path).run.ranks == 4
+
+
+def test_one_at_a_time() -> None:
+    path = start(job())
+    with held(path), pytest.raises(InputError, match="is in use by another motet"), held(path):
+        pass
+    with held(path):
+        pass
+
+
+def test_the_newest_whole_checkpoint() -> None:
+    path = start(job())
+    assert newest_step(path) is None
+    for name in ("step-00000020", "step-00000040", "step-00000060.partial"):
+        (path / "checkpoints" / name).mkdir(parents=True)
+    assert newest_step(path) == 40
+
+
+def test_a_job_as_a_tree_has_no_none() -> None:
+    tree = job_tree(job("optimizer.clip_norm=false"))
+    assert tree["optimizer"]["clip_norm"] is False
+    assert "folder" not in tree["run"]

@@ -1,0 +1,80 @@
+"""Modules that were not written for motet are trained as their users expect, or refused with a sentence."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from motet.core.errors import DivergedError, InputError
+from motet.monitor.events import EvaluationDone, StepDone, read_events
+from motet.parallel.group import Group
+from motet.parallel.place import ALONE, Place
+from motet.train.assemble import run_rank
+from motet.train.faults import StopFlag
+from motet.train.job import Job
+from ranks import Ranks
+from train.runs import same_bits, saved_tensors, small_job, train
+
+
+def _job(folder: Path, factory: str, *overrides: str) -> Job:
+    return small_job(folder, "run.steps=6", f"model={{factory='train.foreign_models:{factory}'}}", *overrides)
+
+
+def _run(place: Place, job: Job, folder: Path) -> int:
+    return run_rank(job, place, folder, StopFlag()).steps
+
+
+def test_replicas_start_from_the_same_values(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks.run(2, train, _job(tmp_path, "other_values_on_each_rank"), 3)
+    assert all(torch.equal(value, second.parameters[name]) for name, value in first.parameters.items())
+
+
+def _train_on_its_own_data(group: Group, folder: Path) -> None:
+    text = folder / f"{group.rank}.txt"
+    text.write_text("one two three four " * (200 + group.rank))
+    train(group, small_job(folder, f"data.source={text}"), 1)
+
+
+def test_ranks_with_other_data_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"the data of rank 1 \(fingerprint .*\) is not that of rank 0"):
+        ranks.run(2, _train_on_its_own_data, tmp_path)
+
+
+@pytest.mark.parametrize("factory", ["normed", "noisy"])
+def test_two_halves_are_the_whole(ranks: Ranks, tmp_path: Path, factory: str) -> None:
+    """Also when saving in between: a checkpoint changes nothing about what is computed."""
+    for name, changes in {"whole": [], "halves": ["run.stop_at=3", "checkpoint.every=2"]}.items():
+        ranks.run_places(2, _run, _job(tmp_path, factory, *changes), tmp_path / name)
+    ranks.run_places(2, _run, _job(tmp_path, factory), tmp_path / "halves")
+    assert same_bits(saved_tensors(tmp_path / "whole"), saved_tensors(tmp_path / "halves"))
+
+
+def test_a_skipped_step_leaves_nothing_behind(tmp_path: Path) -> None:
+    job = _job(tmp_path, "normed", "run.on_nan=skip", "model.arguments={nan_at=2}")
+    run_rank(job, ALONE, tmp_path / "run", StopFlag())
+    events = read_events(tmp_path / "run/events.jsonl")
+    assert [e.skipped for e in events if isinstance(e, StepDone)] == [False, False, True, False, False, False]
+    assert all(math.isfinite(e.loss) for e in events if isinstance(e, EvaluationDone))
+    assert all(t.isfinite().all() for t in saved_tensors(tmp_path / "run").values())
+
+
+def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
+    rate = ["optimizer.learning_rate=1e308", "optimizer.schedule.kind=constant", "optimizer.schedule.warmup_steps=0"]
+    job = small_job(tmp_path, "run.steps=1", "precision.recipe=fp32", *rate)
+    with pytest.raises(DivergedError, match="the parameters are not finite after step 1, so they are not saved"):
+        run_rank(job, ALONE, tmp_path / "run", StopFlag())
+    assert not list((tmp_path / "run").glob("checkpoints/step-*"))
+
+
+def test_state_that_would_be_lost_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="keeps state in get_extra_state, which is not saved; keep it in a buffer"):
+        run_rank(_job(tmp_path, "hidden_state"), ALONE, tmp_path / "run", StopFlag())
+
+
+@pytest.mark.parametrize(
+    "change", ["optimizer.weight_decay=0.0", "optimizer.learning_rate=0.001", "layout.microbatches=3"]
+)
+def test_what_may_change_on_resume_may(tmp_path: Path, change: str) -> None:
+    run_rank(small_job(tmp_path, "run.steps=4", "run.stop_at=2"), ALONE, tmp_path / "run", StopFlag())
+    assert run_rank(small_job(tmp_path, "run.steps=4", change), ALONE, tmp_path / "run", StopFlag()).steps == 4

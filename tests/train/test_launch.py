@@ -1,0 +1,196 @@
+"""The supervisor of local ranks, on functions that stand in for training (tests/standins.py)."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from motet.train.launch import Ended, launch
+from standins import TESTS, launch_of
+
+
+def run(tmp_path: Path, work: str, *arguments: str, ranks: int = 2, restarts: int = 0) -> tuple[Ended, list[str]]:
+    told: list[str] = []
+    ended = launch(launch_of(ranks, tmp_path, work, str(tmp_path), *arguments, restarts=restarts), told.append)
+    return ended, told
+
+
+def pids(folder: Path, ranks: int = 2, attempt: int = 0) -> list[int]:
+    return [int((folder / f"pid-{attempt}-{rank}").read_text()) for rank in range(ranks)]
+
+
+def until(condition: Callable[[], object], limit_s: float = 30.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.02)
+
+
+def test_ranks_finish_and_only_rank_0_is_heard(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, "finish", ranks=3) == (Ended(0), [])
+    assert capfd.readouterr().out == "rank 0 of 3, attempt 0\n"
+    assert [(tmp_path / f"rank-{rank}.txt").exists() for rank in range(3)] == [False, True, True]
+    assert (tmp_path / "rank-2.txt").read_text() == "rank 2 of 3, attempt 0\n"
+
+
+@pytest.mark.parametrize("work", ["raise_on_one", "raise_beside_deaf"])
+def test_an_exception_is_told_once_and_ends_all(tmp_path: Path, work: str, capfd: pytest.CaptureFixture[str]) -> None:
+    ended, told = run(tmp_path, work)
+    assert (ended.exit_code, told) == (3, [])
+    assert ended.message == "rank 1 failed: KeyError: 'the reason'"
+    assert ended.traceback.count("Traceback") == 1
+    assert "in raise_on_one" in ended.traceback
+    assert "faults.py" not in ended.traceback
+    assert capfd.readouterr() == ("", "")
+    assert not any(psutil.pid_exists(pid) for pid in pids(tmp_path))
+
+
+def test_an_error_for_the_user_has_no_traceback_and_its_own_code(tmp_path: Path) -> None:
+    ended, told = run(tmp_path, "diverge", restarts=3)
+    assert (ended.exit_code, ended.traceback, told) == (4, "", [])
+    assert ended.message in ("rank 0 failed: the loss is nan", "rank 1 failed: the loss is nan")
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "message"),
+    [
+        ("sys", "0", "rank 1 failed: the code of this rank called sys.exit(0) before its work was done"),
+        ("sys", "7", "rank 1 failed: the code of this rank called sys.exit(7) before its work was done"),
+        ("os", "0", "rank 1 ended with exit code 0 in the middle of its work"),
+        ("os", "7", "rank 1 ended with exit code 7 in the middle of its work"),
+    ],
+)
+def test_leaving_early_is_a_failure(tmp_path: Path, how: str, code: str, message: str) -> None:
+    ended, _ = run(tmp_path, "leave", how, code)
+    assert (ended.exit_code, ended.message) == (3, message)
+    assert "in leave" in ended.traceback if how == "sys" else ended.traceback == "its last words:\none word more"
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (signal.SIGKILL, "signal 9 (SIGKILL); if nobody did that, the machine ran out of memory"),
+        (signal.SIGSEGV, "signal 11 (SIGSEGV)"),
+    ],
+)
+def test_a_signal_is_named(tmp_path: Path, number: int, words: str) -> None:
+    ended, _ = run(tmp_path, "kill_self", str(int(number)))
+    assert (ended.exit_code, ended.message) == (3, f"rank 1 was killed by {words}")
+    assert ("in kill_self" in ended.traceback) == (number == signal.SIGSEGV)  # what faulthandler wrote
+
+
+def test_the_killed_rank_is_the_cause_not_those_who_lost_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    ended, _ = run(tmp_path, "all_reduce", ranks=3)
+    assert ended.message.startswith("rank 1 was killed by signal 9 (SIGKILL)")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_restarts_begin_a_fresh_attempt(tmp_path: Path) -> None:
+    ended, told = run(tmp_path, "fail_until", "2", restarts=2)
+    assert ended == Ended(0)
+    assert told == [
+        f"rank 0 failed: ValueError: attempt {attempt}; starting again from the last checkpoint ({attempt + 1} of 2)"
+        for attempt in (0, 1)
+    ]
+    assert (tmp_path / "rank-1.txt").read_text() == "rank 1 of 2, attempt 2\n"
+
+
+def test_restarts_run_out(tmp_path: Path) -> None:
+    ended, told = run(tmp_path, "fail_until", "9", restarts=1)
+    assert (ended.exit_code, ended.message, len(told)) == (3, "rank 0 failed: ValueError: attempt 1", 1)
+
+
+# --- signals to the supervisor, which is a process of its own here ---------------------------------
+
+
+class Supervisor:
+    """`python -m standins`, and the ranks that it started."""
+
+    def __init__(self, folder: Path, work: str, restarts: int = 0) -> None:
+        command = [sys.executable, "-m", "standins", "2", str(restarts), str(folder), work, str(folder)]
+        environment = {**os.environ, "PYTHONPATH": str(TESTS), "TMPDIR": str(folder)}
+        self.process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        self.folder = folder
+        until(lambda: len([f for f in folder.glob("pid-0-*") if f.read_text()]) == 2)
+
+    def output(self) -> str:
+        out, _ = self.process.communicate(timeout=30)
+        return out.decode()
+
+    def ranks_are_gone(self) -> bool:
+        return not any(psutil.pid_exists(pid) for pid in pids(self.folder))
+
+
+@pytest.fixture
+def supervise(tmp_path: Path) -> Iterator[Callable[..., Supervisor]]:
+    started: list[Supervisor] = []
+
+    def start(work: str, restarts: int = 0) -> Supervisor:
+        started.append(Supervisor(tmp_path, work, restarts))
+        return started[-1]
+
+    yield start
+    for supervisor in started:
+        supervisor.process.kill()
+        supervisor.process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_request_to_stop_reaches_all_ranks(tmp_path: Path, supervise: Callable[..., Supervisor], number: int) -> None:
+    supervisor = supervise("steps", restarts=2)
+    supervisor.process.send_signal(number)
+    supervisor.process.send_signal(number)  # an echo of the first
+    assert supervisor.output().strip() == "stopping after this step and saving; Ctrl-C once more stops at once"
+    assert supervisor.process.returncode == 130
+    assert all((tmp_path / f"saved-{rank}").exists() for rank in range(2))
+
+
+def test_ranks_that_are_only_starting_have_nothing_to_save(supervise: Callable[..., Supervisor]) -> None:
+    supervisor = supervise("unready", restarts=2)
+    supervisor.process.send_signal(signal.SIGINT)
+    assert supervisor.output().splitlines()[-1] == "stopped while the ranks were starting"
+    assert supervisor.process.returncode == 130
+
+
+def test_a_second_request_stops_at_once(supervise: Callable[..., Supervisor]) -> None:
+    supervisor = supervise("deaf", restarts=2)
+    supervisor.process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert supervisor.process.poll() is None
+    supervisor.process.send_signal(signal.SIGINT)
+    assert "stopped at once" in supervisor.output()
+    assert supervisor.process.returncode == 137
+    assert supervisor.ranks_are_gone()
+
+
+def test_a_rank_that_dies_while_stopping_is_a_failure_without_restart(supervise: Callable[..., Supervisor]) -> None:
+    supervisor = supervise("deaf", restarts=2)
+    supervisor.process.send_signal(signal.SIGTERM)
+    assert supervisor.process.stdout is not None
+    assert supervisor.process.stdout.readline().startswith(b"stopping after this step")
+    os.kill(pids(supervisor.folder)[1], signal.SIGKILL)
+    output = supervisor.output()
+    assert supervisor.process.returncode == 3
+    assert "rank 1 was killed by signal 9" in output
+    assert "starting again" not in output
+
+
+@pytest.mark.parametrize("work", ["sleep", "deaf"])
+def test_ranks_do_not_outlive_a_killed_supervisor(supervise: Callable[..., Supervisor], work: str) -> None:
+    supervisor = supervise(work)
+    supervisor.process.kill()
+    until(supervisor.ranks_are_gone)
+
+
+def test_a_signal_to_a_rank_alone_is_a_request_to_it(tmp_path: Path, supervise: Callable[..., Supervisor]) -> None:
+    supervisor = supervise("steps")
+    for pid in pids(tmp_path):
+        os.kill(pid, signal.SIGTERM)
+    assert supervisor.output().strip() == ""
+    assert supervisor.process.returncode == 130

@@ -1,0 +1,146 @@
+"""Updates on flat tensors equal torch's own optimizers on the parameters one by one."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from motet.core.errors import InputError
+from motet.precision.recipe import RECIPES
+from motet.train.optimizer import Updater, group_parameters
+from motet.train.settings import OptimizerSettings
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 5)
+        self.norm = nn.LayerNorm(5)
+        self.unused = nn.Linear(3, 3)
+        self.head = nn.Linear(5, 7)
+        self.head.weight = self.table.weight  # tied
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.table(tokens))).square().sum()
+
+
+def _net() -> _Net:
+    torch.manual_seed(1)
+    return _Net().double()
+
+
+def _settings(**changes: object) -> OptimizerSettings:
+    return OptimizerSettings.model_validate({"learning_rate": 0.01, **changes})
+
+
+def _torch_optimizer(net: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
+    wide = [p for p in net.parameters() if p.ndim > 1]
+    narrow = [p for p in net.parameters() if p.ndim == 1]
+    groups = [{"params": wide, "weight_decay": settings.weight_decay}, {"params": narrow, "weight_decay": 0.0}]
+    if settings.name == "adamw":
+        return torch.optim.AdamW(groups, lr=0.01, betas=settings.betas, eps=settings.eps)
+    return torch.optim.SGD(groups, lr=0.01, momentum=settings.momentum, nesterov=settings.nesterov)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"name": "sgd"}, {"name": "sgd", "momentum": 0.9}, {"name": "sgd", "momentum": 0.9, "nesterov": True}],
+)
+def test_equals_torch_over_several_steps(changes: dict[str, object]) -> None:
+    settings = _settings(**changes)
+    ours, theirs = _net(), _net()
+    updater, optimizer = Updater(ours, settings, RECIPES["fp64"]), _torch_optimizer(theirs, settings)
+    for step in range(4):
+        tokens = torch.arange(step, step + 3)
+        updater.begin_step()
+        for _ in range(2):  # two micro-batches
+            ours(tokens).backward()
+        updater.end_backward()
+        optimizer.zero_grad(set_to_none=False)
+        for parameter in theirs.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        (2 * theirs(tokens)).backward()
+        expected = math.sqrt(sum(p.grad.norm().item() ** 2 for p in theirs.parameters()))  # type: ignore[union-attr]
+        assert updater.norm() == pytest.approx(expected, rel=1e-14)
+        updater.update(0.01)
+        optimizer.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-15)
+
+
+def test_a_gradient_of_the_step_before_is_not_used_again() -> None:
+    net = _net()
+    updater = Updater(net, _settings(), RECIPES["fp64"])
+    for module in (net, net.unused):
+        updater.begin_step()
+        (net(torch.arange(3)) if module is net else net.unused(torch.ones(3, dtype=torch.float64)).sum()).backward()
+        updater.end_backward()
+    grads = {n: g for w in updater.weights for n, g in w.views(w.grad).items()}
+    assert grads["table.weight"].abs().max() == 0 and grads["unused.weight"].abs().min() == 1
+
+
+def test_bfloat16_keeps_small_updates_in_the_master() -> None:
+    net = nn.Linear(4, 4, bias=False)
+    nn.init.ones_(net.weight)
+    updater = Updater(net, _settings(weight_decay=0.0), RECIPES["bf16"])
+    assert net.weight.dtype == torch.bfloat16
+    for _ in range(4):
+        updater.begin_step()
+        net(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        updater.end_backward()
+        updater.update(1e-3)  # below half a unit in the last place of bfloat16 at 1.0
+    master = updater.weights[0].views(updater.weights[0].master)["weight"]
+    torch.testing.assert_close(master, torch.full((4, 4), 1 - 4e-3), rtol=0, atol=1e-6)
+    assert net.weight.dtype == torch.bfloat16 and net.weight.max() < 1  # four of them together are seen
+    assert updater.weights[0].grad.dtype == torch.float32
+
+
+def test_state_restores_bit_for_bit() -> None:
+    settings = _settings()
+    net = _net()
+    updater = Updater(net, settings, RECIPES["fp64"])
+
+    def step(module: nn.Module, its: Updater) -> None:
+        its.begin_step()
+        module(torch.arange(4)).backward()
+        its.end_backward()
+        its.update(0.01)
+
+    step(net, updater)
+    saved = copy.deepcopy(updater.state())
+    step(net, updater)
+    other = _net()
+    fresh = Updater(other, settings, RECIPES["fp64"])
+    state = fresh.state()
+    assert state.keys() == saved.keys()
+    for name, tensor in state.items():
+        tensor.copy_(saved[name])
+    fresh.publish()
+    step(other, fresh)
+    for a, b in zip(net.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_groups_by_pattern_first_match_counts() -> None:
+    named = dict(_net().named_parameters())
+    groups = group_parameters(
+        named,
+        _settings(
+            groups=(
+                {"match": ("norm.*",), "weight_decay": 0.5, "learning_rate_scale": 2.0},
+                {"match": ("*.bias",), "learning_rate_scale": 3.0},
+            )
+        ),
+    )
+    assert {key: list(members) for key, members in groups.items()} == {
+        (1.0, 0.1): ["table.weight", "unused.weight"],
+        (2.0, 0.5): ["norm.weight", "norm.bias"],
+        (3.0, 0.1): ["unused.bias", "head.bias"],
+    }
+
+
+def test_a_pattern_that_matches_nothing_is_refused() -> None:
+    with pytest.raises(InputError, match=r"matches 'nomr\.\*'; names look like table\.weight"):
+        group_parameters(dict(_net().named_parameters()), _settings(groups=({"match": ("nomr.*",)},)))

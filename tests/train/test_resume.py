@@ -1,0 +1,136 @@
+"""A run that is interrupted and resumed ends with the same bits as one that is not."""
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from motet.monitor.events import read_steps
+from motet.parallel.place import Place
+from motet.train.assemble import run_rank
+from motet.train.faults import StopFlag
+from motet.train.job import Job
+from ranks import RankFailureError, Ranks
+from train.runs import same_bits, saved_tensors, small_job
+
+STEPS = "run.steps=12"
+EVERY = "checkpoint.every=4"
+DRAW = random.SystemRandom()
+
+
+class _KillsItself(StopFlag):
+    """kill -9 at the moment when this rank would begin step `at` (from 0) of this attempt."""
+
+    def __init__(self, at: int) -> None:
+        self._left = at
+
+    @property
+    def requested(self) -> bool:  # type: ignore[override]  # the loop reads it once a step
+        self._left -= 1
+        if self._left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return False
+
+
+def _train(place: Place, job: Job, folder: Path, killed: tuple[int, int] | None = None) -> int:
+    """`killed`: (rank, step)."""
+    stop = _KillsItself(killed[1]) if killed and killed[0] == place.rank else StopFlag()
+    return run_rank(job, place, folder, stop).steps
+
+
+def _curve(folder: Path) -> list[tuple[float, float | None]]:
+    return [(step.loss, step.grad_norm) for step in read_steps(folder / "events.jsonl")]
+
+
+@contextmanager
+def _told(killed: tuple[int, int]) -> Iterator[None]:
+    """A failure says which rank was killed and when, so that it can be had again with `killed` set to that."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"killed = {killed}: (rank, step)")
+        raise
+
+
+def _kill_and_resume(ranks: Ranks, folder: Path, world: int, *changes: str) -> dict[str, torch.Tensor]:
+    """Some rank is killed at some step, other ones each time. Gives what the last checkpoint holds."""
+    killed = (DRAW.randrange(world), DRAW.randrange(12))
+    job = small_job(folder, STEPS, EVERY, *changes)
+    whole, cut = folder / "whole", folder / "cut"
+    with _told(killed):
+        ranks.run_places(world, _train, job, whole, timeout_s=120)
+        with pytest.raises(RankFailureError, match=f"rank {killed[0]} failed: the process ended with code -9"):
+            ranks.run_places(world, _train, job, cut, killed, timeout_s=120)
+        assert ranks.run_places(world, _train, job, cut, timeout_s=120) == [12] * world
+        assert same_bits(saved_tensors(cut), saved_tensors(whole))
+        assert _curve(cut) == _curve(whole)
+        assert len(_curve(whole)) == 12
+    return saved_tensors(cut)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_killed_and_resumed_is_bit_for_bit_the_same(ranks: Ranks, tmp_path: Path, world: int) -> None:
+    _kill_and_resume(ranks, tmp_path, world, "precision.recipe=bf16")
+
+
+def test_so_it_is_with_momentum_and_micro_batches(ranks: Ranks, tmp_path: Path) -> None:
+    sgd = ["optimizer.name=sgd", "optimizer.momentum=0.9", "optimizer.nesterov=true", "layout.microbatches=2"]
+    _kill_and_resume(ranks, tmp_path, 2, "precision.recipe=bf16", *sgd)
+
+
+def test_so_it_is_with_the_buffers_of_a_module_of_the_users(ranks: Ranks, tmp_path: Path) -> None:
+    model = "model={factory='train.batch_norm_model:WithBatchNorm', arguments={vocab_size=260}, vocab_size=260}"
+    saved = _kill_and_resume(ranks, tmp_path, 2, model, "precision.recipe=fp32")
+    assert saved["buffer/norm.num_batches_tracked"] == 12
+    assert saved["buffer/norm.running_mean"].count_nonzero() == 8
+
+
+@pytest.mark.parametrize("recipe", ["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("model", ["decoder", "gpt2"])
+def test_two_halves_are_the_whole(ranks: Ranks, tmp_path: Path, recipe: str, model: str) -> None:
+    changes = [STEPS, f"precision.recipe={recipe}", "layout.microbatches=2"]
+    job = small_job(tmp_path, *changes, model=model)
+    first = small_job(tmp_path, *changes, "run.stop_at=6", model=model)
+    ranks.run_places(1, _train, job, tmp_path / "whole", timeout_s=120)
+    assert ranks.run_places(1, _train, first, tmp_path / "halves", timeout_s=120) == [6]
+    assert ranks.run_places(1, _train, job, tmp_path / "halves", timeout_s=120) == [12]
+    assert same_bits(saved_tensors(tmp_path / "halves"), saved_tensors(tmp_path / "whole"))
+    assert _curve(tmp_path / "halves") == _curve(tmp_path / "whole")
+
+
+def test_another_number_of_ranks_continues_with_a_warning(ranks: Ranks, tmp_path: Path) -> None:
+    job = small_job(tmp_path, STEPS, "run.stop_at=6")
+    ranks.run_places(2, _train, job, tmp_path / "run", timeout_s=120)
+    ranks.run_places(3, _train, small_job(tmp_path, STEPS), tmp_path / "run", timeout_s=120)
+    ranks.run_places(1, _train, small_job(tmp_path, STEPS), tmp_path / "whole", timeout_s=120)
+    told = (tmp_path / "run/events.jsonl").read_text()
+    assert "made with ranks = 2, this run has 3" in told
+    for (loss, _), (expected, _) in zip(_curve(tmp_path / "run"), _curve(tmp_path / "whole"), strict=True):
+        assert abs(loss - expected) < 1e-12 * expected
+
+
+def test_all_ranks_stop_at_the_same_step_and_save(ranks: Ranks, tmp_path: Path) -> None:
+    done = ranks.run_places(3, _train_asked_to_stop, small_job(tmp_path, STEPS), tmp_path / "run", timeout_s=120)
+    assert done == [5] * 3
+    assert (tmp_path / "run/checkpoints/step-00000005/manifest.json").is_file()
+
+
+def _train_asked_to_stop(place: Place, job: Job, folder: Path) -> int:
+    """Only rank 1 gets the signal, after four steps."""
+    stop = _RequestedLater(4) if place.rank == 1 else StopFlag()
+    return run_rank(job, place, folder, stop).steps
+
+
+class _RequestedLater(StopFlag):
+    def __init__(self, steps: int) -> None:
+        self._left = steps
+
+    @property
+    def requested(self) -> bool:  # type: ignore[override]
+        self._left -= 1
+        return self._left < 0
