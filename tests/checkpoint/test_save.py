@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from motet.checkpoint.load import load_checkpoint
 from motet.checkpoint.manifest import Manifest, read_manifest, whole_checkpoints
 from motet.checkpoint.save import save_checkpoint
 from motet.core.errors import InputError, SaveError
+from motet.parallel.group import Group
+from ranks import Ranks
 
 
 def _state(value: float = 1.0, size: int = 6) -> dict[str, torch.Tensor]:
@@ -23,11 +26,11 @@ def _state(value: float = 1.0, size: int = 6) -> dict[str, torch.Tensor]:
     }
 
 
-def _save(folder: Path, step: int, state: dict[str, torch.Tensor], keep: int = 2) -> Path:
+def _save(folder: Path, step: int, state: dict[str, torch.Tensor], keep: int = 2, group: Group | None = None) -> Path:
     manifest = Manifest(
         step, 1, 1, torch.__version__, "data", {n: list(t.shape) for n, t in state.items()}, dict.fromkeys(state, "")
     )
-    return save_checkpoint(folder, state, manifest, keep, None)
+    return save_checkpoint(folder, state, manifest, keep, group.process_group if group else None)
 
 
 def test_what_is_saved_comes_back_in_place(tmp_path: Path) -> None:
@@ -52,6 +55,28 @@ def test_remains_of_a_killed_save_are_ignored_and_cleared(tmp_path: Path) -> Non
     assert [step for step, _ in whole_checkpoints(tmp_path)] == [1]
     _save(tmp_path, 3, _state())
     assert not remains.exists()
+
+
+def _save_with_a_slow_removal_of_remains(group: Group, folder: Path) -> None:
+    def remove_slowly(path: Path) -> None:
+        remove(path)
+        time.sleep(0.3)
+
+    remove, shutil.rmtree = shutil.rmtree, remove_slowly
+    try:
+        _save(folder, 2, _state(2.0), group=group)
+    finally:
+        shutil.rmtree = remove
+
+
+def test_the_others_wait_until_the_leader_has_cleared_the_folder(ranks: Ranks, tmp_path: Path) -> None:
+    remains = tmp_path / "step-00000002.partial"
+    remains.mkdir()
+    (remains / "__1_0.distcp").write_text("of another world")
+    ranks.run(3, _save_with_a_slow_removal_of_remains, tmp_path)
+    state = _state(0.0)
+    load_checkpoint(tmp_path / "step-00000002", state, None)
+    assert state["a/weight"].eq(2.0).all()
 
 
 def test_another_model_is_refused_by_the_first_tensor_that_differs(tmp_path: Path) -> None:

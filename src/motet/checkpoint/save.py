@@ -31,6 +31,8 @@ def save_checkpoint(
     with _told_as_save_error(final, size):
         if leads:
             _clear(folder, partial)
+        if group is not None:
+            dist.barrier(group)  # nobody writes into a folder that is still being cleared
         try:
             with warnings.catch_warnings():
                 # Without a process group DCP says that it assumes one process, which is the case.
