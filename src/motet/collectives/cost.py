@@ -1,0 +1,123 @@
+"""How long a Program takes on a Cluster: alpha-beta-gamma along the links that its messages really cross.
+
+Steps follow one another. In a step every port carries its messages in turn, each for its start-up (alpha) and its bytes
+(beta); a link in between carries the bytes of all that crosses it; the step ends when the busiest link and then the
+busiest adder (gamma) are done. What is left out: ranks that run ahead of others into the next step.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+from motet.cluster.cluster import Cluster
+from motet.collectives.library.registry import Number
+from motet.collectives.score import Program, Step, messages
+from motet.core.errors import InputError
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one link has to do in a step: it takes `fixed_s + per_byte_s * S`."""
+
+    link: str
+    fixed_s: Number
+    per_byte_s: Number
+
+    def seconds(self, size: Number) -> Number:
+        return self.fixed_s + self.per_byte_s * size
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What a step costs, for messages of any size."""
+
+    latency_s: Number
+    loads: tuple[Load, ...]
+    """Of the links that are the busiest at some size."""
+    adding_s_per_byte: Number
+
+    def seconds(self, size: Number) -> Number:
+        return self.latency_s + self.busiest(size).seconds(size) + self.adding_s_per_byte * size
+
+    def busiest(self, size: Number) -> Load:
+        return max(self.loads, key=lambda load: load.seconds(size))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a Program costs on a Cluster, for messages of any size in bytes."""
+
+    steps: tuple[StepCost, ...]
+
+    def seconds(self, size: Number) -> Number:
+        return sum((step.seconds(size) for step in self.steps), start=Fraction(0))
+
+
+def cost(program: Program, cluster: Cluster) -> Cost:
+    """Rank i of the Program is the i-th of the cluster."""
+    if program.ranks > cluster.ranks:
+        raise InputError(
+            f"{program} does not fit on cluster {cluster.name}, which has {cluster.ranks} ranks; give it more hosts"
+        )
+    crossing = _Crossing(cluster)
+    known: dict[Step, StepCost] = {}
+    for step in program.steps:
+        if step and step not in known:
+            known[step] = _step(program, step, crossing)
+    return Cost(tuple(known[step] for step in program.steps if step))
+
+
+class _Crossing:
+    """The routes of a cluster, asked for once each."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.route = lru_cache(maxsize=None)(cluster.route)
+        self.latency_s = lru_cache(maxsize=None)(cluster.latency_s)
+
+
+def _step(program: Program, step: Step, crossing: _Crossing) -> StepCost:
+    weights: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    adding: Counter[int] = Counter()
+    latency: Number = 0
+    for (src, dst), transfers in messages(step).items():
+        weight = sum(map(program.weight, transfers))
+        latency = max(latency, crossing.latency_s(src, dst))
+        for link in crossing.route(src, dst):
+            weights[link] += weight
+            counts[link] += 1
+        adding[dst] += sum(program.weight(t) for t in transfers if t.op == "reduce")
+    loads = [_load(link, counts[link], Fraction(weights[link], program.whole), crossing.cluster) for link in weights]
+    gamma = crossing.cluster.gamma_s_per_byte.value
+    return StepCost(latency, _hull(loads), Fraction(max(adding.values()), program.whole) * gamma)
+
+
+def _load(name: str, flows: int, share: Fraction, cluster: Cluster) -> Load:
+    link = cluster.link(name)
+    if link.is_port:
+        return Load(name, flows * link.alpha_s.value, share / link.bandwidth_Bps.value)
+    return Load(name, 0, share * cluster.imbalance(name, flows) / link.bandwidth_Bps.value)
+
+
+def _hull(loads: list[Load]) -> tuple[Load, ...]:
+    """Those that no other is at least as slow as at every size."""
+    kept: list[Load] = []
+    for load in sorted(loads, key=lambda load: (-load.per_byte_s, -load.fixed_s)):
+        if not kept or load.fixed_s > max(other.fixed_s for other in kept):
+            kept.append(load)
+    return tuple(kept)
+
+
+def bus_factor(collective: str, ranks: int) -> Fraction:
+    """Bus bandwidth as nccl-tests defines it is this times S / time: what each rank's link carries at least.
+
+    So it can be compared with the speed of the hardware, whatever the collective and the number of ranks.
+    """
+    if collective == "all-reduce":
+        return Fraction(2 * (ranks - 1), ranks)
+    if collective in ("reduce-scatter", "all-gather", "all-to-all", "gather", "scatter"):
+        return Fraction(ranks - 1, ranks)
+    return Fraction(1)
+

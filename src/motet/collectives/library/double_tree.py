@@ -1,0 +1,124 @@
+"""Two binary trees at once, each for half of the data: whoever is inside one is a leaf of the other.
+
+So every rank sends and receives all the time, as in a ring, and the distance grows with the logarithm of the ranks, as in
+a tree. After Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (2009).
+"""
+
+from fractions import Fraction
+from functools import lru_cache
+from typing import NamedTuple
+
+from motet.collectives.compose import reverse, then
+from motet.collectives.library.registry import Terms, algorithm
+from motet.collectives.library.shapes import check_pieces
+from motet.collectives.score import Program, Step, Transfer
+
+
+class _Edge(NamedTuple):
+    tree: int
+    parent: int
+    child: int
+
+
+def _parent(label: int, last: int) -> int:
+    """In a binary tree over 1 .. last whose odd labels are leaves: numbers between a node's children are below it."""
+    bit = label & -label
+    up = (label ^ bit) | (bit << 1)
+    return up if up <= last else label ^ bit
+
+
+def _edges(ranks: int) -> tuple[list[_Edge], tuple[int, int]]:
+    """The edges of both trees, parents before their children, and the two roots."""
+    edges: list[_Edge] = []
+    roots = [0, 0]
+    # The second tree is the mirror image, or shifted by one where a mirror would keep leaves leaves.
+    place = {label: (label - 1, ranks - label if ranks % 2 == 0 else label % ranks) for label in range(1, ranks + 1)}
+    for label in sorted(place, key=lambda label: _level(label, ranks)):
+        up = _parent(label, ranks)
+        for tree in (0, 1):
+            if up:
+                edges.append(_Edge(tree, place[up][tree], place[label][tree]))
+            else:
+                roots[tree] = place[label][tree]
+    return edges, (roots[0], roots[1])
+
+
+def _level(label: int, last: int) -> int:
+    up = _parent(label, last)
+    return 0 if not up else 1 + _level(up, last)
+
+
+def _colours(edges: list[_Edge]) -> dict[_Edge, int]:
+    """In even steps the edges of colour 0 are used, in odd ones those of colour 1.
+
+    No rank sends, or receives, over two edges of one colour: every rank has at most two of each kind, so the edges that
+    meet form paths and circles of even length, which are coloured in turn.
+    """
+    meeting: dict[tuple[str, int], list[_Edge]] = {}
+    for edge in edges:
+        meeting.setdefault(("send", edge.parent), []).append(edge)
+        meeting.setdefault(("receive", edge.child), []).append(edge)
+    colours: dict[_Edge, int] = {}
+    for first in edges:
+        todo = [(first, 0)] if first not in colours else []
+        while todo:
+            edge, colour = todo.pop()
+            if edge in colours:
+                continue
+            colours[edge] = colour
+            neighbours = meeting["send", edge.parent] + meeting["receive", edge.child]
+            todo += [(other, 1 - colour) for other in neighbours if other not in colours]
+    return colours
+
+
+@lru_cache(maxsize=256)
+def _departures(ranks: int) -> dict[_Edge, int]:
+    """The step in which the first piece crosses each edge; the others follow, one `_pace` apart."""
+    edges, roots = _edges(ranks)
+    colours = _colours(edges)
+    arrival = dict.fromkeys(enumerate(roots), -1)
+    crossing: dict[_Edge, int] = {}
+    for edge in edges:
+        ready = arrival[edge.tree, edge.parent] + 1
+        crossing[edge] = ready + (ready + colours[edge]) % 2
+        arrival[edge.tree, edge.child] = crossing[edge]
+    return crossing
+
+
+def _length(ranks: int, pieces: int) -> int:
+    """Steps in one direction: the depth, which is at most twice the levels of the tree, and the pace for each more piece."""
+    return max(_departures(ranks).values()) + 1 + _pace(ranks) * (pieces - 1)
+
+
+def _pace(ranks: int) -> int:
+    """A piece follows the one before it when the colour of its edge comes again; two ranks need one colour only."""
+    return 1 if ranks == 2 else 2
+
+
+def _cost(ranks: int, pieces: int = 8) -> Terms:
+    """Up and down; in each step every port carries at most one of the 2 * pieces parts."""
+    steps = _length(ranks, pieces)
+    return Terms(2 * steps, Fraction(2 * steps, 2 * pieces), Fraction(steps, 2 * pieces))
+
+
+@algorithm("all-reduce", "double-tree", cost=_cost)
+def all_reduce_double_tree(ranks: int, pieces: int = 8) -> Program:
+    """Up and down two complementary binary trees, each with half of the data, cut in pieces that follow each other."""
+    check_pieces(pieces)
+    down = _down(ranks, pieces)
+    return then(reverse(down, "reduce"), down, "all-reduce", "double-tree")
+
+
+def _down(ranks: int, pieces: int) -> Program:
+    """A broadcast of the first half of the chunks from one root, and of the second from the other."""
+    _, roots = _edges(ranks)
+    steps: list[list[Transfer]] = [[] for _ in range(_length(ranks, pieces))]
+    for edge, first in _departures(ranks).items():
+        for piece in range(pieces):
+            chunk = edge.tree * pieces + piece
+            steps[first + _pace(ranks) * piece].append(Transfer(edge.parent, edge.child, chunk, chunk, "copy"))
+    halves = tuple(range(pieces)), tuple(range(pieces, 2 * pieces))
+    held = [tuple(c for half, root in zip(halves, roots, strict=True) if root == r for c in half) for r in range(ranks)]
+    source = {chunk: (roots[chunk // pieces],) for chunk in range(2 * pieces)}
+    played: tuple[Step, ...] = tuple(tuple(step) for step in steps)
+    return Program("broadcast", "double-tree", ranks, (1,) * (2 * pieces), tuple(held), (source,) * ranks, played)

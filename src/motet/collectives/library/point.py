@@ -1,0 +1,50 @@
+"""Two ranks, and the barrier that all of them meet at."""
+
+from motet.collectives.library.butterfly import bruck_steps
+from motet.collectives.library.registry import Terms, algorithm, message
+from motet.collectives.library.shapes import check_root, exchange, part, rounds
+from motet.collectives.score import Program, Transfer
+from motet.core.errors import InputError
+
+
+def _from_one_to_another(collective: str, ranks: int, src: int, dst: int) -> Program:
+    check_root(src, ranks)
+    check_root(dst, ranks)
+    if src == dst:
+        raise InputError(f"src and dst are both rank {src}: nothing to send")
+    return Program(
+        collective,
+        "direct",
+        ranks,
+        sizes=(1,),
+        initial=tuple((0,) if rank == src else () for rank in range(ranks)),
+        final=tuple({0: (src,)} if rank in (src, dst) else {} for rank in range(ranks)),
+        steps=((Transfer(src, dst, 0, 0, "copy"),),),
+    )
+
+
+@algorithm("send", "direct", cost=lambda n: message())
+def send(ranks: int, src: int = 0, dst: int = 1) -> Program:
+    """One rank sends, another receives."""
+    return _from_one_to_another("send", ranks, src, dst)
+
+
+@algorithm("copy", "direct", cost=lambda n: message())
+def copy(ranks: int, src: int = 0, dst: int = 1) -> Program:
+    """What one rank holds appears on another, which need not ask: a put."""
+    return _from_one_to_another("copy", ranks, src, dst)
+
+
+@algorithm("signal", "direct", cost=lambda n: message())
+def signal(ranks: int, src: int = 0, dst: int = 1) -> Program:
+    """A token without content that another rank waits for."""
+    return _from_one_to_another("signal", ranks, src, dst)
+
+
+@algorithm("barrier", "dissemination", cost=lambda n: Terms(rounds(n), part(n - 1, n)))
+def barrier(ranks: int) -> Program:
+    """Tokens spread over ever larger distances; who has all of them knows that everybody is there."""
+    gathered = exchange("dissemination", ranks, bruck_steps(ranks))
+    return Program(
+        "barrier", gathered.algorithm, ranks, gathered.sizes, gathered.initial, gathered.final, gathered.steps
+    )

@@ -1,0 +1,150 @@
+"""The table of algorithms: each a function from a number of ranks to a Program, with the closed form of its cost.
+
+`@algorithm(collective, name, cost)` puts a function in the table; from then on it can be executed, costed, proven,
+drawn and benchmarked.
+"""
+
+import difflib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+from motet.collectives.score import Program
+from motet.core.errors import InputError
+
+Number = float | Fraction
+
+
+class Terms(NamedTuple):
+    """A time as a sum: `alpha` start-ups, `beta` times S bytes on the wire, `gamma` times S bytes added up."""
+
+    alpha: int
+    beta: Fraction
+    gamma: Fraction = Fraction(0)
+
+    def __add__(self, other: "Terms") -> "Terms":  # type: ignore[override]
+        """In place of the joining of tuples."""
+        return Terms(self.alpha + other.alpha, self.beta + other.beta, self.gamma + other.gamma)
+
+    def seconds(self, alpha_s: Number, beta_s: Number, gamma_s: Number) -> Number:
+        """With the start-up of a message, and the times of S bytes on the wire and in the adder."""
+        return self.alpha * alpha_s + self.beta * beta_s + self.gamma * gamma_s
+
+    def times(self, count: int, share: Fraction = Fraction(1)) -> "Terms":
+        """So many times in turn, each time on a share of S."""
+        return Terms(self.alpha * count, self.beta * count * share, self.gamma * count * share)
+
+
+def message(share: Fraction | int = 1, adds: Fraction | int = 0) -> Terms:
+    """One message with a share of S, of which a share is added up where it arrives."""
+    return Terms(1, Fraction(share), Fraction(adds))
+
+
+Build = Callable[..., Program]
+Cost = Callable[..., Terms]
+Takes = Callable[[int], bool]
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One way of doing a collective."""
+
+    collective: str
+    name: str
+    build: Build
+    cost: Cost
+    """The closed form on a network where every rank has one full-duplex port."""
+    takes: Takes
+    options: tuple[str, ...]
+
+    @property
+    def summary(self) -> str:
+        return (inspect.getdoc(self.build) or "").split("\n\n")[0].replace("\n", " ")
+
+    def refuse(self, ranks: int) -> None:
+        """Raise, with the counts that it can take, if it cannot take so many ranks."""
+        if ranks < 2:
+            raise InputError(f"{ranks} ranks: {self.collective}/{self.name} needs at least 2")
+        if not self.takes(ranks):
+            possible = ", ".join(str(count) for count in range(2, 65) if self.takes(count))
+            raise InputError(f"{ranks} ranks: {self.collective}/{self.name} takes {possible} (of 2 to 64)")
+
+
+_COLLECTIVES = (
+    "broadcast", "reduce", "all-reduce", "reduce-scatter", "all-gather", "gather", "scatter", "all-to-all", "barrier",
+    "send", "copy", "signal",
+)  # fmt: skip
+_ALGORITHMS: dict[str, dict[str, Algorithm]] = {collective: {} for collective in _COLLECTIVES}
+
+
+def algorithm(collective: str, name: str, cost: Cost, takes: Takes = lambda ranks: True) -> Callable[[Build], Build]:
+    """Put a function in the table."""
+
+    def register(build: Build) -> Build:
+        options = tuple(list(inspect.signature(build).parameters)[1:])
+        _ALGORITHMS[collective][name] = Algorithm(collective, name, build, cost, takes, options)
+        return build
+
+    return register
+
+
+def collectives() -> tuple[str, ...]:
+    """The names of all collectives."""
+    return tuple(_ALGORITHMS)
+
+
+def algorithms(collective: str) -> tuple[str, ...]:
+    """The names of the algorithms of a collective."""
+    return tuple(_of(collective))
+
+
+def find(collective: str, name: str) -> Algorithm:
+    found = _of(collective)
+    if name not in found:
+        raise InputError(f"{collective} has no algorithm {name!r}; it has {_list(found)}{_nearest(name, found)}")
+    return found[name]
+
+
+def program(collective: str, algorithm: str, ranks: int, **options: object) -> Program:
+    """The Program of an algorithm for so many ranks. Options such as `root`, `pieces`, `hosts` or `dims` are the
+    algorithm's own."""
+    found = find(collective, algorithm)
+    found.refuse(ranks)
+    return found.build(ranks, **_known(found, options))
+
+
+def closed_form(collective: str, algorithm: str, ranks: int, **options: object) -> Terms:
+    """What the algorithm costs on a uniform network."""
+    found = find(collective, algorithm)
+    found.refuse(ranks)
+    known = _known(found, options)
+    wanted = inspect.signature(found.cost).parameters
+    return found.cost(ranks, **{name: value for name, value in known.items() if name in wanted})
+
+
+def _known(found: Algorithm, options: dict[str, object]) -> dict[str, object]:
+    for name in options:
+        if name not in found.options:
+            has = f"has the options {_list(found.options)}" if found.options else "has no options"
+            raise InputError(f"{found.collective}/{found.name} has no option {name!r}; it {has}")
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _of(collective: str) -> dict[str, Algorithm]:
+    if collective not in _ALGORITHMS:
+        raise InputError(
+            f"there is no collective {collective!r}; there are {_list(_ALGORITHMS)}{_nearest(collective, _ALGORITHMS)}"
+        )
+    return _ALGORITHMS[collective]
+
+
+def _list(names: object) -> str:
+    assert isinstance(names, dict | tuple)
+    return ", ".join(names)
+
+
+def _nearest(name: str, names: dict[str, object] | dict[str, Algorithm] | dict[str, dict[str, Algorithm]]) -> str:
+    close = difflib.get_close_matches(name, names, n=1)
+    return f" (nearest: {close[0]})" if close else ""

@@ -1,0 +1,178 @@
+"""Grids: ranks talk only to their neighbours along each dimension, on a torus around it, on a mesh to its ends."""
+
+from collections.abc import Callable, Sequence
+from math import prod
+
+from motet.collectives.compose import reverse, side_by_side
+from motet.collectives.library.registry import Terms, algorithm
+from motet.collectives.library.ring import all_gather_ring
+from motet.collectives.library.shapes import composite, exchange, factors, grid, part, reduction
+from motet.collectives.score import Program, Step, Transfer
+
+Dims = Sequence[int] | None
+
+
+def _torus_cost(axes: int | None) -> Callable[..., Terms]:
+    """Along each dimension d - 1 steps there and d - 1 back, for each of the 2 n parts of the data.
+
+    A rank sends them over one port here, one after another. Where d = 2 both neighbours are the same rank, and the two
+    directions are one message. Together they are the traffic of one ring: 2 S (N-1) / N.
+    """
+
+    def cost(ranks: int, dims: Dims = None) -> Terms:
+        lengths = grid(ranks, dims, axes)
+        starts = sum(len(lengths) * 2 * (d - 1) * (1 if d == 2 else 2) for d in lengths)
+        return Terms(starts, part(2 * (ranks - 1), ranks), part(ranks - 1, ranks))
+
+    return cost
+
+
+def _torus(name: str, ranks: int, lengths: Sequence[int]) -> Program:
+    """The data in 2 n parts. Each starts along another dimension or in the other direction, so that all links work."""
+    axes = len(lengths)
+    parts: list[list[tuple[Step, ...]]] = []
+    for number in range(2 * axes):
+        turned = [(axis + number // 2) % axes for axis in range(axes)]
+        offset = number * ranks
+        parts.append(_phases(lengths, turned, offset, all_gather_ring, backwards=number % 2 == 1))
+    gathered = _in_phase(parts)
+    chunks = 2 * axes * ranks
+    steps = [*_adding(gathered), *gathered]
+    return reduction(name, ranks, chunks, steps, ports=sum(1 if d == 2 else 2 for d in lengths))
+
+
+def _in_phase(parts: list[list[tuple[Step, ...]]]) -> tuple[Step, ...]:
+    """The parts change dimension together, so that no two meet on a link."""
+    steps: list[Step] = []
+    for phases in zip(*parts, strict=True):
+        steps += side_by_side(phases)
+    return tuple(steps)
+
+
+def _adding(gathered: Sequence[Step]) -> list[Step]:
+    """The reduce-scatter that an all-gather is the reverse of."""
+    return [
+        tuple(Transfer(t.dst, t.src, t.first, t.last, "reduce") for t in reversed(step)) for step in reversed(gathered)
+    ]
+
+
+def _phases(
+    lengths: Sequence[int],
+    order: Sequence[int],
+    offset: int,
+    along: Callable[[int], Program],
+    *,
+    backwards: bool = False,
+) -> list[tuple[Step, ...]]:
+    """An all-gather along one dimension after another, the last of the order first: the steps of each phase.
+
+    A rank's chunk has the number that the rank would have if the dimensions were counted in this order. What it holds
+    before a phase are the chunks that differ from its own only in the dimensions done before: neighbours in number.
+    """
+    ranks = prod(lengths)
+    phases: list[tuple[Step, ...]] = []
+    width = 1
+    for place in reversed(range(len(order))):
+        axis = order[place]
+        length = lengths[axis]
+        line = along(length).steps
+        lines = []
+        for rank in range(ranks):
+            if _coordinate(rank, axis, lengths) == 0:
+                members = [_moved(rank, axis, n, lengths) for n in range(length)]
+                first = _number(rank, order, lengths) // (width * length) * width * length + offset
+                lines.append(_laid(line, members, first, width, backwards=backwards))
+        phases.append(side_by_side(lines))
+        width *= length
+    return phases
+
+
+def _laid(
+    line: tuple[Step, ...], members: Sequence[int], first: int, width: int, *, backwards: bool
+) -> tuple[Step, ...]:
+    """The steps of an all-gather among these ranks; chunk i of it is the i-th `width` chunks from `first` on."""
+    length = len(members)
+
+    def place(n: int) -> int:
+        return -n % length if backwards else n
+
+    def lay(t: Transfer) -> Transfer:
+        start = first + place(t.first) * width
+        return Transfer(members[place(t.src)], members[place(t.dst)], start, start + width - 1, t.op)
+
+    return tuple(tuple(lay(t) for t in step) for step in line)
+
+
+def _coordinate(rank: int, axis: int, lengths: Sequence[int]) -> int:
+    return rank // prod(lengths[axis + 1 :]) % lengths[axis]
+
+
+def _moved(rank: int, axis: int, to: int, lengths: Sequence[int]) -> int:
+    return rank + (to - _coordinate(rank, axis, lengths)) * prod(lengths[axis + 1 :])
+
+
+def _number(rank: int, order: Sequence[int], lengths: Sequence[int]) -> int:
+    number = 0
+    for axis in order:
+        number = number * lengths[axis] + _coordinate(rank, axis, lengths)
+    return number
+
+
+@algorithm("all-reduce", "torus-2d", cost=_torus_cost(2), takes=composite)
+def all_reduce_torus_2d(ranks: int, dims: Dims = None) -> Program:
+    """Reduce-scatter along rows and columns of a torus, all-gather back; both orders and directions at once."""
+    return _torus("torus-2d", ranks, grid(ranks, dims, 2))
+
+
+@algorithm("all-reduce", "torus-3d", cost=_torus_cost(3), takes=lambda ranks: factors(ranks) >= 3)
+def all_reduce_torus_3d(ranks: int, dims: Dims = None) -> Program:
+    """The same along three dimensions, with six parts of the data at once."""
+    return _torus("torus-3d", ranks, grid(ranks, dims, 3))
+
+
+@algorithm("all-reduce", "torus-5d", cost=_torus_cost(5), takes=lambda ranks: factors(ranks) >= 5)
+def all_reduce_torus_5d(ranks: int, dims: Dims = None) -> Program:
+    """The same along five dimensions, with ten parts of the data at once."""
+    return _torus("torus-5d", ranks, grid(ranks, dims, 5))
+
+
+def _line_load(length: int) -> int:
+    """Messages that the busiest port of a line carries: the middle receives from both sides in the second half."""
+    return 1 if length == 2 else 2 * (length - 1) - (length - 2) // 2
+
+
+def _mesh_cost(ranks: int, dims: Dims = None) -> Terms:
+    rows, columns = grid(ranks, dims, 2)
+    loads = _line_load(rows), _line_load(columns)
+    share = part(loads[0], rows) + part(loads[1], rows * columns)
+    return Terms(2 * sum(loads), 2 * share, share)
+
+
+@algorithm("all-reduce", "mesh-2d", cost=_mesh_cost, takes=composite)
+def all_reduce_mesh_2d(ranks: int, dims: Dims = None) -> Program:
+    """Reduce-scatter along the rows and columns of a grid without links around it, then all-gather back."""
+    lengths = grid(ranks, dims, 2)
+    phases = _phases(lengths, (0, 1), 0, all_gather_line)
+    gathered = [step for phase in phases for step in phase]
+    return reduction("mesh-2d", ranks, ranks, [*_adding(gathered), *gathered], ports=2 if max(lengths) > 2 else 1)
+
+
+@algorithm("all-gather", "line", cost=lambda n: Terms(_line_load(n), part(_line_load(n), n)))
+def all_gather_line(ranks: int) -> Program:
+    """Along a line without a link from its end to its start: chunks travel to both ends at once."""
+    # The rank at distance d from where a chunk started passes it on d steps later; those from far away go on last.
+    steps: list[list[Transfer]] = [[] for _ in range(ranks - 1)]
+    for chunk in range(ranks):
+        for rank in range(chunk, ranks - 1):
+            steps[rank - chunk].append(Transfer(rank, rank + 1, chunk, chunk, "copy"))
+        for rank in range(chunk, 0, -1):
+            steps[chunk - rank].append(Transfer(rank, rank - 1, chunk, chunk, "copy"))
+    return exchange("line", ranks, steps, ports=1 if ranks == 2 else 2)
+
+
+@algorithm(
+    "reduce-scatter", "line", cost=lambda n: Terms(_line_load(n), part(_line_load(n), n), part(_line_load(n), n))
+)
+def reduce_scatter_line(ranks: int) -> Program:
+    """The all-gather along a line backwards: sums flow from both ends to their owners."""
+    return reverse(all_gather_line(ranks), "reduce-scatter")

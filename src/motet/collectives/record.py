@@ -1,0 +1,119 @@
+"""Programs as JSON, for other tools to read and write: version 1, which docs/reference/program.md describes."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from motet.collectives.score import Operation, Program, Transfer
+from motet.core.errors import InputError
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _Transfer(_Part):
+    src: int
+    dst: int
+    chunk: tuple[int, int]
+    op: Operation
+
+
+class _Record(_Part):
+    version: Literal[1]
+    collective: str
+    algorithm: str
+    ranks: int
+    chunks: int
+    sizes: list[int]
+    initial: list[list[int]]
+    final: list[dict[str, list[int]]]
+    ports: int = 1
+    steps: list[list[_Transfer]]
+
+
+def to_json(program: Program) -> str:
+    """One line per step, so that people can read it too."""
+    head = {
+        "version": 1,
+        "collective": program.collective,
+        "algorithm": program.algorithm,
+        "ranks": program.ranks,
+        "chunks": program.chunks,
+        "sizes": program.sizes,
+        "initial": program.initial,
+        "final": [dict(held) for held in program.final],
+        "ports": program.ports,
+    }
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
+    steps = ",\n  ".join(json.dumps([_transfer(transfer) for transfer in step]) for step in program.steps)
+    return "{" + ",\n ".join([*lines, f'"steps": [\n  {steps}]']) + "}\n"
+
+
+def _transfer(t: Transfer) -> dict[str, object]:
+    return {"src": t.src, "dst": t.dst, "chunk": [t.first, t.last], "op": t.op}
+
+
+def from_json(record: str | bytes | Mapping[str, Any], source: str = "the Program") -> Program:
+    """The Program that was written so, checked as far as it makes sense at all; whether it is right `prove` says."""
+    try:
+        text = json.dumps(record) if isinstance(record, Mapping) else record
+        read = _Record.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise InputError(f"{source}: {where}: {first['msg']}; docs/reference/program.md lists the fields") from None
+    for rank, held in enumerate(read.final):
+        for chunk in held:
+            if not chunk.isdecimal():
+                raise InputError(f"{source}: final[{rank}]: {chunk!r} is not the number of a chunk")
+    program = Program(
+        read.collective,
+        read.algorithm,
+        read.ranks,
+        tuple(read.sizes),
+        tuple(tuple(sorted(set(chunks))) for chunks in read.initial),
+        tuple({int(chunk): tuple(sorted(ranks)) for chunk, ranks in held.items()} for held in read.final),
+        tuple(tuple(Transfer(t.src, t.dst, *t.chunk, t.op) for t in step) for step in read.steps),
+        read.ports,
+    )
+    wrong = _senseless(program, read.chunks)
+    if wrong:
+        raise InputError(f"{source}: {wrong}")
+    return program
+
+
+def _senseless(program: Program, chunks: int) -> str | None:
+    """What makes a Program no Program at all, if anything does."""
+    ranks = program.ranks
+    if ranks < 1 or program.ports < 1:
+        return f"ranks {ranks}, ports {program.ports}: both are at least 1"
+    if chunks < 1 or chunks != program.chunks:
+        return f"chunks {chunks}: there are {program.chunks} sizes, and at least 1 chunk"
+    if min(program.sizes) < 0 or not sum(program.sizes):
+        return "sizes: none may be negative, and not all 0"
+    if len(program.initial) != ranks or len(program.final) != ranks:
+        return f"initial and final have {len(program.initial)} and {len(program.final)} entries for {ranks} ranks"
+    if program.collective == "all-to-all" and chunks != ranks**2:
+        return f"chunks {chunks}: all-to-all among {ranks} ranks has {ranks**2}"
+    return _out_of_range(program)
+
+
+def _out_of_range(program: Program) -> str | None:
+    last_rank, last_chunk = program.ranks - 1, program.chunks - 1
+    for rank, (start, end) in enumerate(zip(program.initial, program.final, strict=True)):
+        for chunk in (*start, *end):
+            if not 0 <= chunk <= last_chunk:
+                return f"rank {rank} holds chunk {chunk}; the last one is {last_chunk}"
+        for source in {source for sources in end.values() for source in sources}:
+            if not 0 <= source <= last_rank:
+                return f"final[{rank}] names rank {source}; the last one is {last_rank}"
+    for number, step in enumerate(program.steps):
+        for t in step:
+            if not (0 <= t.src <= last_rank and 0 <= t.dst <= last_rank) or t.src == t.dst:
+                return f"step {number}: from rank {t.src} to {t.dst}; they are two different ones of 0 to {last_rank}"
+            if not 0 <= t.first <= t.last <= last_chunk:
+                return f"step {number}: chunks {t.first} to {t.last}; they go up from 0 to at most {last_chunk}"
+    return None
