@@ -120,4 +120,3 @@ def bus_factor(collective: str, ranks: int) -> Fraction:
     if collective in ("reduce-scatter", "all-gather", "all-to-all", "gather", "scatter"):
         return Fraction(ranks - 1, ranks)
     return Fraction(1)
-

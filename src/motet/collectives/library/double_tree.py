@@ -1,7 +1,7 @@
 """Two binary trees at once, each for half of the data: whoever is inside one is a leaf of the other.
 
-So every rank sends and receives all the time, as in a ring, and the distance grows with the logarithm of the ranks, as in
-a tree. After Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (2009).
+So every rank sends and receives all the time, as in a ring, and distances grow with the logarithm of the ranks, as in a
+tree. After Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (2009).
 """
 
 from fractions import Fraction
@@ -86,7 +86,7 @@ def _departures(ranks: int) -> dict[_Edge, int]:
 
 
 def _length(ranks: int, pieces: int) -> int:
-    """Steps in one direction: the depth, which is at most twice the levels of the tree, and the pace for each more piece."""
+    """Steps in one direction: the depth, at most twice the levels of the tree, and the pace for each more piece."""
     return max(_departures(ranks).values()) + 1 + _pace(ranks) * (pieces - 1)
 
 

@@ -29,7 +29,7 @@ def all_reduce_flat(ranks: int, root: int = 0) -> Program:
     return then(reduce_flat(ranks, root), broadcast_flat(ranks, root), "all-reduce", "flat")
 
 
-@algorithm("all-reduce", "naive", cost=lambda n: message(1, 1).times(n - 1))
+@algorithm("all-reduce", "naive", cost=lambda n: message(1, 1).times(n - 1), same_bits=False)
 def all_reduce_naive(ranks: int) -> Program:
     """Everybody sends everything to everybody in one step. Ranks add in different orders, so bits differ."""
     step = [Transfer((dst + shift) % ranks, dst, 0, 0, "reduce") for shift in range(1, ranks) for dst in range(ranks)]

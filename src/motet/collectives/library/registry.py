@@ -58,6 +58,13 @@ class Algorithm:
     """The closed form on a network where every rank has one full-duplex port."""
     takes: Takes
     options: tuple[str, ...]
+    same_bits: bool
+    """Every rank adds in the same order."""
+
+    @property
+    def axes(self) -> int | None:
+        """How many dimensions it has, if it has dimensions."""
+        return int(self.name[-2]) if "dims" in self.options else None
 
     @property
     def summary(self) -> str:
@@ -79,12 +86,14 @@ _COLLECTIVES = (
 _ALGORITHMS: dict[str, dict[str, Algorithm]] = {collective: {} for collective in _COLLECTIVES}
 
 
-def algorithm(collective: str, name: str, cost: Cost, takes: Takes = lambda ranks: True) -> Callable[[Build], Build]:
+def algorithm(
+    collective: str, name: str, cost: Cost, takes: Takes = lambda ranks: True, *, same_bits: bool = True
+) -> Callable[[Build], Build]:
     """Put a function in the table."""
 
     def register(build: Build) -> Build:
         options = tuple(list(inspect.signature(build).parameters)[1:])
-        _ALGORITHMS[collective][name] = Algorithm(collective, name, build, cost, takes, options)
+        _ALGORITHMS[collective][name] = Algorithm(collective, name, build, cost, takes, options, same_bits)
         return build
 
     return register
