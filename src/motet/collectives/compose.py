@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from motet.collectives.ledger import contributors, play, start
-from motet.collectives.score import Contributors, Program, Step, Transfer
+from motet.collectives.score import Contributors, Program, Step, Transfer, sending
 
 
 def everywhere(program: Program) -> Contributors:
@@ -21,8 +21,9 @@ def reverse(program: Program, collective: str, algorithm: str | None = None) -> 
     """A distribution played backwards, with sums in the place of copies.
 
     Broadcast becomes reduce, all-gather reduce-scatter, scatter gather. It needs what every sensible distribution does:
-    no rank is sent a chunk twice.
+    no rank is sent a chunk that it has.
     """
+    _no_chunk_twice(program)
     steps = tuple(
         tuple(Transfer(t.dst, t.src, t.first, t.last, "reduce") for t in reversed(step))
         for step in reversed(program.steps)
@@ -41,6 +42,15 @@ def reverse(program: Program, collective: str, algorithm: str | None = None) -> 
         steps=steps,
         ports=program.ports,
     )
+
+
+def _no_chunk_twice(program: Program) -> None:
+    there = [set(held) for held in program.initial]
+    for t in (t for step in program.steps for t in step):
+        again = there[t.dst].intersection(t.chunks)
+        if again:
+            raise ValueError(f"{program} cannot be reversed: rank {t.dst} is sent chunk {min(again)}, which it has")
+        there[t.dst].update(t.chunks)
 
 
 def then(first: Program, second: Program, collective: str, algorithm: str) -> Program:
@@ -130,3 +140,68 @@ def _played(initial: Sequence[Sequence[int]], steps: Sequence[Step]) -> list[dic
     for step in steps:
         play(held, step)
     return [{chunk: contributors(count) for chunk, count in sorted(chunks.items())} for chunks in held]
+
+
+def grouped(program: Program, groups: Sequence[Sequence[int]], chunks: Sequence[Sequence[int]], width: int) -> Program:
+    """The same small Program in several groups at once, as one Program of all the ranks in them.
+
+    In group g rank i of the small one is `groups[g][i]`, and its chunk c the `width` chunks from `chunks[g][c]` on.
+    """
+    ranks = sum(map(len, groups))
+    initial: list[tuple[int, ...]] = [()] * ranks
+    final: list[dict[int, Contributors]] = [{} for _ in range(ranks)]
+    for members, firsts in zip(groups, chunks, strict=True):
+        for local, rank in enumerate(members):
+            initial[rank] = tuple(
+                first + n for c in program.initial[local] for first in [firsts[c]] for n in range(width)
+            )
+            for c, sources in program.final[local].items():
+                made_of = tuple(members[source] for source in sources)
+                final[rank].update({firsts[c] + n: made_of for n in range(width)})
+    total = 1 + max(first for firsts in chunks for first in firsts) + width - 1
+    parts = [among(program, members, firsts, width) for members, firsts in zip(groups, chunks, strict=True)]
+    return replace(
+        program,
+        ranks=ranks,
+        sizes=(1,) * total,
+        initial=tuple(initial),
+        final=tuple(final),
+        steps=side_by_side(parts),
+    )
+
+
+def refine(program: Program, factor: int) -> Program:
+    """The same with every chunk cut into so many."""
+    if factor == 1:
+        return program
+
+    def cut_up(chunks: Sequence[int]) -> list[int]:
+        return [chunk * factor + n for chunk in chunks for n in range(factor)]
+
+    return replace(
+        program,
+        sizes=tuple(size for size in program.sizes for _ in range(factor)),
+        initial=tuple(tuple(cut_up(chunks)) for chunks in program.initial),
+        final=tuple({part: held[c] for c in held for part in cut_up([c])} for held in program.final),
+        steps=tuple(
+            tuple(t._replace(first=t.first * factor, last=t.last * factor + factor - 1) for t in step)
+            for step in program.steps
+        ),
+    )
+
+
+def renumber(program: Program, order: Sequence[int]) -> Program:
+    """The same with chunk c called `order[c]`."""
+    sizes = [0] * program.chunks
+    for chunk, size in enumerate(program.sizes):
+        sizes[order[chunk]] = size
+    return replace(
+        program,
+        sizes=tuple(sizes),
+        initial=tuple(tuple(sorted(order[chunk] for chunk in held)) for held in program.initial),
+        final=tuple({order[chunk]: sources for chunk, sources in held.items()} for held in program.final),
+        steps=tuple(
+            tuple(part for t in step for part in sending(t.src, t.dst, [order[chunk] for chunk in t.chunks], t.op))
+            for step in program.steps
+        ),
+    )

@@ -1,0 +1,241 @@
+"""A Program as SVG: a panel for each step, with a lane for each rank and a row for each chunk.
+
+A chunk keeps its index on every rank, so that a transfer is an arrow along one row. Where sums are made, a cell shows
+a slot for each rank, filled when that rank's contribution is in it; where data only moves, it shows the chunk.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+
+from motet.collectives.draw import Frame, frames, plural, spelled, title
+from motet.collectives.score import Contributors, Program, Transfer
+from motet.core.errors import InputError
+
+COLOURS = ("#1f5fbf", "#a84300", "#1a7439", "#7a3fb0", "#006b75", "#b3226b", "#7a5417", "#4c5a6b")
+"""Of the chunks in turn. White text on each has a contrast of at least 5 to 1."""
+
+ON_DARK = ("#79aef2", "#f0924a", "#5cc27f", "#c39aec", "#4dc3cf", "#f285b6", "#d3a95c", "#a9b6c4")
+"""Of arrows on a dark page."""
+
+_ARROWS = "\n".join(f".c{n} {{ stroke: {colour} }} .t{n} {{ fill: {colour} }}" for n, colour in enumerate(COLOURS))
+_ARROWS_ON_DARK = _ARROWS
+for _dark, _light in zip(COLOURS, ON_DARK, strict=True):
+    _ARROWS_ON_DARK = _ARROWS_ON_DARK.replace(_dark, _light)
+
+STYLE = f"""
+.page {{ fill: #ffffff }}
+text {{ font-family: system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; font-size: 13px; fill: #1f2328 }}
+.head {{ font-weight: 600 }} .big {{ font-weight: 600; font-size: 16px }} .quiet {{ fill: #57606a }}
+.digit {{ font-size: 11px; fill: #ffffff; text-anchor: middle }} .middle {{ text-anchor: middle }}
+.absent {{ fill: none; stroke: #8c959f; stroke-dasharray: 3 3 }} .empty {{ fill: #d8dee4 }}
+.done {{ fill: none; stroke: #1f2328; stroke-width: 2 }} .frame {{ fill: none; stroke: #d0d7de }}
+.arrow {{ fill: none; stroke: #1f2328; stroke-width: 1.8 }} .copy {{ stroke-dasharray: 5 3 }} .tip {{ fill: #1f2328 }}
+{_ARROWS}
+@media (prefers-color-scheme: dark) {{
+.page {{ fill: #14181e }} text {{ fill: #e6edf3 }} .quiet {{ fill: #9da7b3 }} .digit {{ fill: #ffffff }}
+.absent {{ stroke: #768390 }} .empty {{ fill: #373e47 }} .done {{ stroke: #e6edf3 }} .frame {{ stroke: #444c56 }}
+.arrow {{ stroke: #e6edf3 }} .tip {{ fill: #e6edf3 }}
+{_ARROWS_ON_DARK}
+}}
+"""
+
+_MOST_RANKS = 16
+_MOST_CELLS = 30_000
+_WIDTH, _LEAST_WIDTH = 1120, 900
+_LABEL, _LANE_GAP, _CELL_HEIGHT, _HEAD, _MARGIN, _PANEL_GAP = 66, 36, 22, 50, 16, 20
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How large the panels of a Program are, and where things lie in one."""
+
+    program: Program
+
+    @cached_property
+    def sums(self) -> bool:
+        """Whether something is added up; else chunks only move."""
+        return any(t.op == "reduce" for step in self.program.steps for t in step)
+
+    @property
+    def slot(self) -> float:
+        """The width of one rank's place in a cell; wide enough for its number where there are few."""
+        return 12 if self.program.ranks <= 8 else 6
+
+    @property
+    def cell(self) -> float:
+        return max(40.0, self.slot * self.program.ranks) if self.sums else 40
+
+    @cached_property
+    def row_gap(self) -> int:
+        """Room for arcs between rows, where some arrow jumps over a lane."""
+        return 24 if any(abs(t.src - t.dst) > 1 for step in self.program.steps for t in step) else 8
+
+    @property
+    def width(self) -> float:
+        return _LABEL + self.program.ranks * (self.cell + _LANE_GAP) - _LANE_GAP + 2 * _MARGIN
+
+    @property
+    def height(self) -> float:
+        return _HEAD + self.program.chunks * (_CELL_HEIGHT + self.row_gap) + _MARGIN
+
+    def x(self, rank: int) -> float:
+        return _MARGIN + _LABEL + rank * (self.cell + _LANE_GAP)
+
+    def y(self, chunk: int) -> float:
+        return _HEAD + self.row_gap + chunk * (_CELL_HEIGHT + self.row_gap)
+
+
+def refuse_large(program: Program) -> None:
+    """Raise if a picture of it would be too large to be looked at."""
+    cells = program.ranks * program.chunks * (len(program.steps) + 1)
+    if program.ranks > _MOST_RANKS or cells > _MOST_CELLS:
+        raise InputError(
+            f"{program} has {cells} cells to draw; a picture has at most {_MOST_RANKS} ranks and {_MOST_CELLS} cells, "
+            "so give fewer ranks or pieces, or draw it as text"
+        )
+
+
+def svg(program: Program, only: tuple[int, ...] | None = None) -> str:
+    """The whole Program, panel beside panel, or the start (-1) and those steps that are named."""
+    refuse_large(program)
+    shape = Shape(program)
+    shown = [(n, frame) for n, frame in enumerate(frames(program), start=-1) if only is None or n in only]
+    columns = max(1, min(len(shown), int((_WIDTH + _PANEL_GAP) // (shape.width + _PANEL_GAP))))
+    lines = -(-len(shown) // columns)
+    width = max(_MARGIN * 2 + columns * (shape.width + _PANEL_GAP) - _PANEL_GAP, _LEAST_WIDTH)
+    height = 74 + lines * (shape.height + _PANEL_GAP)
+    parts = [opening(width, height, title(program)), f'<rect class="page" width="{width:g}" height="{height:g}"/>']
+    parts.append(f'<text class="big" x="{_MARGIN}" y="28">{escape(title(program))}</text>')
+    parts.append(legend(shape, _MARGIN, 50))
+    for place, (number, frame) in enumerate(shown):
+        x = _MARGIN + place % columns * (shape.width + _PANEL_GAP)
+        y = 68 + place // columns * (shape.height + _PANEL_GAP)
+        parts.append(f'<g transform="translate({x:g} {y:g})">{panel(shape, number, frame)}</g>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def opening(width: float, height: float, label: str) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img" '
+        f'aria-label="{escape(label)}"><style>{STYLE}</style>'
+    )
+
+
+def legend(shape: Shape, x: float, y: float) -> str:
+    """What the arrows and the cells mean."""
+    parts = []
+    arrows = [("reduce", "is added to what is there"), ("copy", "replaces what is there")]
+    for op, words in arrows[0 if shape.sums else 1 :]:
+        parts.append(
+            _line((x, x + 32), y - 4, op, None) + f'<text class="quiet" x="{x + 40:g}" y="{y:g}">{words}</text>'
+        )
+        x += 215
+    words = "numbers: whose contributions are in it; framed: as it must be at the end"
+    if not shape.sums:
+        words = "framed: a chunk that must be there at the end"
+    return "".join([*parts, f'<text class="quiet" x="{x:g}" y="{y:g}">{words}</text>'])
+
+
+def panel(shape: Shape, number: int, frame: Frame) -> str:
+    """One step: the cells as they are after it, and the arrows that led there."""
+    name = "start" if number < 0 else f"step {number}"
+    parts = [
+        f'<rect class="frame" width="{shape.width:g}" height="{shape.height:g}" rx="6"/>',
+        f'<text class="head" x="{_MARGIN}" y="24">{name}</text>',
+        *(
+            f'<text class="head middle" x="{shape.x(rank) + shape.cell / 2:g}" y="{_HEAD - 6}">rank {rank}</text>'
+            for rank in range(shape.program.ranks)
+        ),
+        *(
+            f'<text class="quiet" x="{_MARGIN}" y="{shape.y(chunk) + 15:g}">chunk {chunk}</text>'
+            for chunk in range(shape.program.chunks)
+        ),
+        f'<g class="state">{state(shape, frame)}</g>',
+        f'<g class="arrows">{"".join(arrows(shape, frame))}</g>',
+    ]
+    if frame.fault:
+        parts.append(f'<text class="head" x="80" y="24">{escape(frame.fault)}</text>')
+    return "".join(parts)
+
+
+def state(shape: Shape, frame: Frame) -> str:
+    """All cells, each with words for those who point at it."""
+    parts = []
+    for rank, held in enumerate(frame.held):
+        for chunk in range(shape.program.chunks):
+            sources = held.get(chunk)
+            done = sources is not None and sources == shape.program.final[rank].get(chunk)
+            words = _words(rank, chunk, sources, done)
+            drawn = "".join(_cell(shape, rank, chunk, sources, done))
+            parts.append(f'<g class="cell" data-words="{words}"><title>{words}</title>{drawn}</g>')
+    return "".join(parts)
+
+
+def _words(rank: int, chunk: int, sources: Contributors | None, done: bool) -> str:
+    if sources is None:
+        return f"rank {rank} does not hold chunk {chunk}"
+    end = ", as it must be at the end" if done else ""
+    return f"rank {rank}, chunk {chunk}: from rank{plural(len(sources))} {spelled(sources)}{end}"
+
+
+def _cell(shape: Shape, rank: int, chunk: int, sources: Contributors | None, done: bool) -> Iterator[str]:
+    x, y, colour = shape.x(rank), shape.y(chunk), COLOURS[chunk % len(COLOURS)]
+    size = f'height="{_CELL_HEIGHT}"'
+    if sources is None:
+        yield f'<rect class="absent" x="{x:g}" y="{y:g}" width="{shape.cell:g}" {size}/>'
+        return
+    if shape.sums:
+        slot = shape.cell / shape.program.ranks
+        yield f'<rect class="empty" x="{x:g}" y="{y:g}" width="{shape.cell:g}" {size}/>'
+        for source in dict.fromkeys(sources):
+            times = sources.count(source)
+            at = x + source * slot
+            yield f'<rect fill="{colour}" x="{at:g}" y="{y:g}" width="{slot - 1:g}" {size}/>'
+            if shape.slot >= 12 or times > 1:
+                digits = f"{source}" if times == 1 else f"{times}x"
+                yield f'<text class="digit" x="{at + slot / 2 - 0.5:g}" y="{y + 15:g}">{digits}</text>'
+    else:
+        yield f'<rect fill="{colour}" x="{x:g}" y="{y:g}" width="{shape.cell:g}" {size}/>'
+        yield f'<text class="digit" x="{x + shape.cell / 2:g}" y="{y + 15:g}">{chunk}</text>'
+    if done:
+        box = f'x="{x - 2:g}" y="{y - 2:g}" width="{shape.cell + 4:g}" height="{_CELL_HEIGHT + 4}"'
+        yield f'<rect class="done" {box} rx="2"/>'
+
+
+def arrows(shape: Shape, frame: Frame) -> Iterator[str]:
+    """Between neighbours straight, over others in an arc: to the right above the row, to the left below it."""
+    for t in frame.step:
+        for chunk in t.chunks:
+            yield _arrow(shape, t, chunk)
+
+
+def _arrow(shape: Shape, t: Transfer, chunk: int) -> str:
+    right = t.dst > t.src
+    y = shape.y(chunk)
+    if abs(t.src - t.dst) == 1:
+        middle = y + _CELL_HEIGHT / 2 + (-5 if right else 5)
+        start = shape.x(t.src) + (shape.cell + 5 if right else -5)
+        end = shape.x(t.dst) + (-5 if right else shape.cell + 5)
+        return _line((start, end), middle, t.op, chunk)
+    edge = y - 3 if right else y + _CELL_HEIGHT + 3
+    peak = edge + (-1 if right else 1) * (14)
+    toward = 6 if right else -6
+    start, end = (shape.x(rank) + shape.cell / 2 + sign * toward for rank, sign in ((t.src, 1), (t.dst, -1)))
+    base = edge - 6 if right else edge + 6
+    path = f"M{start:g} {edge:g} C{start:g} {peak:g} {end:g} {peak:g} {end:g} {base:g}"
+    return _drawn(path, f"M{end - 4:g} {base:g} L{end + 4:g} {base:g} L{end:g} {edge:g} Z", t.op, chunk)
+
+
+def _line(ends: tuple[float, float], y: float, op: str, chunk: int | None) -> str:
+    start, end = ends
+    back = end - 7 if end > start else end + 7
+    path = f"M{start:g} {y:g} L{back:g} {y:g}"
+    return _drawn(path, f"M{back:g} {y - 4:g} L{back:g} {y + 4:g} L{end:g} {y:g} Z", op, chunk)
+
+
+def _drawn(path: str, tip: str, op: str, chunk: int | None) -> str:
+    """In the colour of the chunk."""
+    line, head = ("", "") if chunk is None else (f" c{chunk % len(COLOURS)}", f" t{chunk % len(COLOURS)}")
+    return f'<path class="arrow {op}{line}" d="{path}"/><path class="tip{head}" d="{tip}"/>'

@@ -1,0 +1,160 @@
+"""What Programs cost on clusters: contention on shared links, crossovers, and decompositions."""
+
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+
+from motet.cluster.cluster import Cluster, cluster_for_ranks, uniform
+from motet.cluster.device import Figure
+from motet.cluster.link import Link
+from motet.cluster.topology import Level, Torus, Tree
+from motet.collectives.choose import candidates, cheapest, reigns
+from motet.collectives.cost import bus_factor, cost
+from motet.collectives.decompose import decompositions
+from motet.collectives.library import algorithms, closed_form, collectives, find, program
+from motet.collectives.prove import prove
+from motet.core.errors import InputError
+
+MIB = 2**20
+UNIFORM = uniform(8, 5e-6, 25e9, 1e-12)
+
+
+def _figure(value: float) -> Figure:
+    return Figure(value, "assumed")
+
+
+def _two_level(hosts: int, each: int, inside_Bps: float, uplink_Bps: float) -> Cluster:  # noqa: N803 - a unit
+    """Hosts whose ranks share one link to the others."""
+    port = Link(_figure(1e-6), _figure(inside_Bps), is_port=True)
+    uplink = Link(_figure(1e-5), _figure(uplink_Bps))
+    groups = tuple(rank // each for rank in range(hosts * each))
+    return Cluster(
+        "two-level", hosts * each, each, Tree(hosts * each, port, (Level("host", groups, uplink=uplink),)), _figure(0.0)
+    )
+
+
+def test_messages_that_share_a_link_wait_for_each_other() -> None:
+    """In an all-to-all step of distance 2 both ranks of a host use its uplink: it takes twice as long."""
+    cluster = _two_level(2, 2, 100e9, 1e9)
+    pairwise = cost(program("all-to-all", "pairwise", 4), cluster)
+    size = 400e6
+    chunk_s = size / 4 / 1e9
+    latency_s = 2 * 1e-5
+    assert [float(step.seconds(size)) for step in pairwise.steps] == pytest.approx(
+        [chunk_s + latency_s, 2 * chunk_s + latency_s, chunk_s + latency_s], rel=1e-2
+    )
+    assert pairwise.steps[1].busiest(size).link.startswith("host")
+
+
+def test_hierarchies_win_where_the_links_between_hosts_are_slow() -> None:
+    slow, even = _two_level(4, 4, 100e9, 1e9), uniform(16, 1e-6, 100e9)
+    ring, sharded = (
+        float(cost(program("all-reduce", name, 16), slow).seconds(64 * MIB))
+        for name in ("ring", "hierarchical-sharded")
+    )
+    assert sharded < ring
+    # The ring crosses each uplink with 2 (N-1)/N of the data, the hierarchy with 2 (H-1)/H.
+    assert ring / sharded == pytest.approx((30 / 16) / (6 / 4), rel=0.05)
+    assert cheapest("all-reduce", 64 * MIB, slow).algorithm == "hierarchical-sharded"
+    assert cheapest("all-reduce", 64 * MIB, even).algorithm != "hierarchical-sharded"
+
+
+def test_a_torus_algorithm_uses_the_wires_of_its_torus() -> None:
+    """On a 4 x 4 torus all four wires of a rank work at once: a quarter of the time of a ring."""
+    port = Link(_figure(0.0), _figure(10e9), is_port=True)
+    wire = Link(_figure(0.0), _figure(10e9))
+    torus = Cluster("torus", 16, 1, Torus((4, 4), (True, True), port, wire), _figure(0.0))
+    best = cheapest("all-reduce", 64 * MIB, torus)
+    assert str(best) == "torus-2d dims=4x4"
+    ring_s = 2 * 15 / 16 * 64 * MIB / 10e9
+    assert float(best.cost.seconds(64 * MIB)) == pytest.approx(ring_s / 4)
+
+
+def test_small_messages_go_by_few_steps_and_large_ones_by_little_traffic() -> None:
+    found = reigns("all-reduce", UNIFORM)
+    assert [str(reign.candidate) for reign in found] == ["recursive-doubling", "halving-doubling"]
+    # 3 (a + S b + S g) = 6 a + 2 * 7/8 S b + 7/8 S g
+    crossover = 3 * 5e-6 / ((3 - 7 / 4) / 25e9 + (3 - 7 / 8) * 1e-12)
+    assert found[0].largest == found[1].smallest == pytest.approx(crossover, rel=1e-3)
+    assert (found[0].smallest, found[-1].largest) == (1024, 2**30)
+
+
+def test_reigns_say_what_is_cheapest_everywhere() -> None:
+    for collective in ("broadcast", "all-reduce", "all-to-all"):
+        for reign in reigns(collective, cluster_for_ranks(UNIFORM, 5)):
+            middle = (reign.smallest * reign.largest) ** 0.5
+            best = min(float(c.cost.seconds(middle)) for c in candidates(collective, cluster_for_ranks(UNIFORM, 5)))
+            assert float(reign.candidate.cost.seconds(middle)) == pytest.approx(best, rel=1e-6)
+
+
+def test_auto_never_picks_what_lets_replicas_drift_apart() -> None:
+    assert "naive" not in {candidate.algorithm for candidate in candidates("all-reduce", UNIFORM)}
+    assert [c.algorithm for c in candidates("all-reduce", UNIFORM, ("naive",))] == ["naive"]
+    assert not find("all-reduce", "naive").same_bits
+
+
+def test_chunks_of_unequal_sizes_cost_what_they_weigh() -> None:
+    ring = program("broadcast", "pipelined-ring", 3, pieces=2)
+    uneven = replace(ring, sizes=(3, 1))
+    network = uniform(3, Fraction(0), Fraction(1))
+    assert [step.seconds(Fraction(8)) for step in cost(uneven, network).steps] == [6, 6, 2]
+
+
+def test_bus_bandwidth_is_counted_as_nccl_tests_do() -> None:
+    assert bus_factor("all-reduce", 8) == Fraction(14, 8)
+    assert {bus_factor(name, 4) for name in ("reduce-scatter", "all-gather", "all-to-all")} == {Fraction(3, 4)}
+    assert {bus_factor(name, 4) for name in ("broadcast", "reduce", "send")} == {1}
+    # A ring on a uniform network without start-ups: the bus bandwidth is that of the link.
+    seconds = closed_form("all-reduce", "ring", 8).seconds(0, Fraction(1000, 25), 0)
+    assert Fraction(1000) / Fraction(seconds) * bus_factor("all-reduce", 8) == 25
+
+
+@pytest.mark.parametrize("collective", collectives())
+@pytest.mark.parametrize("ranks", [2, 6, 8])
+def test_every_decomposition_is_the_same_collective(collective: str, ranks: int) -> None:
+    cluster = cluster_for_ranks(UNIFORM, ranks)
+    found = decompositions(collective, MIB, cluster)
+    assert [d.seconds for d in found] == sorted(d.seconds for d in found)
+    assert "whole" in {d.kind for d in found}
+    whole = program(collective, algorithms(collective)[0], ranks)
+    for decomposition in found:
+        built = decomposition.program
+        prove(built)
+        scale = built.chunks / whole.chunks
+        if scale >= 1:
+            for rank in range(ranks):
+                assert {int(chunk / scale): sources for chunk, sources in built.final[rank].items()} == whole.final[
+                    rank
+                ]
+                assert {int(chunk / scale) for chunk in built.initial[rank]} == set(whole.initial[rank])
+        stages = sum(stage.seconds for stage in decomposition.stages)
+        assert decomposition.seconds == pytest.approx(stages) and decomposition.longest_s <= stages
+
+
+def test_the_stages_of_groups_cost_what_the_whole_hierarchy_does() -> None:
+    cluster = _two_level(4, 4, 100e9, 1e9)
+    groups = next(d for d in decompositions("all-reduce", 64 * MIB, cluster) if d.kind == "groups")
+    assert [stage.name.split()[-2:] for stage in groups.stages] == [
+        ["inside", "hosts"],
+        ["across", "hosts"],
+        ["inside", "hosts"],
+    ]
+    assert (
+        groups.seconds
+        <= float(cost(program("all-reduce", "hierarchical-sharded", 16), cluster).seconds(64 * MIB)) * 1.001
+    )
+    assert float(cost(groups.program, cluster).seconds(64 * MIB)) == pytest.approx(groups.seconds, rel=1e-6)
+
+
+def test_bad_questions_get_a_sentence() -> None:
+    with pytest.raises(InputError, match=r"does not fit on cluster uniform, which has 8 ranks"):
+        cost(program("all-reduce", "ring", 9), UNIFORM)
+    with pytest.raises(InputError, match=r"a message of 0 bytes: give more than 0"):
+        cheapest("all-reduce", 0, UNIFORM)
+    with pytest.raises(InputError, match=r"has 1 rank; a collective needs at least 2"):
+        cheapest("all-reduce", 1, cluster_for_ranks(UNIFORM, 1))
+    with pytest.raises(InputError, match=r"sizes 64 to 64: the second must be larger"):
+        reigns("all-reduce", UNIFORM, (64, 64))
+    with pytest.raises(InputError, match=r"7 ranks: all-reduce/torus-2d takes 4, 6"):
+        candidates("all-reduce", cluster_for_ranks(UNIFORM, 7), ("torus-2d",))

@@ -1,0 +1,174 @@
+"""Every algorithm of the library: proven, costed as its closed form says, and refused where it cannot work."""
+
+import random
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+
+from motet.cluster.cluster import uniform
+from motet.collectives.cost import cost
+from motet.collectives.library import algorithms, closed_form, collectives, find, program
+from motet.collectives.prove import prove
+from motet.core.errors import InputError
+
+ALL = [(collective, name) for collective in collectives() for name in algorithms(collective)]
+SOME_COUNTS = (2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 24, 32)
+OPTIONS: dict[str, tuple[object, ...]] = {
+    "root": (1,),
+    "pieces": (1, 3),
+    "hosts": (1, 2),
+    "dims": ((2, 6), (3, 2, 2), (3, 4)),
+    "src": (3,),
+    "dst": (4,),
+}
+
+
+def _check(collective: str, name: str, ranks: int, **options: object) -> None:
+    """Proven; on a uniform network exactly as dear as its closed form says, whatever the numbers are."""
+    built = program(collective, name, ranks, **options)
+    assert prove(built).same_bits == find(collective, name).same_bits or ranks == 2
+    draw = random.Random(f"{collective} {name} {ranks}")
+    alpha, beta, gamma = (Fraction(draw.randint(1, 10**6), draw.randint(1, 10**6)) for _ in range(3))
+    size = Fraction(draw.randint(1, 10**9))
+    derived = cost(built, uniform(ranks, alpha, 1 / beta, gamma)).seconds(size)
+    assert derived == closed_form(collective, name, ranks, **options).seconds(alpha, beta * size, gamma * size)
+
+
+@pytest.mark.parametrize(("collective", "name"), ALL)
+def test_proven_and_costed_as_the_closed_form(collective: str, name: str) -> None:
+    for ranks in filter(find(collective, name).takes, SOME_COUNTS):
+        _check(collective, name, ranks)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(("collective", "name"), ALL)
+def test_proven_and_costed_at_every_count_up_to_64(collective: str, name: str) -> None:
+    for ranks in filter(find(collective, name).takes, range(2, 65)):
+        _check(collective, name, ranks)
+
+
+@pytest.mark.parametrize(("collective", "name"), ALL)
+def test_options_change_the_program_and_its_cost_alike(collective: str, name: str) -> None:
+    found = find(collective, name)
+    for option in found.options:
+        assert OPTIONS[option]
+        for value in OPTIONS[option]:
+            if option == "dims" and len(value) != found.axes:  # type: ignore[arg-type]
+                continue
+            _check(collective, name, 12, **{option: value})
+
+
+def test_every_algorithm_says_what_it_is() -> None:
+    for collective, name in ALL:
+        found = find(collective, name)
+        assert found.summary.endswith("."), found
+        built = program(collective, name, next(filter(found.takes, range(2, 65))))
+        assert (built.collective, built.algorithm) == (collective, name)
+
+
+def test_a_ring_moves_what_theory_says() -> None:
+    built = program("all-reduce", "ring", 5)
+    assert [built.sent(rank) for rank in range(5)] == [Fraction(2 * 4, 5)] * 5
+    assert len(built.steps) == 8 and built.messages == 40
+    assert {(t.src, t.dst) for step in built.steps for t in step} == {(rank, (rank + 1) % 5) for rank in range(5)}
+
+
+@pytest.mark.parametrize("name", ["recursive-doubling", "halving-doubling"])
+def test_butterflies_meet_every_partner_at_a_distance_of_a_power_of_two(name: str) -> None:
+    built = program("all-reduce", name, 16)
+    distances = [{t.src ^ t.dst for t in step} for step in built.steps]
+    assert all(len(distance) == 1 for distance in distances)
+    assert {one for distance in distances for one in distance} == {1, 2, 4, 8}
+
+
+@pytest.mark.parametrize(("name", "dims"), [("torus-2d", (3, 4)), ("torus-3d", (2, 3, 2)), ("mesh-2d", (3, 4))])
+def test_grids_use_only_neighbours(name: str, dims: tuple[int, ...]) -> None:
+    """Two ranks that talk differ by one in one coordinate, on a torus also around its end."""
+    built = program("all-reduce", name, 12, dims=dims)
+
+    def place(rank: int) -> list[int]:
+        found = []
+        for length in reversed(dims):
+            rank, coordinate = divmod(rank, length)
+            found.append(coordinate)
+        return found[::-1]
+
+    for step in built.steps:
+        for t in step:
+            apart = [(abs(a - b), d) for a, b, d in zip(place(t.src), place(t.dst), dims, strict=True) if a != b]
+            assert len(apart) == 1
+            distance, length = apart[0]
+            assert distance == 1 or (name != "mesh-2d" and distance == length - 1)
+
+
+def test_a_torus_uses_all_its_links_alike() -> None:
+    built = program("all-reduce", "torus-2d", 16, dims=(4, 4))
+    crossed = Counter[tuple[int, int]]()
+    for step in built.steps:
+        for t in step:
+            crossed[t.src, t.dst] += built.weight(t)
+    assert len(crossed) == 16 * 4 and len(set(crossed.values())) == 1
+
+
+def test_in_a_double_tree_whoever_is_inside_one_is_a_leaf_of_the_other() -> None:
+    for ranks in range(3, 40):
+        built = program("all-reduce", "double-tree", ranks, pieces=1)
+        parents = [
+            {t.dst for step in built.steps for t in step if t.op == "reduce" and t.first == tree} for tree in (0, 1)
+        ]
+        roots = [
+            {t.src for step in built.steps for t in step if t.op == "copy" and t.first == tree}
+            - {t.dst for step in built.steps for t in step if t.op == "copy" and t.first == tree}
+            for tree in (0, 1)
+        ]
+        assert not parents[0] & parents[1] and all(len(root) == 1 for root in roots)
+
+
+def test_hierarchies_send_less_between_hosts_than_a_ring() -> None:
+    def across(name: str, **options: object) -> Fraction:
+        built = program("all-reduce", name, 8, **options)
+        moved = [built.weight(t) for step in built.steps for t in step if t.src // 4 != t.dst // 4]
+        return Fraction(sum(moved), built.whole)
+
+    assert across("ring") == Fraction(2 * 2 * 7, 8)
+    assert across("hierarchical", hosts=2) == across("hierarchical-sharded", hosts=2) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "sentence"),
+    [
+        (("all-reduce", "rign", 4), {}, r"all-reduce has no algorithm 'rign'; it has flat, .*torus-5d.*nearest: ring"),
+        (
+            ("allreduce", "ring", 4),
+            {},
+            r"there is no collective 'allreduce'; there are broadcast, .*nearest: all-reduce",
+        ),
+        (("all-reduce", "ring", 1), {}, r"1 ranks: all-reduce/ring needs at least 2"),
+        (("all-reduce", "torus-3d", 7), {}, r"7 ranks: all-reduce/torus-3d takes 8, 12, 16, .*64"),
+        (
+            ("all-reduce", "torus-2d", 12),
+            {"dims": (5, 2)},
+            r"dims 5x2: .*product must be the 12 ranks; for example 3x4",
+        ),
+        (("all-reduce", "torus-2d", 12), {"dims": (2, 2, 3)}, r"dims 2x2x3: this algorithm has 2 dimensions"),
+        (("all-reduce", "hierarchical-sharded", 12), {"hosts": 5}, r"hosts 5: .*evenly over 1, 2, 3, 4, 6, 12 hosts"),
+        (("all-reduce", "hierarchical", 3), {"hosts": 9}, r"hosts 9: 3 ranks are on 1 to 3 hosts"),
+        (("broadcast", "tree", 4), {"root": 4}, r"root 4: with 4 ranks it is one of 0 to 3"),
+        (("broadcast", "pipelined-ring", 4), {"pieces": 0}, r"pieces 0: a message is cut into at least 1"),
+        (("send", "direct", 4), {"src": 2, "dst": 2}, r"src and dst are both rank 2"),
+        (("all-reduce", "ring", 4), {"root": 1}, r"all-reduce/ring has no option 'root'; it has no options"),
+        (("broadcast", "tree", 4), {"hosts": 1}, r"broadcast/tree has no option 'hosts'; it has the options root"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_a_sentence(
+    arguments: tuple[str, str, int], options: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(InputError, match=sentence):
+        program(*arguments, **options)
+
+
+def test_hosts_of_unequal_sizes_take_any_number_of_ranks() -> None:
+    for ranks in (5, 7, 11):
+        for hosts in range(1, ranks + 1):
+            _check("all-reduce", "hierarchical", ranks, hosts=hosts)

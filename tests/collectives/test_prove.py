@@ -1,0 +1,147 @@
+"""The proof accepts what is right and names the step and the reason of what is wrong."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from motet.collectives.corrupt import corruptions, gives_right_sums, judge
+from motet.collectives.library import algorithms, collectives, find, program
+from motet.collectives.prove import Proof, UnprovenError, prove
+from motet.collectives.score import Program, Step, Transfer
+
+RING = program("all-reduce", "ring", 3)
+
+
+def _reduction(*steps: list[Transfer], ranks: int = 3, ports: int = 1) -> Program:
+    """An all-reduce of one chunk by hand."""
+    return Program(
+        "all-reduce",
+        "by-hand",
+        ranks,
+        (1,),
+        initial=((0,),) * ranks,
+        final=({0: tuple(range(ranks))},) * ranks,
+        steps=tuple(tuple(step) for step in steps),
+        ports=ports,
+    )
+
+
+def _reduce(src: int, dst: int) -> Transfer:
+    return Transfer(src, dst, 0, 0, "reduce")
+
+
+def _copy(src: int, dst: int) -> Transfer:
+    return Transfer(src, dst, 0, 0, "copy")
+
+
+RIGHT = [[_reduce(1, 0)], [_reduce(2, 0)], [_copy(0, 1)], [_copy(0, 2)]]
+
+
+def test_what_is_right_is_proven() -> None:
+    assert prove(_reduction(*RIGHT)) == Proof(ranks=3, steps=4, messages=4, same_bits=True, blocking=True)
+    assert prove(RING) == Proof(ranks=3, steps=4, messages=12, same_bits=True, blocking=False)
+
+
+@pytest.mark.parametrize(
+    ("steps", "step", "sentence"),
+    [
+        (RIGHT[:1] + RIGHT[2:], None, r"wrong at the end: chunk 0 of rank 0 lacks rank 2$"),
+        ([*RIGHT[:2], RIGHT[1], *RIGHT[2:]], None, r"chunk 0 of rank 0 has more than once rank 2$"),
+        (RIGHT[:3], None, r"chunk 0 of rank 2 lacks ranks 0, 1$"),
+        ([*RIGHT[:2], [*RIGHT[2], *RIGHT[3]]], 2, r"step 2: rank 0 sends to ranks 1, 2 at once over one port$"),
+        ([[_reduce(1, 0), _reduce(2, 0)], *RIGHT[2:]], 0, r"step 0: rank 0 receives from ranks 1, 2 at once over one"),
+        ([[_copy(1, 0), _reduce(2, 0)], *RIGHT[2:]], 0, r"1 -> 0: copy chunk 0 and 2 -> 0: reduce chunk 0 both write"),
+    ],
+)
+def test_what_is_wrong_is_named(steps: list[list[Transfer]], step: int | None, sentence: str) -> None:
+    ports = 2 if "both write" in sentence else 1
+    with pytest.raises(UnprovenError, match=sentence) as caught:
+        prove(_reduction(*steps, ports=ports))
+    assert caught.value.step == step
+
+
+def test_a_set_would_not_see_a_contribution_that_is_there_twice() -> None:
+    """Ranks 0 and 1 exchange, and then exchange again: each rank is in the sum, each twice."""
+    both = [_reduce(0, 1), _reduce(1, 0)]
+    prove(_reduction(both, ranks=2))
+    with pytest.raises(UnprovenError, match="chunk 0 of rank 0 has more than once ranks 0, 1"):
+        prove(_reduction(both, both, ranks=2))
+
+
+def test_reading_what_has_not_arrived() -> None:
+    gathered = program("all-gather", "ring", 4)
+    early = replace(gathered, steps=(gathered.steps[1], gathered.steps[0], gathered.steps[2]))
+    with pytest.raises(UnprovenError, match=r"in step 0: 0 -> 1: copy chunk 3: rank 0 has nothing to send"):
+        prove(early)
+    adding = replace(gathered, steps=((Transfer(0, 1, 0, 0, "reduce"),),))
+    with pytest.raises(UnprovenError, match=r"rank 1 has nothing to add to, since chunk 0 has not arrived there"):
+        prove(adding)
+
+
+def test_a_chunk_in_the_wrong_place() -> None:
+    swapped = program("all-to-all", "pairwise", 3)
+    first = swapped.steps[0][0]
+    astray = replace(swapped, steps=((first._replace(dst=2), *swapped.steps[0][2:]), *swapped.steps[1:]))
+    with pytest.raises(UnprovenError, match=r"chunk 1 of rank 1 has not arrived"):
+        prove(astray)
+
+
+def test_adding_without_end_does_not_run_over_into_the_next_rank() -> None:
+    """Fields of 16 bits: after 16 doublings a careless sum would look like a contribution of the next rank."""
+    both = [_reduce(0, 1), _reduce(1, 0)]
+    with pytest.raises(UnprovenError, match=r"in step 15: .* more than 32767 times"):
+        prove(_reduction(*[both] * 40, ranks=2))
+
+
+def test_sends_that_wait_for_their_receiver_deadlock_in_a_ring_and_not_in_a_tree() -> None:
+    with pytest.raises(UnprovenError, match=r"in step 0: .* ranks 0 -> 1 -> 2 -> 0 wait in a circle"):
+        prove(RING, sends="blocking")
+    assert prove(program("all-reduce", "tree", 7), sends="blocking").blocking
+
+
+def test_a_deadlock_later_on_is_found() -> None:
+    """Rank 1 gives to 0 first; then 0 and 2 both begin with a send to the other."""
+    late = _reduction([_reduce(1, 0)], [_reduce(0, 2), _reduce(2, 0)], [_copy(0, 1)])
+    assert prove(late).same_bits
+    with pytest.raises(UnprovenError, match=r"in step 1: .* ranks 0 -> 2 -> 0 wait"):
+        prove(late, sends="blocking")
+
+
+def test_orders_of_adding_are_told_apart() -> None:
+    """(0 + 1) + 2 on rank 0, (1 + 2) + 0 on rank 1: right sums, other bits."""
+    step: Step = tuple(_reduce(src, dst) for dst in range(3) for src in ((dst + 1) % 3, (dst + 2) % 3))
+    assert not prove(_reduction(list(step), ports=2)).same_bits
+
+
+@given(
+    st.integers(0, 2**32), st.sampled_from([(c, a) for c in collectives() for a in algorithms(c)]), st.integers(2, 9)
+)
+def test_no_planted_fault_is_missed(seed: int, which: tuple[str, str], ranks: int) -> None:
+    if find(*which).takes(ranks):
+        for corruption in corruptions(program(*which, ranks), 3, seed):
+            assert judge(corruption).verdict != "missed", corruption.what
+
+
+def test_of_many_planted_faults_most_are_rejected_and_the_others_do_no_harm() -> None:
+    verdicts = [
+        judge(corruption)
+        for name in algorithms("all-reduce")
+        if find("all-reduce", name).takes(8)
+        for corruption in corruptions(program("all-reduce", name, 8), 20)
+    ]
+    assert len(verdicts) >= 250
+    rejected = [judgement for judgement in verdicts if judgement.verdict == "rejected"]
+    assert len(rejected) > 0.9 * len(verdicts)
+    assert {"rejected", "equivalent"} >= {judgement.verdict for judgement in verdicts}
+    changes = {judgement.corruption.what.split("chunk ")[1].split(" ", 1)[1] for judgement in rejected}
+    assert {"dropped", "repeated", "redirected", "moved to another step"} <= changes
+
+
+def test_the_check_that_the_proof_is_judged_by_sees_wrong_sums() -> None:
+    assert gives_right_sums(_reduction(*RIGHT))
+    assert not gives_right_sums(_reduction(*RIGHT[:3]))
+    assert not gives_right_sums(
+        replace(program("broadcast", "tree", 4), steps=program("broadcast", "tree", 4).steps[1:])
+    )

@@ -1,0 +1,93 @@
+"""Programs as JSON: what is written is read again, and what makes no sense is refused with a sentence."""
+
+import json
+from typing import Any
+
+import pytest
+
+from motet.collectives import Program, algorithms, collectives, program
+from motet.collectives.library import find
+from motet.collectives.prove import prove
+from motet.core.errors import InputError
+
+
+def test_every_program_survives_being_written() -> None:
+    for collective in collectives():
+        for name in algorithms(collective):
+            ranks = next(filter(find(collective, name).takes, range(4, 65)))
+            built = program(collective, name, ranks)
+            assert Program.from_json(built.to_json()) == built
+            assert Program.from_json(json.loads(built.to_json())) == built
+
+
+def test_the_fields_are_those_of_version_1() -> None:
+    record = json.loads(program("all-reduce", "ring", 2).to_json())
+    assert record == {
+        "version": 1,
+        "collective": "all-reduce",
+        "algorithm": "ring",
+        "ranks": 2,
+        "chunks": 2,
+        "sizes": [1, 1],
+        "initial": [[0, 1], [0, 1]],
+        "final": [{"0": [0, 1], "1": [0, 1]}] * 2,
+        "ports": 1,
+        "steps": [
+            [
+                {"src": 0, "dst": 1, "chunk": [1, 1], "op": "reduce"},
+                {"src": 1, "dst": 0, "chunk": [0, 0], "op": "reduce"},
+            ],
+            [{"src": 0, "dst": 1, "chunk": [0, 0], "op": "copy"}, {"src": 1, "dst": 0, "chunk": [1, 1], "op": "copy"}],
+        ],
+    }
+
+
+def test_a_program_of_another_tool_is_proven() -> None:
+    """A chain of three ranks with chunks of unequal sizes."""
+    record = {
+        "version": 1,
+        "collective": "broadcast",
+        "algorithm": "chain-of-mine",
+        "ranks": 3,
+        "chunks": 2,
+        "sizes": [3, 1],
+        "initial": [[0, 1], [], []],
+        "final": [{}, {"0": [0], "1": [0]}, {"1": [0], "0": [0]}],
+        "steps": [
+            [{"src": 0, "dst": 1, "chunk": [0, 1], "op": "copy"}],
+            [{"src": 1, "dst": 2, "chunk": [0, 1], "op": "copy"}],
+        ],
+    }
+    read = Program.from_json(record)
+    assert prove(read).messages == 2 and read.ports == 1
+    assert read.whole == 4
+
+
+def _ring(**changes: Any) -> dict[str, Any]:
+    return {**json.loads(program("all-reduce", "ring", 3).to_json()), **changes}
+
+
+@pytest.mark.parametrize(
+    ("record", "sentence"),
+    [
+        ("{", r"the file: Invalid JSON"),
+        (_ring(version=2), r"version: Input should be 1"),
+        (_ring(speed=3), r"speed: Extra inputs are not permitted"),
+        (_ring(ranks="3"), r"ranks: Input should be a valid integer"),
+        (_ring(chunks=4), r"chunks 4: there are 3 sizes"),
+        (_ring(sizes=[0, 0, 0]), r"sizes: none may be negative, and not all 0"),
+        (_ring(initial=[[0]]), r"initial and final have 1 and 3 entries for 3 ranks"),
+        (_ring(initial=[[0, 7], [0], [0]]), r"rank 0 holds chunk 7; the last one is 2"),
+        (_ring(final=[{"0": [5]}, {}, {}]), r"final\[0\] names rank 5; the last one is 2"),
+        (_ring(final=[{"x": [1]}, {}, {}]), r"final\[0\]: 'x' is not the number of a chunk"),
+        (_ring(ports=0), r"ranks 3, ports 0: both are at least 1"),
+        (_ring(collective="all-to-all"), r"chunks 3: all-to-all among 3 ranks has 9"),
+        (_ring(steps=[[{"src": 0, "dst": 0, "chunk": [0, 0], "op": "copy"}]]), r"step 0: from rank 0 to 0"),
+        (_ring(steps=[[{"src": 0, "dst": 3, "chunk": [0, 0], "op": "copy"}]]), r"step 0: from rank 0 to 3"),
+        (_ring(steps=[[{"src": 0, "dst": 1, "chunk": [1, 0], "op": "copy"}]]), r"step 0: chunks 1 to 0; they go up"),
+        (_ring(steps=[[{"src": 0, "dst": 1, "chunk": [0, 0], "op": "add"}]]), r"steps.0.0.op: Input should be 'copy'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(record: str | dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        Program.from_json(record)
