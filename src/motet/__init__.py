@@ -17,12 +17,17 @@ _EXPORTS = {
     "MotetError": "motet.core.errors",
 }
 
-__all__ = ["__version__", *_EXPORTS]
+# Rooms whose names are public, too.
+_ROOMS = ("collectives",)
+
+__all__ = ["__version__", *_EXPORTS, *_ROOMS]
 
 
 def __getattr__(name: str) -> object:
     if name in _EXPORTS:
         return getattr(import_module(_EXPORTS[name]), name)
+    if name in _ROOMS:
+        return import_module(f"motet.{name}")
     raise AttributeError(f"module 'motet' has no attribute {name!r}")
 
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from motet.cluster.cluster import Cluster
 from motet.collectives.library.registry import Number
-from motet.collectives.score import Program, Step, messages
+from motet.collectives.score import Program, Step
 from motet.core.errors import InputError
 
 
@@ -60,38 +60,47 @@ def cost(program: Program, cluster: Cluster) -> Cost:
         raise InputError(
             f"{program} does not fit on cluster {cluster.name}, which has {cluster.ranks} ranks; give it more hosts"
         )
-    crossing = _Crossing(cluster)
-    known: dict[Step, StepCost] = {}
-    for step in program.steps:
-        if step and step not in known:
-            known[step] = _step(program, step, crossing)
-    return Cost(tuple(known[step] for step in program.steps if step))
+    crossing = _Crossing(program.whole, cluster)
+    return Cost(tuple(crossing.step(_moved(program, step)) for step in program.steps if step))
+
+
+_Moved = tuple[tuple[int, int, int, int], ...]
+"""What a step moves: (src, dst, relative size, how much of it is added). Many steps move alike, with other chunks."""
+
+
+def _moved(program: Program, step: Step) -> _Moved:
+    weights: dict[tuple[int, int], list[int]] = {}
+    for t in step:
+        both = weights.setdefault((t.src, t.dst), [0, 0])
+        weight = program.weight(t)
+        both[0] += weight
+        both[1] += weight if t.op == "reduce" else 0
+    return tuple(sorted((src, dst, *both) for (src, dst), both in weights.items()))  # type: ignore[misc]
 
 
 class _Crossing:
-    """The routes of a cluster, asked for once each."""
+    """The steps of a Program on a cluster. Each route, and each pattern of messages, is worked out once."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
-        self.route = lru_cache(maxsize=None)(cluster.route)
-        self.latency_s = lru_cache(maxsize=None)(cluster.latency_s)
+    def __init__(self, whole: int, cluster: Cluster) -> None:
+        self._whole = whole
+        self._cluster = cluster
+        self._route = lru_cache(maxsize=None)(cluster.route)
+        self._latency_s = lru_cache(maxsize=None)(cluster.latency_s)
+        self.step = lru_cache(maxsize=None)(self._cost)
 
-
-def _step(program: Program, step: Step, crossing: _Crossing) -> StepCost:
-    weights: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
-    adding: Counter[int] = Counter()
-    latency: Number = 0
-    for (src, dst), transfers in messages(step).items():
-        weight = sum(map(program.weight, transfers))
-        latency = max(latency, crossing.latency_s(src, dst))
-        for link in crossing.route(src, dst):
-            weights[link] += weight
-            counts[link] += 1
-        adding[dst] += sum(program.weight(t) for t in transfers if t.op == "reduce")
-    loads = [_load(link, counts[link], Fraction(weights[link], program.whole), crossing.cluster) for link in weights]
-    gamma = crossing.cluster.gamma_s_per_byte.value
-    return StepCost(latency, _hull(loads), Fraction(max(adding.values()), program.whole) * gamma)
+    def _cost(self, moved: _Moved) -> StepCost:
+        weights: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
+        adding: Counter[int] = Counter()
+        for src, dst, weight, added in moved:
+            for link in self._route(src, dst):
+                weights[link] += weight
+                counts[link] += 1
+            adding[dst] += added
+        latency = max(self._latency_s(src, dst) for src, dst, _, _ in moved)
+        loads = [_load(link, counts[link], Fraction(weights[link], self._whole), self._cluster) for link in weights]
+        gamma = self._cluster.gamma_s_per_byte.value
+        return StepCost(latency, _hull(loads), Fraction(max(adding.values()), self._whole) * gamma)
 
 
 def _load(name: str, flows: int, share: Fraction, cluster: Cluster) -> Load:
