@@ -1,0 +1,93 @@
+"""A `Cluster`: ranks, the network that joins them, and what reducing a byte costs.
+
+Collectives are costed on it, and a planner reads it; every number says where it comes from.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from motet.cluster.device import Figure
+from motet.cluster.link import Link, Number, figure
+from motet.cluster.topology import Network, Route, Torus, Tree
+from motet.core.errors import InputError
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The first `ranks` devices of a network, host after host."""
+
+    name: str
+    ranks: int
+    devices_per_host: int
+    network: Network
+    gamma_s_per_byte: Figure
+    """Adding one byte that arrived to what is there."""
+    device: str = ""
+    """What each rank is: a name of the table of devices, or of one that is not in it."""
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise InputError(f"a cluster cannot have {self.ranks} ranks; give 1 or more")
+        if self.ranks > self.network.ranks:
+            raise InputError(
+                f"cluster {self.name} has {self.network.ranks} ranks, not {self.ranks}: "
+                "use fewer, or describe it with more hosts"
+            )
+
+    @property
+    def hosts(self) -> int:
+        """Those that the ranks are on."""
+        return -(-self.ranks // self.devices_per_host)
+
+    @cached_property
+    def links(self) -> dict[str, Link]:
+        """Every link of the network by its id, also those that only ranks beyond the first `ranks` use."""
+        return self.network.links()
+
+    def link(self, name: str) -> Link:
+        return self.links[name]
+
+    def route(self, src: int, dst: int) -> Route:
+        """The ids of the links that a message crosses, the ports first and last; nothing from a rank to itself."""
+        assert 0 <= src < self.ranks and 0 <= dst < self.ranks, (src, dst, self.ranks)
+        return self.network.route(src, dst)
+
+    def latency_s(self, src: int, dst: int) -> float:
+        """The delay of the links between the two ports. The start-up at the ports themselves is not in it."""
+        return sum(self.links[name].alpha_s.value for name in self.route(src, dst)[1:-1])
+
+    def imbalance(self, name: str, flows: int) -> float:
+        """How many times longer a link takes because this many equal messages are spread unevenly over its lanes."""
+        return self.links[name].imbalance(flows)
+
+
+def uniform(
+    ranks: int,
+    alpha_s: Number,
+    bandwidth_Bps: Number,  # noqa: N803 - a unit
+    gamma_s_per_byte: Number = 0,
+) -> Cluster:
+    """Every rank has one full-duplex port to an ideal switch: the network on which closed forms hold exactly.
+
+    Numbers may be Fractions, and stay so.
+    """
+    port = Link(figure(alpha_s), figure(bandwidth_Bps), is_port=True)
+    return Cluster("uniform", ranks, 1, Tree(ranks, port), figure(gamma_s_per_byte))
+
+
+def torus(
+    dims: tuple[int, ...],
+    alpha_s: Number,
+    bandwidth_Bps: Number,  # noqa: N803 - a unit
+    gamma_s_per_byte: Number = 0,
+    wrap: bool = True,
+) -> Cluster:
+    """A torus (a mesh without `wrap`) whose wires carry what its ports do and delay nothing; Fractions stay so."""
+    port = Link(figure(alpha_s), figure(bandwidth_Bps), is_port=True)
+    network = Torus(dims, (wrap,) * len(dims), port, replace(port, alpha_s=figure(0), is_port=False))
+    return Cluster("torus" if wrap else "mesh", network.ranks, 1, network, figure(gamma_s_per_byte))
+
+
+def cluster_for_ranks(cluster: Cluster, ranks: int) -> Cluster:
+    """The first `ranks` ranks of a cluster; the links keep their ids."""
+    return replace(cluster, ranks=ranks)

@@ -1,0 +1,142 @@
+"""What a cluster file says: hosts, devices, and the network inside of a host and between hosts.
+
+`alpha_s` is the one-way start-up of a message and `bandwidth_Bps` what a link carries in one direction. A figure is
+`{ value = 25e9, origin = "datasheet" }`, or a bare number, which counts as assumed.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from motet.cluster.device import Figure, Origin
+from motet.core.settings import Settings
+
+
+class Delay(Settings):
+    """A figure that may be 0."""
+
+    value: Annotated[float, Field(ge=0)]
+    origin: Origin = "assumed"
+
+    @property
+    def figure(self) -> Figure:
+        return Figure(self.value, self.origin)
+
+
+class Rate(Settings):
+    """A figure above 0."""
+
+    value: Annotated[float, Field(gt=0)]
+    origin: Origin = "assumed"
+
+    @property
+    def figure(self) -> Figure:
+        return Figure(self.value, self.origin)
+
+
+def _spelled_out(value: Any) -> Any:
+    return {"value": value} if isinstance(value, int | float | str) else value
+
+
+def _for_each(value: Any) -> Any:
+    return (value,) if isinstance(value, bool) else tuple(value) if isinstance(value, list) else value
+
+
+DelayFigure = Annotated[Delay, BeforeValidator(_spelled_out)]
+RateFigure = Annotated[Rate, BeforeValidator(_spelled_out)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class LinkSettings(Settings):
+    """What every network has: the port of a rank."""
+
+    alpha_s: DelayFigure
+    bandwidth_Bps: RateFigure  # noqa: N815 - a unit
+    """Of a rank's port; of one NIC between hosts; of one link to one neighbour in a mesh or torus."""
+
+
+class SwitchSettings(LinkSettings):
+    """Every device has one port to an ideal switch, as with NVSwitch."""
+
+    kind: Literal["switch"]
+
+
+class MeshSettings(LinkSettings):
+    """Every pair of devices has links of its own."""
+
+    kind: Literal["mesh"]
+
+
+class PcieSettings(LinkSettings):
+    """Devices under PCIe switches, whose uplinks meet in one host bridge."""
+
+    kind: Literal["pcie"]
+    devices_per_switch: Count
+    bridge_Bps: RateFigure  # noqa: N815 - a unit
+    """Of everything that crosses between the switches, in both directions together."""
+
+
+class BusSettings(LinkSettings):
+    """Devices that share one memory bus, as CPU ranks do."""
+
+    kind: Literal["bus"]
+    bus_Bps: RateFigure  # noqa: N815 - a unit
+    """Of all messages together, counted once each."""
+
+
+class TorusSettings(LinkSettings):
+    """A grid with a link to each neighbour and in each direction."""
+
+    kind: Literal["torus"]
+    dims: Annotated[tuple[Count, ...], Field(min_length=1)]
+    wrap: Annotated[tuple[bool, ...], BeforeValidator(_for_each)] = (True,)
+    """Whether the ends of a dimension are joined: one value for all, or one for each. `false`: a mesh of neighbours."""
+    hop_s: DelayFigure = Delay(value=0)
+    """The delay of each link on the way."""
+
+
+class NicSettings(LinkSettings):
+    """Hosts whose NICs all meet at one ideal switch."""
+
+    kind: Literal["switch"]
+    nics: Count = 1
+    """Per host, shared evenly by its devices."""
+
+
+class SpineLeafSettings(LinkSettings):
+    """Hosts whose NICs meet at leaf switches, which uplinks join to an ideal spine."""
+
+    kind: Literal["spine_leaf"]
+    nics: Count = 1
+    """Per host, shared evenly by its devices."""
+    hosts_per_leaf: Count
+    rails: bool = False
+    """Rail-optimised: a leaf takes the NIC of the same number from each of its hosts."""
+    uplinks: Count
+    """Of each leaf."""
+    oversubscription: Annotated[float, Field(gt=0)] = 1.0
+    """What the NICs under a leaf carry over what its uplinks carry."""
+    flows: Literal["hashed", "pinned"] = "hashed"
+    """Hashed: each message takes one uplink by chance (ECMP). Pinned: they are spread evenly."""
+    hop_s: DelayFigure = Delay(value=0)
+    """The delay of an uplink, once up and once down."""
+
+
+Inside = Annotated[
+    SwitchSettings | MeshSettings | PcieSettings | BusSettings | TorusSettings, Field(discriminator="kind")
+]
+Between = Annotated[NicSettings | SpineLeafSettings | TorusSettings, Field(discriminator="kind")]
+
+
+class ClusterSettings(Settings):
+    """One cluster file."""
+
+    device: str = ""
+    """A name of the table of devices, or of another device."""
+    hosts: Count = 1
+    devices_per_host: Count
+    gamma_s_per_byte: DelayFigure | None = None
+    """Adding one byte to another; without it, three times the device's memory traffic of one byte."""
+    inside: Inside
+    between: Between | None = None
+    """Needed where there are several hosts."""

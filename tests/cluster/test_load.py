@@ -1,0 +1,252 @@
+"""Cluster files: presets, sizes, figures with their origin, and a sentence for whatever is wrong."""
+
+import tomllib
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel
+
+from motet.cluster.device import Figure, find_device
+from motet.cluster.link import expected_fullest
+from motet.cluster.load import cluster_from_tree, cluster_presets, load_cluster
+from motet.cluster.settings import ClusterSettings
+from motet.cluster.topology import Torus
+from motet.core.errors import InputError
+
+PRESETS = {
+    "laptop": (8, 1),
+    "two-hosts-200mbit": (4, 2),
+    "ethernet-100g": (128, 32),
+    "a100-pcie": (8, 1),
+    "dgx-a100": (8, 1),
+    "dgx-h100": (8, 1),
+    "gb200-nvl72": (72, 1),
+    "mi300x-8": (8, 1),
+    "tpu-v4": (64, 1),
+    "tpu-v5p": (64, 1),
+}
+
+
+def tree_of(preset: str, **changes: Any) -> dict[str, Any]:
+    """The values of a preset, changed: `inside__kind="mesh"`; None takes a key away."""
+    tree = tomllib.loads(cluster_presets()[preset])
+    for path, value in changes.items():
+        *sections, key = path.split("__")
+        node = tree
+        for section in sections:
+            node = node[section]
+        node.pop(key, None)
+        if value is not None:
+            node[key] = value
+    return tree
+
+
+def test_every_preset_is_here() -> None:
+    assert set(cluster_presets()) == set(PRESETS)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_a_whole_cluster(name: str) -> None:
+    cluster = load_cluster(name)
+    assert (cluster.name, cluster.ranks, cluster.hosts) == (name, *PRESETS[name])
+    for dst in range(1, cluster.ranks):
+        assert all(link in cluster.links for link in cluster.route(0, dst))
+    # Mistaken units would be off by a thousand, or by eight.
+    assert all(link.alpha_s.value <= 200e-6 for link in cluster.links.values())
+    assert all(20e6 <= link.bandwidth_Bps.value <= 2e12 for link in cluster.links.values())
+    assert 1e-13 < cluster.gamma_s_per_byte.value < 1e-9
+    assert find_device(cluster.device) is not None or cluster.device in ("CPU", "TPU v4", "TPU v5p")
+
+
+@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"laptop", "tpu-v4", "tpu-v5p"}))
+def test_a_preset_grows_by_hosts(name: str) -> None:
+    cluster = load_cluster(name, hosts=3)
+    assert (cluster.ranks, cluster.hosts) == (3 * cluster.devices_per_host, 3)
+    assert cluster.route(0, cluster.ranks - 1)[0] == "net/0.out"
+
+
+def test_numbers_know_where_they_come_from() -> None:
+    cluster = load_cluster("dgx-h100", hosts=64)
+    assert cluster.link("host3/0.out").bandwidth_Bps == Figure(450e9, "datasheet")
+    assert cluster.link("net/0.out").alpha_s == Figure(4e-6, "assumed")
+    assert cluster.link("net/nic0.up").bandwidth_Bps == Figure(50e9, "datasheet")
+    assert cluster.link("net/leaf0.up").bandwidth_Bps == Figure(32 * 50e9, "assumed")  # a sum over NICs
+    # Adding reads two bytes and writes one.
+    assert cluster.gamma_s_per_byte == Figure(3 / 3350e9, "assumed")
+    assert load_cluster("laptop").gamma_s_per_byte == Figure(3e-10, "assumed")
+
+
+def test_sizes() -> None:
+    assert load_cluster("laptop", devices_per_host=3).ranks == 3
+    cluster = load_cluster("tpu-v4", dims=(8, 8, 16))
+    assert isinstance(cluster.network, Torus)
+    assert (cluster.network.dims, cluster.ranks, cluster.devices_per_host) == ((8, 8, 16), 1024, 1024)
+    assert cluster.network.wrap == (True, True, True)
+
+
+def test_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        """
+        hosts = 4
+        devices_per_host = 2
+        gamma_s_per_byte = { value = 1e-12, origin = "measured" }
+        [inside]
+        kind = "torus"
+        dims = [2]
+        wrap = false
+        alpha_s = 0
+        bandwidth_Bps = 1e9
+        [between]
+        kind = "torus"
+        dims = [2, 2]
+        wrap = [true, false]
+        alpha_s = 1e-6
+        bandwidth_Bps = 1e9
+        hop_s = 1e-7
+        """,
+        encoding="utf-8-sig",
+    )
+    cluster = load_cluster(str(path))
+    assert (cluster.name, cluster.ranks, cluster.gamma_s_per_byte) == ("mine", 8, Figure(1e-12, "measured"))
+    assert cluster.route(0, 1) == ("host0/0.out+0", "host0/0+0", "host0/1.in+0")
+    assert cluster.latency_s(0, 7) == 2e-7
+
+
+WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no bandwidth": ("dgx-h100", {"inside__bandwidth_Bps": 0}, "inside.bandwidth_Bps.value = 0 must be more than 0.0"),
+    "no finite bandwidth": (
+        "dgx-h100",
+        {"between__bandwidth_Bps": float("inf")},
+        "between.bandwidth_Bps.value = inf must be",
+    ),
+    "negative start-up": ("dgx-h100", {"inside__alpha_s": -1}, "inside.alpha_s.value = -1 must be at least 0.0"),
+    "a text": ("dgx-h100", {"inside__alpha_s": "fast"}, "inside.alpha_s.value = 'fast' must be a number"),
+    "a list": ("dgx-h100", {"inside__alpha_s": [1]}, "inside.alpha_s = [1] must be a section with keys of its own"),
+    "no such origin": (
+        "dgx-h100",
+        {"inside__alpha_s": {"value": 1, "origin": "guess"}},
+        "inside.alpha_s.origin = 'guess' must be 'datasheet', 'measured' or 'assumed'",
+    ),
+    "a key misspelled": (
+        "dgx-h100",
+        {"inside__bandwith_Bps": 1},
+        "unknown key 'inside.bandwith_Bps'; did you mean 'bandwidth_Bps'?",
+    ),
+    "a key of another kind": (
+        "dgx-h100",
+        {"inside__dims": [8]},
+        "unknown key 'inside.dims'; valid here: alpha_s, bandwidth_Bps, kind",
+    ),
+    "a key of a figure": (
+        "dgx-h100",
+        {"inside__alpha_s": {"value": 1, "orgin": "measured"}},
+        "unknown key 'inside.alpha_s.orgin'; did you mean 'origin'?",
+    ),
+    "an unknown key": ("laptop", {"nodes": 2}, "unknown key 'nodes'; valid here: between, device, devices_per_host,"),
+    "a kind misspelled": (
+        "dgx-h100",
+        {"inside__kind": "swich"},
+        "inside.kind = 'swich' must be one of 'switch', 'mesh', 'pcie', 'bus', 'torus'; did you mean 'switch'?",
+    ),
+    "no kind": ("dgx-h100", {"between__kind": None}, "between.kind is missing; give one of switch, spine_leaf, torus"),
+    "no network": ("laptop", {"inside": None}, "inside is missing; give it a value, e.g. inside = ..."),
+    "a number for a network": ("laptop", {"inside": 3}, "inside = 3 must be a section with keys of its own"),
+    "hosts that nothing joins": ("laptop", {"hosts": 2}, "hosts = 2 need a section [between] that joins them;"),
+    "no host": ("laptop", {"hosts": 0}, "hosts = 0 must be at least 1"),
+    "half a host": ("laptop", {"hosts": 2.5}, "hosts = 2.5 must be a whole number"),
+    "nics for some": ("dgx-h100", {"between__nics": 3}, "nics = 3 cannot be shared evenly by 8 devices per host;"),
+    "dims of another size": (
+        "tpu-v4",
+        {"devices_per_host": 60},
+        "a torus of dims 4 x 4 x 4 = 64 does not fit devices_per_host = 60; make them equal",
+    ),
+    "no dims": ("tpu-v4", {"inside__dims": []}, "inside.dims = [] must have at least 1 entries"),
+    "wrap of another length": ("tpu-v4", {"inside__wrap": [True, False]}, "wrap has 2 values for 3 dims;"),
+    "wrap that is no truth": ("tpu-v4", {"inside__wrap": 3}, "inside.wrap = 3 must be a list, [...]"),
+    "an unknown device": (
+        "dgx-h100",
+        {"device": "H10"},
+        "device = 'H10' is not in the table of devices, so gamma_s_per_byte must be given;",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_sentence_for_what_is_wrong(case: str) -> None:
+    preset, changes, words = WRONG[case]
+    with pytest.raises(InputError) as caught:
+        cluster_from_tree(tree_of(preset, **changes), "c.toml")
+    assert str(caught.value).startswith(f"c.toml: {words}")
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_clusters(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^no cluster 'dgx-h10': did you mean 'dgx-h100'\? it is neither a file nor"):
+        load_cluster("dgx-h10")
+    with pytest.raises(InputError, match=r"neither a file nor one of a100-pcie, dgx-a100, .*, two-hosts-200mbit$"):
+        load_cluster(str(tmp_path))
+    with pytest.raises(InputError, match="neither a file nor one of"):
+        load_cluster("with\0zero")
+    bad = tmp_path / "bad.toml"
+    bad.write_bytes(b"hosts = \xff")
+    with pytest.raises(InputError, match=r"bad.toml is not UTF-8 text; save it as UTF-8$"):
+        load_cluster(str(bad))
+    bad.write_text("hosts = ")
+    with pytest.raises(InputError, match=r"bad.toml is not valid TOML: .*; mend it there$"):
+        load_cluster(str(bad))
+
+
+def test_sizes_that_cannot_be() -> None:
+    with pytest.raises(InputError, match="laptop: hosts = 2 need a section"):
+        load_cluster("laptop", hosts=2)
+    with pytest.raises(InputError, match=r"laptop: dims = \[2, 2\] is for a torus, which this cluster has not"):
+        load_cluster("laptop", dims=(2, 2))
+    with pytest.raises(InputError, match=r"tpu-v4: .* does not fit devices_per_host = 8"):
+        load_cluster("tpu-v4", devices_per_host=8)
+    with pytest.raises(InputError, match="tpu-v4: devices_per_host = 0 must be at least 1"):
+        load_cluster("tpu-v4", dims=(0, 8))
+
+
+def test_a_torus_between_hosts(tmp_path: Path) -> None:
+    between = {"kind": "torus", "dims": [3], "alpha_s": 1e-6, "bandwidth_Bps": 1e9}
+    with pytest.raises(InputError, match="a torus of dims 3 = 3 does not fit hosts = 4; make them equal"):
+        cluster_from_tree(tree_of("laptop", between=between, hosts=4))
+    path = tmp_path / "grid.toml"
+    path.write_text(
+        cluster_presets()["laptop"] + '[between]\nkind = "torus"\ndims = [1]\nalpha_s = 0\nbandwidth_Bps = 1\n'
+    )
+    assert load_cluster(str(path)).hosts == 1
+    cluster = load_cluster(str(path), dims=(3, 3))
+    assert (cluster.hosts, cluster.ranks, cluster.devices_per_host) == (9, 72, 8)
+
+
+def keys_of(kind: type[BaseModel]) -> set[str]:
+    """Of this group of settings and of all groups in it."""
+    found = set(kind.model_fields)
+    for field in kind.model_fields.values():
+        for inner in models_in(field.annotation):
+            found |= keys_of(inner)
+    return found
+
+
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in models_in(part)]
+
+
+def test_the_page_names_every_preset_key_and_kind() -> None:
+    page = (Path(__file__).parents[2] / "docs/reference/cluster.md").read_text(encoding="utf-8")
+    assert {name for name in PRESETS if f"`{name}`" not in page} == set()
+    assert {key for key in keys_of(ClusterSettings) if f"`{key}`" not in page} == set()
+    kinds = {"switch", "mesh", "pcie", "bus", "torus", "spine_leaf"}
+    assert {kind for kind in kinds if f'`"{kind}"`' not in page} == set()
+    messages, *table = [
+        line.split("|")[2:-1] for line in page.splitlines() if line.startswith(("| messages", "| E(", "| imb"))
+    ]
+    fullest = [expected_fullest(int(count), 16) for count in messages]
+    assert [float(text) for text in table[0]] == [round(balls, 2) for balls in fullest]
+    even = [int(count) / 16 for count in messages]
+    assert [float(text) for text in table[1]] == [round(a / b, 2) for a, b in zip(fullest, even, strict=True)]

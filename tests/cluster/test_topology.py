@@ -1,0 +1,247 @@
+"""Networks: every rank reaches every other, over links that exist and hang together, and over no more than it must."""
+
+from collections import defaultdict, deque
+from fractions import Fraction
+from math import prod
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from motet.cluster.cluster import Cluster, cluster_for_ranks, torus, uniform
+from motet.cluster.load import cluster_from_tree
+from motet.cluster.topology import Torus
+from motet.core.errors import InputError
+
+PORT = {"alpha_s": 1e-6, "bandwidth_Bps": 8}
+
+
+def made(devices: int, hosts: int = 1, inside: dict[str, Any] | None = None, **between: Any) -> Cluster:
+    """A cluster from the fewest words."""
+    tree: dict[str, Any] = {"devices_per_host": devices, "hosts": hosts, "gamma_s_per_byte": 0}
+    tree["inside"] = PORT | (inside or {"kind": "switch"})
+    return cluster_from_tree(tree | ({"between": PORT | between} if between else {}))
+
+
+def inside_kinds(devices: int) -> list[dict[str, Any]]:
+    return [
+        {"kind": "switch"},
+        {"kind": "mesh"},
+        {"kind": "bus", "bus_Bps": 16},
+        {"kind": "pcie", "devices_per_switch": 2, "bridge_Bps": 16},
+        {"kind": "torus", "dims": [devices]},
+        {"kind": "torus", "dims": [2, devices // 2], "wrap": [False, True]},
+    ]
+
+
+def between_kinds(hosts: int) -> list[dict[str, Any]]:
+    return [
+        {"kind": "switch", "nics": 2},
+        {"kind": "torus", "dims": [hosts], "hop_s": 1e-7},
+        {"kind": "spine_leaf", "hosts_per_leaf": 2, "uplinks": 3},
+        {"kind": "spine_leaf", "hosts_per_leaf": 2, "uplinks": 3, "nics": 4, "rails": True},
+    ]
+
+
+def check_routes(cluster: Cluster) -> None:
+    """Between any two ranks: first and last a port, of its own end; nothing but links that exist; and none twice."""
+    out: dict[str, int] = {}
+    into: dict[str, int] = {}
+    for src in range(cluster.ranks):
+        assert cluster.route(src, src) == ()
+        assert cluster.latency_s(src, src) == 0
+        for dst in set(range(cluster.ranks)) - {src}:
+            route = cluster.route(src, dst)
+            ports = [name for name in route if cluster.link(name).is_port]
+            assert ports == [route[0], route[-1]]
+            assert len(set(route)) == len(route)
+            assert len(route) == len(cluster.route(dst, src))
+            assert cluster.latency_s(src, dst) == pytest.approx(cluster.latency_s(dst, src))
+            assert out.setdefault(route[0], src) == src
+            assert into.setdefault(route[-1], dst) == dst
+    assert not set(out) & set(into)
+
+
+@pytest.mark.parametrize("kind", range(len(inside_kinds(8))))
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_routes_inside_of_a_host(devices: int, kind: int) -> None:
+    check_routes(made(devices, inside=inside_kinds(devices)[kind]))
+
+
+@pytest.mark.parametrize("kind", range(len(between_kinds(3))))
+@pytest.mark.parametrize("inside", inside_kinds(4), ids=lambda inside: inside["kind"])
+def test_routes_between_hosts(inside: dict[str, Any], kind: int) -> None:
+    between = between_kinds(3)[kind]
+    cluster = made(4, 3, inside, **between)
+    assert (cluster.ranks, cluster.hosts) == (12, 3)
+    for src in range(12):
+        for dst in range(12):
+            across = {name.partition("/")[0] for name in cluster.route(src, dst)}
+            assert across == ({"net"} if src // 4 != dst // 4 else {f"host{src // 4}"} if src != dst else set())
+    if between["kind"] != "torus":
+        check_routes(cluster)
+    else:  # its ports belong to hosts
+        assert cluster.route(0, 4) == cluster.route(3, 7) == ("net/0.out+0", "net/0+0", "net/1.in+0")
+        assert cluster.latency_s(0, 8) == 1e-7
+
+
+def test_a_uniform_network_is_ports_alone_and_exact() -> None:
+    cluster = uniform(5, Fraction(1, 7), Fraction(3), Fraction(1, 11))
+    check_routes(cluster)
+    assert cluster.route(1, 4) == ("1.out", "4.in")
+    assert len(cluster.links) == 10
+    assert cluster.hosts == 5
+    port = cluster.link("1.out")
+    assert port.alpha_s.value + 6 / port.bandwidth_Bps.value == Fraction(15, 7)
+    assert cluster.gamma_s_per_byte.value == Fraction(1, 11)
+    assert port.alpha_s.origin == "assumed"
+
+
+def test_pcie_crosses_the_bridge_only_between_switches() -> None:
+    cluster = made(4, inside=inside_kinds(4)[3])
+    assert cluster.route(0, 1) == ("0.out", "1.in")
+    assert cluster.route(0, 3) == ("0.out", "switch0.up", "bridge0", "switch1.down", "3.in")
+
+
+def test_all_share_one_bus() -> None:
+    cluster = made(3, inside=inside_kinds(2)[2])
+    assert all("bus0" in cluster.route(a, b) for a in range(3) for b in range(3) if a != b)
+
+
+def test_devices_share_nics() -> None:
+    cluster = made(8, 2, kind="switch", nics=2)
+    nics = [cluster.route(src, 8)[1] for src in range(8)]
+    assert nics == ["net/nic0.up"] * 4 + ["net/nic1.up"] * 4
+
+
+def test_rails_stay_under_their_leaf() -> None:
+    """With rails, the same device of two hosts is one leaf away and its neighbours are not; without them, all are."""
+    options: dict[str, Any] = {"kind": "spine_leaf", "nics": 4, "hosts_per_leaf": 2, "uplinks": 1, "hop_s": 1e-6}
+    rails, plain = made(4, 4, rails=True, **options), made(4, 4, **options)
+    hops = [[cluster.latency_s(0, dst) for dst in (4, 5, 8, 9)] for cluster in (rails, plain)]
+    assert hops == [[0, 2e-6, 2e-6, 2e-6], [0, 0, 2e-6, 2e-6]]
+
+
+def loads(cluster: Cluster, pairs: list[tuple[int, int]]) -> dict[str, float]:
+    """Seconds for which each link carries one byte of each pair, evenly spread."""
+    found: dict[str, float] = defaultdict(float)
+    for src, dst in pairs:
+        for name in cluster.route(src, dst):
+            found[name] += 1 / cluster.link(name).bandwidth_Bps.value
+    return found
+
+
+@given(st.integers(1, 3), st.sampled_from([1, 2, 4]), st.sampled_from([0.5, 1.0, 2.0, 3.0]), st.booleans())
+def test_the_cut_above_a_leaf_is_narrower_by_the_oversubscription(
+    hosts_per_leaf: int, nics: int, oversubscription: float, rails: bool
+) -> None:
+    hosts, devices = 2 * hosts_per_leaf, 4
+    cluster = made(
+        devices,
+        hosts,
+        kind="spine_leaf",
+        nics=nics,
+        hosts_per_leaf=hosts_per_leaf,
+        uplinks=4,
+        oversubscription=oversubscription,
+        rails=rails,
+        flows="pinned",
+    )
+    half = cluster.ranks // 2  # every leaf has all of its hosts in one half
+    found = loads(cluster, [(src, src + half) for src in range(half)] + [(src + half, src) for src in range(half)])
+    leaf = {name: seconds for name, seconds in found.items() if "leaf" in name}
+    nic = {seconds for name, seconds in found.items() if "nic" in name}
+    assert len(leaf) == 4 * (nics if rails else 1)
+    assert len(nic) == 1
+    assert all(seconds == pytest.approx(oversubscription * max(nic)) for seconds in leaf.values())
+
+
+def test_hashed_uplinks_know_their_lanes() -> None:
+    hashed = made(2, 4, kind="spine_leaf", hosts_per_leaf=2, uplinks=4)
+    pinned = made(2, 4, kind="spine_leaf", hosts_per_leaf=2, uplinks=4, flows="pinned")
+    assert hashed.imbalance("net/leaf0.up", 1) == 4
+    assert hashed.imbalance("net/nic0.up", 1) == 1
+    assert pinned.imbalance("net/leaf0.up", 1) == 1
+
+
+@st.composite
+def tori(draw: st.DrawFn) -> Torus:
+    dims = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4).filter(lambda dims: prod(dims) <= 64))
+    port = torus((2,), 1, 1).link("0.out+0")
+    return Torus(tuple(dims), tuple(draw(st.booleans()) for _ in dims), port, port)
+
+
+def ends_of_wires(network: Torus) -> dict[str, tuple[int, int]]:
+    """Where each wire begins and ends, by the two ports of the same neighbours."""
+    ends = {}
+    for a in range(network.ranks):
+        for b in range(network.ranks):
+            route = network.route(a, b)
+            if len(route) == 3:
+                ends[route[1]] = a, b
+    return ends
+
+
+@settings(deadline=None)
+@given(tori())
+def test_a_torus_goes_from_neighbour_to_neighbour_on_a_shortest_way(network: Torus) -> None:
+    ends = ends_of_wires(network)
+    names = network.links()
+    steps = defaultdict(set)
+    for tail, head in ends.values():
+        steps[tail].add(head)
+    for src in range(network.ranks):
+        far = {src: 0}
+        todo = deque([src])
+        while todo:
+            at = todo.popleft()
+            for there in steps[at] - set(far):
+                far[there] = far[at] + 1
+                todo.append(there)
+        for dst in range(network.ranks):
+            route = network.route(src, dst)
+            assert set(route) <= set(names)
+            assert max(0, len(route) - 2) == far[dst]
+            assert len(network.route(dst, src)) == len(route)
+            at = src
+            for wire in route[1:-1]:
+                assert ends[wire][0] == at
+                at = ends[wire][1]
+            assert at == dst
+
+
+@pytest.mark.parametrize(
+    ("dims", "wrap", "ports", "wires"),
+    [
+        ((4, 4, 4), True, 6 * 2 * 64, 6 * 64),
+        ((2, 2), True, 4 * 2 * 4, 4 * 4),  # two cables between the same two
+        ((3, 5), False, 2 * (2 * 2 * 5 + 2 * 4 * 3), 2 * 2 * 5 + 2 * 4 * 3),
+        ((1, 7), True, 2 * 2 * 7, 2 * 7),
+    ],
+)
+def test_a_torus_has_a_link_to_each_neighbour(dims: tuple[int, ...], wrap: bool, ports: int, wires: int) -> None:
+    links = torus(dims, 1, 1, wrap=wrap).links.values()
+    assert sum(link.is_port for link in links) == ports
+    assert sum(not link.is_port for link in links) == wires
+
+
+def test_a_torus_goes_the_shorter_way_round() -> None:
+    ring = torus((6,), 1, 1)
+    assert ring.route(0, 5) == ("0.out-0", "0-0", "5.in-0")
+    assert ring.route(1, 4) == ("1.out+0", "1+0", "2+0", "3+0", "4.in+0")
+    assert len(torus((6,), 1, 1, wrap=False).route(0, 5)) == 7
+    check_routes(torus((3, 4), 1, 1))
+
+
+def test_the_first_ranks_of_a_cluster_keep_their_routes() -> None:
+    whole = made(4, 3, kind="switch")
+    part = cluster_for_ranks(whole, 6)
+    assert (part.ranks, part.hosts) == (6, 2)
+    assert part.route(0, 5) == whole.route(0, 5)
+    with pytest.raises(InputError, match="cluster cluster has 12 ranks, not 13: use fewer, or describe it with more"):
+        cluster_for_ranks(part, 13)
+    with pytest.raises(InputError, match="cannot have 0 ranks; give 1 or more"):
+        cluster_for_ranks(whole, 0)
+    with pytest.raises(InputError, match="cannot have 0 ranks"):
+        uniform(0, 1, 1)
