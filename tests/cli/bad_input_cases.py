@@ -39,6 +39,28 @@ class Tuple(Plain):
     def forward(self, tokens):
         return (super().forward(tokens),)
 
+class SmallTable(Plain):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(100, 8)
+
+class FewLogits(Plain):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, 200)
+
+class Detached(Plain):
+    def forward(self, tokens):
+        return super().forward(tokens).detach()
+
+class PlainNumber(Plain):
+    def loss_sum(self, batch):
+        return 3.5
+
+class LossPerToken(Plain):
+    def loss_sum(self, batch):
+        return self(batch.tokens).logsumexp(-1)
+
 class Meta(Plain):
     def __init__(self):
         with torch.device("meta"):
@@ -163,6 +185,14 @@ def disk(size: str) -> Setup:
     return mount
 
 
+def gathering(*transfers: object) -> str:
+    """An all-gather of two ranks, as JSON, that has only these transfers."""
+    both = {"0": [0], "1": [1]}
+    head = {"version": 1, "collective": "all-gather", "algorithm": "ring", "ranks": 2, "chunks": 2, "sizes": [1, 1]}
+    return json.dumps({**head, "initial": [[0], [1]], "final": [both, both], "steps": [transfers]})
+
+
+THREE_CLASSES = records("labels.jsonl", *({"text": f"text {i}", "label": i % 3} for i in range(60)))
 RUN = "run"
 """Stands for a copy of a run in the folder `run`, stopped at step 4 of 6, with checkpoints of the steps 2 and 4."""
 FINISHED = "done"
@@ -184,9 +214,7 @@ CASES: dict[str, list[Setup | str]] = {
     "records without any text": [records("nothing.jsonl", {"text": ""}, {"text": None})],
     "a Parquet file that is none": [write("bad.parquet", "words")],
     "labels that are words": [records("words.jsonl", {"text": "good", "label": "pos"})],
-    "more labels than classes": [
-        records("labels.jsonl", *({"text": f"text {i}", "label": i % 3} for i in range(60))),
-    ],
+    "more labels than classes": [THREE_CLASSES],
     "half of a Megatron corpus": [write("half.bin", b"\0\0")],
     "a tokenizer.json that is broken": [write("tokenizer.json", "{")],
     "a cache that cannot be written": [disk("ro")],
@@ -201,6 +229,7 @@ CASES: dict[str, list[Setup | str]] = {
     "an existing run that must not go on": [RUN],
     "resuming with another model": [RUN],
     "resuming with fewer steps": [RUN],
+    "resuming to stop at a step that is past": [RUN],
     "resuming with another job's file edited": [RUN, edit("run/job.toml", "hidden = 16", "hidden = 32")],
     "resuming a finished run": [FINISHED],
     "resuming where the summary is damaged": [RUN, write("run/summary.json", "{")],
@@ -219,11 +248,20 @@ CASES: dict[str, list[Setup | str]] = {
     "a config that contradicts itself": [huggingface("llama", hidden_size=33)],
     "a config with a smaller vocabulary": [huggingface("llama", vocab_size=100)],
     "a config with a shorter context": [huggingface("llama", max_position_embeddings=16)],
+    "a config with fewer classes than the data": [
+        huggingface("bert", model_type="bert", architectures=["BertForSequenceClassification"]),
+        THREE_CLASSES,
+    ],
     "an objective that is not the model's": [huggingface("llama")],
     "an argument that the config does not have": [huggingface("llama")],
     "weights that are cut short": [weights("llama", cut_short=True)],
     "weights with a missing tensor": [weights("llama", without="lm_head.weight")],
     "weights in a pickle": [huggingface("llama"), write("llama/pytorch_model.bin")],
+    "a Program that is wrong": [write("wrong.json", gathering({"src": 0, "dst": 1, "chunk": [0, 0], "op": "copy"}))],
+    "a Program that reads what is not there": [
+        write("early.json", gathering({"src": 0, "dst": 1, "chunk": [1, 1], "op": "copy"}))
+    ],
+    "a file that holds no Program": [write("text.json", "words")],
     "a full disk while saving": [disk("size=2m")],
     "a full disk for the events": [disk("size=400k"), RUN, lambda: shutil.copytree(RUN, "disk/run")],
 }

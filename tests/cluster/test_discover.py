@@ -10,7 +10,7 @@ import torch
 
 from motet.cluster import discover as module
 from motet.cluster.device import Figure
-from motet.cluster.discover import discover, memory_bytes, peak_memory_bytes
+from motet.cluster.discover import ThisDevice, discover, memory_bytes, peak_memory_bytes, slow_arithmetic
 
 
 @pytest.fixture
@@ -96,3 +96,13 @@ def test_a_machine_without_proc_is_described_by_the_standard_library(monkeypatch
     monkeypatch.setattr(module, "Path", lambda _: SimpleNamespace(exists=lambda: False))
     assert discover("cpu").name
     assert peak_memory_bytes("cpu") > 10 * 1024**2
+
+
+@pytest.mark.parametrize(("bfloat16", "warned"), [(1e9, True), (49e9, True), (50e9, False), (500e9, False)])
+def test_bfloat16_without_instructions_for_it_is_told(bfloat16, warned):
+    peaks = {"bfloat16": Figure(bfloat16, "measured"), "float32": Figure(50e9, "measured")}
+    texts = slow_arithmetic(ThisDevice("old CPU", "cpu", peaks, 1, 1))
+    assert bool(texts) == warned
+    if bfloat16 == 1e9:
+        assert "50 times slower than float32" in texts[0] and "precision.recipe=fp32" in texts[0]
+    assert slow_arithmetic(ThisDevice("old CPU", "cpu", {"float32": peaks["float32"]}, 1, 1)) == []

@@ -1,4 +1,4 @@
-"""Files and functions stay small enough to read, and the gate that says so can fail."""
+"""The gate that keeps files and functions small (`make check` runs it over everything) can fail."""
 
 import importlib.util
 from pathlib import Path
@@ -17,10 +17,6 @@ def gate() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def test_everything_is_small_enough(gate: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gate.main() == 0, capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

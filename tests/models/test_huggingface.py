@@ -11,7 +11,9 @@ from torch import Tensor
 
 from motet.core.batch import Batch
 from motet.core.errors import InputError
+from motet.models import huggingface
 from motet.models.build import Trainee, build_module, build_trainee
+from motet.models.config import read_config
 from motet.models.settings import AdapterSettings, ModuleSettings
 from motet.precision.promote import float64_mode
 
@@ -170,6 +172,20 @@ def test_arguments_replace_values_of_the_config(tmp_path: Path) -> None:
     assert len(module.model.layers) == 1
     with pytest.raises(InputError, match=r"has no 'num_hiden_layers'; did you mean 'num_hidden_layers'"):
         build_module(settings(path, arguments={"num_hiden_layers": 1}))
+
+
+def test_the_number_of_classes_is_an_argument(tmp_path: Path) -> None:
+    path = folder(tmp_path, dict(CONFIGS["bert"], architectures=["BertForSequenceClassification"]))
+    model = trainee(path, arguments={"num_labels": 5})
+    assert (model.objective, model.outcomes) == ("classify", 5)
+    assert model.logits(one(6, 1)).shape == (1, 5)
+
+
+def test_the_config_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+    monkeypatch.setattr(huggingface, "read_config", lambda path: read.append(path) or read_config(path))
+    trainee(folder(tmp_path, CONFIGS["llama"])).loss_sum(one(6, 1))
+    assert read == [tmp_path]
 
 
 def test_on_the_meta_device(tmp_path: Path) -> None:

@@ -233,7 +233,7 @@ def test_a_full_disk_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(28, "No space left on device")
 
     path = start(job("run.folder=a"))
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(InputError, match="cannot write run folder a: No space left on device"):
         write_start(path, job("run.threads=3"), {})
     assert stored_job(path) == job("run.folder=a")

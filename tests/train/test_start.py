@@ -1,13 +1,19 @@
-"""Training in the process that calls."""
+"""Training in the process that calls, and as a rank of somebody else's launcher."""
 
 from pathlib import Path
 
 import pytest
 
 import motet
-from motet.monitor.events import StepDone
+from motet.monitor.events import RunEnded, StepDone, read_events
 from motet.monitor.summary import read_summary
-from train.runs import small_job
+from motet.parallel.place import Place
+from motet.train.ending import remember
+from motet.train.faults import Record
+from motet.train.job import Job
+from motet.train.start import Request, join
+from ranks import Ranks
+from train.runs import TEXT, small_job
 
 
 class _Heard(motet.Callback):
@@ -34,3 +40,73 @@ def test_a_run_that_cannot_work_makes_no_folder(tmp_path: Path) -> None:
     with pytest.raises(motet.MotetError, match="cannot be cut evenly over 1 rank"):
         motet.run(job)
     assert not (tmp_path / "run").exists()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_that_is_refused_on_its_way_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(TEXT.read_bytes())
+    changes = ["run.steps=4", f"run.folder={tmp_path / 'run'}", f"data.source={text}"]
+    motet.run(small_job(tmp_path, *changes, "run.stop_at=2"))
+    text.write_bytes(TEXT.read_bytes().replace(b"the", b"The"))
+    before = contents(tmp_path / "run")
+    with pytest.raises(motet.MotetError, match="the data changed"):
+        motet.run(small_job(tmp_path, *changes, "optimizer.learning_rate=0.5"))
+    assert contents(tmp_path / "run") == before
+    model = "model={factory='train.foreign_models:hidden_state'}"
+    with pytest.raises(motet.MotetError, match="get_extra_state"):
+        motet.run(small_job(tmp_path, "run.steps=4", f"run.folder={tmp_path / 'new'}", model))
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_was_trained_is_not_taken_back(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    before = [remember(folder)]
+    for stop in (2, 3):
+        motet.run(small_job(tmp_path, "run.steps=4", f"run.folder={folder}", f"run.stop_at={stop}"))
+        before.append(remember(folder))
+    after = contents(folder)
+    assert [start.was_run for start in before] == [False, True, True]
+    assert [start.undo_unless_trained() for start in before] == [False, False, True]
+    assert contents(folder) == after
+
+
+def test_files_are_put_back_byte_by_byte(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_bytes(b"name = 'x'\r\n")
+    (tmp_path / "versions.json").write_bytes(b"\xff damaged")
+    before, there = remember(tmp_path), contents(tmp_path)
+    for name in ("job.toml", "versions.json", "summary.json", "events.jsonl"):
+        (tmp_path / name).write_bytes(b"")
+    assert before.undo_unless_trained()
+    assert contents(tmp_path) == {**there, str(tmp_path / "events.jsonl"): b""}
+
+
+def _joined(place: Place, job: Job) -> tuple[Record, list[str]]:
+    told: list[str] = []
+    return join(Request(job, None, []), place, told.append), told
+
+
+def test_a_refusal_under_a_launcher_leaves_the_folder_as_it_was(ranks: Ranks, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(TEXT.read_bytes())
+    changes = ["run.steps=4", f"run.folder={tmp_path / 'run'}", f"data.source={text}"]
+    for record, _ in ranks.run_places(2, _joined, small_job(tmp_path, *changes, "run.stop_at=2")):
+        assert record.exit_code == 0, record
+    text.write_bytes(TEXT.read_bytes().replace(b"the", b"The"))
+    before = contents(tmp_path / "run")
+    for record, _ in ranks.run_places(2, _joined, small_job(tmp_path, *changes, "optimizer.learning_rate=0.5")):
+        assert record.exit_code == 2 and "the data changed" in record.message
+    assert contents(tmp_path / "run") == before
+
+
+def test_divergence_under_a_launcher_is_told_once(ranks: Ranks, tmp_path: Path) -> None:
+    model = "model={factory='train.foreign_models:normed', arguments={nan_at=2}}"
+    job = small_job(tmp_path, "run.steps=4", f"run.folder={tmp_path / 'run'}", model)
+    (first, told), (second, silent) = ranks.run_places(2, _joined, job)
+    end = read_events(tmp_path / "run/events.jsonl")[-1]
+    assert isinstance(end, RunEnded) and end.message.startswith("stopped at step 3: its loss is not finite (loss nan,")
+    assert told[-1] == end.message and silent == []
+    assert (first.exit_code, first.message, second.exit_code, second.message) == (4, "", 4, "")

@@ -53,6 +53,18 @@ def discover(device: torch.device | str, dtypes: Sequence[str] = ("float32",)) -
     )
 
 
+def slow_arithmetic(this: ThisDevice) -> list[str]:
+    """A warning if the device has no instructions for bfloat16 and does it by other means, much slower."""
+    peaks = this.peak_flops
+    if "bfloat16" not in peaks or "float32" not in peaks or peaks["bfloat16"].value >= peaks["float32"].value:
+        return []
+    times = peaks["float32"].value / peaks["bfloat16"].value
+    return [
+        f"{this.name} multiplies bfloat16 matrices {times:.3g} times slower than float32 ones; precision.recipe=fp32 "
+        "is quicker here"
+    ]
+
+
 def memory_bytes(device: torch.device | str) -> int:
     """What this process holds now: allocated on a CUDA device, resident on the CPU."""
     device = torch.device(device)

@@ -15,6 +15,7 @@ from motet.core.errors import InputError
 from motet.core.seeds import derive_seed
 from motet.models import factory, huggingface
 from motet.models.adapters import prepare_training
+from motet.models.checks import Demands, check_outcomes, check_places, checked_loss
 from motet.models.decoder import Decoder
 from motet.models.encoder import Encoder
 from motet.models.encoder_decoder import EncoderDecoder
@@ -28,10 +29,12 @@ from motet.models.settings import (
     EncoderSettings,
     ModelSettings,
     ModuleSettings,
+    check_trainable,
 )
 
 _HUGGINGFACE = "hf:"
 TARGETS_IN_STEPS_OF = 64
+Randomness = Callable[[int, Tensor], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Trainee:
     """Of what it reads; None: not known."""
     outcomes: int | None
     """How many a target is one of: the vocabulary or the classes; None: not known."""
-    randomness: Callable[[int, Tensor], AbstractContextManager[object]]
+    randomness: Randomness
     """`with randomness(step, rows): ...` around a forward, so that dropout does not depend on the layout."""
     context: int | None = None
     """The longest sequence; None: not known."""
@@ -56,40 +59,57 @@ class Trainee:
     """The module has a loss of its own, which alone says what its outputs mean."""
     continues: bool = False
     """Whether its logits are those of each next token, so that it can continue a text."""
+    objective: str | None = None
+    """What it is for, where it is somebody else's and says so."""
 
 
 def build_module(settings: ModelSettings) -> nn.Module:
     """The module with whatever values it has, on torch's current default device and dtype."""
+    return _module(settings, _checkpoint(settings))
+
+
+def _module(settings: ModelSettings, checkpoint: huggingface.Checkpoint | None) -> nn.Module:
+    check_trainable(settings)
+    if checkpoint is not None:
+        return huggingface.build_huggingface(checkpoint)
     match settings:
         case DecoderSettings():
-            _check_trainable(settings)
             return Decoder(settings)
         case EncoderSettings():
             return Encoder(settings)
         case EncoderDecoderSettings():
             return EncoderDecoder(settings)
-    if settings.factory.startswith(_HUGGINGFACE):
-        return huggingface.build_huggingface(_checkpoint(settings))
     return factory.make_module(settings.factory, settings.arguments)
 
 
-def build_trainee(settings: ModelSettings, seed: int, dtype: torch.dtype, device: torch.device) -> Trainee:
-    """The module with its initial values from the seed, adapters applied, frozen parameters marked, in train mode."""
+def build_trainee(
+    settings: ModelSettings, seed: int, dtype: torch.dtype, device: torch.device, demands: Demands | None = None
+) -> Trainee:
+    """The module with its initial values from the seed, adapters applied, frozen parameters marked, in train mode.
+
+    What the data asks of a module that is not ours is checked when it is first called.
+    """
+    checkpoint = _checkpoint(settings)
     if isinstance(settings, ModuleSettings):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(seed, "module"))
             random.seed(derive_seed(seed, "module"))
             np.random.seed(derive_seed(seed, "module") % 2**32)
-            module = build_module(settings)
+            module = _module(settings, checkpoint)
     else:
         with torch.device("meta"):
-            module = build_module(settings)
+            module = _module(settings, None)
         module.to_empty(device="cpu")
         initialise(module, settings, seed)
     prepare_training(module, settings, seed)
     _cast(module, dtype)
     module.to(device).train()
-    return _trainee(module, settings, seed)
+    randomness = LogicalRandomness(derive_seed(seed, "dropout")).at
+    if not isinstance(settings, ModuleSettings):
+        return _of_ours(module, settings, randomness)
+    if checkpoint is not None:
+        return _of_huggingface(module, checkpoint, settings, randomness, demands)
+    return _of_factory(module, settings, randomness, demands)
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:
@@ -103,33 +123,10 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> None:
         buffer.data = buffer.data.contiguous()  # an expanded one could be neither sent nor loaded
 
 
-def _check_trainable(settings: DecoderSettings) -> None:
-    for name in ("experts", "latent_attention"):
-        if getattr(settings, name) is not None:
-            raise InputError(
-                f"a model with model.{name} can be planned (`motet show model`) but not trained yet; leave it out"
-            )
-
-
 # --- how each kind is called -----------------------------------------------------------------------
 
 
-def _trainee(module: nn.Module, settings: ModelSettings, seed: int) -> Trainee:
-    randomness = LogicalRandomness(derive_seed(seed, "dropout")).at
-    if isinstance(settings, ModuleSettings):
-        if settings.factory.startswith(_HUGGINGFACE):
-            return _of_huggingface(module, _checkpoint(settings), settings, randomness)
-        logits = factory.logits_of(module)
-        loss_sum: Any = getattr(module, "loss_sum", None)
-        return Trainee(
-            module=module,
-            loss_sum=loss_sum or _loss_of(logits, module),
-            logits=logits,
-            vocab_size=settings.vocab_size,
-            outcomes=settings.vocab_size,
-            randomness=randomness,  # what a module of the user's drops cannot be known from outside
-            own_loss=loss_sum is not None,
-        )
+def _of_ours(module: nn.Module, settings: Architecture, randomness: Randomness) -> Trainee:
     return Trainee(
         module=module,
         loss_sum=_own_loss(module, settings),
@@ -142,11 +139,28 @@ def _trainee(module: nn.Module, settings: ModelSettings, seed: int) -> Trainee:
     )
 
 
+def _of_factory(
+    module: nn.Module, settings: ModuleSettings, randomness: Randomness, demands: Demands | None
+) -> Trainee:
+    logits = factory.logits_of(module)
+    loss_sum: Any = getattr(module, "loss_sum", None)
+    return Trainee(
+        module=module,
+        loss_sum=checked_loss(module, loss_sum or _loss_of(logits, module, demands), demands),
+        logits=logits,
+        vocab_size=settings.vocab_size,
+        outcomes=settings.vocab_size,
+        randomness=randomness,  # what a module of the user's drops cannot be known from outside
+        own_loss=loss_sum is not None,
+    )
+
+
 def _of_huggingface(
     module: nn.Module,
     checkpoint: huggingface.Checkpoint,
     settings: ModuleSettings,
-    randomness: Callable[[int, Tensor], AbstractContextManager[object]],
+    randomness: Randomness,
+    demands: Demands | None,
 ) -> Trainee:
     vocab_size = getattr(checkpoint.config, "vocab_size", None)
     if settings.vocab_size not in (None, vocab_size):
@@ -157,17 +171,20 @@ def _of_huggingface(
     logits = huggingface.logits_of(module, checkpoint)
     return Trainee(
         module=module,
-        loss_sum=_loss_of(logits, module),
+        loss_sum=checked_loss(module, _loss_of(logits, module, demands), demands),
         logits=logits,
         vocab_size=vocab_size,
         outcomes=checkpoint.config.num_labels if checkpoint.kind == "classify" else vocab_size,
         randomness=randomness if can_drop(module, checkpoint.config.to_dict()) else _nothing_random,
         context=huggingface.context_of(checkpoint),
         continues=checkpoint.kind == "causal",
+        objective="spans" if checkpoint.kind == "encoder-decoder" else checkpoint.kind,
     )
 
 
-def _checkpoint(settings: ModuleSettings) -> huggingface.Checkpoint:
+def _checkpoint(settings: ModelSettings) -> huggingface.Checkpoint | None:
+    if not (isinstance(settings, ModuleSettings) and settings.factory.startswith(_HUGGINGFACE)):
+        return None
     return huggingface.open_checkpoint(settings.factory.removeprefix(_HUGGINGFACE), settings.arguments)
 
 
@@ -191,12 +208,12 @@ def _own_inputs(batch: Batch, settings: Architecture) -> dict[str, Tensor | None
 def _own_loss(module: nn.Module, settings: Architecture) -> Callable[[Batch], Tensor]:
     """Through the features, so that all logits are never held at once; a class of a row has few enough."""
     if _classes_of(settings):
-        return _loss_of(lambda batch: module(**_own_inputs(batch, settings)), module)
+        return _loss_of(lambda batch: module(**_own_inputs(batch, settings)), module, None)
     assert isinstance(module, Decoder | Encoder | EncoderDecoder)
 
     def loss_sum(batch: Batch) -> Tensor:
         features = module.features(**_own_inputs(batch, settings))  # type: ignore[arg-type]  # by its family
-        _check_targets(features.shape[:-1], batch, module)
+        check_places(features.shape[:-1], batch, module)
         hidden, targets, weights = features.flatten(0, 1), batch.targets.flatten(), batch.weights.flatten()
         if isinstance(module, Encoder):
             at = _targets_at(weights)
@@ -222,18 +239,14 @@ def _classes_of(settings: Architecture) -> int | None:
     return settings.classes if isinstance(settings, EncoderSettings) and settings.head == "classify" else None
 
 
-def _loss_of(logits: Callable[[Batch], Tensor], module: nn.Module) -> Callable[[Batch], Tensor]:
+def _loss_of(
+    logits: Callable[[Batch], Tensor], module: nn.Module, demands: Demands | None
+) -> Callable[[Batch], Tensor]:
     def loss_sum(batch: Batch) -> Tensor:
         scores = logits(batch)
-        _check_targets(scores.shape[:-1], batch, module)
+        check_places(scores.shape[:-1], batch, module)
+        if demands is not None:
+            check_outcomes(scores.shape[-1], demands, module)
         return cross_entropy(scores.flatten(0, -2), batch.targets.flatten(), batch.weights.flatten())
 
     return loss_sum
-
-
-def _check_targets(predicted: torch.Size, batch: Batch, module: nn.Module) -> None:
-    if predicted != batch.targets.shape:
-        raise InputError(
-            f"{type(module).__name__} predicts for {list(predicted)} places, but the targets are "
-            f"{list(batch.targets.shape)}; set data.objective to what the model is for"
-        )

@@ -214,9 +214,10 @@ def _kind(config: Any) -> Kind:
 
 def _check_names(arguments: dict[str, Any], config: Any) -> None:
     """transformers takes any name, and a mistyped one would do nothing."""
+    valid = {*type(config)().to_dict(), *config.attribute_map, "num_labels"}  # the last is kept as id2label
     for name in arguments:
-        known = [key for key in (*config.to_dict(), *config.attribute_map) if key not in arguments]
-        if name not in type(config)().to_dict() and name not in config.attribute_map:
+        if name not in valid:
+            known = [key for key in (*config.to_dict(), *config.attribute_map) if key not in arguments]
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise InputError(f"model.arguments: a {config.model_type} has no {name!r}{hint}")

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from motet.core.errors import InputError
 from motet.core.settings import Settings
 
 Norm = Literal["rms", "layer"]
@@ -186,3 +187,13 @@ class ModuleSettings(Trainable):
 ModelSettings = Annotated[
     DecoderSettings | EncoderSettings | EncoderDecoderSettings | ModuleSettings, Field(discriminator="family")
 ]
+
+
+def check_trainable(settings: ModelSettings) -> None:
+    """Refuse what can only be planned so far."""
+    for name in ("experts", "latent_attention"):
+        if getattr(settings, name, None) is not None:
+            raise InputError(
+                f"a model with [model.{name}] can be planned but not trained yet; "
+                "see its sizes with `motet show model`, or take a model without it"
+            )

@@ -9,16 +9,15 @@ from pathlib import Path
 import torch
 
 from motet.cluster.allocator import keep_freed_memory
-from motet.cluster.discover import ThisDevice, discover, peak_memory_bytes
+from motet.cluster.discover import ThisDevice, discover, peak_memory_bytes, slow_arithmetic
 from motet.collectives.execute import broadcast
 from motet.core.errors import InputError
 from motet.core.seeds import derive_seed
 from motet.data.loader import Loader
 from motet.data.prepare import prepare
 from motet.models.build import Trainee, build_trainee
+from motet.models.checks import Demands
 from motet.models.generate import generate
-from motet.models.huggingface import open_checkpoint
-from motet.models.settings import ModuleSettings
 from motet.monitor.callback import Callback
 from motet.monitor.events import RunStarted, SampleText, Warned
 from motet.monitor.monitor import Monitor, open_monitor
@@ -39,6 +38,9 @@ from motet.train.preflight import check_huggingface
 from motet.train.state import RunState, newest_checkpoint
 from motet.train.step import Stepper
 from motet.train.telling import Describer, Progress, parameter_count, told_to_the_end
+
+Restored = tuple[Path | None, int, list[str]]
+"""The checkpoint that a run goes on from, the steps done by then, and what a person should know about it."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,9 @@ def run_rank(job: Job, place: Place, folder: Path, stop: StopFlag, callbacks: Se
     torch.set_num_threads(threads_for(place, job.run.threads))
     with start_group(place, device, job.run.timeout_s) as group, numerics(job):
         parts = build_parts(job, group, folder)
+        restored = _restore(parts)  # before anybody hears of a start, which may be refused here
         with _monitor(job, group, folder, callbacks) as monitor:
-            return _train(job, parts, monitor, stop)
+            return _train(job, parts, restored, monitor, stop)
 
 
 def numerics(job: Job) -> AbstractContextManager[None]:
@@ -97,9 +100,12 @@ def build_parts(job: Job, group: Group, folder: Path) -> Parts:
     """Data, model and optimizer at step 0, the same for every layout."""
     recipe = RECIPES[job.precision.recipe]
     layout = resolve_layout(job.layout, group.world, job.data.batch_sequences)
-    data = Loader(prepare(job.data), job.data, job.run.seed, job.run.epochs)
-    _check_huggingface(job, data.tokenizer.vocab_size)
-    model = build_trainee(job.model, job.run.seed, getattr(torch, recipe.master), group.device)
+    prepared = prepare(job.data)
+    data = Loader(prepared, job.data, job.run.seed, job.run.epochs)
+    demands = Demands(prepared.vocab_size, prepared.classes if job.data.objective == "classify" else None)
+    model = build_trainee(job.model, job.run.seed, getattr(torch, recipe.master), group.device, demands)
+    if model.objective is not None:
+        check_huggingface(job, prepared, model.objective, (model.vocab_size, model.outcomes))
     updater = Updater(model.module, job.optimizer, recipe)
     cast_frozen(model.module, recipe)
     agree_on_values(model.module, updater.weights, group)
@@ -107,12 +113,6 @@ def build_parts(job: Job, group: Group, folder: Path) -> Parts:
     state = RunState(model.module, updater, group, folder / "checkpoints", job.checkpoint.keep, data.fingerprint)
     steps = job.run.steps if job.run.steps is not None else data.steps_for_epochs(job.run.epochs or 1.0)
     return Parts(group, layout, data, model, updater, state, steps)
-
-
-def _check_huggingface(job: Job, tokens: int) -> None:
-    if isinstance(job.model, ModuleSettings) and job.model.factory.startswith("hf:"):
-        named = open_checkpoint(job.model.factory.removeprefix("hf:"), job.model.arguments)
-        check_huggingface(job, tokens, named.kind, getattr(named.config, "vocab_size", None))
 
 
 def _agree_on_data(data: Loader, group: Group) -> None:
@@ -134,14 +134,19 @@ def _monitor(job: Job, group: Group, folder: Path, callbacks: Sequence[Callback]
     return open_monitor(job.monitor, folder, job.model_dump(mode="json"), callbacks)
 
 
-def _train(job: Job, parts: Parts, monitor: Monitor, stop: StopFlag) -> Outcome:
+def _restore(parts: Parts) -> Restored:
     newest = newest_checkpoint(parts.state.folder)
-    done, changes = parts.state.restore(newest) if newest else (0, [])
-    this = discover(parts.group.device, [RECIPES[job.precision.recipe].compute])
+    return (newest, *parts.state.restore(newest)) if newest else (None, 0, [])
+
+
+def _train(job: Job, parts: Parts, restored: Restored, monitor: Monitor, stop: StopFlag) -> Outcome:
+    newest, done, changes = restored
+    compute = RECIPES[job.precision.recipe].compute
+    this = discover(parts.group.device, [compute, "float32"] if compute == "bfloat16" else [compute])
     resumed = f"checkpoints/{newest.name}" if newest else None
     monitor.on_event(_started(job, parts, this, done, resumed))
-    for change in changes:
-        monitor.on_event(Warned(text=change))
+    for text in [*changes, *slow_arithmetic(this)]:
+        monitor.on_event(Warned(text=text))
     progress = Progress(done, parts.steps)
     with told_to_the_end(monitor.on_event, progress):
         Loop(

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
-from motet.core.errors import MotetError, PeerError, RankError
+from motet.core.errors import DivergedError, MotetError, PeerError, RankError
 
 STOPPED = 130
 STOPPED_AT_ONCE = 137
@@ -71,6 +71,16 @@ class Record:
     """Empty when the sentence is all that the user needs."""
     secondary: bool = False
     """It failed only because another rank did."""
+
+    @property
+    def agreed(self) -> bool:
+        """Every rank saw the same numbers and came to this end together: none is to blame."""
+        return self.exit_code == DivergedError.exit_code
+
+    @property
+    def message(self) -> str:
+        """The sentence, with the rank that it is about."""
+        return self.sentence if self.agreed or not self.sentence else f"rank {self.rank} failed: {self.sentence}"
 
     def write(self, folder: Path) -> None:
         """Leave the record where the supervisor looks, whole or not at all."""

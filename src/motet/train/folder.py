@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from motet.checkpoint.manifest import whole_checkpoints
 from motet.core.errors import InputError
+from motet.train.idle import drop_idle
 from motet.train.job import Job, is_file, job_from_tree
 from motet.train.toml import to_toml
 
@@ -110,7 +111,12 @@ def choose_resumed(job: Job, path: Path) -> Choice:
     """Continue the run in `path` with this job, or a sentence about why that cannot be."""
     stored = stored_job(path)
     remarks = compare_for_resume(stored, job, path)
-    if newest_step(path) is None:
+    step, stop = newest_step(path), job.run.stop_at
+    if step is not None and stop is not None and stop < step:
+        raise InputError(
+            f"run.stop_at = {stop}, but {path} is at step {step} already; give a later one or leave it out"
+        )
+    if step is None:
         remarks.append(f"{path} holds no checkpoint yet: the run begins at its first step")
     length = (job.run.steps, job.run.epochs)
     if _is_finished(path) and length == (stored.run.steps, stored.run.epochs):
@@ -148,7 +154,7 @@ def stored_tree(path: Path) -> dict[str, Any]:
 
 def compare_for_resume(old: Job, new: Job, path: Path) -> list[str]:
     """Remarks about what is told, or a sentence about the first setting that may not change."""
-    before, now = dict(_leaves(job_tree(old))), dict(_leaves(job_tree(new)))
+    before, now = dict(_leaves(_whole_tree(old))), dict(_leaves(_whole_tree(new)))
     remarks = []
     for key in sorted(before.keys() | now.keys(), key=lambda key: (_rule(key) != "fixed", key)):
         was, is_ = before.get(key), now.get(key)
@@ -167,7 +173,14 @@ def compare_for_resume(old: Job, new: Job, path: Path) -> list[str]:
 
 
 def job_tree(job: Job) -> dict[str, Any]:
-    """A job as plain nested values from which `job_from_tree` makes the same job. What is None is left out."""
+    """A job as plain nested values from which `job_from_tree` makes the same job. What does nothing is left out."""
+    tree = _whole_tree(job)
+    drop_idle(tree)
+    return tree
+
+
+def _whole_tree(job: Job) -> dict[str, Any]:
+    """All settings but those that are None."""
     tree: dict[str, Any] = _without_none(job.model_dump())
     if job.optimizer.clip_norm is None:  # the one setting whose None is not its default
         tree["optimizer"]["clip_norm"] = False
@@ -178,10 +191,10 @@ def write_start(path: Path, job: Job, versions: dict[str, Any]) -> None:
     """What a run folder gets before any rank starts: the resolved job, and a line more in versions.json."""
     try:
         (path / LOGS).mkdir(exist_ok=True)
-        _replace(path / JOB_FILE, to_toml(job_tree(job)))
+        replace_file(path / JOB_FILE, to_toml(job_tree(job)).encode())
         file = path / VERSIONS_FILE
         starts = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
-        _replace(file, json.dumps([*starts, versions], indent=2) + "\n")
+        replace_file(file, (json.dumps([*starts, versions], indent=2) + "\n").encode())
     except OSError as error:
         raise InputError(f"cannot write run folder {path}: {error.strerror}; free some space or mend it") from None
     except ValueError as error:
@@ -255,10 +268,11 @@ def _without_none(value: Any) -> Any:
     return [_without_none(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, content: bytes) -> None:
+    """All of the new content, or the file as it was."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_bytes(content)
         partial.replace(path)
     except OSError:
         partial.unlink(missing_ok=True)

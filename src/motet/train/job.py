@@ -21,6 +21,7 @@ from motet.models.settings import ModelSettings
 from motet.monitor.settings import MonitorSettings
 from motet.parallel.layout import LayoutSettings
 from motet.precision.recipe import PrecisionSettings
+from motet.train.idle import drop_replaced, refuse_idle
 from motet.train.settings import OptimizerSettings, RunSettings
 
 
@@ -55,11 +56,16 @@ def builtin_jobs() -> dict[str, str]:
 
 
 def load_job(source: str, overrides: list[str] | None = None) -> Job:
-    """The job of a TOML file or of a built-in name, with `section.key=value` overrides applied."""
+    """The job of a TOML file or of a built-in name, with `section.key=value` overrides applied.
+
+    Here a person has written each setting, so one that does nothing is refused.
+    """
     tree = _read(source)
-    for override in overrides or []:
-        _override(tree, override)
-    return job_from_tree(tree, source)
+    overridden = [_override(tree, override) for override in overrides or []]
+    drop_replaced(tree, overridden)
+    job = job_from_tree(tree, source)
+    refuse_idle(job, source)
+    return job
 
 
 def job_from_tree(tree: dict[str, Any], source: str = "job") -> Job:
@@ -110,7 +116,8 @@ def is_file(text: str) -> bool:
         return False
 
 
-def _override(tree: dict[str, Any], override: str) -> None:
+def _override(tree: dict[str, Any], override: str) -> str:
+    """Put one value into the tree, and say at which key."""
     key, equals, text = override.partition("=")
     path = key.strip().split(".")
     if not equals or not all(path):
@@ -123,6 +130,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
     node[path[-1]] = _value(text.strip())
     if path in (["run", "steps"], ["run", "epochs"]):  # the length given last is the one that counts
         node.pop("epochs" if path[-1] == "steps" else "steps", None)
+    return ".".join(path)
 
 
 def _value(text: str) -> Any:

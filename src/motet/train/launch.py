@@ -198,7 +198,7 @@ def _failure(rank: _Rank) -> Record:
     record, code = rank.record(), rank.poll()
     assert code is not None
     if record and record.sentence:
-        return replace(record, sentence=f"rank {rank.rank} failed: {record.sentence}")
+        return replace(record, sentence=record.message)
     if code < 0:
         sentence = f"rank {rank.rank} was killed by signal {-code} ({signal.Signals(-code).name})"
     else:

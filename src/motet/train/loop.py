@@ -70,10 +70,11 @@ class Loop:
         if result.finite or (run.on_nan == "skip" and skipped < run.max_skips):
             return
         what = f"loss {result.loss}, gradient norm {result.grad_norm}"
-        times = f" for {skipped} steps in a row (run.max_skips)" if skipped > 1 else ""
+        wrong = "its loss" if not math.isfinite(result.loss) else "a gradient"
+        times = f" for {skipped} steps in a row, which is run.max_skips" if skipped > 1 else ""
         raise DivergedError(
-            f"step {done} is not finite{times}: {what}; its update was not applied; {REMEDY}; run.on_nan=skip leaves "
-            "such steps out"
+            f"stopped at step {done}: {wrong} is not finite{times} ({what}); its update was not applied; {REMEDY}; "
+            "run.on_nan=skip leaves such steps out"
         )
 
     def _evaluate(self, done: int, split: str) -> None:
@@ -91,7 +92,7 @@ class Loop:
                 )
             )
             if not math.isfinite(judged.loss):
-                raise DivergedError(f"the {split} loss after step {done} is {judged.loss}; {REMEDY}")
+                raise DivergedError(f"stopped at step {done}: the {split} loss after it is {judged.loss}; {REMEDY}")
 
     def _save(self, done: int) -> None:
         start_s = time.perf_counter()

@@ -6,7 +6,7 @@ from motet.core.dtypes import DTYPE_BYTES
 from motet.core.errors import InputError
 from motet.core.units import format_bytes
 from motet.data.prepared import Prepared
-from motet.models.settings import DecoderSettings, EncoderSettings, ModuleSettings
+from motet.models.settings import EncoderSettings, ModuleSettings, check_trainable
 from motet.models.spec import spec_from_settings
 from motet.parallel.layout import Layout, resolve_layout
 from motet.precision.recipe import RECIPES
@@ -18,7 +18,7 @@ TORCH_BYTES = 64 << 20
 
 def check_job(job: Job, ranks: int) -> Layout:
     """The layout in which so many ranks can train this job."""
-    _refuse_planning_only(job)
+    check_trainable(job.model)
     _check_objective(job)
     context = getattr(job.model, "context", None)
     if context is not None and job.data.sequence_length > context:
@@ -47,10 +47,8 @@ def check_data(job: Job, data: Prepared) -> None:
     """Refuse tokens or classes that the model has no place for."""
     if job.model.vocab_size is not None:
         check_vocabulary(job, data.vocab_size, job.model.vocab_size)
-    if isinstance(job.model, EncoderSettings) and job.model.head == "classify" and data.classes > job.model.classes:
-        raise InputError(
-            f"model.classes = {job.model.classes}, but the data has {data.classes}; set model.classes={data.classes}"
-        )
+    if isinstance(job.model, EncoderSettings) and job.model.head == "classify":
+        _check_classes(data.classes, job.model.classes, "model.classes")
 
 
 def check_vocabulary(job: Job, tokens: int, vocab_size: int, key: str = "model.vocab_size") -> None:
@@ -62,27 +60,23 @@ def check_vocabulary(job: Job, tokens: int, vocab_size: int, key: str = "model.v
         )
 
 
-def check_huggingface(job: Job, tokens: int, kind: str, vocab_size: int | None) -> None:
-    """What only transformers can tell of an `hf:` model: what it is for, and its vocabulary."""
-    fits = "spans" if kind == "encoder-decoder" else kind
-    if job.data.objective != fits:
+def check_huggingface(job: Job, data: Prepared, objective: str, sizes: tuple[int | None, int | None]) -> None:
+    """What only transformers can tell of an `hf:` model: what it is for, and its vocabulary and outcomes."""
+    vocab_size, outcomes = sizes
+    if job.data.objective != objective:
         raise InputError(
-            f"data.objective = {job.data.objective!r} does not fit this model of transformers, whose kind is {kind!r}; "
-            f"set data.objective={fits}"
+            f"data.objective = {job.data.objective!r} does not fit this model of transformers, which is for "
+            f"{objective!r}; set data.objective={objective}"
         )
     if vocab_size is not None:
-        check_vocabulary(job, tokens, vocab_size, "model.arguments.vocab_size")
+        check_vocabulary(job, data.vocab_size, vocab_size, "model.arguments.vocab_size")
+    if objective == "classify" and outcomes is not None:
+        _check_classes(data.classes, outcomes, "model.arguments.num_labels")
 
 
-def _refuse_planning_only(job: Job) -> None:
-    if not isinstance(job.model, DecoderSettings):
-        return
-    for key in ("experts", "latent_attention"):
-        if getattr(job.model, key) is not None:
-            raise InputError(
-                f"job {job.name!r} has [model.{key}], which can be planned but not trained yet; "
-                "see its sizes with `motet show model`, or take a model without it"
-            )
+def _check_classes(needed: int, classes: int, key: str) -> None:
+    if needed > classes:
+        raise InputError(f"{key} = {classes}, but the data has {needed}; set {key}={needed}")
 
 
 def _check_objective(job: Job) -> None:

@@ -16,7 +16,7 @@ class ScheduleSettings(Settings):
     decay_steps: Annotated[int, Field(ge=1)] | None = None
     """warmup-stable-decay: length of the fall at the end; a fifth of the run when not given."""
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Where the fall ends, as a factor."""
+    """Where the fall ends, as a factor; of every kind but constant."""
 
 
 class GroupSettings(Settings):
@@ -35,7 +35,9 @@ class OptimizerSettings(Settings):
     name: Literal["adamw", "sgd"] = "adamw"
     learning_rate: Annotated[float, Field(ge=0)] = 3e-4
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    """adamw only."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
+    """adamw only."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """sgd only."""

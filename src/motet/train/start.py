@@ -6,7 +6,7 @@ All check first, make the run folder last, and leave the work itself to `motet.t
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,9 +16,9 @@ from motet.data.prepare import prepare
 from motet.monitor.callback import Callback
 from motet.monitor.console import errors
 from motet.parallel.place import ALONE, Place, threads_for
-from motet.train.ending import forget_unless_trained, write_end
+from motet.train.ending import Before, remember, write_end
 from motet.train.faults import STOPPED, Record, StopFlag, stop_on_signals
-from motet.train.folder import JOB_FILE, LOGS, Choice, choose_folder, choose_resumed, held, write_start
+from motet.train.folder import LOGS, Choice, choose_folder, choose_resumed, held, write_start
 from motet.train.job import Job
 from motet.train.launch import Ended, Launch, launch, rank_environment
 from motet.train.preflight import check_data, check_job, check_memory
@@ -63,8 +63,8 @@ def supervise(request: Request, outside: Outside) -> tuple[Path, Ended]:
     with outside.progress() as progress:
         check_data(job, prepare(job.data, progress))
     threads = threads_for(Place(0, ranks, 0, ranks, 0, ""), job.run.threads)
-    before = (choice.path / JOB_FILE).read_text(encoding="utf-8") if choice.resumes else None
-    with _opened(request, choice, ranks, threads, outside.tell) as path:
+    with _opened(request, choice, ranks, threads, outside.tell) as before:
+        path = before.path
         start = Launch(
             command=(sys.executable, "-m", "motet.cli.rank", "motet.train.work:train_rank", str(path)),
             ranks=ranks,
@@ -74,11 +74,8 @@ def supervise(request: Request, outside: Outside) -> tuple[Path, Ended]:
             output=outside.output,
         )
         ended = launch(start, outside.tell)
-        write_end(path, ended)
-        if ended.exit_code == InputError.exit_code and before is not None:
-            (path / JOB_FILE).write_text(before, encoding="utf-8")
-    if ended.exit_code == InputError.exit_code and before is None:
-        forget_unless_trained(path)
+        if ended.exit_code != InputError.exit_code or not before.undo_unless_trained():
+            write_end(path, ended)
     return path, ended
 
 
@@ -100,10 +97,11 @@ def run(job: Job, callbacks: Sequence[Callback] = ()) -> "tuple[Path, Outcome]":
         errors().print(text, highlight=False)
 
     with (
-        _opened(request, choice, 1, threads_for(ALONE, job.run.threads), tell) as path,
+        _opened(request, choice, 1, threads_for(ALONE, job.run.threads), tell) as before,
+        _taken_back(before),
         stop_on_signals() as stop,
     ):
-        return path, run_rank(job, ALONE, path, stop, callbacks)
+        return before.path, run_rank(job, ALONE, before.path, stop, callbacks)
 
 
 def join(request: Request, place: Place, tell: Tell) -> Record:
@@ -111,7 +109,12 @@ def join(request: Request, place: Place, tell: Tell) -> Record:
     check_job(request.job, place.world)
     check_memory(request.job, place.local_world)
     check_data(request.job, prepare(request.job.data))
-    return run_work(place, lambda place, stop: _join(request, place, stop, tell))
+    record = run_work(place, lambda place, stop: _join(request, place, stop, tell))
+    if not record.agreed:
+        return record
+    if place.rank == 0:
+        tell(record.message)
+    return replace(record, sentence="")
 
 
 def _join(request: Request, place: Place, stop: StopFlag, tell: Tell) -> int:
@@ -129,7 +132,10 @@ def _join(request: Request, place: Place, stop: StopFlag, tell: Tell) -> int:
                 stack.enter_context(held(Path(path)))
                 return path
             threads = threads_for(place, job.run.threads)
-            return str(stack.enter_context(_opened(request, _choose(request), place.world, threads, tell)).resolve())
+            opened = stack.enter_context(_opened(request, _choose(request), place.world, threads, tell))
+            if opened.was_run:  # a new folder stays: the launcher may start the ranks again, for the same run
+                stack.enter_context(_taken_back(opened))
+            return str(opened.path.resolve())
 
         path = Path(agree(store, place.rank, f"folder-{place.attempt}", decide))
         code = train_in(job, place, path, stop)
@@ -145,16 +151,23 @@ def _choose(request: Request) -> Choice:
 
 
 @contextmanager
-def _opened(request: Request, choice: Choice, ranks: int, threads: int, tell: Tell) -> Iterator[Path]:
+def _opened(request: Request, choice: Choice, ranks: int, threads: int, tell: Tell) -> Iterator[Before]:
     """The run folder, made, locked and described."""
     path = choice.make()
     with held(path):
-        try:
+        before = remember(path)
+        with _taken_back(before):
             write_start(path, request.job, describe_start(ranks, threads, request.command_line))
-        except InputError:
-            if not choice.resumes:
-                forget_unless_trained(path)
-            raise
         for remark in choice.remarks:
             tell(f"warning: {remark}")
-        yield path
+        yield before
+
+
+@contextmanager
+def _taken_back(before: Before) -> Iterator[None]:
+    """Bad input in the block leaves the run folder as it was."""
+    try:
+        yield
+    except InputError:
+        before.undo_unless_trained()
+        raise

@@ -37,7 +37,7 @@ class RunState:
         """The folder of the checkpoint, and its bytes."""
         if not all(weights.master.isfinite().all() for weights in self.updater.weights):
             raise DivergedError(
-                f"the parameters are not finite after step {step}, so they are not saved; lower "
+                f"stopped at step {step}: the parameters are not finite after it, so they are not saved; lower "
                 "optimizer.learning_rate or lengthen the warm-up, then start again (--resume continues from the last "
                 "checkpoint, if there is one)"
             )

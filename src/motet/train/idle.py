@@ -1,0 +1,112 @@
+"""Settings that do nothing beside some value of another one: one table, by which a job that sets one is refused.
+
+A setting that is silently passed over looks as if it worked. Only what somebody has set counts, never a default.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from motet.core.errors import InputError
+
+
+@dataclass(frozen=True)
+class Needs:
+    """A setting, and what another one must be for it to do anything."""
+
+    setting: str
+    key: str
+    be: tuple[str, ...] | Literal["given", "absent"]
+
+    def met(self, value: object) -> bool:
+        """Whether the setting does something when its key has this value."""
+        if self.be == "given":
+            return bool(value)
+        return not value if self.be == "absent" else value in self.be
+
+    def remedy(self, value: object) -> str:
+        match self.be:
+            case "given":
+                return f"without {self.key}; leave it out, or set {self.key}"
+            case "absent":
+                return f"beside {self.key}; leave one of them out"
+            case values:
+                return f"with {self.key} = {value!r}; leave it out, or set {self.key}={' or '.join(values)}"
+
+
+def _rows(section: str, names: str, key: str, be: tuple[str, ...] | Literal["given", "absent"]) -> Iterable[Needs]:
+    return (Needs(f"{section}.{name}", f"{section}.{key}", be) for name in names.split())
+
+
+NEEDS: tuple[Needs, ...] = (
+    *_rows("model", "rope_theta rotary_fraction rope_scaling", "positions", ("rotary",)),
+    *_rows("model", "norm_bias", "norm", ("layer",)),
+    *_rows("model", "classes", "head", ("classify",)),
+    *_rows("data", "source", "mixture", "absent"),
+    *_rows("data", "mask_fraction", "objective", ("masked", "spans")),
+    *_rows("data", "restart_documents", "objective", ("causal", "masked", "spans")),
+    *_rows("optimizer", "betas eps", "name", ("adamw",)),
+    *_rows("optimizer", "momentum nesterov", "name", ("sgd",)),
+    *_rows("optimizer.schedule", "decay_steps", "kind", ("warmup-stable-decay",)),
+    *_rows("optimizer.schedule", "final_fraction", "kind", ("linear", "cosine", "warmup-stable-decay")),
+    *_rows("monitor", "wandb_project", "wandb", ("online", "offline")),
+    *_rows("monitor", "profile_steps", "profile_from", "given"),
+    *_rows("monitor", "sample_prompt sample_temperature", "sample_tokens", "given"),
+    *_rows("run", "existing", "folder", "given"),
+    *_rows("run", "max_skips", "on_nan", ("skip",)),
+)
+
+
+def refuse_idle(job: BaseModel, source: str) -> None:
+    """A sentence about the first setting that a job, read from `source`, has in vain."""
+    for needs in NEEDS:
+        path, _, name = needs.setting.rpartition(".")
+        section: Any = job
+        for part in path.split("."):
+            section = getattr(section, part)
+        if name not in section.model_fields_set:
+            continue
+        key = getattr(section, needs.key.rpartition(".")[2])
+        if not needs.met(key):
+            shown = _shown(getattr(section, name))
+            raise InputError(f"{source}: {needs.setting}{shown} has no effect {needs.remedy(key)}")
+
+
+def drop_idle(tree: dict[str, Any]) -> None:
+    """Leave out of a whole job, as plain nested values, what does nothing in it."""
+    for needs in NEEDS:
+        _drop_unless_met(tree, needs)
+
+
+def drop_replaced(tree: dict[str, Any], overridden: Collection[str]) -> None:
+    """Leave out what only the value did something with that an override has replaced."""
+
+    def is_given(key: str) -> bool:
+        return any(key == path or key.startswith(f"{path}.") for path in overridden)
+
+    for needs in NEEDS:
+        if is_given(needs.key) and not is_given(needs.setting):
+            _drop_unless_met(tree, needs)
+
+
+def _drop_unless_met(tree: dict[str, Any], needs: Needs) -> None:
+    path, _, name = needs.setting.rpartition(".")
+    section: Any = tree
+    for part in path.split("."):
+        section = section.get(part) if isinstance(section, dict) else None
+    if isinstance(section, dict) and not needs.met(section.get(needs.key.rpartition(".")[2])):
+        section.pop(name, None)
+
+
+def _shown(value: object) -> str:
+    match value:
+        case BaseModel():
+            return ""
+        case bool():
+            return f" = {str(value).lower()}"
+        case tuple():
+            return f" = {list(value)}"
+        case _:
+            return f" = {value!r}"

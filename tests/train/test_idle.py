@@ -1,0 +1,90 @@
+"""Settings that would do nothing are refused where somebody sets them, and nowhere else."""
+
+from pathlib import Path
+
+import pytest
+
+from motet.core.errors import InputError
+from motet.train.folder import compare_for_resume, job_tree
+from motet.train.idle import NEEDS
+from motet.train.job import Job, builtin_jobs, job_from_tree, load_job
+from motet.train.toml import to_toml
+
+SMALL = {"vocab_size": 260, "context": 32, "layers": 1, "hidden": 16, "heads": 2, "ffn_hidden": 16}
+
+
+def job(folder: Path, **sections: dict[str, object]) -> Job:
+    """Of a file that says nothing else."""
+    tree = {"model": SMALL, "run": {"steps": 3}, **sections}
+    tree["model"] = {**SMALL, **tree["model"]}
+    (folder / "small.toml").write_text(to_toml(tree), encoding="utf-8")
+    return load_job(str(folder / "small.toml"))
+
+
+@pytest.mark.parametrize(
+    ("section", "settings", "says"),
+    [
+        ("optimizer", {"name": "sgd", "eps": 1e-6}, "eps = 1e-06 has no effect with optimizer.name = 'sgd'; leave it"),
+        (
+            "optimizer",
+            {"momentum": 0.0},
+            "optimizer.momentum = 0.0 .* 'adamw'; leave it out, or set optimizer.name=sgd",
+        ),
+        ("optimizer", {"schedule": {"decay_steps": 5}}, "kind = 'cosine'; .* set .*kind=warmup-stable-decay$"),
+        (
+            "optimizer",
+            {"schedule": {"kind": "constant", "final_fraction": 0.0}},
+            r"schedule\.final_fraction = 0\.0 has no effect .*=linear or cosine or warmup-stable-decay$",
+        ),
+        ("data", {"mask_fraction": 0.2}, "with data.objective = 'causal'; leave it out, or set .*=masked or spans"),
+        ("data", {"source": "a", "mixture": [{"source": "b"}]}, "data.source = 'a' .* beside data.mixture; leave one"),
+        ("monitor", {"profile_steps": 2}, r"profile_steps = 2 has no effect without monitor\.profile_from; leave"),
+        ("model", {"positions": "learned", "rope_scaling": {}}, r"model\.rope_scaling has no effect with"),
+        ("model", {"norm_bias": True}, r"model\.norm_bias = true has no effect with model\.norm = 'rms'"),
+        ("model", {"family": "encoder", "classes": 3}, r"model\.classes = 3 .* model\.head = 'masked'; leave it out"),
+    ],
+)
+def test_a_setting_without_effect_is_refused(
+    tmp_path: Path, section: str, settings: dict[str, object], says: str
+) -> None:
+    with pytest.raises(InputError, match=says):
+        job(tmp_path, **{section: settings})
+
+
+def test_what_has_an_effect_may_be_set(tmp_path: Path) -> None:
+    job(tmp_path, optimizer={"name": "sgd", "momentum": 0.9}, data={"objective": "masked", "mask_fraction": 0.2})
+    job(tmp_path, monitor={"profile_from": 2, "profile_steps": 2}, data={"mixture": [{"source": "b"}]})
+    job(tmp_path, optimizer={"schedule": {"kind": "warmup-stable-decay", "decay_steps": 5}})
+    job(tmp_path, model={"family": "encoder", "head": "classify", "classes": 3})
+
+
+@pytest.mark.parametrize("name", builtin_jobs())
+def test_a_resolved_job_says_only_what_has_an_effect(name: str) -> None:
+    whole = load_job(name)
+    tree = job_tree(whole)
+    assert job_from_tree(tree) == whole
+    assert "final_fraction" in to_toml(tree)
+    assert ("betas" in tree["optimizer"], "momentum" in tree["optimizer"]) == (True, False)
+
+
+def test_an_override_takes_away_what_it_makes_idle() -> None:
+    changed = load_job("bert-tiny", ["optimizer.name=sgd", "optimizer.schedule={kind='constant'}"])
+    assert changed.optimizer.betas == (0.9, 0.95)  # the default, not the (0.9, 0.98) of the file
+    assert load_job("tiny", ["monitor.sample_tokens=0"]).monitor.sample_prompt == ""
+    with pytest.raises(InputError, match=r"optimizer\.betas = \[0\.5, 0\.6\] has no effect with .* 'sgd'"):
+        load_job("bert-tiny", ["optimizer.name=sgd", "optimizer.betas=[0.5,0.6]"])
+    with pytest.raises(InputError, match=r"unknown key 'monitor.sampel'"):
+        load_job("tiny", ["monitor.sample_tokens=0", "monitor.sampel=1"])
+
+
+def test_another_optimizer_is_named_first_when_a_run_is_resumed() -> None:
+    with pytest.raises(InputError, match=r"^optimizer\.name was 'adamw' in run and is 'sgd' now"):
+        compare_for_resume(load_job("tiny"), load_job("tiny", ["optimizer.name=sgd"]), Path("run"))
+
+
+def test_the_table_speaks_of_settings_beside_each_other() -> None:
+    schema = Job.model_json_schema()
+    fields = {name for kind in schema["$defs"].values() for name in kind.get("properties", {})}
+    for needs in NEEDS:
+        assert needs.setting.rpartition(".")[0] == needs.key.rpartition(".")[0]
+        assert {needs.setting.rpartition(".")[2], needs.key.rpartition(".")[2]} <= fields
