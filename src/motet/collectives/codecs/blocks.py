@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from motet.collectives.codecs.wire import take
 from motet.collectives.compress import SCALE_BYTES
 
 
@@ -46,11 +47,6 @@ def split(message: Tensor, numel: int, block: int) -> tuple[Tensor, Tensor]:
     return take(message, 0, end, torch.float32).view(-1, 1), message[end:]
 
 
-def take(message: Tensor, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-    """Bytes of a message as numbers. They are copied, since a view has to start on a multiple of its element's size."""
-    return message[start:stop].clone().view(dtype)
-
-
 def scaled(units: Tensor, scales: Tensor, block: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """What was divided by scales, times them."""
-    return (cut(units, block) * scales).view(-1)[: prod(shape)].view(*shape).to(dtype)
+    return (cut(units, block) * scales).view(-1)[: prod(shape)].view(tuple(shape)).to(dtype)

@@ -40,7 +40,7 @@ def decode(codec: Integers, message: Tensor, shape: Sequence[int], dtype: torch.
 
 
 def _half(codec: Integers) -> int:
-    return 2 ** (codec.bits - 1) - 1
+    return (1 << codec.bits - 1) - 1
 
 
 def _levels(codec: Integers, device: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from motet.collectives.codecs.blocks import take
+from motet.collectives.codecs.wire import take
 from motet.collectives.compress import RandomK, TopK, index_bytes
 
 _INDEX_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -44,7 +44,7 @@ def encode_top(codec: TopK, tensor: Tensor) -> Tensor:
 
 def decode_top(message: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     numel = prod(shape)
-    return spread(*split(message, numel, dtype), numel).view(*shape)
+    return spread(*split(message, numel, dtype), numel).view(tuple(shape))
 
 
 def spread(indices: Tensor, values: Tensor, numel: int) -> Tensor:
@@ -74,4 +74,4 @@ def encode_random(codec: RandomK, tensor: Tensor, seed: int) -> Tensor:
 def decode_random(codec: RandomK, message: Tensor, shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
     indices, lengths = chosen(codec, prod(shape), seed, message.device)
     values = take(message, 0, message.numel(), dtype)
-    return spread(indices, values * lengths if codec.unbiased else values, prod(shape)).view(*shape)
+    return spread(indices, values * lengths if codec.unbiased else values, prod(shape)).view(tuple(shape))

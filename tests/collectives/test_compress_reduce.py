@@ -1,0 +1,214 @@
+"""Compressed sums over real ranks: nearly the sum, the same bits everywhere, losses known, bytes counted."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+
+from motet.collectives.codecs import reduce
+from motet.collectives.compress import Blockwise, all_reduce_traffic, parse, slices
+from motet.core import trace
+from motet.core.errors import InputError
+from motet.parallel.group import Group
+from ranks import Ranks
+
+TEXTS = [
+    *("int8", "int8:block=7,rounding=stochastic", "int4:levels=quantile", "float8", "float8:format=e5m2", "sign"),
+    *("topk:keep=0.05", "topk:keep=0.7", "randomk:keep=0.2", "randomk:keep=0.2,unbiased=false", "powersgd:rank=2"),
+]
+SHAPES = [(0,), (), (1,), (2,), (5,), (1001,), (40, 30), (30, 4, 5)]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+LIMITS = {"int8": 0.02, "int4": 0.3, "float8": 0.1}
+"""Largest relative error (2-norm) of the total; sums of what two encodings of the widest kind lose."""
+
+
+class Counters:
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def on_span(self, action: str, start_s: float, duration_s: float, depth: int) -> None: ...
+
+    def on_count(self, name: str, value: float) -> None:
+        self.counts[name] += int(value)
+
+
+def given_by(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def sum_of(world: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.stack([given_by(rank, shape, dtype).double() for rank in range(world)]).sum(0)
+
+
+Case = tuple[str, tuple[int, ...], torch.dtype]
+Result = tuple[Tensor, Tensor, dict[str, int]]
+
+
+def reduce_all(group: Group, cases: list[Case]) -> list[Result]:
+    """(total, error, bytes counted) of each case."""
+    results = []
+    for text, shape, dtype in cases:
+        tensor = given_by(group.rank, shape, dtype)
+        kept, counters = tensor.clone(), Counters()
+        with trace.listening(counters):
+            reduced = reduce.all_reduce(tensor, parse(text), group, seed=4)
+        assert torch.equal(tensor, kept)
+        results.append((reduced.total, reduced.error, dict(counters.counts)))
+    return results
+
+
+def check(text: str, shape: tuple[int, ...], dtype: torch.dtype, results: list[Result]) -> None:
+    codec, world, exact = parse(text), len(results), sum_of(len(results), shape, dtype)
+    total, error, _ = results[0]
+    name = str(dtype).removeprefix("torch.")
+    assert (total.shape, total.dtype) == (exact.shape, dtype)
+    assert (error.shape, error.dtype) == (exact.shape, torch.float64 if dtype == torch.float64 else torch.float32)
+    for other, _, counted in results:
+        assert torch.equal(other, total), "ranks got different bits"
+        assert counted == all_reduce_traffic(codec, shape, name, world)
+    lost = torch.stack([error.double() for _, error, _ in results]).sum(0)
+    if exact.numel():  # a total that is no message itself is rounded to its dtype
+        largest = total.abs().max().item() + sum(given_by(rank, shape).abs().max().item() for rank in range(world))
+        rounding = 2 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+        torch.testing.assert_close(total.double() + lost, exact, rtol=0.0, atol=rounding * largest)
+    if codec.name in LIMITS and exact.numel():
+        assert (total.double() - exact).norm() <= LIMITS[codec.name] * exact.norm()
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_nearly_the_sum(ranks: Ranks, world: int) -> None:
+    cases = [(text, shape, dtype) for text in TEXTS for shape in SHAPES for dtype in DTYPES]
+    results = ranks.run(world, reduce_all, cases)
+    for case, *of_ranks in zip(cases, *results, strict=True):
+        check(*case, of_ranks)
+
+
+def alone(group: Group) -> None:
+    tensor = given_by(0, (10,), torch.bfloat16)
+    for text in TEXTS:
+        (total, error, counted), *_ = reduce_all(group, [(text, (10,), torch.bfloat16)])
+        assert torch.equal(total, tensor)
+        assert torch.equal(error, torch.zeros(10))
+        assert counted == {}
+    assert torch.equal(reduce.sum_sparse(torch.tensor([2]), tensor[:1], 3, group)[2], tensor[0])
+
+
+def test_a_group_of_one_loses_nothing(ranks: Ranks) -> None:
+    ranks.run(1, alone)
+
+
+def with_one_bad(group: Group) -> list[bool]:
+    finite = []
+    for bad in (float("nan"), float("inf")):
+        for text in TEXTS:
+            tensor = given_by(group.rank, (40, 30))
+            if group.rank == 1:
+                tensor[17, 3] = bad
+            finite.append(bool(reduce.all_reduce(tensor, parse(text), group, seed=4).total.isfinite().all()))
+    return finite
+
+
+def test_what_is_not_finite_on_one_rank_reaches_all(ranks: Ranks) -> None:
+    assert ranks.run(3, with_one_bad) == [[False] * 2 * len(TEXTS)] * 3
+
+
+def infinities_cancel(group: Group) -> list[bool]:
+    tensor = torch.ones(8)
+    tensor[3] = float("inf") * (-1) ** group.rank
+    return [bool(reduce.all_reduce(tensor, parse(t), group, seed=4).total.isfinite().all()) for t in TEXTS]
+
+
+def test_opposite_infinities_do_not_cancel(ranks: Ranks) -> None:
+    assert ranks.run(2, infinities_cancel) == [[False] * len(TEXTS)] * 2
+
+
+def error_of_the_same(group: Group) -> Tensor:
+    """What stochastic rounding loses of a tensor that all ranks give alike, in the slice that rank 0 sums."""
+    return reduce.all_reduce(given_by(0, (300,)), parse("int4:rounding=stochastic"), group, seed=4).error[:100]
+
+
+def test_ranks_round_independently(ranks: Ranks) -> None:
+    _, one, two = ranks.run(3, error_of_the_same)
+    assert not torch.equal(one, two)
+
+
+def power_iterations(group: Group) -> list[float]:
+    """What is lost of a sum that stays the same: from the random basis, from one of zeros, and after ten steps."""
+    codec, tensor = parse("powersgd:rank=2"), given_by(group.rank, (40, 30))
+    exact = sum_of(group.world, (40, 30), torch.float32).float()
+    zeros = torch.zeros(30, 2)
+    totals = [reduce.all_reduce(tensor, codec, group, 4, basis).total for basis in (None, zeros)]
+    basis = None
+    for _ in range(10):
+        reduced = reduce.all_reduce(tensor, codec, group, 4, basis)
+        basis = reduced.basis
+    values = torch.linalg.svdvals(exact)
+    return [((total - exact).norm() / values[2:].norm()).item() for total in (*totals, reduced.total)]
+
+
+def test_power_sgd_goes_on_from_its_basis(ranks: Ranks) -> None:
+    for random, zeros, later in ranks.run(2, power_iterations):
+        assert random == zeros > later + 0.01
+        assert later > 1 - 1e-4
+
+
+def halves(group: Group) -> list[tuple[Tensor, Tensor, Tensor]]:
+    results = []
+    for text in ("int8", "int4:rounding=stochastic", "sign"):
+        codec = parse(text)
+        assert isinstance(codec, Blockwise)
+        mine, lost = reduce.reduce_scatter(given_by(group.rank, (5, 21)), codec, group, seed=1)
+        results.append((mine, lost, reduce.all_gather(mine, codec, group, 105, seed=1)))
+    return results
+
+
+def test_the_two_halves_of_a_blockwise_sum(ranks: Ranks) -> None:
+    """As sharding uses them: reduce-scatter and all-gather."""
+    exact = sum_of(3, (105,), torch.float32).float()
+    for of_ranks in zip(*ranks.run(3, halves), strict=True):
+        scattered = torch.cat([mine for mine, _, _ in of_ranks])
+        lost = torch.stack([lost for _, lost, _ in of_ranks]).sum(0)
+        torch.testing.assert_close(scattered + lost, exact)
+        assert [len(mine) for mine, _, _ in of_ranks] == [stop - start for start, stop in slices(105, 3)]
+        assert all(torch.equal(gathered, of_ranks[0][2]) for _, _, gathered in of_ranks)
+        assert (of_ranks[0][2] - scattered).norm() < scattered.norm()
+
+
+def sparse_sums(group: Group, cases: list[tuple[list[int], int]]) -> list[tuple[Tensor, dict[str, int]]]:
+    """Rank r gives counts[r] elements; one index is given by all."""
+    results = []
+    for counts, numel in cases:
+        draw = torch.Generator().manual_seed(group.rank)
+        indices = torch.randperm(numel, generator=draw)[: counts[group.rank]]
+        values = torch.arange(1.0, len(indices) + 1)
+        counters = Counters()
+        with trace.listening(counters):
+            total = reduce.sum_sparse(indices, values, numel, group)
+        mine = torch.zeros(numel).index_put((indices,), values)
+        results.append((torch.stack([total, mine]), dict(counters.counts)))
+    return results
+
+
+def test_sparse_sums_of_any_counts(ranks: Ranks) -> None:
+    cases = [([3, 0, 5], 1000), ([0, 0, 0], 10), ([40, 1, 1], 50), ([7, 7, 9], 70_000)]
+    results = ranks.run(3, sparse_sums, cases)
+    told = 2 * 8  # the counts
+    traffic = [2 * 5 * 6, 0, None, 2 * 9 * 8]
+    for sent, of_ranks in zip(traffic, zip(*results, strict=True), strict=True):
+        exact = torch.stack([both[1] for both, _ in of_ranks]).sum(0)
+        for both, counted in of_ranks:
+            assert torch.equal(both[0], exact)
+            dense = {"all_reduce_bytes": 50 * 4, "all_gather_bytes": told}
+            assert counted == (dense if sent is None else {"all_gather_bytes": told + sent})
+
+
+def refused(group: Group) -> str:
+    with pytest.raises(InputError) as raised:
+        reduce.all_reduce(torch.zeros(3, dtype=torch.int64), parse("int8"), group, seed=0)
+    return str(raised.value)
+
+
+def test_integers_are_refused(ranks: Ranks) -> None:
+    sentence = "a tensor of int64 cannot be compressed; convert it to float64, float32, bfloat16, float16 first"
+    assert ranks.run(2, refused) == [sentence] * 2
