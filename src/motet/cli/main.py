@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 import motet
-from motet.cli import data, show
+from motet.cli import collectives, data, show
 from motet.cli.train import train
 
 app = typer.Typer(
@@ -35,6 +35,7 @@ def root(
 
 
 app.command()(train)
+app.add_typer(collectives.app, name="collectives")
 app.add_typer(data.app, name="data")
 app.add_typer(show.app, name="show")
 

@@ -1,4 +1,7 @@
-"""`motet show`: drawings and tables of what a run is made of, without torch. `model` lists the sizes of a model."""
+"""`motet show`: drawings and tables of what a run is made of, without torch. `model` lists the sizes of a model.
+
+`collective` is the same as `motet collectives draw`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+from motet.cli.collectives import draw
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -153,3 +158,6 @@ def _sentence(found: dict[str, Any]) -> str:
         f"{found['tokens_per_sequence']:,} tokens, attention counted for {pairs}. Saved from forward to backward for "
         f"one such sequence in {found['dtype']}, nothing recomputed: {format_bytes(found['saved_bytes_per_sequence'])}."
     )
+
+
+app.command(name="collective")(draw)

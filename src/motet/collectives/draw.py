@@ -1,6 +1,6 @@
 """A Program step by step: what each rank holds after every step, and the same as text for a terminal."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -74,7 +74,7 @@ def text(program: Program, only: int | None = None) -> str:
     parts = [title(program)]
     for number, frame in shown:
         name = "start" if number < 0 else f"step {number}"
-        parts.append("\n".join([name, *_columns(_rows(program, frame))]))
+        parts.append("\n".join([name, *columns(_rows(program, frame))]))
         if frame.fault:
             parts.append(f"step {number} cannot be played: {frame.fault}")
     return "\n\n".join(parts) + "\n"
@@ -123,8 +123,17 @@ def _sends(step: Step) -> dict[int, str]:
     }
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines, their columns under each other."""
+def sentences(step: Step) -> list[str]:
+    """`rank 0 adds chunk 3 to rank 1`"""
+    return [f"rank {rank} {words}" for rank, words in sorted(_sends(step).items())]
+
+
+def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Rows as lines, their columns under each other; some of them flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return [f"  {line.rstrip()}" for line in lines]
+
+    def line(row: Sequence[str]) -> str:
+        cells = enumerate(zip(row, widths, strict=True))
+        return "  ".join(cell.rjust(width) if n in right else cell.ljust(width) for n, (cell, width) in cells)
+
+    return [f"  {line(row).rstrip()}" for row in rows]

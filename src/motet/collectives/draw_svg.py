@@ -4,7 +4,7 @@ A chunk keeps its index on every rank, so that a transfer is an arrow along one 
 a slot for each rank, filled when that rank's contribution is in it; where data only moves, it shows the chunk.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
@@ -19,25 +19,29 @@ COLOURS = ("#1f5fbf", "#a84300", "#1a7439", "#7a3fb0", "#006b75", "#b3226b", "#7
 ON_DARK = ("#79aef2", "#f0924a", "#5cc27f", "#c39aec", "#4dc3cf", "#f285b6", "#d3a95c", "#a9b6c4")
 """Of arrows on a dark page."""
 
-_ARROWS = "\n".join(f".c{n} {{ stroke: {colour} }} .t{n} {{ fill: {colour} }}" for n, colour in enumerate(COLOURS))
-_ARROWS_ON_DARK = _ARROWS
-for _dark, _light in zip(COLOURS, ON_DARK, strict=True):
-    _ARROWS_ON_DARK = _ARROWS_ON_DARK.replace(_dark, _light)
 
+def _arrow_colours(colours: Sequence[str]) -> str:
+    return "\n".join(f".c{n} {{ stroke: {colour} }} .t{n} {{ fill: {colour} }}" for n, colour in enumerate(colours))
+
+
+_CELL_COLOURS = "\n".join(f".k{n} {{ fill: {colour} }}" for n, colour in enumerate(COLOURS))
 STYLE = f"""
 .page {{ fill: #ffffff }}
 text {{ font-family: system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; font-size: 13px; fill: #1f2328 }}
 .head {{ font-weight: 600 }} .big {{ font-weight: 600; font-size: 16px }} .quiet {{ fill: #57606a }}
 .digit {{ font-size: 11px; fill: #ffffff; text-anchor: middle }} .middle {{ text-anchor: middle }}
+.end {{ text-anchor: end }} .curve {{ fill: none }} .heavy {{ stroke-width: 3 }} .light {{ stroke-width: 1.3 }}
+.dashed {{ stroke-dasharray: 7 3 }}
 .absent {{ fill: none; stroke: #8c959f; stroke-dasharray: 3 3 }} .empty {{ fill: #d8dee4 }}
 .done {{ fill: none; stroke: #1f2328; stroke-width: 2 }} .frame {{ fill: none; stroke: #d0d7de }}
 .arrow {{ fill: none; stroke: #1f2328; stroke-width: 1.8 }} .copy {{ stroke-dasharray: 5 3 }} .tip {{ fill: #1f2328 }}
-{_ARROWS}
+{_CELL_COLOURS}
+{_arrow_colours(COLOURS)}
 @media (prefers-color-scheme: dark) {{
 .page {{ fill: #14181e }} text {{ fill: #e6edf3 }} .quiet {{ fill: #9da7b3 }} .digit {{ fill: #ffffff }}
 .absent {{ stroke: #768390 }} .empty {{ fill: #373e47 }} .done {{ stroke: #e6edf3 }} .frame {{ stroke: #444c56 }}
 .arrow {{ stroke: #e6edf3 }} .tip {{ fill: #e6edf3 }}
-{_ARROWS_ON_DARK}
+{_arrow_colours(ON_DARK)}
 }}
 """
 
@@ -54,9 +58,13 @@ class Shape:
     program: Program
 
     @cached_property
+    def ops(self) -> frozenset[str]:
+        return frozenset(t.op for step in self.program.steps for t in step)
+
+    @property
     def sums(self) -> bool:
         """Whether something is added up; else chunks only move."""
-        return any(t.op == "reduce" for step in self.program.steps for t in step)
+        return "reduce" in self.ops
 
     @property
     def slot(self) -> float:
@@ -70,7 +78,7 @@ class Shape:
     @cached_property
     def row_gap(self) -> int:
         """Room for arcs between rows, where some arrow jumps over a lane."""
-        return 24 if any(abs(t.src - t.dst) > 1 for step in self.program.steps for t in step) else 8
+        return 28 if any(abs(t.src - t.dst) > 1 for step in self.program.steps for t in step) else 8
 
     @property
     def width(self) -> float:
@@ -78,7 +86,7 @@ class Shape:
 
     @property
     def height(self) -> float:
-        return _HEAD + self.program.chunks * (_CELL_HEIGHT + self.row_gap) + _MARGIN
+        return _HEAD + self.program.chunks * (_CELL_HEIGHT + self.row_gap) + self.row_gap
 
     def x(self, rank: int) -> float:
         return _MARGIN + _LABEL + rank * (self.cell + _LANE_GAP)
@@ -108,7 +116,9 @@ def svg(program: Program, only: tuple[int, ...] | None = None) -> str:
     height = 74 + lines * (shape.height + _PANEL_GAP)
     parts = [opening(width, height, title(program)), f'<rect class="page" width="{width:g}" height="{height:g}"/>']
     parts.append(f'<text class="big" x="{_MARGIN}" y="28">{escape(title(program))}</text>')
-    parts.append(legend(shape, _MARGIN, 50))
+    fault = shown[-1][1].fault
+    line = f'<text class="head" x="{_MARGIN}" y="50">{escape(fault)}</text>' if fault else legend(shape, _MARGIN, 50)
+    parts.append(line)
     for place, (number, frame) in enumerate(shown):
         x = _MARGIN + place % columns * (shape.width + _PANEL_GAP)
         y = 68 + place // columns * (shape.height + _PANEL_GAP)
@@ -116,9 +126,9 @@ def svg(program: Program, only: tuple[int, ...] | None = None) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def opening(width: float, height: float, label: str) -> str:
+def opening(width: float, height: float, label: str, role: str = "img") -> str:
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="{role}" '
         f'aria-label="{escape(label)}"><style>{STYLE}</style>'
     )
 
@@ -126,38 +136,41 @@ def opening(width: float, height: float, label: str) -> str:
 def legend(shape: Shape, x: float, y: float) -> str:
     """What the arrows and the cells mean."""
     parts = []
-    arrows = [("reduce", "is added to what is there"), ("copy", "replaces what is there")]
-    for op, words in arrows[0 if shape.sums else 1 :]:
-        parts.append(
-            _line((x, x + 32), y - 4, op, None) + f'<text class="quiet" x="{x + 40:g}" y="{y:g}">{words}</text>'
-        )
-        x += 215
-    words = "numbers: whose contributions are in it; framed: as it must be at the end"
-    if not shape.sums:
-        words = "framed: a chunk that must be there at the end"
+    for op, words in (("reduce", "is added to what is there"), ("copy", "replaces what is there")):
+        if op in shape.ops:
+            line = _line((x, x + 32), y - 4, op, None)
+            parts.append(f'{line}<text class="quiet" x="{x + 40:g}" y="{y:g}">{words}</text>')
+            x += 215 if op == "reduce" else 200
+    words = "numbers: whose contributions are in it; " if shape.sums else ""
+    words += "framed: as it must be at the end"
     return "".join([*parts, f'<text class="quiet" x="{x:g}" y="{y:g}">{words}</text>'])
 
 
 def panel(shape: Shape, number: int, frame: Frame) -> str:
     """One step: the cells as they are after it, and the arrows that led there."""
+    return (
+        f'{labels(shape)}<text class="head" x="{_MARGIN}" y="24">{named(number, frame)}</text>'
+        f"<g>{state(shape, frame)}</g><g>{''.join(arrows(shape, frame))}</g>"
+    )
+
+
+def named(number: int, frame: Frame) -> str:
     name = "start" if number < 0 else f"step {number}"
-    parts = [
-        f'<rect class="frame" width="{shape.width:g}" height="{shape.height:g}" rx="6"/>',
-        f'<text class="head" x="{_MARGIN}" y="24">{name}</text>',
-        *(
-            f'<text class="head middle" x="{shape.x(rank) + shape.cell / 2:g}" y="{_HEAD - 6}">rank {rank}</text>'
-            for rank in range(shape.program.ranks)
-        ),
-        *(
-            f'<text class="quiet" x="{_MARGIN}" y="{shape.y(chunk) + 15:g}">chunk {chunk}</text>'
-            for chunk in range(shape.program.chunks)
-        ),
-        f'<g class="state">{state(shape, frame)}</g>',
-        f'<g class="arrows">{"".join(arrows(shape, frame))}</g>',
-    ]
-    if frame.fault:
-        parts.append(f'<text class="head" x="80" y="24">{escape(frame.fault)}</text>')
-    return "".join(parts)
+    return f"{name} cannot be played" if frame.fault else name
+
+
+def labels(shape: Shape) -> str:
+    """The frame of a panel, with the names of its lanes and rows."""
+    ranks, chunks = range(shape.program.ranks), range(shape.program.chunks)
+    lanes = (f'x="{shape.x(rank) + shape.cell / 2:g}" y="{_HEAD - 6}">rank {rank}' for rank in ranks)
+    rows = (f'x="{_MARGIN}" y="{shape.y(chunk) + 15:g}">chunk {chunk}' for chunk in chunks)
+    return "".join(
+        [
+            f'<rect class="frame" width="{shape.width:g}" height="{shape.height:g}" rx="6"/>',
+            *(f'<text class="head middle" {lane}</text>' for lane in lanes),
+            *(f'<text class="quiet" {row}</text>' for row in rows),
+        ]
+    )
 
 
 def state(shape: Shape, frame: Frame) -> str:
@@ -181,7 +194,7 @@ def _words(rank: int, chunk: int, sources: Contributors | None, done: bool) -> s
 
 
 def _cell(shape: Shape, rank: int, chunk: int, sources: Contributors | None, done: bool) -> Iterator[str]:
-    x, y, colour = shape.x(rank), shape.y(chunk), COLOURS[chunk % len(COLOURS)]
+    x, y, colour = shape.x(rank), shape.y(chunk), chunk % len(COLOURS)
     size = f'height="{_CELL_HEIGHT}"'
     if sources is None:
         yield f'<rect class="absent" x="{x:g}" y="{y:g}" width="{shape.cell:g}" {size}/>'
@@ -192,12 +205,12 @@ def _cell(shape: Shape, rank: int, chunk: int, sources: Contributors | None, don
         for source in dict.fromkeys(sources):
             times = sources.count(source)
             at = x + source * slot
-            yield f'<rect fill="{colour}" x="{at:g}" y="{y:g}" width="{slot - 1:g}" {size}/>'
+            yield f'<rect class="k{colour}" x="{at:g}" y="{y:g}" width="{slot - 1:g}" {size}/>'
             if shape.slot >= 12 or times > 1:
                 digits = f"{source}" if times == 1 else f"{times}x"
                 yield f'<text class="digit" x="{at + slot / 2 - 0.5:g}" y="{y + 15:g}">{digits}</text>'
     else:
-        yield f'<rect fill="{colour}" x="{x:g}" y="{y:g}" width="{shape.cell:g}" {size}/>'
+        yield f'<rect class="k{colour}" x="{x:g}" y="{y:g}" width="{shape.cell:g}" {size}/>'
         yield f'<text class="digit" x="{x + shape.cell / 2:g}" y="{y + 15:g}">{chunk}</text>'
     if done:
         box = f'x="{x - 2:g}" y="{y - 2:g}" width="{shape.cell + 4:g}" height="{_CELL_HEIGHT + 4}"'
@@ -220,7 +233,7 @@ def _arrow(shape: Shape, t: Transfer, chunk: int) -> str:
         end = shape.x(t.dst) + (-5 if right else shape.cell + 5)
         return _line((start, end), middle, t.op, chunk)
     edge = y - 3 if right else y + _CELL_HEIGHT + 3
-    peak = edge + (-1 if right else 1) * (14)
+    peak = edge + (-1 if right else 1) * (10 + 4 * (t.src % 4))
     toward = 6 if right else -6
     start, end = (shape.x(rank) + shape.cell / 2 + sign * toward for rank, sign in ((t.src, 1), (t.dst, -1)))
     base = edge - 6 if right else edge + 6
@@ -236,6 +249,9 @@ def _line(ends: tuple[float, float], y: float, op: str, chunk: int | None) -> st
 
 
 def _drawn(path: str, tip: str, op: str, chunk: int | None) -> str:
-    """In the colour of the chunk."""
-    line, head = ("", "") if chunk is None else (f" c{chunk % len(COLOURS)}", f" t{chunk % len(COLOURS)}")
-    return f'<path class="arrow {op}{line}" d="{path}"/><path class="tip{head}" d="{tip}"/>'
+    """In the colour of the chunk; of none in the legend."""
+    if chunk is None:
+        return f'<path class="arrow {op}" d="{path}"/><path class="tip" d="{tip}"/>'
+    colour = chunk % len(COLOURS)
+    line = f'<path class="arrow {op} c{colour}" data-chunk="{chunk}" d="{path}"/>'
+    return f'{line}<path class="tip t{colour}" d="{tip}"/>'

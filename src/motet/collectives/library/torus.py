@@ -137,7 +137,7 @@ def all_reduce_torus_5d(ranks: int, dims: Dims = None) -> Program:
 
 
 def _line_load(length: int) -> int:
-    """Messages that the busiest port of a line carries: the middle receives from both sides in the second half."""
+    """Messages that the busiest port carries: the middle sends to both sides in the first half of the steps."""
     return 1 if length == 2 else 2 * (length - 1) - (length - 2) // 2
 
 

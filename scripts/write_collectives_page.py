@@ -1,0 +1,324 @@
+"""Writes the generated parts of the pages on collectives: their pictures and tables.
+
+A picture is drawn from its Program. A table stands in its page between `<!-- NAME -->` and `<!-- end -->`. The closed
+forms are written here once more, as formulas that people read, each with its derivation; a test compares them with
+`motet.collectives.closed_form` at every number of ranks.
+"""
+
+import re
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple
+
+from motet.cluster.load import load_cluster
+from motet.collectives import algorithms, closed_form, collectives, program
+from motet.collectives.curves import crossovers, curves, grid
+from motet.collectives.draw import text
+from motet.collectives.draw_cost import cost_svg
+from motet.collectives.draw_page import page
+from motet.collectives.draw_svg import svg
+from motet.collectives.library import find
+from motet.collectives.library.shapes import any_hosts, equal_hosts, power_below, rounds
+from motet.collectives.library.shapes import grid as lengths_of
+
+DOCS = Path(__file__).parents[1] / "docs"
+PICTURES = DOCS / "pictures"
+ALPHA, BETA, GAMMA = "\N{GREEK SMALL LETTER ALPHA}", "S\N{GREEK SMALL LETTER BETA}", "S\N{GREEK SMALL LETTER GAMMA}"
+
+
+# --- closed forms, as people write them --------------------------------------------------------------
+
+
+class Formula(NamedTuple):
+    """Start-ups, bytes sent in turn and bytes added in turn (both as parts of S), and why."""
+
+    alpha: str
+    beta: str
+    gamma: str
+    why: str
+
+
+_RING = ("2*(N-1)", "2*(N-1)/N", "(N-1)/N")
+_TORUS = ("2*A*W", "2*(N-1)/N", "(N-1)/N")
+FORMULAS: dict[str, Formula] = {
+    "broadcast/flat": Formula("N-1", "N-1", "0", "The root sends all of S to N-1 ranks, one after another."),
+    "broadcast/ring": Formula("N-1", "N-1", "0", "S crosses N-1 links, one after another."),
+    "broadcast/pipelined-ring": Formula(
+        "N-2+P", "(N-2+P)/P", "0",
+        "The first of P pieces needs N-1 steps to the last rank; the other P-1 follow a step apart. A step moves S/P.",
+    ),
+    "broadcast/tree": Formula("L", "L", "0", "Who has S doubles in every step, and each step moves all of it."),
+    "broadcast/scatter-all-gather": Formula(
+        "L+N-1", "2*(N-1)/N", "0", "A scatter over a tree, then an all-gather around a ring: the sum of the two."
+    ),
+    "reduce/flat": Formula("N-1", "N-1", "N-1", "The root takes S from N-1 ranks and adds it, one after another."),
+    "reduce/ring": Formula(
+        "N-2+P", "(N-2+P)/P", "(N-2+P)/P", "The pipelined broadcast backwards; what arrives is added."
+    ),
+    "reduce/tree": Formula("L", "L", "L", "The broadcast over a tree backwards."),
+    "all-reduce/flat": Formula("2*(N-1)", "2*(N-1)", "N-1", "A flat reduce, then a flat broadcast."),
+    "all-reduce/naive": Formula(
+        "N-1", "N-1", "N-1", "One step, but each rank's one port carries N-1 messages of S, and it adds N-1 times S."
+    ),
+    "all-reduce/direct": Formula(
+        *_RING, "Two steps of N-1 messages of S/N through one port: the traffic of the ring without its waiting."
+    ),
+    "all-reduce/ring": Formula(
+        *_RING,
+        "Reduce-scatter and all-gather, N-1 steps each, every step S/N. Only the first half adds.",
+    ),
+    "all-reduce/bidirectional-ring": Formula(
+        "2*d*(N-1)", "2*(N-1)/N", "(N-1)/N",
+        "The steps of the ring; in each, two messages of half the size leave through the one port (d = 2). "
+        "Of two ranks both neighbours are one (d = 1).",
+    ),
+    "all-reduce/tree": Formula("2*L", "2*L", "L", "Reduce over a tree, then broadcast over it, all of S each time."),
+    "all-reduce/double-tree": Formula(
+        "2*T", "T/P", "T/(2*P)",
+        "T steps up and T down, where T is the depth of the trees, which grows as log2 N, and two steps for each piece "
+        "but the first (a rank serves its two trees in turn). In a step a port carries one of the 2P parts of S.",
+    ),
+    "all-reduce/recursive-doubling": Formula(
+        "q+2*e", "q+2*e", "q+e",
+        "The ranks that are a power of two exchange all of S with q partners. Others give S before and get it after.",
+    ),
+    "all-reduce/halving-doubling": Formula(
+        "2*q+2*e", "2*(Q-1)/Q+2*e", "(Q-1)/Q+e",
+        "Halving sends S/2, S/4, ... S/Q, together S (Q-1)/Q, and doubling the same back. Others as above.",
+    ),
+    "all-reduce/hierarchical": Formula(
+        "2*l+2*(H-1)", "2*l+2*(H-1)/H", "l+(H-1)/H",
+        "A tree of the M ranks of the largest host up, with l = log2 M rounded up; a ring of H leaders; a tree down.",
+    ),
+    "all-reduce/hierarchical-sharded": Formula(
+        "2*(H-1+M-1)", "2*(N-1)/N", "(N-1)/N",
+        "Reduce-scatter in the host, M-1 steps of S/M; around the H ranks with the same share, 2(H-1) steps of S/N; "
+        "all-gather in the host. (M-1)/M + (H-1)/N = (N-1)/N, twice.",
+    ),
+    **{
+        f"all-reduce/torus-{axes}d": Formula(
+            *_TORUS,
+            "2A parts of S at once, each reduce-scattered along all A dimensions, in its own order and direction, and "
+            "gathered back. Along a dimension of length d each part takes d-1 messages there and d-1 back; on one port "
+            "all of them take turns. Where d = 2 both directions are one message. On a torus, with a port for each "
+            "neighbour, the parts travel together, and the time is up to 2A times shorter.",
+        )
+        for axes in (2, 3, 5)
+    },
+    "all-reduce/mesh-2d": Formula(
+        "2*(a+c)", "2*(a/X+c/N)", "a/X+c/N",
+        "Along the rows and columns of an X by Y grid that does not wrap around. a and c are the messages of the "
+        "busiest port of a line of X and of Y ranks (see all-gather/line).",
+    ),
+    "reduce-scatter/direct": Formula("N-1", "(N-1)/N", "(N-1)/N", "One step of N-1 messages of S/N through one port."),
+    "reduce-scatter/ring": Formula("N-1", "(N-1)/N", "(N-1)/N", "N-1 steps of S/N, each added where it arrives."),
+    "reduce-scatter/recursive-halving": Formula(
+        "q+2*e", "(Q-1+G+e*N)/N", "(Q-1+G+e*N)/N", "The all-gather by recursive doubling backwards."
+    ),
+    "reduce-scatter/bruck": Formula("L", "(N-1)/N", "(N-1)/N", "Bruck's all-gather backwards."),
+    "reduce-scatter/hierarchical": Formula(
+        "H-1+M-1", "(N-1)/N", "(N-1)/N", "The hierarchical all-gather backwards."
+    ),
+    "reduce-scatter/line": Formula("b", "b/N", "b/N", "The all-gather along a line backwards."),
+    "all-gather/direct": Formula("N-1", "(N-1)/N", "0", "One step of N-1 messages of S/N through one port."),
+    "all-gather/ring": Formula("N-1", "(N-1)/N", "0", "N-1 steps of S/N: each chunk has N-1 links to cross."),
+    "all-gather/recursive-doubling": Formula(
+        "q+2*e", "(Q-1+G+e*N)/N", "0",
+        "Chunks double: 1 + 2 + 4 + ... = Q-1. Where N is no power of two the first ranks also carry for the others, G "
+        "chunks more, and hand them N-1 at the end, after one at the start.",
+    ),
+    "all-gather/bruck": Formula(
+        "L", "(N-1)/N", "0", "Chunks double over ever larger distances; the last step sends only what is lacking."
+    ),
+    "all-gather/hierarchical": Formula(
+        "H-1+M-1", "(N-1)/N", "0", "H-1 steps of S/N across, then M-1 of S/M in the host: (H-1)/N + (M-1)/M = (N-1)/N."
+    ),
+    "all-gather/line": Formula(
+        "b", "b/N", "0",
+        "N-1 steps of S/N. In the first floor((N+1)/2) of them some rank in the middle passes on chunks to both sides, "
+        "so that its port carries two: b = N-1 + floor((N+1)/2), and 1 of two ranks.",
+    ),
+    "gather/flat": Formula("N-1", "(N-1)/N", "0", "The root takes S/N from N-1 ranks, one after another."),
+    "gather/tree": Formula("L", "(N-1)/N", "0", "The root still takes N-1 chunks, in L bundles."),
+    "scatter/flat": Formula("N-1", "(N-1)/N", "0", "The root sends S/N to N-1 ranks, one after another."),
+    "scatter/tree": Formula("L", "(N-1)/N", "0", "The root still sends N-1 chunks, in L bundles."),
+    "all-to-all/pairwise": Formula("N-1", "(N-1)/N", "0", "N-1 steps of S/N, straight to where it belongs."),
+    "all-to-all/bruck": Formula(
+        "L", "B/N", "0", "A chunk with d places to go is sent once for each 1 among the bits of d."
+    ),
+    "all-to-all/hierarchical": Formula(
+        "2*(M-1)+H-1", "2*(M-1)*(N-1)/N+(H-1)*M/H", "0",
+        "The leader takes N-1 chunks from each of M-1 ranks, exchanges M*M chunks with H-1 leaders, and hands all out.",
+    ),
+    "all-to-all/hierarchical-sharded": Formula(
+        "M-1+H-1", "(M-1)/M+(H-1)/H", "0", "M-1 steps of H chunks in the host, then H-1 steps of M chunks across."
+    ),
+    "barrier/dissemination": Formula("L", "(N-1)/N", "0", "Bruck's all-gather of tokens; S is N of them: nothing."),
+    **{f"{name}/direct": Formula("1", "1", "0", "One message.") for name in ("send", "copy", "signal")},
+}  # fmt: skip
+
+
+def letters(name: str, ranks: int) -> dict[str, int]:
+    """What the letters of the formulas stand for, with the options that an algorithm has by default."""
+    power = power_below(ranks)
+    rest = ranks - power
+    found = {"N": ranks, "L": rounds(ranks), "P": 8, "Q": power, "q": power.bit_length() - 1, "e": int(rest > 0)}
+    found |= {"d": 1 if ranks == 2 else 2, "b": _line(ranks), "B": sum(n.bit_count() for n in range(ranks))}
+    found["G"] = sum(min(1 << bit, rest) for bit in range(found["q"]))
+    if name.endswith("/hierarchical") and name.startswith("all-reduce"):
+        hosts = any_hosts(ranks, None)
+        found |= {"H": len(hosts), "M": max(map(len, hosts)), "l": rounds(max(map(len, hosts)))}
+    elif "hierarchical" in name:
+        found["H"], found["M"] = equal_hosts(ranks, None)
+    elif "torus" in name:
+        lengths = lengths_of(ranks, None, int(name[-2]))
+        found |= {"A": len(lengths), "W": sum((d - 1) * (1 if d == 2 else 2) for d in lengths)}
+    elif "mesh" in name:
+        rows, columns = lengths_of(ranks, None, 2)
+        found |= {"X": rows, "a": _line(rows), "c": _line(columns)}
+    elif "double-tree" in name:
+        found["T"] = len(program(*name.split("/"), ranks).steps) // 2
+    return found
+
+
+def _line(ranks: int) -> int:
+    return 1 if ranks == 2 else ranks - 1 + (ranks + 1) // 2
+
+
+def value(formula: str, known: dict[str, int]) -> Fraction:
+    """A formula with numbers in the place of letters, exactly."""
+    exact = {name: Fraction(number) for name, number in known.items()}
+    return Fraction(eval(formula, {"__builtins__": {}}, exact))  # formulas of this file only
+
+
+def _shown(formula: str) -> str:
+    """As it is written by hand: 2(N-1)/N."""
+    return formula.replace("*", "")
+
+
+# --- tables --------------------------------------------------------------------------------------------
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def all_reduce_table() -> str:
+    """What the all-reduces cost at 8 and at 64 ranks, from `closed_form` and from their Programs."""
+    rows = []
+    for name in algorithms("all-reduce"):
+        cells = [f"`{name}`"]
+        known = find("all-reduce", name)
+        for ranks in (8, 64):
+            if known.takes(ranks):
+                made = program("all-reduce", name, ranks)
+                cells += [str(len(made.steps)), _part(max(map(made.sent, range(ranks)))), _cost(name, ranks)]
+            else:
+                cells += ["", "", ""]
+        rows.append(cells)
+    head = ["algorithm", "rounds at 8", "bytes per rank", "cost", "rounds at 64", "bytes per rank", "cost"]
+    return _table(head, rows)
+
+
+def _cost(name: str, ranks: int) -> str:
+    terms = closed_form("all-reduce", name, ranks)
+    return f"{terms.alpha} {ALPHA} + {_part(terms.beta, BETA)} + {_part(terms.gamma, GAMMA)}"
+
+
+def _part(share: Fraction, of: str = "S") -> str:
+    """`1.75 S`"""
+    return f"{float(share):.4g} {of}"
+
+
+def identities_table() -> str:
+    """An all-reduce against the two halves that it is made of."""
+    rows = []
+    for ranks in (4, 8, 64):
+        made = [program(c, "ring", ranks) for c in ("reduce-scatter", "all-gather", "all-reduce")]
+        rows.append([str(ranks), *(f"{len(p.steps)} rounds, {_part(p.sent(0))}" for p in made)])
+    return _table(["N", "reduce-scatter", "all-gather", "all-reduce"], rows)
+
+
+def closed_forms() -> str:
+    """All closed forms, a table for each collective."""
+    parts = []
+    for collective in collectives():
+        rows = []
+        for name in algorithms(collective):
+            formula = FORMULAS[f"{collective}/{name}"]
+            rows.append([f"`{name}`", *map(_shown, formula[:3]), formula.why])
+        parts.append(f"## {collective}\n\n{_table(['algorithm', ALPHA, BETA, GAMMA, 'why'], rows)}")
+    return "\n".join(parts)
+
+
+def example() -> str:
+    """A Program as JSON."""
+    return f"```json\n{program('all-reduce', 'ring', 2).to_json()}```\n"
+
+
+def drawn() -> str:
+    """What `motet collectives draw` prints."""
+    return f"```\n{text(program('all-reduce', 'ring', 3))}```\n"
+
+
+# --- pictures and pages ----------------------------------------------------------------------------------
+
+
+def pictures() -> Iterator[tuple[str, str]]:
+    """Name and content of every file in docs/pictures."""
+    ring = program("all-reduce", "ring", 4)
+    yield "ring.svg", svg(ring)
+    yield "ring-first-steps.svg", svg(ring, only=(-1, 0))
+    yield "ring.html", page(ring)
+    for name, options in (
+        ("flat", {}),
+        ("naive", {}),
+        ("direct", {}),
+        ("tree", {}),
+        ("double-tree", {"pieces": 2}),
+        ("recursive-doubling", {}),
+        ("halving-doubling", {}),
+        ("hierarchical", {"hosts": 2}),
+        ("hierarchical-sharded", {"hosts": 2}),
+    ):
+        yield f"{name}.svg", svg(program("all-reduce", name, 4, **options))
+    yield "halving-doubling.html", page(program("all-reduce", "halving-doubling", 8))
+    yield "all-gather-bruck.svg", svg(program("all-gather", "bruck", 5))
+    yield "cost.svg", cost_picture()
+
+
+def cost_picture() -> str:
+    """All-reduce of eight hosts of eight GPUs."""
+    cluster = load_cluster("dgx-h100", hosts=8)
+    sizes = grid(2**10, 2**30, 81)
+    found = curves("all-reduce", cluster, sizes)
+    crossed = crossovers("all-reduce", cluster, sizes[0], sizes[-1])
+    return cost_svg("all-reduce of 64 ranks on dgx-h100, 8 hosts: predicted time", found, sizes, crossed)
+
+
+BLOCKS = {
+    "guide/all-reduce.md": {"costs": all_reduce_table, "halves": identities_table},
+    "reference/collective-costs.md": {"closed forms": closed_forms},
+    "reference/program.md": {"example": example},
+    "guide/collectives.md": {"drawn": drawn},
+}
+
+
+def filled(page_name: str) -> str:
+    """A page with its tables as they are now."""
+    kept = (DOCS / page_name).read_text(encoding="utf-8")
+    for name, table in BLOCKS[page_name].items():
+        block = re.compile(f"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        assert len(block.findall(kept)) == 1, f"{page_name} has no block {name!r}"
+        kept = block.sub(lambda found, table=table: f"{found[1]}\n{table()}\n{found[2]}", kept)
+    return kept
+
+
+if __name__ == "__main__":
+    PICTURES.mkdir(exist_ok=True)
+    for name, content in pictures():
+        (PICTURES / name).write_text(content, encoding="utf-8")
+    for page_name in BLOCKS:
+        (DOCS / page_name).write_text(filled(page_name), encoding="utf-8")

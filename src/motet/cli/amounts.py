@@ -1,0 +1,113 @@
+"""What people type in for numbers: `64MiB`, `1KiB..1GiB`, `2..64`, `4x4`, and algorithms with their options."""
+
+import re
+from pathlib import Path
+
+from motet.collectives.library import algorithms, program
+from motet.collectives.score import Program
+from motet.core.errors import InputError
+
+MOST_RANKS = 1024
+"""The steps of a ring of so many ranks are two million transfers."""
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def parse_bytes(text: str) -> int:
+    """64MiB, 1.5 GB, 4096 and 1e6 are numbers of bytes."""
+    found = re.fullmatch(r"([0-9]*\.?[0-9]+(?:e\+?[0-9]{1,2})?)\s*([a-z]*)", text.strip().lower())
+    if not found or found[2] not in _UNITS:
+        raise InputError(f"size {text!r} is no number of bytes; write it as 64MiB, 1e6 or 4096")
+    count = round(float(found[1]) * _UNITS[str(found[2])])
+    if not 1 <= count <= 2**60:
+        raise InputError(f"size {text!r} is {count} bytes; give 1 to 2^60")
+    return count
+
+
+def parse_sizes(text: str) -> list[int]:
+    """`1KiB..1GiB` in steps of four, `1KiB,1MiB` these, `64MiB` this one."""
+    first, dots, last = text.partition("..")
+    if not dots:
+        return sorted({parse_bytes(part) for part in text.split(",")})
+    low, high = parse_bytes(first), parse_bytes(last)
+    if low >= high:
+        raise InputError(f"sizes {text}: the second must be larger than the first")
+    steps = [low]
+    while steps[-1] * 4 < high:
+        steps.append(steps[-1] * 4)
+    return [*steps, high]
+
+
+def parse_counts(text: str) -> list[int]:
+    """Numbers of ranks: `2..64`, `4,8`, `7` or a mixture."""
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dots, last = part.partition("..")
+        ends = [_whole("ranks", end) for end in ((first, last) if dots else (first,))]
+        if not 2 <= ends[0] <= ends[-1] <= MOST_RANKS:
+            raise InputError(f"ranks {part}: give 2 to {MOST_RANKS}, the smaller number first, as in 2..64 or 4,8")
+        found.update(range(ends[0], ends[-1] + 1))
+    return sorted(found)
+
+
+def parse_dims(text: str) -> tuple[int, ...]:
+    """`4x4`"""
+    return tuple(_whole("dims", part) for part in text.split("x"))
+
+
+def parse_options(words: list[str]) -> dict[str, object]:
+    """`pieces=4 dims=4x4` as an algorithm takes them."""
+    options: dict[str, object] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name:
+            raise InputError(f"option {word!r} is not of the form NAME=VALUE, as in pieces=4 or dims=4x4")
+        options[name] = parse_dims(value) if name == "dims" else _whole(name, value)
+    return options
+
+
+def _whole(name: str, text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text.strip()):
+        raise InputError(f"{name}: {text!r} is no whole number; write it as in {name}={'4x4' if name == 'dims' else 4}")
+    return int(text)
+
+
+def is_file(words: list[str]) -> bool:
+    """Whether the words name a file with a Program, not an algorithm."""
+    return len(words) == 1 and (words[0].endswith(".json") or "/" in words[0] or Path(words[0]).is_file())
+
+
+def read_program(path: str) -> Program:
+    """The Program that a file holds."""
+    from motet.collectives.record import from_json
+
+    try:
+        text = Path(path).read_bytes()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(f"cannot read {path}: {reason}; give a file that holds a Program") from None
+    return from_json(text, path)
+
+
+def one_program(words: list[str], ranks: int | None, default_ranks: int) -> Program:
+    """The Program that `COLLECTIVE ALGORITHM [NAME=VALUE]...` or `FILE` stands for."""
+    if is_file(words):
+        found = read_program(words[0])
+        if ranks not in (None, found.ranks):
+            raise InputError(f"--ranks {ranks}, but {words[0]} is a Program of {found.ranks} ranks; leave --ranks out")
+        return found
+    collective, algorithm, options = split_words(words)
+    if algorithm is None:
+        raise InputError(f"which algorithm of {collective}? There are {', '.join(algorithms(collective))}")
+    count = default_ranks if ranks is None else ranks
+    if count > MOST_RANKS:
+        raise InputError(f"ranks {count}: give 2 to {MOST_RANKS}")
+    return program(collective, algorithm, count, **options)
+
+
+def split_words(words: list[str]) -> tuple[str, str | None, dict[str, object]]:
+    """The collective, the algorithm if one is named, and its options."""
+    plain = [word for word in words if "=" not in word]
+    if len(plain) > 2:
+        raise InputError(f"{plain[2]!r} is one word too many; give COLLECTIVE ALGORITHM and options as in pieces=4")
+    return plain[0], plain[1] if len(plain) > 1 else None, parse_options([word for word in words if "=" in word])

@@ -1,0 +1,168 @@
+"""`motet collectives`: what there is, what it costs, whether it is right, how it looks, and how fast it runs here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from motet.cli.collectives_cost import cost
+from motet.cli.collectives_prove import prove
+from motet.cli.collectives_run import run
+
+if TYPE_CHECKING:
+    from motet.collectives.library import Algorithm
+    from motet.collectives.score import Program
+
+app = typer.Typer(no_args_is_help=True, help="Collectives: list, draw, prove, cost and run them.")
+
+
+@app.callback()
+def collectives() -> None:
+    """Collectives: list, draw, prove, cost and run them."""
+
+
+@app.command(name="list")
+def show_list(
+    collective: Annotated[
+        str | None, typer.Argument(metavar="[COLLECTIVE]", help="Only this collective; else all.")
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=2, max=1024, help="For which rounds and traffic are counted.")] = 8,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """The algorithms of each collective, what they take, and their closed forms.
+
+    Times are of a network where every rank has one full-duplex port: `start-ups` times alpha, plus `sent` times S bytes
+    over the bandwidth, plus `added` times S bytes in the adder.
+    """
+    from motet.collectives.library import algorithms, collectives, find
+    from motet.monitor.console import print_json
+
+    names = collectives() if collective is None else (collective,)
+    rows = [_row(find(name, algorithm), ranks) for name in names for algorithm in algorithms(name)]
+    if json:
+        print_json({"ranks": ranks, "algorithms": rows})
+        return
+    for name in names:
+        mine = [row for row in rows if row["collective"] == name]
+        say(f"{name} of {ranks} ranks", *_lines(mine), "")
+        if collective:
+            say(*(f"{row['algorithm']}: {row['summary']}" for row in mine))
+
+
+def _row(algorithm: Algorithm, ranks: int) -> dict[str, Any]:
+    takes = [count for count in range(2, 65) if algorithm.takes(count)]
+    found = {
+        "collective": algorithm.collective,
+        "algorithm": algorithm.name,
+        "summary": algorithm.summary,
+        "options": list(algorithm.options),
+        "same_bits": algorithm.same_bits,
+        "takes_any": len(takes) == 63,
+        "takes_of_2_to_64": takes,
+    }
+    return {**found, "at_these_ranks": _counted(algorithm, ranks) if algorithm.takes(ranks) else None}
+
+
+def _counted(algorithm: Algorithm, ranks: int) -> dict[str, Any]:
+    """What one Program does. Shares are parts of S."""
+    from motet.collectives.library import closed_form
+
+    program, terms = algorithm.build(ranks), closed_form(algorithm.collective, algorithm.name, ranks)
+    return {
+        "steps": len(program.steps),
+        "messages": program.messages,
+        "chunks": program.chunks,
+        "most_sent_share": float(max(map(program.sent, range(ranks)))),
+        "start_ups": terms.alpha,
+        "sent_in_turn_share": float(terms.beta),
+        "added_in_turn_share": float(terms.gamma),
+    }
+
+
+def _lines(rows: list[dict[str, Any]]) -> list[str]:
+    from motet.collectives.draw import columns
+
+    lines = [["algorithm", "steps", "start-ups", "sent / S", "added / S", "ranks", "options"]]
+    for row in rows:
+        counted = row["at_these_ranks"]
+        numbers = (f"{counted[key]:.4g}" if counted else "-" for key in _NUMBERS)
+        takes = "any" if row["takes_any"] else ", ".join([*map(str, row["takes_of_2_to_64"][:3]), "..."])
+        lines.append([row["algorithm"], *numbers, takes, ", ".join(row["options"])])
+    return columns(lines, right=range(1, 5))
+
+
+_NUMBERS = ("steps", "start_ups", "sent_in_turn_share", "added_in_turn_share")
+
+
+@app.command()
+def draw(
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="COLLECTIVE ALGORITHM [NAME=VALUE]... or FILE.json", help="What to draw."),
+    ],
+    ranks: Annotated[int | None, typer.Option(min=2, help="How many; 4 when not given.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write a picture of all steps to this file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write an animated page to this file.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the Program as JSON: docs/reference/program.md.")] = False,
+) -> None:
+    """Who sends which chunk to whom in each step, and what each rank then holds."""
+    from motet.cli.amounts import one_program
+    from motet.collectives.draw import text
+    from motet.monitor.console import console
+
+    program = one_program(words, ranks, 4)
+    for path, drawn in ((svg, _svg), (html, _page)):
+        if path is not None:
+            save(path, drawn(program))
+            if not json:
+                say(f"{path} is written")
+    if json:
+        console().out(program.to_json(), end="", highlight=False)
+    elif svg is None and html is None:
+        console().print(marked(text(program)), soft_wrap=True)
+
+
+def _svg(program: Program) -> str:
+    from motet.collectives.draw_svg import svg
+
+    return svg(program)
+
+
+def _page(program: Program) -> str:
+    from motet.collectives.draw_page import page
+
+    return page(program)
+
+
+def save(path: Path, text: str) -> None:
+    """Write a file; a sentence where that cannot be."""
+    from motet.core.errors import InputError
+
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}; give another file") from None
+
+
+def say(*lines: str) -> None:
+    """Print lines as they are, however wide the terminal is: columns stay under each other."""
+    from motet.monitor.console import console
+
+    for line in lines:
+        console().print(line, highlight=False, soft_wrap=True)
+
+
+def marked(text: str) -> Any:
+    """With what a step has written in colour."""
+    from rich.text import Text
+
+    found = Text(text)
+    found.highlight_regex(r"\[[0-9,\-x]+\]", "bold green")
+    found.highlight_regex(r"(?m)^(start|step \d+)$", "bold")
+    return found
+
+
+for _command in (prove, cost, run):
+    app.command()(_command)

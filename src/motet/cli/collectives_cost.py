@@ -1,0 +1,201 @@
+"""`motet collectives cost`: how long the algorithms of a collective take on a cluster, and where they cross."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from motet.cluster.cluster import Cluster
+    from motet.collectives.curves import Crossover, Curve
+
+_POINTS, _COLUMNS = 81, 64
+"""Of a curve in the picture, and in the terminal."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked."""
+
+    collective: str
+    names: tuple[str, ...] | None
+    cluster: Cluster
+    sizes: list[int]
+
+    @property
+    def title(self) -> str:
+        hosts = f", {self.cluster.hosts} hosts" if self.cluster.hosts > 1 else ""
+        return f"{self.collective} of {self.cluster.ranks} ranks on {self.cluster.name}{hosts}: predicted time"
+
+
+def cost(  # noqa: PLR0913 - options of a command
+    collective: Annotated[str, typer.Argument(metavar="COLLECTIVE", help="For example all-reduce.")],
+    algorithms: Annotated[
+        list[str] | None, typer.Argument(metavar="[ALGORITHM]...", help="Only these; else all that give equal bits.")
+    ] = None,
+    cluster: Annotated[str, typer.Option(help="The name of a preset, or a TOML file.")] = "laptop",
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=2, max=1024, help="The first so many of it, with more hosts if it has fewer; else all."),
+    ] = None,
+    hosts: Annotated[int | None, typer.Option(min=1, help="A cluster of so many hosts.")] = None,
+    dims: Annotated[str | None, typer.Option(help="A torus of these lengths, as in 4x4x4.")] = None,
+    size: Annotated[str, typer.Option(help="1KiB..1GiB, 64MiB or 1KiB,1MiB.")] = "1KiB..1GiB",
+    svg: Annotated[Path | None, typer.Option(help="Write the plot to this file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the plot and the table to this page.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Predicted time over message size, the cheapest algorithm at each, and where they cross.
+
+    Bandwidths are those of nccl-tests: the algorithm bandwidth is S over the time; the bus bandwidth is that times a
+    factor of the collective, 2 (N-1) / N for an all-reduce, and can be compared with the speed of a link.
+    """
+    from motet.cli.amounts import parse_sizes
+    from motet.cli.collectives import say
+    from motet.collectives.curves import crossovers, curves
+    from motet.monitor.console import print_json
+
+    asked = Question(
+        collective, tuple(algorithms or ()) or None, sized_cluster(cluster, ranks, hosts, dims), parse_sizes(size)
+    )
+    found = curves(collective, asked.cluster, asked.sizes, asked.names)
+    crossed = crossovers(collective, asked.cluster, asked.sizes[0], asked.sizes[-1], asked.names)
+    _write(asked, found, crossed, (svg, html))
+    if json:
+        print_json(_record(asked, found, crossed))
+        return
+    say(asked.title, *_table(asked, found), "", *_winners(asked), "", *_told(asked, crossed))
+    if len(asked.sizes) > 1:
+        say("", *_plotted(asked, crossed))
+    say(*(f"{path} is written" for path in (svg, html) if path))
+
+
+def sized_cluster(source: str, ranks: int | None, hosts: int | None = None, dims: str | None = None) -> Cluster:
+    """A preset or file with as many ranks as are asked for, or all that it has."""
+    from contextlib import suppress
+
+    from motet.cli.amounts import MOST_RANKS, parse_dims
+    from motet.cluster.cluster import cluster_for_ranks
+    from motet.cluster.load import load_cluster
+    from motet.core.errors import InputError
+
+    found = load_cluster(source, hosts=hosts, dims=parse_dims(dims) if dims else None)
+    if ranks is not None and ranks > found.ranks and not hosts and not dims:
+        with suppress(InputError):  # of a cluster that cannot have more, the sentence below is the clearer one
+            found = load_cluster(source, hosts=-(-ranks // found.devices_per_host))
+    if ranks is None and found.ranks > MOST_RANKS:
+        raise InputError(f"cluster {source} has {found.ranks} ranks; give --ranks, {MOST_RANKS} at most")
+    return found if ranks is None else cluster_for_ranks(found, ranks)
+
+
+def _table(asked: Question, found: Sequence[Curve]) -> list[str]:
+    from motet.collectives.draw import columns
+
+    rows = _rows(asked, found)
+    return columns(rows, right=range(1, len(rows[0])))
+
+
+def _rows(asked: Question, found: Sequence[Curve]) -> list[list[str]]:
+    """A row for each algorithm; the cheapest at each size is marked."""
+    from motet.collectives.curves import format_seconds
+    from motet.core.units import format_bytes
+
+    least = [min(times) for times in zip(*(curve.seconds for curve in found), strict=True)]
+    rows = [["", *map(format_bytes, asked.sizes)]]
+    for curve in found:
+        cells = (f"{'* ' if s == low else ''}{format_seconds(s)}" for s, low in zip(curve.seconds, least, strict=True))
+        rows.append([curve.algorithm, *cells])
+    return rows
+
+
+def _winners(asked: Question) -> list[str]:
+    from motet.collectives.curves import format_seconds
+    from motet.collectives.draw import columns
+    from motet.core.units import format_bytes
+
+    rows = [["S", "cheapest", "time", "algorithm bandwidth", "bus bandwidth"]]
+    for row in _cheapest(asked):
+        speeds = (f"{row[key] / 1e9:.3g} GB/s" for key in ("algorithm_bandwidth_Bps", "bus_bandwidth_Bps"))
+        rows.append([format_bytes(row["size"]), row["name"], format_seconds(row["seconds"]), *speeds])
+    return columns(rows, right=(0, 2, 3, 4))
+
+
+def _cheapest(asked: Question) -> list[dict[str, Any]]:
+    """What `auto` picks at each size."""
+    from motet.collectives.choose import cheapest
+    from motet.collectives.cost import bus_factor
+
+    rows = []
+    for size in asked.sizes:
+        best = cheapest(asked.collective, size, asked.cluster, asked.names)
+        seconds = float(best.cost.seconds(size))
+        rows.append(
+            {
+                "size": size,
+                "algorithm": best.algorithm,
+                "options": dict(best.options),
+                "name": str(best),
+                "seconds": seconds,
+                "algorithm_bandwidth_Bps": size / seconds,
+                "bus_bandwidth_Bps": size / seconds * float(bus_factor(asked.collective, asked.cluster.ranks)),
+            }
+        )
+    return rows
+
+
+def _told(asked: Question, crossed: Sequence[Crossover]) -> list[str]:
+    from motet.core.units import format_bytes
+
+    if not crossed:
+        return ["no crossover: the same algorithm is the cheapest at all these sizes"] if len(asked.sizes) > 1 else []
+    return [f"from {format_bytes(c.size)} on {c.after} is cheaper than {c.before}" for c in crossed]
+
+
+def _plotted(asked: Question, crossed: Sequence[Crossover]) -> list[str]:
+    from motet.collectives.curves import curves, grid, plot
+
+    sizes = grid(asked.sizes[0], asked.sizes[-1], _COLUMNS)
+    return plot(curves(asked.collective, asked.cluster, sizes, asked.names), sizes, crossed)
+
+
+def _write(
+    asked: Question, found: Sequence[Curve], crossed: Sequence[Crossover], paths: tuple[Path | None, Path | None]
+) -> None:
+    """The picture, and the page with it."""
+    from motet.cli.collectives import save
+    from motet.collectives.curves import curves, grid
+    from motet.collectives.draw_cost import cost_page, cost_svg
+    from motet.core.errors import InputError
+
+    if paths == (None, None):
+        return
+    if len(asked.sizes) < 2:
+        raise InputError(f"a plot over the one size {asked.sizes[0]} is none; give --size 1KiB..1GiB")
+    sizes = grid(asked.sizes[0], asked.sizes[-1], _POINTS)
+    smooth = curves(asked.collective, asked.cluster, sizes, asked.names)
+    drawn = cost_svg(asked.title, smooth, sizes, crossed)
+    svg, html = paths
+    if svg:
+        save(svg, drawn)
+    if html:
+        save(html, cost_page(asked.title, drawn, _rows(asked, found)))
+
+
+def _record(asked: Question, found: Sequence[Curve], crossed: Sequence[Crossover]) -> dict[str, Any]:
+    return {
+        "collective": asked.collective,
+        "cluster": asked.cluster.name,
+        "ranks": asked.cluster.ranks,
+        "sizes": asked.sizes,
+        "algorithms": [
+            {"algorithm": c.algorithm, "seconds": c.seconds, "options": [dict(best.options) for best in c.best]}
+            for c in found
+        ],
+        "cheapest": _cheapest(asked),
+        "crossovers": [{"size": c.size, "before": c.before, "after": c.after} for c in crossed],
+    }

@@ -1,0 +1,160 @@
+"""`motet collectives prove`: whether Programs do what they promise, and whether the proof would see it if not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from motet.collectives.cases import Case
+    from motet.collectives.prove import Sends, UnprovenError
+    from motet.collectives.score import Program
+
+    Progress = Callable[[str, int, int], None]
+
+_WITH_ALL = 300
+
+
+def prove(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[COLLECTIVE [ALGORITHM] [NAME=VALUE]... or FILE.json]", help="What to prove."),
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="All algorithms, with the hosts and dimensions that they may have.")
+    ] = False,
+    ranks: Annotated[str | None, typer.Option(help="Numbers of ranks: 2..64, 4,8 or 7; 2..16 if not given.")] = None,
+    sends: Annotated[
+        Literal["grouped", "blocking"],
+        typer.Option(help="A rank sends and receives at once, or each send waits for its receiver."),
+    ] = "grouped",
+    corruptions: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Change so many Programs in one place, and see that the proof rejects them; with --all 300, else 0.",
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON; progress goes to stderr.")] = False,
+) -> None:
+    """Prove that Programs do what their collective promises, for every input; where one does not, the step is drawn."""
+    from motet.cli.collectives import say
+    from motet.cli.progress import shown_progress
+    from motet.core.errors import InputError, MotetError
+    from motet.monitor.console import console, print_json
+
+    if bool(words) == everything:
+        raise InputError("what is to be proven? Give --all, or a collective (and an algorithm), or a file")
+    cases = list(_cases(words or [], ranks))
+    with shown_progress() as progress:
+        proven, wrong = _prove(cases, sends, progress)
+        planted = _plant(cases, (_WITH_ALL if everything else 0) if corruptions is None else corruptions, progress)
+    rows = [wrong_one.row for wrong_one in wrong]
+    if json:
+        print_json({"sends": sends, "proven": proven, "wrong": rows, "corruptions": planted})
+    else:
+        say(*_told(proven, planted), *(row["message"] for row in rows[1:]))
+        if wrong:
+            console().print(_drawn(wrong[0]), soft_wrap=True)
+    if wrong:
+        raise wrong[0].error
+    if planted["missed"]:
+        raise MotetError(f"the proof let pass what is wrong: {planted['missed'][0]}; that is a defect of motet")
+
+
+def _cases(words: list[str], ranks: str | None) -> list[Case]:
+    """What is asked for, at those numbers of ranks that it takes."""
+    from functools import partial
+
+    from motet.cli.amounts import is_file, parse_counts, read_program, split_words
+    from motet.collectives.cases import case, every_case
+    from motet.collectives.library import algorithms, find
+
+    if is_file(words):
+        return [partial(read_program, words[0])]
+    counts = parse_counts(ranks or "2..16")
+    if not words:
+        return every_case(counts)
+    collective, name, options = split_words(words)
+    found = [find(collective, name) for name in (algorithms(collective) if name is None else (name,))]
+    if name is not None and not any(map(found[0].takes, counts)):
+        found[0].refuse(counts[0])
+    return [case(algorithm, count, options) for algorithm in found for count in counts if algorithm.takes(count)]
+
+
+class Wrong(NamedTuple):
+    """A Program that is not what it should be."""
+
+    row: dict[str, Any]
+    program: Program
+    error: UnprovenError
+
+
+def _prove(cases: list[Case], sends: Sends, progress: Progress) -> tuple[list[dict[str, Any]], list[Wrong]]:
+    """What is proven, and what is wrong."""
+    from dataclasses import asdict
+
+    from motet.collectives.prove import UnprovenError
+    from motet.collectives.prove import prove as proof_of
+
+    proven: list[dict[str, Any]] = []
+    wrong: list[Wrong] = []
+    for number, case in enumerate(cases, start=1):
+        program = case()
+        name = {"collective": program.collective, "algorithm": program.algorithm, "options": case.keywords}
+        try:
+            proven.append({**name, **asdict(proof_of(program, sends))})
+        except UnprovenError as error:
+            row = {**name, "ranks": program.ranks, "step": error.step, "message": str(error)}
+            wrong.append(Wrong(row, program, error))
+        progress("proving", number, len(cases))
+    return proven, wrong
+
+
+def _plant(cases: list[Case], count: int, progress: Progress) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from motet.collectives.cases import plant
+
+    judged = []
+    for planted in plant(cases, count):
+        judged.append(asdict(planted))
+        progress("judging corruptions", len(judged), count)
+    named = {verdict: [row for row in judged if row["verdict"] == verdict] for verdict in ("equivalent", "missed")}
+    return {"made": len(judged), "rejected": len(judged) - sum(map(len, named.values())), **named}
+
+
+def _told(proven: list[dict[str, Any]], planted: dict[str, Any]) -> list[str]:
+    """A line for each algorithm."""
+    from motet.collectives.draw import columns, spelled
+
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for row in proven:
+        by_name.setdefault(f"{row['collective']}/{row['algorithm']}", []).append(row)
+    table = [["proven", "ranks", "Programs", "same bits", "blocking sends"]]
+    for name, rows in by_name.items():
+        kept = (_all_or_some(rows, key) for key in ("same_bits", "blocking"))
+        table.append([name, spelled({row["ranks"] for row in rows}), str(len(rows)), *kept])
+    lines = columns(table, right=[2]) if proven else []
+    if planted["made"]:
+        equivalent = planted["equivalent"]
+        lines.append(f"{planted['made']} corruptions: {planted['rejected']} rejected, {len(equivalent)} equivalent")
+        lines += [f"  equivalent: {row['program']}, {row['what']}" for row in equivalent]
+    return lines
+
+
+def _all_or_some(rows: list[dict[str, Any]], key: str) -> str:
+    having = [row["ranks"] for row in rows if row[key]]
+    return "yes" if len(having) == len(rows) else "no" if not having else "some"
+
+
+def _drawn(wrong: Wrong) -> Any:
+    """The step that is wrong; what is wrong only at the end is seen in the last one."""
+    from motet.cli.collectives import marked
+    from motet.collectives.draw import text
+
+    last = len(wrong.program.steps) - 1
+    return marked(text(wrong.program, last if wrong.error.step is None else wrong.error.step))

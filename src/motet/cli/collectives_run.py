@@ -1,0 +1,167 @@
+"""`motet collectives run`: a Program on ranks of this machine, checked against float64, counted and timed."""
+
+from __future__ import annotations
+
+import json as json_format
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from motet.collectives.score import Program
+    from motet.parallel.place import Place
+    from motet.train.faults import StopFlag
+
+_MOST_RANKS = 32
+"""On one machine: each is a process with torch in it."""
+_TIMEOUT_S = 120.0
+_PROGRAM, _ANSWER = "program.json", "answer.json"
+
+
+def run(
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="COLLECTIVE ALGORITHM [NAME=VALUE]... or FILE.json", help="What to carry out."),
+    ],
+    ranks: Annotated[int | None, typer.Option(min=2, help="How many on this machine; 2 when not given.")] = None,
+    size: Annotated[str, typer.Option(help="S, for example 4KiB or 16MiB.")] = "1MiB",
+    repeats: Annotated[int, typer.Option(min=1, max=10_000, help="How often to measure.")] = 5,
+    cluster: Annotated[str | None, typer.Option(help="A preset or TOML file, to predict the time on.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Carry a Program out on CPU ranks over Gloo: check the sums, count what is sent, and measure the time."""
+    from motet.cli.amounts import is_file, one_program, parse_bytes, split_words
+    from motet.cli.collectives import say
+    from motet.collectives.prove import prove
+    from motet.core.errors import InputError
+    from motet.monitor.console import print_json
+
+    program = one_program(words, ranks, 2)
+    if not 2 <= program.ranks <= _MOST_RANKS:
+        raise InputError(f"{program}: this machine carries out Programs of 2 to {_MOST_RANKS} ranks; give fewer ranks")
+    prove(program)
+    options = {} if is_file(words) else split_words(words)[2]
+    found = _record(program, options, _carried_out(program, parse_bytes(size), repeats), cluster)
+    if json:
+        print_json(found)
+    else:
+        say(*_told(program, found))
+    _check_counts(program, found)
+
+
+def _carried_out(program: Program, size: int, repeats: int) -> dict[str, Any]:
+    """Start the ranks, and take what rank 0 has written down."""
+    import sys
+    import tempfile
+
+    from motet.cli.environment import read_environment
+    from motet.core.errors import InputError, MotetError, RankError
+    from motet.train.launch import Launch, launch, rank_environment
+
+    with tempfile.TemporaryDirectory(prefix="motet-run-") as name:
+        folder = Path(name)
+        (folder / _PROGRAM).write_text(program.to_json(), encoding="utf-8")
+        work = "motet.cli.collectives_run:measure_rank"
+        command = (sys.executable, "-m", "motet.cli.rank", work, name, str(size), str(repeats))
+        ended = launch(
+            Launch(command, program.ranks, rank_environment(read_environment(), 1), folder), lambda text: None
+        )
+        if ended.message:
+            kind = {InputError.exit_code: InputError, RankError.exit_code: RankError}.get(ended.exit_code, MotetError)
+            raise kind("\n".join(filter(None, [ended.message, ended.traceback])))
+        found: dict[str, Any] = json_format.loads((folder / _ANSWER).read_text(encoding="utf-8"))
+    return found
+
+
+def measure_rank(place: Place, stop: StopFlag, folder: str, size: str, repeats: str) -> int:
+    """What each rank does."""
+    from dataclasses import asdict
+
+    import torch
+
+    from motet.cli.amounts import read_program
+    from motet.collectives.measure import measure
+    from motet.parallel.group import start_group
+
+    torch.set_num_threads(1)
+    with start_group(place, "cpu", _TIMEOUT_S) as group:
+        assert group.process_group is not None
+        found = measure(read_program(str(Path(folder) / _PROGRAM)), group.process_group, int(size), int(repeats))
+    if place.rank == 0:
+        (Path(folder) / _ANSWER).write_text(json_format.dumps(asdict(found)), encoding="utf-8")
+    return 0
+
+
+def _record(program: Program, options: dict[str, object], found: dict[str, Any], cluster: str | None) -> dict[str, Any]:
+    """What is printed as JSON."""
+    from statistics import median
+
+    seconds = found["seconds"]
+    sent = []
+    for rank, (count, messages) in enumerate(zip(found["sent_bytes"], found["messages"], strict=True)):
+        promised = _promised(program, rank, found["size"])
+        sent.append(
+            {"bytes": count, "messages": messages, "program_bytes": promised[0], "program_messages": promised[1]}
+        )
+    return {
+        "collective": program.collective,
+        "algorithm": program.algorithm,
+        "options": options,
+        "ranks": program.ranks,
+        "size": found["size"],
+        "dtype": found["dtype"],
+        "repeats": len(seconds),
+        "seconds": {"median": median(seconds), "least": min(seconds), "most": max(seconds)},
+        "largest_error": found["largest_error"],
+        "allowed_error": found["allowed_error"],
+        "sent": sent,
+        "predicted_seconds": _predicted(program, found["size"], cluster) if cluster else None,
+    }
+
+
+def _promised(program: Program, rank: int, size: int) -> tuple[int, int]:
+    """The bytes and messages that a rank sends by the Program. A message of empty chunks is not sent."""
+    from motet.collectives.score import messages
+
+    pairs = (pair for step in program.steps for pair in messages(step).items())
+    weights = [sum(map(program.weight, transfers)) for (src, _), transfers in pairs if src == rank]
+    return int(program.sent(rank) * size), sum(weight > 0 for weight in weights)
+
+
+def _predicted(program: Program, size: int, source: str) -> float:
+    from motet.cli.collectives_cost import sized_cluster
+    from motet.collectives.cost import cost
+
+    return float(cost(program, sized_cluster(source, program.ranks)).seconds(size))
+
+
+def _told(program: Program, found: dict[str, Any]) -> list[str]:
+    from motet.collectives.cost import bus_factor
+    from motet.collectives.curves import format_seconds
+    from motet.collectives.draw import columns
+    from motet.core.units import format_bytes
+
+    times = {name: format_seconds(value) for name, value in found["seconds"].items()}
+    speed = found["size"] / found["seconds"]["median"]
+    bus = speed * float(bus_factor(program.collective, program.ranks))
+    lines = [
+        f"{program}, S = {format_bytes(found['size'])} of {found['dtype']}",
+        f"right: the largest error is {found['largest_error']:.3g}; rounding may come to {found['allowed_error']:.3g}",
+        f"time: {times['median']}, the median of {found['repeats']} ({times['least']} to {times['most']}); "
+        f"algorithm bandwidth {speed / 1e9:.3g} GB/s, bus bandwidth {bus / 1e9:.3g} GB/s",
+    ]
+    if found["predicted_seconds"] is not None:
+        lines.append(f"predicted: {format_seconds(found['predicted_seconds'])}")
+    rows = [["rank", "bytes sent", "by the Program", "messages", "by the Program"]]
+    keys = ("bytes", "program_bytes", "messages", "program_messages")
+    rows += [[str(rank), *(str(row[key]) for key in keys)] for rank, row in enumerate(found["sent"])]
+    return [*lines, *columns(rows, right=range(5))]
+
+
+def _check_counts(program: Program, found: dict[str, Any]) -> None:
+    from motet.core.errors import MotetError
+
+    for rank, row in enumerate(found["sent"]):
+        if (row["bytes"], row["messages"]) != (row["program_bytes"], row["program_messages"]):
+            raise MotetError(f"{program}: rank {rank} did not send what the Program says; that is a defect of motet")

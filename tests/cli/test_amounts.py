@@ -1,0 +1,42 @@
+"""Numbers as people type them."""
+
+import pytest
+
+from motet.cli.amounts import parse_bytes, parse_counts, parse_options, parse_sizes
+from motet.core.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("4096", 4096), ("4KiB", 4096), ("64MiB", 64 * 2**20), ("1e6", 10**6), ("1.5 GB", 1_500_000_000),
+        ("2gib", 2**31), ("12b", 12), (".5KiB", 512), ("1KB", 1000),
+    ],
+)  # fmt: skip
+def test_bytes(text: str, count: int) -> None:
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "4 parsecs", "-1", "1e99", "0.1", "nan", "1e6.5"])
+def test_what_is_no_number_of_bytes(text: str) -> None:
+    with pytest.raises(InputError, match="size"):
+        parse_bytes(text)
+
+
+def test_sizes() -> None:
+    assert parse_sizes("1KiB..16KiB") == [1024, 4096, 16384]
+    assert parse_sizes("1KiB..9KiB") == [1024, 4096, 9216]
+    assert parse_sizes("4KiB,1KiB") == [1024, 4096]
+    assert parse_sizes("7") == [7]
+
+
+def test_counts() -> None:
+    assert parse_counts("2..5") == [2, 3, 4, 5]
+    assert parse_counts("8,4,2..3") == [2, 3, 4, 8]
+    assert parse_counts("7") == [7]
+
+
+def test_options() -> None:
+    assert parse_options(["pieces=4", "dims=2x3"]) == {"pieces": 4, "dims": (2, 3)}
+    with pytest.raises(InputError, match="not of the form NAME=VALUE"):
+        parse_options(["=4"])

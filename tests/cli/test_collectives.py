@@ -1,0 +1,283 @@
+"""`motet collectives`: what each command prints, its JSON, its files, and what it refuses."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from motet.cli.collectives import app
+from motet.collectives.library import algorithms, closed_form, collectives, program
+from motet.collectives.score import Program
+from motet.core.errors import InputError, MotetError
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, [*arguments], env={"COLUMNS": "80"})
+
+
+def printed(*arguments: str) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def answer(*arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(printed(*arguments, "--json"))
+    return found
+
+
+def broken(tmp_path: Path) -> Path:
+    """A ring of four in which rank 1 loses a contribution in step 1."""
+    made = program("all-reduce", "ring", 4)
+    steps = (made.steps[0], made.steps[1][1:], *made.steps[2:])
+    path = tmp_path / "broken.json"
+    path.write_text(replace(made, steps=steps).to_json())
+    return path
+
+
+# --- list ------------------------------------------------------------------------------------------
+
+
+def test_list_has_every_algorithm_with_its_closed_form() -> None:
+    rows = answer("list", "--ranks", "6")["algorithms"]
+    assert [(row["collective"], row["algorithm"]) for row in rows] == [
+        (collective, name) for collective in collectives() for name in algorithms(collective)
+    ]
+    for row in rows:
+        counted = row["at_these_ranks"]
+        assert (counted is None) == (6 not in row["takes_of_2_to_64"])
+        if counted:
+            terms = closed_form(row["collective"], row["algorithm"], 6)
+            assert (counted["start_ups"], counted["sent_in_turn_share"]) == (terms.alpha, float(terms.beta))
+
+
+def test_list_of_one_collective_says_what_each_does() -> None:
+    lines = printed("list", "all-gather").splitlines()
+    assert lines[0] == "all-gather of 8 ranks"
+    assert lines[1].split() == [
+        "algorithm",
+        "steps",
+        "start-ups",
+        "sent",
+        "/",
+        "S",
+        "added",
+        "/",
+        "S",
+        "ranks",
+        "options",
+    ]
+    assert lines[3].split() == ["ring", "7", "7", "0.875", "0", "any"]
+    assert "hierarchical" in printed("list", "all-gather") and "4, 6, 8, ..." in printed("list", "all-gather")
+    assert lines[-5].startswith("ring: Every rank passes on to the right")
+
+
+# --- draw ------------------------------------------------------------------------------------------
+
+
+def test_draw_prints_all_steps() -> None:
+    shown = printed("draw", "broadcast", "tree", "root=2")
+    assert re.findall(r"(?m)^(start|step \d+)$", shown) == ["start", "step 0", "step 1"]
+    assert "copies chunk 0 to rank 0" in shown
+
+
+def test_draw_writes_the_program_and_reads_it_again(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(printed("draw", "all-reduce", "double-tree", "pieces=2", "--ranks", "5", "--json"))
+    made = Program.from_json(path.read_text())
+    assert made == program("all-reduce", "double-tree", 5, pieces=2)
+    assert printed("draw", str(path)) == printed("draw", "all-reduce", "double-tree", "--ranks", "5", "pieces=2")
+
+
+def test_draw_writes_pictures(tmp_path: Path) -> None:
+    svg, html = tmp_path / "ring.svg", tmp_path / "ring.html"
+    said = printed("draw", "all-reduce", "ring", "--svg", str(svg), "--html", str(html))
+    assert said.splitlines() == [f"{svg} is written", f"{html} is written"]
+    assert svg.read_text().startswith("<svg")
+    assert html.read_text().startswith("<!doctype html>")
+
+
+# --- prove -----------------------------------------------------------------------------------------
+
+
+def test_prove_everything_of_a_few_ranks() -> None:
+    found = answer("prove", "--all", "--ranks", "2,5,6", "--corruptions", "200")
+    names = {(row["collective"], row["algorithm"]) for row in found["proven"]}
+    assert len(names) >= 43
+    assert {row["ranks"] for row in found["proven"]} == {2, 5, 6}
+    assert {"hosts": 3} in [row["options"] for row in found["proven"]]
+    assert (found["sends"], found["wrong"]) == ("grouped", [])
+    planted = found["corruptions"]
+    assert planted["made"] >= 190
+    assert planted["made"] == planted["rejected"] + len(planted["equivalent"])
+    assert planted["missed"] == []
+    assert planted["rejected"] > 100
+
+
+@pytest.mark.proof
+def test_prove_everything_up_to_64_ranks() -> None:
+    found = answer("prove", "--all", "--ranks", "2..64")
+    assert found["wrong"] == []
+    assert {row["ranks"] for row in found["proven"]} == set(range(2, 65))
+    planted = found["corruptions"]
+    assert planted["made"] >= 200
+    assert planted["missed"] == []
+
+
+def test_prove_of_one_collective_takes_the_counts_that_fit() -> None:
+    lines = printed("prove", "all-reduce", "--ranks", "2..8").splitlines()
+    found = {line.split()[0]: line.split()[1:] for line in lines[1:]}
+    assert found["all-reduce/ring"] == ["2-8", "7", "yes", "no"]
+    assert found["all-reduce/torus-3d"][:2] == ["8", "1"]
+    assert found["all-reduce/flat"] == ["2-8", "7", "yes", "yes"]
+    assert "all-reduce/torus-5d" not in found
+
+
+def test_prove_draws_the_step_that_is_wrong(tmp_path: Path) -> None:
+    result = run("prove", str(broken(tmp_path)))
+    assert isinstance(result.exception, InputError)
+    assert "lacks rank" in str(result.exception) and "at the end" in str(result.exception)
+    assert re.findall(r"(?m)^(start|step \d+)$", result.stdout) == ["step 4", "step 5"]
+    wrong = json.loads(run("prove", str(broken(tmp_path)), "--json").stdout)["wrong"]
+    assert [(row["ranks"], row["step"]) for row in wrong] == [(4, None)]
+    assert wrong[0]["message"] == str(result.exception)
+
+
+def test_prove_with_blocking_sends() -> None:
+    assert answer("prove", "broadcast", "tree", "--ranks", "9", "--sends", "blocking")["proven"][0]["blocking"]
+    result = run("prove", "all-reduce", "ring", "--ranks", "4", "--sends", "blocking")
+    assert "ranks 0 -> 1 -> 2 -> 3 -> 0 wait in a circle" in str(result.exception)
+    assert "step 0" in result.stdout
+
+
+# --- cost ------------------------------------------------------------------------------------------
+
+DGX = ("--cluster", "dgx-h100", "--ranks", "16")
+
+
+def test_cost_compares_algorithms_over_sizes() -> None:
+    found = answer("cost", "all-reduce", *DGX)
+    assert found["sizes"] == [1024 * 4**n for n in range(11)]
+    for n, best in enumerate(found["cheapest"]):
+        times = {row["algorithm"]: row["seconds"][n] for row in found["algorithms"]}
+        assert best["seconds"] == pytest.approx(min(times.values()), rel=1e-8)
+        assert times[best["algorithm"]] == pytest.approx(best["seconds"])
+        assert best["algorithm_bandwidth_Bps"] == pytest.approx(best["size"] / best["seconds"])
+        assert best["bus_bandwidth_Bps"] == pytest.approx(best["algorithm_bandwidth_Bps"] * 2 * 15 / 16)
+    assert "naive" not in times  # ranks would differ
+    changes = [a["algorithm"] != b["algorithm"] for a, b in zip(found["cheapest"], found["cheapest"][1:], strict=False)]
+    assert len(found["crossovers"]) >= sum(changes) > 0
+
+
+def test_cost_prints_table_crossovers_and_plot() -> None:
+    shown = printed("cost", "all-reduce", "recursive-doubling", "hierarchical-sharded", *DGX)
+    lines = shown.splitlines()
+    assert lines[0] == "all-reduce of 16 ranks on dgx-h100, 2 hosts: predicted time"
+    starred = [line.count("* ") for line in lines[2:4]]
+    assert sum(starred) >= 11 and min(starred) > 0
+    (crossed,) = re.findall(r"from (.*) on hierarchical-sharded is cheaper than recursive-doubling", shown)
+    assert crossed.endswith("iB")
+    assert "^" in shown and lines[-1].split() == ["a", "recursive-doubling", "b", "hierarchical-sharded"]
+
+
+def test_cost_of_one_size_has_no_plot() -> None:
+    shown = printed("cost", "all-reduce", "naive", "--ranks", "4", "--size", "64MiB")
+    assert "* " in shown and "crossover" not in shown and "^" not in shown
+
+
+def test_cost_writes_the_plot(tmp_path: Path) -> None:
+    svg, html = tmp_path / "cost.svg", tmp_path / "cost.html"
+    printed("cost", "all-gather", "--ranks", "8", "--svg", str(svg), "--html", str(html))
+    assert svg.read_text() in html.read_text()
+    assert "all-gather of 8 ranks on laptop" in svg.read_text()
+
+
+# --- run -------------------------------------------------------------------------------------------
+
+
+def test_run_checks_counts_and_times() -> None:
+    found = answer(
+        "run", "all-reduce", "ring", "--ranks", "2", "--size", "4KiB", "--repeats", "3", "--cluster", "laptop"
+    )
+    assert (found["ranks"], found["size"], found["repeats"], found["dtype"]) == (2, 4096, 3, "float32")
+    assert 0 < found["seconds"]["least"] <= found["seconds"]["median"] <= found["seconds"]["most"]
+    assert 0 < found["largest_error"] <= found["allowed_error"] < 1e-5
+    each = {"bytes": 4096, "messages": 2, "program_bytes": 4096, "program_messages": 2}
+    assert found["sent"] == [each, each]
+    assert found["predicted_seconds"] > 0
+
+
+def test_run_proves_first(tmp_path: Path) -> None:
+    assert "lacks rank" in str(run("run", str(broken(tmp_path))).exception)
+
+
+# --- what is refused ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("list allreduce", "there is no collective 'allreduce'"),
+        ("draw all-reduce", "which algorithm of all-reduce? There are flat, naive"),
+        ("draw all-reduce rings", "(nearest: ring)"),
+        ("draw all-reduce ring tree", "'tree' is one word too many"),
+        ("draw all-reduce ring pieces=3", "it has no options"),
+        ("draw broadcast tree root=x", "root: 'x' is no whole number"),
+        ("draw broadcast tree root=9", "root 9: with 4 ranks it is one of 0 to 3"),
+        ("draw all-reduce torus-2d dims=3x2", "their product must be the 4 ranks"),
+        ("draw all-reduce torus-2d dims=2,2", "dims: '2,2' is no whole number; write it as in dims=4x4"),
+        ("draw all-reduce ring --ranks 2000", "ranks 2000: give 2 to 1024"),
+        ("draw all-reduce ring --ranks 17 --svg x.svg", "a picture has at most 16 ranks"),
+        ("draw all-reduce ring --svg nowhere/x.svg", "cannot write nowhere/x.svg"),
+        ("draw nowhere.json", "cannot read nowhere.json: No such file or directory"),
+        ("prove", "what is to be proven?"),
+        ("prove all-reduce --all", "what is to be proven?"),
+        ("prove all-reduce torus-3d --ranks 7", "torus-3d takes 8, 12, 16"),
+        ("prove all-reduce ring --ranks 1", "ranks 1: give 2 to 1024"),
+        ("prove all-reduce ring --ranks 8..4", "the smaller number first"),
+        ("prove all-reduce ring --ranks many", "ranks: 'many' is no whole number"),
+        ("cost all-reduce --cluster dgx", "no cluster 'dgx'"),
+        ("cost all-reduce --ranks 9", "cluster laptop has 8 ranks, not 9"),
+        ("cost all-reduce --size 64XB", "size '64XB' is no number of bytes"),
+        ("cost all-reduce --size 0", "size '0' is 0 bytes; give 1 to 2^60"),
+        ("cost all-reduce --size 1MiB..1KiB", "the second must be larger"),
+        ("cost all-reduce --size 1MiB --svg x.svg", "a plot over the one size 1048576 is none"),
+        ("run all-reduce ring --ranks 33", "this machine carries out Programs of 2 to 32 ranks"),
+    ],
+)
+def test_bad_input_is_told_in_a_sentence(arguments: str, words: str) -> None:
+    result = run(*arguments.split())
+    assert isinstance(result.exception, InputError), result.output
+    assert words in str(result.exception)
+    assert result.exception.exit_code == 2
+
+
+def test_a_file_of_another_count_is_refused(tmp_path: Path) -> None:
+    assert "is a Program of 4 ranks" in str(run("draw", str(broken(tmp_path)), "--ranks", "5").exception)
+
+
+def test_a_proof_that_misses_something_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("motet.collectives.corrupt.prove", lambda program: None)
+    result = run("prove", "all-reduce", "ring", "--ranks", "4", "--corruptions", "20", "--json")
+    assert json.loads(result.stdout)["corruptions"]["missed"]
+    assert isinstance(result.exception, MotetError) and result.exception.exit_code == 1
+    assert "that is a defect of motet" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["list", "draw all-reduce ring", "prove all-reduce ring --ranks 4 --corruptions 3", "cost all-reduce --ranks 4"],
+)
+def test_no_torch_is_loaded(arguments: str) -> None:
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom motet.cli.collectives import app\n"
+        f"assert CliRunner().invoke(app, {arguments.split()!r}).exit_code == 0\nassert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

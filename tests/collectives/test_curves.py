@@ -1,0 +1,115 @@
+"""Curves over message size: they are the costs, they cross where two costs are equal, and the pictures show them."""
+
+import re
+import xml.etree.ElementTree as ET
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+
+from motet.cluster.cluster import Cluster, uniform
+from motet.collectives.choose import cheapest
+from motet.collectives.cost import cost
+from motet.collectives.curves import crossovers, curves, format_seconds, grid, plot
+from motet.collectives.draw_cost import _apart, cost_page, cost_svg
+from motet.collectives.library import closed_form, program
+
+NET = uniform(8, 1e-5, 1e9)
+SIZES = grid(1024, 2**30, 64)
+
+
+def where_equal(first: str, second: str, cluster: Cluster) -> float:
+    """a1 alpha + b1 beta S = a2 alpha + b2 beta S, solved for S on paper."""
+    one, two = (closed_form("all-reduce", name, cluster.ranks) for name in (first, second))
+    alpha, bandwidth = Fraction("1e-5"), 10**9
+    return float((two.alpha - one.alpha) * alpha * bandwidth / (one.beta - two.beta))
+
+
+def test_a_curve_is_the_cost_of_the_program() -> None:
+    (ring,) = curves("all-reduce", NET, SIZES, ("ring",))
+    exact = cost(program("all-reduce", "ring", 8), NET)
+    assert ring.seconds == tuple(float(exact.seconds(size)) for size in SIZES)
+
+
+def test_pieces_are_the_best_ones_at_each_size() -> None:
+    (tree,) = curves("all-reduce", NET, SIZES, ("double-tree",))
+    chosen = [dict(candidate.options)["pieces"] for candidate in tree.best]
+    assert chosen[0] == 1
+    assert chosen[-1] == 64
+    assert chosen == sorted(chosen)
+
+
+def test_they_cross_where_the_closed_forms_are_equal() -> None:
+    names = ("recursive-doubling", "halving-doubling")
+    (crossed,) = crossovers("all-reduce", NET, 1024, 2**30, names)
+    assert (crossed.before, crossed.after) == names
+    assert crossed.size == pytest.approx(where_equal(*names, NET), rel=1e-3)
+
+
+def test_between_crossovers_auto_picks_the_one_that_is_named() -> None:
+    found = crossovers("all-reduce", NET, 1024, 2**30)
+    assert found
+    for crossed in found:
+        assert cheapest("all-reduce", crossed.size * 0.99, NET).algorithm == crossed.before
+        assert cheapest("all-reduce", crossed.size * 1.01, NET).algorithm == crossed.after
+    for one, other in pairwise(found):
+        assert one.after == other.before
+        assert one.size < other.size
+
+
+def test_one_size_has_no_crossover() -> None:
+    assert crossovers("all-reduce", NET, 1024, 1024) == []
+
+
+def test_the_plot_shows_the_cheapest_in_capitals() -> None:
+    names = ("recursive-doubling", "ring")
+    found = curves("all-reduce", NET, SIZES, names)
+    (crossed,) = crossovers("all-reduce", NET, SIZES[0], SIZES[-1], names)
+    lines = plot(found, SIZES, [crossed])
+    field = [line[12:].ljust(64) for line in lines[:16]]
+    columns = ["".join(column) for column in zip(*field, strict=True)]
+    at = lines[17].index("^") - 12
+    assert SIZES[at - 1] < crossed.size < SIZES[at + 1]
+    assert all("A" in column and "B" not in column for column in columns[:at])
+    assert all("B" in column and "A" not in column for column in columns[at + 1 :])
+    assert lines[-1].split() == ["a", "recursive-doubling", "b", "ring"]
+
+
+def test_the_picture_has_all_curves_inside_and_all_crossovers() -> None:
+    found = curves("all-reduce", NET, SIZES)
+    crossed = crossovers("all-reduce", NET, SIZES[0], SIZES[-1])
+    drawn = cost_svg("a < b", found, SIZES, crossed)
+    ET.fromstring(drawn)
+    lines = re.findall(r'd="M([^"]*)"><title>([^<]*)</title>', drawn)
+    assert [name for _, name in lines] == [curve.algorithm for curve in found]
+    for points, _ in lines:
+        places = [tuple(map(float, point.split())) for point in points.split(" L")]
+        assert len(places) == len(SIZES)
+        assert all(78 <= x <= 838 and 116 <= y <= 576 for x, y in places)
+        assert all(later[1] <= earlier[1] for earlier, later in pairwise(places))  # larger messages take longer
+    assert drawn.count('class="arrow copy"') == len(crossed)
+    assert len(re.findall(r"<title>[^<]*, [^<]* to [^<]*</title>", drawn)) == len(crossed) + 1
+
+
+def test_names_do_not_overlap() -> None:
+    places = _apart([100, 101, 102, 300, 570, 575, 576])
+    assert all(b - a >= 17 for a, b in pairwise(places))
+    assert places[0] == 100
+    assert places[3] == 300
+    assert places[-1] == 576
+
+
+def test_the_page_has_picture_and_table() -> None:
+    drawn = cost_page("a < b", "<svg></svg>", [["", "1 KiB"], ["ring", "* 1 us"]])
+    assert "<title>a &lt; b</title>" in drawn
+    assert (
+        "<thead><tr><td></td><td>1 KiB</td></tr></thead><tbody><tr><td>ring</td><td>* 1 us</td></tr></tbody>" in drawn
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(9.73e-6, "9.73 us"), (1.2e-7, "0.12 us"), (0.0005, "500 us"), (0.9997, "1 s"), (62.5, "62.5 s")],
+)
+def test_times_are_written_with_three_digits(seconds: float, words: str) -> None:
+    assert format_seconds(seconds) == words

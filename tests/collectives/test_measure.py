@@ -1,0 +1,74 @@
+"""Programs carried out and measured: every algorithm is right and sends what it says; a wrong one is noticed."""
+
+from dataclasses import replace
+
+import torch
+
+from motet.collectives.library import algorithms, collectives, find, program
+from motet.collectives.measure import Measured, _expected, measure
+from motet.collectives.score import Program, Transfer
+from motet.core.errors import MotetError
+from motet.parallel.group import Group
+from ranks import Ranks
+
+
+def measured(group: Group) -> list[tuple[str, Measured]]:
+    """All that so many ranks can do."""
+    assert group.process_group is not None
+    names = [(c, a) for c in collectives() for a in algorithms(c) if find(c, a).takes(group.world)]
+    made = [program(collective, name, group.world) for collective, name in names]
+    return [(str(one), measure(one, group.process_group, 1000, 2)) for one in made]
+
+
+def wrong(group: Group) -> str:
+    """A ring that forgets one addition, told to be proven."""
+    assert group.process_group is not None
+    made = program("all-reduce", "ring", group.world)
+    steps = ((made.steps[0][0]._replace(op="copy"), *made.steps[0][1:]), *made.steps[1:])
+    try:
+        measure(replace(made, steps=steps), group.process_group, 1000, 1)
+    except MotetError as error:
+        return str(error)
+    return ""
+
+
+def test_every_algorithm_is_right_and_sends_what_its_program_says(ranks: Ranks) -> None:
+    world = 4
+    results = ranks.run(world, measured)
+    assert all(result == results[0] for result in results)  # all ranks know the same
+    assert len(results[0]) >= 35
+    for name, found in results[0]:
+        collective, algorithm = name.split(" of ")[0].split("/")
+        made = program(collective, algorithm, world)
+        assert found.sent_bytes == tuple(int(made.sent(rank) * found.size) for rank in range(world)), name
+        assert sum(found.messages) == made.messages, name
+        assert 1000 <= found.size < 1000 + 4 * made.chunks
+        assert len(found.seconds) == 2
+        assert min(found.seconds) > 0
+        assert found.largest_error <= found.allowed_error
+        if not any(t.op == "reduce" for step in made.steps for t in step):
+            assert found.allowed_error == 0
+
+
+def test_a_wrong_result_is_noticed(ranks: Ranks) -> None:
+    complaints = ranks.run(2, wrong)
+    assert all("has a wrong result; the largest error is" in complaint for complaint in complaints)
+
+
+def test_what_is_expected_is_the_sum_of_the_contributors() -> None:
+    made = Program(
+        "all-reduce",
+        "mine",
+        2,
+        (1, 1),
+        ((0, 1), (0, 1)),
+        ({0: (0, 1)}, {1: (1,)}),
+        ((Transfer(1, 0, 0, 0, "reduce"),),),
+    )
+    both = [torch.randn(6, generator=torch.Generator().manual_seed(rank)).double() for rank in range(2)]
+    total, allowed = _expected(made, 0, 6)
+    assert torch.equal(total, (both[0] + both[1])[:3])
+    assert torch.allclose(allowed, (both[0].abs() + both[1].abs())[:3] * 2**-24, rtol=1e-6, atol=0)
+    alone, exact = _expected(made, 1, 6)
+    assert torch.equal(alone, both[1][3:])
+    assert not exact.any()
