@@ -1,0 +1,11 @@
+"""What can go wrong between ranks. It is a `RuntimeError`, as torch's own is, and says who, what and with whom."""
+
+from motet.core.errors import PeerError, RankError
+
+
+class CollectiveError(RankError, RuntimeError):
+    """Ranks do not agree, or one waited for another in vain."""
+
+
+class PeerLostError(PeerError, CollectiveError):
+    """Another rank has ended, left or given up."""
