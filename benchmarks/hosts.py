@@ -1,0 +1,168 @@
+"""All-reduce between two hosts over a slow link: hierarchical beside a flat ring, measured beside predicted.
+
+The hosts are network namespaces with two ranks each; `tc tbf` shapes the link between them to 200 Mbit/s in each
+direction. Start-up, bandwidth and the cost of adding are calibrated on messages of 256 KiB, 2 MiB and 16 MiB, and
+cost.py predicts the time of each Program on the cluster that comes of it. Then the Programs take turns.
+
+    python benchmarks/hosts.py [--sizes 1 8 64] [--rounds 5] [--rate 200mbit] [--burst 32kb]
+
+It needs root and iproute2, which it installs with apt where it can; otherwise it says why it is skipped.
+"""
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+HOSTS, RANKS_PER_HOST = 2, 2
+ALGORITHMS = {"ring": {}, "hierarchical": {"hosts": HOSTS}, "hierarchical-sharded": {"hosts": HOSTS}}
+PREFIX = "motet-hosts-"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 8, 64], help="MiB")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rate", default="200mbit")
+    parser.add_argument("--burst", default="32kb", help="what may pass at once after a rest")
+    parser.add_argument("--congestion", default="reno", help="TCP's congestion control")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank is not None:
+        measure_as_rank(options)
+        return 0
+    reason = missing()
+    if reason:
+        print(f"skipped: {reason}")
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the hosts are taken down
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as folder, two_hosts(options) as hosts:
+        return start_ranks(hosts, folder)
+
+
+def missing() -> str | None:
+    """What hosts in miniature lack here, if anything."""
+    if os.geteuid() != 0:
+        return "hosts in miniature are network namespaces, which only root can make"
+    if shutil.which("tc") is None or shutil.which("ip") is None:
+        if shutil.which("apt-get"):
+            subprocess.run(["apt-get", "install", "--yes", "--quiet", "iproute2"], capture_output=True, check=False)
+        if shutil.which("tc") is None or shutil.which("ip") is None:
+            return "the commands ip and tc are missing; install iproute2"
+    trial = f"{PREFIX}{os.getpid()}-trial"
+    made = subprocess.run(["ip", "netns", "add", trial], capture_output=True, text=True, check=False)
+    subprocess.run(["ip", "netns", "del", trial], capture_output=True, check=False)
+    return None if made.returncode == 0 else f"network namespaces cannot be made here: {made.stderr.strip()}"
+
+
+@contextlib.contextmanager
+def two_hosts(options: argparse.Namespace) -> Iterator[list[str]]:
+    """Two namespaces, joined by a cable that is shaped at both ends; they are gone afterwards, whatever happens."""
+    hosts = [f"{PREFIX}{os.getpid()}-{n}" for n in range(HOSTS)]
+    try:
+        for host in hosts:
+            run("ip", "netns", "add", host)
+        ends = [("cable", "netns", host) for host in hosts]
+        # The kernel hands packets on in bundles. Those that are larger than the burst would be taken apart, and every
+        # packet would wake its receiver: half a core for 200 Mbit/s.
+        bundle = ("gso_max_size", "16384")
+        run("ip", "link", "add", *ends[0], *bundle, "type", "veth", "peer", *ends[1], *bundle)
+        for n, host in enumerate(hosts):
+            run("ip", "-n", host, "address", "add", f"10.77.0.{n + 1}/24", "dev", "cable")
+            for device in ("lo", "cable"):
+                run("ip", "-n", host, "link", "set", device, "up")
+            shape = ("tbf", "rate", options.rate, "burst", options.burst, "latency", "50ms")
+            run("ip", "netns", "exec", host, "tc", "qdisc", "add", "dev", "cable", "root", *shape)
+            setting = f"net.ipv4.tcp_congestion_control={options.congestion}"
+            run("ip", "netns", "exec", host, "sysctl", "--quiet", "--write", setting)
+        print(f"link: {options.rate}, burst {options.burst}, {options.congestion}; {RANKS_PER_HOST} ranks per host")
+        yield hosts
+    finally:
+        for host in hosts:
+            subprocess.run(["ip", "netns", "del", host], capture_output=True, check=False)
+
+
+def run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
+
+
+def start_ranks(hosts: list[str], folder: str) -> int:
+    ranks = []
+    try:
+        for rank in range(HOSTS * RANKS_PER_HOST):
+            command = ["ip", "netns", "exec", hosts[rank // RANKS_PER_HOST], sys.executable, *sys.argv]
+            environment = os.environ | {"GLOO_SOCKET_IFNAME": "cable", "OMP_NUM_THREADS": "1"}
+            ranks.append(subprocess.Popen([*command, "--rank", str(rank), "--folder", folder], env=environment))
+        return max(rank.wait() for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def measure_as_rank(options: argparse.Namespace) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from motet.cluster.load import cluster_from_tree
+    from motet.collectives import program
+    from motet.collectives.calibrate import calibrate
+    from motet.collectives.cost import cost
+    from motet.collectives.measure import measure
+
+    torch.set_num_threads(1)
+    world = HOSTS * RANKS_PER_HOST
+    store = dist.FileStore(str(Path(options.folder) / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=options.rank, world_size=world)
+    group = dist.group.WORLD
+    assert group is not None
+    tree = calibrate(group, RANKS_PER_HOST)
+    cluster = cluster_from_tree(tree, "two hosts in miniature")
+    programs = {name: program("all-reduce", name, world, **choices) for name, choices in ALGORITHMS.items()}
+    if options.rank == 0:
+        report_calibration(tree)
+        print(f"  {'MiB':>4} {'algorithm':22} {'measured':>10} {'spread':>17} {'predicted':>10} {'error':>7} ring is")
+    for size in options.sizes:
+        seconds: dict[str, list[float]] = {name: [] for name in programs}
+        for _ in range(options.rounds):
+            for name, made in programs.items():
+                seconds[name] += measure(made, group, size << 20, 1).seconds
+        if options.rank == 0:
+            for name, made in programs.items():
+                predicted = float(cost(made, cluster).seconds(size << 20))
+                report(size, name, seconds, predicted)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def report_calibration(tree: dict[str, dict[str, dict[str, float]]]) -> None:
+    for place in ("inside", "between"):
+        port = tree[place]
+        alpha_us, megabytes = port["alpha_s"]["value"] * 1e6, port["bandwidth_Bps"]["value"] / 1e6
+        bus = f", bus {port['bus_Bps']['value'] / 1e6:.0f} MB/s" if "bus_Bps" in port else ""
+        print(f"{place}: alpha {alpha_us:.0f} us, {megabytes:.1f} MB/s{bus}")
+    print(f"adding: {1e-6 / tree['gamma_s_per_byte']['value']:.0f} MB/s\n")
+
+
+def report(size: int, name: str, seconds: dict[str, list[float]], predicted: float) -> None:
+    measured = statistics.median(seconds[name])
+    ratio = statistics.median([ring / own for ring, own in zip(seconds["ring"], seconds[name], strict=True)])
+    spread = f"{min(seconds[name]) * 1e3:.1f} - {max(seconds[name]) * 1e3:.1f}"
+    print(
+        f"  {size:4} {name:22} {measured * 1e3:7.1f} ms {spread:>17} {predicted * 1e3:7.1f} ms "
+        f"{predicted / measured - 1:+7.1%} {ratio:7.2f}x",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,256 @@
+"""The collectives as ranks call them: operators, dtypes, roots, sub-groups, several at once, and in place."""
+
+from collections.abc import Callable
+from itertools import accumulate
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from motet.cluster.cluster import uniform
+from motet.collectives import execute, program
+from motet.collectives.arithmetic import OPERATORS
+from motet.collectives.execute import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    gather,
+    reduce,
+    reduce_scatter,
+    scatter,
+)
+from motet.core.errors import InputError
+from motet.core.trace import listening
+from motet.parallel.group import Group
+from on_ranks import Counter, group_of
+from ranks import Ranks
+
+HOW = [
+    {},
+    {"algorithm": "ring"},
+    {"algorithm": "auto", "cluster": uniform(4, 1e-5, 1e9)},
+    {"algorithm": "halving-doubling", "check": False},
+    {"algorithm": program("all-reduce", "double-tree", 4, pieces=3), "async_op": True},
+]
+
+
+def numbers(rank: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Small whole numbers, so that sums are exact in every dtype."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(1, 4, shape, generator=generator).to(dtype)
+
+
+def every_call(group: Group) -> None:
+    rank, world = group.rank, group.world
+    everyone = torch.stack([numbers(r, 5, 3) for r in range(world)])
+    for how in HOW:
+        tensor = numbers(rank, 5, 3)
+        all_reduce(tensor, group, **how).wait()
+        assert torch.equal(tensor, everyone.sum(0)), how
+    for how in ({}, {"algorithm": "tree"}, {"algorithm": "ring", "async_op": True}):
+        for root in range(world):
+            tensor = numbers(rank, 5, 3)
+            broadcast(tensor, group, root, **how).wait()
+            assert torch.equal(tensor, everyone[root])
+            tensor = numbers(rank, 5, 3)
+            reduce(tensor, group, root, **how).wait()
+            if rank == root or how:  # what is left elsewhere is up to the backend
+                assert torch.equal(tensor, everyone.sum(0) if rank == root else everyone[rank])
+    for algorithm in (None, "ring", "bruck", "recursive-halving"):
+        output = torch.empty(2, 3)
+        whole = numbers(rank, 2 * world, 3, dtype=torch.float32)
+        reduce_scatter(output, whole, group, algorithm=algorithm)
+        wanted = torch.stack([numbers(r, 2 * world, 3) for r in range(world)]).sum(0)
+        assert torch.equal(output.double(), wanted[2 * rank : 2 * rank + 2])
+        if algorithm != "recursive-halving":
+            gathered = torch.empty(5 * world, 3, dtype=torch.float64)
+            all_gather(gathered, everyone[rank], group, algorithm=algorithm)
+            assert torch.equal(gathered, everyone.view(-1, 3))
+            all_gather(gathered, gathered[5 * rank : 5 * rank + 5], group, algorithm=algorithm or "direct")
+            assert torch.equal(gathered, everyone.view(-1, 3))
+
+
+def roots_and_parts(group: Group) -> None:
+    rank, world = group.rank, group.world
+    everyone = torch.stack([numbers(r, 2) for r in range(world)])
+    for algorithm in (None, "flat", "tree"):
+        for root in (0, world - 1):
+            output = torch.empty_like(everyone) if rank == root else None
+            gather(output, numbers(rank, 2), group, root, algorithm=algorithm)
+            assert output is None or torch.equal(output, everyone)
+            mine = torch.empty(2, dtype=torch.float64)
+            scatter(mine, everyone if rank == root else None, group, root, algorithm=algorithm)
+            assert torch.equal(mine, everyone[rank])
+    for algorithm in (None, "pairwise", "bruck"):
+        parts = torch.arange(2 * world) + 100 * rank
+        output = torch.empty_like(parts)
+        all_to_all(output, parts, group, algorithm=algorithm)
+        wanted = [100 * r + 2 * rank + i for r in range(world) for i in range(2)]
+        assert output.tolist() == wanted
+    sizes = [[(3 * i + 5 * j) % 4 for j in range(world)] for i in range(world)]
+    for algorithm in (None, "pairwise", "bruck", "hierarchical"):
+        parts = torch.arange(sum(sizes[rank]), dtype=torch.bfloat16) + 32 * rank
+        output = torch.empty(sum(row[rank] for row in sizes), dtype=torch.bfloat16)
+        all_to_all(output, parts, group, sizes, algorithm=algorithm)
+        starts = [list(accumulate(row, initial=0)) for row in sizes]
+        assert output.tolist() == [
+            32 * r + i for r in range(world) for i in range(starts[r][rank], starts[r][rank + 1])
+        ]
+    for algorithm in (None, "dissemination"):
+        barrier(group, algorithm=algorithm)
+
+
+def test_every_call(ranks: Ranks) -> None:
+    ranks.run(4, every_call)
+    ranks.run(4, roots_and_parts)
+
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+OTHERS = (torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2)
+
+REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda x: x.sum(0),
+    "avg": lambda x: x.mean(0),
+    "min": lambda x: x.amin(0),
+    "max": lambda x: x.amax(0),
+    "product": lambda x: x.prod(0),
+}
+
+
+def every_dtype(group: Group) -> list[str]:
+    """All operators where they make sense, and plain movement for all."""
+    refused = []
+    everyone = torch.stack([numbers(r, 7) for r in range(group.world)])
+    for dtype in (*FLOATS, *INTEGERS, *OTHERS):
+        tensor = everyone[group.rank].to(dtype)
+        gathered = torch.empty(7 * group.world, dtype=dtype)
+        all_gather(gathered, tensor, group, algorithm="ring")
+        assert torch.equal(gathered.view(torch.uint8), everyone.view(-1).to(dtype).view(torch.uint8)), dtype
+        for op in OPERATORS:
+            tensor = everyone[group.rank].to(dtype, copy=True)
+            try:
+                all_reduce(tensor, group, algorithm="ring", op=op)
+            except InputError as error:
+                refused.append(str(error))
+                continue
+            wanted = REFERENCES[op](everyone.to(torch.bool).double() if dtype == torch.bool else everyone)
+            if dtype in INTEGERS:
+                wanted = wanted.trunc()
+            torch.testing.assert_close(tensor.to(torch.complex128), wanted.to(dtype).to(torch.complex128))
+    return refused
+
+
+def test_every_dtype_and_operator(ranks: Ranks) -> None:
+    refused = ranks.run(3, every_dtype)
+    assert refused[0] == refused[1] == refused[2]
+    assert len(refused[0]) == 2 + 2 + 5 + 5
+    assert refused[0][0] == "sum of bool: use max for any, or min for all; or convert it to an integer"
+
+
+def low_precision(group: Group) -> tuple[list[float], list[float]]:
+    """256 + 1 + 1: bfloat16 has no 257, but 258."""
+    found = []
+    for algorithm in ("naive", "flat"):
+        tensor = torch.tensor([256.0 if group.rank == 0 else 1.0], dtype=torch.bfloat16)
+        all_reduce(tensor, group, algorithm=algorithm)
+        found.append(tensor.tolist())
+    return found[0], found[1]
+
+
+def test_sums_of_a_step_are_rounded_once(ranks: Ranks) -> None:
+    """And those of another step again, which a Program that adds one by one cannot help."""
+    assert ranks.run(3, low_precision) == [([258.0], [256.0])] * 3
+
+
+def groups_at_once(group: Group) -> None:
+    """Overlapping sub-groups whose ranks are in no simple relation to the global ones, all underway together."""
+    members = [[1, 3], [3, 0, 2], [2, 1, 0, 3]]
+    groups = [(ranks, dist.new_group(ranks, sort_ranks=False)) for ranks in members]
+    works, tensors = [], []
+    for ranks, made in groups:
+        for algorithm in ("ring", "tree", "bidirectional-ring"):
+            if group.rank in ranks:
+                tensor = torch.full([1000], 10.0**group.rank, dtype=torch.float64)
+                works.append(all_reduce(tensor, made, algorithm=algorithm, async_op=True))
+                tensors.append((tensor, sum(10.0**r for r in ranks)))
+    for work in works:
+        work.wait()
+        assert work.is_completed()
+    assert all(torch.equal(tensor, torch.full_like(tensor, total)) for tensor, total in tensors)
+    for ranks, made in groups:
+        if group.rank in ranks:
+            tensor = torch.tensor([group.rank])
+            broadcast(tensor, made, root=1, algorithm="tree")
+            assert tensor.item() == ranks[1]
+            gathered = torch.empty(len(ranks), dtype=torch.int64)
+            all_gather(gathered, torch.tensor([group.rank]), made, algorithm="bruck")
+            assert gathered.tolist() == ranks
+
+
+def test_groups_at_once(ranks: Ranks) -> None:
+    ranks.run(4, groups_at_once)
+
+
+def in_order(group: Group) -> list[int]:
+    """Asynchronous and synchronous ones keep their order, though some are done by a thread."""
+    tensor = torch.ones(50_000, dtype=torch.int64)
+    works = [all_reduce(tensor, group, algorithm="ring", async_op=True) for _ in range(5)]
+    all_reduce(tensor, group, algorithm="tree")
+    assert all(work.is_completed() for work in works)
+    for work in works:
+        work.wait()
+    leaf = torch.ones(3, requires_grad=True)
+    all_reduce(leaf, group, algorithm="ring")
+    assert leaf.tolist() == [2.0] * 3
+    return tensor.unique().tolist()
+
+
+def test_order(ranks: Ranks) -> None:
+    assert ranks.run(2, in_order) == [[2**6]] * 2
+
+
+def counted(group: Group) -> dict[str, float]:
+    counter = Counter()
+    with listening(counter):
+        all_reduce(torch.zeros(6), group, algorithm="ring")
+        all_reduce(torch.zeros(6), group)
+        all_gather(torch.zeros(6), torch.zeros(3), group, algorithm="ring", check=False)
+    return counter.counts
+
+
+def test_counters(ranks: Ranks) -> None:
+    """24 bytes in two halves there and back, and a half of an all-gather; the size of what a backend does itself."""
+    counts = ranks.run(2, counted)[0]
+    assert counts == {
+        "all_reduce_bytes": 48, "all_gather_bytes": 24, "sent_bytes": 36, "messages": 3, "check_bytes": 24
+    }  # fmt: skip
+
+
+def test_a_rank_alone() -> None:
+    alone = SimpleNamespace(world=1, process_group=None)
+    output = torch.zeros(2, 3)
+    all_gather(output, torch.ones(6), alone).wait()
+    assert output.unique().tolist() == [1.0]
+    reduce_scatter(output, torch.full([6], 2.0), alone, algorithm="ring", async_op=True).wait()
+    assert output.unique().tolist() == [2.0]
+    for work in (all_reduce(output, alone), broadcast(output, alone), barrier(alone)):
+        work.wait()
+        assert work.is_completed()
+    assert output.unique().tolist() == [2.0]
+    assert execute.sum_scalars([1.5, 2.0], alone, torch.device("cpu")) == [1.5, 2.0]
+
+
+def ours_and_the_backends(group: Group) -> None:
+    for op in ("sum", "min", "max", "product"):  # Gloo has no average
+        ours, theirs = (torch.randn(1001, generator=torch.Generator().manual_seed(group.rank)) for _ in range(2))
+        all_reduce(ours, group, algorithm="ring", op=op)
+        all_reduce(theirs, group_of(group), op=op)
+        assert torch.equal(ours, theirs)
+
+
+def test_ours_gives_what_the_backend_gives(ranks: Ranks) -> None:
+    ranks.run(2, ours_and_the_backends)

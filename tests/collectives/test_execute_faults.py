@@ -1,0 +1,216 @@
+"""What ranks are told when they do not agree, when one does not come, and when the tensors cannot work."""
+
+import contextlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+from motet.collectives import program
+from motet.collectives.exchange import Receive, Send, copy, exchange, receive, send, signal, wait_for_signal
+from motet.collectives.execute import all_gather, all_reduce, all_to_all, broadcast
+from motet.collectives.lane import Lane
+from motet.collectives.run import run
+from motet.collectives.score import Program, Transfer
+from motet.collectives.transport import TransferError
+from motet.core.errors import InputError
+from motet.parallel.group import Group, start_group
+from motet.parallel.place import Place
+from on_ranks import group_of
+from ranks import Ranks
+
+
+def refusals(group: Group) -> list[str]:
+    """Each is raised on all ranks, and nothing is left behind: the next one works."""
+    odd = group.rank == 1
+    other = program("all-reduce", "ring", 3)
+    other = replace(other, steps=other.steps[:2] + other.steps[2:][::-1])
+    calls = [
+        lambda: all_reduce(torch.ones(3 + odd), group, algorithm="ring"),
+        lambda: all_reduce(torch.ones(2, 3) if odd else torch.ones(3, 2), group, algorithm="ring"),
+        lambda: all_reduce(torch.ones(4, dtype=torch.float16 if odd else torch.float32), group, algorithm="ring"),
+        lambda: all_reduce(torch.ones(4), group, algorithm="ring", op="max" if odd else "sum"),
+        lambda: all_reduce(torch.ones(4), group, algorithm="tree" if odd else "ring"),
+        lambda: run(other if odd else program("all-reduce", "ring", 3), *[torch.ones(4)] * 2, group_of(group)),
+        lambda: broadcast(torch.ones(4), group, root=int(odd), algorithm="tree"),
+        lambda: all_reduce(torch.ones(4, 4).T if odd else torch.ones(4, 4), group, algorithm="ring"),
+        lambda: all_gather(torch.ones(7), torch.ones(3), group, algorithm="ring"),
+        lambda: run(program("all-reduce", "ring", 2), *[torch.ones(4)] * 2, group_of(group)),
+        lambda: run(program("all-reduce", "ring", 3), None, None, group_of(group)),
+        lambda: run(program("all-reduce", "ring", 3), torch.ones(4), torch.ones(4, dtype=torch.int8), group_of(group)),
+        lambda: all_reduce(torch.ones(4), group, algorithm="ring", op="median"),
+        lambda: _overlapping(group),
+    ]
+    said = []
+    for call in calls:
+        try:
+            call()
+        except InputError as error:
+            said.append(str(error))
+        tensor = torch.ones(4)
+        all_reduce(tensor, group, algorithm="ring")
+        assert tensor.tolist() == [3.0] * 4
+    return said
+
+
+def _overlapping(group: Group) -> None:
+    memory = torch.ones(7)
+    run(program("all-reduce", "ring", 3), memory[1:], memory[:-1], group_of(group))
+
+
+def test_ranks_that_do_not_agree_are_told_before_anything_moves(ranks: Ranks) -> None:
+    said = ranks.run(3, refusals)
+    ring = "all-reduce/ring of 3 ranks"
+    everywhere = [
+        f"but ranks 0, 2 do {ring} (sum) on 3 float32 on cpu of shape (3,); rank 1 does {ring} (sum) on 4 float32",
+        f"6 float32 on cpu of shape (3, 2); rank 1 does {ring} (sum) on 6 float32 on cpu of shape (2, 3)",
+        f"4 float32 on cpu of shape (4,); rank 1 does {ring} (sum) on 4 float16",
+        f"ranks 0, 2 do {ring} (sum) on 4 float32 on cpu of shape (4,); rank 1 does {ring} (max) on",
+        f"ranks 0, 2 do {ring} (sum) on 4 float32 on cpu of shape (4,) (",
+        f"ranks 0, 2 do {ring} (sum) on 4 float32 on cpu of shape (4,) (",
+        "ranks 0, 2 do broadcast/tree of 3 ranks on 4 float32 on cpu of shape (4,) (",
+    ]
+    for number, sentence in enumerate(everywhere):
+        for rank in range(3):
+            assert sentence in said[rank][number]
+            assert said[rank][number].startswith("ranks must all do the same")
+    assert said[1][7].startswith(f"{ring}: rank 1 gave a tensor of shape (4, 4) that is not contiguous")
+    assert said[0][7] == said[2][7] == f"rank 1 refuses: {said[1][7]}"
+    assert said[1][8] == "all-gather/ring of 3 ranks: the input of rank 1 has 3 elements; it must have 2"
+    assert (
+        said[2][8] == "rank 0 refuses: all-gather/ring of 3 ranks: the input of rank 0 has 3 elements; it must have 2"
+    )
+    for rank in range(3):
+        assert (
+            said[rank][9]
+            == "all-reduce/ring of 2 ranks cannot be carried out by 3 ranks; make it for as many as the group has"
+        )
+        assert said[rank][10] == f"{ring}: rank {rank} takes part, but gave no tensor"
+        assert "gave float32 on cpu and int8 on cpu" in said[rank][11]
+        assert said[rank][12] == "op 'median' is unknown; it is one of sum, avg, min, max, product"
+        assert (
+            said[rank][13] == f"{ring}: input and output of rank {rank} overlap; give tensors with memory of their own"
+        )
+
+
+WRONG = Program(
+    "all-reduce", "half", 2, (1,), ((0,), (0,)), ({0: (0, 1)}, {0: (0, 1)}), ((Transfer(0, 1, 0, 0, "reduce"),),)
+)
+
+
+def own_programs(group: Group) -> list[str]:
+    said = []
+    for call in (
+        lambda: all_reduce(torch.ones(4), group, algorithm=WRONG),
+        lambda: all_reduce(torch.ones(4), group, algorithm=program("broadcast", "tree", 2)),
+        lambda: broadcast(torch.ones(4), group, algorithm=program("broadcast", "tree", 2, root=1)),
+        lambda: all_reduce(torch.ones(4), group, algorithm="auto"),
+        lambda: all_reduce(torch.ones(4), group, algorithm="rings"),
+        lambda: all_to_all(torch.ones(4), torch.ones(4), group, sizes=[[1, 2]], algorithm="pairwise"),
+    ):
+        with pytest.raises(InputError) as raised:
+            call()
+        said.append(str(raised.value))
+    return said
+
+
+def test_programs_that_cannot_be_meant(ranks: Ranks) -> None:
+    wrong, foreign, root, auto, unknown, sizes = ranks.run(2, own_programs)[0]
+    assert wrong == "all-reduce/half of 2 ranks is wrong at the end: chunk 0 of rank 0 lacks rank 1"
+    assert foreign == "broadcast/tree of 2 ranks is no Program for all-reduce; give one of that collective"
+    assert root == "broadcast/tree of 2 ranks has root 1, not 0; give root= as the Program has it"
+    assert auto.startswith("algorithm 'auto': give cluster=")
+    assert "nearest: ring" in unknown
+    assert sizes.startswith("sizes: all-to-all/pairwise of 2 ranks needs 2 rows of 2 counts")
+
+
+def one_is_missing(place: Place, asynchronous: bool) -> str:
+    """Rank 1 does not come to the second of two; on rank 0 it is underway already."""
+    said = ""
+    with contextlib.suppress(RuntimeError), start_group(place, "cpu", 20.0) as group:  # no farewell in a broken group
+        all_reduce(torch.ones(4), group, algorithm="ring")
+        try:
+            if group.rank == 1:
+                receive(torch.empty(1), group_of(group), 0)
+            else:
+                call = {"algorithm": "ring", "check": False, "timeout_s": 0.3, "async_op": asynchronous}
+                all_reduce(torch.ones(4), group, **call).wait()
+        except TransferError as error:
+            said = str(error)
+    return said
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_rank_that_does_not_come_is_named(ranks: Ranks, asynchronous: bool) -> None:
+    first, second = ranks.run_places(2, one_is_missing, asynchronous)
+    assert first.startswith(
+        "rank 0 waited for rank 1 in vain in step 0 of all-reduce/ring of 2 ranks: it has ended, is"
+    )
+    assert "300ms" in first
+    assert second.startswith("rank 1 waited for rank 0 in vain in an exchange")
+
+
+def exchanges(group: Group) -> list[str]:
+    rank, world, whole = group.rank, group.world, group_of(group)
+    left, right = (rank - 1) % world, (rank + 1) % world
+    outgoing, incoming = [torch.full([5], 10.0 * rank + i) for i in range(2)], [torch.empty(5) for _ in range(3)]
+    exchange(
+        [
+            Send(outgoing[0], right),
+            Send(outgoing[1], right),
+            Send(outgoing[1], left),
+            Receive(incoming[0], left),
+            Receive(incoming[1], left),
+            Receive(incoming[2], right),
+        ],
+        whole,
+    )
+    assert [tensor[0].item() for tensor in incoming] == [10 * left, 10 * left + 1, 10 * right + 1]
+    works = [receive(incoming[0], whole, left, async_op=True), send(outgoing[1], whole, right, async_op=True)]
+    for work in works:
+        work.wait()
+        assert work.is_completed()
+    assert incoming[0].tolist() == [10.0 * left + 1] * 5
+    tensor = torch.tensor([rank == 2])
+    copy(tensor, whole, src=2, dst=0)
+    assert tensor.item() == (rank != 1)
+    if rank == 0:
+        signal(whole, 1)
+    elif rank == 1:
+        wait_for_signal(whole, 0).wait()
+    with pytest.raises(InputError) as raised:
+        if rank == 0:
+            send(torch.ones(3), whole, 1)
+        elif rank == 1:
+            receive(torch.ones(3, dtype=torch.float16), whole, 0)
+        else:
+            send(torch.ones(4, 4).T, whole, 0)
+    return [str(raised.value)]
+
+
+def test_exchanges(ranks: Ranks) -> None:
+    (first,), (second,), (third,) = ranks.run(3, exchanges)
+    assert (
+        first
+        == second
+        == ("rank 0 sends 3 float32 on cpu to rank 1, which expects 3 float16 on cpu; give tensors of one kind")
+    )
+    assert third == "rank 2 gave a tensor of shape (4, 4) that is not contiguous; give its contiguous()"
+
+
+def test_a_lane_goes_on_after_a_task_that_failed() -> None:
+    lane, done = Lane(), []
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    works = [lane.start(fail), lane.start(lambda: done.append(1))]
+    lane.do(lambda: done.append(2))
+    with pytest.raises(ValueError, match="no"):
+        works[0].wait()
+    works[1].wait()
+    with pytest.raises(ValueError, match="no"):
+        lane.do(fail)
+    lane.do(lambda: done.append(3))
+    lane.close()
+    assert done == [1, 2, 3]
