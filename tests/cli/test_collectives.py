@@ -192,6 +192,12 @@ def test_cost_of_one_size_has_no_plot() -> None:
     assert "* " in shown and "crossover" not in shown and "^" not in shown
 
 
+def test_cost_marks_all_that_are_the_cheapest_but_for_rounding() -> None:
+    shown = printed("cost", "all-reduce", "direct", "ring", "--size", "64MiB", "--cluster", "laptop")
+    rows = {line.split()[0]: line for line in shown.splitlines()[2:4]}
+    assert "* " in rows["direct"] and "* " in rows["ring"]
+
+
 def test_cost_writes_the_plot(tmp_path: Path) -> None:
     svg, html = tmp_path / "cost.svg", tmp_path / "cost.html"
     printed("cost", "all-gather", "--ranks", "8", "--svg", str(svg), "--html", str(html))
@@ -249,6 +255,9 @@ def test_run_proves_first(tmp_path: Path) -> None:
         ("cost all-reduce --size 0", "size '0' is 0 bytes; give 1 to 2^60"),
         ("cost all-reduce --size 1MiB..1KiB", "the second must be larger"),
         ("cost all-reduce --size 1MiB --svg x.svg", "a plot over the one size 1048576 is none"),
+        ("draw all-reduce double-tree pieces=999999999", "with 4 ranks at most 65536"),
+        ("run all-reduce ring --size 8GiB", "S of 8 GiB is more than the 4 GiB that ranks of one machine carry out"),
+        ("run all-reduce ring --cluster dgx", "no cluster 'dgx'"),
         ("run all-reduce ring --ranks 33", "this machine carries out Programs of 2 to 32 ranks"),
     ],
 )
@@ -261,6 +270,7 @@ def test_bad_input_is_told_in_a_sentence(arguments: str, words: str) -> None:
 
 def test_a_file_of_another_count_is_refused(tmp_path: Path) -> None:
     assert "is a Program of 4 ranks" in str(run("draw", str(broken(tmp_path)), "--ranks", "5").exception)
+    assert "is a file, which says its ranks" in str(run("prove", str(broken(tmp_path)), "--ranks", "4").exception)
 
 
 def test_a_proof_that_misses_something_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:

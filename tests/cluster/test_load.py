@@ -154,6 +154,11 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "no network": ("laptop", {"inside": None}, "inside is missing; give it a value, e.g. inside = ..."),
     "a number for a network": ("laptop", {"inside": 3}, "inside = 3 must be a section with keys of its own"),
     "hosts that nothing joins": ("laptop", {"hosts": 2}, "hosts = 2 need a section [between] that joins them;"),
+    "more than fit": (
+        "dgx-h100",
+        {"hosts": 10**8},
+        "hosts = 100000000 times devices_per_host = 8 are more than the 131072 ranks that a cluster may have;",
+    ),
     "no host": ("laptop", {"hosts": 0}, "hosts = 0 must be at least 1"),
     "half a host": ("laptop", {"hosts": 2.5}, "hosts = 2.5 must be a whole number"),
     "nics for some": ("dgx-h100", {"between__nics": 3}, "nics = 3 cannot be shared evenly by 8 devices per host;"),

@@ -8,8 +8,9 @@ import pytest
 from motet.cluster.cluster import Cluster, cluster_for_ranks, uniform
 from motet.cluster.device import Figure
 from motet.cluster.link import Link
+from motet.cluster.load import load_cluster
 from motet.cluster.topology import Level, Torus, Tree
-from motet.collectives.choose import candidates, cheapest, reigns
+from motet.collectives.choose import candidates, cheapest, even_hosts, reigns
 from motet.collectives.cost import bus_factor, cost
 from motet.collectives.decompose import decompositions
 from motet.collectives.library import algorithms, closed_form, collectives, find, program
@@ -58,6 +59,20 @@ def test_hierarchies_win_where_the_links_between_hosts_are_slow() -> None:
     assert ring / sharded == pytest.approx((30 / 16) / (6 / 4), rel=0.05)
     assert cheapest("all-reduce", 64 * MIB, slow).algorithm == "hierarchical-sharded"
     assert cheapest("all-reduce", 64 * MIB, even).algorithm != "hierarchical-sharded"
+
+
+@pytest.mark.parametrize(("ranks", "groups"), [(16, 2), (12, 3), (10, 5), (11, None), (8, None), (6, None)])
+def test_hierarchies_have_no_group_on_two_hosts(ranks: int, groups: int | None) -> None:
+    """Also where the last host is not full: two groups of 6 among 8 and 4 ranks would mix the hosts."""
+    cluster = cluster_for_ranks(load_cluster("dgx-h100", hosts=2), ranks)
+    assert even_hosts(cluster) == groups
+    if groups:
+        size = ranks // groups
+        assert all(first // 8 == (first + size - 1) // 8 for first in range(0, ranks, size))
+        chosen = {c.algorithm: dict(c.options) for c in candidates("all-reduce", cluster)}
+        assert chosen["hierarchical"] == chosen["hierarchical-sharded"] == {"hosts": groups}
+        by_groups = [found for found in decompositions("all-reduce", 2**26, cluster) if found.kind == "groups"]
+        assert len(by_groups) == 1 and prove(by_groups[0].program)
 
 
 def test_a_torus_algorithm_uses_the_wires_of_its_torus() -> None:

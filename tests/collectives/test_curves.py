@@ -91,6 +91,13 @@ def test_the_picture_has_all_curves_inside_and_all_crossovers() -> None:
     assert len(re.findall(r"<title>[^<]*, [^<]* to [^<]*</title>", drawn)) == len(crossed) + 1
 
 
+def test_times_that_are_one_power_of_ten_can_be_drawn() -> None:
+    sizes = grid(1, 4096, 5)
+    same = curves("send", uniform(2, 1e-4, 1e30), sizes)
+    root = ET.fromstring(cost_svg("alike", same, sizes, []))
+    assert "nan" not in ET.tostring(root, encoding="unicode")
+
+
 def test_names_do_not_overlap() -> None:
     places = _apart([100, 101, 102, 300, 570, 575, 576])
     assert all(b - a >= 17 for a, b in pairwise(places))

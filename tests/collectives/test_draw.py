@@ -112,7 +112,8 @@ def test_a_contribution_that_is_there_twice_is_seen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"), [([3], "3"), ([1, 0], "0,1"), ([0, 1, 2, 5], "0-2,5"), ([0, 0, 1], "0,0,1"), ([], "")]
+    ("given", "words"),
+    [([3], "3"), ([1, 0], "0,1"), ([0, 1, 2, 5], "0-2,5"), ([0, 0, 1], "0,0,1"), ([0, 2, 0, 0], "3x0,2"), ([], "")],
 )
 def test_numbers_are_spelled_as_ranges(given: list[int], words: str) -> None:
     assert spelled(given) == words

@@ -156,6 +156,8 @@ def test_hierarchies_send_less_between_hosts_than_a_ring() -> None:
         (("all-reduce", "hierarchical", 3), {"hosts": 9}, r"hosts 9: 3 ranks are on 1 to 3 hosts"),
         (("broadcast", "tree", 4), {"root": 4}, r"root 4: with 4 ranks it is one of 0 to 3"),
         (("broadcast", "pipelined-ring", 4), {"pieces": 0}, r"pieces 0: a message is cut into at least 1"),
+        (("reduce", "ring", 64), {"pieces": 10**9}, r"pieces 10{9}: .*, and with 64 ranks at most 4096"),
+        (("all-reduce", "double-tree", 3), {"pieces": 10**9}, r"pieces 10{9}: .*, and with 3 ranks at most 87381"),
         (("send", "direct", 4), {"src": 2, "dst": 2}, r"src and dst are both rank 2"),
         (("all-reduce", "ring", 4), {"root": 1}, r"all-reduce/ring has no option 'root'; it has no options"),
         (("broadcast", "tree", 4), {"hosts": 1}, r"broadcast/tree has no option 'hosts'; it has the options root"),

@@ -1,5 +1,6 @@
 """The proof accepts what is right and names the step and the reason of what is wrong."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -88,6 +89,36 @@ def test_a_chunk_in_the_wrong_place() -> None:
         prove(astray)
 
 
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ((0, 1, 1), "chunk 0 of rank 0 has too seldom rank 1"),
+        ((1, 1), "chunk 0 of rank 0 has too seldom rank 1 and should not have rank 0"),
+        ((0,), "chunk 0 of rank 0 should not have rank 1"),
+    ],
+)
+def test_a_contribution_may_be_asked_for_several_times(asked: tuple[int, ...], sentence: str) -> None:
+    once = _reduction([Transfer(1, 0, 0, 0, "reduce")], ranks=2)
+    asking = replace(once, final=({0: asked}, {}))
+    with pytest.raises(UnprovenError, match=f"wrong at the end: {sentence}$"):
+        prove(asking)
+    if asked == (0, 1, 1):
+        assert prove(replace(asking, steps=asking.steps * 2)).messages == 2
+
+
+def test_a_program_without_steps_has_nothing_to_corrupt() -> None:
+    alone = replace(_reduction(ranks=1), ranks=1)
+    assert prove(alone).messages == 0
+    assert str(alone) == "all-reduce/by-hand of 1 rank"
+    assert list(corruptions(alone, 5)) == []
+
+
+def test_a_corruption_says_what_it_has_put_where() -> None:
+    whats = [corruption.what for corruption in corruptions(RING, 40) if " repeated" in corruption.what]
+    assert whats
+    assert all(re.search(r"repeated; step \d now has \d -> \d: (copy|reduce) chunk \d$", what) for what in whats)
+
+
 def test_adding_without_end_does_not_run_over_into_the_next_rank() -> None:
     """Fields of 16 bits: after 16 doublings a careless sum would look like a contribution of the next rank."""
     both = [_reduce(0, 1), _reduce(1, 0)]
@@ -135,7 +166,7 @@ def test_of_many_planted_faults_most_are_rejected_and_the_others_do_no_harm() ->
     rejected = [judgement for judgement in verdicts if judgement.verdict == "rejected"]
     assert len(rejected) > 0.9 * len(verdicts)
     assert {"rejected", "equivalent"} >= {judgement.verdict for judgement in verdicts}
-    changes = {judgement.corruption.what.split("chunk ")[1].split(" ", 1)[1] for judgement in rejected}
+    changes = {re.sub(r".*?chunk [0-9-]+ |;.*", "", judgement.corruption.what) for judgement in rejected}
     assert {"dropped", "repeated", "redirected", "moved to another step"} <= changes
 
 

@@ -108,7 +108,9 @@ def _rows(asked: Question, found: Sequence[Curve]) -> list[list[str]]:
     least = [min(times) for times in zip(*(curve.seconds for curve in found), strict=True)]
     rows = [["", *map(format_bytes, asked.sizes)]]
     for curve in found:
-        cells = (f"{'* ' if s == low else ''}{format_seconds(s)}" for s, low in zip(curve.seconds, least, strict=True))
+        pairs = zip(curve.seconds, least, strict=True)
+        # Those that differ by no more than rounding are equals: `choose` takes one of them.
+        cells = (f"{'* ' if s <= low * (1 + 1e-9) else ''}{format_seconds(s)}" for s, low in pairs)
         rows.append([curve.algorithm, *cells])
     return rows
 

@@ -50,17 +50,16 @@ def prove(
         raise InputError("what is to be proven? Give --all, or a collective (and an algorithm), or a file")
     cases = list(_cases(words or [], ranks))
     with shown_progress() as progress:
-        proven, wrong = _prove(cases, sends, progress)
+        proven, rows, first = _prove(cases, sends, progress)
         planted = _plant(cases, (_WITH_ALL if everything else 0) if corruptions is None else corruptions, progress)
-    rows = [wrong_one.row for wrong_one in wrong]
     if json:
         print_json({"sends": sends, "proven": proven, "wrong": rows, "corruptions": planted})
     else:
         say(*_told(proven, planted), *(row["message"] for row in rows[1:]))
-        if wrong:
-            console().print(_drawn(wrong[0]), soft_wrap=True)
-    if wrong:
-        raise wrong[0].error
+        if first:
+            console().print(_drawn(first), soft_wrap=True)
+    if first:
+        raise first.error
     if planted["missed"]:
         raise MotetError(f"the proof let pass what is wrong: {planted['missed'][0]}; that is a defect of motet")
 
@@ -72,8 +71,11 @@ def _cases(words: list[str], ranks: str | None) -> list[Case]:
     from motet.cli.amounts import is_file, parse_counts, read_program, split_words
     from motet.collectives.cases import case, every_case
     from motet.collectives.library import algorithms, find
+    from motet.core.errors import InputError
 
     if is_file(words):
+        if ranks is not None:
+            raise InputError(f"--ranks {ranks}, but {words[0]} is a file, which says its ranks; leave --ranks out")
         return [partial(read_program, words[0])]
     counts = parse_counts(ranks or "2..16")
     if not words:
@@ -88,30 +90,32 @@ def _cases(words: list[str], ranks: str | None) -> list[Case]:
 class Wrong(NamedTuple):
     """A Program that is not what it should be."""
 
-    row: dict[str, Any]
     program: Program
     error: UnprovenError
 
 
-def _prove(cases: list[Case], sends: Sends, progress: Progress) -> tuple[list[dict[str, Any]], list[Wrong]]:
-    """What is proven, and what is wrong."""
+def _prove(
+    cases: list[Case], sends: Sends, progress: Progress
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], Wrong | None]:
+    """What is proven, what is wrong, and the first that is: all wrong Programs at once might fill the memory."""
     from dataclasses import asdict
 
     from motet.collectives.prove import UnprovenError
     from motet.collectives.prove import prove as proof_of
 
     proven: list[dict[str, Any]] = []
-    wrong: list[Wrong] = []
+    wrong: list[dict[str, Any]] = []
+    first: Wrong | None = None
     for number, case in enumerate(cases, start=1):
         program = case()
         name = {"collective": program.collective, "algorithm": program.algorithm, "options": case.keywords}
         try:
             proven.append({**name, **asdict(proof_of(program, sends))})
         except UnprovenError as error:
-            row = {**name, "ranks": program.ranks, "step": error.step, "message": str(error)}
-            wrong.append(Wrong(row, program, error))
+            wrong.append({**name, "ranks": program.ranks, "step": error.step, "message": str(error)})
+            first = first or Wrong(program, error)
         progress("proving", number, len(cases))
-    return proven, wrong
+    return proven, wrong, first
 
 
 def _plant(cases: list[Case], count: int, progress: Progress) -> dict[str, Any]:

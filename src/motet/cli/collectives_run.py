@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from motet.cluster.cluster import Cluster
     from motet.collectives.score import Program
     from motet.parallel.place import Place
     from motet.train.faults import StopFlag
 
 _MOST_RANKS = 32
 """On one machine: each is a process with torch in it."""
+_MOST_BYTES = 2**32
+"""Of S: each rank keeps several copies of it, some of them in float64."""
 _TIMEOUT_S = 120.0
 _PROGRAM, _ANSWER = "program.json", "answer.json"
 
@@ -33,16 +36,25 @@ def run(
     """Carry a Program out on CPU ranks over Gloo: check the sums, count what is sent, and measure the time."""
     from motet.cli.amounts import is_file, one_program, parse_bytes, split_words
     from motet.cli.collectives import say
+    from motet.cli.collectives_cost import sized_cluster
     from motet.collectives.prove import prove
     from motet.core.errors import InputError
+    from motet.core.units import format_bytes
     from motet.monitor.console import print_json
 
     program = one_program(words, ranks, 2)
     if not 2 <= program.ranks <= _MOST_RANKS:
         raise InputError(f"{program}: this machine carries out Programs of 2 to {_MOST_RANKS} ranks; give fewer ranks")
     prove(program)
+    asked = parse_bytes(size)
+    if max(asked, 4 * program.whole) > _MOST_BYTES:
+        raise InputError(
+            f"{program}: S of {format_bytes(max(asked, 4 * program.whole))} is more than the "
+            f"{format_bytes(_MOST_BYTES)} that ranks of one machine carry out; give less, or smaller relative sizes"
+        )
     options = {} if is_file(words) else split_words(words)[2]
-    found = _record(program, options, _carried_out(program, parse_bytes(size), repeats), cluster)
+    predicted_on = sized_cluster(cluster, program.ranks) if cluster else None  # a mistake in it is told at once
+    found = _record(program, options, _carried_out(program, asked, repeats), predicted_on)
     if json:
         print_json(found)
     else:
@@ -93,9 +105,13 @@ def measure_rank(place: Place, stop: StopFlag, folder: str, size: str, repeats: 
     return 0
 
 
-def _record(program: Program, options: dict[str, object], found: dict[str, Any], cluster: str | None) -> dict[str, Any]:
+def _record(
+    program: Program, options: dict[str, object], found: dict[str, Any], cluster: Cluster | None
+) -> dict[str, Any]:
     """What is printed as JSON."""
     from statistics import median
+
+    from motet.collectives.cost import cost
 
     seconds = found["seconds"]
     sent = []
@@ -116,7 +132,7 @@ def _record(program: Program, options: dict[str, object], found: dict[str, Any],
         "largest_error": found["largest_error"],
         "allowed_error": found["allowed_error"],
         "sent": sent,
-        "predicted_seconds": _predicted(program, found["size"], cluster) if cluster else None,
+        "predicted_seconds": float(cost(program, cluster).seconds(found["size"])) if cluster else None,
     }
 
 
@@ -127,13 +143,6 @@ def _promised(program: Program, rank: int, size: int) -> tuple[int, int]:
     pairs = (pair for step in program.steps for pair in messages(step).items())
     weights = [sum(map(program.weight, transfers)) for (src, _), transfers in pairs if src == rank]
     return int(program.sent(rank) * size), sum(weight > 0 for weight in weights)
-
-
-def _predicted(program: Program, size: int, source: str) -> float:
-    from motet.cli.collectives_cost import sized_cluster
-    from motet.collectives.cost import cost
-
-    return float(cost(program, sized_cluster(source, program.ranks)).seconds(size))
 
 
 def _told(program: Program, found: dict[str, Any]) -> list[str]:

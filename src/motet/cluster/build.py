@@ -15,9 +15,17 @@ from motet.cluster.settings import (
 from motet.cluster.topology import Hosts, Level, Mesh, Network, Torus, Tree
 from motet.core.errors import InputError
 
+_MOST_RANKS = 2**17
+"""Each takes about a kilobyte here. The largest clusters in use have about as many."""
+
 
 def build_cluster(settings: ClusterSettings, name: str) -> Cluster:
     """The cluster; what does not fit together is an `InputError`."""
+    if settings.hosts * settings.devices_per_host > _MOST_RANKS:
+        raise InputError(
+            f"hosts = {settings.hosts} times devices_per_host = {settings.devices_per_host} are more than the "
+            f"{_MOST_RANKS} ranks that a cluster may have; give fewer"
+        )
     network = _inside(settings)
     if settings.hosts > 1 or settings.between:  # a mistake in what joins hosts is told even while there is one
         between = _between(settings)

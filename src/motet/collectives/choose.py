@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from math import exp2, log2
+from math import exp2, gcd, log2
 
 from motet.cluster.cluster import Cluster
 from motet.cluster.topology import Torus
@@ -62,12 +62,23 @@ def _settled(algorithm: Algorithm, cluster: Cluster) -> list[tuple[tuple[str, ob
     """The options worth trying."""
     if "pieces" in algorithm.options:
         return [(("pieces", pieces),) for pieces in PIECES]
-    hosts, network = cluster.hosts, cluster.network
-    if "hosts" in algorithm.options and 1 < hosts < cluster.ranks and cluster.ranks % hosts == 0:
+    hosts, network = even_hosts(cluster), cluster.network
+    if "hosts" in algorithm.options and hosts:
         return [(("hosts", hosts),)]
     if isinstance(network, Torus) and algorithm.axes == len(network.dims) and network.ranks == cluster.ranks:
         return [(("dims", network.dims),)]
     return [()]
+
+
+def even_hosts(cluster: Cluster) -> int | None:
+    """Into how many groups of one size the ranks fall, none of which is on two hosts; None on one host, or if each is
+    alone.
+
+    These are the hosts where all are full. Of 8 and 4 ranks on two hosts there are three groups, since two of 6 would
+    have ranks of both hosts in one.
+    """
+    groups = cluster.ranks // gcd(cluster.ranks, cluster.devices_per_host)
+    return groups if cluster.hosts > 1 and groups < cluster.ranks else None
 
 
 def cheapest(collective: str, size: float, cluster: Cluster, names: tuple[str, ...] | None = None) -> Candidate:

@@ -5,7 +5,8 @@ Program is played on random numbers, by other code than the proof's, and must gi
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -37,7 +38,7 @@ def corruptions(program: Program, count: int, seed: int = 0) -> Iterator[Corrupt
     """So many different ones, or as many as are found; the same for the same seed."""
     draw = random.Random(f"{program} {seed}")
     seen = {program.steps}
-    for _ in range(20 * count):
+    for _ in range(20 * count if program.steps else 0):
         if len(seen) > count:
             return
         name, change = draw.choice(_CHANGES)
@@ -48,7 +49,18 @@ def corruptions(program: Program, count: int, seed: int = 0) -> Iterator[Corrupt
             seen.add(steps)
             assert place is not None
             transfer = program.steps[number][place]
-            yield Corruption(f"step {number}: {transfer} {name}", number, replace(program, steps=steps))
+            what = f"step {number}: {transfer} {name}{_instead(program.steps, steps)}"
+            yield Corruption(what, number, replace(program, steps=steps))
+
+
+def _instead(before: Sequence[Step], after: Sequence[Step]) -> str:
+    """What one step has that it had not, so that who reads it can make the same change."""
+    added = [
+        f"; step {number} now has {transfer}"
+        for number, (old, new) in enumerate(zip(before, after, strict=True))
+        for transfer in (Counter(new) - Counter(old)).elements()
+    ]
+    return added[0] if len(added) == 1 else ""
 
 
 def judge(corruption: Corruption) -> Judgement:

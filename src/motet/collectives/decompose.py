@@ -12,7 +12,7 @@ from math import lcm
 from typing import Literal
 
 from motet.cluster.cluster import Cluster
-from motet.collectives.choose import cheapest
+from motet.collectives.choose import cheapest, even_hosts
 from motet.collectives.compose import grouped, refine, renumber, then
 from motet.collectives.cost import cost
 from motet.collectives.library import algorithms, find
@@ -109,7 +109,7 @@ def _by_groups(collective: str, size: float, cluster: Cluster, hosts: int | None
     """Inside each host, across hosts between ranks with the same local number, and inside again."""
     if collective not in _LEVELS:
         return []
-    hosts = hosts or (cluster.hosts if cluster.hosts < cluster.ranks else None)
+    hosts = hosts or even_hosts(cluster) or (cluster.hosts if cluster.hosts < cluster.ranks else None)
     try:
         count, each = equal_hosts(cluster.ranks, hosts)
     except InputError:  # uneven hosts: nothing to shard evenly

@@ -1,5 +1,6 @@
 """A Program step by step: what each rank holds after every step, and the same as text for a terminal."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -56,10 +57,11 @@ def plural(count: int) -> str:
 
 
 def spelled(numbers: Iterable[int]) -> str:
-    """`0-2,5`; what comes twice stands twice."""
+    """`0-2,5`; what comes twice stands twice, and what comes more often as in `8x0`."""
     listed = sorted(numbers)
-    if len(set(listed)) < len(listed):
-        return ",".join(map(str, listed))
+    times = Counter(listed)
+    if len(times) < len(listed):
+        return ",".join(f"{n}x{number}" if n > 2 else ",".join([str(number)] * n) for number, n in times.items())
     return ",".join(f"{a}" if a == b else f"{a},{b}" if b == a + 1 else f"{a}-{b}" for a, b in runs(listed))
 
 

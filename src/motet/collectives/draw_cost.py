@@ -34,7 +34,8 @@ class _Scale:
 def cost_svg(title: str, found: Sequence[Curve], sizes: Sequence[float], crossed: Sequence[Crossover]) -> str:
     """The sizes are at least two, from small to large."""
     times = [seconds for curve in found for seconds in curve.seconds]
-    scale = _Scale(sizes, 10 ** floor(log10(min(times))), 10 ** ceil(log10(max(times))))
+    fastest = 10.0 ** floor(log10(min(times)))
+    scale = _Scale(sizes, fastest, max(10 * fastest, 10.0 ** ceil(log10(max(times)))))
     number = {curve.algorithm: n for n, curve in enumerate(found)}
     first = crossed[0].before if crossed else min(found, key=lambda curve: curve.seconds[0]).algorithm
     reigning = [first, *(crossover.after for crossover in crossed)]

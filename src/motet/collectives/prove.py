@@ -4,6 +4,7 @@ It is exact, not a test on some numbers: what is proven holds for every input. `
 about the Program, or raises `UnprovenError` with the step and the transfer that are wrong.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
@@ -99,13 +100,19 @@ def _difference(rank: int, chunk: int, found: int | None, wanted: Contributors) 
     where = f"chunk {chunk} of rank {rank}"
     if found is None:
         return f"{where} has not arrived"
-    there = contributors(found)
-    missing = sorted(set(wanted) - set(there))
-    strange = sorted(set(there) - set(wanted))
-    doubled = sorted({source for source in there if there.count(source) > max(wanted.count(source), 1)})
+    there, due = Counter(contributors(found)), Counter(wanted)
+    strange = [rank for rank in there if rank not in due]
+    fewer = [rank for rank in due if there[rank] < due[rank]]
+    more = [rank for rank in there if there[rank] > max(due[rank], 1)]
+    # A Program may ask for a contribution several times: then "once" would not say what is wrong.
+    often = max(due.values(), default=1) > 1
     parts = [
-        f"{what} rank{'s' if len(which) > 1 else ''} {', '.join(map(str, which))}"
-        for what, which in (("lacks", missing), ("has more than once", doubled), ("should not have", strange))
+        f"{what} rank{'s' if len(which) > 1 else ''} {', '.join(map(str, sorted(which)))}"
+        for what, which in (
+            ("has too seldom" if often else "lacks", fewer),
+            ("has too often" if often else "has more than once", more),
+            ("should not have", strange),
+        )
         if which
     ]
     return f"{where} {' and '.join(parts)}"

@@ -1,6 +1,7 @@
 """Programs as JSON, for other tools to read and write: version 1, which docs/reference/program.md describes."""
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -8,6 +9,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from motet.collectives.score import Operation, Program, Transfer
 from motet.core.errors import InputError
+
+_CHUNK = re.compile("0|[1-9][0-9]{0,17}")
+"""One spelling for each chunk, so that no two keys of an object can mean the same one."""
 
 
 class _Part(BaseModel):
@@ -67,7 +71,7 @@ def from_json(record: str | bytes | Mapping[str, Any], source: str = "the Progra
         raise InputError(f"{source}: {where}: {first['msg']}; docs/reference/program.md lists the fields") from None
     for rank, held in enumerate(read.final):
         for chunk in held:
-            if not chunk.isdecimal():
+            if not _CHUNK.fullmatch(chunk):
                 raise InputError(f"{source}: final[{rank}]: {chunk!r} is not the number of a chunk")
     program = Program(
         read.collective,
@@ -94,11 +98,13 @@ def _senseless(program: Program, chunks: int) -> str | None:
         return f"chunks {chunks}: there are {program.chunks} sizes, and at least 1 chunk"
     if min(program.sizes) < 0 or not sum(program.sizes):
         return "sizes: none may be negative, and not all 0"
+    if not str(program).isprintable():
+        return f"{str(program)!r}: collective and algorithm are names, of one line without control characters"
     if len(program.initial) != ranks or len(program.final) != ranks:
         return f"initial and final have {len(program.initial)} and {len(program.final)} entries for {ranks} ranks"
     if program.collective == "all-to-all" and chunks != ranks**2:
         return f"chunks {chunks}: all-to-all among {ranks} ranks has {ranks**2}"
-    return _out_of_range(program)
+    return _out_of_range(program) or _empty(program)
 
 
 def _out_of_range(program: Program) -> str | None:
@@ -117,3 +123,9 @@ def _out_of_range(program: Program) -> str | None:
             if not 0 <= t.first <= t.last <= last_chunk:
                 return f"step {number}: chunks {t.first} to {t.last}; they go up from 0 to at most {last_chunk}"
     return None
+
+
+def _empty(program: Program) -> str | None:
+    if program.whole:
+        return None
+    return "no rank holds anything, or must in the end: S, what sizes are relative to, would be 0"

@@ -92,8 +92,16 @@ class Program:
 
     def sent(self, rank: int) -> Fraction:
         """What a rank sends in all, as a part of S."""
-        total = sum(self.weight(transfer) for step in self.steps for transfer in step if transfer.src == rank)
-        return Fraction(total, self.whole)
+        return Fraction(self._sent[rank], self.whole)
+
+    @cached_property
+    def _sent(self) -> tuple[int, ...]:
+        """The relative size of what each rank sends, counted in one go: there may be millions of transfers."""
+        sums = [0] * self.ranks
+        for step in self.steps:
+            for transfer in step:
+                sums[transfer.src] += self.weight(transfer)
+        return tuple(sums)
 
     def to_json(self) -> str:
         """The Program as text that other tools can read: docs/reference/program.md."""
@@ -109,7 +117,7 @@ class Program:
         return from_json(record)
 
     def __str__(self) -> str:
-        return f"{self.collective}/{self.algorithm} of {self.ranks} ranks"
+        return f"{self.collective}/{self.algorithm} of {self.ranks} rank{'' if self.ranks == 1 else 's'}"
 
 
 def messages(step: Step) -> dict[tuple[int, int], list[Transfer]]:

@@ -104,7 +104,7 @@ def _cost(ranks: int, pieces: int = 8) -> Terms:
 @algorithm("all-reduce", "double-tree", cost=_cost)
 def all_reduce_double_tree(ranks: int, pieces: int = 8) -> Program:
     """Up and down two complementary binary trees, each with half of the data, cut in pieces that follow each other."""
-    check_pieces(pieces)
+    check_pieces(pieces, ranks)
     down = _down(ranks, pieces)
     return then(reverse(down, "reduce"), down, "all-reduce", "double-tree")
 

@@ -92,7 +92,7 @@ def _pieces_cost(ranks: int, pieces: int = 8) -> Terms:
 @algorithm("broadcast", "pipelined-ring", cost=_pieces_cost)
 def broadcast_pipelined_ring(ranks: int, root: int = 0, pieces: int = 8) -> Program:
     """Pieces follow each other from neighbour to neighbour, so that all links are busy at once."""
-    check_pieces(pieces)
+    check_pieces(pieces, ranks)
     return _chain("pipelined-ring", ranks, pieces, root)
 
 

@@ -164,9 +164,14 @@ def any_hosts(ranks: int, hosts: int | None) -> list[range]:
     return [range(starts[host], starts[host + 1]) for host in range(hosts)]
 
 
-def check_pieces(pieces: int) -> None:
-    if pieces < 1:
-        raise InputError(f"pieces {pieces}: a message is cut into at least 1")
+def check_pieces(pieces: int, ranks: int) -> None:
+    most = _MOST_PIECES // ranks
+    if not 1 <= pieces <= most:
+        raise InputError(f"pieces {pieces}: a message is cut into at least 1, and with {ranks} ranks at most {most}")
+
+
+_MOST_PIECES = 2**18
+"""On all ranks together; each piece is a few transfers on each, and takes some hundred bytes."""
 
 
 def part(count: int, of: int) -> Fraction:
