@@ -4,13 +4,25 @@ import re
 from pathlib import Path
 
 from motet.collectives.library import algorithms, program
+from motet.collectives.promise import shortfall
 from motet.collectives.score import Program
 from motet.core.errors import InputError
 
 MOST_RANKS = 1024
 """The steps of a ring of so many ranks are two million transfers."""
 
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tb": 10**12,
+    "tib": 2**40,
+}
 
 
 def parse_bytes(text: str) -> int:
@@ -62,6 +74,8 @@ def parse_options(words: list[str]) -> dict[str, object]:
         name, equals, value = word.partition("=")
         if not equals or not name:
             raise InputError(f"option {word!r} is not of the form NAME=VALUE, as in pieces=4 or dims=4x4")
+        if name in options:
+            raise InputError(f"option {name} is given twice, the second time as {word!r}; give it once")
         options[name] = parse_dims(value) if name == "dims" else _whole(name, value)
     return options
 
@@ -74,7 +88,7 @@ def _whole(name: str, text: str) -> int:
 
 def is_file(words: list[str]) -> bool:
     """Whether the words name a file with a Program, not an algorithm."""
-    return len(words) == 1 and (words[0].endswith(".json") or "/" in words[0] or Path(words[0]).is_file())
+    return bool(words) and (words[0].endswith(".json") or "/" in words[0] or Path(words[0]).is_file())
 
 
 def read_program(path: str) -> Program:
@@ -86,13 +100,27 @@ def read_program(path: str) -> Program:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError(f"cannot read {path}: {reason}; give a file that holds a Program") from None
-    return from_json(text, path)
+    program = from_json(text, path)
+    lacking = shortfall(program)
+    if lacking:
+        raise InputError(
+            f"{path} promises less than its collective, {program.collective}: {lacking}; mend its `final`, or give "
+            "it a name of its own"
+        )
+    return program
+
+
+def the_file(words: list[str]) -> str:
+    """The only word that may be there if the first one is a file."""
+    if len(words) > 1:
+        raise InputError(f"{words[1]!r} after {words[0]}, which is a file: its Program takes no options; leave it out")
+    return words[0]
 
 
 def one_program(words: list[str], ranks: int | None, default_ranks: int) -> Program:
     """The Program that `COLLECTIVE ALGORITHM [NAME=VALUE]...` or `FILE` stands for."""
     if is_file(words):
-        found = read_program(words[0])
+        found = read_program(the_file(words))
         if ranks not in (None, found.ranks):
             raise InputError(f"--ranks {ranks}, but {words[0]} is a Program of {found.ranks} ranks; leave --ranks out")
         return found
@@ -110,4 +138,6 @@ def split_words(words: list[str]) -> tuple[str, str | None, dict[str, object]]:
     plain = [word for word in words if "=" not in word]
     if len(plain) > 2:
         raise InputError(f"{plain[2]!r} is one word too many; give COLLECTIVE ALGORITHM and options as in pieces=4")
+    if not plain:
+        raise InputError(f"which collective? Give COLLECTIVE ALGORITHM before {words[0]!r}")
     return plain[0], plain[1] if len(plain) > 1 else None, parse_options([word for word in words if "=" in word])

@@ -68,7 +68,7 @@ def _cases(words: list[str], ranks: str | None) -> list[Case]:
     """What is asked for, at those numbers of ranks that it takes."""
     from functools import partial
 
-    from motet.cli.amounts import is_file, parse_counts, read_program, split_words
+    from motet.cli.amounts import is_file, parse_counts, read_program, split_words, the_file
     from motet.collectives.cases import case, every_case
     from motet.collectives.library import algorithms, find
     from motet.core.errors import InputError
@@ -76,8 +76,8 @@ def _cases(words: list[str], ranks: str | None) -> list[Case]:
     if is_file(words):
         if ranks is not None:
             raise InputError(f"--ranks {ranks}, but {words[0]} is a file, which says its ranks; leave --ranks out")
-        return [partial(read_program, words[0])]
-    counts = parse_counts(ranks or "2..16")
+        return [partial(read_program, the_file(words))]
+    counts = parse_counts("2..16" if ranks is None else ranks)
     if not words:
         return every_case(counts)
     collective, name, options = split_words(words)

@@ -20,6 +20,7 @@ from motet.collectives.lane import Done, Work
 from motet.collectives.library import program
 from motet.collectives.lower import Same
 from motet.collectives.native import Wanted, native
+from motet.collectives.promise import shortfall
 from motet.collectives.prove import prove
 from motet.collectives.run import Manner, run
 from motet.collectives.score import Program
@@ -213,6 +214,9 @@ def _own(key: Same, collective: str, root: int | None, sizes: Sizes) -> Program:
     roots = [rank for rank, held in enumerate(ends) if held]
     if root is not None and roots != [root]:
         raise InputError(f"{own} has root {', '.join(map(str, roots))}, not {root}; give root= as the Program has it")
+    lacking = shortfall(own)
+    if lacking:
+        raise InputError(f"{own} promises less than {collective}: {lacking}; mend its final")
     prove(own)
     return _sized(own, sizes)
 
