@@ -150,7 +150,7 @@ def test_a_finished_run_needs_more_to_do() -> None:
         ("data.batch_sequences=32", "data.batch_sequences was 16"),
         ("data.samples=7", "data.samples was not given in a and is 7 now"),
         ("optimizer.name=sgd", "optimizer.name was 'adamw'"),
-        ("precision.recipe=fp32", "precision.recipe was 'bf16'"),
+        ("precision.recipe=bf16", "precision.recipe was 'fp32'"),
         ("run.seed=1", "run.seed was 0"),
         ("run.steps=100", "run.steps was 200 in a and is 100 now: it can only grow"),
         ("run.epochs=2", "it can only grow"),
