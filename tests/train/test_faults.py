@@ -162,6 +162,7 @@ def lose_rank_1(place: Place, how: str) -> tuple[str, bool] | None:
     """Rank 1 leaves the group while the others are in a collective with it."""
     record = None
     with contextlib.suppress(LeaveError), start_group(place, "cpu", 30.0) as group:
+        dist.barrier()  # nobody leaves before the others have met
         if place.rank != 1:
             record = guarded(place.rank, lambda: collective(how, group.world))
         raise LeaveError
