@@ -155,9 +155,8 @@ class Ranks:
         deadline = time.monotonic() + timeout_s
         waiting = set(range(world))
         while waiting and time.monotonic() < deadline:
-            pipes = {self._workers[rank].pipe: rank for rank in waiting}
-            for pipe in wait(list(pipes), timeout=deadline - time.monotonic()):
-                rank = pipes[pipe]  # type: ignore[index]
+            ready = wait([self._workers[rank].pipe for rank in waiting], timeout=deadline - time.monotonic())
+            for rank in [rank for rank in waiting if self._workers[rank].pipe in ready]:
                 waiting.discard(rank)
                 answer = self._answer(rank)
                 if isinstance(answer, Record):

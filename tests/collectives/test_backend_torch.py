@@ -34,6 +34,11 @@ def batch(rank: int, width: int = 12, rows: int = 6) -> Tensor:
     return torch.randn(rows, width, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
 
 
+def in_full(tensor: Tensor) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor()
+
+
 def trained(parallel: nn.Module, given: Tensor, steps: int = 2) -> Results:
     """A few steps; every parameter in full."""
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.01)
@@ -42,8 +47,7 @@ def trained(parallel: nn.Module, given: Tensor, steps: int = 2) -> Results:
         optimizer.step()
         optimizer.zero_grad()
     return {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-        for name, p in parallel.named_parameters()
+        name: (in_full(p) if isinstance(p, DTensor) else p).detach().clone() for name, p in parallel.named_parameters()
     }
 
 
@@ -62,7 +66,7 @@ def sharded(rank: int, world: int, reshard: bool | int, hybrid: bool) -> Results
     fully_shard(whole, mesh=mesh, reshard_after_forward=reshard)
     results = trained(whole, batch(rank))
     whole(batch(rank)).sum().backward()
-    results["norm"] = nn.utils.clip_grad_norm_(whole.parameters(), 1.0).full_tensor()  # type: ignore[attr-defined]
+    results["norm"] = in_full(nn.utils.clip_grad_norm_(whole.parameters(), 1.0))
     return results
 
 
@@ -77,7 +81,7 @@ def split_tensors(rank: int, world: int) -> Results:
 
 
 def pipelined(rank: int, world: int, name: str) -> Results:
-    kind = schedules.get_schedule_class(name)
+    kind: Any = schedules.get_schedule_class(name)
     v_shaped = name in ("ZBVZeroBubble", "DualPipeV")
     local = 1 if issubclass(kind, schedules.PipelineScheduleSingle) else 2
     numbers = [rank, 2 * world - 1 - rank] if v_shaped else [rank + i * world for i in range(local)]
@@ -85,7 +89,7 @@ def pipelined(rank: int, world: int, name: str) -> Results:
     device = torch.device("cpu")
     stages = [PipelineStage(blocks[number], number, local * world, device) for number in numbers]
     schedule: Any = kind(
-        stages[0] if local == 1 else stages,  # type: ignore[arg-type]
+        stages[0] if local == 1 else stages,
         n_microbatches=2 * world,
         loss_fn=lambda out, target: (out - target).square().mean(),
     )
@@ -94,8 +98,12 @@ def pipelined(rank: int, world: int, name: str) -> Results:
     last = local * world - 1
     arguments = (given,) if 0 in numbers else ()
     schedule.step(*arguments, **({"target": target, "losses": losses} if last in numbers else {}))
-    results = {f"{number}.{name}": p.grad for number in numbers for name, p in blocks[number].named_parameters()}
-    return results | {"losses": torch.stack([loss.detach() for loss in losses])} if losses else results  # type: ignore[return-value]
+    results: Results = {}
+    for number in numbers:
+        for parameter, p in blocks[number].named_parameters():
+            assert p.grad is not None
+            results[f"{number}.{parameter}"] = p.grad
+    return results | {"losses": torch.stack([loss.detach() for loss in losses])} if losses else results
 
 
 def saved_and_loaded(rank: int, world: int, folder: str) -> Results:
@@ -106,10 +114,10 @@ def saved_and_loaded(rank: int, world: int, folder: str) -> Results:
         Path(folder).mkdir()
     dist.barrier()
     dcp.save(state, checkpoint_id=folder)
-    fresh = {"x": distribute_tensor(torch.zeros(6, 12, dtype=torch.float64), mesh, [Shard(1)]), "step": torch.tensor(0)}
-    dcp.load(fresh, checkpoint_id=folder)
-    assert torch.equal(fresh["x"].full_tensor(), batch(0))  # type: ignore[attr-defined]
-    return {"x": fresh["x"].to_local(), "step": fresh["step"]}  # type: ignore[attr-defined]
+    x, step = distribute_tensor(torch.zeros(6, 12, dtype=torch.float64), mesh, [Shard(1)]), torch.tensor(0)
+    dcp.load({"x": x, "step": step}, checkpoint_id=folder)
+    assert torch.equal(x.full_tensor(), batch(0))
+    return {"x": x.to_local(), "step": step}
 
 
 def on_both(place: Place, function: Callable[..., Results], *args: Any) -> None:

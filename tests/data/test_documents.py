@@ -20,12 +20,12 @@ from motet.data.documents import Document, read_documents
 from motet.data.settings import SourceSettings
 
 
-def read(source: str, labelled: bool = False, **fields: str) -> list[Document]:
-    settings = SourceSettings(source=source, **fields)  # type: ignore[arg-type]
+def read(source: str, labelled: bool = False, **fields: Any) -> list[Document]:
+    settings = SourceSettings(source=source, **fields)
     return [document for piece in find_corpus(source).pieces for document in read_documents(piece, settings, labelled)]
 
 
-def complaint(source: Path, labelled: bool = False, **fields: str) -> str:
+def complaint(source: Path, labelled: bool = False, **fields: Any) -> str:
     with pytest.raises(InputError) as error:
         read(str(source), labelled, **fields)
     return str(error.value).replace(str(source.parent) + "/", "")

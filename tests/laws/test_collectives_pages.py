@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from motet.collectives import algorithms, closed_form, collectives
-from motet.collectives.library import find
+from motet.collectives.library import Terms, find
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = runpy.run_path(str(ROOT / "scripts/write_collectives_page.py"))
@@ -26,7 +26,7 @@ def test_formulas_are_the_closed_forms(name: str) -> None:
         if find(collective, algorithm).takes(ranks):
             known = SCRIPT["letters"](name, ranks)
             terms = closed_form(collective, algorithm, ranks)
-            assert tuple(SCRIPT["value"](part, known) for part in formula[:3]) == terms, (ranks, known)
+            assert Terms(*(SCRIPT["value"](part, known) for part in formula[:3])) == terms, (ranks, known)
 
 
 def test_every_letter_is_explained() -> None:

@@ -1,6 +1,7 @@
 """Sizes of the built-in jobs against published totals, and FLOPs against formulas written another way."""
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 import motet
 from motet.core.errors import InputError
-from motet.models.pieces import Attention, Matmul, Saved, Shape
+from motet.models.pieces import Attention, AttentionCount, Matmul, Per, Saved, Shape
 from motet.models.settings import DecoderSettings, EncoderDecoderSettings, EncoderSettings, ModuleSettings
 from motet.models.spec import ModelSpec, spec_from_settings
 from motet.train.job import builtin_jobs
@@ -98,8 +99,8 @@ def test_a_window_is_counted_as_the_pairs_in_it(length: int, window: int, rows: 
 
 def test_cross_attention_pairs_tokens_with_the_source() -> None:
     attention = Attention("cross", heads=2, key_dim=3, value_dim=3, keys="source")
-    for count in ("causal", "full"):
-        assert attention.flops(Shape(2, 5, 7), count) == 2 * (2 * 5 * 7) * 2 * 6  # type: ignore[arg-type]
+    for count in get_args(AttentionCount):
+        assert attention.flops(Shape(2, 5, 7), count) == 2 * (2 * 5 * 7) * 2 * 6
 
 
 @given(st.integers(1, 5), st.integers(1, 9))
@@ -126,7 +127,14 @@ def test_wide_tensors_follow_float64_and_fixed_ones_follow_nothing() -> None:
     assert [Saved("s", 7, dtype="wide").bytes(shape, d) for d in ("bfloat16", "float32", "float64")] == [168, 168, 336]
     assert [Saved("s", 7).bytes(shape, d) for d in ("bfloat16", "float32", "float64")] == [84, 168, 336]
     assert Saved("s", 7, dtype="bool", per="source").bytes(shape, "float64") == 70
-    assert [Saved("s", 1, p, "bool").bytes(shape, "float32") for p in ("row", "position", "step")] == [2, 3, 1]  # type: ignore[arg-type]
+    assert {per: Saved("s", 1, per, "bool").bytes(shape, "float32") for per in get_args(Per)} == {
+        "token": 6,
+        "source": 10,
+        "target": 6,
+        "row": 2,
+        "position": 3,
+        "step": 1,
+    }
 
 
 def test_matmul_counts_two_per_multiplication() -> None:

@@ -14,7 +14,7 @@ from motet.core.batch import Batch
 from motet.models import attention, build
 from motet.models.build import build_module, build_trainee
 from motet.models.pieces import Shape
-from motet.models.settings import Architecture, DecoderSettings, EncoderDecoderSettings, EncoderSettings
+from motet.models.settings import Architecture, DecoderSettings, EncoderDecoderSettings, EncoderSettings, ModelSettings
 from motet.models.spec import spec_from_settings
 from motet.train.job import builtin_jobs
 
@@ -76,9 +76,9 @@ encoder_decoders = architectures(
 )
 
 
-def shapes_of_module(model: Architecture) -> list[tuple[str, tuple[int, ...]]]:
+def shapes_of_module(model: ModelSettings) -> list[tuple[str, tuple[int, ...]]]:
     with torch.device("meta"):
-        module = build_module(model)  # type: ignore[arg-type]
+        module = build_module(model)
     return sorted((name, tuple(p.shape)) for name, p in module.named_parameters())
 
 
@@ -150,9 +150,9 @@ def batch_of(model: Architecture, shape: Shape) -> Batch:
 
 
 def forward(
-    model: Architecture, shape: Shape, dtype: torch.dtype
+    model: ModelSettings, shape: Shape, dtype: torch.dtype
 ) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
-    trainee = build_trainee(model, 0, dtype, torch.device("cpu"))  # type: ignore[arg-type]
+    trainee = build_trainee(model, 0, dtype, torch.device("cpu"))
     batch = batch_of(model, shape)
 
     def loss() -> torch.Tensor:

@@ -131,6 +131,6 @@ class _RequestedLater(StopFlag):
         self._left = steps
 
     @property
-    def requested(self) -> bool:  # type: ignore[override]
+    def requested(self) -> bool:  # type: ignore[override]  # the loop reads it once a step
         self._left -= 1
         return self._left < 0

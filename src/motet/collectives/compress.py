@@ -5,7 +5,7 @@ encodes and decodes.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from math import ceil, prod
@@ -186,13 +186,20 @@ def parse(text: str) -> Codec:
     return kind(**options)
 
 
+_READERS: dict[object, tuple[Callable[[str], object], str]] = {
+    int: (int, "a whole number"),
+    float: (float, "a number"),
+    bool: (lambda value: {"true": True, "false": False}[value.lower()], "true or false"),
+}
+
+
 def _read(text: str, option: str, value: str, kind: object) -> object:
+    if kind not in _READERS:
+        return value
+    reader, wanted = _READERS[kind]
     try:
-        if kind is bool:
-            return {"true": True, "false": False}[value.lower()]
-        return int(value) if kind is int else float(value) if kind is float else value
+        return reader(value)
     except (ValueError, KeyError):
-        wanted = {int: "a whole number", float: "a number", bool: "true or false"}[kind]  # type: ignore[index]
         raise InputError(f"compression {text!r}: {option} is {value!r}; it must be {wanted}") from None
 
 

@@ -75,7 +75,7 @@ def _moved(program: Program, step: Step) -> _Moved:
         weight = program.weight(t)
         both[0] += weight
         both[1] += weight if t.op == "reduce" else 0
-    return tuple(sorted((src, dst, *both) for (src, dst), both in weights.items()))  # type: ignore[misc]
+    return tuple(sorted((src, dst, weight, added) for (src, dst), (weight, added) in weights.items()))
 
 
 class _Crossing:

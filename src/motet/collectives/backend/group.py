@@ -6,7 +6,7 @@ later versions beside them.
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,18 @@ from motet.core.errors import InputError
 
 _REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 _DONE = completed([])
-_ProcessGroup: Any = dist.ProcessGroup
+
+if TYPE_CHECKING:
+
+    class _ProcessGroup:
+        """All that this class counts on. Torch's stubs describe the C++ methods, whose overloads ours do not have."""
+
+        def __init__(self, rank: int, size: int) -> None: ...
+else:
+    _ProcessGroup = dist.ProcessGroup
 
 
-class MotetGroup(_ProcessGroup):  # type: ignore[misc]  # its stubs describe the C++ side, with overloads
+class MotetGroup(_ProcessGroup):
     """A group of CPU ranks."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:

@@ -84,12 +84,7 @@ def all_gather_recursive_doubling(ranks: int) -> Program:
     return exchange("recursive-doubling", ranks, steps)
 
 
-def _with_adding(terms: Terms) -> Terms:
-    """The same backwards, where all that arrives is added."""
-    return terms._replace(gamma=terms.beta)
-
-
-@algorithm("reduce-scatter", "recursive-halving", cost=lambda n: _with_adding(_gather_doubling_cost(n)))
+@algorithm("reduce-scatter", "recursive-halving", cost=lambda n: _gather_doubling_cost(n).adding)
 def reduce_scatter_recursive_halving(ranks: int) -> Program:
     """Partners at ever smaller distances send each other the half that the other is to own."""
     return reverse(all_gather_recursive_doubling(ranks), "reduce-scatter", "recursive-halving")
@@ -120,7 +115,7 @@ def all_gather_bruck(ranks: int) -> Program:
     return exchange("bruck", ranks, bruck_steps(ranks))
 
 
-@algorithm("reduce-scatter", "bruck", cost=lambda n: _with_adding(_bruck_cost(n)))
+@algorithm("reduce-scatter", "bruck", cost=lambda n: _bruck_cost(n).adding)
 def reduce_scatter_bruck(ranks: int) -> Program:
     """Bruck's all-gather backwards."""
     return reverse(all_gather_bruck(ranks), "reduce-scatter")

@@ -69,7 +69,7 @@ def _merged(parts: list[tuple[Step, ...]]) -> tuple[Step, ...]:
 @algorithm(
     "reduce-scatter",
     "hierarchical",
-    cost=lambda n, hosts=None: _gathered_cost(n, hosts)._replace(gamma=_gathered_cost(n, hosts).beta),
+    cost=lambda n, hosts=None: _gathered_cost(n, hosts).adding,
     takes=composite,
 )
 def reduce_scatter_hierarchical(ranks: int, hosts: int | None = None) -> Program:
@@ -79,7 +79,7 @@ def reduce_scatter_hierarchical(ranks: int, hosts: int | None = None) -> Program
 
 def _sharded_cost(ranks: int, hosts: int | None = None) -> Terms:
     once = _gathered_cost(ranks, hosts)
-    return once._replace(gamma=once.beta) + once
+    return once.adding + once
 
 
 @algorithm("all-reduce", "hierarchical-sharded", cost=_sharded_cost, takes=composite)

@@ -7,9 +7,8 @@ drawn and benchmarked.
 import difflib
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import NamedTuple
 
 from motet.collectives.score import Program
 from motet.core.errors import InputError
@@ -17,16 +16,21 @@ from motet.core.errors import InputError
 Number = float | Fraction
 
 
-class Terms(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Terms:
     """A time as a sum: `alpha` start-ups, `beta` times S bytes on the wire, `gamma` times S bytes added up."""
 
     alpha: int
     beta: Fraction
     gamma: Fraction = Fraction(0)
 
-    def __add__(self, other: "Terms") -> "Terms":  # type: ignore[override]
-        """In place of the joining of tuples."""
+    def __add__(self, other: "Terms") -> "Terms":
         return Terms(self.alpha + other.alpha, self.beta + other.beta, self.gamma + other.gamma)
+
+    @property
+    def adding(self) -> "Terms":
+        """The same, where all that arrives is added."""
+        return replace(self, gamma=self.beta)
 
     def seconds(self, alpha_s: Number, beta_s: Number, gamma_s: Number) -> Number:
         """With the start-up of a message, and the times of S bytes on the wire and in the adder."""
