@@ -1,15 +1,18 @@
 """Writes the generated parts of the pages on collectives: their pictures and tables.
 
-A picture is drawn from its Program. A table stands in its page between `<!-- NAME -->` and `<!-- end -->`. The closed
-forms are written here once more, as formulas that people read, each with its derivation; a test compares them with
-`motet.collectives.closed_form` at every number of ranks.
+A picture is drawn from its Program; an animated one only while mkdocs builds the site, to which this file is a hook. A
+table stands in its page between `<!-- NAME -->` and `<!-- end -->`. The closed forms are written here once more, as
+formulas that people read, each with its derivation; a test compares them with `motet.collectives.closed_form` at every
+number of ranks.
 """
+
+from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from motet.cluster.load import load_cluster
 from motet.collectives import algorithms, closed_form, collectives, program
@@ -21,6 +24,10 @@ from motet.collectives.draw_svg import svg
 from motet.collectives.library import find
 from motet.collectives.library.shapes import any_hosts, equal_hosts, power_below, rounds
 from motet.collectives.library.shapes import grid as lengths_of
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
 
 DOCS = Path(__file__).parents[1] / "docs"
 PICTURES = DOCS / "pictures"
@@ -271,7 +278,6 @@ def pictures() -> Iterator[tuple[str, str]]:
     ring = program("all-reduce", "ring", 4)
     yield "ring.svg", svg(ring)
     yield "ring-first-steps.svg", svg(ring, only=(-1, 0))
-    yield "ring.html", page(ring)
     for name, options in (
         ("flat", {}),
         ("naive", {}),
@@ -284,9 +290,18 @@ def pictures() -> Iterator[tuple[str, str]]:
         ("hierarchical-sharded", {"hosts": 2}),
     ):
         yield f"{name}.svg", svg(program("all-reduce", name, 4, **options))
-    yield "halving-doubling.html", page(program("all-reduce", "halving-doubling", 8))
     yield "all-gather-bruck.svg", svg(program("all-gather", "bruck", 5))
     yield "cost.svg", cost_picture()
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """mkdocs calls this: the animated pages, which are large, are made with the site alone."""
+    from mkdocs.structure.files import File
+
+    for name, ranks in (("ring", 4), ("halving-doubling", 8)):
+        drawn = page(program("all-reduce", name, ranks))
+        files.append(File.generated(config, f"pictures/{name}.html", content=drawn))
+    return files
 
 
 def cost_picture() -> str:

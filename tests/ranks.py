@@ -13,11 +13,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
+from itertools import count
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+from motet.parallel.group import CpuBackend
 from motet.parallel.place import Place
 from motet.train.faults import Record, first_cause
 
@@ -40,6 +43,7 @@ class Call:
     arguments: bytes
     place: Place
     with_group: bool
+    backend: CpuBackend
     timeout_s: float
 
 
@@ -94,14 +98,16 @@ class Worker:
 class Ranks:
     """A pool that grows to the largest world that a test has asked for."""
 
+    backend: CpuBackend = "auto"
+
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="motet-ranks-")
         self._workers: list[Worker] = []
         self._ready: list[Worker] = []
-        self._started = 0
+        self._numbers = count(1)
 
     def run(self, world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
-        """`function(group, *args)` on every rank of a fresh Gloo group."""
+        """`function(group, *args)` on every rank of a fresh group."""
         return self._run(world, function, args, timeout_s, with_group=True)
 
     def run_places(self, world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
@@ -109,6 +115,12 @@ class Ranks:
         return self._run(world, function, args, timeout_s, with_group=False)
 
     __call__ = run
+
+    def on(self, backend: CpuBackend) -> "Ranks":
+        """The same pool, with groups on this backend."""
+        same = copy(self)
+        same.backend = backend
+        return same
 
     def close(self) -> None:
         for worker in self._workers:
@@ -128,7 +140,14 @@ class Ranks:
             for rank, worker in enumerate(self._workers[:world]):
                 place = Place(rank, world, rank, world, attempt=0, rendezvous=f"file://{folder}/store")
                 call = Call(
-                    file, function.__module__, function.__qualname__, pickle.dumps(args), place, with_group, timeout_s
+                    file,
+                    function.__module__,
+                    function.__qualname__,
+                    pickle.dumps(args),
+                    place,
+                    with_group,
+                    self.backend,
+                    timeout_s,
                 )
                 worker.pipe.send(call)
             return self._collect(world, timeout_s)
@@ -146,8 +165,7 @@ class Ranks:
                 self._ready.append(worker)
 
     def _start(self) -> Worker:
-        self._started += 1
-        return Worker.start(Path(self._folder.name), self._started)
+        return Worker.start(Path(self._folder.name), next(self._numbers))
 
     def _collect(self, world: int, timeout_s: float) -> list[Any]:
         results: dict[int, Any] = {}

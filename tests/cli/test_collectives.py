@@ -13,6 +13,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from motet.cli.collectives import app
+from motet.cluster.load import load_cluster
+from motet.collectives.curves import format_seconds
 from motet.collectives.library import algorithms, closed_form, collectives, program
 from motet.collectives.score import Program
 from motet.core.errors import InputError, MotetError
@@ -192,6 +194,16 @@ def test_cost_of_one_size_has_no_plot() -> None:
     assert "* " in shown and "crossover" not in shown and "^" not in shown
 
 
+@pytest.mark.parametrize(("collective", "messages"), [("barrier", 3), ("signal", 1)])
+def test_cost_of_what_carries_no_data_is_one_time(collective: str, messages: int) -> None:
+    title, line = printed("cost", collective, "--cluster", "laptop").splitlines()
+    assert title == f"{collective} of 8 ranks on laptop: predicted time"
+    start_up_s = load_cluster("laptop").link("0.out").alpha_s.value
+    assert line.split()[1:] == ["*", *format_seconds(messages * start_up_s).split()]
+    found = answer("cost", collective, "--cluster", "laptop")
+    assert (found["sizes"], found["cheapest"][0]["bus_bandwidth_Bps"]) == ([0], 0)
+
+
 def test_cost_marks_all_that_are_the_cheapest_but_for_rounding() -> None:
     shown = printed("cost", "all-reduce", "direct", "ring", "--size", "64MiB", "--cluster", "laptop")
     rows = {line.split()[0]: line for line in shown.splitlines()[2:4]}
@@ -254,6 +266,8 @@ def test_run_proves_first(tmp_path: Path) -> None:
         ("cost all-reduce --size 64XB", "size '64XB' is no number of bytes"),
         ("cost all-reduce --size 0", "size '0' is 0 bytes; give 1 to 2^60"),
         ("cost all-reduce --size 1MiB..1KiB", "the second must be larger"),
+        ("cost barrier --size 1MiB", "--size 1MiB, but a barrier carries no data; leave --size out"),
+        ("cost signal --svg x.svg", "a signal takes as long at every size; leave --svg and --html out"),
         ("cost all-reduce --size 1MiB --svg x.svg", "a plot over the one size 1048576 is none"),
         ("draw all-reduce double-tree pieces=999999999", "with 4 ranks at most 65536"),
         ("run all-reduce ring --size 8GiB", "S of 8 GiB is more than the 4 GiB that ranks of one machine carry out"),

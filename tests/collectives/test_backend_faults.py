@@ -167,7 +167,7 @@ def test_a_timeout_says_whom_it_waits_for(ranks: Ranks) -> None:
     with pytest.raises(RankFailureError) as raised:
         ranks.run_places(2, one_waits)
     assert (
-        "rank 0 in all-reduce (sum) of float32 [3]: rank 1 did not take part within 0.4 s; "
+        "rank 0 in all-reduce (sum) of float32 [3]: rank 1 did not take part within the timeout of 0.4 s; "
         "it has finished its collective number 2, barrier, this is number 3 | "
         "this group has failed before: rank 0 in all-reduce (sum) of float32 [3]: rank 1 did not take part"
     ) in str(raised.value)

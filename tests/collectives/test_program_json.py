@@ -67,6 +67,15 @@ def _ring(**changes: Any) -> dict[str, Any]:
     return {**json.loads(program("all-reduce", "ring", 3).to_json()), **changes}
 
 
+def _text() -> str:
+    return program("all-reduce", "ring", 3).to_json()
+
+
+def test_a_byte_order_mark_is_passed_over() -> None:
+    marked = "\ufeff" + _text()
+    assert Program.from_json(marked) == Program.from_json(marked.encode()) == program("all-reduce", "ring", 3)
+
+
 @pytest.mark.parametrize(
     ("record", "sentence"),
     [
@@ -78,6 +87,11 @@ def _ring(**changes: Any) -> dict[str, Any]:
         (_ring(sizes=[0, 0, 0]), r"sizes: none may be negative, and not all 0"),
         (_ring(initial=[[0]]), r"initial and final have 1 and 3 entries for 3 ranks"),
         (_ring(initial=[[0, 7], [0], [0]]), r"rank 0 holds chunk 7; the last one is 2"),
+        (_ring(initial=[[0, 2, 0], [0], [0]]), r"initial\[0\] names chunk 0 twice"),
+        (_text().replace('"ranks": 3', '"ranks": 3, "ranks": 4'), r"the key 'ranks' is given twice in one object"),
+        (_text().replace('{"0": [0, 1, 2]', '{"0": [0, 1, 2], "0": [1]', 1), r"the key '0' is given twice"),
+        (_text().replace('"src": 0', '"src": 0, "src": 1', 1), r"the key 'src' is given twice"),
+        (_text().encode("utf-16"), r"the file: Invalid JSON"),
         (_ring(final=[{"0": [5]}, {}, {}]), r"final\[0\] names rank 5; the last one is 2"),
         (_ring(final=[{"x": [1]}, {}, {}]), r"final\[0\]: 'x' is not the number of a chunk"),
         (_ring(final=[{"00": [1]}, {}, {}]), r"final\[0\]: '00' is not the number of a chunk"),
@@ -94,6 +108,6 @@ def _ring(**changes: Any) -> dict[str, Any]:
         (_ring(steps=[[{"src": 0, "dst": 1, "chunk": [0, 0], "op": "add"}]]), r"steps.0.0.op: Input should be 'copy'"),
     ],
 )
-def test_what_makes_no_sense_is_refused(record: str | dict[str, Any], sentence: str) -> None:
+def test_what_makes_no_sense_is_refused(record: str | bytes | dict[str, Any], sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
         Program.from_json(record)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from motet.core.errors import DivergedError, InputError, PeerError
-from motet.parallel.group import start_group
+from motet.parallel.group import CpuBackend, start_group
 from motet.parallel.place import Place
 from motet.train import faults
 from motet.train.faults import Record, StopFlag, first_cause, guarded, is_secondary, read_record, stop_on_signals
@@ -138,6 +138,9 @@ def test_what_was_raised_from_a_lost_connection_follows_too() -> None:
     assert guarded(0, work).secondary
 
 
+BACKENDS: tuple[CpuBackend, ...] = ("motet", "gloo")
+
+
 class LeaveError(Exception):
     """Ends the group of a test early."""
 
@@ -158,10 +161,10 @@ def collective(how: str, world: int) -> int:
     return 0
 
 
-def lose_rank_1(place: Place, how: str) -> tuple[str, bool] | None:
+def lose_rank_1(place: Place, how: str, backend: CpuBackend) -> tuple[str, bool] | None:
     """Rank 1 leaves the group while the others are in a collective with it."""
     record = None
-    with contextlib.suppress(LeaveError), start_group(place, "cpu", 30.0) as group:
+    with contextlib.suppress(LeaveError), start_group(place, "cpu", 30.0, backend) as group:
         dist.barrier()  # nobody leaves before the others have met
         if place.rank != 1:
             record = guarded(place.rank, lambda: collective(how, group.world))
@@ -170,16 +173,17 @@ def lose_rank_1(place: Place, how: str) -> tuple[str, bool] | None:
 
 
 @pytest.mark.parametrize("how", ["all_reduce", "all_gather", "broadcast", "object", "barrier"])
-def test_what_gloo_says_when_a_rank_is_gone(ranks: Ranks, how: str) -> None:
-    first, gone, last = ranks.run_places(3, lose_rank_1, how)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_said_when_a_rank_is_gone(ranks: Ranks, how: str, backend: CpuBackend) -> None:
+    first, gone, last = ranks.run_places(3, lose_rank_1, how, backend)
     assert gone is None
     assert all(sentence and secondary for sentence, secondary in (first, last)), (first, last)
 
 
-def wait_in_vain(place: Place) -> tuple[str, bool] | None:
+def wait_in_vain(place: Place, backend: CpuBackend) -> tuple[str, bool] | None:
     """Rank 1 lives, but does not come to the collective in time."""
     record = None
-    with contextlib.suppress(LeaveError), start_group(place, "cpu", 0.5) as group:
+    with contextlib.suppress(LeaveError), start_group(place, "cpu", 0.5, backend) as group:
         if place.rank == 0:
             record = guarded(place.rank, lambda: collective("all_reduce", group.world))
         else:
@@ -188,7 +192,8 @@ def wait_in_vain(place: Place) -> tuple[str, bool] | None:
     return record and (record.sentence, record.secondary)
 
 
-def test_what_gloo_says_when_a_rank_is_late(ranks: Ranks) -> None:
-    waited, late = ranks.run_places(2, wait_in_vain)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_said_when_a_rank_is_late(ranks: Ranks, backend: CpuBackend) -> None:
+    waited, late = ranks.run_places(2, wait_in_vain, backend)
     assert late is None
     assert waited[0] and waited[1], waited

@@ -45,7 +45,7 @@ def cost(  # noqa: PLR0913 - options of a command
     ] = None,
     hosts: Annotated[int | None, typer.Option(min=1, help="A cluster of so many hosts.")] = None,
     dims: Annotated[str | None, typer.Option(help="A torus of these lengths, as in 4x4x4.")] = None,
-    size: Annotated[str, typer.Option(help="1KiB..1GiB, 64MiB or 1KiB,1MiB.")] = "1KiB..1GiB",
+    size: Annotated[str | None, typer.Option(help="1KiB..1GiB, 64MiB or 1KiB,1MiB; 1KiB..1GiB if not given.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write the plot to this file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write the plot and the table to this page.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -55,13 +55,15 @@ def cost(  # noqa: PLR0913 - options of a command
     Bandwidths are those of nccl-tests: the algorithm bandwidth is S over the time; the bus bandwidth is that times a
     factor of the collective, 2 (N-1) / N for an all-reduce, and can be compared with the speed of a link.
     """
-    from motet.cli.amounts import parse_sizes
     from motet.cli.collectives import say
     from motet.collectives.curves import crossovers, curves
     from motet.monitor.console import print_json
 
     asked = Question(
-        collective, tuple(algorithms or ()) or None, sized_cluster(cluster, ranks, hosts, dims), parse_sizes(size)
+        collective,
+        tuple(algorithms or ()) or None,
+        sized_cluster(cluster, ranks, hosts, dims),
+        _sizes(collective, size),
     )
     found = curves(collective, asked.cluster, asked.sizes, asked.names)
     crossed = crossovers(collective, asked.cluster, asked.sizes[0], asked.sizes[-1], asked.names)
@@ -69,10 +71,26 @@ def cost(  # noqa: PLR0913 - options of a command
     if json:
         print_json(_record(asked, found, crossed))
         return
+    if asked.sizes == [0]:
+        say(asked.title, *_table(asked, found)[1:])
+        return
     say(asked.title, *_table(asked, found), "", *_winners(asked), "", *_told(asked, crossed))
     if len(asked.sizes) > 1:
         say("", *_plotted(asked, crossed))
     say(*(f"{path} is written" for path in (svg, html) if path))
+
+
+def _sizes(collective: str, text: str | None) -> list[int]:
+    """0 alone for a collective that carries no data."""
+    from motet.cli.amounts import parse_sizes
+    from motet.collectives.cost import WITHOUT_DATA
+    from motet.core.errors import InputError
+
+    if collective not in WITHOUT_DATA:
+        return parse_sizes(text or "1KiB..1GiB")
+    if text is not None:
+        raise InputError(f"--size {text}, but a {collective} carries no data; leave --size out")
+    return [0]
 
 
 def sized_cluster(source: str, ranks: int | None, hosts: int | None = None, dims: str | None = None) -> Cluster:
@@ -136,6 +154,7 @@ def _cheapest(asked: Question) -> list[dict[str, Any]]:
     for size in asked.sizes:
         best = cheapest(asked.collective, size, asked.cluster, asked.names)
         seconds = float(best.cost.seconds(size))
+        speed_Bps = size / seconds if size else 0.0  # noqa: N806 - a unit
         rows.append(
             {
                 "size": size,
@@ -143,8 +162,8 @@ def _cheapest(asked: Question) -> list[dict[str, Any]]:
                 "options": dict(best.options),
                 "name": str(best),
                 "seconds": seconds,
-                "algorithm_bandwidth_Bps": size / seconds,
-                "bus_bandwidth_Bps": size / seconds * float(bus_factor(asked.collective, asked.cluster.ranks)),
+                "algorithm_bandwidth_Bps": speed_Bps,
+                "bus_bandwidth_Bps": speed_Bps * float(bus_factor(asked.collective, asked.cluster.ranks)),
             }
         )
     return rows
@@ -176,6 +195,8 @@ def _write(
 
     if paths == (None, None):
         return
+    if asked.sizes == [0]:
+        raise InputError(f"a {asked.collective} takes as long at every size; leave --svg and --html out")
     if len(asked.sizes) < 2:
         raise InputError(f"a plot over the one size {asked.sizes[0]} is none; give --size 1KiB..1GiB")
     sizes = grid(asked.sizes[0], asked.sizes[-1], _POINTS)

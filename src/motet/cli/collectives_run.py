@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_format
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -22,7 +22,7 @@ _TIMEOUT_S = 120.0
 _PROGRAM, _ANSWER = "program.json", "answer.json"
 
 
-def run(
+def run(  # noqa: PLR0913 - options of a command
     words: Annotated[
         list[str],
         typer.Argument(metavar="COLLECTIVE ALGORITHM [NAME=VALUE]... or FILE.json", help="What to carry out."),
@@ -31,9 +31,12 @@ def run(
     size: Annotated[str, typer.Option(help="S, for example 4KiB or 16MiB.")] = "1MiB",
     repeats: Annotated[int, typer.Option(min=1, max=10_000, help="How often to measure.")] = 5,
     cluster: Annotated[str | None, typer.Option(help="A preset or TOML file, to predict the time on.")] = None,
+    backend: Annotated[
+        Literal["auto", "motet", "gloo"], typer.Option(help="What carries the messages; auto is motet on Linux x86-64.")
+    ] = "auto",
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Carry a Program out on CPU ranks over Gloo: check the sums, count what is sent, and measure the time."""
+    """Carry a Program out on CPU ranks by messages: check the sums, count what is sent, and measure the time."""
     from motet.cli.amounts import is_file, one_program, parse_bytes, split_words
     from motet.cli.collectives import say
     from motet.cli.collectives_cost import sized_cluster
@@ -54,7 +57,7 @@ def run(
         )
     options = {} if is_file(words) else split_words(words)[2]
     predicted_on = sized_cluster(cluster, program.ranks) if cluster else None  # a mistake in it is told at once
-    found = _record(program, options, _carried_out(program, asked, repeats), predicted_on)
+    found = _record(program, options, _carried_out(program, asked, repeats, backend), predicted_on)
     if json:
         print_json(found)
     else:
@@ -62,7 +65,7 @@ def run(
     _check_counts(program, found)
 
 
-def _carried_out(program: Program, size: int, repeats: int) -> dict[str, Any]:
+def _carried_out(program: Program, size: int, repeats: int, backend: str) -> dict[str, Any]:
     """Start the ranks, and take what rank 0 has written down."""
     import sys
     import tempfile
@@ -75,7 +78,7 @@ def _carried_out(program: Program, size: int, repeats: int) -> dict[str, Any]:
         folder = Path(name)
         (folder / _PROGRAM).write_text(program.to_json(), encoding="utf-8")
         work = "motet.cli.collectives_run:measure_rank"
-        command = (sys.executable, "-m", "motet.cli.rank", work, name, str(size), str(repeats))
+        command = (sys.executable, "-m", "motet.cli.rank", work, name, str(size), str(repeats), backend)
         ended = launch(
             Launch(command, program.ranks, rank_environment(read_environment(), 1), folder), lambda text: None
         )
@@ -86,7 +89,9 @@ def _carried_out(program: Program, size: int, repeats: int) -> dict[str, Any]:
     return found
 
 
-def measure_rank(place: Place, stop: StopFlag, folder: str, size: str, repeats: str) -> int:
+def measure_rank(
+    place: Place, stop: StopFlag, folder: str, size: str, repeats: str, backend: Literal["auto", "motet", "gloo"]
+) -> int:
     """What each rank does."""
     from dataclasses import asdict
 
@@ -97,7 +102,7 @@ def measure_rank(place: Place, stop: StopFlag, folder: str, size: str, repeats: 
     from motet.parallel.group import start_group
 
     torch.set_num_threads(1)
-    with start_group(place, "cpu", _TIMEOUT_S) as group:
+    with start_group(place, "cpu", _TIMEOUT_S, backend) as group:
         assert group.process_group is not None
         found = measure(read_program(str(Path(folder) / _PROGRAM)), group.process_group, int(size), int(repeats))
     if place.rank == 0:

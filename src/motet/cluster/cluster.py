@@ -4,7 +4,6 @@ Collectives are costed on it, and a planner reads it; every number says where it
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from motet.cluster.device import Figure
 from motet.cluster.link import Link, Number, figure
@@ -39,13 +38,9 @@ class Cluster:
         """Those that the ranks are on."""
         return -(-self.ranks // self.devices_per_host)
 
-    @cached_property
-    def links(self) -> dict[str, Link]:
-        """Every link of the network by its id, also those that only ranks beyond the first `ranks` use."""
-        return self.network.links()
-
     def link(self, name: str) -> Link:
-        return self.links[name]
+        """The link that routes name so."""
+        return self.network.link(name)
 
     def route(self, src: int, dst: int) -> Route:
         """The ids of the links that a message crosses, the ports first and last; nothing from a rank to itself."""
@@ -54,11 +49,11 @@ class Cluster:
 
     def latency_s(self, src: int, dst: int) -> float:
         """The delay of the links between the two ports. The start-up at the ports themselves is not in it."""
-        return sum(self.links[name].alpha_s.value for name in self.route(src, dst)[1:-1])
+        return sum(self.link(name).alpha_s.value for name in self.route(src, dst)[1:-1])
 
     def imbalance(self, name: str, flows: int) -> float:
         """How many times longer a link takes because this many equal messages are spread unevenly over its lanes."""
-        return self.links[name].imbalance(flows)
+        return self.link(name).imbalance(flows)
 
 
 def uniform(

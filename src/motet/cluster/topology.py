@@ -5,7 +5,7 @@ A route is (out port of the source, links in between, in port of the destination
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
+from functools import cached_property
 from math import prod
 from typing import Protocol
 
@@ -20,8 +20,8 @@ class Network(Protocol):
     @property
     def ranks(self) -> int: ...
 
-    def links(self) -> dict[str, Link]:
-        """Every link by the id that routes name it with."""
+    def link(self, name: str) -> Link:
+        """The link that routes name so."""
 
     def route(self, src: int, dst: int) -> Route:
         """The ids of the links that a message crosses, in order."""
@@ -54,7 +54,11 @@ class Tree:
     def __post_init__(self) -> None:
         assert all(len(level.groups) == self.ranks for level in self.levels)
 
-    def links(self) -> dict[str, Link]:
+    def link(self, name: str) -> Link:
+        return self._links[name]
+
+    @cached_property
+    def _links(self) -> dict[str, Link]:
         found = {f"{rank}.{side}": self.port for rank in range(self.ranks) for side in ("out", "in")}
         for level in self.levels:
             for group in sorted(set(level.groups)):
@@ -86,9 +90,8 @@ class Mesh:
     ranks: int
     port: Link
 
-    def links(self) -> dict[str, Link]:
-        pairs = [(a, b) for a, b in product(range(self.ranks), repeat=2) if a != b]
-        return {name: self.port for a, b in pairs for name in self.route(a, b)}
+    def link(self, name: str) -> Link:
+        return self.port
 
     def route(self, src: int, dst: int) -> Route:
         return () if src == dst else (f"{src}.out>{dst}", f"{dst}.in<{src}")
@@ -114,21 +117,8 @@ class Torus:
     def ranks(self) -> int:
         return prod(self.dims)
 
-    def links(self) -> dict[str, Link]:
-        found: dict[str, Link] = {}
-        for rank, place in enumerate(product(*map(range, self.dims))):
-            for axis, (size, wraps) in enumerate(zip(self.dims, self.wrap, strict=True)):
-                for step in (1, -1):
-                    way = _way(axis, step)
-                    beyond = place[axis] + step
-                    if size > 1 and (wraps or 0 <= beyond < size):
-                        neighbour = self._rank((*place[:axis], beyond % size, *place[axis + 1 :]))
-                        found |= {
-                            f"{rank}.out{way}": self.port,
-                            f"{rank}{way}": self.wire,
-                            f"{neighbour}.in{way}": self.port,
-                        }
-        return found
+    def link(self, name: str) -> Link:
+        return self.port if "." in name else self.wire
 
     def route(self, src: int, dst: int) -> Route:
         wires = list(self._hops(src, dst))
@@ -184,10 +174,9 @@ class Hosts:
     def ranks(self) -> int:
         return self.hosts * self.inside.ranks
 
-    def links(self) -> dict[str, Link]:
-        inside = self.inside.links()
-        found = {f"host{host}/{name}": link for host in range(self.hosts) for name, link in inside.items()}
-        return found | {f"net/{name}": link for name, link in self.between.links().items()}
+    def link(self, name: str) -> Link:
+        place, _, at = name.partition("/")
+        return (self.between if place == "net" else self.inside).link(at)
 
     def route(self, src: int, dst: int) -> Route:
         host, at = divmod(src, self.inside.ranks)

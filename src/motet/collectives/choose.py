@@ -8,7 +8,7 @@ from math import exp2, gcd, log2
 
 from motet.cluster.cluster import Cluster
 from motet.cluster.topology import Torus
-from motet.collectives.cost import Cost, cost
+from motet.collectives.cost import WITHOUT_DATA, Cost, cost
 from motet.collectives.library import Algorithm, algorithms, find
 from motet.collectives.score import Program
 from motet.core.errors import InputError
@@ -83,7 +83,7 @@ def even_hosts(cluster: Cluster) -> int | None:
 
 def cheapest(collective: str, size: float, cluster: Cluster, names: tuple[str, ...] | None = None) -> Candidate:
     """What `auto` picks for a message of so many bytes."""
-    if size <= 0:
+    if size <= 0 and collective not in WITHOUT_DATA:
         raise InputError(f"a message of {size} bytes: give more than 0")
     return _first(candidates(collective, cluster, names), size)
 

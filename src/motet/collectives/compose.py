@@ -25,7 +25,7 @@ def reverse(program: Program, collective: str, algorithm: str | None = None) -> 
     """
     _no_chunk_twice(program)
     steps = tuple(
-        tuple(Transfer(t.dst, t.src, t.first, t.last, "reduce") for t in reversed(step))
+        tuple([Transfer(dst, src, first, last, "reduce") for src, dst, first, last, _ in reversed(step)])
         for step in reversed(program.steps)
     )
     contributors: dict[int, list[int]] = {}
@@ -46,11 +46,13 @@ def reverse(program: Program, collective: str, algorithm: str | None = None) -> 
 
 def _no_chunk_twice(program: Program) -> None:
     there = [set(held) for held in program.initial]
-    for t in (t for step in program.steps for t in step):
-        again = there[t.dst].intersection(t.chunks)
-        if again:
-            raise ValueError(f"{program} cannot be reversed: rank {t.dst} is sent chunk {min(again)}, which it has")
-        there[t.dst].update(t.chunks)
+    for step in program.steps:
+        for _, dst, first, last, _ in step:
+            chunks = range(first, last + 1)
+            if not there[dst].isdisjoint(chunks):
+                again = min(there[dst].intersection(chunks))
+                raise ValueError(f"{program} cannot be reversed: rank {dst} is sent chunk {again}, which it has")
+            there[dst].update(chunks)
 
 
 def then(first: Program, second: Program, collective: str, algorithm: str) -> Program:

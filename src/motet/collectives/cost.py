@@ -8,7 +8,7 @@ busiest adder (gamma) are done. What is left out: ranks that run ahead of others
 from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from motet.cluster.cluster import Cluster
 from motet.collectives.library.registry import Number
@@ -51,7 +51,12 @@ class Cost:
     steps: tuple[StepCost, ...]
 
     def seconds(self, size: Number) -> Number:
-        return sum((step.seconds(size) for step in self.steps), start=Fraction(0))
+        return sum((times * step.seconds(size) for step, times in self._times.items()), start=Fraction(0))
+
+    @cached_property
+    def _times(self) -> Counter[StepCost]:
+        """How often each step is there: many cost the same."""
+        return Counter(self.steps)
 
 
 def cost(program: Program, cluster: Cluster) -> Cost:
@@ -117,6 +122,10 @@ def _hull(loads: list[Load]) -> tuple[Load, ...]:
         if not kept or load.fixed_s > max(other.fixed_s for other in kept):
             kept.append(load)
     return tuple(kept)
+
+
+WITHOUT_DATA = ("barrier", "signal")
+"""Only tokens travel: these cost what a message of no bytes does."""
 
 
 def bus_factor(collective: str, ranks: int) -> Fraction:

@@ -14,7 +14,7 @@ from typing import Literal
 from motet.cluster.cluster import Cluster
 from motet.collectives.choose import cheapest, even_hosts
 from motet.collectives.compose import grouped, refine, renumber, then
-from motet.collectives.cost import cost
+from motet.collectives.cost import WITHOUT_DATA, cost
 from motet.collectives.library import algorithms, find
 from motet.collectives.library.shapes import equal_hosts
 from motet.collectives.score import Program
@@ -55,8 +55,6 @@ class Decomposition:
         return f"{len(names)} x {names[0]}" if self.kind == "size" else ", ".join(names)
 
 
-_WITHOUT_SIZE = ("barrier", "signal")
-
 SUBSTITUTIONS: dict[str, tuple[tuple[str, str], ...]] = {
     "all-reduce": (("reduce-scatter", "all-gather"), ("reduce", "broadcast")),
     "broadcast": (("scatter", "all-gather"),),
@@ -74,7 +72,7 @@ def decompositions(
     best = cheapest(collective, size, cluster)
     whole = Decomposition("whole", (_stage(f"{collective} {best}", best.program, size, cluster),), best.program)
     found = [whole, *_substituted(collective, size, cluster), *_by_groups(collective, size, cluster, hosts)]
-    for count in parts if collective not in _WITHOUT_SIZE else ():
+    for count in parts if collective not in WITHOUT_DATA else ():
         piece = cheapest(collective, size / count, cluster)
         stage = _stage(f"{collective} {piece} of 1/{count}", piece.program, size / count, cluster)
         found.append(Decomposition("size", (stage,) * count, piece.program))

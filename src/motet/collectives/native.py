@@ -6,16 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from motet.collectives.arithmetic import Operator
+from motet.collectives.arithmetic import OPERATORS, Operator
 from motet.collectives.lane import Done, Work
 
-_OPERATORS = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.AVG,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "product": dist.ReduceOp.PRODUCT,
-}
+_OPERATORS = {name: getattr(dist.ReduceOp, name.upper()) for name in OPERATORS}
 
 # torch 2.13 has given these names that 2.11 does not know yet.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -147,7 +147,7 @@ class _Orders:
 
 def _deadlock(program: Program) -> tuple[int, str] | None:
     """The first step, and the ranks, that wait for each other in a circle under blocking sends."""
-    todo = [_issued(program, rank) for rank in range(program.ranks)]
+    todo = _issued(program)
     at = [0] * program.ranks
     moved = True
     while moved:
@@ -167,12 +167,15 @@ def _deadlock(program: Program) -> tuple[int, str] | None:
     return _circle(todo, at, waiting[0])
 
 
-def _issued(program: Program, rank: int) -> list[tuple[int, int, int]]:
-    """(step, src, dst) in the order in which the rank issues them."""
-    order: list[tuple[int, int, int]] = []
+def _issued(program: Program) -> list[list[tuple[int, int, int]]]:
+    """(step, src, dst) for each rank, in the order in which it issues them: its sends in a step first."""
+    order: list[list[tuple[int, int, int]]] = [[] for _ in range(program.ranks)]
     for number, step in enumerate(program.steps):
-        mine = [(number, src, dst) for src, dst in messages(step) if rank in (src, dst)]
-        order += sorted(mine, key=lambda message: message[1] != rank)
+        mine = [(number, src, dst) for src, dst in messages(step)]
+        for message in mine:
+            order[message[1]].append(message)
+        for message in mine:
+            order[message[2]].append(message)
     return order
 
 

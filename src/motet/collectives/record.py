@@ -2,7 +2,10 @@
 
 import json
 import re
+from codecs import BOM_UTF8
+from collections import Counter
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -62,13 +65,19 @@ def _transfer(t: Transfer) -> dict[str, object]:
 
 def from_json(record: str | bytes | Mapping[str, Any], source: str = "the Program") -> Program:
     """The Program that was written so, checked as far as it makes sense at all; whether it is right `prove` says."""
+    if isinstance(record, Mapping):
+        text: str | bytes = json.dumps(record)
+    else:
+        text = record.removeprefix(BOM_UTF8) if isinstance(record, bytes) else record.removeprefix("\ufeff")
     try:
-        text = json.dumps(record) if isinstance(record, Mapping) else record
         read = _Record.model_validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise InputError(f"{source}: {where}: {first['msg']}; docs/reference/program.md lists the fields") from None
+    again = _given_twice(text)
+    if again is not None:
+        raise InputError(f"{source}: the key {again!r} is given twice in one object; leave one out")
     for rank, held in enumerate(read.final):
         for chunk in held:
             if not _CHUNK.fullmatch(chunk):
@@ -78,7 +87,7 @@ def from_json(record: str | bytes | Mapping[str, Any], source: str = "the Progra
         read.algorithm,
         read.ranks,
         tuple(read.sizes),
-        tuple(tuple(sorted(set(chunks))) for chunks in read.initial),
+        tuple(tuple(sorted(chunks)) for chunks in read.initial),
         tuple({int(chunk): tuple(sorted(ranks)) for chunk, ranks in held.items()} for held in read.final),
         tuple(tuple(Transfer(t.src, t.dst, *t.chunk, t.op) for t in step) for step in read.steps),
         read.ports,
@@ -87,6 +96,18 @@ def from_json(record: str | bytes | Mapping[str, Any], source: str = "the Progra
     if wrong:
         raise InputError(f"{source}: {wrong}")
     return program
+
+
+def _given_twice(text: str | bytes) -> str | None:
+    """A key that an object has twice, of which readers of JSON keep the last one without a word."""
+    again: list[str] = []
+
+    def look(pairs: list[tuple[str, Any]]) -> None:
+        if len(dict(pairs)) < len(pairs):
+            again.append(Counter(key for key, _ in pairs).most_common(1)[0][0])
+
+    json.loads(text, object_pairs_hook=look)
+    return again[0] if again else None
 
 
 def _senseless(program: Program, chunks: int) -> str | None:
@@ -104,7 +125,7 @@ def _senseless(program: Program, chunks: int) -> str | None:
         return f"initial and final have {len(program.initial)} and {len(program.final)} entries for {ranks} ranks"
     if program.collective == "all-to-all" and chunks != ranks**2:
         return f"chunks {chunks}: all-to-all among {ranks} ranks has {ranks**2}"
-    return _out_of_range(program) or _empty(program)
+    return _out_of_range(program) or _twice(program) or _empty(program)
 
 
 def _out_of_range(program: Program) -> str | None:
@@ -122,6 +143,14 @@ def _out_of_range(program: Program) -> str | None:
                 return f"step {number}: from rank {t.src} to {t.dst}; they are two different ones of 0 to {last_rank}"
             if not 0 <= t.first <= t.last <= last_chunk:
                 return f"step {number}: chunks {t.first} to {t.last}; they go up from 0 to at most {last_chunk}"
+    return None
+
+
+def _twice(program: Program) -> str | None:
+    for rank, start in enumerate(program.initial):
+        for chunk, after in pairwise(start):
+            if chunk == after:
+                return f"initial[{rank}] names chunk {chunk} twice"
     return None
 
 

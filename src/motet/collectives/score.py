@@ -66,8 +66,7 @@ class Program:
 
         It stands for "the size of the message", S, the way nccl-tests counts it: the larger of the two buffers.
         """
-        held = [sum(self.sizes[chunk] for chunk in chunks) for place in (self.initial, self.final) for chunks in place]
-        return max(held)
+        return max(sum(map(self.sizes.__getitem__, chunks)) for place in (self.initial, self.final) for chunks in place)
 
     def share(self, chunks: Iterable[int]) -> Fraction:
         """The part of S that these chunks are."""
@@ -85,10 +84,10 @@ class Program:
             sums.append(sums[-1] + size)
         return tuple(sums)
 
-    @property
+    @cached_property
     def messages(self) -> int:
         """How many messages are sent in all."""
-        return sum(len(messages(step)) for step in self.steps)
+        return sum(len({(src, dst) for src, dst, _, _, _ in step}) for step in self.steps)
 
     def sent(self, rank: int) -> Fraction:
         """What a rank sends in all, as a part of S."""
@@ -98,9 +97,10 @@ class Program:
     def _sent(self) -> tuple[int, ...]:
         """The relative size of what each rank sends, counted in one go: there may be millions of transfers."""
         sums = [0] * self.ranks
+        before = self._before
         for step in self.steps:
-            for transfer in step:
-                sums[transfer.src] += self.weight(transfer)
+            for src, _, first, last, _ in step:
+                sums[src] += before[last + 1] - before[first]
         return tuple(sums)
 
     def to_json(self) -> str:

@@ -5,6 +5,8 @@ a store that outlives its ranks still holds the addresses of dead ones.
 """
 
 import json
+import platform
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +19,8 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from motet.core.errors import InputError, MotetError, PeerError
 from motet.parallel.place import Place
+
+CpuBackend = Literal["auto", "motet", "gloo"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,9 @@ def pick_device(kind: Literal["auto", "cpu", "cuda"], place: Place) -> torch.dev
 
 
 @contextmanager
-def start_group(place: Place, device: torch.device | str, timeout_s: float) -> Iterator[Group]:
+def start_group(
+    place: Place, device: torch.device | str, timeout_s: float, cpu_backend: CpuBackend = "auto"
+) -> Iterator[Group]:
     """Join the others, and leave quietly at the end. `timeout_s` bounds each wait for another rank."""
     device = torch.device(device)
     if device.type == "cuda":
@@ -55,8 +61,7 @@ def start_group(place: Place, device: torch.device | str, timeout_s: float) -> I
         yield Group(0, 1, None, device)
         return
     dist.init_process_group(
-        # Small agreements (the step to stop at, names of folders) stay on the CPU beside NCCL.
-        backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        backend=_backends(device, cpu_backend),
         store=PrefixStore(f"motet-{place.attempt}", _open_store(place, timeout_s)),
         rank=place.rank,
         world_size=place.world,
@@ -69,6 +74,16 @@ def start_group(place: Place, device: torch.device | str, timeout_s: float) -> I
         dist.all_reduce(torch.zeros(1, device=device))
     finally:
         dist.destroy_process_group()
+
+
+def _backends(device: torch.device, cpu_backend: CpuBackend) -> str:
+    if device.type == "cuda":  # small agreements (the step to stop at, names of folders) stay on the CPU
+        return "cpu:gloo,cuda:nccl"
+    if cpu_backend == "auto":
+        cpu_backend = "motet" if sys.platform == "linux" and platform.machine() == "x86_64" else "gloo"
+    if cpu_backend == "motet":
+        from motet.collectives import backend  # noqa: F401  # registers itself
+    return f"cpu:{cpu_backend}"
 
 
 @contextmanager

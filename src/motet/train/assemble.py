@@ -84,7 +84,7 @@ def run_rank(job: Job, place: Place, folder: Path, stop: StopFlag, callbacks: Se
     device = pick_device(job.run.device, place)
     keep_freed_memory()
     torch.set_num_threads(threads_for(place, job.run.threads))
-    with start_group(place, device, job.run.timeout_s) as group, numerics(job):
+    with start_group(place, device, job.run.timeout_s, job.run.cpu_backend) as group, numerics(job):
         parts = build_parts(job, group, folder)
         restored = _restore(parts)  # before anybody hears of a start, which may be refused here
         with _monitor(job, group, folder, callbacks) as monitor:

@@ -55,6 +55,7 @@ NEEDS: tuple[Needs, ...] = (
     *_rows("monitor", "profile_steps", "profile_from", "given"),
     *_rows("monitor", "sample_prompt sample_temperature", "sample_tokens", "given"),
     *_rows("run", "existing", "folder", "given"),
+    *_rows("run", "cpu_backend", "device", ("auto", "cpu")),
     *_rows("run", "max_skips", "on_nan", ("skip",)),
 )
 

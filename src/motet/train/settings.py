@@ -85,3 +85,5 @@ class RunSettings(Settings):
     """How often the local supervisor starts the ranks again after a failure, from the last checkpoint."""
     timeout_s: Annotated[float, Field(gt=0, le=1e7)] = 600.0
     """How long a rank waits for the others in one collective."""
+    cpu_backend: Literal["auto", "motet", "gloo"] = "auto"
+    """What carries the collectives of CPU ranks: `auto` takes `motet` on Linux on x86-64, and Gloo elsewhere."""

@@ -9,6 +9,7 @@ from motet.core.errors import InputError
 
 Chunks = Sequence[Tensor | None]
 """Flat tensors; None where a rank has nothing to do with a chunk."""
+Factor = float | Tensor | None
 Finish = Callable[[], None] | None
 """Brings a result into the caller's tensor when that does not lie in one piece."""
 
@@ -42,6 +43,10 @@ def landings(tensors: list[Tensor]) -> tuple[list[Tensor], Finish]:
             finish()
 
     return [made for made, _ in pairs], finish_all if finishes else None
+
+
+def scaled(chunks: Chunks, factor: float | Tensor) -> Chunks:
+    return [None if chunk is None else (chunk * factor).to(chunk.dtype) for chunk in chunks]
 
 
 def equal(whole: Tensor, each: int, count: int) -> list[Tensor]:

@@ -4,8 +4,8 @@ from motet.core.errors import PeerError, RankError
 
 
 class CollectiveError(RankError, RuntimeError):
-    """Ranks do not agree, or one waited for another in vain."""
+    """Ranks do not agree."""
 
 
 class PeerLostError(PeerError, CollectiveError):
-    """Another rank has ended, left or given up."""
+    """Another rank has ended, left, given up, or does not come."""

@@ -6,6 +6,7 @@ later versions beside them.
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,10 +14,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from motet.collectives.backend.chunks import Chunks, Finish, contiguous, equal, flat, landing, landings, pieces, rows
+from motet.collectives.backend.chunks import (
+    Chunks,
+    Factor,
+    Finish,
+    contiguous,
+    equal,
+    flat,
+    landing,
+    landings,
+    pieces,
+    rows,
+    scaled,
+)
 from motet.collectives.backend.errors import CollectiveError
+from motet.collectives.backend.monitored import monitored_barrier
 from motet.collectives.backend.plans import Plans
 from motet.collectives.backend.player import Plan
+from motet.collectives.backend.sparse import check_sparse, sum_sparse
 from motet.collectives.backend.station import Station, open_station
 from motet.collectives.backend.work import Line, Task, completed
 from motet.core.errors import InputError
@@ -44,6 +59,7 @@ class MotetGroup(_ProcessGroup):
         self._line = Line(self._station.give_up, self._station.relax)
         self._plans = Plans(self._station, rank, size)
         self._name = self._description = ""
+        self._barriers = 0
 
     # What torch asks about the group.
 
@@ -94,23 +110,28 @@ class MotetGroup(_ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Task:
         opts = opts or dist.AllreduceOptions()
-        name = _REDUCTIONS[int(opts.reduceOp.op)]
-        jobs = []
+        name, factor = _operator(opts.reduceOp)
+        jobs: list[Callable[[], None]] = []
         for tensor in tensors:
+            if tensor.layout == torch.sparse_coo:
+                check_sparse(name, factor)
+                jobs.append(partial(sum_sparse, tensor, self._stacked))
+                continue
             plan = self._plans.find("all-reduce", tensor, name)
             made, finish = landing(tensor)
             chunks = _split(made, plan)
-            jobs.append(self._job(plan, chunks, chunks, finish))
+            jobs.append(self._job(plan, chunks, chunks, finish, factor))
         return self._submit(jobs, tensors, opts)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Task:
-        plan = self._plans.find("reduce", tensors[0], _REDUCTIONS[int(opts.reduceOp.op)], opts.rootRank)
+        name, factor = _operator(opts.reduceOp)
+        plan = self._plans.find("reduce", tensors[0], name, opts.rootRank)
         made, finish = landing(tensors[0])
         chunks = _split(made, plan)
         place: Chunks = chunks if opts.rootRank == self._rank else [None] * len(chunks)
-        return self._submit([self._job(plan, chunks, place, finish)], tensors, opts)
+        return self._submit([self._job(plan, chunks, place, finish, factor)], tensors, opts)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Task:
         plan = self._plans.find("broadcast", tensors[0], root=opts.rootRank)
@@ -149,6 +170,12 @@ class MotetGroup(_ProcessGroup):
         place, finish = pieces(out, given, self._size, f"{kind} output")
         return self._job(plan, before, place, finish)
 
+    def _stacked(self, given: Tensor) -> Tensor:
+        """What all ranks have, gathered by the thread that carries out a job."""
+        made = given.new_empty(self._size, *given.shape)
+        self._gathering("all-gather", given, made)()
+        return made
+
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Task:
         out, root = outputs[0], opts.rootRank
         plan = self._plans.find("scatter", out, root=root)
@@ -159,12 +186,12 @@ class MotetGroup(_ProcessGroup):
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: Sequence[Tensor | list[Tensor]], opts: Any = None) -> Task:
         opts = opts or dist.ReduceScatterOptions()
-        name = _REDUCTIONS[int(opts.reduceOp.op)]
+        name, factor = _operator(opts.reduceOp)
         jobs = []
         for out, given in zip(outputs, inputs, strict=True):
             plan = self._plans.find("reduce-scatter", out, name)
             before, _ = pieces(given, out, self._size, "reduce-scatter input")
-            jobs.append(self._dealing(plan, before, out))
+            jobs.append(self._dealing(plan, before, out, factor))
         return self._submit(jobs, outputs, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = reduce_scatter
@@ -174,10 +201,10 @@ class MotetGroup(_ProcessGroup):
 
     reduce_scatter_single = _reduce_scatter_base
 
-    def _dealing(self, plan: Plan, before: Chunks, out: Tensor) -> Callable[[], None]:
+    def _dealing(self, plan: Plan, before: Chunks, out: Tensor, factor: Factor = None) -> Callable[[], None]:
         place = self._nothing()
         place[self._rank], finish = landing(out)
-        return self._job(plan, before, place, finish)
+        return self._job(plan, before, place, finish, factor)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Task:
         return self._submit([self._uneven_swap(inputs, outputs)], outputs, opts)
@@ -235,6 +262,13 @@ class MotetGroup(_ProcessGroup):
         plan = self._plans.find("barrier", nothing)
         return self._submit([self._job(plan, chunks, chunks)], [], opts)
 
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Raises, on rank 0, with the ranks that do not come in time."""
+        self._barriers += 1
+        limit_s = self._station.post.timeout_s if timeout is None else timeout.total_seconds()
+        tag = -self._barriers  # callers' tags are not negative
+        monitored_barrier(self._station, self._rank, self._size, tag, limit_s, wait_all_ranks)
+
     # Messages.
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> Task:
@@ -251,9 +285,11 @@ class MotetGroup(_ProcessGroup):
     def _nothing(self) -> list[Tensor | None]:
         return [None] * self._size
 
-    def _job(self, plan: Plan, before: Chunks, place: Chunks, finish: Finish = None) -> Callable[[], None]:
+    def _job(
+        self, plan: Plan, before: Chunks, place: Chunks, finish: Finish = None, factor: Factor = None
+    ) -> Callable[[], None]:
         def work() -> None:
-            self._carry_out(plan, before, place)
+            self._carry_out(plan, before if factor is None else scaled(before, factor), place)
             if finish is not None:
                 finish()
 
@@ -276,11 +312,7 @@ class MotetGroup(_ProcessGroup):
                 target.copy_(source)
 
     def _converted(self, plan: Plan, before: Chunks, place: Chunks) -> None:
-        """In the dtype of the plan: the same bits seen as signed numbers, or in float32 and rounded at the end."""
-        if plan.dtype != torch.float32:
-            bits = [None if chunk is None else chunk.view(plan.dtype) for chunk in before]
-            self._station.play(plan, bits, [None if chunk is None else chunk.view(plan.dtype) for chunk in place])
-            return
+        """In float32, and rounded at the end."""
         wide = [None if chunk is None else chunk.float() for chunk in before]
         made: Chunks = [None if chunk is None else torch.empty_like(chunk, dtype=plan.dtype) for chunk in place]
         self._station.play(plan, wide, made)
@@ -297,6 +329,12 @@ class MotetGroup(_ProcessGroup):
             return self._line.later(work, outputs)
         self._line.now(jobs[0] if len(jobs) == 1 else work)
         return _DONE
+
+
+def _operator(op: Any) -> tuple[str, Factor]:
+    """The name of a reduction, and what contributions are multiplied by before it."""
+    name = _REDUCTIONS[int(op.op)]
+    return ("sum", op.__getstate__()[1]) if name == "premul_sum" else (name, None)
 
 
 def _split(whole: Tensor, plan: Plan) -> Chunks:

@@ -136,7 +136,7 @@ class Links:
                 poll.register(other.stream, select.POLLOUT)
         poll.poll(LOOK_S * 1e3)
         if time.monotonic() - start > self.timeout_s:
-            raise CollectiveError(
+            raise PeerLostError(
                 f"rank {self.rank} in {self._text}: rank {link.rank}, on another host, did not {what} "
                 f"within {self.timeout_s:g} s"
             )

@@ -96,7 +96,7 @@ def _wait_for_all(arena: Arena, rank: int, same: list[int], timeout_s: float) ->
     deadline = time.monotonic() + timeout_s
     while absent := [other for i, other in enumerate(same) if not arena.words[arena.word(i, READY)]]:
         if time.monotonic() > deadline:
-            raise CollectiveError(f"rank {rank}: ranks {absent} of this host did not join the group in {timeout_s:g} s")
+            raise PeerLostError(f"rank {rank}: ranks {absent} of this host did not join the group in {timeout_s:g} s")
         time.sleep(0.0005)
 
 
@@ -158,7 +158,7 @@ def connect(
             stream, _ = server.accept()
         except TimeoutError:
             absent = [other for other in far if other > rank and (other, 1) not in streams]
-            raise CollectiveError(f"rank {rank}: ranks {absent}, on other hosts, did not connect") from None
+            raise PeerLostError(f"rank {rank}: ranks {absent}, on other hosts, did not connect") from None
         stream.settimeout(_CONNECT_S)
         greeting = _exactly(stream, _TOKEN_BYTES + 5)
         if greeting[:_TOKEN_BYTES] != token:

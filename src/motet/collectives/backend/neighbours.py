@@ -124,9 +124,9 @@ class Neighbours:
             if local in ended:
                 raise PeerLostError(f"{self._i()}: the process of {who} has ended without taking part")
         if waited_s > self.timeout_s:
-            raise CollectiveError(
-                f"{self._i()}: rank {self.others[other].rank} did not take part within {self.timeout_s:g} s; "
-                f"{self._where(other)}"
+            raise PeerLostError(
+                f"{self._i()}: rank {self.others[other].rank} did not take part within the timeout of "
+                f"{self.timeout_s:g} s; {self._where(other)}"
             )
 
     def _i(self) -> str:

@@ -2,13 +2,14 @@
 
 import hashlib
 import threading
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from motet.collectives.arithmetic import arithmetic
 from motet.collectives.backend.arena import TEXTS
-from motet.collectives.backend.arithmetic import arithmetic_dtype, reduction
 from motet.collectives.backend.chunks import dtype_name
 from motet.collectives.backend.neighbours import INDEX_BITS
 from motet.collectives.backend.pick import SMALL_BYTES, lowered
@@ -50,7 +51,7 @@ class Plans:
                 f"{kind} of a {tensor.layout} tensor on {tensor.device}: the backend motet moves dense tensors on the "
                 "CPU; for others start the group with cpu:gloo or cuda:nccl"
             )
-        reduce = reduction(how, dtype, self._ranks) if how else None
+        reduce = arithmetic(how, dtype, tensor.device) if how else None
         small = tensor.nbytes <= SMALL_BYTES
         part, chunks = lowered(kind, small, self._station.hosts, root, self._rank)
         text = f"all-to-all of {dtype_name(dtype)} with split sizes"
@@ -63,10 +64,10 @@ class Plans:
             self._made += 1
             self._station.describe(index, text)
         signature = int.from_bytes(digest, "little") << INDEX_BITS | index
-        played = arithmetic_dtype(dtype) if how else dtype
-        if reduce is not None and reduce.low and part.widens:
-            played = torch.float32
-        return Plan(text, signature, part, lengths, played, reduce)
+        if reduce is not None and reduce.rounds and part.widens:
+            reduce = replace(reduce, dtype=torch.float32)
+        played = dtype if reduce is None else reduce.dtype
+        return Plan(text, signature, part, lengths, played, reduce, self._ranks if how == "avg" else 1)
 
 
 def _lengths(kind: str, numel: int, chunks: int, ranks: int) -> tuple[int, ...]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from motet.collectives.arithmetic import Arithmetic
 from motet.collectives.backend.arena import BUFFER_BYTES, BUFFERS
-from motet.collectives.backend.arithmetic import Reduction, join_all
 from motet.collectives.backend.chunks import Chunks
 from motet.collectives.backend.links import Links, bytes_of
 from motet.collectives.backend.neighbours import INDEX_BITS, Neighbours
@@ -32,7 +32,9 @@ class Plan:
     lengths: tuple[int, ...]
     """Numbers in each chunk."""
     dtype: torch.dtype
-    how: Reduction | None
+    how: Arithmetic | None
+    divisor: int
+    """What sums are divided by in the end."""
     piece: int = field(init=False)
     """Numbers that a tick moves of each chunk, at most."""
     ticks: int = field(init=False)
@@ -133,7 +135,7 @@ class Player:
         if arrival.adds_own:
             views.insert(0, _there(before[arrival.chunk]) if arrival.fresh else out)
         assert plan.how is not None
-        join_all(plan.how, out, views, plan.how.divisor if arrival.completes else 1)
+        plan.how.join(out, views[0], views[1:], plan.divisor if arrival.completes else 1)
 
     def _view(self, plan: Plan, rank: int, buffer: int, slot: int, length: int) -> Tensor:
         """The slot of a rank of this host, or the room for what the slot of a rank elsewhere holds."""

@@ -164,7 +164,7 @@ class Post:
                     self._doze()
                     self._give_up_on_the_lost()
                     if time.monotonic() - start > limit_s and not task.finished:
-                        raise CollectiveError(f"rank {self.rank}: {self._what(task)} did not end within {limit_s:g} s")
+                        raise PeerLostError(f"rank {self.rank}: {self._what(task)} did not end within {limit_s:g} s")
         finally:
             self._waiting -= 1
 

@@ -148,7 +148,7 @@ class Line:
 
     def _help(self, task: Task, seconds: float | None) -> None:
         if not self._turn.acquire(timeout=-1 if seconds is None else seconds):
-            raise CollectiveError(f"a collective did not end within {seconds:g} s")
+            raise PeerLostError(f"a collective did not end within {seconds:g} s")
         settled: list[Task] = []
         try:
             while not task.finished:

@@ -1,0 +1,147 @@
+"""Settings out of TOML: by the path of a file or by a name of ours, checked, with a sentence for whatever is wrong."""
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from motet.core.errors import InputError
+
+Group = TypeVar("Group", bound=BaseModel)
+
+
+def builtin_texts(package: str, folder: str) -> dict[str, str]:
+    """Name -> TOML text of the files in a folder that comes with motet."""
+    found = resources.files(package) / folder
+    texts = {f.name.removesuffix(".toml"): f.read_text() for f in found.iterdir() if f.name.endswith(".toml")}
+    return dict(sorted(texts.items()))
+
+
+def read_toml(kind: str, source: str, builtin: Mapping[str, str], hint: str = "") -> dict[str, Any]:
+    """The values of a file or of a built-in name; `kind` is what they describe, `hint` for a source that is neither."""
+    if source in builtin:
+        return tomllib.loads(builtin[source])
+    try:
+        content = Path(source).read_bytes()
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, ValueError):
+        said = [hint or did_you_mean(source, builtin), f"it is neither a file nor one of {', '.join(builtin)}"]
+        raise InputError(f"no {kind} {source!r}: {' '.join(filter(None, said))}") from None
+    except OSError as error:
+        raise InputError(f"cannot read {kind} {source}: {error.strerror}; give another TOML file") from None
+    try:
+        return tomllib.loads(content.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        byte = f"byte 0x{content[error.start]:02x} in line {line}"
+        raise InputError(f"{kind} {source} is not UTF-8 text: {byte}; save it as UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{kind} {source} is not valid TOML: {error}; mend it there") from None
+
+
+def settings_from_tree(kind: type[Group], tree: Mapping[str, Any], source: str) -> Group:
+    """The settings that plain nested values describe, as TOML gives them."""
+    try:
+        # Through JSON, because strict validation takes a list for a tuple only there.
+        return kind.model_validate_json(json.dumps(tree, default=str))
+    except ValidationError as error:
+        problems = (_problem(kind, dict(detail)) for detail in error.errors(include_url=False)[:5])
+        raise InputError(f"{source}: {'; '.join(dict.fromkeys(problems))}") from None
+
+
+def did_you_mean(word: str, options: Iterable[str], cutoff: float = 0.6) -> str:
+    """A question where one of the options is near."""
+    near = difflib.get_close_matches(word, list(options), n=1, cutoff=cutoff)
+    return f"did you mean {near[0]!r}?" if near else ""
+
+
+def _problem(root: type[BaseModel], detail: dict[str, Any]) -> str:
+    keys, beside, inside = _place(root, detail["loc"])
+    key, ctx = ".".join(keys), detail.get("ctx", {})
+    tag = ctx.get("discriminator", "").strip("'")
+    match detail["type"]:
+        case "extra_forbidden":
+            valid = sorted({name for group in beside for name in group.model_fields})
+            return f"unknown key {key!r}; {did_you_mean(keys[-1], valid) or 'valid here: ' + ', '.join(valid)}"
+        case "missing" if keys[-1].isdigit():  # of a list
+            return f"{'.'.join(keys[:-1])} = {detail['input']!r} has too few values"
+        case "missing":
+            return f"{key} is missing; give it a value, e.g. {key}=..."
+        case "value_error":
+            return str(ctx["error"])
+        case "json_invalid":
+            return "a text in it is not Unicode; write it in UTF-8"
+        case "union_tag_not_found":
+            return f"{key}.{tag} is missing; give one of {', '.join(t for group in inside for t in _tags(group))}"
+        case "union_tag_invalid":
+            return f"{key}.{tag} = {ctx['tag']!r} must be one of {_choices(ctx['tag'], ctx['expected_tags'])}"
+        case "literal_error":
+            return f"{key} = {detail['input']!r} must be {_choices(detail['input'], ctx['expected'])}"
+        case other:
+            must = _MUST[other].format(**ctx) if other in _MUST else detail["msg"]
+            return f"{key} = {detail['input']!r} {must}"
+
+
+_MUST = {
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be more than {gt}",
+    "less_than_equal": "must be at most {le}",
+    "less_than": "must be less than {lt}",
+    "finite_number": "must be a finite number",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "string_type": "must be a text",
+    "string_pattern_mismatch": "must be of letters, digits, '.', '_' and '-', and begin with a letter or digit",
+    "tuple_type": "must be a list, [...]",
+    "too_short": "must have at least {min_length} entries",
+    "too_long": "must have at most {max_length} entries",
+    "model_type": "must be a section with keys of its own",
+    "model_attributes_type": "must be a section with keys of its own",
+    "dict_type": "must be a section with keys of its own",
+}
+
+
+def _choices(value: object, expected: str) -> str:
+    near = did_you_mean(str(value), re.findall("'([^']*)'", expected), cutoff=0.8)
+    return f"{expected}; {near}" if near else expected
+
+
+_Groups = Sequence[type[BaseModel]]
+
+
+def _place(root: type[BaseModel], loc: Sequence[int | str]) -> tuple[list[str], _Groups, _Groups]:
+    """The keys of a place as people write them, the groups of settings that its last key is in, and those in it.
+
+    Where one of several groups is meant pydantic names its tag as well, which is no key.
+    """
+    keys: list[str] = []
+    beside: _Groups = []
+    inside: _Groups = [root]
+    for part in loc:
+        if isinstance(part, int):  # what is in a list is alike
+            keys.append(str(part))
+        elif len(inside) > 1:
+            inside = [group for group in inside if part in _tags(group)]
+        else:
+            keys.append(part)
+            beside, fields = inside, [group.model_fields[part] for group in inside if part in group.model_fields]
+            inside = [group for field in fields for group in _groups_in(field.annotation)]
+    return keys, beside, inside
+
+
+def _groups_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [group for part in get_args(annotation) for group in _groups_in(part)]
+
+
+def _tags(group: type[BaseModel]) -> list[str]:
+    """What a group is told from others by: a setting that has one choice only."""
+    kinds = [field.annotation for field in group.model_fields.values()]
+    return [str(get_args(kind)[0]) for kind in kinds if get_origin(kind) is Literal and len(get_args(kind)) == 1]
