@@ -19,6 +19,7 @@ from motet.collectives.backend.chunks import (
     Factor,
     Finish,
     contiguous,
+    dtype_name,
     equal,
     flat,
     landing,
@@ -110,9 +111,9 @@ class MotetGroup(_ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Task:
         opts = opts or dist.AllreduceOptions()
-        name, factor = _operator(opts.reduceOp)
         jobs: list[Callable[[], None]] = []
         for tensor in tensors:
+            name, factor = _operator(opts.reduceOp, tensor)
             if tensor.layout == torch.sparse_coo:
                 check_sparse(name, factor)
                 jobs.append(partial(sum_sparse, tensor, self._stacked))
@@ -126,7 +127,7 @@ class MotetGroup(_ProcessGroup):
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Task:
-        name, factor = _operator(opts.reduceOp)
+        name, factor = _operator(opts.reduceOp, tensors[0])
         plan = self._plans.find("reduce", tensors[0], name, opts.rootRank)
         made, finish = landing(tensors[0])
         chunks = _split(made, plan)
@@ -186,9 +187,9 @@ class MotetGroup(_ProcessGroup):
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: Sequence[Tensor | list[Tensor]], opts: Any = None) -> Task:
         opts = opts or dist.ReduceScatterOptions()
-        name, factor = _operator(opts.reduceOp)
         jobs = []
         for out, given in zip(outputs, inputs, strict=True):
+            name, factor = _operator(opts.reduceOp, out)
             plan = self._plans.find("reduce-scatter", out, name)
             before, _ = pieces(given, out, self._size, "reduce-scatter input")
             jobs.append(self._dealing(plan, before, out, factor))
@@ -331,10 +332,14 @@ class MotetGroup(_ProcessGroup):
         return _DONE
 
 
-def _operator(op: Any) -> tuple[str, Factor]:
+def _operator(op: Any, tensor: Tensor) -> tuple[str, Factor]:
     """The name of a reduction, and what contributions are multiplied by before it."""
     name = _REDUCTIONS[int(op.op)]
-    return ("sum", op.__getstate__()[1]) if name == "premul_sum" else (name, None)
+    if name != "premul_sum":
+        return name, None
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        raise InputError(f"{name} of {dtype_name(tensor.dtype)}: only floating-point numbers have fractions; use sum")
+    return "sum", op.__getstate__()[1]
 
 
 def _split(whole: Tensor, plan: Plan) -> Chunks:
