@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from motet.collectives.backend import CollectiveError, PeerLostError
 from motet.core.errors import InputError
@@ -126,3 +129,19 @@ def factors(place: Place, kind: str) -> None:
 @pytest.mark.parametrize("world", [1, 3])
 def test_contributions_are_multiplied_before_the_sum(ranks: Ranks, world: int, kind: str) -> None:
     ranks.run_places(world, factors, kind)
+
+
+def divided(place: Place) -> None:
+    """Small integers, so float32 is exact: FSDP multiplies before the sum in this dtype alone."""
+    with motet_group(place):
+        layer = nn.Linear(4, 6, bias=False)
+        sharded: Any = fully_shard(layer, mesh=init_device_mesh("cpu", (place.world,)))
+        sharded.set_gradient_divide_factor(8.0)
+        sharded(torch.full((2, 4), place.rank + 1.0)).sum().backward()
+        gradient = sharded.weight.grad
+        assert isinstance(gradient, DTensor)
+        assert gradient.full_tensor().unique().tolist() == [2 * sum(range(1, place.world + 1)) / 8]
+
+
+def test_a_divisor_of_gradients_in_fsdp(ranks: Ranks) -> None:
+    ranks.run_places(3, divided)

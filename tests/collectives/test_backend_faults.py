@@ -217,9 +217,9 @@ def refused(place: Place) -> None:
     ones = torch.ones(4)
     with motet_group(place):
         for call, sentence in (
-            (lambda: dist.all_reduce(ones.long(), op=dist.ReduceOp.AVG), "only floating-point numbers are averaged"),
+            (lambda: dist.all_reduce(ones.bool()), "sum of bool: use max for any"),
             (lambda: dist.all_reduce(ones, op=dist.ReduceOp.BXOR), "only integers have bits to combine"),
-            (lambda: dist.all_reduce(ones.to(torch.float8_e4m3fn)), "float8 can be moved but not reduced"),
+            (lambda: dist.all_reduce(ones.to(torch.float8_e4m3fn)), "it can be moved but not reduced"),
             (
                 lambda: dist.all_gather([torch.empty(3)] * 2, ones),
                 "it must be 2 such tensors, or one with as many numbers",

@@ -131,7 +131,8 @@ def counted(outcomes: dict[str, str]) -> str:
     run = ends[PASSES] + ends[FAILS]
     lines = [
         f"Of the {len(outcomes)} tests {run} can be run, and {ends[PASSES]} of these pass "
-        f"({100 * ends[PASSES] / run:.1f} %). {sum(left.values())} are left out by torch.",
+        f"({100 * ends[PASSES] / run:.1f} %); the sample has {len(SAMPLE)}. "
+        f"{sum(left.values())} are left out by torch.",
         *("", "| does not pass | because it |", "|---|---|"),
         *(f"| `{name}` | {reason} |" for name, reason in EXCEPTIONS.items()),
         *("", "| torch's reason to leave tests out | tests |", "|---|---|"),
