@@ -195,16 +195,18 @@ def motet_runner(model: str, dtype: str) -> Runner:
 
     from motet.core.batch import Batch
     from motet.models.build import build_trainee
+    from motet.parallel.communication import CommunicationSettings
     from motet.parallel.group import Group
     from motet.parallel.layout import Layout
     from motet.precision.recipe import RECIPES
-    from motet.train.optimizer import Updater
+    from motet.train.optimizer import make_updater
     from motet.train.settings import OptimizerSettings
     from motet.train.step import Stepper
 
     group = Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, torch.device("cpu"))
     trainee = build_trainee(settings_of(model), 0, torch.float32, group.device)
-    updater = Updater(trainee.module, OptimizerSettings(), RECIPES[dtype])
+    layout = Layout(group.world, 1)
+    updater = make_updater(trainee.module, OptimizerSettings(), RECIPES[dtype], group, layout, CommunicationSettings())
 
     class Samples:
         tokens: Any = None
@@ -214,7 +216,7 @@ def motet_runner(model: str, dtype: str) -> Runner:
             return Batch(self.tokens[:, :-1], self.tokens[:, 1:], weights, torch.arange(rows.start, rows.stop))
 
     samples = Samples()
-    stepper = Stepper(trainee, samples, updater, group, Layout(group.world, 1), ROWS, CLIP_NORM)
+    stepper = Stepper(trainee, samples, updater, group, layout, ROWS, CLIP_NORM)
 
     def step(tokens: Any) -> float:
         samples.tokens = tokens

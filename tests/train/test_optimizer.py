@@ -8,8 +8,12 @@ import torch
 from torch import nn
 
 from motet.core.errors import InputError
+from motet.parallel.communication import CommunicationSettings
+from motet.parallel.group import Group
+from motet.parallel.layout import Layout
+from motet.parallel.spread import Piece
 from motet.precision.recipe import RECIPES
-from motet.train.optimizer import Updater, group_parameters
+from motet.train.optimizer import Updater, group_parameters, make_updater
 from motet.train.settings import OptimizerSettings
 
 
@@ -35,6 +39,16 @@ def _settings(**changes: object) -> OptimizerSettings:
     return OptimizerSettings.model_validate({"learning_rate": 0.01, **changes})
 
 
+def _updater(net: nn.Module, settings: OptimizerSettings, recipe: str = "fp64") -> Updater:
+    alone = Group(0, 1, None, torch.device("cpu"))
+    return make_updater(net, settings, RECIPES[recipe], alone, Layout(1, 1), CommunicationSettings())
+
+
+def _begin(updater: Updater) -> None:
+    updater.spread.begin_step()
+    updater.spread.begin_backward(first=True, last=True)
+
+
 def _torch_optimizer(net: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
     wide = [p for p in net.parameters() if p.ndim > 1]
     narrow = [p for p in net.parameters() if p.ndim == 1]
@@ -51,19 +65,19 @@ def _torch_optimizer(net: nn.Module, settings: OptimizerSettings) -> torch.optim
 def test_equals_torch_over_several_steps(changes: dict[str, object]) -> None:
     settings = _settings(**changes)
     ours, theirs = _net(), _net()
-    updater, optimizer = Updater(ours, settings, RECIPES["fp64"]), _torch_optimizer(theirs, settings)
+    updater, optimizer = _updater(ours, settings), _torch_optimizer(theirs, settings)
     for step in range(4):
         tokens = torch.arange(step, step + 3)
-        updater.begin_step()
+        _begin(updater)
         for _ in range(2):  # two micro-batches
             ours(tokens).backward()
-        updater.end_backward()
+        updater.spread.end_backward()
         optimizer.zero_grad(set_to_none=False)
         for parameter in theirs.parameters():
             parameter.grad = torch.zeros_like(parameter)
         (2 * theirs(tokens)).backward()
         expected = math.sqrt(sum(p.grad.norm().item() ** 2 for p in theirs.parameters() if p.grad is not None))
-        assert updater.norm() == pytest.approx(expected, rel=1e-14)
+        assert math.sqrt(updater.squares()) == pytest.approx(expected, rel=1e-14)
         updater.update(0.01)
         optimizer.step()
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -72,51 +86,55 @@ def test_equals_torch_over_several_steps(changes: dict[str, object]) -> None:
 
 def test_a_gradient_of_the_step_before_is_not_used_again() -> None:
     net = _net()
-    updater = Updater(net, _settings(), RECIPES["fp64"])
+    updater = _updater(net, _settings())
     for module in (net, net.unused):
-        updater.begin_step()
+        _begin(updater)
         (net(torch.arange(3)) if module is net else net.unused(torch.ones(3, dtype=torch.float64)).sum()).backward()
-        updater.end_backward()
-    grads = {n: g for w in updater.weights for n, g in w.views(w.grad).items()}
-    assert grads["table.weight"].abs().max() == 0 and grads["unused.weight"].abs().min() == 1
+        updater.spread.end_backward()
+    grads = updater.spread.pieces(updater.spread.gradients())
+    assert grads["table.weight"].values.abs().max() == 0 and grads["unused.weight"].values.abs().min() == 1
 
 
 def test_bfloat16_keeps_small_updates_in_the_master() -> None:
     net = nn.Linear(4, 4, bias=False)
     nn.init.ones_(net.weight)
-    updater = Updater(net, _settings(weight_decay=0.0), RECIPES["bf16"])
+    updater = _updater(net, _settings(weight_decay=0.0), "bf16")
     assert net.weight.dtype == torch.bfloat16
     for _ in range(4):
-        updater.begin_step()
+        _begin(updater)
         net(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
-        updater.end_backward()
+        updater.spread.end_backward()
         updater.update(1e-3)  # below half a unit in the last place of bfloat16 at 1.0
-    master = updater.weights[0].views(updater.weights[0].master)["weight"]
-    torch.testing.assert_close(master, torch.full((4, 4), 1 - 4e-3), rtol=0, atol=1e-6)
+    master = updater.spread.pieces(updater.spread.masters)["weight"].values
+    torch.testing.assert_close(master, torch.full((16,), 1 - 4e-3), rtol=0, atol=1e-6)
     assert net.weight.dtype == torch.bfloat16 and net.weight.max() < 1  # four of them together are seen
-    assert updater.weights[0].grad.dtype == torch.float32
+    assert updater.spread.gradients()[0].dtype == torch.float32
+
+
+def _values(part: Piece | torch.Tensor) -> torch.Tensor:
+    return part if isinstance(part, torch.Tensor) else part.values
 
 
 def test_state_restores_bit_for_bit() -> None:
     settings = _settings()
     net = _net()
-    updater = Updater(net, settings, RECIPES["fp64"])
+    updater = _updater(net, settings)
 
     def step(module: nn.Module, its: Updater) -> None:
-        its.begin_step()
+        _begin(its)
         module(torch.arange(4)).backward()
-        its.end_backward()
+        its.spread.end_backward()
         its.update(0.01)
 
     step(net, updater)
     saved = copy.deepcopy(updater.state())
     step(net, updater)
     other = _net()
-    fresh = Updater(other, settings, RECIPES["fp64"])
+    fresh = _updater(other, settings)
     state = fresh.state()
     assert state.keys() == saved.keys()
-    for name, tensor in state.items():
-        tensor.copy_(saved[name])
+    for name, part in state.items():
+        _values(part).copy_(_values(saved[name]))
     fresh.publish()
     step(other, fresh)
     for a, b in zip(net.parameters(), other.parameters(), strict=True):

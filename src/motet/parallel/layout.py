@@ -17,6 +17,10 @@ class LayoutSettings(Settings):
 
     dp: Annotated[int, Field(ge=1)] | None = None
     """Replicas of the model; all ranks when not given."""
+    zero: Annotated[int, Field(ge=0, le=2)] = 0
+    """What ranks share instead of keeping all of it: 0 nothing, 1 masters and optimizer states, 2 gradients too."""
+    shard_group: Annotated[int, Field(ge=1)] | None = None
+    """Neighbouring ranks that share one copy of what is sharded; all of `dp` when not given."""
     microbatches: Annotated[int, Field(ge=1)] = 1
     """Parts that a rank cuts its share of the batch into, one forward and backward each."""
 
@@ -27,6 +31,9 @@ class Layout:
 
     dp: int
     microbatches: int
+    zero: int = 0
+    shards: int = 1
+    """Ranks that share one copy of what is sharded."""
 
     @property
     def ranks(self) -> int:
@@ -51,4 +58,18 @@ def resolve_layout(settings: LayoutSettings, ranks: int, batch_sequences: int) -
             f"data.batch_sequences = {batch_sequences} cannot be cut evenly over {dp} ranks x {settings.microbatches} "
             f"micro-batches = {parts}; use data.batch_sequences = {choices}, or another number of ranks"
         )
-    return Layout(dp=dp, microbatches=settings.microbatches)
+    return Layout(dp, settings.microbatches, settings.zero, _shards(settings, dp))
+
+
+def _shards(settings: LayoutSettings, dp: int) -> int:
+    size = settings.shard_group
+    if settings.zero == 0:
+        return 1
+    if size is None:
+        return dp
+    if dp % size:
+        fitting = ", ".join(str(n) for n in range(1, dp + 1) if dp % n == 0)
+        raise InputError(
+            f"layout.shard_group = {size} does not divide {dp} ranks of data parallelism; use one of {fitting}"
+        )
+    return size

@@ -33,7 +33,7 @@ from motet.train.faults import StopFlag
 from motet.train.flops import training_flops
 from motet.train.job import Job
 from motet.train.loop import Loop
-from motet.train.optimizer import Updater
+from motet.train.optimizer import Updater, make_updater
 from motet.train.preflight import check_huggingface
 from motet.train.state import RunState, newest_checkpoint
 from motet.train.step import Stepper
@@ -106,10 +106,10 @@ def build_parts(job: Job, group: Group, folder: Path) -> Parts:
     model = build_trainee(job.model, job.run.seed, getattr(torch, recipe.master), group.device, demands)
     if model.objective is not None:
         check_huggingface(job, prepared, model.objective, (model.vocab_size, model.outcomes))
-    updater = Updater(model.module, job.optimizer, recipe)
-    cast_frozen(model.module, recipe)
-    agree_on_values(model.module, updater.weights, group)
+    agree_on_values(model.module, group)
     _agree_on_data(data, group)
+    updater = make_updater(model.module, job.optimizer, recipe, group, layout, job.communication)
+    cast_frozen(model.module, recipe)
     state = RunState(model.module, updater, group, folder / "checkpoints", job.checkpoint.keep, data.fingerprint)
     steps = job.run.steps if job.run.steps is not None else data.steps_for_epochs(job.run.epochs or 1.0)
     return Parts(group, layout, data, model, updater, state, steps)

@@ -51,6 +51,7 @@ NEEDS: tuple[Needs, ...] = (
     *_rows("optimizer", "momentum nesterov", "name", ("sgd",)),
     *_rows("optimizer.schedule", "decay_steps", "kind", ("warmup-stable-decay",)),
     *_rows("optimizer.schedule", "final_fraction", "kind", ("linear", "cosine", "warmup-stable-decay")),
+    *_rows("layout", "shard_group", "zero", "given"),
     *_rows("monitor", "wandb_project", "wandb", ("online", "offline")),
     *_rows("monitor", "profile_steps", "profile_from", "given"),
     *_rows("monitor", "sample_prompt sample_temperature", "sample_tokens", "given"),

@@ -16,6 +16,7 @@ from motet.core.settings import Settings
 from motet.data.settings import DataSettings
 from motet.models.settings import ModelSettings
 from motet.monitor.settings import MonitorSettings
+from motet.parallel.communication import CommunicationSettings
 from motet.parallel.layout import LayoutSettings
 from motet.precision.recipe import PrecisionSettings
 from motet.train.idle import drop_replaced, refuse_idle
@@ -29,6 +30,7 @@ class Job(Settings):
     model: ModelSettings
     data: DataSettings = DataSettings()
     layout: LayoutSettings = LayoutSettings()
+    communication: CommunicationSettings = CommunicationSettings()
     precision: PrecisionSettings = PrecisionSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()

@@ -1,14 +1,19 @@
-"""From the `[optimizer]` section to an update: parameter groups, the norm, and AdamW or SGD on flat masters."""
+"""From the `[optimizer]` section to an update: parameter groups, the norm, and AdamW or SGD on flat shards."""
 
 import fnmatch
-import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from motet.core.errors import InputError
-from motet.precision.master import FlatWeights
+from motet.parallel.communication import CommunicationSettings
+from motet.parallel.data import spread_flat
+from motet.parallel.group import Group
+from motet.parallel.layout import Layout
+from motet.parallel.mesh import make_mesh
+from motet.parallel.spread import Piece, Spread
 from motet.precision.recipe import Recipe
 from motet.train.settings import OptimizerSettings
 
@@ -40,66 +45,81 @@ def group_parameters(
     return groups
 
 
+def make_updater(
+    module: nn.Module,
+    settings: OptimizerSettings,
+    recipe: Recipe,
+    group: Group,
+    layout: Layout,
+    communication: CommunicationSettings,
+) -> "Updater":
+    """Spread the trainable parameters of a module over the ranks, with an optimizer for what this one keeps."""
+    groups = group_parameters({name: p for name, p in module.named_parameters() if p.requires_grad}, settings)
+    numbered = {name: (number, p) for number, members in enumerate(groups.values()) for name, p in members.items()}
+    in_order = {name: numbered[name] for name, p in module.named_parameters() if p.requires_grad}
+    spread = spread_flat(in_order, recipe, make_mesh(group, layout), layout, communication)
+    return Updater(spread, list(groups), settings)
+
+
 class Updater:
-    """Owns the flat weights and their optimizer."""
+    """The optimizer of this rank's shards of the weights."""
 
-    def __init__(self, module: nn.Module, settings: OptimizerSettings, recipe: Recipe) -> None:
-        named = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        groups = group_parameters(named, settings)
-        self.weights = [FlatWeights(members, recipe) for members in groups.values()]
+    def __init__(self, spread: Spread, keys: Sequence[GroupKey], settings: OptimizerSettings) -> None:
+        self.spread = spread
         self._settings = settings
-        self._scales = [scale for scale, _ in groups]
-        self._optimizer = _optimizer(self.weights, list(groups), settings)
+        self._scales = [scale for scale, _ in keys]
+        self._tensors = [nn.Parameter(master, requires_grad=False) for master in spread.masters]
+        groups = [
+            {
+                "params": [t for t, group in zip(self._tensors, spread.groups, strict=True) if group == number],
+                "weight_decay": decay,
+            }
+            for number, (_, decay) in enumerate(keys)
+        ]
+        self._optimizer = _optimizer(groups, settings)
 
-    def begin_step(self) -> None:
-        for weights in self.weights:
-            weights.begin_step()
-
-    def end_backward(self) -> None:
-        for weights in self.weights:
-            weights.end_backward()
-
-    def norm(self) -> float:
-        """The Euclidean norm of all gradients as they stand in the flat tensors."""
-        return math.sqrt(sum(torch.linalg.vector_norm(w.grad).item() ** 2 for w in self.weights))
+    def squares(self) -> float:
+        """What this rank adds to the square of the norm of all gradients."""
+        if not self.spread.counts:
+            return 0.0
+        return float(sum(torch.linalg.vector_norm(grad).item() ** 2 for grad in self.spread.gradients()))
 
     def scale_gradients(self, factor: float) -> None:
-        for weights in self.weights:
-            weights.grad.mul_(factor)
+        torch._foreach_mul_(list(self.spread.gradients()), factor)
 
     def update(self, learning_rate: float) -> None:
         """One step of the optimizer on the masters, and the result handed to the model."""
         for group, scale in zip(self._optimizer.param_groups, self._scales, strict=True):
             group["lr"] = learning_rate * scale
-        for weights, group in zip(self.weights, self._optimizer.param_groups, strict=True):
-            group["params"][0].grad = weights.grad
+        for parameter, grad in zip(self._tensors, self.spread.gradients(), strict=True):
+            parameter.grad = grad
         self._optimizer.step()
-        for weights in self.weights:
-            weights.publish()
+        self.spread.publish()
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> dict[str, Piece | Tensor]:
         """Masters and moments by name, as views: reading gives the state, writing in place restores it."""
-        state: dict[str, Tensor] = {}
-        for weights, group in zip(self.weights, self._optimizer.param_groups, strict=True):
-            state |= {f"master/{name}": view for name, view in weights.views(weights.master).items()}
-            for kind, flat in self._moments(group["params"][0]).items():
-                if flat.ndim == 0:
-                    state.setdefault(kind, flat)  # the count of steps: all groups take theirs together
-                else:
-                    state |= {f"{kind}/{name}": view for name, view in weights.views(flat).items()}
+        state: dict[str, Piece | Tensor] = dict(self._pieces("master", self.spread.masters))
+        moments = [self._moments(tensor) for tensor in self._tensors]
+        for kind, first in moments[0].items():
+            if first.ndim == 0:
+                state[kind] = first  # the count of steps: all tensors take theirs together
+            else:
+                state |= self._pieces(kind, [kinds[kind] for kinds in moments])
         return state
 
     def publish(self) -> None:
         """After `state()` was written to."""
-        counts = [self._moments(group["params"][0]).get("step") for group in self._optimizer.param_groups]
-        for count in counts[1:]:
-            if count is not None and counts[0] is not None:
-                count.copy_(counts[0])
-        for weights in self.weights:
-            weights.publish()
+        first, *others = [self._moments(tensor).get("step") for tensor in self._tensors]
+        for count in others:
+            if count is not None and first is not None:
+                count.copy_(first)
+        self.spread.publish()
+
+    def _pieces(self, kind: str, tensors: Sequence[Tensor]) -> dict[str, Piece]:
+        return {f"{kind}/{name}": piece for name, piece in self.spread.pieces(tensors).items()}
 
     def _moments(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The optimizer's own tensors of one group, made now if no step was taken yet."""
+        """The optimizer's own tensors of one tensor, made now if no step was taken yet."""
         moments: dict[str, Any] = self._optimizer.state[parameter]
         if self._settings.name == "adamw" and not moments:
             moments["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -111,11 +131,7 @@ class Updater:
         return {kind: value for kind, value in moments.items() if isinstance(value, Tensor)}
 
 
-def _optimizer(weights: list[FlatWeights], keys: list[GroupKey], settings: OptimizerSettings) -> torch.optim.Optimizer:
-    groups = [
-        {"params": [nn.Parameter(w.master, requires_grad=False)], "weight_decay": decay}
-        for w, (_, decay) in zip(weights, keys, strict=True)
-    ]
+def _optimizer(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:
     if settings.name == "adamw":
         return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps, fused=True)
     return torch.optim.SGD(

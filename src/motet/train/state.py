@@ -8,10 +8,13 @@ from torch import Tensor, nn
 
 from motet.checkpoint.load import load_checkpoint
 from motet.checkpoint.manifest import Manifest, whole_checkpoints
+from motet.checkpoint.pieces import StoredPiece, shape_of_whole
 from motet.checkpoint.save import save_checkpoint
+from motet.collectives.execute import sum_scalars
 from motet.core.errors import DivergedError, InputError
 from motet.parallel.data import agree_on_buffers, saved_buffers
 from motet.parallel.group import Group
+from motet.parallel.spread import Piece
 from motet.train.optimizer import Updater
 
 
@@ -29,13 +32,15 @@ class RunState:
 
     def tensors(self) -> dict[str, Tensor]:
         """By name, as views: reading them saves the run, writing to them restores it."""
+        held = {name: _stored(part) for name, part in self.updater.state().items()}
         frozen = {f"frozen/{n}": p.data for n, p in self.module.named_parameters() if not p.requires_grad}
         buffers = {f"buffer/{n}": b.detach() for n, b in saved_buffers(self.module).items()}
-        return self.updater.state() | frozen | buffers
+        return held | frozen | buffers
 
     def save(self, step: int) -> tuple[Path, int]:
         """The folder of the checkpoint, and its bytes."""
-        if not all(weights.master.isfinite().all() for weights in self.updater.weights):
+        wrong = float(not all(master.isfinite().all() for master in self.updater.spread.masters))
+        if sum_scalars([wrong], self.group, self.group.device)[0]:
             raise DivergedError(
                 f"stopped at step {step}: the parameters are not finite after it, so they are not saved; lower "
                 "optimizer.learning_rate or lengthen the warm-up, then start again (--resume continues from the last "
@@ -49,7 +54,7 @@ class RunState:
             threads=torch.get_num_threads(),
             torch=torch.__version__,
             data_fingerprint=self.data_fingerprint,
-            shapes={name: list(t.shape) for name, t in tensors.items()},
+            shapes={name: list(shape_of_whole(t)) for name, t in tensors.items()},
             dtypes={name: str(t.dtype).removeprefix("torch.") for name, t in tensors.items()},
         )
         path = save_checkpoint(self.folder, tensors, manifest, self.keep, self.group.process_group)
@@ -76,6 +81,14 @@ class RunState:
             for name, value in now.items()
             if getattr(manifest, name) != value
         ]
+
+
+def _stored(part: Piece | Tensor) -> Tensor:
+    if isinstance(part, Tensor):
+        return part
+    if part.values.numel() == part.shape.numel():
+        return part.values.view(part.shape)
+    return StoredPiece.of(part.values, part.shape, part.start)
 
 
 def newest_checkpoint(folder: Path) -> Path | None:

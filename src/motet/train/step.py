@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from motet.collectives.execute import sum_scalars
 from motet.core.batch import Batch
 from motet.core.trace import span
-from motet.parallel.data import agree_on_buffers, reduce_gradients, saved_buffers
+from motet.parallel.data import agree_on_buffers, saved_buffers
 from motet.parallel.group import Group
 from motet.parallel.layout import Layout
 from motet.train.optimizer import Updater
@@ -73,14 +73,15 @@ class Stepper:
         agree_on_buffers(self.model.module, self.group)
         before = {name: buffer.clone() for name, buffer in saved_buffers(self.model.module).items()}
         loss_sum, targets, tokens = self._forward_and_backward(number)
-        reduce_gradients(self.updater.weights, self.group)
+        with span("norm"):
+            squares = self.updater.squares()
         with span("agree"):
-            loss_sum, targets, total_tokens, stops = sum_scalars(
-                [loss_sum, targets, float(tokens), float(stop)], self.group, self.group.device
+            loss_sum, targets, total_tokens, stops, squares = sum_scalars(
+                [loss_sum, targets, float(tokens), float(stop), squares], self.group, self.group.device
             )
         with span("clip"):
             count = max(targets, 1.0)  # a step without any target has loss and gradient zero
-            norm = self.updater.norm() / count
+            norm = math.sqrt(squares) / count
             finite = math.isfinite(loss_sum) and math.isfinite(norm)
             clipped = 1.0 if self.clip_norm is None or norm <= self.clip_norm else self.clip_norm / norm
             if finite:
@@ -94,23 +95,25 @@ class Stepper:
         return StepResult(loss_sum / count, norm, targets, int(total_tokens), learning_rate, finite, stops > 0)
 
     def _forward_and_backward(self, number: int) -> tuple[float, float, int]:
-        """Loss sum, number of targets and tokens of this rank; gradients are left in the flat tensors."""
-        self.updater.begin_step()
+        """Loss sum, number of targets and tokens of this rank; gradients are summed over micro-batches and ranks."""
+        self.updater.spread.begin_step()
         losses, targets, tokens = [], 0.0, 0
-        for rows in rows_of_rank(self.layout, self.group.rank, self.batch_sequences):
+        portions = rows_of_rank(self.layout, self.group.rank, self.batch_sequences)
+        for part, rows in enumerate(portions):
             with span("read"):
                 batch = self.samples.batch(number, rows)
                 targets += batch.weights.sum(dtype=torch.float64).item()
                 tokens += batch.tokens.numel()
             with span("move"):
                 batch = batch.to(self.group.device)
+            self.updater.spread.begin_backward(part == 0, part == len(portions) - 1)
             with self.model.randomness(number, batch.rows):
                 with span("forward"):
                     loss = self.model.loss_sum(batch)
                 with span("backward"):
                     loss.backward()
+            self.updater.spread.end_backward()
             losses.append(loss.detach())
-        self.updater.end_backward()
         return torch.stack(losses).sum(dtype=torch.float64).item(), targets, tokens
 
 

@@ -1,0 +1,83 @@
+"""A part of a tensor as a checkpoint stores it: a run of its elements, as boxes of the whole.
+
+Checkpoints keep the shape of the whole and know nothing of the layout that wrote them, so another may read them.
+"""
+
+from collections.abc import Iterator
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and lengths along the dimensions of the whole."""
+
+
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """What the elements from `start` to `stop` of a tensor in row-major order are: at most 2 x dimensions - 1 boxes."""
+    if start >= stop:
+        return
+    if len(shape) < 2:
+        yield (start,)[: len(shape)], (stop - start,)[: len(shape)]
+        return
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last or (first == last and start % row and stop % row):  # inside one row
+        for offsets, lengths in boxes(shape[1:], start - (first - 1) * row, stop - (first - 1) * row):
+            yield (first - 1, *offsets), (1, *lengths)
+        return
+    if start % row:
+        for offsets, lengths in boxes(shape[1:], start % row, row):
+            yield (first - 1, *offsets), (1, *lengths)
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    if stop % row:
+        for offsets, lengths in boxes(shape[1:], 0, stop % row):
+            yield (last, *offsets), (1, *lengths)
+
+
+class StoredPiece(Tensor):
+    """The elements of a whole of `shape` from `start` on. Saved from and loaded into the memory of `values`."""
+
+    shape_of_whole: tuple[int, ...]
+    start: int
+
+    @staticmethod
+    def of(values: Tensor, shape: tuple[int, ...], start: int) -> "StoredPiece":
+        piece = values.detach().as_subclass(StoredPiece)
+        piece.shape_of_whole, piece.start = shape, start
+        return piece
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(lengths)) for offsets, lengths in self._boxes()]
+
+    def __create_write_items__(self, name: str, piece: object) -> list[WriteItem]:
+        values = self.as_subclass(Tensor)
+        return [
+            WriteItem(
+                index=MetadataIndex(name, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk, TensorProperties.create_from_tensor(values), torch.Size(self.shape_of_whole)
+                ),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        before = 0
+        for offsets, lengths in self._boxes():
+            count = prod(lengths)
+            if index.offset == torch.Size(offsets):
+                return self.as_subclass(Tensor)[before : before + count].view(lengths)
+            before += count
+        raise ValueError(f"{index}: this rank does not have it")
+
+    def _boxes(self) -> list[Box]:
+        return list(boxes(self.shape_of_whole, self.start, self.start + self.numel()))
+
+
+def shape_of_whole(tensor: Tensor) -> tuple[int, ...]:
+    return tensor.shape_of_whole if isinstance(tensor, StoredPiece) else tuple(tensor.shape)

@@ -1,0 +1,198 @@
+"""Trainable parameters on flat tensors: what the model computes with, what is updated, and the gradients between.
+
+    compute   recipe.compute   all buckets one after another; the module's parameters are views of it
+    master    recipe.master    this rank's shard of every bucket, updated by the optimizer; where the dtypes agree it is
+                               that part of `compute`
+    grad      recipe.reduce    what backward has is added to its bucket at once; all buckets stay, or the shards alone
+
+A shard may be the whole bucket: then every rank keeps and updates everything.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from motet.parallel.buckets import Bucket, Member
+from motet.parallel.spread import Piece
+from motet.precision.recipe import Recipe
+
+
+class Part(NamedTuple):
+    """What one update works on: parameters of one optimizer group in this rank's shard of one bucket."""
+
+    bucket: int
+    group: int
+    place: slice
+    """In the flat tensors."""
+    master: Tensor
+
+
+class FlatWeights:
+    """All trainable parameters of a module. `shard` is the number of this rank's in every bucket."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        buckets: Sequence[Bucket],
+        shard: int,
+        recipe: Recipe,
+        keep_gradients: bool,
+    ) -> None:
+        self.buckets = tuple(buckets)
+        self._shard = shard
+        self._shapes = {name: p.shape for name, p in parameters.items()}
+        device = next(iter(parameters.values())).device
+        total = self.buckets[-1].stop
+        compute, master = getattr(torch, recipe.compute), getattr(torch, recipe.master)
+        self.compute = torch.zeros(total, dtype=compute, device=device)
+        for member in self._members():
+            self.compute[member.start : member.stop].view(self._shapes[member.name]).copy_(parameters[member.name])
+        self.parts = self._make_parts(parameters, self.compute if compute == master else None, master)
+        self.gradients = Gradients(self.buckets, shard, getattr(torch, recipe.reduce), device, keep_gradients)
+        for number, bucket in enumerate(self.buckets):
+            for member in bucket.members:
+                parameter = parameters[member.name]
+                parameter.data = self.compute[member.start : member.stop].view(parameter.shape)
+                parameter.register_post_accumulate_grad_hook(self.gradients.collector(number, member))
+
+    def _make_parts(
+        self, parameters: Mapping[str, nn.Parameter], inside: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Part, ...]:
+        """The masters from the parameters as they are given, before these are cast."""
+        parts = []
+        for number, bucket in enumerate(self.buckets):
+            for group, place in bucket.runs(bucket.shard(self._shard)):
+                if inside is not None:
+                    parts.append(Part(number, group, place, inside[place]))
+                    continue
+                size = place.stop - place.start
+                part = Part(number, group, place, torch.zeros(size, dtype=dtype, device=self.compute.device))
+                for member, first, stop in _overlaps(bucket, place):
+                    given = parameters[member.name].detach().reshape(-1)
+                    part.master[first - place.start : stop - place.start] = given[
+                        first - member.start : stop - member.start
+                    ]
+                parts.append(part)
+        return tuple(parts)
+
+    def publish(self) -> None:
+        """Cast this rank's masters to what the model computes with, after an update."""
+        for part in self.parts:
+            if part.master.data_ptr() != self.compute[part.place].data_ptr():
+                self.compute[part.place].copy_(part.master)
+
+    def pieces(self, tensors: Sequence[Tensor]) -> dict[str, Piece]:
+        """One tensor for each part, cut into what this rank keeps of the parameters, by name."""
+        found = {member.name: Piece(self._shapes[member.name], 0, tensors[0][:0]) for member in self._members()}
+        for part, tensor in zip(self.parts, tensors, strict=True):
+            for member, first, stop in _overlaps(self.buckets[part.bucket], part.place):
+                values = tensor[first - part.place.start : stop - part.place.start]
+                found[member.name] = Piece(self._shapes[member.name], first - member.start, values)
+        return {name: found[name] for name in self._shapes}
+
+    def gradient(self, name: str) -> Tensor:
+        """A whole gradient, where whole gradients are kept."""
+        member = next(member for member in self._members() if member.name == name)
+        return self.gradients.kept(slice(member.start, member.stop)).view(self._shapes[name])
+
+    def _members(self) -> list[Member]:
+        return [member for bucket in self.buckets for member in bucket.members]
+
+
+def _overlaps(bucket: Bucket, place: slice) -> list[tuple[Member, int, int]]:
+    """(member, from, to) in the flat tensor, of the members that have elements in this place."""
+    cut = [(member, max(member.start, place.start), min(member.stop, place.stop)) for member in bucket.members]
+    return [(member, first, stop) for member, first, stop in cut if first < stop]
+
+
+class Gradients:
+    """Collects what backward makes. Says which buckets are complete, first to last."""
+
+    def __init__(
+        self, buckets: Sequence[Bucket], shard: int, dtype: torch.dtype, device: torch.device, keep: bool
+    ) -> None:
+        self._buckets = buckets
+        self._keep = keep
+        self._dtype, self._device = dtype, device
+        self._shards = [bucket.shard(shard) for bucket in buckets]
+        starts = [0]
+        for piece in self._shards:
+            starts.append(starts[-1] + piece.stop - piece.start)
+        self._offsets = starts
+        size = buckets[-1].stop if keep else starts[-1]
+        self._flat = torch.zeros(size, dtype=dtype, device=device)
+        self._open: dict[int, Tensor] = {}
+        """Buckets in use, where only shards are kept."""
+        self._untouched: list[set[str]] = [set() for _ in buckets]
+        """Their members that have no gradient since the last `begin`; the first replaces what was there."""
+        self._missing: list[set[str]] = [set() for _ in buckets]
+        """Their members without a gradient in this backward."""
+        self.on_complete: Callable[[int], None] = lambda number: None
+
+    def begin(self) -> None:
+        """Of a step. What follows replaces what is there."""
+        self._untouched = [{member.name for member in bucket.members} for bucket in self._buckets]
+
+    def begin_backward(self) -> None:
+        """Of a micro-batch."""
+        self._missing = [{member.name for member in bucket.members} for bucket in self._buckets]
+        if not self._keep:
+            self._untouched = [set(names) for names in self._missing]
+
+    def bucket(self, number: int) -> Tensor:
+        """All of it, as it stands on this rank."""
+        bucket = self._buckets[number]
+        if self._keep:
+            return self._flat[bucket.start : bucket.stop]
+        if number not in self._open:
+            self._open[number] = torch.zeros(bucket.length, dtype=self._dtype, device=self._device)
+        return self._open[number]
+
+    def shard(self, number: int) -> Tensor:
+        """This rank's part of the sum."""
+        if self._keep:
+            return self._flat[self._shards[number]]
+        return self._flat[self._offsets[number] : self._offsets[number + 1]]
+
+    def kept(self, place: slice) -> Tensor:
+        """What is kept of this place in the flat tensors; of a part, or anywhere if all is kept."""
+        if self._keep:
+            return self._flat[place]
+        number = next(i for i, piece in enumerate(self._shards) if piece.start <= place.start < piece.stop)
+        offset = self._offsets[number] - self._shards[number].start
+        return self._flat[place.start + offset : place.stop + offset]
+
+    def release(self, number: int) -> None:
+        """Nobody needs the bucket of this backward any more."""
+        self._open.pop(number, None)
+
+    def fill(self, number: int) -> None:
+        """Members that got no gradient have a gradient of zero."""
+        bucket, tensor = self._buckets[number], self.bucket(number)
+        for member in bucket.members:
+            if member.name in self._untouched[number]:
+                tensor[member.start - bucket.start : member.stop - bucket.start].zero_()
+        self._untouched[number] = set()
+
+    def collector(self, number: int, member: Member) -> Callable[[Tensor], None]:
+        start = self._buckets[number].start
+        place = slice(member.start - start, member.stop - start)
+
+        def collect(parameter: Tensor) -> None:
+            grad = parameter.grad
+            assert grad is not None
+            grad = grad.to_dense() if grad.is_sparse else grad
+            view = self.bucket(number)[place].view(grad.shape)
+            if member.name in self._untouched[number]:
+                self._untouched[number].discard(member.name)
+                view.copy_(grad)
+            else:
+                view.add_(grad)
+            parameter.grad = None
+            self._missing[number].discard(member.name)
+            if not self._missing[number]:
+                self.on_complete(number)
+
+        return collect

@@ -1,0 +1,49 @@
+"""What training asks of parameters that are spread over ranks, however that is done."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Piece(NamedTuple):
+    """What a rank keeps of a parameter: its elements from `start` on, in a row."""
+
+    shape: torch.Size
+    """Of the whole."""
+    start: int
+    values: Tensor
+
+
+class Spread(Protocol):
+    """The trainable parameters of a model, as one rank keeps and updates them."""
+
+    @property
+    def groups(self) -> Sequence[int]:
+        """The optimizer group of each master."""
+
+    @property
+    def masters(self) -> Sequence[Tensor]:
+        """What this rank updates."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's share of a sum over all parameters counts; it is one of several replicas' otherwise."""
+
+    def begin_step(self) -> None: ...
+
+    def begin_backward(self, first: bool, last: bool) -> None:
+        """Of a micro-batch, which is the first or last of the step."""
+
+    def end_backward(self) -> None:
+        """After the last of a step, gradients are summed over micro-batches and ranks."""
+
+    def gradients(self) -> Sequence[Tensor]:
+        """Those of the masters."""
+
+    def publish(self) -> None:
+        """Give the model of every rank what the masters are now."""
+
+    def pieces(self, tensors: Sequence[Tensor]) -> dict[str, Piece]:
+        """One tensor for each master, cut into what this rank keeps of the parameters, by name."""
