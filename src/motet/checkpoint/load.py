@@ -9,14 +9,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from motet.checkpoint.manifest import Manifest, read_manifest, refuse_damaged, refuse_other_model
-from motet.checkpoint.pieces import shape_of_whole
 from motet.core.errors import InputError
 
 
 def load_checkpoint(where: Path, state: dict[str, Tensor], group: dist.ProcessGroup | None) -> Manifest:
     """Fill the tensors of `state` from the checkpoint folder `where`."""
     manifest = read_manifest(where)
-    refuse_other_model(manifest, {name: list(shape_of_whole(t)) for name, t in state.items()}, where)
+    refuse_other_model(manifest, {name: list(t.size()) for name, t in state.items()}, where)
     if group is None or dist.get_rank(group) == 0:
         refuse_damaged(manifest, where)
     with warnings.catch_warnings():

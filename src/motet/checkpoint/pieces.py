@@ -4,6 +4,7 @@ Checkpoints keep the shape of the whole and know nothing of the layout that wrot
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -23,19 +24,15 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
         yield (start,)[: len(shape)], (stop - start,)[: len(shape)]
         return
     row = prod(shape[1:])
-    first, last = -(-start // row), stop // row
-    if first > last or (first == last and start % row and stop % row):  # inside one row
-        for offsets, lengths in boxes(shape[1:], start - (first - 1) * row, stop - (first - 1) * row):
-            yield (first - 1, *offsets), (1, *lengths)
-        return
-    if start % row:
-        for offsets, lengths in boxes(shape[1:], start % row, row):
-            yield (first - 1, *offsets), (1, *lengths)
-    if first < last:
-        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
-    if stop % row:
-        for offsets, lengths in boxes(shape[1:], 0, stop % row):
-            yield (last, *offsets), (1, *lengths)
+    first, last = -(-start // row), stop // row  # whole rows
+    cuts = [start, *({first * row, last * row} if first <= last else ()), stop]
+    for begin, end in pairwise(sorted(set(cuts))):
+        if begin % row == 0 and end % row == 0:
+            yield (begin // row, *(0 for _ in shape[1:])), ((end - begin) // row, *shape[1:])
+            continue
+        base = begin // row * row
+        for offsets, lengths in boxes(shape[1:], begin - base, end - base):
+            yield (begin // row, *offsets), (1, *lengths)
 
 
 class StoredPiece(Tensor):
@@ -49,6 +46,9 @@ class StoredPiece(Tensor):
         piece = values.detach().as_subclass(StoredPiece)
         piece.shape_of_whole, piece.start = shape, start
         return piece
+
+    def size(self) -> torch.Size:  # type: ignore[override]  # what DCP compares with what is stored
+        return torch.Size(self.shape_of_whole)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(lengths)) for offsets, lengths in self._boxes()]
@@ -77,7 +77,3 @@ class StoredPiece(Tensor):
 
     def _boxes(self) -> list[Box]:
         return list(boxes(self.shape_of_whole, self.start, self.start + self.numel()))
-
-
-def shape_of_whole(tensor: Tensor) -> tuple[int, ...]:
-    return tensor.shape_of_whole if isinstance(tensor, StoredPiece) else tuple(tensor.shape)

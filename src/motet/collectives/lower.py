@@ -113,6 +113,12 @@ def extents(program: Program, elements: int) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in pairwise(cuts))
 
 
+def elements_sent(program: Program, rank: int, elements: int) -> int:
+    """What a rank sends in all when the chunks together have so many elements."""
+    before = [0, *accumulate(extents(program, elements))]
+    return sum(before[t.last + 1] - before[t.first] for step in program.steps for t in step if t.src == rank)
+
+
 def elements(program: Program, rank: int, held: int, kept: int) -> int | None:
     """How many elements all chunks have, when this rank has `held` at the start and room for `kept` at the end.
 

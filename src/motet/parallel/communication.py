@@ -4,7 +4,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from motet.collectives.library import find
+from motet.core.errors import InputError
 from motet.core.settings import Settings
+from motet.parallel.layout import Layout
 
 Mebibytes = Annotated[float, Field(gt=0, le=2**20)]
 
@@ -24,3 +27,26 @@ class CommunicationSettings(Settings):
     """The same for reduce-scatter."""
     all_gather: str = "backend"
     """The same for all-gather."""
+
+
+def check_communication(settings: CommunicationSettings, layout: Layout) -> None:
+    """Refuse algorithms that do not exist, or do not do for the ranks that they are to join."""
+    for collective, name, ranks in (
+        ("all-reduce", settings.all_reduce, layout.dp // layout.shards),
+        ("reduce-scatter", settings.reduce_scatter, layout.shards),
+        ("all-gather", settings.all_gather, layout.shards),
+    ):
+        if name == "backend":
+            continue
+        key = f"communication.{collective.replace('-', '_')}"
+        try:
+            found = find(collective, name)
+            if ranks > 1:
+                found.refuse(ranks)
+        except InputError as error:
+            raise InputError(f"{key} = {name!r}: {error}; or leave it to the backend") from None
+        if not found.same_bits:
+            raise InputError(
+                f"{key} = {name!r} adds in another order on each rank, so that replicas would drift apart; "
+                "take one that `motet collectives list` marks as giving all ranks the same bits"
+            )

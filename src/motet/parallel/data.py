@@ -74,11 +74,13 @@ class FlatSpread:
     _next: int = 0
     _first: bool = True
     _last: bool = True
+    _steps: int = 0
 
     def __post_init__(self) -> None:
         self.weights.gradients.on_complete = self._completed
 
     def begin_step(self) -> None:
+        self._steps += 1
         self.weights.gradients.begin()
 
     def begin_backward(self, first: bool, last: bool) -> None:
@@ -129,9 +131,17 @@ class FlatSpread:
             compute, works = self.weights.compute, []
             for bucket in self.weights.buckets:
                 own, whole = compute[bucket.shard(shards.rank)], compute[bucket.start : bucket.stop]
-                works.append(all_gather(whole, own, shards, **_call(self.settings.all_gather)))
+                works.append(all_gather(whole, own, shards, **self._call(self.settings.all_gather)))
             for work in works:
                 work.wait()
+
+    def _call(self, algorithm: str) -> Call:
+        """That all ranks do the same is checked in the first step; every other is like it."""
+        return {
+            "async_op": True,
+            "algorithm": None if algorithm == "backend" else algorithm,
+            "check": self._steps <= 1,
+        }
 
     @property
     def _sends(self) -> bool:
@@ -153,13 +163,13 @@ class FlatSpread:
         underway = _Sum(number, shard if self.keep_gradients or self._first else torch.empty_like(shard))
         self._underway.append(underway)
         if shards.world > 1:
-            underway.work = reduce_scatter(underway.shard, whole, shards, **_call(self.settings.reduce_scatter))
+            underway.work = reduce_scatter(underway.shard, whole, shards, **self._call(self.settings.reduce_scatter))
         elif not self.keep_gradients:
             underway.shard.copy_(whole)
-        for before in self._underway:
-            if before.work is not None and not before.scattered and not before.work.is_completed():
-                break  # what comes after waits too: the order is the same on every rank
+        for before in self._underway[:-1]:  # never by what happens to be done: the order is the same on every rank
             self._go_on(before)
+        if underway.work is None:
+            self._go_on(underway)
 
     def _go_on(self, underway: _Sum) -> None:
         """Once the shard is there: add it to those of earlier micro-batches, and sum it over the replicas."""
@@ -176,11 +186,7 @@ class FlatSpread:
             if not self._first:
                 shard.add_(underway.shard)
         if self._last and self.mesh.replicas.world > 1:
-            underway.work = all_reduce(shard, self.mesh.replicas, **_call(self.settings.all_reduce))
-
-
-def _call(algorithm: str) -> Call:
-    return {"async_op": True, "algorithm": None if algorithm == "backend" else algorithm}
+            underway.work = all_reduce(shard, self.mesh.replicas, **self._call(self.settings.all_reduce))
 
 
 def saved_buffers(module: nn.Module) -> dict[str, Tensor]:

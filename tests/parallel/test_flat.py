@@ -1,0 +1,265 @@
+"""Stages 0 to 2 on flat buckets: the same numbers as one rank, the bytes that are promised, and what is kept."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from motet.core.errors import InputError
+from motet.core.trace import listening
+from motet.parallel.buckets import cut_buckets
+from motet.parallel.communication import CommunicationSettings, check_communication
+from motet.parallel.data import FlatSpread, agree_on_values
+from motet.parallel.group import Group
+from motet.parallel.layout import Layout, LayoutSettings, resolve_layout
+from motet.parallel.placement import memory, traffic
+from motet.precision.recipe import RECIPES
+from motet.train.assemble import build_parts, numerics
+from motet.train.job import Job
+from motet.train.optimizer import Updater, make_updater
+from motet.train.settings import OptimizerSettings
+from on_ranks import Counter
+from ranks import Ranks
+from train.runs import Trained, small_job, train, worst_difference
+
+STEPS = 10
+BATCH = "data.batch_sequences=48"
+SMALL_BUCKETS = ("communication.bucket_mib=0.02", "communication.first_bucket_mib=0.001")
+CASES = [
+    (2, 1, ["layout.zero=1"]),
+    (3, 1, ["layout.zero=2", *SMALL_BUCKETS]),
+    (2, 3, ["layout.zero=1", *SMALL_BUCKETS]),
+    (2, 3, ["layout.zero=2"]),
+    (4, 1, ["layout.zero=1", "layout.shard_group=2"]),
+    (4, 3, ["layout.zero=2", "layout.shard_group=2", *SMALL_BUCKETS]),
+    (3, 1, ["layout.zero=0", *SMALL_BUCKETS]),
+    (2, 3, ["layout.zero=0", "communication.overlap=none"]),
+    (1, 3, ["layout.zero=2"]),
+]
+NAMED = ["communication.all_reduce=tree", "communication.reduce_scatter=bruck", "communication.all_gather=bruck"]
+
+
+def reference(ranks: Ranks, folder: Path, model: str) -> Trained:
+    found: Trained = ranks.run(1, train, small_job(folder, BATCH, model=model), STEPS, timeout_s=240)[0]
+    return found
+
+
+def agrees(ranks: Ranks, folder: Path, model: str, case: tuple[int, int, list[str]], wanted: Trained) -> None:
+    world, parts, settings = case
+    job = small_job(folder, BATCH, f"layout.microbatches={parts}", *settings, model=model)
+    for rank, trained in enumerate(ranks.run(world, train, job, STEPS, timeout_s=240)):
+        worst = worst_difference(trained, wanted)
+        assert worst < 1e-12, f"{model} {world} ranks x {parts} {settings}, rank {rank}: {worst:.2e}"
+
+
+def test_every_stage_computes_the_same_numbers(ranks: Ranks, tmp_path: Path) -> None:
+    wanted = reference(ranks, tmp_path, "decoder")
+    for case in CASES:
+        agrees(ranks, tmp_path, "decoder", case, wanted)
+    agrees(ranks, tmp_path, "decoder", (4, 1, ["layout.zero=1", "layout.shard_group=2", *NAMED]), wanted)
+
+
+@pytest.mark.parametrize("model", ["bert", "gpt2", "adapters"])
+def test_so_it_does_for_other_models(ranks: Ranks, tmp_path: Path, model: str) -> None:
+    wanted = reference(ranks, tmp_path, model)
+    for case in CASES[:3]:
+        agrees(ranks, tmp_path, model, case, wanted)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("model", ["decoder", "bert", "t5", "classify", "llama", "qwen2", "gpt2", "adapters"])
+def test_every_stage_on_every_world(ranks: Ranks, tmp_path: Path, model: str) -> None:
+    wanted = reference(ranks, tmp_path, model)
+    for world in (1, 2, 3, 4):
+        for parts in (1, 3 if 48 % (3 * world) == 0 else 2):
+            for zero in (0, 1, 2):
+                for buckets in ((), SMALL_BUCKETS):
+                    for overlap in ("backward", "none"):
+                        settings = [f"layout.zero={zero}", f"communication.overlap={overlap}", *buckets]
+                        agrees(ranks, tmp_path, model, (world, parts, settings), wanted)
+
+
+ALGORITHMS = ["communication.all_reduce=ring", "communication.reduce_scatter=ring", "communication.all_gather=ring"]
+
+
+def count_bytes(group: Group, job: Job) -> tuple[int, int, int, int]:
+    """Sent in two steps, and what was said; kept after them, and what was said."""
+    with numerics(job), tempfile.TemporaryDirectory() as folder:
+        parts = build_parts(job, group, Path(folder))
+        spread = parts.updater.spread
+        assert isinstance(spread, FlatSpread)
+        stepper, counter = parts.stepper(job), Counter()
+        recipe = RECIPES[job.precision.recipe]
+        with listening(counter):
+            for step in range(2):
+                stepper.step(step, 0.001)
+        buckets = spread.weights.buckets
+        said = traffic(buckets, parts.layout, recipe, job.communication, group.rank)
+        held = [spread.weights.compute, *spread.masters, *spread.gradients(), *_moments(parts.updater)]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
+        kept = memory(buckets, parts.layout, recipe, 2)
+    return int(counter.counts.get("sent_bytes", 0)), 2 * said.total, sum(storages.values()), kept.total
+
+
+def _moments(updater: Updater) -> list[torch.Tensor]:
+    """All tensors of the optimizer but the counts of steps."""
+    return [t for state in updater._optimizer.state.values() for t in state.values() if t.ndim]
+
+
+@pytest.mark.parametrize("recipe", ["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [
+        (2, ["layout.zero=0"]),
+        (3, ["layout.zero=1"]),
+        (2, ["layout.zero=2", "layout.microbatches=2"]),
+        (4, ["layout.zero=2", "layout.shard_group=2", "layout.microbatches=3"]),
+        (4, ["layout.zero=1", "layout.shard_group=2"]),
+    ],
+)
+def test_bytes_sent_and_kept_are_those_that_are_promised(
+    ranks: Ranks, tmp_path: Path, world: int, settings: list[str], recipe: str
+) -> None:
+    job = small_job(tmp_path, BATCH, f"precision.recipe={recipe}", *settings, *ALGORITHMS, *SMALL_BUCKETS)
+    for sent, promised, kept, formula in ranks.run(world, count_bytes, job):
+        assert sent == promised > 0
+        assert kept == formula
+
+
+def test_the_textbook_holds_where_everything_divides() -> None:
+    """With N ranks, P parameters, gradients of g and parameters of p bytes: 2gP, or (g + p)P, times (N - 1) / N."""
+    sizes = {f"w{i}": (0, 4096) for i in range(6)}
+    recipe, settings = (
+        RECIPES["bf16"],
+        CommunicationSettings(all_reduce="ring", reduce_scatter="ring", all_gather="ring"),
+    )
+    for world in (2, 4, 8):
+        for zero, bytes_each in ((0, 2 * 4), (1, 4 + 2), (2, 4 + 2)):
+            layout = Layout(world, 1, zero, world if zero else 1)
+            buckets = cut_buckets(sizes, layout.shards, 8192)
+            for rank in range(world):
+                sent = traffic(buckets, layout, recipe, settings, rank)
+                assert sent.total * world == bytes_each * 6 * 4096 * (world - 1)
+
+
+class Branches(nn.Module):
+    """Which of the two is used depends on the rank; the third never is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.either, self.other, self.never = (nn.Linear(5, 5) for _ in range(3))
+        self.shared = nn.Linear(5, 1)
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        used = self.other if which else self.either
+        return self.shared(used(x) + used(x).relu()).sum()
+
+
+def branches(group: Group, zero: int, parts: int) -> dict[str, torch.Tensor]:
+    """Gradients summed over ranks whose backward had different parameters."""
+    torch.manual_seed(0)
+    module = Branches().double()
+    agree_on_values(module, group)
+    layout = resolve_layout(LayoutSettings(zero=zero, microbatches=parts), group.world, group.world * parts)
+    settings = CommunicationSettings(bucket_mib=1e-4, first_bucket_mib=1e-4)
+    updater = make_updater(module, OptimizerSettings(name="sgd"), RECIPES["fp64"], group, layout, settings)
+    for _ in range(2):  # nothing is left over from the step before
+        updater.spread.begin_step()
+        for part in range(parts):
+            updater.spread.begin_backward(part == 0, part == parts - 1)
+            module(inputs(group.rank, part), (group.rank + part) % 2).backward()
+            updater.spread.end_backward()
+    flat = {name: torch.zeros(piece.shape.numel(), dtype=torch.float64) for name, piece in found(updater).items()}
+    for name, piece in found(updater).items():
+        if updater.spread.counts:
+            flat[name][piece.start : piece.start + piece.values.numel()] = piece.values
+        if group.process_group is not None and zero:
+            dist.all_reduce(flat[name], group=group.process_group)
+    return flat
+
+
+def found(updater: Updater) -> dict[str, Any]:
+    return updater.spread.pieces(updater.spread.gradients())
+
+
+def inputs(rank: int, part: int) -> torch.Tensor:
+    return torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * rank + part))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_ranks_may_use_other_parameters_than_their_peers(ranks: Ranks, zero: int, parts: int) -> None:
+    torch.manual_seed(0)
+    alone = Branches().double()
+    for rank in range(3):
+        for part in range(parts):
+            alone(inputs(rank, part), (rank + part) % 2).backward()
+    got = ranks.run(3, branches, zero, parts)[0]
+    for name, parameter in alone.named_parameters():
+        wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(got[name], wanted.flatten(), rtol=1e-12, atol=1e-12)
+    assert got["never.weight"].abs().max() == 0 < got["either.weight"].abs().max()
+
+
+def save_at(group: Group, job: Job, folder: str, steps: int) -> None:
+    with numerics(job):
+        parts = build_parts(job, group, Path(folder))
+        stepper = parts.stepper(job)
+        for step in range(steps):
+            stepper.step(step, 0.003)
+        parts.state.save(steps)
+
+
+def go_on_at(group: Group, job: Job, folder: str, steps: int) -> Trained:
+    """From the checkpoint, some steps more."""
+    with numerics(job):
+        parts = build_parts(job, group, Path(folder))
+        done, _ = parts.state.restore(Path(folder) / "checkpoints" / "step-00000002")
+        stepper, losses, norms = parts.stepper(job), [], []
+        for step in range(done, done + steps):
+            result = stepper.step(step, 0.003)
+            losses.append(result.loss)
+            norms.append(result.grad_norm)
+        parameters = {n: p.detach().clone() for n, p in parts.model.module.named_parameters()}
+    return Trained(losses, norms, parameters, 0.003 * (done + steps))
+
+
+LAYOUTS = [(1, []), (3, ["layout.zero=2", *SMALL_BUCKETS]), (4, ["layout.zero=1", "layout.shard_group=2"])]
+
+
+def test_a_checkpoint_of_one_layout_is_read_by_another(ranks: Ranks, tmp_path: Path) -> None:
+    whole = {}
+    for world, settings in LAYOUTS:
+        job, folder = small_job(tmp_path, BATCH, *settings), tmp_path / f"{world}"
+        ranks.run(world, save_at, job, str(folder), 2)
+        for other, others in LAYOUTS:
+            again = small_job(tmp_path, BATCH, *others)
+            whole[world, other] = ranks.run(other, go_on_at, again, str(folder), 3)[0]
+    first = next(iter(whole.values()))
+    for (world, other), trained in whole.items():
+        assert worst_difference(trained, first) < 1e-12, (world, other)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"all_reduce": "rings"}, "communication.all_reduce = 'rings': .*nearest: ring"),
+        ({"all_reduce": "naive"}, "adds in another order on each rank"),
+        ({"all_reduce": "torus-2d"}, "2 ranks: all-reduce/torus-2d takes 4, 6"),
+        ({"all_gather": "nothing"}, "communication.all_gather = 'nothing'"),
+    ],
+)
+def test_algorithms_that_do_not_do_are_refused(settings: dict[str, str], sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        check_communication(CommunicationSettings(**settings), Layout(6, 1, 1, 3))
+
+
+def test_a_shard_group_must_divide_the_ranks() -> None:
+    with pytest.raises(
+        InputError, match="shard_group = 4 does not divide 6 ranks of data parallelism; use one of 1, 2, 3, 6"
+    ):
+        resolve_layout(LayoutSettings(zero=1, shard_group=4), 6, 12)
