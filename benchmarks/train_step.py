@@ -199,6 +199,7 @@ def motet_runner(model: str, dtype: str) -> Runner:
     from motet.parallel.group import Group
     from motet.parallel.layout import Layout
     from motet.precision.recipe import RECIPES
+    from motet.train.engine import Engine
     from motet.train.optimizer import make_updater
     from motet.train.settings import OptimizerSettings
     from motet.train.step import Stepper
@@ -216,7 +217,7 @@ def motet_runner(model: str, dtype: str) -> Runner:
             return Batch(self.tokens[:, :-1], self.tokens[:, 1:], weights, torch.arange(rows.start, rows.stop))
 
     samples = Samples()
-    stepper = Stepper(trainee, samples, updater, group, layout, ROWS, CLIP_NORM)
+    stepper = Stepper(trainee, samples, Engine(trainee.module, updater, group, CLIP_NORM), layout, ROWS)
 
     def step(tokens: Any) -> float:
         samples.tokens = tokens

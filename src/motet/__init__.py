@@ -12,6 +12,7 @@ _EXPORTS = {
     "Job": "motet.train.job",
     "load_job": "motet.train.job",
     "run": "motet.train.start",
+    "parallelize": "motet.train.engine",
     "Callback": "motet.monitor.callback",
     "read_steps": "motet.monitor.events",
     "MotetError": "motet.core.errors",

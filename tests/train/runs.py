@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from motet.checkpoint.load import load_checkpoint
 from motet.checkpoint.manifest import read_manifest
@@ -98,7 +99,9 @@ def train(group: Group, job: Job, steps: int | None = None) -> Trained:
             losses.append(result.loss)
             norms.append(result.grad_norm)
             rates += rate
-        parameters = {n: p.detach().cpu().clone() for n, p in parts.model.module.named_parameters()}
+        named = dict(parts.model.module.named_parameters())
+        whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in named.items()}
+        parameters = {n: p.detach().cpu().clone() for n, p in whole.items()}
     return Trained(losses, norms, parameters, rates)
 
 
@@ -108,7 +111,7 @@ def worst_difference(a: Trained, b: Trained) -> float:
         abs(x - y) / abs(y) for x, y in [*zip(a.losses, b.losses, strict=True), *zip(a.norms, b.norms, strict=True)]
     ]
     tensors: list[float] = [
-        ((a.parameters[n] - p).norm() / max(p.norm().item(), b.rates * p.numel() ** 0.5)).item()
+        ((a.parameters[n] - p).double().norm() / max(p.double().norm().item(), b.rates * p.numel() ** 0.5)).item()
         for n, p in b.parameters.items()
     ]
     return max(scalars + tensors)

@@ -3,12 +3,14 @@
 Axes and techniques add their fields together with the code that reads them.
 """
 
+import tomllib
 from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field
 
 from motet.core.errors import InputError
+from motet.core.reading import settings_from_tree
 from motet.core.settings import Settings
 
 
@@ -17,8 +19,11 @@ class LayoutSettings(Settings):
 
     dp: Annotated[int, Field(ge=1)] | None = None
     """Replicas of the model; all ranks when not given."""
-    zero: Annotated[int, Field(ge=0, le=2)] = 0
-    """What ranks share instead of keeping all of it: 0 nothing, 1 masters and optimizer states, 2 gradients too."""
+    zero: Annotated[int, Field(ge=0, le=3)] = 0
+    """What ranks share instead of keeping all of it: 0 nothing, 1 masters and optimizer states, 2 gradients too,
+    3 parameters too."""
+    regather: bool = True
+    """Stage 3: gather parameters again for backward, instead of keeping them after forward."""
     shard_group: Annotated[int, Field(ge=1)] | None = None
     """Neighbouring ranks that share one copy of what is sharded; all of `dp` when not given."""
     microbatches: Annotated[int, Field(ge=1)] = 1
@@ -34,6 +39,8 @@ class Layout:
     zero: int = 0
     shards: int = 1
     """Ranks that share one copy of what is sharded."""
+    regather: bool = True
+    """Stage 3: parameters are gathered again for backward."""
 
     @property
     def ranks(self) -> int:
@@ -58,7 +65,7 @@ def resolve_layout(settings: LayoutSettings, ranks: int, batch_sequences: int) -
             f"data.batch_sequences = {batch_sequences} cannot be cut evenly over {dp} ranks x {settings.microbatches} "
             f"micro-batches = {parts}; use data.batch_sequences = {choices}, or another number of ranks"
         )
-    return Layout(dp, settings.microbatches, settings.zero, _shards(settings, dp))
+    return Layout(dp, settings.microbatches, settings.zero, _shards(settings, dp), settings.regather)
 
 
 def _shards(settings: LayoutSettings, dp: int) -> int:
@@ -73,3 +80,17 @@ def _shards(settings: LayoutSettings, dp: int) -> int:
             f"layout.shard_group = {size} does not divide {dp} ranks of data parallelism; use one of {fitting}"
         )
     return size
+
+
+def parse_layout(text: str) -> LayoutSettings:
+    """Settings written in a row, as in "zero=2 shard_group=4"."""
+    tree: dict[str, object] = {}
+    for word in text.split():
+        key, equals, value = word.partition("=")
+        if not (key and equals and value):
+            raise InputError(f"layout {text!r}: {word!r} is not of the form key=value, e.g. zero=2")
+        try:
+            tree[key] = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            tree[key] = value
+    return settings_from_tree(LayoutSettings, tree, f"layout {text!r}")

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,12 +22,14 @@ from motet.monitor.callback import Callback
 from motet.monitor.events import RunStarted, SampleText, Warned
 from motet.monitor.monitor import Monitor, open_monitor
 from motet.parallel.data import agree_on_buffers, agree_on_values
+from motet.parallel.full import FullSpread
 from motet.parallel.group import Group, pick_device, start_group
 from motet.parallel.layout import Layout, resolve_layout
 from motet.parallel.place import Place, threads_for
 from motet.precision.master import cast_frozen
 from motet.precision.promote import float64_mode
 from motet.precision.recipe import RECIPES
+from motet.train.engine import Engine
 from motet.train.evaluate import Evaluation, evaluate
 from motet.train.faults import StopFlag
 from motet.train.flops import training_flops
@@ -68,15 +70,8 @@ class Parts:
     steps: int
 
     def stepper(self, job: Job) -> Stepper:
-        return Stepper(
-            self.model,
-            self.data,
-            self.updater,
-            self.group,
-            self.layout,
-            job.data.batch_sequences,
-            job.optimizer.clip_norm,
-        )
+        engine = Engine(self.model.module, self.updater, self.group, job.optimizer.clip_norm)
+        return Stepper(self.model, self.data, engine, self.layout, job.data.batch_sequences)
 
 
 def run_rank(job: Job, place: Place, folder: Path, stop: StopFlag, callbacks: Sequence[Callback] = ()) -> Outcome:
@@ -108,8 +103,11 @@ def build_parts(job: Job, group: Group, folder: Path) -> Parts:
         check_huggingface(job, prepared, model.objective, (model.vocab_size, model.outcomes))
     agree_on_values(model.module, group)
     _agree_on_data(data, group)
-    updater = make_updater(model.module, job.optimizer, recipe, group, layout, job.communication)
     cast_frozen(model.module, recipe)
+    updater = make_updater(model.module, job.optimizer, recipe, group, layout, job.communication)
+    if isinstance(updater.spread, FullSpread):
+        calling = updater.spread.calling
+        model = replace(model, loss_sum=calling(model.loss_sum), logits=calling(model.logits))
     state = RunState(model.module, updater, group, folder / "checkpoints", job.checkpoint.keep, data.fingerprint)
     steps = job.run.steps if job.run.steps is not None else data.steps_for_epochs(job.run.epochs or 1.0)
     return Parts(group, layout, data, model, updater, state, steps)
@@ -159,7 +157,7 @@ def _train(job: Job, parts: Parts, restored: Restored, monitor: Monitor, stop: S
             tell=monitor.on_event,
             stop_requested=lambda: stop.requested,
         ).run()
-        if progress.done == progress.steps and parts.group.rank == 0:
+        if progress.done == progress.steps:
             _sample(job, parts, progress.done, monitor)
     return Outcome(progress.done, progress.steps)
 
@@ -199,7 +197,7 @@ def _evaluate(job: Job, parts: Parts, split: str) -> Evaluation | None:
 
 
 def _sample(job: Job, parts: Parts, done: int, monitor: Monitor) -> None:
-    """Text from the trained model, where it can write any."""
+    """Text from the trained model, where it can write any. All ranks write, since each may have a part of the model."""
     if not job.monitor.sample_tokens or not parts.model.continues:
         return
     tokenizer = parts.data.tokenizer

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from motet.collectives.execute import sum_scalars
 from motet.core.batch import Batch
@@ -17,6 +17,9 @@ from motet.train.step import Model, rows_of_rank
 
 class Judged(Model, Protocol):
     """A model that can be judged: it also gives its logits."""
+
+    @property
+    def module(self) -> nn.Module: ...
 
     @property
     def own_loss(self) -> bool: ...

@@ -5,6 +5,7 @@ A setting that is silently passed over looks as if it worked. Only what somebody
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -18,7 +19,7 @@ class Needs:
 
     setting: str
     key: str
-    be: tuple[str, ...] | Literal["given", "absent"]
+    be: tuple[str | int, ...] | Literal["given", "absent"]
 
     def met(self, value: object) -> bool:
         """Whether the setting does something when its key has this value."""
@@ -33,11 +34,15 @@ class Needs:
             case "absent":
                 return f"beside {self.key}; leave one of them out"
             case values:
-                return f"with {self.key} = {value!r}; leave it out, or set {self.key}={' or '.join(values)}"
+                return f"with {self.key} = {value!r}; leave it out, or set {self.key}={' or '.join(map(str, values))}"
 
 
-def _rows(section: str, names: str, key: str, be: tuple[str, ...] | Literal["given", "absent"]) -> Iterable[Needs]:
-    return (Needs(f"{section}.{name}", f"{section}.{key}", be) for name in names.split())
+def _rows(
+    section: str, names: str, key: str, be: tuple[str | int, ...] | Literal["given", "absent"]
+) -> Iterable[Needs]:
+    """`key` is of the same section, or says its own."""
+    key = key if "." in key else f"{section}.{key}"
+    return (Needs(f"{section}.{name}", key, be) for name in names.split())
 
 
 NEEDS: tuple[Needs, ...] = (
@@ -52,6 +57,8 @@ NEEDS: tuple[Needs, ...] = (
     *_rows("optimizer.schedule", "decay_steps", "kind", ("warmup-stable-decay",)),
     *_rows("optimizer.schedule", "final_fraction", "kind", ("linear", "cosine", "warmup-stable-decay")),
     *_rows("layout", "shard_group", "zero", "given"),
+    *_rows("layout", "regather", "zero", (3,)),
+    *_rows("communication", "overlap bucket_mib first_bucket_mib", "layout.zero", (0, 1, 2)),
     *_rows("monitor", "wandb_project", "wandb", ("online", "offline")),
     *_rows("monitor", "profile_steps", "profile_from", "given"),
     *_rows("monitor", "sample_prompt sample_temperature", "sample_tokens", "given"),
@@ -65,12 +72,11 @@ def refuse_idle(job: BaseModel, source: str) -> None:
     """A sentence about the first setting that a job, read from `source`, has in vain."""
     for needs in NEEDS:
         path, _, name = needs.setting.rpartition(".")
-        section: Any = job
-        for part in path.split("."):
-            section = getattr(section, part)
+        section: Any = attrgetter(path)(job)
         if name not in section.model_fields_set:
             continue
-        key = getattr(section, needs.key.rpartition(".")[2])
+        beside, _, named = needs.key.rpartition(".")
+        key = getattr(attrgetter(beside)(job), named)
         if not needs.met(key):
             shown = _shown(getattr(section, name))
             raise InputError(f"{source}: {needs.setting}{shown} has no effect {needs.remedy(key)}")
@@ -95,11 +101,17 @@ def drop_replaced(tree: dict[str, Any], overridden: Collection[str]) -> None:
 
 def _drop_unless_met(tree: dict[str, Any], needs: Needs) -> None:
     path, _, name = needs.setting.rpartition(".")
+    beside, _, key = needs.key.rpartition(".")
+    section, other = _section(tree, path), _section(tree, beside)
+    if section is not None and other is not None and not needs.met(other.get(key)):
+        section.pop(name, None)
+
+
+def _section(tree: dict[str, Any], path: str) -> dict[str, Any] | None:
     section: Any = tree
     for part in path.split("."):
         section = section.get(part) if isinstance(section, dict) else None
-    if isinstance(section, dict) and not needs.met(section.get(needs.key.rpartition(".")[2])):
-        section.pop(name, None)
+    return section if isinstance(section, dict) else None
 
 
 def _shown(value: object) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from motet.core.errors import InputError
 from motet.parallel.communication import CommunicationSettings
 from motet.parallel.data import spread_flat
+from motet.parallel.full import spread_full
 from motet.parallel.group import Group
 from motet.parallel.layout import Layout
 from motet.parallel.mesh import make_mesh
@@ -57,7 +58,11 @@ def make_updater(
     groups = group_parameters({name: p for name, p in module.named_parameters() if p.requires_grad}, settings)
     numbered = {name: (number, p) for number, members in enumerate(groups.values()) for name, p in members.items()}
     in_order = {name: numbered[name] for name, p in module.named_parameters() if p.requires_grad}
-    spread = spread_flat(in_order, recipe, make_mesh(group, layout), layout, communication)
+    mesh = make_mesh(group, layout)
+    if layout.zero == 3 and layout.shards > 1:
+        spread: Spread = spread_full(module, in_order, recipe, mesh, layout, communication)
+    else:
+        spread = spread_flat(in_order, recipe, mesh, layout, communication)
     return Updater(spread, list(groups), settings)
 
 

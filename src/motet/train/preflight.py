@@ -8,6 +8,7 @@ from motet.core.units import format_bytes
 from motet.data.prepared import Prepared
 from motet.models.settings import EncoderSettings, ModuleSettings, check_trainable
 from motet.models.spec import spec_from_settings
+from motet.parallel.communication import check_communication
 from motet.parallel.layout import Layout, resolve_layout
 from motet.precision.recipe import RECIPES
 from motet.train.job import Job
@@ -26,7 +27,9 @@ def check_job(job: Job, ranks: int) -> Layout:
             f"data.sequence_length = {job.data.sequence_length} is more than model.context = {context}; "
             "shorten the sequences or raise model.context"
         )
-    return resolve_layout(job.layout, ranks, job.data.batch_sequences)
+    layout = resolve_layout(job.layout, ranks, job.data.batch_sequences)
+    check_communication(job.communication, layout)
+    return layout
 
 
 def check_memory(job: Job, local_ranks: int) -> None:

@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 from motet.checkpoint.load import load_checkpoint
 from motet.checkpoint.manifest import Manifest, whole_checkpoints
-from motet.checkpoint.pieces import StoredPiece, shape_of_whole
+from motet.checkpoint.pieces import StoredPiece
 from motet.checkpoint.save import save_checkpoint
 from motet.collectives.execute import sum_scalars
 from motet.core.errors import DivergedError, InputError
 from motet.parallel.data import agree_on_buffers, saved_buffers
+from motet.parallel.full import kept
 from motet.parallel.group import Group
 from motet.parallel.spread import Piece
 from motet.train.optimizer import Updater
@@ -33,7 +34,7 @@ class RunState:
     def tensors(self) -> dict[str, Tensor]:
         """By name, as views: reading them saves the run, writing to them restores it."""
         held = {name: _stored(part) for name, part in self.updater.state().items()}
-        frozen = {f"frozen/{n}": p.data for n, p in self.module.named_parameters() if not p.requires_grad}
+        frozen = {f"frozen/{n}": _stored(kept(p)) for n, p in self.module.named_parameters() if not p.requires_grad}
         buffers = {f"buffer/{n}": b.detach() for n, b in saved_buffers(self.module).items()}
         return held | frozen | buffers
 
@@ -54,7 +55,7 @@ class RunState:
             threads=torch.get_num_threads(),
             torch=torch.__version__,
             data_fingerprint=self.data_fingerprint,
-            shapes={name: list(shape_of_whole(t)) for name, t in tensors.items()},
+            shapes={name: list(t.size()) for name, t in tensors.items()},
             dtypes={name: str(t.dtype).removeprefix("torch.") for name, t in tensors.items()},
         )
         path = save_checkpoint(self.folder, tensors, manifest, self.keep, self.group.process_group)

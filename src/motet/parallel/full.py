@@ -1,0 +1,252 @@
+"""Stage 3 of data parallelism, on torch's FSDP2: a rank keeps some rows of each parameter, master and gradient.
+
+The parameters of a block are gathered when it is called, and again for its backward; what belongs to no block is held
+from the first forward to the end of backward. What has no rows, a single number, is spread flat.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, wraps
+from math import ceil, prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from motet.collectives.execute import all_gather, all_reduce, reduce_scatter
+from motet.core.errors import InputError
+from motet.parallel.communication import CommunicationSettings
+from motet.parallel.data import FlatSpread, spread_flat
+from motet.parallel.group import Group
+from motet.parallel.layout import Layout
+from motet.parallel.mesh import Mesh
+from motet.parallel.spread import Piece
+from motet.parallel.wrap import blocks_of
+from motet.precision.recipe import Recipe
+
+
+def spread_full(
+    module: nn.Module,
+    parameters: Mapping[str, tuple[int, nn.Parameter]],
+    recipe: Recipe,
+    mesh: Mesh,
+    layout: Layout,
+    settings: CommunicationSettings,
+) -> "FullSpread":
+    """Shard a module, whose trainable `parameters` are name -> (optimizer group, parameter)."""
+    assert mesh.shards.process_group is not None
+    without_rows = {p for p in module.parameters() if p.ndim == 0 or not p.is_floating_point()}
+    flat = {name: given for name, given in parameters.items() if given[1] in without_rows}
+    root = _Root(module)
+    ways: dict[str, Any] = {
+        "mesh": DeviceMesh.from_group(mesh.shards.process_group, mesh.shards.device.type),
+        "mp_policy": MixedPrecisionPolicy(
+            getattr(torch, recipe.compute), getattr(torch, recipe.reduce), cast_forward_inputs=False
+        ),
+        "ignored_params": without_rows,
+    }
+    blocks = [fully_shard(b, reshard_after_forward=layout.regather, **ways) for b in blocks_of(module)]
+    units = [*blocks, fully_shard(root, reshard_after_forward=False, **ways)]
+    sums = [_communicate(unit, mesh, settings) for unit in units]
+    named = dict(module.named_parameters())  # other objects than those that were given
+    sharded = {name: (group, named[name]) for name, (group, _) in parameters.items() if name not in flat}
+    rest = spread_flat(flat, recipe, mesh, layout, settings) if flat else None
+    spread = FullSpread(root, units, sharded, mesh, sums, rest)
+    module.forward = spread.calling(module.forward)
+    return spread
+
+
+def kept(parameter: Tensor, values: Tensor | None = None) -> Piece:
+    """What this rank keeps of a parameter, sharded or not; or of `values` that belong to it."""
+    if not isinstance(parameter, DTensor):
+        return Piece(parameter.shape, 0, parameter.detach() if values is None else values)
+    shape, mesh = parameter.shape, parameter.device_mesh
+    first = min(mesh.get_local_rank() * ceil(shape[0] / mesh.size()), shape[0])
+    return Piece(shape, first * prod(shape[1:]), _local(parameter) if values is None else values)
+
+
+@dataclass
+class FullSpread:
+    """A sharded module. Outside of its forward, and of what else `calling` gives, it has shards only."""
+
+    root: "_Root"
+    units: Sequence[FSDPModule]
+    """What is gathered as one: the blocks, and the root with what is in none."""
+    sharded: Mapping[str, tuple[int, nn.Parameter]]
+    """Name -> (optimizer group, parameter)."""
+    mesh: Mesh
+    sums: Sequence["_ReplicaSum"]
+    rest: FlatSpread | None
+    """Of what has no rows."""
+
+    def calling(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function of the module, which may use its parameters outside of a forward."""
+
+        @wraps(compute)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.root.computing:
+                return compute(*args, **kwargs)
+            try:
+                result = self.root(partial(compute, *args, **kwargs))
+            except RuntimeError as error:
+                if "mixed torch.Tensor and DTensor" not in str(error):
+                    raise
+                raise InputError(
+                    "layout.zero = 3 gathers the parameters of a block when it is called, but "
+                    f"{type(self.root.module).__name__} uses some of one in another way; use layout.zero = 2"
+                ) from error
+            if not torch.is_grad_enabled():  # no backward will free them
+                for unit in self.units:
+                    unit.reshard()
+            return result
+
+        return call
+
+    @property
+    def groups(self) -> Sequence[int]:
+        return [*(group for group, _ in self.sharded.values()), *(self.rest.groups if self.rest else ())]
+
+    @property
+    def masters(self) -> Sequence[Tensor]:
+        return [*map(_local, self._parameters), *(self.rest.masters if self.rest else ())]
+
+    @property
+    def counts(self) -> bool:
+        return self.mesh.replicas.rank == 0
+
+    def begin_step(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+        if self.rest:
+            self.rest.begin_step()
+
+    def begin_backward(self, first: bool, last: bool) -> None:
+        for replica_sum in self.sums:
+            replica_sum.last = last
+        if self.rest:
+            self.rest.begin_backward(first, last)
+
+    def end_backward(self) -> None:
+        assert not any(s.last and s.before is not None for s in self.sums), "a block had no last backward"
+        if self.rest:
+            self.rest.end_backward()
+
+    def gradients(self) -> Sequence[Tensor]:
+        grads = [torch.zeros_like(_local(p)) if p.grad is None else _local(p.grad) for p in self._parameters]
+        return [*grads, *(self.rest.gradients() if self.rest else ())]
+
+    def publish(self) -> None:
+        """Blocks gather what the masters are, when they are called."""
+        if self.rest:
+            self.rest.publish()
+
+    def pieces(self, tensors: Sequence[Tensor]) -> dict[str, Piece]:
+        count = len(self.sharded)
+        found = {name: kept(p, t) for (name, (_, p)), t in zip(self.sharded.items(), tensors[:count], strict=True)}
+        return found | (self.rest.pieces(tensors[count:]) if self.rest else {})
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for _, parameter in self.sharded.values()]
+
+
+class _Root(nn.Module):
+    """Makes one forward of whatever is computed with a module: FSDP2 gathers, reduces and frees around forwards."""
+
+    module: nn.Module
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.computing = False
+
+    def forward(self, compute: Callable[[], Any]) -> Any:
+        self.computing = True
+        try:
+            return compute()
+        finally:
+            self.computing = False
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The rows of this rank one after another, as a view.
+
+    No operation is done on the DTensor: torch keeps what it has found out for meshes of these ranks, with their groups,
+    beyond the end of a group.
+    """
+    assert isinstance(tensor, DTensor)
+    local: Tensor = tensor.to_local()
+    return local.detach().view(-1)
+
+
+# --- communication ---------------------------------------------------------------------------------
+
+
+def _communicate(unit: FSDPModule, mesh: Mesh, settings: CommunicationSettings) -> "_ReplicaSum":
+    """Sums instead of means, by the algorithms of the settings."""
+    unit.set_gradient_divide_factor(1.0)
+    unit.set_force_sum_reduction_for_comms(True)
+    unit.set_custom_all_gather(_AllGather(_algorithm(settings.all_gather)))  # type: ignore[arg-type]  # base is private
+    unit.set_custom_reduce_scatter(_ReduceScatter(_algorithm(settings.reduce_scatter)))  # type: ignore[arg-type]
+    if hasattr(unit, "set_reduce_scatter_unused_params"):
+        # Since torch 2.13. Before it, a parameter must be used on all ranks and in all micro-batches or in none.
+        unit.set_reduce_scatter_unused_params(True, recurse=False)
+    replica_sum = _ReplicaSum(mesh.replicas, _algorithm(settings.all_reduce))
+    if mesh.replicas.world > 1:
+        unit.set_all_reduce_hook(replica_sum)
+    return replica_sum
+
+
+def _algorithm(name: str) -> str | None:
+    return None if name == "backend" else name
+
+
+@dataclass(frozen=True)
+class _Carried:
+    """A collective of FSDP2, which overlaps them by streams: the current one has waited when a call returns."""
+
+    algorithm: str | None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Carried):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        all_gather(output_tensor, input_tensor, group, algorithm=self.algorithm)
+
+
+class _ReduceScatter(_Carried):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        assert op == dist.ReduceOp.SUM, op
+        reduce_scatter(output_tensor, input_tensor, group, algorithm=self.algorithm)
+
+
+@dataclass
+class _ReplicaSum:
+    """Called with a unit's shard of the gradients of a backward: sums it over the replicas, once a step."""
+
+    replicas: Group
+    algorithm: str | None
+    last: bool = True
+    """The micro-batch is the last of the step."""
+    before: Tensor | None = None
+    """The sum over those before it."""
+
+    def __call__(self, shard: Tensor) -> None:
+        if not self.last:
+            self.before = shard.clone() if self.before is None else self.before.add_(shard)
+            shard.zero_()
+            return
+        if self.before is not None:
+            shard.add_(self.before)
+            self.before = None
+        all_reduce(shard, self.replicas, algorithm=self.algorithm)

@@ -1,0 +1,174 @@
+"""A module that is spread over ranks, in a loop of one's own: `parallelize` it, then `step`, or do the parts of a step.
+
+The training of jobs goes the same way (train/step.py).
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from motet.collectives.execute import all_reduce, sum_scalars
+from motet.core.errors import InputError
+from motet.core.reading import settings_from_tree
+from motet.core.settings import Settings
+from motet.core.trace import span
+from motet.parallel.communication import CommunicationSettings, check_communication
+from motet.parallel.data import agree_on_buffers, agree_on_values, saved_buffers
+from motet.parallel.group import Group
+from motet.parallel.layout import LayoutSettings, parse_layout, resolve_layout
+from motet.precision.master import cast_frozen
+from motet.precision.recipe import RECIPES, PrecisionSettings
+from motet.train.optimizer import Updater, make_updater
+from motet.train.settings import OptimizerSettings
+from motet.train.state import RunState, newest_checkpoint
+
+SettingsOf = TypeVar("SettingsOf", bound=Settings)
+Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]]
+"""(module, batch) -> the sum of the losses and how many there are; or their mean, and then every batch counts alike."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """How a step ended. The same on every rank."""
+
+    loss: float
+    """Per count: the mean over all ranks and micro-batches."""
+    grad_norm: float
+    """Before clipping."""
+    count: float
+    finite: bool
+    """False: the loss or a gradient is not finite, and nothing was updated."""
+    sums: tuple[float, ...]
+    """Of whatever else was to be added up over the ranks."""
+
+
+@dataclass
+class Engine:
+    """A module, its optimizer, and the ranks that train it together."""
+
+    module: nn.Module
+    updater: Updater
+    group: Group
+    clip_norm: float | None = None
+    loss: Loss | None = None
+    learning_rate: float = 0.0
+    """What `step` takes when it is given none."""
+    _before: dict[str, Tensor] = field(default_factory=dict)
+
+    def step(self, *batches: Any, learning_rate: float | None = None) -> Update:
+        """One update from this rank's micro-batches; a rank may have fewer than others."""
+        if self.loss is None:
+            raise InputError("step: there is no loss; give parallelize a loss=..., or use begin, backward and update")
+        self.begin()
+        total, count, most = 0.0, 0.0, self._most(len(batches))
+        for number in range(most):
+            value: Tensor | None = None
+            if number < len(batches):
+                found = self.loss(self.module, batches[number])
+                value, share = found if isinstance(found, tuple) else (found, 1.0)
+                total, count = total + float(value.detach()), count + float(share)
+            self.backward(value, number == 0, number == most - 1)
+        return self.update(self.learning_rate if learning_rate is None else learning_rate, total, count)
+
+    def begin(self) -> None:
+        """Of a step."""
+        agree_on_buffers(self.module, self.group)
+        self._before = {name: buffer.clone() for name, buffer in saved_buffers(self.module).items()}
+        self.updater.spread.begin_step()
+
+    def backward(self, loss: Tensor | None, first: bool = True, last: bool = True) -> None:
+        """Of the sum of the losses of a micro-batch; None where this rank has none. Ranks must agree on the last."""
+        self.updater.spread.begin_backward(first, last)
+        with span("backward"):
+            if loss is not None:
+                loss.backward()
+        self.updater.spread.end_backward()
+
+    def update(self, learning_rate: float, loss: float, count: float, *others: float) -> Update:
+        """Divide what was summed by the count over all ranks, clip, and update, unless something is not finite."""
+        with span("norm"):
+            squares = self.updater.squares()
+        with span("agree"):
+            loss, count, squares, *sums = sum_scalars([loss, count, squares, *others], self.group, self.group.device)
+        with span("clip"):
+            divisor = count if count > 0 else 1.0  # a step without anything to learn from has loss and gradient zero
+            norm = math.sqrt(squares) / divisor
+            finite = math.isfinite(loss) and math.isfinite(norm)
+            clipped = 1.0 if self.clip_norm is None or norm <= self.clip_norm else self.clip_norm / norm
+            if finite:
+                self.updater.scale_gradients(clipped / divisor)
+        with span("update"):
+            if finite:
+                self.updater.update(learning_rate)
+            else:
+                for name, buffer in saved_buffers(self.module).items():
+                    buffer.data.copy_(self._before[name])
+        return Update(loss / divisor, norm, count, finite, tuple(sums))
+
+    def save(self, folder: str | Path, step: int) -> Path:
+        """Write a checkpoint, which any layout can read; called by every rank."""
+        return self._state(folder).save(step)[0]
+
+    def restore(self, folder: str | Path) -> int:
+        """Read the newest checkpoint of the folder; the step after which it was written, or 0 if there is none."""
+        newest = newest_checkpoint(Path(folder))
+        return self._state(folder).restore(newest)[0] if newest else 0
+
+    def _state(self, folder: str | Path) -> RunState:
+        return RunState(self.module, self.updater, self.group, Path(folder), keep=2**31, data_fingerprint="")
+
+    def _most(self, batches: int) -> int:
+        """The most micro-batches of any rank: those that have fewer take part in the sums all the same."""
+        most = torch.tensor([batches], device=self.group.device)
+        all_reduce(most, self.group, op="max")
+        return max(1, int(most))
+
+
+def parallelize(
+    module: nn.Module,
+    layout: str | LayoutSettings = "",
+    *,
+    loss: Loss | None = None,
+    optimizer: Mapping[str, Any] | OptimizerSettings | None = None,
+    precision: str = "fp32",
+    communication: Mapping[str, Any] | CommunicationSettings | None = None,
+) -> Engine:
+    """Spread a module over the ranks of the process group, as a layout like "zero=2 shard_group=4" says.
+
+    `optimizer` and `communication` are the sections of a job of these names. Without a process group it is one rank.
+    """
+    settings = layout if isinstance(layout, LayoutSettings) else parse_layout(layout)
+    how = _settings(OptimizerSettings, optimizer, "optimizer")
+    manner = _settings(CommunicationSettings, communication, "communication")
+    recipe = RECIPES[_settings(PrecisionSettings, {"recipe": precision}, "precision").recipe]
+    group = _group(module)
+    resolved = resolve_layout(settings, group.world, group.world * settings.microbatches)
+    check_communication(manner, resolved)
+    agree_on_values(module, group)
+    cast_frozen(module, recipe)
+    updater = make_updater(module, how, recipe, group, resolved, manner)
+    return Engine(module, updater, group, how.clip_norm, loss, how.learning_rate)
+
+
+def _settings(kind: type[SettingsOf], given: Mapping[str, Any] | SettingsOf | None, name: str) -> SettingsOf:
+    return given if isinstance(given, kind) else settings_from_tree(kind, dict(given or {}), name)
+
+
+def _group(module: nn.Module) -> Group:
+    """The ranks of the process group, on the device where the module is."""
+    places = {str(p.device): name for name, p in module.named_parameters()}
+    if len(places) > 1:
+        found = ", ".join(f"{name} on {place}" for place, name in places.items())
+        raise InputError(f"the parameters of the module are on several devices ({found}); move it to one")
+    if not any(p.requires_grad for p in module.parameters()):
+        raise InputError("the module has no parameter that requires a gradient; there is nothing to train")
+    device = next(module.parameters()).device
+    if not dist.is_initialized():
+        return Group(0, 1, None, device)
+    return Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, device)

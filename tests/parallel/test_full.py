@@ -1,0 +1,105 @@
+"""Stage 3 computes what one rank computes, and its checkpoints are those of any other stage."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from motet.core.errors import InputError
+from motet.models.build import build_module
+from motet.parallel.full import FullSpread
+from motet.parallel.group import Group
+from motet.parallel.place import Place
+from motet.parallel.wrap import blocks_of
+from motet.train.assemble import build_parts, numerics, run_rank
+from motet.train.faults import StopFlag
+from motet.train.job import Job
+from motet.train.state import newest_checkpoint
+from parallel.sharded_models import Block, Hard
+from ranks import Ranks
+from train.runs import same_bits, saved_tensors, small_job, train, worst_difference
+
+STEPS = 8
+HYBRID = ["layout.shard_group=2", "layout.microbatches=3"]
+NAMED = [
+    "communication.all_gather=ring",
+    "communication.reduce_scatter=direct",
+    "communication.all_reduce=recursive-doubling",
+]
+HARD = "model={factory='parallel.sharded_models:Hard'}"
+HEAD_ONLY = ["model.tied=false", "model.frozen=['embedding*', 'blocks*', 'norm*']"]
+
+
+def _worst(
+    ranks: Ranks, folder: Path, world: int, layout: list[str], model: str = "decoder", changes: list[str] | None = None
+) -> float:
+    """The largest difference of any rank to one rank alone."""
+    changes = changes or []
+    alone = ranks.run(1, train, small_job(folder, *changes, model=model), STEPS, timeout_s=240)[0]
+    job = small_job(folder, *changes, "layout.zero=3", *layout, model=model)
+    assert min(alone.norms) > 1e-3
+    return max(worst_difference(one, alone) for one in ranks.run(world, train, job, STEPS, timeout_s=240))
+
+
+CASES = [
+    (1, [], "decoder", []),
+    (2, ["layout.microbatches=3"], "decoder", []),
+    (3, ["layout.regather=false", "layout.microbatches=2"], "decoder", []),
+    (4, [*HYBRID, *NAMED], "decoder", []),
+    (2, [], "bert", []),
+    (2, [], "t5", []),
+    (2, [], "gpt2", []),
+    (2, [], "adapters", []),
+    (2, [], "decoder", HEAD_ONLY),
+    (3, ["layout.microbatches=2"], "decoder", [HARD]),
+    (4, HYBRID, "decoder", [HARD]),
+]
+
+
+@pytest.mark.parametrize(("world", "layout", "model", "changes"), CASES)
+def test_it_computes_what_one_rank_computes(
+    ranks: Ranks, tmp_path: Path, world: int, layout: list[str], model: str, changes: list[str]
+) -> None:
+    worst = _worst(ranks, tmp_path, world, layout, model, changes)
+    import sys
+    sys.stderr.write(f"{worst}\n")
+    assert worst < 1e-12
+
+
+def _train(place: Place, job: Job, folder: Path) -> int:
+    return run_rank(job, place, folder, StopFlag()).steps
+
+
+def _load_and_save(group: Group, job: Job, found: Path, folder: Path) -> None:
+    """In another layout, into another folder."""
+    with numerics(job):
+        state = build_parts(job, group, folder).state
+        newest = newest_checkpoint(found / "checkpoints")
+        assert newest is not None
+        step, _ = state.restore(newest)
+        state.save(step)
+
+
+@pytest.mark.parametrize(("model", "recipe"), [("adapters", "bf16"), (HARD, "fp32")])
+def test_a_checkpoint_is_that_of_every_layout(ranks: Ranks, tmp_path: Path, model: str, recipe: str) -> None:
+    changes = [f"precision.recipe={recipe}", *([model] if "=" in model else [])]
+
+    def job(*layout: str) -> Job:
+        return small_job(tmp_path, *changes, *layout, model="decoder" if "=" in model else model)
+
+    cycle: list[tuple[int, list[str]]] = [
+        (1, []),
+        (3, ["layout.zero=3"]),
+        (4, ["layout.zero=3", "layout.shard_group=2"]),
+        (2, ["layout.zero=2"]),
+        (2, ["layout.zero=3", "layout.regather=false"]),
+    ]
+    ranks.run_places(2, _train, job("layout.zero=3", "run.stop_at=2"), tmp_path / "0", timeout_s=120)
+    first = saved_tensors(tmp_path / "0")
+    assert any(tensor.count_nonzero() for name, tensor in first.items() if name.startswith("exp_avg_sq/"))
+    for number, (world, layout) in enumerate(cycle):
+        ranks.run(world, _load_and_save, job(*layout), tmp_path / f"{number}", tmp_path / f"{number + 1}")
+        assert same_bits(saved_tensors(tmp_path / f"{number + 1}"), first), (world, layout)
