@@ -114,7 +114,7 @@ def test_a_file(tmp_path: Path) -> None:
 
 
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
-    "no bandwidth": ("dgx-h100", {"inside__bandwidth_Bps": 0}, "inside.bandwidth_Bps.value = 0 must be more than 0.0"),
+    "no bandwidth": ("dgx-h100", {"inside__bandwidth_Bps": 0}, "inside.bandwidth_Bps.value = 0 must be at least 1.0"),
     "no finite bandwidth": (
         "dgx-h100",
         {"between__bandwidth_Bps": float("inf")},

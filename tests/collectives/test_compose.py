@@ -53,6 +53,7 @@ def test_groups_at_once_are_one_program() -> None:
     small = program("all-reduce", "ring", 3)
     both = grouped(small, [[0, 2, 4], [1, 3, 5]], [range(3)] * 2, width=1)
     prove(both)
+    assert both.collective == "all-reduce in groups"
     assert both.ranks == 6 and len(both.steps) == len(small.steps) and both.messages == 2 * small.messages
     assert both.final[4] == dict.fromkeys(range(3), (0, 2, 4)) and both.final[5][0] == (1, 3, 5)
 

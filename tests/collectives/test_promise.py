@@ -6,6 +6,8 @@ import pytest
 
 from motet.collectives.library import algorithms, collectives, find, program
 from motet.collectives.promise import shortfall
+from motet.collectives.prove import UnpromisedError, prove
+from motet.collectives.score import Program
 
 
 def test_the_library_keeps_its_promises() -> None:
@@ -23,7 +25,7 @@ def test_the_library_keeps_its_promises() -> None:
         ("reduce-scatter", "no rank must end with chunk 2"),
         ("scatter", "no rank must end with chunk 2"),
         ("all-to-all", "rank 2 need not end with what rank 0 has for it"),
-        ("barrier", "rank 2 need not end with chunk 0"),
+        ("barrier", "rank 2 need not end with a token of rank 0"),
     ],
 )
 def test_a_final_that_asks_for_less_is_named(collective: str, sentence: str) -> None:
@@ -44,6 +46,56 @@ def test_a_root_must_end_with_everything() -> None:
         whole = program(collective, "tree", 3, root=1)
         final = tuple({c: s for c, s in held.items() if c > 0} for held in whole.final)
         assert shortfall(replace(whole, final=final)) == "no rank must end with all chunks, such as chunk 0"
+
+
+def _of(collective: str, initial: list[list[int]], final: list[dict[int, tuple[int, ...]]]) -> Program:
+    chunks = 1 + max(chunk for held in (*initial, *final) for chunk in held)
+    return Program(collective, "mine", len(initial), (1,) * chunks, tuple(map(tuple, initial)), tuple(final), ())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (_of("all-reduce", [[0], [0]], [{0: (0, 0, 1, 1)}] * 2), "contain what rank 0 contributes more than once"),
+        (_of("reduce-scatter", [[0], [0]], [{0: (0, 1)}, {}]), "rank 1 need not end with a share"),
+        (
+            _of("broadcast", [[0], [0]], [{0: (0,)}, {0: (1,)}]),
+            "chunk 0 is rank 0's on one rank, and rank 1's on rank 1",
+        ),
+        (_of("broadcast", [[0], [0]], [{}, {}]), "chunk 0 is rank 0's on one rank, and rank 1's on rank 1"),
+        (
+            _of("broadcast", [[0], [1]], [{0: (0,), 1: (1,)}] * 2),
+            "chunks come from ranks 0 and 1, which is not one root",
+        ),
+        (_of("all-gather", [[0, 1]] * 2, [{}, {}]), "chunk 0 is rank 0's on one rank, and rank 1's on rank 1"),
+        (_of("all-gather", [[0, 1], []], [{}, {0: (0,), 1: (0,)}]), "nothing of rank 1 must end anywhere"),
+        (_of("all-gather", [[0]] * 2, [{0: (0, 1)}] * 2), "chunk 0 of rank 0 is made of 2 contributions"),
+        (_of("gather", [[0, 1]] * 2, [{}, {}]), "nothing of rank 1 must end anywhere"),
+        (_of("scatter", [[0, 1], [0, 1]], [{0: (0,)}, {1: (1,)}]), "chunks come from ranks 0 and 1"),
+        (_of("scatter", [[0, 1], []], [{0: (0,), 1: (0,)}, {}]), "rank 1 need not end with a share"),
+        (_of("barrier", [[0, 1]] * 2, [{}, {}]), "rank 0 need not end with a token of rank 1"),
+        (_of("send", [[0], []], [{0: (0,)}, {}]), "nothing must arrive at another rank"),
+        (_of("signal", [[0], [0]], [{}, {0: (1,)}]), "nothing must arrive at another rank"),
+        (_of("copy", [[0], [0]], [{}, {0: (0, 1)}]), "chunk 0 of rank 1 is made of 2 contributions"),
+    ],
+)
+def test_a_final_that_asks_for_something_else_is_not_proven(wrong: Program, sentence: str) -> None:
+    assert sentence in str(shortfall(wrong))
+    with pytest.raises(UnpromisedError, match="its `final` is not that of") as caught:
+        prove(Program.from_json(wrong.to_json()))
+    assert sentence in str(caught.value) and caught.value.step is None
+
+
+@pytest.mark.parametrize(
+    "right",
+    [
+        _of("barrier", [[0], [0]], [{0: (0, 1)}] * 2),  # tokens that are counted
+        _of("gather", [[0, 1], [0, 1]], [{1: (1,)}, {}]),  # others keep room for all
+        _of("all-gather", [[0, 1], [0, 1]], [{0: (0,), 1: (1,)}] * 2),
+    ],
+)
+def test_other_ways_of_keeping_a_promise(right: Program) -> None:
+    assert shortfall(right) is None
 
 
 def test_a_root_that_keeps_what_it_sends_need_not_say_so() -> None:

@@ -99,7 +99,7 @@ def test_a_chunk_in_the_wrong_place() -> None:
 )
 def test_a_contribution_may_be_asked_for_several_times(asked: tuple[int, ...], sentence: str) -> None:
     once = _reduction([Transfer(1, 0, 0, 0, "reduce")], ranks=2)
-    asking = replace(once, final=({0: asked}, {}))
+    asking = replace(once, collective="of-mine", final=({0: asked}, {}))
     with pytest.raises(UnprovenError, match=f"wrong at the end: {sentence}$"):
         prove(asking)
     if asked == (0, 1, 1):
@@ -124,6 +124,13 @@ def test_adding_without_end_does_not_run_over_into_the_next_rank() -> None:
     both = [_reduce(0, 1), _reduce(1, 0)]
     with pytest.raises(UnprovenError, match=r"in step 15: .* more than 32767 times"):
         prove(_reduction(*[both] * 40, ranks=2))
+
+
+def test_a_final_asks_for_no_more_repeats_than_can_be_counted() -> None:
+    """65536 times rank 0 would look like once rank 1."""
+    alone = replace(_reduction(ranks=2), collective="of-mine", final=({}, {0: (0,) * 65536}))
+    with pytest.raises(UnprovenError, match=r"asks for rank 0 in chunk 0 of rank 1 65536 times; give at most 32767"):
+        prove(alone)
 
 
 def test_sends_that_wait_for_their_receiver_deadlock_in_a_ring_and_not_in_a_tree() -> None:

@@ -1,24 +1,15 @@
 """Stage 3 computes what one rank computes, and its checkpoints are those of any other stage."""
 
-import tempfile
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
 
-from motet.core.errors import InputError
-from motet.models.build import build_module
-from motet.parallel.full import FullSpread
 from motet.parallel.group import Group
 from motet.parallel.place import Place
-from motet.parallel.wrap import blocks_of
 from motet.train.assemble import build_parts, numerics, run_rank
 from motet.train.faults import StopFlag
 from motet.train.job import Job
 from motet.train.state import newest_checkpoint
-from parallel.sharded_models import Block, Hard
 from ranks import Ranks
 from train.runs import same_bits, saved_tensors, small_job, train, worst_difference
 
@@ -64,8 +55,6 @@ def test_it_computes_what_one_rank_computes(
     ranks: Ranks, tmp_path: Path, world: int, layout: list[str], model: str, changes: list[str]
 ) -> None:
     worst = _worst(ranks, tmp_path, world, layout, model, changes)
-    import sys
-    sys.stderr.write(f"{worst}\n")
     assert worst < 1e-12
 
 

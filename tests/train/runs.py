@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from motet.checkpoint.load import load_checkpoint
 from motet.checkpoint.manifest import read_manifest
+from motet.collectives.execute import all_reduce
+from motet.parallel.full import kept
 from motet.parallel.group import Group
 from motet.train.assemble import build_parts, numerics
 from motet.train.job import Job, load_job
@@ -99,10 +101,21 @@ def train(group: Group, job: Job, steps: int | None = None) -> Trained:
             losses.append(result.loss)
             norms.append(result.grad_norm)
             rates += rate
-        named = dict(parts.model.module.named_parameters())
-        whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in named.items()}
-        parameters = {n: p.detach().cpu().clone() for n, p in whole.items()}
+        counts = parts.updater.spread.counts
+        parameters = {n: _whole(p, group, counts) for n, p in parts.model.module.named_parameters()}
     return Trained(losses, norms, parameters, rates)
+
+
+def _whole(parameter: torch.Tensor, group: Group, counts: bool) -> torch.Tensor:
+    """A parameter of which this rank may have a part; `counts`: nobody else gives the same part."""
+    piece = kept(parameter)
+    if not isinstance(parameter, DTensor):
+        return piece.values.cpu().clone().view(piece.shape)
+    whole = piece.values.new_zeros(piece.shape.numel())
+    if counts:
+        whole[piece.start : piece.start + piece.values.numel()] = piece.values
+    all_reduce(whole, group)
+    return whole.cpu().view(piece.shape)
 
 
 def worst_difference(a: Trained, b: Trained) -> float:

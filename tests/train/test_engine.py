@@ -12,7 +12,7 @@ from motet.parallel.group import Group
 from ranks import Ranks
 
 ROWS = 11
-OPTIMIZER = {"learning_rate": 0.01, "clip_norm": 0.5, "schedule": {"kind": "constant"}}
+OPTIMIZER = {"learning_rate": 0.01, "clip_norm": 0.5}
 
 
 class Tower(nn.Module):
@@ -133,6 +133,8 @@ def test_what_is_refused() -> None:
         motet.parallelize(tower().requires_grad_(False))
     with pytest.raises(InputError, match="optimizer: unknown key 'lr'"):
         motet.parallelize(tower(), optimizer={"lr": 1.0})
+    with pytest.raises(InputError, match="schedule has no effect in a loop of your own"):
+        motet.parallelize(tower(), optimizer={"schedule": {"kind": "constant"}})
     with pytest.raises(InputError, match="there is no loss"):
         motet.parallelize(tower(), precision="fp64").step(data(0))
     split = tower()

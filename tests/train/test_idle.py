@@ -41,7 +41,11 @@ def job(folder: Path, **sections: dict[str, object]) -> Job:
         ("monitor", {"profile_steps": 2}, r"profile_steps = 2 has no effect without monitor\.profile_from; leave"),
         ("model", {"positions": "learned", "rope_scaling": {}}, r"model\.rope_scaling has no effect with"),
         ("model", {"norm_bias": True}, r"model\.norm_bias = true has no effect with model\.norm = 'rms'"),
-        ("layout", {"zero": 2, "regather": False}, r"layout\.regather = false .* layout\.zero = 2; .* set layout\.zero=3$"),
+        (
+            "layout",
+            {"zero": 2, "regather": False},
+            r"layout\.regather = false .* layout\.zero = 2; .* set layout\.zero=3$",
+        ),
         ("model", {"family": "encoder", "classes": 3}, r"model\.classes = 3 .* model\.head = 'masked'; leave it out"),
     ],
 )

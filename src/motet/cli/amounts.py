@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 from motet.collectives.library import algorithms, program
-from motet.collectives.promise import shortfall
 from motet.collectives.score import Program
 from motet.core.errors import InputError
 
@@ -100,14 +99,7 @@ def read_program(path: str) -> Program:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError(f"cannot read {path}: {reason}; give a file that holds a Program") from None
-    program = from_json(text, path)
-    lacking = shortfall(program)
-    if lacking:
-        raise InputError(
-            f"{path} promises less than its collective, {program.collective}: {lacking}; mend its `final`, or give "
-            "it a name of its own"
-        )
-    return program
+    return from_json(text, path)
 
 
 def the_file(words: list[str]) -> str:

@@ -59,6 +59,7 @@ def cost(  # noqa: PLR0913 - options of a command
     from motet.collectives.curves import crossovers, curves
     from motet.monitor.console import print_json
 
+    _refuse_words(collective, algorithms or [])
     asked = Question(
         collective,
         tuple(algorithms or ()) or None,
@@ -80,6 +81,21 @@ def cost(  # noqa: PLR0913 - options of a command
     say(*(f"{path} is written" for path in (svg, html) if path))
 
 
+def _refuse_words(collective: str, algorithms: list[str]) -> None:
+    """What other commands take in these places."""
+    from motet.cli.amounts import is_file
+    from motet.core.errors import InputError
+
+    if is_file([collective]):
+        raise InputError(
+            f"cost takes no file such as {collective}, but a collective, as in all-reduce; what the Program of a file is "
+            "predicted to take `motet collectives run FILE --cluster NAME` says"
+        )
+    options = [word for word in algorithms if "=" in word]
+    if options:
+        raise InputError(f"{options[0]!r} is an option, and cost tries the options itself; leave it out")
+
+
 def _sizes(collective: str, text: str | None) -> list[int]:
     """0 alone for a collective that carries no data."""
     from motet.cli.amounts import parse_sizes
@@ -87,7 +103,7 @@ def _sizes(collective: str, text: str | None) -> list[int]:
     from motet.core.errors import InputError
 
     if collective not in WITHOUT_DATA:
-        return parse_sizes(text or "1KiB..1GiB")
+        return parse_sizes("1KiB..1GiB" if text is None else text)
     if text is not None:
         raise InputError(f"--size {text}, but a {collective} carries no data; leave --size out")
     return [0]
@@ -100,10 +116,20 @@ def sized_cluster(source: str, ranks: int | None, hosts: int | None = None, dims
     from motet.cli.amounts import MOST_RANKS, parse_dims
     from motet.cluster.cluster import cluster_for_ranks
     from motet.cluster.load import load_cluster
+    from motet.cluster.topology import Torus
     from motet.core.errors import InputError
 
-    found = load_cluster(source, hosts=hosts, dims=parse_dims(dims) if dims else None)
-    if ranks is not None and ranks > found.ranks and not hosts and not dims:
+    found = load_cluster(source, dims=None if dims is None else parse_dims(dims))
+    wanted = ranks if hosts is None else hosts * found.devices_per_host
+    if isinstance(found.network, Torus) and wanted is not None and wanted > found.ranks:
+        lengths = "x".join(map(str, found.network.dims))
+        asked = f"--ranks {ranks}" if hosts is None else f"--hosts {hosts}"
+        raise InputError(
+            f"{asked}: cluster {source} is one torus of {lengths} = {found.ranks} ranks; give --dims for more"
+        )
+    if hosts is not None:
+        found = load_cluster(source, hosts=hosts, dims=None if dims is None else parse_dims(dims))
+    elif ranks is not None and ranks > found.ranks and dims is None:
         with suppress(InputError):  # of a cluster that cannot have more, the sentence below is the clearer one
             found = load_cluster(source, hosts=-(-ranks // found.devices_per_host))
     if ranks is None and found.ranks > MOST_RANKS:
@@ -120,6 +146,7 @@ def _table(asked: Question, found: Sequence[Curve]) -> list[str]:
 
 def _rows(asked: Question, found: Sequence[Curve]) -> list[list[str]]:
     """A row for each algorithm; the cheapest at each size is marked."""
+    from motet.collectives.choose import EQUAL
     from motet.collectives.curves import format_seconds
     from motet.core.units import format_bytes
 
@@ -128,7 +155,7 @@ def _rows(asked: Question, found: Sequence[Curve]) -> list[list[str]]:
     for curve in found:
         pairs = zip(curve.seconds, least, strict=True)
         # Those that differ by no more than rounding are equals: `choose` takes one of them.
-        cells = (f"{'* ' if s <= low * (1 + 1e-9) else ''}{format_seconds(s)}" for s, low in pairs)
+        cells = (f"{'* ' if s <= low * EQUAL else ''}{format_seconds(s)}" for s, low in pairs)
         rows.append([curve.algorithm, *cells])
     return rows
 

@@ -62,14 +62,14 @@ def expected_fullest(balls: int, bins: int) -> float:
     """
     assert balls >= 0 and bins >= 1
     law, whole = _poisson(balls / bins, balls), _poisson(balls, balls)[-1]
-    expected = float(balls // bins)  # some bin holds at least that many
+    expected, before = float(balls // bins), 1.0  # some bin holds at least that many
     for k in range(balls // bins, balls):
         length = 1 << max(bins * k, balls).bit_length()  # no sum wraps around
         sums = np.fft.irfft(np.fft.rfft(law[: k + 1], length) ** bins, length)
         more = 1 - float(sums[balls]) / whole
-        if more < 1e-11:
+        if more < 1e-11 or (more < 1e-6 and more >= before):  # it falls with k: what does not is rounding
             break
-        expected += more
+        expected, before = expected + more, more
     return expected
 
 

@@ -51,4 +51,6 @@ def _resize_torus(tree: dict[str, Any], dims: list[int], source: str) -> None:
         if isinstance(network, dict) and network.get("kind") == "torus":
             tree |= {section: {**network, "dims": dims}, size: prod(dims)}
             return
-    raise InputError(f"{source}: dims = {dims} is for a torus, which this cluster has not; give hosts=...")
+    raise InputError(
+        f"{source}: dims = {dims} is for a torus, which this cluster has not; give --hosts, or hosts= in Python"
+    )

@@ -1,7 +1,8 @@
 """What a cluster file says: hosts, devices, and the network inside of a host and between hosts.
 
 `alpha_s` is the one-way start-up of a message and `bandwidth_Bps` what a link carries in one direction. A figure is
-`{ value = 25e9, origin = "datasheet" }`, or a bare number, which counts as assumed.
+`{ value = 25e9, origin = "datasheet" }`, or a bare number, which counts as assumed. Limits are far from what exists, and
+keep times within what can be computed and drawn.
 """
 
 from typing import Annotated, Any, Literal
@@ -15,7 +16,7 @@ from motet.core.settings import Settings
 class Delay(Settings):
     """A figure that may be 0."""
 
-    value: Annotated[float, Field(ge=0)]
+    value: Annotated[float, Field(ge=0, le=1e6)]
     origin: Origin = "assumed"
 
     @property
@@ -24,9 +25,9 @@ class Delay(Settings):
 
 
 class Rate(Settings):
-    """A figure above 0."""
+    """A figure above 0: one byte per second at least."""
 
-    value: Annotated[float, Field(gt=0)]
+    value: Annotated[float, Field(ge=1, le=1e18)]
     origin: Origin = "assumed"
 
     @property
@@ -44,7 +45,7 @@ def _for_each(value: Any) -> Any:
 
 DelayFigure = Annotated[Delay, BeforeValidator(_spelled_out)]
 RateFigure = Annotated[Rate, BeforeValidator(_spelled_out)]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=10**9)]
 
 
 class LinkSettings(Settings):
@@ -112,9 +113,9 @@ class SpineLeafSettings(LinkSettings):
     hosts_per_leaf: Count
     rails: bool = False
     """Rail-optimised: a leaf takes the NIC of the same number from each of its hosts."""
-    uplinks: Count
-    """Of each leaf."""
-    oversubscription: Annotated[float, Field(gt=0)] = 1.0
+    uplinks: Annotated[int, Field(ge=1, le=4096)]
+    """Of each leaf. How full the fullest gets is computed in a time that grows with them."""
+    oversubscription: Annotated[float, Field(ge=0.001, le=1000)] = 1.0
     """What the NICs under a leaf carry over what its uplinks carry."""
     flows: Literal["hashed", "pinned"] = "hashed"
     """Hashed: each message takes one uplink by chance (ECMP). Pinned: they are spread evenly."""

@@ -38,8 +38,7 @@ def shapes(algorithm: Algorithm, ranks: int) -> list[dict[str, object]]:
         found += [{"pieces": 1}, {"pieces": 3}]
     if "hosts" in algorithm.options:
         found += [{"hosts": hosts} for hosts in range(2, ranks) if ranks % hosts == 0]
-    if algorithm.axes:
-        found += [{"dims": dims} for dims in _grids(ranks, algorithm.axes, 2)]
+    found += [{"dims": dims} for axes in algorithm.axes for dims in _grids(ranks, axes, 2)]
     return found
 
 

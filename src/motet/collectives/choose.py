@@ -17,6 +17,10 @@ PIECES = (1, 2, 4, 8, 16, 32, 64)
 """The numbers of pieces that are tried where an algorithm can have any."""
 
 
+EQUAL = 1 + 1e-9
+"""Times whose ratio is no more than this differ by rounding only."""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """An algorithm with its options settled, as a Program, and what it costs here."""
@@ -65,8 +69,10 @@ def _settled(algorithm: Algorithm, cluster: Cluster) -> list[tuple[tuple[str, ob
     hosts, network = even_hosts(cluster), cluster.network
     if "hosts" in algorithm.options and hosts:
         return [(("hosts", hosts),)]
-    if isinstance(network, Torus) and algorithm.axes == len(network.dims) and network.ranks == cluster.ranks:
-        return [(("dims", network.dims),)]
+    if isinstance(network, Torus) and network.ranks == cluster.ranks:
+        dims = tuple(length for length in network.dims if length > 1)
+        if len(dims) in algorithm.axes:
+            return [(("dims", dims),)]
     return [()]
 
 
@@ -91,7 +97,7 @@ def cheapest(collective: str, size: float, cluster: Cluster, names: tuple[str, .
 def _first(among: Sequence[Candidate], size: float) -> Candidate:
     """Of those that differ by no more than rounding the one with the fewest messages."""
     seconds = [float(candidate.cost.seconds(size)) for candidate in among]
-    best = min(seconds) * (1 + 1e-9)
+    best = min(seconds) * EQUAL
     equals = [candidate for candidate, time_s in zip(among, seconds, strict=True) if time_s <= best]
     return min(equals, key=lambda candidate: candidate.program.messages)
 

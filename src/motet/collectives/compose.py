@@ -147,7 +147,8 @@ def _played(initial: Sequence[Sequence[int]], steps: Sequence[Step]) -> list[dic
 def grouped(program: Program, groups: Sequence[Sequence[int]], chunks: Sequence[Sequence[int]], width: int) -> Program:
     """The same small Program in several groups at once, as one Program of all the ranks in them.
 
-    In group g rank i of the small one is `groups[g][i]`, and its chunk c the `width` chunks from `chunks[g][c]` on.
+    In group g rank i of the small one is `groups[g][i]`, and its chunk c the `width` chunks from `chunks[g][c]` on. That
+    is less than the collective of all ranks, and is called so.
     """
     ranks = sum(map(len, groups))
     initial: list[tuple[int, ...]] = [()] * ranks
@@ -164,6 +165,7 @@ def grouped(program: Program, groups: Sequence[Sequence[int]], chunks: Sequence[
     parts = [among(program, members, firsts, width) for members, firsts in zip(groups, chunks, strict=True)]
     return replace(
         program,
+        collective=f"{program.collective} in groups",
         ranks=ranks,
         sizes=(1,) * total,
         initial=tuple(initial),

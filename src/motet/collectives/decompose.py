@@ -5,14 +5,14 @@ groups (inside hosts, across hosts, inside hosts) and by size (several messages,
 Program again, proven like any other, and ranked by what it is predicted to cost.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from math import lcm
 from typing import Literal
 
 from motet.cluster.cluster import Cluster
-from motet.collectives.choose import cheapest, even_hosts
+from motet.collectives.choose import EQUAL, cheapest, even_hosts
 from motet.collectives.compose import grouped, refine, renumber, then
 from motet.collectives.cost import WITHOUT_DATA, cost
 from motet.collectives.library import algorithms, find
@@ -76,7 +76,16 @@ def decompositions(
         piece = cheapest(collective, size / count, cluster)
         stage = _stage(f"{collective} {piece} of 1/{count}", piece.program, size / count, cluster)
         found.append(Decomposition("size", (stage,) * count, piece.program))
-    return tuple(sorted(found, key=lambda decomposition: decomposition.seconds))
+    return tuple(_ranked(found))
+
+
+def _ranked(found: Sequence[Decomposition]) -> Iterator[Decomposition]:
+    """The cheapest first; of those that differ by no more than rounding the one that comes first, such as the whole."""
+    rest = list(found)
+    while rest:
+        least = min(decomposition.seconds for decomposition in rest) * EQUAL
+        first = next(place for place, decomposition in enumerate(rest) if decomposition.seconds <= least)
+        yield rest.pop(first)
 
 
 def _stage(name: str, program: Program, size: float, cluster: Cluster) -> Stage:

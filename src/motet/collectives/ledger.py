@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from motet.collectives.score import Contributors, Step, Transfer
 
 _BITS = 16
-_MOST = (1 << (_BITS - 1)) - 1
+MOST = (1 << (_BITS - 1)) - 1
+"""How often one contribution can be in a chunk."""
 
 Held = list[dict[int, int]]
 """For each rank the chunks that it holds, and what each is made of."""
@@ -74,7 +75,7 @@ def play(held: Held, step: Step) -> None:
 def _sum(a: int, b: int, transfer: Transfer) -> int:
     total = a + b
     if total & _guards(total.bit_length() // _BITS + 1):
-        raise FaultError(f"{transfer}: a contribution would be in it more than {_MOST} times")
+        raise FaultError(f"{transfer}: a contribution would be in it more than {MOST} times")
     return total
 
 

@@ -8,7 +8,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
-from motet.collectives.ledger import FaultError, Held, contributors, count, play, start
+from motet.collectives.ledger import MOST, FaultError, Held, contributors, count, play, start
+from motet.collectives.promise import shortfall
 from motet.collectives.score import Contributors, Program, Step, Transfer, messages
 from motet.core.errors import InputError
 
@@ -26,6 +27,18 @@ class UnprovenError(InputError):
         super().__init__(f"{program} is wrong {where}: {what}")
 
 
+class UnpromisedError(UnprovenError):
+    """A Program whose `final` is not that of the collective it is called after."""
+
+    def __init__(self, program: Program, lacking: str) -> None:
+        InputError.__init__(
+            self,
+            f"{program}: its `final` is not that of {program.collective}: {lacking}; mend it, or give the collective a "
+            "name of its own",
+        )
+        self.step = None
+
+
 @dataclass(frozen=True)
 class Proof:
     """What is known of a Program that does what it promises."""
@@ -40,7 +53,10 @@ class Proof:
 
 
 def prove(program: Program, sends: Sends = "grouped") -> Proof:
-    """Play the Program; raise at the first thing that is wrong."""
+    """Hold `final` to the collective's name and play the Program; raise at the first thing that is wrong."""
+    lacking = shortfall(program)
+    if lacking is not None:
+        raise UnpromisedError(program, lacking)
     held = start(program.initial)
     orders = _Orders(program)
     for number, step in enumerate(program.steps):
@@ -90,6 +106,10 @@ def _at_the_end(program: Program, held: Held) -> None:
     for rank, final in enumerate(program.final):
         for chunk, sources in final.items():
             if sources not in wanted:
+                source, times = Counter(sources).most_common(1)[0] if sources else (0, 0)
+                if times > MOST:
+                    asks = f"`final` asks for rank {source} in chunk {chunk} of rank {rank} {times} times"
+                    raise UnprovenError(program, None, f"{asks}; give at most {MOST}, which is what can be counted")
                 wanted[sources] = count(sources)
             found = held[rank].get(chunk)
             if found != wanted[sources]:

@@ -16,6 +16,8 @@ from motet.core.errors import InputError
 _CHUNK = re.compile("0|[1-9][0-9]{0,17}")
 """One spelling for each chunk, so that no two keys of an object can mean the same one."""
 
+_MOST_SIZES = 2**60
+
 
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -65,10 +67,7 @@ def _transfer(t: Transfer) -> dict[str, object]:
 
 def from_json(record: str | bytes | Mapping[str, Any], source: str = "the Program") -> Program:
     """The Program that was written so, checked as far as it makes sense at all; whether it is right `prove` says."""
-    if isinstance(record, Mapping):
-        text: str | bytes = json.dumps(record)
-    else:
-        text = record.removeprefix(BOM_UTF8) if isinstance(record, bytes) else record.removeprefix("\ufeff")
+    text = _text(record, source)
     try:
         read = _Record.model_validate_json(text)
     except ValidationError as error:
@@ -98,6 +97,18 @@ def from_json(record: str | bytes | Mapping[str, Any], source: str = "the Progra
     return program
 
 
+def _text(record: str | bytes | Mapping[str, Any], source: str) -> bytes:
+    """The record as UTF-8 without a byte order mark."""
+    try:
+        if isinstance(record, Mapping):
+            return json.dumps(record).encode()
+        if isinstance(record, str | bytes):
+            return (record.encode() if isinstance(record, str) else record).removeprefix(BOM_UTF8)
+    except (TypeError, ValueError) as error:  # values that JSON has not, or halves of characters
+        raise InputError(f"{source}: {error}; docs/reference/program.md lists the fields") from None
+    raise InputError(f"{source}: {record!r} is no Program; give its JSON as text, as bytes or as a mapping")
+
+
 def _given_twice(text: str | bytes) -> str | None:
     """A key that an object has twice, of which readers of JSON keep the last one without a word."""
     again: list[str] = []
@@ -119,6 +130,8 @@ def _senseless(program: Program, chunks: int) -> str | None:
         return f"chunks {chunks}: there are {program.chunks} sizes, and at least 1 chunk"
     if min(program.sizes) < 0 or not sum(program.sizes):
         return "sizes: none may be negative, and not all 0"
+    if sum(program.sizes) > _MOST_SIZES:
+        return "sizes: together they are more than 2^60; they are relative, so give smaller ones"
     if not str(program).isprintable():
         return f"{str(program)!r}: collective and algorithm are names, of one line without control characters"
     if len(program.initial) != ranks or len(program.final) != ranks:

@@ -145,6 +145,8 @@ def parallelize(
     """
     settings = layout if isinstance(layout, LayoutSettings) else parse_layout(layout)
     how = _settings(OptimizerSettings, optimizer, "optimizer")
+    if "schedule" in how.model_fields_set:
+        raise InputError("optimizer.schedule has no effect in a loop of your own; give step a learning_rate=...")
     manner = _settings(CommunicationSettings, communication, "communication")
     recipe = RECIPES[_settings(PrecisionSettings, {"recipe": precision}, "precision").recipe]
     group = _group(module)

@@ -8,8 +8,8 @@ from motet.core.errors import InputError
 
 
 def _from_one_to_another(collective: str, ranks: int, src: int, dst: int) -> Program:
-    check_root(src, ranks)
-    check_root(dst, ranks)
+    check_root(src, ranks, "src")
+    check_root(dst, ranks, "dst")
     if src == dst:
         raise InputError(f"src and dst are both rank {src}: nothing to send")
     return Program(

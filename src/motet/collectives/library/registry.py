@@ -6,7 +6,7 @@ drawn and benchmarked.
 
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -14,6 +14,9 @@ from motet.collectives.score import Program
 from motet.core.errors import InputError
 
 Number = float | Fraction
+
+MOST_AXES = 6
+"""Of a grid whose number of dimensions is free: its data are in two parts for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +69,11 @@ class Algorithm:
     """Every rank adds in the same order."""
 
     @property
-    def axes(self) -> int | None:
-        """How many dimensions it has, if it has dimensions."""
-        return int(self.name[-2]) if "dims" in self.options else None
+    def axes(self) -> tuple[int, ...]:
+        """How many dimensions it can have, if it has dimensions."""
+        if "dims" not in self.options:
+            return ()
+        return (int(self.name[-2]),) if self.name.endswith("d") else tuple(range(1, MOST_AXES + 1))
 
     @property
     def summary(self) -> str:
@@ -76,6 +81,8 @@ class Algorithm:
 
     def refuse(self, ranks: int) -> None:
         """Raise, with the counts that it can take, if it cannot take so many ranks."""
+        if not _is_whole(ranks):
+            raise InputError(f"ranks: {ranks!r} is no whole number; give 2 or more")
         if ranks < 2:
             raise InputError(f"{ranks} ranks: {self.collective}/{self.name} needs at least 2")
         if not self.takes(ranks):
@@ -142,7 +149,22 @@ def _known(found: Algorithm, options: dict[str, object]) -> dict[str, object]:
         if name not in found.options:
             has = f"has the options {_list(found.options)}" if found.options else "has no options"
             raise InputError(f"{found.collective}/{found.name} has no option {name!r}; it {has}")
+        _refuse_value(name, options[name])
     return {name: value for name, value in options.items() if value is not None}
+
+
+def _refuse_value(name: str, value: object) -> None:
+    """Options of these names are whole numbers, and `dims` several; others are their algorithm's own business."""
+    if value is None:
+        return
+    if name == "dims" and not (isinstance(value, list | tuple) and value and all(map(_is_whole, value))):
+        raise InputError(f"dims: {value!r} are no whole numbers; give them as in dims=(4, 4)")
+    if name in ("root", "pieces", "hosts", "src", "dst") and not _is_whole(value):
+        raise InputError(f"{name}: {value!r} is no whole number; give one, as in {name}=1")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _of(collective: str) -> dict[str, Algorithm]:
@@ -158,6 +180,16 @@ def _list(names: object) -> str:
     return ", ".join(names)
 
 
-def _nearest(name: str, names: dict[str, object] | dict[str, Algorithm] | dict[str, dict[str, Algorithm]]) -> str:
-    close = difflib.get_close_matches(name, names, n=1)
+_OTHER_HALVES = {"receive": "send", "recv": "send", "wait": "signal"}
+"""A Program has both ends in it: what other libraries call so is the other rank's half."""
+
+
+def nearest(collective: str) -> str:
+    """The name of a collective that may be meant, as ` (nearest: NAME)`; nothing if none is near."""
+    return _nearest(collective, _ALGORITHMS)
+
+
+def _nearest(name: object, names: Iterable[str]) -> str:
+    plain = str(name).lower().replace("_", "-")
+    close = [_OTHER_HALVES[plain]] if plain in _OTHER_HALVES else difflib.get_close_matches(plain, names, n=1)
     return f" (nearest: {close[0]})" if close else ""

@@ -90,9 +90,9 @@ def _tuples(steps: Sequence[Sequence[Transfer]]) -> tuple[Step, ...]:
     return tuple(tuple(step) for step in steps)
 
 
-def check_root(root: int, ranks: int) -> None:
+def check_root(root: int, ranks: int, name: str = "root") -> None:
     if not 0 <= root < ranks:
-        raise InputError(f"root {root}: with {ranks} ranks it is one of 0 to {ranks - 1}")
+        raise InputError(f"{name} {root}: with {ranks} ranks it is one of 0 to {ranks - 1}")
 
 
 def rounds(ranks: int) -> int:

@@ -4,10 +4,11 @@ from collections.abc import Callable, Sequence
 from math import prod
 
 from motet.collectives.compose import reverse, side_by_side
-from motet.collectives.library.registry import Terms, algorithm
+from motet.collectives.library.registry import MOST_AXES, Terms, algorithm
 from motet.collectives.library.ring import all_gather_ring
 from motet.collectives.library.shapes import composite, exchange, factors, grid, part, reduction
 from motet.collectives.score import Program, Step, Transfer
+from motet.core.errors import InputError
 
 Dims = Sequence[int] | None
 
@@ -20,11 +21,22 @@ def _torus_cost(axes: int | None) -> Callable[..., Terms]:
     """
 
     def cost(ranks: int, dims: Dims = None) -> Terms:
-        lengths = grid(ranks, dims, axes)
+        lengths = _lengths(ranks, dims, axes)
         starts = sum(len(lengths) * 2 * (d - 1) * (1 if d == 2 else 2) for d in lengths)
         return Terms(starts, part(2 * (ranks - 1), ranks), part(ranks - 1, ranks))
 
     return cost
+
+
+def _lengths(ranks: int, dims: Dims, axes: int | None) -> tuple[int, ...]:
+    """Of a torus. Where the number of dimensions is free and none are given, all ranks are on one ring."""
+    if axes is None and dims is None:
+        return (ranks,)
+    if axes is None and len(dims or ()) > MOST_AXES:
+        raise InputError(
+            f"dims {'x'.join(map(str, dims or ()))}: a torus has at most {MOST_AXES} dimensions; give fewer"
+        )
+    return grid(ranks, dims, axes)
 
 
 def _torus(name: str, ranks: int, lengths: Sequence[int]) -> Program:
@@ -116,6 +128,12 @@ def _number(rank: int, order: Sequence[int], lengths: Sequence[int]) -> int:
     for axis in order:
         number = number * lengths[axis] + _coordinate(rank, axis, lengths)
     return number
+
+
+@algorithm("all-reduce", "torus", cost=_torus_cost(None))
+def all_reduce_torus(ranks: int, dims: Dims = None) -> Program:
+    """Along one to six dimensions, `dims`, in all orders and both directions at once; one ring where none are given."""
+    return _torus("torus", ranks, _lengths(ranks, dims, None))
 
 
 @algorithm("all-reduce", "torus-2d", cost=_torus_cost(2), takes=composite)
