@@ -1,16 +1,16 @@
-"""Writes the tables of docs/guide/data-parallelism.md: bytes sent and kept by stage, from the same code that is tested."""
+"""Writes the tables of docs/guide/data-parallelism.md: bytes sent and kept by stage, from tested code."""
 
 from pathlib import Path
 
-from motet.parallel.buckets import Bucket, cut_buckets
+from motet.parallel.buckets import cut_buckets
 from motet.parallel.communication import CommunicationSettings
 from motet.parallel.layout import Layout
-from motet.parallel.placement import memory, traffic
+from motet.parallel.placement import Portions, Unit, memory, traffic
 from motet.precision.recipe import RECIPES
 
 PAGE = Path(__file__).parents[1] / "docs/guide/data-parallelism.md"
 RINGS = CommunicationSettings(all_reduce="ring", reduce_scatter="ring", all_gather="ring")
-MATRICES, NUMEL = 16, 2**20
+MATRICES, NUMEL, ROWS = 16, 2**20, 1024
 """A model of 16 Mi parameters, which every number of ranks here divides."""
 
 
@@ -19,25 +19,39 @@ def tables() -> dict[str, str]:
     return {"traffic": traffic_table(), "memory": memory_table()}
 
 
+STAGES: dict[str, tuple[int, bool, int]] = {
+    "stage 0": (0, True, 1),
+    "stages 1, 2": (1, True, 1),
+    "stage 3": (3, True, 1),
+    "stage 3, kept": (3, False, 1),
+    "stage 2, 4 micro-batches": (2, True, 4),
+    "stage 3, 4 micro-batches": (3, True, 4),
+}
+"""Column -> (stage, whether stage 3 gathers again for backward, micro-batches)."""
+
+
 def traffic_table() -> str:
-    rows = ["| | stage 0 | stage 1 | stage 2 | stage 2, 4 micro-batches |", "|---|---|---|---|---|"]
+    rows = [f"| | {' | '.join(STAGES)} |", "|---" * (len(STAGES) + 1) + "|"]
     for recipe in ("fp32", "bf16"):
         for ranks in (2, 4, 8):
-            cells = [
-                _sent(ranks, zero, recipe, parts) / (MATRICES * NUMEL)
-                for zero, parts in ((0, 1), (1, 1), (2, 1), (2, 4))
-            ]
-            rows.append(f"| `{recipe}`, {ranks} ranks | " + " | ".join(f"{cell:g}" for cell in cells) + " |")
+            layouts = (
+                Layout(ranks, parts, zero, ranks if zero else 1, regather) for zero, regather, parts in STAGES.values()
+            )
+            cells = " | ".join(f"{_sent(layout, recipe) / (MATRICES * NUMEL):g}" for layout in layouts)
+            rows.append(f"| `{recipe}`, {ranks} ranks | {cells} |")
     return "\n".join(rows)
 
 
-def _buckets(layout: Layout) -> tuple[Bucket, ...]:
-    return cut_buckets({f"w{i}": (0, NUMEL) for i in range(MATRICES)}, layout.shards, 4 * NUMEL)
+def _portions(layout: Layout) -> Portions:
+    """At stage 3 each matrix is a block."""
+    if layout.zero == 3:
+        return Portions(units=tuple(Unit(((ROWS, NUMEL // ROWS),)) for _ in range(MATRICES)))
+    return Portions(cut_buckets({f"w{i}": (0, NUMEL) for i in range(MATRICES)}, layout.shards, 4 * NUMEL))
 
 
-def _sent(ranks: int, zero: int, recipe: str, parts: int) -> int:
-    layout = Layout(ranks, parts, zero, ranks if zero else 1)
-    found = {traffic(_buckets(layout), layout, RECIPES[recipe], RINGS, rank).total for rank in range(ranks)}
+def _sent(layout: Layout, recipe: str) -> int:
+    ranks = range(layout.ranks)
+    found = {traffic(_portions(layout), layout, RECIPES[recipe], RINGS, rank).total for rank in ranks}
     assert len(found) == 1
     return found.pop()
 
@@ -45,9 +59,9 @@ def _sent(ranks: int, zero: int, recipe: str, parts: int) -> int:
 def memory_table() -> str:
     rows = ["| | parameters | masters | gradients | moments | together |", "|---|---|---|---|---|---|"]
     for recipe in ("fp32", "bf16"):
-        for zero in (0, 1, 2):
+        for zero in (0, 1, 2, 3):
             layout = Layout(8, 1, zero, 8 if zero else 1)
-            kept = memory(_buckets(layout), layout, RECIPES[recipe], 2)
+            kept = memory(_portions(layout), layout, RECIPES[recipe], 2, rank=0)
             cells = (kept.parameters, kept.masters, kept.gradients, kept.moments, kept.total)
             shares = " | ".join(f"{cell / (MATRICES * NUMEL):g}" for cell in cells)
             rows.append(f"| `{recipe}`, stage {zero} | {shares} |")

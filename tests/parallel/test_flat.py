@@ -1,6 +1,5 @@
 """Stages 0 to 2 on flat buckets: the same numbers as one rank, the bytes that are promised, and what is kept."""
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +9,18 @@ import torch.distributed as dist
 from torch import nn
 
 from motet.core.errors import InputError
-from motet.core.trace import listening
 from motet.parallel.buckets import cut_buckets
 from motet.parallel.communication import CommunicationSettings, check_communication
-from motet.parallel.data import FlatSpread, agree_on_values
+from motet.parallel.data import agree_on_values
 from motet.parallel.group import Group
 from motet.parallel.layout import Layout, LayoutSettings, resolve_layout
-from motet.parallel.placement import memory, traffic
+from motet.parallel.placement import Portions, traffic
 from motet.precision.recipe import RECIPES
 from motet.train.assemble import build_parts, numerics
 from motet.train.job import Job
 from motet.train.optimizer import Updater, make_updater
 from motet.train.settings import OptimizerSettings
-from on_ranks import Counter
+from parallel.counting import count_bytes
 from ranks import Ranks
 from train.runs import Trained, small_job, train, worst_difference
 
@@ -86,30 +84,6 @@ def test_every_stage_on_every_world(ranks: Ranks, tmp_path: Path, model: str) ->
 ALGORITHMS = ["communication.all_reduce=ring", "communication.reduce_scatter=ring", "communication.all_gather=ring"]
 
 
-def count_bytes(group: Group, job: Job) -> tuple[int, int, int, int]:
-    """Sent in two steps, and what was said; kept after them, and what was said."""
-    with numerics(job), tempfile.TemporaryDirectory() as folder:
-        parts = build_parts(job, group, Path(folder))
-        spread = parts.updater.spread
-        assert isinstance(spread, FlatSpread)
-        stepper, counter = parts.stepper(job), Counter()
-        recipe = RECIPES[job.precision.recipe]
-        with listening(counter):
-            for step in range(2):
-                stepper.step(step, 0.001)
-        buckets = spread.weights.buckets
-        said = traffic(buckets, parts.layout, recipe, job.communication, group.rank)
-        held = [spread.weights.compute, *spread.masters, *spread.gradients(), *_moments(parts.updater)]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
-        kept = memory(buckets, parts.layout, recipe, 2)
-    return int(counter.counts.get("sent_bytes", 0)), 2 * said.total, sum(storages.values()), kept.total
-
-
-def _moments(updater: Updater) -> list[torch.Tensor]:
-    """All tensors of the optimizer but the counts of steps."""
-    return [t for state in updater._optimizer.state.values() for t in state.values() if t.ndim]
-
-
 @pytest.mark.parametrize("recipe", ["fp64", "fp32", "bf16"])
 @pytest.mark.parametrize(
     ("world", "settings"),
@@ -142,7 +116,7 @@ def test_the_textbook_holds_where_everything_divides() -> None:
             layout = Layout(world, 1, zero, world if zero else 1)
             buckets = cut_buckets(sizes, layout.shards, 8192)
             for rank in range(world):
-                sent = traffic(buckets, layout, recipe, settings, rank)
+                sent = traffic(Portions(buckets), layout, recipe, settings, rank)
                 assert sent.total * world == bytes_each * 6 * 4096 * (world - 1)
 
 

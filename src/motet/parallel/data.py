@@ -19,6 +19,7 @@ from motet.parallel.communication import CommunicationSettings
 from motet.parallel.flat import FlatWeights
 from motet.parallel.layout import Layout
 from motet.parallel.mesh import Mesh
+from motet.parallel.placement import Portions
 from motet.parallel.spread import Piece
 from motet.precision.recipe import Recipe
 
@@ -102,6 +103,10 @@ class FlatSpread:
                 if underway.work is not None:
                     underway.work.wait()
             self._underway.clear()
+
+    @property
+    def portions(self) -> Portions:
+        return Portions(buckets=self.weights.buckets)
 
     @property
     def groups(self) -> Sequence[int]:

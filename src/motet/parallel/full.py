@@ -4,7 +4,7 @@ The parameters of a block are gathered when it is called, and again for its back
 from the first forward to the end of backward. What has no rows, a single number, is spread flat.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from math import ceil, prod
@@ -24,6 +24,7 @@ from motet.parallel.data import FlatSpread, spread_flat
 from motet.parallel.group import Group
 from motet.parallel.layout import Layout
 from motet.parallel.mesh import Mesh
+from motet.parallel.placement import Portions, Unit
 from motet.parallel.spread import Piece
 from motet.parallel.wrap import blocks_of
 from motet.precision.recipe import Recipe
@@ -49,15 +50,31 @@ def spread_full(
         ),
         "ignored_params": without_rows,
     }
-    blocks = [fully_shard(b, reshard_after_forward=layout.regather, **ways) for b in blocks_of(module)]
+    found = blocks_of(module)
+    described = describe(module, found, without_rows)
+    blocks = [fully_shard(b, reshard_after_forward=layout.regather, **ways) for b in found]
     units = [*blocks, fully_shard(root, reshard_after_forward=False, **ways)]
     sums = [_communicate(unit, mesh, settings) for unit in units]
     named = dict(module.named_parameters())  # other objects than those that were given
     sharded = {name: (group, named[name]) for name, (group, _) in parameters.items() if name not in flat}
     rest = spread_flat(flat, recipe, mesh, layout, settings) if flat else None
-    spread = FullSpread(root, units, sharded, mesh, sums, rest)
+    spread = FullSpread(root, units, described, sharded, mesh, sums, rest)
     module.forward = spread.calling(module.forward)
     return spread
+
+
+def describe(
+    module: nn.Module, blocks: Sequence[nn.Module], without_rows: Collection[nn.Parameter]
+) -> tuple[Unit, ...]:
+    """The units of a module before it is sharded; each parameter is in the first that has it."""
+    seen = set(without_rows)
+    found = []
+    for unit in (*blocks, module):
+        new = [p for p in unit.parameters() if p not in seen]
+        seen.update(new)
+        trainable, frozen = ([tuple(p.shape) for p in new if p.requires_grad == which] for which in (True, False))
+        found.append(Unit(tuple(trainable), tuple(frozen), is_block=unit is not module))
+    return tuple(found)
 
 
 def kept(parameter: Tensor, values: Tensor | None = None) -> Piece:
@@ -76,6 +93,8 @@ class FullSpread:
     root: "_Root"
     units: Sequence[FSDPModule]
     """What is gathered as one: the blocks, and the root with what is in none."""
+    described: tuple[Unit, ...]
+    """The same as values."""
     sharded: Mapping[str, tuple[int, nn.Parameter]]
     """Name -> (optimizer group, parameter)."""
     mesh: Mesh
@@ -105,6 +124,10 @@ class FullSpread:
             return result
 
         return call
+
+    @property
+    def portions(self) -> Portions:
+        return Portions(self.rest.weights.buckets if self.rest else (), self.described)
 
     @property
     def groups(self) -> Sequence[int]:

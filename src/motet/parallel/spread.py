@@ -6,6 +6,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from motet.parallel.placement import Portions
+
 
 class Piece(NamedTuple):
     """What a rank keeps of a parameter: its elements from `start` on, in a row."""
@@ -18,6 +20,10 @@ class Piece(NamedTuple):
 
 class Spread(Protocol):
     """The trainable parameters of a model, as one rank keeps and updates them."""
+
+    @property
+    def portions(self) -> Portions:
+        """What travels together."""
 
     @property
     def groups(self) -> Sequence[int]:
