@@ -82,9 +82,9 @@ FORMULAS: dict[str, Formula] = {
     ),
     "all-reduce/tree": Formula("2*L", "2*L", "L", "Reduce over a tree, then broadcast over it, all of S each time."),
     "all-reduce/double-tree": Formula(
-        "2*T", "T/P", "T/(2*P)",
-        "T steps up and T down, where T is the depth of the trees, which grows as log2 N, and two steps for each piece "
-        "but the first (a rank serves its two trees in turn). In a step a port carries one of the 2P parts of S.",
+        "2*(2*q-1+f+p*(P-1))", "(2*q-1+f+p*(P-1))/P", "(2*q-1+f+p*(P-1))/(2*P)",
+        "2q-1+f steps until the last rank has the first of the P pieces, p more for each other one, and as many up as "
+        "down; in each a port carries one of the 2P parts of S. Derived [below](#the-double-tree).",
     ),
     "all-reduce/recursive-doubling": Formula(
         "q+2*e", "q+2*e", "q+e",
@@ -104,14 +104,14 @@ FORMULAS: dict[str, Formula] = {
         "all-gather in the host. (M-1)/M + (H-1)/N = (N-1)/N, twice.",
     ),
     **{
-        f"all-reduce/torus-{axes}d": Formula(
+        f"all-reduce/torus{axes}": Formula(
             *_TORUS,
             "2A parts of S at once, each reduce-scattered along all A dimensions, in its own order and direction, and "
             "gathered back. Along a dimension of length d each part takes d-1 messages there and d-1 back; on one port "
             "all of them take turns. Where d = 2 both directions are one message. On a torus, with a port for each "
             "neighbour, the parts travel together, and the time is up to 2A times shorter.",
         )
-        for axes in (2, 3, 5)
+        for axes in ("", "-2d", "-3d", "-5d")
     },
     "all-reduce/mesh-2d": Formula(
         "2*(a+c)", "2*(a/X+c/N)", "a/X+c/N",
@@ -179,13 +179,15 @@ def letters(name: str, ranks: int) -> dict[str, int]:
     elif "hierarchical" in name:
         found["H"], found["M"] = equal_hosts(ranks, None)
     elif "torus" in name:
-        lengths = lengths_of(ranks, None, int(name[-2]))
+        lengths = lengths_of(ranks, None, int(name[-2])) if name.endswith("d") else (ranks,)
         found |= {"A": len(lengths), "W": sum((d - 1) * (1 if d == 2 else 2) for d in lengths)}
     elif "mesh" in name:
         rows, columns = lengths_of(ranks, None, 2)
         found |= {"X": rows, "a": _line(rows), "c": _line(columns)}
     elif "double-tree" in name:
-        found["T"] = len(program(*name.split("/"), ranks).steps) // 2
+        found["p"] = 1 if ranks == 2 else 2
+        found["f"] = len(program(*name.split("/"), ranks, pieces=1).steps) // 2 - (2 * found["q"] - 1)
+        assert found["f"] in (0, 1)
     return found
 
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -192,6 +193,19 @@ def gathering(*transfers: object) -> str:
     return json.dumps({**head, "initial": [[0], [1]], "final": [both, both], "steps": [transfers]})
 
 
+def less() -> str:
+    """An all-reduce whose rank 1 need not end with the sum."""
+    from motet.collectives import program
+
+    ring = program("all-reduce", "ring", 2)
+    return replace(ring, final=(ring.final[0], {})).to_json()
+
+
+def cluster(name: str, *, alpha_s: str = "1e-6", bandwidth_Bps: str = "1e9", more: str = "") -> Setup:  # noqa: N803
+    head = "device = 'H100'\ndevices_per_host = 2\n[inside]\nkind = 'switch'\n"
+    return write(name, f"{head}alpha_s = {alpha_s}\nbandwidth_Bps = {bandwidth_Bps}\n{more}")
+
+
 THREE_CLASSES = records("labels.jsonl", *({"text": f"text {i}", "label": i % 3} for i in range(60)))
 RUN = "run"
 """Stands for a copy of a run in the folder `run`, stopped at step 4 of 6, with checkpoints of the steps 2 and 4."""
@@ -262,6 +276,34 @@ CASES: dict[str, list[Setup | str]] = {
         write("early.json", gathering({"src": 0, "dst": 1, "chunk": [1, 1], "op": "copy"}))
     ],
     "a file that holds no Program": [write("text.json", "words")],
+    "a Program that asks for less than its name": [lambda: Path("less.json").write_text(less(), encoding="utf-8")],
+    "a Program of one rank": [
+        records(
+            "alone.json",
+            {
+                "version": 1,
+                "collective": "mine",
+                "algorithm": "nothing",
+                "ranks": 1,
+                "chunks": 1,
+                "sizes": [1],
+                "initial": [[0]],
+                "final": [{"0": [0]}],
+                "steps": [],
+            },
+        ),
+    ],
+    "a picture that is a folder": [lambda: Path("cache").mkdir()],
+    "a file to be costed": [write("early.json", gathering())],
+    "a start-up of ages": [cluster("ages.toml", alpha_s="1e308")],
+    "a link that carries nothing": [cluster("still.toml", bandwidth_Bps="5e-324")],
+    "more uplinks than can be computed": [
+        cluster(
+            "wide.toml",
+            more="[between]\nkind = 'spine_leaf'\nalpha_s = 1e-6\nbandwidth_Bps = 1e9\n"
+            "hosts_per_leaf = 1\nuplinks = 1000000000\n",
+        ),
+    ],
     "a full disk while saving": [disk("size=2m")],
     "a full disk for the events": [disk("size=400k"), RUN, lambda: shutil.copytree(RUN, "disk/run")],
 }

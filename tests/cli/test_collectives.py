@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from motet.cli.collectives import app
 from motet.cluster.load import load_cluster
 from motet.collectives.curves import format_seconds
-from motet.collectives.library import algorithms, closed_form, collectives, program
+from motet.collectives.library import algorithms, closed_form, collectives, find, program
 from motet.collectives.score import Program
 from motet.core.errors import InputError, MotetError
 
@@ -152,6 +152,25 @@ def test_prove_draws_the_step_that_is_wrong(tmp_path: Path) -> None:
     assert wrong[0]["message"] == str(result.exception)
 
 
+def test_prove_of_a_collective_with_options_takes_the_algorithms_that_have_them() -> None:
+    rows = answer("prove", "all-reduce", "root=1", "--ranks", "4")["proven"]
+    assert {row["algorithm"] for row in rows} == {n for n in algorithms("all-reduce") if "root" in _options(n)}
+    assert all(row["options"] == {"root": 1} for row in rows)
+
+
+def _options(name: str) -> tuple[str, ...]:
+    return find("all-reduce", name).options
+
+
+@pytest.mark.parametrize(("name", "near"), [("all_reduce", " (nearest: all-reduce)"), ("of-mine", "")])
+def test_prove_says_that_a_name_promises_nothing(name: str, near: str, tmp_path: Path) -> None:
+    (tmp_path / "near.json").write_text(replace(program("all-reduce", "ring", 2), collective=name).to_json())
+    remark = f"{name} is no collective that is known{near}: its `final` is proven, but not held to a name"
+    assert printed("prove", str(tmp_path / "near.json")).splitlines()[-1] == remark
+    assert answer("prove", str(tmp_path / "near.json"))["remarks"] == [remark]
+    assert answer("prove", "all-reduce", "ring", "--ranks", "2")["remarks"] == []
+
+
 def test_prove_with_blocking_sends() -> None:
     assert answer("prove", "broadcast", "tree", "--ranks", "9", "--sends", "blocking")["proven"][0]["blocking"]
     result = run("prove", "all-reduce", "ring", "--ranks", "4", "--sends", "blocking")
@@ -232,6 +251,14 @@ def test_run_checks_counts_and_times() -> None:
     assert found["predicted_seconds"] > 0
 
 
+@pytest.mark.parametrize(("collective", "algorithm"), [("barrier", "dissemination"), ("signal", "direct")])
+def test_run_of_what_carries_no_data_prints_a_time_alone(collective: str, algorithm: str) -> None:
+    shown = printed("run", collective, algorithm, "--repeats", "2").splitlines()
+    assert shown[:2] == [f"{collective}/{algorithm} of 2 ranks", "right: every token has arrived"]
+    assert re.fullmatch(r"time: .*, the median of 2 \(.* to .*\)", shown[2])
+    assert "GB/s" not in "".join(shown)
+
+
 def test_run_proves_first(tmp_path: Path) -> None:
     assert "lacks rank" in str(run("run", str(broken(tmp_path))).exception)
 
@@ -256,7 +283,7 @@ def test_run_proves_first(tmp_path: Path) -> None:
         ("draw all-reduce ring --svg nowhere/x.svg", "cannot write nowhere/x.svg"),
         ("draw nowhere.json", "cannot read nowhere.json: No such file or directory"),
         ("prove", "what is to be proven?"),
-        ("prove all-reduce --all", "what is to be proven?"),
+        ("prove all-reduce --all", "--all beside 'all-reduce'"),
         ("prove all-reduce torus-3d --ranks 7", "torus-3d takes 8, 12, 16"),
         ("prove all-reduce ring --ranks 1", "ranks 1: give 2 to 1024"),
         ("prove all-reduce ring --ranks 8..4", "the smaller number first"),

@@ -24,7 +24,13 @@ def test_every_algorithm_is_covered_at_every_count_that_it_takes() -> None:
 
 @pytest.mark.parametrize(
     ("name", "ranks", "dims"),
-    [("torus-2d", 24, {(2, 12), (3, 8), (4, 6)}), ("torus-3d", 24, {(2, 2, 6), (2, 3, 4)}), ("torus-2d", 6, {(2, 3)})],
+    [
+        ("torus-2d", 24, {(2, 12), (3, 8), (4, 6)}),
+        ("torus-3d", 24, {(2, 2, 6), (2, 3, 4)}),
+        ("torus-2d", 6, {(2, 3)}),
+        ("torus", 24, {(2, 2, 2, 3)}),
+        ("torus", 16, {(2, 2, 2, 2)}),
+    ],
 )
 def test_all_grids_are_tried(name: str, ranks: int, dims: set[tuple[int, ...]]) -> None:
     found = {options["dims"] for options in shapes(find("all-reduce", name), ranks) if "dims" in options}

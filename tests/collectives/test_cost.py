@@ -10,7 +10,7 @@ from motet.cluster.device import Figure
 from motet.cluster.link import Link
 from motet.cluster.load import load_cluster
 from motet.cluster.topology import Level, Torus, Tree
-from motet.collectives.choose import candidates, cheapest, even_hosts, reigns
+from motet.collectives.choose import EQUAL, candidates, cheapest, even_hosts, reigns
 from motet.collectives.cost import bus_factor, cost
 from motet.collectives.decompose import decompositions
 from motet.collectives.library import algorithms, closed_form, collectives, find, program
@@ -84,6 +84,33 @@ def test_a_torus_algorithm_uses_the_wires_of_its_torus() -> None:
     assert str(best) == "torus-2d dims=4x4"
     ring_s = 2 * 15 / 16 * 64 * MIB / 10e9
     assert float(best.cost.seconds(64 * MIB)) == pytest.approx(ring_s / 4)
+
+
+@pytest.mark.parametrize(
+    ("dims", "best", "without"),
+    [
+        ((2, 2, 2, 2), "torus dims=2x2x2x2", set()),
+        ((4, 4, 1), "torus-2d dims=4x4", {"torus"}),
+        ((2, 2, 4), "torus-3d dims=2x2x4", {"torus"}),
+        ((16, 1), "bidirectional-ring", {"torus"}),
+    ],
+)
+def test_the_free_torus_is_tried_where_no_other_fits(dims: tuple[int, ...], best: str, without: set[str]) -> None:
+    port = Link(_figure(0.0), _figure(10e9), is_port=True)
+    network = Torus(dims, (True,) * len(dims), port, Link(_figure(0.0), _figure(10e9)))
+    cluster = Cluster("torus", 16, 1, network, _figure(0.0))
+    assert str(cheapest("all-reduce", 64 * MIB, cluster)) == best
+    assert {candidate.algorithm for candidate in candidates("all-reduce", cluster)}.isdisjoint(without)
+    assert "torus" not in {candidate.algorithm for candidate in candidates("all-reduce", UNIFORM)}
+    assert [c.algorithm for c in candidates("all-reduce", UNIFORM, ("torus",))] == ["torus"]
+
+
+def test_of_decompositions_that_cost_the_same_the_whole_comes_first() -> None:
+    free = uniform(8, 0.0, 25e9)
+    found = decompositions("all-reduce", 2**26, free)
+    equals = [d for d in found if d.seconds <= min(d.seconds for d in found) * EQUAL]
+    assert len(equals) > 1
+    assert found[0].kind == "whole" == equals[0].kind
 
 
 def test_small_messages_go_by_few_steps_and_large_ones_by_little_traffic() -> None:

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from fractions import Fraction
+from math import prod
 
 import pytest
 
@@ -18,7 +19,7 @@ OPTIONS: dict[str, tuple[object, ...]] = {
     "root": (1,),
     "pieces": (1, 3),
     "hosts": (1, 2),
-    "dims": ((2, 6), (3, 2, 2), (3, 4)),
+    "dims": ((2, 6), (3, 2, 2), (3, 4), (2, 3, 2, 2), (2, 2, 2, 2, 2, 2)),
     "src": (3,),
     "dst": (4,),
 }
@@ -160,6 +161,22 @@ def test_hierarchies_send_less_between_hosts_than_a_ring() -> None:
         (("all-reduce", "double-tree", 3), {"pieces": 10**9}, r"pieces 10{9}: .*, and with 3 ranks at most 87381"),
         (("send", "direct", 4), {"src": 2, "dst": 2}, r"src and dst are both rank 2"),
         (("all-reduce", "ring", 4), {"root": 1}, r"all-reduce/ring has no option 'root'; it has no options"),
+        (("send", "direct", 4), {"src": 4}, r"src 4: with 4 ranks it is one of 0 to 3"),
+        (("receive", "direct", 4), {}, r"there is no collective 'receive'; .*nearest: send"),
+        (("wait", "direct", 4), {}, r"there is no collective 'wait'; .*nearest: signal"),
+        (("all-reduce", "torus", 128), {"dims": (2,) * 7}, r"dims 2x2x2x2x2x2x2: a torus has at most 6 dimensions"),
+        (("all-reduce", "ring", "4"), {}, r"ranks: '4' is no whole number; give 2 or more"),
+        (("all-reduce", "ring", 4.0), {}, r"ranks: 4.0 is no whole number; give 2 or more"),
+        (("all-reduce", ["ring"], 4), {}, r"all-reduce has no algorithm \['ring'\]; it has flat"),
+        ((["all-reduce"], "ring", 4), {}, r"there is no collective \['all-reduce'\]; there are broadcast"),
+        (("broadcast", "tree", 4), {"root": 1.5}, r"root: 1.5 is no whole number; give one, as in root=1"),
+        (("broadcast", "tree", 4), {"root": True}, r"root: True is no whole number"),
+        (
+            ("all-reduce", "torus", 8),
+            {"dims": "4x2"},
+            r"dims: '4x2' are no whole numbers; give them as in dims=\(4, 4\)",
+        ),
+        (("all-reduce", "torus", 8), {"dims": ()}, r"dims: \(\) are no whole numbers"),
         (("broadcast", "tree", 4), {"hosts": 1}, r"broadcast/tree has no option 'hosts'; it has the options root"),
     ],
 )
@@ -168,6 +185,25 @@ def test_what_cannot_work_is_refused_with_a_sentence(
 ) -> None:
     with pytest.raises(InputError, match=sentence):
         program(*arguments, **options)
+
+
+@pytest.mark.parametrize("dims", [(12,), (3, 4), (2, 2, 3), (2, 3, 2, 2), (2, 2, 2, 2, 2, 2)])
+def test_a_torus_of_any_number_of_dimensions(dims: tuple[int, ...]) -> None:
+    _check("all-reduce", "torus", prod(dims), dims=dims)
+    if len(dims) in (2, 3):
+        named = program("all-reduce", f"torus-{len(dims)}d", prod(dims), dims=dims)
+        assert program("all-reduce", "torus", prod(dims), dims=dims).steps == named.steps
+
+
+def test_the_double_tree_is_as_deep_as_derived() -> None:
+    """docs/reference/collective-costs.md: 2q-1 or 2q steps for the first piece, p more for each other one."""
+    for ranks in range(2, 129):
+        q = ranks.bit_length() - 1
+        one, four = (len(program("all-reduce", "double-tree", ranks, pieces=pieces).steps) // 2 for pieces in (1, 4))
+        assert one in (2 * q - 1, 2 * q)
+        assert four == one + (1 if ranks == 2 else 2) * 3
+        if ranks == 1 << q:
+            assert one == 2 * q - 1
 
 
 def test_hosts_of_unequal_sizes_take_any_number_of_ranks() -> None:

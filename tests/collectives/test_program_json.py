@@ -111,3 +111,17 @@ def test_a_byte_order_mark_is_passed_over() -> None:
 def test_what_makes_no_sense_is_refused(record: str | bytes | dict[str, Any], sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
         Program.from_json(record)
+
+
+@pytest.mark.parametrize(
+    ("record", "sentence"),
+    [
+        (None, "None is no Program; give its JSON as text, as bytes or as a mapping"),
+        ({"sizes": object()}, "Object of type object is not JSON serializable"),
+        ("\ud800", "surrogates not allowed"),
+        ("[" * 100_000, "recursion limit exceeded"),
+    ],
+)
+def test_what_is_no_record_is_told_in_a_sentence(record: Any, sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        Program.from_json(record)

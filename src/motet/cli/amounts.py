@@ -3,12 +3,10 @@
 import re
 from pathlib import Path
 
+from motet.cli.collectives_limits import MOST_RANKS
 from motet.collectives.library import algorithms, program
 from motet.collectives.score import Program
 from motet.core.errors import InputError
-
-MOST_RANKS = 1024
-"""The steps of a ring of so many ranks are two million transfers."""
 
 _UNITS = {
     "": 1,
@@ -24,15 +22,21 @@ _UNITS = {
 }
 
 
+_SHOWN = 40
+"""Characters of a size that are told again."""
+
+
 def parse_bytes(text: str) -> int:
     """64MiB, 1.5 GB, 4096 and 1e6 are numbers of bytes."""
     found = re.fullmatch(r"([0-9]*\.?[0-9]+(?:e\+?[0-9]{1,2})?)\s*([a-z]*)", text.strip().lower())
+    shown = repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")
     if not found or found[2] not in _UNITS:
-        raise InputError(f"size {text!r} is no number of bytes; write it as 64MiB, 1e6 or 4096")
-    count = round(float(found[1]) * _UNITS[str(found[2])])
-    if not 1 <= count <= 2**60:
-        raise InputError(f"size {text!r} is {count} bytes; give 1 to 2^60")
-    return count
+        raise InputError(f"size {shown} is no number of bytes; write it as 64MiB, 1e6 or 4096")
+    count = float(found[1]) * _UNITS[str(found[2])]
+    if not 0.5 < count <= 2**60:
+        told = "more than 2^60" if count > 2**60 else f"{count:.4g}"
+        raise InputError(f"size {shown} is {told} bytes; give 1 to 2^60")
+    return round(count)
 
 
 def parse_sizes(text: str) -> list[int]:

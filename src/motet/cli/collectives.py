@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from errno import EISDIR
+from os import strerror
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from motet.cli.collectives_cost import cost
+from motet.cli.collectives_limits import MOST_RANKS, whole
 from motet.cli.collectives_prove import prove
 from motet.cli.collectives_run import run
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from motet.collectives.library import Algorithm
     from motet.collectives.score import Program
 
@@ -28,7 +34,9 @@ def show_list(
     collective: Annotated[
         str | None, typer.Argument(metavar="[COLLECTIVE]", help="Only this collective; else all.")
     ] = None,
-    ranks: Annotated[int, typer.Option(min=2, max=1024, help="For which rounds and traffic are counted.")] = 8,
+    ranks: Annotated[
+        int, typer.Option(callback=whole("--ranks", 2, MOST_RANKS), help="For which rounds and traffic are counted.")
+    ] = 8,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """The algorithms of each collective, what they take, and their closed forms.
@@ -102,7 +110,9 @@ def draw(
         list[str],
         typer.Argument(metavar="COLLECTIVE ALGORITHM [NAME=VALUE]... or FILE.json", help="What to draw."),
     ],
-    ranks: Annotated[int | None, typer.Option(min=2, help="How many; 4 when not given.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(callback=whole("--ranks", 2, MOST_RANKS), help="How many; 4 when not given.")
+    ] = None,
     svg: Annotated[Path | None, typer.Option(help="Write a picture of all steps to this file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write an animated page to this file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the Program as JSON: docs/reference/program.md.")] = False,
@@ -112,6 +122,7 @@ def draw(
     from motet.collectives.draw import text
     from motet.monitor.console import console
 
+    check_writable(svg, html)
     program = one_program(words, ranks, 4)
     for path, drawn in ((svg, _svg), (html, _page)):
         if path is not None:
@@ -136,12 +147,37 @@ def _page(program: Program) -> str:
     return page(program)
 
 
+def check_writable(*paths: Path | None) -> None:
+    """Tell before the work what cannot be written after it."""
+    import tempfile
+
+    for path in filter(None, paths):
+        with _writing(path):
+            if path.is_dir():
+                raise IsADirectoryError(EISDIR, strerror(EISDIR))
+            if path.exists():
+                path.open("ab").close()
+            if path.is_file() or not path.exists():
+                tempfile.TemporaryFile(dir=path.resolve().parent).close()
+
+
 def save(path: Path, text: str) -> None:
-    """Write a file; a sentence where that cannot be."""
+    """Write a file, whole or not at all."""
+    from motet.train.folder import replace_file
+
+    with _writing(path):
+        if path.is_file() or not path.exists():
+            replace_file(path.resolve(), text.encode())
+        else:  # a device or a pipe stays what it is
+            path.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
     from motet.core.errors import InputError
 
     try:
-        path.write_text(text, encoding="utf-8")
+        yield
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}; give another file") from None
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from motet.cli.collectives_limits import MOST_RANKS, whole
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -41,9 +43,12 @@ def cost(  # noqa: PLR0913 - options of a command
     cluster: Annotated[str, typer.Option(help="The name of a preset, or a TOML file.")] = "laptop",
     ranks: Annotated[
         int | None,
-        typer.Option(min=2, max=1024, help="The first so many of it, with more hosts if it has fewer; else all."),
+        typer.Option(
+            callback=whole("--ranks", 2, MOST_RANKS),
+            help="The first so many of it, with more hosts if it has fewer; else all.",
+        ),
     ] = None,
-    hosts: Annotated[int | None, typer.Option(min=1, help="A cluster of so many hosts.")] = None,
+    hosts: Annotated[int | None, typer.Option(callback=whole("--hosts", 1), help="A cluster of so many hosts.")] = None,
     dims: Annotated[str | None, typer.Option(help="A torus of these lengths, as in 4x4x4.")] = None,
     size: Annotated[str | None, typer.Option(help="1KiB..1GiB, 64MiB or 1KiB,1MiB; 1KiB..1GiB if not given.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write the plot to this file.")] = None,
@@ -55,7 +60,7 @@ def cost(  # noqa: PLR0913 - options of a command
     Bandwidths are those of nccl-tests: the algorithm bandwidth is S over the time; the bus bandwidth is that times a
     factor of the collective, 2 (N-1) / N for an all-reduce, and can be compared with the speed of a link.
     """
-    from motet.cli.collectives import say
+    from motet.cli.collectives import check_writable, say
     from motet.collectives.curves import crossovers, curves
     from motet.monitor.console import print_json
 
@@ -66,6 +71,9 @@ def cost(  # noqa: PLR0913 - options of a command
         sized_cluster(cluster, ranks, hosts, dims),
         _sizes(collective, size),
     )
+    if svg or html:
+        _refuse_plot(asked)
+        check_writable(svg, html)
     found = curves(collective, asked.cluster, asked.sizes, asked.names)
     crossed = crossovers(collective, asked.cluster, asked.sizes[0], asked.sizes[-1], asked.names)
     _write(asked, found, crossed, (svg, html))
@@ -88,8 +96,8 @@ def _refuse_words(collective: str, algorithms: list[str]) -> None:
 
     if is_file([collective]):
         raise InputError(
-            f"cost takes no file such as {collective}, but a collective, as in all-reduce; what the Program of a file is "
-            "predicted to take `motet collectives run FILE --cluster NAME` says"
+            f"cost takes no file such as {collective}, but a collective, as in all-reduce; what the Program of a file "
+            "is predicted to take `motet collectives run FILE --cluster NAME` says"
         )
     options = [word for word in algorithms if "=" in word]
     if options:
@@ -113,7 +121,7 @@ def sized_cluster(source: str, ranks: int | None, hosts: int | None = None, dims
     """A preset or file with as many ranks as are asked for, or all that it has."""
     from contextlib import suppress
 
-    from motet.cli.amounts import MOST_RANKS, parse_dims
+    from motet.cli.amounts import parse_dims
     from motet.cluster.cluster import cluster_for_ranks
     from motet.cluster.load import load_cluster
     from motet.cluster.topology import Torus
@@ -211,6 +219,15 @@ def _plotted(asked: Question, crossed: Sequence[Crossover]) -> list[str]:
     return plot(curves(asked.collective, asked.cluster, sizes, asked.names), sizes, crossed)
 
 
+def _refuse_plot(asked: Question) -> None:
+    from motet.core.errors import InputError
+
+    if asked.sizes == [0]:
+        raise InputError(f"a {asked.collective} takes as long at every size; leave --svg and --html out")
+    if len(asked.sizes) < 2:
+        raise InputError(f"a plot over the one size {asked.sizes[0]} is none; give --size 1KiB..1GiB")
+
+
 def _write(
     asked: Question, found: Sequence[Curve], crossed: Sequence[Crossover], paths: tuple[Path | None, Path | None]
 ) -> None:
@@ -218,14 +235,9 @@ def _write(
     from motet.cli.collectives import save
     from motet.collectives.curves import curves, grid
     from motet.collectives.draw_cost import cost_page, cost_svg
-    from motet.core.errors import InputError
 
     if paths == (None, None):
         return
-    if asked.sizes == [0]:
-        raise InputError(f"a {asked.collective} takes as long at every size; leave --svg and --html out")
-    if len(asked.sizes) < 2:
-        raise InputError(f"a plot over the one size {asked.sizes[0]} is none; give --size 1KiB..1GiB")
     sizes = grid(asked.sizes[0], asked.sizes[-1], _POINTS)
     smooth = curves(asked.collective, asked.cluster, sizes, asked.names)
     drawn = cost_svg(asked.title, smooth, sizes, crossed)

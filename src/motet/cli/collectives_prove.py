@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
+from motet.cli.collectives_limits import whole
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from motet.collectives.cases import Case
+    from motet.collectives.library import Algorithm
     from motet.collectives.prove import Sends, UnprovenError
     from motet.collectives.score import Program
 
@@ -34,7 +37,7 @@ def prove(
     corruptions: Annotated[
         int | None,
         typer.Option(
-            min=0,
+            callback=whole("--corruptions", 0),
             help="Change so many Programs in one place, and see that the proof rejects them; with --all 300, else 0.",
         ),
     ] = None,
@@ -46,16 +49,19 @@ def prove(
     from motet.core.errors import InputError, MotetError
     from motet.monitor.console import console, print_json
 
-    if bool(words) == everything:
+    if words and everything:
+        raise InputError(f"--all beside {words[0]!r}: --all proves every collective; leave one of the two out")
+    if not words and not everything:
         raise InputError("what is to be proven? Give --all, or a collective (and an algorithm), or a file")
     cases = list(_cases(words or [], ranks))
     with shown_progress() as progress:
         proven, rows, first = _prove(cases, sends, progress)
         planted = _plant(cases, (_WITH_ALL if everything else 0) if corruptions is None else corruptions, progress)
+    remarks = _remarks(proven)
     if json:
-        print_json({"sends": sends, "proven": proven, "wrong": rows, "corruptions": planted})
+        print_json({"sends": sends, "proven": proven, "wrong": rows, "corruptions": planted, "remarks": remarks})
     else:
-        say(*_told(proven, planted), *(row["message"] for row in rows[1:]))
+        say(*_told(proven, planted), *remarks, *(row["message"] for row in rows[1:]))
         if first:
             console().print(_drawn(first), soft_wrap=True)
     if first:
@@ -82,9 +88,26 @@ def _cases(words: list[str], ranks: str | None) -> list[Case]:
         return every_case(counts)
     collective, name, options = split_words(words)
     found = [find(collective, name) for name in (algorithms(collective) if name is None else (name,))]
+    if name is None and options:
+        found = _having(found, options)
     if name is not None and not any(map(found[0].takes, counts)):
         found[0].refuse(counts[0])
     return [case(algorithm, count, options) for algorithm in found for count in counts if algorithm.takes(count)]
+
+
+def _having(among: list[Algorithm], options: dict[str, object]) -> list[Algorithm]:
+    """Those that have all of these options."""
+    from motet.core.errors import InputError
+
+    for option in options:
+        if not any(option in algorithm.options for algorithm in among):
+            known = sorted({name for algorithm in among for name in algorithm.options})
+            remedy = f"there are {', '.join(known)}" if known else "leave it out"
+            raise InputError(f"no algorithm of {among[0].collective} has the option {option!r}; {remedy}")
+    found = [algorithm for algorithm in among if set(options) <= set(algorithm.options)]
+    if not found:
+        raise InputError(f"no algorithm of {among[0].collective} has all the options {', '.join(options)}; give fewer")
+    return found
 
 
 class Wrong(NamedTuple):
@@ -129,6 +152,18 @@ def _plant(cases: list[Case], count: int, progress: Progress) -> dict[str, Any]:
         progress("judging corruptions", len(judged), count)
     named = {verdict: [row for row in judged if row["verdict"] == verdict] for verdict in ("equivalent", "missed")}
     return {"made": len(judged), "rejected": len(judged) - sum(map(len, named.values())), **named}
+
+
+def _remarks(proven: list[dict[str, Any]]) -> list[str]:
+    """Names that promise nothing: of these `final` alone is proven."""
+    from motet.collectives.library import collectives
+    from motet.collectives.library.registry import nearest
+
+    unknown = sorted({row["collective"] for row in proven} - set(collectives()))
+    return [
+        f"{name} is no collective that is known{nearest(name)}: its `final` is proven, but not held to a name"
+        for name in unknown
+    ]
 
 
 def _told(proven: list[dict[str, Any]], planted: dict[str, Any]) -> list[str]:

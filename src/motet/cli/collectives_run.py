@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from motet.cli.collectives_limits import whole
+
 if TYPE_CHECKING:
     from motet.cluster.cluster import Cluster
     from motet.collectives.score import Program
@@ -27,9 +29,12 @@ def run(  # noqa: PLR0913 - options of a command
         list[str],
         typer.Argument(metavar="COLLECTIVE ALGORITHM [NAME=VALUE]... or FILE.json", help="What to carry out."),
     ],
-    ranks: Annotated[int | None, typer.Option(min=2, help="How many on this machine; 2 when not given.")] = None,
-    size: Annotated[str, typer.Option(help="S, for example 4KiB or 16MiB.")] = "1MiB",
-    repeats: Annotated[int, typer.Option(min=1, max=10_000, help="How often to measure.")] = 5,
+    ranks: Annotated[
+        int | None,
+        typer.Option(callback=whole("--ranks", 2), help="How many on this machine; 2 when not given."),
+    ] = None,
+    size: Annotated[str | None, typer.Option(help="S, for example 4KiB or 16MiB; 1MiB if not given.")] = None,
+    repeats: Annotated[int, typer.Option(callback=whole("--repeats", 1, 10_000), help="How often to measure.")] = 5,
     cluster: Annotated[str | None, typer.Option(help="A preset or TOML file, to predict the time on.")] = None,
     backend: Annotated[
         Literal["auto", "motet", "gloo"], typer.Option(help="What carries the messages; auto is motet on Linux x86-64.")
@@ -37,7 +42,7 @@ def run(  # noqa: PLR0913 - options of a command
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Carry a Program out on CPU ranks by messages: check the sums, count what is sent, and measure the time."""
-    from motet.cli.amounts import is_file, one_program, parse_bytes, split_words
+    from motet.cli.amounts import is_file, one_program, split_words
     from motet.cli.collectives import say
     from motet.cli.collectives_cost import sized_cluster
     from motet.collectives.prove import prove
@@ -47,9 +52,12 @@ def run(  # noqa: PLR0913 - options of a command
 
     program = one_program(words, ranks, 2)
     if not 2 <= program.ranks <= _MOST_RANKS:
-        raise InputError(f"{program}: this machine carries out Programs of 2 to {_MOST_RANKS} ranks; give fewer ranks")
+        remedy = "more" if program.ranks < 2 else "fewer"
+        raise InputError(
+            f"{program}: this machine carries out Programs of 2 to {_MOST_RANKS} ranks; give {remedy} ranks"
+        )
     prove(program)
-    asked = parse_bytes(size)
+    asked = _size(program, size)
     if max(asked, 4 * program.whole) > _MOST_BYTES:
         raise InputError(
             f"{program}: S of {format_bytes(max(asked, 4 * program.whole))} is more than the "
@@ -63,6 +71,19 @@ def run(  # noqa: PLR0913 - options of a command
     else:
         say(*_told(program, found))
     _check_counts(program, found)
+
+
+def _size(program: Program, text: str | None) -> int:
+    """S in bytes. What carries no data moves tokens, one number each."""
+    from motet.cli.amounts import parse_bytes
+    from motet.collectives.cost import WITHOUT_DATA
+    from motet.core.errors import InputError
+
+    if program.collective not in WITHOUT_DATA:
+        return parse_bytes("1MiB" if text is None else text)
+    if text is not None:
+        raise InputError(f"--size {text}, but a {program.collective} carries no data; leave --size out")
+    return 4 * program.whole
 
 
 def _carried_out(program: Program, size: int, repeats: int, backend: str) -> dict[str, Any]:
@@ -116,9 +137,10 @@ def _record(
     """What is printed as JSON."""
     from statistics import median
 
-    from motet.collectives.cost import cost
+    from motet.collectives.cost import WITHOUT_DATA, cost
 
     seconds = found["seconds"]
+    carried = 0 if program.collective in WITHOUT_DATA else found["size"]
     sent = []
     for rank, (count, messages) in enumerate(zip(found["sent_bytes"], found["messages"], strict=True)):
         promised = _promised(program, rank, found["size"])
@@ -137,7 +159,7 @@ def _record(
         "largest_error": found["largest_error"],
         "allowed_error": found["allowed_error"],
         "sent": sent,
-        "predicted_seconds": float(cost(program, cluster).seconds(found["size"])) if cluster else None,
+        "predicted_seconds": float(cost(program, cluster).seconds(carried)) if cluster else None,
     }
 
 
@@ -151,26 +173,36 @@ def _promised(program: Program, rank: int, size: int) -> tuple[int, int]:
 
 
 def _told(program: Program, found: dict[str, Any]) -> list[str]:
-    from motet.collectives.cost import bus_factor
+    from motet.collectives.cost import WITHOUT_DATA
     from motet.collectives.curves import format_seconds
     from motet.collectives.draw import columns
     from motet.core.units import format_bytes
 
     times = {name: format_seconds(value) for name, value in found["seconds"].items()}
-    speed = found["size"] / found["seconds"]["median"]
-    bus = speed * float(bus_factor(program.collective, program.ranks))
-    lines = [
-        f"{program}, S = {format_bytes(found['size'])} of {found['dtype']}",
-        f"right: the largest error is {found['largest_error']:.3g}; rounding may come to {found['allowed_error']:.3g}",
-        f"time: {times['median']}, the median of {found['repeats']} ({times['least']} to {times['most']}); "
-        f"algorithm bandwidth {speed / 1e9:.3g} GB/s, bus bandwidth {bus / 1e9:.3g} GB/s",
-    ]
+    time = f"time: {times['median']}, the median of {found['repeats']} ({times['least']} to {times['most']})"
+    if program.collective in WITHOUT_DATA:
+        lines = [str(program), "right: every token has arrived", time]
+    else:
+        lines = [
+            f"{program}, S = {format_bytes(found['size'])} of {found['dtype']}",
+            f"right: the largest error is {found['largest_error']:.3g}; "
+            f"rounding may come to {found['allowed_error']:.3g}",
+            f"{time}; {_speeds(program, found)}",
+        ]
     if found["predicted_seconds"] is not None:
         lines.append(f"predicted: {format_seconds(found['predicted_seconds'])}")
     rows = [["rank", "bytes sent", "by the Program", "messages", "by the Program"]]
     keys = ("bytes", "program_bytes", "messages", "program_messages")
     rows += [[str(rank), *(str(row[key]) for key in keys)] for rank, row in enumerate(found["sent"])]
     return [*lines, *columns(rows, right=range(5))]
+
+
+def _speeds(program: Program, found: dict[str, Any]) -> str:
+    from motet.collectives.cost import bus_factor
+
+    speed = found["size"] / found["seconds"]["median"] / 1e9
+    bus = speed * float(bus_factor(program.collective, program.ranks))
+    return f"algorithm bandwidth {speed:.3g} GB/s, bus bandwidth {bus:.3g} GB/s"
 
 
 def _check_counts(program: Program, found: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """What a cluster file says: hosts, devices, and the network inside of a host and between hosts.
 
 `alpha_s` is the one-way start-up of a message and `bandwidth_Bps` what a link carries in one direction. A figure is
-`{ value = 25e9, origin = "datasheet" }`, or a bare number, which counts as assumed. Limits are far from what exists, and
-keep times within what can be computed and drawn.
+`{ value = 25e9, origin = "datasheet" }`, or a bare number, which counts as assumed. Limits are far from what
+exists, and keep times within what can be computed and drawn.
 """
 
 from typing import Annotated, Any, Literal

@@ -38,7 +38,9 @@ def shapes(algorithm: Algorithm, ranks: int) -> list[dict[str, object]]:
         found += [{"pieces": 1}, {"pieces": 3}]
     if "hosts" in algorithm.options:
         found += [{"hosts": hosts} for hosts in range(2, ranks) if ranks % hosts == 0]
-    found += [{"dims": dims} for axes in algorithm.axes for dims in _grids(ranks, axes, 2)]
+    # A free number of dimensions is one ring by default, and 2, 3 and 5 have algorithms of their own.
+    axes = algorithm.axes if len(algorithm.axes) == 1 else [n for n in algorithm.axes if n in (4, 6)]
+    found += [{"dims": dims} for count in axes for dims in _grids(ranks, count, 2)]
     return found
 
 

@@ -54,6 +54,7 @@ def candidates(collective: str, cluster: Cluster, names: tuple[str, ...] | None 
             algorithm.refuse(ranks)
     else:
         found = [algorithm for algorithm in found if algorithm.takes(ranks) and algorithm.same_bits]
+        found = [algorithm for algorithm in found if len(algorithm.axes) < 2 or _only_free_grid(found, cluster)]
     return tuple(
         Candidate(algorithm.name, options, program, cost(program, cluster))
         for algorithm in found
@@ -66,14 +67,25 @@ def _settled(algorithm: Algorithm, cluster: Cluster) -> list[tuple[tuple[str, ob
     """The options worth trying."""
     if "pieces" in algorithm.options:
         return [(("pieces", pieces),) for pieces in PIECES]
-    hosts, network = even_hosts(cluster), cluster.network
+    hosts = even_hosts(cluster)
     if "hosts" in algorithm.options and hosts:
         return [(("hosts", hosts),)]
-    if isinstance(network, Torus) and network.ranks == cluster.ranks:
-        dims = tuple(length for length in network.dims if length > 1)
-        if len(dims) in algorithm.axes:
-            return [(("dims", dims),)]
-    return [()]
+    dims = _grid(cluster)
+    return [(("dims", dims),)] if len(dims) in algorithm.axes else [()]
+
+
+def _grid(cluster: Cluster) -> tuple[int, ...]:
+    """The dimensions of a cluster that is one whole grid, without those of length 1; none otherwise."""
+    network = cluster.network
+    if not isinstance(network, Torus) or network.ranks != cluster.ranks:
+        return ()
+    return tuple(length for length in network.dims if length > 1)
+
+
+def _only_free_grid(among: Sequence[Algorithm], cluster: Cluster) -> bool:
+    """Whether a grid of so many dimensions is only for the algorithm that takes any number of them. One is a ring."""
+    axes = len(_grid(cluster))
+    return axes > 1 and sum(axes in algorithm.axes for algorithm in among) == 1
 
 
 def even_hosts(cluster: Cluster) -> int | None:

@@ -147,8 +147,8 @@ def _played(initial: Sequence[Sequence[int]], steps: Sequence[Step]) -> list[dic
 def grouped(program: Program, groups: Sequence[Sequence[int]], chunks: Sequence[Sequence[int]], width: int) -> Program:
     """The same small Program in several groups at once, as one Program of all the ranks in them.
 
-    In group g rank i of the small one is `groups[g][i]`, and its chunk c the `width` chunks from `chunks[g][c]` on. That
-    is less than the collective of all ranks, and is called so.
+    In group g rank i of the small one is `groups[g][i]`, and its chunk c the `width` chunks from `chunks[g][c]` on.
+    That is less than the collective of all ranks, and is called so.
     """
     ranks = sum(map(len, groups))
     initial: list[tuple[int, ...]] = [()] * ranks

@@ -3,6 +3,9 @@
 rich is imported when something is printed for the first time, so that `motet --help` need not wait for it.
 Markup and emoji codes are off, because job sections are written `[model]`: style with `style="bold"` or
 `rich.text.Text`, or pass `markup=True` for a text of your own.
+
+A reader who goes away, as `head` does, ends the command quietly with 141, as shells call what SIGPIPE ends; a stream
+that takes nothing more is told. What its encoding lacks is printed as `\\xe9`.
 """
 
 from __future__ import annotations
@@ -10,21 +13,32 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import sys
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, suppress
+from io import TextIOWrapper
+from typing import TYPE_CHECKING, Any, TextIO
+
+from motet.core.errors import SaveError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from rich.console import Console
+
+_CLOSED_PIPE = 141
 
 
 def console() -> Console:
     """The console on stdout."""
-    return _console(sys.stdout.isatty(), False)
+    if sys.stdout is None:
+        raise SaveError("cannot print: standard output is closed; send it to a file, or to /dev/null")
+    return _console(_lenient(sys.stdout).isatty(), False)
 
 
 def errors() -> Console:
     """The console on stderr."""
-    return _console(sys.stderr.isatty(), True)
+    return _console(sys.stderr is not None and _lenient(sys.stderr).isatty(), True)
 
 
 def print_json(value: object) -> None:
@@ -49,4 +63,44 @@ def _console(terminal: bool, stderr: bool) -> Console:
     # a path or a number that is cut at column 80 could not be searched for.
     from rich.console import Console
 
-    return Console(stderr=stderr, soft_wrap=not terminal, markup=False, emoji=False)
+    class Told(Console):
+        """What cannot be printed is told in one sentence."""
+
+        def print(self, *args: Any, **options: Any) -> None:
+            with _told(self.stderr):
+                super().print(*args, **options)
+
+        def out(self, *args: Any, **options: Any) -> None:
+            with _told(self.stderr):
+                super().out(*args, **options)
+
+        def on_broken_pipe(self) -> None:
+            _give_up(self.stderr)
+            raise SystemExit(_CLOSED_PIPE)
+
+    return Told(stderr=stderr, soft_wrap=not terminal, markup=False, emoji=False)
+
+
+def _lenient(stream: TextIO) -> TextIO:
+    if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
+        stream.reconfigure(errors="backslashreplace")
+    return stream
+
+
+@contextmanager
+def _told(stderr: bool) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        _give_up(stderr)
+        if not stderr:
+            raise SaveError(f"cannot print: {error.strerror}; free some space, or send it elsewhere") from None
+
+
+def _give_up(stderr: bool) -> None:
+    """Python would try to write what is left at its end, and rich at the next print."""
+    _console.cache_clear()
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, (sys.stderr if stderr else sys.stdout).fileno())
+        os.close(nowhere)

@@ -20,7 +20,7 @@ def as_matrix(tensor: Tensor, rows: int, columns: int) -> Tensor:
 
 def first_basis(shape: tuple[int, int], seed: int, device: torch.device) -> Tensor:
     """A random Q, drawn on the CPU: the same for all devices."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32).to(device)
 
 
 def orthonormal(tall: Tensor) -> Tensor:

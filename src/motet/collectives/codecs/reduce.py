@@ -10,6 +10,7 @@ All ranks have to call with the same codec, shape, dtype and seed. A number that
 of the total not finite.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,9 @@ from motet.collectives.compress import (
 from motet.collectives.execute import Ranks
 from motet.core.seeds import derive_seed
 
+Dense = Callable[[Tensor, Ranks], object]
+"""An all-reduce in place of what travels as it is, or is coded so that it can be added: the values of random-k, say."""
+
 
 @dataclass(frozen=True)
 class Reduced:
@@ -47,7 +51,14 @@ class Reduced:
     """PowerSGD's Q, from which the next step may start."""
 
 
-def all_reduce(tensor: Tensor, codec: Codec, ranks: Ranks, seed: int, basis: Tensor | None = None) -> Reduced:
+def all_reduce(
+    tensor: Tensor,
+    codec: Codec,
+    ranks: Ranks,
+    seed: int,
+    basis: Tensor | None = None,
+    dense: Dense = execute.all_reduce,
+) -> Reduced:
     """The sum over the ranks; `tensor` stays as it is. A group of one rank loses nothing."""
     element_bytes(name_of(tensor.dtype))  # refuses what cannot be compressed
     tensor = tensor.detach()
@@ -57,12 +68,60 @@ def all_reduce(tensor: Tensor, codec: Codec, ranks: Ranks, seed: int, basis: Ten
         case Blockwise():
             return _blockwise(tensor, codec, ranks, seed)
         case TopK():
-            return _top_k(tensor, codec, ranks)
+            return _top_k(tensor, codec, ranks, dense)
         case RandomK():
-            return _random_k(tensor, codec, ranks, seed)
+            return _random_k(tensor, codec, ranks, seed, dense)
         case PowerSGD():
-            return _low_rank(tensor, codec, ranks, seed, basis)
+            return all_reduce_low_rank([tensor], codec, ranks, seed, [basis], dense)[0]
     raise AssertionError(codec)
+
+
+def all_reduce_low_rank(
+    tensors: Sequence[Tensor],
+    codec: PowerSGD,
+    ranks: Ranks,
+    seed: int,
+    bases: Sequence[Tensor | None],
+    dense: Dense = execute.all_reduce,
+) -> list[Reduced]:
+    """The sums of several tensors of one dtype: all P travel as one, and then all Q.
+
+    What PowerSGD does not make smaller travels as one too, as it is. A basis of zeros is none.
+    """
+    found: dict[int, Reduced] = {}
+    matrices: dict[int, tuple[Tensor, Tensor]] = {}
+    rest: list[int] = []
+    for number, (tensor, basis) in enumerate(zip(tensors, bases, strict=True)):
+        factors = codec.factors(tensor.shape, name_of(tensor.dtype))
+        if factors is None:
+            rest.append(number)
+            continue
+        rows, columns, rank = factors
+        start = low_rank.first_basis((columns, rank), derive_seed(seed, number), tensor.device)
+        if basis is not None:
+            start = torch.where(basis.any(), basis, start)  # a step without gradients leaves a basis of zeros
+        matrices[number] = low_rank.as_matrix(tensor, rows, columns), start
+    for number, total in zip(rest, _together([tensors[number] for number in rest], ranks, dense), strict=True):
+        found[number] = Reduced(total, torch.zeros_like(wide(total)))
+    lefts = [low_rank.orthonormal(p) for p in _together([m @ q for m, q in matrices.values()], ranks, dense)]
+    owns = [matrix.T @ left for (matrix, _), left in zip(matrices.values(), lefts, strict=True)]
+    rights = _together(owns, ranks, dense)
+    for (number, (_, start)), left, own, right in zip(matrices.items(), lefts, owns, rights, strict=True):
+        tensor = tensors[number]
+        total = (left @ right.T).view(tensor.shape).to(tensor.dtype)
+        error = wide(tensor) - (left @ own.T).view(tensor.shape)
+        found[number] = Reduced(total, error, torch.where(right.isfinite().all(), right, start))
+    return [found[number] for number in range(len(tensors))]
+
+
+def _together(tensors: Sequence[Tensor], ranks: Ranks, dense: Dense) -> list[Tensor]:
+    """The sums of some tensors, by one all-reduce."""
+    if not tensors:
+        return []
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    dense(flat, ranks)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def reduce_scatter(tensor: Tensor, codec: Blockwise, ranks: Ranks, seed: int) -> tuple[Tensor, Tensor]:
@@ -100,7 +159,10 @@ def sum_sparse(indices: Tensor, values: Tensor, numel: int, ranks: Ranks) -> Ten
     if ranks.world == 1:
         return sparse.spread(indices, wide(values), numel).to(values.dtype)
     counts = gather(torch.tensor([indices.numel()], device=indices.device).view(torch.uint8), ranks)
-    return _sum_sparse(indices, values, numel, take(counts.view(-1), 0, counts.numel(), torch.int64).tolist(), ranks)
+    everyones = take(counts.view(-1), 0, counts.numel(), torch.int64).tolist()
+    if not sparse_pays(everyones, numel, name_of(values.dtype)):
+        return _dense(sparse.spread(indices, wide(values), numel).to(values.dtype), ranks, execute.all_reduce).total
+    return _sum_sparse(indices, values, numel, everyones, ranks)
 
 
 def _decode_slice(codec: Blockwise, message: Tensor, length: int, dtype: torch.dtype) -> Tensor:
@@ -115,16 +177,16 @@ def _blockwise(tensor: Tensor, codec: Blockwise, ranks: Ranks, seed: int) -> Red
     return Reduced(total.view(tensor.shape), error.view(tensor.shape))
 
 
-def _dense(tensor: Tensor, ranks: Ranks) -> Reduced:
+def _dense(tensor: Tensor, ranks: Ranks, dense: Dense) -> Reduced:
     total = tensor.clone(memory_format=torch.contiguous_format)
-    execute.all_reduce(total, ranks)
+    dense(total, ranks)
     return Reduced(total, torch.zeros_like(wide(tensor)))
 
 
-def _top_k(tensor: Tensor, codec: TopK, ranks: Ranks) -> Reduced:
+def _top_k(tensor: Tensor, codec: TopK, ranks: Ranks, dense: Dense) -> Reduced:
     counts = [codec.kept(tensor.numel())] * ranks.world
     if not sparse_pays(counts, tensor.numel(), name_of(tensor.dtype)):
-        return _dense(tensor, ranks)
+        return _dense(tensor, ranks, dense)
     indices, values = sparse.top(codec, tensor)
     total = _sum_sparse(indices, values, tensor.numel(), counts, ranks)
     error = wide(tensor).reshape(-1).index_fill(0, indices, 0)
@@ -132,10 +194,7 @@ def _top_k(tensor: Tensor, codec: TopK, ranks: Ranks) -> Reduced:
 
 
 def _sum_sparse(indices: Tensor, values: Tensor, numel: int, counts: list[int], ranks: Ranks) -> Tensor:
-    name = name_of(values.dtype)
-    if not sparse_pays(counts, numel, name):
-        return _dense(sparse.spread(indices, wide(values), numel).to(values.dtype), ranks).total
-    each = index_bytes(numel) + element_bytes(name)
+    each = index_bytes(numel) + element_bytes(name_of(values.dtype))
     total = wide(values).new_zeros(numel)
     if max(counts):
         arrived = gather(padded(sparse.join(indices, values, numel), max(counts) * each), ranks)
@@ -145,29 +204,9 @@ def _sum_sparse(indices: Tensor, values: Tensor, numel: int, counts: list[int], 
     return total.to(values.dtype)
 
 
-def _random_k(tensor: Tensor, codec: RandomK, ranks: Ranks, seed: int) -> Reduced:
+def _random_k(tensor: Tensor, codec: RandomK, ranks: Ranks, seed: int, dense: Dense) -> Reduced:
     sums = encode(codec, tensor, seed).view(tensor.dtype)
     sent = decode(codec, sums.clone().view(torch.uint8), tensor.shape, tensor.dtype, seed)
-    execute.all_reduce(sums, ranks)
+    dense(sums, ranks)
     total = decode(codec, sums.view(torch.uint8), tensor.shape, tensor.dtype, seed)
     return Reduced(total, wide(tensor) - sent)
-
-
-def _low_rank(tensor: Tensor, codec: PowerSGD, ranks: Ranks, seed: int, basis: Tensor | None) -> Reduced:
-    factors = codec.factors(tensor.shape, name_of(tensor.dtype))
-    if factors is None:
-        return _dense(tensor, ranks)
-    rows, columns, rank = factors
-    start = low_rank.first_basis((columns, rank), seed, tensor.device)
-    if basis is not None:
-        start = torch.where(basis.any(), basis, start)  # a step without gradients leaves a basis of zeros
-    matrix = low_rank.as_matrix(tensor, rows, columns)
-    left = matrix @ start
-    execute.all_reduce(left, ranks)
-    left = low_rank.orthonormal(left)
-    right = matrix.T @ left
-    sent = left @ right.T
-    execute.all_reduce(right, ranks)
-    total = (left @ right.T).view(tensor.shape).to(tensor.dtype)
-    kept = torch.where(right.isfinite().all(), right, start)
-    return Reduced(total, wide(tensor) - sent.view(tensor.shape), kept)

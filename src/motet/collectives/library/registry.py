@@ -122,7 +122,7 @@ def algorithms(collective: str) -> tuple[str, ...]:
 
 def find(collective: str, name: str) -> Algorithm:
     found = _of(collective)
-    if name not in found:
+    if not isinstance(name, str) or name not in found:
         raise InputError(f"{collective} has no algorithm {name!r}; it has {_list(found)}{_nearest(name, found)}")
     return found[name]
 
@@ -168,7 +168,7 @@ def _is_whole(value: object) -> bool:
 
 
 def _of(collective: str) -> dict[str, Algorithm]:
-    if collective not in _ALGORITHMS:
+    if not isinstance(collective, str) or collective not in _ALGORITHMS:
         raise InputError(
             f"there is no collective {collective!r}; there are {_list(_ALGORITHMS)}{_nearest(collective, _ALGORITHMS)}"
         )

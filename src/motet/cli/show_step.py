@@ -1,0 +1,146 @@
+"""`motet show step`: what waits for what in a step of data parallelism, drawn, without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from motet.cli.collectives import check_writable, save, say
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from motet.parallel.graph import Message, Node, Stretch
+    from motet.parallel.layout import Layout
+    from motet.train.job import Job
+
+
+def step(
+    source: Annotated[str, typer.Argument(metavar="JOB", help="A job file, or the name of a built-in job.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Settings of the job to replace.")
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="How many train it.")] = 2,
+    communication: Annotated[
+        float,
+        typer.Option(
+            min=0.0, help="Time to all-reduce the gradients over the time to compute a step, for the drawing."
+        ),
+    ] = 0.5,
+    svg: Annotated[Path | None, typer.Option(help="Write a picture to this file.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """What waits for what in a step: gradients, messages, updates, and the next forward."""
+    from motet.monitor.console import console, print_json
+    from motet.parallel import graph_draw
+    from motet.parallel.graph import schedule, step_graph
+    from motet.train.job import load_job
+    from motet.train.preflight import check_job
+
+    check_writable(svg)
+    job = load_job(source, overrides or [])
+    layout = check_job(job, ranks)
+    stretches, messages = parts_of(job, layout)
+    nodes = step_graph(stretches, messages, layout, job.communication)
+    flops = 3 * sum(stretch.flops for stretch in stretches) * layout.microbatches
+    rates = {"compute": 1 / flops, "network": communication / _all_reduced(job)}
+    times = schedule(nodes, lambda node: node.work * rates[node.lane])
+    title = f"{job.name}: zero = {layout.zero}, {ranks} ranks, overlap = {job.communication.overlap!r}"
+    note = f"drawn for a network that all-reduces the gradients in {communication:g} of the time to compute a step"
+    if svg is not None:
+        save(svg, graph_draw.svg(nodes, times, title, note))
+    if json:
+        print_json({"job": job.name, "ranks": ranks, "communication": communication, "nodes": _rows(nodes, times)})
+    elif svg is not None:
+        say(f"{svg} is written")
+    else:
+        console().print(f"{title}; {note}\n\n{graph_draw.text(nodes, times)}", markup=False, highlight=False)
+
+
+def _rows(nodes: Sequence[Node], times: dict[str, tuple[float, float]]) -> list[dict[str, object]]:
+    """Times are in steps' worth of computing."""
+    return [
+        {
+            "name": node.name,
+            "kind": node.kind,
+            "lane": node.lane,
+            "after": list(node.after),
+            "start": times[node.name][0],
+            "stop": times[node.name][1],
+        }
+        for node in nodes
+    ]
+
+
+def parts_of(job: Job, layout: Layout) -> tuple[list[Stretch], list[Message]]:
+    """The stretches are the repetitions of the model's blocks, as far as they compute or have parameters."""
+    from motet.models.spec import spec_from_settings
+    from motet.parallel.graph import Stretch
+    from motet.train.flops import shape_of
+
+    spec = spec_from_settings(job.model)
+    shape = shape_of(job, layout.rows_per_microbatch(job.data.batch_sequences))
+    stretches: list[Stretch] = []
+    sizes: dict[str, int] = {}
+    blocks: set[str] = set()
+    for block in spec.blocks:
+        parameters = list(block.named_parameters())
+        each = len(parameters) // block.repeat
+        for i in range(block.repeat):
+            name = block.name if block.repeat == 1 else f"{block.name} {block.first + i}"
+            own = {p.name: p.size for p in parameters[i * each : (i + 1) * each]}
+            stretches.append(Stretch(name, block.forward_flops(shape), frozenset(own)))
+            sizes |= own
+            if block.repeat > 1:
+                blocks.add(name)
+    return stretches, _units(job, stretches, sizes, blocks) if layout.zero == 3 else _buckets(job, layout, sizes)
+
+
+def _all_reduced(job: Job) -> float:
+    """Bytes of an all-reduce of all gradients, but for the factor (N - 1) / N."""
+    from motet.core.dtypes import DTYPE_BYTES
+    from motet.models.spec import spec_from_settings
+    from motet.precision.recipe import RECIPES
+
+    return 2.0 * DTYPE_BYTES[RECIPES[job.precision.recipe].reduce] * spec_from_settings(job.model).parameters
+
+
+def _buckets(job: Job, layout: Layout, sizes: dict[str, int]) -> list[Message]:
+    from motet.core.dtypes import DTYPE_BYTES
+    from motet.parallel.buckets import cut_buckets
+    from motet.parallel.graph import Message
+    from motet.precision.recipe import RECIPES
+
+    recipe = RECIPES[job.precision.recipe]
+    width = DTYPE_BYTES[recipe.reduce]
+    reduced = 2 * width if layout.zero == 0 and job.communication.overlap != "forward" else width
+    gathered = width if layout.zero == 0 else DTYPE_BYTES[recipe.compute]
+    most, first = (
+        int(mib * 2**20 / width) for mib in (job.communication.bucket_mib, job.communication.first_bucket_mib)
+    )
+    found = cut_buckets({name: (0, size) for name, size in sizes.items()}, layout.shards, most, first)
+    return [
+        Message(f"bucket {i}", frozenset(m.name for m in b.members), reduced * b.length, gathered * b.length)
+        for i, b in enumerate(found)
+    ]
+
+
+def _units(job: Job, stretches: Sequence[Stretch], sizes: dict[str, int], blocks: set[str]) -> list[Message]:
+    """Stage 3: each block, and all else; the last used is sent first."""
+    from motet.core.dtypes import DTYPE_BYTES
+    from motet.parallel.graph import Message
+    from motet.precision.recipe import RECIPES
+
+    recipe = RECIPES[job.precision.recipe]
+
+    def message(name: str, parameters: frozenset[str], is_block: bool) -> Message:
+        count = sum(sizes[parameter] for parameter in parameters)
+        return Message(
+            name, parameters, DTYPE_BYTES[recipe.reduce] * count, DTYPE_BYTES[recipe.compute] * count, is_block
+        )
+
+    rest = frozenset[str]().union(*(s.parameters for s in stretches if s.name not in blocks))
+    units = [message(s.name, s.parameters, True) for s in reversed(stretches) if s.name in blocks]
+    return [*units, message("the rest", rest, False)]

@@ -1,0 +1,99 @@
+"""Where the output of `motet collectives` goes: streams that take nothing more, and files that are replaced."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from motet.cli.collectives import app
+from motet.collectives import program
+from motet.core.errors import InputError
+
+MOTET = f"{sys.executable} -m motet collectives"
+
+
+def shell(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("option", ["", "--json"])
+def test_a_full_disk_is_told_in_a_sentence(option: str) -> None:
+    done = shell(f"{MOTET} list {option} > /dev/full")
+    words = "motet: cannot print: No space left on device; free some space, or send it elsewhere\n"
+    assert (done.returncode, done.stderr) == (5, words)
+
+
+def test_a_closed_stdout_is_told_in_a_sentence() -> None:
+    done = shell(f"{MOTET} list >&-")
+    words = "motet: cannot print: standard output is closed; send it to a file, or to /dev/null\n"
+    assert (done.returncode, done.stderr) == (5, words)
+
+
+@pytest.mark.parametrize("to", ["2>&-", "2>/dev/full"])
+def test_a_complaint_that_nobody_can_read_keeps_its_exit_code(to: str) -> None:
+    done = shell(f"{MOTET} list nothing {to}")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+
+
+def test_a_reader_who_goes_away_ends_it_quietly() -> None:
+    done = shell(f"{MOTET} list | head -1; echo ${{PIPESTATUS[0]}}")
+    assert (done.stdout, done.stderr) == ("broadcast of 8 ranks\n141\n", "")
+
+
+def test_what_the_encoding_lacks_is_escaped(tmp_path: Path) -> None:
+    text = program("all-reduce", "ring", 2).to_json().replace('"ring"', '"gr\N{LATIN SMALL LETTER U WITH DIAERESIS}n"')
+    (tmp_path / "green.json").write_text(text, encoding="utf-8")
+    done = shell(f"{MOTET} draw {tmp_path}/green.json", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("all-reduce/gr\\xfcn of 2 ranks")
+
+
+def draw(path: Path) -> object:
+    return CliRunner().invoke(app, ["draw", "all-reduce", "ring", "--svg", str(path)]).exception
+
+
+def test_an_old_picture_survives_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    picture = tmp_path / "ring.svg"
+    picture.write_text("old")
+
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    failed = draw(picture)
+    assert isinstance(failed, InputError) and "No space left on device; give another file" in str(failed)
+    assert picture.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["ring.svg"]
+
+
+@pytest.mark.parametrize("command", ["draw all-reduce ring", "cost all-reduce"])
+def test_a_path_is_looked_at_before_the_work(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(*arguments: object, **options: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("motet.cli.amounts.one_program", work)
+    monkeypatch.setattr("motet.collectives.curves.curves", work)
+    for path in (tmp_path, tmp_path / "nowhere" / "x.svg", tmp_path / ("x" * 300)):
+        failed = CliRunner().invoke(app, [*command.split(), "--html", str(path)]).exception
+        assert isinstance(failed, InputError) and f"cannot write {path}: " in str(failed)
+
+
+def test_links_and_devices_stay_what_they_are(tmp_path: Path) -> None:
+    link, target = tmp_path / "link.svg", tmp_path / "target.svg"
+    target.write_text("old")
+    link.symlink_to(target)
+    assert draw(link) is None
+    assert link.is_symlink() and target.read_text().startswith("<svg")
+    assert draw(Path("/dev/null")) is None
+    assert Path("/dev/null").is_char_device()
