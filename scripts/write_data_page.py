@@ -1,12 +1,16 @@
 """Writes the tables of docs/guide/data-parallelism.md: bytes sent and kept by stage, from tested code."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
+from motet.cli.show_step import timed
 from motet.parallel.buckets import cut_buckets
 from motet.parallel.communication import CommunicationSettings
-from motet.parallel.layout import Layout
+from motet.parallel.graph_draw import svg
+from motet.parallel.layout import Layout, resolve_layout
 from motet.parallel.placement import Portions, Unit, memory, traffic
 from motet.precision.recipe import RECIPES
+from motet.train.job import load_job
 
 PAGE = Path(__file__).parents[1] / "docs/guide/data-parallelism.md"
 RINGS = CommunicationSettings(all_reduce="ring", reduce_scatter="ring", all_gather="ring")
@@ -78,5 +82,29 @@ def page() -> str:
     return text
 
 
+OVERLAPS = {
+    "none": "(a) everything is sent after backward",
+    "backward": "(b) each bucket is sent when backward has it",
+    "forward": "(c) and what comes back is gathered as the next forward needs it",
+}
+
+
+def pictures() -> Iterator[tuple[str, str]]:
+    """(file name, content): a step of stage 0 with each kind of overlap, drawn to one scale."""
+    drawn = []
+    for overlap, title in OVERLAPS.items():
+        job = load_job("tiny", ["communication.bucket_mib=4", f"communication.overlap={overlap}"])
+        nodes, times = timed(job, resolve_layout(job.layout, 4, job.data.batch_sequences), 0.6)
+        drawn.append((f"step-{overlap}.svg", nodes, times, title))
+    longest = max(stop for _, _, times, _ in drawn for _, stop in times.values())
+    for name, nodes, times, title in drawn:
+        note = (
+            "the job tiny on 4 ranks at stage 0; an all-reduce of all gradients takes 0.6 of the time to compute a step"
+        )
+        yield name, svg(nodes, times, title, note, longest)
+
+
 if __name__ == "__main__":
+    for name, content in pictures():
+        (PAGE.parents[1] / "pictures" / name).write_text(content, encoding="utf-8")
     PAGE.write_text(page(), encoding="utf-8")

@@ -23,6 +23,11 @@ def test_the_page_is_up_to_date(script: str, function: str, page: str) -> None:
     assert kept == now, f"run scripts/{script}"
 
 
+def test_the_pictures_of_a_step_are_up_to_date() -> None:
+    for name, content in runpy.run_path(str(ROOT / "scripts/write_data_page.py"))["pictures"]():
+        assert (ROOT / "docs/pictures" / name).read_text(encoding="utf-8") == content, "run scripts/write_data_page.py"
+
+
 def test_every_setting_is_on_the_page_of_the_job() -> None:
     """The script draws tables; the list of settings is the one that is frozen."""
     page = (ROOT / "docs/reference/job.md").read_text(encoding="utf-8")

@@ -30,6 +30,7 @@ def count_bytes(group: Group, job: Job) -> tuple[int, int, int, int]:
         with listening(counter):
             for step in range(2):
                 stepper.step(step, 0.001)
+            spread.settle()
         said = traffic(spread.portions, parts.layout, recipe, job.communication, group.rank)
         held = [*_computed_with(spread), *spread.masters, *spread.gradients(), *_moments(parts.updater)]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}

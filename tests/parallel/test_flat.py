@@ -27,6 +27,7 @@ from train.runs import Trained, small_job, train, worst_difference
 STEPS = 10
 BATCH = "data.batch_sequences=48"
 SMALL_BUCKETS = ("communication.bucket_mib=0.02", "communication.first_bucket_mib=0.001")
+AHEAD = "communication.overlap=forward"
 CASES = [
     (2, 1, ["layout.zero=1"]),
     (3, 1, ["layout.zero=2", *SMALL_BUCKETS]),
@@ -37,6 +38,9 @@ CASES = [
     (3, 1, ["layout.zero=0", *SMALL_BUCKETS]),
     (2, 3, ["layout.zero=0", "communication.overlap=none"]),
     (1, 3, ["layout.zero=2"]),
+    (3, 2, ["layout.zero=0", *SMALL_BUCKETS, AHEAD]),
+    (2, 1, ["layout.zero=1", *SMALL_BUCKETS, AHEAD]),
+    (4, 3, ["layout.zero=2", "layout.shard_group=2", *SMALL_BUCKETS, AHEAD]),
 ]
 NAMED = ["communication.all_reduce=tree", "communication.reduce_scatter=bruck", "communication.all_gather=bruck"]
 
@@ -64,7 +68,7 @@ def test_every_stage_computes_the_same_numbers(ranks: Ranks, tmp_path: Path) -> 
 @pytest.mark.parametrize("model", ["bert", "gpt2", "adapters"])
 def test_so_it_does_for_other_models(ranks: Ranks, tmp_path: Path, model: str) -> None:
     wanted = reference(ranks, tmp_path, model)
-    for case in CASES[:3]:
+    for case in (*CASES[:3], CASES[-3]):
         agrees(ranks, tmp_path, model, case, wanted)
 
 
@@ -76,7 +80,7 @@ def test_every_stage_on_every_world(ranks: Ranks, tmp_path: Path, model: str) ->
         for parts in (1, 3 if 48 % (3 * world) == 0 else 2):
             for zero in (0, 1, 2):
                 for buckets in ((), SMALL_BUCKETS):
-                    for overlap in ("backward", "none"):
+                    for overlap in ("forward", "backward", "none"):
                         settings = [f"layout.zero={zero}", f"communication.overlap={overlap}", *buckets]
                         agrees(ranks, tmp_path, model, (world, parts, settings), wanted)
 
@@ -93,6 +97,7 @@ ALGORITHMS = ["communication.all_reduce=ring", "communication.reduce_scatter=rin
         (2, ["layout.zero=2", "layout.microbatches=2"]),
         (4, ["layout.zero=2", "layout.shard_group=2", "layout.microbatches=3"]),
         (4, ["layout.zero=1", "layout.shard_group=2"]),
+        (3, ["layout.zero=0", AHEAD]),
     ],
 )
 def test_bytes_sent_and_kept_are_those_that_are_promised(

@@ -101,6 +101,7 @@ def train(group: Group, job: Job, steps: int | None = None) -> Trained:
             losses.append(result.loss)
             norms.append(result.grad_norm)
             rates += rate
+        parts.updater.spread.settle()
         counts = parts.updater.spread.counts
         parameters = {n: _whole(p, group, counts) for n, p in parts.model.module.named_parameters()}
     return Trained(losses, norms, parameters, rates)

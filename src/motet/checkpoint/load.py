@@ -8,13 +8,14 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from motet.checkpoint.manifest import Manifest, read_manifest, refuse_damaged, refuse_other_model
+from motet.checkpoint.manifest import Manifest, is_carried, read_manifest, refuse_damaged, refuse_other_model
 from motet.core.errors import InputError
 
 
 def load_checkpoint(where: Path, state: dict[str, Tensor], group: dist.ProcessGroup | None) -> Manifest:
-    """Fill the tensors of `state` from the checkpoint folder `where`."""
+    """Fill the tensors of `state` from the checkpoint folder `where`; what only its layout can read stays as it is."""
     manifest = read_manifest(where)
+    state = {n: t for n, t in state.items() if not is_carried(n) or manifest.shapes.get(n) == list(t.size())}
     refuse_other_model(manifest, {name: list(t.size()) for name, t in state.items()}, where)
     if group is None or dist.get_rank(group) == 0:
         refuse_damaged(manifest, where)

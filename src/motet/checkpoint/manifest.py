@@ -14,6 +14,10 @@ from motet.core.errors import InputError
 
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"
+REPLICAS = ("replica-", "outer/")
+"""How names begin of what only replicas that train apart need; any other run may leave it there."""
+CARRIED = "carried/"
+"""How names begin of what compression goes by: no other layout can read it, and none needs it."""
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -28,6 +32,8 @@ class Manifest:
     data_fingerprint: str
     shapes: dict[str, list[int]]
     dtypes: dict[str, str]
+    outer: dict[str, int] = field(default_factory=dict)
+    """How replicas that train apart meet, and the steps that they have taken; empty where none do."""
     checksums: dict[str, int] = field(default_factory=dict)
     """CRC-32 of every other file of the checkpoint; filled in when it is written."""
 
@@ -61,6 +67,11 @@ def _checksum(path: Path) -> int:
     return total
 
 
+def is_carried(name: str) -> bool:
+    """Also of a replica that trains apart."""
+    return re.match(rf"(replica-\d+/)?{CARRIED}", name) is not None
+
+
 def checkpoint_name(step: int) -> str:
     return f"step-{step:08d}"
 
@@ -76,7 +87,7 @@ def whole_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 def refuse_other_model(manifest: Manifest, shapes: dict[str, list[int]], where: Path) -> None:
     """A sentence where the tensors of a checkpoint are not those that the job's model and optimizer need."""
     missing = sorted(shapes.keys() - manifest.shapes.keys())
-    surplus = sorted(manifest.shapes.keys() - shapes.keys())
+    surplus = sorted(n for n in manifest.shapes.keys() - shapes.keys() if not n.startswith((*REPLICAS, CARRIED)))
     other = sorted(name for name in shapes.keys() & manifest.shapes.keys() if shapes[name] != manifest.shapes[name])
     if not (missing or surplus or other):
         return

@@ -35,18 +35,13 @@ def step(
     """What waits for what in a step: gradients, messages, updates, and the next forward."""
     from motet.monitor.console import console, print_json
     from motet.parallel import graph_draw
-    from motet.parallel.graph import schedule, step_graph
     from motet.train.job import load_job
     from motet.train.preflight import check_job
 
     check_writable(svg)
     job = load_job(source, overrides or [])
     layout = check_job(job, ranks)
-    stretches, messages = parts_of(job, layout)
-    nodes = step_graph(stretches, messages, layout, job.communication)
-    flops = 3 * sum(stretch.flops for stretch in stretches) * layout.microbatches
-    rates = {"compute": 1 / flops, "network": communication / _all_reduced(job)}
-    times = schedule(nodes, lambda node: node.work * rates[node.lane])
+    nodes, times = timed(job, layout, communication)
     title = f"{job.name}: zero = {layout.zero}, {ranks} ranks, overlap = {job.communication.overlap!r}"
     note = f"drawn for a network that all-reduces the gradients in {communication:g} of the time to compute a step"
     if svg is not None:
@@ -59,8 +54,18 @@ def step(
         console().print(f"{title}; {note}\n\n{graph_draw.text(nodes, times)}", markup=False, highlight=False)
 
 
+def timed(job: Job, layout: Layout, communication: float) -> tuple[tuple[Node, ...], dict[str, tuple[float, float]]]:
+    """The graph, and when each node begins and ends, in steps' worth of computing."""
+    from motet.parallel.graph import schedule, step_graph
+
+    stretches, messages = parts_of(job, layout)
+    nodes = step_graph(stretches, messages, layout, job.communication)
+    flops = 3 * sum(stretch.flops for stretch in stretches) * layout.microbatches
+    rates = {"compute": 1 / flops, "network": communication / _all_reduced(job)}
+    return nodes, schedule(nodes, lambda node: node.work * rates[node.lane])
+
+
 def _rows(nodes: Sequence[Node], times: dict[str, tuple[float, float]]) -> list[dict[str, object]]:
-    """Times are in steps' worth of computing."""
     return [
         {
             "name": node.name,
@@ -115,14 +120,13 @@ def _buckets(job: Job, layout: Layout, sizes: dict[str, int]) -> list[Message]:
 
     recipe = RECIPES[job.precision.recipe]
     width = DTYPE_BYTES[recipe.reduce]
-    reduced = 2 * width if layout.zero == 0 and job.communication.overlap != "forward" else width
     gathered = width if layout.zero == 0 else DTYPE_BYTES[recipe.compute]
     most, first = (
         int(mib * 2**20 / width) for mib in (job.communication.bucket_mib, job.communication.first_bucket_mib)
     )
     found = cut_buckets({name: (0, size) for name, size in sizes.items()}, layout.shards, most, first)
     return [
-        Message(f"bucket {i}", frozenset(m.name for m in b.members), reduced * b.length, gathered * b.length)
+        Message(f"bucket {i}", frozenset(m.name for m in b.members), width * b.length, gathered * b.length)
         for i, b in enumerate(found)
     ]
 

@@ -1,9 +1,11 @@
-"""The `[communication]` section: when gradients travel, in what portions, and by which algorithms."""
+"""The `[communication]` section: when gradients travel, in what portions, by which algorithms, and how compressed."""
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from motet.collectives.compress import CODECS, Blockwise, Codec, RandomK, parse
 from motet.collectives.library import find
 from motet.core.errors import InputError
 from motet.core.settings import Settings
@@ -15,8 +17,9 @@ Mebibytes = Annotated[float, Field(gt=0, le=2**20)]
 class CommunicationSettings(Settings):
     """How ranks exchange gradients and parameters."""
 
-    overlap: Literal["backward", "none"] = "backward"
-    """Send each bucket of gradients as soon as backward has all of it, or all of them after the whole backward."""
+    overlap: Literal["forward", "backward", "none"] = "backward"
+    """What runs beside communication: `backward`, each bucket of gradients being sent as soon as all of it is there;
+    `forward`, which is this and the next forward, each module waiting for what it uses; or `none`."""
     bucket_mib: Mebibytes = 25.0
     """Gradients that travel together, in MiB; a larger parameter has a bucket to itself."""
     first_bucket_mib: Mebibytes = 1.0
@@ -27,22 +30,82 @@ class CommunicationSettings(Settings):
     """The same for reduce-scatter."""
     all_gather: str = "backend"
     """The same for all-gather."""
+    compress_gradients: str | None = None
+    """A codec for sums of gradients, such as `int8` or `topk:keep=0.01`; as they are when not given."""
+    compress_parameters: str | None = None
+    """Stages 1 to 3: `int8`, `int4`, `float8` or `sign`, for gathering parameters; as they are when not given."""
+    compress_over: Literal["all", "shards", "replicas"] = "all"
+    """Which sums are compressed: those over the ranks that share a copy, those over replicas, or both."""
+    compress_after: Annotated[int, Field(ge=0)] = 0
+    """The first so many steps send gradients uncompressed."""
+    error_feedback: bool | None = None
+    """Give what compression lost of a gradient again in the next step. It is done when not given, except over the
+    ranks that share the parameters of stage 3, where nothing is kept."""
+
+
+def defers(settings: CommunicationSettings, layout: Layout) -> bool:
+    """Whether sums are scattered, and gathered beside the next forward, instead of all-reduced."""
+    return settings.overlap == "forward" and layout.zero == 0 and layout.dp > 1
+
+
+@dataclass(frozen=True)
+class Compression:
+    """What is compressed in a layout, and how."""
+
+    shards: Codec | None = None
+    """Sums over the ranks that share a copy."""
+    replicas: Codec | None = None
+    """Sums over replicas."""
+    parameters: Blockwise | None = None
+    """Gathering of parameters."""
+    feeds_back_shards: bool = False
+    feeds_back_replicas: bool = False
+
+
+def compression(settings: CommunicationSettings, layout: Layout) -> Compression:
+    """Of settings that `check_communication` lets pass."""
+    gradients = _codec(settings, "compress_gradients")
+    parameters = _codec(settings, "compress_parameters")
+    over = {"all": ("shards", "replicas")}.get(settings.compress_over, (settings.compress_over,))
+    shards = gradients if "shards" in over and layout.shards > 1 else None
+    replicas = gradients if "replicas" in over and layout.dp > layout.shards else None
+    feeds_back = settings.error_feedback is not False
+    return Compression(
+        shards,
+        replicas,
+        parameters if isinstance(parameters, Blockwise) and layout.shards > 1 else None,
+        feeds_back_shards=feeds_back and shards is not None and layout.zero < 3,
+        feeds_back_replicas=feeds_back and replicas is not None,
+    )
 
 
 def check_communication(settings: CommunicationSettings, layout: Layout) -> None:
-    """Refuse algorithms that do not exist, or do not do for the ranks that they are to join."""
-    for collective, name, ranks in (
-        ("all-reduce", settings.all_reduce, layout.dp // layout.shards),
-        ("reduce-scatter", settings.reduce_scatter, layout.shards),
-        ("all-gather", settings.all_gather, layout.shards),
+    """Refuse algorithms and codecs that do not exist, or do not do for the ranks that they are to join."""
+    _check_codecs(settings, layout)
+    over_shards = compression(settings, layout).shards
+    if defers(settings, layout) and settings.compress_gradients is not None:
+        raise InputError(
+            "communication.overlap = 'forward' with layout.zero = 0 sends gradients as they are; use layout.zero = 1, "
+            "or leave communication.compress_gradients out"
+        )
+    shards = layout.dp if defers(settings, layout) else layout.shards
+    sums = [layout.dp // shards]
+    if over_shards is not None and not isinstance(over_shards, Blockwise):
+        sums.append(layout.shards)
+    gathers = [shards, *([layout.secondary] if layout.secondary else ())]
+    for collective, name, sizes in (
+        ("all-reduce", settings.all_reduce, sums),
+        ("reduce-scatter", settings.reduce_scatter, [shards]),
+        ("all-gather", settings.all_gather, gathers),
     ):
         if name == "backend":
             continue
         key = f"communication.{collective.replace('-', '_')}"
         try:
             found = find(collective, name)
-            if ranks > 1:
-                found.refuse(ranks)
+            for ranks in sizes:
+                if ranks > 1:
+                    found.refuse(ranks)
         except InputError as error:
             raise InputError(f"{key} = {name!r}: {error}; or leave it to the backend") from None
         if not found.same_bits:
@@ -50,3 +113,67 @@ def check_communication(settings: CommunicationSettings, layout: Layout) -> None
                 f"{key} = {name!r} adds in another order on each rank, so that replicas would drift apart; "
                 "take one that `motet collectives list` marks as giving all ranks the same bits"
             )
+
+
+_BLOCKWISE = ", ".join(name for name, kind in CODECS.items() if issubclass(kind, Blockwise))
+
+
+def _codec(
+    settings: CommunicationSettings, field: Literal["compress_gradients", "compress_parameters"]
+) -> Codec | None:
+    text = settings.compress_gradients if field == "compress_gradients" else settings.compress_parameters
+    if text is None:
+        return None
+    try:
+        return parse(text)
+    except InputError as error:
+        raise InputError(f"communication.{field} = {text!r}: {error}") from None
+
+
+def _check_codecs(settings: CommunicationSettings, layout: Layout) -> None:
+    parameters, gradients = _codec(settings, "compress_parameters"), _codec(settings, "compress_gradients")
+    if parameters is not None and not isinstance(parameters, Blockwise):
+        raise InputError(
+            f"communication.compress_parameters = {settings.compress_parameters!r} would leave most of a parameter "
+            f"out; use one of {_BLOCKWISE}"
+        )
+    if parameters is not None and layout.zero == 0:
+        raise InputError(
+            f"communication.compress_parameters = {settings.compress_parameters!r} has no effect with layout.zero = 0, "
+            "where no parameters are gathered; leave it out, or set layout.zero=1"
+        )
+    if gradients is None:
+        return
+    key = f"communication.compress_gradients = {settings.compress_gradients!r}"
+    over = f"communication.compress_over = {settings.compress_over!r}"
+    if isinstance(gradients, RandomK) and gradients.unbiased and settings.error_feedback is not False:
+        raise InputError(
+            f"{key}: error feedback would make its errors grow; use randomk:unbiased=false, or "
+            "communication.error_feedback=false"
+        )
+    if settings.compress_over == "replicas" and layout.dp == layout.shards > 1:
+        raise InputError(
+            f"{over}, but all {layout.dp} ranks share one copy, so there are no replicas; set layout.shard_group, or "
+            "leave communication.compress_over out"
+        )
+    if settings.compress_over == "shards" and layout.shards == 1 < layout.dp:
+        raise InputError(
+            f"{over}, but each of the {layout.dp} ranks has a copy of its own; set layout.zero and layout.shard_group "
+            "so that ranks share one, or leave communication.compress_over out"
+        )
+    if layout.zero == 3 and compression(settings, layout).shards is not None:
+        _check_full(settings, gradients, key)
+
+
+def _check_full(settings: CommunicationSettings, gradients: Codec, key: str) -> None:
+    """What stage 3 cannot do over the ranks that share a copy."""
+    if not isinstance(gradients, Blockwise):
+        raise InputError(
+            f"{key} cannot sum over the ranks that share the parameters of stage 3; use one of {_BLOCKWISE}, or "
+            "communication.compress_over=replicas"
+        )
+    if settings.error_feedback:
+        raise InputError(
+            "communication.error_feedback = true, but at stage 3 the errors over the ranks that share a copy would "
+            "be as large as all gradients; leave it out, or use layout.zero=2 or communication.compress_over=replicas"
+        )

@@ -4,23 +4,27 @@ With shards, each rank gets the sum of its shard, updates it, and gathers what t
 that shares a copy is then one replica. Without, every rank is a replica of its own: gradients are all-reduced.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
-from motet.collectives.execute import Call, Ranks, all_gather, all_reduce, broadcast, reduce_scatter
+from motet.collectives.execute import Ranks, broadcast
 from motet.collectives.lane import Work
 from motet.core import trace
 from motet.core.dtypes import DTYPE_BYTES
 from motet.parallel.buckets import cut_buckets
-from motet.parallel.communication import CommunicationSettings
-from motet.parallel.flat import FlatWeights
+from motet.parallel.carry import Carry
+from motet.parallel.communication import CommunicationSettings, compression, defers
+from motet.parallel.flat import FlatWeights, Gradients
 from motet.parallel.layout import Layout
+from motet.parallel.matrices import sums_of_buckets
 from motet.parallel.mesh import Mesh
 from motet.parallel.placement import Portions
 from motet.parallel.spread import Piece
+from motet.parallel.uses import Uses
 from motet.precision.recipe import Recipe
 
 MIB = 2**20
@@ -35,15 +39,29 @@ def spread_flat(
 ) -> "FlatSpread":
     """Put parameters on flat tensors, cut as the layout says. `parameters`: name -> (optimizer group, parameter)."""
     width = DTYPE_BYTES[recipe.reduce]
+    deferred = defers(settings, layout)
+    mesh = Mesh(mesh.replicas, mesh.shards) if deferred else mesh
     buckets = cut_buckets(
         {name: (group, parameter.numel()) for name, (group, parameter) in parameters.items()},
-        layout.shards,
+        mesh.shards.world,
         int(settings.bucket_mib * MIB / width),
         int(settings.first_bucket_mib * MIB / width),
     )
     keep = layout.zero < 2
-    weights = FlatWeights({name: p for name, (_, p) in parameters.items()}, buckets, mesh.shards.rank, recipe, keep)
-    return FlatSpread(weights, mesh, settings, keep)
+    named = {name: p for name, (_, p) in parameters.items()}
+    apart = compression(settings, layout).parameters is not None
+    device = mesh.shards.device
+    gradients = Gradients(buckets, mesh.shards.rank, getattr(torch, recipe.reduce), device, keep)
+    held = [slice(b.start, b.stop) if deferred else b.shard(mesh.shards.rank) for b in buckets]
+    weights = FlatWeights(named, buckets, held, recipe, gradients, apart)
+    shapes = {name: tuple(p.shape) for name, p in named.items()}
+    shards = range(mesh.shards.world if settings.compress_gradients else 0)
+    parts = [sums_of_buckets(buckets, shard, shapes, recipe.reduce) for shard in shards]
+    carry = Carry(mesh, layout, settings, sums_of_buckets(buckets, None, shapes, recipe.reduce), parts)
+    numbers: dict[Tensor, int] = {
+        named[member.name]: number for number, bucket in enumerate(buckets) for member in bucket.members
+    }
+    return FlatSpread(weights, mesh, carry, settings.overlap != "none", keep, deferred, numbers)
 
 
 @dataclass
@@ -67,27 +85,48 @@ class FlatSpread:
 
     weights: FlatWeights
     mesh: Mesh
-    settings: CommunicationSettings
+    carry: Carry
+    overlap: bool
+    """Buckets are sent during backward."""
     keep_gradients: bool
     """Whole gradients are summed over the micro-batches, and sent once a step; else shards are, each time."""
+    deferred: bool
+    """Shards of the sums are gathered, not of what is updated; every rank updates all of a bucket when it has it."""
+    numbers: Mapping[Tensor, int]
+    """The bucket of each parameter."""
     _underway: list[_Sum] = field(default_factory=list)
     _complete: set[int] = field(default_factory=set)
     _next: int = 0
     _first: bool = True
     _last: bool = True
-    _steps: int = 0
+    _uses: Uses | None = None
+    _order: tuple[int, ...] = ()
+    """In which buckets are gathered beside the next forward, once that is known."""
+    _arriving: dict[int, Work] = field(default_factory=dict)
+    _optimizer: Callable[[Sequence[int]], None] | None = None
+    """What is still to be done with gradients that arrive."""
 
     def __post_init__(self) -> None:
         self.weights.gradients.on_complete = self._completed
 
+    def run_ahead(self, module: nn.Module) -> None:
+        """After the first forward modules wait for what they use, while the rest arrives beside them."""
+        self._uses = Uses(module, self.numbers, self._need)
+
     def begin_step(self) -> None:
-        self._steps += 1
+        if self._uses:
+            self._uses.begin()
+        self.carry.begin_step()
         self.weights.gradients.begin()
 
     def begin_backward(self, first: bool, last: bool) -> None:
         """Of a micro-batch, which is the first or last of the step."""
+        self.settle()
+        if self._uses:
+            self._uses.end()
         self._first, self._last, self._next = first, last, 0
         self._complete.clear()
+        self.carry.begin_backward(first)
         self.weights.gradients.begin_backward()
 
     def end_backward(self) -> None:
@@ -106,7 +145,8 @@ class FlatSpread:
 
     @property
     def portions(self) -> Portions:
-        return Portions(buckets=self.weights.buckets)
+        shapes = {name: tuple(piece.shape) for name, piece in self.pieces(self.masters).items()}
+        return Portions(self.weights.buckets, shapes=shapes)
 
     @property
     def groups(self) -> Sequence[int]:
@@ -126,27 +166,64 @@ class FlatSpread:
     def pieces(self, tensors: Sequence[Tensor]) -> dict[str, Piece]:
         return self.weights.pieces(tensors)
 
+    def carried(self) -> dict[str, Piece | Tensor]:
+        return self.carry.state()
+
+    def reduced(self) -> Sequence[Tensor]:
+        if not self.deferred:
+            return self.gradients()
+        return [self.weights.gradients.shard(number) for number in range(len(self.weights.buckets))]
+
+    def update(self, optimizer: Callable[[Sequence[int]], None]) -> None:
+        self.settle()
+        if not self.deferred:
+            optimizer(range(len(self.weights.parts)))
+            self.publish()
+            return
+        self._optimizer = optimizer
+        self._gather([self.weights.gradients.bucket(number) for number in range(len(self.weights.buckets))])
+
     def publish(self) -> None:
         """Cast what this rank has updated, and gather what the others have."""
+        self.settle()
         self.weights.publish()
+        if self.mesh.shards.world > 1 and not self.deferred:
+            self._gather([self.weights.compute[b.start : b.stop] for b in self.weights.buckets])
+
+    def settle(self) -> None:
+        for number in list(self._arriving):
+            self._need(number)
+
+    def _gather(self, buckets: Sequence[Tensor]) -> None:
         shards = self.mesh.shards
-        if shards.world == 1:
+        for number in self._by_need() or range(len(buckets)):
+            whole = buckets[number]
+            own = whole.view(shards.world, -1)[shards.rank]
+            self._arriving[number] = self.carry.all_gather(number, whole, own)
+        if not self._order:
+            self.settle()
+
+    def _by_need(self) -> tuple[int, ...]:
+        """As the first rank's forward needed them."""
+        if not self._order and self._uses and self._uses.order:
+            order = torch.tensor(self._uses.order, device=self.mesh.shards.device)
+            broadcast(order, self.mesh.shards)
+            self._order = tuple(order.tolist())
+        return self._order
+
+    def _need(self, number: int) -> None:
+        """Until a bucket has arrived and is what the model is to compute with."""
+        work = self._arriving.pop(number, None)
+        if work is None:
             return
         with trace.span("gather"):
-            compute, works = self.weights.compute, []
-            for bucket in self.weights.buckets:
-                own, whole = compute[bucket.shard(shards.rank)], compute[bucket.start : bucket.stop]
-                works.append(all_gather(whole, own, shards, **self._call(self.settings.all_gather)))
-            for work in works:
-                work.wait()
-
-    def _call(self, algorithm: str) -> Call:
-        """That all ranks do the same is checked in the first step; every other is like it."""
-        return {
-            "async_op": True,
-            "algorithm": None if algorithm == "backend" else algorithm,
-            "check": self._steps <= 1,
-        }
+            work.wait()
+        if self._optimizer is not None:
+            here = [i for i, part in enumerate(self.weights.parts) if part.bucket == number]
+            self._optimizer(here)
+            self.weights.publish([self.weights.parts[i] for i in here])
+        if self._order:  # whoever has used it already is told by autograd
+            increment_version([p for p, bucket in self.numbers.items() if bucket == number])
 
     @property
     def _sends(self) -> bool:
@@ -155,7 +232,7 @@ class FlatSpread:
     def _completed(self, number: int) -> None:
         """Called from backward, when it has all gradients of a bucket."""
         self._complete.add(number)
-        if self._sends and self.settings.overlap == "backward":
+        if self._sends and self.overlap:
             while self._next in self._complete:
                 self._send()
 
@@ -168,7 +245,7 @@ class FlatSpread:
         underway = _Sum(number, shard if self.keep_gradients or self._first else torch.empty_like(shard))
         self._underway.append(underway)
         if shards.world > 1:
-            underway.work = reduce_scatter(underway.shard, whole, shards, **self._call(self.settings.reduce_scatter))
+            underway.work = self.carry.reduce_scatter(number, underway.shard, whole)
         elif not self.keep_gradients:
             underway.shard.copy_(whole)
         for before in self._underway[:-1]:  # never by what happens to be done: the order is the same on every rank
@@ -191,7 +268,7 @@ class FlatSpread:
             if not self._first:
                 shard.add_(underway.shard)
         if self._last and self.mesh.replicas.world > 1:
-            underway.work = all_reduce(shard, self.mesh.replicas, **self._call(self.settings.all_reduce))
+            underway.work = self.carry.all_reduce(underway.number, shard)
 
 
 def saved_buffers(module: nn.Module) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
     compute   recipe.compute   all buckets one after another; the module's parameters are views of it
     master    recipe.master    this rank's shard of every bucket, updated by the optimizer; where the dtypes agree it is
-                               that part of `compute`
+                               that part of `compute`, unless what is published is not exactly the masters
     grad      recipe.reduce    what backward has is added to its bucket at once; all buckets stay, or the shards alone
 
 A shard may be the whole bucket: then every rank keeps and updates everything.
@@ -30,18 +30,20 @@ class Part(NamedTuple):
 
 
 class FlatWeights:
-    """All trainable parameters of a module. `shard` is the number of this rank's in every bucket."""
+    """All trainable parameters of a module."""
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
         buckets: Sequence[Bucket],
-        shard: int,
+        held: Sequence[slice],
         recipe: Recipe,
-        keep_gradients: bool,
+        gradients: "Gradients",
+        keep_masters: bool = False,
     ) -> None:
+        """`held`: what of each bucket this rank updates. `keep_masters`: apart, also where the dtypes agree."""
         self.buckets = tuple(buckets)
-        self._shard = shard
+        self.gradients = gradients
         self._shapes = {name: p.shape for name, p in parameters.items()}
         device = next(iter(parameters.values())).device
         total = self.buckets[-1].stop
@@ -49,8 +51,8 @@ class FlatWeights:
         self.compute = torch.zeros(total, dtype=compute, device=device)
         for member in self._members():
             self.compute[member.start : member.stop].view(self._shapes[member.name]).copy_(parameters[member.name])
-        self.parts = self._make_parts(parameters, self.compute if compute == master else None, master)
-        self.gradients = Gradients(self.buckets, shard, getattr(torch, recipe.reduce), device, keep_gradients)
+        inside = compute == master and not keep_masters
+        self.parts = self._make_parts(parameters, held, self.compute if inside else None, master)
         for number, bucket in enumerate(self.buckets):
             for member in bucket.members:
                 parameter = parameters[member.name]
@@ -58,12 +60,16 @@ class FlatWeights:
                 parameter.register_post_accumulate_grad_hook(self.gradients.collector(number, member))
 
     def _make_parts(
-        self, parameters: Mapping[str, nn.Parameter], inside: Tensor | None, dtype: torch.dtype
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        held: Sequence[slice],
+        inside: Tensor | None,
+        dtype: torch.dtype,
     ) -> tuple[Part, ...]:
         """The masters from the parameters as they are given, before these are cast."""
         parts = []
         for number, bucket in enumerate(self.buckets):
-            for group, place in bucket.runs(bucket.shard(self._shard)):
+            for group, place in bucket.runs(held[number]):
                 if inside is not None:
                     parts.append(Part(number, group, place, inside[place]))
                     continue
@@ -77,9 +83,9 @@ class FlatWeights:
                 parts.append(part)
         return tuple(parts)
 
-    def publish(self) -> None:
-        """Cast this rank's masters to what the model computes with, after an update."""
-        for part in self.parts:
+    def publish(self, parts: Sequence[Part] | None = None) -> None:
+        """Cast this rank's masters, or those of some parts, to what the model computes with, after an update."""
+        for part in self.parts if parts is None else parts:
             if part.master.data_ptr() != self.compute[part.place].data_ptr():
                 self.compute[part.place].copy_(part.master)
 

@@ -15,14 +15,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.tensor import DTensor
 
-from motet.collectives.execute import all_gather, all_reduce, reduce_scatter
 from motet.core.errors import InputError
+from motet.parallel.carry import Carry
 from motet.parallel.communication import CommunicationSettings
 from motet.parallel.data import FlatSpread, spread_flat
-from motet.parallel.group import Group
 from motet.parallel.layout import Layout
+from motet.parallel.matrices import sums_of_rows
 from motet.parallel.mesh import Mesh
 from motet.parallel.placement import Portions, Unit
 from motet.parallel.spread import Piece
@@ -54,11 +55,16 @@ def spread_full(
     described = describe(module, found, without_rows)
     blocks = [fully_shard(b, reshard_after_forward=layout.regather, **ways) for b in found]
     units = [*blocks, fully_shard(root, reshard_after_forward=False, **ways)]
-    sums = [_communicate(unit, mesh, settings) for unit in units]
+    if layout.secondary:
+        _keep_second_copies(blocks, mesh)
+    whole, part = sums_of_rows([unit.trainable for unit in described], layout.shards, recipe.reduce)
+    carry = Carry(mesh, layout, settings, whole, [part] * layout.shards)
+    sums = [_communicate(unit, number, carry) for number, unit in enumerate(units)]
     named = dict(module.named_parameters())  # other objects than those that were given
     sharded = {name: (group, named[name]) for name, (group, _) in parameters.items() if name not in flat}
-    rest = spread_flat(flat, recipe, mesh, layout, settings) if flat else None
-    spread = FullSpread(root, units, described, sharded, mesh, sums, rest)
+    plain = settings.model_copy(update={"compress_gradients": None, "compress_parameters": None})
+    rest = spread_flat(flat, recipe, mesh, layout, plain) if flat else None
+    spread = FullSpread(root, units, described, sharded, carry, sums, rest)
     module.forward = spread.calling(module.forward)
     return spread
 
@@ -97,7 +103,7 @@ class FullSpread:
     """The same as values."""
     sharded: Mapping[str, tuple[int, nn.Parameter]]
     """Name -> (optimizer group, parameter)."""
-    mesh: Mesh
+    carry: Carry
     sums: Sequence["_ReplicaSum"]
     rest: FlatSpread | None
     """Of what has no rows."""
@@ -139,15 +145,17 @@ class FullSpread:
 
     @property
     def counts(self) -> bool:
-        return self.mesh.replicas.rank == 0
+        return self.carry.mesh.replicas.rank == 0
 
     def begin_step(self) -> None:
+        self.carry.begin_step()
         for parameter in self._parameters:
             parameter.grad = None
         if self.rest:
             self.rest.begin_step()
 
     def begin_backward(self, first: bool, last: bool) -> None:
+        self.carry.begin_backward(first)
         for replica_sum in self.sums:
             replica_sum.last = last
         if self.rest:
@@ -155,12 +163,25 @@ class FullSpread:
 
     def end_backward(self) -> None:
         assert not any(s.last and s.before is not None for s in self.sums), "a block had no last backward"
+        if self.carry.mesh.near:  # a block without a backward still has its second copy, which is out of date now
+            for unit in self.units:
+                unit.reshard()
         if self.rest:
             self.rest.end_backward()
 
     def gradients(self) -> Sequence[Tensor]:
         grads = [torch.zeros_like(_local(p)) if p.grad is None else _local(p.grad) for p in self._parameters]
         return [*grads, *(self.rest.gradients() if self.rest else ())]
+
+    def reduced(self) -> Sequence[Tensor]:
+        return self.gradients()
+
+    def update(self, optimizer: Callable[[Sequence[int]], None]) -> None:
+        optimizer(range(len(self.masters)))
+        self.publish()
+
+    def settle(self) -> None:
+        """Nothing of it is underway between steps."""
 
     def publish(self) -> None:
         """Blocks gather what the masters are, when they are called."""
@@ -171,6 +192,9 @@ class FullSpread:
         count = len(self.sharded)
         found = {name: kept(p, t) for (name, (_, p)), t in zip(self.sharded.items(), tensors[:count], strict=True)}
         return found | (self.rest.pieces(tensors[count:]) if self.rest else {})
+
+    def carried(self) -> dict[str, Piece | Tensor]:
+        return self.carry.state()
 
     @property
     def _parameters(self) -> list[nn.Parameter]:
@@ -209,30 +233,48 @@ def _local(tensor: Tensor) -> Tensor:
 # --- communication ---------------------------------------------------------------------------------
 
 
-def _communicate(unit: FSDPModule, mesh: Mesh, settings: CommunicationSettings) -> "_ReplicaSum":
-    """Sums instead of means, by the algorithms of the settings."""
+def _communicate(unit: FSDPModule, number: int, carry: Carry) -> "_ReplicaSum":
+    """Sums instead of means, carried as all others are."""
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
-    unit.set_custom_all_gather(_AllGather(_algorithm(settings.all_gather)))  # type: ignore[arg-type]  # base is private
-    unit.set_custom_reduce_scatter(_ReduceScatter(_algorithm(settings.reduce_scatter)))  # type: ignore[arg-type]
+    unit.set_custom_all_gather(_AllGather(carry, number))  # type: ignore[arg-type]  # its base is private
+    unit.set_custom_reduce_scatter(_ReduceScatter(carry, number))  # type: ignore[arg-type]
     if hasattr(unit, "set_reduce_scatter_unused_params"):
         # Since torch 2.13. Before it, a parameter must be used on all ranks and in all micro-batches or in none.
         unit.set_reduce_scatter_unused_params(True, recurse=False)
-    replica_sum = _ReplicaSum(mesh.replicas, _algorithm(settings.all_reduce))
-    if mesh.replicas.world > 1:
+    replica_sum = _ReplicaSum(carry, number)
+    if carry.mesh.replicas.world > 1:
         unit.set_all_reduce_hook(replica_sum)
     return replica_sum
 
 
-def _algorithm(name: str) -> str | None:
-    return None if name == "backend" else name
+def _keep_second_copies(blocks: Sequence[FSDPModule], mesh: Mesh) -> None:
+    """What an integer `reshard_after_forward` of FSDP2 does.
+
+    Given the integer, FSDP2 would make process groups for every block, and wrong ones where ranks are several replicas.
+    """
+    near, far, shards = (group.process_group for group in (mesh.near, mesh.far, mesh.shards) if group)
+    assert near is not None and far is not None and shards is not None
+    ranks = torch.tensor(dist.get_process_group_ranks(shards)).view(far.size(), near.size())
+    both = DeviceMesh.from_group([far, near], mesh.shards.device.type, mesh=ranks, mesh_dim_names=("far", "near"))
+    info = HSDPMeshInfo(both, shard_mesh_dim=1, replicate_mesh_dim=0)
+    for block in blocks:
+        state: Any = block._get_fsdp_state()
+        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        for group in groups:
+            group.post_forward_mesh_info = info
+            for parameter in group.fsdp_params:
+                parameter.post_forward_mesh_info = info
+                whole = torch.empty(parameter._orig_size, device="meta")
+                parameter._init_sharded_post_forward_param_metadata(whole)
 
 
 @dataclass(frozen=True)
 class _Carried:
     """A collective of FSDP2, which overlaps them by streams: the current one has waited when a call returns."""
 
-    algorithm: str | None
+    carry: Carry
+    unit: int
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -242,7 +284,8 @@ class _AllGather(_Carried):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        all_gather(output_tensor, input_tensor, group, algorithm=self.algorithm)
+        near = dist.get_world_size(group) < self.carry.mesh.shards.world
+        self.carry.all_gather(self.unit, output_tensor, input_tensor, near).wait()
 
 
 class _ReduceScatter(_Carried):
@@ -250,15 +293,15 @@ class _ReduceScatter(_Carried):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         assert op == dist.ReduceOp.SUM, op
-        reduce_scatter(output_tensor, input_tensor, group, algorithm=self.algorithm)
+        self.carry.reduce_scatter(self.unit, output_tensor, input_tensor).wait()
 
 
 @dataclass
 class _ReplicaSum:
     """Called with a unit's shard of the gradients of a backward: sums it over the replicas, once a step."""
 
-    replicas: Group
-    algorithm: str | None
+    carry: Carry
+    unit: int
     last: bool = True
     """The micro-batch is the last of the step."""
     before: Tensor | None = None
@@ -272,4 +315,4 @@ class _ReplicaSum:
         if self.before is not None:
             shard.add_(self.before)
             self.before = None
-        all_reduce(shard, self.replicas, algorithm=self.algorithm)
+        self.carry.all_reduce(self.unit, shard).wait()

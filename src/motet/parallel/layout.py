@@ -26,6 +26,9 @@ class LayoutSettings(Settings):
     """Stage 3: gather parameters again for backward, instead of keeping them after forward."""
     shard_group: Annotated[int, Field(ge=1)] | None = None
     """Neighbouring ranks that share one copy of what is sharded; all of `dp` when not given."""
+    secondary_group: Annotated[int, Field(ge=1)] | None = None
+    """Stage 3: neighbouring ranks that keep, between forward and backward, a second copy of the parameters in shards
+    among them, so that gathering for backward stays inside of a host."""
     microbatches: Annotated[int, Field(ge=1)] = 1
     """Parts that a rank cuts its share of the batch into, one forward and backward each."""
 
@@ -41,6 +44,8 @@ class Layout:
     """Ranks that share one copy of what is sharded."""
     regather: bool = True
     """Stage 3: parameters are gathered again for backward."""
+    secondary: int | None = None
+    """Stage 3: so many neighbours share a copy between forward and backward, where that is fewer than `shards`."""
 
     @property
     def ranks(self) -> int:
@@ -65,7 +70,11 @@ def resolve_layout(settings: LayoutSettings, ranks: int, batch_sequences: int) -
             f"data.batch_sequences = {batch_sequences} cannot be cut evenly over {dp} ranks x {settings.microbatches} "
             f"micro-batches = {parts}; use data.batch_sequences = {choices}, or another number of ranks"
         )
-    return Layout(dp, settings.microbatches, settings.zero, _shards(settings, dp), settings.regather)
+    shards = _shards(settings, dp)
+    secondary = _secondary(settings, shards)
+    if secondary == 1:  # whole parameters
+        return Layout(dp, settings.microbatches, settings.zero, shards, regather=False)
+    return Layout(dp, settings.microbatches, settings.zero, shards, settings.regather, secondary)
 
 
 def _shards(settings: LayoutSettings, dp: int) -> int:
@@ -78,6 +87,24 @@ def _shards(settings: LayoutSettings, dp: int) -> int:
         fitting = ", ".join(str(n) for n in range(1, dp + 1) if dp % n == 0)
         raise InputError(
             f"layout.shard_group = {size} does not divide {dp} ranks of data parallelism; use one of {fitting}"
+        )
+    return size
+
+
+def _secondary(settings: LayoutSettings, shards: int) -> int | None:
+    size = settings.secondary_group
+    if size is None or settings.zero < 3 or size == shards:
+        return None
+    if shards % size:
+        fitting = ", ".join(str(n) for n in range(1, shards + 1) if shards % n == 0)
+        raise InputError(
+            f"layout.secondary_group = {size} does not divide the {shards} ranks that share a copy; "
+            f"use one of {fitting}"
+        )
+    if not settings.regather:
+        raise InputError(
+            f"layout.secondary_group = {size} has no effect with layout.regather = false, which keeps whole parameters "
+            "for backward; leave one of them out"
         )
     return size
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
+from motet.core.errors import InputError
 from motet.parallel.group import Group
 from motet.parallel.layout import Layout
 
@@ -16,6 +17,10 @@ class Mesh:
     """The ranks with which this one shares a copy of what is sharded."""
     replicas: Group
     """The ranks that hold the same shard as this one."""
+    near: Group | None = None
+    """Of `shards`, the neighbours that share a second copy between forward and backward."""
+    far: Group | None = None
+    """Of `shards`, those that hold the same part of such a copy as this one."""
 
 
 def make_mesh(group: Group, layout: Layout) -> Mesh:
@@ -23,7 +28,17 @@ def make_mesh(group: Group, layout: Layout) -> Mesh:
     size, world = layout.shards, group.world
     rows = [list(range(first, first + size)) for first in range(0, world, size)]
     columns = [list(range(first, world, size)) for first in range(size)]
-    return Mesh(_mine(group, rows), _mine(group, columns))
+    shards, replicas = _mine(group, rows), _mine(group, columns)
+    near = layout.secondary
+    if near is None:
+        return Mesh(shards, replicas)
+    if group.process_group is not dist.group.WORLD:
+        raise InputError(
+            f"layout.secondary_group = {near} cannot be had where replicas train apart; leave it out, or outer.every"
+        )
+    neighbours = [row[first : first + near] for row in rows for first in range(0, size, near)]
+    alike = [row[place::near] for row in rows for place in range(near)]
+    return Mesh(shards, replicas, _mine(group, neighbours), _mine(group, alike))
 
 
 def _mine(group: Group, sets: list[list[int]]) -> Group:

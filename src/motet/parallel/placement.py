@@ -11,19 +11,18 @@ Stages 0 to 2 carry flat buckets. Stage 3 carries units, of which each parameter
 in buckets there too.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from math import ceil, prod
+from typing import NamedTuple
 
-from motet.collectives.library import program
-from motet.collectives.lower import elements_sent
 from motet.core.dtypes import DTYPE_BYTES
 from motet.parallel.buckets import Bucket
-from motet.parallel.communication import CommunicationSettings
+from motet.parallel.communication import CommunicationSettings, Compression, compression, defers
 from motet.parallel.layout import Layout
+from motet.parallel.matrices import Shape, Sum, sums_of_buckets, sums_of_rows
+from motet.parallel.sending import Sender
 from motet.precision.recipe import Recipe
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -52,9 +51,10 @@ class Unit:
     is_block: bool = True
     """It is freed after its forward, where parameters are gathered again for backward."""
 
-    def gathers(self, layout: Layout) -> int:
-        """In a step in which it is called once in each forward."""
-        return layout.microbatches * (2 if self.is_block and layout.regather else 1)
+    def gathers(self, layout: Layout) -> tuple[int, int]:
+        """(from all shards, from a second copy), in a step in which it is called once in each forward."""
+        again = layout.microbatches if self.is_block and layout.regather else 0
+        return layout.microbatches + (0 if layout.secondary else again), again if layout.secondary else 0
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ class Portions:
 
     buckets: tuple[Bucket, ...] = ()
     units: tuple[Unit, ...] = ()
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
+    """Of what is in the buckets; only some codecs look at it."""
 
 
 def cut_into_rows(shapes: Iterable[Shape], shards: int) -> int:
@@ -89,33 +91,52 @@ class Traffic:
         return self.reduce_scatter + self.all_reduce + self.all_gather
 
 
+class _Load(NamedTuple):
+    """A bucket or a unit, as it travels in a step."""
+
+    whole: Sum
+    part: Sum
+    codecs: Compression
+    gathered: int
+    """Elements, padding included."""
+    gathers: int = 1
+    near: int = 0
+    """Gathers of a second copy."""
+
+
 def traffic(portions: Portions, layout: Layout, recipe: Recipe, settings: CommunicationSettings, rank: int) -> Traffic:
-    """Of a rank, with the algorithms that are named in the settings."""
-    shards, replicas = layout.shards, layout.dp // layout.shards
+    """Of a rank, with the algorithms and codecs that are named in the settings, in a step after the warm-up."""
+    deferred = defers(settings, layout)
+    shards = layout.dp if deferred else layout.shards
+    sender = Sender(settings, shards, layout.dp // shards, layout.secondary, rank)
     times = layout.microbatches if PLACEMENTS[layout.zero].gradients else 1
-
-    def sent(collective: str, algorithm: str, ranks: int, me: int, count: int) -> int:
-        return 0 if ranks == 1 else elements_sent(program(collective, algorithm, ranks), me, count)
-
-    def scattered(whole: int) -> int:
-        return sent("reduce-scatter", settings.reduce_scatter, shards, rank % shards, whole)
-
-    def summed(part: int) -> int:
-        return sent("all-reduce", settings.all_reduce, replicas, rank // shards, part)
-
-    def gathered(whole: int) -> int:
-        return sent("all-gather", settings.all_gather, shards, rank % shards, whole)
-
-    reduced = [bucket.length for bucket in portions.buckets]
-    reduced += [shards * cut_into_rows(unit.trainable, shards) for unit in portions.units]
-    gathers = [(1, bucket.length) for bucket in portions.buckets]
-    gathers += [(u.gathers(layout), shards * cut_into_rows(u.trainable + u.frozen, shards)) for u in portions.units]
-    grad, compute = DTYPE_BYTES[recipe.reduce], DTYPE_BYTES[recipe.compute]
+    grad, compute = recipe.reduce, recipe.reduce if deferred else recipe.compute
+    loads = list(_loads(portions, layout, compression(settings, layout), grad, (shards, rank % shards)))
     return Traffic(
-        reduce_scatter=times * grad * sum(map(scattered, reduced)),
-        all_reduce=grad * sum(summed(whole // shards) for whole in reduced),
-        all_gather=compute * sum(count * gathered(whole) for count, whole in gathers),
+        reduce_scatter=times * sum(sender.scattered(load.whole, grad, load.codecs.shards) for load in loads),
+        all_reduce=sum(sender.summed(load.part, grad, load.codecs.replicas) for load in loads),
+        all_gather=sum(
+            load.gathers * sender.gathered(load.gathered, compute, load.codecs.parameters)
+            + load.near * sender.gathered_near(load.gathered, compute)
+            for load in loads
+        ),
     )
+
+
+def _loads(
+    portions: Portions, layout: Layout, codecs: Compression, dtype: str, place: tuple[int, int]
+) -> Iterator[_Load]:
+    """`place`: (ranks that share a copy, the number of this one)."""
+    shards, shard = place
+    of_buckets = Compression() if layout.zero == 3 else codecs
+    wholes = sums_of_buckets(portions.buckets, None, portions.shapes, dtype).each
+    parts = sums_of_buckets(portions.buckets, shard, portions.shapes, dtype).each
+    for whole, part in zip(wholes, parts, strict=True):
+        yield _Load(whole, part, of_buckets, whole.numel)
+    sums = (found.each for found in sums_of_rows([unit.trainable for unit in portions.units], shards, dtype))
+    for unit, whole, part in zip(portions.units, *sums, strict=True):
+        gathered = shards * cut_into_rows(unit.trainable + unit.frozen, shards)
+        yield _Load(whole, part, codecs, gathered, *unit.gathers(layout))
 
 
 @dataclass(frozen=True)
@@ -128,17 +149,27 @@ class Memory:
     """What is updated, where that is not the parameters themselves."""
     gradients: int
     moments: int
+    errors: int = 0
+    """What compression has lost of gradients; PowerSGD's bases are not in it."""
 
     @property
     def total(self) -> int:
-        return self.parameters + self.masters + self.gradients + self.moments
+        return self.parameters + self.masters + self.gradients + self.moments + self.errors
 
 
-def memory(portions: Portions, layout: Layout, recipe: Recipe, moments: int, rank: int) -> Memory:
+def memory(
+    portions: Portions,
+    layout: Layout,
+    recipe: Recipe,
+    moments: int,
+    rank: int,
+    settings: CommunicationSettings | None = None,
+) -> Memory:
     """Of a rank; `moments`: how many numbers the optimizer keeps for each parameter.
 
     Frozen parameters count at stage 3 only.
     """
+    how = Compression() if settings is None else compression(settings, layout)
     kept, shards = PLACEMENTS[layout.zero], layout.shards
     whole = sum(bucket.length for bucket in portions.buckets)
     shard = whole // shards
@@ -146,10 +177,14 @@ def memory(portions: Portions, layout: Layout, recipe: Recipe, moments: int, ran
     fixed = sum(cut_into_rows(unit.frozen, shards) for unit in portions.units)
     own = sum(kept_rows(unit.trainable, shards, rank % shards) for unit in portions.units)
     master, compute = DTYPE_BYTES[recipe.master], DTYPE_BYTES[recipe.compute]
-    apart = 0 if recipe.master == recipe.compute else shard
+    is_exact = layout.zero == 3 or how.parameters is None
+    apart = 0 if recipe.master == recipe.compute and is_exact else shard
+    fed_back = rows if layout.zero == 3 else shard
+    errors = (whole if how.feeds_back_shards else 0) + (fed_back if how.feeds_back_replicas else 0)
     return Memory(
         parameters=(whole + fixed) * compute,
         masters=(apart + rows) * master,
         gradients=(shard if kept.gradients else whole) * DTYPE_BYTES[recipe.reduce] + rows * master,
         moments=moments * (shard + own) * DTYPE_BYTES[recipe.state],
+        errors=errors * DTYPE_BYTES[recipe.reduce],
     )

@@ -1,6 +1,6 @@
 """What training asks of parameters that are spread over ranks, however that is done."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -48,8 +48,20 @@ class Spread(Protocol):
     def gradients(self) -> Sequence[Tensor]:
         """Those of the masters."""
 
+    def reduced(self) -> Sequence[Tensor]:
+        """What this rank has of the sums, each number once over the ranks that count; to be scaled in place."""
+
+    def update(self, optimizer: Callable[[Sequence[int]], None]) -> None:
+        """Have the masters of these numbers updated, and give the model of every rank what they are then."""
+
     def publish(self) -> None:
         """Give the model of every rank what the masters are now."""
 
+    def settle(self) -> None:
+        """Until the model and the masters of this rank are what the last update or `publish` made of them."""
+
     def pieces(self, tensors: Sequence[Tensor]) -> dict[str, Piece]:
         """One tensor for each master, cut into what this rank keeps of the parameters, by name."""
+
+    def carried(self) -> dict[str, Piece | Tensor]:
+        """What compression goes by in the next step, which the same layout alone can go on with; as views."""

@@ -29,13 +29,13 @@ from motet.parallel.place import Place, threads_for
 from motet.precision.master import cast_frozen
 from motet.precision.promote import float64_mode
 from motet.precision.recipe import RECIPES
-from motet.train.engine import Engine
+from motet.train.engine import Engine, Manner, make_updaters
 from motet.train.evaluate import Evaluation, evaluate
 from motet.train.faults import StopFlag
 from motet.train.flops import training_flops
 from motet.train.job import Job
 from motet.train.loop import Loop
-from motet.train.optimizer import Updater, make_updater
+from motet.train.optimizer import Updater
 from motet.train.preflight import check_huggingface
 from motet.train.state import RunState, newest_checkpoint
 from motet.train.step import Stepper
@@ -65,13 +65,16 @@ class Parts:
     layout: Layout
     data: Loader
     model: Trainee
-    updater: Updater
+    engine: Engine
     state: RunState
     steps: int
 
+    @property
+    def updater(self) -> Updater:
+        return self.engine.updater
+
     def stepper(self, job: Job) -> Stepper:
-        engine = Engine(self.model.module, self.updater, self.group, job.optimizer.clip_norm)
-        return Stepper(self.model, self.data, engine, self.layout, job.data.batch_sequences)
+        return Stepper(self.model, self.data, self.engine, self.layout, job.data.batch_sequences)
 
 
 def run_rank(job: Job, place: Place, folder: Path, stop: StopFlag, callbacks: Sequence[Callback] = ()) -> Outcome:
@@ -104,13 +107,15 @@ def build_parts(job: Job, group: Group, folder: Path) -> Parts:
     agree_on_values(model.module, group)
     _agree_on_data(data, group)
     cast_frozen(model.module, recipe)
-    updater = make_updater(model.module, job.optimizer, recipe, group, layout, job.communication)
+    manner = Manner(job.optimizer, job.communication, job.outer)
+    updater, outer = make_updaters(model.module, recipe, group, layout, manner)
+    engine = Engine(model.module, updater, group, job.optimizer.clip_norm, outer=outer)
     if isinstance(updater.spread, FullSpread):
         calling = updater.spread.calling
         model = replace(model, loss_sum=calling(model.loss_sum), logits=calling(model.logits))
-    state = RunState(model.module, updater, group, folder / "checkpoints", job.checkpoint.keep, data.fingerprint)
+    state = RunState(model.module, updater, group, folder / "checkpoints", job.checkpoint.keep, data.fingerprint, outer)
     steps = job.run.steps if job.run.steps is not None else data.steps_for_epochs(job.run.epochs or 1.0)
-    return Parts(group, layout, data, model, updater, state, steps)
+    return Parts(group, layout, data, model, engine, state, steps)
 
 
 def _agree_on_data(data: Loader, group: Group) -> None:
@@ -191,9 +196,10 @@ def _evaluate(job: Job, parts: Parts, split: str) -> Evaluation | None:
     """None when the job keeps nothing apart to judge on."""
     if not parts.data.evaluation_batches(split):
         return None
-    agree_on_buffers(parts.model.module, parts.group)
+    agree_on_buffers(parts.model.module, parts.engine.peers)
     shares = (parts.group, parts.layout, job.data.batch_sequences)
-    return evaluate(parts.model, parts.data, split, job.monitor.evaluate_batches, shares)
+    with parts.engine.agreed():
+        return evaluate(parts.model, parts.data, split, job.monitor.evaluate_batches, shares)
 
 
 def _sample(job: Job, parts: Parts, done: int, monitor: Monitor) -> None:
@@ -203,5 +209,6 @@ def _sample(job: Job, parts: Parts, done: int, monitor: Monitor) -> None:
     tokenizer = parts.data.tokenizer
     prompt = tokenizer.encode(job.monitor.sample_prompt) or [tokenizer.end_id]
     monitored = job.monitor
-    written = generate(parts.model, prompt, monitored.sample_tokens, job.run.seed, monitored.sample_temperature)
+    with parts.engine.agreed():
+        written = generate(parts.model, prompt, monitored.sample_tokens, job.run.seed, monitored.sample_temperature)
     monitor.on_event(SampleText(step=done, prompt=job.monitor.sample_prompt, text=tokenizer.decode(written)))

@@ -5,9 +5,10 @@ The training of jobs goes the same way (train/step.py).
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,11 @@ from motet.core.trace import span
 from motet.parallel.communication import CommunicationSettings, check_communication
 from motet.parallel.data import agree_on_buffers, agree_on_values, saved_buffers
 from motet.parallel.group import Group
-from motet.parallel.layout import LayoutSettings, parse_layout, resolve_layout
+from motet.parallel.layout import Layout, LayoutSettings, parse_layout, resolve_layout
+from motet.parallel.meetings import OuterSettings
+from motet.parallel.outer import Agreement, Outer, set_apart
 from motet.precision.master import cast_frozen
-from motet.precision.recipe import RECIPES, PrecisionSettings
+from motet.precision.recipe import RECIPES, PrecisionSettings, Recipe
 from motet.train.optimizer import Updater, make_updater
 from motet.train.settings import OptimizerSettings
 from motet.train.state import RunState, newest_checkpoint
@@ -35,7 +38,7 @@ Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]]
 
 @dataclass(frozen=True)
 class Update:
-    """How a step ended. The same on every rank."""
+    """How a step ended. The same on every rank of a replica; without `outer`, these are all ranks."""
 
     loss: float
     """Per count: the mean over all ranks and micro-batches."""
@@ -46,6 +49,10 @@ class Update:
     """False: the loss or a gradient is not finite, and nothing was updated."""
     sums: tuple[float, ...]
     """Of whatever else was to be added up over the ranks."""
+    stop: bool
+    """Some rank was asked to stop; with `outer`, replicas learn it when they meet."""
+    skipped: int
+    """Steps in a row that updated nothing; with `outer`, the most of any replica, and 0 when they do not meet."""
 
 
 @dataclass
@@ -59,7 +66,15 @@ class Engine:
     loss: Loss | None = None
     learning_rate: float = 0.0
     """What `step` takes when it is given none."""
+    outer: Outer | None = None
+    """Replicas train apart, and meet by its rule."""
     _before: dict[str, Tensor] = field(default_factory=dict)
+    _skipped: int = 0
+
+    @property
+    def peers(self) -> Group:
+        """The ranks that take a step together."""
+        return self.group if self.outer is None else self.outer.replicas.mesh.shards
 
     def step(self, *batches: Any, learning_rate: float | None = None) -> Update:
         """One update from this rank's micro-batches; a rank may have fewer than others."""
@@ -78,7 +93,7 @@ class Engine:
 
     def begin(self) -> None:
         """Of a step."""
-        agree_on_buffers(self.module, self.group)
+        agree_on_buffers(self.module, self.peers)
         self._before = {name: buffer.clone() for name, buffer in saved_buffers(self.module).items()}
         self.updater.spread.begin_step()
 
@@ -90,12 +105,14 @@ class Engine:
                 loss.backward()
         self.updater.spread.end_backward()
 
-    def update(self, learning_rate: float, loss: float, count: float, *others: float) -> Update:
+    def update(self, learning_rate: float, loss: float, count: float, *others: float, stop: bool = False) -> Update:
         """Divide what was summed by the count over all ranks, clip, and update, unless something is not finite."""
+        peers = self.peers
         with span("norm"):
             squares = self.updater.squares()
         with span("agree"):
-            loss, count, squares, *sums = sum_scalars([loss, count, squares, *others], self.group, self.group.device)
+            given = [loss, count, squares, float(stop), *others]
+            loss, count, squares, stops, *sums = sum_scalars(given, peers, peers.device)
         with span("clip"):
             divisor = count if count > 0 else 1.0  # a step without anything to learn from has loss and gradient zero
             norm = math.sqrt(squares) / divisor
@@ -109,7 +126,29 @@ class Engine:
             else:
                 for name, buffer in saved_buffers(self.module).items():
                     buffer.data.copy_(self._before[name])
-        return Update(loss / divisor, norm, count, finite, tuple(sums))
+        agreed = self._advance(finite, stops > 0)
+        return Update(loss / divisor, norm, count, finite, tuple(sums), agreed.stop, agreed.skipped)
+
+    def finish(self) -> Agreement | None:
+        """After the last step of all: with `outer`, the replicas meet once more and are one model then."""
+        return None if self.outer is None else self.outer.finish()
+
+    def settle(self) -> None:
+        """Until the module is what the last step made it: with `overlap = "forward"` some of it may be underway."""
+        self.updater.spread.settle()
+
+    def agreed(self) -> AbstractContextManager[None]:
+        """Inside, the module is the same on all ranks: with `outer`, what the replicas agreed on last."""
+        self.settle()
+        return nullcontext() if self.outer is None else self.outer.at_anchor()
+
+    def _advance(self, finite: bool, stop: bool) -> Agreement:
+        """What is known after the step."""
+        if self.outer is not None:
+            with span("meet"):
+                return self.outer.advance(finite, stop) or Agreement(False, 0)
+        self._skipped = 0 if finite else self._skipped + 1
+        return Agreement(stop, self._skipped)
 
     def save(self, folder: str | Path, step: int) -> Path:
         """Write a checkpoint, which any layout can read; called by every rank."""
@@ -121,16 +160,18 @@ class Engine:
         return self._state(folder).restore(newest)[0] if newest else 0
 
     def _state(self, folder: str | Path) -> RunState:
-        return RunState(self.module, self.updater, self.group, Path(folder), keep=2**31, data_fingerprint="")
+        return RunState(
+            self.module, self.updater, self.group, Path(folder), keep=2**31, data_fingerprint="", outer=self.outer
+        )
 
     def _most(self, batches: int) -> int:
         """The most micro-batches of any rank: those that have fewer take part in the sums all the same."""
-        most = torch.tensor([batches], device=self.group.device)
-        all_reduce(most, self.group, op="max")
+        most = torch.tensor([batches], device=self.peers.device)
+        all_reduce(most, self.peers, op="max")
         return max(1, int(most))
 
 
-def parallelize(
+def parallelize(  # noqa: PLR0913  # sections of a job, by name
     module: nn.Module,
     layout: str | LayoutSettings = "",
     *,
@@ -138,24 +179,49 @@ def parallelize(
     optimizer: Mapping[str, Any] | OptimizerSettings | None = None,
     precision: str = "fp32",
     communication: Mapping[str, Any] | CommunicationSettings | None = None,
+    outer: Mapping[str, Any] | OuterSettings | None = None,
 ) -> Engine:
     """Spread a module over the ranks of the process group, as a layout like "zero=2 shard_group=4" says.
 
-    `optimizer` and `communication` are the sections of a job of these names. Without a process group it is one rank.
+    `optimizer`, `communication` and `outer` are the sections of a job of these names. Without a process group it is
+    one rank.
     """
     settings = layout if isinstance(layout, LayoutSettings) else parse_layout(layout)
     how = _settings(OptimizerSettings, optimizer, "optimizer")
     if "schedule" in how.model_fields_set:
         raise InputError("optimizer.schedule has no effect in a loop of your own; give step a learning_rate=...")
     manner = _settings(CommunicationSettings, communication, "communication")
+    meeting = _settings(OuterSettings, outer, "outer")
+    if meeting.every is None and meeting.model_fields_set:
+        raise InputError("outer: the others have no effect without every; give it, as in outer={'every': 100}")
     recipe = RECIPES[_settings(PrecisionSettings, {"recipe": precision}, "precision").recipe]
     group = _group(module)
     resolved = resolve_layout(settings, group.world, group.world * settings.microbatches)
     check_communication(manner, resolved)
     agree_on_values(module, group)
     cast_frozen(module, recipe)
-    updater = make_updater(module, how, recipe, group, resolved, manner)
-    return Engine(module, updater, group, how.clip_norm, loss, how.learning_rate)
+    updater, outside = make_updaters(module, recipe, group, resolved, Manner(how, manner, meeting))
+    return Engine(module, updater, group, how.clip_norm, loss, how.learning_rate, outside)
+
+
+class Manner(NamedTuple):
+    """The sections of a job that say how parameters are updated."""
+
+    optimizer: OptimizerSettings
+    communication: CommunicationSettings
+    outer: OuterSettings
+
+
+def make_updaters(
+    module: nn.Module, recipe: Recipe, group: Group, layout: Layout, manner: Manner
+) -> tuple[Updater, Outer | None]:
+    """Spread the trainable parameters, over all ranks or over those of each replica that trains apart."""
+    communication, outer = manner.communication, manner.outer
+    if outer.every is None:
+        return make_updater(module, manner.optimizer, recipe, group, layout, communication), None
+    replicas = set_apart(group, layout)
+    updater = make_updater(module, manner.optimizer, recipe, *replicas.own, communication)
+    return updater, Outer(module, updater.spread, replicas, outer, communication)
 
 
 def _settings(kind: type[SettingsOf], given: Mapping[str, Any] | SettingsOf | None, name: str) -> SettingsOf:

@@ -18,6 +18,7 @@ from motet.models.settings import ModelSettings
 from motet.monitor.settings import MonitorSettings
 from motet.parallel.communication import CommunicationSettings
 from motet.parallel.layout import LayoutSettings
+from motet.parallel.meetings import OuterSettings
 from motet.precision.recipe import PrecisionSettings
 from motet.train.idle import drop_replaced, refuse_idle
 from motet.train.settings import OptimizerSettings, RunSettings
@@ -31,6 +32,7 @@ class Job(Settings):
     data: DataSettings = DataSettings()
     layout: LayoutSettings = LayoutSettings()
     communication: CommunicationSettings = CommunicationSettings()
+    outer: OuterSettings = OuterSettings()
     precision: PrecisionSettings = PrecisionSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()

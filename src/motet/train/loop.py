@@ -40,15 +40,14 @@ class Loop:
     def run(self) -> None:
         """Train on from where `progress` is, to the last step or until a stop is requested, and save."""
         at = self.progress
-        skipped, stop = 0, False
+        stop = False
         end = min(at.steps, self.job.run.stop_at or at.steps)
         while at.done < end and not stop:
             result, seconds = self._step(at.done)
             at.done, stop = at.done + 1, result.stop_requested
             with span("log"):
                 self.tell(self.describe(at.done, result, seconds))
-            skipped = 0 if result.finite else skipped + 1
-            self._refuse_divergence(at.done, result, skipped)
+            self._refuse_divergence(at.done, result)
             last = at.done == end or stop
             if last or self._due(at.done, self.job.checkpoint.every):
                 self._save(at.done)
@@ -61,19 +60,24 @@ class Loop:
         factor = learning_rate_factor(self.job.optimizer.schedule, number, self.progress.steps)
         start_s = time.perf_counter()
         with span("step"):
-            result = self.stepper.step(number, factor * self.job.optimizer.learning_rate, self.stop_requested())
+            rate, last = factor * self.job.optimizer.learning_rate, number + 1 == self.progress.steps
+            result = self.stepper.step(number, rate, self.stop_requested(), last)
         return result, time.perf_counter() - start_s
 
-    def _refuse_divergence(self, done: int, result: StepResult, skipped: int) -> None:
+    def _refuse_divergence(self, done: int, result: StepResult) -> None:
         """Every rank has the same result, so every rank comes to the same decision."""
-        run = self.job.run
-        if result.finite or (run.on_nan == "skip" and skipped < run.max_skips):
+        run, skipped = self.job.run, result.skipped
+        if skipped == 0 or (run.on_nan == "skip" and skipped < run.max_skips):
             return
-        what = f"loss {result.loss}, gradient norm {result.grad_norm}"
+        what = f" (loss {result.loss}, gradient norm {result.grad_norm})"
         wrong = "its loss" if not math.isfinite(result.loss) else "a gradient"
-        times = f" for {skipped} steps in a row, which is run.max_skips" if skipped > 1 else ""
+        if result.finite:  # it was another step, or another replica
+            wrong, what = "a loss or gradient of some replica since their last meeting", ""
+        times = f" for {skipped} steps in a row" if skipped > 1 else ""
+        if times and run.on_nan == "skip":
+            times += f", which is {'' if skipped == run.max_skips else 'more than '}run.max_skips"
         raise DivergedError(
-            f"stopped at step {done}: {wrong} is not finite{times} ({what}); its update was not applied; {REMEDY}; "
+            f"stopped at step {done}: {wrong} is not finite{times}{what}; its update was not applied; {REMEDY}; "
             "run.on_nan=skip leaves such steps out"
         )
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from motet.checkpoint.manifest import CARRIED
 from motet.core.errors import InputError
 from motet.parallel.communication import CommunicationSettings
 from motet.parallel.data import spread_flat
@@ -62,7 +63,9 @@ def make_updater(
     if layout.zero == 3 and layout.shards > 1:
         spread: Spread = spread_full(module, in_order, recipe, mesh, layout, communication)
     else:
-        spread = spread_flat(in_order, recipe, mesh, layout, communication)
+        spread = flat = spread_flat(in_order, recipe, mesh, layout, communication)
+        if communication.overlap == "forward":
+            flat.run_ahead(module)
     return Updater(spread, list(groups), settings)
 
 
@@ -87,22 +90,28 @@ class Updater:
         """What this rank adds to the square of the norm of all gradients."""
         if not self.spread.counts:
             return 0.0
-        return float(sum(torch.linalg.vector_norm(grad).item() ** 2 for grad in self.spread.gradients()))
+        return float(sum(torch.linalg.vector_norm(grad).item() ** 2 for grad in self.spread.reduced()))
 
     def scale_gradients(self, factor: float) -> None:
-        torch._foreach_mul_(list(self.spread.gradients()), factor)
+        torch._foreach_mul_(list(self.spread.reduced()), factor)
 
     def update(self, learning_rate: float) -> None:
         """One step of the optimizer on the masters, and the result handed to the model."""
         for group, scale in zip(self._optimizer.param_groups, self._scales, strict=True):
             group["lr"] = learning_rate * scale
-        for parameter, grad in zip(self._tensors, self.spread.gradients(), strict=True):
-            parameter.grad = grad
+        self.spread.update(self._update)
+
+    def _update(self, numbers: Sequence[int]) -> None:
+        gradients = self.spread.gradients()
+        for number in numbers:
+            self._tensors[number].grad = gradients[number]
         self._optimizer.step()
-        self.spread.publish()
+        for number in numbers:
+            self._tensors[number].grad = None
 
     def state(self) -> dict[str, Piece | Tensor]:
         """Masters and moments by name, as views: reading gives the state, writing in place restores it."""
+        self.spread.settle()
         state: dict[str, Piece | Tensor] = dict(self._pieces("master", self.spread.masters))
         moments = [self._moments(tensor) for tensor in self._tensors]
         for kind, first in moments[0].items():
@@ -110,7 +119,7 @@ class Updater:
                 state[kind] = first  # the count of steps: all tensors take theirs together
             else:
                 state |= self._pieces(kind, [kinds[kind] for kinds in moments])
-        return state
+        return state | {f"{CARRIED}{name}": part for name, part in self.spread.carried().items()}
 
     def publish(self) -> None:
         """After `state()` was written to."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from motet.checkpoint.load import load_checkpoint
-from motet.checkpoint.manifest import Manifest, whole_checkpoints
+from motet.checkpoint.manifest import CARRIED, Manifest, is_carried, read_manifest, whole_checkpoints
 from motet.checkpoint.pieces import StoredPiece
 from motet.checkpoint.save import save_checkpoint
 from motet.collectives.execute import sum_scalars
@@ -15,6 +15,7 @@ from motet.core.errors import DivergedError, InputError
 from motet.parallel.data import agree_on_buffers, saved_buffers
 from motet.parallel.full import kept
 from motet.parallel.group import Group
+from motet.parallel.outer import Outer
 from motet.parallel.spread import Piece
 from motet.train.optimizer import Updater
 
@@ -30,16 +31,16 @@ class RunState:
     """Of the checkpoints."""
     keep: int
     data_fingerprint: str
+    outer: Outer | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """By name, as views: reading them saves the run, writing to them restores it."""
-        held = {name: _stored(part) for name, part in self.updater.state().items()}
-        frozen = {f"frozen/{n}": _stored(kept(p)) for n, p in self.module.named_parameters() if not p.requires_grad}
-        buffers = {f"buffer/{n}": b.detach() for n, b in saved_buffers(self.module).items()}
-        return held | frozen | buffers
+        own = self._own() if self.outer is None else _apart(self._own(), self.outer)
+        return {name: _stored(part) for name, part in (own | self._frozen()).items()}
 
     def save(self, step: int) -> tuple[Path, int]:
         """The folder of the checkpoint, and its bytes."""
+        self.updater.spread.settle()
         wrong = float(not all(master.isfinite().all() for master in self.updater.spread.masters))
         if sum_scalars([wrong], self.group, self.group.device)[0]:
             raise DivergedError(
@@ -47,7 +48,8 @@ class RunState:
                 "optimizer.learning_rate or lengthen the warm-up, then start again (--resume continues from the last "
                 "checkpoint, if there is one)"
             )
-        agree_on_buffers(self.module, self.group)
+        ranks = self.group if self.outer is None else self.outer.replicas.mesh.shards
+        agree_on_buffers(self.module, ranks)
         tensors = self.tensors()
         manifest = Manifest(
             step=step,
@@ -57,13 +59,18 @@ class RunState:
             data_fingerprint=self.data_fingerprint,
             shapes={name: list(t.size()) for name, t in tensors.items()},
             dtypes={name: str(t.dtype).removeprefix("torch.") for name, t in tensors.items()},
+            outer={} if self.outer is None else {**self.outer.stands(), "steps": self.outer.steps},
         )
         path = save_checkpoint(self.folder, tensors, manifest, self.keep, self.group.process_group)
         return path, sum(t.nbytes for t in tensors.values())
 
     def restore(self, where: Path) -> tuple[int, list[str]]:
         """The step that the checkpoint was made after, and what a person should know about continuing from it."""
-        manifest = load_checkpoint(where, self.tensors(), self.group.process_group)
+        manifest = read_manifest(where)
+        goes_on = self.outer is not None and self._fits(manifest)
+        if self.outer is not None and goes_on:
+            self.outer.stand_at(manifest.outer["steps"], manifest.shapes)
+        load_checkpoint(where, self.tensors() if goes_on else self._from(manifest), self.group.process_group)
         if manifest.data_fingerprint != self.data_fingerprint:
             raise InputError(
                 f"the data changed since checkpoint {where.name} was made (fingerprint {manifest.data_fingerprint} "
@@ -71,17 +78,82 @@ class RunState:
                 "differs between Python versions) or start in another run folder"
             )
         self.updater.publish()
+        if self.outer is not None and not goes_on:
+            self.outer.set_out(manifest.outer.get("steps", manifest.step))
         return manifest.step, self._changes(manifest)
+
+    def _own(self) -> dict[str, Piece | Tensor]:
+        """What replicas that train apart have one each of."""
+        carried = {} if self.outer is None else self.outer.carried()
+        return (
+            self.updater.state()
+            | {f"buffer/{n}": b.detach() for n, b in saved_buffers(self.module).items()}
+            | {f"{CARRIED}outer/{n}": piece for n, piece in carried.items()}
+        )
+
+    def _frozen(self) -> dict[str, Piece]:
+        return {f"frozen/{n}": kept(p) for n, p in self.module.named_parameters() if not p.requires_grad}
+
+    def _from(self, manifest: Manifest) -> dict[str, Tensor]:
+        """What a run takes that goes on without the replicas of a checkpoint: where they met last."""
+        agreed = {} if self.outer is None else self.outer.state()
+        met = {n: part for n, part in agreed.items() if n.startswith("outer/") and n in manifest.shapes}
+        found = self._own() | self._frozen() | met
+        apart = bool(agreed or manifest.outer)  # what one replica carries is not for others
+        return {name: _stored(part) for name, part in found.items() if not (apart and is_carried(name))}
+
+    def _fits(self, manifest: Manifest) -> bool:
+        """Whether replicas of a checkpoint can go on as ours."""
+        steps = {"steps": manifest.outer.get("steps", 0)}
+        return manifest.outer == ({} if self.outer is None else self.outer.stands() | steps)
 
     def _changes(self, manifest: Manifest) -> list[str]:
         """What changed that alters the order of additions, and so the last bits."""
         now = {"ranks": self.group.world, "threads": torch.get_num_threads(), "torch": torch.__version__}
+        apart = []
+        if manifest.outer and not self._fits(manifest):
+            apart = [
+                f"the checkpoint holds {manifest.outer['replicas']} replicas that train apart, and not as this run has "
+                "them: it goes on from where they met last, with the optimizer state of the first"
+            ]
+        return (
+            apart
+            + self._left_out(manifest)
+            + [
+                f"the checkpoint was made with {name} = {getattr(manifest, name)}, this run has {value}: it continues, "
+                "but not bit for bit as it would have"
+                for name, value in now.items()
+                if getattr(manifest, name) != value
+            ]
+        )
+
+    def _left_out(self, manifest: Manifest) -> list[str]:
+        ours = {name: list(t.size()) for name, t in self.tensors().items()}
+        if all(ours.get(name) == shape for name, shape in manifest.shapes.items() if shape and is_carried(name)):
+            return []
         return [
-            f"the checkpoint was made with {name} = {getattr(manifest, name)}, this run has {value}: it continues, "
-            "but not bit for bit as it would have"
-            for name, value in now.items()
-            if getattr(manifest, name) != value
+            "the checkpoint was made with other ranks, buckets or compression: what was to be given again of "
+            "compressed gradients is left out"
         ]
+
+
+def _apart(own: dict[str, Piece | Tensor], outer: Outer) -> dict[str, Piece | Tensor]:
+    """The state of every replica; who knows nothing of them finds the anchors, and the moments of the first.
+
+    All ranks name the same tensors, but have elements only in those of their own replica.
+    """
+    held: dict[str, Piece | Tensor] = dict(outer.state())
+    for replica in range(outer.replicas.count):
+        for name, part in own.items():
+            alone = replica == 0 and not name.startswith("master/")
+            held[name if alone else f"replica-{replica}/{name}"] = part if replica == outer.replicas.me else _none(part)
+    return held
+
+
+def _none(part: Piece | Tensor) -> Piece:
+    """No elements of the same whole."""
+    values = part.values if isinstance(part, Piece) else part.detach().view(-1)
+    return Piece(part.shape, 0, values[:0])
 
 
 def _stored(part: Piece | Tensor) -> Tensor:

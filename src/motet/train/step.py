@@ -36,7 +36,7 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class StepResult:
-    """The same on every rank."""
+    """The same on every rank; with replicas that train apart, on every rank of a replica."""
 
     loss: float
     grad_norm: float
@@ -46,7 +46,9 @@ class StepResult:
     finite: bool
     """False: the update was not applied."""
     stop_requested: bool
-    """Some rank was asked to stop."""
+    """Some rank was asked to stop, and all know it."""
+    skipped: int
+    """Steps in a row that were not applied, as far as all know it."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +61,22 @@ class Stepper:
     layout: Layout
     batch_sequences: int
 
-    def step(self, number: int, learning_rate: float, stop: bool = False) -> StepResult:
-        """Do step `number` (from 0). With a loss or gradient that is not finite, nothing is updated."""
+    def step(self, number: int, learning_rate: float, stop: bool = False, last: bool = False) -> StepResult:
+        """Do step `number` (from 0), the last of the run maybe. What is not finite updates nothing."""
         self.engine.begin()
         loss, targets, tokens = self._forward_and_backward(number)
-        done = self.engine.update(learning_rate, loss, targets, float(tokens), float(stop))
-        total_tokens, stops = done.sums
+        done = self.engine.update(learning_rate, loss, targets, float(tokens), stop=stop)
+        met = self.engine.finish() if last else None
+        total_tokens = int(done.sums[0]) * self._replicas
+        stopped, skipped = done.stop or (met is not None and met.stop), max(done.skipped, met.skipped if met else 0)
         return StepResult(
-            done.loss, done.grad_norm, done.count, int(total_tokens), learning_rate, done.finite, stops > 0
+            done.loss, done.grad_norm, done.count, total_tokens, learning_rate, done.finite, stopped, skipped
         )
+
+    @property
+    def _replicas(self) -> int:
+        """Of those that train apart. They read equally many rows, so the tokens of one say those of all."""
+        return self.engine.outer.replicas.count if self.engine.outer else 1
 
     def _forward_and_backward(self, number: int) -> tuple[float, float, int]:
         """Loss sum, number of targets and tokens of this rank; gradients are summed over micro-batches and ranks."""

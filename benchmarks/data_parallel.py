@@ -1,0 +1,194 @@
+"""A data-parallel training step: motet's stages 0 to 3 beside DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed.
+
+All of them train the decoder of the job `tiny` from the same values on the same batches with the same loss, clipping
+and AdamW, in the same rank processes, a few steps each in turn; who comes first changes from round to round. A round
+gives one ratio per contender, and medians with quartiles over the rounds are told. At the end all must have the same
+loss.
+
+Peers run on Gloo, which is theirs, and on the backend `motet`, too. Each also runs on the backend `silent`, which sends
+nothing: what its step takes longer with communication is the exposed communication, including waits for slower ranks.
+
+    python benchmarks/data_parallel.py [--ranks 2] [--rounds 7] [--rows 16 2] [--dtypes fp32] [--stages 0 1 2 3]
+                                       [--only motet peer deepspeed] [--steps 3] [--page]
+
+--rows is the batch of all ranks. --page writes the tables into docs/benchmarks/data-parallel.md. DeepSpeed takes part
+where it is installed (`make bench` tries to).
+"""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from parts.spreads import MAKERS, Contender, Trainer
+from parts.tables import Times, replace_tables, table_of_exposed, table_of_ratios
+
+PAGE = Path(__file__).parents[1] / "docs/benchmarks/data-parallel.md"
+WARM_UP = 1
+LENGTH = 256
+BATCHES = 4
+LARGEST_DIFFERENCE = {"fp32": 1e-3, "bf16": 3e-2}
+"""Of two losses at the end, relative. Rounding of 6e-8 (float32) and 4e-3 (bfloat16, in which peers keep other tensors
+than motet) grows from step to step; training on other gradients would show in the second digit."""
+
+
+def main() -> None:
+    options = parse()
+    if "RANK" in os.environ:
+        measure(options)
+    else:
+        sys.exit(launch(options))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="per rank")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=3, help="timed in a round, after one that is not")
+    parser.add_argument("--rows", type=int, nargs="+", default=[16, 2], help="of all ranks together")
+    parser.add_argument("--dtypes", nargs="+", default=["fp32"], choices=["fp32", "bf16"])
+    parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
+    parser.add_argument("--only", nargs="+", default=list(MAKERS), choices=list(MAKERS))
+    parser.add_argument("--page", action="store_true", help=f"write the tables into {PAGE.name}")
+    return parser.parse_args()
+
+
+def launch(options: argparse.Namespace) -> int:
+    """Start the ranks and wait for them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = []
+    for rank in range(options.ranks):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": options.ranks, "LOCAL_WORLD_SIZE": options.ranks}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": options.threads}
+        environment = os.environ | {k: str(v) for k, v in (place | meeting).items()}
+        ranks.append(subprocess.Popen([sys.executable, *sys.argv], env=environment))
+    return max(rank.wait() for rank in ranks)
+
+
+def measure(options: argparse.Namespace) -> None:
+    import torch
+    import torch.distributed as dist
+    from parts.silent import register_silent
+
+    import motet.collectives.backend  # noqa: F401  (registers it)
+    from motet.cluster.allocator import keep_freed_memory
+
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(options.threads)
+    register_silent()
+    keep_freed_memory()  # for all of them, so that what differs is the data parallelism
+    dist.init_process_group("gloo")
+    groups = {name: dist.new_group(backend=f"cpu:{name}") for name in ("motet", "gloo", "silent")}
+    leads = dist.get_rank() == 0
+    tables = {}
+    for dtype in options.dtypes:
+        for rows in options.rows:
+            if rows % options.ranks:
+                raise SystemExit(f"--rows {rows} cannot be cut evenly over {options.ranks} ranks")
+            trainers = {c: MAKERS[c.who](c, dtype, groups[c.backend]) for c in contenders(options)}
+            times, losses = take_turns(trainers, rows, options)
+            check_losses(losses, dtype)
+            if leads:
+                title = f"{dtype}, {rows} x {LENGTH} tokens"
+                tables[title] = [table_of_ratios(times, losses, rows * LENGTH), table_of_exposed(times)]
+                print(f"\n{title}\n", *tables[title], machine(options), sep="\n", flush=True)
+    if leads and options.page:
+        PAGE.write_text(replace_tables(PAGE.read_text(encoding="utf-8"), tables, machine(options)), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def contenders(options: argparse.Namespace) -> list[Contender]:
+    """Of each stage: motet, its peer and DeepSpeed, on each backend; motet on its own also with other overlaps."""
+    found = []
+    for stage in options.stages:
+        for who in options.only:
+            if who == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+                continue
+            found += [Contender(stage, who, backend) for backend in ("motet", "gloo", "silent")]
+            if who == "motet":
+                found += [replace(found[-3], overlap=overlap) for overlap in ("none", "forward")]
+    return found
+
+
+def take_turns(
+    trainers: dict[Contender, Trainer], rows: int, options: argparse.Namespace
+) -> tuple[Times, dict[Contender, float]]:
+    """Seconds of a step in each round, as the mean over the ranks; and the last loss, over all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    data, names = batches(rows), list(trainers)
+    times: Times = {name: [] for name in names}
+    losses = dict.fromkeys(names, 0.0)
+    at = dict.fromkeys(names, 0)
+    for number in range(options.rounds + 1):  # the first one warms up
+        turn = number * 5 % len(names)
+        for name in names[turn:] + names[:turn]:
+            seconds = []
+            dist.barrier()
+            for _ in range(WARM_UP + options.steps):
+                start = time.perf_counter()
+                losses[name] = trainers[name](data[at[name] % BATCHES])
+                seconds.append(time.perf_counter() - start)
+                at[name] += 1
+            found = torch.tensor([statistics.median(seconds[WARM_UP:]), losses[name]], dtype=torch.float64)
+            dist.all_reduce(found)
+            mean, losses[name] = (found / dist.get_world_size()).tolist()
+            if number:
+                times[name].append(mean)
+    return times, losses
+
+
+def batches(rows: int) -> list[Any]:
+    """This rank's tokens of each step: a few batches, again and again, so that the loss must fall."""
+    import torch
+    import torch.distributed as dist
+
+    whole = torch.randint(0, 4096, (BATCHES, rows, LENGTH + 1), generator=torch.Generator().manual_seed(7))
+    share = rows // dist.get_world_size()
+    first = dist.get_rank() * share
+    return list(whole[:, first : first + share])
+
+
+def check_losses(losses: dict[Contender, float], dtype: str) -> None:
+    """All that communicate have trained the same thing."""
+    told = {c: loss for c, loss in losses.items() if c.backend != "silent"}
+    least, most = min(told, key=lambda c: told[c]), max(told, key=lambda c: told[c])
+    if not told[most] - told[least] <= LARGEST_DIFFERENCE[dtype] * told[least]:
+        lines = "\n".join(f"  stage {c.stage}  {loss:.6f}  {c.name} on {c.backend}" for c, loss in told.items())
+        raise SystemExit(f"not the same training; the losses at the end are\n{lines}")
+
+
+def machine(options: argparse.Namespace) -> str:
+    """Where this was measured, in words."""
+    import psutil
+    import torch
+
+    from motet.cluster.discover import discover
+
+    versions = f"torch {torch.__version__.partition('+')[0]}"
+    if importlib.util.find_spec("deepspeed") is not None:
+        versions += f", DeepSpeed {importlib.metadata.version('deepspeed')}"
+    memory = psutil.virtual_memory().total / 2**30
+    return (
+        f"{os.cpu_count()} cores, {discover('cpu').name}, {memory:.0f} GiB, {platform.system()}, {versions}; "
+        f"{options.ranks} ranks x {options.threads} threads; {options.rounds} rounds of {options.steps} steps"
+    )
+
+
+if __name__ == "__main__":
+    main()

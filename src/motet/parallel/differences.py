@@ -1,0 +1,67 @@
+"""Sums of differences over replicas that train apart: as they are, or by a codec, which gives again what it lost."""
+
+from collections.abc import Sequence
+from functools import partial
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+from motet.collectives.codecs import reduce
+from motet.collectives.codecs.wire import wide
+from motet.collectives.compress import PowerSGD
+from motet.collectives.execute import Call, Work, all_reduce
+from motet.collectives.lane import Done, Lane
+from motet.core.errors import InputError
+from motet.core.seeds import derive_seed
+from motet.parallel.communication import CommunicationSettings, compression
+from motet.parallel.group import Group
+from motet.parallel.layout import Layout
+
+
+class Differences:
+    """Sums over replicas, numbered, of tensors that are always of the same sizes."""
+
+    def __init__(
+        self, settings: CommunicationSettings, layout: Layout, replicas: Group, like: Sequence[Tensor]
+    ) -> None:
+        how = compression(settings, layout)
+        if isinstance(how.replicas, PowerSGD):
+            raise InputError(
+                f"communication.compress_gradients = {settings.compress_gradients!r} is for matrices, and what "
+                "replicas tell each other with outer.every is none; use another codec, or "
+                "communication.compress_over=shards"
+            )
+        self._codec = how.replicas
+        self._after = settings.compress_after
+        self._algorithm = None if settings.all_reduce == "backend" else settings.all_reduce
+        self._replicas = replicas
+        self._checks = True
+        self.errors = [torch.zeros_like(wide(t)) for t in like] if how.feeds_back_replicas else []
+        """What was lost and is not given again yet, on this rank."""
+        self._lane = Lane()
+        finalize(self, self._lane.close)
+
+    def start(self, number: int, tensor: Tensor, step: int) -> Work:
+        """Sum in place, in the course of what comes. Every rank starts the same ones in one order."""
+        call: Call = {"async_op": True, "algorithm": self._algorithm, "check": self._checks}
+        self._checks = False
+        if not tensor.numel():
+            return Done()
+        if self._codec is None or step <= self._after or self._replicas.world == 1:
+            return all_reduce(tensor, self._replicas, **call)
+        task = partial(self._sum, number, tensor, derive_seed(step, number, "outer"))
+        if tensor.device.type == "cpu":
+            return self._lane.start(task)
+        task()  # it is queued behind what the stream has to do, and the host goes on
+        return Done()
+
+    def _sum(self, number: int, tensor: Tensor, seed: int) -> None:
+        assert self._codec is not None
+        with torch.no_grad(), torch._C.DisableTorchFunction():  # codecs compute in float32 whatever the recipe is
+            given = (tensor + self.errors[number]).to(tensor.dtype) if self.errors else tensor
+            reduced = reduce.all_reduce(given, self._codec, self._replicas, seed)
+            if self.errors:
+                finite = reduced.error.isfinite().all()
+                self.errors[number].copy_(torch.where(finite, reduced.error, self.errors[number]))
+            tensor.copy_(reduced.total)

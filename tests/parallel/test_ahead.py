@@ -1,0 +1,98 @@
+"""`overlap = "forward"`: parameters arrive beside the next forward, in the order in which it needs them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import motet
+from motet.parallel.data import FlatSpread
+from motet.parallel.group import Group
+from motet.train.engine import Engine
+from ranks import Ranks
+
+HOW = {"overlap": "forward", "bucket_mib": 0.0001, "first_bucket_mib": 0.0001}
+
+
+class Net(nn.Module):
+    """Listed in another order than it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first, self.middle = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+        return scores
+
+
+def engine_of(zero: int, rank: int) -> Engine:
+    torch.manual_seed(0)
+    return motet.parallelize(
+        Net().double(),
+        f"zero={zero}",
+        loss=lambda module, x: (module(x).square().sum(), len(x)),
+        precision="fp64",
+        optimizer={"learning_rate": 0.01, "clip_norm": 1e9},
+        communication=HOW,
+    )
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def underway(group: Group, zero: int) -> tuple[list[list[str]], list[Tensor]]:
+    """The parameters that are underway after each of three steps, in order; and what the module is in the end."""
+    engine = engine_of(zero, group.rank)
+    spread = engine.updater.spread
+    assert isinstance(spread, FlatSpread)
+    names = [[member.name for member in bucket.members] for bucket in spread.weights.buckets]
+    found = []
+    for step in range(3):
+        engine.step(batch(step, group.rank))
+        found.append([name for number in spread._arriving for name in names[number]])
+    engine.settle()
+    assert not spread._arriving
+    return found, [p.detach().clone() for p in engine.module.parameters()]
+
+
+def alone() -> list[Tensor]:
+    torch.manual_seed(0)
+    net = Net().double()
+    optimizer = torch.optim.AdamW(
+        [{"params": [p], "weight_decay": 0.1 if p.ndim > 1 else 0.0} for p in net.parameters()],
+        lr=0.01,
+        betas=(0.9, 0.95),
+    )
+    for step in range(3):
+        optimizer.zero_grad()
+        x = torch.cat([batch(step, 0), batch(step, 1)])
+        (net(x).square().sum() / len(x)).backward()
+        optimizer.step()
+    return [p.detach() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_parameters_arrive_in_the_order_of_the_forward(ranks: Ranks, zero: int) -> None:
+    for found, parameters in ranks.run(2, underway, zero):
+        order = [f"{layer}.{kind}" for layer in ("first", "middle", "last") for kind in ("weight", "bias")]
+        assert found == [order] * 3
+        torch.testing.assert_close(parameters, alone(), rtol=1e-12, atol=1e-14)
+
+
+def uses_early(group: Group) -> str:
+    """A loss that uses a weight before any module that uses it is called: it cannot be waited for."""
+    engine = engine_of(1, group.rank)
+    engine.loss = lambda module, x: F.linear(x.requires_grad_(), module.last.weight).sum() + module(x).sum()
+    engine.step(batch(0, group.rank))
+    try:
+        engine.step(batch(1, group.rank))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_what_was_used_too_early_is_noticed(ranks: Ranks) -> None:
+    for said in ranks.run(2, uses_early):
+        assert "modified by an inplace operation" in said

@@ -1,0 +1,167 @@
+"""What compression sends, byte for byte, and which settings of it are refused."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from motet.core.errors import InputError
+from motet.parallel.buckets import Bucket, Member
+from motet.parallel.communication import CommunicationSettings, check_communication
+from motet.parallel.group import Group
+from motet.parallel.layout import Layout, LayoutSettings, resolve_layout
+from motet.parallel.matrices import sums_of_buckets
+from motet.train.job import Job
+from parallel.counting import count_bytes
+from ranks import Ranks
+from train.runs import small_job
+
+
+@contextmanager
+def messages_counted(sent: list[int]) -> Iterator[None]:
+    """Adds what codecs hand to torch for other ranks: their messages are bytes, and nothing else is."""
+    gather, exchange = dist.all_gather, dist.all_to_all_single
+
+    def all_gather(arrived: list[Tensor], message: Tensor, **how: Any) -> Any:
+        sent[0] += (len(arrived) - 1) * message.nbytes if message.dtype == torch.uint8 else 0
+        return gather(arrived, message, **how)
+
+    def all_to_all_single(arrived: Tensor, messages: Tensor, **how: Any) -> Any:
+        sent[0] += (len(messages) - 1) * messages[0].nbytes if messages.dtype == torch.uint8 else 0
+        return exchange(arrived, messages, **how)
+
+    with patch.object(dist, "all_gather", all_gather), patch.object(dist, "all_to_all_single", all_to_all_single):
+        yield
+
+
+def bytes_of_jobs(group: Group, jobs: list[Job]) -> list[tuple[int, int]]:
+    """Sent in two steps, and promised."""
+    found = []
+    for job in jobs:
+        messages = [0]
+        with messages_counted(messages):
+            programs, promised, *_ = count_bytes(group, job)
+        found.append((programs + messages[0], promised))
+    return found
+
+
+RINGS = ["communication.all_reduce=ring", "communication.reduce_scatter=ring", "communication.all_gather=ring"]
+SMALL = ["communication.bucket_mib=0.02", "communication.first_bucket_mib=0.001"]
+
+
+def jobs_of(folder: Path, layouts: list[list[str]], codecs: list[str], recipe: str) -> list[Job]:
+    base = [f"precision.recipe={recipe}", *RINGS]
+    return [
+        small_job(
+            folder,
+            *base,
+            *layout,
+            *([] if "layout.zero=3" in layout else SMALL),
+            f"communication.compress_gradients={codec}",
+        )
+        for layout in layouts
+        for codec in codecs
+    ]
+
+
+PARAMETERS = "communication.compress_parameters=int8:block=100"
+SLOW = "communication.compress_over=replicas"
+HYBRID = ["layout.shard_group=2", "layout.microbatches=3"]
+
+
+def promised(ranks: Ranks, world: int, jobs: list[Job]) -> None:
+    for found in ranks.run(world, bytes_of_jobs, jobs, timeout_s=240):
+        for job, (sent, said) in zip(jobs, found, strict=True):
+            assert sent == said > 0, (job.layout, job.communication)
+
+
+def test_bytes_sent_are_those_that_are_promised(ranks: Ranks, tmp_path: Path) -> None:
+    random, low = "randomk:keep=0.1,unbiased=false", "powersgd:rank=2"
+    jobs = jobs_of(tmp_path, [["layout.zero=0"]], ["int4", "topk:keep=0.01", low], "fp64")
+    jobs += jobs_of(tmp_path, [["layout.zero=1", PARAMETERS]], ["sign", random], "bf16")
+    promised(ranks, 3, jobs)
+
+
+def test_bytes_of_replicas_and_of_second_copies_are_too(ranks: Ranks, tmp_path: Path) -> None:
+    low = "powersgd:rank=2"
+    jobs = jobs_of(tmp_path, [["layout.zero=2", *HYBRID]], [low, "topk:keep=0.01"], "bf16")
+    jobs += jobs_of(tmp_path, [["layout.zero=3", *HYBRID, SLOW]], [low], "fp64")
+    jobs += jobs_of(tmp_path, [["layout.zero=3", PARAMETERS, *HYBRID]], ["int8"], "bf16")
+    jobs += jobs_of(tmp_path, [["layout.zero=3", PARAMETERS, "layout.secondary_group=2"]], ["sign"], "fp32")
+    promised(ranks, 4, jobs)
+
+
+def test_the_matrices_of_a_part_are_its_whole_rows() -> None:
+    bucket = Bucket((Member("a", 0, 32, 35), Member("b", 0, 96, 6), Member("c", 0, 128, 24)), 32, 128, 4)
+    shapes = {"a": (5, 7), "b": (6,), "c": (4, 3, 2)}
+    (whole,) = sums_of_buckets([bucket], None, shapes, "float32").each
+    assert whole == (128, ((0, 5, 7), (96, 4, 6)), ((35, 64), (70, 96), (120, 128)))
+    parts = [sums_of_buckets([bucket], shard, shapes, "float32").each[0] for shard in range(4)]
+    # Of the 35 numbers of "a" the first 32 are in the first part: four whole rows, and four numbers of the fifth.
+    assert [part.matrices for part in parts] == [((0, 4, 7),), (), (), ((0, 4, 6),)]
+    assert [part.gaps for part in parts] == [(), ((3, 32),), ((6, 32),), ((24, 32),)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "layout", "sentence"),
+    [
+        (
+            {"compress_gradients": "int7"},
+            Layout(4, 1),
+            "compress_gradients = 'int7': .* no codec 'int7'; use one of int8",
+        ),
+        ({"compress_gradients": "int8:block=0"}, Layout(4, 1), "block is 0; it must be a whole number from 1 up"),
+        ({"compress_parameters": "topk"}, Layout(4, 1, 1, 4), "'topk' would leave most .* use one of int8, .*, sign$"),
+        ({"compress_parameters": "int8"}, Layout(4, 1), "no effect with layout.zero = 0, .* set layout.zero=1"),
+        ({"compress_gradients": "randomk"}, Layout(4, 1), "errors grow; use randomk:unbiased=false, or .*=false"),
+        (
+            {"compress_gradients": "int8", "compress_over": "replicas"},
+            Layout(4, 1, 2, 4),
+            "all 4 ranks share one copy, so there are no replicas; set layout.shard_group",
+        ),
+        (
+            {"compress_gradients": "int8", "compress_over": "shards"},
+            Layout(4, 1),
+            "each of the 4 ranks has a copy of its own; set layout.zero",
+        ),
+        ({"compress_gradients": "sign", "overlap": "forward"}, Layout(4, 1), "'forward' with layout.zero = 0"),
+        ({"compress_gradients": "topk"}, Layout(4, 1, 3, 4), "'topk' cannot sum over .* stage 3; use one of int8"),
+        (
+            {"compress_gradients": "int8", "error_feedback": True},
+            Layout(4, 1, 3, 2),
+            "error_feedback = true, but at stage 3 .* or use layout.zero=2 or communication.compress_over=replicas",
+        ),
+        (
+            {"compress_gradients": "topk", "all_reduce": "torus-2d"},
+            Layout(6, 1, 1, 3),
+            "all_reduce = 'torus-2d': .*2 ranks",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(settings: dict[str, Any], layout: Layout, sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        check_communication(CommunicationSettings(**settings), layout)
+
+
+def test_what_stage_3_can_do_is_not_refused() -> None:
+    slow = CommunicationSettings(compress_gradients="topk", compress_over="replicas", error_feedback=True)
+    check_communication(slow, Layout(4, 1, 3, 2))
+    check_communication(CommunicationSettings(compress_gradients="int8", error_feedback=False), Layout(4, 1, 3, 4))
+    check_communication(CommunicationSettings(compress_gradients="randomk", error_feedback=False), Layout(4, 1))
+
+
+def test_a_second_copy_must_fit_the_first() -> None:
+    wanted = LayoutSettings(zero=3, secondary_group=3)
+    with pytest.raises(InputError, match=r"secondary_group = 3 does not divide the 4 ranks .* use one of 1, 2, 4"):
+        resolve_layout(wanted.model_copy(update={"shard_group": 4}), 8, 8)
+    with pytest.raises(InputError, match=r"secondary_group = 3 has no effect with layout\.regather = false"):
+        resolve_layout(wanted.model_copy(update={"regather": False}), 6, 6)
+    assert resolve_layout(wanted, 6, 6).secondary == 3
+    assert resolve_layout(LayoutSettings(zero=3, secondary_group=1), 6, 6) == Layout(6, 1, 3, 6, regather=False)
+    assert resolve_layout(LayoutSettings(zero=3, secondary_group=6), 6, 6) == Layout(6, 1, 3, 6)

@@ -1,0 +1,73 @@
+"""Who uses a parameter is found out by watching; modules wait for what they use, and for nothing else."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from motet.parallel.uses import Uses
+
+
+class Scores(nn.Module):
+    """Uses the table of somebody else, and a list of parameters."""
+
+    def __init__(self, table: nn.Embedding) -> None:
+        super().__init__()
+        self.owner = [table]  # not a child
+        self.parts = nn.ParameterList([nn.Parameter(torch.ones(3)) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.owner[0].weight) + torch.cat(list(self.parts)).sum()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 3)
+        self.used, self.never, self.raw = (nn.Linear(3, 3) for _ in range(3))
+        self.scores = Scores(self.table)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.used(self.table(tokens))
+        x = F.linear(x, weight=self.raw.weight)
+        scored: Tensor = self.scores(x)
+        return scored
+
+
+def test_modules_wait_for_what_they_use() -> None:
+    model = Model()
+    names = [name for name, _ in model.named_parameters()]
+    numbers = {parameter: number for number, parameter in enumerate(model.parameters())}
+    asked: list[int] = []
+    uses = Uses(model, numbers, asked.append)
+    uses.begin()
+    model(torch.tensor([1, 2]))
+    assert not asked
+    uses.end()
+    unseen = {"never.weight", "never.bias", "raw.bias"}
+    order = [names[number] for number in uses.order]
+    assert set(order[:3]) == unseen
+    assert order[3:] == [
+        "table.weight", "used.weight", "used.bias", "raw.weight", "scores.parts.0", "scores.parts.1",
+    ]  # fmt: skip
+    model(torch.tensor([1]))
+    said = [names[number] for number in dict.fromkeys(asked)]
+    assert set(said[:3]) == unseen
+    assert said[3:] == ["raw.weight", "table.weight", "used.weight", "used.bias", "scores.parts.0", "scores.parts.1"]
+    asked.clear()
+    model.scores(torch.ones(1, 3))
+    assert {names[number] for number in asked} == unseen | {"table.weight", "scores.parts.0", "scores.parts.1"}
+    asked.clear()
+    model.raw(torch.ones(3))  # it was not called while it was watched
+    assert names.index("raw.weight") in asked
+
+
+def test_a_forward_that_fails_leaves_no_watch_behind() -> None:
+    model = Model()
+    uses = Uses(model, dict.fromkeys(model.parameters(), 0), lambda number: None)
+    uses.begin()
+    try:
+        model(torch.ones(2))  # no tokens
+    except RuntimeError:
+        assert torch._C._len_torch_function_stack() == 0
+    else:
+        raise AssertionError
