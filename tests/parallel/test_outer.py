@@ -1,53 +1,40 @@
-"""Replicas that train apart and meet rarely, against plain torch: one after another, and meetings by formula."""
+"""Replicas that train apart and meet rarely: the same numbers as plain torch, and what is sent."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import motet
 from motet.core.errors import InputError
 from motet.core.trace import listening
+from motet.parallel.communication import CommunicationSettings
+from motet.parallel.differences import Differences
 from motet.parallel.group import Group
+from motet.parallel.layout import Layout
 from motet.parallel.meetings import Schedule, cut_fragments
-from motet.train.engine import Engine, Update
+from motet.train.engine import Update
 from on_ranks import Counter
+from parallel.apart import (
+    ADAMW,
+    DILOCO,
+    HALVES,
+    SGD,
+    STEPS,
+    STREAMING,
+    Alone,
+    Parameters,
+    batch,
+    compare,
+    engine_of,
+    held,
+    loss_sum,
+    net,
+    same_bits,
+)
 from ranks import Ranks
-
-RATE, CLIP, STEPS = 0.02, 0.4, 13
-ADAMW = {"learning_rate": RATE, "clip_norm": CLIP}
-SGD = {"name": "sgd", "learning_rate": RATE, "clip_norm": None, "weight_decay": 0.0}
-DILOCO = {"every": 4, "learning_rate": 0.6, "momentum": 0.8}
-Parameters = dict[str, Tensor]
-
-
-def net() -> nn.Module:
-    """Four parameters of 36, 6, 36 and 6 numbers."""
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
-
-
-HALVES = [["0.weight", "0.bias"], ["2.weight", "2.bias"]]
-
-
-def batch(step: int, rank: int, even: bool = False) -> Tensor:
-    """Other ranks have other numbers of rows, unless these are to be even."""
-    rows = 3 if even else 2 + (step + rank) % 3
-    return torch.randn(rows, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-def loss_sum(module: nn.Module, x: Tensor) -> tuple[Tensor, int]:
-    return (module(x) - x.flip(1)).square().sum(), len(x)
-
-
-def held(engine: Engine) -> dict[str, tuple[int, Tensor]]:
-    """What this rank keeps of each parameter: from where on, and the numbers."""
-    spread = engine.updater.spread
-    return {n: (piece.start, piece.values.clone()) for n, piece in spread.pieces(spread.masters).items()}
 
 
 def train(
@@ -76,88 +63,7 @@ def train(
     return told, kept
 
 
-# --- the reference ---------------------------------------------------------------------------------
-
-
-def adamw(module: nn.Module) -> torch.optim.Optimizer:
-    decayed = [p for p in module.parameters() if p.ndim > 1]
-    others = [p for p in module.parameters() if p.ndim == 1]
-    return torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], RATE, (0.9, 0.95)
-    )
-
-
-@dataclass
-class Alone:
-    """Replicas of some ranks each, in one process."""
-
-    replicas: int
-    shards: int
-    rate: float = 0.6
-    momentum: float = 0.8
-    modules: list[nn.Module] = field(default_factory=list)
-    anchor: Parameters = field(default_factory=dict)
-    momenta: Parameters = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.modules = [net() for _ in range(self.replicas)]
-        self.optimizers = [adamw(module) for module in self.modules]
-        self.anchor = {n: p.detach().clone() for n, p in self.modules[0].named_parameters()}
-        self.momenta = {n: torch.zeros_like(p) for n, p in self.anchor.items()}
-
-    def step(self, step: int) -> list[float]:
-        losses = []
-        for number, (module, optimizer) in enumerate(zip(self.modules, self.optimizers, strict=True)):
-            ranks = range(number * self.shards, (number + 1) * self.shards)
-            total, count = loss_sum(module, torch.cat([batch(step, rank) for rank in ranks]))
-            optimizer.zero_grad()
-            (total / count).backward()
-            grads = [p.grad for p in module.parameters() if p.grad is not None]
-            factor = min(1.0, CLIP / nn.utils.get_total_norm(grads).item())  # torch's own adds 1e-6 to the norm
-            for grad in grads:
-                grad.mul_(factor)
-            optimizer.step()
-            losses.append(total.item() / count)
-        return losses
-
-    def differences(self, names: list[str]) -> Parameters:
-        return {
-            n: torch.stack([self.anchor[n] - m.get_parameter(n).detach() for m in self.modules]).mean(0) for n in names
-        }
-
-    def meet(self, differences: Parameters, mix: float = 0.0) -> None:
-        for name, difference in differences.items():
-            self.momenta[name] = self.momentum * self.momenta[name] + difference
-            self.anchor[name] = self.anchor[name] - self.rate * (difference + self.momentum * self.momenta[name])
-            for module in self.modules:
-                own = module.get_parameter(name).data
-                own.copy_(mix * own + (1 - mix) * self.anchor[name])
-
-
-def compare(
-    results: list[Any], alone: Alone, meet: Callable[[int], None], shards: int, steps: int = STEPS
-) -> list[float]:
-    """After each step, the largest difference of any number that any rank holds or tells."""
-    worst = []
-    for step in range(steps):
-        losses = alone.step(step)
-        meet(step + 1)
-        most = 0.0
-        for rank, (told, kept) in enumerate(results):
-            most = max(most, abs(told[step].loss - losses[rank // shards]))
-            wanted = dict(alone.modules[rank // shards].named_parameters())
-            for name, (start, values) in kept[step].items():
-                part = wanted[name].detach().flatten()[start : start + values.numel()]
-                most = max([most, *(values - part).abs().tolist()])
-        worst.append(most)
-    return worst
-
-
 # --- the same numbers ------------------------------------------------------------------------------
-
-
-def same_bits(a: dict[str, tuple[int, Tensor]], b: dict[str, tuple[int, Tensor]]) -> bool:
-    return all(torch.equal(values, b[name][1]) for name, (_, values) in a.items())
 
 
 @pytest.mark.parametrize("layout", ["", "zero=2 shard_group=1"])
@@ -205,9 +111,6 @@ def test_fragments_meet_in_turn(ranks: Ranks, world: int, shards: int, layout: s
 
     results = ranks.run(world, train, layout, {**DILOCO, "fragments": 2}, ADAMW)
     assert max(compare(results, alone, meet, shards)) < 1e-12
-
-
-STREAMING = {**DILOCO, "fragments": 2, "delay": 3, "mix": 0.3}
 
 
 LOSSLESS = {"compress_gradients": "randomk:keep=1.0,unbiased=false", "compress_over": "replicas"}
@@ -317,234 +220,13 @@ def test_differences_may_be_compressed(
             assert met or not any(name.endswith("_bytes") for name in counts)
 
 
-# --- checkpoints -----------------------------------------------------------------------------------
-
-
-def engine_of(layout: str, outer: dict[str, Any], communication: dict[str, Any] | None = None) -> Engine:
-    return motet.parallelize(
-        net(),
-        layout,
-        loss=loss_sum,
-        optimizer=ADAMW,
-        precision="fp64",
-        communication=communication,
-        outer=outer,
-    )
-
-
-def interrupted(group: Group, layout: str, outer: dict[str, Any], folder: str, at: int) -> list[bool]:
-    """Whether a run that goes on from a checkpoint has the same bits as one that was never stopped, step by step."""
-    first = engine_of(layout, outer)
-    for step in range(at):
-        first.step(batch(step, group.rank))
-    first.save(folder, at)
-    second = engine_of(layout, outer)
-    assert second.restore(folder) == at
-    found = [same_bits(held(first), held(second))]
-    for step in range(at, at + 6):
-        a, b = first.step(batch(step, group.rank)), second.step(batch(step, group.rank))
-        found.append(a == b and same_bits(held(first), held(second)))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("world", "layout", "outer", "at"),
-    [
-        (2, "", DILOCO, 6),
-        (2, "", {"every": 4, "optimizer": "average"}, 4),
-        (3, "", STREAMING, 5),
-        (4, "zero=2 shard_group=2", STREAMING, 6),
-        (4, "zero=3 shard_group=2", STREAMING, 7),
-    ],
-)
-def test_a_run_goes_on_bit_for_bit(
-    ranks: Ranks, tmp_path: Path, world: int, layout: str, outer: dict[str, Any], at: int
-) -> None:
-    for found in ranks.run(world, interrupted, layout, outer, str(tmp_path), at):
-        assert all(found), found
-
-
-def save_at(group: Group, layout: str, outer: dict[str, Any], folder: str, at: int) -> dict[str, tuple[int, Tensor]]:
-    """What the replicas have agreed on."""
-    engine = engine_of(layout, outer)
-    for step in range(at):
-        engine.step(batch(step, group.rank))
-    engine.save(folder, at)
-    with engine.agreed():
-        return held(engine)
-
-
-def go_on_from(
-    group: Group, layout: str, outer: dict[str, Any], folder: str
-) -> tuple[dict[str, tuple[int, Tensor]], list[str], bool]:
-    engine = engine_of(layout, outer)
-    _, changes = engine._state(folder).restore(Path(folder) / "step-00000006")
-    start = held(engine)
-    finite = [engine.step(batch(step, group.rank)).finite for step in range(6, 12)]
-    return start, changes, all(finite)
-
-
-@pytest.mark.parametrize(
-    ("world", "layout", "outer"),
-    [
-        (1, "", {}),
-        (2, "zero=2", {}),
-        (2, "", {**DILOCO, "every": 5}),
-        (3, "", DILOCO),
-        (4, "zero=1 shard_group=2", {**DILOCO, "optimizer": "average"} | {"momentum": 0.8}),
-        (1, "", DILOCO),
-    ],
-)
-def test_another_layout_begins_where_replicas_met_last(
-    ranks: Ranks, tmp_path: Path, world: int, layout: str, outer: dict[str, Any]
-) -> None:
-    met = ranks.run(2, save_at, "", DILOCO, str(tmp_path), 6)[0]
-    said = "the checkpoint holds 2 replicas that train apart, and not as this run has them: it goes on from where"
-    for start, changes, finite in ranks.run(world, go_on_from, layout, outer, str(tmp_path)):
-        exact = world == 4  # the same replicas, each on two ranks
-        assert [text.startswith(said) for text in changes].count(True) == (not exact) and finite
-        for name, (first, values) in start.items():
-            equal = torch.equal(values, met[name][1][first : first + values.numel()])
-            assert equal or exact
-
-
-def test_replicas_go_out_from_a_checkpoint_of_data_parallelism(ranks: Ranks, tmp_path: Path) -> None:
-    saved = ranks.run(2, save_at, "", {}, str(tmp_path), 6)[0]
-    for start, changes, finite in ranks.run(2, go_on_from, "", DILOCO, str(tmp_path)):
-        assert same_bits(start, saved) and finite and not changes
-
-
-# --- what goes wrong -------------------------------------------------------------------------------
-
-
-def spoil(engine: Engine) -> None:
-    """The parameters of this rank are lost."""
-    spread = engine.updater.spread
-    for piece in spread.pieces(spread.masters).values():
-        piece.values.fill_(float("inf"))
-
-
-def lost(group: Group, layout: str, outer: dict[str, Any]) -> tuple[list[tuple[bool, int]], list[bool]]:
-    """(finite, skipped) after each step, and whether masters are: the last rank has a bad batch, then bad masters."""
-    engine = engine_of(layout, outer)
-    told, whole = [], []
-    for step in range(9):
-        x = batch(step, group.rank)
-        if group.rank == group.world - 1 and step == 1:
-            x[0, 0] = float("nan")
-        if group.rank == group.world - 1 and step == 5:
-            spoil(engine)
-        done = engine.step(x)
-        told.append((done.finite, done.skipped))
-        whole.append(all(bool(m.isfinite().all()) for m in engine.updater.spread.masters))
-    return told, whole
-
-
-@pytest.mark.parametrize(("world", "layout"), [(3, ""), (4, "zero=2 shard_group=2")])
-def test_a_replica_that_is_lost_does_not_spoil_the_others(ranks: Ranks, world: int, layout: str) -> None:
-    results = ranks.run(world, lost, layout, DILOCO)
-    for rank, (told, whole) in enumerate(results):
-        bad = rank == world - 1 or (bool(layout) and rank == world - 2)
-        assert [finite for finite, _ in told] == [not (bad and step in (1, 5, 6, 7)) for step in range(9)]
-        assert [skipped for _, skipped in told] == [0, 0, 0, 1, 0, 0, 0, 3, 0]
-        assert all(whole[:5]) and whole[7] and whole[8]
-        assert bad or all(whole)
-
-
-def test_what_a_lost_replica_has_learned_is_left_out(ranks: Ranks) -> None:
-    """The meeting is that of the other two, as the formula has it."""
-    alone = Alone(2, 1)
-    for step in range(4):
-        alone.step(step)
-    alone.meet(alone.differences([n for half in HALVES for n in half]))
-    for kept in ranks.run(3, train_with_a_lost_replica):
-        for name, (_, values) in kept.items():
-            torch.testing.assert_close(values, alone.anchor[name].flatten(), rtol=1e-12, atol=1e-12)
-
-
-def train_with_a_lost_replica(group: Group) -> dict[str, tuple[int, Tensor]]:
-    engine = engine_of("", DILOCO)
-    for step in range(4):
-        if group.rank == 2:
-            spoil(engine)
-        engine.step(batch(step, group.rank))
-    return held(engine)
-
-
-# --- one model of all ------------------------------------------------------------------------------
-
-
-def finished(group: Group, outer: dict[str, Any], steps: int) -> tuple[bool, dict[str, tuple[int, Tensor]]]:
-    engine = engine_of("", outer)
-    for step in range(steps):
-        engine.step(batch(step, group.rank))
-    engine.finish()
-    end = held(engine)
-    with engine.agreed():
-        return same_bits(end, held(engine)), end
-
-
-@pytest.mark.parametrize(("outer", "steps"), [(DILOCO, 6), (DILOCO, 8), (STREAMING, 7)])
-def test_the_last_meeting_makes_one_model_of_all(ranks: Ranks, outer: dict[str, Any], steps: int) -> None:
-    alone = Alone(2, 1)
-    everything = [n for half in HALVES for n in half]
-    sent: dict[int, Parameters] = {}
-    for done in range(1, steps + 1):
-        alone.step(done - 1)
-        if outer is DILOCO and (done % 4 == 0 or done == steps):
-            alone.meet(alone.differences(everything))
-        if outer is STREAMING and done % 2 == 0:
-            sent[done] = alone.differences(HALVES[done // 2 % 2 - 1])
-        if outer is STREAMING and done - 3 in sent:
-            alone.meet(sent.pop(done - 3), mix=0.3)
-    for _, differences in sorted(sent.items()):
-        alone.meet(differences, mix=0.3)
-    if outer is STREAMING:
-        alone.meet(alone.differences(everything))
-    for agreed, end in ranks.run(2, finished, outer, steps):
-        assert agreed
-        for name, (_, values) in end.items():
-            torch.testing.assert_close(values, alone.anchor[name].flatten(), rtol=1e-12, atol=1e-12)
-
-
-class Normed(nn.Module):
-    """Its buffers are other ones on each rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(6)
-        self.out = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.norm(x))
-
-
-def with_buffers(group: Group, layout: str) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """The running mean after each step, while the replicas' common model is looked at, and after that."""
-    torch.manual_seed(2)
-    engine = motet.parallelize(Normed().double(), layout, loss=loss_sum, precision="fp64", outer={"every": 3})
-    mean, found = engine.module.norm.running_mean, []
-    assert isinstance(mean, Tensor)
-    for step in range(6):
-        engine.step(batch(step, group.rank))
-        before, own = held(engine), mean.clone()
-        with engine.agreed():
-            inside = mean.clone()
-        assert same_bits(held(engine), before)
-        found.append((own, inside, mean.clone()))
-    return found
-
-
-@pytest.mark.parametrize(("world", "layout"), [(2, ""), (4, "zero=1 shard_group=2")])
-def test_buffers_are_agreed_on_when_replicas_meet(ranks: Ranks, world: int, layout: str) -> None:
-    first, *others = ranks.run(world, with_buffers, layout)
-    for step in range(6):
-        for own, inside, after in [first[step], *(other[step] for other in others)]:
-            assert torch.equal(inside, first[step][0]) and torch.equal(own, after)
-        assert torch.equal(others[-1][step][0], first[step][0]) == ((step + 1) % 3 == 0)
-
-
 # --- when, and what is refused ---------------------------------------------------------------------
+
+
+def test_differences_are_no_matrices() -> None:
+    alone, how = Group(0, 1, None, torch.device("cpu")), CommunicationSettings(compress_gradients="powersgd")
+    with pytest.raises(InputError, match=r"compress_gradients = 'powersgd' is for matrices, .* use another codec"):
+        Differences(how, Layout(2, 1), alone, [])
 
 
 def test_fragments_are_runs_of_about_equal_size() -> None:

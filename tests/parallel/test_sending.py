@@ -12,11 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from motet.core.errors import InputError
-from motet.parallel.buckets import Bucket, Member
+from motet.parallel.buckets import Bucket, Member, cut_buckets
 from motet.parallel.communication import CommunicationSettings, check_communication
 from motet.parallel.group import Group
 from motet.parallel.layout import Layout, LayoutSettings, resolve_layout
 from motet.parallel.matrices import sums_of_buckets
+from motet.parallel.placement import Portions, Unit, memory
+from motet.precision.recipe import RECIPES
 from motet.train.job import Job
 from parallel.counting import count_bytes
 from ranks import Ranks
@@ -83,18 +85,29 @@ def promised(ranks: Ranks, world: int, jobs: list[Job]) -> None:
 
 def test_bytes_sent_are_those_that_are_promised(ranks: Ranks, tmp_path: Path) -> None:
     random, low = "randomk:keep=0.1,unbiased=false", "powersgd:rank=2"
-    jobs = jobs_of(tmp_path, [["layout.zero=0"]], ["int4", "topk:keep=0.01", low], "fp64")
-    jobs += jobs_of(tmp_path, [["layout.zero=1", PARAMETERS]], ["sign", random], "bf16")
+    jobs = jobs_of(tmp_path, [["layout.zero=0"]], ["int4", "topk:keep=0.01"], "fp64")
+    jobs += jobs_of(tmp_path, [["layout.zero=1", PARAMETERS]], [low, random], "bf16")
     promised(ranks, 3, jobs)
 
 
 def test_bytes_of_replicas_and_of_second_copies_are_too(ranks: Ranks, tmp_path: Path) -> None:
     low = "powersgd:rank=2"
-    jobs = jobs_of(tmp_path, [["layout.zero=2", *HYBRID]], [low, "topk:keep=0.01"], "bf16")
+    jobs = jobs_of(tmp_path, [["layout.zero=2", *HYBRID]], ["topk:keep=0.01"], "bf16")
     jobs += jobs_of(tmp_path, [["layout.zero=3", *HYBRID, SLOW]], [low], "fp64")
     jobs += jobs_of(tmp_path, [["layout.zero=3", PARAMETERS, *HYBRID]], ["int8"], "bf16")
     jobs += jobs_of(tmp_path, [["layout.zero=3", PARAMETERS, "layout.secondary_group=2"]], ["sign"], "fp32")
     promised(ranks, 4, jobs)
+
+
+def test_memory_counts_what_is_owed_and_masters_that_are_apart() -> None:
+    portions = Portions(cut_buckets({"w": (0, 1000), "v": (0, 24)}, 2, 1024))
+    how = CommunicationSettings(compress_gradients="int8", compress_parameters="int8")
+    kept = memory(portions, Layout(4, 1, 2, 2), RECIPES["fp32"], 2, 0, how)
+    assert (kept.parameters, kept.masters, kept.errors) == (1088 * 4, 544 * 4, (1088 + 544) * 4)
+    rows = Portions(units=(Unit(((10, 3), (7,))),))
+    assert memory(rows, Layout(4, 1, 3, 2), RECIPES["fp64"], 2, 0, how).errors == (5 * 3 + 4) * 8
+    off = how.model_copy(update={"error_feedback": False})
+    assert memory(rows, Layout(4, 1, 3, 2), RECIPES["fp64"], 2, 0, off).errors == 0
 
 
 def test_the_matrices_of_a_part_are_its_whole_rows() -> None:

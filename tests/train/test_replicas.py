@@ -54,13 +54,15 @@ def test_a_run_is_the_same_with_a_break_and_more_evaluations(
     assert moves == [step in (3, 5, 7, 9, 10) for step in range(2, 11)]  # when a fragment is merged, and at the end
 
 
-def test_at_the_end_all_replicas_are_one_model(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run_places(3, _train, small_job(tmp_path, "outer.every=4", "run.steps=6"), tmp_path / "run")
+@pytest.mark.parametrize(("world", "recipe"), [(3, "fp32"), (2, "bf16")])
+def test_at_the_end_all_replicas_are_one_model(ranks: Ranks, tmp_path: Path, world: int, recipe: str) -> None:
+    job = small_job(tmp_path, "outer.every=4", "run.steps=6", f"precision.recipe={recipe}")
+    ranks.run_places(world, _train, job, tmp_path / "run")
     saved = saved_tensors(tmp_path / "run")
     names = [name.partition("/")[2] for name in saved if name.startswith("master/")]
     assert len(names) > 10
     for name in names:
-        for replica in range(3):
+        for replica in range(world):
             assert saved[f"replica-{replica}/master/{name}"].equal(saved[f"master/{name}"])
     assert not saved[f"replica-1/exp_avg/{names[0]}"].equal(saved[f"exp_avg/{names[0]}"])
 

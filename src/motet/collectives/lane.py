@@ -34,13 +34,11 @@ class Pending:
         self._ended = threading.Event()
         self._error: BaseException | None = None
 
-    def carry_out(self, task: Task, then: Task = lambda: None) -> None:
-        """Do it, and `then` what comes before anybody hears of it."""
-        try:
-            task()
-        except BaseException as error:  # noqa: BLE001 - it is raised where somebody waits
-            self._error = error
-        then()
+    def carry_out(self, task: Task) -> None:
+        self.end(_outcome(task))
+
+    def end(self, error: BaseException | None) -> None:
+        self._error = error
         self._ended.set()
 
     def wait(self) -> None:
@@ -95,12 +93,27 @@ class Lane:
         self._queue.put(None)
 
     def _serve(self) -> None:
-        while (item := self._queue.get()) is not None:
+        while True:
+            item = self._queue.get()
+            if item is None:
+                return
             task, pending = item
             with self._turn:
-                pending.carry_out(task, self._finished)
-            del item, task, pending  # and the tensors with them
+                error = _outcome(task)
+                self._finished()
+            del item, task  # and the tensors with it, before anybody hears of the end
+            pending.end(error)
+            del pending
 
     def _finished(self) -> None:
         with self._changing:
             self._unfinished -= 1
+
+
+def _outcome(task: Task) -> BaseException | None:
+    """What went wrong, to be raised where somebody waits."""
+    try:
+        task()
+    except BaseException as error:  # noqa: BLE001 - see above
+        return error
+    return None

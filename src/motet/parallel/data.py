@@ -267,6 +267,7 @@ class FlatSpread:
             gradients.release(underway.number)
             if not self._first:
                 shard.add_(underway.shard)
+                underway.shard = shard  # and what came is freed
         if self._last and self.mesh.replicas.world > 1:
             underway.work = self.carry.all_reduce(underway.number, shard)
 

@@ -197,6 +197,7 @@ class Gradients:
             else:
                 view.add_(grad)
             parameter.grad = None
+            del grad  # before a bucket is sent, for which more may be needed
             self._missing[number].discard(member.name)
             if not self._missing[number]:
                 self.on_complete(number)

@@ -75,11 +75,16 @@ def describe(
     """The units of a module before it is sharded; each parameter is in the first that has it."""
     seen = set(without_rows)
     found = []
+    named = [p for _, p in module.named_parameters(remove_duplicate=False)]
+    inside = {p for block in blocks for p in block.parameters()}
+    last = max((place for place, p in enumerate(named) if p in inside), default=-1)
+    after = set(named[last + 1 :]) - inside
     for unit in (*blocks, module):
         new = [p for p in unit.parameters() if p not in seen]
         seen.update(new)
         trainable, frozen = ([tuple(p.shape) for p in new if p.requires_grad == which] for which in (True, False))
-        found.append(Unit(tuple(trainable), tuple(frozen), is_block=unit is not module))
+        late = tuple(tuple(p.shape) for p in new if unit is module and p.requires_grad and p in after)
+        found.append(Unit(tuple(trainable), tuple(frozen), unit is not module, late))
     return tuple(found)
 
 

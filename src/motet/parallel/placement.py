@@ -50,6 +50,8 @@ class Unit:
     frozen: tuple[Shape, ...] = ()
     is_block: bool = True
     """It is freed after its forward, where parameters are gathered again for backward."""
+    late: tuple[Shape, ...] = ()
+    """Of what is in no block, trainable parameters that are used after the blocks: their gradients come first."""
 
     def gathers(self, layout: Layout) -> tuple[int, int]:
         """(from all shards, from a second copy), in a step in which it is called once in each forward."""

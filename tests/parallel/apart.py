@@ -1,0 +1,138 @@
+"""Replicas that train apart and meet rarely, in plain torch: one after another in one process, meetings by formula."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import motet
+from motet.train.engine import Engine
+
+RATE, CLIP, STEPS = 0.02, 0.4, 13
+ADAMW = {"learning_rate": RATE, "clip_norm": CLIP}
+SGD = {"name": "sgd", "learning_rate": RATE, "clip_norm": None, "weight_decay": 0.0}
+DILOCO = {"every": 4, "learning_rate": 0.6, "momentum": 0.8}
+Parameters = dict[str, Tensor]
+
+
+def net() -> nn.Module:
+    """Four parameters of 36, 6, 36 and 6 numbers."""
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
+
+
+HALVES = [["0.weight", "0.bias"], ["2.weight", "2.bias"]]
+
+
+def batch(step: int, rank: int, even: bool = False) -> Tensor:
+    """Other ranks have other numbers of rows, unless these are to be even."""
+    rows = 3 if even else 2 + (step + rank) % 3
+    return torch.randn(rows, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def loss_sum(module: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+    return (module(x) - x.flip(1)).square().sum(), len(x)
+
+
+def held(engine: Engine) -> dict[str, tuple[int, Tensor]]:
+    """What this rank keeps of each parameter: from where on, and the numbers."""
+    spread = engine.updater.spread
+    return {n: (piece.start, piece.values.clone()) for n, piece in spread.pieces(spread.masters).items()}
+
+
+STREAMING = {**DILOCO, "fragments": 2, "delay": 3, "mix": 0.3}
+
+
+def engine_of(layout: str, outer: dict[str, Any], communication: dict[str, Any] | None = None) -> Engine:
+    return motet.parallelize(
+        net(),
+        layout,
+        loss=loss_sum,
+        optimizer=ADAMW,
+        precision="fp64",
+        communication=communication,
+        outer=outer,
+    )
+
+
+def same_bits(a: dict[str, tuple[int, Tensor]], b: dict[str, tuple[int, Tensor]]) -> bool:
+    return all(torch.equal(values, b[name][1]) for name, (_, values) in a.items())
+
+
+# --- the reference ---------------------------------------------------------------------------------
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    decayed = [p for p in module.parameters() if p.ndim > 1]
+    others = [p for p in module.parameters() if p.ndim == 1]
+    return torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], RATE, (0.9, 0.95)
+    )
+
+
+@dataclass
+class Alone:
+    """Replicas of some ranks each, in one process."""
+
+    replicas: int
+    shards: int
+    rate: float = 0.6
+    momentum: float = 0.8
+    modules: list[nn.Module] = field(default_factory=list)
+    anchor: Parameters = field(default_factory=dict)
+    momenta: Parameters = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.modules = [net() for _ in range(self.replicas)]
+        self.optimizers = [adamw(module) for module in self.modules]
+        self.anchor = {n: p.detach().clone() for n, p in self.modules[0].named_parameters()}
+        self.momenta = {n: torch.zeros_like(p) for n, p in self.anchor.items()}
+
+    def step(self, step: int) -> list[float]:
+        losses = []
+        for number, (module, optimizer) in enumerate(zip(self.modules, self.optimizers, strict=True)):
+            ranks = range(number * self.shards, (number + 1) * self.shards)
+            total, count = loss_sum(module, torch.cat([batch(step, rank) for rank in ranks]))
+            optimizer.zero_grad()
+            (total / count).backward()
+            grads = [p.grad for p in module.parameters() if p.grad is not None]
+            factor = min(1.0, CLIP / nn.utils.get_total_norm(grads).item())  # torch's own adds 1e-6 to the norm
+            for grad in grads:
+                grad.mul_(factor)
+            optimizer.step()
+            losses.append(total.item() / count)
+        return losses
+
+    def differences(self, names: list[str]) -> Parameters:
+        return {
+            n: torch.stack([self.anchor[n] - m.get_parameter(n).detach() for m in self.modules]).mean(0) for n in names
+        }
+
+    def meet(self, differences: Parameters, mix: float = 0.0) -> None:
+        for name, difference in differences.items():
+            self.momenta[name] = self.momentum * self.momenta[name] + difference
+            self.anchor[name] = self.anchor[name] - self.rate * (difference + self.momentum * self.momenta[name])
+            for module in self.modules:
+                own = module.get_parameter(name).data
+                own.copy_(mix * own + (1 - mix) * self.anchor[name])
+
+
+def compare(
+    results: list[Any], alone: Alone, meet: Callable[[int], None], shards: int, steps: int = STEPS
+) -> list[float]:
+    """After each step, the largest difference of any number that any rank holds or tells."""
+    worst = []
+    for step in range(steps):
+        losses = alone.step(step)
+        meet(step + 1)
+        most = 0.0
+        for rank, (told, kept) in enumerate(results):
+            most = max(most, abs(told[step].loss - losses[rank // shards]))
+            wanted = dict(alone.modules[rank // shards].named_parameters())
+            for name, (start, values) in kept[step].items():
+                part = wanted[name].detach().flatten()[start : start + values.numel()]
+                most = max([most, *(values - part).abs().tolist()])
+        worst.append(most)
+    return worst
