@@ -8,6 +8,7 @@ from motet.parallel.buckets import cut_buckets
 from motet.parallel.communication import CommunicationSettings
 from motet.parallel.graph_draw import svg
 from motet.parallel.layout import Layout, resolve_layout
+from motet.parallel.peak import peak
 from motet.parallel.placement import Portions, Unit, memory, traffic
 from motet.precision.recipe import RECIPES
 from motet.train.job import load_job
@@ -49,7 +50,7 @@ def traffic_table() -> str:
 def _portions(layout: Layout) -> Portions:
     """At stage 3 each matrix is a block."""
     if layout.zero == 3:
-        return Portions(units=tuple(Unit(((ROWS, NUMEL // ROWS),)) for _ in range(MATRICES)))
+        return Portions(units=(*(Unit(((ROWS, NUMEL // ROWS),)) for _ in range(MATRICES)), Unit((), is_block=False)))
     return Portions(cut_buckets({f"w{i}": (0, NUMEL) for i in range(MATRICES)}, layout.shards, 4 * NUMEL))
 
 
@@ -61,13 +62,14 @@ def _sent(layout: Layout, recipe: str) -> int:
 
 
 def memory_table() -> str:
-    rows = ["| | parameters | masters | gradients | moments | together |", "|---|---|---|---|---|---|"]
+    rows = ["| | parameters | masters | gradients | moments | together | worst moment |", "|---" * 7 + "|"]
     for recipe in ("fp32", "bf16"):
         for zero in (0, 1, 2, 3):
             layout = Layout(8, 1, zero, 8 if zero else 1)
             kept = memory(_portions(layout), layout, RECIPES[recipe], 2, rank=0)
             cells = (kept.parameters, kept.masters, kept.gradients, kept.moments, kept.total)
-            shares = " | ".join(f"{cell / (MATRICES * NUMEL):g}" for cell in cells)
+            most = kept.total + peak(_portions(layout), layout, RECIPES[recipe], RINGS)
+            shares = " | ".join(f"{cell / (MATRICES * NUMEL):.4g}" for cell in (*cells, most))
             rows.append(f"| `{recipe}`, stage {zero} | {shares} |")
     return "\n".join(rows)
 

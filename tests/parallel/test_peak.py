@@ -89,6 +89,7 @@ def measured(group: Group, layout: str, name: str, overlap: str) -> tuple[int, i
         (4, "zero=3 shard_group=2", "backward"),
         (2, "zero=3 regather=false microbatches=2", "backward"),
         (4, "zero=3 shard_group=2 microbatches=2", "backward"),
+        (4, "zero=3 shard_group=2 regather=false microbatches=3", "backward"),
     ],
 )
 def test_the_most_bytes_are_those_that_are_said(

@@ -22,8 +22,6 @@ def peak(portions: Portions, layout: Layout, recipe: Recipe, settings: Communica
     """Beyond what `memory` says is kept. Uncompressed, each block called once, and without what algorithms need.
 
     Gradients are taken one after another; where autograd has that of a bias after the next matrix's, it is one more.
-    With several micro-batches at stage 3 it may be off by a parameter or two, where parameters are kept after forward
-    or where there are replicas.
     """
     if portions.units:
         return _of_units(portions.units, layout, recipe)
@@ -49,46 +47,53 @@ def _of_buckets(buckets: Sequence[Bucket], layout: Layout, recipe: Recipe, overl
 
 
 def _of_units(units: Sequence[Unit], layout: Layout, recipe: Recipe) -> int:
-    """Gradients of the step before are freed when a step begins; those of its first micro-batch take their place."""
-    *_, root = units
+    """Gradients of the step before are freed when a step begins; those of its first micro-batch take their place.
+
+    Where there are replicas, sums over micro-batches wait for the last one beside the gradients that they are part of.
+    """
+    last = layout.microbatches - 1
+    waits = layout.dp > layout.shards
     kept = DTYPE_BYTES[recipe.master] * sum(cut_into_rows(unit.trainable, layout.shards) for unit in units)
-    first = max(_moments(units[:-1], root, layout, recipe, 0)) - kept
-    if layout.microbatches == 1:
-        return first
-    waiting = kept if layout.dp > layout.shards else 0  # for the sum over the replicas
-    return max(first, max(_moments(units[:-1], root, layout, recipe, kept)) - kept + waiting)
+    cases = [(0, 0, 1 if waits and last else 0)]  # what is summed, what waits, and whether that grows with each unit
+    cases += [(kept, kept if waits else 0, 0)] if last > 1 else []
+    cases += [(kept, kept if waits else 0, -1 if waits else 0)] if last else []
+    return max(max(_moments(units, layout, recipe, *case)) for case in cases) - kept
 
 
-def _moments(blocks: Sequence[Unit], root: Unit, layout: Layout, recipe: Recipe, summed: int) -> Iterator[int]:
-    """What there is besides masters and moments of the optimizer; `summed`: sums of earlier micro-batches."""
+def _moments(
+    units: Sequence[Unit], layout: Layout, recipe: Recipe, summed: int, waiting: int, grows: int
+) -> Iterator[int]:
+    """What there is of a micro-batch besides masters and moments of the optimizer."""
     compute, reduce, shards = DTYPE_BYTES[recipe.compute], DTYPE_BYTES[recipe.reduce], layout.shards
+    *blocks, root = units
 
     def whole(unit: Unit) -> int:
         return compute * shards * cut_into_rows(unit.trainable + unit.frozen, shards)
 
-    held = 2 * whole(root)  # as it arrives, and as it is used
-    yield held + summed
+    kept = summed + waiting
+    yield 2 * whole(root) + kept  # as it arrives, and as it is used
     held, before = whole(root), whole(root)
     for block in blocks:  # what arrived for the one before is freed after what arrives for this one
-        yield held + before + 2 * whole(block) + summed
+        yield held + before + 2 * whole(block) + kept
         held, before = held + (0 if layout.regather else whole(block)), whole(block)
     held += compute * _elements(root.late)
-    sent, sums, ahead = 0, 0, 0
+    sent, ahead = 0, 0
     for number, unit in enumerate((*reversed(blocks), root)):
         if unit.is_block and layout.regather:
-            yield held + sent + sums + summed + (ahead or whole(unit)) + whole(unit)
+            yield held + sent + kept + (ahead or whole(unit)) + whole(unit)
             held += whole(unit)
             ahead = whole(blocks[-2 - number]) if number + 1 < len(blocks) else 0
         gradients = compute * _elements(unit.trainable)
         grown = gradients if unit.is_block else gradients - compute * _elements(unit.late)
-        yield held + ahead + sent + sums + summed + grown
+        yield held + ahead + sent + kept + grown
         held += grown - whole(unit)  # it is freed before its gradients are sent
         sent = reduce * shards * cut_into_rows(unit.trainable, shards)
-        yield held + ahead + sent + sums + summed
+        yield held + ahead + sent + kept
         held -= gradients
         mine = sent // shards
-        yield held + ahead + sent + sums + summed + mine
-        sums += 0 if summed else mine
+        last = compute * _elements(unit.trainable[-1:])
+        yield held + ahead + sent + kept + mine + max(grows, 0) * mine + last
+        kept += (0 if summed else mine) + grows * mine
 
 
 def _elements(shapes: Iterable[Shape]) -> int:
