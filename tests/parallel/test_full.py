@@ -41,7 +41,7 @@ CASES = [
     (1, [], "decoder", []),
     (2, ["layout.microbatches=3"], "decoder", []),
     (3, ["layout.regather=false", "layout.microbatches=2"], "decoder", []),
-    (4, [*HYBRID, *NAMED], "decoder", []),
+    (4, [*HYBRID, *NAMED, "layout.whole_below=100"], "decoder", []),
     (2, [], "bert", []),
     (2, [], "t5", []),
     (2, [], "gpt2", []),
@@ -83,7 +83,7 @@ def test_a_checkpoint_is_that_of_every_layout(ranks: Ranks, tmp_path: Path, mode
 
     cycle: list[tuple[int, list[str]]] = [
         (1, []),
-        (3, ["layout.zero=3"]),
+        (3, ["layout.zero=3", "layout.whole_below=100"]),
         (4, ["layout.zero=3", "layout.shard_group=2"]),
         (2, ["layout.zero=2"]),
         (2, ["layout.zero=3", "layout.regather=false"]),
@@ -104,6 +104,7 @@ def test_a_checkpoint_is_that_of_every_layout(ranks: Ranks, tmp_path: Path, mode
         (3, ["layout.microbatches=2", "layout.regather=false"], "decoder"),
         (4, ["layout.shard_group=2", "layout.microbatches=3"], "decoder"),
         (3, [], "adapters"),
+        (2, ["layout.whole_below=100", "layout.microbatches=2"], "decoder"),
     ],
 )
 def test_bytes_sent_and_kept_are_those_that_are_promised(

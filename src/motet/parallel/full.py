@@ -1,7 +1,8 @@
 """Stage 3 of data parallelism, on torch's FSDP2: a rank keeps some rows of each parameter, master and gradient.
 
 The parameters of a block are gathered when it is called, and again for its backward; what belongs to no block is held
-from the first forward to the end of backward. What has no rows, a single number, is spread flat.
+from the first forward to the end of backward. What has no rows, a single number, or is small, stays
+whole and is spread flat.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -41,24 +42,26 @@ def spread_full(
 ) -> "FullSpread":
     """Shard a module, whose trainable `parameters` are name -> (optimizer group, parameter)."""
     assert mesh.shards.process_group is not None
-    without_rows = {p for p in module.parameters() if p.ndim == 0 or not p.is_floating_point()}
-    flat = {name: given for name, given in parameters.items() if given[1] in without_rows}
+    whole = {
+        p for p in module.parameters() if p.ndim == 0 or not p.is_floating_point() or p.numel() < layout.whole_below
+    }
+    flat = {name: given for name, given in parameters.items() if given[1] in whole}
     root = _Root(module)
     ways: dict[str, Any] = {
         "mesh": DeviceMesh.from_group(mesh.shards.process_group, mesh.shards.device.type),
         "mp_policy": MixedPrecisionPolicy(
             getattr(torch, recipe.compute), getattr(torch, recipe.reduce), cast_forward_inputs=False
         ),
-        "ignored_params": without_rows,
+        "ignored_params": whole,
     }
     found = blocks_of(module)
-    described = describe(module, found, without_rows)
+    described = describe(module, found, whole)
     blocks = [fully_shard(b, reshard_after_forward=layout.regather, **ways) for b in found]
     units = [*blocks, fully_shard(root, reshard_after_forward=False, **ways)]
     if layout.secondary:
         _keep_second_copies(blocks, mesh)
-    whole, part = sums_of_rows([unit.trainable for unit in described], layout.shards, recipe.reduce)
-    carry = Carry(mesh, layout, settings, whole, [part] * layout.shards)
+    of_units, part = sums_of_rows([unit.trainable for unit in described], layout.shards, recipe.reduce)
+    carry = Carry(mesh, layout, settings, of_units, [part] * layout.shards)
     sums = [_communicate(unit, number, carry) for number, unit in enumerate(units)]
     named = dict(module.named_parameters())  # other objects than those that were given
     sharded = {name: (group, named[name]) for name, (group, _) in parameters.items() if name not in flat}
@@ -69,11 +72,9 @@ def spread_full(
     return spread
 
 
-def describe(
-    module: nn.Module, blocks: Sequence[nn.Module], without_rows: Collection[nn.Parameter]
-) -> tuple[Unit, ...]:
+def describe(module: nn.Module, blocks: Sequence[nn.Module], whole: Collection[nn.Parameter]) -> tuple[Unit, ...]:
     """The units of a module before it is sharded; each parameter is in the first that has it."""
-    seen = set(without_rows)
+    seen = set(whole)
     found = []
     named = [p for _, p in module.named_parameters(remove_duplicate=False)]
     inside = {p for block in blocks for p in block.parameters()}
@@ -111,7 +112,7 @@ class FullSpread:
     carry: Carry
     sums: Sequence["_ReplicaSum"]
     rest: FlatSpread | None
-    """Of what has no rows."""
+    """Of what stays whole."""
 
     def calling(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         """The same function of the module, which may use its parameters outside of a forward."""

@@ -24,6 +24,8 @@ class LayoutSettings(Settings):
     3 parameters too."""
     regather: bool = True
     """Stage 3: gather parameters again for backward, instead of keeping them after forward."""
+    whole_below: Annotated[int, Field(ge=0)] = 0
+    """Stage 3: parameters of fewer numbers stay whole, and their gradients travel together."""
     shard_group: Annotated[int, Field(ge=1)] | None = None
     """Neighbouring ranks that share one copy of what is sharded; all of `dp` when not given."""
     secondary_group: Annotated[int, Field(ge=1)] | None = None
@@ -46,6 +48,8 @@ class Layout:
     """Stage 3: parameters are gathered again for backward."""
     secondary: int | None = None
     """Stage 3: so many neighbours share a copy between forward and backward, where that is fewer than `shards`."""
+    whole_below: int = 0
+    """Stage 3: parameters of fewer numbers stay whole."""
 
     @property
     def ranks(self) -> int:
@@ -72,9 +76,10 @@ def resolve_layout(settings: LayoutSettings, ranks: int, batch_sequences: int) -
         )
     shards = _shards(settings, dp)
     secondary = _secondary(settings, shards)
+    regather = settings.regather
     if secondary == 1:  # whole parameters
-        return Layout(dp, settings.microbatches, settings.zero, shards, regather=False)
-    return Layout(dp, settings.microbatches, settings.zero, shards, settings.regather, secondary)
+        regather, secondary = False, None
+    return Layout(dp, settings.microbatches, settings.zero, shards, regather, secondary, settings.whole_below)
 
 
 def _shards(settings: LayoutSettings, dp: int) -> int:

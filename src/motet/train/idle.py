@@ -57,7 +57,7 @@ NEEDS: tuple[Needs, ...] = (
     *_rows("optimizer.schedule", "decay_steps", "kind", ("warmup-stable-decay",)),
     *_rows("optimizer.schedule", "final_fraction", "kind", ("linear", "cosine", "warmup-stable-decay")),
     *_rows("layout", "shard_group", "zero", "given"),
-    *_rows("layout", "regather secondary_group", "zero", (3,)),
+    *_rows("layout", "regather whole_below secondary_group", "zero", (3,)),
     *_rows("layout", "secondary_group", "outer.every", "absent"),
     *_rows("communication", "overlap bucket_mib first_bucket_mib", "layout.zero", (0, 1, 2)),
     *_rows("communication", "compress_over compress_after error_feedback", "compress_gradients", "given"),

@@ -1,0 +1,334 @@
+"""Data parallelism between two hosts over a slow link: step times of several ways, measured beside predicted.
+
+The hosts are those of benchmarks/hosts.py: network namespaces with two ranks each, joined by a link of 200 Mbit/s. All
+ways train the decoder of the job `tiny`. What a step takes is predicted before the first one is measured:
+
+    computing      the same step on the backend `silent`, which sends nothing, on all four ranks at once
+    communication  each message as the Programs that carry it, on a cluster that is calibrated by messages alone
+    agreements     a sum of a few numbers over all ranks, measured
+
+and put together by motet/parallel/graph.py. Then the ways take turns.
+
+    python benchmarks/hosts_training.py [--rounds 5] [--steps 3] [--length 64] [--only ring DiLoCo] [--page]
+
+It needs root and iproute2, as hosts.py does; otherwise it says why it is skipped. --page writes the table into
+docs/benchmarks/hosts-training.md, unless ways come out in another order than predicted.
+"""
+
+import argparse
+import math
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hosts import HOSTS, PREFIX, RANKS_PER_HOST, missing, report_calibration, start_ranks, two_hosts
+from parts.tables import quartiles
+
+if TYPE_CHECKING:
+    from parts.step_times import Alone, Predicted, Travel
+    from parts.ways import Batches, Way
+
+    from motet.train.engine import Engine
+
+WORLD = HOSTS * RANKS_PER_HOST
+PAGE = Path(__file__).parents[1] / "docs/benchmarks/hosts-training.md"
+EQUAL = 0.05
+"""Predictions that differ by less are called equal: about what cost.py is off for one all-reduce (hosts.md)."""
+LARGEST_DIFFERENCE = 1e-3
+"""Of two losses at the end, relative, where nothing but the order of additions differs."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3, help="timed in a round, after one that is not")
+    parser.add_argument("--length", type=int, default=64, help="tokens of each rank in a step")
+    parser.add_argument("--only", nargs="+", help="ways whose names begin so or have a word like this")
+    parser.add_argument("--page", action="store_true", help=f"write the table into {PAGE.name}")
+    parser.add_argument("--rate", default="200mbit")
+    parser.add_argument("--burst", default="32kb", help="what may pass at once after a rest")
+    parser.add_argument("--congestion", default="reno", help="TCP's congestion control")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank is not None:
+        return measure_as_rank(options)
+    reason = missing()
+    if reason:
+        print(f"skipped: {reason}")
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the hosts are taken down
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as folder, two_hosts(options) as hosts:
+        return start_ranks(hosts, folder)
+
+
+def measure_as_rank(options: argparse.Namespace) -> int:
+    import torch
+    import torch.distributed as dist
+    from parts.silent import register_silent
+    from parts.ways import WAYS, batches
+
+    from motet.cluster.allocator import keep_freed_memory
+
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    register_silent()
+    chosen = [w for w in WAYS if not options.only or any(word in w.name for word in options.only)]
+    data = batches(options.rank, options.length)
+    begin("cpu:silent", options, "silent")
+    alone = compute_alone(chosen, data, options)
+    dist.destroy_process_group()
+    begin("gloo", options, "gloo")
+    engines = {way.name: way.engine() for way in chosen}
+    expected = predict(chosen, engines, alone, options)
+    times = take_turns(chosen, engines, data, options)
+    code = 0
+    if options.rank == 0:
+        code = report(expected, times, alone, options)
+    dist.barrier()
+    dist.destroy_process_group()
+    return code
+
+
+def begin(backend: str, options: argparse.Namespace, name: str) -> None:
+    import torch.distributed as dist
+
+    store = dist.FileStore(str(Path(options.folder) / name), WORLD)
+    dist.init_process_group(backend, store=store, rank=options.rank, world_size=WORLD)
+
+
+def timed(step: Callable[[], Any], steps: int, group: Any = None) -> float:
+    """Seconds of one of so many steps, the slowest rank's; all begin together."""
+    import torch
+    import torch.distributed as dist
+
+    dist.barrier(group=group)
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    mean = torch.tensor((time.perf_counter() - start) / steps, dtype=torch.float64)
+    dist.all_reduce(mean, dist.ReduceOp.MAX, group=group)
+    return float(mean)
+
+
+def compute_alone(ways: "list[Way]", data: "Batches", options: argparse.Namespace) -> "dict[str, Alone]":
+    """Each way without communication, in turns; medians. The four ranks share the cores as they do in training."""
+    import torch
+    import torch.distributed as dist
+    from parts.step_times import Alone
+    from parts.ways import Spent
+
+    from motet.core import trace
+
+    speaking = dist.new_group(backend="gloo")  # the default group is silent
+    engines = {way.name: way.silent().engine() for way in ways}
+    found: dict[str, list[list[float]]] = {way.name: [] for way in ways}
+    for number in range(options.rounds + 1):  # the first one warms up
+        for way in ways:
+            engine, spent = engines[way.name], Spent()
+            step = stepping(engine, data)
+            step()
+            times = way.period * (options.steps if way.period == 1 else 1)
+            with trace.listening(spent):
+                seconds = [timed(step, times, speaking), *(s / times for s in spent.seconds.values())]
+            mean = torch.tensor(seconds[1:], dtype=torch.float64)
+            dist.all_reduce(mean, group=speaking)
+            if number:
+                found[way.name].append([seconds[0], *(mean / WORLD).tolist()])
+    return {name: Alone(*map(statistics.median, zip(*rows, strict=True))) for name, rows in found.items()}
+
+
+def stepping(engine: "Engine", data: "Batches") -> Callable[[], float]:
+    """A step on this rank's next batch; its loss."""
+    at = iter(range(2**31))
+
+    def step() -> float:
+        done = engine.step(data(next(at)))
+        if not done.finite:
+            raise SystemExit("a loss or gradient is not finite; such a step is left out, and its time says nothing")
+        return done.loss
+
+    return step
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What is known of a way before it is measured."""
+
+    step_s: float
+    crossing_bytes: float
+    """Over the link, out of the first host, in a step."""
+
+
+def predict(
+    ways: "list[Way]", engines: "dict[str, Engine]", alone: "dict[str, Alone]", options: argparse.Namespace
+) -> dict[str, Expected]:
+    import torch.distributed as dist
+    from parts.step_times import Hop, Predicted, Travel
+
+    from motet.cli.show_step import parts_of
+    from motet.cluster.load import cluster_from_tree
+    from motet.collectives.calibrate import calibrate
+    from motet.train.job import load_job
+
+    group = dist.group.WORLD
+    assert group is not None
+    tree = calibrate(group, RANKS_PER_HOST)
+    agree_s = time_of_agreements()
+    if options.rank == 0:
+        report_calibration(tree)
+        print(f"agreeing on the loss and the norm: {agree_s * 1e3:.1f} ms\n", flush=True)
+    host = tuple(range(RANKS_PER_HOST))
+    found = {}
+    for way in ways:
+        layout, sent = way.resolved(WORLD), way.sent(engines[way.name], WORLD)
+        stretches, _ = parts_of(load_job("tiny", []), layout)
+        predicted = Predicted(cluster_from_tree(tree, "two hosts in miniature"), stretches, agree_s)
+        if way.period > 1:
+            masters = sum(master.numel() for master in engines[way.name].updater.spread.masters)
+            whole = Hop("all-reduce", way.settings.all_reduce, (tuple(range(WORLD)),), masters, 4)
+            sent = [Travel("masters", reduced=(whole,))]
+        else:
+            check_traffic(way, engines[way.name], sent, options.rank)
+        crossing = sum(hop.crossing_bytes(host) for travel in sent for hop in travel.hops) / way.period
+        found[way.name] = Expected(seconds_of(way, predicted, sent, alone), crossing)
+    return found
+
+
+def seconds_of(way: "Way", predicted: "Predicted", sent: "list[Travel]", alone: "dict[str, Alone]") -> float:
+    own, layout = alone[way.name], way.resolved(WORLD)
+    if way.period > 1:
+        return predicted.meeting(own, sent, way.period)
+    if layout.zero == 3:
+        return predicted.one_after_another(sent, own)
+    base = alone.get(way.base or way.name, own)
+    return predicted.overlapped(sent, layout, way.settings, base, max(0.0, own.step_s - base.step_s))
+
+
+def time_of_agreements() -> float:
+    """What a step agrees on beside its gradients: how many micro-batches there are, then loss, norm and counts."""
+    import torch
+    import torch.distributed as dist
+
+    most, row = torch.zeros(1, dtype=torch.int64), torch.zeros(4, dtype=torch.float64)
+
+    def both() -> None:
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        dist.all_reduce(row)
+
+    return statistics.median(timed(both, 1) for _ in range(20))
+
+
+def check_traffic(way: "Way", engine: "Engine", sent: "list[Travel]", rank: int) -> None:
+    """What is costed is what motet/parallel/placement.py says is sent, to the byte."""
+    from motet.parallel.placement import traffic
+    from motet.precision.recipe import RECIPES
+
+    portions = engine.updater.spread.portions
+    said = traffic(portions, way.resolved(WORLD), RECIPES["fp32"], way.settings, rank).total
+    costed = sum(hop.sent_bytes(rank) for travel in sent for hop in travel.hops)
+    assert costed == said, (way.name, costed, said)
+
+
+def take_turns(
+    ways: "list[Way]", engines: "dict[str, Engine]", data: "Batches", options: argparse.Namespace
+) -> dict[str, list[float]]:
+    """Seconds of a step in each round: the mean of the slowest rank, over a whole period."""
+    import torch
+    import torch.distributed as dist
+
+    steps = {way.name: stepping(engines[way.name], data) for way in ways}
+    times: dict[str, list[float]] = {way.name: [] for way in ways}
+    losses: dict[str, float] = {}
+    for number in range(options.rounds):
+        turn = number * 3 % len(ways)
+        for way in ways[turn:] + ways[:turn]:
+            loss = torch.tensor(steps[way.name](), dtype=torch.float64)
+            dist.all_reduce(loss)
+            losses[way.name] = float(loss) / WORLD
+            times[way.name].append(timed(steps[way.name], way.period if way.period > 1 else options.steps))
+    exact = [losses[way.name] for way in ways if way.exact]
+    if not all(map(math.isfinite, losses.values())) or (
+        exact and max(exact) - min(exact) > LARGEST_DIFFERENCE * min(exact)
+    ):
+        raise SystemExit(f"not the same training; the losses at the end are {losses}")
+    return times
+
+
+# --- what is told ----------------------------------------------------------------------------------
+
+
+def report(
+    expected: dict[str, Expected], times: dict[str, list[float]], alone: "dict[str, Alone]", options: argparse.Namespace
+) -> int:
+    from parts.step_times import apart
+
+    spread = {name: quartiles(seconds) for name, seconds in times.items()}
+    pairs = apart(
+        {name: e.step_s for name, e in expected.items()},
+        {n: (low, high) for n, (low, _, high) in spread.items()},
+        EQUAL,
+    )
+    text = f"{table(expected, times, alone)}\n{verdict(pairs)}\n"
+    print(text, flush=True)
+    if "wrong" in pairs.values():
+        print("the order is not the predicted one; nothing is written")
+        return 1
+    if options.page:
+        before, rest = PAGE.read_text(encoding="utf-8").split("<!-- results -->\n")
+        after = rest.split("<!-- end -->", 1)[1]
+        made = f"Measured on {machine(options)}.\n\n{text}"
+        PAGE.write_text(f"{before}<!-- results -->\n\n{made}\n<!-- end -->{after}", encoding="utf-8")
+    return 0
+
+
+def table(expected: dict[str, Expected], times: dict[str, list[float]], alone: "dict[str, Alone]") -> str:
+    lines = [
+        "| | over the link, each way | without communication | predicted | measured | quartiles | predicted / measured |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in sorted(expected, key=lambda name: -expected[name].step_s):
+        low, middle, high = (1e3 * s for s in quartiles(times[name]))
+        step = expected[name].step_s * 1e3
+        lines.append(
+            f"| {name} | {expected[name].crossing_bytes / 1e6:.2f} MB | {alone[name].step_s * 1e3:.0f} ms "
+            f"| {step:.0f} ms | {middle:.0f} ms | {low:.0f} - {high:.0f} | {step / middle:.2f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def verdict(pairs: dict[str, str]) -> str:
+    counts = {kind: [pair for pair, found in pairs.items() if found == kind] for kind in ("right", "equal", "wrong")}
+    told = f"Of {len(pairs)} pairs {len(counts['right'])} are in the predicted order"
+    for kind, word in (("equal", "are called equal"), ("wrong", "are **in the other order**")):
+        if counts[kind]:
+            told += f", {len(counts[kind])} {word} ({'; '.join(counts[kind])})"
+    return f"{told}."
+
+
+def machine(options: argparse.Namespace) -> str:
+    """Where this was measured, in words."""
+    import psutil
+    import torch
+
+    from motet.cluster.discover import discover
+
+    memory = psutil.virtual_memory().total / 2**30
+    return (
+        f"{os.cpu_count()} cores, {discover('cpu').name}, {memory:.0f} GiB, torch {torch.__version__.partition('+')[0]}, "
+        f"Gloo; a link of {options.rate}; {HOSTS} hosts x {RANKS_PER_HOST} ranks x 1 thread; {options.length} tokens in "
+        f"each rank; {options.rounds} rounds of {options.steps} steps; load {os.getloadavg()[0]:.1f}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
