@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="write the page from what is there, and train nothing")
     parser.add_argument("--no-page", action="store_true")
     options = parser.parse_args()
-    if options.steps % WINDOWS:
+    if options.steps > WINDOWS and options.steps % WINDOWS:
         raise SystemExit(f"--steps {options.steps} is no multiple of the {WINDOWS} windows of a curve")
     options.curves.mkdir(parents=True, exist_ok=True)
     if not options.page:

@@ -1,9 +1,11 @@
 """Data parallelism between two hosts over a slow link: step times of several ways, measured beside predicted.
 
 The hosts are those of benchmarks/hosts.py: network namespaces with two ranks each, joined by a link of 200 Mbit/s. All
-ways train the decoder of the job `tiny`. What a step takes is predicted before the first one is measured:
+ways train the decoder of the job `tiny`. What a step takes is predicted from measurements in which no way is trained
+over the link:
 
-    computing      the same step on the backend `silent`, which sends nothing, on all four ranks at once
+    computing      the same step on the backend `silent`, which sends nothing, on all four ranks at once, in turn
+                   with the others, since other work on the machine would slow down both
     communication  each message as the Programs that carry it, on a cluster that is calibrated by messages alone
     agreements     a sum of a few numbers over all ranks, measured
 
@@ -16,7 +18,6 @@ docs/benchmarks/hosts-training.md, unless ways come out in another order than pr
 """
 
 import argparse
-import math
 import os
 import signal
 import statistics
@@ -73,7 +74,7 @@ def main() -> int:
 def measure_as_rank(options: argparse.Namespace) -> int:
     import torch
     import torch.distributed as dist
-    from parts.silent import register_silent
+    from parts.silent import as_world, register_silent
     from parts.ways import WAYS, batches
 
     from motet.cluster.allocator import keep_freed_memory
@@ -83,68 +84,35 @@ def measure_as_rank(options: argparse.Namespace) -> int:
     keep_freed_memory()
     register_silent()
     chosen = [w for w in WAYS if not options.only or any(word in w.name for word in options.only)]
-    data = batches(options.rank, options.length)
-    begin("cpu:silent", options, "silent")
-    alone = compute_alone(chosen, data, options)
-    dist.destroy_process_group()
-    begin("gloo", options, "gloo")
+    store = dist.FileStore(str(Path(options.folder) / "store"), WORLD)
+    dist.init_process_group("gloo", store=store, rank=options.rank, world_size=WORLD)
+    predicted = calibrated(options)
     engines = {way.name: way.engine() for way in chosen}
-    expected = predict(chosen, engines, alone, options)
-    times = take_turns(chosen, engines, data, options)
+    with as_world(dist.new_group(backend="cpu:silent")):
+        quiet = {way.name: way.silent().engine() for way in chosen}
+    data = batches(options.rank, options.length)
+    alone, times = take_turns(chosen, quiet, engines, data, options)
     code = 0
     if options.rank == 0:
+        expected = {way.name: expect(way, engines[way.name], predicted, alone) for way in chosen}
         code = report(expected, times, alone, options)
     dist.barrier()
     dist.destroy_process_group()
     return code
 
 
-def begin(backend: str, options: argparse.Namespace, name: str) -> None:
-    import torch.distributed as dist
-
-    store = dist.FileStore(str(Path(options.folder) / name), WORLD)
-    dist.init_process_group(backend, store=store, rank=options.rank, world_size=WORLD)
-
-
-def timed(step: Callable[[], Any], steps: int, group: Any = None) -> float:
+def timed(step: Callable[[], Any], steps: int) -> float:
     """Seconds of one of so many steps, the slowest rank's; all begin together."""
     import torch
     import torch.distributed as dist
 
-    dist.barrier(group=group)
+    dist.barrier()
     start = time.perf_counter()
     for _ in range(steps):
         step()
     mean = torch.tensor((time.perf_counter() - start) / steps, dtype=torch.float64)
-    dist.all_reduce(mean, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(mean, dist.ReduceOp.MAX)
     return float(mean)
-
-
-def compute_alone(ways: "list[Way]", data: "Batches", options: argparse.Namespace) -> "dict[str, Alone]":
-    """Each way without communication, in turns; medians. The four ranks share the cores as they do in training."""
-    import torch
-    import torch.distributed as dist
-    from parts.step_times import Alone
-    from parts.ways import Spent
-
-    from motet.core import trace
-
-    speaking = dist.new_group(backend="gloo")  # the default group is silent
-    engines = {way.name: way.silent().engine() for way in ways}
-    found: dict[str, list[list[float]]] = {way.name: [] for way in ways}
-    for number in range(options.rounds + 1):  # the first one warms up
-        for way in ways:
-            engine, spent = engines[way.name], Spent()
-            step = stepping(engine, data)
-            step()
-            times = way.period * (options.steps if way.period == 1 else 1)
-            with trace.listening(spent):
-                seconds = [timed(step, times, speaking), *(s / times for s in spent.seconds.values())]
-            mean = torch.tensor(seconds[1:], dtype=torch.float64)
-            dist.all_reduce(mean, group=speaking)
-            if number:
-                found[way.name].append([seconds[0], *(mean / WORLD).tolist()])
-    return {name: Alone(*map(statistics.median, zip(*rows, strict=True))) for name, rows in found.items()}
 
 
 def stepping(engine: "Engine", data: "Batches") -> Callable[[], float]:
@@ -160,24 +128,15 @@ def stepping(engine: "Engine", data: "Batches") -> Callable[[], float]:
     return step
 
 
-@dataclass(frozen=True)
-class Expected:
-    """What is known of a way before it is measured."""
-
-    step_s: float
-    crossing_bytes: float
-    """Over the link, out of the first host, in a step."""
-
-
-def predict(
-    ways: "list[Way]", engines: "dict[str, Engine]", alone: "dict[str, Alone]", options: argparse.Namespace
-) -> dict[str, Expected]:
+def calibrated(options: argparse.Namespace) -> "Predicted":
+    """What predictions go by, but for computing: measured before anything is trained."""
     import torch.distributed as dist
-    from parts.step_times import Hop, Predicted, Travel
+    from parts.step_times import Predicted
 
     from motet.cli.show_step import parts_of
     from motet.cluster.load import cluster_from_tree
     from motet.collectives.calibrate import calibrate
+    from motet.parallel.layout import Layout
     from motet.train.job import load_job
 
     group = dist.group.WORLD
@@ -187,21 +146,32 @@ def predict(
     if options.rank == 0:
         report_calibration(tree)
         print(f"agreeing on the loss and the norm: {agree_s * 1e3:.1f} ms\n", flush=True)
+    stretches, _ = parts_of(load_job("tiny", []), Layout(WORLD, 1))
+    return Predicted(cluster_from_tree(tree, "two hosts in miniature"), stretches, agree_s)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What is known of a way before it is measured."""
+
+    step_s: float
+    crossing_bytes: float
+    """Over the link, out of the first host, in a step."""
+
+
+def expect(way: "Way", engine: "Engine", predicted: "Predicted", alone: "dict[str, Alone]") -> Expected:
+    from parts.step_times import Hop, Travel
+
+    sent = way.sent(engine, WORLD)
+    if way.period > 1:
+        masters = sum(master.numel() for master in engine.updater.spread.masters)
+        whole = Hop("all-reduce", way.settings.all_reduce, (tuple(range(WORLD)),), masters, 4)
+        sent = [Travel("masters", reduced=(whole,))]
+    else:
+        check_traffic(way, engine, sent)
     host = tuple(range(RANKS_PER_HOST))
-    found = {}
-    for way in ways:
-        layout, sent = way.resolved(WORLD), way.sent(engines[way.name], WORLD)
-        stretches, _ = parts_of(load_job("tiny", []), layout)
-        predicted = Predicted(cluster_from_tree(tree, "two hosts in miniature"), stretches, agree_s)
-        if way.period > 1:
-            masters = sum(master.numel() for master in engines[way.name].updater.spread.masters)
-            whole = Hop("all-reduce", way.settings.all_reduce, (tuple(range(WORLD)),), masters, 4)
-            sent = [Travel("masters", reduced=(whole,))]
-        else:
-            check_traffic(way, engines[way.name], sent, options.rank)
-        crossing = sum(hop.crossing_bytes(host) for travel in sent for hop in travel.hops) / way.period
-        found[way.name] = Expected(seconds_of(way, predicted, sent, alone), crossing)
-    return found
+    crossing = sum(hop.crossing_bytes(host) for travel in sent for hop in travel.hops) / way.period
+    return Expected(seconds_of(way, predicted, sent, alone), crossing)
 
 
 def seconds_of(way: "Way", predicted: "Predicted", sent: "list[Travel]", alone: "dict[str, Alone]") -> float:
@@ -228,7 +198,7 @@ def time_of_agreements() -> float:
     return statistics.median(timed(both, 1) for _ in range(20))
 
 
-def check_traffic(way: "Way", engine: "Engine", sent: "list[Travel]", rank: int) -> None:
+def check_traffic(way: "Way", engine: "Engine", sent: "list[Travel]", rank: int = 0) -> None:
     """What is costed is what motet/parallel/placement.py says is sent, to the byte."""
     from motet.parallel.placement import traffic
     from motet.precision.recipe import RECIPES
@@ -240,28 +210,51 @@ def check_traffic(way: "Way", engine: "Engine", sent: "list[Travel]", rank: int)
 
 
 def take_turns(
-    ways: "list[Way]", engines: "dict[str, Engine]", data: "Batches", options: argparse.Namespace
-) -> dict[str, list[float]]:
-    """Seconds of a step in each round: the mean of the slowest rank, over a whole period."""
-    import torch
-    import torch.distributed as dist
+    ways: "list[Way]",
+    quiet: "dict[str, Engine]",
+    engines: "dict[str, Engine]",
+    data: "Batches",
+    options: argparse.Namespace,
+) -> "tuple[dict[str, Alone], dict[str, list[float]]]":
+    """Each way without communication, median over the rounds; and with it, in each round. Means over a period."""
+    from parts.step_times import Alone
+    from parts.ways import Spent
 
-    steps = {way.name: stepping(engines[way.name], data) for way in ways}
+    from motet.core import trace
+
+    silent, loud = ({name: stepping(e, data) for name, e in group.items()} for group in (quiet, engines))
+    apart: dict[str, list[list[float]]] = {way.name: [] for way in ways}
     times: dict[str, list[float]] = {way.name: [] for way in ways}
     losses: dict[str, float] = {}
     for number in range(options.rounds):
         turn = number * 3 % len(ways)
         for way in ways[turn:] + ways[:turn]:
-            loss = torch.tensor(steps[way.name](), dtype=torch.float64)
-            dist.all_reduce(loss)
-            losses[way.name] = float(loss) / WORLD
-            times[way.name].append(timed(steps[way.name], way.period if way.period > 1 else options.steps))
-    exact = [losses[way.name] for way in ways if way.exact]
-    if not all(map(math.isfinite, losses.values())) or (
-        exact and max(exact) - min(exact) > LARGEST_DIFFERENCE * min(exact)
-    ):
+            steps = way.period if way.period > 1 else options.steps
+            spent = Spent()
+            silent[way.name]()
+            with trace.listening(spent):
+                seconds = timed(silent[way.name], steps)
+            apart[way.name].append([seconds, *(mean_of(s / steps) for s in spent.seconds.values())])
+            losses[way.name] = mean_of(loud[way.name]())
+            times[way.name].append(timed(loud[way.name], steps))
+    check_losses({way.name: losses[way.name] for way in ways if way.exact})
+    return {name: Alone(*map(statistics.median, zip(*rows, strict=True))) for name, rows in apart.items()}, times
+
+
+def mean_of(value: float) -> float:
+    """Over the ranks."""
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total) / WORLD
+
+
+def check_losses(losses: dict[str, float]) -> None:
+    """Ways that differ in the order of additions only have trained the same."""
+    if losses and max(losses.values()) - min(losses.values()) > LARGEST_DIFFERENCE * min(losses.values()):
         raise SystemExit(f"not the same training; the losses at the end are {losses}")
-    return times
 
 
 # --- what is told ----------------------------------------------------------------------------------
@@ -293,7 +286,7 @@ def report(
 
 def table(expected: dict[str, Expected], times: dict[str, list[float]], alone: "dict[str, Alone]") -> str:
     lines = [
-        "| | over the link, each way | without communication | predicted | measured | quartiles | predicted / measured |",
+        "| | over the link, each way | computing | predicted | measured | quartiles | predicted / measured |",
         "|---|---|---|---|---|---|---|",
     ]
     for name in sorted(expected, key=lambda name: -expected[name].step_s):
@@ -322,11 +315,11 @@ def machine(options: argparse.Namespace) -> str:
 
     from motet.cluster.discover import discover
 
-    memory = psutil.virtual_memory().total / 2**30
+    memory, version = psutil.virtual_memory().total / 2**30, torch.__version__.partition("+")[0]
     return (
-        f"{os.cpu_count()} cores, {discover('cpu').name}, {memory:.0f} GiB, torch {torch.__version__.partition('+')[0]}, "
-        f"Gloo; a link of {options.rate}; {HOSTS} hosts x {RANKS_PER_HOST} ranks x 1 thread; {options.length} tokens in "
-        f"each rank; {options.rounds} rounds of {options.steps} steps; load {os.getloadavg()[0]:.1f}"
+        f"{os.cpu_count()} cores, {discover('cpu').name}, {memory:.0f} GiB, torch {version}, Gloo; a link of "
+        f"{options.rate}; {HOSTS} hosts x {RANKS_PER_HOST} ranks x 1 thread, {options.length} tokens each; "
+        f"{options.rounds} rounds of {options.steps} steps; load {os.getloadavg()[0]:.1f} at the end"
     )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 
 WINDOWS = 50
-"""Into which the steps of a run are cut."""
+"""Into which the steps of a run are cut; of a short run each step is one."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def curve_of(events: Path, settings: list[str], steps: int) -> Curve | None:
     if not isinstance(ended, RunEnded) or ended.reason not in ("finished", "diverged"):
         return None
     losses = [event.loss for event in told if isinstance(event, StepDone)]
-    each = steps // WINDOWS
+    each = max(1, steps // WINDOWS)
     windows = [losses[n : n + each] for n in range(0, len(losses), each)]
     found = [e.loss for e in told if isinstance(e, EvaluationDone) and e.step == steps and e.split == "validation"]
     means = [round(fmean(window), 5) for window in windows if len(window) == each]

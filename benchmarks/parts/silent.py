@@ -4,6 +4,8 @@ With it a rank goes through every line of a distributed step but the communicati
 replaced by what this one has, so that numbers stay finite; they mean nothing.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -49,8 +51,9 @@ class SilentGroup(dist.ProcessGroup):
 
     def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Task:
         parts = output.view(-1).view(self._size, given.numel())
-        if parts[self._rank].data_ptr() != given.data_ptr():  # in place the other parts have values already
-            parts.copy_(given.view(1, -1).expand_as(parts))
+        for part in parts:  # in place, too: stage 3 gathers into memory that holds anything
+            if part.data_ptr() != given.data_ptr():
+                part.copy_(given.view(-1))
         return completed([output])
 
     all_gather_single = _allgather_base
@@ -82,3 +85,14 @@ def register_silent() -> None:
     """Make `dist.new_group(backend="cpu:silent")` possible."""
     if "silent" not in dist.Backend.backend_list:
         dist.Backend.register_backend("silent", SilentGroup, devices="cpu")
+
+
+@contextmanager
+def as_world(group: dist.ProcessGroup) -> Iterator[None]:
+    """Inside, it is the default group, whose backend new groups have. Torch has no public name for that."""
+    before = dist.group.WORLD
+    dist.distributed_c10d._update_default_pg(group)
+    try:
+        yield
+    finally:
+        dist.distributed_c10d._update_default_pg(before)

@@ -42,7 +42,8 @@ class Hop:
         return float(cost(self.program, cluster).seconds(self.count * self.width)) if self.does_something else 0.0
 
     def sent_bytes(self, rank: int) -> int:
-        return self.width * elements_sent(self.program, rank, self.count) if self.does_something else 0
+        place = next(group.index(rank) for group in self.groups if rank in group)
+        return self.width * elements_sent(self._single, place, self.count) if self.does_something else 0
 
     def crossing_bytes(self, host: Ranks) -> float:
         """What leaves a host."""
@@ -58,7 +59,11 @@ class Hop:
 
     @cached_property
     def program(self) -> Program:
-        return side_by_side(program(self.collective, self.algorithm, len(self.groups[0])), self.groups)
+        return side_by_side(self._single, self.groups)
+
+    @property
+    def _single(self) -> Program:
+        return program(self.collective, self.algorithm, len(self.groups[0]))
 
 
 def side_by_side(single: Program, groups: Sequence[Ranks]) -> Program:

@@ -12,6 +12,8 @@ Curves = Mapping[tuple[str, int], Curve]
 """By variant and seed."""
 PAGE = DOCS / "compressed-training.md"
 LOSSES, GAPS = DOCS / "compressed-training.svg", DOCS / "compressed-training-gap.svg"
+HIGHEST_LOSS, HIGHEST_GAP = 9.0, 1.0
+"""The pictures are cut off there: a model that knows nothing has 8.3."""
 SMOOTHED = 5
 """Windows that a point of the picture of gaps is a mean of."""
 
@@ -94,8 +96,9 @@ def picture_of_losses(curves: Curves, steps: int) -> str:
         found = [curves[name, seed].losses for seed in seeds_of(curves, name)]
         lines.append(Line(label(name), mean_curve(found, steps_of(curves)), variant.colour, is_dashed(name)))
     title = f"Training loss of tiny over {steps} steps on two ranks"
-    note = "mean over the seeds, of windows of steps; dashed: without error feedback (averaging: dashed too)"
-    return line_plot(title, note, shown(lines), Axis("step", low=0), Axis("loss"))
+    note = "mean over the seeds, of windows of steps; dashed: without error feedback (averaging too)"
+    high = HIGHEST_LOSS if max(y for line in lines for _, y in line.points) > HIGHEST_LOSS else None
+    return line_plot(title, note, shown(lines), Axis("step", low=0, high=steps), Axis("loss", high=high))
 
 
 def picture_of_gaps(curves: Curves, steps: int) -> str | None:
@@ -110,18 +113,19 @@ def picture_of_gaps(curves: Curves, steps: int) -> str | None:
         lines.append(Line(label(name), points, variant.colour, is_dashed(name)))
     if not shown(lines):
         return None
-    note = f"mean over the seeds, of {SMOOTHED} windows; dashed: without error feedback (averaging: dashed too)"
+    note = f"mean over the seeds, of {SMOOTHED} windows; dashed: without error feedback (averaging too)"
     low, high = ends(lines)
     title = "Training loss less that of the exact run"
-    return line_plot(title, note, shown(lines), Axis("step", low=0), Axis("loss less exact", low=low, high=high))
+    axes = Axis("step", low=0, high=steps), Axis("loss less exact", low=low, high=high)
+    return line_plot(title, note, shown(lines), *axes)
 
 
 def ends(lines: list[Line]) -> tuple[float, float]:
-    """Of the axis: all of it from the second tenth of the run on. What happens before may be cut off."""
+    """Of the axis: from the second tenth of the run on. What happens before may be cut off, and what is far off."""
     later = [y for line in lines for _, y in line.points[len(line.points) // 10 :]]
     low, high = min([0.0, *later]), max([0.0, *later])
     margin = 0.05 * (high - low) or 0.1
-    return low - margin, high + margin
+    return max(low - margin, -HIGHEST_GAP), min(high + margin, HIGHEST_GAP)
 
 
 def mean_curve(found: list[list[float]], each: int) -> list[tuple[float, float]]:

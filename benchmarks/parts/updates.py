@@ -1,0 +1,120 @@
+"""The two ways of benchmarks/update_everywhere.py to update flat parameters from gradients that are to be summed."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from motet.collectives.execute import all_gather, all_reduce, reduce_scatter
+from motet.parallel.group import Group
+
+GRADIENT, LEARNING_RATE = 1e-3, 1e-3
+LARGEST_DIFFERENCE = 1e-6
+ALIGN_ELEMENTS = 32
+PARTS = ("sum", "update", "gather")
+
+
+@dataclass
+class Times:
+    """Seconds in each round, as the mean over the ranks, by part and of `all`."""
+
+    everywhere: dict[str, list[float]] = field(default_factory=dict)
+    sharded: dict[str, list[float]] = field(default_factory=dict)
+
+    def whole(self) -> list[tuple[float, float]]:
+        return list(zip(self.everywhere["all"], self.sharded["all"], strict=True))
+
+    def after_the_sum(self) -> list[tuple[float, float]]:
+        """What is left where sums are hidden behind backward."""
+        each = self.everywhere["update"], self.sharded["update"], self.sharded["gather"]
+        return [(whole, share + gather) for whole, share, gather in zip(*each, strict=True)]
+
+
+class Way:
+    """Parameters, gradients and an optimizer, cut into buckets; all of them, or a share of each bucket, is updated."""
+
+    def __init__(self, numel: int, recipe: str, bucket: int, shards: int, group: Group) -> None:
+        self._group, self._shards = group, shards
+        unit = group.world * ALIGN_ELEMENTS
+        numel, bucket = -(-numel // unit) * unit, -(-bucket // unit) * unit
+        self.compute = torch.zeros(numel, dtype=torch.bfloat16 if recipe == "bf16" else torch.float32)
+        self._gradients = torch.zeros(numel)
+        self._wholes = list(self.compute.split(bucket))
+        self._sums = list(self._gradients.split(bucket))
+        self._own = [self._share(whole) for whole in self._wholes]
+        masters = [own.float() if recipe == "bf16" else own for own in self._own]
+        self._masters = [nn.Parameter(master, requires_grad=False) for master in masters]
+        self._optimizer = torch.optim.AdamW(self._masters, lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
+        for master, summed in zip(self._masters, self._sums, strict=True):
+            master.grad = self._share(summed)
+
+    def _share(self, tensor: Tensor) -> Tensor:
+        return tensor.view(self._shards, -1)[self._group.rank % self._shards]
+
+    def begin(self) -> None:
+        """Gradients as backward would leave them."""
+        self._gradients.fill_(GRADIENT * (1 + self._group.rank))
+
+    def sum(self) -> None:
+        works = []
+        for summed in self._sums:
+            if self._shards == 1:
+                works.append(all_reduce(summed, self._group, async_op=True))
+            else:
+                works.append(reduce_scatter(self._share(summed), summed, self._group, async_op=True))
+        for work in works:
+            work.wait()
+
+    def update(self) -> None:
+        self._optimizer.step()
+        if self.compute.dtype == torch.bfloat16:
+            for own, master in zip(self._own, self._masters, strict=True):
+                own.copy_(master)
+
+    def gather(self) -> None:
+        """In place; nothing where each rank has updated all."""
+        if self._shards > 1:
+            own = zip(self._wholes, self._own, strict=True)
+            works = [all_gather(whole, share, self._group, async_op=True) for whole, share in own]
+            for work in works:
+                work.wait()
+
+
+def take_turns(numel: int, recipe: str, rounds: int, bucket: int) -> Times:
+    """The first round warms up. Raises where the two ways come to different parameters."""
+    group = Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, torch.device("cpu"))
+    ways = {name: Way(numel, recipe, bucket, n, group) for name, n in (("everywhere", 1), ("sharded", group.world))}
+    times = Times()
+    for number in range(rounds + 1):
+        for name in sorted(ways, reverse=bool(number % 2)):
+            for part, seconds in one_round(ways[name], group).items():
+                if number:
+                    getattr(times, name).setdefault(part, []).append(seconds)
+    least, most = (w.compute.float() for w in ways.values())
+    difference = float((least - most).abs().max())
+    if not difference <= LARGEST_DIFFERENCE or not float(least.abs().max()) > 0:
+        raise SystemExit(f"the two ways came to different parameters: up to {difference:g} apart")
+    return times
+
+
+def one_round(way: Way, group: Group) -> dict[str, float]:
+    """A step as a whole, then one part by part."""
+    seconds = {}
+    way.begin()
+    seconds["all"] = timed(lambda: [getattr(way, part)() for part in PARTS])
+    way.begin()
+    for part in PARTS:
+        seconds[part] = timed(getattr(way, part))
+    found = torch.tensor(list(seconds.values()), dtype=torch.float64)
+    dist.all_reduce(found)
+    return dict(zip(seconds, (found / group.world).tolist(), strict=True))
+
+
+def timed(work: Callable[[], object]) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start

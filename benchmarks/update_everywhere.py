@@ -1,0 +1,120 @@
+"""Is updating everywhere redundant? The whole AdamW update on each rank, or a share of it and a gather of the result.
+
+Stage 0 all-reduces gradients and updates everything on every rank. Stage 1 reduce-scatters them, updates a share and
+gathers what the others have updated. Both do it here to flat tensors of so many parameters, in buckets as in training,
+on the backend `motet`, in the same rank processes, in turn; who comes first changes from round to round. A round gives
+one ratio; medians with quartiles over the rounds are told. At the end both must have the same parameters.
+
+The parts (sum, update, gather) are timed apart, with a barrier before each; the whole is timed without.
+
+    python benchmarks/update_everywhere.py [--ranks 2] [--rounds 15] [--millions 1 8 64] [--recipes fp32 bf16] [--page]
+
+--page writes docs/benchmarks/update-everywhere.md. 64 million parameters take about 2 GiB in each rank.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+from typing import TYPE_CHECKING
+
+from parts.pages import DOCS, fill, machine, table
+from parts.ranks import launch
+
+if TYPE_CHECKING:
+    from parts.updates import Times
+
+PAGE = DOCS / "update-everywhere.md"
+MOVED_BYTES = {"fp32": 28, "bf16": 30}
+"""By an update of AdamW for each parameter: master, gradient and two moments are read, master and moments written, all
+in float32; `bf16` writes a copy of two bytes."""
+SENT_BYTES = {"fp32": 4, "bf16": 2}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="per rank")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--millions", type=float, nargs="+", default=[1, 8, 64], help="of parameters")
+    parser.add_argument("--recipes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
+    parser.add_argument("--bucket-mib", type=float, default=25.0)
+    parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        measure(options)
+    else:
+        sys.exit(launch(options.ranks, options.threads))
+
+
+def measure(options: argparse.Namespace) -> None:
+    import torch
+    import torch.distributed as dist
+    from parts.updates import take_turns
+
+    import motet.collectives.backend  # noqa: F401  (registers it)
+    from motet.cluster.allocator import keep_freed_memory
+
+    torch.set_num_threads(options.threads)
+    keep_freed_memory()
+    dist.init_process_group("cpu:motet")
+    found = {
+        (recipe, millions): take_turns(int(millions * 2**20), recipe, options.rounds, int(options.bucket_mib * 2**18))
+        for recipe in options.recipes
+        for millions in options.millions
+    }
+    if dist.get_rank() == 0:
+        where = (
+            f"Measured on {machine()}; {options.ranks} ranks x {options.threads} threads, {options.rounds} rounds. "
+            "Milliseconds are medians; a million is 2^20."
+        )
+        parts = [where, table_of_times(found), table_of_rates(found, options.ranks)]
+        print(*parts, sep="\n\n", flush=True)
+        if options.page:
+            fill(PAGE, parts)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+Found = dict[tuple[str, float], "Times"]
+"""By recipe and millions of parameters."""
+
+
+def table_of_times(found: Found) -> str:
+    head = [
+        "recipe", "millions", "all-reduce", "whole update", "reduce-scatter", "update of a share", "gather",
+        "everywhere / sharded, all of it", "sums hidden",
+    ]  # fmt: skip
+    rows = []
+    for (recipe, millions), times in found.items():
+        parts = [
+            times.everywhere["sum"], times.everywhere["update"],
+            times.sharded["sum"], times.sharded["update"], times.sharded["gather"],
+        ]  # fmt: skip
+        cells = [f"{statistics.median(seconds) * 1e3:.2f}" for seconds in parts]
+        rows.append([f"`{recipe}`", f"{millions:g}", *cells, ratio(times.whole()), ratio(times.after_the_sum())])
+    return table(head, rows)
+
+
+def table_of_rates(found: Found, ranks: int) -> str:
+    """What an update reads and writes in a second, what a gather sends in one, and what that foretells."""
+    head = ["recipe", "millions", "update (GB/s)", "gather (GB/s)", "gather / update", "even at", "with sums hidden"]
+    rows = []
+    for (recipe, millions), times in found.items():
+        count = millions * 2**20
+        update = count * MOVED_BYTES[recipe] / statistics.median(times.everywhere["update"])
+        gather = count * SENT_BYTES[recipe] * (ranks - 1) / ranks / statistics.median(times.sharded["gather"])
+        even = SENT_BYTES[recipe] / MOVED_BYTES[recipe]
+        wins = "share it" if gather / update > even else "update everywhere"
+        rates = f"{update / 1e9:.2f}", f"{gather / 1e9:.2f}", f"{gather / update:.3f}", f"{even:.3f}"
+        rows.append([f"`{recipe}`", f"{millions:g}", *rates, wins])
+    return table(head, rows)
+
+
+def ratio(pairs: list[tuple[float, float]]) -> str:
+    low, middle, high = statistics.quantiles([a / b for a, b in pairs], n=4, method="inclusive")
+    return f"{middle:.2f}x ({low:.2f} to {high:.2f})"
+
+
+if __name__ == "__main__":
+    main()
