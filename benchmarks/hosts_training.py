@@ -23,6 +23,7 @@ import signal
 import statistics
 import sys
 import tempfile
+import textwrap
 import time
 import warnings
 from collections.abc import Callable
@@ -52,7 +53,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="timed in a round, after one that is not")
     parser.add_argument("--length", type=int, default=64, help="tokens of each rank in a step")
-    parser.add_argument("--only", nargs="+", help="ways whose names begin so or have a word like this")
+    parser.add_argument("--only", nargs="+", help="ways with such a word in the name")
     parser.add_argument("--page", action="store_true", help=f"write the table into {PAGE.name}")
     parser.add_argument("--rate", default="200mbit")
     parser.add_argument("--burst", default="32kb", help="what may pass at once after a rest")
@@ -88,6 +89,8 @@ def measure_as_rank(options: argparse.Namespace) -> int:
     dist.init_process_group("gloo", store=store, rank=options.rank, world_size=WORLD)
     predicted = calibrated(options)
     engines = {way.name: way.engine() for way in chosen}
+    for way in chosen:
+        check_traffic(way, engines[way.name], options.rank)
     with as_world(dist.new_group(backend="cpu:silent")):
         quiet = {way.name: way.silent().engine() for way in chosen}
     data = batches(options.rank, options.length)
@@ -163,12 +166,10 @@ def expect(way: "Way", engine: "Engine", predicted: "Predicted", alone: "dict[st
     from parts.step_times import Hop, Travel
 
     sent = way.sent(engine, WORLD)
-    if way.period > 1:
+    if way.period > 1:  # replicas meet once, and send nothing in between
         masters = sum(master.numel() for master in engine.updater.spread.masters)
         whole = Hop("all-reduce", way.settings.all_reduce, (tuple(range(WORLD)),), masters, 4)
         sent = [Travel("masters", reduced=(whole,))]
-    else:
-        check_traffic(way, engine, sent)
     host = tuple(range(RANKS_PER_HOST))
     crossing = sum(hop.crossing_bytes(host) for travel in sent for hop in travel.hops) / way.period
     return Expected(seconds_of(way, predicted, sent, alone), crossing)
@@ -198,14 +199,14 @@ def time_of_agreements() -> float:
     return statistics.median(timed(both, 1) for _ in range(20))
 
 
-def check_traffic(way: "Way", engine: "Engine", sent: "list[Travel]", rank: int = 0) -> None:
+def check_traffic(way: "Way", engine: "Engine", rank: int) -> None:
     """What is costed is what motet/parallel/placement.py says is sent, to the byte."""
     from motet.parallel.placement import traffic
     from motet.precision.recipe import RECIPES
 
     portions = engine.updater.spread.portions
     said = traffic(portions, way.resolved(WORLD), RECIPES["fp32"], way.settings, rank).total
-    costed = sum(hop.sent_bytes(rank) for travel in sent for hop in travel.hops)
+    costed = sum(hop.sent_bytes(rank) for travel in way.sent(engine, WORLD) for hop in travel.hops)
     assert costed == said, (way.name, costed, said)
 
 
@@ -279,7 +280,8 @@ def report(
     if options.page:
         before, rest = PAGE.read_text(encoding="utf-8").split("<!-- results -->\n")
         after = rest.split("<!-- end -->", 1)[1]
-        made = f"Measured on {machine(options)}.\n\n{text}"
+        where = textwrap.fill(f"Measured on {machine(options)}.", 120)
+        made = f"{where}\n\n{text}"
         PAGE.write_text(f"{before}<!-- results -->\n\n{made}\n<!-- end -->{after}", encoding="utf-8")
     return 0
 
@@ -305,7 +307,7 @@ def verdict(pairs: dict[str, str]) -> str:
     for kind, word in (("equal", "are called equal"), ("wrong", "are **in the other order**")):
         if counts[kind]:
             told += f", {len(counts[kind])} {word} ({'; '.join(counts[kind])})"
-    return f"{told}."
+    return textwrap.fill(f"{told}.", 120)
 
 
 def machine(options: argparse.Namespace) -> str:

@@ -42,8 +42,11 @@ class Hop:
         return float(cost(self.program, cluster).seconds(self.count * self.width)) if self.does_something else 0.0
 
     def sent_bytes(self, rank: int) -> int:
-        place = next(group.index(rank) for group in self.groups if rank in group)
-        return self.width * elements_sent(self._single, place, self.count) if self.does_something else 0
+        if not self.does_something:
+            return 0
+        place, single = next(group.index(rank) for group in self.groups if rank in group), self._single
+        of_all_chunks = self.count * sum(single.sizes) // single.whole
+        return self.width * elements_sent(single, place, of_all_chunks)
 
     def crossing_bytes(self, host: Ranks) -> float:
         """What leaves a host."""

@@ -93,7 +93,7 @@ def test_replicas_have_the_same_bits_after_every_step(ranks: Ranks) -> None:
 
 def test_so_they_have_where_only_some_ranks_share_a_copy(ranks: Ranks) -> None:
     cases: list[Case] = []
-    for codec in ["int8", *OTHERS[::2]]:
+    for codec in ["int8", OTHERS[-1]]:
         slow = {"compress_gradients": codec, "compress_over": "replicas"}
         cases += [("zero=2 shard_group=2", {"compress_gradients": codec}), ("zero=3 shard_group=2", slow)]
     both = {"compress_gradients": "int4", "compress_parameters": "int8"}
@@ -174,7 +174,7 @@ def sent_and_owed(group: Group, case: Case, parts: int, count: int) -> tuple[Ten
 def test_what_was_not_sent_is_owed(ranks: Ranks, codec: str) -> None:
     """To the last bit but for rounding, which is that of float32 where factors are multiplied."""
     limit = 1e-5 if "powersgd" in codec else 1e-13
-    for layout, parts in (("zero=0", 1), ("zero=1", 2), ("zero=2 microbatches=2", 2)):
+    for layout, parts in (("zero=0", 1), ("zero=2 microbatches=2", 2)):
         for out, true, owed in ranks.run(3, sent_and_owed, (layout, {"compress_gradients": codec}), parts, 4):
             assert owed.norm() > 1e-3 * true.norm()
             assert (out + owed - true).norm() < limit * true.norm()

@@ -65,10 +65,10 @@ def test_every_stage_computes_the_same_numbers(ranks: Ranks, tmp_path: Path) -> 
     agrees(ranks, tmp_path, "decoder", (4, 1, ["layout.zero=1", "layout.shard_group=2", *NAMED]), wanted)
 
 
-@pytest.mark.parametrize("model", ["bert", "gpt2", "adapters"])
+@pytest.mark.parametrize("model", ["bert", "adapters"])
 def test_so_it_does_for_other_models(ranks: Ranks, tmp_path: Path, model: str) -> None:
     wanted = reference(ranks, tmp_path, model)
-    for case in (*CASES[:3], CASES[-3]):
+    for case in (CASES[1], CASES[-3]):
         agrees(ranks, tmp_path, model, case, wanted)
 
 
@@ -88,7 +88,7 @@ def test_every_stage_on_every_world(ranks: Ranks, tmp_path: Path, model: str) ->
 ALGORITHMS = ["communication.all_reduce=ring", "communication.reduce_scatter=ring", "communication.all_gather=ring"]
 
 
-@pytest.mark.parametrize("recipe", ["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("world", "settings"),
     [
@@ -212,10 +212,10 @@ LAYOUTS = [(1, []), (3, ["layout.zero=2", *SMALL_BUCKETS]), (4, ["layout.zero=1"
 
 def test_a_checkpoint_of_one_layout_is_read_by_another(ranks: Ranks, tmp_path: Path) -> None:
     whole = {}
-    for world, settings in LAYOUTS:
+    for number, (world, settings) in enumerate(LAYOUTS):
         job, folder = small_job(tmp_path, BATCH, *settings), tmp_path / f"{world}"
         ranks.run(world, save_at, job, str(folder), 2)
-        for other, others in LAYOUTS:
+        for other, others in (LAYOUTS[number], LAYOUTS[number - 1]):
             again = small_job(tmp_path, BATCH, *others)
             whole[world, other] = ranks.run(other, go_on_at, again, str(folder), 3)[0]
     first = next(iter(whole.values()))

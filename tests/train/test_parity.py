@@ -14,9 +14,9 @@ from train.runs import Trained, small_job, train, worst_difference
 
 STEPS = 20
 BATCH = "data.batch_sequences=48"
-QUICK = [(2, 1), (3, 2), (4, 4), (1, 4)]
+QUICK = [(3, 2), (4, 4)]
 FULL = [(world, parts) for world in (1, 2, 3, 4) for parts in (1, 2, 4)]
-CASES = {"decoder": [*QUICK, (1, 2), (2, 2)], "llama": QUICK, "qwen2": QUICK, "gpt2": QUICK}
+CASES = {"decoder": [*QUICK, (1, 4), (2, 1)], "llama": QUICK, "qwen2": QUICK, "gpt2": QUICK}
 FEW_STEPS = 8
 FEW = [(2, 1), (3, 2)]
 OTHERS = ["bert", "t5", "classify", "adapters"]
