@@ -307,7 +307,7 @@ def verdict(pairs: dict[str, str]) -> str:
     for kind, word in (("equal", "are called equal"), ("wrong", "are **in the other order**")):
         if counts[kind]:
             told += f", {len(counts[kind])} {word} ({'; '.join(counts[kind])})"
-    return textwrap.fill(f"{told}.", 120)
+    return textwrap.fill(f"{told}.", 120, break_on_hyphens=False)
 
 
 def machine(options: argparse.Namespace) -> str:

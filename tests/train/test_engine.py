@@ -120,6 +120,21 @@ def test_the_parts_of_a_step_by_hand(ranks: Ranks) -> None:
     assert max(ranks.run(2, by_hand)) < 1e-12
 
 
+def uneven_at_stage_3(group: Group) -> str:
+    engine = motet.parallelize(tower(), "zero=3", loss=loss_sum, precision="fp64")
+    engine.step(data(0))
+    try:
+        engine.step(*[data(1)] * (1 + group.rank))
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_at_stage_3_ranks_have_equally_many_micro_batches(ranks: Ranks) -> None:
+    for said in ranks.run(2, uneven_at_stage_3):
+        assert said.startswith("step: a rank has 1 micro-batches and another 2; at stage 3")
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(InputError, match="layout 'zero=5': zero = 5 must be at most"):
         motet.parallelize(tower(), "zero=5")

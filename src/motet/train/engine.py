@@ -21,6 +21,7 @@ from motet.core.settings import Settings
 from motet.core.trace import span
 from motet.parallel.communication import CommunicationSettings, check_communication
 from motet.parallel.data import agree_on_buffers, agree_on_values, saved_buffers
+from motet.parallel.full import FullSpread
 from motet.parallel.group import Group
 from motet.parallel.layout import Layout, LayoutSettings, parse_layout, resolve_layout
 from motet.parallel.meetings import OuterSettings
@@ -166,9 +167,15 @@ class Engine:
 
     def _most(self, batches: int) -> int:
         """The most micro-batches of any rank: those that have fewer take part in the sums all the same."""
-        most = torch.tensor([batches], device=self.peers.device)
-        all_reduce(most, self.peers, op="max")
-        return max(1, int(most))
+        bounds = torch.tensor([batches, -batches], device=self.peers.device)
+        all_reduce(bounds, self.peers, op="max")
+        most, fewest = int(bounds[0]), -int(bounds[1])
+        if fewest < max(1, most) and isinstance(self.updater.spread, FullSpread):
+            raise InputError(
+                f"step: a rank has {fewest} micro-batches and another {most}; at stage 3 every rank runs "
+                "forward equally often, and at least once, so give all of them as many or use zero=2"
+            )
+        return max(1, most)
 
 
 def parallelize(  # noqa: PLR0913  # sections of a job, by name
