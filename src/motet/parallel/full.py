@@ -94,7 +94,9 @@ def kept(parameter: Tensor, values: Tensor | None = None) -> Piece:
     if not isinstance(parameter, DTensor):
         return Piece(parameter.shape, 0, parameter.detach() if values is None else values)
     shape, mesh = parameter.shape, parameter.device_mesh
-    first = min(mesh.get_local_rank() * ceil(shape[0] / mesh.size()), shape[0])
+    place = mesh.get_coordinate()  # never by its group, which may be one of these ranks that has ended: see _local
+    assert place is not None
+    first = min(place[0] * ceil(shape[0] / mesh.size()), shape[0])
     return Piece(shape, first * prod(shape[1:]), _local(parameter) if values is None else values)
 
 
