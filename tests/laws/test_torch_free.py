@@ -21,6 +21,7 @@ def name_of(path: Path) -> str:
 FILES = {name_of(path): path for path in sorted((SRC / "motet").rglob("*.py"))}
 
 
+@cache
 def imported(path: Path) -> set[str]:
     """Names of the modules that are imported when the file is: not those that a function imports when called."""
     found: set[str] = set()

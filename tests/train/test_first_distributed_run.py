@@ -19,7 +19,7 @@ from motet.monitor.events import read_steps
 from motet.parallel.place import Place
 from motet.train.job import load_job
 from namespaces import Host, missing, two_hosts
-from ranks import Ranks
+from ranks import Ranks, uncounted
 from train.runs import train
 
 PAGE = Path(__file__).parents[2] / "docs/guide/first-distributed-run.md"
@@ -57,7 +57,7 @@ def started(command: str, folder: Path, host: Host | None = None) -> "subprocess
     return subprocess.Popen(
         words if host is None else host.command(*words),
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**uncounted(), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -16,7 +16,7 @@ STEPS = 20
 BATCH = "data.batch_sequences=48"
 QUICK = [(3, 2), (4, 4)]
 FULL = [(world, parts) for world in (1, 2, 3, 4) for parts in (1, 2, 4)]
-CASES = {"decoder": [*QUICK, (1, 4), (2, 1)], "llama": QUICK, "qwen2": QUICK, "gpt2": QUICK}
+CASES = {"decoder": [*QUICK, (1, 4), (2, 1)], "llama": QUICK[:1], "qwen2": QUICK[1:], "gpt2": QUICK}
 FEW_STEPS = 8
 FEW = [(2, 1), (3, 2)]
 OTHERS = ["bert", "t5", "classify", "adapters"]

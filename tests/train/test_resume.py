@@ -73,7 +73,9 @@ def _kill_and_resume(ranks: Ranks, folder: Path, world: int, *changes: str) -> d
     return saved_tensors(cut)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(
+    "world", [pytest.param(2, marks=pytest.mark.proof), 3, pytest.param(4, marks=pytest.mark.proof)]
+)
 def test_killed_and_resumed_is_bit_for_bit_the_same(ranks: Ranks, tmp_path: Path, world: int) -> None:
     _kill_and_resume(ranks, tmp_path, world, "precision.recipe=bf16")
 

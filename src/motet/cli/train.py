@@ -4,6 +4,7 @@ import itertools
 import json as json_format
 import re
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 DEFAULT_JOB = "tiny"
 STDERR = 2
+
+# A launcher ends all ranks as soon as one has ended: the one that failed of itself is first given time to say why.
+CAUSE_SPEAKS_S = 2.0
 
 
 def train(  # noqa: PLR0913 - a command's options
@@ -135,6 +139,7 @@ def _tell_record(record: "Record", place: "Place") -> int:
     who = f"rank {place.rank} of {place.world}"
     if record.secondary:
         errors().print(f"{who} ends because another rank did: {record.sentence.splitlines()[0]}", highlight=False)
+        time.sleep(CAUSE_SPEAKS_S)
     elif record.sentence:
         errors().print("\n".join(filter(None, [f"{who} failed: {record.sentence}", record.traceback])), highlight=False)
     if record.sentence:
