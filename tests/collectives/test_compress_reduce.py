@@ -76,7 +76,7 @@ def check(text: str, shape: tuple[int, ...], dtype: torch.dtype, results: list[R
         assert (total.double() - exact).norm() <= LIMITS[codec.name] * exact.norm()
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.proof)])
 def test_nearly_the_sum(ranks: Ranks, world: int) -> None:
     cases = [(text, shape, dtype) for text in TEXTS for shape in SHAPES for dtype in DTYPES]
     results = ranks.run(world, reduce_all, cases)

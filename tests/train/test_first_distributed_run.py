@@ -6,7 +6,6 @@ is all rounding, such as that of a bias of keys, by its own size, so that roundi
 
 import contextlib
 import io
-import os
 import re
 import runpy
 import subprocess
