@@ -4,10 +4,8 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from motet.train.faults import StopFlag
 from motet.train.job import Job, builtin_jobs, load_job
 from ranks import Ranks
 from train.runs import same_bits, saved_tensors
+from waiting import free_port, until
 
 TEXT = Path(__file__).parent.parent / "data" / "small.txt"
 JOB = """
@@ -111,19 +110,6 @@ def refused(motet: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> Call
     """Run `motet train` where no process may be started."""
     monkeypatch.setattr(subprocess, "Popen", None)
     return lambda *arguments: motet("train", *arguments)
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
-def until(condition: Callable[[], object], limit_s: float = 60.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.02)
 
 
 def summary(folder: str) -> dict[str, Any]:
@@ -275,7 +261,7 @@ def test_under_torchrun_with_a_restart() -> None:
 
 def test_alone_under_torchrun(motet: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():
+    for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}.items():
         monkeypatch.setenv(name, value)
     done = motet("train", "small.toml", "run.stop_at=2")
     assert done.returncode == 0, done.stderr
@@ -288,7 +274,7 @@ def test_alone_under_torchrun(motet: Callable[..., Done], monkeypatch: pytest.Mo
 
 def test_under_slurm() -> None:
     job = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "2"}
-    job |= {"SLURM_NODEID": "0", "SLURM_NODELIST": "here", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    job |= {"SLURM_NODEID": "0", "SLURM_NODELIST": "here", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "-m", "motet", "train", "small.toml", "run.ranks=7"]
     ranks = [
         subprocess.Popen(

@@ -1,6 +1,5 @@
 """Starting, agreeing in and leaving groups of ranks, on real processes."""
 
-import socket
 from dataclasses import replace
 
 import pytest
@@ -12,12 +11,7 @@ from motet.parallel.group import Group, agree, answer, meeting, pick_device, sta
 from motet.parallel.place import ALONE, Place
 from motet.train.faults import guarded
 from ranks import Ranks
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from waiting import free_port
 
 
 def total(group: Group) -> float:

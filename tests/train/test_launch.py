@@ -13,6 +13,7 @@ import pytest
 
 from motet.train.launch import Ended, launch
 from standins import TESTS, launch_of
+from waiting import until
 
 
 def run(tmp_path: Path, work: str, *arguments: str, ranks: int = 2, restarts: int = 0) -> tuple[Ended, list[str]]:
@@ -23,13 +24,6 @@ def run(tmp_path: Path, work: str, *arguments: str, ranks: int = 2, restarts: in
 
 def pids(folder: Path, ranks: int = 2, attempt: int = 0) -> list[int]:
     return [int((folder / f"pid-{attempt}-{rank}").read_text()) for rank in range(ranks)]
-
-
-def until(condition: Callable[[], object], limit_s: float = 30.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.02)
 
 
 def test_ranks_finish_and_only_rank_0_is_heard(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
