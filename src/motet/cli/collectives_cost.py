@@ -119,11 +119,9 @@ def _sizes(collective: str, text: str | None) -> list[int]:
 
 def sized_cluster(source: str, ranks: int | None, hosts: int | None = None, dims: str | None = None) -> Cluster:
     """A preset or file with as many ranks as are asked for, or all that it has."""
-    from contextlib import suppress
-
     from motet.cli.amounts import parse_dims
     from motet.cluster.cluster import cluster_for_ranks
-    from motet.cluster.load import load_cluster
+    from motet.cluster.load import load_cluster, load_for_ranks
     from motet.cluster.topology import Torus
     from motet.core.errors import InputError
 
@@ -137,9 +135,8 @@ def sized_cluster(source: str, ranks: int | None, hosts: int | None = None, dims
         )
     if hosts is not None:
         found = load_cluster(source, hosts=hosts, dims=None if dims is None else parse_dims(dims))
-    elif ranks is not None and ranks > found.ranks and dims is None:
-        with suppress(InputError):  # of a cluster that cannot have more, the sentence below is the clearer one
-            found = load_cluster(source, hosts=-(-ranks // found.devices_per_host))
+    elif ranks is not None and dims is None:
+        return load_for_ranks(source, ranks)
     if ranks is None and found.ranks > MOST_RANKS:
         raise InputError(f"cluster {source} has {found.ranks} ranks; give --ranks, {MOST_RANKS} at most")
     return found if ranks is None else cluster_for_ranks(found, ranks)

@@ -1,12 +1,13 @@
 """Reads a `Cluster` from a TOML file or by the name of a preset, and says in a sentence what is wrong with it."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from motet.cluster.build import build_cluster
-from motet.cluster.cluster import Cluster
+from motet.cluster.cluster import Cluster, cluster_for_ranks
 from motet.cluster.settings import ClusterSettings
 from motet.core.errors import InputError
 from motet.core.reading import builtin_texts, read_toml, settings_from_tree
@@ -34,6 +35,15 @@ def load_cluster(
     sizes = {"hosts": hosts, "devices_per_host": devices_per_host}
     tree |= {key: value for key, value in sizes.items() if value is not None}
     return cluster_from_tree(tree, source)
+
+
+def load_for_ranks(source: str, ranks: int) -> Cluster:
+    """The first so many ranks of a file or preset, with more hosts if it has fewer and can have more."""
+    found = load_cluster(source)
+    if ranks > found.ranks:
+        with suppress(InputError):  # of a cluster that cannot have more, the sentence below is the clearer one
+            found = load_cluster(source, hosts=-(-ranks // found.devices_per_host))
+    return cluster_for_ranks(found, ranks)
 
 
 def cluster_from_tree(tree: dict[str, Any], source: str = "cluster") -> Cluster:

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import exp2, gcd, log2
 
 from motet.cluster.cluster import Cluster
 from motet.cluster.topology import Torus
-from motet.collectives.cost import WITHOUT_DATA, Cost, cost
+from motet.collectives.cost import WITHOUT_DATA, Cost, Sets, cost
 from motet.collectives.library import Algorithm, algorithms, find
 from motet.collectives.score import Program
 from motet.core.errors import InputError
@@ -39,13 +39,15 @@ def _written(value: object) -> str:
 
 
 @lru_cache(maxsize=64)
-def candidates(collective: str, cluster: Cluster, names: tuple[str, ...] | None = None) -> tuple[Candidate, ...]:
+def candidates(
+    collective: str, cluster: Cluster, names: tuple[str, ...] | None = None, sets: Sets | None = None
+) -> tuple[Candidate, ...]:
     """Every algorithm that takes so many ranks; hosts and dimensions are those of the cluster.
 
     Unless they are asked for by name, those are left out after which ranks would hold different bits: replicas that
-    differ drift apart.
+    differ drift apart. `sets`: those of the cluster's ranks that do it at once; all of them as one if not given.
     """
-    ranks = cluster.ranks
+    ranks = len(sets[0]) if sets else cluster.ranks
     if ranks < 2:
         raise InputError(f"cluster {cluster.name} has {ranks} rank; a collective needs at least 2")
     found = [find(collective, name) for name in names or algorithms(collective)]
@@ -54,23 +56,24 @@ def candidates(collective: str, cluster: Cluster, names: tuple[str, ...] | None 
             algorithm.refuse(ranks)
     else:
         found = [algorithm for algorithm in found if algorithm.takes(ranks) and algorithm.same_bits]
-        found = [algorithm for algorithm in found if len(algorithm.axes) < 2 or _only_free_grid(found, cluster)]
+        grid = () if sets else _grid(cluster)
+        found = [algorithm for algorithm in found if len(algorithm.axes) < 2 or _only_free_grid(found, grid)]
     return tuple(
-        Candidate(algorithm.name, options, program, cost(program, cluster))
+        Candidate(algorithm.name, options, program, cost(program, cluster, sets))
         for algorithm in found
-        for options in _settled(algorithm, cluster)
+        for options in _settled(algorithm, cluster, sets)
         for program in [algorithm.build(ranks, **dict(options))]
     )
 
 
-def _settled(algorithm: Algorithm, cluster: Cluster) -> list[tuple[tuple[str, object], ...]]:
+def _settled(algorithm: Algorithm, cluster: Cluster, sets: Sets | None) -> list[tuple[tuple[str, object], ...]]:
     """The options worth trying."""
     if "pieces" in algorithm.options:
         return [(("pieces", pieces),) for pieces in PIECES]
-    hosts = even_hosts(cluster)
+    hosts = even_hosts(cluster, sets)
     if "hosts" in algorithm.options and hosts:
         return [(("hosts", hosts),)]
-    dims = _grid(cluster)
+    dims = () if sets else _grid(cluster)
     return [(("dims", dims),)] if len(dims) in algorithm.axes else [()]
 
 
@@ -82,28 +85,37 @@ def _grid(cluster: Cluster) -> tuple[int, ...]:
     return tuple(length for length in network.dims if length > 1)
 
 
-def _only_free_grid(among: Sequence[Algorithm], cluster: Cluster) -> bool:
+def _only_free_grid(among: Sequence[Algorithm], grid: tuple[int, ...]) -> bool:
     """Whether a grid of so many dimensions is only for the algorithm that takes any number of them. One is a ring."""
-    axes = len(_grid(cluster))
+    axes = len(grid)
     return axes > 1 and sum(axes in algorithm.axes for algorithm in among) == 1
 
 
-def even_hosts(cluster: Cluster) -> int | None:
-    """Into how many groups of one size the ranks fall, none of which is on two hosts; None on one host, or if each is
-    alone.
+def even_hosts(cluster: Cluster, sets: Sets | None = None) -> int | None:
+    """Into how many groups of one size the ranks of a set fall, none of which is on two hosts; None on one host, or if
+    each is alone.
 
     These are the hosts where all are full. Of 8 and 4 ranks on two hosts there are three groups, since two of 6 would
     have ranks of both hosts in one.
     """
-    groups = cluster.ranks // gcd(cluster.ranks, cluster.devices_per_host)
-    return groups if cluster.hosts > 1 and groups < cluster.ranks else None
+    sets = sets or (tuple(range(cluster.ranks)),)
+    stays = [len(list(stay)) for one in sets for _, stay in groupby(one, lambda rank: rank // cluster.devices_per_host)]
+    ranks = len(sets[0])
+    groups = ranks // gcd(*stays)
+    return groups if 1 < groups < ranks else None
 
 
-def cheapest(collective: str, size: float, cluster: Cluster, names: tuple[str, ...] | None = None) -> Candidate:
+def cheapest(
+    collective: str,
+    size: float,
+    cluster: Cluster,
+    names: tuple[str, ...] | None = None,
+    sets: Sets | None = None,
+) -> Candidate:
     """What `auto` picks for a message of so many bytes."""
     if size <= 0 and collective not in WITHOUT_DATA:
         raise InputError(f"a message of {size} bytes: give more than 0")
-    return _first(candidates(collective, cluster, names), size)
+    return _first(candidates(collective, cluster, names, sets), size)
 
 
 def _first(among: Sequence[Candidate], size: float) -> Candidate:

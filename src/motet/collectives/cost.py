@@ -59,28 +59,36 @@ class Cost:
         return Counter(self.steps)
 
 
-def cost(program: Program, cluster: Cluster) -> Cost:
-    """Rank i of the Program is the i-th of the cluster."""
-    if program.ranks > cluster.ranks:
+Sets = tuple[tuple[int, ...], ...]
+"""Equally many ranks of a cluster in each; no rank is in two."""
+
+
+def cost(program: Program, cluster: Cluster, sets: Sets | None = None) -> Cost:
+    """Of sets of ranks that all play it at once: rank i of the Program is the i-th of each; of the cluster, if not
+    given."""
+    sets = sets or (tuple(range(program.ranks)),)
+    if max(map(max, sets)) >= cluster.ranks:
         raise InputError(
             f"{program} does not fit on cluster {cluster.name}, which has {cluster.ranks} ranks; give it more hosts"
         )
     crossing = _Crossing(program.whole, cluster)
-    return Cost(tuple(crossing.step(_moved(program, step)) for step in program.steps if step))
+    return Cost(tuple(crossing.step(_moved(program, step, sets)) for step in program.steps if step))
 
 
 _Moved = tuple[tuple[int, int, int, int], ...]
 """What a step moves: (src, dst, relative size, how much of it is added). Many steps move alike, with other chunks."""
 
 
-def _moved(program: Program, step: Step) -> _Moved:
+def _moved(program: Program, step: Step, sets: Sets) -> _Moved:
     weights: dict[tuple[int, int], list[int]] = {}
     for t in step:
         both = weights.setdefault((t.src, t.dst), [0, 0])
         weight = program.weight(t)
         both[0] += weight
         both[1] += weight if t.op == "reduce" else 0
-    return tuple(sorted((src, dst, weight, added) for (src, dst), (weight, added) in weights.items()))
+    return tuple(
+        sorted((one[src], one[dst], weight, added) for (src, dst), (weight, added) in weights.items() for one in sets)
+    )
 
 
 class _Crossing:

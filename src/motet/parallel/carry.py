@@ -24,6 +24,7 @@ from motet.parallel.group import Group
 from motet.parallel.layout import Layout
 from motet.parallel.matrices import Matrix, Sums
 from motet.parallel.mesh import Mesh
+from motet.parallel.routes import Over, Routes
 from motet.parallel.spread import Piece
 
 
@@ -131,6 +132,7 @@ class Carry:
         """`over_replicas`: those of each shard."""
         self.mesh = mesh
         self.settings = settings
+        self._routes = Routes(settings, layout)
         how = compression(settings, layout)
         shard, fed, again = mesh.shards.rank, how.feeds_back_shards, how.feeds_back_replicas
         self._over_shards = Coded(how.shards, mesh.shards, [over_shards], 0, fed) if how.shards else None
@@ -159,7 +161,8 @@ class Carry:
     def reduce_scatter(self, number: int, shard: Tensor, whole: Tensor) -> Work:
         """Over the ranks that share a copy. `whole` is free to be overwritten."""
         if self._over_shards is None or self._is_warming_up:
-            return execute.reduce_scatter(shard, whole, self.mesh.shards, **self._call(self.settings.reduce_scatter))
+            call = self._call("reduce-scatter", "shards", whole)
+            return execute.reduce_scatter(shard, whole, self.mesh.shards, **call)
         seed = self._seed(number, "shards", self._part)
         if self.mesh.near and self.mesh.far and isinstance(self._over_shards.codec, Blockwise):
             mesh = self.mesh.near, self.mesh.far
@@ -169,7 +172,7 @@ class Carry:
     def all_reduce(self, number: int, shard: Tensor) -> Work:
         """Over the replicas."""
         if self._over_replicas is None or self._is_warming_up:
-            return execute.all_reduce(shard, self.mesh.replicas, **self._call(self.settings.all_reduce))
+            return execute.all_reduce(shard, self.mesh.replicas, **self._call("all-reduce", "replicas", shard))
         seed = self._seed(number, "replicas", self._part)
         return self._start(partial(self._over_replicas.all_reduce, number, shard, seed, self._dense))
 
@@ -178,19 +181,18 @@ class Carry:
 
         `near`: over the neighbours that share a second copy, which went through the codec when it was made.
         """
-        call = self._call(self.settings.all_gather)
         if near:
             assert self.mesh.near is not None
-            return execute.all_gather(whole, own, self.mesh.near, **call)
+            return execute.all_gather(whole, own, self.mesh.near, **self._call("all-gather", "near", whole))
         if self._parameters is None or not own.is_floating_point():
-            return execute.all_gather(whole, own, self.mesh.shards, **call)
+            return execute.all_gather(whole, own, self.mesh.shards, **self._call("all-gather", "shards", whole))
         seed = self._seed(number, "gather", self.mesh.shards.rank)
         with _as_it_is():
             message = encode(self._parameters, own, seed)
             arrived = message.new_empty(self.mesh.shards.world, message.numel())
-        return _Arriving(
-            execute.all_gather(arrived, message, self.mesh.shards, **call), arrived, whole, self._parameters
-        )
+        call = self._call("all-gather", "shards", arrived)
+        work = execute.all_gather(arrived, message, self.mesh.shards, **call)
+        return _Arriving(work, arrived, whole, self._parameters)
 
     def state(self) -> dict[str, Piece | Tensor]:
         """What only ranks and buckets like these can go on with: a row for each rank. Read and written as views."""
@@ -211,10 +213,16 @@ class Carry:
         return derive_seed(int(self._steps), *words)
 
     def _dense(self, tensor: Tensor, ranks: execute.Ranks) -> None:
-        execute.all_reduce(tensor, ranks, algorithm=_named(self.settings.all_reduce), check=self._checks)
+        over: Over = "replicas" if ranks is self.mesh.replicas else "shards"
+        call = self._call("all-reduce", over, tensor)
+        execute.all_reduce(tensor, ranks, **(call | {"async_op": False}))
 
-    def _call(self, algorithm: str) -> Call:
-        return {"async_op": True, "algorithm": _named(algorithm), "check": self._checks}
+    def _call(self, collective: str, over: Over, whole: Tensor) -> Call:
+        return {
+            "async_op": True,
+            "algorithm": self._routes.program(collective, over, whole.nbytes),
+            "check": self._checks,
+        }
 
     def _start(self, task: Callable[[], None]) -> Work:
         task = partial(_do_as_it_is, task)
@@ -291,7 +299,3 @@ def _bases(codec: Codec, sums: Sums) -> list[list[tuple[int, int]]]:
         [(p.columns, min(codec.rank, p.rows, p.columns)) if isinstance(p, Matrix) else (0, 0) for p in parts]
         for parts in (one.cut(codec, sums.dtype) for one in sums.each)
     ]
-
-
-def _named(algorithm: str) -> str | None:
-    return None if algorithm == "backend" else algorithm

@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from motet.cluster.cluster import Cluster
+from motet.cluster.load import load_for_ranks
 from motet.collectives.compress import CODECS, Blockwise, Codec, RandomK, parse
 from motet.collectives.library import find
 from motet.core.errors import InputError
@@ -12,6 +14,9 @@ from motet.core.settings import Settings
 from motet.parallel.layout import Layout
 
 Mebibytes = Annotated[float, Field(gt=0, le=2**20)]
+
+
+BACKEND, AUTO = "backend", "auto"
 
 
 class CommunicationSettings(Settings):
@@ -24,12 +29,16 @@ class CommunicationSettings(Settings):
     """Gradients that travel together, in MiB; a larger parameter has a bucket to itself."""
     first_bucket_mib: Mebibytes = 1.0
     """The same for the bucket that is complete first, so that sending begins early."""
-    all_reduce: str = "backend"
-    """`backend` leaves the choice to the backend; a name of `motet collectives list all-reduce` is carried out."""
-    reduce_scatter: str = "backend"
+    all_reduce: str = BACKEND
+    """`backend` leaves the choice to the backend; a name of `motet collectives list all-reduce` is carried out; `auto`
+    carries out what is cheapest on `cluster` for each size."""
+    reduce_scatter: str = BACKEND
     """The same for reduce-scatter."""
-    all_gather: str = "backend"
+    all_gather: str = BACKEND
     """The same for all-gather."""
+    cluster: str | None = None
+    """The network that `auto` looks at, and that says which ranks share a host: a TOML file, or a preset of
+    `motet cluster list`."""
     compress_gradients: str | None = None
     """A codec for sums of gradients, such as `int8` or `topk:keep=0.01`; as they are when not given."""
     compress_parameters: str | None = None
@@ -41,6 +50,19 @@ class CommunicationSettings(Settings):
     error_feedback: bool | None = None
     """Give what compression lost of a gradient again in the next step. It is done when not given, except over the
     ranks that share the parameters of stage 3, where nothing is kept."""
+
+    def algorithm(self, collective: str) -> str:
+        """`all-reduce` and so on, as the settings say."""
+        names = {"all-reduce": self.all_reduce, "reduce-scatter": self.reduce_scatter, "all-gather": self.all_gather}
+        return names[collective]
+
+
+def cluster_of(source: str, ranks: int) -> Cluster:
+    """The first so many ranks of `communication.cluster`, with more hosts if it has fewer."""
+    try:
+        return load_for_ranks(source, ranks)
+    except InputError as error:
+        raise InputError(f"communication.cluster = {source!r}: {error}") from None
 
 
 def defers(settings: CommunicationSettings, layout: Layout) -> bool:
@@ -82,6 +104,7 @@ def compression(settings: CommunicationSettings, layout: Layout) -> Compression:
 def check_communication(settings: CommunicationSettings, layout: Layout) -> None:
     """Refuse algorithms and codecs that do not exist, or do not do for the ranks that they are to join."""
     _check_codecs(settings, layout)
+    _check_cluster(settings, layout)
     over_shards = compression(settings, layout).shards
     if defers(settings, layout) and settings.compress_gradients is not None:
         raise InputError(
@@ -98,7 +121,7 @@ def check_communication(settings: CommunicationSettings, layout: Layout) -> None
         ("reduce-scatter", settings.reduce_scatter, [shards]),
         ("all-gather", settings.all_gather, gathers),
     ):
-        if name == "backend":
+        if name in (BACKEND, AUTO):
             continue
         key = f"communication.{collective.replace('-', '_')}"
         try:
@@ -113,6 +136,24 @@ def check_communication(settings: CommunicationSettings, layout: Layout) -> None
                 f"{key} = {name!r} adds in another order on each rank, so that replicas would drift apart; "
                 "take one that `motet collectives list` marks as giving all ranks the same bits"
             )
+
+
+def _check_cluster(settings: CommunicationSettings, layout: Layout) -> None:
+    chosen = {field: getattr(settings, field) for field in ("all_reduce", "reduce_scatter", "all_gather")}
+    if settings.cluster is None:
+        for field, name in chosen.items():
+            if name == AUTO:
+                raise InputError(
+                    f"communication.{field} = 'auto' takes what is cheapest on a network that is not given; set "
+                    "communication.cluster to a TOML file or a preset such as dgx-h100, or leave it to the backend"
+                )
+    elif set(chosen.values()) == {BACKEND}:
+        raise InputError(
+            f"communication.cluster = {settings.cluster!r} has no effect where the backend chooses; leave it out, or "
+            "set communication.all_reduce, reduce_scatter or all_gather to 'auto' or the name of an algorithm"
+        )
+    else:
+        cluster_of(settings.cluster, layout.dp)
 
 
 _BLOCKWISE = ", ".join(name for name, kind in CODECS.items() if issubclass(kind, Blockwise))

@@ -17,6 +17,7 @@ from motet.core.seeds import derive_seed
 from motet.parallel.communication import CommunicationSettings, compression
 from motet.parallel.group import Group
 from motet.parallel.layout import Layout
+from motet.parallel.routes import Routes
 
 
 class Differences:
@@ -34,7 +35,7 @@ class Differences:
             )
         self._codec = how.replicas
         self._after = settings.compress_after
-        self._algorithm = None if settings.all_reduce == "backend" else settings.all_reduce
+        self._routes = Routes(settings, layout)
         self._replicas = replicas
         self._checks = True
         self.errors = [torch.zeros_like(wide(t)) for t in like] if how.feeds_back_replicas else []
@@ -44,7 +45,8 @@ class Differences:
 
     def start(self, number: int, tensor: Tensor, step: int) -> Work:
         """Sum in place, in the course of what comes. Every rank starts the same ones in one order."""
-        call: Call = {"async_op": True, "algorithm": self._algorithm, "check": self._checks}
+        algorithm = self._routes.program("all-reduce", "replicas", tensor.nbytes)
+        call: Call = {"async_op": True, "algorithm": algorithm, "check": self._checks}
         self._checks = False
         if not tensor.numel():
             return Done()

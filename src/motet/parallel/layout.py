@@ -9,6 +9,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from motet.collectives.cost import Sets
 from motet.core.errors import InputError
 from motet.core.reading import settings_from_tree
 from motet.core.settings import Settings
@@ -55,8 +56,32 @@ class Layout:
     def ranks(self) -> int:
         return self.dp
 
+    @property
+    def rows(self) -> Sets:
+        """The ranks that share a copy: neighbours."""
+        return _runs(range(self.dp), self.shards)
+
+    @property
+    def columns(self) -> Sets:
+        """The ranks that hold the same shard."""
+        return tuple(tuple(range(first, self.dp, self.shards)) for first in range(self.shards))
+
+    @property
+    def near(self) -> Sets:
+        """The ranks that share a second copy; none if there is none."""
+        return _runs(range(self.dp), self.secondary) if self.secondary else ()
+
+    @property
+    def far(self) -> Sets:
+        """Of those that share a copy, the ranks that hold the same part of a second one."""
+        return tuple(row[place :: self.secondary] for row in self.rows for place in range(self.secondary or 0))
+
     def rows_per_microbatch(self, batch_sequences: int) -> int:
         return batch_sequences // (self.dp * self.microbatches)
+
+
+def _runs(ranks: range, length: int) -> Sets:
+    return tuple(tuple(ranks[first : first + length]) for first in range(0, len(ranks), length))
 
 
 def resolve_layout(settings: LayoutSettings, ranks: int, batch_sequences: int) -> Layout:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
+from motet.collectives.cost import Sets
 from motet.core.errors import InputError
 from motet.parallel.group import Group
 from motet.parallel.layout import Layout
@@ -25,10 +26,7 @@ class Mesh:
 
 def make_mesh(group: Group, layout: Layout) -> Mesh:
     """Called by every rank of the group. The parts end with it."""
-    size, world = layout.shards, group.world
-    rows = [list(range(first, first + size)) for first in range(0, world, size)]
-    columns = [list(range(first, world, size)) for first in range(size)]
-    shards, replicas = _mine(group, rows), _mine(group, columns)
+    shards, replicas = _mine(group, layout.rows), _mine(group, layout.columns)
     near = layout.secondary
     if near is None:
         return Mesh(shards, replicas)
@@ -36,18 +34,16 @@ def make_mesh(group: Group, layout: Layout) -> Mesh:
         raise InputError(
             f"layout.secondary_group = {near} cannot be had where replicas train apart; leave it out, or outer.every"
         )
-    neighbours = [row[first : first + near] for row in rows for first in range(0, size, near)]
-    alike = [row[place::near] for row in rows for place in range(near)]
-    return Mesh(shards, replicas, _mine(group, neighbours), _mine(group, alike))
+    return Mesh(shards, replicas, _mine(group, layout.near), _mine(group, layout.far))
 
 
-def _mine(group: Group, sets: list[list[int]]) -> Group:
+def _mine(group: Group, sets: Sets) -> Group:
     """This rank's part of the group. Every rank makes every part, in one order."""
     if len(sets) == 1:
         return group
     if len(sets[0]) == 1:
         return Group(0, 1, None, group.device)
-    made = [dist.new_group(ranks) for ranks in sets]
+    made = [dist.new_group(list(ranks)) for ranks in sets]
     number = next(number for number, ranks in enumerate(sets) if group.rank in ranks)
     ranks = sets[number]
     return replace(group, rank=ranks.index(group.rank), world=len(ranks), process_group=made[number])

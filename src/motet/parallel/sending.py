@@ -3,32 +3,29 @@
 from dataclasses import dataclass
 
 from motet.collectives.compress import SCALE_BYTES, Blockwise, Codec, PowerSGD, all_reduce_traffic
-from motet.collectives.library import program
 from motet.collectives.lower import elements_sent
 from motet.core.dtypes import DTYPE_BYTES
-from motet.parallel.communication import CommunicationSettings
+from motet.core.errors import InputError
 from motet.parallel.matrices import Matrix, Sum
+from motet.parallel.routes import Over, Routes
 
 
 @dataclass(frozen=True)
 class Sender:
     """One rank of those that share a copy, and of its replicas."""
 
-    settings: CommunicationSettings
-    shards: int
-    replicas: int
+    routes: Routes
     secondary: int | None
+    """Neighbours that share a second copy."""
     rank: int
 
     def scattered(self, one: Sum, dtype: str, codec: Codec | None = None) -> int:
         """Over the ranks that share a copy."""
-        shards, width = self.shards, DTYPE_BYTES[dtype]
+        shards, width = self.routes.ranks("shards"), DTYPE_BYTES[dtype]
         if codec is None or shards == 1:
-            return width * _elements(
-                "reduce-scatter", self.settings.reduce_scatter, shards, self.rank % shards, one.numel
-            )
+            return self._sent("reduce-scatter", "shards", one.numel, width)
         if not isinstance(codec, Blockwise):
-            return self._coded(one, dtype, codec, shards, self.rank % shards)
+            return self._coded(one, dtype, codec, "shards")
         part, near = one.numel // shards, self.secondary
         if near is None:
             return (shards - 1) * codec.wire_bytes([part], dtype)
@@ -37,25 +34,22 @@ class Sender:
 
     def summed(self, one: Sum, dtype: str, codec: Codec | None = None) -> int:
         """Over the replicas."""
-        replicas, me = self.replicas, self.rank // self.shards
-        if codec is None or replicas == 1:
-            return DTYPE_BYTES[dtype] * self._all_reduced(one.numel, replicas, me)
-        return self._coded(one, dtype, codec, replicas, me)
+        if codec is None or self.routes.ranks("replicas") == 1:
+            return self._sent("all-reduce", "replicas", one.numel, DTYPE_BYTES[dtype])
+        return self._coded(one, dtype, codec, "replicas")
 
     def gathered(self, whole: int, dtype: str, codec: Blockwise | None = None) -> int:
         """From the ranks that share a copy, so many elements."""
-        shards = self.shards
-        width, count = (
-            (DTYPE_BYTES[dtype], whole) if codec is None else (1, shards * codec.wire_bytes([whole // shards], dtype))
-        )
-        return width * _elements("all-gather", self.settings.all_gather, shards, self.rank % shards, count)
+        if codec is None:
+            return self._sent("all-gather", "shards", whole, DTYPE_BYTES[dtype])
+        shards = self.routes.ranks("shards")
+        return self._sent("all-gather", "shards", shards * codec.wire_bytes([whole // shards], dtype), 1)
 
     def gathered_near(self, whole: int, dtype: str) -> int:
         """From the neighbours that share a second copy."""
-        near = self.secondary or 1
-        return DTYPE_BYTES[dtype] * _elements("all-gather", self.settings.all_gather, near, self.rank % near, whole)
+        return self._sent("all-gather", "near", whole, DTYPE_BYTES[dtype])
 
-    def _coded(self, one: Sum, dtype: str, codec: Codec, ranks: int, me: int) -> int:
+    def _coded(self, one: Sum, dtype: str, codec: Codec, over: Over) -> int:
         """A compressed all-reduce. Where ranks add as they go, what they add travels as the settings say."""
         width = DTYPE_BYTES[dtype]
         if isinstance(codec, PowerSGD):
@@ -63,15 +57,18 @@ class Sender:
             ranked = [(m.rows, m.columns, min(codec.rank, m.rows, m.columns)) for m in matrices]
             left, right = (sum(size[side] * size[2] for size in ranked) for side in (0, 1))
             rest = one.numel - sum(rows * columns for rows, columns, _ in ranked)
-            factors = sum(self._all_reduced(count, ranks, me) for count in (left, right))
-            return SCALE_BYTES * factors + width * self._all_reduced(rest, ranks, me)
-        sent = all_reduce_traffic(codec, [one.numel], dtype, ranks)
+            factors = sum(self._sent("all-reduce", over, count, SCALE_BYTES) for count in (left, right))
+            return factors + self._sent("all-reduce", over, rest, width)
+        sent = all_reduce_traffic(codec, [one.numel], dtype, self.routes.ranks(over))
         added = sent.pop("all_reduce_bytes", 0) // width
-        return sum(sent.values()) + width * self._all_reduced(added, ranks, me)
+        return sum(sent.values()) + self._sent("all-reduce", over, added, width)
 
-    def _all_reduced(self, count: int, ranks: int, me: int) -> int:
-        return _elements("all-reduce", self.settings.all_reduce, ranks, me, count)
-
-
-def _elements(collective: str, algorithm: str, ranks: int, me: int, count: int) -> int:
-    return 0 if ranks == 1 or count == 0 else elements_sent(program(collective, algorithm, ranks), me, count)
+    def _sent(self, collective: str, over: Over, count: int, width: int) -> int:
+        """Bytes, of a whole of so many elements of this width."""
+        if self.routes.ranks(over) == 1 or count == 0:
+            return 0
+        found = self.routes.program(collective, over, width * count)
+        if found is None:
+            key = f"communication.{collective.replace('-', '_')}"
+            raise InputError(f"{key} = 'backend': how much a backend sends is not known; name an algorithm, or 'auto'")
+        return width * elements_sent(found, self.routes.number(over, self.rank), count)

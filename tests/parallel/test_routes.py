@@ -1,0 +1,103 @@
+"""Algorithms by name or by what they cost on a cluster, for the ranks that a layout joins."""
+
+from pathlib import Path
+
+import pytest
+
+from motet.cluster.load import load_for_ranks
+from motet.collectives.choose import cheapest, even_hosts
+from motet.collectives.cost import cost
+from motet.collectives.library import program
+from motet.collectives.score import Program
+from motet.core.errors import InputError
+from motet.parallel.communication import CommunicationSettings, check_communication
+from motet.parallel.layout import Layout
+from motet.parallel.routes import Over, Routes
+from parallel.counting import count_bytes
+from ranks import Ranks
+from train.runs import small_job, train, worst_difference
+
+SLOW = "two-hosts-200mbit"
+AUTO = CommunicationSettings(all_reduce="auto", reduce_scatter="auto", all_gather="auto", cluster=SLOW)
+MIB = 2**20
+
+
+def crossing(found: Program, members: tuple[int, ...], per_host: int) -> int:
+    """Parts of the message that travel between hosts."""
+    host = [rank // per_host for rank in members]
+    return sum(found.weight(t) for step in found.steps for t in step if host[t.src] != host[t.dst])
+
+
+def test_across_slow_links_as_little_is_sent_as_can_be() -> None:
+    for hosts in (2, 4):
+        routes = Routes(AUTO, Layout(2 * hosts, 1))
+        found = routes.program("all-reduce", "replicas", 16 * MIB)
+        assert found is not None
+        least = 2 * (hosts - 1) * found.whole  # every host's sum out once and in once
+        assert crossing(found, tuple(range(2 * hosts)), 2) == least
+        ring = program("all-reduce", "ring", 2 * hosts)
+        assert crossing(ring, tuple(range(2 * hosts)), 2) / ring.whole > least / found.whole
+
+
+def test_a_name_has_the_hosts_of_the_cluster() -> None:
+    """8 ranks on 4 hosts: without a cluster nobody can know that there are not 2."""
+    for collective, field in (("all-reduce", "all_reduce"), ("all-gather", "all_gather")):
+        layout = Layout(8, 1, 1, 8) if field == "all_gather" else Layout(8, 1)
+        over: Over = "shards" if field == "all_gather" else "replicas"
+        named = CommunicationSettings.model_validate({field: "hierarchical"})
+        on = named.model_copy(update={"cluster": SLOW})
+        assert Routes(named, layout).program(collective, over, MIB) == program(collective, "hierarchical", 8)
+        assert Routes(on, layout).program(collective, over, MIB) == program(collective, "hierarchical", 8, hosts=4)
+
+
+def test_what_all_sets_do_at_once_shares_their_links() -> None:
+    """Two rails of two ranks over one cable take twice as long as one of them."""
+    cluster = load_for_ranks(SLOW, 4)
+    ring = program("all-reduce", "ring", 2)
+    one, both = (float(cost(ring, cluster, sets).seconds(64 * MIB)) for sets in (((0, 2),), ((0, 2), (1, 3))))
+    assert both == pytest.approx(2 * one, rel=0.01)
+    assert cost(ring, cluster, ((0, 1),)) == cost(ring, load_for_ranks(SLOW, 2))
+    inside, across = ((0, 1), (2, 3)), ((0, 2), (1, 3))
+    assert (even_hosts(cluster), even_hosts(cluster, inside), even_hosts(cluster, across)) == (2, None, None)
+    assert float(cheapest("all-reduce", MIB, cluster, sets=inside).cost.seconds(MIB)) < one
+
+
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [
+        (4, ["layout.zero=0", "communication.overlap=forward"]),
+        (4, ["layout.zero=2", "layout.shard_group=2", "layout.microbatches=3"]),
+        (4, ["layout.zero=3", "layout.shard_group=2"]),
+        (3, ["layout.zero=1", "communication.compress_gradients=powersgd:rank=2"]),
+    ],
+)
+def test_it_computes_the_same_and_sends_what_is_promised(
+    ranks: Ranks, tmp_path: Path, world: int, settings: list[str]
+) -> None:
+    fields = ("all_reduce", "reduce_scatter", "all_gather")
+    auto = [f"communication.cluster={SLOW}", *(f"communication.{field}=auto" for field in fields)]
+    buckets = () if "layout.zero=3" in settings else ("communication.bucket_mib=0.02",)
+    job = small_job(tmp_path, "data.batch_sequences=48", *settings, *auto, *buckets)
+    for sent, promised, _, _ in ranks.run(world, count_bytes, job):
+        assert sent == promised > 0
+    if "powersgd" not in settings[-1]:
+        wanted = ranks.run(1, train, small_job(tmp_path, "data.batch_sequences=48"), 3)[0]
+        for trained in ranks.run(world, train, job, 3):
+            assert worst_difference(trained, wanted) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"all_gather": "auto"}, "communication.all_gather = 'auto' takes what is cheapest on a network that is not"),
+        ({"cluster": SLOW}, "communication.cluster = 'two-hosts-200mbit' has no effect where the backend chooses"),
+        ({"cluster": "moon", "all_reduce": "auto"}, "communication.cluster = 'moon': .*moon"),
+        (
+            {"cluster": "tpu-v4", "all_reduce": "auto"},
+            "communication.cluster = 'tpu-v4': cluster tpu-v4 has 64 ranks, not",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(given: dict[str, str], sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        check_communication(CommunicationSettings.model_validate(given), Layout(5000, 1))
