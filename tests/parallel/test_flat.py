@@ -22,7 +22,7 @@ from motet.train.optimizer import Updater, make_updater
 from motet.train.settings import OptimizerSettings
 from parallel.counting import count_bytes
 from ranks import Ranks
-from train.runs import Trained, small_job, train, worst_difference
+from train.runs import Trained, parameters_and_gradients, small_job, train, worst_difference
 
 STEPS = 10
 BATCH = "data.batch_sequences=48"
@@ -203,8 +203,7 @@ def go_on_at(group: Group, job: Job, folder: str, steps: int) -> Trained:
             result = stepper.step(step, 0.003)
             losses.append(result.loss)
             norms.append(result.grad_norm)
-        parameters = {n: p.detach().clone() for n, p in parts.model.module.named_parameters()}
-    return Trained(losses, norms, parameters, 0.003 * (done + steps))
+        return Trained(losses, norms, *parameters_and_gradients(parts), 0.003 * (done + steps))
 
 
 LAYOUTS = [(1, []), (3, ["layout.zero=2", *SMALL_BUCKETS]), (4, ["layout.zero=1", "layout.shard_group=2"])]

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from motet.checkpoint.load import load_checkpoint
 from motet.checkpoint.manifest import read_manifest
 from motet.collectives.execute import all_reduce
 from motet.parallel.full import kept
 from motet.parallel.group import Group
-from motet.train.assemble import build_parts, numerics
+from motet.parallel.spread import Piece
+from motet.train.assemble import Parts, build_parts, numerics
 from motet.train.job import Job, load_job
 from motet.train.schedule import learning_rate_factor
 from motet.train.state import newest_checkpoint
@@ -85,6 +85,8 @@ class Trained:
     losses: list[float]
     norms: list[float]
     parameters: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+    """Of the last step, as the optimizer gets them."""
     rates: float
     """The sum of the learning rates."""
 
@@ -101,16 +103,23 @@ def train(group: Group, job: Job, steps: int | None = None) -> Trained:
             losses.append(result.loss)
             norms.append(result.grad_norm)
             rates += rate
-        parts.updater.spread.settle()
-        counts = parts.updater.spread.counts
-        parameters = {n: _whole(p, group, counts) for n, p in parts.model.module.named_parameters()}
-    return Trained(losses, norms, parameters, rates)
+        return Trained(losses, norms, *parameters_and_gradients(parts), rates)
 
 
-def _whole(parameter: torch.Tensor, group: Group, counts: bool) -> torch.Tensor:
-    """A parameter of which this rank may have a part; `counts`: nobody else gives the same part."""
-    piece = kept(parameter)
-    if not isinstance(parameter, DTensor):
+def parameters_and_gradients(parts: Parts) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """As they are after a step, put together from what ranks have of them."""
+    spread, group = parts.updater.spread, parts.group
+    spread.settle()
+    parameters = {n: _whole(kept(p), group, spread.counts) for n, p in parts.model.module.named_parameters()}
+    gradients = {n: _whole(piece, group, spread.counts) for n, piece in spread.pieces(spread.gradients()).items()}
+    return parameters, gradients
+
+
+def _whole(piece: Piece, group: Group, counts: bool) -> torch.Tensor:
+    """What this rank may have a part of; `counts`: nobody else gives the same part."""
+    everywhere = torch.tensor(int(piece.values.numel() == piece.shape.numel()))
+    all_reduce(everywhere, group, op="min")
+    if everywhere:
         return piece.values.cpu().clone().view(piece.shape)
     whole = piece.values.new_zeros(piece.shape.numel())
     if counts:
@@ -120,13 +129,23 @@ def _whole(parameter: torch.Tensor, group: Group, counts: bool) -> torch.Tensor:
 
 
 def worst_difference(a: Trained, b: Trained) -> float:
-    """The largest relative difference of losses, norms and parameters; |p| counts at least as what updates could do."""
+    """The largest relative difference of losses, norms, gradients and parameters.
+
+    |p| counts at least as what updates could do, and |g| as its share of the norm of all gradients.
+    """
     scalars = [
         abs(x - y) / abs(y) for x, y in [*zip(a.losses, b.losses, strict=True), *zip(a.norms, b.norms, strict=True)]
     ]
     tensors: list[float] = [
         ((a.parameters[n] - p).double().norm() / max(p.double().norm().item(), b.rates * p.numel() ** 0.5)).item()
         for n, p in b.parameters.items()
+    ]
+    assert a.gradients.keys() == b.gradients.keys()
+    total = sum(g.double().norm().item() ** 2 for g in b.gradients.values()) ** 0.5
+    each = total / sum(g.numel() for g in b.gradients.values()) ** 0.5
+    tensors += [
+        ((a.gradients[n] - g).double().norm() / max(g.double().norm().item(), each * g.numel() ** 0.5)).item()
+        for n, g in b.gradients.items()
     ]
     return max(scalars + tensors)
 
