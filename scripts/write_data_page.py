@@ -21,7 +21,7 @@ MATRICES, NUMEL, ROWS = 16, 2**20, 1024
 
 def tables() -> dict[str, str]:
     """Name of a place on the page -> its table."""
-    return {"traffic": traffic_table(), "memory": memory_table()}
+    return {"traffic": traffic_table(), "quantised": quantised_table(), "memory": memory_table()}
 
 
 STAGES: dict[str, tuple[int, bool, int]] = {
@@ -54,11 +54,35 @@ def _portions(layout: Layout) -> Portions:
     return Portions(cut_buckets({f"w{i}": (0, NUMEL) for i in range(MATRICES)}, layout.shards, 4 * NUMEL))
 
 
-def _sent(layout: Layout, recipe: str) -> int:
+def _sent(layout: Layout, recipe: str, settings: CommunicationSettings = RINGS) -> int:
     ranks = range(layout.ranks)
-    found = {traffic(_portions(layout), layout, RECIPES[recipe], RINGS, rank).total for rank in ranks}
+    found = {traffic(_portions(layout), layout, RECIPES[recipe], settings, rank).total for rank in ranks}
     assert len(found) == 1
     return found.pop()
+
+
+QUANTISED: dict[str, tuple[dict[str, str], int | None]] = {
+    "stage 3": ({}, None),
+    "qwZ: `compress_parameters = int8`": ({"compress_parameters": "int8"}, None),
+    "hpZ: `secondary_group = 4`": ({}, 4),
+    "qgZ: `compress_gradients = int4`": ({"compress_gradients": "int4"}, None),
+    "qgZ: `compress_gradients = int8`": ({"compress_gradients": "int8"}, None),
+    "qwZ and qgZ (`int4`)": ({"compress_parameters": "int8", "compress_gradients": "int4"}, None),
+    "all three (`int4`)": ({"compress_parameters": "int8", "compress_gradients": "int4"}, 4),
+}
+"""Row -> (settings, neighbours that share a second copy), of ZeRO++."""
+
+
+def quantised_table() -> str:
+    rows = ["| `bf16` | 4 ranks | 8 ranks | 16 ranks | of stage 3, at 16 |", "|---" * 5 + "|"]
+    plain = _sent(Layout(16, 1, 3, 16), "bf16")
+    for name, (settings, near) in QUANTISED.items():
+        how = RINGS.model_copy(update=settings)
+        layouts = [Layout(ranks, 1, 3, ranks, secondary=near if near != ranks else None) for ranks in (4, 8, 16)]
+        sent = [_sent(layout, "bf16", how) for layout in layouts]
+        cells = " | ".join(f"{bytes_ / (MATRICES * NUMEL):.3f}" for bytes_ in sent)
+        rows.append(f"| {name} | {cells} | {sent[-1] / plain:.1%} |")
+    return "\n".join(rows)
 
 
 def memory_table() -> str:

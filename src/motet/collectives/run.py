@@ -20,6 +20,7 @@ from motet.collectives.lane import Done, Lane, Work
 from motet.collectives.lower import Buffer, Same, elements, extents, laid, lower
 from motet.collectives.play import Playing, play
 from motet.collectives.score import Program
+from motet.collectives.stream import Queued, queue
 from motet.collectives.transport import Channel, flat, kind
 from motet.core.errors import InputError
 
@@ -193,26 +194,9 @@ def _new_lane(group: dist.ProcessGroup, device: torch.device) -> _Lane:
     return lane
 
 
-class _Queued:
-    """A Program on a stream."""
-
-    def __init__(self, done: torch.cuda.Event, device: torch.device) -> None:
-        self._done = done
-        self._device = device
-
-    def wait(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._done)
-
-    def is_completed(self) -> bool:
-        return bool(self._done.query())
-
-
-def _queue(playing: Playing, stream: torch.cuda.Stream) -> _Queued:
-    """After what the caller has queued so far. Memory that the caller frees is not used again before it is done."""
-    stream.wait_stream(torch.cuda.current_stream(playing.device))
-    with torch.cuda.stream(stream):
-        play(playing)
-        done = stream.record_event()
+def _queue(playing: Playing, stream: torch.cuda.Stream) -> Queued:
+    """Memory that the caller frees is not used again before it is done."""
+    queued = queue(partial(play, playing), stream)
     for tensor in playing.buffers.values():
         tensor.record_stream(stream)
-    return _Queued(done, playing.device)
+    return queued

@@ -18,6 +18,7 @@ from motet.collectives.codecs.message import decode, encode
 from motet.collectives.compress import Blockwise, Codec, PowerSGD
 from motet.collectives.execute import Call
 from motet.collectives.lane import Lane, Task, Work
+from motet.collectives.stream import queue
 from motet.core.seeds import derive_seed
 from motet.parallel.communication import CommunicationSettings, Compression, compression
 from motet.parallel.group import Group
@@ -228,11 +229,7 @@ class Carry:
         task = partial(_do_as_it_is, task)
         if self._stream is None:
             return self._lane.start(task)
-        device = self._stream.device
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):
-            task()
-            return _Queued(self._stream.record_event(), device)
+        return queue(task, self._stream)
 
 
 class _Arriving:
@@ -255,20 +252,6 @@ class _Arriving:
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
-
-
-class _Queued:
-    """What is queued on a stream. The caller keeps its tensors until it has waited."""
-
-    def __init__(self, done: torch.cuda.Event, device: torch.device) -> None:
-        self._done = done
-        self._device = device
-
-    def wait(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._done)
-
-    def is_completed(self) -> bool:
-        return bool(self._done.query())
 
 
 def _in_two_levels(shard: Tensor, whole: Tensor, codec: Blockwise, mesh: tuple[Group, Group], seed: int) -> None:
