@@ -83,6 +83,9 @@ def test_every_stage_on_every_world(ranks: Ranks, tmp_path: Path, model: str) ->
                     for overlap in ("forward", "backward", "none"):
                         settings = [f"layout.zero={zero}", f"communication.overlap={overlap}", *buckets]
                         agrees(ranks, tmp_path, model, (world, parts, settings), wanted)
+    for zero in (1, 2):
+        for parts in (1, 3):
+            agrees(ranks, tmp_path, model, (4, parts, [f"layout.zero={zero}", "layout.shard_group=2"]), wanted)
 
 
 ALGORITHMS = ["communication.all_reduce=ring", "communication.reduce_scatter=ring", "communication.all_gather=ring"]

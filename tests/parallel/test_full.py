@@ -12,9 +12,9 @@ from motet.train.job import Job
 from motet.train.state import newest_checkpoint
 from parallel.counting import count_bytes
 from ranks import Ranks
-from train.runs import same_bits, saved_tensors, small_job, train, worst_difference
+from train.runs import Trained, same_bits, saved_tensors, small_job, train, worst_difference
 
-STEPS = 8
+STEPS = 10
 HYBRID = ["layout.shard_group=2", "layout.microbatches=3"]
 NAMED = [
     "communication.all_gather=ring",
@@ -30,11 +30,15 @@ def _worst(
     ranks: Ranks, folder: Path, world: int, layout: list[str], model: str = "decoder", changes: list[str] | None = None
 ) -> float:
     """The largest difference of any rank to one rank alone."""
-    changes = changes or []
-    alone = ranks.run(1, train, small_job(folder, *changes, model=model), STEPS, timeout_s=240)[0]
-    job = small_job(folder, *changes, "layout.zero=3", *layout, model=model)
-    assert min(alone.norms) > 1e-3
+    alone = _alone(ranks, folder, model, changes or [])
+    job = small_job(folder, *(changes or []), "layout.zero=3", *layout, model=model)
     return max(worst_difference(one, alone) for one in ranks.run(world, train, job, STEPS, timeout_s=240))
+
+
+def _alone(ranks: Ranks, folder: Path, model: str, changes: list[str]) -> Trained:
+    alone: Trained = ranks.run(1, train, small_job(folder, *changes, model=model), STEPS, timeout_s=240)[0]
+    assert min(alone.norms) > 1e-3
+    return alone
 
 
 CASES = [
@@ -58,6 +62,23 @@ def test_it_computes_what_one_rank_computes(
 ) -> None:
     worst = _worst(ranks, tmp_path, world, layout, model, changes)
     assert worst < 1e-12
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("model", ["decoder", "bert", "t5", "classify", "llama", "qwen2", "gpt2", "adapters"])
+def test_every_world_and_choice(ranks: Ranks, tmp_path: Path, model: str) -> None:
+    alone = _alone(ranks, tmp_path, model, [])
+    for world in (1, 2, 3, 4):
+        layouts = [[], ["layout.regather=false"]]
+        if world == 4:
+            layouts += [["layout.shard_group=2"], ["layout.shard_group=2", "layout.regather=false"]]
+        for layout in layouts:
+            for parts in (1, 2 if world == 3 else 3):
+                settings = ["layout.zero=3", *layout, f"layout.microbatches={parts}"]
+                job = small_job(tmp_path, *settings, model=model)
+                for rank, trained in enumerate(ranks.run(world, train, job, STEPS, timeout_s=240)):
+                    worst = worst_difference(trained, alone)
+                    assert worst < 1e-12, f"{model} {world} ranks {settings}, rank {rank}: {worst:.2e}"
 
 
 def _train(place: Place, job: Job, folder: Path) -> int:
