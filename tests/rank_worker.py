@@ -2,6 +2,7 @@
 
 import ast
 import faulthandler
+import gc
 import pickle
 import signal
 import sys
@@ -26,6 +27,8 @@ def serve(handle: int) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     pipe = Connection(handle)
+    gc.collect()
+    gc.freeze()  # what was imported stays; what a test leaves, a group's memory among it, is collected soon
     pipe.send("ready")
     while True:
         try:
