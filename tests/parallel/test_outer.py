@@ -247,7 +247,7 @@ def test_each_fragment_has_its_turn_between_two_meetings() -> None:
 @pytest.mark.parametrize(
     ("outer", "sentence"),
     [
-        ({"momentum": 0.5}, "outer: the others have no effect without every"),
+        ({"momentum": 0.5}, "parallelize: outer.momentum = 0.5 has no effect without outer.every"),
         ({"every": 4, "delay": 4}, r"outer.delay = 4 does not fit between meetings: .* = 4 it is at most 3"),
         ({"every": 4, "fragments": 5}, r"outer.fragments = 5 does not fit .* at most 4"),
         ({"every": 9, "fragments": 5}, "outer.fragments = 5 is more than the 4 trainable parameters"),

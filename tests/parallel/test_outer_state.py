@@ -86,7 +86,7 @@ def go_on_from(
         (2, "zero=2", {}),
         (2, "", {**DILOCO, "every": 5}),
         (3, "", DILOCO),
-        (4, "zero=1 shard_group=2", {**DILOCO, "optimizer": "average"} | {"momentum": 0.8}),
+        (4, "zero=1 shard_group=2", {"every": 4, "optimizer": "average"}),
         (1, "", DILOCO),
     ],
 )

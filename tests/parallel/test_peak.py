@@ -15,7 +15,8 @@ from parallel.storages import Storages
 from ranks import Ranks
 
 WIDTH = 384
-HOW = {"bucket_mib": 1.3, "first_bucket_mib": 0.6, "reduce_scatter": "ring", "all_gather": "ring", "all_reduce": "ring"}
+RINGS = {"reduce_scatter": "ring", "all_gather": "ring", "all_reduce": "ring"}
+BUCKETS = RINGS | {"bucket_mib": 1.3, "first_bucket_mib": 0.6}
 
 
 class Block(nn.Module):
@@ -48,7 +49,9 @@ class Net(nn.Module):
 def measured(group: Group, layout: str, name: str, overlap: str) -> tuple[int, int, int, int]:
     """Kept and most bytes of a step, counted; and what is said of both."""
     settings, recipe = parse_layout(layout), RECIPES[name]
-    communication = CommunicationSettings.model_validate({**HOW, "overlap": overlap})
+    communication = CommunicationSettings.model_validate(
+        RINGS if settings.zero == 3 else BUCKETS | {"overlap": overlap}
+    )
     engine = motet.parallelize(
         Net(),
         settings,

@@ -101,3 +101,12 @@ def test_it_computes_the_same_and_sends_what_is_promised(
 def test_what_makes_no_sense_is_refused(given: dict[str, str], sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
         check_communication(CommunicationSettings.model_validate(given), Layout(5000, 1))
+
+
+def test_replicas_that_train_apart_tell_each_other_all_of_it() -> None:
+    """Whatever runs beside the next forward inside of a replica."""
+    ahead = CommunicationSettings(all_reduce="hierarchical-sharded", overlap="forward")
+    with pytest.raises(InputError, match=r"all_reduce = 'hierarchical-sharded'.* 3 ranks"):
+        check_communication(ahead, Layout(3, 1), apart=True)
+    check_communication(ahead, Layout(4, 1), apart=True)
+    check_communication(CommunicationSettings(compress_gradients="int8", overlap="forward"), Layout(2, 1), apart=True)

@@ -8,7 +8,7 @@ that does not name `documents` reads across their borders. With a method `loss_s
 import difflib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,12 @@ def _check_parameters(module: nn.Module, factory: str) -> None:
         else:
             continue
         raise InputError(f"model.factory = {factory!r}: {type(inner).__name__} {name!r} {problem}")
-    for name, parameter in module.named_parameters():
+    check_parameters(dict(module.named_parameters()), f"model.factory = {factory!r}")
+
+
+def check_parameters(parameters: Mapping[str, nn.Parameter], source: str) -> None:
+    """Of a module that `source` gives."""
+    for name, parameter in parameters.items():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             problem = "has no shape before a first forward; make it of a known shape"
         elif parameter.is_meta:
@@ -80,7 +85,7 @@ def _check_parameters(module: nn.Module, factory: str) -> None:
             problem = "is complex; keep its real and imaginary part as two"
         else:
             continue
-        raise InputError(f"model.factory = {factory!r}: parameter {name!r} {problem}")
+        raise InputError(f"{source}: parameter {name!r} {problem}")
 
 
 def _check_call(signature: inspect.Signature, wanted: list[str], module: nn.Module) -> None:

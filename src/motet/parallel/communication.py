@@ -101,8 +101,17 @@ def compression(settings: CommunicationSettings, layout: Layout) -> Compression:
     )
 
 
-def check_communication(settings: CommunicationSettings, layout: Layout) -> None:
-    """Refuse algorithms and codecs that do not exist, or do not do for the ranks that they are to join."""
+def undeferred(settings: CommunicationSettings) -> CommunicationSettings:
+    """For replicas that train apart: what they tell each other is an all-reduce whatever runs beside it."""
+    return settings.model_copy(update={"overlap": "backward"})
+
+
+def check_communication(settings: CommunicationSettings, layout: Layout, apart: bool = False) -> None:
+    """Refuse algorithms and codecs that do not exist, or do not do for the ranks that they are to join.
+
+    `apart`: replicas train apart.
+    """
+    settings = undeferred(settings) if apart else settings
     _check_codecs(settings, layout)
     _check_cluster(settings, layout)
     over_shards = compression(settings, layout).shards

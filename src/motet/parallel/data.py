@@ -15,10 +15,12 @@ from motet.collectives.execute import Ranks, broadcast
 from motet.collectives.lane import Work
 from motet.core import trace
 from motet.core.dtypes import DTYPE_BYTES
+from motet.parallel.alike import described, refuse_unlike
 from motet.parallel.buckets import cut_buckets
 from motet.parallel.carry import Carry
 from motet.parallel.communication import CommunicationSettings, compression, defers
 from motet.parallel.flat import FlatWeights, Gradients
+from motet.parallel.group import Group
 from motet.parallel.layout import Layout
 from motet.parallel.matrices import sums_of_buckets
 from motet.parallel.mesh import Mesh
@@ -285,11 +287,15 @@ def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
 def agree_on_buffers(module: nn.Module, ranks: Ranks) -> None:
     """Buffers become the first rank's: there is one of each, in every step, evaluation and checkpoint."""
     for buffer in saved_buffers(module).values():
+        if not buffer.is_contiguous():
+            buffer.data = buffer.data.contiguous()
         broadcast(buffer.detach(), ranks)
 
 
-def agree_on_values(module: nn.Module, ranks: Ranks) -> None:
+def agree_on_values(module: nn.Module, ranks: Group) -> None:
     """Everyone starts from the first rank's values, whatever a module was initialised from."""
+    refuse_unlike(described(module), ranks)
     for parameter in module.parameters():
+        parameter.data = parameter.data.contiguous()
         broadcast(parameter.data, ranks)
     agree_on_buffers(module, ranks)

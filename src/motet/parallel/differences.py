@@ -14,7 +14,7 @@ from motet.collectives.execute import Call, Work, all_reduce
 from motet.collectives.lane import Done, Lane
 from motet.core.errors import InputError
 from motet.core.seeds import derive_seed
-from motet.parallel.communication import CommunicationSettings, compression
+from motet.parallel.communication import CommunicationSettings, compression, undeferred
 from motet.parallel.group import Group
 from motet.parallel.layout import Layout
 from motet.parallel.routes import Routes
@@ -35,7 +35,7 @@ class Differences:
             )
         self._codec = how.replicas
         self._after = settings.compress_after
-        self._routes = Routes(settings, layout)
+        self._routes = Routes(undeferred(settings), layout)
         self._replicas = replicas
         self._checks = True
         self.errors = [torch.zeros_like(wide(t)) for t in like] if how.feeds_back_replicas else []

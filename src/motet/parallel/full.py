@@ -43,7 +43,9 @@ def spread_full(
     """Shard a module, whose trainable `parameters` are name -> (optimizer group, parameter)."""
     assert mesh.shards.process_group is not None
     whole = {
-        p for p in module.parameters() if p.ndim == 0 or not p.is_floating_point() or p.numel() < layout.whole_below
+        p
+        for p in module.parameters()
+        if p.ndim == 0 or not p.numel() or not p.is_floating_point() or p.numel() < layout.whole_below
     }
     flat = {name: given for name, given in parameters.items() if given[1] in whole}
     root = _Root(module)

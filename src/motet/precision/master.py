@@ -3,12 +3,26 @@
 import torch
 from torch import nn
 
+from motet.core.errors import InputError
 from motet.precision.recipe import Recipe
 
 
 def cast_frozen(module: nn.Module, recipe: Recipe) -> None:
-    """Parameters that are not trained go to the compute dtype; buffers stay (a rotary table needs its bits)."""
+    """Parameters that are not trained go to the compute dtype, and so do the running statistics of a norm.
+
+    Other buffers stay: a rotary table needs its bits.
+    """
     compute = getattr(torch, recipe.compute)
+    for name, norm in module.named_modules():
+        if isinstance(norm, nn.modules.batchnorm._NormBase) and norm.running_mean is not None:
+            if compute.itemsize < 4:
+                raise InputError(
+                    f"{type(norm).__name__} {name!r} keeps running statistics, which need more than the "
+                    f"{recipe.compute} of the weights that it computes with; use precision fp32, or a norm without "
+                    "statistics"
+                )
+            for key in ("running_mean", "running_var"):
+                norm.register_buffer(key, norm.get_buffer(key).to(compute))
     for parameter in module.parameters():
         if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(compute)

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ from motet.core.errors import InputError
 from motet.core.reading import settings_from_tree
 from motet.core.settings import Settings
 from motet.core.trace import span
+from motet.models.factory import check_parameters
+from motet.parallel.alike import refuse_unlike
 from motet.parallel.communication import CommunicationSettings, check_communication
 from motet.parallel.data import agree_on_buffers, agree_on_values, saved_buffers
 from motet.parallel.full import FullSpread
@@ -28,6 +31,7 @@ from motet.parallel.meetings import OuterSettings
 from motet.parallel.outer import Agreement, Outer, set_apart
 from motet.precision.master import cast_frozen
 from motet.precision.recipe import RECIPES, PrecisionSettings, Recipe
+from motet.train.idle import refuse_idle
 from motet.train.optimizer import Updater, make_updater
 from motet.train.settings import OptimizerSettings
 from motet.train.state import RunState, newest_checkpoint
@@ -199,16 +203,36 @@ def parallelize(  # noqa: PLR0913  # sections of a job, by name
         raise InputError("optimizer.schedule has no effect in a loop of your own; give step a learning_rate=...")
     manner = _settings(CommunicationSettings, communication, "communication")
     meeting = _settings(OuterSettings, outer, "outer")
-    if meeting.every is None and meeting.model_fields_set:
-        raise InputError("outer: the others have no effect without every; give it, as in outer={'every': 100}")
+    sections = Sections(settings, how, manner, meeting)
+    refuse_idle(sections, "parallelize")
     recipe = RECIPES[_settings(PrecisionSettings, {"recipe": precision}, "precision").recipe]
     group = _group(module)
     resolved = resolve_layout(settings, group.world, group.world * settings.microbatches)
-    check_communication(manner, resolved)
+    check_communication(manner, resolved, apart=meeting.every is not None)
+    refuse_unlike([f"precision = {precision!r}", *sections.lines()], group)
     agree_on_values(module, group)
+    _SPREAD.update(module.modules())
     cast_frozen(module, recipe)
     updater, outside = make_updaters(module, recipe, group, resolved, Manner(how, manner, meeting))
     return Engine(module, updater, group, how.clip_norm, loss, how.learning_rate, outside)
+
+
+_SPREAD: WeakSet[nn.Module] = WeakSet()
+"""What was parallelized."""
+
+
+class Sections(NamedTuple):
+    """What is set."""
+
+    layout: LayoutSettings
+    optimizer: OptimizerSettings
+    communication: CommunicationSettings
+    outer: OuterSettings
+
+    def lines(self) -> list[str]:
+        """One for each setting."""
+        named = zip(self._fields, self, strict=True)
+        return [f"{section}.{key} = {value!r}" for section, settings in named for key, value in settings]
 
 
 class Manner(NamedTuple):
@@ -243,6 +267,9 @@ def _group(module: nn.Module) -> Group:
         raise InputError(f"the parameters of the module are on several devices ({found}); move it to one")
     if not any(p.requires_grad for p in module.parameters()):
         raise InputError("the module has no parameter that requires a gradient; there is nothing to train")
+    if any(inner in _SPREAD for inner in module.modules()):
+        raise InputError("the module, or a part of it, is parallelized already; go on with the engine that it has")
+    check_parameters({name: p for name, p in module.named_parameters() if p.requires_grad}, "parallelize")
     device = next(module.parameters()).device
     if not dist.is_initialized():
         return Group(0, 1, None, device)

@@ -44,6 +44,7 @@ RESUME_RULES: dict[str, Rule] = {
     "run.seed": "fixed",
     "run.device": "told",
     "layout": "told",
+    "communication": "told",
     "outer": "told",
     "optimizer": "told",
     "optimizer.name": "fixed",

@@ -74,10 +74,12 @@ NEEDS: tuple[Needs, ...] = (
 )
 
 
-def refuse_idle(job: BaseModel, source: str) -> None:
-    """A sentence about the first setting that a job, read from `source`, has in vain."""
+def refuse_idle(job: object, source: str) -> None:
+    """A sentence about the first setting that a job, read from `source`, has in vain; it may lack whole sections."""
     for needs in NEEDS:
         path, _, name = needs.setting.rpartition(".")
+        if not hasattr(job, path.partition(".")[0]):
+            continue
         section: Any = attrgetter(path)(job)
         if name not in section.model_fields_set:
             continue

@@ -28,7 +28,7 @@ def check_job(job: Job, ranks: int) -> Layout:
             "shorten the sequences or raise model.context"
         )
     layout = resolve_layout(job.layout, ranks, job.data.batch_sequences)
-    check_communication(job.communication, layout)
+    check_communication(job.communication, layout, apart=job.outer.every is not None)
     return layout
 
 
