@@ -20,9 +20,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import socket
 import statistics
-import subprocess
 import sys
 import time
 import warnings
@@ -30,6 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from parts.ranks import launch
 from parts.spreads import MAKERS, Contender, Trainer
 from parts.tables import Times, replace_tables, table_of_exposed, table_of_ratios
 
@@ -47,7 +46,7 @@ def main() -> None:
     if "RANK" in os.environ:
         measure(options)
     else:
-        sys.exit(launch(options))
+        sys.exit(launch(options.ranks, options.threads))
 
 
 def parse() -> argparse.Namespace:
@@ -62,20 +61,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", default=list(MAKERS), choices=list(MAKERS))
     parser.add_argument("--page", action="store_true", help=f"write the tables into {PAGE.name}")
     return parser.parse_args()
-
-
-def launch(options: argparse.Namespace) -> int:
-    """Start the ranks and wait for them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = []
-    for rank in range(options.ranks):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": options.ranks, "LOCAL_WORLD_SIZE": options.ranks}
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": options.threads}
-        environment = os.environ | {k: str(v) for k, v in (place | meeting).items()}
-        ranks.append(subprocess.Popen([sys.executable, *sys.argv], env=environment))
-    return max(rank.wait() for rank in ranks)
 
 
 def measure(options: argparse.Namespace) -> None:

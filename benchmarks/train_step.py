@@ -14,14 +14,14 @@ import argparse
 import ctypes
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable
 from typing import Any
+
+from parts.ranks import launch
 
 STEPS = 6
 WARM_UP = 2
@@ -41,25 +41,15 @@ def main() -> None:
     if "RANK" in os.environ:
         measure(options)
     elif options.ranks:
-        sys.exit(launch(options.ranks, options.threads))
+        sys.exit(start(options.ranks, options.threads))
     else:
-        sys.exit(max(launch(2, 1), launch(1, 2)))
+        sys.exit(max(start(2, 1), start(1, 2)))
 
 
-def launch(world: int, threads: int) -> int:
+def start(world: int, threads: int) -> int:
     """Start the ranks and wait for them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = []
-    for rank in range(world):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": threads}
-        accelerate = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_TORCH_DEVICE": "cpu"}
-        environment = os.environ | {k: str(v) for k, v in (place | meeting | accelerate).items()}
-        command = [sys.executable, *sys.argv, "--ranks", str(world), "--threads", str(threads)]
-        ranks.append(subprocess.Popen(command, env=environment))
-    return max(rank.wait() for rank in ranks)
+    os.environ |= {"ACCELERATE_USE_CPU": "true", "ACCELERATE_TORCH_DEVICE": "cpu"}
+    return launch(world, threads, ["--ranks", str(world), "--threads", str(threads)])
 
 
 def measure(options: argparse.Namespace) -> None:

@@ -1,5 +1,7 @@
 """`motet.parallelize` on modules that are not alike on all ranks, or of an unusual kind."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -30,7 +32,7 @@ class Odd(nn.Module):
         super().__init__()
         torch.manual_seed(5)
         self.turned = nn.Parameter(torch.randn(6, 4).t())
-        self.conv = nn.Conv2d(4, 4, 1).to(memory_format=torch.channels_last)
+        self.conv = nn.Conv2d(4, 4, 3, padding=1).to(memory_format=torch.channels_last)
         self.frozen = nn.Parameter(torch.randn(4, 4).t(), requires_grad=False)
         self.one = nn.Parameter(torch.ones(1))
         self.none = nn.Parameter(torch.zeros(0, 3))
@@ -48,6 +50,7 @@ def squares(module: nn.Module, x: Tensor) -> tuple[Tensor, int]:
 def train_odd(group: Group, layout: str) -> list[Tensor]:
     """The parameters after three steps; each rank has its part of four rows."""
     module = Odd().double()
+    assert not any(t.is_contiguous() for t in (module.turned, module.conv.weight, module.frozen, module.shift))
     engine = motet.parallelize(
         module, layout, loss=squares, precision="fp64", optimizer={"name": "sgd", "learning_rate": 0.01}
     )
@@ -66,12 +69,23 @@ def test_tensors_need_not_be_contiguous_or_have_elements(ranks: Ranks, layout: s
             assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-14)
 
 
-def told(group: Group, *kinds: dict[str, object]) -> str:
-    """What a rank is told that has the kind of its number."""
-    given = dict(kinds[group.rank])
-    names = given.pop("names", ["a", "b"])
+@dataclass(frozen=True)
+class Given:
+    """What a rank gives."""
+
+    names: tuple[str, ...] = ("a", "b")
+    layout: str = "zero=0"
+    rate: float = 1e-3
+    precision: str = "fp32"
+
+
+def told(group: Group, *ranks: Given) -> str:
+    """What each of these ranks is told."""
+    given = ranks[group.rank]
     try:
-        motet.parallelize(Named(list(names)), given.pop("layout", "zero=0"), **given)  # type: ignore[call-overload,arg-type]
+        motet.parallelize(
+            Named(list(given.names)), given.layout, optimizer={"learning_rate": given.rate}, precision=given.precision
+        )
     except (InputError, PeerError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -80,15 +94,18 @@ def told(group: Group, *kinds: dict[str, object]) -> str:
 @pytest.mark.parametrize(
     ("other", "sentence"),
     [
-        ({"names": ["b", "a"]}, "rank 1 has parameter layers.b.weight of shape (4, 4), torch.float32, trained, where "),
-        ({"names": ["a"]}, "rank 1 has nothing more, where rank 0 has parameter layers.b.weight"),
-        ({"optimizer": {"learning_rate": 0.5}}, "rank 1 has optimizer.learning_rate = 0.5, where rank 0 has"),
-        ({"layout": "zero=1"}, "rank 1 has layout.zero = 1, where rank 0 has layout.zero = 0; build the same module"),
-        ({"precision": "bf16"}, "rank 1 has precision = 'bf16', where rank 0 has precision = 'fp32'"),
+        (
+            Given(names=("b", "a")),
+            "rank 1 has parameter layers.b.weight of shape (4, 4), torch.float32, trained, where ",
+        ),
+        (Given(names=("a",)), "rank 1 has nothing more, where rank 0 has parameter layers.b.weight"),
+        (Given(rate=0.5), "rank 1 has optimizer.learning_rate = 0.5, where rank 0 has"),
+        (Given(layout="zero=1"), "rank 1 has layout.zero = 1, where rank 0 has layout.zero = 0; build the same module"),
+        (Given(precision="bf16"), "rank 1 has precision = 'bf16', where rank 0 has precision = 'fp32'"),
     ],
 )
-def test_ranks_that_are_not_alike_are_refused(ranks: Ranks, other: dict[str, object], sentence: str) -> None:
-    first, second = ranks.run(2, told, {}, other)
+def test_ranks_that_are_not_alike_are_refused(ranks: Ranks, other: Given, sentence: str) -> None:
+    first, second = ranks.run(2, told, Given(), other)
     assert first == "PeerError: another rank has not the module or the settings of rank 0, and says which"
     assert second.startswith(f"InputError: {sentence}")
 

@@ -176,6 +176,7 @@ def test_what_makes_it_another_run_is_refused(override: str, sentence: str) -> N
         ("data.workers=1", 0),
         ("run.steps=201", 1),
         ("layout.microbatches=2", 1),
+        ("communication.overlap=none", 1),
         ("run.device=cpu", 1),
         ("optimizer.learning_rate=1e-4", 1),
         ("optimizer.clip_norm=false", 1),

@@ -20,6 +20,7 @@ from train.runs import same_bits, saved_tensors, small_job
 
 STEPS = "run.steps=12"
 EVERY = "checkpoint.every=4"
+SGD = ["optimizer.name=sgd", "optimizer.momentum=0.9", "optimizer.nesterov=true", "layout.microbatches=2"]
 DRAW = random.SystemRandom()
 
 
@@ -80,10 +81,14 @@ def test_killed_and_resumed_is_bit_for_bit_the_same(ranks: Ranks, tmp_path: Path
     _kill_and_resume(ranks, tmp_path, world, "precision.recipe=bf16")
 
 
+@pytest.mark.proof
+def test_so_it_is_with_momentum_and_micro_batches(ranks: Ranks, tmp_path: Path) -> None:
+    _kill_and_resume(ranks, tmp_path, 2, "precision.recipe=bf16", *SGD)
+
+
 def test_so_it_is_with_buffers_of_a_users_module_momentum_and_micro_batches(ranks: Ranks, tmp_path: Path) -> None:
     model = "model={factory='train.batch_norm_model:WithBatchNorm', arguments={vocab_size=260}, vocab_size=260}"
-    sgd = ["optimizer.name=sgd", "optimizer.momentum=0.9", "optimizer.nesterov=true", "layout.microbatches=2"]
-    saved = _kill_and_resume(ranks, tmp_path, 2, model, "precision.recipe=fp32", *sgd)
+    saved = _kill_and_resume(ranks, tmp_path, 2, model, "precision.recipe=fp32", *SGD)
     assert saved["buffer/norm.num_batches_tracked"] == 2 * 12
     assert saved["buffer/norm.running_mean"].count_nonzero() == 8
 

@@ -37,8 +37,8 @@ class CommunicationSettings(Settings):
     all_gather: str = BACKEND
     """The same for all-gather."""
     cluster: str | None = None
-    """The network that `auto` looks at, and that says which ranks share a host: a TOML file, or a preset of
-    `motet cluster list`."""
+    """The network that `auto` looks at, and that says which ranks share a host: a TOML file, or a preset such as
+    `dgx-h100`."""
     compress_gradients: str | None = None
     """A codec for sums of gradients, such as `int8` or `topk:keep=0.01`; as they are when not given."""
     compress_parameters: str | None = None

@@ -15,12 +15,10 @@ from motet.collectives.execute import Ranks, broadcast
 from motet.collectives.lane import Work
 from motet.core import trace
 from motet.core.dtypes import DTYPE_BYTES
-from motet.parallel.alike import described, refuse_unlike
 from motet.parallel.buckets import cut_buckets
 from motet.parallel.carry import Carry
 from motet.parallel.communication import CommunicationSettings, compression, defers
 from motet.parallel.flat import FlatWeights, Gradients
-from motet.parallel.group import Group
 from motet.parallel.layout import Layout
 from motet.parallel.matrices import sums_of_buckets
 from motet.parallel.mesh import Mesh
@@ -292,9 +290,8 @@ def agree_on_buffers(module: nn.Module, ranks: Ranks) -> None:
         broadcast(buffer.detach(), ranks)
 
 
-def agree_on_values(module: nn.Module, ranks: Group) -> None:
+def agree_on_values(module: nn.Module, ranks: Ranks) -> None:
     """Everyone starts from the first rank's values, whatever a module was initialised from."""
-    refuse_unlike(described(module), ranks)
     for parameter in module.parameters():
         parameter.data = parameter.data.contiguous()
         broadcast(parameter.data, ranks)

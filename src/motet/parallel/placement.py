@@ -111,7 +111,7 @@ def traffic(portions: Portions, layout: Layout, recipe: Recipe, settings: Commun
     """Of a rank, with the algorithms and codecs that are named in the settings, in a step after the warm-up."""
     deferred = defers(settings, layout)
     shards = layout.dp if deferred else layout.shards
-    sender = Sender(Routes(settings, layout), layout.secondary, rank)
+    sender = Sender(Routes(settings, layout), rank)
     times = layout.microbatches if PLACEMENTS[layout.zero].gradients else 1
     grad, compute = recipe.reduce, recipe.reduce if deferred else recipe.compute
     loads = list(_loads(portions, layout, compression(settings, layout), grad, (shards, rank % shards)))

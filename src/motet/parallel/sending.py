@@ -15,8 +15,6 @@ class Sender:
     """One rank of those that share a copy, and of its replicas."""
 
     routes: Routes
-    secondary: int | None
-    """Neighbours that share a second copy."""
     rank: int
 
     def scattered(self, one: Sum, dtype: str, codec: Codec | None = None) -> int:
@@ -26,8 +24,8 @@ class Sender:
             return self._sent("reduce-scatter", "shards", one.numel, width)
         if not isinstance(codec, Blockwise):
             return self._coded(one, dtype, codec, "shards")
-        part, near = one.numel // shards, self.secondary
-        if near is None:
+        part, near = one.numel // shards, self.routes.ranks("near")
+        if near == 1:  # there is no second copy
             return (shards - 1) * codec.wire_bytes([part], dtype)
         far = shards // near
         return (near - 1) * codec.wire_bytes([far * part], dtype) + (far - 1) * codec.wire_bytes([part], dtype)

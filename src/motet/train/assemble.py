@@ -21,6 +21,7 @@ from motet.models.generate import generate
 from motet.monitor.callback import Callback
 from motet.monitor.events import RunStarted, SampleText, Warned
 from motet.monitor.monitor import Monitor, open_monitor
+from motet.parallel.alike import described, refuse_unlike
 from motet.parallel.data import agree_on_buffers, agree_on_values
 from motet.parallel.full import FullSpread
 from motet.parallel.group import Group, pick_device, start_group
@@ -104,6 +105,7 @@ def build_parts(job: Job, group: Group, folder: Path) -> Parts:
     model = build_trainee(job.model, job.run.seed, getattr(torch, recipe.master), group.device, demands)
     if model.objective is not None:
         check_huggingface(job, prepared, model.objective, (model.vocab_size, model.outcomes))
+    refuse_unlike(described(model.module), group)
     agree_on_values(model.module, group)
     _agree_on_data(data, group)
     cast_frozen(model.module, recipe)

@@ -21,7 +21,7 @@ from motet.core.reading import settings_from_tree
 from motet.core.settings import Settings
 from motet.core.trace import span
 from motet.models.factory import check_parameters
-from motet.parallel.alike import refuse_unlike
+from motet.parallel.alike import described, refuse_unlike
 from motet.parallel.communication import CommunicationSettings, check_communication
 from motet.parallel.data import agree_on_buffers, agree_on_values, saved_buffers
 from motet.parallel.full import FullSpread
@@ -209,11 +209,11 @@ def parallelize(  # noqa: PLR0913  # sections of a job, by name
     group = _group(module)
     resolved = resolve_layout(settings, group.world, group.world * settings.microbatches)
     check_communication(manner, resolved, apart=meeting.every is not None)
-    refuse_unlike([f"precision = {precision!r}", *sections.lines()], group)
+    refuse_unlike([f"precision = {precision!r}", *sections.lines(), *described(module)], group)
     agree_on_values(module, group)
-    _SPREAD.update(module.modules())
     cast_frozen(module, recipe)
     updater, outside = make_updaters(module, recipe, group, resolved, Manner(how, manner, meeting))
+    _SPREAD.update(module.modules())
     return Engine(module, updater, group, how.clip_norm, loss, how.learning_rate, outside)
 
 
