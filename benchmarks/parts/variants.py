@@ -6,6 +6,7 @@ from typing import Any
 
 RANKS = 2
 COMMON = [
+    "data.sequence_length=128",
     "data.batch_sequences=4",
     "optimizer.learning_rate=1e-3",
     "optimizer.schedule.warmup_steps=50",
@@ -17,7 +18,7 @@ COMMON = [
     "monitor.tensorboard=false",
     "run.device=cpu",
 ]
-"""1e-3 instead of the job's 2e-3, since a batch has a quarter of its sequences."""
+"""1e-3 instead of the job's 2e-3, since a batch has a quarter of its sequences, of half the length."""
 NO_FEEDBACK = "communication.error_feedback=false"
 
 

@@ -152,6 +152,16 @@ def test_what_is_refused() -> None:
         motet.parallelize(tower(), optimizer={"schedule": {"kind": "constant"}})
     with pytest.raises(InputError, match="there is no loss"):
         motet.parallelize(tower(), precision="fp64").step(data(0))
+    for wrong, sentence in {
+        "a float": (lambda module, x: 1.0, "the loss is a float; give a tensor of one number"),
+        "one for each row": (
+            lambda module, x: module(x)[0].square(),
+            r"the loss is of shape \[.*\]; give a tensor of one",
+        ),
+        "detached": (lambda module, x: module(x)[0].sum().detach(), "the loss depends on no parameter that is trained"),
+    }.values():
+        with pytest.raises(InputError, match=sentence):
+            motet.parallelize(tower(), precision="fp64", loss=wrong).step(data(0)[0])
     split = tower()
     split.never.to("meta")
     with pytest.raises(InputError, match=r"several devices \(.* on cpu, never.* on meta\)"):

@@ -125,6 +125,25 @@ def test_what_cannot_be_trained_is_refused() -> None:
         motet.parallelize(nn.Sequential(once))
 
 
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 4, sparse=True)
+
+
+def sparse_at_stage_3(group: Group) -> str:
+    try:
+        motet.parallelize(Sparse(), "zero=3")
+    except InputError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_sparse_gradients_cannot_be_cut_into_rows(ranks: Ranks) -> None:
+    for said in ranks.run(2, sparse_at_stage_3):
+        assert said.startswith("Embedding 'table' has sparse gradients, which layout.zero = 3 cannot cut into rows")
+
+
 @pytest.mark.parametrize(("made", "precision"), [("float32", "fp64"), ("float64", "fp32"), ("float16", "fp32")])
 def test_running_statistics_have_the_dtype_of_what_is_computed(made: str, precision: str) -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(getattr(torch, made))

@@ -9,13 +9,18 @@ from torch import nn
 from motet.collectives.execute import all_reduce, broadcast
 from motet.core.errors import InputError, PeerError
 from motet.parallel.group import Group
+from motet.parallel.wrap import blocks_of
 
 
 def described(module: nn.Module) -> list[str]:
-    """A line for each parameter, in order: what one rank sends, another takes for its own by the place in this list."""
+    """A line for each parameter and block, in order: by the place in these lists ranks know what others send."""
+    blocks = set(blocks_of(module))
     return [
-        f"parameter {name} of shape {tuple(p.shape)}, {p.dtype}, {'trained' if p.requires_grad else 'frozen'}"
-        for name, p in module.named_parameters()
+        *(
+            f"parameter {name} of shape {tuple(p.shape)}, {p.dtype}, {'trained' if p.requires_grad else 'frozen'}"
+            for name, p in module.named_parameters()
+        ),
+        *(f"block {name}" for name, inner in module.named_modules() if inner in blocks),
     ]
 
 

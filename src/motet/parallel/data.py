@@ -15,6 +15,7 @@ from motet.collectives.execute import Ranks, broadcast
 from motet.collectives.lane import Work
 from motet.core import trace
 from motet.core.dtypes import DTYPE_BYTES
+from motet.core.errors import InputError
 from motet.parallel.buckets import cut_buckets
 from motet.parallel.carry import Carry
 from motet.parallel.communication import CommunicationSettings, compression, defers
@@ -116,6 +117,13 @@ class FlatSpread:
     def begin_step(self) -> None:
         if self._uses:
             self._uses.begin()
+        for number, member in self.weights.edited():
+            if number in self._arriving:
+                raise InputError(
+                    f"parameter {member.name} was changed while its values were still arriving, as "
+                    'communication.overlap = "forward" has them; call engine.settle() before you change any'
+                )
+            self.weights.adopt(number, member)
         self.carry.begin_step()
         self.weights.gradients.begin()
 
@@ -224,6 +232,8 @@ class FlatSpread:
             self.weights.publish([self.weights.parts[i] for i in here])
         if self._order:  # whoever has used it already is told by autograd
             increment_version([p for p, bucket in self.numbers.items() if bucket == number])
+            for member in self.weights.buckets[number].members:
+                self.weights.versions[member.name] += 1
 
     @property
     def _sends(self) -> bool:

@@ -8,12 +8,13 @@
 A shard may be the whole bucket: then every rank keeps and updates everything.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from motet.core.errors import InputError
 from motet.parallel.buckets import Bucket, Member
 from motet.parallel.spread import Piece
 from motet.precision.recipe import Recipe
@@ -45,6 +46,7 @@ class FlatWeights:
         self.buckets = tuple(buckets)
         self.gradients = gradients
         self._shapes = {name: p.shape for name, p in parameters.items()}
+        self._parameters = dict(parameters)
         device = next(iter(parameters.values())).device
         total = self.buckets[-1].stop
         compute, master = getattr(torch, recipe.compute), getattr(torch, recipe.master)
@@ -58,6 +60,8 @@ class FlatWeights:
                 parameter = parameters[member.name]
                 parameter.data = self.compute[member.start : member.stop].view(parameter.shape)
                 parameter.register_post_accumulate_grad_hook(self.gradients.collector(number, member))
+        self.versions = {name: p._version for name, p in parameters.items()}
+        """What autograd counts at each parameter, which is how a change by somebody else is seen."""
 
     def _make_parts(
         self,
@@ -88,6 +92,34 @@ class FlatWeights:
         for part in self.parts if parts is None else parts:
             if part.master.data_ptr() != self.compute[part.place].data_ptr():
                 self.compute[part.place].copy_(part.master)
+
+    def edited(self) -> Iterator[tuple[int, Member]]:
+        """(bucket, member) of each parameter that somebody else has changed since it was last `adopt`ed."""
+        for number, bucket in enumerate(self.buckets):
+            for member in bucket.members:
+                parameter = self._parameters[member.name]
+                there = self.compute.data_ptr() + member.start * self.compute.element_size()
+                if parameter._version != self.versions[member.name] or parameter.data_ptr() != there:
+                    yield number, member
+
+    def adopt(self, number: int, member: Member) -> None:
+        """Make masters of the values that a parameter has been given."""
+        parameter, view = self._parameters[member.name], self.compute[member.start : member.stop]
+        values = parameter.detach()
+        if values.shape != self._shapes[member.name] or values.device != view.device:
+            raise InputError(
+                f"parameter {member.name} has become {list(values.shape)} on {values.device} after the module was "
+                f"parallelized, when it was {list(self._shapes[member.name])} on {view.device}; change shapes and "
+                "devices before"
+            )
+        view.view(values.shape).copy_(values)
+        parameter.data = view.view(values.shape)
+        self.versions[member.name] = parameter._version
+        for part in self.parts:
+            if part.bucket == number:
+                first, stop = max(member.start, part.place.start), min(member.stop, part.place.stop)
+                if first < stop:
+                    part.master[first - part.place.start : stop - part.place.start].copy_(self.compute[first:stop])
 
     def pieces(self, tensors: Sequence[Tensor]) -> dict[str, Piece]:
         """One tensor for each part, cut into what this rank keeps of the parameters, by name."""

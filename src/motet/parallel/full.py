@@ -47,6 +47,12 @@ def spread_full(
         for p in module.parameters()
         if p.ndim == 0 or not p.numel() or not p.is_floating_point() or p.numel() < layout.whole_below
     }
+    for name, inner in module.named_modules():
+        if isinstance(inner, nn.Embedding | nn.EmbeddingBag) and inner.sparse and inner.weight not in whole:
+            raise InputError(
+                f"{type(inner).__name__} {name!r} has sparse gradients, which layout.zero = 3 cannot cut into rows; "
+                "make it without sparse=True, or use layout.zero = 2"
+            )
     flat = {name: given for name, given in parameters.items() if given[1] in whole}
     root = _Root(module)
     ways: dict[str, Any] = {

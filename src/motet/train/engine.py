@@ -76,6 +76,9 @@ class Engine:
     _before: dict[str, Tensor] = field(default_factory=dict)
     _skipped: int = 0
 
+    def __post_init__(self) -> None:
+        self._trained = self._trainable()
+
     @property
     def peers(self) -> Group:
         """The ranks that take a step together."""
@@ -90,14 +93,19 @@ class Engine:
         for number in range(most):
             value: Tensor | None = None
             if number < len(batches):
-                found = self.loss(self.module, batches[number])
-                value, share = found if isinstance(found, tuple) else (found, 1.0)
+                value, share = _loss_and_count(self.loss(self.module, batches[number]))
                 total, count = total + float(value.detach()), count + float(share)
             self.backward(value, number == 0, number == most - 1)
         return self.update(self.learning_rate if learning_rate is None else learning_rate, total, count)
 
     def begin(self) -> None:
         """Of a step."""
+        now = self._trainable()
+        if other := [name for name in now | self._trained if now.get(name) is not self._trained.get(name)]:
+            raise InputError(
+                f"parameter {other[0]} was replaced, added, frozen or released after the module was parallelized; do "
+                "that before, and change values in place afterwards"
+            )
         agree_on_buffers(self.module, self.peers)
         self._before = {name: buffer.clone() for name, buffer in saved_buffers(self.module).items()}
         self.updater.spread.begin_step()
@@ -168,6 +176,11 @@ class Engine:
         return RunState(
             self.module, self.updater, self.group, Path(folder), keep=2**31, data_fingerprint="", outer=self.outer
         )
+
+    def _trainable(self) -> dict[str, object]:
+        """By name. At stage 3 modules have one parameter or another, as it is gathered or not."""
+        named = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        return dict.fromkeys(named, True) if isinstance(self.updater.spread, FullSpread) else dict(named)
 
     def _most(self, batches: int) -> int:
         """The most micro-batches of any rank: those that have fewer take part in the sums all the same."""
@@ -253,6 +266,21 @@ def make_updaters(
     replicas = set_apart(group, layout)
     updater = make_updater(module, manner.optimizer, recipe, *replicas.own, communication)
     return updater, Outer(module, updater.spread, replicas, outer, communication)
+
+
+def _loss_and_count(found: Any) -> tuple[Tensor, float]:
+    value, count = found if isinstance(found, tuple) and len(found) == 2 else (found, 1.0)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        what = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise InputError(
+            f"step: the loss is {what}; give a tensor of one number, their sum say, and how many there are"
+        )
+    if not value.requires_grad:
+        raise InputError(
+            "step: the loss depends on no parameter that is trained (it was detached, or made under no_grad); return "
+            "what autograd can follow"
+        )
+    return value, float(count)
 
 
 def _settings(kind: type[SettingsOf], given: Mapping[str, Any] | SettingsOf | None, name: str) -> SettingsOf:

@@ -1,0 +1,145 @@
+"""Parameters that a user changes between the steps of a module that is parallelized."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import motet
+from motet.core.errors import InputError
+from motet.parallel.group import Group
+from ranks import Ranks
+
+
+def small() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def squares(module: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+    return module(x).square().sum(), len(x)
+
+
+def scale(module: nn.Module) -> None:
+    with torch.no_grad():
+        module[0].weight.mul_(3)  # type: ignore[index]
+
+
+def load(module: nn.Module) -> None:
+    module.load_state_dict({name: value * 2 + 1 for name, value in module.state_dict().items()})
+
+
+def assign(module: nn.Module) -> None:
+    weight = module[2].weight  # type: ignore[index]
+    weight.data = torch.full(weight.shape, 0.5, dtype=torch.float64)
+
+
+EDITS = {"scale": scale, "load": load, "assign": assign}
+
+
+def train(group: Group, layout: str, precision: str, edit: str, communication: dict[str, str]) -> list[Tensor]:
+    """The parameters after three steps, the second of which comes after an edit."""
+    module = small().double() if precision == "fp64" else small()
+    sgd = {"name": "sgd", "learning_rate": 0.01, "clip_norm": None}
+    engine = motet.parallelize(
+        module, layout, loss=squares, precision=precision, optimizer=sgd, communication=communication
+    )
+    for step in range(3):
+        dtype = next(module.parameters()).dtype
+        rows = torch.randn(4, 4, generator=torch.Generator().manual_seed(step)).to(dtype)
+        engine.step(rows.chunk(group.world)[group.rank])
+        if step == 1:
+            engine.settle()
+            EDITS[edit](module)
+    with engine.agreed():
+        return [p.detach().clone() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("layout", ["zero=0", "zero=1", "zero=2"])
+def test_training_goes_on_from_what_was_assigned(ranks: Ranks, layout: str, edit: str) -> None:
+    (wanted,) = ranks.run(1, train, "", "fp64", edit, {})
+    for manner in {}, {"overlap": "forward"}:
+        for found in ranks.run(2, train, layout, "fp64", edit, manner):
+            for ours, theirs in zip(found, wanted, strict=True):
+                assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("layout", ["zero=0", "zero=2"])
+def test_masters_apart_from_the_model_follow_it(ranks: Ranks, layout: str) -> None:
+    """0.5 is far from what the weights were; three small steps do not lead back."""
+    for found in ranks.run(2, train, layout, "bf16", "assign", {}):
+        assert (found[2] - 0.5).abs().max() < 0.1
+
+
+def underway(group: Group) -> str:
+    module = small()
+    engine = motet.parallelize(module, "zero=1", loss=squares, communication={"overlap": "forward"})
+    for _ in range(2):
+        engine.step(torch.ones(2, 4))
+    scale(module)
+    try:
+        engine.step(torch.ones(2, 4))
+    except InputError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_change_of_what_is_underway_is_refused(ranks: Ranks) -> None:
+    for said in ranks.run(2, underway):
+        assert said.startswith("parameter 0.weight was changed while its values were still arriving")
+
+
+def replace(module: nn.Module) -> None:
+    module[0].weight = nn.Parameter(torch.ones(5, 4))  # type: ignore[index]
+
+
+def freeze(module: nn.Module) -> None:
+    module[0].weight.requires_grad_(False)  # type: ignore[index]
+
+
+def add(module: nn.Module) -> None:
+    module.more = nn.Parameter(torch.ones(3))
+
+
+def resize(module: nn.Module) -> None:
+    module[0].weight.data = torch.ones(5, 5)  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (replace, "parameter 0.weight was replaced, added, frozen or released"),
+        (freeze, "parameter 0.weight was replaced, added, frozen or released"),
+        (add, "parameter more was replaced, added, frozen or released"),
+        (
+            resize,
+            r"parameter 0.weight has become \[5, 5\] on cpu after the module was parallelized, when it was \[5, 4",
+        ),
+    ],
+)
+def test_other_parameters_are_refused(change: Callable[[nn.Module], None], sentence: str) -> None:
+    module = small()
+    engine = motet.parallelize(module, loss=squares)
+    engine.step(torch.ones(2, 4))
+    change(module)
+    with pytest.raises(InputError, match=sentence):
+        engine.step(torch.ones(2, 4))
+
+
+def freeze_one(group: Group, layout: str) -> str:
+    module = small()
+    engine = motet.parallelize(module, layout, loss=squares)
+    engine.step(torch.ones(2, 4))
+    freeze(module)
+    try:
+        engine.step(torch.ones(2, 4))
+    except InputError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_freezing_at_stage_3_is_refused(ranks: Ranks) -> None:
+    for said in ranks.run(2, freeze_one, "zero=3"):
+        assert said.startswith("parameter 0.weight was replaced, added, frozen or released")
