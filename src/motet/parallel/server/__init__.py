@@ -1,0 +1,1 @@
+"""The parameter server: workers compute gradients, servers keep and update parameters."""

@@ -1,0 +1,229 @@
+"""The desk of a parameter server: hands out shares of work, and decides which of them make the next update."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from motet.parallel.server.protocol import (
+    END,
+    NOTHING,
+    Close,
+    Decide,
+    Done,
+    Joined,
+    Lost,
+    Message,
+    Norm,
+    Numbers,
+    Offered,
+    Owners,
+    Rule,
+    Sent,
+    Settled,
+    Stand,
+    Standing,
+    Ticket,
+    View,
+)
+
+Judge = Callable[[int, dict[int, Numbers], dict[int, float]], Numbers]
+"""(number of the update, reports of its shares, squares of its norm by piece) -> how it is to be done."""
+
+
+def as_it_is(number: int, reports: dict[int, Numbers], squares: dict[int, float]) -> Numbers:
+    return ()
+
+
+@dataclass
+class Desk:
+    """One for a run."""
+
+    rule: Rule
+    view: View
+    servers: list[str]
+    copies: int = 1
+    """Servers that a piece should have."""
+    judge: Judge = as_it_is
+    workers: list[str] = field(default_factory=list)
+    lost: set[str] = field(default_factory=set)
+    reborn: int = 0
+    """The epoch in which pushes were lost last."""
+    tickets: int = 0
+    current: dict[str, Ticket] = field(default_factory=dict)
+    """What each worker is at."""
+    idle: list[str] = field(default_factory=list)
+    fresh: int = 0
+    """The first share that nobody has had."""
+    again: set[int] = field(default_factory=set)
+    """Shares that somebody had who is lost."""
+    done: dict[int, Numbers] = field(default_factory=dict)
+    """Pushed, and not in an update yet: their reports, first come first."""
+    settled: Settled = NOTHING
+    log: list[Decide] = field(default_factory=list)
+    closing: tuple[int, ...] | None = None
+    """The shares of the next update, while servers tell how large it is."""
+    turn: int = 0
+    norms: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def updates(self) -> int:
+        return len(self.log)
+
+    def take(self, message: Message) -> Sent:
+        match message:
+            case Joined(worker):
+                return self._join(worker)
+            case Done():
+                self._finish(message)
+            case Norm(turn, piece, squares):
+                if self.closing is not None and turn == self.turn:
+                    self.norms[piece] = squares
+            case Lost(name):
+                return self._lose(name) + self._go_on()
+            case Offered():
+                return self._admit(message) + self._go_on()
+            case Standing(server, version):
+                return self._tell(server, version) if server in self.servers else []
+            case _:
+                raise AssertionError(message)
+        return self._go_on()
+
+    # --- workers -----------------------------------------------------------------------------------
+
+    def _join(self, worker: str) -> Sent:
+        """For the first time, or after its connection was lost."""
+        if worker in self.lost:
+            return []
+        if worker in self.current:
+            return [(worker, self.view), (worker, self.current[worker])]
+        if worker not in self.workers:
+            self.workers.append(worker)
+            self.idle.append(worker)
+        return [(worker, self.view), *self._go_on()]
+
+    def _finish(self, done: Done) -> None:
+        if done.epoch < self.reborn:  # some of it is lost since; the worker will see, and come again
+            return
+        if done.worker in self.current and self.current[done.worker].share == done.share:
+            del self.current[done.worker]
+            self.idle.append(done.worker)
+        if not self.settled.has(done.share) and done.share not in self.done:
+            self.done[done.share] = done.report
+            self.again.discard(done.share)
+
+    def _next(self) -> int | None:
+        """The share to hand out; None while there is none, or only what would be too far ahead."""
+        total = self.rule.shares * self.rule.steps
+        if self.settled.floor == total:
+            return END
+        share = min(self.again, default=self.fresh)
+        if share == total or (not self.rule.alone and self.rule.least(share) > self.updates):
+            return None
+        self.again.discard(share)
+        self.fresh = max(self.fresh, share + 1)
+        return share
+
+    # --- servers -----------------------------------------------------------------------------------
+
+    def _lose(self, name: str) -> Sent:
+        self.lost.add(name)
+        if name in self.workers:
+            self.workers.remove(name)
+            if name in self.idle:
+                self.idle.remove(name)
+            ticket = self.current.pop(name, None)
+            if ticket is not None and ticket.share not in self.done and not self.settled.has(ticket.share):
+                self.again.add(ticket.share)
+            return []
+        if name not in self.servers:
+            return []
+        self.servers.remove(name)
+        return self._look([
+            Owners(tuple(server for server in owned.servers if server != name), owned.life)
+            for owned in self.view.owners
+        ])  # fmt: skip
+
+    def _admit(self, offered: Offered) -> Sent:
+        """A server takes the place of one that was lost."""
+        name, pieces = offered.server, dict(offered.pieces)
+        if name in self.servers or name in self.lost:
+            return []
+        sent = self._lose(offered.instead)
+        self.servers.append(name)
+        owners = []
+        for piece, owned in enumerate(self.view.owners):
+            if not owned.servers and piece in pieces:
+                owners.append(Owners((name,), owned.life + 1))
+                sent.append((name, Stand(piece, self.updates, self.settled)))
+                self._forget()
+            elif owned.servers and len(owned.servers) < self.copies:
+                owners.append(Owners((*owned.servers, name), owned.life))
+            else:
+                owners.append(owned)
+        return sent + self._look(owners) + self._tell(name, 0)
+
+    def _tell(self, server: str, version: int) -> Sent:
+        """What it may not have heard."""
+        told: list[Message] = [self.view, *self.log[version:]]
+        if self.closing is not None:
+            told.append(Close(self.turn, self.updates, self.closing))
+        return [(server, message) for message in told]
+
+    def _forget(self) -> None:
+        """Pushes are lost that were acknowledged: their shares are to be done again."""
+        self.reborn = self.view.epoch + 1
+        self.closing = None
+        self.norms.clear()
+        self.again |= self.done.keys() - {ticket.share for ticket in self.current.values()}
+        self.done.clear()
+
+    def _look(self, owners: list[Owners]) -> Sent:
+        self.view = View(self.view.epoch + 1, tuple(owners))
+        return [(other, self.view) for other in (*self.workers, *self.servers)]
+
+    # --- updates -----------------------------------------------------------------------------------
+
+    def _go_on(self) -> Sent:
+        sent: Sent = []
+        while (shares := self._complete()) is not None:
+            if self.rule.alone or len(self.norms) == len(self.view.owners):
+                sent += self._decide(shares)
+                continue
+            if self.closing is None:
+                self.closing = shares
+                self.turn += 1
+                sent += [(server, Close(self.turn, self.updates, shares)) for server in self.servers]
+            break
+        while self.idle and (share := self._next()) is not None:
+            self.tickets += 1
+            ticket = Ticket(self.tickets, share, self.rule.least(share))
+            worker = self.idle.pop(0)
+            self.current[worker] = ticket
+            sent.append((worker, ticket))
+        return sent
+
+    def _complete(self) -> tuple[int, ...] | None:
+        """The shares of the next update, once they are known."""
+        if self.closing is not None:
+            return self.closing
+        if self.rule.alone:
+            return (next(iter(self.done)),) if self.done else None
+        here = [share for share in self.done if self.rule.step(share) == self.updates]
+        return tuple(sorted(here[: self.rule.closes])) if len(here) >= self.rule.closes else None
+
+    def _decide(self, shares: tuple[int, ...]) -> Sent:
+        how = self.judge(self.updates, {share: self.done[share] for share in shares}, self.norms)
+        floor = self.settled.floor
+        if self.rule.alone:
+            while floor in shares or floor in self.settled.more:
+                floor += 1
+        else:
+            floor = (self.updates + 1) * self.rule.shares
+        decision = Decide(self.updates, shares, floor, how)
+        self.log.append(decision)
+        self.settled = self.settled.with_(shares, floor)
+        self.closing = None
+        self.norms = {}
+        self.done = {share: report for share, report in self.done.items() if not self.settled.has(share)}
+        self.again = {share for share in self.again if not self.settled.has(share)}
+        self.fresh = max(self.fresh, floor)
+        return [(server, decision) for server in self.servers]

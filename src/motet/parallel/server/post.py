@@ -1,0 +1,274 @@
+"""Connections between the processes of a parameter server, over TCP.
+
+Each has a name. What is more urgent overtakes what is underway: long payloads leave in parts. A connection that is lost
+is made again by whoever made it first; what was underway is gone then, and both sides are told, so that they ask again.
+"""
+
+import contextlib
+import heapq
+import itertools
+import queue
+import socket
+import threading
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from motet.core.errors import PeerError
+from motet.parallel.server.protocol import Message
+from motet.parallel.server.wire import HEAD, LONGEST_HEAD, PART, PART_BYTES, Incoming, Outgoing
+
+BEAT = 2
+HELLO = 3
+BEATS_IN_LIMIT = 4
+RETRY_S = 0.2
+TCP_NOTSENT_LOWAT = 25
+"""Of Linux: how much may wait in the kernel, where nothing can overtake it."""
+
+
+class Delivery(NamedTuple):
+    """What came. Without a message, a connection was made or lost."""
+
+    sender: str
+    message: Message | None
+    payload: bytearray = bytearray()
+    connected: bool = True
+
+
+@dataclass
+class Traffic:
+    """Bytes, with heads."""
+
+    sent: int = 0
+    received: int = 0
+
+
+class Post:
+    """The connections of one process. `inbox` has what comes."""
+
+    def __init__(self, name: str, run: str, limit_s: float, host: str | None = None, port: int = 0) -> None:
+        """With a host, others can connect. `run` must be the same for all. Silence for `limit_s` is a loss."""
+        self.name = name
+        self.inbox: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
+        self.traffic: dict[str, Traffic] = {}
+        self._hello = f"{run}\n{name}".encode()
+        self._limit_s = limit_s
+        self._lock = threading.Lock()
+        self._lines: dict[str, _Line] = {}
+        self._wanted: set[str] = set()
+        self._closed = threading.Event()
+        self._server = socket.create_server((host, port)) if host is not None else None
+        if self._server:
+            self._start(self._accept)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        assert self._server
+        host, port = self._server.getsockname()[:2]
+        return host, port
+
+    def connect(self, peer: str, address: tuple[str, int]) -> None:
+        """Be connected to it from now on, as often as it takes; `forget` ends that."""
+        with self._lock:
+            if peer in self._wanted:
+                return
+            self._wanted.add(peer)
+        self._start(self._keep_connected, peer, address)
+
+    def forget(self, peer: str) -> None:
+        with self._lock:
+            self._wanted.discard(peer)
+            line = self._lines.pop(peer, None)
+        if line:
+            line.close()
+
+    def send(self, peer: str, message: Message, payload: memoryview | None = None, urgency: int = -1) -> None:
+        """Less is sooner. A payload must stay as it is until it has been sent. Nothing is done without a connection."""
+        with self._lock:
+            line = self._lines.get(peer)
+        if line:
+            line.put(message, payload, urgency)
+
+    def waiting(self, peer: str) -> int:
+        """Bytes that have not left."""
+        with self._lock:
+            line = self._lines.get(peer)
+        return line.waiting if line else 0
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._server:
+            self._server.close()
+        with self._lock:
+            lines = list(self._lines.values())
+            self._lines.clear()
+        for line in lines:
+            line.close()
+
+    # --- making connections ------------------------------------------------------------------------
+
+    def _start(self, work: object, *arguments: object) -> None:
+        threading.Thread(target=work, args=arguments, daemon=True).start()  # type: ignore[arg-type]
+
+    def _accept(self) -> None:
+        assert self._server
+        while not self._closed.is_set():
+            try:
+                connection, _ = self._server.accept()
+            except OSError:  # closed
+                return
+            self._start(self._serve, connection)
+
+    def _keep_connected(self, peer: str, address: tuple[str, int]) -> None:
+        while not self._closed.is_set() and peer in self._wanted:
+            with contextlib.suppress(OSError, PeerError):
+                connection = socket.create_connection(address, timeout=self._limit_s)
+                self._serve(connection, peer)
+            self._closed.wait(RETRY_S)
+
+    def _serve(self, connection: socket.socket, expected: str | None = None) -> None:
+        """Until it is lost."""
+        _tune(connection, self._limit_s)
+        try:
+            connection.sendall(PART.pack(0, HELLO, len(self._hello)) + self._hello)
+            peer = self._greeted(connection)
+        except (OSError, PeerError):
+            connection.close()
+            return
+        if expected not in (None, peer):
+            connection.close()
+            return
+        line = _Line(connection, self._limit_s / BEATS_IN_LIMIT, self.traffic.setdefault(peer, Traffic()))
+        with self._lock:
+            before, self._lines[peer] = self._lines.get(peer), line
+        if before:
+            before.close()
+        self._start(line.send_all)
+        self.inbox.put(Delivery(peer, None, connected=True))
+        self._receive_all(peer, line)
+        with self._lock:
+            lost = self._lines.get(peer) is line
+            if lost:
+                del self._lines[peer]
+        line.close()
+        if lost and not self._closed.is_set():
+            self.inbox.put(Delivery(peer, None, connected=False))
+
+    def _greeted(self, connection: socket.socket) -> str:
+        """The name of the other side, if it belongs to the same run."""
+        _, kind, length = PART.unpack(_exactly(connection, PART.size))
+        if kind != HELLO or length > PART_BYTES:
+            raise PeerError("the other side is no process of a parameter server")
+        run, _, name = _exactly(connection, length).decode(errors="replace").rpartition("\n")
+        if run != self._hello.decode().rpartition("\n")[0]:
+            raise PeerError(f"{name} belongs to another run")
+        return name
+
+    def _receive_all(self, peer: str, line: "_Line") -> None:
+        incoming = Incoming()
+        with contextlib.suppress(OSError, PeerError):
+            while True:
+                number, kind, length = PART.unpack(_exactly(line.connection, PART.size))
+                line.traffic.received += PART.size + length
+                if kind == BEAT:
+                    continue
+                if kind == HEAD:
+                    if length > LONGEST_HEAD:
+                        return
+                    whole = incoming.begin(number, _exactly(line.connection, length))
+                else:
+                    _fill(line.connection, incoming.room(number, length))
+                    whole = incoming.filled(number, length)
+                if whole:
+                    self.inbox.put(Delivery(peer, *whole))
+
+
+@dataclass
+class _Line:
+    """One connection, as its sender sees it."""
+
+    connection: socket.socket
+    beat_s: float
+    traffic: Traffic
+    waiting: int = 0
+    _heap: list[tuple[int, int, Outgoing]] = field(default_factory=list)
+    _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _closed: bool = False
+
+    def put(self, message: Message, payload: memoryview | None, urgency: int) -> None:
+        with self._changed:
+            number = next(self._numbers)
+            parcel = Outgoing(number % 2**32, message, payload)
+            self.waiting += parcel.bytes
+            heapq.heappush(self._heap, (urgency, number, parcel))
+            self._changed.notify()
+
+    def send_all(self) -> None:
+        """Until the connection is lost."""
+        try:
+            while (part := self._next()) is not None:
+                _send(self.connection, part)
+                self.traffic.sent += sum(len(piece) for piece in part)
+        except OSError:
+            self.close()
+
+    def _next(self) -> tuple[bytes, memoryview | bytes] | None:
+        """The most urgent part; a sign of life when there is none for a while; None at the end."""
+        with self._changed:
+            if not self._heap and not self._closed:
+                self._changed.wait(self.beat_s)
+            if self._closed:
+                return None
+            if not self._heap:
+                return PART.pack(0, BEAT, 0), b""
+            parcel = self._heap[0][2]
+            part = parcel.take()
+            assert part is not None
+            if parcel.is_done:
+                heapq.heappop(self._heap)
+            if PART.unpack(part[0])[1] != HEAD:
+                self.waiting -= len(part[1])
+            return part
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+        self.connection.close()
+
+
+def _tune(connection: socket.socket, limit_s: float) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, PART_BYTES)
+    connection.settimeout(limit_s)
+
+
+def _send(connection: socket.socket, part: tuple[bytes, memoryview | bytes]) -> None:
+    head, body = part
+    if not len(body):
+        connection.sendall(head)
+        return
+    sent = connection.sendmsg([head, body])
+    if sent < len(head):
+        connection.sendall(head[sent:])
+        sent = len(head)
+    if sent < len(head) + len(body):
+        connection.sendall(memoryview(body)[sent - len(head) :])
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    room = bytearray(count)
+    _fill(connection, memoryview(room))
+    return bytes(room)
+
+
+def _fill(connection: socket.socket, room: memoryview) -> None:
+    at = 0
+    while at < len(room):
+        count = connection.recv_into(room[at:])
+        if not count:
+            raise ConnectionError("the other side has closed the connection")
+        at += count
