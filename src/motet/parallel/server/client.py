@@ -37,6 +37,8 @@ class Client:
     safe: set[int] = field(default_factory=set)
     """Pieces whose gradient is known to be kept."""
     report: Numbers = ()
+    urgency: dict[int, int] = field(default_factory=dict)
+    """Of the values of pieces, once it is known which are needed first."""
 
     def take(self, message: Message) -> Sent:
         match message:
@@ -88,7 +90,9 @@ class Client:
 
     def _pulls(self, pieces: Iterable[int]) -> Sent:
         number, _, least = self.ticket
-        return [(to, Pull(self.name, number, piece, least)) for piece, to in self._first(pieces)]
+        return [
+            (to, Pull(self.name, number, piece, least, self.urgency.get(piece, 0))) for piece, to in self._first(pieces)
+        ]
 
     def _pushes(self, pieces: Iterable[int]) -> Sent:
         number, share, _ = self.ticket

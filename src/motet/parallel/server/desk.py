@@ -68,6 +68,10 @@ class Desk:
     def updates(self) -> int:
         return len(self.log)
 
+    @property
+    def is_finished(self) -> bool:
+        return self.settled.floor == self.rule.shares * self.rule.steps
+
     def take(self, message: Message) -> Sent:
         match message:
             case Joined(worker):
@@ -112,9 +116,9 @@ class Desk:
 
     def _next(self) -> int | None:
         """The share to hand out; None while there is none, or only what would be too far ahead."""
-        total = self.rule.shares * self.rule.steps
-        if self.settled.floor == total:
+        if self.is_finished:
             return END
+        total = self.rule.shares * self.rule.steps
         share = min(self.again, default=self.fresh)
         if share == total or (not self.rule.alone and self.rule.least(share) > self.updates):
             return None

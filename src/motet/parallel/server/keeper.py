@@ -141,7 +141,7 @@ class Keeper:
             return []
         ready = [pull for pull in kept.waiting if pull.least <= kept.version]
         kept.waiting = [pull for pull in kept.waiting if pull.least > kept.version]
-        return [(pull.worker, Value(pull.ticket, pull.piece, kept.version)) for pull in ready]
+        return [(pull.worker, Value(pull.ticket, pull.piece, kept.version, pull.urgency)) for pull in ready]
 
     def _norms(self, pieces: Iterable[int]) -> Sent:
         """Of the sum that is to be the next update, by the first server of a piece."""

@@ -88,6 +88,12 @@ class Post:
         if line:
             line.put(message, payload, urgency)
 
+    @property
+    def peers(self) -> list[str]:
+        """With whom there is a connection."""
+        with self._lock:
+            return list(self._lines)
+
     def waiting(self, peer: str) -> int:
         """Bytes that have not left."""
         with self._lock:

@@ -95,12 +95,15 @@ class Pull(NamedTuple):
     piece: int
     least: int
     """The updates that it must have."""
+    urgency: int = 0
+    """What has less is sent sooner."""
 
 
 class Value(NamedTuple):
     ticket: int
     piece: int
     version: int
+    urgency: int = 0
 
 
 class Push(NamedTuple):
@@ -206,6 +209,23 @@ class Decide(NamedTuple):
     how: Numbers = ()
 
 
+# --- addresses -------------------------------------------------------------------------------------
+
+
+class Here(NamedTuple):
+    """To the desk: where a server can be reached."""
+
+    server: str
+    host: str
+    port: int
+
+
+class Book(NamedTuple):
+    """From the desk: where servers can be reached."""
+
+    entries: tuple[tuple[str, str, int], ...]
+
+
 # --- of one process --------------------------------------------------------------------------------
 
 
@@ -238,7 +258,7 @@ class Apply(NamedTuple):
 
 Message = (
     Joined | Ticket | Done | Pull | Value | Push | Ack | Copy | Copied | State | Offered | Standing | Stand
-    | Close | Norm | Decide | View | Lost | Compute | Ready | Apply
+    | Close | Norm | Decide | View | Here | Book | Lost | Compute | Ready | Apply
 )  # fmt: skip
 Sent = list[tuple[str, Message]]
 """(to whom, what), in order."""

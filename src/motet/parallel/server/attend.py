@@ -1,0 +1,109 @@
+"""A worker's side: parameters arrive beside forward, gradients leave beside backward."""
+
+import queue
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from motet.core.errors import PeerError
+from motet.parallel.flat import FlatWeights
+from motet.parallel.server.client import Client
+from motet.parallel.server.post import Delivery, Post
+from motet.parallel.server.protocol import END, Book, Compute, Message, Numbers, Push, Ready, Sent, Ticket, Value
+from motet.parallel.server.serve import LOOK_S
+from motet.parallel.server.shelf import Plan, as_bytes
+
+
+class Attendant:
+    """Speaks with the desk and the servers on a thread of its own."""
+
+    def __init__(self, client: Client, plan: Plan, weights: FlatWeights, post: Post, limit_s: float) -> None:
+        self._client = client
+        self._plan = plan
+        self._weights = weights
+        self._post = post
+        self._limit_s = limit_s
+        self._changed = threading.Condition()
+        self._taken = 0
+        """The number of the last ticket that was begun."""
+        self._failed: BaseException | None = None
+        self._ended = False
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    def next(self) -> Ticket | None:
+        """The next ticket; None at the end."""
+        self._wait(lambda: self._client.ticket.number > self._taken, "the desk has no more work for it, and no end")
+        ticket = self._client.ticket
+        self._taken = ticket.number
+        return None if ticket.share == END else ticket
+
+    def need(self, bucket: int) -> None:
+        """Until the parameters of a bucket are there."""
+        pieces = set(self._plan.of_bucket(bucket))
+        self._wait(lambda: pieces <= self._client.pulled.keys(), f"parameters of bucket {bucket} did not come")
+
+    def ready(self, bucket: int, report: Numbers) -> None:
+        """The gradients of a bucket are there, and stay until there is another ticket."""
+        pieces = tuple(self._plan.of_bucket(bucket))
+        with self._changed:
+            self._do(self._client.take(Ready(self._taken, pieces, report)))
+
+    @property
+    def versions(self) -> Sequence[int]:
+        """Of what was computed with."""
+        return tuple(self._client.pulled.values())
+
+    def close(self) -> None:
+        self._ended = True
+        self._thread.join()
+
+    def _wait(self, condition: object, otherwise: str) -> None:
+        assert callable(condition)
+        with self._changed:
+            there = self._changed.wait_for(lambda: self._failed is not None or condition(), self._limit_s)
+        if self._failed is not None:
+            raise self._failed
+        if not there:
+            raise PeerError(f"{self._client.name} has waited for {self._limit_s:g} s, and {otherwise}")
+
+    def _listen(self) -> None:
+        try:
+            while not self._ended:
+                try:
+                    delivery = self._post.inbox.get(timeout=LOOK_S)
+                except queue.Empty:
+                    continue
+                with self._changed, torch.no_grad():
+                    self._do(self._take(delivery))
+                    self._changed.notify_all()
+        except BaseException as error:  # noqa: BLE001  # told where it is waited for
+            with self._changed:
+                self._failed = error
+                self._changed.notify_all()
+
+    def _take(self, delivery: Delivery) -> Sent:
+        message, client = delivery.message, self._client
+        match message:
+            case None:
+                return client.resume(delivery.sender) if delivery.connected else []
+            case Book(entries):
+                for name, host, port in entries:
+                    self._post.connect(name, (host, port))
+                return []
+            case Value(ticket, piece) if ticket == client.ticket.number and piece not in client.pulled:
+                compute = self._weights.compute[self._plan.pieces[piece].place]
+                compute.copy_(torch.frombuffer(delivery.payload, dtype=compute.dtype))
+        return client.take(message)
+
+    def _do(self, sent: Sent) -> None:
+        for to, message in sent:
+            self._do_one(to, message)
+
+    def _do_one(self, to: str, message: Message) -> None:
+        if isinstance(message, Push):
+            gradient = self._weights.gradients.kept(self._plan.pieces[message.piece].place)
+            self._post.send(to, message, as_bytes(gradient), self._client.urgency.get(message.piece, 0))
+        elif not isinstance(message, Compute):
+            self._post.send(to, message)
