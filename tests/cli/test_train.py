@@ -212,11 +212,11 @@ def without_a_break(place: Place, job: Job, folder: Path) -> int:
 def test_killed_from_outside_and_resumed_is_bit_for_bit_the_same(
     motet: Callable[..., Done], ranks: Ranks, tmp_path: Path
 ) -> None:
-    changes = ["run.steps=100", "checkpoint.every=10", "precision.recipe=bf16"]
+    changes = ["run.steps=50", "checkpoint.every=5", "precision.recipe=bf16"]
     job = load_job("small.toml", [*changes, f"data.cache={tmp_path}/cache"])
-    assert ranks.run_places(2, without_a_break, job, tmp_path / "whole") == [100, 100]
+    assert ranks.run_places(2, without_a_break, job, tmp_path / "whole") == [50, 50]
     draw = random.SystemRandom()
-    killed, after = draw.randrange(2), draw.randrange(15, 60)
+    killed, after = draw.randrange(2), draw.randrange(8, 30)
     command = [sys.executable, "-m", "motet", "train", "small.toml", *changes, "--run-folder", "cut"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
@@ -229,11 +229,11 @@ def test_killed_from_outside_and_resumed_is_bit_for_bit_the_same(
     what = f"rank {killed} killed after step {after}"
     assert process.returncode == 3, what
     assert f"rank {killed} was killed by signal 9 (SIGKILL)" in err, what
-    assert summary("cut")["steps"] < 100, what
+    assert summary("cut")["steps"] < 50, what
     again = motet("train", "--resume-from", "cut")
     assert again.returncode == 0, again.stderr
     assert "resumed from checkpoints/step-" in again.stdout, what
-    assert summary("cut")["steps"] == 100
+    assert summary("cut")["steps"] == 50
     assert same_bits(saved_tensors(Path("whole")), saved_tensors(Path("cut"))), what
 
 

@@ -191,7 +191,7 @@ def ends_of_wires(network: Torus) -> dict[str, tuple[int, int]]:
     return ends
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=12)
 @given(tori())
 def test_a_torus_goes_from_neighbour_to_neighbour_on_a_shortest_way(network: Torus) -> None:
     ends = ends_of_wires(network)

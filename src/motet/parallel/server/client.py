@@ -52,7 +52,7 @@ class Client:
             case Ready(ticket, pieces, report):
                 self.report = report
                 self.ready.update(pieces)
-                return self._pushes(pieces)
+                return self._pushes(pieces) or self._end()
             case Ack(server, ticket, piece):
                 if ticket != self.ticket.number or piece in self.safe or server not in self.view.owners[piece].servers:
                     return []
@@ -81,12 +81,13 @@ class Client:
         return len(self.view.owners)
 
     def _begin(self, ticket: Ticket) -> Sent:
-        self.ticket, self.pulled, self.ready, self.safe = ticket, {}, set(), set()
+        self.ticket, self.pulled, self.ready, self.safe, self.report = ticket, {}, set(), set(), ()
         return [] if ticket.share == END else self._pulls(range(self._count))
 
     def _end(self) -> Sent:
         done = Done(self.name, self.ticket.share, self.view.epoch, self.report)
-        return [(DESK, done)] if len(self.safe) == self._count else []
+        whole = bool(self.report) if self.ticket.share < END else len(self.safe) == self._count
+        return [(DESK, done)] if whole else []
 
     def _pulls(self, pieces: Iterable[int]) -> Sent:
         number, _, least = self.ticket

@@ -1,6 +1,6 @@
 """The desk of a parameter server: hands out shares of work, and decides which of them make the next update."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from motet.parallel.server.protocol import (
@@ -61,6 +61,14 @@ class Desk:
     log: list[Decide] = field(default_factory=list)
     closing: tuple[int, ...] | None = None
     """The shares of the next update, while servers tell how large it is."""
+    until: int | None = None
+    """Steps from here on wait until this is raised; all may begin when not given."""
+    errands: list[int] = field(default_factory=list)
+    """Shares that are no part of a step, below END, for when everything until there is done: to judge the model, say."""
+    reports: dict[int, Numbers] = field(default_factory=dict)
+    """Of errands that were done."""
+    keeps_open: bool = False
+    """There may be errands after the last step."""
     turn: int = 0
     norms: dict[int, float] = field(default_factory=dict)
 
@@ -71,6 +79,18 @@ class Desk:
     @property
     def is_finished(self) -> bool:
         return self.settled.floor == self.rule.shares * self.rule.steps
+
+    @property
+    def is_resting(self) -> bool:
+        """Nothing of a step is underway, and nothing will be before `until` is raised."""
+        until = self.rule.steps if self.until is None else self.until
+        return self.settled.floor >= self.rule.shares * until and not any(t.share > END for t in self.current.values())
+
+    def go_on(self, until: int | None, errands: Iterable[int] = (), keeps_open: bool = True) -> Sent:
+        """To these steps, and to what is to be done when nothing of them is underway."""
+        self.until, self.keeps_open = until, keeps_open
+        self.errands += errands
+        return self._go_on()
 
     def take(self, message: Message) -> Sent:
         match message:
@@ -110,17 +130,22 @@ class Desk:
         if done.worker in self.current and self.current[done.worker].share == done.share:
             del self.current[done.worker]
             self.idle.append(done.worker)
+        if done.share < END:
+            self.reports[done.share] = done.report
+            return
         if not self.settled.has(done.share) and done.share not in self.done:
             self.done[done.share] = done.report
             self.again.discard(done.share)
 
     def _next(self) -> int | None:
         """The share to hand out; None while there is none, or only what would be too far ahead."""
+        if self.errands and self.is_resting:
+            return self.errands.pop(0)
         if self.is_finished:
-            return END
-        total = self.rule.shares * self.rule.steps
+            return None if self.keeps_open or self.errands else END
+        until = self.rule.steps if self.until is None else self.until
         share = min(self.again, default=self.fresh)
-        if share == total or (not self.rule.alone and self.rule.least(share) > self.updates):
+        if self.rule.step(share) >= until or (not self.rule.alone and self.rule.least(share) > self.updates):
             return None
         self.again.discard(share)
         self.fresh = max(self.fresh, share + 1)
@@ -135,7 +160,9 @@ class Desk:
             if name in self.idle:
                 self.idle.remove(name)
             ticket = self.current.pop(name, None)
-            if ticket is not None and ticket.share not in self.done and not self.settled.has(ticket.share):
+            if ticket is not None and ticket.share < END:
+                self.errands.insert(0, ticket.share)
+            elif ticket is not None and ticket.share not in self.done and not self.settled.has(ticket.share):
                 self.again.add(ticket.share)
             return []
         if name not in self.servers:
@@ -199,7 +226,7 @@ class Desk:
             break
         while self.idle and (share := self._next()) is not None:
             self.tickets += 1
-            ticket = Ticket(self.tickets, share, self.rule.least(share))
+            ticket = Ticket(self.tickets, share, self.updates if share < END else self.rule.least(share))
             worker = self.idle.pop(0)
             self.current[worker] = ticket
             sent.append((worker, ticket))
