@@ -20,14 +20,15 @@ from motet.parallel.server.pieces import cut_pieces
 from motet.parallel.server.post import Post
 from motet.parallel.server.protocol import DESK, Numbers, Owners, Rule, View
 from motet.parallel.server.serve import Server
-from motet.parallel.server.shelf import Plan, Shelf
+from motet.parallel.server.shelf import Plan, Shelf, pack, unpack
 from motet.precision.recipe import RECIPES
 from motet.train.optimizer import _optimizer, group_parameters
 from motet.train.settings import OptimizerSettings
+from waiting import until
 
 STEPS, LIMIT_S, RATE = 20, 30.0, 0.01
-Masters = dict[str, dict[int, Tensor]]
-"""Server -> piece -> what it has at the end."""
+Found = dict[str, tuple[Keeper, Shelf]]
+"""What the servers have."""
 SETTINGS = OptimizerSettings(learning_rate=RATE, clip_norm=0.5)
 
 
@@ -79,16 +80,16 @@ def serve(
     module = small()
     plan = plan_of(module, len({owned.servers[0] for owned in view.owners}))
     mine = [piece for piece, owned in enumerate(view.owners) if name in owned.servers]
-    start = flat_of(module, plan)
     post = Post(name, "run", LIMIT_S, "127.0.0.1")
-    shelf = Shelf(plan, mine, lambda place: start.compute[place].clone(), lambda groups: _optimizer(groups, SETTINGS))
-    server = Server(Keeper(name, view, {piece: Kept() for piece in mine}), shelf, post)
+    shelf = Shelf(plan, lambda groups: _optimizer(groups, SETTINGS))
+    keeper = Keeper(name, view, {piece: Kept(there=False) for piece in mine})
+    found[name] = keeper, shelf
+    server = Server(keeper, shelf, post)
     post.connect(DESK, desk)
     watch = threading.Thread(target=lambda: (end.wait(), setattr(server, "ended", True)), daemon=True)
     watch.start()
     server.run()
     post.close()
-    found[name] = {piece: shelf.state(piece)["master"] for piece in mine}
 
 
 def flat_of(module: nn.Module, plan: Plan) -> FlatWeights:
@@ -127,21 +128,29 @@ def train(workers: int, servers: int, copies: int = 1) -> dict[str, Tensor]:
     rule = Rule(workers, STEPS, workers, 0)
     names = [f"s{i}" for i in range(servers)]
     post = Post(DESK, "run", LIMIT_S, "127.0.0.1")
-    office = Office(Desk(rule, view, names, copies, judge), post, LIMIT_S, lambda decided: None)
+    begin = flat_of(module, plan).compute.clone()
+    desk = Desk(rule, view, names, copies, judge=judge)
+    office = Office(
+        desk, post, LIMIT_S, lambda decided: None, lambda piece: pack({"master": begin[plan.pieces[piece].place]})
+    )
     end = threading.Event()
-    found: Masters = {}
+    found: Found = {}
     threads = [threading.Thread(target=serve, args=(n, view, post.address, end, found)) for n in names]
     attending = [threading.Thread(target=work, args=(f"w{i}", view, post.address, rule)) for i in range(workers)]
     for thread in threads + attending:
         thread.start()
-    office.run(lambda: not any(thread.is_alive() for thread in attending))
+    office.run(lambda: desk.is_finished, "training")
+    fetched = {piece: unpack(content)["master"] for piece, content in office.fetch().items()}
+    office.run(lambda: not any(thread.is_alive() for thread in attending), "ending")
+    until(lambda: all(kept.version == STEPS for keeper, _ in found.values() for kept in keeper.pieces.values()))
     end.set()
     for thread in threads:
         thread.join()
     post.close()
     weights = flat_of(module, plan)
     for number, piece in enumerate(plan.pieces):
-        first, *others = [found[name][number] for name in view.owners[number].servers]
+        first, *others = [found[name][1].state(number)["master"] for name in view.owners[number].servers]
+        assert torch.equal(first, fetched[number])
         assert all(torch.equal(first, other) for other in others)
         with torch.no_grad():
             weights.compute[piece.place] = first

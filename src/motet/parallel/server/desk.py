@@ -42,6 +42,8 @@ class Desk:
     servers: list[str]
     copies: int = 1
     """Servers that a piece should have."""
+    first: int = 0
+    """Updates that were done before this run."""
     judge: Judge = as_it_is
     workers: list[str] = field(default_factory=list)
     lost: set[str] = field(default_factory=set)
@@ -64,7 +66,7 @@ class Desk:
     until: int | None = None
     """Steps from here on wait until this is raised; all may begin when not given."""
     errands: list[int] = field(default_factory=list)
-    """Shares that are no part of a step, below END, for when everything until there is done: to judge the model, say."""
+    """Shares that are no part of a step, below END, for when everything until there is done."""
     reports: dict[int, Numbers] = field(default_factory=dict)
     """Of errands that were done."""
     keeps_open: bool = False
@@ -74,7 +76,7 @@ class Desk:
 
     @property
     def updates(self) -> int:
-        return len(self.log)
+        return self.first + len(self.log)
 
     @property
     def is_finished(self) -> bool:
@@ -194,7 +196,7 @@ class Desk:
 
     def _tell(self, server: str, version: int) -> Sent:
         """What it may not have heard."""
-        told: list[Message] = [self.view, *self.log[version:]]
+        told: list[Message] = [self.view, *self.log[max(0, version - self.first) :]]
         if self.closing is not None:
             told.append(Close(self.turn, self.updates, self.closing))
         return [(server, message) for message in told]

@@ -108,6 +108,10 @@ class Keeper:
         kept = self.pieces[piece]
         return State(piece, kept.version, kept.settled, frozenset(kept.held))
 
+    def has(self, piece: int) -> bool:
+        """Whether it knows what the piece is."""
+        return piece in self.pieces and self.pieces[piece].there
+
     def _kept(self, piece: int) -> Kept:
         """What another server has of it is told later; until then it is empty."""
         return self.pieces.setdefault(piece, Kept(there=False))

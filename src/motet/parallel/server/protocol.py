@@ -209,6 +209,19 @@ class Decide(NamedTuple):
     how: Numbers = ()
 
 
+class Fetch(NamedTuple):
+    """To a server: what it has of a piece is asked for."""
+
+    piece: int
+
+
+class Stored(NamedTuple):
+    """What a server has of a piece."""
+
+    piece: int
+    version: int
+
+
 # --- addresses -------------------------------------------------------------------------------------
 
 
@@ -258,7 +271,7 @@ class Apply(NamedTuple):
 
 Message = (
     Joined | Ticket | Done | Pull | Value | Push | Ack | Copy | Copied | State | Offered | Standing | Stand
-    | Close | Norm | Decide | View | Here | Book | Lost | Compute | Ready | Apply
+    | Close | Norm | Decide | View | Fetch | Stored | Here | Book | Lost | Compute | Ready | Apply
 )  # fmt: skip
 Sent = list[tuple[str, Message]]
 """(to whom, what), in order."""

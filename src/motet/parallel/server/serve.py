@@ -1,14 +1,32 @@
 """A server at work: takes what comes to its post, and does what its keeper says."""
 
 import queue
+from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
 from motet.parallel.server.keeper import Keeper
 from motet.parallel.server.post import Delivery, Post
-from motet.parallel.server.protocol import DESK, Apply, Book, Copy, Here, Message, Norm, Push, Sent, Value
-from motet.parallel.server.shelf import Shelf
+from motet.parallel.server.protocol import (
+    DESK,
+    Apply,
+    Book,
+    Copy,
+    Fetch,
+    Here,
+    Message,
+    Norm,
+    Push,
+    Sent,
+    Stand,
+    State,
+    Stored,
+    Value,
+)
+from motet.parallel.server.shelf import Shelf, as_bytes, pack, unpack
 
+GIVEN = "given/"
 LOOK_S = 0.5
 """How often it is looked whether there is an end."""
 
@@ -43,7 +61,25 @@ class Server:
                 kept = self._keeper.pieces.get(piece)
                 if kept is None or not (kept.settled.has(share) or share in kept.held):
                     self._shelf.hold(piece, share, delivery.payload)
+            case Fetch(piece):
+                self._post.send(delivery.sender, Stored(piece, self._keeper.pieces[piece].version), self._packed(piece))
+                return []
+            case Stand(piece=piece) | State(piece=piece) if delivery.payload and not self._keeper.has(piece):
+                self._begin(message, unpack(delivery.payload))
         return self._keeper.take(message)
+
+    def _begin(self, told: Stand | State, tensors: dict[str, Tensor]) -> None:
+        given = {int(name.removeprefix(GIVEN)): tensors.pop(name) for name in list(tensors) if name.startswith(GIVEN)}
+        self._shelf.load(told.piece, tensors)
+        for share, gradient in given.items():
+            self._shelf.hold(told.piece, share, bytearray(as_bytes(gradient)))
+
+    def _packed(self, piece: int, shares: Iterable[int] = ()) -> memoryview:
+        """What is known of a piece, with what was pushed for these shares."""
+        given = {
+            f"{GIVEN}{share}": torch.frombuffer(self._shelf.given(piece, share), dtype=torch.uint8) for share in shares
+        }
+        return pack(self._shelf.state(piece) | given)
 
     def _greet(self, peer: str) -> Sent:
         here: Sent = [(DESK, Here(self._keeper.name, *self._post.address))] if peer == DESK else []
@@ -69,5 +105,7 @@ class Server:
                 self._post.send(to, message, shelf.value(piece), urgency)
             case Copy(_, piece, share):
                 self._post.send(to, message, shelf.given(piece, share))
+            case State(piece, _, _, held):
+                self._post.send(to, message, self._packed(piece, held))
             case _:
                 self._post.send(to, message)

@@ -4,8 +4,9 @@ What is pulled is never written to again: an update makes a new tensor, so that 
 version.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
 from typing import Any
 
 import torch
@@ -53,16 +54,21 @@ class _Tensors:
 
 
 class Shelf:
-    def __init__(
-        self, plan: Plan, mine: Iterable[int], values: Callable[[slice], Tensor], make_optimizer: MakeOptimizer
-    ) -> None:
-        """`values`: the masters of a place in the flat tensors, to begin with."""
+    """All begins with zeros, until it is loaded."""
+
+    def __init__(self, plan: Plan, make_optimizer: MakeOptimizer) -> None:
         self._plan = plan
         self._make_optimizer = make_optimizer
-        self._tensors = {piece: self._made(piece, values(plan.pieces[piece].place)) for piece in mine}
+        self._made: dict[int, _Tensors] = {}
 
-    def _made(self, number: int, master: Tensor) -> _Tensors:
+    def _of(self, piece: int) -> _Tensors:
+        if piece not in self._made:
+            self._made[piece] = self._make(piece)
+        return self._made[piece]
+
+    def _make(self, number: int) -> _Tensors:
         piece = self._plan.pieces[number]
+        master = torch.zeros(piece.numel, dtype=getattr(torch, self._plan.recipe.master))
         runs = self._plan.buckets[piece.bucket].runs(piece.place)
         parts, groups = [], []
         for group, place in runs:
@@ -76,13 +82,13 @@ class Shelf:
         return master.to(getattr(torch, self._plan.recipe.compute), copy=True)
 
     def hold(self, piece: int, share: int, gradient: bytearray) -> None:
-        self._tensors[piece].given.setdefault(share, gradient)
+        self._of(piece).given.setdefault(share, gradient)
 
     def given(self, piece: int, share: int) -> memoryview:
-        return memoryview(self._tensors[piece].given[share])
+        return memoryview(self._of(piece).given[share])
 
     def keep_only(self, piece: int, shares: Collection[int]) -> None:
-        tensors = self._tensors[piece]
+        tensors = self._of(piece)
         tensors.given = {share: gradient for share, gradient in tensors.given.items() if share in shares}
 
     def squares(self, piece: int, shares: Sequence[int]) -> float:
@@ -91,7 +97,7 @@ class Shelf:
 
     def apply(self, piece: int, shares: Sequence[int], learning_rate: float, factor: float) -> None:
         """One update with the sum of these gradients times the factor."""
-        tensors, total = self._tensors[piece], self._total(piece, shares)
+        tensors, total = self._of(piece), self._total(piece, shares)
         total.mul_(factor)
         for group in tensors.optimizer.param_groups:
             group["lr"] = learning_rate * group["scale"]
@@ -104,11 +110,11 @@ class Shelf:
         tensors.published = self._published(tensors.master)
 
     def value(self, piece: int) -> memoryview:
-        return as_bytes(self._tensors[piece].published)
+        return as_bytes(self._of(piece).published)
 
     def _total(self, piece: int, shares: Sequence[int]) -> Tensor:
         """In the order of the shares, whatever order they came in."""
-        tensors = self._tensors[piece]
+        tensors = self._of(piece)
         if tensors.total is None or tensors.total[0] != tuple(shares):
             first, *others = (torch.frombuffer(tensors.given[share], dtype=self._plan.gradient) for share in shares)
             total = first.to(tensors.master.dtype, copy=True)
@@ -117,26 +123,36 @@ class Shelf:
             tensors.total = tuple(shares), total
         return tensors.total[1]
 
-    # --- what a second server and a snapshot are given ---------------------------------------------
+    # --- what a second server, a checkpoint and a snapshot are given --------------------------------
 
     def state(self, piece: int) -> dict[str, Tensor]:
-        """Masters and moments, as views or counts."""
-        tensors = self._tensors[piece]
+        """Masters and moments of the whole piece, and counts."""
+        tensors = self._of(piece)
+        moments = [tensors.optimizer.state[part] for _, part in tensors.parts]
         found = {"master": tensors.master}
-        for number, (_, part) in enumerate(tensors.parts):
-            for kind, value in tensors.optimizer.state[part].items():
-                if isinstance(value, Tensor):
-                    found[f"{kind}/{number}"] = value
+        for kind, value in moments[0].items():
+            if isinstance(value, Tensor):
+                found[kind] = value if value.ndim == 0 else torch.cat([moment[kind] for moment in moments])
         return found
 
     def load(self, piece: int, state: Mapping[str, Tensor]) -> None:
-        tensors = self._tensors[piece]
+        tensors = self._of(piece)
         tensors.master.copy_(state["master"])
-        for key, value in state.items():
-            kind, slash, number = key.partition("/")
-            if slash:
-                tensors.optimizer.state[tensors.parts[int(number)][1]][kind] = value.clone()
+        for kind, value in state.items():
+            for place, part in tensors.parts if kind != "master" else ():
+                tensors.optimizer.state[part][kind] = value.clone() if value.ndim == 0 else value[place].clone()
         tensors.published = self._published(tensors.master)
+
+
+def pack(tensors: Mapping[str, Tensor]) -> memoryview:
+    file = BytesIO()
+    torch.save(dict(tensors), file)
+    return file.getbuffer()
+
+
+def unpack(content: bytes | bytearray) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = torch.load(BytesIO(content), weights_only=True)
+    return found
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
