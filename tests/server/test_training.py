@@ -22,7 +22,7 @@ from motet.parallel.server.protocol import DESK, Numbers, Owners, Rule, View
 from motet.parallel.server.serve import Server
 from motet.parallel.server.shelf import Plan, Shelf, pack, unpack
 from motet.precision.recipe import RECIPES
-from motet.train.optimizer import _optimizer, group_parameters
+from motet.train.optimizer import group_parameters, make_optimizer
 from motet.train.settings import OptimizerSettings
 from waiting import until
 
@@ -81,7 +81,7 @@ def serve(
     plan = plan_of(module, len({owned.servers[0] for owned in view.owners}))
     mine = [piece for piece, owned in enumerate(view.owners) if name in owned.servers]
     post = Post(name, "run", LIMIT_S, "127.0.0.1")
-    shelf = Shelf(plan, lambda groups: _optimizer(groups, SETTINGS))
+    shelf = Shelf(plan, lambda groups: make_optimizer(groups, SETTINGS))
     keeper = Keeper(name, view, {piece: Kept(there=False) for piece in mine})
     found[name] = keeper, shelf
     server = Server(keeper, shelf, post)

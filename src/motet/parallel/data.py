@@ -95,6 +95,8 @@ class FlatSpread:
     """Shards of the sums are gathered, not of what is updated; every rank updates all of a bucket when it has it."""
     numbers: Mapping[Tensor, int]
     """The bucket of each parameter."""
+    refresh: Callable[[], None] = lambda: None
+    """Brings what others have updated, where it is others that do."""
     _underway: list[_Sum] = field(default_factory=list)
     _complete: set[int] = field(default_factory=set)
     _next: int = 0
@@ -199,6 +201,7 @@ class FlatSpread:
             self._gather([self.weights.compute[b.start : b.stop] for b in self.weights.buckets])
 
     def settle(self) -> None:
+        self.refresh()
         for number in list(self._arriving):
             self._need(number)
 

@@ -5,7 +5,7 @@ Axes and techniques add their fields together with the code that reads them.
 
 import tomllib
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -13,6 +13,7 @@ from motet.collectives.cost import Sets
 from motet.core.errors import InputError
 from motet.core.reading import settings_from_tree
 from motet.core.settings import Settings
+from motet.parallel.server.settings import ServerSettings
 
 
 class LayoutSettings(Settings):
@@ -34,6 +35,9 @@ class LayoutSettings(Settings):
     among them, so that gathering for backward stays inside of a host."""
     microbatches: Annotated[int, Field(ge=1)] = 1
     """Parts that a rank cuts its share of the batch into, one forward and backward each."""
+    data: Literal["all_reduce", "parameter_server"] = "all_reduce"
+    """How gradients come together: ranks exchange them, or push them to servers that keep the parameters."""
+    server: ServerSettings = ServerSettings()
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from motet.train.evaluate import Evaluation, evaluate
 from motet.train.faults import StopFlag
 from motet.train.flops import training_flops
 from motet.train.job import Job
-from motet.train.loop import Loop
+from motet.train.loop import Loop, Steps
 from motet.train.optimizer import Updater
 from motet.train.preflight import check_huggingface
 from motet.train.state import RunState, newest_checkpoint
@@ -85,9 +85,9 @@ def run_rank(job: Job, place: Place, folder: Path, stop: StopFlag, callbacks: Se
     torch.set_num_threads(threads_for(place, job.run.threads))
     with start_group(place, device, job.run.timeout_s, job.run.cpu_backend) as group, numerics(job):
         parts = build_parts(job, group, folder)
-        restored = _restore(parts)  # before anybody hears of a start, which may be refused here
-        with _monitor(job, group, folder, callbacks) as monitor:
-            return _train(job, parts, restored, monitor, stop)
+        restored = restore(parts)  # before anybody hears of a start, which may be refused here
+        with monitoring(job, group, folder, callbacks) as monitor:
+            return train(job, parts, restored, monitor, stop)
 
 
 def numerics(job: Job) -> AbstractContextManager[None]:
@@ -95,16 +95,23 @@ def numerics(job: Job) -> AbstractContextManager[None]:
     return float64_mode() if job.precision.recipe == "fp64" else nullcontext()
 
 
+def build_model(job: Job, device: torch.device) -> tuple[Loader, Trainee]:
+    """Data, and the model with its first values."""
+    recipe = RECIPES[job.precision.recipe]
+    prepared = prepare(job.data)
+    data = Loader(prepared, job.data, job.run.seed, job.run.epochs)
+    demands = Demands(prepared.vocab_size, prepared.classes if job.data.objective == "classify" else None)
+    model = build_trainee(job.model, job.run.seed, getattr(torch, recipe.master), device, demands)
+    if model.objective is not None:
+        check_huggingface(job, prepared, model.objective, (model.vocab_size, model.outcomes))
+    return data, model
+
+
 def build_parts(job: Job, group: Group, folder: Path) -> Parts:
     """Data, model and optimizer at step 0, the same for every layout."""
     recipe = RECIPES[job.precision.recipe]
     layout = resolve_layout(job.layout, group.world, job.data.batch_sequences)
-    prepared = prepare(job.data)
-    data = Loader(prepared, job.data, job.run.seed, job.run.epochs)
-    demands = Demands(prepared.vocab_size, prepared.classes if job.data.objective == "classify" else None)
-    model = build_trainee(job.model, job.run.seed, getattr(torch, recipe.master), group.device, demands)
-    if model.objective is not None:
-        check_huggingface(job, prepared, model.objective, (model.vocab_size, model.outcomes))
+    data, model = build_model(job, group.device)
     refuse_unlike(described(model.module), group)
     agree_on_values(model.module, group)
     _agree_on_data(data, group)
@@ -132,19 +139,27 @@ def _agree_on_data(data: Loader, group: Group) -> None:
         )
 
 
-def _monitor(job: Job, group: Group, folder: Path, callbacks: Sequence[Callback]) -> Monitor:
+def monitoring(job: Job, group: Group, folder: Path, callbacks: Sequence[Callback]) -> Monitor:
     """Rank 0 tells; the others keep silent."""
     if group.rank != 0:
         return Monitor([])
     return open_monitor(job.monitor, folder, job.model_dump(mode="json"), callbacks)
 
 
-def _restore(parts: Parts) -> Restored:
+def restore(parts: Parts) -> Restored:
     newest = newest_checkpoint(parts.state.folder)
     return (newest, *parts.state.restore(newest)) if newest else (None, 0, [])
 
 
-def _train(job: Job, parts: Parts, restored: Restored, monitor: Monitor, stop: StopFlag) -> Outcome:
+def train(
+    job: Job,
+    parts: Parts,
+    restored: Restored,
+    monitor: Monitor,
+    stop: StopFlag,
+    stepper: Steps | None = None,
+) -> Outcome:
+    """`stepper`: who does the steps, if not this rank with its group."""
     newest, done, changes = restored
     compute = RECIPES[job.precision.recipe].compute
     this = discover(parts.group.device, [compute, "float32"] if compute == "bfloat16" else [compute])
@@ -156,7 +171,7 @@ def _train(job: Job, parts: Parts, restored: Restored, monitor: Monitor, stop: S
     with told_to_the_end(monitor.on_event, progress):
         Loop(
             job=job,
-            stepper=parts.stepper(job),
+            stepper=stepper or parts.stepper(job),
             state=parts.state,
             progress=progress,
             evaluate=functools.partial(_evaluate, job, parts),

@@ -211,6 +211,11 @@ def parallelize(  # noqa: PLR0913  # sections of a job, by name
     one rank.
     """
     settings = layout if isinstance(layout, LayoutSettings) else parse_layout(layout)
+    if settings.data != "all_reduce":
+        raise InputError(
+            f"layout.data = {settings.data!r} is for `motet train`, which starts the servers; in a loop of your own "
+            "leave it out"
+        )
     how = _settings(OptimizerSettings, optimizer, "optimizer")
     if "schedule" in how.model_fields_set:
         raise InputError("optimizer.schedule has no effect in a loop of your own; give step a learning_rate=...")

@@ -45,6 +45,11 @@ def _rows(
     return (Needs(f"{section}.{name}", key, be) for name in names.split())
 
 
+_COMMUNICATION = (
+    "overlap bucket_mib first_bucket_mib all_reduce reduce_scatter all_gather cluster compress_gradients "
+    "compress_parameters compress_over compress_after error_feedback"
+)
+
 NEEDS: tuple[Needs, ...] = (
     *_rows("model", "rope_theta rotary_fraction rope_scaling", "positions", ("rotary",)),
     *_rows("model", "norm_bias", "norm", ("layer",)),
@@ -56,9 +61,15 @@ NEEDS: tuple[Needs, ...] = (
     *_rows("optimizer", "momentum nesterov", "name", ("sgd",)),
     *_rows("optimizer.schedule", "decay_steps", "kind", ("warmup-stable-decay",)),
     *_rows("optimizer.schedule", "final_fraction", "kind", ("linear", "cosine", "warmup-stable-decay")),
+    *_rows("layout", "zero", "data", ("all_reduce",)),
     *_rows("layout", "shard_group", "zero", "given"),
     *_rows("layout", "regather whole_below secondary_group", "zero", (3,)),
     *_rows("layout", "secondary_group", "outer.every", "absent"),
+    *_rows("layout", "server", "data", ("parameter_server",)),
+    *_rows("layout.server", "first", "mode", ("first-k",)),
+    *_rows("layout.server", "staleness", "mode", ("bounded",)),
+    *_rows("communication", _COMMUNICATION, "layout.data", ("all_reduce",)),
+    *_rows("outer", "every", "layout.data", ("all_reduce",)),
     *_rows("communication", "overlap bucket_mib first_bucket_mib", "layout.zero", (0, 1, 2)),
     *_rows("communication", "compress_over compress_after error_feedback", "compress_gradients", "given"),
     *_rows("communication", "compress_parameters", "layout.zero", (1, 2, 3)),

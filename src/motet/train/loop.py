@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from motet.core.errors import DivergedError
 from motet.core.trace import span
@@ -13,7 +14,7 @@ from motet.train.evaluate import Evaluation
 from motet.train.job import Job
 from motet.train.schedule import learning_rate_factor
 from motet.train.state import RunState
-from motet.train.step import Stepper, StepResult
+from motet.train.step import StepResult
 from motet.train.telling import Progress
 
 REMEDY = (
@@ -22,12 +23,18 @@ REMEDY = (
 )
 
 
+class Steps(Protocol):
+    """Who does the steps."""
+
+    def step(self, number: int, learning_rate: float, stop: bool = False, last: bool = False) -> StepResult: ...
+
+
 @dataclass(frozen=True)
 class Loop:
     """What a loop works with. `tell` reaches the sinks on rank 0 and nobody on the others."""
 
     job: Job
-    stepper: Stepper
+    stepper: Steps
     state: RunState
     progress: Progress
     evaluate: Callable[[str], Evaluation | None]

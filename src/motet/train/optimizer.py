@@ -84,7 +84,7 @@ class Updater:
             }
             for number, (_, decay) in enumerate(keys)
         ]
-        self._optimizer = _optimizer(groups, settings)
+        self._optimizer = make_optimizer(groups, settings)
 
     def squares(self) -> float:
         """What this rank adds to the square of the norm of all gradients."""
@@ -145,7 +145,7 @@ class Updater:
         return {kind: value for kind, value in moments.items() if isinstance(value, Tensor)}
 
 
-def _optimizer(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:
+def make_optimizer(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:
     if settings.name == "adamw":
         return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps, fused=True)
     return torch.optim.SGD(

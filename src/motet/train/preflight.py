@@ -10,6 +10,7 @@ from motet.models.settings import EncoderSettings, ModuleSettings, check_trainab
 from motet.models.spec import spec_from_settings
 from motet.parallel.communication import check_communication
 from motet.parallel.layout import Layout, resolve_layout
+from motet.parallel.server.settings import check_server
 from motet.precision.recipe import RECIPES
 from motet.train.job import Job
 
@@ -29,6 +30,8 @@ def check_job(job: Job, ranks: int) -> Layout:
         )
     layout = resolve_layout(job.layout, ranks, job.data.batch_sequences)
     check_communication(job.communication, layout, apart=job.outer.every is not None)
+    if job.layout.data == "parameter_server":
+        check_server(job.layout.server, ranks)
     return layout
 
 

@@ -67,7 +67,7 @@ def supervise(request: Request, outside: Outside) -> tuple[Path, Ended]:
         path = before.path
         start = Launch(
             command=(sys.executable, "-m", "motet.cli.rank", "motet.train.work:train_rank", str(path)),
-            ranks=ranks,
+            ranks=ranks + helpers(job),
             environment=rank_environment(outside.environment, threads),
             logs=path / LOGS,
             restarts=job.run.restarts,
@@ -77,6 +77,11 @@ def supervise(request: Request, outside: Outside) -> tuple[Path, Ended]:
         if ended.exit_code != InputError.exit_code or not before.undo_unless_trained():
             write_end(path, ended)
     return path, ended
+
+
+def helpers(job: Job) -> int:
+    """Ranks beside those that compute: the desk of a parameter server, and its servers."""
+    return 1 + job.layout.server.count if job.layout.data == "parameter_server" else 0
 
 
 def run(job: Job, callbacks: Sequence[Callback] = ()) -> "tuple[Path, Outcome]":
@@ -106,7 +111,14 @@ def run(job: Job, callbacks: Sequence[Callback] = ()) -> "tuple[Path, Outcome]":
 
 def join(request: Request, place: Place, tell: Tell) -> Record:
     """Be one rank of a group that torchrun or srun started."""
-    check_job(request.job, place.world)
+    beside = helpers(request.job)
+    workers = place.world - beside
+    if workers < 1:
+        raise InputError(
+            f"layout.data = 'parameter_server' takes a rank for its desk and {beside - 1} for servers "
+            f"(layout.server.count) beside the workers; start {beside + 1} ranks or more, not {place.world}"
+        )
+    check_job(request.job, workers)
     check_memory(request.job, place.local_world)
     check_data(request.job, prepare(request.job.data))
     record = run_work(place, lambda place, stop: _join(request, place, stop, tell))

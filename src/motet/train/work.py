@@ -15,8 +15,11 @@ def train_rank(place: Place, stop: StopFlag, folder: str) -> int:
 
 def train_in(job: Job, place: Place, folder: Path, stop: StopFlag) -> int:
     """Train, and return the exit code."""
-    from motet.train.assemble import run_rank  # torch is loaded here, after the signals are in place
+    if job.layout.data == "parameter_server":
+        from motet.train.served import run_served as run  # torch is loaded here, after the signals are in place
+    else:
+        from motet.train.assemble import run_rank as run
 
-    outcome = run_rank(job, place, folder, stop)
+    outcome = run(job, place, folder, stop)
     as_asked = outcome.finished or outcome.steps == job.run.stop_at
     return 0 if as_asked else STOPPED

@@ -44,6 +44,10 @@ class Attendant:
         pieces = set(self._plan.of_bucket(bucket))
         self._wait(lambda: pieces <= self._client.pulled.keys(), f"parameters of bucket {bucket} did not come")
 
+    def need_all(self) -> None:
+        count = len(self._plan.pieces)
+        self._wait(lambda: len(self._client.pulled) == count, "parameters did not come")
+
     def ready(self, bucket: int, report: Numbers) -> None:
         """The gradients of a bucket are there, and stay until there is another ticket."""
         pieces = tuple(self._plan.of_bucket(bucket))

@@ -69,8 +69,8 @@ class Desk:
     """Shares that are no part of a step, below END, for when everything until there is done."""
     reports: dict[int, Numbers] = field(default_factory=dict)
     """Of errands that were done."""
-    keeps_open: bool = False
-    """There may be errands after the last step."""
+    closes: bool = True
+    """Who has nothing to do then is told that this is the end."""
     turn: int = 0
     norms: dict[int, float] = field(default_factory=dict)
 
@@ -85,12 +85,20 @@ class Desk:
     @property
     def is_resting(self) -> bool:
         """Nothing of a step is underway, and nothing will be before `until` is raised."""
-        until = self.rule.steps if self.until is None else self.until
-        return self.settled.floor >= self.rule.shares * until and not any(t.share > END for t in self.current.values())
+        shares = [ticket.share for ticket in self.current.values() if ticket.share > END]
+        return self._is_there and all(self.settled.has(share) for share in shares)
 
-    def go_on(self, until: int | None, errands: Iterable[int] = (), keeps_open: bool = True) -> Sent:
+    @property
+    def _is_there(self) -> bool:
+        return self.settled.floor >= self.rule.shares * self._until
+
+    @property
+    def _until(self) -> int:
+        return self.rule.steps if self.until is None else self.until
+
+    def go_on(self, until: int, errands: Iterable[int] = (), closes: bool = False) -> Sent:
         """To these steps, and to what is to be done when nothing of them is underway."""
-        self.until, self.keeps_open = until, keeps_open
+        self.until, self.closes = until, closes
         self.errands += errands
         return self._go_on()
 
@@ -143,11 +151,10 @@ class Desk:
         """The share to hand out; None while there is none, or only what would be too far ahead."""
         if self.errands and self.is_resting:
             return self.errands.pop(0)
-        if self.is_finished:
-            return None if self.keeps_open or self.errands else END
-        until = self.rule.steps if self.until is None else self.until
+        if self._is_there:
+            return END if self.closes and not self.errands else None
         share = min(self.again, default=self.fresh)
-        if self.rule.step(share) >= until or (not self.rule.alone and self.rule.least(share) > self.updates):
+        if self.rule.step(share) >= self._until or (not self.rule.alone and self.rule.least(share) > self.updates):
             return None
         self.again.discard(share)
         self.fresh = max(self.fresh, share + 1)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from motet.core.errors import PeerError
 from motet.parallel.server.desk import Desk
 from motet.parallel.server.post import Delivery, Post
-from motet.parallel.server.protocol import Book, Decide, Fetch, Here, Lost, Sent, Stand, Stored
+from motet.parallel.server.protocol import Book, Bye, Decide, Fetch, Here, Lost, Sent, Stand, Stored
 from motet.parallel.server.serve import LOOK_S
 
 
@@ -48,11 +48,22 @@ class Office:
                 if time.monotonic() - since > self._limit_s:
                     del self._gone[name]
                     self._send(self.desk.take(Lost(name)))
+            if until():
+                return
             if time.monotonic() - heard > self._limit_s:
                 raise PeerError(f"the parameter server's desk has heard nothing for {self._limit_s:g} s, {waiting}")
 
-    def go_on(self, until: int | None, errands: Iterable[int] = (), keeps_open: bool = True) -> None:
-        self._send(self.desk.go_on(until, errands, keeps_open))
+    def go_on(self, until: int, errands: Iterable[int] = ()) -> None:
+        self._send(self.desk.go_on(until, errands))
+
+    def close(self) -> None:
+        """Tell everybody that this is the end, and wait until they have gone."""
+        self._send(self.desk.go_on(self.desk.rule.step(self.desk.settled.floor), closes=True))
+        workers = set(self.desk.workers)
+        self.run(lambda: not workers & set(self._post.peers), "waiting for workers to end")
+        for server in self.desk.servers:
+            self._post.send(server, Bye(self.desk.updates))
+        self.run(lambda: not self._post.peers, "waiting for servers to end")
 
     def fetch(self) -> dict[int, bytearray]:
         """What the servers have of all pieces, while nothing is underway."""

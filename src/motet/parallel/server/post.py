@@ -56,7 +56,7 @@ class Post:
         self._lines: dict[str, _Line] = {}
         self._wanted: set[str] = set()
         self._closed = threading.Event()
-        self._server = socket.create_server((host, port)) if host is not None else None
+        self._server = _listening(host, port) if host is not None else None
         if self._server:
             self._start(self._accept)
 
@@ -243,6 +243,10 @@ class _Line:
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
         self.connection.close()
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 def _tune(connection: socket.socket, limit_s: float) -> None:

@@ -209,6 +209,12 @@ class Decide(NamedTuple):
     how: Numbers = ()
 
 
+class Bye(NamedTuple):
+    """To a server: the run has ended."""
+
+    updates: int
+
+
 class Fetch(NamedTuple):
     """To a server: what it has of a piece is asked for."""
 
@@ -271,7 +277,7 @@ class Apply(NamedTuple):
 
 Message = (
     Joined | Ticket | Done | Pull | Value | Push | Ack | Copy | Copied | State | Offered | Standing | Stand
-    | Close | Norm | Decide | View | Fetch | Stored | Here | Book | Lost | Compute | Ready | Apply
+    | Close | Norm | Decide | View | Bye | Fetch | Stored | Here | Book | Lost | Compute | Ready | Apply
 )  # fmt: skip
 Sent = list[tuple[str, Message]]
 """(to whom, what), in order."""

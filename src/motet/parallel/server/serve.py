@@ -12,6 +12,7 @@ from motet.parallel.server.protocol import (
     DESK,
     Apply,
     Book,
+    Bye,
     Copy,
     Fetch,
     Here,
@@ -56,6 +57,9 @@ class Server:
                 for name, host, port in entries:
                     if name > self._keeper.name:  # one of two connects
                         self._post.connect(name, (host, port))
+                return []
+            case Bye():
+                self.ended = True
                 return []
             case Push(piece=piece, share=share) | Copy(piece=piece, share=share):
                 kept = self._keeper.pieces.get(piece)

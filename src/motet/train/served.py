@@ -1,0 +1,360 @@
+"""A run with a parameter server: one desk, its servers, and the workers, each a process of its own.
+
+The desk does what rank 0 does elsewhere: it tells of steps, judges the model and writes checkpoints. The ranks of such
+a run are numbered in that order: the desk, the servers, the workers.
+"""
+
+import math
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from motet.core import trace
+from motet.core.errors import InputError
+from motet.data.loader import Loader
+from motet.models.build import Trainee
+from motet.monitor.callback import Callback
+from motet.parallel.data import FlatSpread, saved_buffers
+from motet.parallel.flat import FlatWeights, Gradients
+from motet.parallel.group import Group, meeting, pick_device
+from motet.parallel.layout import Layout, LayoutSettings, resolve_layout
+from motet.parallel.place import Place, threads_for
+from motet.parallel.server.attend import Attendant
+from motet.parallel.server.client import Client
+from motet.parallel.server.desk import Desk
+from motet.parallel.server.keeper import Keeper, Kept
+from motet.parallel.server.office import Office
+from motet.parallel.server.post import Post
+from motet.parallel.server.protocol import DESK, Decide, Numbers, Rule, Settled, Ticket, View
+from motet.parallel.server.serve import Server
+from motet.parallel.server.settings import owners_of, rule_of
+from motet.parallel.server.shelf import Plan, Shelf
+from motet.parallel.uses import Uses
+from motet.precision.master import cast_frozen
+from motet.precision.recipe import RECIPES
+from motet.train.assemble import Outcome, build_model, build_parts, monitoring, numerics, restore, train
+from motet.train.faults import StopFlag
+from motet.train.job import Job
+from motet.train.mirror import Mirror, plan_of
+from motet.train.optimizer import make_optimizer
+from motet.train.schedule import learning_rate_factor
+from motet.train.step import StepResult, rows_of_rank
+
+ADDRESS = "desk"
+"""The key under which the store has where the desk is."""
+
+
+class Crew(NamedTuple):
+    """Who is who among the ranks of a run."""
+
+    servers: int
+    workers: int
+
+    def name(self, rank: int) -> str:
+        if rank == 0:
+            return DESK
+        return f"s{rank - 1}" if rank <= self.servers else f"w{rank - 1 - self.servers}"
+
+
+def crew_of(job: Job, world: int) -> Crew:
+    servers = job.layout.server.count
+    return Crew(servers, world - 1 - servers)
+
+
+def run_served(job: Job, place: Place, folder: Path, stop: StopFlag, callbacks: Sequence[Callback] = ()) -> Outcome:
+    """Be what this rank is."""
+    crew = crew_of(job, place.world)
+    name = crew.name(place.rank)
+    torch.set_num_threads(threads_for(place, job.run.threads))
+    with meeting(place, job.run.timeout_s) as (_, store), numerics(job):
+        if name == DESK:
+            return _run_desk(job, crew, place, store, Beside(folder, stop, callbacks))
+        if place.rank <= crew.servers:
+            return _run_server(job, name, place, store)
+        return _run_worker(job, crew, name, place, store)
+
+
+# --- the desk --------------------------------------------------------------------------------------
+
+
+class Share(NamedTuple):
+    """What a worker reports of a share."""
+
+    loss: float
+    targets: float
+    tokens: float
+    squares: float
+    """Of the norm of its gradient, where it is an update by itself; else 0."""
+    version: float
+    """The oldest of what it was computed with."""
+
+
+@dataclass
+class Steps:
+    """The steps of a run, which others do. Judges each update."""
+
+    job: Job
+    rule: Rule
+    steps: int
+    first: int
+    """Steps that were done before."""
+    office: Office | None = None
+    results: list[tuple[list[Share], float, bool]] = field(default_factory=list)
+    """Of each update: its shares, its norm, and whether it was applied."""
+    skipped: int = 0
+
+    def judge(self, number: int, reports: dict[int, Numbers], squares: dict[int, float]) -> Numbers:
+        """(learning rate, factor, whether it is to be applied)"""
+        shares = [Share(*report) for _, report in sorted(reports.items())]
+        count = sum(share.targets for share in shares)
+        divisor = count if count > 0 else 1.0
+        total = math.fsum(share.squares for share in shares) if self.rule.alone else math.fsum(squares.values())
+        norm = math.sqrt(total) / divisor
+        finite = math.isfinite(norm) and all(math.isfinite(share.loss) for share in shares)
+        self.results.append((shares, norm, finite))
+        clip = self.job.optimizer.clip_norm
+        clipped = 1.0 if clip is None or norm <= clip else clip / norm
+        rate = self.rate(number // self.rule.shares if self.rule.alone else number)
+        if self.rule.alone:  # as many updates as shares make the progress of one step
+            rate /= self.rule.shares
+        return (rate, clipped / divisor, 1.0) if finite else (0.0, 0.0, 0.0)
+
+    def rate(self, step: int) -> float:
+        optimizer = self.job.optimizer
+        return learning_rate_factor(optimizer.schedule, step, self.steps) * optimizer.learning_rate
+
+    def step(self, number: int, learning_rate: float, stop: bool = False, last: bool = False) -> StepResult:
+        office = self.office
+        assert office is not None
+        until = number + 1 if stop else self._boundary(number)
+        if until > (office.desk.until or 0):
+            office.go_on(until)
+        per_step = self.rule.shares if self.rule.alone else 1
+        begin = (number - self.first) * per_step
+        office.run(lambda: len(self.results) >= begin + per_step, f"at step {number + 1}")
+        return self._result(self.results[begin : begin + per_step], learning_rate, stop and self._rests(number))
+
+    def _rests(self, number: int) -> bool:
+        assert self.office is not None
+        return self.office.desk.until == number + 1
+
+    def _boundary(self, number: int) -> int:
+        """The next step after which the parameters are looked at."""
+        job = self.job
+        ends = [self.steps, job.run.stop_at or self.steps]
+        for every in (job.checkpoint.every, job.monitor.evaluate_every):
+            if every is not None:
+                ends.append((number // every + 1) * every)
+        return min(ends)
+
+    def _result(self, updates: list[tuple[list[Share], float, bool]], rate: float, stop: bool) -> StepResult:
+        shares = [share for found, _, _ in updates for share in found]
+        count = math.fsum(share.targets for share in shares)
+        finite = all(applied for _, _, applied in updates)
+        self.skipped = 0 if finite else self.skipped + 1
+        return StepResult(
+            loss=math.fsum(share.loss for share in shares) / (count if count > 0 else 1.0),
+            grad_norm=max(norm for _, norm, _ in updates),
+            targets=count,
+            tokens=int(sum(share.tokens for share in shares)),
+            learning_rate=rate,
+            finite=finite,
+            stop_requested=stop,
+            skipped=self.skipped,
+        )
+
+
+class Beside(NamedTuple):
+    """What the desk has to do with beside the other ranks."""
+
+    folder: Path
+    stop: StopFlag
+    callbacks: Sequence[Callback]
+
+
+def _run_desk(job: Job, crew: Crew, place: Place, store: Store, beside: Beside) -> Outcome:
+    device = torch.device("cpu")
+    alone = job.model_copy(update={"layout": LayoutSettings(microbatches=job.layout.microbatches)})
+    parts = build_parts(alone, Group(0, 1, None, device), beside.folder)
+    if saved_buffers(parts.model.module):
+        raise InputError(
+            "layout.data = 'parameter_server' has no place for the buffers that this model keeps (running statistics); "
+            "use a norm without them, or layout.data=all_reduce"
+        )
+    restored = restore(parts)
+    done = restored[1]
+    server = job.layout.server
+    plan = plan_of(parts.model.module, job.optimizer, RECIPES[job.precision.recipe], server)
+    rule = rule_of(server, crew.workers, parts.steps)
+    steps = Steps(job, rule, parts.steps, done)
+    view = View(0, owners_of([piece.server for piece in plan.pieces], server))
+    names = [crew.name(1 + number) for number in range(crew.servers)]
+    first = done * (rule.shares if rule.alone else 1)
+    desk = Desk(rule, view, names, server.copies, first, steps.judge, until=done, closes=False)
+    desk.settled, desk.fresh = Settled(done * rule.shares), done * rule.shares
+    mirror = Mirror(plan, parts.updater)
+    with _posted(DESK, job, place, store) as post:
+        office = Office(desk, post, job.run.timeout_s, _tell, mirror.piece)
+        steps.office = office
+        spread = parts.updater.spread
+        assert isinstance(spread, FlatSpread)
+        spread.refresh = partial(_refresh, mirror, office, [desk.updates])
+        with monitoring(job, parts.group, beside.folder, beside.callbacks) as monitor:
+            outcome = train(job, parts, restored, monitor, beside.stop, steps)
+        office.close()
+        return outcome
+
+
+def _refresh(mirror: Mirror, office: Office, known: list[int]) -> None:
+    """Unless it is known what the servers have."""
+    if known[0] != office.desk.updates:
+        known[0] = office.desk.updates
+        mirror.take(office.fetch())
+
+
+def _tell(decided: Decide) -> None:
+    trace.count("updates", 1.0)
+
+
+# --- servers ---------------------------------------------------------------------------------------
+
+
+def _run_server(job: Job, name: str, place: Place, store: Store) -> Outcome:
+    _, model = build_model(job, torch.device("cpu"))
+    plan = plan_of(model.module, job.optimizer, RECIPES[job.precision.recipe], job.layout.server)
+    del model
+    view = View(0, owners_of([piece.server for piece in plan.pieces], job.layout.server))
+    mine = [piece for piece, owned in enumerate(view.owners) if name in owned.servers]
+    keeper = Keeper(name, view, {piece: Kept(there=False) for piece in mine})
+    with _posted(name, job, place, store) as post:
+        shelf = Shelf(plan, partial(make_optimizer, settings=job.optimizer))
+        server = Server(keeper, shelf, post)
+        server.run()
+    return Outcome(0, 0)
+
+
+# --- workers ---------------------------------------------------------------------------------------
+
+
+def _run_worker(job: Job, crew: Crew, name: str, place: Place, store: Store) -> Outcome:
+    device = pick_device(job.run.device, place)
+    data, model = build_model(job, device)
+    recipe = RECIPES[job.precision.recipe]
+    plan = plan_of(model.module, job.optimizer, recipe, job.layout.server)
+    cast_frozen(model.module, recipe)
+    steps = job.run.steps if job.run.steps is not None else data.steps_for_epochs(job.run.epochs or 1.0)
+    rule = rule_of(job.layout.server, crew.workers, steps)
+    layout = resolve_layout(job.layout, crew.workers, job.data.batch_sequences)
+    view = View(0, owners_of([piece.server for piece in plan.pieces], job.layout.server))
+    named = {n: p for n, p in model.module.named_parameters() if p.requires_grad}
+    gradients = Gradients(plan.buckets, 0, plan.gradient, device, keep=True)
+    weights = FlatWeights(named, plan.buckets, [slice(b.start, b.start) for b in plan.buckets], recipe, gradients)
+    with _posted(name, job, place, store) as post:
+        attendant = Attendant(Client(name, view), plan, weights, post, job.run.timeout_s)
+        worker = Worker(model, data, attendant, weights, rule, layout, job.data.batch_sequences)
+        worker.run(plan, {named[m.name]: number for number, b in enumerate(plan.buckets) for m in b.members})
+        attendant.close()
+    return Outcome(0, 0)
+
+
+@dataclass
+class Worker:
+    model: Trainee
+    data: Loader
+    attendant: Attendant
+    weights: FlatWeights
+    rule: Rule
+    layout: Layout
+    batch_sequences: int
+
+    def run(self, plan: Plan, numbers: dict[Tensor, int]) -> None:
+        uses = Uses(self.model.module, numbers, self.attendant.need)
+        while (ticket := self.attendant.next()) is not None:
+            uses.begin()
+            if not uses.order:
+                for bucket in range(len(plan.buckets)):
+                    self.attendant.need(bucket)
+            self._work(ticket, uses)
+
+    def _work(self, ticket: Ticket, uses: Uses) -> None:
+        step, index = divmod(ticket.share, self.rule.shares)
+        gradients = self.weights.gradients
+        gradients.begin()
+        loss_sum, count, tokens = 0.0, 0.0, 0.0
+        portions = rows_of_rank(self.layout, index, self.batch_sequences)
+        for part, rows in enumerate(portions):
+            batch = self.data.batch(step, rows)
+            count += batch.weights.sum(dtype=torch.float64).item()
+            tokens += batch.tokens.numel()
+            with self.model.randomness(step, batch.rows):
+                loss = self.model.loss_sum(batch)
+            uses.end()
+            self.attendant.need_all()
+            loss_sum += loss.item()
+            last = part == len(portions) - 1
+            report = Share(loss_sum, count, tokens, 0.0, float(min(self.attendant.versions)))
+            sent: set[int] = set()
+            gradients.on_complete = partial(self._push, report, sent) if last and not self.rule.alone else _nothing
+            gradients.begin_backward()
+            loss.backward()
+        buckets = range(len(self.weights.buckets))
+        for bucket in buckets:
+            gradients.fill(bucket)
+        if self.rule.alone:
+            report = report._replace(squares=self._squares())
+        for bucket in buckets:
+            if bucket not in sent:
+                self._push(report, sent, bucket)
+
+    def _squares(self) -> float:
+        whole = self.weights.gradients.kept(slice(0, self.weights.buckets[-1].stop))
+        return float(torch.linalg.vector_norm(whole).item() ** 2)
+
+    def _push(self, report: Share, sent: set[int], bucket: int) -> None:
+        self.weights.gradients.fill(bucket)
+        sent.add(bucket)
+        self.attendant.ready(bucket, report)
+
+
+def _nothing(bucket: int) -> None:
+    """Not yet."""
+
+
+# --- all of them -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def _posted(name: str, job: Job, place: Place, store: Store) -> Iterator[Post]:
+    """Connected to the desk, or the desk itself."""
+    host = None if name.startswith("w") else _own_host(place)
+    post = Post(name, job.name, job.run.timeout_s, host)
+    try:
+        if name == DESK:
+            there, port = post.address
+            store.set(ADDRESS, f"{there}:{port}")
+        else:
+            there, _, number = store.get(ADDRESS).decode().rpartition(":")
+            post.connect(DESK, (there, int(number)))
+        yield post
+    finally:
+        post.close()
+
+
+def _own_host(place: Place) -> str:
+    """The address of this machine that leads to where the ranks meet."""
+    if not place.rendezvous.startswith("tcp://"):
+        return "127.0.0.1"
+    host, _, port = place.rendezvous.removeprefix("tcp://").rpartition(":")
+    (family, *_, address), *_ = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
+        found: str = probe.getsockname()[0]
+        return found

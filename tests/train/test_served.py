@@ -1,0 +1,102 @@
+"""Runs with a parameter server: its processes are ranks of the pool."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from motet.core.errors import InputError
+from motet.monitor.events import EvaluationDone, StepDone, read_events
+from motet.parallel.place import Place
+from motet.parallel.server.settings import ServerSettings, check_server, rule_of
+from motet.train.assemble import run_rank
+from motet.train.faults import StopFlag
+from motet.train.job import Job
+from motet.train.served import run_served
+from ranks import Ranks
+from train.runs import saved_tensors, small_job
+
+SERVED = "layout.data=parameter_server"
+
+
+def serve(place: Place, job: Job, folder: Path) -> int:
+    return run_served(job, place, folder, StopFlag()).steps
+
+
+def alone(place: Place, job: Job, folder: Path) -> int:
+    return run_rank(job, place, folder, StopFlag()).steps
+
+
+def losses(folder: Path) -> list[float]:
+    """Of steps, with their norms, and of judgements."""
+    found = []
+    for event in read_events(folder / "events.jsonl"):
+        if isinstance(event, StepDone):
+            found += [event.loss, event.grad_norm or 0.0]
+        if isinstance(event, EvaluationDone):
+            found.append(event.loss)
+    return found
+
+
+def close(found: list[float], wanted: list[float]) -> bool:
+    return len(found) == len(wanted) and all(
+        abs(f - w) <= 1e-12 * max(1.0, abs(w)) for f, w in zip(found, wanted, strict=True)
+    )
+
+
+@pytest.mark.parametrize(("workers", "model", "more"), [(2, "decoder", ["layout.microbatches=3"]), (1, "bert", [])])
+def test_synchronous_training_is_that_of_one_rank(
+    ranks: Ranks, tmp_path: Path, workers: int, model: str, more: list[str]
+) -> None:
+    judged = ["monitor.evaluate_every=7", "monitor.evaluate_batches=2", "checkpoint.every=5"]
+    job = small_job(tmp_path, *judged, model=model)
+    ranks.run_places(1, alone, job, tmp_path / "alone")
+    apart = small_job(tmp_path, SERVED, "layout.server.piece_mib=0.02", *judged, *more, model=model)
+    assert ranks.run_places(2 + workers, serve, apart, tmp_path / "served")[0] == 20
+    assert close(losses(tmp_path / "served"), losses(tmp_path / "alone"))
+    found, wanted = saved_tensors(tmp_path / "served"), saved_tensors(tmp_path / "alone")
+    assert found.keys() == wanted.keys()
+    assert all(torch.allclose(found[name], wanted[name], rtol=1e-10, atol=1e-12) for name in wanted)
+
+
+def test_checkpoints_are_those_of_every_layout(ranks: Ranks, tmp_path: Path) -> None:
+    """A run whose first part has servers, and one whose second part has."""
+    whole, first = small_job(tmp_path), small_job(tmp_path, "run.stop_at=9")
+    ranks.run_places(1, alone, whole, tmp_path / "whole")
+    ranks.run_places(3, serve, small_job(tmp_path, SERVED, "run.stop_at=9"), tmp_path / "before")
+    ranks.run_places(1, alone, whole, tmp_path / "before")
+    ranks.run_places(1, alone, first, tmp_path / "after")
+    ranks.run_places(3, serve, small_job(tmp_path, SERVED), tmp_path / "after")
+    for run in "before", "after":
+        assert close(losses(tmp_path / run), losses(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize(
+    "mode", [["mode=bounded", "staleness=2"], ["mode=first-k", "first=1"], ["mode=async"]], ids=lambda mode: mode[0]
+)
+def test_every_mode_learns(ranks: Ranks, tmp_path: Path, mode: list[str]) -> None:
+    job = small_job(tmp_path, SERVED, *(f"layout.server.{setting}" for setting in mode))
+    assert ranks.run_places(4, serve, job, tmp_path / "run")[0] == 20
+    found = losses(tmp_path / "run")
+    assert found[-1] < found[0] - 0.5
+
+
+def test_what_modes_ask_for() -> None:
+    assert rule_of(ServerSettings(mode="sync"), 3, 7)[:4] == (3, 7, 3, 0)
+    assert rule_of(ServerSettings(mode="bounded", staleness=2), 3, 7)[:4] == (3, 7, 3, 2)
+    assert rule_of(ServerSettings(mode="first-k", first=2), 3, 7)[:4] == (3, 7, 2, 0)
+    assert rule_of(ServerSettings(mode="async"), 3, 7) == (3, 7, 1, None, True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (ServerSettings(mode="first-k"), "layout.server.mode = 'first-k' needs to know how many"),
+        (ServerSettings(mode="bounded"), "layout.server.mode = 'bounded' needs a bound"),
+        (ServerSettings(mode="first-k", first=3), "layout.server.first = 3 of 2 workers; set it to 2 at most"),
+        (ServerSettings(copies=2), "layout.server.copies = 2, but there is 1 server"),
+    ],
+)
+def test_what_is_refused(settings: ServerSettings, sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        check_server(settings, 2)
