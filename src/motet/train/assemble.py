@@ -69,6 +69,12 @@ class Parts:
     engine: Engine
     state: RunState
     steps: int
+    workers: int | None = None
+    """Ranks that compute, if they are not those of the group."""
+
+    @property
+    def ranks(self) -> int:
+        return self.workers or self.group.world
 
     @property
     def updater(self) -> Updater:
@@ -187,7 +193,7 @@ def train(
 def _started(job: Job, parts: Parts, this: ThisDevice, done: int, resumed_from: str | None) -> RunStarted:
     return RunStarted(
         name=job.name,
-        ranks=parts.group.world,
+        ranks=parts.ranks,
         threads=torch.get_num_threads(),
         device=this.name,
         parameters=parameter_count(parts.model.module),
@@ -203,7 +209,7 @@ def _describer(job: Job, parts: Parts, this: ThisDevice) -> Describer:
     peak = this.peak_flops.get(RECIPES[job.precision.recipe].compute)
     return Describer(
         flops_per_step=training_flops(job),
-        peak_flops=peak.value * parts.group.world if peak else None,
+        peak_flops=peak.value * parts.ranks if peak else None,
         memory_bytes=functools.partial(peak_memory_bytes, parts.group.device),
         epoch_at=parts.data.epoch_at,
     )

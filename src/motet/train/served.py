@@ -4,11 +4,10 @@ The desk does what rank 0 does elsewhere: it tells of steps, judges the model an
 a run are numbered in that order: the desk, the servers, the workers.
 """
 
-import math
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +32,7 @@ from motet.parallel.server.desk import Desk
 from motet.parallel.server.keeper import Keeper, Kept
 from motet.parallel.server.office import Office
 from motet.parallel.server.post import Post
-from motet.parallel.server.protocol import DESK, Decide, Numbers, Rule, Settled, Ticket, View
+from motet.parallel.server.protocol import DESK, Decide, Rule, Settled, Ticket, View
 from motet.parallel.server.serve import Server
 from motet.parallel.server.settings import owners_of, rule_of
 from motet.parallel.server.shelf import Plan, Shelf
@@ -45,8 +44,8 @@ from motet.train.faults import StopFlag
 from motet.train.job import Job
 from motet.train.mirror import Mirror, plan_of
 from motet.train.optimizer import make_optimizer
-from motet.train.schedule import learning_rate_factor
-from motet.train.step import StepResult, rows_of_rank
+from motet.train.served_steps import Share, Steps
+from motet.train.step import rows_of_rank
 
 ADDRESS = "desk"
 """The key under which the store has where the desk is."""
@@ -85,93 +84,6 @@ def run_served(job: Job, place: Place, folder: Path, stop: StopFlag, callbacks: 
 # --- the desk --------------------------------------------------------------------------------------
 
 
-class Share(NamedTuple):
-    """What a worker reports of a share."""
-
-    loss: float
-    targets: float
-    tokens: float
-    squares: float
-    """Of the norm of its gradient, where it is an update by itself; else 0."""
-    version: float
-    """The oldest of what it was computed with."""
-
-
-@dataclass
-class Steps:
-    """The steps of a run, which others do. Judges each update."""
-
-    job: Job
-    rule: Rule
-    steps: int
-    first: int
-    """Steps that were done before."""
-    office: Office | None = None
-    results: list[tuple[list[Share], float, bool]] = field(default_factory=list)
-    """Of each update: its shares, its norm, and whether it was applied."""
-    skipped: int = 0
-
-    def judge(self, number: int, reports: dict[int, Numbers], squares: dict[int, float]) -> Numbers:
-        """(learning rate, factor, whether it is to be applied)"""
-        shares = [Share(*report) for _, report in sorted(reports.items())]
-        count = sum(share.targets for share in shares)
-        divisor = count if count > 0 else 1.0
-        total = math.fsum(share.squares for share in shares) if self.rule.alone else math.fsum(squares.values())
-        norm = math.sqrt(total) / divisor
-        finite = math.isfinite(norm) and all(math.isfinite(share.loss) for share in shares)
-        self.results.append((shares, norm, finite))
-        clip = self.job.optimizer.clip_norm
-        clipped = 1.0 if clip is None or norm <= clip else clip / norm
-        rate = self.rate(number // self.rule.shares if self.rule.alone else number)
-        if self.rule.alone:  # as many updates as shares make the progress of one step
-            rate /= self.rule.shares
-        return (rate, clipped / divisor, 1.0) if finite else (0.0, 0.0, 0.0)
-
-    def rate(self, step: int) -> float:
-        optimizer = self.job.optimizer
-        return learning_rate_factor(optimizer.schedule, step, self.steps) * optimizer.learning_rate
-
-    def step(self, number: int, learning_rate: float, stop: bool = False, last: bool = False) -> StepResult:
-        office = self.office
-        assert office is not None
-        until = number + 1 if stop else self._boundary(number)
-        if until > (office.desk.until or 0):
-            office.go_on(until)
-        per_step = self.rule.shares if self.rule.alone else 1
-        begin = (number - self.first) * per_step
-        office.run(lambda: len(self.results) >= begin + per_step, f"at step {number + 1}")
-        return self._result(self.results[begin : begin + per_step], learning_rate, stop and self._rests(number))
-
-    def _rests(self, number: int) -> bool:
-        assert self.office is not None
-        return self.office.desk.until == number + 1
-
-    def _boundary(self, number: int) -> int:
-        """The next step after which the parameters are looked at."""
-        job = self.job
-        ends = [self.steps, job.run.stop_at or self.steps]
-        for every in (job.checkpoint.every, job.monitor.evaluate_every):
-            if every is not None:
-                ends.append((number // every + 1) * every)
-        return min(ends)
-
-    def _result(self, updates: list[tuple[list[Share], float, bool]], rate: float, stop: bool) -> StepResult:
-        shares = [share for found, _, _ in updates for share in found]
-        count = math.fsum(share.targets for share in shares)
-        finite = all(applied for _, _, applied in updates)
-        self.skipped = 0 if finite else self.skipped + 1
-        return StepResult(
-            loss=math.fsum(share.loss for share in shares) / (count if count > 0 else 1.0),
-            grad_norm=max(norm for _, norm, _ in updates),
-            targets=count,
-            tokens=int(sum(share.tokens for share in shares)),
-            learning_rate=rate,
-            finite=finite,
-            stop_requested=stop,
-            skipped=self.skipped,
-        )
-
-
 class Beside(NamedTuple):
     """What the desk has to do with beside the other ranks."""
 
@@ -183,7 +95,7 @@ class Beside(NamedTuple):
 def _run_desk(job: Job, crew: Crew, place: Place, store: Store, beside: Beside) -> Outcome:
     device = torch.device("cpu")
     alone = job.model_copy(update={"layout": LayoutSettings(microbatches=job.layout.microbatches)})
-    parts = build_parts(alone, Group(0, 1, None, device), beside.folder)
+    parts = replace(build_parts(alone, Group(0, 1, None, device), beside.folder), workers=crew.workers)
     if saved_buffers(parts.model.module):
         raise InputError(
             "layout.data = 'parameter_server' has no place for the buffers that this model keeps (running statistics); "
@@ -260,6 +172,7 @@ def _run_worker(job: Job, crew: Crew, name: str, place: Place, store: Store) -> 
     with _posted(name, job, place, store) as post:
         attendant = Attendant(Client(name, view), plan, weights, post, job.run.timeout_s)
         worker = Worker(model, data, attendant, weights, rule, layout, job.data.batch_sequences)
+        worker.ordered = job.layout.server.order == "need"
         worker.run(plan, {named[m.name]: number for number, b in enumerate(plan.buckets) for m in b.members})
         attendant.close()
     return Outcome(0, 0)
@@ -274,6 +187,8 @@ class Worker:
     rule: Rule
     layout: Layout
     batch_sequences: int
+    ordered: bool = False
+    """What forward needs first travels first."""
 
     def run(self, plan: Plan, numbers: dict[Tensor, int]) -> None:
         uses = Uses(self.model.module, numbers, self.attendant.need)
@@ -291,12 +206,15 @@ class Worker:
         loss_sum, count, tokens = 0.0, 0.0, 0.0
         portions = rows_of_rank(self.layout, index, self.batch_sequences)
         for part, rows in enumerate(portions):
-            batch = self.data.batch(step, rows)
+            batch = self.data.batch(step, rows).to(self.weights.compute.device)
             count += batch.weights.sum(dtype=torch.float64).item()
             tokens += batch.tokens.numel()
             with self.model.randomness(step, batch.rows):
                 loss = self.model.loss_sum(batch)
             uses.end()
+            if self.ordered:
+                self.attendant.order(uses.order)
+                self.ordered = False
             self.attendant.need_all()
             loss_sum += loss.item()
             last = part == len(portions) - 1

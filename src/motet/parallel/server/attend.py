@@ -54,6 +54,12 @@ class Attendant:
         with self._changed:
             self._do(self._client.take(Ready(self._taken, pieces, report)))
 
+    def order(self, buckets: Sequence[int]) -> None:
+        """In which forward needs them."""
+        with self._changed:
+            for place, bucket in enumerate(buckets):
+                self._client.urgency |= dict.fromkeys(self._plan.of_bucket(bucket), place)
+
     @property
     def versions(self) -> Sequence[int]:
         """Of what was computed with."""
@@ -108,6 +114,6 @@ class Attendant:
     def _do_one(self, to: str, message: Message) -> None:
         if isinstance(message, Push):
             gradient = self._weights.gradients.kept(self._plan.pieces[message.piece].place)
-            self._post.send(to, message, as_bytes(gradient), self._client.urgency.get(message.piece, 0))
+            self._post.send(to, message, as_bytes(gradient.cpu()), self._client.urgency.get(message.piece, 0))
         elif not isinstance(message, Compute):
             self._post.send(to, message)

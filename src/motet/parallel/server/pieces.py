@@ -41,7 +41,7 @@ def cut_pieces(buckets: Sequence[Bucket], most: int, servers: int) -> tuple[Serv
             found.append(ServedPiece(number, place, server))
     if servers > len(found):
         raise InputError(
-            f"layout.server.count = {servers} servers, but the parameters are {len(found)} pieces; take "
-            f"{len(found)} at most, or smaller pieces (layout.server.piece_mib)"
+            f"layout.server.count = {servers} is more than the pieces that parameters are cut into, {len(found)}; take "
+            "fewer servers, or smaller pieces (layout.server.piece_mib)"
         )
     return tuple(found)

@@ -23,6 +23,9 @@ class ServerSettings(Settings):
     """Of `bounded`: step t is computed with all updates of steps before t - staleness at least."""
     copies: Literal[1, 2] = 1
     """Servers that keep each part; with 2, nothing is lost when one ends."""
+    order: Literal["need", "arrival"] = "need"
+    """What is sent first of what waits: what the next forward needs first, which overtakes what is underway; or what
+    came first."""
     piece_mib: Annotated[float, Field(gt=0, le=2**20)] = 4.0
     """What travels as one, in MiB; larger parameters are cut, and smaller ones go together."""
 

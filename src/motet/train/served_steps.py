@@ -1,0 +1,98 @@
+"""The steps of a run with a parameter server, as its desk sees them: others do them, it judges each update."""
+
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from motet.parallel.server.office import Office
+from motet.parallel.server.protocol import Numbers, Rule
+from motet.train.job import Job
+from motet.train.schedule import learning_rate_factor
+from motet.train.step import StepResult
+
+
+class Share(NamedTuple):
+    """What a worker reports of a share."""
+
+    loss: float
+    targets: float
+    tokens: float
+    squares: float
+    """Of the norm of its gradient, where it is an update by itself; else 0."""
+    version: float
+    """The oldest of what it was computed with."""
+
+
+@dataclass
+class Steps:
+    """The steps of a run, which others do. Judges each update."""
+
+    job: Job
+    rule: Rule
+    steps: int
+    first: int
+    """Steps that were done before."""
+    office: Office | None = None
+    results: list[tuple[list[Share], float, bool]] = field(default_factory=list)
+    """Of each update: its shares, its norm, and whether it was applied."""
+    skipped: int = 0
+
+    def judge(self, number: int, reports: dict[int, Numbers], squares: dict[int, float]) -> Numbers:
+        """(learning rate, factor, whether it is to be applied)"""
+        shares = [Share(*report) for _, report in sorted(reports.items())]
+        count = sum(share.targets for share in shares)
+        divisor = count if count > 0 else 1.0
+        total = math.fsum(share.squares for share in shares) if self.rule.alone else math.fsum(squares.values())
+        norm = math.sqrt(total) / divisor
+        finite = math.isfinite(norm) and all(math.isfinite(share.loss) for share in shares)
+        self.results.append((shares, norm, finite))
+        clip = self.job.optimizer.clip_norm
+        clipped = 1.0 if clip is None or norm <= clip else clip / norm
+        rate = self.rate(number // self.rule.shares if self.rule.alone else number)
+        if self.rule.alone:  # as many updates as shares make the progress of one step
+            rate /= self.rule.shares
+        return (rate, clipped / divisor, 1.0) if finite else (0.0, 0.0, 0.0)
+
+    def rate(self, step: int) -> float:
+        optimizer = self.job.optimizer
+        return learning_rate_factor(optimizer.schedule, step, self.steps) * optimizer.learning_rate
+
+    def step(self, number: int, learning_rate: float, stop: bool = False, last: bool = False) -> StepResult:
+        office = self.office
+        assert office is not None
+        until = number + 1 if stop else self._boundary(number)
+        if until > (office.desk.until or 0):
+            office.go_on(until)
+        per_step = self.rule.shares if self.rule.alone else 1
+        begin = (number - self.first) * per_step
+        office.run(lambda: len(self.results) >= begin + per_step, f"at step {number + 1}")
+        return self._result(self.results[begin : begin + per_step], learning_rate, stop and self._rests(number))
+
+    def _rests(self, number: int) -> bool:
+        assert self.office is not None
+        return self.office.desk.until == number + 1
+
+    def _boundary(self, number: int) -> int:
+        """The next step after which the parameters are looked at."""
+        job = self.job
+        ends = [self.steps, job.run.stop_at or self.steps]
+        for every in (job.checkpoint.every, job.monitor.evaluate_every):
+            if every is not None:
+                ends.append((number // every + 1) * every)
+        return min(ends)
+
+    def _result(self, updates: list[tuple[list[Share], float, bool]], rate: float, stop: bool) -> StepResult:
+        shares = [share for found, _, _ in updates for share in found]
+        count = math.fsum(share.targets for share in shares)
+        finite = all(applied for _, _, applied in updates)
+        self.skipped = 0 if finite else self.skipped + 1
+        return StepResult(
+            loss=math.fsum(share.loss for share in shares) / (count if count > 0 else 1.0),
+            grad_norm=max(norm for _, norm, _ in updates),
+            targets=count,
+            tokens=int(sum(share.tokens for share in shares)),
+            learning_rate=rate,
+            finite=finite,
+            stop_requested=stop,
+            skipped=self.skipped,
+        )
