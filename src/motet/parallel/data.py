@@ -119,13 +119,7 @@ class FlatSpread:
     def begin_step(self) -> None:
         if self._uses:
             self._uses.begin()
-        for number, member in self.weights.edited():
-            if number in self._arriving:
-                raise InputError(
-                    f"parameter {member.name} was changed while its values were still arriving, as "
-                    'communication.overlap = "forward" has them; call engine.settle() before you change any'
-                )
-            self.weights.adopt(number, member)
+        self.weights.refuse_moved()
         self.carry.begin_step()
         self.weights.gradients.begin()
 
@@ -200,6 +194,14 @@ class FlatSpread:
         if self.mesh.shards.world > 1 and not self.deferred:
             self._gather([self.weights.compute[b.start : b.stop] for b in self.weights.buckets])
 
+    def adopt(self) -> None:
+        if self._arriving:
+            raise InputError(
+                'adopt: with communication.overlap = "forward" some values were still arriving, and may have replaced '
+                "what you assigned; call engine.settle() before you change any"
+            )
+        self.weights.adopt()
+
     def settle(self) -> None:
         self.refresh()
         for number in list(self._arriving):
@@ -235,8 +237,6 @@ class FlatSpread:
             self.weights.publish([self.weights.parts[i] for i in here])
         if self._order:  # whoever has used it already is told by autograd
             increment_version([p for p, bucket in self.numbers.items() if bucket == number])
-            for member in self.weights.buckets[number].members:
-                self.weights.versions[member.name] += 1
 
     @property
     def _sends(self) -> bool:

@@ -8,7 +8,7 @@
 A shard may be the whole bucket: then every rank keeps and updates everything.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -60,8 +60,7 @@ class FlatWeights:
                 parameter = parameters[member.name]
                 parameter.data = self.compute[member.start : member.stop].view(parameter.shape)
                 parameter.register_post_accumulate_grad_hook(self.gradients.collector(number, member))
-        self.versions = {name: p._version for name, p in parameters.items()}
-        """What autograd counts at each parameter, which is how a change by somebody else is seen."""
+        self._addresses = {name: p.data_ptr() for name, p in parameters.items() if p.numel()}
 
     def _make_parts(
         self,
@@ -93,33 +92,46 @@ class FlatWeights:
             if part.master.data_ptr() != self.compute[part.place].data_ptr():
                 self.compute[part.place].copy_(part.master)
 
-    def edited(self) -> Iterator[tuple[int, Member]]:
-        """(bucket, member) of each parameter that somebody else has changed since it was last `adopt`ed."""
-        for number, bucket in enumerate(self.buckets):
-            for member in bucket.members:
-                parameter = self._parameters[member.name]
-                there = self.compute.data_ptr() + member.start * self.compute.element_size()
-                if parameter._version != self.versions[member.name] or parameter.data_ptr() != there:
-                    yield number, member
+    def adopt(self) -> None:
+        """Go on from the values that parameters have been given. Masters that are these, rounded, stay as they are."""
+        moved = {
+            m.name: p.detach().clone() for m in self._members() if self._has_moved(m, p := self._parameters[m.name])
+        }
+        for name, values in moved.items():
+            self._refuse_other(name, values)
+        for member in self._members():
+            view = self.compute[member.start : member.stop].view(self._shapes[member.name])
+            if member.name in moved:
+                view.copy_(moved[member.name])
+                self._parameters[member.name].data = view
+        for part in self.parts:
+            values = self.compute[part.place]
+            if part.master.data_ptr() != values.data_ptr():
+                same = part.master.to(values.dtype) == values
+                part.master.copy_(torch.where(same, part.master, values.to(part.master.dtype)))
 
-    def adopt(self, number: int, member: Member) -> None:
-        """Make masters of the values that a parameter has been given."""
-        parameter, view = self._parameters[member.name], self.compute[member.start : member.stop]
-        values = parameter.detach()
-        if values.shape != self._shapes[member.name] or values.device != view.device:
+    def refuse_moved(self) -> None:
+        """Updates would not reach a parameter that is no view of the flat tensor any more."""
+        for name, address in self._addresses.items():
+            if self._parameters[name].data_ptr() != address:
+                raise InputError(
+                    f"parameter {name} was given other memory after the module was parallelized (p.data = ..., or by "
+                    "its module), where updates do not reach it; call engine.adopt() after you have assigned values"
+                )
+
+    def _has_moved(self, member: Member, parameter: nn.Parameter) -> bool:
+        """It is no view of the flat tensor any more, or not the one that it was."""
+        there = self.compute[member.start : member.stop].view(self._shapes[member.name])
+        now, then = ((t.data_ptr(), t.shape, t.stride()) for t in (parameter, there))
+        return now != then
+
+    def _refuse_other(self, name: str, values: Tensor) -> None:
+        if values.shape != self._shapes[name] or values.device != self.compute.device:
             raise InputError(
-                f"parameter {member.name} has become {list(values.shape)} on {values.device} after the module was "
-                f"parallelized, when it was {list(self._shapes[member.name])} on {view.device}; change shapes and "
+                f"parameter {name} has become {list(values.shape)} on {values.device} after the module was "
+                f"parallelized, when it was {list(self._shapes[name])} on {self.compute.device}; change shapes and "
                 "devices before"
             )
-        view.view(values.shape).copy_(values)
-        parameter.data = view.view(values.shape)
-        self.versions[member.name] = parameter._version
-        for part in self.parts:
-            if part.bucket == number:
-                first, stop = max(member.start, part.place.start), min(member.stop, part.place.stop)
-                if first < stop:
-                    part.master[first - part.place.start : stop - part.place.start].copy_(self.compute[first:stop])
 
     def pieces(self, tensors: Sequence[Tensor]) -> dict[str, Piece]:
         """One tensor for each part, cut into what this rank keeps of the parameters, by name."""

@@ -47,8 +47,9 @@ def spread_full(
         for p in module.parameters()
         if p.ndim == 0 or not p.numel() or not p.is_floating_point() or p.numel() < layout.whole_below
     }
+    of_rows = {parameter for _, parameter in parameters.values()} - whole
     for name, inner in module.named_modules():
-        if isinstance(inner, nn.Embedding | nn.EmbeddingBag) and inner.sparse and inner.weight not in whole:
+        if isinstance(inner, nn.Embedding | nn.EmbeddingBag) and inner.sparse and inner.weight in of_rows:
             raise InputError(
                 f"{type(inner).__name__} {name!r} has sparse gradients, which layout.zero = 3 cannot cut into rows; "
                 "make it without sparse=True, or use layout.zero = 2"
@@ -198,6 +199,11 @@ class FullSpread:
 
     def settle(self) -> None:
         """Nothing of it is underway between steps."""
+
+    def adopt(self) -> None:
+        """The rows of this rank are masters themselves."""
+        if self.rest:
+            self.rest.adopt()
 
     def publish(self) -> None:
         """Blocks gather what the masters are, when they are called."""

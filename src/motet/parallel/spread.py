@@ -54,6 +54,9 @@ class Spread(Protocol):
     def update(self, optimizer: Callable[[Sequence[int]], None]) -> None:
         """Have the masters of these numbers updated, and give the model of every rank what they are then."""
 
+    def adopt(self) -> None:
+        """Go on from the values that somebody has given to parameters, on all ranks alike."""
+
     def publish(self) -> None:
         """Give the model of every rank what the masters are now."""
 

@@ -101,10 +101,11 @@ class Engine:
     def begin(self) -> None:
         """Of a step."""
         now = self._trainable()
-        if other := [name for name in now | self._trained if now.get(name) is not self._trained.get(name)]:
+        if other := now.keys() ^ self._trained.keys():
+            name = next(named[key] for named in (now, self._trained) for key in named if key in other)
             raise InputError(
-                f"parameter {other[0]} was replaced, added, frozen or released after the module was parallelized; do "
-                "that before, and change values in place afterwards"
+                f"parameter {name} was replaced, added, frozen or released after the module was parallelized; do that "
+                "before, and change values in place afterwards"
             )
         agree_on_buffers(self.module, self.peers)
         self._before = {name: buffer.clone() for name, buffer in saved_buffers(self.module).items()}
@@ -150,6 +151,18 @@ class Engine:
         """Until the module is what the last step made it: with `overlap = "forward"` some of it may be underway."""
         self.updater.spread.settle()
 
+    def adopt(self) -> None:
+        """Train on from values that you have assigned to parameters, on all ranks alike, since the last step.
+
+        With masters of a higher precision than the model's, or after `p.data = ...`, they would be lost otherwise.
+        """
+        if self.outer is not None:
+            raise InputError(
+                "adopt: replicas that train apart (outer.every) would take it for something that they have learned; "
+                "assign values before parallelize"
+            )
+        self.updater.spread.adopt()
+
     def agreed(self) -> AbstractContextManager[None]:
         """Inside, the module is the same on all ranks: with `outer`, what the replicas agreed on last."""
         self.settle()
@@ -177,10 +190,11 @@ class Engine:
             self.module, self.updater, self.group, Path(folder), keep=2**31, data_fingerprint="", outer=self.outer
         )
 
-    def _trainable(self) -> dict[str, object]:
-        """By name. At stage 3 modules have one parameter or another, as it is gathered or not."""
-        named = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        return dict.fromkeys(named, True) if isinstance(self.updater.spread, FullSpread) else dict(named)
+    def _trainable(self) -> dict[object, str]:
+        """Each parameter, and its name. Of what stage 3 cuts into rows modules have another one while it is whole."""
+        spread = self.updater.spread
+        cut = spread.sharded if isinstance(spread, FullSpread) else {}
+        return {n if n in cut else p: n for n, p in self.module.named_parameters() if p.requires_grad}
 
     def _most(self, batches: int) -> int:
         """The most micro-batches of any rank: those that have fewer take part in the sums all the same."""
