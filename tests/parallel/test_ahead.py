@@ -8,7 +8,7 @@ from torch import Tensor, nn
 import motet
 from motet.parallel.data import FlatSpread
 from motet.parallel.group import Group
-from motet.train.engine import Engine
+from motet.train.engine import Engine, Loss
 from ranks import Ranks
 
 HOW = {"overlap": "forward", "bucket_mib": 0.0001, "first_bucket_mib": 0.0001}
@@ -26,12 +26,16 @@ class Net(nn.Module):
         return scores
 
 
+def inside(net: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+    return net(x).square().sum(), len(x)
+
+
 def engine_of(zero: int, rank: int) -> Engine:
     torch.manual_seed(0)
     return motet.parallelize(
         Net().double(),
         f"zero={zero}",
-        loss=lambda module, x: (module(x).square().sum(), len(x)),
+        loss=inside,
         precision="fp64",
         optimizer={"learning_rate": 0.01, "clip_norm": 1e9},
         communication=HOW,
@@ -57,7 +61,7 @@ def underway(group: Group, zero: int) -> tuple[list[list[str]], list[Tensor]]:
     return found, [p.detach().clone() for p in engine.module.parameters()]
 
 
-def alone() -> list[Tensor]:
+def alone(loss: Loss) -> list[Tensor]:
     torch.manual_seed(0)
     net = Net().double()
     optimizer = torch.optim.AdamW(
@@ -67,8 +71,8 @@ def alone() -> list[Tensor]:
     )
     for step in range(3):
         optimizer.zero_grad()
-        x = torch.cat([batch(step, 0), batch(step, 1)])
-        (net(x).square().sum() / len(x)).backward()
+        total, count = loss(net, torch.cat([batch(step, 0), batch(step, 1)]))
+        (total / count).backward()
         optimizer.step()
     return [p.detach() for p in net.parameters()]
 
@@ -78,19 +82,38 @@ def test_parameters_arrive_in_the_order_of_the_forward(ranks: Ranks, zero: int) 
     for found, parameters in ranks.run(2, underway, zero):
         order = [f"{layer}.{kind}" for layer in ("first", "middle", "last") for kind in ("weight", "bias")]
         assert found == [order] * 3
-        torch.testing.assert_close(parameters, alone(), rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(parameters, alone(inside), rtol=1e-12, atol=1e-14)
 
 
 def uses_early(group: Group) -> str:
-    """A loss that uses a weight before any module that uses it is called: it cannot be waited for."""
+    """A loss that from the second step on uses a weight before the module that it was seen in."""
     engine = engine_of(1, group.rank)
-    engine.loss = lambda module, x: F.linear(x.requires_grad_(), module.last.weight).sum() + module(x).sum()
     engine.step(batch(0, group.rank))
+    engine.loss = lambda module, x: F.linear(x.requires_grad_(), module.last.weight).sum() + module(x).sum()
     try:
         engine.step(batch(1, group.rank))
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def outside(net: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+    """It reads, before any module is called, what autograd does not keep."""
+    return net(x + net.last.weight[0] + net.middle.bias).square().sum(), len(x)
+
+
+def reads_outside(group: Group) -> list[Tensor]:
+    engine = engine_of(1, group.rank)
+    engine.loss = outside
+    for step in range(3):
+        engine.step(batch(step, group.rank))
+    engine.settle()
+    return [p.detach().clone() for p in engine.module.parameters()]
+
+
+def test_what_is_used_before_any_module_is_waited_for(ranks: Ranks) -> None:
+    for parameters in ranks.run(2, reads_outside):
+        torch.testing.assert_close(parameters, alone(outside), rtol=1e-12, atol=1e-14)
 
 
 def test_what_was_used_too_early_is_noticed(ranks: Ranks) -> None:

@@ -1,5 +1,6 @@
 """Who uses a parameter is found out by watching; modules wait for what they use, and for nothing else."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -61,13 +62,64 @@ def test_modules_wait_for_what_they_use() -> None:
     assert names.index("raw.weight") in asked
 
 
+class Parts(nn.Module):
+    """Its loss calls parts of it and reads parameters between them, but never calls the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift, self.bias = (nn.Parameter(torch.ones(3)) for _ in range(3))
+        self.one, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def loss(self, x: Tensor) -> Tensor:
+        x = self.one(x * self.scale) + self.shift[0]
+        return (self.other(x) + self.bias).sum()
+
+
+def test_what_is_read_between_modules_is_there() -> None:
+    """Each parameter is of no use until it was waited for."""
+    model = Parts()
+    values = [p.detach().clone() for p in model.parameters()]
+    parameters = list(model.parameters())
+
+    @torch.no_grad()
+    def arrive(number: int) -> None:
+        parameters[number].copy_(values[number])
+
+    for together in (1, 2, 3):  # so many parameters travel together
+        uses = Uses(model, {p: n // together for n, p in enumerate(parameters)}, lambda n, k=together: [
+            arrive(i) for i in range(len(parameters)) if i // k == n
+        ])  # fmt: skip
+        uses.begin()
+        wanted = model.loss(torch.ones(2, 3)).item()
+        uses.end()
+        for _ in range(2):
+            with torch.no_grad():
+                for parameter in parameters:
+                    parameter.fill_(torch.nan)
+            uses.begin()
+            assert model.loss(torch.ones(2, 3)).item() == wanted
+        assert torch._C._len_torch_function_stack() == 0
+
+
 def test_a_forward_that_fails_leaves_no_watch_behind() -> None:
     model = Model()
     uses = Uses(model, dict.fromkeys(model.parameters(), 0), lambda number: None)
     uses.begin()
-    try:
+    with pytest.raises(RuntimeError):
         model(torch.ones(2))  # no tokens
-    except RuntimeError:
-        assert torch._C._len_torch_function_stack() == 0
-    else:
-        raise AssertionError
+    uses.begin()
+    model(torch.tensor([1]))
+    uses.end()
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_another_mode_that_was_entered_later_is_left_first() -> None:
+    model = Model()
+    uses = Uses(model, dict.fromkeys(model.parameters(), 0), lambda number: None)
+    uses.begin()
+    with torch.device("cpu"):
+        model(torch.tensor([1]))
+        uses.end()
+        assert torch._C._len_torch_function_stack() == 2
+    uses.begin()
+    assert torch._C._len_torch_function_stack() == 0

@@ -117,9 +117,9 @@ class FlatSpread:
         self._uses = Uses(module, self.numbers, self._need)
 
     def begin_step(self) -> None:
+        self.weights.refuse_moved()
         if self._uses:
             self._uses.begin()
-        self.weights.refuse_moved()
         self.carry.begin_step()
         self.weights.gradients.begin()
 
