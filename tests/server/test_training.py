@@ -84,7 +84,7 @@ def serve(
     shelf = Shelf(plan, lambda groups: make_optimizer(groups, SETTINGS))
     keeper = Keeper(name, view, {piece: Kept(there=False) for piece in mine})
     found[name] = keeper, shelf
-    server = Server(keeper, shelf, post)
+    server = Server(keeper, shelf, post, LIMIT_S)
     post.connect(DESK, desk)
     watch = threading.Thread(target=lambda: (end.wait(), setattr(server, "ended", True)), daemon=True)
     watch.start()

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from motet.core.errors import InputError
+from motet.core.errors import InputError, PeerError
+from motet.monitor.callback import Callback
 from motet.monitor.events import EvaluationDone, StepDone, read_events
 from motet.parallel.place import Place
 from motet.parallel.server.settings import ServerSettings, check_server, rule_of
@@ -100,3 +101,46 @@ def test_what_modes_ask_for() -> None:
 def test_what_is_refused(settings: ServerSettings, sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
         check_server(settings, 2)
+
+
+class StopsAfter(Callback):
+    def __init__(self, stop: StopFlag, step: int) -> None:
+        self.stop, self.step = stop, step
+
+    def on_step(self, event: StepDone) -> None:
+        if event.step == self.step:
+            self.stop.request()
+
+
+def serve_until(place: Place, job: Job, folder: Path, step: int) -> int:
+    stop = StopFlag()
+    return run_served(job, place, folder, stop, [StopsAfter(stop, step)]).steps
+
+
+@pytest.mark.parametrize(
+    "mode", [["mode=sync"], ["mode=bounded", "layout.server.staleness=3"]], ids=lambda mode: mode[0]
+)
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on(ranks: Ranks, tmp_path: Path, mode: list[str]) -> None:
+    job = small_job(tmp_path, SERVED, f"layout.server.{mode[0]}", *mode[1:])
+    stopped = ranks.run_places(4, serve_until, job, tmp_path / "run", 6)[0]
+    assert 7 <= stopped <= 11
+    assert ranks.run_places(4, serve, job, tmp_path / "run")[0] == 20
+    if mode == ["mode=sync"]:
+        ranks.run_places(1, alone, small_job(tmp_path), tmp_path / "alone")
+        assert close(losses(tmp_path / "run"), losses(tmp_path / "alone"))
+
+
+def with_other_data(place: Place, job: Job, folder: Path) -> str:
+    data = job.data.model_copy(update={"restart_documents": place.rank != 2})
+    try:
+        run_served(job.model_copy(update={"data": data}), place, folder, StopFlag())
+    except (InputError, PeerError) as error:
+        return str(error)
+    return "nothing"
+
+
+def test_other_data_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    job = small_job(tmp_path, SERVED, "run.timeout_s=5")
+    said = ranks.run_places(3, with_other_data, job, tmp_path / "run")
+    assert said[2].startswith("the data of w0 is not that of the desk")
+    assert "has heard nothing for 5 s" in said[0] and "has been without the desk for 5 s" in said[1]

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 
 from motet.collectives.execute import Ranks, broadcast
 from motet.collectives.lane import Work
@@ -236,7 +235,7 @@ class FlatSpread:
             self._optimizer(here)
             self.weights.publish([self.weights.parts[i] for i in here])
         if self._order:  # whoever has used it already is told by autograd
-            increment_version([p for p, bucket in self.numbers.items() if bucket == number])
+            self.weights.arrived(number)
 
     @property
     def _sends(self) -> bool:

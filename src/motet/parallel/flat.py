@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from motet.core.errors import InputError
 from motet.parallel.buckets import Bucket, Member
@@ -91,6 +92,10 @@ class FlatWeights:
         for part in self.parts if parts is None else parts:
             if part.master.data_ptr() != self.compute[part.place].data_ptr():
                 self.compute[part.place].copy_(part.master)
+
+    def arrived(self, bucket: int) -> None:
+        """Parameters have other values now: autograd tells whoever has used them already."""
+        increment_version([self._parameters[member.name] for member in self.buckets[bucket].members])
 
     def adopt(self) -> None:
         """Go on from the values that parameters have been given. Masters that are these, rounded, stay as they are."""

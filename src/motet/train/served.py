@@ -4,6 +4,7 @@ The desk does what rank 0 does elsewhere: it tells of steps, judges the model an
 a run are numbered in that order: the desk, the servers, the workers.
 """
 
+import json
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,9 +12,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+from zlib import crc32
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 
 from motet.core import trace
@@ -21,6 +23,7 @@ from motet.core.errors import InputError
 from motet.data.loader import Loader
 from motet.models.build import Trainee
 from motet.monitor.callback import Callback
+from motet.parallel.alike import described
 from motet.parallel.data import FlatSpread, saved_buffers
 from motet.parallel.flat import FlatWeights, Gradients
 from motet.parallel.group import Group, meeting, pick_device
@@ -35,7 +38,7 @@ from motet.parallel.server.post import Post
 from motet.parallel.server.protocol import DESK, Decide, Rule, Settled, Ticket, View
 from motet.parallel.server.serve import Server
 from motet.parallel.server.settings import owners_of, rule_of
-from motet.parallel.server.shelf import Plan, Shelf
+from motet.parallel.server.shelf import Plan, Shelf, as_bytes
 from motet.parallel.uses import Uses
 from motet.precision.master import cast_frozen
 from motet.precision.recipe import RECIPES
@@ -49,6 +52,8 @@ from motet.train.step import rows_of_rank
 
 ADDRESS = "desk"
 """The key under which the store has where the desk is."""
+SAME = "same"
+"""The key under which it has what must be the same everywhere."""
 
 
 class Crew(NamedTuple):
@@ -72,7 +77,7 @@ def run_served(job: Job, place: Place, folder: Path, stop: StopFlag, callbacks: 
     """Be what this rank is."""
     crew = crew_of(job, place.world)
     name = crew.name(place.rank)
-    torch.set_num_threads(threads_for(place, job.run.threads))
+    torch.set_num_threads(threads_for(_among_workers(place, crew), job.run.threads))
     with meeting(place, job.run.timeout_s) as (_, store), numerics(job):
         if name == DESK:
             return _run_desk(job, crew, place, store, Beside(folder, stop, callbacks))
@@ -101,12 +106,13 @@ def _run_desk(job: Job, crew: Crew, place: Place, store: Store, beside: Beside) 
             "layout.data = 'parameter_server' has no place for the buffers that this model keeps (running statistics); "
             "use a norm without them, or layout.data=all_reduce"
         )
+    _agree(DESK, place, store, parts.model.module, parts.data)
     restored = restore(parts)
     done = restored[1]
     server = job.layout.server
     plan = plan_of(parts.model.module, job.optimizer, RECIPES[job.precision.recipe], server)
     rule = rule_of(server, crew.workers, parts.steps)
-    steps = Steps(job, rule, parts.steps, done)
+    steps = Steps(job, rule, parts.steps)
     view = View(0, owners_of([piece.server for piece in plan.pieces], server))
     names = [crew.name(1 + number) for number in range(crew.servers)]
     first = done * (rule.shares if rule.alone else 1)
@@ -121,7 +127,7 @@ def _run_desk(job: Job, crew: Crew, place: Place, store: Store, beside: Beside) 
         spread.refresh = partial(_refresh, mirror, office, [desk.updates])
         with monitoring(job, parts.group, beside.folder, beside.callbacks) as monitor:
             outcome = train(job, parts, restored, monitor, beside.stop, steps)
-        office.close()
+        office.close([crew.name(rank) for rank in range(1, place.world)])
         return outcome
 
 
@@ -141,6 +147,7 @@ def _tell(decided: Decide) -> None:
 
 def _run_server(job: Job, name: str, place: Place, store: Store) -> Outcome:
     _, model = build_model(job, torch.device("cpu"))
+    _agree(name, place, store, model.module, None)
     plan = plan_of(model.module, job.optimizer, RECIPES[job.precision.recipe], job.layout.server)
     del model
     view = View(0, owners_of([piece.server for piece in plan.pieces], job.layout.server))
@@ -148,7 +155,7 @@ def _run_server(job: Job, name: str, place: Place, store: Store) -> Outcome:
     keeper = Keeper(name, view, {piece: Kept(there=False) for piece in mine})
     with _posted(name, job, place, store) as post:
         shelf = Shelf(plan, partial(make_optimizer, settings=job.optimizer))
-        server = Server(keeper, shelf, post)
+        server = Server(keeper, shelf, post, job.run.timeout_s)
         server.run()
     return Outcome(0, 0)
 
@@ -157,8 +164,9 @@ def _run_server(job: Job, name: str, place: Place, store: Store) -> Outcome:
 
 
 def _run_worker(job: Job, crew: Crew, name: str, place: Place, store: Store) -> Outcome:
-    device = pick_device(job.run.device, place)
+    device = pick_device(job.run.device, _among_workers(place, crew))
     data, model = build_model(job, device)
+    _agree(name, place, store, model.module, data)
     recipe = RECIPES[job.precision.recipe]
     plan = plan_of(model.module, job.optimizer, recipe, job.layout.server)
     cast_frozen(model.module, recipe)
@@ -249,17 +257,37 @@ def _nothing(bucket: int) -> None:
 # --- all of them -----------------------------------------------------------------------------------
 
 
+def _agree(name: str, place: Place, store: Store, module: nn.Module, data: Loader | None) -> None:
+    """Processes with another model or other data would train on what does not belong together."""
+    frozen = [p.detach().cpu().contiguous().view(-1) for p in module.parameters() if not p.requires_grad]
+    digest = crc32(repr(described(module)).encode())
+    for tensor in frozen:
+        digest = crc32(as_bytes(tensor), digest)
+    key, mine = f"{SAME}-{place.attempt}", {"model": str(digest), "data": data.fingerprint if data else ""}
+    if name == DESK:
+        store.set(key, json.dumps(mine))
+        return
+    desk = json.loads(store.get(key))
+    for what, found in mine.items():
+        if found and found != desk[what]:
+            raise InputError(
+                f"the {what} of {name} is not that of the desk (fingerprint {found} here, {desk[what]} there); give "
+                "every machine the same job and the same files"
+            )
+
+
 @contextmanager
 def _posted(name: str, job: Job, place: Place, store: Store) -> Iterator[Post]:
     """Connected to the desk, or the desk itself."""
     host = None if name.startswith("w") else _own_host(place)
+    key = f"{ADDRESS}-{place.attempt}"
     post = Post(name, job.name, job.run.timeout_s, host)
     try:
         if name == DESK:
             there, port = post.address
-            store.set(ADDRESS, f"{there}:{port}")
+            store.set(key, f"{there}:{port}")
         else:
-            there, _, number = store.get(ADDRESS).decode().rpartition(":")
+            there, _, number = store.get(key).decode().rpartition(":")
             post.connect(DESK, (there, int(number)))
         yield post
     finally:
@@ -275,4 +303,17 @@ def _own_host(place: Place) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing
         found: str = probe.getsockname()[0]
-        return found
+    if found.startswith("127.") and place.local_world < place.world:
+        raise InputError(
+            f"{host}, where the ranks meet, is this machine's loopback address here, which others cannot reach; give "
+            "the launcher an address of the network"
+        )
+    return found
+
+
+def _among_workers(place: Place, crew: Crew) -> Place:
+    """As if there were only workers on this machine."""
+    first = place.rank - place.local_rank
+    others = max(0, min(1 + crew.servers - first, place.local_world))
+    workers = max(1, place.local_world - others)
+    return replace(place, local_rank=max(0, place.local_rank - others), local_world=workers)

@@ -30,11 +30,9 @@ class Steps:
     job: Job
     rule: Rule
     steps: int
-    first: int
-    """Steps that were done before."""
     office: Office | None = None
     results: list[tuple[list[Share], float, bool]] = field(default_factory=list)
-    """Of each update: its shares, its norm, and whether it was applied."""
+    """Of each update that is in no step yet: its shares, its norm, and whether it was applied."""
     skipped: int = 0
 
     def judge(self, number: int, reports: dict[int, Numbers], squares: dict[int, float]) -> Numbers:
@@ -60,17 +58,19 @@ class Steps:
     def step(self, number: int, learning_rate: float, stop: bool = False, last: bool = False) -> StepResult:
         office = self.office
         assert office is not None
-        until = number + 1 if stop else self._boundary(number)
-        if until > (office.desk.until or 0):
+        until = max(number + 1, self._begun) if stop else self._boundary(number)
+        if until != office.desk.until:
             office.go_on(until)
-        per_step = self.rule.shares if self.rule.alone else 1
-        begin = (number - self.first) * per_step
-        office.run(lambda: len(self.results) >= begin + per_step, f"at step {number + 1}")
-        return self._result(self.results[begin : begin + per_step], learning_rate, stop and self._rests(number))
+        updates = self.rule.shares if self.rule.alone else 1
+        office.run(lambda: len(self.results) >= updates, f"at step {number + 1}")
+        now, self.results = self.results[:updates], self.results[updates:]
+        return self._result(now, learning_rate, stop and until == number + 1)
 
-    def _rests(self, number: int) -> bool:
+    @property
+    def _begun(self) -> int:
+        """Steps of which a share was handed out."""
         assert self.office is not None
-        return self.office.desk.until == number + 1
+        return -(-self.office.desk.fresh // self.rule.shares)
 
     def _boundary(self, number: int) -> int:
         """The next step after which the parameters are looked at."""

@@ -91,6 +91,10 @@ def run(job: Job, callbacks: Sequence[Callback] = ()) -> "tuple[Path, Outcome]":
     """
     from motet.train.assemble import run_rank  # torch is loaded here
 
+    if job.layout.data != "all_reduce":
+        raise InputError(
+            f"layout.data = {job.layout.data!r} takes processes of its own; use `motet train`, or leave it out here"
+        )
     job = job.model_copy(update={"run": job.run.model_copy(update={"ranks": 1})})
     check_job(job, 1)
     check_memory(job, 1)

@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -10,7 +10,7 @@ from motet.core.errors import PeerError
 from motet.parallel.flat import FlatWeights
 from motet.parallel.server.client import Client
 from motet.parallel.server.post import Delivery, Post
-from motet.parallel.server.protocol import END, Book, Compute, Message, Numbers, Push, Ready, Sent, Ticket, Value
+from motet.parallel.server.protocol import DESK, END, Book, Compute, Message, Numbers, Push, Ready, Sent, Ticket, Value
 from motet.parallel.server.serve import LOOK_S
 from motet.parallel.server.shelf import Plan, as_bytes
 
@@ -25,6 +25,9 @@ class Attendant:
         self._post = post
         self._limit_s = limit_s
         self._changed = threading.Condition()
+        self._there: set[int] = set()
+        """Buckets whose parameters are those of the ticket."""
+        self._desk_is_there = False
         self._taken = 0
         """The number of the last ticket that was begun."""
         self._failed: BaseException | None = None
@@ -33,16 +36,26 @@ class Attendant:
         self._thread.start()
 
     def next(self) -> Ticket | None:
-        """The next ticket; None at the end."""
-        self._wait(lambda: self._client.ticket.number > self._taken, "the desk has no more work for it, and no end")
+        """The next ticket; None at the end. As long as the desk is there it may have other things to do."""
+        while not self._desk_gives():
+            self._wait(lambda: self._desk_is_there or self._desk_gives(), "the desk did not answer")
+            self._wait(lambda: not self._desk_is_there or self._desk_gives(), "", limited=False)
         ticket = self._client.ticket
         self._taken = ticket.number
+        self._there.clear()
         return None if ticket.share == END else ticket
+
+    def _desk_gives(self) -> bool:
+        return self._client.ticket.number > self._taken
 
     def need(self, bucket: int) -> None:
         """Until the parameters of a bucket are there."""
+        if bucket in self._there:
+            return
         pieces = set(self._plan.of_bucket(bucket))
         self._wait(lambda: pieces <= self._client.pulled.keys(), f"parameters of bucket {bucket} did not come")
+        self._there.add(bucket)
+        self._weights.arrived(bucket)
 
     def need_all(self) -> None:
         count = len(self._plan.pieces)
@@ -69,10 +82,10 @@ class Attendant:
         self._ended = True
         self._thread.join()
 
-    def _wait(self, condition: object, otherwise: str) -> None:
-        assert callable(condition)
+    def _wait(self, condition: Callable[[], bool], otherwise: str, limited: bool = True) -> None:
         with self._changed:
-            there = self._changed.wait_for(lambda: self._failed is not None or condition(), self._limit_s)
+            limit_s = self._limit_s if limited else None
+            there = self._changed.wait_for(lambda: self._failed is not None or condition(), limit_s)
         if self._failed is not None:
             raise self._failed
         if not there:
@@ -97,6 +110,8 @@ class Attendant:
         message, client = delivery.message, self._client
         match message:
             case None:
+                if delivery.sender == DESK:
+                    self._desk_is_there = delivery.connected
                 return client.resume(delivery.sender) if delivery.connected else []
             case Book(entries):
                 for name, host, port in entries:

@@ -2,7 +2,7 @@
 
 import queue
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from motet.core.errors import PeerError
 from motet.parallel.server.desk import Desk
@@ -27,12 +27,15 @@ class Office:
         self._decided = decided
         self._stored = stored
         self._told = desk.first
-        self._begins = set(desk.servers)
-        """Servers that have not been told what their pieces are."""
         self._book: dict[str, tuple[str, int]] = {}
         self._gone: dict[str, float] = {}
         """Whose connection is lost, and since when."""
-        self._fetched: dict[int, tuple[int, bytearray]] = {}
+        self._fetched: dict[int, bytearray] = {}
+        self._wanted: set[int] = set()
+        """Pieces that were asked for."""
+        self._met: set[str] = set()
+        """Who was ever connected."""
+        self._closing = False
 
     def run(self, until: Callable[[], bool], waiting: str) -> None:
         """Do what comes until it is so."""
@@ -45,7 +48,9 @@ class Office:
             except queue.Empty:
                 pass
             for name, since in list(self._gone.items()):
-                if time.monotonic() - since > self._limit_s:
+                if name in self._post.peers:
+                    del self._gone[name]
+                elif time.monotonic() - since > self._limit_s:
                     del self._gone[name]
                     self._send(self.desk.take(Lost(name)))
             if until():
@@ -56,11 +61,13 @@ class Office:
     def go_on(self, until: int, errands: Iterable[int] = ()) -> None:
         self._send(self.desk.go_on(until, errands))
 
-    def close(self) -> None:
-        """Tell everybody that this is the end, and wait until they have gone."""
+    def close(self, crew: Collection[str]) -> None:
+        """Tell everybody that this is the end, and wait until they have gone. Who is late is waited for."""
+        self.run(lambda: self._met >= set(crew) - self.desk.lost, "waiting for all to come, to tell them of the end")
+        self._closing = True
         self._send(self.desk.go_on(self.desk.rule.step(self.desk.settled.floor), closes=True))
-        workers = set(self.desk.workers)
-        self.run(lambda: not workers & set(self._post.peers), "waiting for workers to end")
+        servers = set(self.desk.servers)
+        self.run(lambda: set(self._post.peers) <= servers, "waiting for workers to end")
         for server in self.desk.servers:
             self._post.send(server, Bye(self.desk.updates))
         self.run(lambda: not self._post.peers, "waiting for servers to end")
@@ -69,28 +76,34 @@ class Office:
         """What the servers have of all pieces, while nothing is underway."""
         assert self.desk.is_resting
         self._fetched.clear()
-        wanted, owners = self.desk.updates, self.desk.view.owners
-        for piece, owned in enumerate(owners):
-            self._post.send(owned.servers[0], Fetch(piece))
-        self.run(
-            lambda: len(self._fetched) == len(owners) and all(v == wanted for v, _ in self._fetched.values()),
-            "waiting for the parameters of the servers",
-        )
-        return {piece: content for piece, (_, content) in self._fetched.items()}
+        self._wanted = set(range(len(self.desk.view.owners)))
+        for server in self.desk.servers:
+            self._ask(server)
+        self.run(lambda: not self._wanted, "waiting for the parameters of the servers")
+        found, self._fetched = self._fetched, {}
+        return found
+
+    def _ask(self, server: str) -> None:
+        for piece in sorted(self._wanted):
+            if self.desk.view.owners[piece].servers[0] == server:
+                self._post.send(server, Fetch(piece))
 
     def _take(self, delivery: Delivery) -> Sent:
         message, sender = delivery.message, delivery.sender
         match message:
             case None:
                 return self._note(sender, delivery.connected)
-            case Here(server, host, port):
+            case Here(server, host, port, begun):
                 self._book[server] = host, port
-                self._begin(server)
+                if not begun:
+                    self._begin(server)
+                self._ask(server)
                 return [(other, self._entries()) for other in self._post.peers]
             case Stored(piece, version):
-                self._fetched[piece] = version, delivery.payload
                 if version < self.desk.updates:  # the server has not come to the last one
                     return [(sender, Fetch(piece))]
+                self._fetched[piece] = delivery.payload
+                self._wanted.discard(piece)
                 return []
         return self.desk.take(message)
 
@@ -99,12 +112,12 @@ class Office:
             self._gone[peer] = time.monotonic()
             return []
         self._gone.pop(peer, None)
+        self._met.add(peer)
+        if self._closing and peer in self.desk.servers:
+            return [(peer, Bye(self.desk.updates))]
         return [(peer, self._entries())]
 
     def _begin(self, server: str) -> None:
-        if server not in self._begins:
-            return
-        self._begins.remove(server)
         for piece, owned in enumerate(self.desk.view.owners):
             if server in owned.servers:
                 stand = Stand(piece, self.desk.first, self.desk.settled)

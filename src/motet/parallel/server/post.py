@@ -103,10 +103,12 @@ class Post:
     def close(self) -> None:
         self._closed.set()
         if self._server:
+            with contextlib.suppress(OSError):
+                self._server.shutdown(socket.SHUT_RDWR)  # wakes whoever waits for connections
             self._server.close()
         with self._lock:
             lines = list(self._lines.values())
-            self._lines.clear()
+            self._lines.clear()  # nobody is told: it is we who leave
         for line in lines:
             line.close()
 
@@ -145,19 +147,22 @@ class Post:
             return
         line = _Line(connection, self._limit_s / BEATS_IN_LIMIT, self.traffic.setdefault(peer, Traffic()))
         with self._lock:
+            if self._closed.is_set():
+                connection.close()
+                return
             before, self._lines[peer] = self._lines.get(peer), line
+            self.inbox.put(Delivery(peer, None, connected=True))
         if before:
             before.close()
         self._start(line.send_all)
-        self.inbox.put(Delivery(peer, None, connected=True))
-        self._receive_all(peer, line)
-        with self._lock:
-            lost = self._lines.get(peer) is line
-            if lost:
-                del self._lines[peer]
-        line.close()
-        if lost and not self._closed.is_set():
-            self.inbox.put(Delivery(peer, None, connected=False))
+        try:
+            self._receive_all(peer, line)
+        finally:
+            with self._lock:
+                if self._lines.get(peer) is line:
+                    del self._lines[peer]
+                    self.inbox.put(Delivery(peer, None, connected=False))
+            line.close()
 
     def _greeted(self, connection: socket.socket) -> str:
         """The name of the other side, if it belongs to the same run."""

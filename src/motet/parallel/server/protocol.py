@@ -237,6 +237,8 @@ class Here(NamedTuple):
     server: str
     host: str
     port: int
+    begun: bool
+    """It knows what its pieces are."""
 
 
 class Book(NamedTuple):

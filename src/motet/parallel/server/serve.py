@@ -1,13 +1,15 @@
 """A server at work: takes what comes to its post, and does what its keeper says."""
 
 import queue
+import time
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
+from motet.core.errors import PeerError
 from motet.parallel.server.keeper import Keeper
-from motet.parallel.server.post import Delivery, Post
+from motet.parallel.server.post import Post
 from motet.parallel.server.protocol import (
     DESK,
     Apply,
@@ -33,11 +35,15 @@ LOOK_S = 0.5
 
 
 class Server:
-    def __init__(self, keeper: Keeper, shelf: Shelf, post: Post) -> None:
+    def __init__(self, keeper: Keeper, shelf: Shelf, post: Post, limit_s: float) -> None:
+        """It goes on without a desk for `limit_s`."""
         self._keeper = keeper
         self._shelf = shelf
         self._post = post
         self.ended = False
+        self._limit_s = limit_s
+        self._desk_seen_s: float | None = time.monotonic()
+        """When it was connected last; None while it is."""
 
     @torch.no_grad()
     def run(self) -> None:
@@ -45,14 +51,19 @@ class Server:
             try:
                 delivery = self._post.inbox.get(timeout=LOOK_S)
             except queue.Empty:
+                self._look_for_desk()
                 continue
-            self._do(self._take(delivery))
+            if delivery.message is None:
+                self._do(self._greet(delivery.sender, delivery.connected))
+            else:
+                self._do(self._take(delivery.sender, delivery.message, delivery.payload))
 
-    def _take(self, delivery: Delivery) -> Sent:
-        message = delivery.message
+    def _look_for_desk(self) -> None:
+        if self._desk_seen_s is not None and time.monotonic() - self._desk_seen_s > self._limit_s:
+            raise PeerError(f"server {self._keeper.name} has been without the desk for {self._limit_s:g} s")
+
+    def _take(self, sender: str, message: Message, payload: bytearray) -> Sent:
         match message:
-            case None:
-                return self._greet(delivery.sender) if delivery.connected else []
             case Book(entries):
                 for name, host, port in entries:
                     if name > self._keeper.name:  # one of two connects
@@ -64,12 +75,12 @@ class Server:
             case Push(piece=piece, share=share) | Copy(piece=piece, share=share):
                 kept = self._keeper.pieces.get(piece)
                 if kept is None or not (kept.settled.has(share) or share in kept.held):
-                    self._shelf.hold(piece, share, delivery.payload)
+                    self._shelf.hold(piece, share, payload)
             case Fetch(piece):
-                self._post.send(delivery.sender, Stored(piece, self._keeper.pieces[piece].version), self._packed(piece))
+                self._post.send(sender, Stored(piece, self._keeper.pieces[piece].version), self._packed(piece))
                 return []
-            case Stand(piece=piece) | State(piece=piece) if delivery.payload and not self._keeper.has(piece):
-                self._begin(message, unpack(delivery.payload))
+            case Stand(piece=piece) | State(piece=piece) if payload and not self._keeper.has(piece):
+                self._begin(message, unpack(payload))
         return self._keeper.take(message)
 
     def _begin(self, told: Stand | State, tensors: dict[str, Tensor]) -> None:
@@ -85,13 +96,21 @@ class Server:
         }
         return pack(self._shelf.state(piece) | given)
 
-    def _greet(self, peer: str) -> Sent:
-        here: Sent = [(DESK, Here(self._keeper.name, *self._post.address))] if peer == DESK else []
+    def _greet(self, peer: str, connected: bool) -> Sent:
+        if peer == DESK:
+            self._desk_seen_s = None if connected else time.monotonic()
+        if not connected:
+            return []
+        begun = all(kept.there for kept in self._keeper.pieces.values())
+        here: Sent = [(DESK, Here(self._keeper.name, *self._post.address, begun))] if peer == DESK else []
         return here + self._keeper.resume(peer)
 
     def _do(self, sent: Sent) -> None:
         for to, message in sent:
             self._do_one(to, message)
+        for piece in {message.piece for _, message in sent if isinstance(message, Apply)}:
+            kept = self._keeper.pieces[piece]
+            self._shelf.keep_only(piece, kept.held | kept.copying.keys())
 
     def _do_one(self, to: str, message: Message) -> None:
         shelf = self._shelf
@@ -100,7 +119,6 @@ class Server:
                 learning_rate, factor, applied = how
                 if applied:
                     shelf.apply(piece, shares, learning_rate, factor)
-                shelf.keep_only(piece, self._keeper.pieces[piece].held)
             case Norm(turn, piece):
                 closing = self._keeper.closing
                 assert closing is not None

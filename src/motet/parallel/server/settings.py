@@ -22,7 +22,7 @@ class ServerSettings(Settings):
     staleness: Annotated[int, Field(ge=0)] | None = None
     """Of `bounded`: step t is computed with all updates of steps before t - staleness at least."""
     copies: Literal[1, 2] = 1
-    """Servers that keep each part; with 2, nothing is lost when one ends."""
+    """Servers that keep each part; a push is acknowledged when all of them have it."""
     order: Literal["need", "arrival"] = "need"
     """What is sent first of what waits: what the next forward needs first, which overtakes what is underway; or what
     came first."""
