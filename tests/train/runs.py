@@ -134,7 +134,8 @@ def worst_difference(a: Trained, b: Trained) -> float:
     |p| counts at least as what updates could do, and |g| as its share of the norm of all gradients.
     """
     scalars = [
-        abs(x - y) / abs(y) for x, y in [*zip(a.losses, b.losses, strict=True), *zip(a.norms, b.norms, strict=True)]
+        abs(x - y) / (abs(y) or 1.0)
+        for x, y in [*zip(a.losses, b.losses, strict=True), *zip(a.norms, b.norms, strict=True)]
     ]
     tensors: list[float] = [
         ((a.parameters[n] - p).double().norm() / max(p.double().norm().item(), b.rates * p.numel() ** 0.5)).item()
