@@ -17,13 +17,19 @@ def small() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.Linear(3, 5))
 
 
+def layer(module: nn.Module, number: int) -> nn.Linear:
+    found = list(module.children())[number]
+    assert isinstance(found, nn.Linear)
+    return found
+
+
 def squares(module: nn.Module, x: Tensor) -> tuple[Tensor, int]:
     return module(x).square().sum(), len(x)
 
 
 def scale(module: nn.Module) -> None:
     with torch.no_grad():
-        module[0].weight.mul_(3)  # type: ignore[index]
+        layer(module, 0).weight.mul_(3)
 
 
 def load(module: nn.Module) -> None:
@@ -31,12 +37,12 @@ def load(module: nn.Module) -> None:
 
 
 def assign(module: nn.Module) -> None:
-    weight = module[2].weight  # type: ignore[index]
+    weight = layer(module, 2).weight
     weight.data = torch.full(weight.shape, 0.5, dtype=weight.dtype)
 
 
 def swap(module: nn.Module) -> None:
-    one, other = module[2].weight, module[3].weight  # type: ignore[index]
+    one, other = layer(module, 2).weight, layer(module, 3).weight
     one.data, other.data = other.data.t(), one.data.t()
 
 
@@ -144,11 +150,11 @@ def test_replicas_apart_do_not_adopt() -> None:
 
 
 def replace(module: nn.Module) -> None:
-    module[0].weight = nn.Parameter(torch.ones(5, 4))  # type: ignore[index]
+    layer(module, 0).weight = nn.Parameter(torch.ones(5, 4))
 
 
 def freeze(module: nn.Module) -> None:
-    module[0].weight.requires_grad_(False)  # type: ignore[index]
+    layer(module, 0).weight.requires_grad_(False)
 
 
 def add(module: nn.Module) -> None:
@@ -156,7 +162,7 @@ def add(module: nn.Module) -> None:
 
 
 def resize(module: nn.Module) -> None:
-    module[0].weight.data = torch.ones(5, 5)  # type: ignore[index]
+    layer(module, 0).weight.data = torch.ones(5, 5)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +193,7 @@ def test_another_shape_is_refused() -> None:
 def test_parameters_may_get_other_names() -> None:
     module = small()
     engine = motet.parallelize(module, loss=squares)
-    module[0] = nn.Sequential(module[0])  # type: ignore[operator,index]
+    module.register_module("0", nn.Sequential(layer(module, 0)))
     assert engine.step(torch.ones(2, 4)).finite
 
 

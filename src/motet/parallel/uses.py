@@ -91,7 +91,7 @@ class _Watch(TorchFunctionMode):
             self._handles.append(inner.register_forward_pre_hook(self._begun))
             self._handles.append(inner.register_forward_hook(self._done, always_call=True))
         self._entered = True
-        self.__enter__()  # type: ignore[no-untyped-call]
+        self.__enter__()  # type: ignore[no-untyped-call]  # torch gives it no types
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -10,6 +10,7 @@ import itertools
 import queue
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -114,8 +115,8 @@ class Post:
 
     # --- making connections ------------------------------------------------------------------------
 
-    def _start(self, work: object, *arguments: object) -> None:
-        threading.Thread(target=work, args=arguments, daemon=True).start()  # type: ignore[arg-type]
+    def _start(self, work: Callable[..., None], *arguments: object) -> None:
+        threading.Thread(target=work, args=arguments, daemon=True).start()
 
     def _accept(self) -> None:
         assert self._server
