@@ -52,7 +52,7 @@ class Client:
             case Ready(ticket, pieces, report):
                 self.report = report
                 self.ready.update(pieces)
-                return self._pushes(pieces) or self._end()
+                return self._pushes(pieces)
             case Ack(server, ticket, piece):
                 if ticket != self.ticket.number or piece in self.safe or server not in self.view.owners[piece].servers:
                     return []
@@ -86,8 +86,7 @@ class Client:
 
     def _end(self) -> Sent:
         done = Done(self.name, self.ticket.share, self.view.epoch, self.report)
-        whole = bool(self.report) if self.ticket.share < END else len(self.safe) == self._count
-        return [(DESK, done)] if whole else []
+        return [(DESK, done)] if len(self.safe) == self._count else []
 
     def _pulls(self, pieces: Iterable[int]) -> Sent:
         number, _, least = self.ticket

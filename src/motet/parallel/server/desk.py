@@ -1,6 +1,6 @@
 """The desk of a parameter server: hands out shares of work, and decides which of them make the next update."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from motet.parallel.server.protocol import (
@@ -65,10 +65,6 @@ class Desk:
     """The shares of the next update, while servers tell how large it is."""
     until: int | None = None
     """Steps from here on wait until this is raised; all may begin when not given."""
-    errands: list[int] = field(default_factory=list)
-    """Shares that are no part of a step, below END, for when everything until there is done."""
-    reports: dict[int, Numbers] = field(default_factory=dict)
-    """Of errands that were done."""
     closes: bool = True
     """Who has nothing to do then is told that this is the end."""
     turn: int = 0
@@ -96,10 +92,9 @@ class Desk:
     def _until(self) -> int:
         return self.rule.steps if self.until is None else self.until
 
-    def go_on(self, until: int, errands: Iterable[int] = (), closes: bool = False) -> Sent:
-        """To these steps, and to what is to be done when nothing of them is underway."""
+    def go_on(self, until: int, closes: bool = False) -> Sent:
+        """To these steps."""
         self.until, self.closes = until, closes
-        self.errands += errands
         return self._go_on()
 
     def take(self, message: Message) -> Sent:
@@ -140,19 +135,14 @@ class Desk:
         if done.worker in self.current and self.current[done.worker].share == done.share:
             del self.current[done.worker]
             self.idle.append(done.worker)
-        if done.share < END:
-            self.reports[done.share] = done.report
-            return
         if not self.settled.has(done.share) and done.share not in self.done:
             self.done[done.share] = done.report
             self.again.discard(done.share)
 
     def _next(self) -> int | None:
         """The share to hand out; None while there is none, or only what would be too far ahead."""
-        if self.errands and self.is_resting:
-            return self.errands.pop(0)
         if self._is_there:
-            return END if self.closes and not self.errands else None
+            return END if self.closes else None
         share = min(self.again, default=self.fresh)
         if self.rule.step(share) >= self._until or (not self.rule.alone and self.rule.least(share) > self.updates):
             return None
@@ -169,9 +159,7 @@ class Desk:
             if name in self.idle:
                 self.idle.remove(name)
             ticket = self.current.pop(name, None)
-            if ticket is not None and ticket.share < END:
-                self.errands.insert(0, ticket.share)
-            elif ticket is not None and ticket.share not in self.done and not self.settled.has(ticket.share):
+            if ticket is not None and ticket.share not in self.done and not self.settled.has(ticket.share):
                 self.again.add(ticket.share)
             return []
         if name not in self.servers:
@@ -235,7 +223,7 @@ class Desk:
             break
         while self.idle and (share := self._next()) is not None:
             self.tickets += 1
-            ticket = Ticket(self.tickets, share, self.updates if share < END else self.rule.least(share))
+            ticket = Ticket(self.tickets, share, self.rule.least(share))
             worker = self.idle.pop(0)
             self.current[worker] = ticket
             sent.append((worker, ticket))

@@ -2,7 +2,7 @@
 
 import queue
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 
 from motet.core.errors import PeerError
 from motet.parallel.server.desk import Desk
@@ -58,8 +58,8 @@ class Office:
             if time.monotonic() - heard > self._limit_s:
                 raise PeerError(f"the parameter server's desk has heard nothing for {self._limit_s:g} s, {waiting}")
 
-    def go_on(self, until: int, errands: Iterable[int] = ()) -> None:
-        self._send(self.desk.go_on(until, errands))
+    def go_on(self, until: int) -> None:
+        self._send(self.desk.go_on(until))
 
     def close(self, crew: Collection[str]) -> None:
         """Tell everybody that this is the end, and wait until they have gone. Who is late is waited for."""
