@@ -1,5 +1,6 @@
 """Connections of the parameter server: real sockets on this machine."""
 
+import json
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -7,9 +8,9 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from motet.parallel.server.post import Delivery, Post
-from motet.parallel.server.protocol import Ack, Norm, Push
-from motet.parallel.server.wire import PART_BYTES
+from motet.parallel.server.post import HELLO, Delivery, Post
+from motet.parallel.server.protocol import Ack, Norm, Push, Refused
+from motet.parallel.server.wire import PART, PART_BYTES
 
 WAIT_S = 20.0
 
@@ -17,7 +18,7 @@ WAIT_S = 20.0
 @contextmanager
 def posts(*names: str, limit_s: float = WAIT_S) -> Iterator[list[Post]]:
     with ExitStack() as stack:
-        made = [Post(name, "run", limit_s, "127.0.0.1") for name in names]
+        made = [Post(name, {"run": "run"}, limit_s, "127.0.0.1") for name in names]
         for post in made:
             stack.callback(post.close)
         yield made
@@ -44,6 +45,12 @@ def is_closed(connection: socket.socket) -> bool:
         return connection.recv(1024) == b""
     except ConnectionResetError:
         return True
+
+
+def stranger(name: str, run: str) -> bytes:
+    """What a process of another run says."""
+    hello = json.dumps([name, {"run": run}, ""]).encode()
+    return PART.pack(0, HELLO, len(hello)) + hello
 
 
 def test_messages_and_payloads_arrive_both_ways() -> None:
@@ -99,10 +106,22 @@ def test_silence_is_a_loss_and_beats_are_none() -> None:
         assert arrived(server) == Delivery("worker", None, connected=False)
 
 
-@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x00\x03\x00\x00\x00\x0aother\nname"])
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", stranger("name", "other")])
 def test_strangers_are_turned_away(said: bytes) -> None:
     with posts("server") as (server,):
         with socket.create_connection(server.address) as stranger:
             stranger.sendall(said)
             until(lambda: is_closed(stranger))
+        assert server.inbox.empty()
+
+
+def test_who_connects_with_other_data_is_told() -> None:
+    with posts("server") as (server,):
+        other = Post("worker", {"run": "run", "data": "b"}, WAIT_S)
+        server.same = {"run": "run", "data": "a"}
+        other.connect("server", server.address)
+        assert (
+            "the data of worker is not that of the server (b here, a there)" in arrived(other, Refused).message.sentence
+        )
+        other.close()
         assert server.inbox.empty()

@@ -80,7 +80,7 @@ def serve(
     module = small()
     plan = plan_of(module, len({owned.servers[0] for owned in view.owners}))
     mine = [piece for piece, owned in enumerate(view.owners) if name in owned.servers]
-    post = Post(name, "run", LIMIT_S, "127.0.0.1")
+    post = Post(name, {"run": "run"}, LIMIT_S, "127.0.0.1")
     shelf = Shelf(plan, lambda groups: make_optimizer(groups, SETTINGS))
     keeper = Keeper(name, view, {piece: Kept(there=False) for piece in mine})
     found[name] = keeper, shelf
@@ -104,8 +104,8 @@ def work(name: str, view: View, desk: tuple[str, int], rule: Rule) -> None:
     weights = flat_of(module, plan)
     with torch.no_grad():
         weights.compute.fill_(math.nan)
-    post = Post(name, "run", LIMIT_S)
-    attendant = Attendant(Client(name, view), plan, weights, post, LIMIT_S)
+    post = Post(name, {"run": "run"}, LIMIT_S)
+    attendant = Attendant(Client(name, view), plan, weights, post, (LIMIT_S, LIMIT_S))
     post.connect(DESK, desk)
     while (ticket := attendant.next()) is not None:
         for bucket in range(len(plan.buckets)):
@@ -127,12 +127,10 @@ def train(workers: int, servers: int, copies: int = 1) -> dict[str, Tensor]:
     view = view_of(plan, copies, servers)
     rule = Rule(workers, STEPS, workers, 0)
     names = [f"s{i}" for i in range(servers)]
-    post = Post(DESK, "run", LIMIT_S, "127.0.0.1")
+    post = Post(DESK, {"run": "run"}, LIMIT_S, "127.0.0.1")
     begin = flat_of(module, plan).compute.clone()
     desk = Desk(rule, view, names, copies, judge=judge)
-    office = Office(
-        desk, post, LIMIT_S, lambda decided: None, lambda piece: pack({"master": begin[plan.pieces[piece].place]})
-    )
+    office = Office(desk, post, (LIMIT_S, LIMIT_S), lambda piece: pack({"master": begin[plan.pieces[piece].place]}))
     end = threading.Event()
     found: Found = {}
     threads = [threading.Thread(target=serve, args=(n, view, post.address, end, found)) for n in names]

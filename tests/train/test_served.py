@@ -13,7 +13,7 @@ from motet.parallel.server.settings import ServerSettings, check_server, rule_of
 from motet.train.assemble import run_rank
 from motet.train.faults import StopFlag
 from motet.train.job import Job
-from motet.train.served import run_served
+from motet.train.served.run import run_served
 from ranks import Ranks
 from train.runs import saved_tensors, small_job
 
@@ -94,7 +94,7 @@ def test_what_modes_ask_for() -> None:
     [
         (ServerSettings(mode="first-k"), "layout.server.mode = 'first-k' needs to know how many"),
         (ServerSettings(mode="bounded"), "layout.server.mode = 'bounded' needs a bound"),
-        (ServerSettings(mode="first-k", first=3), "layout.server.first = 3 of 2 workers; set it to 2 at most"),
+        (ServerSettings(mode="first-k", first=3), "layout.server.first = 3 of 2 shares; set it to 2 at most"),
         (ServerSettings(copies=2), "layout.server.copies = 2, but there is 1 server"),
     ],
 )

@@ -37,6 +37,9 @@ def train(  # noqa: PLR0913 - a command's options
     run_folder: Annotated[str | None, typer.Option(help="The run folder (run.folder).")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the newest run (of JOB, when given).")] = False,
     resume_from: Annotated[str | None, typer.Option(metavar="RUN", help="Continue the run in this folder.")] = None,
+    join: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Work for the run with a parameter server at this address.")
+    ] = None,
     print_job: Annotated[bool, typer.Option("--print-job", help="Print the resolved job as TOML, and stop.")] = False,
     list_jobs: Annotated[bool, typer.Option("--list-jobs", help="List the built-in jobs, and stop.")] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of a job, and stop.")] = False,
@@ -57,7 +60,7 @@ def train(  # noqa: PLR0913 - a command's options
         if print_job:
             _print_job(request.job, json)
         else:
-            raise typer.Exit(_train(request, ranks, json))
+            raise typer.Exit(_train(request, ranks, json) if join is None else _join(request, join))
 
 
 def _request(words: list[str], given: list[str], resume: bool, resume_from: str | None) -> "Request":
@@ -107,6 +110,29 @@ def _train(request: "Request", ranks: int | None, json: bool) -> int:
     run = request.job.run.model_copy(update={"ranks": place.world})
     job = request.job.model_copy(update={"run": run})
     return _tell_record(join(replace(request, job=job), place, tell), place)
+
+
+def _join(request: "Request", desk: str) -> int:
+    """Work for a run that goes on elsewhere. Returns the exit code."""
+    from motet.cli.environment import read_environment
+    from motet.cli.progress import shown_progress
+    from motet.core.errors import InputError
+    from motet.monitor.console import errors
+    from motet.parallel.place import place_from
+    from motet.train.start import Outside, join_run
+
+    environment = read_environment()
+    if place_from(environment) is not None:
+        raise InputError("--join starts workers of its own; give their number with --ranks, without torchrun or srun")
+
+    def tell(text: str) -> None:
+        errors().print(text, highlight=False)
+
+    ended = join_run(request, desk, Outside(environment, tell, shown_progress))
+    for text in (ended.message, ended.traceback):
+        if text:
+            tell(text)
+    return ended.exit_code
 
 
 def _tell_end(path: Path, ended: "Ended", json: bool) -> int:

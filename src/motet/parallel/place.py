@@ -27,9 +27,14 @@ class Place:
     """`file://PATH` of a store that every rank can open, or `tcp://HOST:PORT`; empty for a world of one."""
     served: bool = False
     """The store at `tcp://` is there already (torchrun's agent serves it); otherwise rank 0 serves it."""
+    life: int = 0
+    """How many processes had this place before, while the others went on."""
     cores: int | None = None
     """Cores that the launcher gave to this rank alone, when it says so."""
 
+
+DESK_FILE = ".desk-"
+"""Between the path of a store and the number of an attempt: a file that says where a parameter server's desk is."""
 
 _LARGEST_PORT = 65535
 
@@ -60,13 +65,15 @@ def environment_of(place: Place) -> dict[str, str]:
         "MOTET_WORLD": str(place.world),
         "MOTET_ATTEMPT": str(place.attempt),
         "MOTET_RENDEZVOUS": place.rendezvous,
+        "MOTET_LIFE": str(place.life),
     }
 
 
 def _ours(environment: Mapping[str, str]) -> Place:
     rank, world, attempt = (_number(environment, f"MOTET_{name}", "motet") for name in ("RANK", "WORLD", "ATTEMPT"))
     rendezvous = _text(environment, "MOTET_RENDEZVOUS", "motet")
-    return _checked(Place(rank, world, rank, world, attempt, rendezvous), "motet")
+    life = _number(environment, "MOTET_LIFE", "motet", default=0)
+    return _checked(Place(rank, world, rank, world, attempt, rendezvous, life=life), "motet")
 
 
 def _torchrun(environment: Mapping[str, str]) -> Place:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from motet.core.errors import RankError
-from motet.parallel.place import Place, environment_of
+from motet.parallel.place import DESK_FILE, Place, environment_of
 from motet.train.faults import STOPPED, STOPPED_AT_ONCE, Record, StopFlag, first_cause, read_record
 
 POLL_S = 0.03
@@ -26,6 +26,22 @@ RECORDS_S = 1.0
 TERMINATE_S = 0.5
 """Between SIGTERM and SIGKILL for what is left of a failed group."""
 TAIL_LINES = 20
+LATE_S = 10.0
+"""How long the others may take to end after their desk."""
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """Ranks that may end while the others go on, unless they say that the work itself is wrong."""
+
+    servers: range = range(0)
+    """Each is needed, and another process may take its place."""
+    workers: range = range(0)
+    """The others do without it, if there is one left."""
+    spares: int = 0
+    """Processes that may take the place of another, in all."""
+    has_desk: bool = True
+    """Rank 0, by whose end the others end."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +57,9 @@ class Launch:
     restarts: int = 0
     output: int | None = None
     """File descriptor for the stdout of rank 0; our own when not given."""
+    elastic: Elastic | None = None
+    desk: str = ""
+    """HOST:PORT of a desk that is there already."""
 
 
 @dataclass(frozen=True)
@@ -105,17 +124,16 @@ def _signals() -> Iterator[_Stop]:
 def _run_group(start: Launch, attempt: int, stop: _Stop, tell: Callable[[str], None]) -> Ended:
     # A fresh folder (mode 0700) for each attempt: a store must not remember dead ranks.
     with tempfile.TemporaryDirectory(prefix="motet-") as folder:
-        ranks: list[_Rank] = []
+        group = _Group(start, attempt, Path(folder))
         try:
-            for rank in range(start.ranks):
-                ranks.append(_start_rank(start, attempt, rank, Path(folder)))
-            _watch(ranks, stop, tell)
-            ended = _judge(ranks, stop)
+            group.begin()
+            _watch(group, stop, tell)
+            ended = _judge(group, stop)
         except BaseException:
-            _end(ranks, patience_s=0.0)
+            _end(group.ranks, patience_s=0.0)
             raise
-        if ended.message:
-            _end(ranks, patience_s=0.0 if stop.at_once else TERMINATE_S)
+        if ended.message or start.elastic:
+            _end(group.ranks, patience_s=0.0 if stop.at_once else TERMINATE_S)
         return ended
 
 
@@ -129,6 +147,8 @@ class _Rank:
     log: Path
     log_start: int
     """Where the log began to be ours: earlier attempts stand before it."""
+    life: int = 0
+    """How many processes had this place before."""
     ended_s: float = 0.0
 
     def poll(self) -> int | None:
@@ -147,11 +167,62 @@ class _Rank:
         return code is not None and (record is None or bool(record.sentence) or code != record.exit_code)
 
 
-def _start_rank(start: Launch, attempt: int, rank: int, folder: Path) -> _Rank:
-    place = Place(rank, start.ranks, rank, start.ranks, attempt, f"file://{folder}/store")
+@dataclass
+class _Group:
+    """The ranks of one attempt."""
+
+    start: Launch
+    attempt: int
+    folder: Path
+    ranks: list[_Rank] = field(default_factory=list)
+    spent: int = 0
+    """Spares that were started."""
+
+    def begin(self) -> None:
+        if self.start.desk:
+            (self.folder / f"store{DESK_FILE}{self.attempt}").write_text(self.start.desk, encoding="utf-8")
+        for rank in range(self.start.ranks):
+            self.ranks.append(_start_rank(self.start, self.attempt, rank, self.folder))
+
+    @property
+    def is_over(self) -> bool:
+        """The desk has come to its end, and the others can be of no more use."""
+        elastic = self.start.elastic
+        return (
+            elastic is not None
+            and elastic.has_desk
+            and self.ranks[0].poll() is not None
+            and not self.ranks[0].ended_badly()
+        )
+
+    def bear(self, tell: Callable[[str], None]) -> None:
+        """What the others can: let another process take the place of one that ended, or go on without it."""
+        elastic = self.start.elastic
+        if elastic is None or (elastic.has_desk and self.ranks[0].poll() is not None):
+            return
+        for rank in [rank for rank in self.ranks if rank.ended_badly()]:
+            record = rank.record()
+            if (record and not record.secondary) or not (rank.rank in elastic.servers or rank.rank in elastic.workers):
+                continue
+            sentence = _failure(rank).sentence
+            others = [r for r in self.ranks if r.rank in elastic.workers and r is not rank and r.poll() is None]
+            if self.spent < elastic.spares:
+                self.spent += 1
+                tell(f"{sentence}; another process takes its place ({self.spent} of {elastic.spares})")
+                rank.records.joinpath(f"rank-{rank.rank}.json").unlink(missing_ok=True)
+                self.ranks[self.ranks.index(rank)] = _start_rank(
+                    self.start, self.attempt, rank.rank, self.folder, rank.life + 1
+                )
+            elif rank.rank in elastic.workers and others:
+                tell(f"{sentence}; the others go on")
+                self.ranks.remove(rank)
+
+
+def _start_rank(start: Launch, attempt: int, rank: int, folder: Path, life: int = 0) -> _Rank:
+    place = Place(rank, start.ranks, rank, start.ranks, attempt, f"file://{folder}/store", life=life)
     path = start.logs / f"rank-{rank}.txt"
     with ExitStack() as files:
-        log = None if rank == 0 else files.enter_context(path.open("ab"))
+        log = None if rank == 0 and not start.desk else files.enter_context(path.open("ab"))
         process = subprocess.Popen(
             start.command,
             env={**start.environment, **environment_of(place), "MOTET_SUPERVISOR": str(os.getpid())},
@@ -160,29 +231,36 @@ def _start_rank(start: Launch, attempt: int, rank: int, folder: Path) -> _Rank:
             stderr=log,
             start_new_session=True,  # the terminal's Ctrl-C and hang-up come to us alone
         )
-        return _Rank(rank, process, folder, path, log.tell() if log else 0)
+        return _Rank(rank, process, folder, path, log.tell() if log else 0, life)
 
 
-def _watch(ranks: list[_Rank], stop: _Stop, tell: Callable[[str], None]) -> None:
+def _watch(group: _Group, stop: _Stop, tell: Callable[[str], None]) -> None:
     """Wait until all have ended, one has ended badly (and the others had time to say why), or nobody may go on."""
     forwarded = False
     deadline = float("inf")
     while not stop.at_once and time.monotonic() < deadline:
         if stop.flag.requested and not forwarded:
             forwarded = True
-            tell("stopping after this step and saving; Ctrl-C once more stops at once")
-            _signal_all(ranks, signal.SIGTERM)
-        if all(rank.poll() is not None for rank in ranks):
+            what = "leaving the run after this share" if group.start.desk else "stopping after this step and saving"
+            tell(f"{what}; Ctrl-C once more stops at once")
+            _signal_all(group.ranks, signal.SIGTERM)
+        if all(rank.poll() is not None for rank in group.ranks):
             return
-        if deadline == float("inf") and any(rank.ended_badly() for rank in ranks):
-            deadline = time.monotonic() + RECORDS_S
+        if not stop.flag.requested:
+            group.bear(tell)
+        if deadline == float("inf"):
+            if any(rank.ended_badly() for rank in group.ranks):
+                deadline = time.monotonic() + RECORDS_S
+            elif group.is_over:
+                deadline = time.monotonic() + LATE_S
         time.sleep(POLL_S)
 
 
-def _judge(ranks: list[_Rank], stop: _Stop) -> Ended:
+def _judge(group: _Group, stop: _Stop) -> Ended:
     """What the exit codes and records of the ranks come to."""
     if stop.at_once:
         return Ended(STOPPED_AT_ONCE, "stopped at once")
+    ranks = group.ranks[:1] if group.is_over else group.ranks
     codes = [rank.poll() for rank in ranks]
     if stop.flag.requested and -signal.SIGTERM in codes:
         return Ended(STOPPED, "stopped while the ranks were starting")

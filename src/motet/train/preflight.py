@@ -20,6 +20,18 @@ TORCH_BYTES = 64 << 20
 
 def check_job(job: Job, ranks: int) -> Layout:
     """The layout in which so many ranks can train this job."""
+    check_model(job)
+    served = job.layout.data == "parameter_server"
+    parts = (job.layout.server.shares if served else None) or ranks
+    layout = resolve_layout(job.layout, parts, job.data.batch_sequences)
+    check_communication(job.communication, layout, apart=job.outer.every is not None)
+    if served:
+        check_server(job.layout.server, ranks)
+    return layout
+
+
+def check_model(job: Job) -> None:
+    """That it can be trained on this data."""
     check_trainable(job.model)
     _check_objective(job)
     context = getattr(job.model, "context", None)
@@ -28,11 +40,6 @@ def check_job(job: Job, ranks: int) -> Layout:
             f"data.sequence_length = {job.data.sequence_length} is more than model.context = {context}; "
             "shorten the sequences or raise model.context"
         )
-    layout = resolve_layout(job.layout, ranks, job.data.batch_sequences)
-    check_communication(job.communication, layout, apart=job.outer.every is not None)
-    if job.layout.data == "parameter_server":
-        check_server(job.layout.server, ranks)
-    return layout
 
 
 def check_memory(job: Job, local_ranks: int) -> None:

@@ -3,7 +3,10 @@
 All check first, make the run folder last, and leave the work itself to `motet.train.work`.
 """
 
+import os
+import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -16,12 +19,13 @@ from motet.data.prepare import prepare
 from motet.monitor.callback import Callback
 from motet.monitor.console import errors
 from motet.parallel.place import ALONE, Place, threads_for
+from motet.parallel.server.settings import address_of
 from motet.train.ending import Before, remember, write_end
 from motet.train.faults import STOPPED, Record, StopFlag, stop_on_signals
 from motet.train.folder import LOGS, Choice, choose_folder, choose_resumed, held, write_start
 from motet.train.job import Job
-from motet.train.launch import Ended, Launch, launch, rank_environment
-from motet.train.preflight import check_data, check_job, check_memory
+from motet.train.launch import Elastic, Ended, Launch, launch, rank_environment
+from motet.train.preflight import check_data, check_job, check_memory, check_model
 from motet.train.rank import run_work
 from motet.train.versions import describe_start
 
@@ -72,11 +76,48 @@ def supervise(request: Request, outside: Outside) -> tuple[Path, Ended]:
             logs=path / LOGS,
             restarts=job.run.restarts,
             output=outside.output,
+            elastic=_elastic(job),
         )
         ended = launch(start, outside.tell)
         if ended.exit_code != InputError.exit_code or not before.undo_unless_trained():
             write_end(path, ended)
     return path, ended
+
+
+def _elastic(job: Job) -> Elastic | None:
+    beside = helpers(job)
+    if not beside:
+        return None
+    return Elastic(range(1, beside), range(beside, beside + job.run.ranks), job.layout.server.spares)
+
+
+def join_run(request: Request, desk: str, outside: Outside) -> Ended:
+    """Work for a run that goes on elsewhere, with local workers of our own."""
+    job = request.job
+    if job.layout.data != "parameter_server":
+        raise InputError(
+            "--join is for runs with a parameter server; give the same job and settings as there, with "
+            "layout.data=parameter_server"
+        )
+    address_of(desk, "--join")
+    check_model(job)
+    check_memory(job, job.run.ranks)
+    with outside.progress() as progress:
+        check_data(job, prepare(job.data, progress))
+    threads = threads_for(Place(0, job.run.ranks, 0, job.run.ranks, 0, ""), job.run.threads)
+    outside.tell(f"joining the run at {desk} with {job.run.ranks} worker{'s' * (job.run.ranks > 1)}")
+    with tempfile.TemporaryDirectory(prefix="motet-") as folder:
+        write_start(Path(folder), job, describe_start(job.run.ranks, threads, request.command_line))
+        work, host = "motet.train.work:join_rank", f"{socket.gethostname()}-{os.getpid()}"
+        start = Launch(
+            command=(sys.executable, "-m", "motet.cli.rank", work, folder, host),
+            ranks=job.run.ranks,
+            environment=rank_environment(outside.environment, threads),
+            logs=Path(folder) / LOGS,
+            elastic=Elastic(workers=range(job.run.ranks), spares=job.layout.server.spares, has_desk=False),
+            desk=desk,
+        )
+        return launch(start, outside.tell)
 
 
 def helpers(job: Job) -> int:

@@ -13,10 +13,18 @@ def train_rank(place: Place, stop: StopFlag, folder: str) -> int:
     return train_in(stored_job(Path(folder)), place, Path(folder), stop)
 
 
+def join_rank(place: Place, stop: StopFlag, folder: str, host: str) -> int:
+    """Be a worker of a run that goes on elsewhere; the folder holds its job."""
+    from motet.train.served.run import run_joined  # torch is loaded here, after the signals are in place
+
+    run_joined(stored_job(Path(folder)), place, host, stop)
+    return STOPPED if stop.requested else 0
+
+
 def train_in(job: Job, place: Place, folder: Path, stop: StopFlag) -> int:
     """Train, and return the exit code."""
     if job.layout.data == "parameter_server":
-        from motet.train.served import run_served as run  # torch is loaded here, after the signals are in place
+        from motet.train.served.run import run_served as run  # torch is loaded here, after the signals are in place
     else:
         from motet.train.assemble import run_rank as run
 

@@ -2,28 +2,49 @@
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from motet.core.errors import PeerError
+from motet.core.errors import InputError, PeerError
 from motet.parallel.flat import FlatWeights
 from motet.parallel.server.client import Client
 from motet.parallel.server.post import Delivery, Post
-from motet.parallel.server.protocol import DESK, END, Book, Compute, Message, Numbers, Push, Ready, Sent, Ticket, Value
+from motet.parallel.server.protocol import (
+    DESK,
+    END,
+    Book,
+    Compute,
+    Gone,
+    Message,
+    Numbers,
+    Push,
+    Ready,
+    Refused,
+    Sent,
+    Ticket,
+    Value,
+)
 from motet.parallel.server.serve import LOOK_S
 from motet.parallel.server.shelf import Plan, as_bytes
+
+
+class GivenUpError(PeerError):
+    """Others do what this worker had to do; it may join anew."""
 
 
 class Attendant:
     """Speaks with the desk and the servers on a thread of its own."""
 
-    def __init__(self, client: Client, plan: Plan, weights: FlatWeights, post: Post, limit_s: float) -> None:
+    def __init__(
+        self, client: Client, plan: Plan, weights: FlatWeights, post: Post, limits_s: tuple[float, float]
+    ) -> None:
+        """Limits: of any wait, and of the first for the desk."""
         self._client = client
         self._plan = plan
         self._weights = weights
         self._post = post
-        self._limit_s = limit_s
+        self._limit_s, self._first_s = limits_s
         self._changed = threading.Condition()
         self._there: set[int] = set()
         """Buckets whose parameters are those of the ticket."""
@@ -32,18 +53,25 @@ class Attendant:
         """The number of the last ticket that was begun."""
         self._failed: BaseException | None = None
         self._ended = False
+        self._book: set[str] = set()
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()
 
     def next(self) -> Ticket | None:
         """The next ticket; None at the end. As long as the desk is there it may have other things to do."""
         while not self._desk_gives():
-            self._wait(lambda: self._desk_is_there or self._desk_gives(), "the desk did not answer")
-            self._wait(lambda: not self._desk_is_there or self._desk_gives(), "", limited=False)
+            limit_s = self._limit_s if DESK in self._post.told else self._first_s
+            self._wait(lambda: self._desk_is_there or self._desk_gives(), "the desk does not answer", limit_s)
+            self._wait(lambda: not self._desk_is_there or self._desk_gives(), "", None)
         ticket = self._client.ticket
         self._taken = ticket.number
         self._there.clear()
         return None if ticket.share == END else ticket
+
+    @property
+    def told(self) -> Mapping[str, str]:
+        """What the desk says of the run."""
+        return self._post.told[DESK]
 
     def _desk_gives(self) -> bool:
         return self._client.ticket.number > self._taken
@@ -53,13 +81,15 @@ class Attendant:
         if bucket in self._there:
             return
         pieces = set(self._plan.of_bucket(bucket))
-        self._wait(lambda: pieces <= self._client.pulled.keys(), f"parameters of bucket {bucket} did not come")
+        self._wait(
+            lambda: pieces <= self._client.pulled.keys(), f"parameters of bucket {bucket} did not come", self._limit_s
+        )
         self._there.add(bucket)
         self._weights.arrived(bucket)
 
     def need_all(self) -> None:
         count = len(self._plan.pieces)
-        self._wait(lambda: len(self._client.pulled) == count, "parameters did not come")
+        self._wait(lambda: len(self._client.pulled) == count, "parameters did not come", self._limit_s)
 
     def ready(self, bucket: int, report: Numbers) -> None:
         """The gradients of a bucket are there, and stay until there is another ticket."""
@@ -82,14 +112,13 @@ class Attendant:
         self._ended = True
         self._thread.join()
 
-    def _wait(self, condition: Callable[[], bool], otherwise: str, limited: bool = True) -> None:
+    def _wait(self, condition: Callable[[], bool], otherwise: str, limit_s: float | None) -> None:
         with self._changed:
-            limit_s = self._limit_s if limited else None
             there = self._changed.wait_for(lambda: self._failed is not None or condition(), limit_s)
         if self._failed is not None:
             raise self._failed
         if not there:
-            raise PeerError(f"{self._client.name} has waited for {self._limit_s:g} s, and {otherwise}")
+            raise PeerError(f"{self._client.name} has waited for {limit_s:g} s, and {otherwise}")
 
     def _listen(self) -> None:
         try:
@@ -113,10 +142,13 @@ class Attendant:
                 if delivery.sender == DESK:
                     self._desk_is_there = delivery.connected
                 return client.resume(delivery.sender) if delivery.connected else []
-            case Book(entries):
-                for name, host, port in entries:
-                    self._post.connect(name, (host, port))
+            case Book():
+                self._book = self._post.follow(message, self._book, lambda name: True)
                 return []
+            case Refused(sentence):
+                raise InputError(sentence)
+            case Gone():
+                raise GivenUpError(f"{client.name} was out of reach for too long")
             case Value(ticket, piece) if ticket == client.ticket.number and piece not in client.pulled:
                 compute = self._weights.compute[self._plan.pieces[piece].place]
                 compute.copy_(torch.frombuffer(delivery.payload, dtype=compute.dtype))

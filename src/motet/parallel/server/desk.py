@@ -9,6 +9,7 @@ from motet.parallel.server.protocol import (
     Close,
     Decide,
     Done,
+    Gone,
     Joined,
     Lost,
     Message,
@@ -116,12 +117,16 @@ class Desk:
                 raise AssertionError(message)
         return self._go_on()
 
+    def can_spare(self, name: str) -> bool:
+        """Whether the others can do all that it does."""
+        return all(len(owned.servers) > 1 for owned in self.view.owners if name in owned.servers)
+
     # --- workers -----------------------------------------------------------------------------------
 
     def _join(self, worker: str) -> Sent:
         """For the first time, or after its connection was lost."""
         if worker in self.lost:
-            return []
+            return [(worker, Gone(worker))]
         if worker in self.current:
             return [(worker, self.view), (worker, self.current[worker])]
         if worker not in self.workers:

@@ -1,4 +1,4 @@
-"""The desk at work: takes what comes to its post, and tells of each update."""
+"""The desk at work: takes what comes to its post, gives up who is gone for too long, and tells of each update."""
 
 import queue
 import time
@@ -7,29 +7,42 @@ from collections.abc import Callable, Collection
 from motet.core.errors import PeerError
 from motet.parallel.server.desk import Desk
 from motet.parallel.server.post import Delivery, Post
-from motet.parallel.server.protocol import Book, Bye, Decide, Fetch, Here, Lost, Sent, Stand, Stored
+from motet.parallel.server.protocol import (
+    Book,
+    Bye,
+    Fetch,
+    Gone,
+    Here,
+    Load,
+    Lost,
+    Offered,
+    Sent,
+    Stand,
+    Stored,
+)
 from motet.parallel.server.serve import LOOK_S
+
+REJOIN_S = 3.0
+"""For whose connection was closed, as that of a process is that ends."""
 
 
 class Office:
+    """`tell` may be set to whoever wants to hear of processes that come and go."""
+
     def __init__(
-        self,
-        desk: Desk,
-        post: Post,
-        limit_s: float,
-        decided: Callable[[Decide], None],
-        stored: Callable[[int], memoryview],
+        self, desk: Desk, post: Post, limits_s: tuple[float, float], stored: Callable[[int], memoryview]
     ) -> None:
-        """`decided` is told of each update, in their order; `stored` is what a piece begins with."""
+        """Limits: without any news, and for whoever is out of reach. `stored` is what a piece begins with."""
         self.desk = desk
+        self.loads: dict[str, Load] = {}
+        self.tell: Callable[[str], None] = _to_nobody
         self._post = post
-        self._limit_s = limit_s
-        self._decided = decided
+        self._limit_s, self._patience_s = limits_s
         self._stored = stored
-        self._told = desk.first
         self._book: dict[str, tuple[str, int]] = {}
-        self._gone: dict[str, float] = {}
-        """Whose connection is lost, and since when."""
+        self._gone: dict[str, tuple[float, bool]] = {}
+        """Whose connection is lost: since when, and whether it fell silent."""
+        self._stands = {name: self._first_stands(name) for name in desk.servers}
         self._fetched: dict[int, bytearray] = {}
         self._wanted: set[int] = set()
         """Pieces that were asked for."""
@@ -47,12 +60,7 @@ class Office:
                 self._send(self._take(delivery))
             except queue.Empty:
                 pass
-            for name, since in list(self._gone.items()):
-                if name in self._post.peers:
-                    del self._gone[name]
-                elif time.monotonic() - since > self._limit_s:
-                    del self._gone[name]
-                    self._send(self.desk.take(Lost(name)))
+            self._give_up()
             if until():
                 return
             if time.monotonic() - heard > self._limit_s:
@@ -62,12 +70,15 @@ class Office:
         self._send(self.desk.go_on(until))
 
     def close(self, crew: Collection[str]) -> None:
-        """Tell everybody that this is the end, and wait until they have gone. Who is late is waited for."""
-        self.run(lambda: self._met >= set(crew) - self.desk.lost, "waiting for all to come, to tell them of the end")
+        """Tell everybody that this is the end, and wait until they have gone. Who is late is waited for a while."""
+        latest = time.monotonic() + self._patience_s
+        self.run(
+            lambda: self._met >= set(crew) - self.desk.lost or time.monotonic() > latest,
+            "waiting for all to come, to tell them of the end",
+        )
         self._closing = True
         self._send(self.desk.go_on(self.desk.rule.step(self.desk.settled.floor), closes=True))
-        servers = set(self.desk.servers)
-        self.run(lambda: set(self._post.peers) <= servers, "waiting for workers to end")
+        self.run(lambda: set(self._post.peers) <= set(self.desk.servers), "waiting for workers to end")
         for server in self.desk.servers:
             self._post.send(server, Bye(self.desk.updates))
         self.run(lambda: not self._post.peers, "waiting for servers to end")
@@ -77,58 +88,133 @@ class Office:
         assert self.desk.is_resting
         self._fetched.clear()
         self._wanted = set(range(len(self.desk.view.owners)))
-        for server in self.desk.servers:
-            self._ask(server)
+        self._ask()
         self.run(lambda: not self._wanted, "waiting for the parameters of the servers")
         found, self._fetched = self._fetched, {}
         return found
 
-    def _ask(self, server: str) -> None:
+    @property
+    def workers(self) -> list[str]:
+        return self.desk.workers
+
+    def _ask(self) -> None:
         for piece in sorted(self._wanted):
-            if self.desk.view.owners[piece].servers[0] == server:
+            for server in self.desk.view.owners[piece].servers[:1]:
                 self._post.send(server, Fetch(piece))
 
     def _take(self, delivery: Delivery) -> Sent:
         message, sender = delivery.message, delivery.sender
         match message:
             case None:
-                return self._note(sender, delivery.connected)
+                return self._note(delivery)
             case Here(server, host, port, begun):
+                if server in self.desk.lost:
+                    return [(server, Gone(server))]
                 self._book[server] = host, port
                 if not begun:
                     self._begin(server)
-                self._ask(server)
-                return [(other, self._entries()) for other in self._post.peers]
+                self._ask()
+                return self._entries()
+            case Offered():
+                return self._admit(message)
             case Stored(piece, version):
                 if version < self.desk.updates:  # the server has not come to the last one
                     return [(sender, Fetch(piece))]
                 self._fetched[piece] = delivery.payload
                 self._wanted.discard(piece)
                 return []
+            case Load():
+                self.loads[sender] = message
+                return []
         return self.desk.take(message)
 
-    def _note(self, peer: str, connected: bool) -> Sent:
-        if not connected:
-            self._gone[peer] = time.monotonic()
+    # --- who comes and goes ------------------------------------------------------------------------
+
+    def _note(self, delivery: Delivery) -> Sent:
+        """A connection that was made or lost."""
+        peer = delivery.sender
+        if not delivery.connected:
+            self._gone[peer] = time.monotonic(), delivery.silent
             return []
         self._gone.pop(peer, None)
-        self._met.add(peer)
+        if peer not in self._met:
+            self._met.add(peer)
+            if self.desk.log:
+                self.tell(f"{peer} has joined the run")
         if self._closing and peer in self.desk.servers:
             return [(peer, Bye(self.desk.updates))]
-        return [(peer, self._entries())]
+        return [(peer, self._entry_book())]
+
+    def _give_up(self) -> None:
+        """Whoever others can replace, and was gone for too long."""
+        for name, (since, silent) in list(self._gone.items()):
+            gone_s = time.monotonic() - since
+            if name in self._post.peers or name in self.desk.lost:
+                del self._gone[name]
+            elif gone_s > (self._patience_s if silent else REJOIN_S) and self.desk.can_spare(name):
+                del self._gone[name]
+                self._lose(name)
+            elif gone_s > self._limit_s:
+                raise PeerError(f"server {name} has been gone for {self._limit_s:g} s, and nobody else has its part")
+
+    def _lose(self, name: str) -> None:
+        if not self._closing:
+            here = self.desk.servers if name in self.desk.servers else self.desk.workers
+            left = len([other for other in here if other != name])
+            what = "server" if here is self.desk.servers else "worker"
+            self.tell(f"{what} {name} is gone; {left} {what}{'s' * (left != 1)} left")
+        self._book.pop(name, None)
+        self._send(self.desk.take(Lost(name)))
+        self._send(self._entries())
+        self._ask()
+
+    def _admit(self, offered: Offered) -> Sent:
+        """What its snapshot lacks, the desk has of the last time when it looked at the parameters."""
+        name, instead, snapshot = offered
+        if name in self.desk.servers or name in self.desk.lost:
+            return []
+        there = dict.fromkeys(range(len(self.desk.view.owners)), 0) | dict(snapshot)
+        self._book.pop(instead, None)
+        sent = self.desk.take(offered._replace(pieces=tuple(sorted(there.items()))))
+        stands = [message for to, message in sent if to == name and isinstance(message, Stand)]
+        known = {piece for piece, _ in snapshot}
+        self._stands[name] = [(stand, stand.piece not in known) for stand in stands]
+        self._tell_admitted(offered, stands)
+        self._send([(to, message) for to, message in sent if not isinstance(message, Stand)])
+        self._begin(name)
+        self._ask()
+        return self._entries()
+
+    def _tell_admitted(self, offered: Offered, stands: list[Stand]) -> None:
+        what, versions = "and is given all by the other one", dict(offered.pieces)
+        if stands:
+            oldest = min(versions.get(stand.piece, -1) for stand in stands)
+            what = "with what the desk had of it last"
+            if oldest >= 0:
+                what = f"from its snapshot; the last {self.desk.updates - oldest} updates of it are lost"
+                if oldest == self.desk.updates:
+                    what = "from its snapshot after the last update"
+        self.tell(f"server {offered.server} takes the place of {offered.instead}, {what}")
+
+    def _first_stands(self, server: str) -> list[tuple[Stand, bool]]:
+        owners = enumerate(self.desk.view.owners)
+        return [(Stand(p, self.desk.first, self.desk.settled), True) for p, owned in owners if server in owned.servers]
 
     def _begin(self, server: str) -> None:
-        for piece, owned in enumerate(self.desk.view.owners):
-            if server in owned.servers:
-                stand = Stand(piece, self.desk.first, self.desk.settled)
-                self._post.send(server, stand, self._stored(piece))
+        """Tell it what its pieces are, again if that was lost."""
+        for stand, given in self._stands.get(server, []):
+            self._post.send(server, stand, self._stored(stand.piece) if given else None)
 
-    def _entries(self) -> Book:
+    def _entries(self) -> Sent:
+        return [(peer, self._entry_book()) for peer in self._post.peers]
+
+    def _entry_book(self) -> Book:
         return Book(tuple((name, host, port) for name, (host, port) in sorted(self._book.items())))
 
     def _send(self, sent: Sent) -> None:
         for to, message in sent:
-            if isinstance(message, Decide) and message.number == self._told:
-                self._told += 1
-                self._decided(message)
             self._post.send(to, message)
+
+
+def _to_nobody(text: str) -> None:
+    """Nobody wants to hear."""

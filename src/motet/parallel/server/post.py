@@ -7,21 +7,25 @@ is made again by whoever made it first; what was underway is gone then, and both
 import contextlib
 import heapq
 import itertools
+import json
 import queue
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
+from uuid import uuid4
 
 from motet.core.errors import PeerError
-from motet.parallel.server.protocol import Message
+from motet.parallel.server.protocol import Book, Gone, Message, Refused
 from motet.parallel.server.wire import HEAD, LONGEST_HEAD, PART, PART_BYTES, Incoming, Outgoing
 
 BEAT = 2
 HELLO = 3
 BEATS_IN_LIMIT = 4
 RETRY_S = 0.2
+CONNECT_S = 3.0
+"""A connection that is not there by then is tried anew: the kernel tries ever less often."""
 TCP_NOTSENT_LOWAT = 25
 """Of Linux: how much may wait in the kernel, where nothing can overtake it."""
 
@@ -33,6 +37,8 @@ class Delivery(NamedTuple):
     message: Message | None
     payload: bytearray = bytearray()
     connected: bool = True
+    silent: bool = False
+    """It was lost because nothing came any more. Otherwise the other side closed it, as a process does that ends."""
 
 
 @dataclass
@@ -46,12 +52,21 @@ class Traffic:
 class Post:
     """The connections of one process. `inbox` has what comes."""
 
-    def __init__(self, name: str, run: str, limit_s: float, host: str | None = None, port: int = 0) -> None:
-        """With a host, others can connect. `run` must be the same for all. Silence for `limit_s` is a loss."""
+    def __init__(
+        self, name: str, same: Mapping[str, str], limit_s: float, host: str | None = None, port: int = 0
+    ) -> None:
+        """With a host, others can connect. Silence for `limit_s` is a loss.
+
+        What is in `same` here and there must be the same; whoever connects nevertheless has a `Refused` delivered.
+        """
         self.name = name
+        self.same = same
         self.inbox: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
         self.traffic: dict[str, Traffic] = {}
-        self._hello = f"{run}\n{name}".encode()
+        self.told: dict[str, Mapping[str, str]] = {}
+        """What others have said that must be the same, and more."""
+        self._id = uuid4().hex
+        self._ids: dict[str, str] = {}
         self._limit_s = limit_s
         self._lock = threading.Lock()
         self._lines: dict[str, _Line] = {}
@@ -74,6 +89,16 @@ class Post:
                 return
             self._wanted.add(peer)
         self._start(self._keep_connected, peer, address)
+
+    def follow(self, book: Book, before: Collection[str], mine: Callable[[str], bool]) -> set[str]:
+        """Be connected to those in the book that are ours to connect to, and forget who is not in it any more."""
+        there = {name for name, _, _ in book.entries}
+        for peer in set(before) - there:
+            self.forget(peer)
+        for name, host, port in book.entries:
+            if mine(name):
+                self.connect(name, (host, port))
+        return there
 
     def forget(self, peer: str) -> None:
         with self._lock:
@@ -130,7 +155,7 @@ class Post:
     def _keep_connected(self, peer: str, address: tuple[str, int]) -> None:
         while not self._closed.is_set() and peer in self._wanted:
             with contextlib.suppress(OSError, PeerError):
-                connection = socket.create_connection(address, timeout=self._limit_s)
+                connection = socket.create_connection(address, timeout=min(self._limit_s, CONNECT_S))
                 self._serve(connection, peer)
             self._closed.wait(RETRY_S)
 
@@ -138,12 +163,10 @@ class Post:
         """Until it is lost."""
         _tune(connection, self._limit_s)
         try:
-            connection.sendall(PART.pack(0, HELLO, len(self._hello)) + self._hello)
-            peer = self._greeted(connection)
+            hello = json.dumps([self.name, dict(self.same), self._id]).encode()
+            connection.sendall(PART.pack(0, HELLO, len(hello)) + hello)
+            peer = self._greeted(connection, expected)
         except (OSError, PeerError):
-            connection.close()
-            return
-        if expected not in (None, peer):
             connection.close()
             return
         line = _Line(connection, self._limit_s / BEATS_IN_LIMIT, self.traffic.setdefault(peer, Traffic()))
@@ -156,28 +179,47 @@ class Post:
         if before:
             before.close()
         self._start(line.send_all)
+        silent = False
         try:
-            self._receive_all(peer, line)
+            silent = self._receive_all(peer, line)
         finally:
             with self._lock:
                 if self._lines.get(peer) is line:
                     del self._lines[peer]
-                    self.inbox.put(Delivery(peer, None, connected=False))
+                    self.inbox.put(Delivery(peer, None, connected=False, silent=silent))
             line.close()
 
-    def _greeted(self, connection: socket.socket) -> str:
-        """The name of the other side, if it belongs to the same run."""
+    def _greeted(self, connection: socket.socket, expected: str | None) -> str:
+        """The name of the other side, if it belongs to us."""
         _, kind, length = PART.unpack(_exactly(connection, PART.size))
         if kind != HELLO or length > PART_BYTES:
             raise PeerError("the other side is no process of a parameter server")
-        run, _, name = _exactly(connection, length).decode(errors="replace").rpartition("\n")
-        if run != self._hello.decode().rpartition("\n")[0]:
-            raise PeerError(f"{name} belongs to another run")
-        return name
+        try:
+            name, same, number = json.loads(_exactly(connection, length))
+            unlike = sorted(what for what in same.keys() & self.same.keys() if same[what] != self.same[what])
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise PeerError("the other side is no process of a parameter server") from error
+        if expected not in (None, name):
+            raise PeerError(f"{name} is not {expected}")
+        if unlike:
+            what = unlike[0]
+            sentence = (
+                f"the {what} of {self.name} is not that of the {name} ({self.same[what]} here, {same[what]} there); "
+                "give every machine the same job and the same files"
+            )
+            if expected:
+                self.inbox.put(Delivery(expected, Refused(sentence)))
+            raise PeerError(sentence)
+        if expected and self._ids.setdefault(name, number) != number:
+            self.inbox.put(Delivery(expected, Gone(self.name)))
+            raise PeerError(f"{name} is another process than before")
+        self.told[name] = same
+        return str(name)
 
-    def _receive_all(self, peer: str, line: "_Line") -> None:
+    def _receive_all(self, peer: str, line: "_Line") -> bool:
+        """Until it is lost; whether it had fallen silent."""
         incoming = Incoming()
-        with contextlib.suppress(OSError, PeerError):
+        try:
             while True:
                 number, kind, length = PART.unpack(_exactly(line.connection, PART.size))
                 line.traffic.received += PART.size + length
@@ -185,13 +227,17 @@ class Post:
                     continue
                 if kind == HEAD:
                     if length > LONGEST_HEAD:
-                        return
+                        return False
                     whole = incoming.begin(number, _exactly(line.connection, length))
                 else:
                     _fill(line.connection, incoming.room(number, length))
                     whole = incoming.filled(number, length)
                 if whole:
                     self.inbox.put(Delivery(peer, *whole))
+        except (ConnectionError, PeerError):
+            return line.silent
+        except OSError as error:
+            return line.silent or isinstance(error, TimeoutError)
 
 
 @dataclass
@@ -202,6 +248,8 @@ class _Line:
     beat_s: float
     traffic: Traffic
     waiting: int = 0
+    silent: bool = False
+    """The other side does not take anything more."""
     _heap: list[tuple[int, int, Outgoing]] = field(default_factory=list)
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -221,7 +269,8 @@ class _Line:
             while (part := self._next()) is not None:
                 _send(self.connection, part)
                 self.traffic.sent += sum(len(piece) for piece in part)
-        except OSError:
+        except OSError as error:
+            self.silent = isinstance(error, TimeoutError)
             self.close()
 
     def _next(self) -> tuple[bytes, memoryview | bytes] | None:

@@ -78,6 +78,12 @@ class Ticket(NamedTuple):
 NO_TICKET = Ticket(0, END, 0)
 
 
+class Gone(NamedTuple):
+    """To a process that was given up, and is there after all: others do what it had to do."""
+
+    name: str
+
+
 class Done(NamedTuple):
     worker: str
     share: int
@@ -228,6 +234,14 @@ class Stored(NamedTuple):
     version: int
 
 
+class Load(NamedTuple):
+    """To the desk: what a server has sent and received so far, and what has not left yet."""
+
+    sent_bytes: int
+    received_bytes: int
+    waiting_bytes: int
+
+
 # --- addresses -------------------------------------------------------------------------------------
 
 
@@ -248,6 +262,12 @@ class Book(NamedTuple):
 
 
 # --- of one process --------------------------------------------------------------------------------
+
+
+class Refused(NamedTuple):
+    """Of a connection: the other side has another job, or other data."""
+
+    sentence: str
 
 
 class Lost(NamedTuple):
@@ -278,8 +298,9 @@ class Apply(NamedTuple):
 
 
 Message = (
-    Joined | Ticket | Done | Pull | Value | Push | Ack | Copy | Copied | State | Offered | Standing | Stand
-    | Close | Norm | Decide | View | Bye | Fetch | Stored | Here | Book | Lost | Compute | Ready | Apply
+    Joined | Ticket | Gone | Done | Pull | Value | Push | Ack | Copy | Copied | State | Offered | Standing | Stand
+    | Close | Norm | Decide | View | Bye | Fetch | Stored | Load | Here | Book | Refused | Lost | Compute | Ready
+    | Apply
 )  # fmt: skip
 Sent = list[tuple[str, Message]]
 """(to whom, what), in order."""

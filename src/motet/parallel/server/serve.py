@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from motet.core.errors import PeerError
+from motet.core.errors import InputError, PeerError
 from motet.parallel.server.keeper import Keeper
 from motet.parallel.server.post import Post
 from motet.parallel.server.protocol import (
@@ -17,10 +17,14 @@ from motet.parallel.server.protocol import (
     Bye,
     Copy,
     Fetch,
+    Gone,
     Here,
+    Load,
     Message,
     Norm,
+    Offered,
     Push,
+    Refused,
     Sent,
     Stand,
     State,
@@ -28,6 +32,7 @@ from motet.parallel.server.protocol import (
     Value,
 )
 from motet.parallel.server.shelf import Shelf, as_bytes, pack, unpack
+from motet.parallel.server.snapshot import Snapshots
 
 GIVEN = "given/"
 LOOK_S = 0.5
@@ -35,19 +40,35 @@ LOOK_S = 0.5
 
 
 class Server:
-    def __init__(self, keeper: Keeper, shelf: Shelf, post: Post, limit_s: float) -> None:
+    def __init__(
+        self, keeper: Keeper, shelf: Shelf, post: Post, limit_s: float, snapshots: Snapshots | None = None
+    ) -> None:
         """It goes on without a desk for `limit_s`."""
         self._keeper = keeper
         self._shelf = shelf
         self._post = post
+        self._snapshots = snapshots
+        self._offered: Offered | None = None
         self.ended = False
+        self.given_up = False
+        """The desk has another one for its part."""
         self._limit_s = limit_s
         self._desk_seen_s: float | None = time.monotonic()
         """When it was connected last; None while it is."""
+        self._told_s = 0.0
+        self._book: set[str] = set()
+
+    def take_place(self, instead: str) -> None:
+        """Of another one, with what is known from its snapshots."""
+        found = self._snapshots.found() if self._snapshots else {}
+        for piece, (_, tensors) in found.items():
+            self._shelf.load(piece, tensors)
+        versions = tuple(sorted((piece, version) for piece, (version, _) in found.items()))
+        self._offered = Offered(self._keeper.name, instead, versions)
 
     @torch.no_grad()
     def run(self) -> None:
-        while not self.ended:
+        while not self.ended and not self.given_up:
             try:
                 delivery = self._post.inbox.get(timeout=LOOK_S)
             except queue.Empty:
@@ -64,10 +85,13 @@ class Server:
 
     def _take(self, sender: str, message: Message, payload: bytearray) -> Sent:
         match message:
-            case Book(entries):
-                for name, host, port in entries:
-                    if name > self._keeper.name:  # one of two connects
-                        self._post.connect(name, (host, port))
+            case Book():
+                self._book = self._post.follow(message, self._book, lambda name: name > self._keeper.name)
+                return []
+            case Refused(sentence):
+                raise InputError(sentence)
+            case Gone():
+                self.given_up = True
                 return []
             case Bye():
                 self.ended = True
@@ -101,8 +125,13 @@ class Server:
             self._desk_seen_s = None if connected else time.monotonic()
         if not connected:
             return []
-        begun = all(kept.there for kept in self._keeper.pieces.values())
-        here: Sent = [(DESK, Here(self._keeper.name, *self._post.address, begun))] if peer == DESK else []
+        here: Sent = []
+        if peer == DESK:
+            kept = self._keeper.pieces.values()
+            begun = bool(kept) and all(each.there for each in kept)
+            here.append((DESK, Here(self._keeper.name, *self._post.address, begun)))
+            if self._offered:
+                here.append((DESK, self._offered))
         return here + self._keeper.resume(peer)
 
     def _do(self, sent: Sent) -> None:
@@ -111,6 +140,19 @@ class Server:
         for piece in {message.piece for _, message in sent if isinstance(message, Apply)}:
             kept = self._keeper.pieces[piece]
             self._shelf.keep_only(piece, kept.held | kept.copying.keys())
+            if self._snapshots and kept.version % self._snapshots.every == 0:
+                self._snapshots.keep(piece, kept.version, self._shelf.state(piece))
+        if time.monotonic() - self._told_s > LOOK_S:
+            self._told_s = time.monotonic()
+            self._post.send(DESK, self._load())
+
+    def _load(self) -> Load:
+        others = [(peer, traffic) for peer, traffic in self._post.traffic.items() if peer != DESK]
+        return Load(
+            sum(traffic.sent for _, traffic in others),
+            sum(traffic.received for _, traffic in others),
+            sum(self._post.waiting(peer) for peer, _ in others),
+        )
 
     def _do_one(self, to: str, message: Message) -> None:
         shelf = self._shelf

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from motet.core.dtypes import DTYPE_BYTES
 from motet.parallel.buckets import Member, cut_buckets
 from motet.parallel.data import MIB
+from motet.parallel.server.office import Office
 from motet.parallel.server.pieces import cut_pieces
 from motet.parallel.server.settings import ServerSettings
 from motet.parallel.server.shelf import Plan, pack, unpack
@@ -34,9 +35,33 @@ class Mirror:
 
     plan: Plan
     updater: Updater
+    _office: Office | None = None
+    _known: int = 0
+    """The updates in it."""
+    _as_it_is: bool = False
+    """What it has is wanted, not what the servers have."""
+
+    def follow(self, office: Office) -> None:
+        """It is what the servers have begun with."""
+        self._office, self._known = office, office.desk.updates
+
+    def refresh(self) -> None:
+        """Fetch what the servers have, unless it is known."""
+        assert self._office
+        if self._known != self._office.desk.updates and not self._as_it_is:
+            content = self._office.fetch()
+            self._known = self._office.desk.updates
+            self.take(content)
 
     def piece(self, number: int) -> memoryview:
-        """What it has of a piece, for the server."""
+        """What it has of a piece, for the server, however old that is."""
+        self._as_it_is = True
+        try:
+            return self._packed(number)
+        finally:
+            self._as_it_is = False
+
+    def _packed(self, number: int) -> memoryview:
         place = self.plan.pieces[number].place
         found: dict[str, Tensor] = {}
         for kind, named in self._kinds().items():

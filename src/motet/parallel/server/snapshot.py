@@ -1,0 +1,82 @@
+"""What a server has of its pieces, kept on disk in the background for whoever takes its place."""
+
+import contextlib
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from motet.core.errors import SaveError
+from motet.parallel.server.shelf import pack, unpack
+
+
+class Snapshots:
+    """The newest of each piece; what is not written yet when a newer one comes is left out."""
+
+    def __init__(self, folder: Path, every: int) -> None:
+        self.every = every
+        self._folder = folder
+        self._changed = threading.Condition()
+        self._pending: dict[int, tuple[int, dict[str, Tensor]]] = {}
+        self._failed: OSError | None = None
+        self._closed = False
+        folder.mkdir(parents=True, exist_ok=True)
+        self._thread = threading.Thread(target=self._write_all, daemon=True)
+        self._thread.start()
+
+    def keep(self, piece: int, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """They are copied before this returns."""
+        if self._failed:
+            raise SaveError(f"cannot keep a snapshot in {self._folder}: {self._failed.strerror}; free some space")
+        copies = {name: tensor.clone() for name, tensor in tensors.items()}
+        with self._changed:
+            self._pending[piece] = version, copies
+            self._changed.notify()
+
+    def found(self) -> dict[int, tuple[int, dict[str, Tensor]]]:
+        """Piece -> (version, what it was)."""
+        found = {}
+        for path in self._folder.glob("*.pt"):
+            tensors = unpack(path.read_bytes())
+            found[int(path.stem)] = int(tensors.pop("version")), tensors
+        return found
+
+    def close(self) -> None:
+        """What is pending is written."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def forget(self) -> None:
+        """Those of an earlier run."""
+        for path in self._folder.glob("*.pt"):
+            path.unlink()
+
+    def clear(self) -> None:
+        self.forget()
+        with contextlib.suppress(OSError):  # another server has something there
+            self._folder.rmdir()
+            self._folder.parent.rmdir()
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending or self._closed)
+                if not self._pending:
+                    return
+                piece = next(iter(self._pending))
+                version, tensors = self._pending.pop(piece)
+            try:
+                self._write(piece, version, tensors)
+            except OSError as error:
+                self._failed = error
+                return
+
+    def _write(self, piece: int, version: int, tensors: dict[str, Tensor]) -> None:
+        partial = self._folder / f"{piece}.partial"
+        with partial.open("wb") as file:
+            file.write(pack(tensors | {"version": torch.tensor(version)}))
+        partial.replace(self._folder / f"{piece}.pt")

@@ -1,0 +1,162 @@
+"""Who is who in a run with a parameter server, where they meet, and what must be the same for all.
+
+Its ranks are numbered in this order: the desk, the servers, the workers. The desk's address is what they have to know:
+under our own supervisor it is in a file beside the store, with torchrun or srun in the store.
+"""
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from zlib import crc32
+
+from torch import nn
+
+from motet.core.errors import InputError, PeerError
+from motet.data.loader import Loader
+from motet.parallel.alike import described
+from motet.parallel.group import meeting
+from motet.parallel.place import DESK_FILE, Place
+from motet.parallel.server.post import Post
+from motet.parallel.server.protocol import DESK
+from motet.parallel.server.settings import address_of
+from motet.parallel.server.shelf import as_bytes
+from motet.train.job import Job
+
+SHARES = "shares"
+"""What the desk says of how a step is cut."""
+LOOK_S = 0.05
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What one process is in a run."""
+
+    job: Job
+    place: Place
+    role: str
+    """`desk`, `s0` and so on, `w0` and so on; those of workers that joined begin with the name of their machine."""
+
+    @property
+    def name(self) -> str:
+        """Another one for each process that takes the place of one that ended."""
+        return f"{self.role}.{self.place.life}" if self.place.life else self.role
+
+    @property
+    def before(self) -> str:
+        """Whose place it takes."""
+        return replace(self, place=replace(self.place, life=self.place.life - 1)).name
+
+    @property
+    def is_worker(self) -> bool:
+        return self.role.rpartition("/")[2].startswith("w")
+
+    @property
+    def has_joined(self) -> bool:
+        """While the run went on already."""
+        return "/" in self.role
+
+
+def seat_of(job: Job, place: Place) -> Seat:
+    servers = job.layout.server.count
+    if place.rank == 0:
+        return Seat(job, place, DESK)
+    if place.rank <= servers:
+        return Seat(job, place, f"s{place.rank - 1}")
+    return Seat(job, place, f"w{place.rank - 1 - servers}")
+
+
+def among_workers(seat: Seat) -> Place:
+    """As if there were only workers on this machine."""
+    place = seat.place
+    first = place.rank - place.local_rank
+    others = max(0, min(1 + seat.job.layout.server.count - first, place.local_world))
+    if seat.has_joined:  # with others that all work
+        others = 0
+    workers = max(1, place.local_world - others)
+    return replace(place, local_rank=max(0, place.local_rank - others), local_world=workers)
+
+
+def same_of(module: nn.Module, data: Loader | None) -> dict[str, str]:
+    """What must be the same in every process: others would train on what does not belong together."""
+    frozen = [p.detach().cpu().contiguous().view(-1) for p in module.parameters() if not p.requires_grad]
+    digest = crc32(repr(described(module)).encode())
+    for tensor in frozen:
+        digest = crc32(as_bytes(tensor), digest)
+    return {"model": f"{digest:08x}"} | ({"data": data.fingerprint} if data else {})
+
+
+@contextmanager
+def posted(seat: Seat, name: str, same: dict[str, str]) -> Iterator[Post]:
+    """Connected to the desk, or the desk itself."""
+    server = seat.job.layout.server
+    host, port = None if seat.is_worker else _own_host(seat.place), 0
+    if server.listen is not None and not seat.is_worker:
+        host, listened = address_of(server.listen, "layout.server.listen")
+        port = listened if name == DESK else 0
+    try:
+        post = Post(name, same | {"name": seat.job.name}, server.patience_s / 2, host, port)
+    except OSError as error:
+        raise InputError(
+            f"cannot listen at {host}:{port}: {error.strerror}; give layout.server.listen an address of this machine "
+            "and a free port"
+        ) from None
+    try:
+        if name == DESK:
+            tell_address(seat, *post.address)
+        else:
+            post.connect(DESK, _address(seat))
+        yield post
+    finally:
+        post.close()
+
+
+def tell_address(seat: Seat, host: str, port: int) -> None:
+    place = seat.place
+    if place.rendezvous.startswith("file://"):
+        write_address(_file(place), f"{host}:{port}")
+        return
+    with meeting(place, seat.job.run.timeout_s) as (_, store):
+        store.set(f"desk-{place.attempt}", f"{host}:{port}")
+
+
+def write_address(path: Path, address: str) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(address, encoding="utf-8")
+    partial.rename(path)
+
+
+def _file(place: Place) -> Path:
+    return Path(f"{place.rendezvous.removeprefix('file://')}{DESK_FILE}{place.attempt}")
+
+
+def _address(seat: Seat) -> tuple[str, int]:
+    place, limit_s = seat.place, seat.job.run.timeout_s
+    if place.rendezvous.startswith("file://"):
+        path, end = _file(place), time.monotonic() + limit_s
+        while not path.exists():
+            if time.monotonic() > end:
+                raise PeerError(f"the parameter server's desk has not begun within {limit_s:g} s")
+            time.sleep(LOOK_S)
+        return address_of(path.read_text(encoding="utf-8"), "the desk's address")
+    with meeting(place, limit_s) as (_, store):
+        return address_of(store.get(f"desk-{place.attempt}").decode(), "the desk's address")
+
+
+def _own_host(place: Place) -> str:
+    """The address of this machine that leads to where the ranks meet."""
+    if not place.rendezvous.startswith("tcp://"):
+        return "127.0.0.1"
+    host, _, port = place.rendezvous.removeprefix("tcp://").rpartition(":")
+    (family, *_, address), *_ = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
+        found: str = probe.getsockname()[0]
+    if found.startswith("127.") and place.local_world < place.world:
+        raise InputError(
+            f"{host}, where the ranks meet, is this machine's loopback address here, which others cannot reach; give "
+            "the launcher an address of the network"
+        )
+    return found

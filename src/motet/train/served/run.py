@@ -1,0 +1,38 @@
+"""Be what a rank is in a run with a parameter server."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from motet.monitor.callback import Callback
+from motet.parallel.place import Place, threads_for
+from motet.parallel.server.protocol import DESK
+from motet.train.assemble import Outcome, numerics
+from motet.train.faults import StopFlag
+from motet.train.job import Job
+from motet.train.served.desk import Beside, run_desk
+from motet.train.served.meet import Seat, among_workers, seat_of
+from motet.train.served.server import run_server
+from motet.train.served.worker import run_worker
+
+
+def run_served(job: Job, place: Place, folder: Path, stop: StopFlag, callbacks: Sequence[Callback] = ()) -> Outcome:
+    return run_seat(seat_of(job, place), folder, stop, callbacks)
+
+
+def run_joined(job: Job, place: Place, host: str, stop: StopFlag) -> None:
+    """Be a worker more of a run that goes on elsewhere; `host` tells its name from those of others."""
+    run_seat(Seat(job, place, f"{host}/w{place.rank}"), Path(), stop)
+
+
+def run_seat(seat: Seat, folder: Path, stop: StopFlag, callbacks: Sequence[Callback] = ()) -> Outcome:
+    torch.set_num_threads(threads_for(among_workers(seat), seat.job.run.threads))
+    with numerics(seat.job):
+        if seat.role == DESK:
+            return run_desk(seat, Beside(folder, stop, callbacks))
+        if seat.is_worker:
+            run_worker(seat, stop)
+        else:
+            run_server(seat, folder)
+    return Outcome(0, 0)

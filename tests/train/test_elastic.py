@@ -1,0 +1,201 @@
+"""Processes and links of a run with a parameter server that fail, and come back, on two hosts in miniature."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from motet.monitor.events import Event, RunEnded, StepDone, Warned, read_events
+from motet.parallel.place import Place
+from motet.train.assemble import run_rank
+from motet.train.faults import StopFlag
+from motet.train.job import Job
+from motet.train.toml import to_toml
+from namespaces import Host, missing, two_hosts
+from ranks import Ranks, uncounted
+from train.runs import saved_tensors, small_job
+
+NO_HOSTS = missing()
+pytestmark = pytest.mark.skipif(NO_HOSTS is not None, reason=str(NO_HOSTS))
+LIMIT_S = 60.0
+ADDRESS = "10.78.0.1:4007"
+SERVED = [
+    *("layout.data=parameter_server", "layout.server.patience_s=3", "layout.server.piece_mib=0.02", "run.threads=1"),
+    *(f"layout.server.listen='{ADDRESS}'", "run.steps=100000", "checkpoint.every=100000", "monitor.tensorboard=false"),
+]
+
+
+@dataclass
+class Town:
+    """Two hosts, and what runs there."""
+
+    hosts: list[Host]
+    folder: Path
+    started: "list[subprocess.Popen[bytes]]" = field(default_factory=list)
+
+    def train(self, host: int, job: Job, *words: str) -> "subprocess.Popen[bytes]":
+        path = self.folder / "small.toml"
+        path.write_text(to_toml(job.model_dump(exclude_none=True, exclude_unset=True)), encoding="utf-8")
+        command = [sys.executable, "-m", "motet", "train", str(path), "run.folder=run", *words]
+        with self.output(host).open("wb") as output:
+            process = subprocess.Popen(
+                self.hosts[host].command(*command),
+                cwd=self.folder,
+                env={**uncounted(), "OMP_NUM_THREADS": "1"},
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        self.started.append(process)
+        return process
+
+    def output(self, host: int) -> Path:
+        return self.folder / f"{self.hosts[host].name}.txt"
+
+    def outputs(self) -> str:
+        return "\n".join(path.read_text()[-2000:] for path in map(self.output, range(2)) if path.exists())
+
+    def events(self) -> list[Event]:
+        path = self.folder / "run" / "events.jsonl"
+        return read_events(path) if path.is_file() else []
+
+    def steps(self) -> list[StepDone]:
+        return [event for event in self.events() if isinstance(event, StepDone)]
+
+    def said(self) -> str:
+        return "\n".join(event.text for event in self.events() if isinstance(event, Warned))
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + LIMIT_S
+        while not condition():
+            for process in self.started:
+                assert process.poll() is None, self.outputs()
+            assert time.monotonic() < end, self.said()
+            time.sleep(0.3)
+
+    def more_steps(self, count: int = 20) -> None:
+        """The run goes on."""
+        before = len(self.steps())
+        self.until(lambda: len(self.steps()) >= before + count)
+
+    def cable(self, state: str) -> None:
+        space = self.hosts[1].space
+        subprocess.run(["ip", "-n", space, "link", "set", "cable", state], check=True, capture_output=True)
+
+    def ends(self, process: "subprocess.Popen[bytes]") -> None:
+        """After Ctrl-C, as it should."""
+        supervisor(process).send_signal(signal.SIGINT)
+        assert process.wait(LIMIT_S) in (0, 130), self.outputs()
+        self.started.remove(process)
+
+
+def supervisor(process: "subprocess.Popen[bytes]") -> psutil.Process:
+    here = psutil.Process(process.pid)
+    return next(p for p in [here, *here.children(recursive=True)] if "motet" in p.cmdline())
+
+
+def kill(process: "subprocess.Popen[bytes]", rank: int) -> None:
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.environ().get("MOTET_RANK") == str(rank) and "motet.cli.rank" in child.cmdline():
+                child.kill()
+                return
+    raise AssertionError(f"there is no rank {rank}")
+
+
+@pytest.fixture
+def town(tmp_path: Path) -> Iterator[Town]:
+    with two_hosts("host-a", "host-b") as hosts:
+        town = Town(hosts, tmp_path)
+        try:
+            yield town
+        finally:
+            for process in [p for p in town.started if p.poll() is None]:
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        child.kill()
+                process.kill()
+                process.wait()
+
+
+def learns_on(town: Town) -> None:
+    """Losses are lower in the end, and nothing was repeated or left out."""
+    steps = town.steps()
+    assert [step.step for step in steps] == list(range(1, len(steps) + 1))
+    assert sum(step.loss for step in steps[-10:]) < sum(step.loss for step in steps[:10])
+    assert isinstance(town.events()[-1], RunEnded)
+
+
+def test_a_late_joiner_and_the_end_of_a_worker(town: Town) -> None:
+    job = small_job(town.folder, *SERVED, "layout.server.mode=async", "layout.server.spares=0")
+    first = town.train(0, job, "--ranks", "1")
+    town.until(lambda: len(town.steps()) > 5)
+    joined = town.train(1, job, "--join", ADDRESS, "--ranks", "2")
+    town.until(lambda: town.said().count("has joined the run") == 2)
+    town.more_steps()
+    kill(joined, 1)
+    town.until(lambda: "/w1 is gone; 2 workers left" in town.said())
+    town.more_steps()
+    town.ends(joined)
+    assert "leaving the run" in town.output(1).read_text()
+    town.until(lambda: "/w0 is gone; 1 worker left" in town.said())
+    town.more_steps()
+    town.ends(first)
+    learns_on(town)
+
+
+def test_a_link_is_cut_and_healed(town: Town) -> None:
+    bound = ["layout.server.mode=bounded", "layout.server.staleness=2", "layout.server.shares=2"]
+    job = small_job(town.folder, *SERVED, *bound)
+    first = town.train(0, job, "--ranks", "1")
+    town.until(lambda: len(town.steps()) > 5)
+    joined = town.train(1, job, "--join", ADDRESS)
+    town.until(lambda: "has joined" in town.said())
+    town.more_steps()
+    town.cable("down")
+    time.sleep(1.0)
+    town.cable("up")
+    town.more_steps()
+    assert "gone" not in town.said(), "it was patient"
+    town.cable("down")
+    town.until(lambda: "/w0 is gone; 1 worker left" in town.said())
+    town.more_steps()
+    town.cable("up")
+    town.until(lambda: "/w0+1 has joined the run" in town.said())
+    town.more_steps()
+    town.ends(first)
+    assert joined.wait(LIMIT_S) == 0
+    learns_on(town)
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_server_ends(town: Town, ranks: Ranks, copies: int) -> None:
+    """With a second server nothing is lost: the numbers are those of one rank alone, whose life is quieter."""
+    sure = ["run.steps=240", "checkpoint.every=240", "layout.server.count=2", f"layout.server.copies={copies}"]
+    job = small_job(town.folder, *SERVED, *sure)
+    first = town.train(0, job, "--ranks", "1")
+    town.until(lambda: len(town.steps()) > 20)
+    kill(first, 1)
+    town.until(lambda: "server s0.1 takes the place of s0" in town.said())
+    if copies == 2:
+        town.more_steps(5)
+        kill(first, 2)
+        assert "is given all by the other one" in town.said()
+    assert first.wait(LIMIT_S) == 0, town.outputs()
+    learns_on(town)
+    assert len(town.steps()) == 240
+    if copies == 2:
+        ranks.run_places(1, alone, small_job(town.folder, "run.steps=240"), town.folder / "alone")
+        found, wanted = saved_tensors(town.folder / "run"), saved_tensors(town.folder / "alone")
+        assert max(float((found[name] - wanted[name]).abs().max()) for name in wanted) < 1e-10
+
+
+def alone(place: Place, job: Job, folder: Path) -> int:
+    return run_rank(job, place, folder, StopFlag()).steps
