@@ -175,6 +175,14 @@ def test_a_link_is_cut_and_healed(town: Town) -> None:
     learns_on(town)
 
 
+def test_nobody_is_there_to_join(town: Town) -> None:
+    job = small_job(town.folder, *SERVED, "layout.server.patience_s=1")
+    joined = town.train(1, job, "--join", ADDRESS, "--ranks", "2")
+    assert joined.wait(LIMIT_S) == 2
+    said = town.output(1).read_text()
+    assert f"failed: cannot reach the desk at {ADDRESS} within 1 s; is the run there, with layout.server" in said
+
+
 @pytest.mark.parametrize("copies", [1, 2])
 def test_a_server_ends(town: Town, ranks: Ranks, copies: int) -> None:
     """With a second server nothing is lost: the numbers are those of one rank alone, whose life is quieter."""

@@ -7,7 +7,7 @@ import torch
 
 from motet.core.errors import InputError, PeerError
 from motet.monitor.callback import Callback
-from motet.monitor.events import EvaluationDone, StepDone, read_events
+from motet.monitor.events import EvaluationDone, StepDone, read_events, read_steps
 from motet.parallel.place import Place
 from motet.parallel.server.settings import ServerSettings, check_server, rule_of
 from motet.train.assemble import run_rank
@@ -73,13 +73,27 @@ def test_checkpoints_are_those_of_every_layout(ranks: Ranks, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "mode", [["mode=bounded", "staleness=2"], ["mode=first-k", "first=1"], ["mode=async"]], ids=lambda mode: mode[0]
+    "mode",
+    [
+        ["mode=bounded", "staleness=2", "compress=int4", "rate=by-staleness"],
+        ["mode=first-k", "first=1", "compress_pulls=int8", "copies=2", "count=2", "piece_mib=0.05"],
+        ["mode=async", "compress='topk:keep=0.1'", "delay_compensation=0.04", "shares=3"],
+    ],
+    ids=lambda mode: mode[0],
 )
 def test_every_mode_learns(ranks: Ranks, tmp_path: Path, mode: list[str]) -> None:
     job = small_job(tmp_path, SERVED, *(f"layout.server.{setting}" for setting in mode))
     assert ranks.run_places(4, serve, job, tmp_path / "run")[0] == 20
     found = losses(tmp_path / "run")
     assert found[-1] < found[0] - 0.5
+    work = [step.server for step in read_steps(tmp_path / "run" / "events.jsonl")]
+    latest = {"mode=bounded": 2, "mode=first-k": 0}.get(mode[0], 60)
+    assert all(step and len(step.staleness) - 1 <= latest for step in work)
+    assert sum(step.received_bytes for step in work if step) > 0
+    work = [step.server for step in read_steps(tmp_path / "run" / "events.jsonl")]
+    latest = {"mode=bounded": 2, "mode=first-k": 0}.get(mode[0], 60)
+    assert all(step and len(step.staleness) - 1 <= latest for step in work)
+    assert sum(step.received_bytes for step in work if step) > 0
 
 
 def test_what_modes_ask_for() -> None:

@@ -57,6 +57,22 @@ class RunStarted(_Event):
     """What each target is one of: the vocabulary, or the classes. A model that knows nothing has loss ln(outcomes)."""
 
 
+class ServerWork(BaseModel):
+    """What a parameter server did in a step."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    staleness: tuple[int, ...]
+    """How many shares were computed with parameters that lacked 0, 1, 2 and so on of the updates before theirs."""
+    workers: int
+    """That are there."""
+    sent_bytes: int
+    """By all servers since the step before was told, as far as they have told."""
+    received_bytes: int
+    waiting_bytes: int
+    """In the queues of the servers, when they told last."""
+
+
 class StepDone(_Event):
     """A step of the optimizer is done."""
 
@@ -85,6 +101,8 @@ class StepDone(_Event):
     """Passes over the training split so far."""
     spans: tuple[Span, ...] = ()
     """What rank 0 did since the step before was told, in order of start."""
+    server: ServerWork | None = None
+    """Of a run with a parameter server."""
     counters: dict[str, float] = Field(default_factory=dict)
     """What rank 0 counted meanwhile, such as bytes sent."""
 

@@ -24,6 +24,7 @@ from motet.monitor.events import (
     RunEnded,
     RunStarted,
     SampleText,
+    ServerWork,
     StepDone,
     Warned,
     read_events,
@@ -133,8 +134,18 @@ def step_line(event: StepDone, last_step: int, left_s: float) -> str:
         f"{format_duration(left_s)} left" if event.step < last_step else "",
         "" if event.grad_norm is None else f"grad {event.grad_norm:.3g}",
         f"lr {event.learning_rate:.2e}",
+        "" if event.server is None else server_text(event.server),
     ]
     return "  ".join(part for part in parts if part)
+
+
+def server_text(work: ServerWork) -> str:
+    """What a parameter server did in a step, in few words."""
+    shares = sum(work.staleness)
+    mean = sum(late * count for late, count in enumerate(work.staleness)) / shares if shares else 0.0
+    moved = format_bytes(work.sent_bytes + work.received_bytes)
+    stale = f"stale {mean:.1f} (at most {max(len(work.staleness) - 1, 0)})"
+    return f"{stale}  servers {moved}, {format_bytes(work.waiting_bytes)} queued"
 
 
 def seconds_left(first: StepDone, now: StepDone, last_step: int) -> float:

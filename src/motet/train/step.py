@@ -14,6 +14,7 @@ from torch import Tensor
 
 from motet.core.batch import Batch
 from motet.core.trace import span
+from motet.monitor.events import ServerWork
 from motet.parallel.layout import Layout
 from motet.train.engine import Engine
 
@@ -49,6 +50,8 @@ class StepResult:
     """Some rank was asked to stop, and all know it."""
     skipped: int
     """Steps in a row that were not applied, as far as all know it."""
+    server: ServerWork | None = None
+    """Of a run with a parameter server."""
 
 
 @dataclass(frozen=True)

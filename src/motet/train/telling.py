@@ -44,6 +44,7 @@ class Describer:
             flops_share=share,
             memory_bytes=self.memory_bytes(),
             epoch=self.epoch_at(done),
+            server=result.server,
         )
 
 

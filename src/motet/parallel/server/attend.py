@@ -5,10 +5,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from motet.core.errors import InputError, PeerError
 from motet.parallel.flat import FlatWeights
 from motet.parallel.server.client import Client
+from motet.parallel.server.packing import Packer, unpack_parameters
 from motet.parallel.server.post import Delivery, Post
 from motet.parallel.server.protocol import (
     DESK,
@@ -53,6 +55,9 @@ class Attendant:
         """The number of the last ticket that was begun."""
         self._failed: BaseException | None = None
         self._ended = False
+        self._packer = Packer(plan.packing.push, plan.packing) if plan.packing.push else None
+        self._messages: dict[int, Tensor] = {}
+        """What was pushed of this ticket, by piece."""
         self._book: set[str] = set()
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()
@@ -60,13 +65,25 @@ class Attendant:
     def next(self) -> Ticket | None:
         """The next ticket; None at the end. As long as the desk is there it may have other things to do."""
         while not self._desk_gives():
-            limit_s = self._limit_s if DESK in self._post.told else self._first_s
-            self._wait(lambda: self._desk_is_there or self._desk_gives(), "the desk does not answer", limit_s)
+            if DESK not in self._post.told:
+                self._meet()
+            self._wait(lambda: self._desk_is_there or self._desk_gives(), "the desk does not answer", self._limit_s)
             self._wait(lambda: not self._desk_is_there or self._desk_gives(), "", None)
         ticket = self._client.ticket
         self._taken = ticket.number
         self._there.clear()
+        self._messages.clear()
         return None if ticket.share == END else ticket
+
+    def _meet(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._failed is not None or self._desk_is_there, self._first_s)
+        if DESK not in self._post.told and self._failed is None:
+            host, port = self._post.wanted[DESK]
+            raise InputError(
+                f"cannot reach the desk at {host}:{port} within {self._first_s:g} s; is the run there, with "
+                "layout.server.listen?"
+            )
 
     @property
     def told(self) -> Mapping[str, str]:
@@ -151,8 +168,17 @@ class Attendant:
                 raise GivenUpError(f"{client.name} was out of reach for too long")
             case Value(ticket, piece) if ticket == client.ticket.number and piece not in client.pulled:
                 compute = self._weights.compute[self._plan.pieces[piece].place]
-                compute.copy_(torch.frombuffer(delivery.payload, dtype=compute.dtype))
+                compute.copy_(unpack_parameters(self._plan.packing, delivery.payload, compute))
         return client.take(message)
+
+    def _packed(self, push: Push) -> Tensor:
+        """The same when it is said again: what compression has lost counts once."""
+        gradient = self._weights.gradients.kept(self._plan.pieces[push.piece].place).cpu()
+        if self._packer is None:
+            return gradient
+        if push.piece not in self._messages:
+            self._messages[push.piece] = self._packer.pack(push.piece, push.share, gradient)
+        return self._messages[push.piece]
 
     def _do(self, sent: Sent) -> None:
         for to, message in sent:
@@ -160,7 +186,6 @@ class Attendant:
 
     def _do_one(self, to: str, message: Message) -> None:
         if isinstance(message, Push):
-            gradient = self._weights.gradients.kept(self._plan.pieces[message.piece].place)
-            self._post.send(to, message, as_bytes(gradient.cpu()), self._client.urgency.get(message.piece, 0))
+            self._post.send(to, message, as_bytes(self._packed(message)), self._client.urgency.get(message.piece, 0))
         elif not isinstance(message, Compute):
             self._post.send(to, message)

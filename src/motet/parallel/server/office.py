@@ -93,10 +93,6 @@ class Office:
         found, self._fetched = self._fetched, {}
         return found
 
-    @property
-    def workers(self) -> list[str]:
-        return self.desk.workers
-
     def _ask(self) -> None:
         for piece in sorted(self._wanted):
             for server in self.desk.view.owners[piece].servers[:1]:

@@ -70,7 +70,8 @@ class Post:
         self._limit_s = limit_s
         self._lock = threading.Lock()
         self._lines: dict[str, _Line] = {}
-        self._wanted: set[str] = set()
+        self.wanted: dict[str, tuple[str, int]] = {}
+        """To whom we want to be connected, and where that is."""
         self._closed = threading.Event()
         self._server = _listening(host, port) if host is not None else None
         if self._server:
@@ -85,9 +86,9 @@ class Post:
     def connect(self, peer: str, address: tuple[str, int]) -> None:
         """Be connected to it from now on, as often as it takes; `forget` ends that."""
         with self._lock:
-            if peer in self._wanted:
+            if peer in self.wanted:
                 return
-            self._wanted.add(peer)
+            self.wanted[peer] = address
         self._start(self._keep_connected, peer, address)
 
     def follow(self, book: Book, before: Collection[str], mine: Callable[[str], bool]) -> set[str]:
@@ -102,7 +103,7 @@ class Post:
 
     def forget(self, peer: str) -> None:
         with self._lock:
-            self._wanted.discard(peer)
+            self.wanted.pop(peer, None)
             line = self._lines.pop(peer, None)
         if line:
             line.close()
@@ -153,7 +154,7 @@ class Post:
             self._start(self._serve, connection)
 
     def _keep_connected(self, peer: str, address: tuple[str, int]) -> None:
-        while not self._closed.is_set() and peer in self._wanted:
+        while not self._closed.is_set() and peer in self.wanted:
             with contextlib.suppress(OSError, PeerError):
                 connection = socket.create_connection(address, timeout=min(self._limit_s, CONNECT_S))
                 self._serve(connection, peer)

@@ -37,6 +37,8 @@ from motet.parallel.server.snapshot import Snapshots
 GIVEN = "given/"
 LOOK_S = 0.5
 """How often it is looked whether there is an end."""
+TELL_S = 0.05
+"""How often the desk is told of traffic, at most."""
 
 
 class Server:
@@ -99,9 +101,10 @@ class Server:
             case Push(piece=piece, share=share) | Copy(piece=piece, share=share):
                 kept = self._keeper.pieces.get(piece)
                 if kept is None or not (kept.settled.has(share) or share in kept.held):
-                    self._shelf.hold(piece, share, payload)
+                    self._shelf.hold(piece, share, payload, sender)
             case Fetch(piece):
-                self._post.send(sender, Stored(piece, self._keeper.pieces[piece].version), self._packed(piece))
+                stored = Stored(piece, self._keeper.pieces[piece].version)
+                self._post.send(sender, stored, pack(self._shelf.state(piece)))
                 return []
             case Stand(piece=piece) | State(piece=piece) if payload and not self._keeper.has(piece):
                 self._begin(message, unpack(payload))
@@ -118,7 +121,7 @@ class Server:
         given = {
             f"{GIVEN}{share}": torch.frombuffer(self._shelf.given(piece, share), dtype=torch.uint8) for share in shares
         }
-        return pack(self._shelf.state(piece) | given)
+        return pack(self._shelf.whole(piece) | given)
 
     def _greet(self, peer: str, connected: bool) -> Sent:
         if peer == DESK:
@@ -141,8 +144,8 @@ class Server:
             kept = self._keeper.pieces[piece]
             self._shelf.keep_only(piece, kept.held | kept.copying.keys())
             if self._snapshots and kept.version % self._snapshots.every == 0:
-                self._snapshots.keep(piece, kept.version, self._shelf.state(piece))
-        if time.monotonic() - self._told_s > LOOK_S:
+                self._snapshots.keep(piece, kept.version, self._shelf.whole(piece))
+        if time.monotonic() - self._told_s > TELL_S:
             self._told_s = time.monotonic()
             self._post.send(DESK, self._load())
 
@@ -166,7 +169,7 @@ class Server:
                 assert closing is not None
                 self._post.send(to, Norm(turn, piece, shelf.squares(piece, closing.shares)))
             case Value(_, piece, _, urgency):
-                self._post.send(to, message, shelf.value(piece), urgency)
+                self._post.send(to, message, shelf.value(piece, to), urgency)
             case Copy(_, piece, share):
                 self._post.send(to, message, shelf.given(piece, share))
             case State(piece, _, _, held):

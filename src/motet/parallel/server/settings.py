@@ -1,9 +1,11 @@
 """The `[layout.server]` section: a parameter server instead of all-reduce."""
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from motet.collectives.compress import Blockwise, Codec, PowerSGD, RandomK, parse
 from motet.core.errors import InputError
 from motet.core.settings import Settings
 from motet.parallel.server.protocol import Owners, Rule
@@ -26,6 +28,18 @@ class ServerSettings(Settings):
     order: Literal["need", "arrival"] = "need"
     """What is sent first of what waits: what the next forward needs first, which overtakes what is underway; or what
     came first."""
+    compress: str | None = None
+    """A codec for gradients that are pushed, such as `int8` or `topk:keep=0.01`; as they are when not given."""
+    compress_pulls: str | None = None
+    """`int8`, `int4` or `float8`, for parameters that are pulled; as they are when not given."""
+    error_feedback: bool = True
+    """Give what compression lost of a piece again with the next message about it."""
+    rate: Literal["plain", "by-staleness"] = "plain"
+    """Of `bounded` and `async`: divide the learning rate of an update by its staleness in steps, where that is more
+    than 1."""
+    delay_compensation: Annotated[float, Field(ge=0)] = 0.0
+    """Of `async`: correct a gradient by so much of its square times what has become of the parameters since they were
+    pulled (arXiv:1609.08326); 0: not at all."""
     shares: Annotated[int, Field(ge=1)] | None = None
     """Parts that the work of a step is cut into, for whoever is free; else as many as workers at the start."""
     patience_s: Annotated[float, Field(gt=0, le=1e6)] = 30.0
@@ -68,8 +82,50 @@ def check_server(settings: ServerSettings, workers: int) -> None:
         raise InputError(
             f"layout.server.copies = {settings.copies}, but there is {settings.count} server; set layout.server.count=2"
         )
+    if settings.delay_compensation and settings.copies > 1:
+        raise InputError(
+            f"layout.server.delay_compensation = {settings.delay_compensation:g} needs what each worker has pulled, "
+            "which second servers do not know; set layout.server.copies=1"
+        )
+    check_packing(settings)
     if settings.listen is not None:
         address_of(settings.listen, "layout.server.listen")
+
+
+@dataclass(frozen=True)
+class Packing:
+    push: Codec | None = None
+    pull: Codec | None = None
+    feedback: bool = True
+    seed: int = 0
+
+
+AS_IT_IS = Packing()
+
+
+def packing_of(settings: ServerSettings, seed: int) -> Packing:
+    push, pull = (parse(text) if text else None for text in (settings.compress, settings.compress_pulls))
+    return Packing(push, pull, settings.error_feedback, seed)
+
+
+def check_packing(settings: ServerSettings) -> None:
+    """Refuse codecs that do not exist, or not for this."""
+    for name in ("compress", "compress_pulls"):
+        text = getattr(settings, name)
+        key = f"layout.server.{name} = {text!r}"
+        try:
+            codec = parse(text) if text else None
+        except InputError as error:
+            raise InputError(f"{key}: {error}") from None
+        if name == "compress_pulls" and codec is not None and not isinstance(codec, Blockwise):
+            raise InputError(f"{key} would leave most of a parameter out; use int8, int4 or float8")
+        if isinstance(codec, PowerSGD):
+            raise InputError(f"{key} takes whole matrices, and servers have pieces; use int8, int4, float8 or topk")
+        if isinstance(codec, RandomK) and codec.unbiased and settings.error_feedback:
+            raise InputError(
+                f"{key}: error feedback would make its errors grow; use randomk:unbiased=false, or "
+                "layout.server.error_feedback=false"
+            )
 
 
 def owners_of(servers: list[int], settings: ServerSettings) -> tuple[Owners, ...]:

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from motet.parallel.buckets import Bucket
+from motet.parallel.server.packing import ERROR, MESSAGE, Packer, unpack_gradient
 from motet.parallel.server.pieces import ServedPiece
+from motet.parallel.server.settings import AS_IT_IS, Packing
 from motet.precision.recipe import Recipe
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -28,6 +30,9 @@ class Plan:
     recipe: Recipe
     groups: tuple[tuple[float, float], ...]
     """Of the optimizer: (scale of the learning rate, weight decay)."""
+    packing: Packing = AS_IT_IS
+    compensation: float = 0.0
+    """Of delays: how much of what has become of the parameters since."""
 
     @property
     def gradient(self) -> torch.dtype:
@@ -47,8 +52,13 @@ class _Tensors:
     parts: list[tuple[slice, nn.Parameter]]
     """(where in the piece, what is updated as one)"""
     published: Tensor
+    """What is pulled: parameters, or a message about them."""
     given: dict[int, bytearray] = field(default_factory=dict)
     """By share, as it came."""
+    pulled: dict[str, Tensor] = field(default_factory=dict)
+    """By worker, the parameters of its last pull, where delays are compensated for."""
+    given_at: dict[int, Tensor] = field(default_factory=dict)
+    """By share, the parameters that it was computed with."""
     total: tuple[tuple[int, ...], Tensor] | None = None
     """The sum over these shares."""
 
@@ -60,6 +70,7 @@ class Shelf:
         self._plan = plan
         self._make_optimizer = make_optimizer
         self._made: dict[int, _Tensors] = {}
+        self._packer = Packer(plan.packing.pull, plan.packing) if plan.packing.pull else None
 
     def _of(self, piece: int) -> _Tensors:
         if piece not in self._made:
@@ -76,13 +87,18 @@ class Shelf:
             scale, decay = self._plan.groups[group]
             parts.append((inside, nn.Parameter(master[inside], requires_grad=False)))
             groups.append({"params": [parts[-1][1]], "weight_decay": decay, "scale": scale})
-        return _Tensors(master, self._make_optimizer(groups), parts, self._published(master))
+        return _Tensors(master, self._make_optimizer(groups), parts, self._published(number, master))
 
-    def _published(self, master: Tensor) -> Tensor:
+    def _published(self, piece: int, master: Tensor) -> Tensor:
+        if self._packer:
+            return self._packer.pack(piece, 0, master)
         return master.to(getattr(torch, self._plan.recipe.compute), copy=True)
 
-    def hold(self, piece: int, share: int, gradient: bytearray) -> None:
-        self._of(piece).given.setdefault(share, gradient)
+    def hold(self, piece: int, share: int, gradient: bytearray, worker: str = "") -> None:
+        tensors = self._of(piece)
+        tensors.given.setdefault(share, gradient)
+        if worker in tensors.pulled:
+            tensors.given_at.setdefault(share, tensors.pulled.pop(worker))
 
     def given(self, piece: int, share: int) -> memoryview:
         return memoryview(self._of(piece).given[share])
@@ -90,6 +106,7 @@ class Shelf:
     def keep_only(self, piece: int, shares: Collection[int]) -> None:
         tensors = self._of(piece)
         tensors.given = {share: gradient for share, gradient in tensors.given.items() if share in shares}
+        tensors.given_at = {share: before for share, before in tensors.given_at.items() if share in shares}
 
     def squares(self, piece: int, shares: Sequence[int]) -> float:
         """Of the norm of a sum."""
@@ -99,6 +116,9 @@ class Shelf:
         """One update with the sum of these gradients times the factor."""
         tensors, total = self._of(piece), self._total(piece, shares)
         total.mul_(factor)
+        if self._plan.compensation and shares[0] in tensors.given_at:
+            since = tensors.master - tensors.given_at[shares[0]]
+            total.add_(self._plan.compensation * total.square() * since)
         for group in tensors.optimizer.param_groups:
             group["lr"] = learning_rate * group["scale"]
         for place, part in tensors.parts:
@@ -107,16 +127,22 @@ class Shelf:
         for _, part in tensors.parts:
             part.grad = None
         tensors.total = None
-        tensors.published = self._published(tensors.master)
+        tensors.published = self._published(piece, tensors.master)
 
-    def value(self, piece: int) -> memoryview:
-        return as_bytes(self._of(piece).published)
+    def value(self, piece: int, worker: str = "") -> memoryview:
+        """For this worker."""
+        tensors = self._of(piece)
+        if self._plan.compensation:
+            tensors.pulled[worker] = tensors.master.clone()
+        return as_bytes(tensors.published)
 
     def _total(self, piece: int, shares: Sequence[int]) -> Tensor:
         """In the order of the shares, whatever order they came in."""
         tensors = self._of(piece)
         if tensors.total is None or tensors.total[0] != tuple(shares):
-            first, *others = (torch.frombuffer(tensors.given[share], dtype=self._plan.gradient) for share in shares)
+            like = torch.empty(tensors.master.shape, dtype=self._plan.gradient, device="meta")
+            packing = self._plan.packing
+            first, *others = (unpack_gradient(packing, tensors.given[share], piece, share, like) for share in shares)
             total = first.to(tensors.master.dtype, copy=True)
             for other in others:
                 total.add_(other)
@@ -135,13 +161,25 @@ class Shelf:
                 found[kind] = value if value.ndim == 0 else torch.cat([moment[kind] for moment in moments])
         return found
 
+    def whole(self, piece: int) -> dict[str, Tensor]:
+        """And what is published, with what that has lost."""
+        if self._packer is None:
+            return self.state(piece)
+        return self.state(piece) | {MESSAGE: self._of(piece).published} | self._packer.error(piece)
+
     def load(self, piece: int, state: Mapping[str, Tensor]) -> None:
+        """A state, or all of it."""
         tensors = self._of(piece)
         tensors.master.copy_(state["master"])
         for kind, value in state.items():
-            for place, part in tensors.parts if kind != "master" else ():
+            for place, part in tensors.parts if kind not in ("master", MESSAGE, ERROR) else ():
                 tensors.optimizer.state[part][kind] = value.clone() if value.ndim == 0 else value[place].clone()
-        tensors.published = self._published(tensors.master)
+        if self._packer is not None and MESSAGE in state:
+            tensors.published = state[MESSAGE].clone()
+            if ERROR in state:
+                self._packer.load(piece, state[ERROR])
+        else:
+            tensors.published = self._published(piece, tensors.master)
 
 
 def pack(tensors: Mapping[str, Tensor]) -> memoryview:

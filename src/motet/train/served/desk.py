@@ -18,7 +18,7 @@ from motet.parallel.server.office import Office
 from motet.parallel.server.post import Post
 from motet.parallel.server.protocol import DESK, Settled, View
 from motet.parallel.server.settings import owners_of, rule_of
-from motet.precision.recipe import RECIPES
+from motet.parallel.server.shelf import Plan
 from motet.train.assemble import Outcome, Parts, Restored, build_parts, monitoring, restore, train
 from motet.train.faults import StopFlag
 from motet.train.served.meet import SHARES, Seat, posted, same_of
@@ -45,11 +45,12 @@ def run_desk(seat: Seat, beside: Beside) -> Outcome:
             "layout.data = 'parameter_server' has no place for the buffers that this model keeps (running statistics); "
             "use a norm without them, or layout.data=all_reduce"
         )
+    plan = plan_of(parts.model.module, job)
     restored = restore(parts)
     shares = rule_of(job.layout.server, workers, parts.steps).shares
     same = same_of(parts.model.module, parts.data) | {SHARES: str(shares)}
     with posted(seat, DESK, same) as post:
-        office, steps, mirror = _opened(seat, parts, restored, post)
+        office, steps, mirror = _opened(seat, parts, restored, (plan, post))
         spread = parts.updater.spread
         assert isinstance(spread, FlatSpread)
         spread.refresh = mirror.refresh
@@ -60,10 +61,9 @@ def run_desk(seat: Seat, beside: Beside) -> Outcome:
         return outcome
 
 
-def _opened(seat: Seat, parts: Parts, restored: Restored, post: Post) -> tuple[Office, Steps, Mirror]:
-    job, done = seat.job, restored[1]
+def _opened(seat: Seat, parts: Parts, restored: Restored, known: tuple[Plan, Post]) -> tuple[Office, Steps, Mirror]:
+    job, done, (plan, post) = seat.job, restored[1], known
     server = job.layout.server
-    plan = plan_of(parts.model.module, job.optimizer, RECIPES[job.precision.recipe], server)
     assert parts.workers
     rule = rule_of(server, parts.workers, parts.steps)
     steps = Steps(job, rule, parts.steps)

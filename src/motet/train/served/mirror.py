@@ -11,22 +11,25 @@ from motet.parallel.buckets import Member, cut_buckets
 from motet.parallel.data import MIB
 from motet.parallel.server.office import Office
 from motet.parallel.server.pieces import cut_pieces
-from motet.parallel.server.settings import ServerSettings
+from motet.parallel.server.settings import packing_of
 from motet.parallel.server.shelf import Plan, pack, unpack
 from motet.parallel.spread import Piece
-from motet.precision.recipe import Recipe
+from motet.precision.recipe import RECIPES
+from motet.train.job import Job
 from motet.train.optimizer import Updater, group_parameters
-from motet.train.settings import OptimizerSettings
 
 
-def plan_of(module: nn.Module, optimizer: OptimizerSettings, recipe: Recipe, server: ServerSettings) -> Plan:
+def plan_of(module: nn.Module, job: Job) -> Plan:
     """The same in every process."""
+    server, recipe = job.layout.server, RECIPES[job.precision.recipe]
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    groups = group_parameters(named, optimizer)
+    groups = group_parameters(named, job.optimizer)
     numbers = {name: number for number, members in enumerate(groups.values()) for name in members}
     most = max(1, int(server.piece_mib * MIB / DTYPE_BYTES[recipe.compute]))
     buckets = cut_buckets({name: (numbers[name], p.numel()) for name, p in named.items()}, 1, most)
-    return Plan(buckets, cut_pieces(buckets, most, server.count), recipe, tuple(groups))
+    pieces = cut_pieces(buckets, most, server.count)
+    packing = packing_of(server, job.run.seed)
+    return Plan(buckets, pieces, recipe, tuple(groups), packing, server.delay_compensation)
 
 
 @dataclass

@@ -12,7 +12,6 @@ from motet.parallel.server.serve import Server
 from motet.parallel.server.settings import owners_of
 from motet.parallel.server.shelf import Plan, Shelf
 from motet.parallel.server.snapshot import Snapshots
-from motet.precision.recipe import RECIPES
 from motet.train.assemble import build_model
 from motet.train.optimizer import make_optimizer
 from motet.train.served.meet import Seat, posted, same_of
@@ -26,7 +25,7 @@ def run_server(seat: Seat, folder: Path) -> None:
     job = seat.job
     _, model = build_model(job, torch.device("cpu"))
     same = same_of(model.module, None)
-    plan = plan_of(model.module, job.optimizer, RECIPES[job.precision.recipe], job.layout.server)
+    plan = plan_of(model.module, job)
     del model
     snapshots = _snapshots(seat, folder)
     before, name = seat.before if seat.place.life else "", seat.name

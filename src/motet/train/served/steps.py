@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from motet.monitor.events import ServerWork
 from motet.parallel.server.office import Office
 from motet.parallel.server.protocol import Numbers, Rule
 from motet.train.job import Job
@@ -23,6 +24,14 @@ class Share(NamedTuple):
     """The oldest of what it was computed with."""
 
 
+class Update(NamedTuple):
+    shares: list[Share]
+    stale: list[int]
+    """How many updates before it each lacked."""
+    norm: float
+    applied: bool
+
+
 @dataclass
 class Steps:
     """The steps of a run, which others do. Judges each update."""
@@ -31,9 +40,11 @@ class Steps:
     rule: Rule
     steps: int
     office: Office | None = None
-    results: list[tuple[list[Share], float, bool]] = field(default_factory=list)
-    """Of each update that is in no step yet: its shares, its norm, and whether it was applied."""
+    results: list[Update] = field(default_factory=list)
+    """Of each update that is in no step yet."""
     skipped: int = 0
+    moved: tuple[int, int] = (0, 0)
+    """What all servers have sent and received, as told before."""
 
     def judge(self, number: int, reports: dict[int, Numbers], squares: dict[int, float]) -> Numbers:
         """(learning rate, factor, whether it is to be applied)"""
@@ -43,12 +54,17 @@ class Steps:
         total = math.fsum(share.squares for share in shares) if self.rule.alone else math.fsum(squares.values())
         norm = math.sqrt(total) / divisor
         finite = math.isfinite(norm) and all(math.isfinite(share.loss) for share in shares)
-        self.results.append((shares, norm, finite))
+        stale = [number - int(share.version) for share in shares]
+        self.results.append(Update(shares, stale, norm, finite))
         clip = self.job.optimizer.clip_norm
         clipped = 1.0 if clip is None or norm <= clip else clip / norm
         rate = self.rate(number // self.rule.shares if self.rule.alone else number)
+        behind = sum(stale) / len(stale)
         if self.rule.alone:  # as many updates as shares make the progress of one step
             rate /= self.rule.shares
+            behind /= self.rule.shares
+        if self.job.layout.server.rate == "by-staleness":
+            rate /= max(1.0, behind)
         return (rate, clipped / divisor, 1.0) if finite else (0.0, 0.0, 0.0)
 
     def rate(self, step: int) -> float:
@@ -81,18 +97,37 @@ class Steps:
                 ends.append((number // every + 1) * every)
         return min(ends)
 
-    def _result(self, updates: list[tuple[list[Share], float, bool]], rate: float, stop: bool) -> StepResult:
-        shares = [share for found, _, _ in updates for share in found]
+    def _result(self, updates: list[Update], rate: float, stop: bool) -> StepResult:
+        shares = [share for update in updates for share in update.shares]
         count = math.fsum(share.targets for share in shares)
-        finite = all(applied for _, _, applied in updates)
+        finite = all(update.applied for update in updates)
         self.skipped = 0 if finite else self.skipped + 1
         return StepResult(
             loss=math.fsum(share.loss for share in shares) / (count if count > 0 else 1.0),
-            grad_norm=max(norm for _, norm, _ in updates),
+            grad_norm=max(update.norm for update in updates),
             targets=count,
             tokens=int(sum(share.tokens for share in shares)),
             learning_rate=rate,
             finite=finite,
             stop_requested=stop,
             skipped=self.skipped,
+            server=self._work([late for update in updates for late in update.stale]),
+        )
+
+    def _work(self, stale: list[int]) -> ServerWork:
+        assert self.office is not None
+        loads = self.office.loads.values()
+        before, self.moved = (
+            self.moved,
+            (
+                sum(load.sent_bytes for load in loads),
+                sum(load.received_bytes for load in loads),
+            ),
+        )
+        return ServerWork(
+            staleness=tuple(stale.count(late) for late in range(max(stale) + 1)),
+            workers=len(self.office.desk.workers),
+            sent_bytes=self.moved[0] - before[0],
+            received_bytes=self.moved[1] - before[1],
+            waiting_bytes=sum(load.waiting_bytes for load in loads),
         )

@@ -36,7 +36,7 @@ def run_worker(seat: Seat, stop: StopFlag) -> None:
     data, model = build_model(job, device)
     same = same_of(model.module, data)
     recipe = RECIPES[job.precision.recipe]
-    plan = plan_of(model.module, job.optimizer, recipe, job.layout.server)
+    plan = plan_of(model.module, job)
     cast_frozen(model.module, recipe)
     named = {n: p for n, p in model.module.named_parameters() if p.requires_grad}
     gradients = Gradients(plan.buckets, 0, plan.gradient, device, keep=True)

@@ -1,0 +1,74 @@
+"""How gradients and parameters travel between workers and servers: as they are, or compressed.
+
+What compression loses of one message is added to what the next one holds: of a gradient by the worker, which pushes the
+same piece again with its next share, and of parameters by their server, for the next version.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from motet.collectives.codecs.feedback import ErrorFeedback
+from motet.collectives.codecs.message import decode, encode
+from motet.collectives.compress import Codec
+from motet.core.seeds import derive_seed
+from motet.parallel.server.settings import Packing
+
+ERROR, MESSAGE = "pull/error", "pull/message"
+"""Of a piece, what a second server has to know beside masters and moments."""
+
+
+class Packer:
+    """Of what one process sends: gradients of a worker, or parameters of a server."""
+
+    def __init__(self, codec: Codec, packing: Packing) -> None:
+        self._codec = codec
+        self._seed = packing.seed
+        self._feedback = ErrorFeedback(codec, packing.seed) if packing.feedback else None
+
+    def pack(self, piece: int, number: int, tensor: Tensor) -> Tensor:
+        """The message about a piece; `number` is what whoever unpacks it knows, too."""
+        with _plain():
+            if self._feedback is not None:
+                return self._feedback.encode(str(piece), tensor, number)
+            return encode(self._codec, tensor, _seed(self._seed, piece, number))
+
+    def error(self, piece: int) -> dict[str, Tensor]:
+        """Empty without feedback."""
+        errors = self._feedback.errors if self._feedback is not None else {}
+        return {ERROR: errors[str(piece)]} if str(piece) in errors else {}
+
+    def load(self, piece: int, error: Tensor) -> None:
+        if self._feedback is not None:
+            self._feedback.errors[str(piece)] = error.clone()
+
+
+def unpack_gradient(packing: Packing, message: bytearray | memoryview, piece: int, share: int, like: Tensor) -> Tensor:
+    """`like` has its shape and dtype."""
+    if packing.push is None:
+        return torch.frombuffer(message, dtype=like.dtype)
+    content = torch.frombuffer(message, dtype=torch.uint8)
+    with _plain():
+        return decode(packing.push, content, like.shape, like.dtype, _seed(packing.seed, piece, share))
+
+
+def unpack_parameters(packing: Packing, message: bytearray | memoryview, like: Tensor) -> Tensor:
+    """`like` has their shape and dtype."""
+    if packing.pull is None:
+        return torch.frombuffer(message, dtype=like.dtype)
+    with _plain():
+        return decode(packing.pull, torch.frombuffer(message, dtype=torch.uint8), like.shape, like.dtype)
+
+
+@contextmanager
+def _plain() -> Iterator[None]:
+    """Codecs compute in float32 whatever the recipe is."""
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        yield
+
+
+def _seed(seed: int, piece: int, number: int) -> int:
+    """As `ErrorFeedback` derives it."""
+    return derive_seed(seed, number, str(piece))
