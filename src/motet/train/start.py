@@ -94,7 +94,7 @@ def _elastic(job: Job) -> Elastic | None:
 def join_run(request: Request, desk: str, outside: Outside) -> Ended:
     """Work for a run that goes on elsewhere, with local workers of our own."""
     job = request.job
-    if job.layout.data != "parameter_server":
+    if not job.layout.has_desk:
         raise InputError(
             "--join is for runs with a parameter server; give the same job and settings as there, with "
             "layout.data=parameter_server"
@@ -122,7 +122,7 @@ def join_run(request: Request, desk: str, outside: Outside) -> Ended:
 
 def helpers(job: Job) -> int:
     """Ranks beside those that compute: the desk of a parameter server, and its servers."""
-    return 1 + job.layout.server.count if job.layout.data == "parameter_server" else 0
+    return 1 + job.layout.server.count if job.layout.has_desk else 0
 
 
 def run(job: Job, callbacks: Sequence[Callback] = ()) -> "tuple[Path, Outcome]":
@@ -132,7 +132,7 @@ def run(job: Job, callbacks: Sequence[Callback] = ()) -> "tuple[Path, Outcome]":
     """
     from motet.train.assemble import run_rank  # torch is loaded here
 
-    if job.layout.data != "all_reduce":
+    if job.layout.has_desk:
         raise InputError(
             f"layout.data = {job.layout.data!r} takes processes of its own; use `motet train`, or leave it out here"
         )

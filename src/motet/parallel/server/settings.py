@@ -16,6 +16,13 @@ class ServerSettings(Settings):
 
     count: Annotated[int, Field(ge=1)] = 1
     """Servers, each with its part of the parameters; they are processes beside the workers."""
+    transport: Literal["messages", "programs"] = "messages"
+    """`messages` between workers and servers, any of them at any time; or, for `sync`, `programs` of the library of
+    collectives, the first `count` ranks being the servers: gradients are reduced to them, parameters broadcast."""
+    reduce: str = "tree"
+    """The algorithm by which `programs` bring the gradients to a server, of `motet collectives list reduce`."""
+    broadcast: str = "tree"
+    """That by which they bring parameters to all, of `motet collectives list broadcast`."""
     mode: Literal["sync", "first-k", "bounded", "async"] = "sync"
     """When an update is made: of all shares of a step (`sync`), of the first `first` of them (`first-k`), of all while
     workers go on for `staleness` steps (`bounded`), or of every share by itself (`async`)."""
