@@ -61,6 +61,8 @@ class Desk:
     done: dict[int, Numbers] = field(default_factory=dict)
     """Pushed, and not in an update yet: their reports, first come first."""
     settled: Settled = NOTHING
+    finished: set[str] = field(default_factory=set)
+    """Of `first-k`, who has done a share of the step that is to be decided next."""
     log: list[Decide] = field(default_factory=list)
     closing: tuple[int, ...] | None = None
     """The shares of the next update, while servers tell how large it is."""
@@ -140,20 +142,33 @@ class Desk:
         if done.worker in self.current and self.current[done.worker].share == done.share:
             del self.current[done.worker]
             self.idle.append(done.worker)
+            if self._drops and self.rule.step(done.share) == self.updates:
+                self.finished.add(done.worker)
         if not self.settled.has(done.share) and done.share not in self.done:
             self.done[done.share] = done.report
             self.again.discard(done.share)
 
-    def _next(self) -> int | None:
-        """The share to hand out; None while there is none, or only what would be too far ahead."""
+    def _next(self, worker: str) -> int | None:
+        """The share to hand out; None while there is none, or only what would be too far ahead, or dropped."""
         if self._is_there:
             return END if self.closes else None
         share = min(self.again, default=self.fresh)
         if self.rule.step(share) >= self._until or (not self.rule.alone and self.rule.least(share) > self.updates):
             return None
+        if worker in self.finished and self.rule.step(share) == self.updates and self._enough_of(self.updates):
+            return None
         self.again.discard(share)
         self.fresh = max(self.fresh, share + 1)
         return share
+
+    @property
+    def _drops(self) -> bool:
+        return not self.rule.alone and self.rule.closes < self.rule.shares
+
+    def _enough_of(self, step: int) -> bool:
+        """Shares that are done or underway make the step, if nobody is lost."""
+        shares = [*self.done, *(ticket.share for ticket in self.current.values() if ticket.share > END)]
+        return len([share for share in shares if self.rule.step(share) == step]) >= self.rule.closes
 
     # --- servers -----------------------------------------------------------------------------------
 
@@ -226,10 +241,13 @@ class Desk:
                 self.turn += 1
                 sent += [(server, Close(self.turn, self.updates, shares)) for server in self.servers]
             break
-        while self.idle and (share := self._next()) is not None:
+        for worker in list(self.idle):
+            share = self._next(worker)
+            if share is None:
+                continue
             self.tickets += 1
             ticket = Ticket(self.tickets, share, self.rule.least(share))
-            worker = self.idle.pop(0)
+            self.idle.remove(worker)
             self.current[worker] = ticket
             sent.append((worker, ticket))
         return sent
@@ -256,6 +274,7 @@ class Desk:
         self.settled = self.settled.with_(shares, floor)
         self.closing = None
         self.norms = {}
+        self.finished = set()
         self.done = {share: report for share, report in self.done.items() if not self.settled.has(share)}
         self.again = {share for share in self.again if not self.settled.has(share)}
         self.fresh = max(self.fresh, floor)

@@ -139,8 +139,7 @@ class Play:
 
     def _say(self, sender: str, sent: Sent) -> None:
         for to, message in sent:
-            if to == sender:
-                self._do(sender, message)
+            if isinstance(message, Compute):  # begun when its parameters are there
                 continue
             link = self._links[sender]
             size = self._size(message)
@@ -237,14 +236,11 @@ class Play:
             for _, m in sent
             if isinstance(m, Apply)
         )
-        out = [(to, message) for to, message in sent if not isinstance(message, Apply)]
+        out: Sent = [(to, message) for to, message in sent if not isinstance(message, Apply)]
         if seconds:
             self._after(seconds, lambda: self._say(name, out))
         else:
             self._say(name, out)
-
-    def _do(self, name: str, message: Message) -> None:
-        assert isinstance(message, Compute), message
 
     def _go_on(self, name: str) -> None:
         """Begin what the worker has the parameters for."""
