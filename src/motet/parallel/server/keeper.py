@@ -104,6 +104,9 @@ class Keeper:
         return sent
 
     def _oldest(self) -> int:
+        """No piece needs a decision before; one that it has not heard of may need any."""
+        if not any(self.name in owned.servers for owned in self.view.owners):
+            return 0
         return min((kept.version if kept.there else 0 for kept in self.pieces.values()), default=0)
 
     def _state(self, piece: int) -> State:
