@@ -32,17 +32,21 @@ class Office:
     def __init__(
         self, desk: Desk, post: Post, limits_s: tuple[float, float], stored: Callable[[int], memoryview]
     ) -> None:
-        """Limits: without any news, and for whoever is out of reach. `stored` is what a piece begins with."""
+        """Limits: without any news, and for whoever is out of reach. `stored` is what a piece begins with: it becomes
+        what is fetched."""
         self.desk = desk
         self.loads: dict[str, Load] = {}
         self.tell: Callable[[str], None] = _to_nobody
         self._post = post
         self._limit_s, self._patience_s = limits_s
         self._stored = stored
+        self._known = desk.first, desk.settled
+        """What `stored` is of: (updates, the shares in them)."""
         self._book: dict[str, tuple[str, int]] = {}
         self._gone: dict[str, tuple[float, bool]] = {}
         """Whose connection is lost: since when, and whether it fell silent."""
-        self._stands = {name: self._first_stands(name) for name in desk.servers}
+        self._stands: dict[str, list[tuple[Stand, bool]]] = {}
+        """What those that took the place of another were told, and whether with what is stored."""
         self._fetched: dict[int, bytearray] = {}
         self._wanted: set[int] = set()
         """Pieces that were asked for."""
@@ -91,6 +95,7 @@ class Office:
         self._ask()
         self.run(lambda: not self._wanted, "waiting for the parameters of the servers")
         found, self._fetched = self._fetched, {}
+        self._known = self.desk.updates, self.desk.settled
         return found
 
     def _ask(self) -> None:
@@ -192,13 +197,10 @@ class Office:
                     what = "from its snapshot after the last update"
         self.tell(f"server {offered.server} takes the place of {offered.instead}, {what}")
 
-    def _first_stands(self, server: str) -> list[tuple[Stand, bool]]:
-        owners = enumerate(self.desk.view.owners)
-        return [(Stand(p, self.desk.first, self.desk.settled), True) for p, owned in owners if server in owned.servers]
-
     def _begin(self, server: str) -> None:
         """Tell it what its pieces are, again if that was lost."""
-        for stand, given in self._stands.get(server, []):
+        mine = [piece for piece, owned in enumerate(self.desk.view.owners) if server in owned.servers]
+        for stand, given in self._stands.get(server) or [(Stand(piece, *self._known), True) for piece in mine]:
             self._post.send(server, stand, self._stored(stand.piece) if given else None)
 
     def _entries(self) -> Sent:
