@@ -60,9 +60,7 @@ class Keeper:
             case Push():
                 return self._push(message)
             case Copy(server, piece, share):
-                if self._is_first(
-                    piece
-                ):  # of a server that is lost: it has told nobody, and this one may have a second
+                if self._is_first(piece):  # from a server that is lost, and has acknowledged nothing
                     return []
                 kept = self._kept(piece)
                 if not kept.settled.has(share):
