@@ -1,10 +1,11 @@
-"""Writes docs/reference/server-protocol.md: explores the systems of tests/server/systems.py, which may take an hour.
+"""Writes docs/reference/server-protocol.md: explores the systems of tests/server/systems.py, which takes hours.
 
-With `small` it explores the smaller ones alone, and leaves the rows of the larger ones as they are.
+With `small` it explores the smaller ones alone, and with names of modes the larger ones in those. Of the others the
+page keeps its rows.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -13,7 +14,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from server.explore import Found, explore  # noqa: E402
 from server.system import System  # noqa: E402
-from server.systems import LARGE, SMALL, WRONG, mistake_row, row, rules_of, with_rule  # noqa: E402
+from server.systems import LARGE, RULES, SMALL, WRONG, mistake_row, row, rules_of, with_rule  # noqa: E402
 
 INTRODUCTION = """# The protocol of the parameter server
 
@@ -79,12 +80,22 @@ of states until then, which depends on the order in which they are looked at.
 """
 
 
-def rows(systems: dict[str, System]) -> Iterator[str]:
+def rows(systems: dict[str, System], modes: Collection[str]) -> Iterator[str]:
+    """Those that the page has where a mode is not asked for."""
+    kept = dict(map(_named, PAGE.read_text(encoding="utf-8").splitlines()))
     for name, system in systems.items():
-        for rule in rules_of(system):
-            asked = with_rule(system, rule)
-            yield row(name, asked, explore(asked))
-            print(f"{name}, {rule}", flush=True)
+        for mode in rules_of(system):
+            asked = with_rule(system, mode)
+            if mode in modes:
+                yield row(name, asked, explore(asked))
+                print(f"{name}, {mode}", flush=True)
+            elif (same := _named(row(name, asked, Found()))[0]) in kept:
+                yield kept[same]
+
+
+def _named(line: str) -> tuple[str, str]:
+    """(which system and mode, the line)"""
+    return "|".join(line.split("|")[:8]), line
 
 
 def mistakes() -> Iterator[str]:
@@ -98,18 +109,12 @@ def mistakes() -> Iterator[str]:
             raise AssertionError(f"{name} was not found")
 
 
-def kept_rows() -> list[str]:
-    """Of the larger systems, as the page has them."""
-    lines = PAGE.read_text(encoding="utf-8").split(LARGER.strip())[1].split(MISTAKES.strip())[0].splitlines()
-    return [line for line in lines if line.startswith("| ") and line != HEAD]
-
-
-def page(larger: bool) -> str:
-    small = [HEAD, LINE, *rows(SMALL)]
-    large = [HEAD, LINE, *(rows(LARGE) if larger else kept_rows())]
+def page(modes: Collection[str]) -> str:
+    """Of larger systems in these modes alone."""
+    small, large = [HEAD, LINE, *rows(SMALL, RULES)], [HEAD, LINE, *rows(LARGE, modes)]
     parts = [INTRODUCTION, SYSTEMS, *small, LARGER, *large]
     return "\n".join(parts) + "\n" + MISTAKES + "\n".join(mistakes()) + "\n"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(larger="small" not in sys.argv[1:]), encoding="utf-8")
+    PAGE.write_text(page([] if sys.argv[1:] == ["small"] else sys.argv[1:] or RULES), encoding="utf-8")

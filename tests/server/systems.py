@@ -36,7 +36,7 @@ SMALL = {
     "a worker ends": _of(2, 1, 2, crashes=1),
     "a message comes twice, and a worker ends": _of(2, 2, 1, doubles=1, crashes=1),
     "a server ends": _of(1, 2, 2, copies=2, crashes=1),
-    "a server ends, and one comes with its snapshot": _of(1, 2, 1, crashes=1, returns=True),
+    "a server ends, and one comes with its snapshot": _of(1, 1, 2, crashes=1, returns=True),
     "values are read in parts": _of(2, 1, 2, in_parts=True),
     "gradients come piece by piece, a server ends": _of(1, 2, 1, copies=2, crashes=1, by_piece=True),
     "gradients come piece by piece, a connection is lost": _of(1, 2, 1, cuts=1, by_piece=True),
