@@ -213,7 +213,7 @@ class _Group:
                 self.ranks[self.ranks.index(rank)] = _start_rank(
                     self.start, self.attempt, rank.rank, self.folder, rank.life + 1
                 )
-            elif rank.rank in elastic.workers and others:
+            elif rank.rank not in elastic.servers and others:
                 tell(f"{sentence}; the others go on")
                 self.ranks.remove(rank)
 

@@ -20,6 +20,7 @@ from motet.monitor.callback import Callback
 from motet.monitor.console import errors
 from motet.parallel.place import ALONE, Place, threads_for
 from motet.parallel.server.settings import address_of
+from motet.parallel.server.settings import helpers as beside_workers
 from motet.train.ending import Before, remember, write_end
 from motet.train.faults import STOPPED, Record, StopFlag, stop_on_signals
 from motet.train.folder import LOGS, Choice, choose_folder, choose_resumed, held, write_start
@@ -88,7 +89,9 @@ def _elastic(job: Job) -> Elastic | None:
     beside = helpers(job)
     if not beside:
         return None
-    return Elastic(range(1, beside), range(beside, beside + job.run.ranks), job.layout.server.spares)
+    return Elastic(
+        range(1, 1 + job.layout.server.count), range(beside, beside + job.run.ranks), job.layout.server.spares
+    )
 
 
 def join_run(request: Request, desk: str, outside: Outside) -> Ended:
@@ -122,7 +125,7 @@ def join_run(request: Request, desk: str, outside: Outside) -> Ended:
 
 def helpers(job: Job) -> int:
     """Ranks beside those that compute: the desk of a parameter server, and its servers."""
-    return 1 + job.layout.server.count if job.layout.has_desk else 0
+    return beside_workers(job.layout.server) if job.layout.has_desk else 0
 
 
 def run(job: Job, callbacks: Sequence[Callback] = ()) -> "tuple[Path, Outcome]":

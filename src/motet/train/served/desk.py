@@ -17,7 +17,7 @@ from motet.parallel.server.desk import Desk
 from motet.parallel.server.office import Office
 from motet.parallel.server.post import Post
 from motet.parallel.server.protocol import DESK, Settled, View
-from motet.parallel.server.settings import owners_of, rule_of
+from motet.parallel.server.settings import helpers, owners_of, rule_of
 from motet.parallel.server.shelf import Plan
 from motet.train.assemble import Outcome, Parts, Restored, build_parts, monitoring, restore, train
 from motet.train.faults import StopFlag
@@ -38,7 +38,7 @@ def run_desk(seat: Seat, beside: Beside) -> Outcome:
     job = seat.job
     device = torch.device("cpu")
     alone = job.model_copy(update={"layout": LayoutSettings(microbatches=job.layout.microbatches)})
-    workers = seat.place.world - 1 - job.layout.server.count
+    workers = seat.place.world - helpers(job.layout.server)
     parts = replace(build_parts(alone, Group(0, 1, None, device), beside.folder), workers=workers)
     if saved_buffers(parts.model.module):
         raise InputError(

@@ -21,7 +21,7 @@ from motet.parallel.group import meeting
 from motet.parallel.place import DESK_FILE, Place
 from motet.parallel.server.post import Post
 from motet.parallel.server.protocol import DESK
-from motet.parallel.server.settings import address_of
+from motet.parallel.server.settings import address_of, helpers
 from motet.parallel.server.shelf import as_bytes
 from motet.train.job import Job
 
@@ -58,21 +58,29 @@ class Seat:
         """While the run went on already."""
         return "/" in self.role
 
+    @property
+    def server(self) -> "Seat | None":
+        """That of the server that is a thread of this worker, if one is."""
+        number = self.place.rank - 1
+        if self.job.layout.server.place == "own" or self.has_joined or number >= self.job.layout.server.count:
+            return None
+        return replace(self, role=f"s{number}")
+
 
 def seat_of(job: Job, place: Place) -> Seat:
-    servers = job.layout.server.count
+    beside = helpers(job.layout.server)
     if place.rank == 0:
         return Seat(job, place, DESK)
-    if place.rank <= servers:
+    if place.rank < beside:
         return Seat(job, place, f"s{place.rank - 1}")
-    return Seat(job, place, f"w{place.rank - 1 - servers}")
+    return Seat(job, place, f"w{place.rank - beside}")
 
 
 def among_workers(seat: Seat) -> Place:
     """As if there were only workers on this machine."""
     place = seat.place
     first = place.rank - place.local_rank
-    others = max(0, min(1 + seat.job.layout.server.count - first, place.local_world))
+    others = max(0, min(helpers(seat.job.layout.server) - first, place.local_world))
     if seat.has_joined:  # with others that all work
         others = 0
     workers = max(1, place.local_world - others)
