@@ -14,7 +14,7 @@ from motet.parallel.server.wire import BODY, HEAD, PART, PART_BYTES, Incoming, O
 KINDS = get_args(protocol.Message)
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(st.data())
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_every_message_comes_back_as_it_was(kind: Any, data: st.DataObject) -> None:

@@ -26,6 +26,8 @@ from motet.parallel.server.protocol import (
     View,
 )
 
+REMEMBERED = 10_000
+"""Decisions that a server can have missed: one that is further behind was given up long ago."""
 Judge = Callable[[int, dict[int, Numbers], dict[int, float]], Numbers]
 """(number of the update, reports of its shares, squares of its norm by piece) -> how it is to be done."""
 
@@ -44,7 +46,7 @@ class Desk:
     copies: int = 1
     """Servers that a piece should have."""
     first: int = 0
-    """Updates that were done before this run."""
+    """Updates that were done before this run, or so long ago that nobody asks for them."""
     judge: Judge = as_it_is
     workers: list[str] = field(default_factory=list)
     lost: set[str] = field(default_factory=set)
@@ -64,6 +66,7 @@ class Desk:
     finished: set[str] = field(default_factory=set)
     """Of `first-k`, who has done a share of the step that is to be decided next."""
     log: list[Decide] = field(default_factory=list)
+    """From update `first` on."""
     closing: tuple[int, ...] | None = None
     """The shares of the next update, while servers tell how large it is."""
     until: int | None = None
@@ -271,6 +274,9 @@ class Desk:
             floor = (self.updates + 1) * self.rule.shares
         decision = Decide(self.updates, shares, floor, how)
         self.log.append(decision)
+        if len(self.log) > 2 * REMEMBERED:
+            self.first += REMEMBERED
+            del self.log[:REMEMBERED]
         self.settled = self.settled.with_(shares, floor)
         self.closing = None
         self.norms = {}
