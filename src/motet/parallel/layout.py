@@ -128,8 +128,9 @@ def resolve_layout(settings: LayoutSettings, ranks: int, batch_sequences: int) -
             f"data.batch_sequences = {batch_sequences} cannot be cut evenly over {dp} ranks x {settings.microbatches} "
             f"micro-batches = {parts}; use data.batch_sequences = {choices}, or another number of ranks"
         )
-    if settings.has_owners and dp > 1:
-        return Layout(dp, settings.microbatches, zero=1, shards=dp, owners=_owners(settings.server, dp))
+    if settings.has_owners:
+        owners = _owners(settings.server, dp)
+        return Layout(dp, settings.microbatches, int(dp > 1), dp, owners=owners if dp > 1 else None)
     shards = _shards(settings, dp)
     secondary = _secondary(settings, shards)
     regather = settings.regather

@@ -3,7 +3,7 @@
 All check first, make the run folder last, and leave the work itself to `motet.train.work`.
 """
 
-import os
+import secrets
 import socket
 import sys
 import tempfile
@@ -111,7 +111,7 @@ def join_run(request: Request, desk: str, outside: Outside) -> Ended:
     outside.tell(f"joining the run at {desk} with {job.run.ranks} worker{'s' * (job.run.ranks > 1)}")
     with tempfile.TemporaryDirectory(prefix="motet-") as folder:
         write_start(Path(folder), job, describe_start(job.run.ranks, threads, request.command_line))
-        work, host = "motet.train.work:join_rank", f"{socket.gethostname()}-{os.getpid()}"
+        work, host = "motet.train.work:join_rank", f"{socket.gethostname()}-{secrets.token_hex(3)}"
         start = Launch(
             command=(sys.executable, "-m", "motet.cli.rank", work, folder, host),
             ranks=job.run.ranks,

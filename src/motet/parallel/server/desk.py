@@ -1,6 +1,6 @@
 """The desk of a parameter server: hands out shares of work, and decides which of them make the next update."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from motet.parallel.server.protocol import (
@@ -26,7 +26,7 @@ from motet.parallel.server.protocol import (
     View,
 )
 
-REMEMBERED = 10_000
+REMEMBERED = 2_000
 """Decisions that a server can have missed: one that is further behind was given up long ago."""
 Judge = Callable[[int, dict[int, Numbers], dict[int, float]], Numbers]
 """(number of the update, reports of its shares, squares of its norm by piece) -> how it is to be done."""
@@ -122,9 +122,10 @@ class Desk:
                 raise AssertionError(message)
         return self._go_on()
 
-    def can_spare(self, name: str) -> bool:
-        """Whether the others can do all that it does."""
-        return all(len(owned.servers) > 1 for owned in self.view.owners if name in owned.servers)
+    def can_spare(self, name: str, begun: Collection[str]) -> bool:
+        """Whether others can do all that it does; `begun`: servers that know their pieces."""
+        mine = [owned.servers for owned in self.view.owners if name in owned.servers]
+        return all(any(other in begun for other in servers if other != name) for servers in mine)
 
     # --- workers -----------------------------------------------------------------------------------
 

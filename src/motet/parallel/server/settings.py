@@ -108,7 +108,12 @@ def check_server(settings: ServerSettings, workers: int) -> None:
         )
     check_packing(settings)
     if settings.listen is not None:
-        address_of(settings.listen, "layout.server.listen")
+        host, _ = address_of(settings.listen, "layout.server.listen")
+        if host in ("0.0.0.0", "::"):
+            raise InputError(
+                f"layout.server.listen = {settings.listen!r} is no address that others could be told; give one of this "
+                "machine's"
+            )
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from motet.train.assemble import Outcome, Parts, Restored, build_parts, monitori
 from motet.train.faults import StopFlag
 from motet.train.served.meet import SHARES, Seat, posted, same_of
 from motet.train.served.mirror import Mirror, plan_of
+from motet.train.served.server import forget_old
 from motet.train.served.steps import Steps
 
 
@@ -47,8 +48,9 @@ def run_desk(seat: Seat, beside: Beside) -> Outcome:
         )
     plan = plan_of(parts.model.module, job)
     restored = restore(parts)
+    forget_old(beside.folder, seat.place)
     shares = rule_of(job.layout.server, workers, parts.steps).shares
-    same = same_of(parts.model.module, parts.data) | {SHARES: str(shares)}
+    same = same_of(job, parts.model.module, plan, parts.data) | {SHARES: str(shares)}
     with posted(seat, DESK, same) as post:
         office, steps, mirror = _opened(seat, parts, restored, (plan, post))
         spread = parts.updater.spread

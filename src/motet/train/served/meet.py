@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from zlib import crc32
 
@@ -22,7 +22,7 @@ from motet.parallel.place import DESK_FILE, Place
 from motet.parallel.server.post import Post
 from motet.parallel.server.protocol import DESK
 from motet.parallel.server.settings import address_of, helpers
-from motet.parallel.server.shelf import as_bytes
+from motet.parallel.server.shelf import Plan, as_bytes
 from motet.train.job import Job
 
 SHARES = "shares"
@@ -38,6 +38,8 @@ class Seat:
     place: Place
     role: str
     """`desk`, `s0` and so on, `w0` and so on; those of workers that joined begin with the name of their machine."""
+    failed: list[BaseException] = field(default_factory=list)
+    """What a thread beside this one ended with."""
 
     @property
     def name(self) -> str:
@@ -87,13 +89,17 @@ def among_workers(seat: Seat) -> Place:
     return replace(place, local_rank=max(0, place.local_rank - others), local_world=workers)
 
 
-def same_of(module: nn.Module, data: Loader | None) -> dict[str, str]:
+def same_of(job: Job, module: nn.Module, plan: Plan, data: Loader | None) -> dict[str, str]:
     """What must be the same in every process: others would train on what does not belong together."""
+    server = job.layout.server
+    known = (plan.buckets, plan.pieces, plan.groups, plan.packing, plan.compensation, job.precision.recipe, server.mode)
+    layout = crc32(repr((known, server.count, server.copies)).encode())
     frozen = [p.detach().cpu().contiguous().view(-1) for p in module.parameters() if not p.requires_grad]
     digest = crc32(repr(described(module)).encode())
     for tensor in frozen:
         digest = crc32(as_bytes(tensor), digest)
-    return {"model": f"{digest:08x}"} | ({"data": data.fingerprint} if data else {})
+    found = {"model": f"{digest:08x}", "layout": f"{layout:08x}"}
+    return found | ({"data": data.fingerprint} if data else {})
 
 
 @contextmanager
@@ -101,7 +107,8 @@ def posted(seat: Seat, name: str, same: dict[str, str]) -> Iterator[Post]:
     """Connected to the desk, or the desk itself."""
     server = seat.job.layout.server
     host, port = None if seat.is_worker else _own_host(seat.place), 0
-    if server.listen is not None and not seat.is_worker:
+    local = seat.place.rendezvous.startswith("file://")
+    if server.listen is not None and (name == DESK or (local and not seat.is_worker)):
         host, listened = address_of(server.listen, "layout.server.listen")
         port = listened if name == DESK else 0
     try:

@@ -43,14 +43,13 @@ def run_seat(seat: Seat, folder: Path, stop: StopFlag, callbacks: Sequence[Callb
 
 def _run_both(seat: Seat, server: Seat, folder: Path, stop: StopFlag) -> None:
     """A worker with a server that is a thread beside it; whose failure is told is that of the server, if it has one."""
-    failed: list[BaseException] = []
 
     def serve() -> None:
         try:
             with numerics(server.job):
                 run_server(server, folder)
         except BaseException as error:  # noqa: BLE001  # told by the other thread
-            failed.append(error)
+            seat.failed.append(error)
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
@@ -58,5 +57,5 @@ def _run_both(seat: Seat, server: Seat, folder: Path, stop: StopFlag) -> None:
         run_worker(seat, stop)
         thread.join()
     finally:
-        if failed:
-            raise failed[0]
+        if seat.failed:
+            raise seat.failed[0]
