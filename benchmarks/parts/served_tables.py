@@ -1,4 +1,4 @@
-"""The tables of benchmarks/server_training.py: what each mode ends with, how stale it was, and that bounds were kept."""
+"""The tables of benchmarks/server_training.py: what each mode ends with, how stale it was, and that bounds held."""
 
 from statistics import fmean
 
