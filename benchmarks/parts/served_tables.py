@@ -79,8 +79,14 @@ def table_of_staleness(curves: Curves) -> str:
         count = sum(total)
         parts = [*(sum(total[late : late + 1]) for late in range(LAST)), sum(total[LAST:])]
         unit = "a share" if updates_of_a_step(name) > 1 else "a step"
-        rows.append([variant.words, f"{count:,}", *(f"{part / count:.1%}" if part else "" for part in parts), unit])
+        rows.append([variant.words, f"{count:,}", *(percent(part, count) for part in parts), unit])
     return table(head, rows)
+
+
+def percent(part: int, count: int) -> str:
+    if part * 2000 < count:
+        return "below 0.1%" if part else ""
+    return f"{part / count:.1%}"
 
 
 def checked(curves: Curves) -> str:
