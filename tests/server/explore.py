@@ -1,80 +1,267 @@
 """Every interleaving of a small parameter server: messages in any order, some of them twice, and processes that end.
 
-A state is what every process knows, and the messages underway. What a process does with a message is computed once, and
-remembered for all states in which it comes to that. States that differ in the names of workers alone count once. Of a
-state that was seen 64 bits are kept: with ten million of them, two are taken for one with a chance of 3 in a million.
+A state is what every process knows, and the messages underway. Of a state that was seen 64 bits are kept: with ten
+million of them, two are taken for one with a chance of 3 in a million.
+
+What makes no difference is left out:
+
+- States that differ in the names of workers alone count once, and messages that will be ignored are not underway.
+- A process ends when the desk hears of it. Before, one that has ended is as good as one that is slow.
+- What is lost of what a process had sent is lost when it ends. To lose it later is to have it underway for longer.
+
+And unless `all_of_it` is asked for:
+
+- A second arrival that would be ignored uses up no chance of one.
+- What the desk decided is forgotten when nobody can ask for it, and a version is as good as any other within the bound.
+- Where a message is certain to arrive, and what comes of it is the same now and after anything else that may happen, it
+  arrives first, and nothing else is tried in its place (`Explorer.urgent`).
 """
 
+from array import array
+from collections import Counter
 from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import dataclass, field
-from itertools import combinations, permutations
-from typing import NamedTuple
+from itertools import combinations, product
 
 from motet.parallel.server.client import Client
 from motet.parallel.server.desk import Desk
-from motet.parallel.server.keeper import Keeper, Kept
+from motet.parallel.server.keeper import Keeper
 from motet.parallel.server.protocol import (
     DESK,
     Ack,
-    Apply,
-    Close,
-    Compute,
     Copied,
     Decide,
-    Joined,
     Lost,
     Message,
-    Norm,
     Offered,
-    Owners,
+    Pull,
     Ready,
-    Rule,
-    Sent,
+    Settled,
     Ticket,
     Value,
     View,
 )
-from server.numbered import Numbered
-
-Machine = Desk | Keeper | Client
-
-
-class Reading(NamedTuple):
-    """A value underway, of which a part was read at a version."""
-
-    value: Value
-    first: int | None = None
-
-
-@dataclass(frozen=True)
-class System:
-    """What is explored."""
-
-    rule: Rule
-    workers: int
-    servers: int
-    copies: int = 1
-    """Servers that keep a piece; piece i is first on server i."""
-    doubles: int = 0
-    """So many messages arrive twice."""
-    crashes: int = 0
-    """So many processes end. What they had sent may arrive or not."""
-    returns: bool = False
-    """Instead of a server that ended another one comes, with a snapshot of it or, where there are copies, nothing."""
-    cuts: int = 0
-    """So many connections are lost, with all that is underway on them, and made again."""
-    in_parts: bool = False
-    """A value is read from the server's memory in two parts, one after the other."""
-    in_place: bool = False
-    """And that is what is there by then."""
-    desk: type[Desk] = Desk
-    keeper: type[Keeper] = Keeper
-    client: type[Client] = Client
+from server.crew import Crew
+from server.system import (
+    CRASHES,
+    CUTS,
+    DOUBLES,
+    NONE,
+    STOPS,
+    Left,
+    Machine,
+    Machines,
+    Reading,
+    State,
+    System,
+    Underway,
+    demand,
+)
 
 
-class BrokenPromiseError(AssertionError):
-    """A promise that is not kept."""
+class Explorer:
+    def __init__(self, system: System, all_of_it: bool = False) -> None:
+        self.system = system
+        self.all_of_it = all_of_it
+        self.crew = Crew(system, all_of_it)
+
+    def states(self) -> Iterator[State]:
+        """All, but for those that are the same with other names of workers."""
+        stack = [self.crew.start()]
+        seen = {hash(stack[0])}
+        while stack:
+            state = stack.pop()
+            yield state
+            for following in map(self.crew.canonical, self.after(state)):
+                if (mark := hash(following)) not in seen:
+                    seen.add(mark)
+                    stack.append(following)
+
+    def after(self, state: State) -> Iterator[State]:
+        """Everything that may happen next."""
+        if self.all_of_it:
+            yield from self._after(state)
+            return
+        urgent = self.urgent(state)
+        for following in self._after(state) if urgent is None else self._arrive(state, urgent):
+            now = following
+            while not now[2][DOUBLES] and (only := self.urgent(now)) is not None:
+                (now,) = self._arrive(now, only)
+            yield now
+
+    def _after(self, state: State) -> Iterator[State]:
+        machines, underway, left = state
+        for index, number in enumerate(underway):
+            if not index or underway[index - 1] != number:
+                yield from self._arrive(state, index)
+        alive = [place for place, machine in enumerate(machines) if machine]
+        for place in alive if left[CRASHES] else ():
+            if self._may_end(machines, place):
+                yield from self._crash(state, place)
+        for one, other in combinations(alive, 2) if left[CUTS] else ():
+            yield from self._cut(state, one, other)
+        yield from self._owner(state)
+
+    def is_end(self, state: State) -> bool:
+        return not state[1] and not any(self._owner(state))
+
+    # --- messages ----------------------------------------------------------------------------------
+
+    def urgent(self, state: State) -> int | None:
+        """The place of a message that can neither be lost nor make a difference by when it arrives. What is lost with
+        its receiver makes none; a connection that is cut does."""
+        machines, underway, left = state
+        if left[CUTS] or (self.system.returns and self.system.copies == 1):  # then a ticket may come before its time
+            return None
+        for index, number in enumerate(underway):
+            to, sender, message = self.crew.messages[number]
+            if isinstance(message, Ticket):
+                return index
+            if isinstance(message, Value):
+                is_urgent = not (left[CRASHES] and self._may_end(machines, self.crew.places[sender]))
+            else:
+                is_urgent = self._is_urgent(state, machines[self.crew.places[to]], message)
+            if is_urgent:
+                return index
+        return None
+
+    def _is_urgent(self, state: State, receiver: int, message: Message | Reading) -> bool:
+        if not isinstance(message, Ack | Pull | Decide | Copied):
+            return False
+        machine = self.crew.machines[receiver]
+        match message:
+            case Pull(piece=piece):
+                return isinstance(machine, Keeper) and piece in machine.pieces
+            case Ack():
+                return self._knows_all_views(state, machine)
+            case Decide():
+                return self.system.rule.ahead is None and not self.system.returns and not self.system.told
+        return not (self.system.returns or self.system.told) and self._knows_all_views(state, machine)
+
+    def _knows_all_views(self, state: State, machine: Machine | None) -> bool:
+        _, underway, left = state
+        if not self._may_lose_servers:
+            return True
+        desk = self.crew.machines[state[0][0]]
+        assert isinstance(machine, Client | Keeper) and isinstance(desk, Desk)
+        messages = (self.crew.messages[number][2] for number in underway)
+        is_calm = not left[CRASHES] and not any(isinstance(message, Lost | Offered) for message in messages)
+        return is_calm and machine.view.epoch == desk.view.epoch
+
+    def _arrive(self, state: State, index: int) -> Iterator[State]:
+        machines, underway, left = state
+        number = underway[index]
+        rest = underway[:index] + underway[index + 1 :]
+        message = self.crew.messages[number][2]
+        if isinstance(message, Reading):
+            yield self.crew.state(machines, (*rest, self._read(machines, number)), left)
+            return
+        now, sent = self.crew.take(machines, number)
+        once = self.crew.state(now, rest + sent, left)
+        yield once
+        if left[DOUBLES] and not isinstance(message, Ready | Lost):
+            twice = self.crew.state(now, underway + sent, _less(left, DOUBLES))
+            if self.all_of_it or twice[1] != once[1]:
+                yield twice
+
+    def _read(self, machines: Machines, number: int) -> int:
+        """One part more of a value."""
+        to, sender, reading = self.crew.messages[number]
+        assert isinstance(reading, Reading)
+        value, first = reading
+        keeper, version = self.crew.machines[machines[self.crew.places[sender]]], value.version
+        if self.system.in_place and isinstance(keeper, Keeper):
+            version = keeper.pieces[value.piece].version
+        if first is None:
+            return self.crew.number(to, sender, Reading(value, version))
+        demand(first == version, f"{value} is torn: its first part is of version {first}, the other of {version}")
+        return self.crew.number(to, sender, value)
+
+    # --- what goes wrong, and what the owner of the desk does ---------------------------------------
+
+    def _cut(self, state: State, one: int, other: int) -> Iterator[State]:
+        """A connection is lost, and made again."""
+        crew, (machines, underway, left) = self.crew, state
+        ends = {crew.names[one], crew.names[other]}
+        kept = tuple(m for m in underway if {*crew.messages[m][:2]} != ends)
+        if len(kept) == len(underway):
+            return
+        now = list(machines)
+        sent: Underway = ()
+        for here, there in ((one, other), (other, one)):
+            if here:  # the desk waits to be told where others are
+                now[here], said = crew.resume(machines[here], here, there)
+                sent += said
+        desk, keeper = crew.machines[machines[one]], crew.machines[machines[other]]
+        left = _less(left, CUTS)
+        if not (isinstance(desk, Desk) and isinstance(keeper, Keeper)):
+            yield crew.state(tuple(now), kept + sent, left)
+            return
+        for version, settled in self._known(desk):
+            yield crew.state(tuple(now), kept + sent + crew.stands(keeper, version, settled), left)
+
+    def _known(self, desk: Desk) -> Iterator[tuple[int, Settled]]:
+        """What the desk's owner may have of the parameters: those of the beginning, or of a rest."""
+        yield desk.first, Settled(self.system.first * self.system.rule.shares)
+        if self.system.owned and desk.is_resting:
+            yield desk.updates, desk.settled
+
+    @property
+    def _may_lose_servers(self) -> bool:
+        return bool(self.system.crashes) and (self.system.copies > 1 or self.system.returns)
+
+    def _may_end(self, machines: Machines, place: int) -> bool:
+        """Somebody must be left to go on, and to keep each piece."""
+        if not 0 < place < len(machines) - 1:
+            return False
+        if place > self.system.servers:
+            return sum(map(bool, machines[1 + self.system.servers : -1])) > 1
+        return self._may_lose_servers
+
+    def _crash(self, state: State, place: int) -> Iterator[State]:
+        crew, (machines, underway, left) = self.crew, state
+        name, machine = crew.names[place], crew.machines[machines[place]]
+        left = _less(left, CRASHES)
+        gone = (*machines[:place], NONE, *machines[place + 1 :])
+        lost = crew.number(DESK, name, Lost(name))
+        others = tuple(m for m in underway if crew.messages[m][1] != name)
+        own = Counter(m for m in underway if crew.messages[m][1] == name)
+        for counts in product(*(range(count + 1) for count in own.values())):
+            kept = others + tuple(m for m, count in zip(own, counts, strict=True) for _ in range(count))
+            if not (isinstance(machine, Keeper) and self.system.returns):
+                now, sent = crew.take(gone, lost)
+                yield crew.state(now, kept + sent, left)
+                continue
+            for new, offer in self._offers(machine):
+                for heard, unheard in ((lost, offer), (offer, lost)):
+                    now, sent = crew.take((*gone[:-1], new), heard)
+                    yield crew.state(now, (*kept, *sent, unheard), left)
+
+    def _offers(self, lost: Keeper) -> Iterator[tuple[int, int]]:
+        """(a server that comes instead, what it says)"""
+        for older in (0, 1) if self.system.copies == 1 else (0,):
+            snapshot = tuple((p, k.version - older) for p, k in lost.pieces.items()) if self.system.copies == 1 else ()
+            new = self.crew.machines.number(self.system.keeper("new", View(-1, self.crew.owners)))
+            yield new, self.crew.number(DESK, "new", Offered("new", lost.name, snapshot))
+
+    def _owner(self, state: State) -> Iterator[State]:
+        machines, _, left = state
+        desk = self.crew.machines[machines[0]]
+        assert isinstance(desk, Desk)
+        if not self.system.owned or desk.closes:
+            return
+        rule, step = self.system.rule, self.system.rule.step(desk.settled.floor)
+        if left[STOPS] and step < rule.steps:
+            begun = -(-desk.fresh // rule.shares)
+            yield self._go_on(state, min(rule.steps, max(step + 1, begun)), False, _less(left, STOPS))
+        if desk.is_resting and left[STOPS] == self.system.stops and step < rule.steps:
+            yield self._go_on(state, step + 1, False, left)
+        elif desk.is_resting:
+            yield self._go_on(state, step, True, left)
+
+    def _go_on(self, state: State, until: int, closes: bool, left: Left) -> State:
+        now, sent = self.crew.go_on(state[0], until, closes)
+        return self.crew.state(now, state[1] + sent, left)
 
 
 @dataclass
@@ -85,283 +272,56 @@ class Found:
     ends: int = 0
 
 
-State = tuple[tuple[int, ...], tuple[int, ...], int, int, int]
-"""Machines, messages underway, and how often a message may still arrive twice, a process end, a connection be lost."""
-Taken = tuple[int, tuple[int, ...], tuple[Message, ...]]
-"""(what a machine is then, what it sends, what it says by that)"""
-NONE = 0
-"""A process that has ended, or not begun."""
-DOUBLES, CRASHES, CUTS = range(3)
-
-
 @dataclass
-class Explorer:
-    system: System
-    machines: Numbered[Machine | None] = field(default_factory=lambda: Numbered(None))
-    """0 is none."""
-    messages: Numbered[tuple[str, str, Message | Reading]] = field(default_factory=Numbered)
-    """(to, from, what)"""
-    known: dict[tuple[int, int], Taken] = field(default_factory=dict)
-    stale: dict[tuple[int, int], bool] = field(default_factory=dict)
+class Ways:
+    """From where each state was come to, by what `hash` makes of them."""
 
-    def __post_init__(self) -> None:
-        s = self.system
-        self.servers = [f"s{i}" for i in range(s.servers)]
-        self.workers = [f"w{i}" for i in range(s.workers)]
-        self.names = [DESK, *self.servers, *self.workers, "new"]
-        self.places = {name: place for place, name in enumerate(self.names)}
-        self.owners = tuple(
-            Owners(tuple(self.servers[(piece + copy) % s.servers] for copy in range(s.copies)))
-            for piece in range(s.servers)
-        )
-        first = 1 + s.servers
-        self.swaps = [
-            (
-                [*range(first), *(first + i for i in order), first + s.workers],
-                dict(zip(self.workers, names, strict=True)),
-            )
-            for order in permutations(range(s.workers))
-            for names in [[self.workers[i] for i in order]]
-        ][1:]
+    sources: "array[int]" = field(default_factory=lambda: array("q"))
+    targets: "array[int]" = field(default_factory=lambda: array("q"))
+    ends: set[int] = field(default_factory=set)
 
-    def start(self) -> State:
-        s = self.system
-        view = View(0, self.owners)
-        machines: list[Machine] = [s.desk(s.rule, view, list(self.servers), s.copies)]
-        for name in self.servers:
-            own = {piece: Kept() for piece, owned in enumerate(self.owners) if name in owned.servers}
-            machines.append(s.keeper(name, view, own))
-        machines += [s.client(name, view) for name in self.workers]
-        joined = [self.messages.number((DESK, name, Joined(name))) for name in self.workers]
-        return (*map(self.machines.number, machines), NONE), tuple(sorted(joined)), s.doubles, s.crashes, s.cuts
-
-    # --- what may happen ---------------------------------------------------------------------------
-
-    def after(self, state: State) -> Iterator[State]:
-        """Everything that may happen next."""
-        machines, underway, *left = state
-        for index, number in enumerate(underway):
-            if index and underway[index - 1] == number:
-                continue
-            _, sender, message = self.messages[number]
-            rest = underway[:index] + underway[index + 1 :]
-            if isinstance(message, Reading):
-                yield self._state(machines, (*rest, self._read(machines, number)), left)
-                continue
-            now, sent = self._take(machines, number)
-            yield self._state(now, rest + sent, left)
-            if left[DOUBLES]:
-                yield self._state(now, underway + sent, _less(left, DOUBLES))
-            if not machines[self.places[sender]] and not isinstance(message, Lost | Offered):
-                yield self._state(machines, rest, left)
-        alive = [place for place, machine in enumerate(machines) if machine]
-        for place in alive if left[CRASHES] else ():
-            if 0 < place < len(machines) - 1 and self._may_end(machines, place):
-                yield from self._crash(state, place)
-        for one, other in combinations(alive, 2) if left[CUTS] else ():
-            yield from self._cut(state, one, other)
-
-    def _cut(self, state: State, one: int, other: int) -> Iterator[State]:
-        machines, underway, *left = state
-        kept = tuple(m for m in underway if {*self.messages[m][:2]} != {self.names[one], self.names[other]})
-        now = list(machines)
-        sent: tuple[int, ...] = ()
-        for here, there in ((one, other), (other, one)):
-            if here:  # the desk waits to be told where others are
-                now[here], said = self._resume(machines[here], here, there)
-                sent += said
-        if len(kept) < len(underway):
-            yield self._state(tuple(now), kept + sent, _less(left, CUTS))
-
-    def _read(self, machines: tuple[int, ...], number: int) -> int:
-        """One part more of a value."""
-        to, sender, reading = self.messages[number]
-        assert isinstance(reading, Reading)
-        value, first = reading
-        keeper, version = self.machines[machines[self.places[sender]]], value.version
-        if self.system.in_place and isinstance(keeper, Keeper):
-            version = keeper.pieces[value.piece].version
-        if first is None:
-            return self.messages.number((to, sender, Reading(value, version)))
-        _demand(first == version, f"{value} is torn: its first part is of version {first}, the other of {version}")
-        return self.messages.number((to, sender, value))
-
-    def _may_end(self, machines: tuple[int, ...], place: int) -> bool:
-        """Somebody must be left to go on, and to keep each piece."""
-        if place > self.system.servers:
-            return sum(map(bool, machines[1 + self.system.servers : -1])) > 1
-        return self.system.copies > 1 or self.system.returns
-
-    def _crash(self, state: State, place: int) -> Iterator[State]:
-        machines, underway, *left = state
-        name, machine = self.names[place], self.machines[machines[place]]
-        gone = (*machines[:place], NONE, *machines[place + 1 :])
-        told = (*underway, self.messages.number((DESK, name, Lost(name))))
-        left = _less(left, CRASHES)
-        if not (isinstance(machine, Keeper) and self.system.returns):
-            yield self._state(gone, told, left)
-            return
-        for older in (0, 1) if self.system.copies == 1 else (0,):
-            snapshot = (
-                () if self.system.copies > 1 else tuple((p, k.version - older) for p, k in machine.pieces.items())
-            )
-            new = self.machines.number(self.system.keeper("new", View(-1, self.owners)))
-            offer = self.messages.number((DESK, "new", Offered("new", name, snapshot)))
-            yield self._state((*gone[:-1], new), (*told, offer), left)
-
-    def _state(self, machines: tuple[int, ...], underway: tuple[int, ...], left: list[int]) -> State:
-        return machines, tuple(sorted(m for m in underway if not self._is_stale(machines, m))), *left
-
-    # --- machines and messages as numbers ----------------------------------------------------------
-
-    def _take(self, machines: tuple[int, ...], number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(the machines then, what is sent)"""
-        name, _, message = self.messages[number]
-        to = self.places[name]
-        key = machines[to], number
-        if key not in self.known:
-            now = deepcopy(self.machines[machines[to]])
-            assert now is not None and not isinstance(message, Reading)
-            self.known[key] = self._told(now, to, now.take(message))
-        then, sent, said = self.known[key]
-        following = (*machines[:to], then, *machines[to + 1 :])
-        self._judge(following, to, said)
-        return following, sent
-
-    def _resume(self, machine: int, here: int, there: int) -> tuple[int, tuple[int, ...]]:
-        now = deepcopy(self.machines[machine])
-        assert isinstance(now, Keeper | Client)
-        return self._told(now, here, now.resume(self.names[there]))[:2]
-
-    def _told(self, now: Machine, here: int, sent: Sent) -> Taken:
-        for _, computed in [m for m in sent if isinstance(m[1], Compute)]:
-            assert isinstance(now, Client) and isinstance(computed, Compute)
-            sent += now.take(Ready(computed.ticket.number, tuple(range(self.system.servers))))
-        said = tuple(m for _, m in sent if isinstance(m, Ack | Apply))
-        out = tuple(
-            self.messages.number((to, self.names[here], self._underway(m)))
-            for to, m in sent
-            if not isinstance(m, Apply | Compute)
-        )
-        return self.machines.number(now), out, said
-
-    def _underway(self, message: Message) -> Message | Reading:
-        return Reading(message) if isinstance(message, Value) and self.system.in_parts else message
-
-    def _is_stale(self, machines: tuple[int, ...], message: int) -> bool:
-        """Nothing will come of it, now or later."""
-        machine = machines[self.places[self.messages[message][0]]]
-        key = machine, message
-        if key not in self.stale:
-            self.stale[key] = machine == NONE or self._is_ignored(self.machines[machine], self.messages[message][2])
-        return self.stale[key]
-
-    def _is_ignored(self, machine: Machine | None, message: Message) -> bool:
-        message = message.value if isinstance(message, Reading) else message
-        match machine, message:
-            case Client(), Ticket(number):
-                return number <= machine.ticket.number
-            case Client(), Value(ticket, piece):
-                return ticket < machine.ticket.number or (ticket == machine.ticket.number and piece in machine.pulled)
-            case Client(), Ack(_, ticket, piece):
-                lasting = self.system.copies > 1 or not self.system.returns
-                again = ticket == machine.ticket.number and piece in machine.safe
-                return ticket < machine.ticket.number or (again and lasting)
-            case ((Client() | Keeper()), View(epoch)):
-                return epoch <= machine.view.epoch
-            case Keeper(), Close(turn):
-                return machine.closing is not None and turn <= machine.closing.turn
-            case Keeper(), Decide(number):
-                return bool(machine.pieces) and all(k.there and number < k.version for k in machine.pieces.values())
-            case Keeper(), Copied(_, piece, share):
-                kept = machine.pieces.get(piece)
-                return (
-                    kept is not None and share not in kept.copying and (share in kept.held or kept.settled.has(share))
-                )
-            case Desk(), Norm(turn):
-                return turn < machine.turn
-        return False
-
-    def canonical(self, state: State) -> State:
-        """The least of the states that are this one with other names of workers."""
-        machines, underway, *left = state
-        best = machines, underway
-        for number, (places, names) in enumerate(self.swaps):
-            mapped = [0] * len(machines)
-            for place, machine in enumerate(machines):
-                mapped[places[place]] = self.machines.renamed(machine, number, names) if machine else NONE
-            other = tuple(mapped)
-            if other <= best[0]:
-                best = min(best, (other, tuple(sorted(self.messages.renamed(m, number, names) for m in underway))))
-        return *best, *left
-
-    # --- what must be true -------------------------------------------------------------------------
-
-    def _judge(self, machines: tuple[int, ...], at: int, said: tuple[Message, ...]) -> None:
-        desk, machine = self.machines[machines[0]], self.machines[machines[at]]
-        assert isinstance(desk, Desk)
-        for message in said:
-            share = self._share(machines, message.ticket) if isinstance(message, Ack) else None
-            if isinstance(message, Ack) and share is not None and not desk.settled.has(share):
-                for server in desk.view.owners[message.piece].servers:
-                    keeper = self.machines[machines[self.places[server]]]
-                    if isinstance(keeper, Keeper) and server in self._informed(machines, message.piece):
-                        kept = keeper.pieces[message.piece]
-                        _demand(share in kept.held or kept.settled.has(share), f"{server} has not {message}")
-        if isinstance(machine, Client) and machine.ready and self.system.rule.ahead is not None:
-            bound = max(0, self.system.rule.step(machine.ticket.share) - self.system.rule.ahead)
-            _demand(min(machine.pulled.values()) >= bound, f"{machine.ticket} is computed with {machine.pulled}")
-
-    def _informed(self, machines: tuple[int, ...], piece: int) -> set[str]:
-        """Servers that have been told all that is known of a piece: others are about to be."""
-        keepers = (self.machines[number] for number in machines)
-        return {k.name for k in keepers if isinstance(k, Keeper) and piece in k.pieces and k.pieces[piece].there}
-
-    def _share(self, machines: tuple[int, ...], ticket: int) -> int | None:
-        """Of a worker that still waits to hear that its pushes are safe."""
-        clients = (self.machines[number] for number in machines)
-        return next((c.ticket.share for c in clients if isinstance(c, Client) and c.ticket.number == ticket), None)
-
-    def end(self, state: State) -> None:
-        """Nothing is underway any more."""
-        desk, *others = (self.machines[number] for number in state[0])
-        assert isinstance(desk, Desk)
-        _demand(
-            desk.settled.floor == self.system.rule.shares * self.system.rule.steps, f"nobody goes on: {[desk, *others]}"
-        )
-        for machine in others:
-            if isinstance(machine, Client):
-                _demand(machine.ended, f"{machine.name} waits for ever")
-            for piece, kept in machine.pieces.items() if isinstance(machine, Keeper) else ():
-                if machine.name in desk.view.owners[piece].servers:
-                    _demand(kept.version == desk.updates, f"{machine.name} has {kept.version} updates of piece {piece}")
+    def lead_to_an_end(self) -> set[int]:
+        """The states from which one can be reached."""
+        before: dict[int, list[int]] = {}
+        for source, target in zip(self.sources, self.targets, strict=True):
+            before.setdefault(target, []).append(source)
+        found, stack = set(self.ends), list(self.ends)
+        while stack:
+            new = set(before.get(stack.pop(), ())) - found
+            found |= new
+            stack += new
+        return found
 
 
-def explore(system: System, most: int = 10**9) -> Found:
-    explorer = Explorer(system)
-    start = explorer.start()
+def explore(
+    system: System, most: int = 10**9, all_of_it: bool = False, found: Found | None = None, ways: Ways | None = None
+) -> Found:
+    """Where a promise is broken, `found` has what came before."""
+    explorer = Explorer(system, all_of_it)
+    start = explorer.crew.start()
     seen = {hash(start)}
-    found = Found()
+    found = Found() if found is None else found
     stack = [start]
     while stack and len(seen) < most:
         state = stack.pop()
+        found.states = len(seen)
         for following in explorer.after(state):
             found.steps += 1
-            same = explorer.canonical(following)
+            same = explorer.crew.canonical(following)
             if (mark := hash(same)) not in seen:
                 seen.add(mark)
                 stack.append(same)
-        if not state[1]:
+            if ways is not None:
+                ways.sources.append(hash(state))
+                ways.targets.append(mark)
+        if explorer.is_end(state):
             found.ends += 1
-            explorer.end(state)
+            explorer.crew.promises.of_end(state[0])
+            if ways is not None:
+                ways.ends.add(hash(state))
     found.states = len(seen)
     return found
 
 
-def _demand(kept: bool, sentence: str) -> None:
-    if not kept:
-        raise BrokenPromiseError(sentence)
-
-
-def _less(left: list[int], which: int) -> list[int]:
-    return [count - (number == which) for number, count in enumerate(left)]
+def _less(left: Left, which: int) -> Left:
+    return tuple(count - (number == which) for number, count in enumerate(left))

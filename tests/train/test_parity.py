@@ -69,6 +69,33 @@ def _last_targets(group: Group, job: Job) -> tuple[int, float]:
     return parts.steps, batch.weights.sum().item()
 
 
+@pytest.mark.parametrize(("world", "servers", "model"), [(2, 1, "decoder"), (3, 2, "t5"), (4, 3, "gpt2")])
+def test_so_do_ranks_that_are_servers(ranks: Ranks, tmp_path: Path, world: int, servers: int, model: str) -> None:
+    """Gradients are reduced to the rank that keeps a bucket, and what it has updated is broadcast."""
+    _owners_agree(ranks, tmp_path, model, [(world, servers)])
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("model", [*CASES, *OTHERS])
+def test_so_do_servers_in_every_number(ranks: Ranks, tmp_path: Path, model: str) -> None:
+    cases = [(world, servers) for world in (1, 2, 3, 4) for servers in (1, 2, 3) if servers <= world]
+    _owners_agree(ranks, tmp_path, model, cases)
+
+
+def _owners_agree(ranks: Ranks, folder: Path, model: str, cases: list[tuple[int, int]]) -> None:
+    steps = STEPS if model in CASES else FEW_STEPS
+    by = ["reduce=flat", "broadcast=scatter-all-gather", "piece_mib=0.02"]
+    served = ["layout.data=parameter_server", *(f"layout.server.{setting}" for setting in ["transport=programs", *by])]
+    for world, servers in cases:
+
+        def job(parts: int, servers: int = servers) -> Job:
+            more = [] if parts == 1 else [*served, f"layout.server.count={servers}"]
+            batch = [BATCH] if model in CASES else []
+            return small_job(folder, f"layout.microbatches={parts}", *batch, *more, model=model)
+
+        _agree(ranks, job, steps, [(world, 2)])
+
+
 def test_other_numbers_are_noticed(ranks: Ranks, tmp_path: Path) -> None:
     """The measure is no rubber stamp: one row less in the batch is far above it."""
     job = small_job(tmp_path, "data.batch_sequences=12")

@@ -9,7 +9,7 @@ from motet.core.errors import InputError, PeerError
 from motet.monitor.callback import Callback
 from motet.monitor.events import EvaluationDone, StepDone, read_events, read_steps
 from motet.parallel.place import Place
-from motet.parallel.server.settings import ServerSettings, check_server, rule_of
+from motet.parallel.server.settings import ServerSettings, check_server, helpers, rule_of
 from motet.train.assemble import run_rank
 from motet.train.faults import StopFlag
 from motet.train.job import Job
@@ -45,15 +45,24 @@ def close(found: list[float], wanted: list[float]) -> bool:
     )
 
 
-@pytest.mark.parametrize(("workers", "model", "more"), [(2, "decoder", ["layout.microbatches=3"]), (1, "bert", [])])
+COLOCATED = ["layout.server.place=workers", "layout.server.count=2"]
+
+
+@pytest.mark.parametrize(
+    ("workers", "model", "more"),
+    [(2, "decoder", ["layout.microbatches=3"]), (1, "bert", []), (3, "classify", COLOCATED)],
+    ids=["decoder", "bert", "servers on workers"],
+)
 def test_synchronous_training_is_that_of_one_rank(
     ranks: Ranks, tmp_path: Path, workers: int, model: str, more: list[str]
 ) -> None:
     judged = ["monitor.evaluate_every=7", "monitor.evaluate_batches=2", "checkpoint.every=5"]
+    steps = 8 if model == "classify" else 20
     job = small_job(tmp_path, *judged, model=model)
     ranks.run_places(1, alone, job, tmp_path / "alone")
     apart = small_job(tmp_path, SERVED, "layout.server.piece_mib=0.02", *judged, *more, model=model)
-    assert ranks.run_places(2 + workers, serve, apart, tmp_path / "served")[0] == 20
+    world = workers + helpers(apart.layout.server)
+    assert ranks.run_places(world, serve, apart, tmp_path / "served")[0] == steps
     assert close(losses(tmp_path / "served"), losses(tmp_path / "alone"))
     found, wanted = saved_tensors(tmp_path / "served"), saved_tensors(tmp_path / "alone")
     assert found.keys() == wanted.keys()

@@ -4,8 +4,8 @@ A bucket is what one collective carries. All lie one after another in one flat t
 into equal shards, and within it the parameters of one optimizer group stand together.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import ceil
 
@@ -37,6 +37,8 @@ class Bucket:
     length: int
     """With padding: a multiple of the number of shards."""
     shards: int
+    owner: int | None = None
+    """The one rank that updates all of it; without, each updates its shard."""
 
     @property
     def stop(self) -> int:
@@ -44,6 +46,8 @@ class Bucket:
 
     def shard(self, index: int) -> slice:
         """The part of one shard, in the flat tensor."""
+        if self.owner is not None:
+            return slice(self.start, self.stop if index == self.owner else self.start)
         size = self.length // self.shards
         return slice(self.start + index * size, self.start + (index + 1) * size)
 
@@ -78,6 +82,17 @@ def cut_buckets(
         held += numel
     if waiting:
         found.append(_bucket(waiting, sizes, found[-1].stop if found else 0, shards))
+    return tuple(found)
+
+
+def with_owners(buckets: Sequence[Bucket], owners: int) -> tuple[Bucket, ...]:
+    """Each goes to the one of the first so many ranks that has least until then."""
+    held = [0] * owners
+    found = []
+    for bucket in buckets:
+        owner = min(range(owners), key=lambda rank: held[rank])
+        held[owner] += bucket.length
+        found.append(replace(bucket, owner=owner))
     return tuple(found)
 
 

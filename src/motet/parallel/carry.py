@@ -133,6 +133,7 @@ class Carry:
         """`over_replicas`: those of each shard."""
         self.mesh = mesh
         self.settings = settings
+        self._owners = layout.owners
         self._routes = Routes(settings, layout)
         how = compression(settings, layout)
         shard, fed, again = mesh.shards.rank, how.feeds_back_shards, how.feeds_back_replicas
@@ -169,6 +170,18 @@ class Carry:
             mesh = self.mesh.near, self.mesh.far
             return self._start(partial(_in_two_levels, shard, whole, self._over_shards.codec, mesh, seed))
         return self._start(partial(self._over_shards.reduce_scatter, number, shard, whole, seed, self._dense))
+
+    def reduce(self, whole: Tensor, owner: int) -> Work:
+        """To the one rank that keeps the bucket."""
+        assert self._owners
+        call: Call = {"async_op": True, "algorithm": self._owners.reduce, "check": self._checks}
+        return execute.reduce(whole, self.mesh.shards, owner, **call)
+
+    def broadcast(self, whole: Tensor, owner: int) -> Work:
+        """From it."""
+        assert self._owners
+        call: Call = {"async_op": True, "algorithm": self._owners.broadcast, "check": self._checks}
+        return execute.broadcast(whole, self.mesh.shards, owner, **call)
 
     def all_reduce(self, number: int, shard: Tensor) -> Work:
         """Over the replicas."""

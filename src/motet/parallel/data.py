@@ -15,7 +15,7 @@ from motet.collectives.lane import Work
 from motet.core import trace
 from motet.core.dtypes import DTYPE_BYTES
 from motet.core.errors import InputError
-from motet.parallel.buckets import cut_buckets
+from motet.parallel.buckets import cut_buckets, with_owners
 from motet.parallel.carry import Carry
 from motet.parallel.communication import CommunicationSettings, compression, defers
 from motet.parallel.flat import FlatWeights, Gradients
@@ -41,12 +41,13 @@ def spread_flat(
     width = DTYPE_BYTES[recipe.reduce]
     deferred = defers(settings, layout)
     mesh = Mesh(mesh.replicas, mesh.shards) if deferred else mesh
-    buckets = cut_buckets(
-        {name: (group, parameter.numel()) for name, (group, parameter) in parameters.items()},
-        mesh.shards.world,
-        int(settings.bucket_mib * MIB / width),
-        int(settings.first_bucket_mib * MIB / width),
-    )
+    sizes = {name: (group, parameter.numel()) for name, (group, parameter) in parameters.items()}
+    if layout.owners:
+        buckets = cut_buckets(sizes, mesh.shards.world, int(layout.owners.mib * MIB / width))
+        buckets = with_owners(buckets, layout.owners.count)
+    else:
+        limits = (int(mib * MIB / width) for mib in (settings.bucket_mib, settings.first_bucket_mib))
+        buckets = cut_buckets(sizes, mesh.shards.world, *limits)
     keep = layout.zero < 2
     named = {name: p for name, (_, p) in parameters.items()}
     apart = compression(settings, layout).parameters is not None
@@ -209,7 +210,10 @@ class FlatSpread:
     def _gather(self, buckets: Sequence[Tensor]) -> None:
         shards = self.mesh.shards
         for number in self._by_need() or range(len(buckets)):
-            whole = buckets[number]
+            whole, owner = buckets[number], self.weights.buckets[number].owner
+            if owner is not None:
+                self._arriving[number] = self.carry.broadcast(whole, owner)
+                continue
             own = whole.view(shards.world, -1)[shards.rank]
             self._arriving[number] = self.carry.all_gather(number, whole, own)
         if not self._order:
@@ -256,7 +260,10 @@ class FlatSpread:
         whole, shard = gradients.bucket(number), gradients.shard(number)
         underway = _Sum(number, shard if self.keep_gradients or self._first else torch.empty_like(shard))
         self._underway.append(underway)
-        if shards.world > 1:
+        owner = self.weights.buckets[number].owner
+        if owner is not None:
+            underway.work = self.carry.reduce(whole, owner)  # the shard is all of it, or nothing
+        elif shards.world > 1:
             underway.work = self.carry.reduce_scatter(number, underway.shard, whole)
         elif not self.keep_gradients:
             underway.shard.copy_(whole)

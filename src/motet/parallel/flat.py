@@ -85,6 +85,8 @@ class FlatWeights:
                         first - member.start : stop - member.start
                     ]
                 parts.append(part)
+        if not parts:  # a rank that keeps nothing has an optimizer, too, with the same counts as the others'
+            parts.append(Part(0, self.buckets[0].members[0].group, slice(0, 0), self.compute.new_zeros(0, dtype=dtype)))
         return tuple(parts)
 
     def publish(self, parts: Sequence[Part] | None = None) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from motet.collectives.cost import Sets
+from motet.collectives.library import find
 from motet.core.errors import InputError
 from motet.core.reading import settings_from_tree
 from motet.core.settings import Settings
@@ -39,6 +40,28 @@ class LayoutSettings(Settings):
     """How gradients come together: ranks exchange them, or push them to servers that keep the parameters."""
     server: ServerSettings = ServerSettings()
 
+    @property
+    def has_desk(self) -> bool:
+        """Servers are processes beside the workers, with a desk."""
+        return self.data == "parameter_server" and self.server.transport == "messages"
+
+    @property
+    def has_owners(self) -> bool:
+        """Some of the ranks are servers, too."""
+        return self.data == "parameter_server" and self.server.transport == "programs"
+
+
+@dataclass(frozen=True)
+class Owners:
+    """The first `count` ranks keep and update whole buckets of parameters of up to so many MiB."""
+
+    count: int
+    mib: float
+    reduce: str
+    """The algorithm by which the gradients of a bucket come to its owner."""
+    broadcast: str
+    """That by which what it has updated gets to all."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -55,6 +78,8 @@ class Layout:
     """Stage 3: so many neighbours share a copy between forward and backward, where that is fewer than `shards`."""
     whole_below: int = 0
     """Stage 3: parameters of fewer numbers stay whole."""
+    owners: Owners | None = None
+    """Buckets of parameters are kept by some of the ranks."""
 
     @property
     def ranks(self) -> int:
@@ -103,12 +128,29 @@ def resolve_layout(settings: LayoutSettings, ranks: int, batch_sequences: int) -
             f"data.batch_sequences = {batch_sequences} cannot be cut evenly over {dp} ranks x {settings.microbatches} "
             f"micro-batches = {parts}; use data.batch_sequences = {choices}, or another number of ranks"
         )
+    if settings.has_owners:
+        owners = _owners(settings.server, dp)
+        return Layout(dp, settings.microbatches, int(dp > 1), dp, owners=owners if dp > 1 else None)
     shards = _shards(settings, dp)
     secondary = _secondary(settings, shards)
     regather = settings.regather
     if secondary == 1:  # whole parameters
         regather, secondary = False, None
     return Layout(dp, settings.microbatches, settings.zero, shards, regather, secondary, settings.whole_below)
+
+
+def _owners(server: ServerSettings, dp: int) -> Owners:
+    if server.count > dp:
+        raise InputError(
+            f"layout.server.count = {server.count} servers among {dp} ranks; with layout.server.transport = 'programs' "
+            f"the servers are workers, too: set layout.server.count={dp} at most"
+        )
+    for collective, name in (("reduce", server.reduce), ("broadcast", server.broadcast)):
+        try:
+            find(collective, name).refuse(dp)
+        except InputError as error:
+            raise InputError(f"layout.server.{collective} = {name!r}: {error}") from None
+    return Owners(server.count, server.piece_mib, server.reduce, server.broadcast)
 
 
 def _shards(settings: LayoutSettings, dp: int) -> int:

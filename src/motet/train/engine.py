@@ -225,7 +225,7 @@ def parallelize(  # noqa: PLR0913  # sections of a job, by name
     one rank.
     """
     settings = layout if isinstance(layout, LayoutSettings) else parse_layout(layout)
-    if settings.data != "all_reduce":
+    if settings.has_desk:
         raise InputError(
             f"layout.data = {settings.data!r} is for `motet train`, which starts the servers; in a loop of your own "
             "leave it out"

@@ -50,6 +50,8 @@ _COMMUNICATION = (
     "compress_parameters compress_over compress_after error_feedback"
 )
 
+_SENT = ("messages",)
+
 NEEDS: tuple[Needs, ...] = (
     *_rows("model", "rope_theta rotary_fraction rope_scaling", "positions", ("rotary",)),
     *_rows("model", "norm_bias", "norm", ("layer",)),
@@ -66,6 +68,9 @@ NEEDS: tuple[Needs, ...] = (
     *_rows("layout", "regather whole_below secondary_group", "zero", (3,)),
     *_rows("layout", "secondary_group", "outer.every", "absent"),
     *_rows("layout", "server", "data", ("parameter_server",)),
+    *_rows("layout.server", "mode order copies shares compress compress_pulls place", "transport", _SENT),
+    *_rows("layout.server", "error_feedback snapshot_every listen patience_s spares", "transport", _SENT),
+    *_rows("layout.server", "reduce broadcast", "transport", ("programs",)),
     *_rows("layout.server", "first", "mode", ("first-k",)),
     *_rows("layout.server", "staleness", "mode", ("bounded",)),
     *_rows("layout.server", "rate", "mode", ("bounded", "async")),

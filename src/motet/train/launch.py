@@ -202,18 +202,20 @@ class _Group:
             return
         for rank in [rank for rank in self.ranks if rank.ended_badly()]:
             record = rank.record()
-            if (record and not record.secondary) or not (rank.rank in elastic.servers or rank.rank in elastic.workers):
+            own_fault = record is not None and not (record.secondary and elastic.has_desk)
+            if own_fault or not (rank.rank in elastic.servers or rank.rank in elastic.workers):
                 continue
             sentence = _failure(rank).sentence
             others = [r for r in self.ranks if r.rank in elastic.workers and r is not rank and r.poll() is None]
             if self.spent < elastic.spares:
                 self.spent += 1
                 tell(f"{sentence}; another process takes its place ({self.spent} of {elastic.spares})")
+                _end([rank], patience_s=0.0)  # with what it has started
                 rank.records.joinpath(f"rank-{rank.rank}.json").unlink(missing_ok=True)
                 self.ranks[self.ranks.index(rank)] = _start_rank(
                     self.start, self.attempt, rank.rank, self.folder, rank.life + 1
                 )
-            elif rank.rank in elastic.workers and others:
+            elif rank.rank not in elastic.servers and others:
                 tell(f"{sentence}; the others go on")
                 self.ranks.remove(rank)
 
@@ -243,11 +245,11 @@ def _watch(group: _Group, stop: _Stop, tell: Callable[[str], None]) -> None:
             forwarded = True
             what = "leaving the run after this share" if group.start.desk else "stopping after this step and saving"
             tell(f"{what}; Ctrl-C once more stops at once")
-            _signal_all(group.ranks, signal.SIGTERM)
+            has_desk = group.start.elastic is not None and group.start.elastic.has_desk
+            _signal_all(group.ranks[:1] if has_desk else group.ranks, signal.SIGTERM)  # a desk tells the others
         if all(rank.poll() is not None for rank in group.ranks):
             return
-        if not stop.flag.requested:
-            group.bear(tell)
+        group.bear(tell)
         if deadline == float("inf"):
             if any(rank.ended_badly() for rank in group.ranks):
                 deadline = time.monotonic() + RECORDS_S

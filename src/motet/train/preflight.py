@@ -21,7 +21,7 @@ TORCH_BYTES = 64 << 20
 def check_job(job: Job, ranks: int) -> Layout:
     """The layout in which so many ranks can train this job."""
     check_model(job)
-    served = job.layout.data == "parameter_server"
+    served = job.layout.has_desk
     parts = (job.layout.server.shares if served else None) or ranks
     layout = resolve_layout(job.layout, parts, job.data.batch_sequences)
     check_communication(job.communication, layout, apart=job.outer.every is not None)

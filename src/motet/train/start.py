@@ -3,7 +3,7 @@
 All check first, make the run folder last, and leave the work itself to `motet.train.work`.
 """
 
-import os
+import secrets
 import socket
 import sys
 import tempfile
@@ -20,6 +20,7 @@ from motet.monitor.callback import Callback
 from motet.monitor.console import errors
 from motet.parallel.place import ALONE, Place, threads_for
 from motet.parallel.server.settings import address_of
+from motet.parallel.server.settings import helpers as beside_workers
 from motet.train.ending import Before, remember, write_end
 from motet.train.faults import STOPPED, Record, StopFlag, stop_on_signals
 from motet.train.folder import LOGS, Choice, choose_folder, choose_resumed, held, write_start
@@ -88,13 +89,15 @@ def _elastic(job: Job) -> Elastic | None:
     beside = helpers(job)
     if not beside:
         return None
-    return Elastic(range(1, beside), range(beside, beside + job.run.ranks), job.layout.server.spares)
+    return Elastic(
+        range(1, 1 + job.layout.server.count), range(beside, beside + job.run.ranks), job.layout.server.spares
+    )
 
 
 def join_run(request: Request, desk: str, outside: Outside) -> Ended:
     """Work for a run that goes on elsewhere, with local workers of our own."""
     job = request.job
-    if job.layout.data != "parameter_server":
+    if not job.layout.has_desk:
         raise InputError(
             "--join is for runs with a parameter server; give the same job and settings as there, with "
             "layout.data=parameter_server"
@@ -108,7 +111,7 @@ def join_run(request: Request, desk: str, outside: Outside) -> Ended:
     outside.tell(f"joining the run at {desk} with {job.run.ranks} worker{'s' * (job.run.ranks > 1)}")
     with tempfile.TemporaryDirectory(prefix="motet-") as folder:
         write_start(Path(folder), job, describe_start(job.run.ranks, threads, request.command_line))
-        work, host = "motet.train.work:join_rank", f"{socket.gethostname()}-{os.getpid()}"
+        work, host = "motet.train.work:join_rank", f"{socket.gethostname()}-{secrets.token_hex(3)}"
         start = Launch(
             command=(sys.executable, "-m", "motet.cli.rank", work, folder, host),
             ranks=job.run.ranks,
@@ -122,7 +125,7 @@ def join_run(request: Request, desk: str, outside: Outside) -> Ended:
 
 def helpers(job: Job) -> int:
     """Ranks beside those that compute: the desk of a parameter server, and its servers."""
-    return 1 + job.layout.server.count if job.layout.data == "parameter_server" else 0
+    return beside_workers(job.layout.server) if job.layout.has_desk else 0
 
 
 def run(job: Job, callbacks: Sequence[Callback] = ()) -> "tuple[Path, Outcome]":
@@ -132,7 +135,7 @@ def run(job: Job, callbacks: Sequence[Callback] = ()) -> "tuple[Path, Outcome]":
     """
     from motet.train.assemble import run_rank  # torch is loaded here
 
-    if job.layout.data != "all_reduce":
+    if job.layout.has_desk:
         raise InputError(
             f"layout.data = {job.layout.data!r} takes processes of its own; use `motet train`, or leave it out here"
         )

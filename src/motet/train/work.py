@@ -23,7 +23,7 @@ def join_rank(place: Place, stop: StopFlag, folder: str, host: str) -> int:
 
 def train_in(job: Job, place: Place, folder: Path, stop: StopFlag) -> int:
     """Train, and return the exit code."""
-    if job.layout.data == "parameter_server":
+    if job.layout.has_desk:
         from motet.train.served.run import run_served as run  # torch is loaded here, after the signals are in place
     else:
         from motet.train.assemble import run_rank as run

@@ -54,6 +54,8 @@ class Attendant:
         self._taken = 0
         """The number of the last ticket that was begun."""
         self._failed: BaseException | None = None
+        self.beside: list[BaseException] = []
+        """What other threads of this process ended with."""
         self._ended = False
         self._packer = Packer(plan.packing.push, plan.packing) if plan.packing.push else None
         self._messages: dict[int, Tensor] = {}
@@ -140,6 +142,8 @@ class Attendant:
     def _listen(self) -> None:
         try:
             while not self._ended:
+                if self.beside:
+                    raise self.beside[0]
                 try:
                     delivery = self._post.inbox.get(timeout=LOOK_S)
                 except queue.Empty:

@@ -1,6 +1,6 @@
 """The desk of a parameter server: hands out shares of work, and decides which of them make the next update."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from motet.parallel.server.protocol import (
@@ -26,6 +26,8 @@ from motet.parallel.server.protocol import (
     View,
 )
 
+REMEMBERED = 2_000
+"""Decisions that a server can have missed: one that is further behind was given up long ago."""
 Judge = Callable[[int, dict[int, Numbers], dict[int, float]], Numbers]
 """(number of the update, reports of its shares, squares of its norm by piece) -> how it is to be done."""
 
@@ -44,7 +46,7 @@ class Desk:
     copies: int = 1
     """Servers that a piece should have."""
     first: int = 0
-    """Updates that were done before this run."""
+    """Updates that were done before this run, or so long ago that nobody asks for them."""
     judge: Judge = as_it_is
     workers: list[str] = field(default_factory=list)
     lost: set[str] = field(default_factory=set)
@@ -61,7 +63,10 @@ class Desk:
     done: dict[int, Numbers] = field(default_factory=dict)
     """Pushed, and not in an update yet: their reports, first come first."""
     settled: Settled = NOTHING
+    finished: set[str] = field(default_factory=set)
+    """Of `first-k`, who has done a share of the step that is to be decided next."""
     log: list[Decide] = field(default_factory=list)
+    """From update `first` on."""
     closing: tuple[int, ...] | None = None
     """The shares of the next update, while servers tell how large it is."""
     until: int | None = None
@@ -117,9 +122,10 @@ class Desk:
                 raise AssertionError(message)
         return self._go_on()
 
-    def can_spare(self, name: str) -> bool:
-        """Whether the others can do all that it does."""
-        return all(len(owned.servers) > 1 for owned in self.view.owners if name in owned.servers)
+    def can_spare(self, name: str, begun: Collection[str]) -> bool:
+        """Whether others can do all that it does; `begun`: servers that know their pieces."""
+        mine = [owned.servers for owned in self.view.owners if name in owned.servers]
+        return all(any(other in begun for other in servers if other != name) for servers in mine)
 
     # --- workers -----------------------------------------------------------------------------------
 
@@ -140,20 +146,33 @@ class Desk:
         if done.worker in self.current and self.current[done.worker].share == done.share:
             del self.current[done.worker]
             self.idle.append(done.worker)
+            if self._drops and self.rule.step(done.share) == self.updates:
+                self.finished.add(done.worker)
         if not self.settled.has(done.share) and done.share not in self.done:
             self.done[done.share] = done.report
             self.again.discard(done.share)
 
-    def _next(self) -> int | None:
-        """The share to hand out; None while there is none, or only what would be too far ahead."""
+    def _next(self, worker: str) -> int | None:
+        """The share to hand out; None while there is none, or only what would be too far ahead, or dropped."""
         if self._is_there:
             return END if self.closes else None
         share = min(self.again, default=self.fresh)
         if self.rule.step(share) >= self._until or (not self.rule.alone and self.rule.least(share) > self.updates):
             return None
+        if worker in self.finished and self.rule.step(share) == self.updates and self._enough_of(self.updates):
+            return None
         self.again.discard(share)
         self.fresh = max(self.fresh, share + 1)
         return share
+
+    @property
+    def _drops(self) -> bool:
+        return not self.rule.alone and self.rule.closes < self.rule.shares
+
+    def _enough_of(self, step: int) -> bool:
+        """Shares that are done or underway make the step, if nobody is lost."""
+        shares = [*self.done, *(ticket.share for ticket in self.current.values() if ticket.share > END)]
+        return len([share for share in shares if self.rule.step(share) == step]) >= self.rule.closes
 
     # --- servers -----------------------------------------------------------------------------------
 
@@ -226,10 +245,13 @@ class Desk:
                 self.turn += 1
                 sent += [(server, Close(self.turn, self.updates, shares)) for server in self.servers]
             break
-        while self.idle and (share := self._next()) is not None:
+        for worker in list(self.idle):
+            share = self._next(worker)
+            if share is None:
+                continue
             self.tickets += 1
             ticket = Ticket(self.tickets, share, self.rule.least(share))
-            worker = self.idle.pop(0)
+            self.idle.remove(worker)
             self.current[worker] = ticket
             sent.append((worker, ticket))
         return sent
@@ -253,9 +275,13 @@ class Desk:
             floor = (self.updates + 1) * self.rule.shares
         decision = Decide(self.updates, shares, floor, how)
         self.log.append(decision)
+        if len(self.log) > 2 * REMEMBERED:
+            self.first += REMEMBERED
+            del self.log[:REMEMBERED]
         self.settled = self.settled.with_(shares, floor)
         self.closing = None
         self.norms = {}
+        self.finished = set()
         self.done = {share: report for share, report in self.done.items() if not self.settled.has(share)}
         self.again = {share for share in self.again if not self.settled.has(share)}
         self.fresh = max(self.fresh, floor)

@@ -60,6 +60,8 @@ class Keeper:
             case Push():
                 return self._push(message)
             case Copy(server, piece, share):
+                if self._is_first(piece):  # from a server that is lost, and has acknowledged nothing
+                    return []
                 kept = self._kept(piece)
                 if not kept.settled.has(share):
                     kept.held.add(share)
@@ -102,6 +104,9 @@ class Keeper:
         return sent
 
     def _oldest(self) -> int:
+        """No piece needs a decision before; one that it has not heard of may need any."""
+        if not any(self.name in owned.servers for owned in self.view.owners):
+            return 0
         return min((kept.version if kept.there else 0 for kept in self.pieces.values()), default=0)
 
     def _state(self, piece: int) -> State:

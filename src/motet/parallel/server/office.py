@@ -10,18 +10,24 @@ from motet.parallel.server.post import Delivery, Post
 from motet.parallel.server.protocol import (
     Book,
     Bye,
+    Done,
     Fetch,
     Gone,
     Here,
+    Joined,
     Load,
     Lost,
+    Norm,
     Offered,
     Sent,
     Stand,
+    Standing,
     Stored,
 )
 from motet.parallel.server.serve import LOOK_S
 
+AGAIN_S = 0.05
+"""Before a server is asked again that has not come to the last update."""
 REJOIN_S = 3.0
 """For whose connection was closed, as that of a process is that ends."""
 
@@ -32,34 +38,43 @@ class Office:
     def __init__(
         self, desk: Desk, post: Post, limits_s: tuple[float, float], stored: Callable[[int], memoryview]
     ) -> None:
-        """Limits: without any news, and for whoever is out of reach. `stored` is what a piece begins with."""
+        """Limits: without any news, and for whoever is out of reach. `stored` is what a piece begins with: it becomes
+        what is fetched."""
         self.desk = desk
         self.loads: dict[str, Load] = {}
         self.tell: Callable[[str], None] = _to_nobody
         self._post = post
         self._limit_s, self._patience_s = limits_s
         self._stored = stored
+        self._known = desk.first, desk.settled
+        """What `stored` is of: (updates, the shares in them)."""
         self._book: dict[str, tuple[str, int]] = {}
         self._gone: dict[str, tuple[float, bool]] = {}
         """Whose connection is lost: since when, and whether it fell silent."""
-        self._stands = {name: self._first_stands(name) for name in desk.servers}
+        self._stands: dict[str, list[tuple[Stand, bool]]] = {}
+        """What those that took the place of another were told, and whether with what is stored."""
         self._fetched: dict[int, bytearray] = {}
         self._wanted: set[int] = set()
         """Pieces that were asked for."""
         self._met: set[str] = set()
         """Who was ever connected."""
+        self._behind: set[int] = set()
+        """Those of which something older came."""
+        self._begun: set[str] = set()
+        """Servers that know what all their pieces are."""
         self._closing = False
+        self._said_bye = False
 
     def run(self, until: Callable[[], bool], waiting: str) -> None:
         """Do what comes until it is so."""
         heard = time.monotonic()
         while not until():
             try:
-                delivery = self._post.inbox.get(timeout=LOOK_S)
-                heard = time.monotonic()
+                delivery = self._post.inbox.get(timeout=AGAIN_S if self._behind else LOOK_S)
+                heard = heard if isinstance(delivery.message, Stored) and self._behind else time.monotonic()
                 self._send(self._take(delivery))
             except queue.Empty:
-                pass
+                self._ask_again()
             self._give_up()
             if until():
                 return
@@ -70,18 +85,20 @@ class Office:
         self._send(self.desk.go_on(until))
 
     def close(self, crew: Collection[str]) -> None:
-        """Tell everybody that this is the end, and wait until they have gone. Who is late is waited for a while."""
-        latest = time.monotonic() + self._patience_s
-        self.run(
-            lambda: self._met >= set(crew) - self.desk.lost or time.monotonic() > latest,
-            "waiting for all to come, to tell them of the end",
-        )
+        """Tell everybody that this is the end, and wait until they have gone; who is late, for a while."""
+        self._wait(lambda: self._met >= set(crew) - self.desk.lost, self._patience_s)
         self._closing = True
         self._send(self.desk.go_on(self.desk.rule.step(self.desk.settled.floor), closes=True))
-        self.run(lambda: set(self._post.peers) <= set(self.desk.servers), "waiting for workers to end")
+        self._wait(lambda: set(self._post.peers) <= set(self.desk.servers), self._limit_s)
+        self._said_bye = True
         for server in self.desk.servers:
             self._post.send(server, Bye(self.desk.updates))
-        self.run(lambda: not self._post.peers, "waiting for servers to end")
+        self._wait(lambda: not self._post.peers, self._limit_s)
+
+    def _wait(self, until: Callable[[], bool], limit_s: float) -> None:
+        """Until it is so, or for so long: all is done and saved, whoever does not go."""
+        latest = time.monotonic() + limit_s
+        self.run(lambda: until() or time.monotonic() > latest, "waiting for all to end")
 
     def fetch(self) -> dict[int, bytearray]:
         """What the servers have of all pieces, while nothing is underway."""
@@ -91,10 +108,15 @@ class Office:
         self._ask()
         self.run(lambda: not self._wanted, "waiting for the parameters of the servers")
         found, self._fetched = self._fetched, {}
+        self._known = self.desk.updates, self.desk.settled
         return found
 
-    def _ask(self) -> None:
-        for piece in sorted(self._wanted):
+    def _ask_again(self) -> None:
+        behind, self._behind = self._behind, set()
+        self._ask(behind & self._wanted)
+
+    def _ask(self, pieces: Collection[int] | None = None) -> None:
+        for piece in sorted(self._wanted if pieces is None else pieces):
             for server in self.desk.view.owners[piece].servers[:1]:
                 self._post.send(server, Fetch(piece))
 
@@ -107,7 +129,9 @@ class Office:
                 if server in self.desk.lost:
                     return [(server, Gone(server))]
                 self._book[server] = host, port
-                if not begun:
+                if begun:
+                    self._begun.add(server)
+                else:
                     self._begin(server)
                 self._ask()
                 return self._entries()
@@ -115,14 +139,17 @@ class Office:
                 return self._admit(message)
             case Stored(piece, version):
                 if version < self.desk.updates:  # the server has not come to the last one
-                    return [(sender, Fetch(piece))]
+                    self._behind.add(piece)
+                    return []
                 self._fetched[piece] = delivery.payload
                 self._wanted.discard(piece)
                 return []
             case Load():
                 self.loads[sender] = message
                 return []
-        return self.desk.take(message)
+            case Joined() | Done() | Norm() | Standing():
+                return self.desk.take(message)
+        return []
 
     # --- who comes and goes ------------------------------------------------------------------------
 
@@ -137,7 +164,7 @@ class Office:
             self._met.add(peer)
             if self.desk.log:
                 self.tell(f"{peer} has joined the run")
-        if self._closing and peer in self.desk.servers:
+        if self._said_bye and peer in self.desk.servers:
             return [(peer, Bye(self.desk.updates))]
         return [(peer, self._entry_book())]
 
@@ -147,7 +174,9 @@ class Office:
             gone_s = time.monotonic() - since
             if name in self._post.peers or name in self.desk.lost:
                 del self._gone[name]
-            elif gone_s > (self._patience_s if silent else REJOIN_S) and self.desk.can_spare(name):
+            elif gone_s > self._patience_s / 2 * silent + min(REJOIN_S, self._patience_s) * (not silent) and (
+                self.desk.can_spare(name, self._begun)
+            ):
                 del self._gone[name]
                 self._lose(name)
             elif gone_s > self._limit_s:
@@ -159,18 +188,30 @@ class Office:
             left = len([other for other in here if other != name])
             what = "server" if here is self.desk.servers else "worker"
             self.tell(f"{what} {name} is gone; {left} {what}{'s' * (left != 1)} left")
-        self._book.pop(name, None)
+        self._forget(name)
         self._send(self.desk.take(Lost(name)))
-        self._send(self._entries())
+        self._send([(name, Gone(name)), *self._entries()])
         self._ask()
+
+    def _forget(self, name: str) -> None:
+        self._book.pop(name, None)
+        self._begun.discard(name)
+        if name in self.loads:
+            self.loads[name] = self.loads[name]._replace(waiting_bytes=0)
 
     def _admit(self, offered: Offered) -> Sent:
         """What its snapshot lacks, the desk has of the last time when it looked at the parameters."""
         name, instead, snapshot = offered
         if name in self.desk.servers or name in self.desk.lost:
             return []
+        for other in list(self.desk.servers):
+            if _role(other) == _role(name):  # the one before it may have ended before it had offered anything
+                instead = other
+        for other in self._not_begun_beside(instead):  # they have nothing to go on with, and come again
+            self._lose(other)
         there = dict.fromkeys(range(len(self.desk.view.owners)), 0) | dict(snapshot)
-        self._book.pop(instead, None)
+        offered = offered._replace(instead=instead)
+        self._forget(instead)
         sent = self.desk.take(offered._replace(pieces=tuple(sorted(there.items()))))
         stands = [message for to, message in sent if to == name and isinstance(message, Stand)]
         known = {piece for piece, _ in snapshot}
@@ -179,7 +220,12 @@ class Office:
         self._send([(to, message) for to, message in sent if not isinstance(message, Stand)])
         self._begin(name)
         self._ask()
-        return self._entries()
+        return [*self._entries(), *([(name, Bye(self.desk.updates))] if self._said_bye else [])]
+
+    def _not_begun_beside(self, server: str) -> list[str]:
+        pairs = [owned.servers for owned in self.desk.view.owners if server in owned.servers]
+        beside = {other for pair in pairs for other in pair} - {server, *self._begun}
+        return [other for other in self.desk.servers if other in beside]
 
     def _tell_admitted(self, offered: Offered, stands: list[Stand]) -> None:
         what, versions = "and is given all by the other one", dict(offered.pieces)
@@ -192,13 +238,10 @@ class Office:
                     what = "from its snapshot after the last update"
         self.tell(f"server {offered.server} takes the place of {offered.instead}, {what}")
 
-    def _first_stands(self, server: str) -> list[tuple[Stand, bool]]:
-        owners = enumerate(self.desk.view.owners)
-        return [(Stand(p, self.desk.first, self.desk.settled), True) for p, owned in owners if server in owned.servers]
-
     def _begin(self, server: str) -> None:
         """Tell it what its pieces are, again if that was lost."""
-        for stand, given in self._stands.get(server, []):
+        mine = [piece for piece, owned in enumerate(self.desk.view.owners) if server in owned.servers]
+        for stand, given in self._stands.get(server, [(Stand(piece, *self._known), True) for piece in mine]):
             self._post.send(server, stand, self._stored(stand.piece) if given else None)
 
     def _entries(self) -> Sent:
@@ -210,6 +253,11 @@ class Office:
     def _send(self, sent: Sent) -> None:
         for to, message in sent:
             self._post.send(to, message)
+
+
+def _role(server: str) -> str:
+    """What it has in common with those whose place it takes."""
+    return server.partition(".")[0].partition("+")[0]
 
 
 def _to_nobody(text: str) -> None:

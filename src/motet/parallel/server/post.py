@@ -154,7 +154,7 @@ class Post:
             self._start(self._serve, connection)
 
     def _keep_connected(self, peer: str, address: tuple[str, int]) -> None:
-        while not self._closed.is_set() and peer in self.wanted:
+        while not self._closed.is_set() and self.wanted.get(peer) == address:
             with contextlib.suppress(OSError, PeerError):
                 connection = socket.create_connection(address, timeout=min(self._limit_s, CONNECT_S))
                 self._serve(connection, peer)
@@ -172,7 +172,7 @@ class Post:
             return
         line = _Line(connection, self._limit_s / BEATS_IN_LIMIT, self.traffic.setdefault(peer, Traffic()))
         with self._lock:
-            if self._closed.is_set():
+            if self._closed.is_set() or (expected and expected not in self.wanted):
                 connection.close()
                 return
             before, self._lines[peer] = self._lines.get(peer), line

@@ -18,6 +18,7 @@ known by its piece and share.
                                  Decide  --------------->  (the update)
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 DESK = "desk"
@@ -149,6 +150,7 @@ class Settled(NamedTuple):
     def has(self, share: int) -> bool:
         return share < self.floor or share in self.more
 
+    @lru_cache(maxsize=64)  # noqa: B019  # of values, not of objects: all pieces of a server come to the same
     def with_(self, shares: tuple[int, ...], floor: int) -> "Settled":
         return Settled(floor, frozenset(share for share in {*self.more, *shares} if share >= floor))
 

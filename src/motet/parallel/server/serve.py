@@ -79,7 +79,10 @@ class Server:
             if delivery.message is None:
                 self._do(self._greet(delivery.sender, delivery.connected))
             else:
+                begun = self._has_begun
                 self._do(self._take(delivery.sender, delivery.message, delivery.payload))
+                if self._has_begun and not begun:
+                    self._post.send(DESK, Here(self._keeper.name, *self._post.address, begun=True))
 
     def _look_for_desk(self) -> None:
         if self._desk_seen_s is not None and time.monotonic() - self._desk_seen_s > self._limit_s:
@@ -99,9 +102,13 @@ class Server:
                 self.ended = True
                 return []
             case Push(piece=piece, share=share) | Copy(piece=piece, share=share):
+                before = self._keeper.pieces.get(piece)
+                is_known = before is not None and share in before.held
+                sent = self._keeper.take(message)
                 kept = self._keeper.pieces.get(piece)
-                if kept is None or not (kept.settled.has(share) or share in kept.held):
+                if not is_known and kept is not None and share in kept.held:
                     self._shelf.hold(piece, share, payload, sender)
+                return sent
             case Fetch(piece):
                 stored = Stored(piece, self._keeper.pieces[piece].version)
                 self._post.send(sender, stored, pack(self._shelf.state(piece)))
@@ -109,6 +116,11 @@ class Server:
             case Stand(piece=piece) | State(piece=piece) if payload and not self._keeper.has(piece):
                 self._begin(message, unpack(payload))
         return self._keeper.take(message)
+
+    @property
+    def _has_begun(self) -> bool:
+        kept = self._keeper.pieces.values()
+        return bool(kept) and all(each.there for each in kept)
 
     def _begin(self, told: Stand | State, tensors: dict[str, Tensor]) -> None:
         given = {int(name.removeprefix(GIVEN)): tensors.pop(name) for name in list(tensors) if name.startswith(GIVEN)}
@@ -130,9 +142,7 @@ class Server:
             return []
         here: Sent = []
         if peer == DESK:
-            kept = self._keeper.pieces.values()
-            begun = bool(kept) and all(each.there for each in kept)
-            here.append((DESK, Here(self._keeper.name, *self._post.address, begun)))
+            here.append((DESK, Here(self._keeper.name, *self._post.address, self._has_begun)))
             if self._offered:
                 here.append((DESK, self._offered))
         return here + self._keeper.resume(peer)
@@ -150,7 +160,7 @@ class Server:
             self._post.send(DESK, self._load())
 
     def _load(self) -> Load:
-        others = [(peer, traffic) for peer, traffic in self._post.traffic.items() if peer != DESK]
+        others = [(peer, traffic) for peer, traffic in list(self._post.traffic.items()) if peer != DESK]
         return Load(
             sum(traffic.sent for _, traffic in others),
             sum(traffic.received for _, traffic in others),

@@ -15,7 +15,16 @@ class ServerSettings(Settings):
     """Servers that keep the parameters, and how far workers may run apart."""
 
     count: Annotated[int, Field(ge=1)] = 1
-    """Servers, each with its part of the parameters; they are processes beside the workers."""
+    """Servers, each with its part of the parameters."""
+    transport: Literal["messages", "programs"] = "messages"
+    """`messages` between workers and servers, any of them at any time; or, for `sync`, `programs` of the library of
+    collectives, the first `count` ranks being the servers: gradients are reduced to them, parameters broadcast."""
+    place: Literal["own", "workers"] = "own"
+    """Servers are processes of their own, or threads of the first `count` workers."""
+    reduce: str = "tree"
+    """The algorithm by which `programs` bring the gradients to a server, of `motet collectives list reduce`."""
+    broadcast: str = "tree"
+    """That by which they bring parameters to all, of `motet collectives list broadcast`."""
     mode: Literal["sync", "first-k", "bounded", "async"] = "sync"
     """When an update is made: of all shares of a step (`sync`), of the first `first` of them (`first-k`), of all while
     workers go on for `staleness` steps (`bounded`), or of every share by itself (`async`)."""
@@ -55,6 +64,11 @@ class ServerSettings(Settings):
     """What travels as one, in MiB; larger parameters are cut, and smaller ones go together."""
 
 
+def helpers(settings: ServerSettings) -> int:
+    """Processes beside the workers: the desk, and servers of their own."""
+    return 1 + (settings.count if settings.place == "own" else 0)
+
+
 def rule_of(settings: ServerSettings, workers: int, steps: int) -> Rule:
     """What the protocol goes by."""
     check_server(settings, workers)
@@ -75,6 +89,11 @@ def check_server(settings: ServerSettings, workers: int) -> None:
         raise InputError("layout.server.mode = 'first-k' needs to know how many; set layout.server.first")
     if settings.mode == "bounded" and settings.staleness is None:
         raise InputError("layout.server.mode = 'bounded' needs a bound; set layout.server.staleness")
+    if settings.place == "workers" and settings.count > workers:
+        raise InputError(
+            f"layout.server.count = {settings.count} servers on {workers} workers; with layout.server.place = "
+            f"'workers' set layout.server.count={workers} at most, or start more workers"
+        )
     shares = settings.shares or workers
     if settings.first is not None and settings.first > shares:
         raise InputError(f"layout.server.first = {settings.first} of {shares} shares; set it to {shares} at most")
@@ -89,7 +108,12 @@ def check_server(settings: ServerSettings, workers: int) -> None:
         )
     check_packing(settings)
     if settings.listen is not None:
-        address_of(settings.listen, "layout.server.listen")
+        host, _ = address_of(settings.listen, "layout.server.listen")
+        if host in ("0.0.0.0", "::"):
+            raise InputError(
+                f"layout.server.listen = {settings.listen!r} is no address that others could be told; give one of this "
+                "machine's"
+            )
 
 
 @dataclass(frozen=True)

@@ -50,16 +50,12 @@ class Snapshots:
             self._changed.notify()
         self._thread.join()
 
-    def forget(self) -> None:
-        """Those of an earlier run."""
+    def clear(self) -> None:
         for path in self._folder.glob("*.pt"):
             path.unlink()
-
-    def clear(self) -> None:
-        self.forget()
         with contextlib.suppress(OSError):  # another server has something there
-            self._folder.rmdir()
-            self._folder.parent.rmdir()
+            for folder in (self._folder, *list(self._folder.parents)[:2]):
+                folder.rmdir()
 
     def _write_all(self) -> None:
         while True:

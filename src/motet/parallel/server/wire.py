@@ -19,7 +19,9 @@ PART_BYTES = 128 * 1024
 """Of a payload, in one part: what something more urgent waits for at most."""
 LONGEST_HEAD = 2**26
 
-_KINDS = {kind.__name__: kind for kind in get_args(protocol.Message)}
+_OWN = (protocol.Refused, protocol.Lost, protocol.Compute, protocol.Ready, protocol.Apply)
+"""What a process says to itself alone."""
+_KINDS = {kind.__name__: kind for kind in get_args(protocol.Message) if kind not in _OWN}
 _HINTS = {kind: get_type_hints(kind) for kind in _KINDS.values()}
 
 
@@ -32,7 +34,7 @@ def from_text(text: bytes) -> tuple[protocol.Message, int]:
     try:
         name, fields, payload_bytes = json.loads(text)
         return _typed(_KINDS[name], fields), int(payload_bytes)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         raise PeerError(f"what came is no message of a parameter server: {text[:60]!r}") from error
 
 

@@ -17,12 +17,13 @@ from motet.parallel.server.desk import Desk
 from motet.parallel.server.office import Office
 from motet.parallel.server.post import Post
 from motet.parallel.server.protocol import DESK, Settled, View
-from motet.parallel.server.settings import owners_of, rule_of
+from motet.parallel.server.settings import helpers, owners_of, rule_of
 from motet.parallel.server.shelf import Plan
 from motet.train.assemble import Outcome, Parts, Restored, build_parts, monitoring, restore, train
 from motet.train.faults import StopFlag
 from motet.train.served.meet import SHARES, Seat, posted, same_of
 from motet.train.served.mirror import Mirror, plan_of
+from motet.train.served.server import forget_old
 from motet.train.served.steps import Steps
 
 
@@ -38,7 +39,7 @@ def run_desk(seat: Seat, beside: Beside) -> Outcome:
     job = seat.job
     device = torch.device("cpu")
     alone = job.model_copy(update={"layout": LayoutSettings(microbatches=job.layout.microbatches)})
-    workers = seat.place.world - 1 - job.layout.server.count
+    workers = seat.place.world - helpers(job.layout.server)
     parts = replace(build_parts(alone, Group(0, 1, None, device), beside.folder), workers=workers)
     if saved_buffers(parts.model.module):
         raise InputError(
@@ -47,8 +48,9 @@ def run_desk(seat: Seat, beside: Beside) -> Outcome:
         )
     plan = plan_of(parts.model.module, job)
     restored = restore(parts)
+    forget_old(beside.folder, seat.place)
     shares = rule_of(job.layout.server, workers, parts.steps).shares
-    same = same_of(parts.model.module, parts.data) | {SHARES: str(shares)}
+    same = same_of(job, parts.model.module, plan, parts.data) | {SHARES: str(shares)}
     with posted(seat, DESK, same) as post:
         office, steps, mirror = _opened(seat, parts, restored, (plan, post))
         spread = parts.updater.spread

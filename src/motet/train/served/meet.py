@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from zlib import crc32
 
@@ -21,8 +21,8 @@ from motet.parallel.group import meeting
 from motet.parallel.place import DESK_FILE, Place
 from motet.parallel.server.post import Post
 from motet.parallel.server.protocol import DESK
-from motet.parallel.server.settings import address_of
-from motet.parallel.server.shelf import as_bytes
+from motet.parallel.server.settings import address_of, helpers
+from motet.parallel.server.shelf import Plan, as_bytes
 from motet.train.job import Job
 
 SHARES = "shares"
@@ -38,6 +38,8 @@ class Seat:
     place: Place
     role: str
     """`desk`, `s0` and so on, `w0` and so on; those of workers that joined begin with the name of their machine."""
+    failed: list[BaseException] = field(default_factory=list)
+    """What a thread beside this one ended with."""
 
     @property
     def name(self) -> str:
@@ -58,34 +60,46 @@ class Seat:
         """While the run went on already."""
         return "/" in self.role
 
+    @property
+    def server(self) -> "Seat | None":
+        """That of the server that is a thread of this worker, if one is."""
+        number = self.place.rank - 1
+        if self.job.layout.server.place == "own" or self.has_joined or number >= self.job.layout.server.count:
+            return None
+        return replace(self, role=f"s{number}")
+
 
 def seat_of(job: Job, place: Place) -> Seat:
-    servers = job.layout.server.count
+    beside = helpers(job.layout.server)
     if place.rank == 0:
         return Seat(job, place, DESK)
-    if place.rank <= servers:
+    if place.rank < beside:
         return Seat(job, place, f"s{place.rank - 1}")
-    return Seat(job, place, f"w{place.rank - 1 - servers}")
+    return Seat(job, place, f"w{place.rank - beside}")
 
 
 def among_workers(seat: Seat) -> Place:
     """As if there were only workers on this machine."""
     place = seat.place
     first = place.rank - place.local_rank
-    others = max(0, min(1 + seat.job.layout.server.count - first, place.local_world))
+    others = max(0, min(helpers(seat.job.layout.server) - first, place.local_world))
     if seat.has_joined:  # with others that all work
         others = 0
     workers = max(1, place.local_world - others)
     return replace(place, local_rank=max(0, place.local_rank - others), local_world=workers)
 
 
-def same_of(module: nn.Module, data: Loader | None) -> dict[str, str]:
+def same_of(job: Job, module: nn.Module, plan: Plan, data: Loader | None) -> dict[str, str]:
     """What must be the same in every process: others would train on what does not belong together."""
+    server = job.layout.server
+    known = (plan.buckets, plan.pieces, plan.groups, plan.packing, plan.compensation, job.precision.recipe, server.mode)
+    layout = crc32(repr((known, server.count, server.copies)).encode())
     frozen = [p.detach().cpu().contiguous().view(-1) for p in module.parameters() if not p.requires_grad]
     digest = crc32(repr(described(module)).encode())
     for tensor in frozen:
         digest = crc32(as_bytes(tensor), digest)
-    return {"model": f"{digest:08x}"} | ({"data": data.fingerprint} if data else {})
+    found = {"model": f"{digest:08x}", "layout": f"{layout:08x}"}
+    return found | ({"data": data.fingerprint} if data else {})
 
 
 @contextmanager
@@ -93,7 +107,8 @@ def posted(seat: Seat, name: str, same: dict[str, str]) -> Iterator[Post]:
     """Connected to the desk, or the desk itself."""
     server = seat.job.layout.server
     host, port = None if seat.is_worker else _own_host(seat.place), 0
-    if server.listen is not None and not seat.is_worker:
+    local = seat.place.rendezvous.startswith("file://")
+    if server.listen is not None and (name == DESK or (local and not seat.is_worker)):
         host, listened = address_of(server.listen, "layout.server.listen")
         port = listened if name == DESK else 0
     try:

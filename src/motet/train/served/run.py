@@ -1,5 +1,6 @@
 """Be what a rank is in a run with a parameter server."""
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,8 +32,30 @@ def run_seat(seat: Seat, folder: Path, stop: StopFlag, callbacks: Sequence[Callb
     with numerics(seat.job):
         if seat.role == DESK:
             return run_desk(seat, Beside(folder, stop, callbacks))
-        if seat.is_worker:
+        if not seat.is_worker:
+            run_server(seat, folder)
+        elif seat.server is None:
             run_worker(seat, stop)
         else:
-            run_server(seat, folder)
+            _run_both(seat, seat.server, folder, stop)
     return Outcome(0, 0)
+
+
+def _run_both(seat: Seat, server: Seat, folder: Path, stop: StopFlag) -> None:
+    """A worker with a server that is a thread beside it; whose failure is told is that of the server, if it has one."""
+
+    def serve() -> None:
+        try:
+            with numerics(server.job):
+                run_server(server, folder)
+        except BaseException as error:  # noqa: BLE001  # told by the other thread
+            seat.failed.append(error)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        run_worker(seat, stop)
+        thread.join()
+    finally:
+        if seat.failed:
+            raise seat.failed[0]

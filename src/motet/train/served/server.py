@@ -1,11 +1,13 @@
 """A server of a run: keeps its pieces of the parameters until the desk says that this is the end."""
 
+import shutil
 from functools import partial
 from itertools import count
 from pathlib import Path
 
 import torch
 
+from motet.parallel.place import Place
 from motet.parallel.server.keeper import Keeper, Kept
 from motet.parallel.server.protocol import View
 from motet.parallel.server.serve import Server
@@ -24,8 +26,8 @@ SNAPSHOTS = "servers"
 def run_server(seat: Seat, folder: Path) -> None:
     job = seat.job
     _, model = build_model(job, torch.device("cpu"))
-    same = same_of(model.module, None)
     plan = plan_of(model.module, job)
+    same = same_of(job, model.module, plan, None)
     del model
     snapshots = _snapshots(seat, folder)
     before, name = seat.before if seat.place.life else "", seat.name
@@ -62,7 +64,16 @@ def _snapshots(seat: Seat, folder: Path) -> Snapshots | None:
     elastic = seat.place.rendezvous.startswith("file://")
     if server.copies > 1 or not server.snapshot_every or not elastic:
         return None
-    snapshots = Snapshots(folder / SNAPSHOTS / seat.role, server.snapshot_every)
-    if not seat.place.life:
-        snapshots.forget()
-    return snapshots
+    return Snapshots(snapshots_of(folder, seat.place) / seat.role, server.snapshot_every)
+
+
+def snapshots_of(folder: Path, place: Place) -> Path:
+    """Of this start of the run, which has a place to meet of its own."""
+    return folder / SNAPSHOTS / Path(place.rendezvous.removeprefix("file://")).parent.name
+
+
+def forget_old(folder: Path, place: Place) -> None:
+    """Snapshots of earlier starts."""
+    for old in (folder / SNAPSHOTS).glob("*"):
+        if old != snapshots_of(folder, place):
+            shutil.rmtree(old, ignore_errors=True)

@@ -34,9 +34,9 @@ def run_worker(seat: Seat, stop: StopFlag) -> None:
     job = seat.job
     device = pick_device(job.run.device, among_workers(seat))
     data, model = build_model(job, device)
-    same = same_of(model.module, data)
     recipe = RECIPES[job.precision.recipe]
     plan = plan_of(model.module, job)
+    same = same_of(job, model.module, plan, data)
     cast_frozen(model.module, recipe)
     named = {n: p for n, p in model.module.named_parameters() if p.requires_grad}
     gradients = Gradients(plan.buckets, 0, plan.gradient, device, keep=True)
@@ -50,6 +50,7 @@ def run_worker(seat: Seat, stop: StopFlag) -> None:
         name = f"{seat.name}+{again}" if again else seat.name
         with posted(seat, name, same) as post:
             attendant = Attendant(Client(name, view), plan, weights, post, limits_s)
+            attendant.beside = seat.failed
             try:
                 worker.run(attendant, uses)
                 return

@@ -1,0 +1,203 @@
+"""The systems that are explored, smaller and larger ones, and those that have a mistake."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from motet.parallel.server.client import Client
+from motet.parallel.server.desk import Desk
+from motet.parallel.server.keeper import Keeper
+from motet.parallel.server.protocol import Copy, Done, Message, Pull, Push, Rule, Sent, View
+from server.explore import Found
+from server.system import System
+
+RULES = ("sync", "bounded", "first-k", "async")
+
+
+def rule(name: str, shares: int, steps: int) -> Rule:
+    """As many shares as workers; the first but one of them make an update, or a step more may be begun."""
+    closes = {"first-k": max(1, shares - 1), "async": 1}.get(name, shares)
+    ahead = {"bounded": 1, "async": None}.get(name, 0)
+    return Rule(shares, steps, closes, ahead, alone=name == "async")
+
+
+def with_rule(system: System, name: str) -> System:
+    return replace(system, rule=rule(name, system.workers, system.rule.steps))
+
+
+def _of(workers: int, servers: int, steps: int, **others: Any) -> System:
+    return replace(System(rule("sync", workers, steps), workers, servers), **others)
+
+
+SMALL = {
+    "nothing goes wrong": _of(2, 2, 3),
+    "each piece has two servers": _of(2, 2, 1, copies=2),
+    "a message comes twice": _of(2, 1, 2, doubles=1),
+    "a connection is lost": _of(2, 1, 1, cuts=1),
+    "a worker ends": _of(2, 1, 2, crashes=1),
+    "a message comes twice, and a worker ends": _of(2, 2, 1, doubles=1, crashes=1),
+    "a server ends": _of(1, 2, 2, copies=2, crashes=1),
+    "a server ends, and one comes with its snapshot": _of(1, 1, 2, crashes=1, returns=True),
+    "values are read in parts": _of(2, 1, 2, in_parts=True),
+    "gradients come piece by piece, a server ends": _of(1, 2, 1, copies=2, crashes=1, by_piece=True),
+    "gradients come piece by piece, a connection is lost": _of(1, 2, 1, cuts=1, by_piece=True),
+    "a run that goes on; a message comes twice": _of(1, 2, 2, copies=2, doubles=1, told=True, first=1),
+    "a run that goes on; a connection is lost": _of(1, 2, 2, copies=2, cuts=1, told=True, first=1),
+    "a run that rests after each step; a connection is lost": _of(1, 2, 1, copies=2, cuts=1, told=True, owned=True),
+    "a run that rests, and is stopped": _of(2, 1, 3, owned=True, stops=1),
+    "a run that rests, and is stopped; a worker ends": _of(2, 1, 2, crashes=1, owned=True, stops=1),
+}
+
+LARGE = {
+    "a message comes twice, and a worker ends": _of(2, 2, 3, doubles=1, crashes=1),
+    "a message comes twice, and a worker or a server ends": _of(2, 2, 3, copies=2, doubles=1, crashes=1),
+    "three workers; a message comes twice, and one ends": _of(3, 2, 2, doubles=1, crashes=1),
+    "a server of two ends, and one comes with nothing": _of(1, 2, 1, copies=2, crashes=1, returns=True),
+    "one of two workers or of two servers ends, and a server comes": _of(2, 2, 1, crashes=1, returns=True),
+    "two servers for each piece, a connection is lost": _of(2, 2, 1, copies=2, cuts=1),
+}
+
+
+def rules_of(system: System) -> list[str]:
+    """Those that differ for it: with one step bounded is sync, and with one worker first-k is."""
+    different: dict[Rule, str] = {}
+    for name in RULES:
+        asked = with_rule(system, name).rule
+        different.setdefault(asked._replace(ahead=0) if asked.steps == 1 and not asked.alone else asked, name)
+    return list(different.values())
+
+
+def row(name: str, system: System, found: Found) -> str:
+    """Of the table of what was explored."""
+    size = f"{system.workers} x {system.servers} x {system.rule.steps - system.first}"
+    (kind,) = (kind for kind in RULES if with_rule(system, kind) == system and kind in rules_of(system))
+    faults = system.doubles, system.crashes, system.cuts
+    cells = size, system.copies, *faults, kind, f"{found.states:,}", f"{found.steps:,}", found.ends
+    return f"| {name} | {' | '.join(map(str, cells))} |"
+
+
+# --- what is wrong ---------------------------------------------------------------------------------
+
+
+class AsksOnce(Client):
+    """A worker does not say again what was lost with a connection."""
+
+    def resume(self, peer: str) -> Sent:
+        return []
+
+
+class AcknowledgesAtOnce(Keeper):
+    """A server acknowledges a push before the second server of the piece has it."""
+
+    def _copy(self, piece: int, share: int, pushes: frozenset[Push]) -> Sent:
+        return self._acks(pushes) + super()._copy(piece, share, pushes)
+
+
+class AnswersAnyPull(Keeper):
+    """A server answers with what it has, however old."""
+
+    def _pull(self, pull: Pull) -> Sent:
+        return super()._pull(pull._replace(least=0))
+
+
+class ForgetsTheSum(Keeper):
+    """A server that becomes the first of a piece does not tell the norm that the one before it owed."""
+
+    def _look(self, view: View) -> Sent:
+        closing, self.closing = self.closing, None
+        sent = super()._look(view)
+        self.closing = closing
+        return sent
+
+
+class CountsTwice(Desk):
+    """The desk makes an update of a share again whose end it hears of again."""
+
+    def _finish(self, done: Done) -> None:
+        super()._finish(done)
+        if self.settled.has(done.share) and done.worker not in self.current:
+            self.done[done.share] = done.report
+
+
+class ForgetsWorkers(Desk):
+    """The desk does not give the share of a lost worker to another."""
+
+    def _lose(self, name: str) -> Sent:
+        sent = super()._lose(name)
+        self.again.clear()
+        return sent
+
+
+class BelievesTheLost(Desk):
+    """The desk takes a share for done whose pushes were lost since."""
+
+    def _finish(self, done: Done) -> None:
+        super()._finish(done._replace(epoch=self.view.epoch))
+
+
+class WaitsForOld(Client):
+    """A worker does not ask the server again that took the place of a lost one."""
+
+    def _look(self, view: View) -> Sent:
+        self.view = view
+        return []
+
+
+class KeepsLateCopies(Keeper):
+    """A server that becomes the first of a piece keeps what the one before it still copies, and tells no second one."""
+
+    takes_copy = False
+
+    def _is_first(self, piece: int) -> bool:
+        return not self.takes_copy and super()._is_first(piece)
+
+    def take(self, message: Message) -> Sent:
+        self.takes_copy = isinstance(message, Copy)
+        return super().take(message)
+
+
+class ForgetsDecisions(Keeper):
+    """A new server forgets decisions that a piece needs of which it has not heard yet."""
+
+    def _oldest(self) -> int:
+        return min((kept.version if kept.there else 0 for kept in self.pieces.values()), default=0)
+
+
+@dataclass(frozen=True)
+class Mistake:
+    system: System
+    promise: str
+    """That it breaks."""
+
+    @property
+    def words(self) -> str:
+        if self.system.in_place:
+            return "An update writes over parameters that are being sent."
+        kinds = (self.system.desk, self.system.keeper, self.system.client)
+        (kind,) = (kind for kind in kinds if kind not in (Desk, Keeper, Client))
+        return (kind.__doc__ or "").strip()
+
+
+LOST = "no push that was acknowledged is lost"
+TORN = "no value is torn"
+BOUND = "the bound is kept"
+DEADLOCK = "everybody comes to the end"
+ONCE = "each share is in one update"
+
+WRONG = {
+    "acknowledges at once": Mistake(_of(2, 2, 2, copies=2, crashes=1, keeper=AcknowledgesAtOnce), LOST),
+    "believes the lost": Mistake(_of(1, 1, 2, crashes=1, returns=True, desk=BelievesTheLost), LOST),
+    "keeps late copies": Mistake(_of(1, 2, 1, copies=2, crashes=1, returns=True, keeper=KeepsLateCopies), LOST),
+    "writes in place": Mistake(with_rule(_of(2, 1, 2, in_parts=True, in_place=True), "async"), TORN),
+    "answers any pull": Mistake(_of(2, 2, 2, keeper=AnswersAnyPull), BOUND),
+    "counts twice": Mistake(replace(with_rule(_of(2, 1, 2, doubles=1), "async"), desk=CountsTwice), ONCE),
+    "forgets the sum": Mistake(_of(2, 2, 2, copies=2, crashes=1, keeper=ForgetsTheSum), DEADLOCK),
+    "forgets workers": Mistake(_of(2, 2, 2, crashes=1, desk=ForgetsWorkers), DEADLOCK),
+    "waits for old servers": Mistake(_of(2, 2, 2, copies=2, crashes=1, client=WaitsForOld), DEADLOCK),
+    "forgets decisions": Mistake(_of(1, 2, 1, copies=2, crashes=1, returns=True, keeper=ForgetsDecisions), DEADLOCK),
+    "asks once": Mistake(_of(2, 1, 2, cuts=1, client=AsksOnce), DEADLOCK),
+}
+
+
+def mistake_row(name: str, found: Found) -> str:
+    mistake = WRONG[name]
+    return f"| {mistake.words} | {mistake.promise} | {found.states:,} |"
