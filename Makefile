@@ -45,8 +45,8 @@ check: .venv/dev.done        ## lint, types, import directions, sizes
 	@$(BIN)/lint-imports --no-cache > .venv/lint-imports.txt || { cat .venv/lint-imports.txt; exit 1; }
 	@$(BIN)/python scripts/size_gate.py
 
-# benchmarks/compressed_training.py takes hours, and is started by hand.
-BENCHMARKS = $(filter-out benchmarks/compressed_training.py,$(wildcard benchmarks/*.py))
+# Those that train many times take hours, and are started by hand.
+BENCHMARKS = $(filter-out benchmarks/compressed_training.py benchmarks/server_training.py,$(wildcard benchmarks/*.py))
 
 bench: .venv/bench.done      ## ratios against peers and limits, measured side by side
 	@for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file || exit 1; done

@@ -11,83 +11,37 @@ At the end docs/benchmarks/compressed-training.md and its pictures are made of t
 that alone, --no-page does not. Beside other work on the machine, the losses are the same.
 """
 
-import argparse
-import json
-import os
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Iterator
-from pathlib import Path
-from statistics import fmean
-
-from parts.curves import WINDOWS, Curve, curve_of, read_curve
-from parts.pages import DOCS
-from parts.variants import COMMON, RANKS, VARIANTS
-from parts.variants_page import write_page
-
-CURVES = DOCS / "curves"
+from parts.compressed import COMPRESSED, VARIANTS, bytes_per_parameter
+from parts.pages import table
+from parts.runs import make
+from parts.variants_page import Curves, gap_cells, loss_cells, seeds_of, write_page
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--only", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
-    parser.add_argument("--curves", type=Path, default=CURVES, help="where finished runs are kept")
-    parser.add_argument("--threads", type=int, default=1, help="per rank")
-    parser.add_argument("--page", action="store_true", help="write the page from what is there, and train nothing")
-    parser.add_argument("--no-page", action="store_true")
-    options = parser.parse_args()
-    if options.steps > WINDOWS and options.steps % WINDOWS:
-        raise SystemExit(f"--steps {options.steps} is no multiple of the {WINDOWS} windows of a curve")
-    options.curves.mkdir(parents=True, exist_ok=True)
-    if not options.page:
-        for seed in options.seeds:  # so that whole seeds are there when it is interrupted
-            for name in options.only:
-                train_once(name, seed, options)
-    if not options.no_page:
-        write_page(dict(stored(options)), options.steps)
+    make(COMPRESSED, __doc__ or "", 500, write)
 
 
-def stored(options: argparse.Namespace) -> Iterator[tuple[tuple[str, int], Curve]]:
-    """(variant, seed) -> its curve, of all that are kept, as far as they were made with today's settings."""
-    for name in VARIANTS:
-        for path in sorted(options.curves.glob(f"{name}-{options.steps}-seed*.json")):
-            seed = int(path.stem.rpartition("seed")[2])
-            curve = read_curve(path, settings_of(name, seed, options.steps))
-            if curve is not None:
-                yield (name, seed), curve
-
-
-def settings_of(name: str, seed: int, steps: int) -> list[str]:
-    return [*COMMON, *VARIANTS[name].settings, f"run.seed={seed}", f"run.steps={steps}"]
-
-
-def train_once(name: str, seed: int, options: argparse.Namespace) -> None:
-    """Unless its file is there."""
-    settings = settings_of(name, seed, options.steps)
-    path = options.curves / f"{name}-{options.steps}-seed{seed}.json"
-    if path.exists() and read_curve(path, settings) is not None:
-        print(f"{path.stem}: is there", flush=True)
+def write(curves: Curves, steps: int) -> None:
+    if not curves:
+        print("no run is there, so the page stays as it is")
         return
-    start = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="motet-curves-") as folder:
-        run, log = Path(folder) / "run", Path(folder) / "log"
-        command = [sys.executable, "-m", "motet", "train", "tiny", "--ranks", str(RANKS), "--run-folder", str(run)]
-        command += [*settings, f"run.threads={options.threads}"]
-        with log.open("w") as told:
-            subprocess.run(command, stdout=told, stderr=told, env=dict(os.environ), check=False)
-        curve = curve_of(run / "events.jsonl", settings, options.steps)
-        if curve is None:
-            raise SystemExit(f"{path.stem} did not end:\n{log.read_text()[-3000:]}")
-    waiting = path.with_suffix(".part")
-    waiting.write_text(curve.to_json(), encoding="utf-8")
-    waiting.replace(path)
-    last = f"loss {fmean(curve.losses[-5:]):.4f}" if curve.losses else "no window is whole"
-    took = time.perf_counter() - start
-    print(f"{path.stem}: {curve.ended}, {last}, validation {json.dumps(curve.validation)}, {took:.0f} s", flush=True)
+    write_page(COMPRESSED, curves, steps, [table_of(curves)])
+
+
+def table_of(curves: Curves) -> str:
+    head = [
+        "variant", "bytes per parameter and step", "validation loss", "over seeds", "gap to exact", "over seeds",
+        "gap without error feedback", "over seeds",
+    ]  # fmt: skip
+    rows = []
+    for name, variant in VARIANTS.items():
+        if variant.is_without or not seeds_of(curves, name):
+            continue
+        without = gap_cells(COMPRESSED, curves, variant.without) if variant.without else ["", ""]
+        sent = f"{bytes_per_parameter([*COMPRESSED.common, *variant.settings]):.3g}"
+        gaps = gap_cells(COMPRESSED, curves, name)
+        rows.append([variant.words, sent, *loss_cells(curves, name), *gaps, *without])
+    return table(head, rows)
 
 
 if __name__ == "__main__":

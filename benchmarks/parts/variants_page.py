@@ -1,82 +1,70 @@
-"""The page and the pictures of benchmarks/compressed_training.py, from whatever runs are there."""
+"""The page and the pictures of a study, from whatever runs are there."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from parts.curves import Curve
-from parts.pages import DOCS, fill, table
+from parts.pages import DOCS, fill
 from parts.plot import Axis, Line, line_plot
-from parts.variants import COMMON, VARIANTS, bytes_per_parameter
+from parts.variants import Study
 
 Curves = Mapping[tuple[str, int], Curve]
 """By variant and seed."""
-PAGE = DOCS / "compressed-training.md"
-LOSSES, GAPS = DOCS / "compressed-training.svg", DOCS / "compressed-training-gap.svg"
 HIGHEST_LOSS, HIGHEST_GAP = 9.0, 1.6
 """The pictures are cut off there: a model that knows nothing has 8.3."""
 SMOOTHED = 5
 """Windows that a point of the picture of gaps is a mean of."""
 
 
-def write_page(curves: Curves, steps: int) -> None:
-    if not curves:
-        print("no run is there, so the page stays as it is")
-        return
-    LOSSES.write_text(picture_of_losses(curves, steps), encoding="utf-8")
-    parts = [what_is_there(curves, steps), table_of(curves)]
-    parts.append(f"![Loss over the steps, for each variant]({LOSSES.name})")
-    gaps = picture_of_gaps(curves, steps)
+def write_page(study: Study, curves: Curves, steps: int, tables: Sequence[str]) -> None:
+    """With these tables above the pictures."""
+    page, losses = DOCS / f"{study.page}.md", DOCS / f"{study.page}.svg"
+    losses.write_text(picture_of_losses(study, curves, steps), encoding="utf-8")
+    parts = [what_is_there(study, curves, steps), *tables]
+    parts.append(f"![Loss over the steps, for each variant]({losses.name})")
+    gaps = picture_of_gaps(study, curves, steps)
     if gaps:
-        GAPS.write_text(gaps, encoding="utf-8")
-        parts.append(f"![Loss less that of the exact run, for each variant]({GAPS.name})")
-    fill(PAGE, parts)
-    print(f"{PAGE.name} is written from {len(curves)} runs")
+        picture = DOCS / f"{study.page}-gap.svg"
+        picture.write_text(gaps, encoding="utf-8")
+        parts.append(f"![Loss less that of {study.reference_run}, for each variant]({picture.name})")
+    fill(page, parts)
+    print(f"{page.name} is written from {len(curves)} runs")
 
 
-def what_is_there(curves: Curves, steps: int) -> str:
-    seeds = {name: seeds_of(curves, name) for name in VARIANTS}
+def what_is_there(study: Study, curves: Curves, steps: int) -> str:
+    seeds = {name: seeds_of(curves, name) for name in study.variants}
     most = sorted({seed for _, seed in curves})
     lacking = [
-        f"{VARIANTS[name].words} (has {', '.join(map(str, has)) or 'none'})"
+        f"{study.variants[name].words} (has {', '.join(map(str, has)) or 'none'})"
         for name, has in seeds.items()
         if has != most
     ]
-    total = len(VARIANTS) * len(most)
+    total = len(study.variants) * len(most)
     text = f"{len(curves)} of {total} runs of {steps} steps are there; seeds {', '.join(map(str, most))}"
     text += f". Not all seeds: {'; '.join(lacking)}." if lacking else ", each of every variant."
     versions = ", ".join(sorted({curve.torch for curve in curves.values()}))
-    shown = " ".join(setting for setting in COMMON if setting.startswith(("data.", "optimizer.")))
-    return f"{text} `motet train tiny --ranks 2 {shown}`, torch {versions}."
+    shown = " ".join(setting for setting in study.common if setting.startswith(("data.", "optimizer.", "layout.")))
+    return f"{text} `motet train tiny --ranks {study.ranks} {shown}`, torch {versions}."
 
 
 def seeds_of(curves: Curves, name: str) -> list[int]:
     return sorted(seed for variant, seed in curves if variant == name)
 
 
-def table_of(curves: Curves) -> str:
-    head = [
-        "variant", "bytes per parameter and step", "validation loss", "over seeds", "gap to exact", "over seeds",
-        "gap without error feedback", "over seeds",
-    ]  # fmt: skip
-    rows = []
-    for name, variant in VARIANTS.items():
-        if variant.is_without or not seeds_of(curves, name):
-            continue
-        without = gap_cells(curves, variant.without) if variant.without else ["", ""]
-        losses = [curve.validation for (of, _), curve in curves.items() if of == name]
-        sent = f"{bytes_per_parameter([*COMMON, *variant.settings]):.3g}"
-        gaps = ["", ""] if name == "exact" else gap_cells(curves, name)
-        rows.append([variant.words, sent, *cells(losses, ".4f"), *gaps, *without])
-    return table(head, rows)
+def loss_cells(curves: Curves, name: str) -> list[str]:
+    """Of the validation loss."""
+    return cells([curves[name, seed].validation for seed in seeds_of(curves, name)], ".4f")
 
 
-def gap_cells(curves: Curves, name: str) -> list[str]:
-    """Of the validation loss, seed by seed."""
+def gap_cells(study: Study, curves: Curves, name: str) -> list[str]:
+    """Of the validation loss to that of the reference, seed by seed; nothing for the reference itself."""
+    if name == study.reference:
+        return ["", ""]
     gaps: list[float | None] = []
     for seed in seeds_of(curves, name):
-        exact, own = curves.get(("exact", seed)), curves[name, seed].validation
-        if exact is not None and exact.validation is not None:
-            gaps.append(None if own is None else own - exact.validation)
+        other, own = curves.get((study.reference, seed)), curves[name, seed].validation
+        if other is not None and other.validation is not None:
+            gaps.append(None if own is None else own - other.validation)
     return cells(gaps, "+.4f")
 
 
@@ -90,34 +78,39 @@ def cells(values: list[float | None], form: str) -> list[str]:
     return [mean, f"{min(there):{form}} to {max(there):{form}}" if len(there) > 1 else "one seed"]
 
 
-def picture_of_losses(curves: Curves, steps: int) -> str:
+def picture_of_losses(study: Study, curves: Curves, steps: int) -> str:
     lines = []
-    for name, variant in VARIANTS.items():
+    for name in study.variants:
         found = [curves[name, seed].losses for seed in seeds_of(curves, name)]
-        lines.append(Line(label(name), mean_curve(found, steps_of(curves)), variant.colour, is_dashed(name)))
-    title = f"Training loss of tiny over {steps} steps on two ranks"
-    note = "mean over the seeds, of windows of steps; dashed: without error feedback (averaging too)"
+        lines.append(line_of(study, name, mean_curve(found, steps_of(curves))))
+    title = f"Training loss of tiny over {steps} steps {study.where}"
+    note = "; ".join(filter(None, ["mean over the seeds, of windows of steps", study.dashed]))
     high = HIGHEST_LOSS if max(y for line in lines for _, y in line.points) > HIGHEST_LOSS else None
     return line_plot(title, note, shown(lines), Axis("step", low=0, high=steps), Axis("loss", high=high))
 
 
-def picture_of_gaps(curves: Curves, steps: int) -> str | None:
+def picture_of_gaps(study: Study, curves: Curves, steps: int) -> str | None:
     lines = []
-    for name, variant in VARIANTS.items():
-        seeds = [seed for seed in seeds_of(curves, name) if ("exact", seed) in curves]
+    for name in study.variants:
+        seeds = [seed for seed in seeds_of(curves, name) if (study.reference, seed) in curves]
         differences = []
-        for seed in seeds if name != "exact" else []:
-            pairs = zip(curves[name, seed].losses, curves["exact", seed].losses, strict=False)
-            differences.append(smooth([own - exact for own, exact in pairs]))
-        points = mean_curve(differences, steps_of(curves))
-        lines.append(Line(label(name), points, variant.colour, is_dashed(name)))
+        for seed in seeds if name != study.reference else []:
+            pairs = zip(curves[name, seed].losses, curves[study.reference, seed].losses, strict=False)
+            differences.append(smooth([own - other for own, other in pairs]))
+        lines.append(line_of(study, name, mean_curve(differences, steps_of(curves))))
     if not shown(lines):
         return None
-    note = f"mean over the seeds, of {SMOOTHED} windows; dashed: without error feedback (averaging too)"
+    note = "; ".join(filter(None, [f"mean over the seeds, of {SMOOTHED} windows", study.dashed]))
     low, high = ends(lines)
-    title = "Training loss less that of the exact run"
-    axes = Axis("step", low=0, high=steps), Axis("loss less exact", low=low, high=high)
+    title = f"Training loss less that of {study.reference_run}"
+    axes = Axis("step", low=0, high=steps), Axis(f"loss less {study.reference}", low=low, high=high)
     return line_plot(title, note, shown(lines), *axes)
+
+
+def line_of(study: Study, name: str, points: list[tuple[float, float]]) -> Line:
+    variant = study.variants[name]
+    label = variant.label or name.replace("-off", ", no feedback")
+    return Line(label, points, variant.colour, variant.dashed or variant.is_without)
 
 
 def ends(lines: list[Line]) -> tuple[float, float]:
@@ -147,12 +140,3 @@ def steps_of(curves: Curves) -> int:
 
 def shown(lines: list[Line]) -> list[Line]:
     return [line for line in lines if line.points]
-
-
-def label(name: str) -> str:
-    short = {"zero-plus-plus": "ZeRO++, stage 3", "diloco": "DiLoCo, 20", "average": "averaging, 20"}
-    return short.get(name, name.replace("-off", ", no feedback"))
-
-
-def is_dashed(name: str) -> bool:
-    return VARIANTS[name].is_without or name == "average"

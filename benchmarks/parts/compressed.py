@@ -1,0 +1,92 @@
+"""The variants of benchmarks/compressed_training.py: what each sends instead of exact sums, and how many bytes."""
+
+from statistics import fmean
+from typing import Any
+
+from parts.variants import Study, Variant
+
+RANKS = 2
+NO_FEEDBACK = "communication.error_feedback=false"
+
+
+def _codec(text: str, *more: str) -> tuple[str, ...]:
+    return (f"communication.compress_gradients={text}", *more)
+
+
+VARIANTS = {
+    "exact": Variant("exact", (), 7),
+    "int8": Variant("`int8`", _codec("int8"), 0),
+    "int4": Variant("`int4`", _codec("int4"), 1, without="int4-off"),
+    "int4-off": Variant("`int4`, no error feedback", _codec("int4", NO_FEEDBACK), 1, is_without=True),
+    "sign": Variant("`sign`", _codec("sign"), 2, without="sign-off"),
+    "sign-off": Variant("`sign`, no error feedback", _codec("sign", NO_FEEDBACK), 2, is_without=True),
+    "topk": Variant("`topk:keep=0.01`", _codec("topk:keep=0.01"), 3, without="topk-off"),
+    "topk-off": Variant(
+        "`topk:keep=0.01`, no error feedback", _codec("topk:keep=0.01", NO_FEEDBACK), 3, is_without=True
+    ),
+    "powersgd": Variant("`powersgd:rank=4`", _codec("powersgd:rank=4"), 4, without="powersgd-off"),
+    "powersgd-off": Variant(
+        "`powersgd:rank=4`, no error feedback", _codec("powersgd:rank=4", NO_FEEDBACK), 4, is_without=True
+    ),
+    "zero-plus-plus": Variant(
+        "ZeRO++ at stage 3: qwZ `int8`, qgZ `int4`",
+        ("layout.zero=3", "communication.compress_parameters=int8", *_codec("int4")),
+        5,
+        "ZeRO++, stage 3",
+    ),
+    "diloco": Variant("DiLoCo, every 20 steps", ("outer.every=20",), 6, "DiLoCo, 20"),
+    "average": Variant(
+        "averaging every 20 steps", ("outer.every=20", "outer.optimizer=average"), 0, "averaging, 20", dashed=True
+    ),
+}
+COMPRESSED = Study(
+    page="compressed-training",
+    variants=VARIANTS,
+    reference="exact",
+    reference_run="the exact run",
+    ranks=RANKS,
+    where="on two ranks",
+    dashed="dashed: without error feedback (averaging too)",
+)
+
+
+def bytes_per_parameter(settings: list[str]) -> float:
+    """What a rank sends in a step, on average, by ring algorithms, as `motet.parallel.placement.traffic` says."""
+    import torch
+
+    from motet import load_job
+    from motet.models.build import build_trainee
+    from motet.parallel.communication import CommunicationSettings
+    from motet.parallel.layout import resolve_layout
+    from motet.parallel.placement import traffic
+    from motet.precision.recipe import RECIPES
+
+    job = load_job("tiny", settings)
+    layout = resolve_layout(job.layout, RANKS, job.data.batch_sequences)
+    rings = {"all_reduce": "ring", "reduce_scatter": "ring", "all_gather": "ring"}
+    manner: CommunicationSettings = job.communication.model_copy(update=rings)
+    module = build_trainee(job.model, 0, torch.float32, torch.device("cpu")).module
+    numel = sum(p.numel() for p in module.parameters())
+    portions = _portions(module, job, layout)
+    sent = fmean(traffic(portions, layout, RECIPES[job.precision.recipe], manner, r).total for r in range(RANKS))
+    return sent / numel / (job.outer.every or 1)  # a meeting sends what a step sends at stage 0: masters in float32
+
+
+def _portions(module: Any, job: Any, layout: Any) -> Any:
+    """As training cuts the model."""
+    from motet.parallel.buckets import cut_buckets
+    from motet.parallel.placement import Portions
+    from motet.train.optimizer import group_parameters
+
+    named = dict(module.named_parameters())
+    if layout.zero == 3:
+        from motet.parallel.full import describe
+        from motet.parallel.wrap import blocks_of
+
+        return Portions(units=describe(module, blocks_of(module), set()))
+    groups = group_parameters(named, job.optimizer)
+    place = {name: number for number, members in enumerate(groups.values()) for name in members}
+    mib = 2**20 // 4
+    limits = int(job.communication.bucket_mib * mib), int(job.communication.first_bucket_mib * mib)
+    buckets = cut_buckets({name: (place[name], p.numel()) for name, p in named.items()}, layout.shards, *limits)
+    return Portions(buckets, shapes={name: tuple(p.shape) for name, p in named.items()})

@@ -1,0 +1,108 @@
+"""The tables of benchmarks/server_training.py: what each mode ends with, how stale it was, and that bounds held."""
+
+from statistics import fmean
+
+from parts.curves import Curve
+from parts.pages import table
+from parts.served import SERVED, SHARES, VARIANTS
+from parts.staleness import Served
+from parts.variants_page import Curves, gap_cells, loss_cells, seeds_of
+
+LAST = 8
+"""Staleness from here on is one column."""
+PARAMETERS = 3_950_848
+"""Of `tiny`."""
+
+
+def table_of(curves: Curves) -> str:
+    head = [
+        "variant", "validation loss", "over seeds", "gap to sync", "over seeds", "staleness, mean", "largest",
+        "mean, in steps", "left out", "bytes pushed", "bytes pulled",
+    ]  # fmt: skip
+    rows = []
+    for name, variant in VARIANTS.items():
+        if seeds_of(curves, name):
+            own = [*loss_cells(curves, name), *gap_cells(SERVED, curves, name)]
+            rows.append([variant.words, *own, *staleness_cells(curves, name), *traffic_cells(curves, name)])
+    return table(head, rows)
+
+
+def staleness_cells(curves: Curves, name: str) -> list[str]:
+    served = served_of_variant(curves, name)
+    mean = fmean(run.mean for run in served)
+    steps = mean / updates_of_a_step(name)
+    return [f"{mean:.2f}", str(max(run.largest for run in served)), f"{steps:.2f}", left_out(curves, name)]
+
+
+def updates_of_a_step(name: str) -> int:
+    return SHARES if name.startswith("async") else 1
+
+
+def left_out(curves: Curves, name: str) -> str:
+    """The share of the tokens of a batch that is in no update."""
+    found = []
+    for seed in seeds_of(curves, name):
+        reference, own = curves.get((SERVED.reference, seed)), curves[name, seed].server
+        if reference is not None and reference.server is not None and own is not None:
+            found.append(1 - own.tokens / own.events / (reference.server.tokens / reference.server.events))
+    return f"{fmean(found):.0%}" if found else ""
+
+
+def traffic_cells(curves: Curves, name: str) -> list[str]:
+    """For each parameter and step, of all workers together."""
+    served = served_of_variant(curves, name)
+    pushed = fmean(run.pushed_bytes / run.events for run in served) / PARAMETERS
+    pulled = fmean(run.pulled_bytes / run.events for run in served) / PARAMETERS
+    return [f"{pushed:.3g}", f"{pulled:.3g}"]
+
+
+def served_of_variant(curves: Curves, name: str) -> list[Served]:
+    return [served(curves[name, seed]) for seed in seeds_of(curves, name)]
+
+
+def served(curve: Curve) -> Served:
+    if curve.server is None:
+        raise SystemExit(f"a curve of {curve.settings} does not say how stale it was")
+    return curve.server
+
+
+def table_of_staleness(curves: Curves) -> str:
+    """Shares of all gradients of all seeds."""
+    head = ["share of gradients that lacked", "gradients", *map(str, range(LAST)), f"{LAST} or more", "updates of"]
+    rows = []
+    for name, variant in VARIANTS.items():
+        runs = served_of_variant(curves, name)
+        if not runs:
+            continue
+        longest = max(len(run.staleness) for run in runs)
+        total = [sum(run.staleness[late] for run in runs if late < len(run.staleness)) for late in range(longest)]
+        count = sum(total)
+        parts = [*(sum(total[late : late + 1]) for late in range(LAST)), sum(total[LAST:])]
+        unit = "a share" if updates_of_a_step(name) > 1 else "a step"
+        rows.append([variant.words, f"{count:,}", *(percent(part, count) for part in parts), unit])
+    return table(head, rows)
+
+
+def percent(part: int, count: int) -> str:
+    if part * 2000 < count:
+        return "below 0.1%" if part else ""
+    return f"{part / count:.1%}"
+
+
+def checked(curves: Curves) -> str:
+    """Over how many events no gradient was staler than it may be. Runs in which one was are not kept."""
+    found = []
+    for name, variant in VARIANTS.items():
+        runs = served_of_variant(curves, name)
+        if variant.bound is None or not runs:
+            continue
+        worst = max(run.largest for run in runs)
+        if worst > variant.bound:
+            raise SystemExit(f"{name}: staleness {worst}, above the bound {variant.bound}")
+        found.append(f"{variant.words} at most {variant.bound} in {sum(run.events for run in runs):,} events")
+    kept = [curve.server for (name, _), curve in curves.items() if VARIANTS[name].bound is not None and curve.server]
+    events = sum(run.events for run in kept)
+    return (
+        f"The bound was checked in every event of a step of these runs, {events:,} in all, and held in each: "
+        f"{'; '.join(found)}."
+    )
