@@ -215,7 +215,7 @@ class Gradients:
 
     def kept(self, place: slice) -> Tensor:
         """What is kept of this place in the flat tensors; of a part, or anywhere if all is kept."""
-        if self._keep:
+        if self._keep or place.start == place.stop:
             return self._flat[place]
         number = next(i for i, piece in enumerate(self._shards) if piece.start <= place.start < piece.stop)
         offset = self._offsets[number] - self._shards[number].start
