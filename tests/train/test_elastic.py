@@ -23,6 +23,7 @@ from ranks import Ranks, uncounted
 from train.runs import saved_tensors, small_job
 
 NO_HOSTS = missing()
+# Links that are cut and hosts with addresses of their own are network namespaces here, which need root and iproute2.
 pytestmark = pytest.mark.skipif(NO_HOSTS is not None, reason=str(NO_HOSTS))
 LIMIT_S = 60.0
 ADDRESS = "10.78.0.1:4007"

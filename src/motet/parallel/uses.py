@@ -7,6 +7,7 @@ seen to be used, or was before any module was called, is waited for when a step 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from itertools import chain
 from typing import Any
 
@@ -90,8 +91,8 @@ class _Watch(TorchFunctionMode):
         for inner in module.modules():
             self._handles.append(inner.register_forward_pre_hook(self._begun))
             self._handles.append(inner.register_forward_hook(self._done, always_call=True))
-        self._entered = True
-        self.__enter__()  # type: ignore[no-untyped-call]  # torch gives it no types
+        self._entered = ExitStack()
+        self._entered.enter_context(self)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -111,9 +112,8 @@ class _Watch(TorchFunctionMode):
 
     def leave(self) -> None:
         """As soon as nothing that was entered later is in the way: modes are a stack."""
-        if self._entered and not self._handles and _get_current_function_mode() is self:
-            self._entered = False
-            self.__exit__(None, None, None)
+        if not self._handles and _get_current_function_mode() is self:
+            self._entered.close()
 
     def _begun(self, module: nn.Module, args: object) -> None:
         if not self._at_work:
