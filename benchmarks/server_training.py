@@ -23,9 +23,6 @@ def main() -> None:
 
 
 def write(curves: Curves, steps: int) -> None:
-    if not curves:
-        print("no run is there, so the page stays as it is")
-        return
     write_page(SERVED, curves, steps, [table_of(curves), checked(curves), table_of_staleness(curves)])
 
 

@@ -29,8 +29,11 @@ def make(study: Study, words: str, steps: int, write: Callable[[Curves, int], No
         for seed in options.seeds:  # so that whole seeds are there when it is interrupted
             for name in options.only:
                 train_once(study, name, seed, options)
-    if not options.no_page:
-        write(dict(stored(study, options)), options.steps)
+    curves = {} if options.no_page else dict(stored(study, options))
+    if curves:
+        write(curves, options.steps)
+    elif not options.no_page:
+        print("no run is there, so the page stays as it is")
 
 
 def options_of(study: Study, words: str, steps: int) -> argparse.Namespace:

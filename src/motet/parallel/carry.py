@@ -3,8 +3,7 @@
 What a codec loses of a sum is added to what the same bucket gives the next time: error feedback (arXiv:1901.09847).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from weakref import finalize
 from zlib import crc32
@@ -15,6 +14,7 @@ from torch import Tensor
 from motet.collectives import execute
 from motet.collectives.codecs import reduce
 from motet.collectives.codecs.message import decode, encode
+from motet.collectives.codecs.wire import as_it_is
 from motet.collectives.compress import Blockwise, Codec, PowerSGD
 from motet.collectives.execute import Call
 from motet.collectives.lane import Lane, Task, Work
@@ -45,7 +45,7 @@ class Coded:
         self._errors = self.errors.split(sizes)
         shapes = [_bases(codec, one) for one in sums]
         most = max(sum(rows * columns for bases in of_shard for rows, columns in bases) for of_shard in shapes)
-        with _as_it_is():
+        with as_it_is():
             self.bases = torch.zeros(most, dtype=torch.float32, device=ranks.device)
         at = 0
         self._bases: list[list[Tensor]] = []
@@ -201,7 +201,7 @@ class Carry:
         if self._parameters is None or not own.is_floating_point():
             return execute.all_gather(whole, own, self.mesh.shards, **self._call("all-gather", "shards", whole))
         seed = self._seed(number, "gather", self.mesh.shards.rank)
-        with _as_it_is():
+        with as_it_is():
             message = encode(self._parameters, own, seed)
             arrived = message.new_empty(self.mesh.shards.world, message.numel())
         call = self._call("all-gather", "shards", arrived)
@@ -258,7 +258,7 @@ class _Arriving:
         self._work.wait()
         if self._messages is None:
             return
-        with _as_it_is():
+        with as_it_is():
             for part, message in zip(self._whole.view(len(self._messages), -1), self._messages, strict=True):
                 part.copy_(decode(self._codec, message, part.shape, part.dtype))
         self._messages = None
@@ -275,15 +275,8 @@ def _in_two_levels(shard: Tensor, whole: Tensor, codec: Blockwise, mesh: tuple[G
     shard.copy_(reduce.reduce_scatter(sums, codec, far, derive_seed(seed, "far"))[0])
 
 
-@contextmanager
-def _as_it_is() -> Iterator[None]:
-    """Codecs compute in float32 whatever the recipe is, and without gradients."""
-    with torch.no_grad(), torch._C.DisableTorchFunction():
-        yield
-
-
 def _do_as_it_is(task: Task) -> None:
-    with _as_it_is():
+    with as_it_is():
         task()
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from motet.collectives.codecs import reduce
-from motet.collectives.codecs.wire import wide
+from motet.collectives.codecs.wire import as_it_is, wide
 from motet.collectives.compress import PowerSGD
 from motet.collectives.execute import Call, Work, all_reduce
 from motet.collectives.lane import Done, Lane
@@ -60,7 +60,7 @@ class Differences:
 
     def _sum(self, number: int, tensor: Tensor, seed: int) -> None:
         assert self._codec is not None
-        with torch.no_grad(), torch._C.DisableTorchFunction():  # codecs compute in float32 whatever the recipe is
+        with as_it_is():
             given = (tensor + self.errors[number]).to(tensor.dtype) if self.errors else tensor
             reduced = reduce.all_reduce(given, self._codec, self._replicas, seed)
             if self.errors:

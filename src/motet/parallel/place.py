@@ -7,6 +7,7 @@ sentence, because a rank that guesses its place waits for others that never come
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from motet.cluster.cores import usable_cores
 from motet.core.errors import InputError
@@ -33,9 +34,6 @@ class Place:
     """Cores that the launcher gave to this rank alone, when it says so."""
 
 
-DESK_FILE = ".desk-"
-"""Between the path of a store and the number of an attempt: a file that says where a parameter server's desk is."""
-
 _LARGEST_PORT = 65535
 
 ALONE = Place(rank=0, world=1, local_rank=0, local_world=1, attempt=0, rendezvous="")
@@ -51,6 +49,11 @@ def place_from(environment: Mapping[str, str]) -> Place | None:
     if "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
         return _slurm(environment)
     return None
+
+
+def desk_file(place: Place) -> Path:
+    """Where the ranks of one supervisor find out where a parameter server's desk is: beside their store."""
+    return Path(f"{place.rendezvous.removeprefix('file://')}.desk-{place.attempt}")
 
 
 def threads_for(place: Place, setting: int | None) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from motet.core.errors import RankError
-from motet.parallel.place import DESK_FILE, Place, environment_of
+from motet.parallel.place import Place, desk_file, environment_of
 from motet.train.faults import STOPPED, STOPPED_AT_ONCE, Record, StopFlag, first_cause, read_record
 
 POLL_S = 0.03
@@ -180,7 +180,7 @@ class _Group:
 
     def begin(self) -> None:
         if self.start.desk:
-            (self.folder / f"store{DESK_FILE}{self.attempt}").write_text(self.start.desk, encoding="utf-8")
+            desk_file(_place(self.start, self.attempt, 0, self.folder)).write_text(self.start.desk, encoding="utf-8")
         for rank in range(self.start.ranks):
             self.ranks.append(_start_rank(self.start, self.attempt, rank, self.folder))
 
@@ -220,8 +220,12 @@ class _Group:
                 self.ranks.remove(rank)
 
 
+def _place(start: Launch, attempt: int, rank: int, folder: Path) -> Place:
+    return Place(rank, start.ranks, rank, start.ranks, attempt, f"file://{folder}/store")
+
+
 def _start_rank(start: Launch, attempt: int, rank: int, folder: Path, life: int = 0) -> _Rank:
-    place = Place(rank, start.ranks, rank, start.ranks, attempt, f"file://{folder}/store", life=life)
+    place = replace(_place(start, attempt, rank, folder), life=life)
     path = start.logs / f"rank-{rank}.txt"
     with ExitStack() as files:
         log = None if rank == 0 and not start.desk else files.enter_context(path.open("ab"))

@@ -15,6 +15,11 @@ from motet.core.errors import InputError
 from motet.core.seeds import derive_seed
 
 
+def seed_of(seed: int, name: str, step: int) -> int:
+    """By which the message about a tensor is encoded and decoded."""
+    return derive_seed(seed, step, name)
+
+
 class ErrorFeedback:
     """The error of each tensor, by name, as this rank keeps it; and PowerSGD's bases.
 
@@ -47,7 +52,7 @@ class ErrorFeedback:
         return message
 
     def seed_of(self, name: str, step: int) -> int:
-        return derive_seed(self.seed, step, name)
+        return seed_of(self.seed, name, step)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Every rank has a state of its own."""

@@ -3,6 +3,9 @@
 All messages of a collective are equally long, so that any backend takes them. The trace counts what goes to others.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -10,6 +13,13 @@ from torch import Tensor
 
 from motet.collectives.execute import Ranks
 from motet.core import trace
+
+
+@contextmanager
+def as_it_is() -> Iterator[None]:
+    """Codecs compute in float32 whatever the recipe is, and without gradients."""
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        yield
 
 
 def name_of(dtype: torch.dtype) -> str:

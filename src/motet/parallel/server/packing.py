@@ -4,16 +4,13 @@ What compression loses of one message is added to what the next one holds: of a 
 same piece again with its next share, and of parameters by their server, for the next version.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
-from motet.collectives.codecs.feedback import ErrorFeedback
+from motet.collectives.codecs.feedback import ErrorFeedback, seed_of
 from motet.collectives.codecs.message import decode, encode
+from motet.collectives.codecs.wire import as_it_is
 from motet.collectives.compress import Codec
-from motet.core.seeds import derive_seed
 from motet.parallel.server.settings import Packing
 
 ERROR, MESSAGE = "pull/error", "pull/message"
@@ -30,10 +27,10 @@ class Packer:
 
     def pack(self, piece: int, number: int, tensor: Tensor) -> Tensor:
         """The message about a piece; `number` is what whoever unpacks it knows, too."""
-        with _plain():
+        with as_it_is():
             if self._feedback is not None:
                 return self._feedback.encode(str(piece), tensor, number)
-            return encode(self._codec, tensor, _seed(self._seed, piece, number))
+            return encode(self._codec, tensor, seed_of(self._seed, str(piece), number))
 
     def error(self, piece: int) -> dict[str, Tensor]:
         """Empty without feedback."""
@@ -50,25 +47,13 @@ def unpack_gradient(packing: Packing, message: bytearray | memoryview, piece: in
     if packing.push is None:
         return torch.frombuffer(message, dtype=like.dtype)
     content = torch.frombuffer(message, dtype=torch.uint8)
-    with _plain():
-        return decode(packing.push, content, like.shape, like.dtype, _seed(packing.seed, piece, share))
+    with as_it_is():
+        return decode(packing.push, content, like.shape, like.dtype, seed_of(packing.seed, str(piece), share))
 
 
 def unpack_parameters(packing: Packing, message: bytearray | memoryview, like: Tensor) -> Tensor:
     """`like` has their shape and dtype."""
     if packing.pull is None:
         return torch.frombuffer(message, dtype=like.dtype)
-    with _plain():
+    with as_it_is():
         return decode(packing.pull, torch.frombuffer(message, dtype=torch.uint8), like.shape, like.dtype)
-
-
-@contextmanager
-def _plain() -> Iterator[None]:
-    """Codecs compute in float32 whatever the recipe is."""
-    with torch.no_grad(), torch._C.DisableTorchFunction():
-        yield
-
-
-def _seed(seed: int, piece: int, number: int) -> int:
-    """As `ErrorFeedback` derives it."""
-    return derive_seed(seed, number, str(piece))

@@ -6,6 +6,7 @@ version.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from io import BytesIO
 from typing import Any
 
@@ -40,7 +41,15 @@ class Plan:
         return found
 
     def of_bucket(self, bucket: int) -> list[int]:
-        return [number for number, piece in enumerate(self.pieces) if piece.bucket == bucket]
+        return self._by_bucket[bucket]
+
+    @cached_property
+    def _by_bucket(self) -> dict[int, list[int]]:
+        """Asked for again and again in every step."""
+        found: dict[int, list[int]] = {}
+        for number, piece in enumerate(self.pieces):
+            found.setdefault(piece.bucket, []).append(number)
+        return found
 
 
 @dataclass

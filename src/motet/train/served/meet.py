@@ -18,7 +18,7 @@ from motet.core.errors import InputError, PeerError
 from motet.data.loader import Loader
 from motet.parallel.alike import described
 from motet.parallel.group import meeting
-from motet.parallel.place import DESK_FILE, Place
+from motet.parallel.place import Place, desk_file
 from motet.parallel.server.post import Post
 from motet.parallel.server.protocol import DESK
 from motet.parallel.server.settings import address_of, helpers
@@ -120,7 +120,7 @@ def posted(seat: Seat, name: str, same: dict[str, str]) -> Iterator[Post]:
         ) from None
     try:
         if name == DESK:
-            tell_address(seat, *post.address)
+            _tell_address(seat, *post.address)
         else:
             post.connect(DESK, _address(seat))
         yield post
@@ -128,29 +128,25 @@ def posted(seat: Seat, name: str, same: dict[str, str]) -> Iterator[Post]:
         post.close()
 
 
-def tell_address(seat: Seat, host: str, port: int) -> None:
+def _tell_address(seat: Seat, host: str, port: int) -> None:
     place = seat.place
     if place.rendezvous.startswith("file://"):
-        write_address(_file(place), f"{host}:{port}")
+        _write(desk_file(place), f"{host}:{port}")
         return
     with meeting(place, seat.job.run.timeout_s) as (_, store):
         store.set(f"desk-{place.attempt}", f"{host}:{port}")
 
 
-def write_address(path: Path, address: str) -> None:
+def _write(path: Path, address: str) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(address, encoding="utf-8")
     partial.rename(path)
 
 
-def _file(place: Place) -> Path:
-    return Path(f"{place.rendezvous.removeprefix('file://')}{DESK_FILE}{place.attempt}")
-
-
 def _address(seat: Seat) -> tuple[str, int]:
     place, limit_s = seat.place, seat.job.run.timeout_s
     if place.rendezvous.startswith("file://"):
-        path, end = _file(place), time.monotonic() + limit_s
+        path, end = desk_file(place), time.monotonic() + limit_s
         while not path.exists():
             if time.monotonic() > end:
                 raise PeerError(f"the parameter server's desk has not begun within {limit_s:g} s")

@@ -11,7 +11,7 @@ from motet.data.loader import Loader
 from motet.models.build import Trainee
 from motet.parallel.flat import FlatWeights, Gradients
 from motet.parallel.group import pick_device
-from motet.parallel.layout import resolve_layout
+from motet.parallel.layout import Layout, resolve_layout
 from motet.parallel.server.attend import Attendant, GivenUpError
 from motet.parallel.server.client import Client
 from motet.parallel.server.protocol import Ticket, View
@@ -75,6 +75,7 @@ class Worker:
         """Share after share, until the end."""
         self.attendant = attendant
         ordered = self.job.layout.server.order == "need"
+        layout: Layout | None = None
         while not self.stop.requested and (ticket := attendant.next()) is not None:
             if uses.order and ordered:
                 attendant.order(uses.order)
@@ -83,17 +84,20 @@ class Worker:
             if not uses.order:
                 for bucket in range(len(self.plan.buckets)):
                     attendant.need(bucket)
-            self._work(ticket, attendant, uses)
+            if layout is None:  # the desk says how a step is cut
+                shares = int(attendant.told[SHARES])
+                layout = resolve_layout(self.job.layout, shares, self.job.data.batch_sequences)
+            self._work(ticket, layout, uses)
 
     def need(self, bucket: int) -> None:
         assert self.attendant
         self.attendant.need(bucket)
 
-    def _work(self, ticket: Ticket, attendant: Attendant, uses: Uses) -> None:
-        shares = int(attendant.told[SHARES])
-        step, index = divmod(ticket.share, shares)
-        batch_sequences = self.job.data.batch_sequences
-        portions = rows_of_rank(resolve_layout(self.job.layout, shares, batch_sequences), index, batch_sequences)
+    def _work(self, ticket: Ticket, layout: Layout, uses: Uses) -> None:
+        attendant = self.attendant
+        assert attendant
+        step, index = divmod(ticket.share, layout.dp)
+        portions = rows_of_rank(layout, index, self.job.data.batch_sequences)
         gradients = self.weights.gradients
         gradients.begin()
         loss_sum, count, tokens = 0.0, 0.0, 0.0
