@@ -6,6 +6,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
+from pydantic import BaseModel
+
 from motet.core.trace import Span
 from motet.monitor import events
 
@@ -33,7 +35,12 @@ was done again, and `read_steps(path)` gives the curve with each step once.
 def type_text(annotation: object) -> str:
     """`int | None` and the like, without module names."""
     text = annotation.__name__ if isinstance(annotation, type) and not get_args(annotation) else str(annotation)
-    return text.replace("motet.core.trace.", "").replace("typing.", "").replace("NoneType", "None")
+    return (
+        text.replace("motet.core.trace.", "")
+        .replace("motet.monitor.events.", "")
+        .replace("typing.", "")
+        .replace("NoneType", "None")
+    )
 
 
 def attribute_docs(kind: type) -> dict[str, str]:
@@ -54,17 +61,22 @@ def table(rows: list[tuple[str, str, str]]) -> list[str]:
     return lines
 
 
+def model_rows(kind: type[BaseModel]) -> list[tuple[str, str, str]]:
+    return [
+        (name, type_text(field.annotation), field.description or "")
+        for name, field in kind.model_fields.items()
+        if name not in ("event", "time")
+    ]
+
+
 def page() -> str:
     """The whole page."""
     lines = [INTRODUCTION]
     for kind in get_args(events.Event):
         lines += [f"## `{kind.model_fields['event'].default}`", "", inspect.cleandoc(kind.__doc__), ""]
-        rows = [
-            (name, type_text(field.annotation), field.description or "")
-            for name, field in kind.model_fields.items()
-            if name not in ("event", "time")
-        ]
-        lines += [*table(rows), ""]
+        lines += [*table(model_rows(kind)), ""]
+    work = events.ServerWork
+    lines += ["## Parameter servers", "", inspect.cleandoc(work.__doc__ or ""), "", *table(model_rows(work)), ""]
     lines += ["## Spans", "", inspect.cleandoc(Span.__doc__ or ""), ""]
     docs = attribute_docs(Span)
     lines += [*table([(field.name, type_text(field.type), docs.get(field.name, "")) for field in fields(Span)]), ""]

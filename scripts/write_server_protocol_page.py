@@ -28,7 +28,7 @@ to a small system, with the code that runs. This page says what is promised, and
 - **No push that was acknowledged is lost.** When a worker is told that its push is safe, all servers that keep the
   piece have it. When shares are chosen to be an update, all servers have all of them.
 - **No value is torn.** What a worker pulls of a piece is of one version.
-- **The bound is kept.** A share of step t is computed with all updates of steps before t - s: s = 0 in `sync` and
+- **The bound is kept.** A share of step t is computed with all shares of steps before t - s: s = 0 in `sync` and
   `first-k`, `staleness` in `bounded`; `async` has no bound.
 - **Each share is in one update**, or was dropped, where the mode allows it.
 - **Everybody comes to the end.** From wherever it came to, the run can come to its end: all steps are done, all servers

@@ -5,7 +5,7 @@ from statistics import fmean
 from parts.curves import Curve
 from parts.pages import table
 from parts.served import SERVED, SHARES, VARIANTS
-from parts.staleness import Served
+from parts.staleness import Served, added
 from parts.variants_page import Curves, gap_cells, loss_cells, seeds_of
 
 LAST = 8
@@ -17,7 +17,7 @@ PARAMETERS = 3_950_848
 def table_of(curves: Curves) -> str:
     head = [
         "variant", "validation loss", "over seeds", "gap to sync", "over seeds", "staleness, mean", "largest",
-        "mean, in steps", "left out", "bytes pushed", "bytes pulled",
+        "mean, in steps", "steps behind, at most", "left out", "bytes pushed", "bytes pulled",
     ]  # fmt: skip
     rows = []
     for name, variant in VARIANTS.items():
@@ -31,11 +31,12 @@ def staleness_cells(curves: Curves, name: str) -> list[str]:
     served = served_of_variant(curves, name)
     mean = fmean(run.mean for run in served)
     steps = mean / updates_of_a_step(name)
-    return [f"{mean:.2f}", str(max(run.largest for run in served)), f"{steps:.2f}", left_out(curves, name)]
+    largest, behind = max(run.largest for run in served), max(len(run.behind) - 1 for run in served)
+    return [f"{mean:.2f}", str(largest), f"{steps:.2f}", str(behind), left_out(curves, name)]
 
 
 def updates_of_a_step(name: str) -> int:
-    return SHARES if name.startswith("async") else 1
+    return SHARES if name.startswith(("async", "bounded")) else 1
 
 
 def left_out(curves: Curves, name: str) -> str:
@@ -74,8 +75,7 @@ def table_of_staleness(curves: Curves) -> str:
         runs = served_of_variant(curves, name)
         if not runs:
             continue
-        longest = max(len(run.staleness) for run in runs)
-        total = [sum(run.staleness[late] for run in runs if late < len(run.staleness)) for late in range(longest)]
+        total = added([run.staleness for run in runs])
         count = sum(total)
         parts = [*(sum(total[late : late + 1]) for late in range(LAST)), sum(total[LAST:])]
         unit = "a share" if updates_of_a_step(name) > 1 else "a step"
@@ -90,16 +90,17 @@ def percent(part: int, count: int) -> str:
 
 
 def checked(curves: Curves) -> str:
-    """Over how many events no gradient was staler than it may be. Runs in which one was are not kept."""
+    """Over how many events no gradient was further behind than it may be. Runs in which one was are not kept."""
     found = []
     for name, variant in VARIANTS.items():
         runs = served_of_variant(curves, name)
         if variant.bound is None or not runs:
             continue
-        worst = max(run.largest for run in runs)
+        worst = max(len(run.behind) - 1 for run in runs)
         if worst > variant.bound:
-            raise SystemExit(f"{name}: staleness {worst}, above the bound {variant.bound}")
-        found.append(f"{variant.words} at most {variant.bound} in {sum(run.events for run in runs):,} events")
+            raise SystemExit(f"{name}: {worst} steps behind, above the bound {variant.bound}")
+        events = sum(run.events for run in runs)
+        found.append(f"{variant.words} {worst} behind at most, of {variant.bound}, in {events:,} events")
     kept = [curve.server for (name, _), curve in curves.items() if VARIANTS[name].bound is not None and curve.server]
     events = sum(run.events for run in kept)
     return (

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ class Served:
     """The largest staleness of any event."""
     staleness: list[int]
     """How many gradients lacked 0, 1, 2 and so on of the updates before theirs."""
+    behind: list[int]
+    """How many gradients lacked something of no step before theirs, of the last one, and so on."""
     tokens: int
     """That updates were made of."""
     pulled_bytes: int
@@ -35,30 +38,28 @@ class Served:
 
 
 def served_of(steps: Sequence["StepDone"], bound: int | None) -> Served | None:
-    """None: it had no servers. A staleness above the bound ends the program."""
+    """None: it had no servers. A gradient that is further behind than the bound ends the program."""
     works = [(event.step, event.server) for event in steps if event.server is not None]
     if bound is None and not works:
         return None
     if len(works) != len(steps):
         raise SystemExit(f"only {len(works)} of {len(steps)} steps say how stale they were")
-    total: list[int] = []
     for step, work in works:
-        most = largest_of(work.staleness)
-        if bound is not None and most > bound:
-            raise SystemExit(f"step {step} has a gradient of staleness {most}, above the bound {bound}: {work}")
-        total += [0] * (most + 1 - len(total))
-        for late, count in enumerate(work.staleness):
-            total[late] += count
+        if bound is not None and len(work.behind) - 1 > bound:
+            raise SystemExit(
+                f"step {step} has a gradient {len(work.behind) - 1} behind, above the bound {bound}: {work}"
+            )
+    staleness = added([work.staleness for _, work in works])
     return Served(
         events=len(works),
-        largest=max((largest_of(work.staleness) for _, work in works), default=0),
-        staleness=total,
+        largest=len(staleness) - 1,
+        staleness=staleness,
+        behind=added([work.behind for _, work in works]),
         tokens=sum(event.tokens for event in steps),
         pulled_bytes=sum(work.sent_bytes for _, work in works),
         pushed_bytes=sum(work.received_bytes for _, work in works),
     )
 
 
-def largest_of(counts: Sequence[int]) -> int:
-    """The last place that has any."""
-    return max((late for late, count in enumerate(counts) if count), default=0)
+def added(counts: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(each) for each in zip_longest(*counts, fillvalue=0)]

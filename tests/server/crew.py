@@ -149,7 +149,7 @@ class Crew:
                 sent += [(name, Ready(number, (piece,))) for piece in pieces]
             else:
                 sent += now.take(Ready(number, pieces))
-        said = tuple(m for _, m in sent if isinstance(m, Ack | Ticket | Close | Decide))
+        said = tuple(m for _, m in sent if isinstance(m, Ack | Ticket | Close | Decide | Value | Apply))
         out = [(to, m) for to, m in sent if not isinstance(m, Apply | Compute)]
         others = tuple(self.number(to, name, m) for to, m in out if not isinstance(m, Value))
         values = tuple(self.number(to, name, self._underway(m)) for to, m in out if isinstance(m, Value))
@@ -179,8 +179,7 @@ class Crew:
             self._within[key] = number
             if client.ticket.number == message.ticket:
                 self.promises.of_value(client, message)
-                least = self.system.rule.least(client.ticket.share)
-                self._within[key] = self.number(to, sender, message._replace(version=least))
+                self._within[key] = self.number(to, sender, message._replace(version=client.ticket.least))
         return self._within[key]
 
     # --- states that are the same ------------------------------------------------------------------

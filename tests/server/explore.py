@@ -135,8 +135,13 @@ class Explorer:
             case Ack():
                 return self._knows_all_views(state, machine)
             case Decide():
-                return self.system.rule.ahead is None and not self.system.returns and not self.system.told
+                return not self._is_needed(message) and not self.system.returns and not self.system.told
         return not (self.system.returns or self.system.told) and self._knows_all_views(state, machine)
+
+    def _is_needed(self, decision: Decide) -> bool:
+        """Some share will be computed with what was decided, at least until then."""
+        rule = self.system.rule
+        return rule.ahead is not None and decision.floor // rule.shares > rule.step(decision.shares[0])
 
     def _knows_all_views(self, state: State, machine: Machine | None) -> bool:
         _, underway, left = state

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from motet.parallel.server.client import Client
 from motet.parallel.server.desk import Desk
 from motet.parallel.server.keeper import Keeper
-from motet.parallel.server.protocol import Ack, Close, Decide, Message, Ready, Ticket, Value
+from motet.parallel.server.protocol import Ack, Apply, Close, Decide, Message, Ready, Ticket, Value
 from server.numbered import Numbered
 from server.system import Machine, System, demand
 
@@ -33,6 +33,9 @@ class Promises:
                 self._is_free(machines, message)
             elif isinstance(message, Close | Decide) and at == 0:
                 self._are_kept(machines, message)
+            elif isinstance(message, Value):
+                later = [apply.decision for apply in said if isinstance(apply, Apply) and apply.piece == message.piece]
+                self._is_recent(machines, at, message, later)
         if machines[at] not in self.within:
             self._has_recent(self.machines[machines[at]])
             self.within.add(machines[at])
@@ -76,16 +79,24 @@ class Promises:
             all_safe = len(client.safe) == len(client.view.owners)
             demand(all_safe or client.ticket == ticket, f"{name} is given {ticket} at its {client.ticket}")
 
+    def _is_recent(self, machines: tuple[int, ...], at: int, value: Value, applied: list[Decide]) -> None:
+        """A server sends a worker no value that lacks what its share needs. `applied`: in the same breath."""
+        keeper, client = self.machines[machines[at]], self._client(machines, value.ticket)
+        if client is None:
+            return
+        assert isinstance(keeper, Keeper)
+        needs, settled = self.system.rule.needs(client.ticket.share), keeper.pieces[value.piece].settled
+        later = [share for decision in applied if decision.number >= value.version for share in decision.shares]
+        demand(settled.floor >= needs <= min(later, default=needs), f"{client.ticket} is answered with {value}")
+
     def _has_recent(self, machine: Machine | None) -> None:
-        rule = self.system.rule
-        if isinstance(machine, Client) and machine.ready and rule.ahead is not None:
-            bound = rule.least(machine.ticket.share)
+        if isinstance(machine, Client) and machine.ready:
+            bound = machine.ticket.least
             demand(min(machine.pulled.values()) >= bound, f"{machine.ticket} is computed with {machine.pulled}")
 
     def of_value(self, client: Client, value: Value) -> None:
         """Whether or not it is the first of its piece that comes."""
-        bound = self.system.rule.least(client.ticket.share)
-        demand(value.version >= bound, f"{client.ticket} is answered with {value}")
+        demand(value.version >= client.ticket.least, f"{client.ticket} is answered with {value}")
 
     @staticmethod
     def of_gradient(client: Machine, ready: Ready) -> None:

@@ -10,14 +10,14 @@ from motet.parallel.server.protocol import Copy, Done, Message, Pull, Push, Rule
 from server.explore import Found
 from server.system import System
 
-RULES = ("sync", "bounded", "first-k", "async")
+RULES = ("sync", "first-k", "async", "bounded")
 
 
 def rule(name: str, shares: int, steps: int) -> Rule:
     """As many shares as workers; the first but one of them make an update, or a step more may be begun."""
-    closes = {"first-k": max(1, shares - 1), "async": 1}.get(name, shares)
+    closes = {"first-k": max(1, shares - 1), "bounded": 1, "async": 1}.get(name, shares)
     ahead = {"bounded": 1, "async": None}.get(name, 0)
-    return Rule(shares, steps, closes, ahead, alone=name == "async")
+    return Rule(shares, steps, closes, ahead, alone=name in ("bounded", "async"))
 
 
 def with_rule(system: System, name: str) -> System:
@@ -58,11 +58,11 @@ LARGE = {
 
 
 def rules_of(system: System) -> list[str]:
-    """Those that differ for it: with one step bounded is sync, and with one worker first-k is."""
+    """Those that differ for it: with one step bounded is async, and with one worker first-k is sync."""
     different: dict[Rule, str] = {}
     for name in RULES:
         asked = with_rule(system, name).rule
-        different.setdefault(asked._replace(ahead=0) if asked.steps == 1 and not asked.alone else asked, name)
+        different.setdefault(asked._replace(ahead=None) if asked.steps == 1 and asked.alone else asked, name)
     return list(different.values())
 
 
@@ -116,6 +116,17 @@ class CountsTwice(Desk):
         super()._finish(done)
         if self.settled.has(done.share) and done.worker not in self.current:
             self.done[done.share] = done.report
+
+
+class RunsAhead(Desk):
+    """The desk lets workers begin a step more than the bound allows."""
+
+    def _next(self, worker: str) -> int | None:
+        rule = self.rule
+        self.rule = rule._replace(ahead=(rule.ahead or 0) + 1)
+        share = super()._next(worker)
+        self.rule = rule
+        return share
 
 
 class ForgetsWorkers(Desk):
@@ -189,6 +200,7 @@ WRONG = {
     "keeps late copies": Mistake(_of(1, 2, 1, copies=2, crashes=1, returns=True, keeper=KeepsLateCopies), LOST),
     "writes in place": Mistake(with_rule(_of(2, 1, 2, in_parts=True, in_place=True), "async"), TORN),
     "answers any pull": Mistake(_of(2, 2, 2, keeper=AnswersAnyPull), BOUND),
+    "runs ahead": Mistake(replace(with_rule(_of(2, 1, 3), "bounded"), desk=RunsAhead), BOUND),
     "counts twice": Mistake(replace(with_rule(_of(2, 1, 2, doubles=1), "async"), desk=CountsTwice), ONCE),
     "forgets the sum": Mistake(_of(2, 2, 2, copies=2, crashes=1, keeper=ForgetsTheSum), DEADLOCK),
     "forgets workers": Mistake(_of(2, 2, 2, crashes=1, desk=ForgetsWorkers), DEADLOCK),

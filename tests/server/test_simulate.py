@@ -58,5 +58,5 @@ def test_who_waits_for_a_slow_worker() -> None:
 
     assert seconds(SYNC) == pytest.approx(4 * LAYERS * (F + B), rel=0.01)
     assert seconds(Rule(WORKERS, STEPS, 2, 0)) == pytest.approx(LAYERS * (F + B), rel=0.05)
-    for rule in (Rule(WORKERS, STEPS, WORKERS, 3), Rule(WORKERS, STEPS, 1, None, alone=True)):
+    for rule in (Rule(WORKERS, STEPS, 1, 3, alone=True), Rule(WORKERS, STEPS, 1, None, alone=True)):
         assert LAYERS * (F + B) < seconds(rule) < 1.7 * LAYERS * (F + B)

@@ -9,11 +9,13 @@ from motet.core.errors import InputError, PeerError
 from motet.monitor.callback import Callback
 from motet.monitor.events import EvaluationDone, StepDone, read_events, read_steps
 from motet.parallel.place import Place
+from motet.parallel.server.protocol import Rule
 from motet.parallel.server.settings import ServerSettings, check_server, helpers, rule_of
 from motet.train.assemble import run_rank
 from motet.train.faults import StopFlag
 from motet.train.job import Job
 from motet.train.served.run import run_served
+from motet.train.served.steps import Whole
 from ranks import Ranks
 from train.runs import saved_tensors, small_job
 
@@ -97,17 +99,25 @@ def test_every_mode_learns(ranks: Ranks, tmp_path: Path, mode: list[str]) -> Non
     assert found[-1] < found[0] - 0.5
     work = [step.server for step in read_steps(tmp_path / "run" / "events.jsonl")]
     latest = {"mode=bounded": 2, "mode=first-k": 0}.get(mode[0], 60)
-    assert all(step and len(step.staleness) - 1 <= latest for step in work)
+    assert all(step and len(step.behind) - 1 <= latest for step in work)
     assert sum(step.received_bytes for step in work if step) > 0
-    work = [step.server for step in read_steps(tmp_path / "run" / "events.jsonl")]
-    latest = {"mode=bounded": 2, "mode=first-k": 0}.get(mode[0], 60)
-    assert all(step and len(step.staleness) - 1 <= latest for step in work)
-    assert sum(step.received_bytes for step in work if step) > 0
+
+
+def test_how_far_behind_a_version_is() -> None:
+    """Two shares a step; the first of step 1 is there before the last of step 0."""
+    whole = Whole(Rule(2, 9, 1, 1, alone=True), done=0)
+    for number, share in enumerate([0, 2, 1, 3, 5, 4]):
+        whole.tell(number, [share])
+    assert [whole.steps(updates) for updates in range(7)] == [0, 0, 0, 1, 2, 2, 3]
+    first = Whole(Rule(3, 9, 2, 0), done=4)
+    first.tell(4, [12, 14])
+    assert [first.steps(updates) for updates in (4, 5)] == [4, 5]
 
 
 def test_what_modes_ask_for() -> None:
     assert rule_of(ServerSettings(mode="sync"), 3, 7)[:4] == (3, 7, 3, 0)
-    assert rule_of(ServerSettings(mode="bounded", staleness=2), 3, 7)[:4] == (3, 7, 3, 2)
+    assert rule_of(ServerSettings(mode="bounded", staleness=2), 3, 7) == (3, 7, 1, 2, True)
+    assert rule_of(ServerSettings(mode="bounded", staleness=0), 3, 7) == rule_of(ServerSettings(), 3, 7)
     assert rule_of(ServerSettings(mode="first-k", first=2), 3, 7)[:4] == (3, 7, 2, 0)
     assert rule_of(ServerSettings(mode="async"), 3, 7) == (3, 7, 1, None, True)
 

@@ -64,6 +64,9 @@ class ServerWork(BaseModel):
 
     staleness: tuple[int, ...]
     """How many shares were computed with parameters that lacked 0, 1, 2 and so on of the updates before theirs."""
+    behind: tuple[int, ...]
+    """How many shares were computed with all of the steps before theirs, all but the last one, and so on: it is this
+    that `layout.server.staleness` bounds."""
     workers: int
     """That are there."""
     sent_bytes: int

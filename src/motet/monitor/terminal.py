@@ -144,7 +144,7 @@ def server_text(work: ServerWork) -> str:
     shares = sum(work.staleness)
     mean = sum(late * count for late, count in enumerate(work.staleness)) / shares if shares else 0.0
     moved = format_bytes(work.sent_bytes + work.received_bytes)
-    stale = f"stale {mean:.1f} (at most {max(len(work.staleness) - 1, 0)})"
+    stale = f"stale {mean:.1f}, at most {len(work.staleness) - 1} ({len(work.behind) - 1} steps)"
     return f"{stale}  servers {moved}, {format_bytes(work.waiting_bytes)} queued"
 
 

@@ -74,7 +74,7 @@ NEEDS: tuple[Needs, ...] = (
     *_rows("layout.server", "first", "mode", ("first-k",)),
     *_rows("layout.server", "staleness", "mode", ("bounded",)),
     *_rows("layout.server", "rate", "mode", ("bounded", "async")),
-    *_rows("layout.server", "delay_compensation", "mode", ("async",)),
+    *_rows("layout.server", "delay_compensation", "mode", ("bounded", "async")),
     *_rows("layout.server", "snapshot_every", "copies", (1,)),
     *_rows("communication", _COMMUNICATION, "layout.data", ("all_reduce",)),
     *_rows("outer", "every", "layout.data", ("all_reduce",)),

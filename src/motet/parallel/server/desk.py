@@ -63,6 +63,8 @@ class Desk:
     done: dict[int, Numbers] = field(default_factory=dict)
     """Pushed, and not in an update yet: their reports, first come first."""
     settled: Settled = NOTHING
+    reached: dict[int, int] = field(default_factory=dict)
+    """Shares -> updates that have all of them, of those that a share may need."""
     finished: set[str] = field(default_factory=set)
     """Of `first-k`, who has done a share of the step that is to be decided next."""
     log: list[Decide] = field(default_factory=list)
@@ -157,7 +159,7 @@ class Desk:
         if self._is_there:
             return END if self.closes else None
         share = min(self.again, default=self.fresh)
-        if self.rule.step(share) >= self._until or (not self.rule.alone and self.rule.least(share) > self.updates):
+        if self.rule.step(share) >= self._until or self.rule.needs(share) > self.settled.floor:
             return None
         if worker in self.finished and self.rule.step(share) == self.updates and self._enough_of(self.updates):
             return None
@@ -250,7 +252,7 @@ class Desk:
             if share is None:
                 continue
             self.tickets += 1
-            ticket = Ticket(self.tickets, share, self.rule.least(share))
+            ticket = Ticket(self.tickets, share, self.reached.get(self.rule.needs(share), 0))
             self.idle.remove(worker)
             self.current[worker] = ticket
             sent.append((worker, ticket))
@@ -278,6 +280,7 @@ class Desk:
         if len(self.log) > 2 * REMEMBERED:
             self.first += REMEMBERED
             del self.log[:REMEMBERED]
+        self._reach(self.settled.floor, floor)
         self.settled = self.settled.with_(shares, floor)
         self.closing = None
         self.norms = {}
@@ -286,3 +289,13 @@ class Desk:
         self.again = {share for share in self.again if not self.settled.has(share)}
         self.fresh = max(self.fresh, floor)
         return [(server, decision) for server in self.servers]
+
+    def _reach(self, before: int, floor: int) -> None:
+        """Shares until here are in the updates."""
+        if self.rule.ahead is None:
+            return
+        a_step = self.rule.shares
+        ends = range(before // a_step * a_step + a_step, floor + 1, a_step)
+        self.reached |= dict.fromkeys(ends, self.updates)
+        oldest = self.rule.needs(floor)
+        self.reached = {end: updates for end, updates in self.reached.items() if end >= oldest}

@@ -37,15 +37,15 @@ class Rule(NamedTuple):
     closes: int
     """So many shares close a step; what comes later is dropped. With `alone` each is an update of its own."""
     ahead: int | None
-    """A share of step t is computed with all updates of steps before t - ahead; None: with whatever is there."""
+    """A share of step t is computed with all of the steps before t - ahead; None: with whatever is there."""
     alone: bool = False
 
     def step(self, share: int) -> int:
         return share // self.shares
 
-    def least(self, share: int) -> int:
-        """The updates that parameters must have for this share."""
-        return 0 if self.ahead is None else max(0, self.step(share) - self.ahead)
+    def needs(self, share: int) -> int:
+        """So many shares, the first of the run, must be in the parameters that this one is computed with."""
+        return 0 if self.ahead is None else max(0, self.step(share) - self.ahead) * self.shares
 
 
 class Owners(NamedTuple):
@@ -74,6 +74,7 @@ class Ticket(NamedTuple):
     number: int
     share: int
     least: int
+    """The updates that its parameters must have."""
 
 
 NO_TICKET = Ticket(0, END, 0)

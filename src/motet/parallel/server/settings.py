@@ -26,12 +26,12 @@ class ServerSettings(Settings):
     broadcast: str = "tree"
     """That by which they bring parameters to all, of `motet collectives list broadcast`."""
     mode: Literal["sync", "first-k", "bounded", "async"] = "sync"
-    """When an update is made: of all shares of a step (`sync`), of the first `first` of them (`first-k`), of all while
-    workers go on for `staleness` steps (`bounded`), or of every share by itself (`async`)."""
+    """When an update is made: of all shares of a step (`sync`), of the first `first` of them (`first-k`), or of every
+    share by itself, with workers at most `staleness` steps apart (`bounded`) or as far as they come (`async`)."""
     first: Annotated[int, Field(ge=1)] | None = None
     """Of `first-k`: how many workers' gradients make a step; those that come later are dropped."""
     staleness: Annotated[int, Field(ge=0)] | None = None
-    """Of `bounded`: step t is computed with all updates of steps before t - staleness at least."""
+    """Of `bounded`: step t is computed with all of the steps before t - staleness at least; 0 is `sync`."""
     copies: Literal[1, 2] = 1
     """Servers that keep each part; a push is acknowledged when all of them have it."""
     order: Literal["need", "arrival"] = "need"
@@ -47,8 +47,8 @@ class ServerSettings(Settings):
     """Of `bounded` and `async`: divide the learning rate of an update by its staleness in steps, where that is more
     than 1."""
     delay_compensation: Annotated[float, Field(ge=0)] = 0.0
-    """Of `async`: correct a gradient by so much of its square times what has become of the parameters since they were
-    pulled (arXiv:1609.08326); 0: not at all."""
+    """Of `bounded` and `async`: correct a gradient by so much of its square times what has become of the parameters
+    since they were pulled (arXiv:1609.08326); 0: not at all."""
     shares: Annotated[int, Field(ge=1)] | None = None
     """Parts that the work of a step is cut into, for whoever is free; else as many as workers at the start."""
     patience_s: Annotated[float, Field(gt=0, le=1e6)] = 30.0
@@ -73,14 +73,14 @@ def rule_of(settings: ServerSettings, workers: int, steps: int) -> Rule:
     """What the protocol goes by."""
     check_server(settings, workers)
     shares = settings.shares or workers
-    closes, ahead = shares, 0
-    if settings.mode == "first-k":
-        closes = settings.first or shares
-    if settings.mode == "bounded":
-        ahead = settings.staleness or 0
-    if settings.mode == "async":
-        return Rule(shares, steps, 1, None, alone=True)
-    return Rule(shares, steps, closes, ahead)
+    if updates_alone(settings):
+        return Rule(shares, steps, 1, settings.staleness if settings.mode == "bounded" else None, alone=True)
+    return Rule(shares, steps, settings.first if settings.mode == "first-k" and settings.first else shares, 0)
+
+
+def updates_alone(settings: ServerSettings) -> bool:
+    """Each share is an update by itself."""
+    return settings.mode == "async" or (settings.mode == "bounded" and settings.staleness != 0)
 
 
 def check_server(settings: ServerSettings, workers: int) -> None:

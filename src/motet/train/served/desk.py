@@ -24,7 +24,7 @@ from motet.train.faults import StopFlag
 from motet.train.served.meet import SHARES, Seat, posted, same_of
 from motet.train.served.mirror import Mirror, plan_of
 from motet.train.served.server import forget_old
-from motet.train.served.steps import Steps
+from motet.train.served.steps import Steps, Whole
 
 
 class Beside(NamedTuple):
@@ -68,7 +68,7 @@ def _opened(seat: Seat, parts: Parts, restored: Restored, known: tuple[Plan, Pos
     server = job.layout.server
     assert parts.workers
     rule = rule_of(server, parts.workers, parts.steps)
-    steps = Steps(job, rule, parts.steps)
+    steps = Steps(job, rule, parts.steps, Whole(rule, done))
     view = View(0, owners_of([piece.server for piece in plan.pieces], server))
     first = done * (rule.shares if rule.alone else 1)
     desk = Desk(rule, view, _names("s", server.count), server.copies, first, steps.judge, until=done, closes=False)

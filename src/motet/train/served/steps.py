@@ -1,6 +1,9 @@
 """The steps of a run with a parameter server, as its desk sees them: others do them, it judges each update."""
 
 import math
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -28,8 +31,34 @@ class Update(NamedTuple):
     shares: list[Share]
     stale: list[int]
     """How many updates before it each lacked."""
+    behind: list[int]
+    """How many steps before its own each lacked some of."""
     norm: float
     applied: bool
+
+
+@dataclass
+class Whole:
+    """The steps that updates have all of."""
+
+    rule: Rule
+    done: int
+    """Steps before the first update that is told of."""
+    seen: Counter[int] = field(default_factory=Counter)
+    """Shares of steps that are not whole."""
+    ends: list[int] = field(default_factory=list)
+    """Of each step after `done`: updates that have all of it."""
+
+    def tell(self, number: int, shares: Iterable[int]) -> None:
+        """What an update has."""
+        self.seen.update(map(self.rule.step, shares))
+        whole = self.rule.shares if self.rule.alone else self.rule.closes
+        while self.seen[self.done + len(self.ends)] == whole:
+            del self.seen[self.done + len(self.ends)]
+            self.ends.append(number + 1)
+
+    def steps(self, updates: int) -> int:
+        return self.done + bisect_right(self.ends, updates)
 
 
 @dataclass
@@ -39,6 +68,7 @@ class Steps:
     job: Job
     rule: Rule
     steps: int
+    whole: Whole
     office: Office | None = None
     results: list[Update] = field(default_factory=list)
     """Of each update that is in no step yet."""
@@ -48,23 +78,27 @@ class Steps:
 
     def judge(self, number: int, reports: dict[int, Numbers], squares: dict[int, float]) -> Numbers:
         """(learning rate, factor, whether it is to be applied)"""
-        shares = [Share(*report) for _, report in sorted(reports.items())]
+        numbers = sorted(reports)
+        shares = [Share(*reports[share]) for share in numbers]
         count = sum(share.targets for share in shares)
         divisor = count if count > 0 else 1.0
         total = math.fsum(share.squares for share in shares) if self.rule.alone else math.fsum(squares.values())
         norm = math.sqrt(total) / divisor
         finite = math.isfinite(norm) and all(math.isfinite(share.loss) for share in shares)
         stale = [number - int(share.version) for share in shares]
-        self.results.append(Update(shares, stale, norm, finite))
+        whole = [self.whole.steps(int(share.version)) for share in shares]
+        behind = [self.rule.step(share) - steps for share, steps in zip(numbers, whole, strict=True)]
+        self.whole.tell(number, numbers)
+        self.results.append(Update(shares, stale, behind, norm, finite))
         clip = self.job.optimizer.clip_norm
         clipped = 1.0 if clip is None or norm <= clip else clip / norm
         rate = self.rate(number // self.rule.shares if self.rule.alone else number)
-        behind = sum(stale) / len(stale)
+        late = sum(stale) / len(stale)
         if self.rule.alone:  # as many updates as shares make the progress of one step
             rate /= self.rule.shares
-            behind /= self.rule.shares
+            late /= self.rule.shares
         if self.job.layout.server.rate == "by-staleness":
-            rate /= max(1.0, behind)
+            rate /= max(1.0, late)
         return (rate, clipped / divisor, 1.0) if finite else (0.0, 0.0, 0.0)
 
     def rate(self, step: int) -> float:
@@ -111,10 +145,10 @@ class Steps:
             finite=finite,
             stop_requested=stop,
             skipped=self.skipped,
-            server=self._work([late for update in updates for late in update.stale]),
+            server=self._work(updates),
         )
 
-    def _work(self, stale: list[int]) -> ServerWork:
+    def _work(self, updates: list[Update]) -> ServerWork:
         assert self.office is not None
         loads = self.office.loads.values()
         before, self.moved = (
@@ -125,9 +159,16 @@ class Steps:
             ),
         )
         return ServerWork(
-            staleness=tuple(stale.count(late) for late in range(max(stale) + 1)),
+            staleness=_counts(late for update in updates for late in update.stale),
+            behind=_counts(late for update in updates for late in update.behind),
             workers=len(self.office.desk.workers),
             sent_bytes=self.moved[0] - before[0],
             received_bytes=self.moved[1] - before[1],
             waiting_bytes=sum(load.waiting_bytes for load in loads),
         )
+
+
+def _counts(values: Iterable[int]) -> tuple[int, ...]:
+    """How many are 0, 1, 2 and so on."""
+    found = Counter(values)
+    return tuple(found[value] for value in range(max(found) + 1))

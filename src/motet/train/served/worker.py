@@ -15,7 +15,7 @@ from motet.parallel.layout import Layout, resolve_layout
 from motet.parallel.server.attend import Attendant, GivenUpError
 from motet.parallel.server.client import Client
 from motet.parallel.server.protocol import Ticket, View
-from motet.parallel.server.settings import owners_of
+from motet.parallel.server.settings import owners_of, updates_alone
 from motet.parallel.server.shelf import Plan
 from motet.parallel.uses import Uses
 from motet.precision.master import cast_frozen
@@ -101,7 +101,7 @@ class Worker:
         gradients = self.weights.gradients
         gradients.begin()
         loss_sum, count, tokens = 0.0, 0.0, 0.0
-        alone = self.job.layout.server.mode == "async"
+        alone = updates_alone(self.job.layout.server)
         for part, rows in enumerate(portions):
             batch = self.data.batch(step, rows).to(self.weights.compute.device)
             count += batch.weights.sum(dtype=torch.float64).item()
