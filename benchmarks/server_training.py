@@ -3,7 +3,7 @@
 Each variant trains the job `tiny` with four workers and one server, from the same values as the synchronous run of its
 seed. A run that is finished leaves one small file in docs/benchmarks/curves, and is not done again. Every run is made
 in a temporary folder; one that is interrupted begins anew. A run in which any step's event tells of a gradient that is
-staler than its mode allows ends this program with that step.
+further behind than its mode allows ends this program with that step.
 
     python benchmarks/server_training.py [--steps 200] [--seeds 0 1 2] [--only sync async ...] [--curves FOLDER]
                                          [--page | --no-page]

@@ -1,6 +1,7 @@
 """Run the tests and print the line coverage of the torch-free half, which must be at least 95 %.
 
-Arguments are handed to pytest. The torch-free files are those of tests/laws/torch_free.txt.
+Arguments are handed to pytest. The torch-free files are those of tests/laws/torch_free.txt. Two processes take turns at
+the tests, for many of these wait most of the time; `-n 0` runs them one after another.
 """
 
 import subprocess
@@ -23,7 +24,7 @@ def main() -> int:
             f"[report]\ninclude = {include}\nskip_covered = true\n"
         )
         command = [
-            *(sys.executable, "-m", "pytest", "--cov", f"--cov-config={config}"),
+            *(sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal", "--cov", f"--cov-config={config}"),
             *("--cov-report=term", f"--cov-fail-under={LEAST_PERCENT}", *sys.argv[1:]),
         ]
         return subprocess.run(command, cwd=ROOT, check=False).returncode

@@ -29,7 +29,8 @@ to a small system, with the code that runs. This page says what is promised, and
   piece have it. When shares are chosen to be an update, all servers have all of them.
 - **No value is torn.** What a worker pulls of a piece is of one version.
 - **The bound is kept.** A share of step t is computed with all shares of steps before t - s: s = 0 in `sync` and
-  `first-k`, `staleness` in `bounded`; `async` has no bound.
+  `first-k`, `staleness` in `bounded`; `async` has no bound. (A piece that had one server, which was lost, has what its
+  snapshot had.)
 - **Each share is in one update**, or was dropped, where the mode allows it.
 - **Everybody comes to the end.** From wherever it came to, the run can come to its end: all steps are done, all servers
   have all updates, and all workers know.
@@ -59,7 +60,8 @@ lead to. Bits of an update do not depend on the order of messages, so that they 
 SYSTEMS = """## Systems
 
 Copies are servers that keep a piece; then come messages that arrive twice, processes that end, and connections that are
-lost. `make test` explores these, and looks for the way to an end from each state:
+lost. `bounded` has a bound of one step, and of none in systems of two steps. `make test` explores these, and looks for
+the way to an end from each state:
 """
 
 HEAD = "| | workers x servers x steps | copies | twice | lost | cut | mode | states | from one to another | ends |"

@@ -44,7 +44,7 @@ def read_curve(path: Path, settings: list[str]) -> Curve | None:
 
 
 def curve_of(events: Path, settings: list[str], steps: int, bound: int | None = None) -> Curve | None:
-    """None: the run did not come to its end. A gradient staler than the bound ends the program."""
+    """None: the run did not come to its end. A gradient further behind than the bound ends the program."""
     import torch
 
     from motet.monitor.events import EvaluationDone, RunEnded, StepDone, effective_events, read_events

@@ -33,7 +33,7 @@ class Variant:
     """The same without error feedback."""
     is_without: bool = False
     bound: int | None = None
-    """Of a run with a parameter server: no gradient may be staler."""
+    """Of a run with a parameter server: no gradient may be more steps behind."""
 
 
 @dataclass(frozen=True)

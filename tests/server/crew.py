@@ -74,8 +74,7 @@ class Crew:
     def start(self) -> State:
         s = self.system
         view = View(0, self.owners)
-        desk = s.desk(s.rule, view, list(self.servers), s.copies, s.first * (s.rule.shares if s.rule.alone else 1))
-        desk.settled, desk.fresh = Settled(s.first * s.rule.shares), s.first * s.rule.shares
+        desk = s.desk(s.rule, view, list(self.servers), s.copies).begin(s.first)
         if s.owned:
             desk.until, desk.closes = s.first, False
         machines: list[Machine] = [desk]
@@ -120,7 +119,10 @@ class Crew:
             assert now is not None and not isinstance(message, Reading)
             if isinstance(message, Ready):
                 self.promises.of_gradient(now, message)
-            self._known[key] = self._told(now, to, now.take(message))
+            before = deepcopy(now)
+            sent = now.take(message)
+            self.promises.of_updates(before, now, sent)
+            self._known[key] = self._told(now, to, sent)
         then, sent, values, said = self._known[key]
         following = (*machines[:to], then, *machines[to + 1 :])
         self.promises.of_step(following, to, said)

@@ -135,7 +135,8 @@ class Explorer:
             case Ack():
                 return self._knows_all_views(state, machine)
             case Decide():
-                return not self._is_needed(message) and not self.system.returns and not self.system.told
+                is_early = not self._is_needed(message) and not self.system.is_late
+                return is_early and not self.system.returns and not self.system.told
         return not (self.system.returns or self.system.told) and self._knows_all_views(state, machine)
 
     def _is_needed(self, decision: Decide) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from motet.parallel.server.client import Client
 from motet.parallel.server.desk import Desk
 from motet.parallel.server.keeper import Keeper
-from motet.parallel.server.protocol import Ack, Apply, Close, Decide, Message, Ready, Ticket, Value
+from motet.parallel.server.protocol import Ack, Apply, Close, Decide, Message, Ready, Sent, Ticket, Value
 from server.numbered import Numbered
 from server.system import Machine, System, demand
 
@@ -64,6 +64,17 @@ class Promises:
                     all_held = all(share in kept.held or kept.settled.has(share) for share in chosen.shares)
                     demand(all_held, f"{server} has not all of {chosen} of piece {piece}")
 
+    def of_updates(self, before: Machine, now: Machine, sent: Sent) -> None:
+        """A server does one update after another, and an update is in the floor of the desk once."""
+        for piece, kept in now.pieces.items() if isinstance(now, Keeper) and isinstance(before, Keeper) else ():
+            done = [m.decision.number for _, m in sent if isinstance(m, Apply) and m.piece == piece]
+            known = before.pieces.get(piece)
+            first = known.version if known and known.there else kept.version - len(done)
+            demand(done == list(range(first, kept.version)), f"{now.name} does {done} of piece {piece} from {first} on")
+        if isinstance(now, Desk) and self.system.rule.alone:
+            settled = now.settled.floor + len(now.settled.more)
+            demand(settled == now.updates, f"{settled} shares are decided upon, in {now.updates} updates")
+
     def _client(self, machines: tuple[int, ...], ticket: int) -> Client | None:
         """Who waits to hear that its pushes are safe."""
         clients = (self.machines[number] for number in machines)
@@ -96,7 +107,10 @@ class Promises:
 
     def of_value(self, client: Client, value: Value) -> None:
         """Whether or not it is the first of its piece that comes."""
-        demand(value.version >= client.ticket.least, f"{client.ticket} is answered with {value}")
+        rule, least = self.system.rule, client.ticket.least
+        if not rule.alone:  # steps are updates
+            demand(least * rule.shares >= rule.needs(client.ticket.share), f"{client.ticket} does not keep the bound")
+        demand(value.version >= least, f"{client.ticket} is answered with {value}")
 
     @staticmethod
     def of_gradient(client: Machine, ready: Ready) -> None:

@@ -41,6 +41,8 @@ class System:
     """And that is what is there by then."""
     by_piece: bool = False
     """The gradient of each piece is there at a time of its own."""
+    is_late: bool = False
+    """Decisions may be late also where it makes no difference, as long as servers wait for those that are missing."""
     told: bool = False
     """Servers begin with nothing, and hear from the desk's owner what their pieces are."""
     first: int = 0

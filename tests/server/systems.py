@@ -13,24 +13,27 @@ from server.system import System
 RULES = ("sync", "first-k", "async", "bounded")
 
 
-def rule(name: str, shares: int, steps: int) -> Rule:
-    """As many shares as workers; the first but one of them make an update, or a step more may be begun."""
+def rule(name: str, shares: int, steps: int, first: int = 0) -> Rule:
+    """The first shares but one make an update; or each does, and where there are steps enough one more may be begun."""
     closes = {"first-k": max(1, shares - 1), "bounded": 1, "async": 1}.get(name, shares)
-    ahead = {"bounded": 1, "async": None}.get(name, 0)
+    ahead = {"bounded": int(steps - first > 2), "async": None}.get(name, 0)
     return Rule(shares, steps, closes, ahead, alone=name in ("bounded", "async"))
 
 
 def with_rule(system: System, name: str) -> System:
-    return replace(system, rule=rule(name, system.workers, system.rule.steps))
+    return replace(system, rule=rule(name, system.rule.shares, system.rule.steps, system.first))
 
 
-def _of(workers: int, servers: int, steps: int, **others: Any) -> System:
-    return replace(System(rule("sync", workers, steps), workers, servers), **others)
+def _of(workers: int, servers: int, steps: int, shares: int = 0, **others: Any) -> System:
+    """As many shares as workers, if nothing else is said."""
+    return replace(System(rule("sync", shares or workers, steps), workers, servers), **others)
 
 
 SMALL = {
     "nothing goes wrong": _of(2, 2, 3),
+    "three shares for two workers": _of(2, 1, 3, shares=3),
     "each piece has two servers": _of(2, 2, 1, copies=2),
+    "decisions overtake each other": _of(2, 1, 2, is_late=True),
     "a message comes twice": _of(2, 1, 2, doubles=1),
     "a connection is lost": _of(2, 1, 1, cuts=1),
     "a worker ends": _of(2, 1, 2, crashes=1),
@@ -40,6 +43,7 @@ SMALL = {
     "values are read in parts": _of(2, 1, 2, in_parts=True),
     "gradients come piece by piece, a server ends": _of(1, 2, 1, copies=2, crashes=1, by_piece=True),
     "gradients come piece by piece, a connection is lost": _of(1, 2, 1, cuts=1, by_piece=True),
+    "a run that goes on for two steps": _of(2, 1, 3, told=True, first=1),
     "a run that goes on; a message comes twice": _of(1, 2, 2, copies=2, doubles=1, told=True, first=1),
     "a run that goes on; a connection is lost": _of(1, 2, 2, copies=2, cuts=1, told=True, first=1),
     "a run that rests after each step; a connection is lost": _of(1, 2, 1, copies=2, cuts=1, told=True, owned=True),
@@ -62,7 +66,8 @@ def rules_of(system: System) -> list[str]:
     different: dict[Rule, str] = {}
     for name in RULES:
         asked = with_rule(system, name).rule
-        different.setdefault(asked._replace(ahead=None) if asked.steps == 1 and asked.alone else asked, name)
+        is_free = asked.alone and asked.steps - system.first == 1
+        different.setdefault(asked._replace(ahead=None) if is_free else asked, name)
     return list(different.values())
 
 
@@ -109,6 +114,24 @@ class ForgetsTheSum(Keeper):
         return sent
 
 
+class SkipsDecisions(Keeper):
+    """A server does the update that it hears of, and not the one before that it has not heard of."""
+
+    def _apply(self) -> Sent:
+        for kept in self.pieces.values():
+            if kept.there and self.decisions:
+                kept.version = max(kept.version, min(self.decisions))
+        return super()._apply()
+
+
+class DropsShares(Desk):
+    """The desk takes all shares for done that come before one that is."""
+
+    def _decide(self, shares: tuple[int, ...]) -> Sent:
+        self.settled = self.settled.with_(tuple(range(min(shares))), self.settled.floor)
+        return super()._decide(shares)
+
+
 class CountsTwice(Desk):
     """The desk makes an update of a share again whose end it hears of again."""
 
@@ -121,12 +144,9 @@ class CountsTwice(Desk):
 class RunsAhead(Desk):
     """The desk lets workers begin a step more than the bound allows."""
 
-    def _next(self, worker: str) -> int | None:
-        rule = self.rule
-        self.rule = rule._replace(ahead=(rule.ahead or 0) + 1)
-        share = super()._next(worker)
-        self.rule = rule
-        return share
+    def begin(self, done: int) -> Desk:
+        self.rule = self.rule._replace(ahead=(self.rule.ahead or 0) + 1)
+        return super().begin(done)
 
 
 class ForgetsWorkers(Desk):
@@ -200,6 +220,8 @@ WRONG = {
     "keeps late copies": Mistake(_of(1, 2, 1, copies=2, crashes=1, returns=True, keeper=KeepsLateCopies), LOST),
     "writes in place": Mistake(with_rule(_of(2, 1, 2, in_parts=True, in_place=True), "async"), TORN),
     "answers any pull": Mistake(_of(2, 2, 2, keeper=AnswersAnyPull), BOUND),
+    "skips decisions": Mistake(replace(with_rule(_of(2, 1, 2, is_late=True), "async"), keeper=SkipsDecisions), ONCE),
+    "drops shares": Mistake(replace(with_rule(_of(2, 1, 3), "bounded"), desk=DropsShares), ONCE),
     "runs ahead": Mistake(replace(with_rule(_of(2, 1, 3), "bounded"), desk=RunsAhead), BOUND),
     "counts twice": Mistake(replace(with_rule(_of(2, 1, 2, doubles=1), "async"), desk=CountsTwice), ONCE),
     "forgets the sum": Mistake(_of(2, 2, 2, copies=2, crashes=1, keeper=ForgetsTheSum), DEADLOCK),

@@ -14,6 +14,8 @@ from motet.parallel.server.settings import ServerSettings, check_server, helpers
 from motet.train.assemble import run_rank
 from motet.train.faults import StopFlag
 from motet.train.job import Job
+from motet.train.served.meet import same_of
+from motet.train.served.mirror import plan_of
 from motet.train.served.run import run_served
 from motet.train.served.steps import Whole
 from ranks import Ranks
@@ -170,6 +172,14 @@ def with_other_data(place: Place, job: Job, folder: Path) -> str:
     except (InputError, PeerError) as error:
         return str(error)
     return "nothing"
+
+
+def test_a_worker_of_another_bound_does_not_belong(tmp_path: Path) -> None:
+    """By it updates are made of single shares or of steps."""
+    apart = [small_job(tmp_path, SERVED, "layout.server.mode=bounded", f"layout.server.staleness={s}") for s in (0, 2)]
+    module = torch.nn.Linear(2, 2)
+    one, other = (same_of(job, module, plan_of(module, job), None) for job in apart)
+    assert one["model"] == other["model"] and one["layout"] != other["layout"]
 
 
 def test_other_data_is_refused(ranks: Ranks, tmp_path: Path) -> None:

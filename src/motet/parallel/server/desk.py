@@ -63,7 +63,7 @@ class Desk:
     done: dict[int, Numbers] = field(default_factory=dict)
     """Pushed, and not in an update yet: their reports, first come first."""
     settled: Settled = NOTHING
-    reached: dict[int, int] = field(default_factory=dict)
+    reached: dict[int, int] = field(default_factory=lambda: {0: 0})
     """Shares -> updates that have all of them, of those that a share may need."""
     finished: set[str] = field(default_factory=set)
     """Of `first-k`, who has done a share of the step that is to be decided next."""
@@ -77,6 +77,16 @@ class Desk:
     """Who has nothing to do then is told that this is the end."""
     turn: int = 0
     norms: dict[int, float] = field(default_factory=dict)
+
+    def begin(self, done: int) -> "Desk":
+        """After so many steps that were done before."""
+        a_step = self.rule.shares
+        self.first = done * (a_step if self.rule.alone else 1)
+        self.fresh = done * a_step
+        self.settled = Settled(self.fresh)
+        if self.rule.ahead is not None:
+            self.reached = dict.fromkeys(range(self.rule.needs(self.fresh), self.fresh + 1, a_step), self.first)
+        return self
 
     @property
     def updates(self) -> int:
@@ -252,7 +262,8 @@ class Desk:
             if share is None:
                 continue
             self.tickets += 1
-            ticket = Ticket(self.tickets, share, self.reached.get(self.rule.needs(share), 0))
+            least = 0 if share == END else self.reached[self.rule.needs(share)]
+            ticket = Ticket(self.tickets, share, least)
             self.idle.remove(worker)
             self.current[worker] = ticket
             sent.append((worker, ticket))

@@ -16,7 +16,7 @@ from motet.parallel.layout import LayoutSettings
 from motet.parallel.server.desk import Desk
 from motet.parallel.server.office import Office
 from motet.parallel.server.post import Post
-from motet.parallel.server.protocol import DESK, Settled, View
+from motet.parallel.server.protocol import DESK, View
 from motet.parallel.server.settings import helpers, owners_of, rule_of
 from motet.parallel.server.shelf import Plan
 from motet.train.assemble import Outcome, Parts, Restored, build_parts, monitoring, restore, train
@@ -70,9 +70,8 @@ def _opened(seat: Seat, parts: Parts, restored: Restored, known: tuple[Plan, Pos
     rule = rule_of(server, parts.workers, parts.steps)
     steps = Steps(job, rule, parts.steps, Whole(rule, done))
     view = View(0, owners_of([piece.server for piece in plan.pieces], server))
-    first = done * (rule.shares if rule.alone else 1)
-    desk = Desk(rule, view, _names("s", server.count), server.copies, first, steps.judge, until=done, closes=False)
-    desk.settled, desk.fresh = Settled(done * rule.shares), done * rule.shares
+    desk = Desk(rule, view, _names("s", server.count), server.copies, judge=steps.judge, until=done, closes=False)
+    desk.begin(done)
     mirror = Mirror(plan, parts.updater)
     office = Office(desk, post, (job.run.timeout_s, server.patience_s), mirror.piece)
     steps.office = office

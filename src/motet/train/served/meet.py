@@ -92,8 +92,8 @@ def among_workers(seat: Seat) -> Place:
 def same_of(job: Job, module: nn.Module, plan: Plan, data: Loader | None) -> dict[str, str]:
     """What must be the same in every process: others would train on what does not belong together."""
     server = job.layout.server
-    known = (plan.buckets, plan.pieces, plan.groups, plan.packing, plan.compensation, job.precision.recipe, server.mode)
-    layout = crc32(repr((known, server.count, server.copies)).encode())
+    known = plan.buckets, plan.pieces, plan.groups, plan.packing, plan.compensation, job.precision.recipe
+    layout = crc32(repr((known, server.count, server.copies, server.mode, server.staleness)).encode())
     frozen = [p.detach().cpu().contiguous().view(-1) for p in module.parameters() if not p.requires_grad]
     digest = crc32(repr(described(module)).encode())
     for tensor in frozen:
