@@ -23,6 +23,7 @@ def _each(systems: dict[str, System]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("name", "rule"), _each(SMALL))
+@pytest.mark.no_cover
 def test_promises_are_kept(name: str, rule: str) -> None:
     """And from wherever it comes to, it can come to an end. What is found is what the page says."""
     system, ways = with_rule(SMALL[name], rule), Ways()
@@ -41,6 +42,7 @@ def test_promises_are_kept_by_larger_systems(name: str, rule: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.no_cover
 def test_what_is_wrong_is_found(wrong: str) -> None:
     found = Found()
     with pytest.raises(AssertionError):
@@ -67,6 +69,7 @@ ALIKE_LARGE = {
 
 
 @pytest.mark.parametrize(("name", "rule"), _each({name: SMALL[name] for name in ALIKE}))
+@pytest.mark.no_cover
 def test_what_is_left_out_leads_to_no_other_end(name: str, rule: str) -> None:
     system = with_rule(SMALL[name], rule)
     assert _ends(system, all_of_it=False) == _ends(system, all_of_it=True)
