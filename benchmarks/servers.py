@@ -352,7 +352,7 @@ def report(
                 "over rounds",
                 "predicted",
                 "predicted / measured",
-                "at the busiest server",
+                "bytes at a server",
                 "2WP / servers",
             ]
             parts.append(table(head, rows))
