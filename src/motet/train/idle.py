@@ -15,10 +15,11 @@ from motet.core.errors import InputError
 
 @dataclass(frozen=True)
 class Needs:
-    """A setting, and what another one must be for it to do anything."""
+    """A setting, and what another one, or one of several, must be for it to do anything."""
 
     setting: str
     key: str
+    """`section.name`, or several with ` or ` between them."""
     be: tuple[str | int, ...] | Literal["given", "absent"]
 
     def met(self, value: object) -> bool:
@@ -70,6 +71,7 @@ NEEDS: tuple[Needs, ...] = (
     *_rows("layout", "server", "data", ("parameter_server",)),
     *_rows("layout.server", "mode order copies shares compress compress_pulls place", "transport", _SENT),
     *_rows("layout.server", "error_feedback snapshot_every listen patience_s spares", "transport", _SENT),
+    *_rows("layout.server", "error_feedback", "layout.server.compress or layout.server.compress_pulls", "given"),
     *_rows("layout.server", "reduce broadcast", "transport", ("programs",)),
     *_rows("layout.server", "first", "mode", ("first-k",)),
     *_rows("layout.server", "staleness", "mode", ("bounded",)),
@@ -102,11 +104,10 @@ def refuse_idle(job: object, source: str) -> None:
         section: Any = attrgetter(path)(job)
         if name not in section.model_fields_set:
             continue
-        beside, _, named = needs.key.rpartition(".")
-        key = getattr(attrgetter(beside)(job), named)
-        if not needs.met(key):
+        keys = [attrgetter(key)(job) for key in needs.key.split(" or ")]
+        if not any(map(needs.met, keys)):
             shown = _shown(getattr(section, name))
-            raise InputError(f"{source}: {needs.setting}{shown} has no effect {needs.remedy(key)}")
+            raise InputError(f"{source}: {needs.setting}{shown} has no effect {needs.remedy(keys[0])}")
 
 
 def drop_idle(tree: dict[str, Any]) -> None:
@@ -118,19 +119,20 @@ def drop_idle(tree: dict[str, Any]) -> None:
 def drop_replaced(tree: dict[str, Any], overridden: Collection[str]) -> None:
     """Leave out what only the value did something with that an override has replaced."""
 
-    def is_given(key: str) -> bool:
-        return any(key == path or key.startswith(f"{path}.") for path in overridden)
+    def is_given(*keys: str) -> bool:
+        return any(key == path or key.startswith(f"{path}.") for path in overridden for key in keys)
 
     for needs in NEEDS:
-        if is_given(needs.key) and not is_given(needs.setting):
+        if is_given(*needs.key.split(" or ")) and not is_given(needs.setting):
             _drop_unless_met(tree, needs)
 
 
 def _drop_unless_met(tree: dict[str, Any], needs: Needs) -> None:
     path, _, name = needs.setting.rpartition(".")
-    beside, _, key = needs.key.rpartition(".")
-    section, other = _section(tree, path), _section(tree, beside)
-    if section is not None and other is not None and not needs.met(other.get(key)):
+    section = _section(tree, path)
+    keys = [key.rpartition(".") for key in needs.key.split(" or ")]
+    others = [(other, key) for beside, _, key in keys if (other := _section(tree, beside)) is not None]
+    if section is not None and others and not any(needs.met(other.get(key)) for other, key in others):
         section.pop(name, None)
 
 
