@@ -2,6 +2,7 @@
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -125,3 +126,14 @@ def test_who_connects_with_other_data_is_told() -> None:
         )
         other.close()
         assert server.inbox.empty()
+
+
+def test_nobody_is_left_when_it_is_closed() -> None:
+    """A thread that frees a tensor while Python ends would end the process with an abort."""
+    before = set(threading.enumerate())
+    with posts("a", "b") as (a, b):
+        b.connect("a", a.address)
+        until(lambda: b.peers == ["a"])
+        for piece in range(50):
+            b.send("a", Push("b", 1, piece, piece), memoryview(bytes(PART_BYTES)))
+    assert set(threading.enumerate()) <= before

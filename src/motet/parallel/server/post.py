@@ -73,6 +73,7 @@ class Post:
         self.wanted: dict[str, tuple[str, int]] = {}
         """To whom we want to be connected, and where that is."""
         self._closed = threading.Event()
+        self._threads: list[threading.Thread] = []
         self._server = _listening(host, port) if host is not None else None
         if self._server:
             self._start(self._accept)
@@ -138,11 +139,19 @@ class Post:
             self._lines.clear()  # nobody is told: it is we who leave
         for line in lines:
             line.close()
+        # Those that are left when Python ends are ended while they free tensors, which ends the process with an abort.
+        with self._lock:
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join(CONNECT_S + RETRY_S)
 
     # --- making connections ------------------------------------------------------------------------
 
     def _start(self, work: Callable[..., None], *arguments: object) -> None:
-        threading.Thread(target=work, args=arguments, daemon=True).start()
+        thread = threading.Thread(target=work, args=arguments, daemon=True)
+        thread.start()
+        with self._lock:
+            self._threads = [*(other for other in self._threads if other.is_alive()), thread]
 
     def _accept(self) -> None:
         assert self._server
