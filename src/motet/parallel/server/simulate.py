@@ -277,13 +277,11 @@ class Play:
         worker.busy = True
 
         def done() -> None:
-            alone = self._desk.rule.alone
-            here = [piece for piece, load in enumerate(self._loads) if load.layer == layer or (alone and not layer)]
+            here = [piece for piece, load in enumerate(self._loads) if load.layer == layer]
             if layer:
                 self._backward(name, times, layer - 1)
             else:
                 worker.busy, worker.layer = False, len(self._setting.forward_s) + 1
-            if not alone or not layer:
-                self._say(name, worker.client.take(Ready(worker.client.ticket.number, tuple(here), (1.0,))))
+            self._say(name, worker.client.take(Ready(worker.client.ticket.number, tuple(here), (1.0,))))
 
         self._after(times * self._setting.backward_s[layer], done)

@@ -114,7 +114,9 @@ class Worker:
             last = part == len(portions) - 1
             report = Share(loss_sum, count, tokens, 0.0, float(min(attendant.versions)))
             sent: set[int] = set()
-            gradients.on_complete = partial(self._push, report, sent) if last and not alone else _nothing
+            # The norm of a share that is an update by itself is told with its last bucket.
+            most = len(self.weights.buckets) - alone
+            gradients.on_complete = partial(self._push, report, sent, most) if last else _nothing
             gradients.begin_backward()
             loss.backward()
         buckets = range(len(self.weights.buckets))
@@ -124,14 +126,16 @@ class Worker:
             report = report._replace(squares=self._squares())
         for bucket in buckets:
             if bucket not in sent:
-                self._push(report, sent, bucket)
+                self._push(report, sent, len(buckets), bucket)
 
     def _squares(self) -> float:
         whole = self.weights.gradients.kept(slice(0, self.weights.buckets[-1].stop))
         return float(torch.linalg.vector_norm(whole).item() ** 2)
 
-    def _push(self, report: Share, sent: set[int], bucket: int) -> None:
+    def _push(self, report: Share, sent: set[int], most: int, bucket: int) -> None:
         assert self.attendant
+        if len(sent) >= most:
+            return
         self.weights.gradients.fill(bucket)
         sent.add(bucket)
         self.attendant.ready(bucket, report)
