@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from server.explore import Found, explore  # noqa: E402
 from server.system import System  # noqa: E402
-from server.systems import LARGE, RULES, SMALL, WRONG, mistake_row, row, rules_of, with_rule  # noqa: E402
+from server.systems import LARGE, RULES, SMALL, WRONG, alike, mistake_row, row, rules_of, with_rule  # noqa: E402
 
 INTRODUCTION = """# The protocol of the parameter server
 
@@ -68,7 +68,7 @@ HEAD = "| | workers x servers x steps | copies | twice | lost | cut | mode | sta
 LINE = "|---|---|---|---|---|---|---|---|---|---|"
 
 LARGER = """
-And `make proof` these:
+And `make proof` these. Of the largest, those modes are listed that were tried to their end:
 """
 
 MISTAKES = """
@@ -84,20 +84,15 @@ of states until then, which depends on the order in which they are looked at.
 
 def rows(systems: dict[str, System], modes: Collection[str]) -> Iterator[str]:
     """Those that the page has where a mode is not asked for."""
-    kept = dict(map(_named, PAGE.read_text(encoding="utf-8").splitlines()))
+    kept = {alike(line): line for line in PAGE.read_text(encoding="utf-8").splitlines()}
     for name, system in systems.items():
         for mode in rules_of(system):
             asked = with_rule(system, mode)
             if mode in modes:
                 yield row(name, asked, explore(asked))
                 print(f"{name}, {mode}", flush=True)
-            elif (same := _named(row(name, asked, Found()))[0]) in kept:
+            elif (same := alike(row(name, asked, Found()))) in kept:
                 yield kept[same]
-
-
-def _named(line: str) -> tuple[str, str]:
-    """(which system and mode, the line)"""
-    return "|".join(line.split("|")[:8]), line
 
 
 def mistakes() -> Iterator[str]:

@@ -53,6 +53,7 @@ SMALL = {
 
 LARGE = {
     "a message comes twice, and a worker ends": _of(2, 2, 3, doubles=1, crashes=1),
+    "the same in two steps; or a server ends": _of(2, 2, 2, copies=2, doubles=1, crashes=1),
     "a message comes twice, and a worker or a server ends": _of(2, 2, 3, copies=2, doubles=1, crashes=1),
     "three workers; a message comes twice, and one ends": _of(3, 2, 2, doubles=1, crashes=1),
     "a server of two ends, and one comes with nothing": _of(1, 2, 1, copies=2, crashes=1, returns=True),
@@ -78,6 +79,11 @@ def row(name: str, system: System, found: Found) -> str:
     faults = system.doubles, system.crashes, system.cuts
     cells = size, system.copies, *faults, kind, f"{found.states:,}", f"{found.steps:,}", found.ends
     return f"| {name} | {' | '.join(map(str, cells))} |"
+
+
+def alike(line: str) -> str:
+    """Of a row: which system it is of, and in which mode."""
+    return "|".join(line.split("|")[:8])
 
 
 # --- what is wrong ---------------------------------------------------------------------------------

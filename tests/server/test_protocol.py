@@ -11,7 +11,7 @@ from motet.parallel.server.protocol import Rule
 from server.explore import Explorer, Found, Ways, explore
 from server.numbered import key_of, with_names
 from server.system import NONE, System
-from server.systems import LARGE, SMALL, WRONG, mistake_row, row, rules_of, with_rule
+from server.systems import LARGE, SMALL, WRONG, alike, mistake_row, row, rules_of, with_rule
 
 PAGE = Path(__file__).parents[2] / "docs/reference/server-protocol.md"
 SYNC = Rule(2, 1, 2, 0)
@@ -35,10 +35,13 @@ def test_promises_are_kept(name: str, rule: str) -> None:
 @pytest.mark.proof
 @pytest.mark.parametrize(("name", "rule"), _each(LARGE))
 def test_promises_are_kept_by_larger_systems(name: str, rule: str) -> None:
+    """Some are so large that the page says nothing of them."""
     system = with_rule(LARGE[name], rule)
     found = explore(system)
     assert found.ends
-    assert row(name, system, found) in PAGE.read_text(encoding="utf-8"), UNEQUAL
+    told = row(name, system, found)
+    known = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if alike(line) == alike(told)]
+    assert known in ([], [told]), UNEQUAL
 
 
 @pytest.mark.parametrize("wrong", WRONG)
