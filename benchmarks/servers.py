@@ -116,7 +116,7 @@ def main() -> int:
                 found[way.name].append(measure(way, hosts, options.steps))
                 done = found[way.name][-1]
                 print(f"round {number + 1}, {way.name}: {done.step_s:.3f} s per step", flush=True)
-    predicted = {way.name: predict(way, rate, update_s) for way in chosen}
+    predicted = {way.name: predict(way, rate, update_s, options.steps) for way in chosen}
     parts = report(chosen, found, predicted, (rate, update_s))
     print("\n\n".join(parts))
     if options.page:
@@ -259,9 +259,10 @@ def plan_bytes(way: Way) -> tuple[list[tuple[int, int, int, str]], int]:
     return found, 4 * sum(p.numel() for p in module.parameters())
 
 
-def predict(way: Way, rate: float, update_s: float) -> float:
+def predict(way: Way, rate: float, update_s: float, steps: int) -> float:
+    """Of the same steps, in which the same workers are slow."""
     if not way.servers:
-        return statistics.mean(ring(way, rate, seed) for seed in range(10 if way.slow == RANDOM else 1))
+        return ring(way, rate, steps)
     from motet.parallel.server.protocol import Rule
     from motet.parallel.server.settings import ServerSettings, rule_of
     from motet.parallel.server.simulate import Load, Play, Setting
@@ -270,23 +271,22 @@ def predict(way: Way, rate: float, update_s: float) -> float:
     loads = [Load(push, pull, (server,), layer) for push, pull, layer, server in pieces]
     given: dict[str, object] = dict(setting.split("=") for setting in way.settings)
     settings = ServerSettings.model_validate({k: int(v) if str(v).isdigit() else v for k, v in given.items()})
-    rule: Rule = rule_of(settings, WORKERS, 30)
+    rule: Rule = rule_of(settings, WORKERS, steps)
+    begun: dict[int, list[int]] = {}
 
-    def once(seed: int) -> float:
-        setting = Setting(
-            rate,
-            HANDLING_S,
-            (FORWARD_S,) * LAYERS,
-            (BACKWARD_S,) * LAYERS,
-            update_s,
-            lambda worker, share: slowness(slow_of(way, f"w{worker}"), share, seed),
-        )
-        return Play(rule, loads, WORKERS, setting, settings.order == "need").run().seconds_per_step(SKIP)
+    def slow(worker: int, share: int) -> float:
+        """By how many shares it has begun, as the workers themselves go by."""
+        mine = begun.setdefault(worker, [])
+        if share not in mine:
+            mine.append(share)
+        return slowness(slow_of(way, f"w{worker}"), mine.index(share))
 
-    return statistics.mean(once(seed) for seed in range(10 if way.slow == RANDOM else 1))
+    computing = (FORWARD_S,) * LAYERS, (BACKWARD_S,) * LAYERS
+    setting = Setting(rate, HANDLING_S, *computing, update_s, slow)
+    return Play(rule, loads, WORKERS, setting, settings.order == "need").run().seconds_per_step(SKIP)
 
 
-def ring(way: Way, rate: float, seed: int, steps: int = 30) -> float:
+def ring(way: Way, rate: float, steps: int) -> float:
     """Buckets one after another, each once the slowest worker's backward has it; all wait for the last."""
     from motet.cluster.cluster import uniform
     from motet.collectives.cost import cost
@@ -296,13 +296,13 @@ def ring(way: Way, rate: float, seed: int, steps: int = 30) -> float:
     pieces, _ = plan_bytes(way)
     seconds = []
     for step in range(steps):
-        times = max(slowness(slow_of(way, f"w{worker}"), step, seed) for worker in range(WORKERS))
+        times = max(slowness(slow_of(way, f"w{worker}"), step) for worker in range(WORKERS))
         free = LAYERS * FORWARD_S * times
         for size, _, layer, _ in pieces:
             there = times * (LAYERS * FORWARD_S + (LAYERS - layer) * BACKWARD_S)
             free = max(free, there) + float(once.seconds(size))
         seconds.append(free)
-    return statistics.mean(seconds)
+    return statistics.mean(seconds[SKIP:])
 
 
 def seconds_of_update() -> float:
