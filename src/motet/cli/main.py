@@ -8,6 +8,7 @@ import typer
 import motet
 from motet.cli import collectives, data, show
 from motet.cli.train import train
+from motet.cli.verify import verify
 
 app = typer.Typer(
     name="motet",
@@ -35,6 +36,7 @@ def root(
 
 
 app.command()(train)
+app.command()(verify)
 app.add_typer(collectives.app, name="collectives")
 app.add_typer(data.app, name="data")
 app.add_typer(show.app, name="show")

@@ -28,14 +28,16 @@ class LogicalRandomness(TorchFunctionMode):
         self.step = 0
         self.rows: list[int] = []
         self.site = 0
+        self.on_mask: Callable[[int, Tensor], None] | None = None
+        """Told of each mask and its site."""
 
     @contextmanager
-    def at(self, step: int, rows: Tensor) -> Iterator[None]:
+    def at(self, step: int, rows: Tensor) -> Iterator["LogicalRandomness"]:
         """`rows` [R]: the places of the rows in the global batch of the step."""
         self.step, self.rows, self.site = step, rows.tolist(), 0
         torch.manual_seed(derive_seed(self.seed, self.step, "elsewhere", *self.rows[:1]))
         with self:
-            yield
+            yield self
 
     def __torch_function__(
         self,
@@ -62,6 +64,8 @@ class LogicalRandomness(TorchFunctionMode):
         shape = list(x.shape[:whole_dims]) + [1] * len(x.shape[whole_dims:] if whole_dims else ())
         shape[0] //= len(self.rows)
         keep = torch.cat([self._mask(row, shape, p, x.device) for row in self.rows])
+        if self.on_mask:
+            self.on_mask(self.site, keep)
         self.site += 1
         return x * keep.to(x.dtype).mul_(0.0 if p >= 1 else 1 / (1 - p))
 

@@ -164,6 +164,10 @@ class FlatSpread:
     def counts(self) -> bool:
         return self.mesh.replicas.rank == 0
 
+    @property
+    def arrives_late(self) -> bool:
+        return self.deferred
+
     def gradients(self) -> Sequence[Tensor]:
         return [self.weights.gradients.kept(part.place) for part in self.weights.parts]
 

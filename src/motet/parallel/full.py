@@ -164,6 +164,10 @@ class FullSpread:
     def counts(self) -> bool:
         return self.carry.mesh.replicas.rank == 0
 
+    @property
+    def arrives_late(self) -> bool:
+        return False
+
     def begin_step(self) -> None:
         self.carry.begin_step()
         for parameter in self._parameters:

@@ -37,6 +37,10 @@ class Spread(Protocol):
     def counts(self) -> bool:
         """Whether this rank's share of a sum over all parameters counts; it is one of several replicas' otherwise."""
 
+    @property
+    def arrives_late(self) -> bool:
+        """Gradients of what this rank updates come after `reduced` was scaled, with the update."""
+
     def begin_step(self) -> None: ...
 
     def begin_backward(self, first: bool, last: bool) -> None:

@@ -180,7 +180,7 @@ def train(
             stepper=stepper or parts.stepper(job),
             state=parts.state,
             progress=progress,
-            evaluate=functools.partial(_evaluate, job, parts),
+            evaluate=functools.partial(evaluate_split, job, parts),
             describe=_describer(job, parts, this),
             tell=monitor.on_event,
             stop_requested=lambda: stop.requested,
@@ -215,7 +215,7 @@ def _describer(job: Job, parts: Parts, this: ThisDevice) -> Describer:
     )
 
 
-def _evaluate(job: Job, parts: Parts, split: str) -> Evaluation | None:
+def evaluate_split(job: Job, parts: Parts, split: str) -> Evaluation | None:
     """None when the job keeps nothing apart to judge on."""
     if not parts.data.evaluation_batches(split):
         return None

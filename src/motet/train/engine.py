@@ -131,9 +131,8 @@ class Engine:
             divisor = count if count > 0 else 1.0  # a step without anything to learn from has loss and gradient zero
             norm = math.sqrt(squares) / divisor
             finite = math.isfinite(loss) and math.isfinite(norm)
-            clipped = 1.0 if self.clip_norm is None or norm <= self.clip_norm else self.clip_norm / norm
             if finite:
-                self.updater.scale_gradients(clipped / divisor)
+                self.updater.scale_gradients(self.scale_of(norm, count))
         with span("update"):
             if finite:
                 self.updater.update(learning_rate)
@@ -142,6 +141,11 @@ class Engine:
                     buffer.data.copy_(self._before[name])
         agreed = self._advance(finite, stops > 0)
         return Update(loss / divisor, norm, count, finite, tuple(sums), agreed.stop, agreed.skipped)
+
+    def scale_of(self, norm: float, count: float) -> float:
+        """What sums of gradients are multiplied by to be the clipped gradient of the mean."""
+        clipped = 1.0 if self.clip_norm is None or norm <= self.clip_norm else self.clip_norm / norm
+        return clipped / count if count > 0 else clipped
 
     def finish(self) -> Agreement | None:
         """After the last step of all: with `outer`, the replicas meet once more and are one model then."""

@@ -70,6 +70,14 @@ def load_job(source: str, overrides: list[str] | None = None) -> Job:
     return job
 
 
+def changed(job: Job, overrides: list[str], source: str) -> Job:
+    """The same job, but for some `section.key=value`."""
+    tree = job.model_dump(mode="json", exclude_unset=True)
+    for override in overrides:
+        _override(tree, override)
+    return job_from_tree(tree, source)
+
+
 def job_from_tree(tree: dict[str, Any], source: str = "job") -> Job:
     """Validate plain nested values, as TOML gives them."""
     model = tree.get("model")

@@ -1,7 +1,8 @@
 """From the `[optimizer]` section to an update: parameter groups, the norm, and AdamW or SGD on flat shards."""
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -100,6 +101,23 @@ class Updater:
         for group, scale in zip(self._optimizer.param_groups, self._scales, strict=True):
             group["lr"] = learning_rate * scale
         self.spread.update(self._update)
+
+    @contextmanager
+    def overheard(self) -> Iterator[list[Tensor]]:
+        """The gradients that the optimizer is given inside, one for each master; nothing where it is not called."""
+        given: list[Tensor] = []
+
+        def listen(*_: Any) -> None:
+            given.extend(torch.zeros_like(master) for master in self._tensors[len(given) :])
+            for number, master in enumerate(self._tensors):
+                if master.grad is not None:
+                    given[number] = master.grad.clone()
+
+        handle = self._optimizer.register_step_pre_hook(listen)
+        try:
+            yield given
+        finally:
+            handle.remove()
 
     def _update(self, numbers: Sequence[int]) -> None:
         gradients = self.spread.gradients()

@@ -1,0 +1,317 @@
+"""Why a tensor differs, found by trying: what it would have to be made of, in numbers, to be what it is.
+
+Nothing here knows of any mistake. Each hypothesis is an equation between tensors that is true or not, up to rounding:
+the gradient that a rank has, say, is fitted by the shares of the ranks and micro-batches, and the coefficients say
+which of them were left out, counted twice, or scaled.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FITS = 1e-9
+"""How far from an equation rounding may be; other mistakes are further away."""
+WHOLE = 1e-5
+"""How far a coefficient may be from a number that has a meaning."""
+
+
+class Share(NamedTuple):
+    """What one micro-batch of one rank adds to a sum."""
+
+    rank: int
+    part: int
+    value: Tensor
+    targets: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tensor that differs."""
+
+    value: Tensor
+    expected: Tensor
+    rank: int | None
+    sizes: Mapping[str, float]
+    """What factors may come from: `dp` -> 4."""
+    shares: Sequence[Share] = ()
+    """That should make the sum."""
+    others: Mapping[str, Tensor] = field(default_factory=dict)
+    """In words -> a tensor that it might be instead."""
+    before: Tensor | None = None
+    """What it was before the step."""
+    batches: Mapping[str, Tensor] = field(default_factory=dict)
+    """In words -> rows that those of the value might be, where it is of some."""
+    pool: Mapping[str, Tensor] = field(default_factory=dict)
+    """Name -> flat tensor, a stretch of which the value might be."""
+
+
+def cause(case: Case) -> str:
+    """In words; empty where nothing fits."""
+    if case.value.dtype == torch.bool:
+        case = replace(
+            case,
+            value=case.value.double(),
+            expected=case.expected.double(),
+            others={words: other.double() for words, other in case.others.items()},
+            batches={words: batch.double() for words, batch in case.batches.items()},
+        )
+    tries = (
+        _not_finite, _rounded, _instead, _rows, _summed, _updated, _scaled, _elsewhere, _with_something, _coarse,
+    )  # fmt: skip
+    return next((found for attempt in tries if (found := attempt(case))), "")
+
+
+def _not_finite(case: Case) -> str:
+    bad = int((~case.value.isfinite()).sum())
+    return f"{bad} of its {case.value.numel()} elements are not finite" if bad else ""
+
+
+def _rounded(case: Case) -> str:
+    """Each element is what the expected one is in a smaller dtype."""
+    for dtype in _EPSILON:
+        if case.expected.dtype != dtype and torch.equal(case.value, case.expected.to(dtype).to(case.value.dtype)):
+            return f"it was rounded to {_named_dtype(dtype)}"
+    return ""
+
+
+def _coarse(case: Case) -> str:
+    """It is off by as much as arithmetic in a smaller dtype is."""
+    off = relative(case.value, case.expected)
+    fitting = [dtype for dtype, epsilon in _EPSILON.items() if epsilon / 50 < off < epsilon]
+    return f"it differs as much as what is computed in {_named_dtype(fitting[0])} does" if fitting else ""
+
+
+def _named_dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_EPSILON = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+def _scaled(case: Case) -> str:
+    factor = coefficients(case.value, [case.expected])
+    if factor is None:
+        return ""
+    if factor[0] == 0:
+        return "it is 0 throughout"
+    if case.value.numel() == 1 and not meaning(factor[0], case.sizes):  # any number is some times another
+        return ""
+    return f"it is {number(factor[0])} times what it should be{meaning(factor[0], case.sizes)}"
+
+
+def meaning(factor: float, sizes: Mapping[str, float]) -> str:
+    """What a factor may come from."""
+    times = [name for name, size in sizes.items() if size not in (0, 1) and is_about(factor, size)]
+    over = [name for name, size in sizes.items() if size not in (0, 1) and is_about(factor, 1 / size)]
+    if times:
+        return f": multiplied by {' = '.join([number(factor), *times])}"
+    if over:
+        return f": divided by {' = '.join([number(1 / factor), *over])}"
+    return ": counted twice" if is_about(factor, 2) else ": halved" if is_about(factor, 0.5) else ""
+
+
+def _instead(case: Case) -> str:
+    for words, other in case.others.items():
+        if other.shape != case.value.shape or fits(other, case.expected):
+            continue
+        if fits(case.value, other):
+            return f"it is {words}"
+    return ""
+
+
+def _summed(case: Case) -> str:
+    """Which shares the sum has, and how often."""
+    if not case.shares or case.value.numel() == 1:
+        return _summed_number(case)
+    found = coefficients(case.value, [share.value for share in case.shares])
+    if found is None or is_about(min(found), max(found)):
+        return ""
+    pairs = list(zip(case.shares, found, strict=True))
+    missing = [share for share, times in pairs if is_about(times, 0)]
+    present = [share for share, times in pairs if is_about(times, 1)]
+    twice = [share for share, times in pairs if is_about(times, 2)]
+    if missing and len(missing) + len(present) == len(pairs):
+        if case.rank is not None and {share.rank for share in present} == {case.rank} and len(_ranks(case)) > 1:
+            return f"it is the share of rank {case.rank} alone: the sum over the ranks is missing"
+        return f"it lacks the share of {_named(missing, case)}"
+    if twice and len(twice) + len(present) == len(pairs):
+        return f"it has the share of {_named(twice, case)} twice"
+    if _is_mean_of_means(pairs):
+        return "shares are divided by their own count of targets, instead of all by that of the whole batch"
+    factors = {round(times, 6) for _, times in pairs}
+    if len(factors) <= 3:
+        told = [
+            f"{number(factor)} times that of {_named([s for s, times in pairs if round(times, 6) == factor], case)}"
+            for factor in sorted(factors)
+        ]
+        return f"it is made of {', '.join(told)}"
+    return ""
+
+
+def _summed_number(case: Case) -> str:
+    """Of a single number, whose coefficients nobody can tell: one share is left out, alone, or twice."""
+    value, expected = case.value.double(), case.expected.double()
+    for share in case.shares if len(case.shares) > 1 else ():
+        own = share.value.double()
+        if fits(value, expected - own):
+            return f"it lacks the share of {_named([share], case)}"
+        if fits(value, expected + own):
+            return f"it has the share of {_named([share], case)} twice"
+        if fits(value, own):
+            return f"it is the share of {_named([share], case)} alone"
+    return ""
+
+
+def _updated(case: Case) -> str:
+    """By how much of what it should be updated by."""
+    if case.before is None or case.value.numel() == 1:
+        return ""
+    factor = coefficients(case.value - case.before, [case.expected - case.before])
+    if factor is None:
+        return ""
+    if factor[0] == 0:
+        return "it was not updated"
+    return f"it was updated by {number(factor[0])} times what it should be{meaning(factor[0], case.sizes)}"
+
+
+def _is_mean_of_means(pairs: Sequence[tuple[Share, float]]) -> bool:
+    """Coefficient times count of targets is one number for all ranks."""
+    counts: dict[int, float] = {}
+    for share, _ in pairs:
+        counts[share.rank] = counts.get(share.rank, 0.0) + share.targets
+    products = [times * counts[share.rank] for share, times in pairs]
+    return len(set(counts.values())) > 1 and all(is_about(product / products[0], 1) for product in products)
+
+
+def _ranks(case: Case) -> set[int]:
+    return {share.rank for share in case.shares}
+
+
+def _named(shares: Sequence[Share], case: Case) -> str:
+    """Whole ranks, where all of their micro-batches are meant."""
+    parts = sorted({share.part for share in shares})
+    ranks = sorted({share.rank for share in shares})
+    text = f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
+    meant = {(share.rank, share.part) for share in shares}
+    if all((share.rank, share.part) in meant for share in case.shares if share.rank in ranks):
+        return text
+    return f"micro-batch{'es' * (len(parts) > 1)} {listed(parts)} of {text}"
+
+
+def listed(numbers: Sequence[int]) -> str:
+    return " and ".join(filter(None, [", ".join(map(str, numbers[:-1])), str(numbers[-1])]))
+
+
+def _rows(case: Case) -> str:
+    """Rows of a batch that are in other places."""
+    for words, batch in case.batches.items():
+        if case.value.ndim != 2 or case.value.shape[1:] != batch.shape[1:]:
+            continue
+        places = [[place for place, other in enumerate(batch) if fits(row, other)] for row in case.value]
+        if all(places):
+            return f"it is of row{'s' * (len(places) > 1)} {listed([near[0] for near in places])} of {words}"
+    return ""
+
+
+def _elsewhere(case: Case) -> str:
+    """A stretch of another tensor, or of the same one; most of it at least."""
+    value = case.value.flatten().double()
+    if value.numel() < 2 or not float(value.abs().max()):
+        return ""
+    count, anchor = value.numel(), int(value.abs().argmax())
+    for name, tensor in case.pool.items():
+        flat = tensor.flatten().double()
+        near = (flat - value[anchor]).abs() <= FITS * value[anchor].abs()
+        for place in near.nonzero()[:8, 0].tolist():
+            first = place - anchor
+            low, high = max(first, 0), min(first + count, flat.numel())
+            if high - low > max(1, count // 2) and fits(value[low - first : high - first], flat[low:high]):
+                return f"it is what belongs at element {first} of {name}"
+    return ""
+
+
+def _with_something(case: Case) -> str:
+    """What should be there, and a multiple of something else."""
+    for words, other in case.others.items():
+        if other.shape != case.value.shape:
+            continue
+        found = coefficients(case.value - case.expected, [other])
+        if found is not None and found[0]:
+            return f"it has {number(found[0])} times {words} too much"
+    return ""
+
+
+class Ingredient(NamedTuple):
+    """Of a sum."""
+
+    words: str
+    value: Tensor
+    times: float
+    """How often it should be there."""
+
+
+def made_of(value: Tensor, ingredients: Sequence[Ingredient], sizes: Mapping[str, float]) -> str:
+    """What of the ingredients is there more or less often than it should."""
+    there = [each for each in ingredients if each.times or float(each.value.abs().max())]
+    found = coefficients(value, [each.value for each in there])
+    if found is None:
+        return ""
+    pairs = list(zip(there, found, strict=True))
+    ratios = {round(times / each.times, 6) for each, times in pairs if each.times}
+    if len(pairs) > 1 and len(ratios) == 1 and all(each.times for each, _ in pairs) and ratios != {1.0}:
+        factor = found[0] / there[0].times
+        return f"all of it counts {number(factor)} times{meaning(factor, sizes)}"
+    said = []
+    for each, times in pairs:
+        if abs(times - each.times) <= WHOLE * max(abs(each.times), WHOLE):
+            continue
+        if is_about(times, 0) and each.times:
+            said.append(f"{each.words} is missing")
+        elif each.times:
+            said.append(f"{each.words} counts {number(times / each.times)} times{meaning(times / each.times, sizes)}")
+        else:
+            said.append(f"{each.words} counts {number(times)} times, where it should not")
+    return "; ".join(said)
+
+
+# --- numbers ---------------------------------------------------------------------------------------
+
+
+def relative(value: Tensor, expected: Tensor) -> float:
+    size = float(torch.linalg.vector_norm(expected.double()))
+    off = float(torch.linalg.vector_norm(value.double() - expected.double()))
+    return 0.0 if off == 0 else off / size if size else math.inf
+
+
+def fits(value: Tensor, expected: Tensor) -> bool:
+    return relative(value, expected) < FITS
+
+
+def coefficients(value: Tensor, basis: Sequence[Tensor]) -> list[float] | None:
+    """Of the sum that the value is; None where it is none of these."""
+    if any(each.shape != value.shape for each in basis):
+        return None
+    matrix = torch.stack([each.double().flatten() for each in basis], 1)
+    if not matrix.numel() or not float(matrix.abs().max()):
+        return None
+    found = torch.linalg.lstsq(matrix, value.double().flatten()[:, None], driver="gelsd").solution[:, 0]
+    if relative(matrix @ found, value.double().flatten()) > FITS and float(value.abs().max()):
+        return None
+    return [float(each) if abs(float(each)) > WHOLE else 0.0 for each in found]
+
+
+def is_about(factor: float, wanted: float) -> bool:
+    return abs(factor - wanted) <= WHOLE * (abs(wanted) or 1.0)
+
+
+def number(factor: float) -> str:
+    """Short; fractions as fractions where they are simple."""
+    for below in range(2, 65):
+        if is_about(factor * below, round(factor * below)) and not is_about(factor, round(factor)):
+            above = round(factor * below)
+            return f"{above}/{below}" if above else f"{factor:.6g}"
+    return f"{factor:.6g}"

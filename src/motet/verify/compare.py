@@ -1,0 +1,169 @@
+"""How far what ranks computed is from the reference, tensor by tensor; put together from the parts that they have."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from motet.verify.parts import Given, Part, Site, UnfitError, Whole, is_of_no_rows, parts_of
+from motet.verify.record import Kind, Seen
+
+EPSILON = 2.0**-53
+ROUNDINGS = 8.0
+"""How many roundings of its size a number may be off for each square root of the operations behind it."""
+MARGIN = 64.0
+"""How many times as far from the reference as a perturbed reference is."""
+COARSER = 8
+"""So many bits fewer than the reference's numbers have are no accident."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A step on one device."""
+
+    wholes: Mapping[Site, Whole]
+    """In the order of execution."""
+    learning_rate: float
+    noise: dict[Site, float] = field(default_factory=dict)
+    """How far a perturbed reference is from it, by the same measure."""
+    varying: set[Site] = field(default_factory=set)
+    """Of no rows, and another for other micro-batches: nothing to compare."""
+
+    @cached_property
+    def sizes(self) -> dict[Kind, tuple[float, int]]:
+        """By kind: the norm of all tensors together, and their elements."""
+        found: dict[Kind, tuple[float, int]] = {}
+        for (kind, _), whole in self.wholes.items():
+            squares, count = found.get(kind, (0.0, 0))
+            found[kind] = squares + float(whole.value.double().square().sum()), count + whole.value.numel()
+        return {kind: (math.sqrt(squares), count) for kind, (squares, count) in found.items()}
+
+    def tensor(self, site: Site) -> Tensor | None:
+        found = self.wholes.get(site)
+        return None if found is None else found.value
+
+
+class Difference(NamedTuple):
+    """Of one tensor, by the worst of the parts that it came in."""
+
+    site: Site
+    relative: float
+    bound: float
+    rank: int | None
+    """Whose part it is; None: of all together."""
+    what: str = ""
+    """Where it is not by how much."""
+
+    @property
+    def is_rounding(self) -> bool:
+        return not self.what and self.relative <= self.bound
+
+
+def reference_of(seen: Iterable[Seen]) -> dict[Site, Whole]:
+    seen = list(seen)
+    rows = next((each.rows for each in seen if each.rows), ())
+    found: dict[Site, Whole] = {}
+    order = {kind: number for number, kind in enumerate(get_args(Kind))}
+    early = ("sample", "random mask", "activation", "loss", "activation gradient")
+    for each in sorted(seen, key=lambda each: 0 if each.kind in early else order[each.kind]):
+        value = each.value if each.shape is None else each.value.view(each.shape)
+        found[each.kind, each.name] = Whole((each.kind, each.name), value, rows, each)
+    return found
+
+
+def compare(reference: Reference, ranks: Sequence[Sequence[Seen]]) -> list[Difference]:
+    """One for each tensor of the reference, in its order, and for what only ranks have."""
+    by_site = sites_of(ranks)
+    sizes = reference.sizes
+    found = []
+    for site, whole in reference.wholes.items():
+        given = by_site.pop(site, [])
+        found.append(_difference(reference, whole, given, sizes))
+    for site, given in by_site.items():
+        found.append(Difference(site, math.inf, 0.0, given[0][0], "one device has no such tensor"))
+    return found
+
+
+def sites_of(ranks: Sequence[Sequence[Seen]]) -> dict[Site, list[tuple[int, Seen]]]:
+    by_site: dict[Site, list[tuple[int, Seen]]] = {}
+    for rank, seen in enumerate(ranks):
+        for each in seen:
+            by_site.setdefault((each.kind, each.name), []).append((rank, each))
+    return by_site
+
+
+def varying(reference: Reference, ranks: Sequence[Sequence[Seen]]) -> set[Site]:
+    """What has no rows and differs in a reference that was cut into micro-batches."""
+    by_site, sizes = sites_of(ranks), reference.sizes
+    tables = {s: given for s, given in by_site.items() if s in reference.wholes}
+    tables = {s: given for s, given in tables.items() if is_of_no_rows(reference.wholes[s], given)}
+    return {s for s, given in tables.items() if _difference(reference, reference.wholes[s], given, sizes).relative}
+
+
+def _difference(
+    reference: Reference, whole: Whole, given: Given, sizes: Mapping[Kind, tuple[float, int]]
+) -> Difference:
+    site, bound = whole.site, bound_of(reference, whole)
+    if site in reference.varying and is_of_no_rows(whole, given):
+        return Difference(site, 0.0, bound, None)
+    if not given:
+        return Difference(site, math.inf, bound, None, "no rank has it")
+    try:
+        parts = parts_of(whole, given)
+    except UnfitError as error:
+        return Difference(site, math.inf, bound, error.rank, str(error))
+    worst = Difference(site, 0.0, bound, None)
+    for part in parts:
+        if what := _of_other_precision(part, whole.seen.dtype):
+            return Difference(site, math.inf, bound, part.rank, what)
+        relative = distance(part.value, part.expected, floor_of(reference, site[0], part, sizes))
+        if not relative <= worst.relative:  # also where it is not a number
+            worst = Difference(site, relative, bound, part.rank)
+    return worst
+
+
+def floor_of(
+    reference: Reference, kind: Kind, part: Part, sizes: Mapping[Kind, tuple[float, int]] | None = None
+) -> float:
+    """What is as good as nothing to differ from."""
+    count = part.seen.numel if part.seen and part.seen.shape is not None else part.expected.numel()
+    if kind == "parameter":
+        return reference.learning_rate * math.sqrt(count)
+    total, elements = (sizes or reference.sizes)[kind]
+    return total * math.sqrt(count / elements) if elements else 0.0
+
+
+def _of_other_precision(part: Part, dtype: str) -> str:
+    seen = part.seen
+    if seen is None:
+        return ""
+    if seen.dtype != dtype:
+        return f"it is kept in {seen.dtype} on rank {part.rank}, and in {dtype} on one device"
+    is_coarser = seen.bits and part.bits and seen.bits <= part.bits - COARSER
+    if is_coarser and distance(part.value, part.expected, 0.0) < 2.0 ** (1 - seen.bits):
+        said = {24: "float32", 11: "float16", 8: "bfloat16"}.get(seen.bits, f"{seen.bits} bits")
+        return f"its numbers were rounded to {said}: they have {seen.bits} bits, on one device {part.bits}"
+    return ""
+
+
+def bound_of(reference: Reference, whole: Whole) -> float:
+    if whole.site[0] in ("sample", "random mask"):
+        return 0.0
+    operations = ROUNDINGS * EPSILON * math.sqrt(max(1.0, whole.seen.operations))
+    return max(operations, MARGIN * reference.noise.get(whole.site, 0.0))
+
+
+def distance(value: Tensor, expected: Tensor, floor: float) -> float:
+    """Of two tensors, by their norms; `floor`: what is as good as nothing to differ from."""
+    if not value.numel():
+        return 0.0
+    a, b = value.double(), expected.double()
+    off = float(torch.linalg.vector_norm(a - b))
+    if off == 0:
+        return 0.0
+    size = max(float(torch.linalg.vector_norm(b)), floor)
+    return off / size if size else math.inf

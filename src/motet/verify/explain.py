@@ -1,0 +1,388 @@
+"""The first tensor that differs, and what the reference knows that it could be made of."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from motet.train.optimizer import group_parameters
+from motet.verify.causes import Case, Share, cause, fits, listed
+from motet.verify.compare import Reference, distance, floor_of, sites_of
+from motet.verify.numbers import cause_of_norm, cause_of_number, other_counts, other_losses
+from motet.verify.parts import Part, UnfitError, Whole, by_row, parts_of
+from motet.verify.record import Seen
+from motet.verify.shares import WhatIf
+from motet.verify.updates import Update, cause_of_update
+from motet.verify.verdict import Found
+
+Cut = Callable[[Tensor], Tensor]
+
+
+def explain(what_if: WhatIf, ranks: Sequence[Sequence[Seen]], found: Found) -> str:
+    """A likely cause in words; empty where there is none."""
+    site, reference = found.difference.site, what_if.referred.of(found.phase, found.step)
+    whole, given = reference.wholes.get(site), sites_of(ranks).get(site, [])
+    if whole is None or not given or found.difference.what:
+        return found.difference.what
+    try:
+        parts = parts_of(whole, given)
+    except UnfitError as error:
+        return str(error)
+    return Explaining(what_if, ranks, found, reference, whole, parts).cause()
+
+
+@dataclass(frozen=True)
+class Explaining:
+    """One difference."""
+
+    what_if: WhatIf
+    ranks: Sequence[Sequence[Seen]]
+    found: Found
+    reference: Reference
+    whole: Whole
+    parts: Sequence[Part]
+
+    def cause(self) -> str:
+        kind, name = self.whole.site
+        if kind in ("sum", "norm", "evaluation"):
+            return self._of_number(kind, name)
+        if kind == "loss":
+            return self._of_loss()
+        said = self._of_tensor()
+        return said and f"{said}{self._where()}"
+
+    # --- where ---------------------------------------------------------------------------------
+
+    def _off(self, part: Part) -> float:
+        return distance(part.value, part.expected, floor_of(self.reference, self.whole.site[0], part))
+
+    @cached_property
+    def _worst(self) -> Part:
+        return max(self.parts, key=lambda part: _number(self._off(part)))
+
+    @cached_property
+    def _wrong(self) -> list[Part]:
+        return [part for part in self.parts if not self._off(part) <= self.found.difference.bound]
+
+    def _where(self) -> str:
+        """On which ranks, and where in the tensor, if not on all and everywhere."""
+        ranks = sorted({part.rank for part in self._wrong if part.rank is not None})
+        all_ranks = {part.rank for part in self.parts if part.value.numel()}
+        text = f", on rank{'s' * (len(ranks) > 1)} {listed(ranks)} alone" if 0 < len(ranks) < len(all_ranks) else ""
+        places = self._region
+        if places is not None and self._worst.seen is not None:
+            start = self._worst.seen.start
+            first, last = start + places.start, start + places.stop - 1
+            text += f", in elements {first} to {last} of {self.whole.value.numel()}{self._owner(first, last)}"
+        return text
+
+    @cached_property
+    def _region(self) -> slice | None:
+        """Where it differs, if that is a part of what the rank has."""
+        value, expected, seen = self._worst.value, self._worst.expected, self._worst.seen
+        if seen is None or seen.shape is None or seen.folded or value.numel() < 2:
+            return None
+        off = (value.double() - expected.double()).abs().nan_to_num(math.inf)
+        wrong = (off > 1e-3 * self.found.difference.bound * float(expected.double().abs().max())).nonzero()
+        if not len(wrong):
+            return None
+        first, last = int(wrong[0]), int(wrong[-1])
+        return slice(first, last + 1) if last + 1 - first < 0.95 * value.numel() else None
+
+    def _owner(self, first: int, last: int) -> str:
+        """Whose shard that is."""
+        pieces = sites_of(self.ranks).get(("state", f"master/{self.whole.site[1].rpartition('/')[2]}"), [])
+        for rank, seen in pieces:
+            if 0 < seen.numel < self.whole.value.numel() and seen.start <= first and last < seen.start + seen.numel:
+                return f", which rank {rank} updates"
+        return ""
+
+    @cached_property
+    def _cut(self) -> Cut:
+        """What of a whole tensor the worst part is about."""
+        from motet.verify.fold import folded_part
+
+        seen, region = self._worst.seen, self._region
+        if seen is None or seen.shape is None:
+            return lambda tensor: tensor
+
+        def cut(tensor: Tensor) -> Tensor:
+            own = folded_part(tensor.reshape(-1)[seen.start : seen.start + seen.numel], seen.start)
+            return own if region is None else own[region]
+
+        return cut
+
+    # --- what ----------------------------------------------------------------------------------
+
+    @cached_property
+    def sizes(self) -> dict[str, float]:
+        """What factors may come from."""
+        layout = self.what_if.layout
+        targets = {c.rank: 0.0 for c in self.what_if.computed}
+        for c in self.what_if.computed:
+            targets[c.rank] += c.targets
+        rows = self.what_if.job.data.batch_sequences
+        return {
+            "dp": float(layout.dp),
+            "micro-batches of a rank": float(layout.microbatches),
+            "all micro-batches": float(layout.dp * layout.microbatches),
+            "ranks that share a copy": float(layout.shards),
+            "replicas": layout.dp / layout.shards,
+            "rows of the batch": float(rows),
+            "rows of a rank": rows / layout.dp,
+            "rows of a micro-batch": rows / (layout.dp * layout.microbatches),
+            "target tokens": sum(targets.values()),
+            **{f"target tokens of rank {rank}": count for rank, count in targets.items()},
+            "what gradients are scaled by": self._scale,
+            "the square of dp": float(layout.dp) ** 2,
+        }
+
+    @property
+    def _scale(self) -> float:
+        """What sums of gradients are multiplied by, before an update."""
+        engine = self.what_if.parts.engine
+        norm, count = (self.reference.tensor(site) for site in (("norm", "gradient norm"), ("sum", "target tokens")))
+        return 1.0 if norm is None or count is None else engine.scale_of(float(norm), float(count))
+
+    def _of_tensor(self) -> str:
+        kind, name = self.whole.site
+        if kind == "clipped gradient":
+            return self._of_clipped(name)
+        if kind == "gradient":
+            return cause(self._case()) or (
+                "no sum of what ranks and micro-batches have gives it: it was changed while it was summed, or after"
+            )
+        if (kind, name) == ("state", "step"):
+            value, expected = float(self._worst.value), float(self._worst.expected)
+            return f"it counts {value:g} steps, where one device has {expected:g}"
+        if kind == "random mask":
+            return cause(self._of_rows()) or (
+                "it is no mask of any of these rows and steps: drawn with another seed, or by a generator that goes on"
+            )
+        if kind == "state" and "/" in name:
+            return self._of_update(*name.split("/", 1)) or cause(self._case())
+        if kind in ("activation", "random mask", "sample", "activation gradient"):
+            return cause(self._of_rows()) or self._if_cut()
+        return cause(self._case())
+
+    def _case(self) -> Case:
+        kind, name = self.whole.site
+        region = self._region or slice(None)
+        shares = self._shares(name, 1.0) if kind == "gradient" else []
+        pool = {
+            f"{other[0]} {other[1]}": each.value
+            for other, each in self.reference.wholes.items()
+            if other[0] == kind and each.seen.shape is not None
+        }
+        value, expected = self._worst.value, self._worst.expected
+        if self._worst.seen is not None and self._worst.seen.shape is not None:
+            value, expected = value[region], expected[region]
+        own = self.found.difference.rank if self._wrong and len(self._wrong) < len(self.parts) else self._worst.rank
+        return Case(value, expected, own, self.sizes, shares, self._others(), self._before(), {}, pool)
+
+    def _shares(self, name: str, scale: float) -> list[Share]:
+        return [
+            Share(c.rank, c.part, scale * self._cut(c.gradients[name]), c.targets)
+            for c in self.what_if.computed
+            if name in c.gradients
+        ]
+
+    def _others(self) -> dict[str, Tensor]:
+        """Of the same kind and shape."""
+        kind, name = self.whole.site
+        found = {}
+        before = self.what_if.referred.single[self.found.step - 1].tensor(("clipped gradient", name))
+        if kind == "gradient" and self.found.step and before is not None:
+            found["the clipped gradient of the step before"] = self._cut(before)
+        for words, reference in self._steps().items():
+            tensor = reference.tensor(self.whole.site)
+            if kind not in ("state", "parameter", "buffer") and tensor is not None:
+                found[f"what it was in {words}"] = self._cut(tensor)
+        for other, each in self.reference.wholes.items():
+            if other[0] == kind and other != self.whole.site and each.value.shape == self.whole.value.shape:
+                found[f"that of {other[1]}"] = self._cut(each.value)
+        return {words: tensor for words, tensor in found.items() if tensor.ndim}
+
+    def _steps(self) -> dict[str, Reference]:
+        """The other ones, the nearest first."""
+        at, all_steps = self.found.step, self.what_if.referred.single
+        words = {at - 1: "the step before", at + 1: "the step after"}
+        order = sorted((n for n in range(len(all_steps)) if n != at), key=lambda n: abs(n - at + 0.1))
+        return {words.get(n, f"step {n + 1}"): all_steps[n] for n in order}
+
+    def _before(self) -> Tensor | None:
+        kind, name = self.whole.site
+        key = {"parameter": f"master/{name}", "state": name, "buffer": f"buffer/{name}"}.get(kind, "")
+        before = self.what_if.before.get(key)
+        return None if before is None or before.ndim == 0 else self._cut(before)
+
+    def _of_rows(self) -> Case:
+        """Of a micro-batch: rows that it might have instead, of this step and of others, and as it would be if the
+        parameters were those of the step before."""
+        kind, name = self.whole.site
+        seen = self._worst.seen
+        batches, others = {}, {}
+        if seen is not None and self._worst.value.ndim == 2:
+            same = {
+                "the batch": self.reference.wholes,
+                **{f"the batch of {w}": r.wholes for w, r in self._steps().items()},
+            }
+            for words, wholes in same.items():
+                for site, each in wholes.items():
+                    alike = each.value.ndim and each.value.shape == self.whole.value.shape
+                    if site[0] == kind and alike and (site[1] == name or kind == "random mask"):
+                        label = words if site[1] == name else f"{words}, {site[1]}"
+                        batches[label] = by_row(each.value, 0, False, len(each.rows))
+            if kind == "sample":
+                others = self._alike(seen.rows)
+            elif kind != "random mask" and self.found.step > 0:
+                places = [self.whole.rows.index(row) for row in seen.rows if row in self.whole.rows]
+                for words, tensor in self._stale().items():
+                    if tensor.shape == self.whole.value.shape:
+                        others[words] = by_row(tensor, 0, False, len(self.whole.rows))[places]
+        return Case(self._worst.value, self._worst.expected, self._worst.rank, self.sizes, (), others, None, batches)
+
+    def _alike(self, rows: Sequence[int]) -> dict[str, Tensor]:
+        """Other samples of the same rows."""
+        places = [self.whole.rows.index(row) for row in rows if row in self.whole.rows]
+        return {
+            f"what {site[1]} should be": by_row(each.value, 0, False, len(each.rows))[places]
+            for site, each in self.reference.wholes.items()
+            if site[0] == "sample" and site != self.whole.site and each.value.shape == self.whole.value.shape
+        }
+
+    def _stale(self) -> dict[str, Tensor]:
+        """With parameters of the step before: all of them, or those of the module."""
+        module = self.whole.site[1].partition("[")[0].partition(" (")[0]
+        words = "what parameters that are those of the step before give: they were used before they were updated"
+        fresh = {
+            seen.name.removeprefix("master/"): slice(seen.start, seen.start + seen.numel)
+            for seen in self.ranks[self._worst.rank or 0]
+            if seen.kind == "state" and seen.name.startswith("master/")
+        }
+        others = f"{words}, but for those that this rank updates itself"
+        tries = {words: ("", {}), f"{words} (those of {module} alone)": (f"{module}.", {}), others: ("", fresh)}
+        found = {}
+        for said, (prefix, kept) in tries.items():
+            stale = self.what_if.with_stale(self.found.step - 1, prefix, kept).get(self.whole.site)
+            if stale is not None:
+                found[said] = stale.value
+        return found
+
+    def _if_cut(self) -> str:
+        """One device that cuts the batch in the same way has it, too."""
+        seen = self._worst.seen
+        if seen is None:
+            return ""
+        for each in self.what_if.cut_alike.get(self.whole.site, []):
+            if each.rows == seen.rows and each.value.shape == seen.value.shape and fits(seen.value, each.value):
+                return (
+                    "its rows depend on the other rows of their micro-batch (statistics over the batch, say): one "
+                    "device that cuts the batch in the same way has the same"
+                )
+        return ""
+
+    # --- gradients and updates -----------------------------------------------------------------
+
+    def _of_clipped(self, name: str) -> str:
+        case = self._case()
+        summed = sum(share.value for share in self._shares(name, 1.0))
+        count = self.reference.tensor(("sum", "target tokens"))
+        others = dict(case.others)
+        if isinstance(summed, Tensor) and summed.numel() and count is not None:
+            region = self._region or slice(None)
+            del region
+            mean = summed / float(count)
+            others = {"the gradient before clipping": mean, "the sum, not divided or clipped": summed, **others}
+            limit = self.what_if.job.optimizer.clip_norm
+            own = float(torch.linalg.vector_norm(mean))
+            if limit is not None and own > limit:
+                others["clipped by its own norm, instead of that of all gradients"] = mean * (limit / own)
+            if limit is not None:
+                others["cut element by element, instead of by the norm"] = mean.clamp(-limit, limit)
+        shares = self._shares(name, self._scale)
+        return cause(Case(case.value, case.expected, case.rank, self.sizes, shares, others, None, {}, case.pool))
+
+    def _of_update(self, state: str, name: str) -> str:
+        """Of a moment or a master."""
+        reference = self.reference
+        gradient = reference.tensor(("clipped gradient", name))
+        before = self.what_if.before
+        if gradient is None or f"master/{name}" not in before or (self._worst.seen and self._worst.seen.folded):
+            return ""
+        settings = self.what_if.job.optimizer
+        named = {n: p for n, p in self.what_if.parts.model.module.named_parameters() if p.requires_grad}
+        groups = group_parameters(named, settings)
+        scale, decay = next(key for key, members in groups.items() if name in members)
+        moments = {
+            n.split("/")[0]: self._cut(t) for n, t in before.items() if n.endswith(f"/{name}") and "moment" not in n
+        }
+        update = Update(
+            settings, reference.learning_rate * scale, decay, float(before.get("step", torch.zeros(()))) + 1,
+            self._cut(before[f"master/{name}"]),
+            {n: t for n, t in moments.items() if n in ("exp_avg", "exp_avg_sq", "momentum_buffer")},
+            self._cut(gradient),
+        )  # fmt: skip
+        case = self._case()
+        pool = {f"{n} before the step": t for n, t in before.items() if n.startswith(f"{state}/")}
+        case = Case(case.value, case.expected, case.rank, self.sizes, (), {}, self._before(), {}, pool)
+        shares = self._shares(name, self._scale)
+        summed = sum(share.value for share in shares)
+        others = {}
+        for words, each in self._steps().items():
+            if (t := each.tensor(("clipped gradient", name))) is not None:
+                others[f"that of {words}"] = self._cut(t)
+        if isinstance(summed, Tensor):
+            others["the one before clipping"] = summed / self._scale / self._count
+            others["the sum, not divided or clipped"] = summed / self._scale
+        gradients = Case(case.value, case.expected, case.rank, self.sizes, shares, others)
+        return cause_of_update(case, update, state, gradients)
+
+    @property
+    def _count(self) -> float:
+        count = self.reference.tensor(("sum", "target tokens"))
+        return 1.0 if count is None else float(count) or 1.0
+
+    # --- numbers -------------------------------------------------------------------------------
+
+    def _of_loss(self) -> str:
+        """Of micro-batches, each against what one device has for it."""
+        computed = {(c.rank, c.part): c for c in self.what_if.computed}
+        wrong = {}
+        for rank, seen in sites_of(self.ranks).get(self.whole.site, []):
+            own = computed.get((rank, seen.part))
+            if own is not None and not fits(seen.value, own.loss):
+                wrong[rank, seen.part] = (seen.value, own)
+        if not wrong:
+            return ""
+        (rank, _), (value, own) = next(iter(wrong.items()))
+        sizes = {**self.sizes, "target tokens of the micro-batch": own.targets}
+        tokens = self.reference.tensor(("sample", "targets"))
+        if tokens is not None:
+            sizes["the count of all its tokens"] = tokens.numel() / len(computed)
+        said = cause(Case(value, own.loss, rank, sizes))
+        alone = f" (in {len(wrong)} of {len(computed)} micro-batches, the first of rank {rank})"
+        return said and said + (alone if len(wrong) < len(computed) else "")
+
+    def _of_number(self, kind: str, name: str) -> str:
+        value, expected = float(self._worst.value), float(self._worst.expected)
+        computed = self.what_if.computed
+        if kind == "norm":
+            said = cause_of_norm(value, expected, self.ranks, self._count, self.sizes)
+        elif name == "target tokens":
+            tokens = self.reference.tensor(("sample", "targets"))
+            said = cause_of_number(
+                value, expected, other_counts(computed, 0 if tokens is None else tokens.numel()), self.sizes
+            )
+        else:
+            judged = computed if name == "mean loss" else self.what_if.evaluated
+            others = other_losses(judged)
+            said = cause_of_number(value, expected, others, self.sizes)
+        return said and f"{said}{self._where()}"
+
+
+def _number(value: float) -> float:
+    return math.inf if math.isnan(value) else value

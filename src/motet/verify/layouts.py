@@ -1,0 +1,103 @@
+"""The layouts that there are for a number of ranks: the one list that verification goes through.
+
+Who adds a capability adds its layouts here. A layout is written as on the command line, `dp=2 zero=1`; what is of
+another section of the job says so, as in `communication.overlap=forward`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from motet.core.errors import InputError
+from motet.parallel.layout import LayoutSettings
+from motet.train.idle import refuse_idle
+from motet.train.job import Job, changed, job_from_tree
+
+FLAT = ("zero=0", "zero=1", "zero=2")
+MORE_FLAT = (
+    "zero=0 microbatches=2",
+    "zero=2 microbatches=2",
+    "zero=0 communication.overlap=none",
+    "zero=1 communication.overlap=forward",
+    "zero=1 communication.bucket_mib=0.01 communication.first_bucket_mib=0.01",
+    "zero=2 communication.all_reduce=tree communication.reduce_scatter=ring communication.all_gather=ring",
+)
+FULL = ("zero=3", "zero=3 regather=false", "zero=3 whole_below=100", "zero=3 microbatches=2")
+PROGRAMS = "data=parameter_server server.transport=programs"
+MESSAGES = "data=parameter_server"
+SECTIONS = ("communication",)
+"""Beside that of the layout, those that a layout may say something of."""
+
+
+def layouts_for(ranks: int) -> list[str]:
+    """For each number of ranks up to these."""
+    return ["dp=1 microbatches=2", *(f"dp={dp} {layout}" for dp in range(2, ranks + 1) for layout in _of(dp))]
+
+
+def _of(dp: int) -> Iterator[str]:
+    yield from (*FLAT, *MORE_FLAT, *FULL)
+    for size in (size for size in range(2, dp) if dp % size == 0):
+        yield from (f"{zero} shard_group={size}" for zero in ("zero=1", "zero=2", "zero=3"))
+        yield f"zero=3 secondary_group={size}"
+    for count in range(1, dp + 1):
+        yield f"{PROGRAMS} server.count={count}"
+    yield from (f"{MESSAGES} server.count={count}" for count in (1, 2))
+
+
+def described(layout: LayoutSettings) -> str:
+    """The layout of a job, as on the command line."""
+    words = []
+    for key, value in layout.model_dump(mode="json", exclude_unset=True).items():
+        pairs = {f"{key}.{name}": inner for name, inner in value.items()} if isinstance(value, dict) else {key: value}
+        words += [f"{name}={str(each).lower() if isinstance(each, bool) else each}" for name, each in pairs.items()]
+    return " ".join(words)
+
+
+def with_ranks(layout: str, ranks: int) -> str:
+    """A layout that says how many ranks it is for."""
+    return layout if any(word.startswith("dp=") for word in layout.split()) else f"dp={ranks} {layout}".strip()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that is to be verified, and the job in it."""
+
+    text: str
+    job: Job
+
+    @property
+    def world(self) -> int:
+        """Ranks that compute."""
+        assert self.job.layout.dp is not None, "with_ranks"
+        return self.job.layout.dp
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches that the batch is cut into over all ranks."""
+        layout = self.job.layout
+        shares = (layout.server.shares or self.world) if layout.has_desk else self.world
+        return shares * layout.microbatches
+
+
+def laid_out(job: Job, layout: str) -> Candidate:
+    """The job with a layout; what the layout does not make sense with is refused."""
+    overrides = [word if word.startswith(SECTIONS) else f"layout.{word}" for word in layout.split()]
+    for word in overrides:
+        if "=" not in word:
+            raise InputError(
+                f"layout {layout!r}: {word.rpartition('.')[2]!r} is not of the form key=value, e.g. zero=2"
+            )
+    source = f"layout {layout!r}"
+    refuse_idle(changed(bare_of(job), overrides, source), source)
+    found = changed(job, overrides, source)
+    if found.layout.has_desk and found.layout.server.mode != "sync":
+        raise InputError(
+            f"{source}: with layout.server.mode = {found.layout.server.mode!r} gradients are of other parameters than "
+            "on one device, so numbers differ by design; verify server.mode=sync"
+        )
+    return Candidate(layout, found)
+
+
+def bare_of(job: Job) -> Job:
+    """Without what sections say that a layout may say something of."""
+    tree = job.model_dump(mode="json", exclude_unset=True)
+    return job_from_tree({key: value for key, value in tree.items() if key not in (*SECTIONS, "layout", "outer")})

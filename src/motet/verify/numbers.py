@@ -1,0 +1,126 @@
+"""Why a single number differs: the mean loss, the count of targets, the norm of the gradients."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from motet.verify.causes import meaning, number
+from motet.verify.record import Seen
+from motet.verify.shares import Computed
+
+CLOSE = 1e-10
+
+
+def near(a: float, b: float) -> bool:
+    return abs(a - b) <= CLOSE * max(abs(a), abs(b))
+
+
+def cause_of_number(
+    value: float, expected: float, others: Iterator[tuple[str, float]], sizes: Mapping[str, float]
+) -> str:
+    """`others`: in words -> what it might be."""
+    for words, other in others:
+        if near(value, other) and not near(other, expected):
+            return words
+    factor = value / expected if expected else math.nan
+    said = meaning(factor, sizes)
+    return f"it is {number(factor)} times what it should be{said}" if said else ""
+
+
+def other_losses(computed: Sequence[Computed]) -> Iterator[tuple[str, float]]:
+    """What the mean loss might be."""
+    by_rank = _by_rank(computed)
+    total, count = sum(float(c.loss) for c in computed), sum(c.targets for c in computed)
+    means = [loss / targets for loss, targets in by_rank.values() if targets]
+    yield "it is the mean of the means of ranks, instead of that over all targets", sum(means) / len(means)
+    parts = [float(c.loss) / c.targets for c in computed if c.targets]
+    yield "it is the mean of the means of micro-batches, instead of that over all targets", sum(parts) / len(parts)
+    yield "it is the sum of the losses, not divided by the count of targets", total
+    for rank, (loss, targets) in by_rank.items():
+        if targets:
+            yield f"it is that of rank {rank} alone", loss / targets
+            yield f"it is the sum over all ranks, divided by the count of rank {rank} alone", total / targets
+        yield f"the loss of rank {rank} alone is divided by the count of all", loss / count
+        yield f"it lacks the loss of rank {rank}", (total - loss) / count
+        if count > targets:
+            yield f"it lacks rank {rank}", (total - loss) / (count - targets)
+        yield f"it has the loss of rank {rank} twice", (total + loss) / count
+    for c in computed:
+        yield f"it lacks the loss of micro-batch {c.part} of rank {c.rank}", (total - float(c.loss)) / count
+        yield f"it has the loss of micro-batch {c.part} of rank {c.rank} twice", (total + float(c.loss)) / count
+
+
+def other_counts(computed: Sequence[Computed], tokens: int) -> Iterator[tuple[str, float]]:
+    """What the count of targets might be."""
+    by_rank = _by_rank(computed)
+    total = sum(c.targets for c in computed)
+    yield "all tokens are counted, instead of the targets alone", float(tokens)
+    for rank, (_, targets) in by_rank.items():
+        yield f"it is that of rank {rank} alone: the sum over the ranks is missing", targets
+    for rank, (_, targets) in by_rank.items():
+        yield f"it lacks that of rank {rank}", total - targets
+        yield f"it has that of rank {rank} twice", total + targets
+    for c in computed:
+        yield f"it lacks that of micro-batch {c.part} of rank {c.rank}", total - c.targets
+        yield f"it has that of micro-batch {c.part} of rank {c.rank} twice", total + c.targets
+    yield "it is the mean over the ranks, instead of the sum", total / len(by_rank)
+    yield "it is the number of micro-batches", float(len(computed))
+    for part in sorted({c.part for c in computed}):
+        alone = sum(c.targets for c in computed if c.part == part)
+        yield f"only micro-batch {part} of each rank is counted", alone
+
+
+def _by_rank(computed: Sequence[Computed]) -> dict[int, tuple[float, float]]:
+    found: dict[int, tuple[float, float]] = {}
+    for c in computed:
+        loss, targets = found.get(c.rank, (0.0, 0.0))
+        found[c.rank] = loss + float(c.loss), targets + c.targets
+    return found
+
+
+def cause_of_norm(
+    value: float, expected: float, ranks: Sequence[Sequence[Seen]], count: float, sizes: Mapping[str, float]
+) -> str:
+    """From the gradients that each rank has."""
+    own: list[dict[str, float]] = [
+        {s.name: float(s.value.double().square().sum()) / count**2 for s in seen if s.kind == "gradient"}
+        for seen in ranks
+    ]
+    squares, wanted = value**2, expected**2
+    factor = squares / wanted if wanted else math.nan
+    if said := meaning(factor, sizes):
+        return f"squares are counted {number(factor)} times{said}"
+    for words, other in _other_squares(own, wanted, count):
+        if near(squares, other) and not near(other, wanted):
+            return words
+    said = meaning(value / expected, sizes) if expected else ""
+    return f"it is {number(value / expected)} times what it should be{said}" if said else ""
+
+
+def _other_squares(own: list[dict[str, float]], wanted: float, count: float) -> Iterator[tuple[str, float]]:
+    yield "it is not divided by the count of target tokens", wanted * count**2
+    for rank, squares in enumerate(own):
+        yield f"it is that of what rank {rank} has alone: the sum over the ranks is missing", sum(squares.values())
+        yield f"it lacks what rank {rank} has", wanted - sum(squares.values())
+        yield f"it has what rank {rank} has twice", wanted + sum(squares.values())
+    names = sorted({name for squares in own for name in squares})
+    most = {name: max(squares.get(name, 0.0) for squares in own) for name in names}
+    total = {name: sum(squares.get(name, 0.0) for squares in own) for name in names}
+    for name in names:
+        for part in {most[name], total[name]}:
+            yield f"it lacks {name}", wanted - part
+            yield f"it has {name} twice", wanted + part
+    yield (
+        "it is the sum of the norms of the tensors, not the root of the sum of their squares",
+        (sum(math.sqrt(part) for part in most.values()) ** 2),
+    )
+    yield "it is the largest norm of any tensor", max(most.values(), default=0.0)
+    whole = [name for name in names if len({squares.get(name) for squares in own}) == 1]
+    for times in {len(own)}:
+        extra = sum(most[name] for name in whole) * (times - 1)
+        yield f"{listed_names(whole)} are counted {times} times, once by each rank", wanted + extra
+    yield "squares of all ranks are added, of replicas too", sum(total.values())
+
+
+def listed_names(names: Sequence[str]) -> str:
+    few = list(names[:3])
+    return ", ".join(few) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if few else "no tensors"

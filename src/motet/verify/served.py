@@ -1,0 +1,102 @@
+"""A parameter server, from outside: a job is trained with it for real, and what it leaves is compared."""
+
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from motet.checkpoint.load import load_checkpoint
+from motet.checkpoint.manifest import is_carried, read_manifest
+from motet.monitor.events import EVENTS_FILE, StepDone, read_events
+from motet.train.job import Job, changed
+from motet.train.start import Outside, Request, supervise
+from motet.verify.causes import Case, cause
+from motet.verify.compare import Reference, compare, reference_of
+from motet.verify.layouts import Candidate
+from motet.verify.record import Recorder, Seen
+from motet.verify.runs import Referred, rate_of, state_file
+from motet.verify.verdict import Found, Verdict
+
+TRAINED = "of a whole run"
+
+
+class Servers:
+    """Layouts with servers, against the same run on one device."""
+
+    def __init__(self, job: Job, referred: Referred, environment: Mapping[str, str]) -> None:
+        self._job = job
+        self._referred = referred
+        self._environment = environment
+
+    def verdict(self, candidate: Candidate) -> Verdict:
+        """Its `first_difference` is in what the run leaves after a step: numbers, moments, parameters."""
+        seen, message = _trained(candidate.job, candidate.world, self._environment)
+        if message:
+            return Verdict(candidate.text, False, math.inf, "", cause=message)
+        worst = Found(TRAINED, 0, compare(self._references[0], [seen[0]])[0])
+        for step, reference in enumerate(self._references):
+            for difference in compare(reference, [seen[step]]):
+                found = Found(TRAINED, step, difference)
+                if not difference.is_rounding:
+                    said = difference.what or self._cause(candidate, seen[step], found)
+                    return Verdict(
+                        candidate.text, False, difference.relative, str(found), str(found), None, said or None
+                    )
+                if not difference.relative <= worst.difference.relative:
+                    worst = found
+        return Verdict(candidate.text, True, worst.difference.relative, str(worst))
+
+    @cached_property
+    def _references(self) -> list[Reference]:
+        """The same run on one device; how far rounding may carry it is known from the perturbed references."""
+        seen, message = _trained(self._job, 1, self._environment, folds=False)
+        assert not message, message
+        rates = [rate_of(self._job, number, len(seen)) for number in range(len(seen))]
+        noise = [dict(free.noise) for free in self._referred.free]
+        operations = max(whole.seen.operations for whole in self._referred.free[0].wholes.values())
+        return [
+            Reference(reference_of(each._replace(operations=operations) for each in one), rate, known)
+            for one, rate, known in zip(seen, rates, noise, strict=True)
+        ]
+
+    def _cause(self, candidate: Candidate, seen: list[Seen], found: Found) -> str:
+        site = found.difference.site
+        value = next(each.value for each in seen if (each.kind, each.name) == site)
+        expected = self._references[found.step].wholes[site].value.reshape(-1)
+        before = self._references[found.step - 1].tensor(site) if found.step else None
+        sizes = {"workers": float(candidate.world), "servers": float(candidate.job.layout.server.count)}
+        own = None if before is None or before.ndim == 0 else before.reshape(-1)
+        return cause(Case(value.reshape(-1), expected, None, sizes, before=own))
+
+
+def _trained(job: Job, ranks: int, environment: Mapping[str, str], folds: bool = True) -> tuple[list[list[Seen]], str]:
+    """What a run leaves after each step; or why it did not come to its end."""
+    with tempfile.TemporaryDirectory(prefix="motet-verify-run-") as name, Path(os.devnull).open("wb") as quiet:
+        folder = Path(name) / "run"
+        settings = [f"run.folder={folder}", f"run.ranks={ranks}", "checkpoint.every=1", "monitor.tensorboard=false"]
+        asked = changed(job, settings, "verify")
+        outside = Outside(environment, lambda text: None, lambda: nullcontext(lambda *_: None), quiet.fileno())
+        path, ended = supervise(Request(asked, None, ["motet", "verify"]), outside)
+        if ended.message:
+            return [], ended.message
+        steps = [event for event in read_events(path / EVENTS_FILE) if isinstance(event, StepDone)]
+        return [_left(path, event, Recorder(folds=folds)) for event in steps], ""
+
+
+def _left(path: Path, event: StepDone, recorder: Recorder) -> list[Seen]:
+    recorder.add_whole("sum", "target tokens", event.target_tokens)
+    recorder.add_whole("sum", "mean loss", event.loss)
+    recorder.add_whole("norm", "gradient norm", event.grad_norm or 0.0)
+    where = state_file(path, event.step)
+    manifest = read_manifest(where)
+    named = {name: shape for name, shape in manifest.shapes.items() if not is_carried(name)}
+    state = {name: torch.empty(shape, dtype=getattr(torch, manifest.dtypes[name])) for name, shape in named.items()}
+    load_checkpoint(where, state, None)
+    for name in sorted(state, key=lambda name: name.startswith("master/")):
+        recorder.add_piece("state", name, state[name])
+    return recorder.seen

@@ -1,0 +1,125 @@
+"""What an optimizer should make of a tensor, and what it would make of it otherwise."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from motet.train.settings import OptimizerSettings
+from motet.verify.causes import Case, Ingredient, cause, fits, made_of
+
+Moments = Mapping[str, Tensor]
+"""exp_avg, exp_avg_sq or momentum_buffer."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """Of one parameter, or of a part of it."""
+
+    settings: OptimizerSettings
+    rate: float
+    decay: float
+    count: float
+    """Of steps, with this one."""
+    master: Tensor
+    moments: Moments
+    """Before it."""
+    gradient: Tensor
+
+    def after(self) -> dict[str, Tensor]:
+        """By the formulas of AdamW (arXiv:1711.05101) or of SGD with momentum."""
+        if self.settings.name == "adamw":
+            one, two = self.settings.betas
+            first = one * self.moments["exp_avg"] + (1 - one) * self.gradient
+            second = two * self.moments["exp_avg_sq"] + (1 - two) * self.gradient.square()
+            return {"exp_avg": first, "exp_avg_sq": second, "master": self.master + self._step(first, second)}
+        pushed = self._pushed
+        momentum = self.settings.momentum
+        if not momentum:
+            return {"master": self.master - self.rate * pushed}
+        buffer = momentum * self.moments["momentum_buffer"] + pushed
+        along = pushed + momentum * buffer if self.settings.nesterov else buffer
+        return {"momentum_buffer": buffer, "master": self.master - self.rate * along}
+
+    @property
+    def _pushed(self) -> Tensor:
+        return self.gradient + self.decay * self.master
+
+    def _step(self, first: Tensor, second: Tensor) -> Tensor:
+        one, two = self.settings.betas
+        mean, size = first / (1 - one**self.count), (second / (1 - two**self.count)).sqrt()
+        moved: Tensor = -self.rate * (self.decay * self.master + mean / (size + self.settings.eps))
+        return moved
+
+    def ingredients(self, kind: str) -> tuple[Tensor, list[Ingredient]]:
+        """(what is subtracted from the value first, what the rest is made of)."""
+        nothing = torch.zeros_like(self.master)
+        before = self.moments.get(kind, self.master)
+        if self.settings.name == "adamw" and kind != "master":
+            beta = self.settings.betas[kind == "exp_avg_sq"]
+            given = self.gradient.square() if kind == "exp_avg_sq" else self.gradient
+            words = "the gradient" if kind == "exp_avg" else "the square of the gradient"
+            return nothing, [
+                Ingredient("what it was before", before, beta), Ingredient(words, given, 1 - beta),
+            ]  # fmt: skip
+        if kind == "momentum_buffer":
+            return nothing, [
+                Ingredient("what it was before", before, self.settings.momentum),
+                Ingredient("the gradient", self.gradient, 1.0),
+                Ingredient("weight decay", self.master, self.decay),
+            ]
+        bare = replace(self, decay=0.0)
+        moved = bare.after()["master"] - self.master
+        return self.master, [
+            Ingredient("weight decay", -self.rate * self.master, self.decay if self.settings.name == "adamw" else 0.0),
+            Ingredient("the update", moved if self.settings.name == "adamw" else self._moved(), 1.0),
+        ]
+
+    def _moved(self) -> Tensor:
+        return self.after()["master"] - self.master
+
+    def otherwise(self) -> Iterator[tuple[str, "Update"]]:
+        """In words -> the update as it might have been."""
+        for count in range(max(1, int(self.count) - 3), int(self.count) + 5):
+            if count != self.count:
+                yield f"as in step {count} of the optimizer, not {int(self.count)}", replace(self, count=float(count))
+        none = {name: torch.zeros_like(moment) for name, moment in self.moments.items()}
+        yield "as if its moments had been 0 before, as in a first step", replace(self, moments=none)
+        yield "as if without bias correction", replace(self, count=math.inf)
+        yield "with a gradient of 0", replace(self, gradient=torch.zeros_like(self.gradient))
+
+
+def cause_of_update(case: Case, update: Update, kind: str, gradients: Case) -> str:
+    """`gradients`: what the gradient might have been instead, and what it is made of."""
+    base, ingredients = update.ingredients(kind)
+    if found := made_of(case.value - base, ingredients, case.sizes):
+        return found
+    for words, other in update.otherwise():
+        if fits(case.value, other.after()[kind]):
+            return f"it was updated {words}"
+    for words, gradient in gradients.others.items():
+        if gradient.shape == update.gradient.shape and fits(
+            case.value, replace(update, gradient=gradient).after()[kind]
+        ):
+            return f"it was updated with a gradient that is {words}"
+    return _implied(case, update, kind, gradients)
+
+
+def _implied(case: Case, update: Update, kind: str, gradients: Case) -> str:
+    """Solve for what was there before, or for the gradient, and see what that is."""
+    if kind == "exp_avg":
+        beta = update.settings.betas[0]
+    elif kind == "momentum_buffer":
+        beta = update.settings.momentum
+    else:
+        return ""
+    given = update.gradient * (1 - beta) if kind == "exp_avg" else update._pushed
+    before = replace(case, value=(case.value - given) / beta, expected=update.moments[kind], shares=(), before=None)
+    if found := cause(before):
+        return f"what it was before the step is wrong: {found}"
+    gradient = (case.value - beta * update.moments[kind]) / ((1 - beta) if kind == "exp_avg" else 1.0)
+    if found := cause(replace(gradients, value=gradient, expected=update.gradient)):
+        return f"the gradient that it was updated with is wrong: {found}"
+    return ""

@@ -1,0 +1,72 @@
+"""What is found out about a layout: whether it computes the same numbers, and if not, what is the first to differ."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from motet.verify.compare import Difference, compare
+from motet.verify.record import Seen
+from motet.verify.runs import ALONE_FROM, Referred, phases
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of one layout."""
+
+    layout: str
+    ok: bool
+    worst_relative: float
+    """Of any tensor that is not the same but for rounding, or of all where there is none."""
+    worst_tensor: str
+    first_difference: str | None = None
+    """The first tensor in the order of execution that is not the same."""
+    rank: int | None = None
+    """Whose part of it is furthest from what it should be; None: of all together, or of none."""
+    cause: str | None = None
+    """In words, where a likely one is found."""
+    seconds: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        found = asdict(self)
+        return {**found, "worst_relative": self.worst_relative if math.isfinite(self.worst_relative) else None}
+
+    def __str__(self) -> str:
+        if self.ok:
+            return f"same   {self.layout}: worst {self.worst_relative:.1e}, {self.worst_tensor} ({self.seconds:.1f} s)"
+        where = f" on rank {self.rank}" if self.rank is not None else ""
+        first = f" first in {self.first_difference}{where}:" if self.first_difference else ""
+        return f"WRONG  {self.layout}:{first} {self.cause or 'no likely cause was found'} ({self.seconds:.1f} s)"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A difference, and where in the walk of a layout."""
+
+    phase: str
+    step: int
+    difference: Difference
+
+    def __str__(self) -> str:
+        kind, name = self.difference.site
+        what = name if kind in ("sum", "norm", "evaluation") else kind if kind == name else f"{kind} {name}"
+        how = "" if self.phase == ALONE_FROM else f", steps {self.phase}"
+        return f"{what}, step {self.step + 1}{how}"
+
+
+def judge(
+    referred: Referred, steps: int, seen: Callable[[str, int], Sequence[Sequence[Seen]]]
+) -> tuple[Found, Found | None]:
+    """The worst of all tensors, and the first to differ. `seen`: (phase, step) -> what each rank has seen."""
+    worst = Found(ALONE_FROM, 0, Difference(("sample", "none"), 0.0, 0.0, None))
+    for phase, step in phases(steps):
+        first = None
+        for difference in compare(referred.of(phase, step), seen(phase, step)):
+            found = Found(phase, step, difference)
+            if first is None and not difference.is_rounding:
+                first = found
+            if not difference.relative <= worst.difference.relative:
+                worst = found
+        if first is not None:
+            return worst, first
+    return worst, None

@@ -1,0 +1,136 @@
+"""Layouts against one device: the reference here, then the ranks of each layout, and a verdict on what they have."""
+
+import math
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+
+from motet.core.errors import InputError
+from motet.parallel.layout import resolve_layout
+from motet.train.job import Job
+from motet.train.launch import Ended, Launch, launch, rank_environment
+from motet.train.preflight import check_job
+from motet.train.toml import to_toml
+from motet.verify.explain import explain
+from motet.verify.layouts import Candidate, laid_out
+from motet.verify.record import Seen
+from motet.verify.runs import Referred, done_file, one_thread, read_seen, refer, seen_file
+from motet.verify.served import Servers
+from motet.verify.shares import WhatIf
+from motet.verify.shrink import shrink
+from motet.verify.verdict import Verdict, judge
+
+STEPS = 3
+WORK = "motet.verify.runs:layout_rank"
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A small job, and the layouts in which it is to compute what one device does."""
+
+    job: Job
+    candidates: Sequence[Candidate]
+
+
+def subject_of(job: Job, layouts: Sequence[str], tell: Tell) -> Subject:
+    """A job of the same structure that is small, with a batch that all layouts can cut evenly."""
+    if job.outer.every is not None:
+        raise InputError(
+            f"outer.every = {job.outer.every}: replicas that train apart do not compute what one device does; leave it "
+            "out (outer.every=false is none), and verify how each replica is spread"
+        )
+    candidates = [laid_out(job, layout) for layout in layouts]
+    for key in ("compress_gradients", "compress_parameters"):
+        if (codec := getattr(job.communication, key)) is not None:
+            tell(f"communication.{key} = {codec!r} loses bits by design and is left out here")
+    small = shrink(job, math.lcm(*(candidate.parts for candidate in candidates)), STEPS)
+    fitting = [laid_out(small, layout) for layout in layouts]
+    for candidate in fitting:
+        check_job(candidate.job, candidate.world)
+    return Subject(small, fitting)
+
+
+def verify(subject: Subject, environment: Mapping[str, str], tell: Tell) -> Iterator[Verdict]:
+    """One verdict after another, those with few ranks first."""
+    with tempfile.TemporaryDirectory(prefix="motet-verify-") as name:
+        folder = Path(name)
+        (folder / "logs").mkdir()
+        (folder / "job.toml").write_text(to_toml(subject.job.model_dump(exclude_none=True, exclude_unset=True)))
+        start_s = time.perf_counter()
+        referred = refer(subject.job, folder)
+        tell(f"one device: {STEPS} steps, and again from perturbed parameters: {time.perf_counter() - start_s:.1f} s")
+        runs = _Runs(subject.job, referred, environment, tell)
+        recorded = [candidate for candidate in subject.candidates if not candidate.job.layout.has_desk]
+        for world, same in groupby(sorted(recorded, key=lambda each: each.world), lambda each: each.world):
+            yield from runs.verdicts(world, list(same))
+        servers = Servers(subject.job, referred, environment)
+        for candidate in subject.candidates:
+            if candidate.job.layout.has_desk:
+                start_s = time.perf_counter()
+                verdict = servers.verdict(candidate)
+                yield replace(verdict, seconds=time.perf_counter() - start_s)
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Of layouts, each on ranks of its own."""
+
+    job: Job
+    referred: Referred
+    environment: Mapping[str, str]
+    tell: Tell
+
+    def verdicts(self, world: int, left: list[Candidate]) -> Iterator[Verdict]:
+        """Of layouts for as many ranks, which do them one after another."""
+        while left:
+            start_s = time.perf_counter()
+            done, ended = self._run(world, left)
+            seconds = (time.perf_counter() - start_s) / max(1, len(done))
+            for number, candidate in enumerate(done):
+                start_s = time.perf_counter()
+                verdict = self._verdict(candidate, number)
+                yield replace(verdict, seconds=seconds + time.perf_counter() - start_s)
+            left = left[len(done) :]
+            if left:  # the first that is left ended the others with it
+                why = ended.message or "its ranks ended without a word"
+                yield Verdict(left.pop(0).text, False, math.inf, "", cause=why, seconds=seconds)
+
+    def _run(self, world: int, candidates: Sequence[Candidate]) -> tuple[list[Candidate], Ended]:
+        """Those that came to their end."""
+        folder = self.referred.folder
+        for old in folder.glob("layout-*"):
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
+        start = Launch(
+            command=(sys.executable, "-m", "motet.cli.rank", WORK, str(folder), *(each.text for each in candidates)),
+            ranks=world,
+            environment=rank_environment(self.environment, 1),
+            logs=folder / "logs",
+        )
+        ended = launch(start, self.tell)
+        done = [
+            candidate
+            for number, candidate in enumerate(candidates)
+            if all(done_file(folder, number, rank).exists() for rank in range(world))
+        ]
+        return done, ended
+
+    def _verdict(self, candidate: Candidate, number: int) -> Verdict:
+        def seen(phase: str, step: int) -> list[list[Seen]]:
+            files = (seen_file(self.referred.folder, number, (phase, step), rank) for rank in range(candidate.world))
+            return [read_seen(file) for file in files]
+
+        with one_thread():
+            worst, first = judge(self.referred, STEPS, seen)
+            relative = worst.difference.relative
+            if first is None:
+                return Verdict(candidate.text, True, relative, str(worst))
+            layout = resolve_layout(candidate.job.layout, candidate.world, self.job.data.batch_sequences)
+            what_if = WhatIf(candidate.job, layout, self.referred, first.step)
+            cause = explain(what_if, seen(first.phase, first.step), first) or first.difference.what or None
+        return Verdict(candidate.text, False, relative, str(worst), str(first), first.difference.rank, cause)

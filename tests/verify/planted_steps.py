@@ -1,0 +1,268 @@
+"""Mistakes in what a rank reads, draws, counts and updates."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from motet.core.batch import Batch
+from motet.data.loader import Loader
+from motet.models.randomness import LogicalRandomness
+from motet.train import engine, evaluate, optimizer, step
+from motet.train.engine import Engine
+from motet.train.optimizer import Updater
+from motet.train.state import RunState
+from motet.train.step import Stepper
+from verify.planting import fault, nothing, replaced
+
+Patch = AbstractContextManager[object]
+LAYOUTS = ("dp=2 zero=1", "dp=2 zero=3 microbatches=2")
+
+
+@fault(*LAYOUTS, first="sample .*", cause="computed [24] times, by ranks 0 and 1")
+def every_rank_reads_the_rows_of_the_first(rank: int) -> Patch:
+    return replaced(step, "rows_of_rank", lambda own: lambda layout, rank, rows: own(layout, 0, rows))
+
+
+@fault("dp=3 zero=3 microbatches=2", first="sample .*", cause="no rank computes rows")
+def a_microbatch_is_lost(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        return lambda layout, rank, rows: own(layout, rank, rows)[1:] * 2
+
+    return replaced(step, "rows_of_rank", wrong) if rank == 1 else nothing()
+
+
+@fault("dp=2 zero=1", "dp=3 zero=3", first="sample .*", cause="of row|of rows")
+def a_rank_is_one_step_ahead_in_the_data(rank: int) -> Patch:
+    return replaced(Loader, "batch", lambda own: lambda self, at, rows: own(self, at + 1, rows)) if rank else nothing()
+
+
+@fault("dp=2 zero=0", first="sample .*", cause="it is of row")
+def rows_are_read_in_another_order(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def turned(self: Loader, at: int, rows: range) -> Batch:
+            batch = own(self, at, rows)
+            return replace(batch, tokens=batch.tokens.flip(0), targets=batch.targets.flip(0))
+
+        return turned
+
+    return replaced(Loader, "batch", wrong) if rank else nothing()
+
+
+DROPS = ("dp=2 zero=1", "dp=3 zero=3 microbatches=2")
+
+
+@contextmanager
+def _no_rows(own: Any, self: LogicalRandomness, at: int, rows: Tensor) -> Iterator[Any]:
+    with own(self, at, torch.arange(len(rows))) as mode:
+        yield mode
+
+
+@fault(*DROPS, first="random mask .*", cause="it is of row", model="bert")
+def masks_follow_the_place_in_the_microbatch(rank: int) -> Patch:
+    return replaced(LogicalRandomness, "at", lambda own: lambda self, at, rows: own(self, at, torch.arange(len(rows))))
+
+
+@fault(*DROPS, first="random mask .*", cause="another seed", model="bert")
+def each_rank_has_a_seed_of_its_own(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def other(self: LogicalRandomness, seed: int) -> None:
+            own(self, seed + rank)
+
+        return other
+
+    return replaced(LogicalRandomness, "__init__", wrong)
+
+
+@fault("dp=2 zero=1", first="random mask .*", cause="step", model="bert")
+def masks_are_those_of_the_first_step(rank: int) -> Patch:
+    return replaced(LogicalRandomness, "at", lambda own: lambda self, at, rows: own(self, 0, rows))
+
+
+@fault("dp=2 zero=1 microbatches=2", first="random mask .*", cause="dropout", model="bert")
+def sites_of_dropout_are_counted_on(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        @contextmanager
+        def at(self: LogicalRandomness, number: int, rows: Tensor) -> Iterator[Any]:
+            site = self.site if rows[0] else 0
+            with own(self, number, rows) as mode:
+                self.site = site % 4
+                yield mode
+
+        return at
+
+    return replaced(LogicalRandomness, "at", wrong)
+
+
+@fault(
+    "dp=2 zero=1 microbatches=2",
+    "dp=2 zero=3 microbatches=2",
+    first="activation gradient .*",
+    cause="divided by.*micro-batches",
+)
+def losses_are_divided_by_the_microbatches(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def scaled(self: Stepper, number: int) -> Any:
+            plain = self.model.loss_sum
+            object.__setattr__(self.model, "loss_sum", lambda batch: plain(batch) / self.layout.microbatches)
+            try:
+                return own(self, number)
+            finally:
+                object.__delattr__(self.model, "loss_sum")
+
+        return scaled
+
+    return replaced(Stepper, "_forward_and_backward", wrong)
+
+
+@fault("dp=2 zero=0", "dp=3 zero=2", first="activation gradient .*", cause="divided by.*target tokens")
+def each_rank_divides_by_its_own_count(rank: int) -> Patch:
+    """And so the mean of the means of ranks is learned from."""
+
+    def wrong(own: Any) -> Any:
+        def mean(self: Stepper, number: int) -> Any:
+            plain = self.model.loss_sum
+            object.__setattr__(self.model, "loss_sum", lambda batch: plain(batch) / batch.weights.sum())
+            try:
+                return own(self, number)
+            finally:
+                object.__delattr__(self.model, "loss_sum")
+
+        return mean
+
+    return replaced(Stepper, "_forward_and_backward", wrong)
+
+
+@fault("dp=2 zero=0", "dp=3 zero=3", first="target tokens", cause="rank . alone: the sum over the ranks is missing")
+def targets_are_not_added_up_over_ranks(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def local(values: list[float], ranks: Any, device: Any) -> list[float]:
+            summed = own(values, ranks, device)
+            return [summed[0], values[1], *summed[2:]] if len(values) > 3 else summed
+
+        return local
+
+    return replaced(engine, "sum_scalars", wrong)
+
+
+@fault("dp=2 zero=1", "dp=3 zero=2", first="gradient norm, ", cause="alone")
+def the_norm_is_not_added_up_over_shards(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def local(values: list[float], ranks: Any, device: Any) -> list[float]:
+            summed = own(values, ranks, device)
+            return [*summed[:2], values[2], *summed[3:]] if len(values) > 3 else summed
+
+        return local
+
+    return replaced(engine, "sum_scalars", wrong)
+
+
+@fault(*LAYOUTS, first="clipped gradient .*", cause="before clipping")
+def nothing_is_clipped(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        return lambda self, norm, count: 1.0 / count
+
+    return replaced(Engine, "scale_of", wrong)
+
+
+@fault("dp=2 zero=1", first="clipped gradient .*", cause="times")
+def gradients_are_clipped_twice(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        return lambda self, norm, count: own(self, norm, count) * min(1.0, self.clip_norm / norm)
+
+    return replaced(Engine, "scale_of", wrong)
+
+
+@fault("dp=2 zero=2", "dp=2 zero=3", first="state .*", cause="first step|0 before|moments|it was before is missing")
+def moments_are_not_restored(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def forget(self: RunState, where: Any) -> Any:
+            found = own(self, where)
+            for name, tensor in self.tensors().items():
+                if name.startswith("exp_avg"):
+                    tensor.zero_()
+            return found
+
+        return forget
+
+    return replaced(RunState, "restore", wrong)
+
+
+@fault("dp=2 zero=1", "dp=2 zero=3", first="state step", cause="counts 1 steps, where one device has 2")
+def steps_are_counted_from_a_restore(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def forget(self: Updater) -> None:
+            for master in self._tensors:
+                self._optimizer.state[master]["step"].zero_()
+            own(self)
+
+        return forget
+
+    return replaced(Updater, "publish", wrong)
+
+
+@fault(*LAYOUTS, first="state master/.*", cause="weight decay")
+def everything_is_decayed(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def all_of(named: Any, settings: Any) -> Any:
+            groups = own(named, settings)
+            return {(scale, settings.weight_decay + 0.01 * (not decay)): m for (scale, decay), m in groups.items()}
+
+        return all_of
+
+    return replaced(optimizer, "group_parameters", wrong)
+
+
+@fault("dp=3 zero=1", "dp=2 zero=3", first="state master/.*", cause="multiplied by.*dp")
+def the_learning_rate_grows_with_the_ranks(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def update(self: Engine, learning_rate: float, *given: Any, **more: Any) -> Any:
+            return own(self, learning_rate * self.group.world, *given, **more)
+
+        return update
+
+    return replaced(Engine, "update", wrong)
+
+
+@fault("dp=2 zero=1", "dp=2 zero=2", first="gradient .*", cause="1 of its .* not finite")
+def a_number_is_not_finite(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def spoil(self: Any) -> Any:
+            found = own(self)
+            if rank == 1:
+                next(iter(found)).view(-1)[3] = float("nan")
+            return found
+
+        return spoil
+
+    from motet.parallel.data import FlatSpread
+
+    return replaced(FlatSpread, "gradients", wrong)
+
+
+@fault("dp=2 zero=0", first="sample targets", cause="what tokens should be")
+def a_rank_does_not_shift_its_targets(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def unshifted(self: Loader, at: int, rows: range) -> Batch:
+            batch = own(self, at, rows)
+            return replace(batch, targets=batch.tokens) if rank else batch
+
+        return unshifted
+
+    return replaced(Loader, "batch", wrong)
+
+
+@fault("dp=2 zero=0", "dp=3 zero=2", first="evaluation loss", cause="mean")
+def evaluation_means_the_means(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def means(values: list[float], ranks: Any, device: Any) -> list[float]:
+            loss, targets, right = values
+            summed = own([loss / max(targets, 1.0), targets, right], ranks, device)
+            return [summed[0] / ranks.world * summed[1], *summed[1:]]
+
+        return means
+
+    return replaced(evaluate, "sum_scalars", wrong)

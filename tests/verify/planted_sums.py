@@ -1,0 +1,255 @@
+"""Mistakes in what travels between ranks, and in what comes of it."""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from motet.collectives.lane import Done
+from motet.parallel import full
+from motet.parallel.carry import Carry
+from motet.parallel.data import FlatSpread
+from motet.parallel.flat import Gradients
+from motet.parallel.full import FullSpread
+from motet.train.optimizer import Updater
+from verify.planting import all_of, fault, replaced
+
+ALONE = r"share of rank \d alone"
+FLAT_GRADIENT = r"gradient norm\.weight|gradient .*"
+Patch = AbstractContextManager[object]
+
+
+@fault("dp=2 zero=0", "dp=3 zero=0", first="gradient .*", cause=ALONE)
+def the_sum_over_replicas_is_missing(rank: int) -> Patch:
+    return replaced(Carry, "all_reduce", lambda own: lambda self, number, shard: Done())
+
+
+@fault("dp=2 zero=1", "dp=3 zero=2", "dp=2 zero=3", first="gradient .*", cause=ALONE)
+def the_sum_over_shards_is_missing(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def scatter(self: Carry, number: int, shard: torch.Tensor, whole: torch.Tensor) -> Done:
+            shard.view(-1).copy_(whole.view(self.mesh.shards.world, -1)[self.mesh.shards.rank])
+            return Done()
+
+        return scatter
+
+    return replaced(Carry, "reduce_scatter", wrong)
+
+
+@fault("dp=3 zero=0", "dp=2 zero=0 microbatches=2", first="gradient .*", cause=r"is [23] times.*dp")
+def replicas_are_summed_twice(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def twice(self: Carry, number: int, shard: torch.Tensor) -> Any:
+            own(self, number, shard).wait()
+            return own(self, number, shard)
+
+        return twice
+
+    return replaced(Carry, "all_reduce", wrong)
+
+
+@fault("dp=3 zero=0", "dp=4 zero=2 shard_group=2", first="gradient .*", cause=r"divided by.*(dp|replicas)")
+def replicas_are_averaged(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def mean(self: Carry, number: int, shard: torch.Tensor) -> Any:
+            own(self, number, shard).wait()
+            shard.div_(self.mesh.replicas.world)
+            return Done()
+
+        return mean
+
+    return replaced(Carry, "all_reduce", wrong)
+
+
+@fault("dp=4 zero=1 shard_group=2", "dp=4 zero=3 shard_group=2", first="gradient .*", cause=r"lacks the share of rank")
+def a_hybrid_forgets_its_replicas(rank: int) -> Patch:
+    return replaced(Carry, "all_reduce", lambda own: lambda self, number, shard: Done())
+
+
+@fault("dp=4 zero=1 shard_group=2", first="gradient .*", cause="changed while it was summed")
+def a_hybrid_sums_over_the_wrong_ranks(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def other(self: Carry, number: int, shard: torch.Tensor) -> Any:
+            from motet.collectives import execute
+
+            return execute.all_reduce(shard, self.mesh.shards, async_op=True)
+
+        return other
+
+    return replaced(Carry, "all_reduce", wrong)
+
+
+@fault("dp=2 zero=1", "dp=3 zero=2", first="gradient .*", cause="belongs at element|that of|made of")
+def a_rank_gets_the_shard_of_another(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def shifted(self: Carry, number: int, shard: torch.Tensor, whole: torch.Tensor) -> Any:
+            world = self.mesh.shards.world
+            return own(self, number, shard, whole.view(world, -1).roll(1, 0).reshape(-1).contiguous())
+
+        return shifted
+
+    return replaced(Carry, "reduce_scatter", wrong)
+
+
+SMALL = ("communication.bucket_mib=0.01", "communication.first_bucket_mib=0.01")
+
+
+@fault("dp=2 zero=0", "dp=2 zero=2", first="gradient .*", cause=ALONE, settings=SMALL)
+def one_bucket_is_not_summed(rank: int) -> Patch:
+    def scatter(own: Any) -> Any:
+        def some(self: Carry, number: int, *tensors: torch.Tensor) -> Any:
+            if number != 1:
+                return own(self, number, *tensors)
+            if len(tensors) == 2:
+                tensors[0].copy_(tensors[1].view(self.mesh.shards.world, -1)[self.mesh.shards.rank])
+            return Done()
+
+        return some
+
+    return all_of(replaced(Carry, "reduce_scatter", scatter), replaced(Carry, "all_reduce", scatter))
+
+
+@fault("dp=2 zero=1", "dp=3 zero=2", first="parameter .*", cause="not updated.*(rank|element)|not updated")
+def what_others_updated_is_not_gathered(rank: int) -> Patch:
+    return replaced(FlatSpread, "_gather", lambda own: lambda self, buckets: None)
+
+
+@fault(
+    "dp=2 zero=0 microbatches=2",
+    "dp=2 zero=1 microbatches=2",
+    first="gradient .*",
+    cause="lacks the share of micro-batch 0",
+)
+def only_the_last_microbatch_counts(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def forgets(self: Gradients) -> None:
+            own(self)
+            self.begin()
+
+        return forgets
+
+    return replaced(Gradients, "begin_backward", wrong)
+
+
+@fault("dp=2 zero=2 microbatches=2", first="gradient .*", cause="lacks the share of micro-batch")
+def shards_of_microbatches_replace_each_other(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def first(self: FlatSpread, first: bool, last: bool) -> None:
+            own(self, first, last)
+            self._first = True
+
+        return first
+
+    return replaced(FlatSpread, "begin_backward", wrong)
+
+
+@fault("dp=2 zero=0", first="gradient .*", cause="times the clipped gradient of the step before too much")
+def gradients_are_not_cleared(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def keep(self: Gradients) -> None:
+            if not hasattr(self, "begun"):
+                self.begun = True  # type: ignore[attr-defined]
+                own(self)
+
+        return keep
+
+    return replaced(Gradients, "begin", wrong)
+
+
+@fault("dp=2 zero=3", "dp=3 zero=3", first="gradient .*", cause="divided by.*dp")
+def torch_averages_at_stage_3(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def communicate(unit: Any, number: int, carry: Carry) -> Any:
+            found = own(unit, number, carry)
+            unit.set_gradient_divide_factor(float(carry.mesh.shards.world))
+            return found
+
+        return communicate
+
+    return replaced(full, "_communicate", wrong)
+
+
+@fault("dp=4 zero=3 shard_group=2", first="gradient .*", cause="lacks the share of rank")
+def stage_3_forgets_its_replicas(rank: int) -> Patch:
+    return replaced(full._ReplicaSum, "__call__", lambda own: lambda self, shard: None)
+
+
+@fault("dp=2 zero=1", "dp=2 zero=0", first="gradient .*", cause="in float32")
+def gradients_are_summed_in_fewer_bits(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def fill(self: Gradients, number: int) -> None:
+            own(self, number)
+            whole = self.bucket(number)
+            whole.copy_(whole.float())
+
+        return fill
+
+    return replaced(Gradients, "fill", wrong)
+
+
+@fault("dp=2 zero=0", "dp=2 zero=1", first="gradient .*", cause="belongs at element")
+def a_gradient_lands_beside_its_place(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def fill(self: Gradients, number: int) -> None:
+            own(self, number)
+            whole = self.bucket(number)
+            whole.copy_(whole.roll(1))
+
+        return fill
+
+    return replaced(Gradients, "fill", wrong)
+
+
+@fault("dp=2 zero=1", "dp=3 zero=2", first="activation .*", cause="step before")
+def a_forward_computes_with_parameters_that_others_updated_later(rank: int) -> Patch:
+    """The gather is waited for after backward."""
+
+    def update(own: Any) -> Any:
+        def remember(self: Any, *given: Any) -> None:
+            self.old = self.weights.compute.clone()
+            own(self, *given)
+
+        return remember
+
+    def begin(own: Any) -> Any:
+        def swap(self: Any) -> None:
+            self.fresh = self.weights.compute.clone()
+            if hasattr(self, "old"):
+                mine = [(part.place, part.master.clone()) for part in self.weights.parts]
+                self.weights.compute.copy_(self.old)
+                for place, values in mine:
+                    self.weights.compute[place] = values
+            own(self)
+
+        return swap
+
+    def end(own: Any) -> Any:
+        def arrive(self: Any) -> None:
+            own(self)
+            self.weights.compute.copy_(self.fresh)
+
+        return arrive
+
+    return all_of(
+        replaced(FlatSpread, "update", update),
+        replaced(FlatSpread, "begin_step", begin),
+        replaced(FlatSpread, "end_backward", end),
+    )
+
+
+@fault("dp=2 zero=3", "dp=3 zero=3", first="gradient norm, ", cause="has alone|lacks")
+def the_norm_is_that_of_one_shard(rank: int) -> Patch:
+    return replaced(FullSpread, "counts", lambda own: property(lambda self: self.carry.mesh.shards.rank == 0))
+
+
+@fault("dp=2 zero=0", "dp=4 zero=2 shard_group=2", first="gradient norm, ", cause=r"counted 2 times.*(dp|replicas)")
+def the_norm_counts_every_replica(rank: int) -> Patch:
+    return replaced(FlatSpread, "counts", lambda own: property(lambda self: True))
+
+
+@fault("dp=2 zero=3 secondary_group=1", "dp=2 zero=3", first="gradient norm, ", cause="has alone|lacks|times")
+def shards_of_other_ranks_are_left_out_of_the_norm(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        return lambda self: own(self) if rank == 0 else 0.0
+
+    return replaced(Updater, "squares", wrong)

@@ -1,0 +1,65 @@
+"""Mistakes in the code that trains, as patches that the ranks of a test put on: what may go wrong without a word.
+
+Each says on which layouts it does harm, which tensor is the first to differ, and what a right cause would say. The
+verifier knows nothing of them. A capability adds its own in a file of its own.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+Plant = Callable[[int], AbstractContextManager[object]]
+"""rank -> what is in place while it trains."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A mistake."""
+
+    name: str
+    plant: Plant
+    layouts: tuple[str, ...]
+    first: str
+    """A pattern of `kind name` of the first tensor that differs."""
+    cause: str
+    """A pattern of the words."""
+    model: str = "decoder"
+    settings: tuple[str, ...] = ()
+
+
+FAULTS: dict[str, Fault] = {}
+
+
+def fault(
+    *layouts: str, first: str, cause: str, model: str = "decoder", settings: tuple[str, ...] = ()
+) -> Callable[[Plant], Plant]:
+    """Register a planted mistake by the name of its function."""
+
+    def register(plant: Plant) -> Plant:
+        name = plant.__name__.replace("_", " ")
+        assert name not in FAULTS
+        FAULTS[name] = Fault(name, plant, layouts, first, cause, model, settings)
+        return plant
+
+    return register
+
+
+@contextmanager
+def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """`make(original)` stands in the place of a function."""
+    with patch.object(owner, name, make(owner.__dict__[name] if name in vars(owner) else getattr(owner, name))):
+        yield
+
+
+@contextmanager
+def all_of(*plants: AbstractContextManager[object]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for each in plants:
+            stack.enter_context(each)
+        yield
+
+
+def nothing() -> AbstractContextManager[object]:
+    return ExitStack()

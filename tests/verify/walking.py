@@ -1,0 +1,73 @@
+"""Layouts verified on the ranks of the pool, with a mistake in place or none."""
+
+import tempfile
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from motet.parallel.group import Group
+from motet.parallel.layout import resolve_layout
+from motet.train.assemble import numerics
+from motet.train.job import Job
+from motet.verify.explain import explain
+from motet.verify.layouts import laid_out
+from motet.verify.record import Seen
+from motet.verify.runs import Referred, refer, walk
+from motet.verify.shares import WhatIf
+from motet.verify.verdict import Verdict, judge
+from ranks import Ranks
+from train.runs import small_job
+from verify import planted_steps, planted_sums  # noqa: F401  # they register
+from verify.planting import FAULTS
+
+STEPS = 3
+ROWS = 12
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, and what it computes on one device."""
+
+    job: Job
+    referred: Referred
+    folder: Path
+
+
+@lru_cache(maxsize=8)
+def subject(model: str, settings: tuple[str, ...] = ()) -> Subject:
+    folder = Path(tempfile.mkdtemp(prefix="motet-subject-"))
+    job = small_job(
+        folder, f"run.steps={STEPS}", f"data.batch_sequences={ROWS}", "checkpoint.keep=1000",
+        "monitor.evaluate_batches=1", "optimizer.clip_norm=0.05", *settings, model=model,
+    )  # fmt: skip
+    return Subject(job, refer(job, folder), folder)
+
+
+Walked = list[tuple[str, int, list[Seen]]]
+
+
+def walk_rank(group: Group, job: Job, folder: Path, own: str, name: str) -> Walked:
+    """On a rank: all that it has seen."""
+    with FAULTS[name].plant(group.rank) if name else nullcontext(), numerics(job):
+        return list(walk(job, group, folder, own))
+
+
+def verified(ranks: Ranks, of: Subject, layout: str, name: str = "") -> Verdict:
+    """The verdict on a layout."""
+    world = int(layout.split()[0].removeprefix("dp="))
+    job = laid_out(of.job, layout).job
+    own = tempfile.mkdtemp(dir=of.folder, prefix="own-")
+    walked: Sequence[Walked] = ranks.run(world, walk_rank, job, of.folder, Path(own).name, name, timeout_s=120)
+
+    def seen(phase: str, step: int) -> list[list[Seen]]:
+        return [next(each for at, number, each in rank if (at, number) == (phase, step)) for rank in walked]
+
+    worst, first = judge(of.referred, STEPS, seen)
+    if first is None:
+        return Verdict(layout, True, worst.difference.relative, str(worst))
+    what_if = WhatIf(job, resolve_layout(job.layout, world, ROWS), of.referred, first.step)
+    said = explain(what_if, seen(first.phase, first.step), first)
+    found = first.difference
+    return Verdict(layout, False, worst.difference.relative, str(worst), str(first), found.rank, said or found.what)
