@@ -9,13 +9,13 @@ from pathlib import Path
 
 from motet.parallel.group import Group
 from motet.parallel.layout import resolve_layout
-from motet.train.assemble import numerics
 from motet.train.job import Job
 from motet.verify.explain import explain
 from motet.verify.layouts import laid_out
 from motet.verify.record import Seen
 from motet.verify.runs import Referred, refer, walk
 from motet.verify.shares import WhatIf
+from motet.verify.trial import JobTrial
 from motet.verify.verdict import Verdict, judge
 from ranks import Ranks
 from train.runs import small_job
@@ -42,7 +42,7 @@ def subject(model: str, settings: tuple[str, ...] = ()) -> Subject:
         folder, f"run.steps={STEPS}", f"data.batch_sequences={ROWS}", "checkpoint.keep=1000",
         "monitor.evaluate_batches=1", "optimizer.clip_norm=0.05", *settings, model=model,
     )  # fmt: skip
-    return Subject(job, refer(job, folder), folder)
+    return Subject(job, refer(JobTrial(job), folder), folder)
 
 
 Walked = list[tuple[str, int, list[Seen]]]
@@ -50,8 +50,9 @@ Walked = list[tuple[str, int, list[Seen]]]
 
 def walk_rank(group: Group, job: Job, folder: Path, own: str, name: str) -> Walked:
     """On a rank: all that it has seen."""
-    with FAULTS[name].plant(group.rank) if name else nullcontext(), numerics(job):
-        return list(walk(job, group, folder, own))
+    trial = JobTrial(job)
+    with FAULTS[name].plant(group.rank) if name else nullcontext(), trial.numerics():
+        return list(walk(trial, group, folder, own))
 
 
 def verified(ranks: Ranks, of: Subject, layout: str, name: str = "") -> Verdict:
@@ -67,7 +68,7 @@ def verified(ranks: Ranks, of: Subject, layout: str, name: str = "") -> Verdict:
     worst, first = judge(of.referred, STEPS, seen)
     if first is None:
         return Verdict(layout, True, worst.difference.relative, str(worst))
-    what_if = WhatIf(job, resolve_layout(job.layout, world, ROWS), of.referred, first.step)
+    what_if = WhatIf(JobTrial(job), resolve_layout(job.layout, world, ROWS), of.referred, first.step)
     said = explain(what_if, seen(first.phase, first.step), first)
     found = first.difference
     return Verdict(layout, False, worst.difference.relative, str(worst), str(first), found.rank, said or found.what)

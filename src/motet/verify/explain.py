@@ -124,7 +124,7 @@ class Explaining:
         targets = {c.rank: 0.0 for c in self.what_if.computed}
         for c in self.what_if.computed:
             targets[c.rank] += c.targets
-        rows = self.what_if.job.data.batch_sequences
+        rows = self.what_if.trial.rows
         return {
             "dp": float(layout.dp),
             "micro-batches of a rank": float(layout.microbatches),
@@ -143,7 +143,7 @@ class Explaining:
     @property
     def _scale(self) -> float:
         """What sums of gradients are multiplied by, before an update."""
-        engine = self.what_if.parts.engine
+        engine = self.what_if.built.engine
         norm, count = (self.reference.tensor(site) for site in (("norm", "gradient norm"), ("sum", "target tokens")))
         return 1.0 if norm is None or count is None else engine.scale_of(float(norm), float(count))
 
@@ -297,7 +297,7 @@ class Explaining:
             del region
             mean = summed / float(count)
             others = {"the gradient before clipping": mean, "the sum, not divided or clipped": summed, **others}
-            limit = self.what_if.job.optimizer.clip_norm
+            limit = self.what_if.trial.optimizer.clip_norm
             own = float(torch.linalg.vector_norm(mean))
             if limit is not None and own > limit:
                 others["clipped by its own norm, instead of that of all gradients"] = mean * (limit / own)
@@ -313,8 +313,8 @@ class Explaining:
         before = self.what_if.before
         if gradient is None or f"master/{name}" not in before or (self._worst.seen and self._worst.seen.folded):
             return ""
-        settings = self.what_if.job.optimizer
-        named = {n: p for n, p in self.what_if.parts.model.module.named_parameters() if p.requires_grad}
+        settings = self.what_if.trial.optimizer
+        named = {n: p for n, p in self.what_if.module.named_parameters() if p.requires_grad}
         groups = group_parameters(named, settings)
         scale, decay = next(key for key, members in groups.items() if name in members)
         moments = {

@@ -10,13 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from motet.collectives.codecs.wire import as_it_is
-from motet.core.batch import Batch
-from motet.models.randomness import LogicalRandomness
 from motet.parallel.data import saved_buffers
 from motet.parallel.full import kept
 from motet.parallel.spread import Piece
 from motet.train.engine import Engine, Update
-from motet.train.step import Model, Samples, Stepper
 from motet.verify.fold import folded_part, folded_rows
 
 Kind = Literal[
@@ -193,48 +190,6 @@ ENOUGH = 64
 # --- a step that is recorded -----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Samples:
-    """Rows are told as they are read."""
-
-    inner: Samples
-    recorder: Recorder
-
-    def batch(self, step: int, rows: range) -> Batch:
-        batch = self.inner.batch(step, rows)
-        self.recorder.begin_part(batch.rows)
-        for part in fields(batch):
-            value = getattr(batch, part.name)
-            if isinstance(value, Tensor):
-                self.recorder.add("sample", part.name, value)
-        return batch
-
-
-@dataclass(frozen=True)
-class _Model:
-    """Masks and losses are told as they are computed."""
-
-    inner: Model
-    recorder: Recorder
-
-    @contextmanager
-    def randomness(self, step: int, rows: Tensor) -> Iterator[None]:
-        with self.inner.randomness(step, rows) as mode:
-            if not isinstance(mode, LogicalRandomness):
-                yield
-                return
-            mode.on_mask = self.recorder.mask
-            try:
-                yield
-            finally:
-                mode.on_mask = None
-
-    def loss_sum(self, batch: Batch) -> Tensor:
-        loss = self.inner.loss_sum(batch)
-        self.recorder.add("loss", "loss", loss)
-        return loss
-
-
 @dataclass
 class _Engine(Engine):
     """What is summed and updated is told."""
@@ -267,20 +222,14 @@ def _copies(pieces: Mapping[str, Piece]) -> dict[str, Piece]:
     return {name: piece._replace(values=piece.values.clone()) for name, piece in pieces.items()}
 
 
-def recorded(stepper: Stepper, recorder: Recorder, number: int, learning_rate: float) -> float:
-    """Do a step that is recorded. Gives its loss."""
-    inner = stepper.engine
+def recorded(inner: Engine, recorder: Recorder, step: Callable[[Engine], None]) -> None:
+    """`step` is done with an engine that is overheard."""
     given = {each.name: getattr(inner, each.name) for each in fields(Engine)}
     engine = _Engine(**given, recorder=recorder)
-    watched = Stepper(
-        _Model(stepper.model, recorder), _Samples(stepper.samples, recorder), engine, stepper.layout,
-        stepper.batch_sequences,
-    )  # fmt: skip
     with recorder.watching(inner.module):
-        result = watched.step(number, learning_rate)
+        step(engine)
     inner._skipped = engine._skipped
     for name, parameter in inner.module.named_parameters():
         recorder.add_piece("parameter", name, kept(parameter))
     for name, buffer in saved_buffers(inner.module).items():
         recorder.add_piece("buffer", name, buffer)
-    return result.loss

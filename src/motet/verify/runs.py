@@ -1,4 +1,4 @@
-"""A few steps of a job, recorded: on one device, which is the reference, and on the ranks of a layout."""
+"""A few steps, recorded: on one device, which is the reference, and on the ranks of a layout."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,16 +11,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from motet.collectives.codecs.wire import as_it_is
 from motet.parallel.group import Group, start_group
 from motet.parallel.place import Place
-from motet.train.assemble import Parts, build_parts, evaluate_split, numerics
 from motet.train.faults import StopFlag
 from motet.train.folder import stored_job
-from motet.train.job import Job, changed
-from motet.train.schedule import learning_rate_factor
-from motet.train.step import Stepper
 from motet.verify.compare import Reference, compare, reference_of, varying
 from motet.verify.layouts import laid_out
 from motet.verify.record import Recorder, Seen, recorded
-from motet.verify.uneven import Uneven
+from motet.verify.trial import Built, JobTrial, Trial
 
 ALONE = Group(0, 1, None, torch.device("cpu"))
 PERTURBED = 2
@@ -49,26 +45,25 @@ def phases(steps: int) -> list[tuple[str, int]]:
     return [(phase, step) for phase in (ALONE_FROM, FREE) for step in range(steps)] + [(AGAIN, steps - 1)]
 
 
-def refer(job: Job, folder: Path) -> Referred:
+def refer(trial: Trial, folder: Path) -> Referred:
     """Do the steps on this process alone, each recorded, and again from parameters that are a rounding away."""
-    with numerics(job), one_thread():
-        parts = build_parts(job, ALONE, folder)
+    with trial.numerics(), one_thread():
+        built = trial.cut(1).build(ALONE, folder)
         single = []
-        for number in range(parts.steps):
-            parts.state.save(number)
-            single.append(_reference(job, parts, number))
-        parts.state.save(parts.steps)
-        last = evaluation_of(job, parts)
+        for number in range(trial.steps):
+            built.state.save(number)
+            single.append(_reference(built, number))
+        built.state.save(trial.steps)
         free = [replace(reference, noise={}, varying=set()) for reference in single]
-        free[-1] = replace(free[-1], wholes={**free[-1].wholes, **reference_of(last)})
+        free[-1] = replace(free[-1], wholes={**free[-1].wholes, **reference_of(_evaluated(built))})
         for seed in range(PERTURBED):
             for number, reference in enumerate(single):
-                _restart(parts, folder, number, seed)
-                _add_noise(reference, _again(job, parts, number))
-            _restart(parts, folder, 0, seed)
+                _restart(built, folder, number, seed)
+                _add_noise(reference, again(built, number))
+            _restart(built, folder, 0, seed)
             for number, reference in enumerate(free):
-                _add_noise(reference, _again(job, parts, number, number == len(free) - 1))
-        _find_varying(job, folder, single, free)
+                _add_noise(reference, again(built, number, judged=number == trial.steps - 1))
+        _find_varying(trial, folder, single, free)
     return Referred(single, free, folder)
 
 
@@ -83,38 +78,37 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _reference(job: Job, parts: Parts, number: int) -> Reference:
+def _reference(built: Built, number: int) -> Reference:
     recorder, counter = Recorder(folds=False), FlopCounterMode(display=False)
-    rate = rate_of(job, number, parts.steps)
     with counter:
         recorder.operations = counter.get_total_flops
-        recorded(stepper_of(job, parts), recorder, number, rate)
-    return Reference(reference_of(recorder.seen), rate)
+        recorded(built.engine, recorder, lambda engine: built.step(number, engine, recorder))
+    return Reference(reference_of(recorder.seen), built.rate(number))
 
 
-def _restart(parts: Parts, folder: Path, number: int, seed: int) -> None:
+def _restart(built: Built, folder: Path, number: int, seed: int) -> None:
     """Move each master to one of its neighbours, up or down."""
-    parts.state.restore(state_file(folder, number))
+    built.state.restore(state_file(folder, number))
     generator = torch.Generator().manual_seed(seed)
-    for master in parts.updater.spread.masters:
+    updater = built.engine.updater
+    for master in updater.spread.masters:
         up = torch.rand(master.shape, generator=generator) < 0.5
         towards = torch.where(up, torch.inf, -torch.inf).to(master.dtype)
         master.copy_(torch.nextafter(master, towards))
-    parts.updater.publish()
+    updater.publish()
 
 
-def _again(job: Job, parts: Parts, number: int, judged: bool = False) -> list[Seen]:
-    """A step, and the evaluation after it."""
+def again(built: Built, number: int, folds: bool = True, judged: bool = False) -> list[Seen]:
+    """A step that is recorded, and the evaluation after it."""
+    recorder = Recorder(folds=folds)
+    recorded(built.engine, recorder, lambda engine: built.step(number, engine, recorder))
+    return recorder.seen + (_evaluated(built) if judged else [])
+
+
+def _evaluated(built: Built) -> list[Seen]:
     recorder = Recorder()
-    recorded(stepper_of(job, parts), recorder, number, rate_of(job, number, parts.steps))
-    return recorder.seen + (evaluation_of(job, parts) if judged else [])
-
-
-def evaluation_of(job: Job, parts: Parts) -> list[Seen]:
-    recorder = Recorder()
-    if judged := evaluate_split(job, parts, "validation"):
-        recorder.add_whole("evaluation", "evaluation targets", judged.targets)
-        recorder.add_whole("evaluation", "evaluation loss", judged.loss)
+    for name, value in built.evaluation().items():
+        recorder.add_whole("evaluation", name, value)
     return recorder.seen
 
 
@@ -125,31 +119,20 @@ def _add_noise(reference: Reference, seen: list[Seen]) -> None:
         reference.noise[found.site] = max(found.relative, reference.noise.get(found.site, 0.0))
 
 
-def _find_varying(job: Job, folder: Path, *each: Sequence[Reference]) -> None:
+def _find_varying(trial: Trial, folder: Path, *each: Sequence[Reference]) -> None:
     """What another cut of the batch changes that has no rows."""
-    rows = job.data.batch_sequences
-    parts = next((n for n in range(2, rows + 1) if rows % n == 0), 1)
-    cut_job = changed(job, [f"layout.microbatches={parts}"], "verify")
-    cut = build_parts(cut_job, ALONE, folder)
-    for number in range(cut.steps):
+    parts = next((n for n in range(2, trial.rows + 1) if trial.rows % n == 0), 1)
+    cut = trial.cut(parts).build(ALONE, folder)
+    for number in range(trial.steps):
         cut.state.restore(state_file(folder, number))
-        seen = _again(cut_job, cut, number)
+        seen = again(cut, number)
         with as_it_is():
             for references in each:
                 references[number].varying.update(varying(references[number], [seen]))
 
 
-def rate_of(job: Job, number: int, steps: int) -> float:
-    return job.optimizer.learning_rate * learning_rate_factor(job.optimizer.schedule, number, steps)
-
-
 def state_file(folder: Path, number: int) -> Path:
     return folder / "checkpoints" / f"step-{number:08d}"
-
-
-def stepper_of(job: Job, parts: Parts) -> Stepper:
-    stepper = parts.stepper(job)
-    return replace(stepper, samples=Uneven(stepper.samples))
 
 
 # --- on the ranks of a layout ----------------------------------------------------------------------
@@ -159,30 +142,35 @@ def layout_rank(place: Place, stop: StopFlag, folder: str, *layouts: str) -> int
     """What a rank does that verifies layouts, one after another; each leaves what it has seen of each step."""
     job = stored_job(Path(folder))
     torch.set_num_threads(1)
-    with start_group(place, "cpu", job.run.timeout_s, job.run.cpu_backend) as group, numerics(job):
+    with start_group(place, "cpu", job.run.timeout_s, job.run.cpu_backend) as group:
         for number, layout in enumerate(layouts):
-            for phase, step, seen in walk(laid_out(job, layout).job, group, Path(folder), f"layout-{number}"):
-                where = seen_file(Path(folder), number, (phase, step), group.rank)
-                torch.save([tuple(each) for each in seen], where)
-            done_file(Path(folder), number, group.rank).touch()
+            leave(JobTrial(laid_out(job, layout).job), group, Path(folder), number)
     return 0
 
 
-def walk(job: Job, group: Group, folder: Path, own: str) -> Iterator[tuple[str, int, list[Seen]]]:
+def leave(trial: Trial, group: Group, folder: Path, number: int) -> None:
+    """All phases of a layout, for whoever compares."""
+    with trial.numerics():
+        for phase, step, seen in walk(trial, group, folder, f"layout-{number}"):
+            torch.save([tuple(each) for each in seen], seen_file(folder, number, (phase, step), group.rank))
+    done_file(folder, number, group.rank).touch()
+
+
+def walk(trial: Trial, group: Group, folder: Path, own: str) -> Iterator[tuple[str, int, list[Seen]]]:
     """All phases of a layout. `own`: the folder inside of `folder` for its own checkpoints."""
-    parts = build_parts(job, group, folder / own)
-    last = parts.steps - 1
-    for step in range(parts.steps):
-        parts.state.restore(state_file(folder, step))
-        yield ALONE_FROM, step, _again(job, parts, step)
-    parts.state.restore(state_file(folder, 0))
-    for step in range(parts.steps):
+    built = trial.build(group, folder / own)
+    last = trial.steps - 1
+    for step in range(trial.steps):
+        built.state.restore(state_file(folder, step))
+        yield ALONE_FROM, step, again(built, step)
+    built.state.restore(state_file(folder, 0))
+    for step in range(trial.steps):
         if step == last:
-            parts.state.save(step)
-        yield FREE, step, _again(job, parts, step, step == last)
-    parts = build_parts(job, group, folder / own)
-    parts.state.restore(state_file(folder / own, last))
-    yield AGAIN, last, _again(job, parts, last, True)
+            built.state.save(step)
+        yield FREE, step, again(built, step, judged=step == last)
+    built = trial.build(group, folder / own)
+    built.state.restore(state_file(folder / own, last))
+    yield AGAIN, last, again(built, last, judged=True)
 
 
 def seen_file(folder: Path, layout: int, at: tuple[str, int], rank: int) -> Path:

@@ -19,7 +19,7 @@ from motet.verify.causes import Case, cause
 from motet.verify.compare import Reference, compare, reference_of
 from motet.verify.layouts import Candidate
 from motet.verify.record import Recorder, Seen
-from motet.verify.runs import Referred, rate_of, state_file
+from motet.verify.runs import Referred, state_file
 from motet.verify.verdict import Found, Verdict
 
 TRAINED = "of a whole run"
@@ -56,7 +56,7 @@ class Servers:
         """The same run on one device; how far rounding may carry it is known from the perturbed references."""
         seen, message = _trained(self._job, 1, self._environment, folds=False)
         assert not message, message
-        rates = [rate_of(self._job, number, len(seen)) for number in range(len(seen))]
+        rates = [reference.learning_rate for reference in self._referred.single]
         noise = [dict(free.noise) for free in self._referred.free]
         operations = max(whole.seen.operations for whole in self._referred.free[0].wholes.values())
         return [

@@ -23,6 +23,7 @@ from motet.verify.runs import Referred, done_file, one_thread, read_seen, refer,
 from motet.verify.served import Servers
 from motet.verify.shares import WhatIf
 from motet.verify.shrink import shrink
+from motet.verify.trial import JobTrial
 from motet.verify.verdict import Verdict, judge
 
 STEPS = 3
@@ -63,7 +64,7 @@ def verify(subject: Subject, environment: Mapping[str, str], tell: Tell) -> Iter
         (folder / "logs").mkdir()
         (folder / "job.toml").write_text(to_toml(subject.job.model_dump(exclude_none=True, exclude_unset=True)))
         start_s = time.perf_counter()
-        referred = refer(subject.job, folder)
+        referred = refer(JobTrial(subject.job), folder)
         tell(f"one device: {STEPS} steps, and again from perturbed parameters: {time.perf_counter() - start_s:.1f} s")
         runs = _Runs(subject.job, referred, environment, tell)
         recorded = [candidate for candidate in subject.candidates if not candidate.job.layout.has_desk]
@@ -131,6 +132,6 @@ class _Runs:
             if first is None:
                 return Verdict(candidate.text, True, relative, str(worst))
             layout = resolve_layout(candidate.job.layout, candidate.world, self.job.data.batch_sequences)
-            what_if = WhatIf(candidate.job, layout, self.referred, first.step)
+            what_if = WhatIf(JobTrial(candidate.job), layout, self.referred, first.step)
             cause = explain(what_if, seen(first.phase, first.step), first) or first.difference.what or None
         return Verdict(candidate.text, False, relative, str(worst), str(first), first.difference.rank, cause)

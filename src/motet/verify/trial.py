@@ -1,0 +1,190 @@
+"""What is verified: something that can be built on any number of ranks and does steps there. A job is one."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Protocol, Self
+
+from torch import Tensor
+
+from motet.core.batch import Batch
+from motet.models.randomness import LogicalRandomness
+from motet.parallel.group import Group
+from motet.parallel.layout import LayoutSettings
+from motet.train.assemble import Parts, build_parts, evaluate_split, numerics
+from motet.train.engine import Engine
+from motet.train.job import Job
+from motet.train.schedule import learning_rate_factor
+from motet.train.settings import OptimizerSettings
+from motet.train.state import RunState
+from motet.train.step import Model, Samples
+from motet.verify.record import Recorder
+from motet.verify.uneven import Uneven
+
+
+class Built(Protocol):
+    """A trial on one rank."""
+
+    @property
+    def engine(self) -> Engine: ...
+
+    @property
+    def state(self) -> RunState: ...
+
+    def rate(self, number: int) -> float:
+        """The learning rate of a step."""
+
+    def step(self, number: int, engine: Engine, recorder: Recorder) -> None:
+        """Do a step with an engine that is overheard."""
+
+    def loss(self, number: int, rows: range) -> tuple[Tensor, float]:
+        """The sum of the losses of some rows, and how many there are; no step is done."""
+
+    def evaluation(self) -> dict[str, float]:
+        """What is judged after the last step, by name."""
+
+    def judged(self, rows: range) -> tuple[Tensor, float]:
+        """Of some of its rows, the sum of the losses, and how many there are."""
+
+
+class Trial(Protocol):
+    """What can be built."""
+
+    @property
+    def optimizer(self) -> OptimizerSettings: ...
+
+    @property
+    def rows(self) -> int:
+        """Of a batch."""
+
+    @property
+    def steps(self) -> int: ...
+
+    def numerics(self) -> AbstractContextManager[None]:
+        """Inside it, numbers are what the precision says."""
+
+    def build(self, group: Group, folder: Path) -> Built: ...
+
+    def cut(self, parts: int) -> Self:
+        """On one device, which cuts the batch into so many micro-batches."""
+
+
+@dataclass(frozen=True)
+class JobTrial:
+    """A job in its layout."""
+
+    job: Job
+
+    @property
+    def optimizer(self) -> OptimizerSettings:
+        return self.job.optimizer
+
+    @property
+    def rows(self) -> int:
+        return self.job.data.batch_sequences
+
+    @property
+    def steps(self) -> int:
+        assert self.job.run.steps is not None, "shrink gives it some"
+        return self.job.run.steps
+
+    def numerics(self) -> AbstractContextManager[None]:
+        return numerics(self.job)
+
+    def build(self, group: Group, folder: Path) -> "JobBuilt":
+        return JobBuilt(self.job, build_parts(self.job, group, folder))
+
+    def cut(self, parts: int) -> "JobTrial":
+        return JobTrial(self.job.model_copy(update={"layout": LayoutSettings(microbatches=parts)}))
+
+
+@dataclass(frozen=True)
+class JobBuilt:
+    """A job on one rank."""
+
+    job: Job
+    parts: Parts
+
+    @property
+    def engine(self) -> Engine:
+        return self.parts.engine
+
+    @property
+    def state(self) -> RunState:
+        return self.parts.state
+
+    def rate(self, number: int) -> float:
+        settings = self.job.optimizer
+        return settings.learning_rate * learning_rate_factor(settings.schedule, number, self.parts.steps)
+
+    def step(self, number: int, engine: Engine, recorder: Recorder) -> None:
+        stepper = self.parts.stepper(self.job)
+        heard = _Samples(self._samples, recorder)
+        replace(stepper, model=_Model(stepper.model, recorder), samples=heard, engine=engine).step(
+            number, self.rate(number)
+        )
+
+    def loss(self, number: int, rows: range) -> tuple[Tensor, float]:
+        batch = self._samples.batch(number, rows)
+        with self.parts.model.randomness(number, batch.rows):
+            return self.parts.model.loss_sum(batch), float(batch.weights.sum())
+
+    def evaluation(self) -> dict[str, float]:
+        judged = evaluate_split(self.job, self.parts, "validation")
+        return {"evaluation targets": judged.targets, "evaluation loss": judged.loss} if judged else {}
+
+    def judged(self, rows: range) -> tuple[Tensor, float]:
+        batch = self.parts.data.evaluation_batch("validation", 0, rows)
+        return self.parts.model.loss_sum(batch), float(batch.weights.sum())
+
+    @property
+    def _samples(self) -> Uneven:
+        return Uneven(self.parts.data)
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """Rows are told as they are read."""
+
+    inner: Samples
+    recorder: Recorder
+
+    def batch(self, step: int, rows: range) -> Batch:
+        batch = self.inner.batch(step, rows)
+        self.recorder.begin_part(batch.rows)
+        for part in fields(batch):
+            value = getattr(batch, part.name)
+            if isinstance(value, Tensor):
+                self.recorder.add("sample", part.name, value)
+        return batch
+
+
+@dataclass(frozen=True)
+class _Model:
+    """Masks and losses are told as they are computed."""
+
+    inner: Model
+    recorder: Recorder
+
+    def randomness(self, step: int, rows: Tensor) -> AbstractContextManager[None]:
+        return masks_told(self.inner.randomness(step, rows), self.recorder)
+
+    def loss_sum(self, batch: Batch) -> Tensor:
+        loss = self.inner.loss_sum(batch)
+        self.recorder.add("loss", "loss", loss)
+        return loss
+
+
+@contextmanager
+def masks_told(randomness: AbstractContextManager[object], recorder: Recorder) -> Iterator[None]:
+    """Masks that are drawn inside are recorded."""
+    with randomness as mode:
+        if not isinstance(mode, LogicalRandomness):
+            yield
+            return
+        mode.on_mask = recorder.mask
+        try:
+            yield
+        finally:
+            mode.on_mask = None
