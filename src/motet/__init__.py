@@ -19,7 +19,7 @@ _EXPORTS = {
 }
 
 # Rooms whose names are public, too.
-_ROOMS = ("collectives",)
+_ROOMS = ("collectives", "verify")
 
 __all__ = ["__version__", *_EXPORTS, *_ROOMS]
 

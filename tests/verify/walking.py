@@ -13,7 +13,7 @@ from motet.train.job import Job
 from motet.verify.explain import explain
 from motet.verify.layouts import laid_out
 from motet.verify.record import Seen
-from motet.verify.runs import Referred, refer, walk
+from motet.verify.runs import Referred, phases, refer, walk
 from motet.verify.shares import WhatIf
 from motet.verify.trial import JobTrial
 from motet.verify.verdict import Verdict, judge
@@ -65,7 +65,7 @@ def verified(ranks: Ranks, of: Subject, layout: str, name: str = "") -> Verdict:
     def seen(phase: str, step: int) -> list[list[Seen]]:
         return [next(each for at, number, each in rank if (at, number) == (phase, step)) for rank in walked]
 
-    worst, first = judge(of.referred, STEPS, seen)
+    worst, first = judge(of.referred, phases(STEPS), seen)
     if first is None:
         return Verdict(layout, True, worst.difference.relative, str(worst))
     what_if = WhatIf(JobTrial(job), resolve_layout(job.layout, world, ROWS), of.referred, first.step)

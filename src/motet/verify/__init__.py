@@ -1,1 +1,17 @@
-"""Whether a layout computes the same numbers as one device, and if not, where it begins to differ and why."""
+"""A layout against one device. As a function, `motet.verify(model_fn, layouts, batch_fn)`: see library.py."""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+
+class _Room(ModuleType):
+    """The room and the function have one name; whichever is imported first, `motet.verify` is both."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from motet.verify.library import verify
+
+        return verify(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Room

@@ -7,7 +7,7 @@ from typing import Any
 
 from motet.verify.compare import Difference, compare
 from motet.verify.record import Seen
-from motet.verify.runs import ALONE_FROM, Referred, phases
+from motet.verify.runs import ALONE_FROM, Referred
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,14 @@ class Found:
 
 
 def judge(
-    referred: Referred, steps: int, seen: Callable[[str, int], Sequence[Sequence[Seen]]]
+    referred: Referred, walked: Sequence[tuple[str, int]], seen: Callable[[str, int], Sequence[Sequence[Seen]]]
 ) -> tuple[Found, Found | None]:
-    """The worst of all tensors, and the first to differ. `seen`: (phase, step) -> what each rank has seen."""
+    """The worst of all tensors, and the first to differ.
+
+    `walked`: the phases and steps, in their order. `seen`: (phase, step) -> what each rank has seen.
+    """
     worst = Found(ALONE_FROM, 0, Difference(("sample", "none"), 0.0, 0.0, None))
-    for phase, step in phases(steps):
+    for phase, step in walked:
         first = None
         for difference in compare(referred.of(phase, step), seen(phase, step)):
             found = Found(phase, step, difference)

@@ -19,7 +19,7 @@ from motet.train.toml import to_toml
 from motet.verify.explain import explain
 from motet.verify.layouts import Candidate, laid_out
 from motet.verify.record import Seen
-from motet.verify.runs import Referred, done_file, one_thread, read_seen, refer, seen_file
+from motet.verify.runs import Referred, done_file, one_thread, phases, read_seen, refer, seen_file
 from motet.verify.served import Servers
 from motet.verify.shares import WhatIf
 from motet.verify.shrink import shrink
@@ -127,7 +127,7 @@ class _Runs:
             return [read_seen(file) for file in files]
 
         with one_thread():
-            worst, first = judge(self.referred, STEPS, seen)
+            worst, first = judge(self.referred, phases(STEPS), seen)
             relative = worst.difference.relative
             if first is None:
                 return Verdict(candidate.text, True, relative, str(worst))

@@ -1,0 +1,159 @@
+"""A model and batches of the caller's own, as a trial: no job, no files."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from motet.core.errors import InputError
+from motet.models.randomness import LogicalRandomness
+from motet.parallel.group import Group
+from motet.parallel.layout import Layout, LayoutSettings, parse_layout, resolve_layout
+from motet.precision.promote import float64_mode
+from motet.train.engine import Engine, parallelize
+from motet.train.settings import OptimizerSettings
+from motet.train.state import RunState
+from motet.train.step import rows_of_rank
+from motet.verify.record import Recorder
+from motet.verify.trial import masks_told
+
+GivenBatch = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
+Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]]
+SEED = 0
+
+
+@dataclass(frozen=True)
+class GivenTrial:
+    """What the caller gives."""
+
+    model_fn: Callable[[], nn.Module]
+    batch_fn: Callable[[int], GivenBatch]
+    """Step -> the batch of all ranks; the first dimension of each tensor is its rows."""
+    loss_fn: Loss
+    """Of a module and some rows of a batch: the mean of the losses of rows, or their sum and how many there are."""
+    optimizer: OptimizerSettings
+    steps: int
+    layout: LayoutSettings = LayoutSettings()
+
+    @property
+    def rows(self) -> int:
+        return rows_in(self.batch_fn(0))
+
+    def numerics(self) -> AbstractContextManager[None]:
+        return float64_mode()
+
+    def build(self, group: Group, folder: Path) -> "GivenBuilt":
+        how = self.optimizer.model_dump(exclude={"schedule"}, exclude_unset=True)
+        engine = parallelize(self.module(), self.layout, optimizer=how, precision="fp64")
+        state = RunState(engine.module, engine.updater, group, folder / "checkpoints", 2**31, "")
+        return GivenBuilt(self, engine, state, resolve_layout(self.layout, group.world, self.rows))
+
+    def cut(self, parts: int) -> "GivenTrial":
+        return replace(self, layout=LayoutSettings(microbatches=parts))
+
+    def in_layout(self, text: str) -> "GivenTrial":
+        return replace(self, layout=parse_layout(text))
+
+    def module(self) -> nn.Module:
+        """With the same values every time."""
+        torch.manual_seed(SEED)
+        return self.model_fn().double().train()
+
+
+@dataclass(frozen=True)
+class GivenBuilt:
+    """On one rank."""
+
+    trial: GivenTrial
+    engine: Engine
+    state: RunState
+    layout: Layout
+
+    def rate(self, number: int) -> float:
+        return self.trial.optimizer.learning_rate
+
+    def step(self, number: int, engine: Engine, recorder: Recorder) -> None:
+        whole = self.trial.batch_fn(number)
+        work = rows_of_rank(self.layout, engine.group.rank, self.trial.rows)
+        total, count = 0.0, 0.0
+        engine.begin()
+        for part, rows in enumerate(work):
+            places = torch.arange(rows.start, rows.stop)
+            recorder.begin_part(places)
+            batch = rows_of(whole, rows)
+            for name, tensor in named(batch):
+                recorder.add("sample", name, tensor)
+            with masks_told(self._randomness.at(number, places), recorder):
+                loss, targets = self._loss(batch)
+            recorder.add("loss", "loss", loss)
+            engine.backward(loss, part == 0, part == len(work) - 1)
+            total, count = total + float(loss.detach()), count + targets
+        engine.update(self.rate(number), total, count)
+
+    def loss(self, number: int, rows: range) -> tuple[Tensor, float]:
+        with self._randomness.at(number, torch.arange(rows.start, rows.stop)):
+            return self._loss(rows_of(self.trial.batch_fn(number), rows))
+
+    def evaluation(self) -> dict[str, float]:
+        return {}
+
+    def judged(self, rows: range) -> tuple[Tensor, float]:
+        raise AssertionError("nothing is evaluated")
+
+    @property
+    def _randomness(self) -> LogicalRandomness:
+        return LogicalRandomness(SEED)
+
+    def _loss(self, batch: GivenBatch) -> tuple[Tensor, float]:
+        """Their sum, and how many."""
+        found = self.trial.loss_fn(self.engine.module, batch)
+        if isinstance(found, tuple):
+            return found[0], float(found[1])
+        if not isinstance(found, Tensor) or found.numel() != 1:
+            raise InputError(
+                "verify: the loss is no single number; give loss=..., a function (module, batch) -> the mean of the "
+                "losses of the rows, or (their sum, how many there are)"
+            )
+        rows = rows_in(batch)
+        return found * rows, float(rows)
+
+
+def default_loss(module: nn.Module, batch: Any) -> Any:
+    """What the module gives for the batch, or its `loss`."""
+    if isinstance(batch, Mapping):
+        found = module(**batch)
+    else:
+        found = module(batch) if isinstance(batch, Tensor) else module(*batch)
+    return found["loss"] if isinstance(found, Mapping) else getattr(found, "loss", found)
+
+
+def named(batch: GivenBatch) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(batch, Tensor):
+        yield "batch", batch
+        return
+    yield from batch.items() if isinstance(batch, Mapping) else ((str(n), each) for n, each in enumerate(batch))
+
+
+def rows_in(batch: GivenBatch) -> int:
+    found = {name: len(tensor) if tensor.ndim else 0 for name, tensor in named(batch)}
+    if len(set(found.values())) != 1 or 0 in found.values():
+        raise InputError(
+            f"verify: the tensors of a batch have {found} rows; give tensors with one first dimension, the rows"
+        )
+    return next(iter(found.values()))
+
+
+def rows_of(batch: GivenBatch, rows: range) -> Any:
+    """Some of its rows; what is of floating point in float64."""
+    cut = {name: wide(tensor[rows.start : rows.stop]) for name, tensor in named(batch)}
+    if isinstance(batch, Tensor):
+        return cut["batch"]
+    return cut if isinstance(batch, Mapping) else tuple(cut.values())
+
+
+def wide(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
