@@ -46,7 +46,7 @@ def means(case: Case) -> Tensor:
         (without(2), "it lacks the share of rank 2"),
         (without(2, 0), "it lacks the share of micro-batch 0 of rank 2"),
         (TOTAL + own(3), "it has the share of rank 3 twice"),
-        (means(SUM), "shares are divided by their own count of targets"),
+        (means(SUM), "shares of ranks are divided by their own count of targets"),
         (drawn(30, seed=99), "it is what it was in the step before"),
         (TOTAL + 0.25 * drawn(30, seed=99), "it has 1/4 times what it was in the step before too much"),
         (TOTAL.float().double(), "it was rounded to float32"),

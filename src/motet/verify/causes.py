@@ -140,8 +140,8 @@ def _summed(case: Case) -> str:
         return f"it lacks the share of {_named(missing, case)}"
     if twice and len(twice) + len(present) == len(pairs):
         return f"it has the share of {_named(twice, case)} twice"
-    if _is_mean_of_means(pairs):
-        return "shares are divided by their own count of targets, instead of all by that of the whole batch"
+    if whose := _means(pairs):
+        return f"shares of {whose} are divided by their own count of targets, instead of all by that of the whole batch"
     factors = {round(times, 6) for _, times in pairs}
     if len(factors) <= 3:
         told = [
@@ -178,13 +178,20 @@ def _updated(case: Case) -> str:
     return f"it was updated by {number(factor[0])} times what it should be{meaning(factor[0], case.sizes)}"
 
 
-def _is_mean_of_means(pairs: Sequence[tuple[Share, float]]) -> bool:
-    """Coefficient times count of targets is one number for all ranks."""
-    counts: dict[int, float] = {}
+def _means(pairs: Sequence[tuple[Share, float]]) -> str:
+    """Whose coefficient times their count of targets is one number for all: ranks, or micro-batches."""
+    by_rank: dict[int, float] = {}
     for share, _ in pairs:
-        counts[share.rank] = counts.get(share.rank, 0.0) + share.targets
-    products = [times * counts[share.rank] for share, times in pairs]
-    return len(set(counts.values())) > 1 and all(is_about(product / products[0], 1) for product in products)
+        by_rank[share.rank] = by_rank.get(share.rank, 0.0) + share.targets
+    counts = {
+        "ranks": [by_rank[share.rank] for share, _ in pairs],
+        "micro-batches": [share.targets for share, _ in pairs],
+    }
+    for whose, own in counts.items():
+        products = [times * count for (_, times), count in zip(pairs, own, strict=True)]
+        if len(set(own)) > 1 and all(is_about(product / products[0], 1) for product in products):
+            return whose
+    return ""
 
 
 def _ranks(case: Case) -> set[int]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class GivenTrial:
     """Of a module and some rows of a batch: the mean of the losses of rows, or their sum and how many there are."""
     optimizer: OptimizerSettings
     steps: int
-    layout: LayoutSettings = LayoutSettings()
+    layout: LayoutSettings = field(default_factory=LayoutSettings)
 
     @property
     def rows(self) -> int:

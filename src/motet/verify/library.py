@@ -49,7 +49,7 @@ class Report:
 
 def verify(  # noqa: PLR0913  # what a training step is made of, by name
     model_fn: Callable[[], nn.Module],
-    layouts: Sequence[str | Parallel],
+    layouts: Sequence[str | Parallel | tuple[str, Parallel]],
     batch_fn: Callable[[int], GivenBatch],
     *,
     loss: Loss = default_loss,
@@ -61,7 +61,8 @@ def verify(  # noqa: PLR0913  # what a training step is made of, by name
 
     A layout is text, such as "dp=2 zero=3", or parallel code of your own: a function that is called on each of `ranks`
     ranks with the module, in a process group, and gives a function that does a step: with the batch of all ranks, it
-    gives full tensors by name: loss, norm, gradient.NAME, parameter.NAME or activation.NAME.
+    gives full tensors by name: loss, norm, gradient.NAME, parameter.NAME or activation.NAME. With a pair of text and
+    function, the text says how the function cuts the work, which causes are told by.
     """
     how = settings_from_tree(OptimizerSettings, dict(optimizer or {}), "optimizer")
     trial = GivenTrial(model_fn, batch_fn, loss, how, steps)
@@ -94,15 +95,14 @@ class _Case:
             return {(phase, step): seen for phase, step, seen in walk(self.trial, group, folder, own)}
 
 
-def _case(trial: GivenTrial, layout: str | Parallel, ranks: int) -> _Case:
-    if not isinstance(layout, str):
-        name = getattr(layout, "__name__", type(layout).__name__)
-        return _Case(f"{name} on {ranks} ranks", trial, ranks, Layout(ranks, 1), layout)
-    inside = trial.in_layout(with_ranks(layout, ranks))
+def _case(trial: GivenTrial, layout: str | Parallel | tuple[str, Parallel], ranks: int) -> _Case:
+    text, own = layout if isinstance(layout, tuple) else (layout, None) if isinstance(layout, str) else ("", layout)
+    inside = trial.in_layout(with_ranks(text, ranks))
     if inside.layout.has_desk:
-        raise InputError(f"layout {layout!r}: servers are processes of a job; use `motet verify JOB --layout ...`")
+        raise InputError(f"layout {text!r}: servers are processes of a job; use `motet verify JOB --layout ...`")
     world = inside.layout.dp or ranks
-    return _Case(layout, inside, world, resolve_layout(inside.layout, world, trial.rows))
+    name = text if own is None else f"{getattr(own, '__name__', type(own).__name__)} on {world} ranks"
+    return _Case(name, inside, world, resolve_layout(inside.layout, world, trial.rows), own)
 
 
 def _verdict(case: _Case, number: str, pool: Pool, referred: Referred) -> Verdict:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from motet.verify.causes import meaning, number
+from motet.verify.causes import is_about, meaning, number
 from motet.verify.record import Seen
 from motet.verify.shares import Computed
 
@@ -87,8 +87,9 @@ def cause_of_norm(
     ]
     squares, wanted = value**2, expected**2
     factor = squares / wanted if wanted else math.nan
-    if said := meaning(factor, sizes):
-        return f"squares are counted {number(factor)} times{said}"
+    said = meaning(factor, sizes)
+    if said or (round(factor) > 1 and is_about(factor, round(factor))):
+        return f"squares are counted {number(factor)} times{said.removesuffix(': counted twice')}"
     for words, other in _other_squares(own, wanted, count):
         if near(squares, other) and not near(other, wanted):
             return words

@@ -50,8 +50,8 @@ class Pool:
                     error, found[rank] = pipe.recv()
                 except EOFError:
                     raise RankError(f"the process of rank {rank} ended") from None
-                if error:
-                    raise RankError(f"rank {rank} failed: {error}")
+                if error is not None:
+                    raise error
         return [found[rank] for rank in range(world)]
 
 
@@ -87,8 +87,12 @@ def _serve(pipe: Connection, works: Mapping[str, Work]) -> None:
             return
         try:
             with start_group(place, "cpu", TIMEOUT_S) as group:
-                pipe.send(("", works[name](group)))
+                pipe.send((None, works[name](group)))
+        except InputError as error:
+            pipe.send((error, None))
+            return
         except Exception as error:  # noqa: BLE001  # told by the process that asked
             where = traceback.extract_tb(error.__traceback__)[-1]
-            pipe.send((f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})", None))
+            said = f"rank {place.rank} failed: {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+            pipe.send((RankError(said), None))
             return
