@@ -282,7 +282,7 @@ def make_updaters(
     communication, outer = manner.communication, manner.outer
     if outer.every is None:
         return make_updater(module, manner.optimizer, recipe, group, layout, communication), None
-    replicas = set_apart(group, layout)
+    replicas = set_apart(group, layout, communication)
     updater = make_updater(module, manner.optimizer, recipe, *replicas.own, communication)
     return updater, Outer(module, updater.spread, replicas, outer, communication)
 

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from motet.checkpoint.manifest import CARRIED
 from motet.core.errors import InputError
-from motet.parallel.communication import CommunicationSettings
+from motet.parallel.communication import CommunicationSettings, joined
 from motet.parallel.data import spread_flat
 from motet.parallel.full import spread_full
 from motet.parallel.group import Group
 from motet.parallel.layout import Layout
 from motet.parallel.mesh import make_mesh
+from motet.parallel.placement import has_rows
 from motet.parallel.spread import Piece, Spread
 from motet.precision.recipe import Recipe
 from motet.train.settings import OptimizerSettings
@@ -59,8 +60,8 @@ def make_updater(
     groups = group_parameters({name: p for name, p in module.named_parameters() if p.requires_grad}, settings)
     numbered = {name: (number, p) for number, members in enumerate(groups.values()) for name, p in members.items()}
     in_order = {name: numbered[name] for name, p in module.named_parameters() if p.requires_grad}
-    mesh = make_mesh(group, layout)
-    if layout.zero == 3 and layout.shards > 1:
+    mesh = make_mesh(group, joined(communication, layout))
+    if has_rows(layout):
         spread: Spread = spread_full(module, in_order, recipe, mesh, layout, communication)
     else:
         spread = flat = spread_flat(in_order, recipe, mesh, layout, communication)

@@ -15,7 +15,7 @@ from torch import Tensor
 from motet.core.batch import Batch
 from motet.core.trace import span
 from motet.monitor.events import ServerWork
-from motet.parallel.layout import Layout
+from motet.parallel.layout import Layout, rows_of_rank
 from motet.train.engine import Engine
 
 
@@ -99,10 +99,3 @@ class Stepper:
                 self.engine.backward(loss, part == 0, part == len(portions) - 1)
             losses.append(loss.detach())
         return torch.stack(losses).sum(dtype=torch.float64).item(), targets, tokens
-
-
-def rows_of_rank(layout: Layout, rank: int, batch_sequences: int) -> list[range]:
-    """The rows of the global batch that a rank reads, one range per micro-batch."""
-    size = layout.rows_per_microbatch(batch_sequences)
-    first = rank * layout.microbatches * size
-    return [range(first + i * size, first + (i + 1) * size) for i in range(layout.microbatches)]
