@@ -113,6 +113,29 @@ def plan_of(
     )
 
 
+def held(plan: Plan, rank: int) -> dict[str, tuple[int, int]]:
+    """(first, stop) of the elements that a rank updates of each parameter; those that it has none of are left out."""
+
+    def shard(course: Course) -> int | None:
+        """Its number; None when it updates all of what was gathered."""
+        scatter, *others = (move for move in course if move.verb in ("scatter", "gather", "update"))
+        gathered = others[0].verb == "gather"
+        return None if gathered else next(ranks.index(rank) for ranks in scatter.sets if rank in ranks)
+
+    courses = {id(portion.course): portion.course for portion in plan.portions}
+    shards = {key: shard(course) for key, course in courses.items()}
+    found = {}
+    for portion in plan.portions:
+        number = shards[id(portion.course)]
+        first, stop = (0, portion.length) if number is None else portion.cut[number]
+        for member in portion.members:
+            start = max(0, portion.start + first - member.start)
+            end = min(member.numel, portion.start + stop - member.start)
+            if start < end:
+                found[member.name] = start, end
+    return found
+
+
 def portions_of(
     parameters: Parameters, layout: Layout, recipe: Recipe, settings: CommunicationSettings
 ) -> tuple[Portion, ...]:

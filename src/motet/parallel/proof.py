@@ -6,7 +6,7 @@ thousand ranks take some hundredths of a second. What is wrong is a mistake of m
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -14,7 +14,7 @@ from motet.collectives.library import program
 from motet.collectives.prove import UnprovenError, prove
 from motet.collectives.score import Program
 from motet.parallel.communication import AUTO, BACKEND, CommunicationSettings, joined
-from motet.parallel.course import Cut, Plan, Portion
+from motet.parallel.course import Cut, Plan, Portion, held
 from motet.parallel.layout import Layout
 from motet.parallel.play import FaultError, Has, Once, Played, play
 
@@ -62,6 +62,23 @@ def prove_plan(plan: Plan) -> Proof:
     elements = sum(map(prod, plan.shapes.values()))
     sizes = plan.ranks, len(update.sets), len(plan.shapes), elements, len(plan.portions)
     return Proof(*sizes, plan.batch_sequences, plan.microbatches)
+
+
+def prove_held(plan: Plan, rank: int, kept: Mapping[str, tuple[int, int]], counts: bool) -> None:
+    """That a rank does as its plan says. `kept`: (first, stop) of what it updates; `counts`: in the norm."""
+    said, done = held(plan, rank), {name: part for name, part in kept.items() if part[0] < part[1]}
+    for name in {**said, **done}:
+        if said.get(name) != done.get(name):
+            first, stop = done.get(name, (0, 0))
+            does = _span("element", first, stop) if first < stop else "nothing"
+            first, stop = said.get(name, (0, 0))
+            should = _span("element", first, stop) if first < stop else "nothing"
+            raise UnprovenLayoutError(f"rank {rank} updates {does} of {name}, where its plan says {should}")
+    norm = next(move for move in plan.portions[0].course if move.verb == "norm")
+    if counts != any(rank in ranks for ranks in norm.sets):
+        raise UnprovenLayoutError(
+            f"rank {rank} {'counts' if counts else 'does not count'} in the norm, unlike its plan"
+        )
 
 
 MOST_PLAYED = 64

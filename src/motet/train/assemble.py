@@ -123,7 +123,7 @@ def build_parts(job: Job, group: Group, folder: Path) -> Parts:
     _agree_on_data(data, group)
     cast_frozen(model.module, recipe)
     manner = Manner(job.optimizer, job.communication, job.outer)
-    updater, outer = make_updaters(model.module, recipe, group, layout, manner)
+    updater, outer = make_updaters(model.module, recipe, group, layout, manner, job.data.batch_sequences)
     engine = Engine(model.module, updater, group, job.optimizer.clip_norm, outer=outer)
     if isinstance(updater.spread, FullSpread):
         calling = updater.spread.calling

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from motet.checkpoint.manifest import CARRIED
 from motet.core.errors import InputError
 from motet.parallel.communication import CommunicationSettings, joined
+from motet.parallel.course import Parameters
 from motet.parallel.data import spread_flat
 from motet.parallel.full import spread_full
 from motet.parallel.group import Group
@@ -46,6 +47,14 @@ def group_parameters(
             f"names look like {', '.join(list(named)[:3])}"
         )
     return groups
+
+
+def parameters_of(module: nn.Module, settings: OptimizerSettings) -> Parameters:
+    """What is trained, as values."""
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    groups = enumerate(group_parameters(named, settings).values())
+    numbers = {name: number for number, members in groups for name in members}
+    return Parameters({name: tuple(p.shape) for name, p in named.items()}, numbers)
 
 
 def make_updater(
