@@ -75,7 +75,8 @@ class Engine:
     """What `step` takes when it is given none."""
     outer: Outer | None = None
     """Replicas train apart, and meet by its rule."""
-    _before: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    """As the step began with them, on all ranks alike."""
     _skipped: int = 0
 
     def __post_init__(self) -> None:
@@ -110,7 +111,7 @@ class Engine:
                 "before, and change values in place afterwards"
             )
         agree_on_buffers(self.module, self.peers)
-        self._before = {name: buffer.clone() for name, buffer in saved_buffers(self.module).items()}
+        self.buffers = {name: buffer.clone() for name, buffer in saved_buffers(self.module).items()}
         self.updater.spread.begin_step()
 
     def backward(self, loss: Tensor | None, first: bool = True, last: bool = True) -> None:
@@ -141,7 +142,7 @@ class Engine:
                 self.updater.update(learning_rate)
             else:
                 for name, buffer in saved_buffers(self.module).items():
-                    buffer.data.copy_(self._before[name])
+                    buffer.data.copy_(self.buffers[name])
         agreed = self._advance(finite, stops > 0)
         return Update(loss / divisor, norm, count, finite, tuple(sums), agreed.stop, agreed.skipped)
 

@@ -98,8 +98,10 @@ class Updater:
 
     def squares(self) -> float:
         """What this rank adds to the square of the norm of all gradients."""
-        if not self.spread.counts:
-            return 0.0
+        return self.own_squares() if self.spread.counts else 0.0
+
+    def own_squares(self) -> float:
+        """The same of what this rank has of them, whether it counts or a replica's does."""
         return float(sum(torch.linalg.vector_norm(grad).item() ** 2 for grad in self.spread.reduced()))
 
     def scale_gradients(self, factor: float) -> None:
