@@ -4,6 +4,7 @@ Blocks of so many steps, of which one is watched, take turns with blocks in whic
 medians and quartiles over the rounds are printed. Nothing else differs: training is the same, bit for bit.
 
     python benchmarks/watch.py [--ranks 2 --threads 1] [--rounds 9] [--layouts zero=0 zero=2 zero=3] [--every 1 10 100]
+                               [--length 64]
 """
 
 import argparse
@@ -23,12 +24,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="per rank")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--layouts", nargs="+", default=["zero=0", "zero=2", "zero=3"])
+    parser.add_argument("--length", type=int, default=64, help="tokens of a sequence of the job `tiny`")
     parser.add_argument("--every", nargs="+", type=int, default=[1, 10, 100])
     options = parser.parse_args()
     if "RANK" in os.environ:
         measure(options)
     else:
-        sys.exit(launch(options.ranks, options.threads, sys.argv[1:]))
+        sys.exit(launch(options.ranks, options.threads))
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -51,7 +53,14 @@ def one_layout(options: argparse.Namespace, group: "Group", layout: str) -> None
     from motet.train.assemble import build_parts, numerics
     from motet.train.job import load_job
 
-    job = load_job("tiny", [*(f"layout.{word}" for word in layout.split()), "monitor.watch_every=1"])
+    job = load_job(
+        "tiny",
+        [
+            *(f"layout.{word}" for word in layout.split()),
+            "monitor.watch_every=1",
+            f"data.sequence_length={options.length}",
+        ],
+    )
     with tempfile.TemporaryDirectory() as folder, numerics(job):
         parts = build_parts(job, group, Path(folder))
         watched = parts.stepper(job)
