@@ -11,9 +11,9 @@ from proof_plans import SHAPES, SMALL, plan, servers
 
 from motet.core.errors import InputError
 from motet.parallel.communication import CommunicationSettings
-from motet.parallel.course import Parameters, plan_of
+from motet.parallel.course import Parameters, held, plan_of
 from motet.parallel.layout import Layout, parse_layout, resolve_layout
-from motet.parallel.proof import UnprovenLayoutError, prove_plan, prove_programs
+from motet.parallel.proof import UnprovenLayoutError, prove_held, prove_plan, prove_programs
 from motet.precision.recipe import RECIPES
 
 
@@ -108,3 +108,22 @@ def test_a_thousand_ranks_are_looked_at_by_their_classes() -> None:
         assert prove_plan(found).ranks == 1024
         assert len({id(portion.cut) for portion in found.portions}) <= 8
         assert len({id(portion.course) for portion in found.portions}) == 1
+
+
+@pytest.mark.parametrize("layout", ["", "zero=1", "zero=2 shard_group=2", "zero=3", servers(3)])
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+def test_ranks_are_held_to_their_plan(layout: str, overlap: str) -> None:
+    made = plan(layout, 4, overlap)
+    counting = {
+        rank for move in made.portions[0].course if move.verb == "norm" for ranks in move.sets for rank in ranks
+    }
+    for rank in range(4):
+        prove_held(made, rank, held(made, rank) | {"none": (0, 0)}, rank in counting)
+        with pytest.raises(UnprovenLayoutError, match=f"rank {rank} (counts|does not count) in the norm"):
+            prove_held(made, rank, held(made, rank), rank not in counting)
+    name, (first, stop) = next(iter(held(made, 0).items()))
+    one_less = f"elements? {first}( to {stop - 2})? of {name}"
+    with pytest.raises(UnprovenLayoutError, match=f"rank 0 updates {one_less}, where its plan says element"):
+        prove_held(made, 0, held(made, 0) | {name: (first, stop - 1)}, counts=True)
+    with pytest.raises(UnprovenLayoutError, match=f"rank 0 updates nothing of {name}, where its plan says"):
+        prove_held(made, 0, {n: part for n, part in held(made, 0).items() if n != name}, counts=True)

@@ -7,6 +7,7 @@ import pytest
 from proof_plans import plan, servers
 
 from motet.parallel.course import Move, Plan, Portion, Verb
+from motet.parallel.layout import Layout
 from motet.parallel.proof import UnprovenLayoutError, prove_plan
 
 Change = Callable[[Plan], Plan]
@@ -285,3 +286,47 @@ def test_replicas_that_meet_with_unlike_shards_are_found() -> None:
     good = plan("zero=1 shard_group=2", apart=True)
     with pytest.raises(UnprovenLayoutError, match="element 0 of w: ranks 0 and 1 meet, with unlike shards"):
         prove_plan(replace(good, meetings=(*good.meetings[::-1], (0, 1))))
+
+
+# --- mistakes in what the engine reads -------------------------------------------------------------
+
+
+def floor_rows(rows: int, shards: int, shard: int) -> tuple[int, int]:
+    most = rows // shards
+    return shard * most, (shard + 1) * most
+
+
+def same_rows(layout: Layout, rank: int, batch_sequences: int) -> list[range]:
+    """Micro-batches are forgotten."""
+    return [range(rank * 12, rank * 12 + 12)] * layout.microbatches
+
+
+def unpadded(length: int, shards: int, index: int, owner: int | None = None) -> tuple[int, int]:
+    size = length // shards - 1
+    return index * size, (index + 1) * size
+
+
+def neighbours(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    return layout.rows
+
+
+@pytest.mark.parametrize(
+    ("layout", "where", "wrong", "sentence"),
+    [
+        ("zero=3", "motet.parallel.course.part_of_rows", floor_rows, "nobody .* updates elements 32 to 39 of w"),
+        (
+            "microbatches=2",
+            "motet.parallel.course.rows_of_rank",
+            same_rows,
+            "both read rows 0 to 11 of the global batch",
+        ),
+        ("zero=1", "motet.parallel.course.part_of_bucket", unpadded, "nobody .* updates elements .* of "),
+        (HYBRID, "motet.parallel.layout.Layout.columns", property(neighbours), "rank 0 adds .* to another shard"),
+    ],
+)
+def test_a_mistake_in_what_the_engine_reads_is_located(
+    layout: str, where: str, wrong: object, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(where, wrong)
+    with pytest.raises(UnprovenLayoutError, match=sentence):
+        prove_plan(plan(layout))

@@ -27,6 +27,7 @@ def report(rank: int, **changes: int) -> Report:
         neighbour_batches=100 + before,
         targets=bits_of(10.0),
         neighbour_targets=bits_of(10.0),
+        gradients=rank % 2,
         norm=bits_of(5.0 / 40),
         squares=bits_of((9.0, 16.0)[rank % 2]),
         loss=bits_of(3.5 + rank),
@@ -59,7 +60,8 @@ def test_what_is_right_is_not_told() -> None:
         ({"neighbour_targets": bits_of(9.0)}, [("targets", (1, 2))]),
         ({"targets": bits_of(9.0)}, [("targets", (2, 3)), ("targets", (0, 1, 2, 3))]),
         ({"norm": bits_of(5.0 / 40 * (1 + 2**-52))}, [("norm", (2,))]),
-        ({"squares": bits_of(9.0 + 2**-40)}, [("gradients", (0, 2)), ("norm", (2, 3))]),
+        ({"gradients": 7}, [("gradients", (0, 2))]),
+        ({"squares": bits_of(9.0 + 2**-40)}, [("norm", (2, 3))]),
         ({"loss": bits_of(5.5 + 2**-50)}, [("loss", (2, 3))]),
         ({"neighbour_loss": bits_of(math.inf)}, [("loss", (1, 2))]),
     ],
@@ -80,6 +82,7 @@ def test_rows_that_others_have_read_are_not_made_up_for_by_their_number() -> Non
 
 def test_other_machines_may_have_other_last_bits() -> None:
     assert found(2, machine=5, loss=bits_of(5.25)) == []
+    assert found(2, machine=5, gradients=7) == [("gradients", (0, 2))]
     assert found(2, machine=5, parameters=7) == [("parameters", (2,))]
 
 

@@ -153,8 +153,8 @@ class RanksCompared(_Event):
     ranks: int
     """That were compared: all, or with `[outer]` those of the first replica."""
     same_machines: bool
-    """All compute with the same device, threads and torch. If not, losses and sums of gradients are not compared, as
-    their last bits may differ."""
+    """All compute with the same device, threads and torch. If not, losses are not compared, as their last bits may
+    differ."""
     broken: tuple[str, ...]
     """What does not hold, and what it may mean; empty when all holds."""
     duration_s: float

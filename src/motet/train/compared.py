@@ -36,10 +36,12 @@ class Report(NamedTuple):
     """Digest of what the neighbour should have read."""
     targets: int
     neighbour_targets: int
+    gradients: int
+    """Digest of this rank's share of the sums of gradients."""
     norm: int
     """Of all gradients, by which they are clipped."""
     squares: int
-    """Of the norm of what this rank has of the gradients."""
+    """Of the norm of that share."""
     loss: int
     """Of the first micro-batch."""
     neighbour_loss: int
@@ -113,18 +115,18 @@ def broken(reports: Sequence[Report], expected: Expected) -> list[Broken]:
         *_neighbours("batches", "reads other data than rank {other} reads for the same rows", reports),
         *_neighbours("targets", "counts {mine:g} targets, and rank {other} {theirs:g} for the same rows", reports),
         *_counted(reports, expected.targets),
+        *_unlike("gradients", "have other sums of gradients", reports, expected.sums),
         *_unlike("norm", "have another gradient norm", reports, everyone),
     ]
     if alike:
-        found += _unlike("gradients", "have other sums of gradients", reports, expected.sums, "squares")
         found += _neighbours("loss", "has loss {mine!r} in its first micro-batch, and rank {other} {theirs!r}", reports)
     return found + _norm(reports, expected)
 
 
-def _unlike(what: str, text: str, reports: Sequence[Report], sets: Sets, key: str | None = None) -> list[Broken]:
+def _unlike(what: str, text: str, reports: Sequence[Report], sets: Sets) -> list[Broken]:
     found = []
     for ranks in sets:
-        odd = odd_ones({rank: getattr(reports[rank], key or what) for rank in ranks})
+        odd = odd_ones({rank: getattr(reports[rank], what) for rank in ranks})
         if odd:
             others = [rank for rank in ranks if rank not in odd]
             than = f" than {named(others)}" if others else " than each other"

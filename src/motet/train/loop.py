@@ -95,10 +95,11 @@ class Loop:
             return
         self.tell(result.compared)
         if result.compared.broken and self.job.monitor.watch == "stop":
+            first, *others = result.compared.broken
+            more = f" (events.jsonl has {len(others)} more of this step)" if others else ""
             raise DisagreedError(
-                f"stopped at step {done}, which is not saved: {'; '.join(result.compared.broken)}; try other devices, "
-                "or `motet verify` with this job and layout, and continue from the last checkpoint with --resume "
-                "(monitor.watch=warn goes on)"
+                f"stopped at step {done}, which is not saved: {first}{more}; try other devices, or `motet verify` with "
+                "this job and layout, and continue from the last checkpoint with --resume; monitor.watch=warn goes on"
             )
 
     def _evaluate(self, done: int, split: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +79,7 @@ class Watch:
                 neighbour_batches=_read(again),
                 targets=bits_of(done.targets),
                 neighbour_targets=bits_of(sum(b.weights.sum(dtype=torch.float64).item() for b in again)),
+                gradients=derive_seed(*digests(dict(enumerate(self.engine.updater.spread.reduced()))).values()),
                 norm=0,
                 squares=bits_of(self.engine.updater.own_squares()),
                 loss=loss,
@@ -174,8 +176,10 @@ def _sentence(one: Broken, tensor: str) -> str:
 
 # --- digests ---------------------------------------------------------------------------------------
 
+Key = TypeVar("Key")
 
-def digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+
+def digests(tensors: Mapping[Key, Tensor]) -> dict[Key, int]:
     """Of each tensor, from its bits."""
     found = [_digest(tensor) for tensor in tensors.values()]
     numbers = torch.stack([d.cpu() for d in found]).tolist() if found else []
