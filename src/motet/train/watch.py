@@ -4,7 +4,6 @@ Each rank also does some of its neighbour's work again: it reads the same rows, 
 micro-batch, all ranks at once, so that it is possible at every stage. Training goes on as if nothing had been.
 """
 
-import platform
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from motet.checkpoint.manifest import CARRIED
+from motet.cluster.discover import device_name
 from motet.collectives.execute import all_gather
 from motet.core.batch import Batch
 from motet.core.seeds import derive_seed
@@ -110,9 +110,8 @@ class Watch:
         return rows_of_rank(self.layout, rank, self.batch_sequences)
 
     def _machine(self) -> tuple[str, ...]:
-        device = self.engine.group.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
-        return device.type, name, str(torch.get_num_threads()), torch.__version__
+        kernels = torch.backends.cpu.get_cpu_capability()
+        return device_name(self.engine.group.device), kernels, str(torch.get_num_threads()), torch.__version__
 
     def _whole(self) -> dict[str, Tensor]:
         """What every rank has all of: parameters that are not cut into rows, and buffers as the step began."""
