@@ -8,7 +8,7 @@ import sys
 from made import ended, evaluated, started, step
 from rich.console import Console
 
-from motet.monitor.events import CheckpointSaved, ProfileSaved, SampleText, Warned
+from motet.monitor.events import CheckpointSaved, ProfileSaved, RanksCompared, SampleText, Warned
 from motet.monitor.record import JsonlSink
 from motet.monitor.terminal import ConsoleSink, seconds_left, start_lines, step_line
 
@@ -89,6 +89,7 @@ def test_everything_else_is_told_as_it_is(tmp_path, capsys):
         Warned(text="data.workers = [cpu] is [bold]odd[/bold] :smile:"),
         step(3, skipped=True, loss=float("nan")),
         CheckpointSaved(step=3, path="checkpoints/step-00000003", size_bytes=3 * 1024**2, duration_s=0.25),
+        RanksCompared(step=3, ranks=2, same_machines=True, broken=("rank 1 has [other] rows",), duration_s=0.1),
         ProfileSaved(first_step=3, last_step=3, path="profile-steps-3-3.json"),
         evaluated(3, perplexity=148.41, accuracy=0.5),
         SampleText(step=3, prompt="Once [upon]", text=" a time\nthere"),
@@ -102,6 +103,7 @@ def test_everything_else_is_told_as_it_is(tmp_path, capsys):
         "warning: data.workers = [cpu] is [bold]odd[/bold] :smile:",
         "step 3/4  loss nan (skipped)  200 tokens/s  1 GiB  0.5 s left  lr 1.00e-03",
         "saved checkpoints/step-00000003 (3 MiB in 0.25 s)",
+        "step 3: rank 1 has [other] rows",
         "profile of steps 3 to 3: profile-steps-3-3.json",
         "validation after step 3: loss 5.0000, perplexity 148.4, accuracy 50.0%",
         "Once [upon] a time\nthere",

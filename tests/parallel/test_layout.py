@@ -3,8 +3,7 @@
 import pytest
 
 from motet.core.errors import InputError
-from motet.parallel.layout import LayoutSettings, resolve_layout
-from motet.train.step import rows_of_rank
+from motet.parallel.layout import LayoutSettings, resolve_layout, rows_of_rank
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])

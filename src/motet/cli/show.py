@@ -1,6 +1,6 @@
 """`motet show`: drawings and tables of what a run is made of, without torch. `model` lists the sizes of a model.
 
-`step` is in show_step.py; `collective` is the same as `motet collectives draw`.
+`layout` and `step` are in show_layout.py and show_step.py; `collective` is the same as `motet collectives draw`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from motet.cli.collectives import draw
+from motet.cli.show_layout import layout
 from motet.cli.show_step import step
 
 if TYPE_CHECKING:
@@ -162,4 +163,5 @@ def _sentence(found: dict[str, Any]) -> str:
 
 
 app.command(name="collective")(draw)
+app.command()(layout)
 app.command()(step)

@@ -114,17 +114,14 @@ def _all_reduced(job: Job) -> float:
 
 def _buckets(job: Job, layout: Layout, sizes: dict[str, int]) -> list[Message]:
     from motet.core.dtypes import DTYPE_BYTES
-    from motet.parallel.buckets import cut_buckets
     from motet.parallel.graph import Message
+    from motet.parallel.placement import buckets_of
     from motet.precision.recipe import RECIPES
 
     recipe = RECIPES[job.precision.recipe]
     width = DTYPE_BYTES[recipe.reduce]
     gathered = width if layout.zero == 0 else DTYPE_BYTES[recipe.compute]
-    most, first = (
-        int(mib * 2**20 / width) for mib in (job.communication.bucket_mib, job.communication.first_bucket_mib)
-    )
-    found = cut_buckets({name: (0, size) for name, size in sizes.items()}, layout.shards, most, first)
+    found = buckets_of({name: (0, size) for name, size in sizes.items()}, layout, recipe, job.communication)
     return [
         Message(f"bucket {i}", frozenset(m.name for m in b.members), width * b.length, gathered * b.length)
         for i, b in enumerate(found)

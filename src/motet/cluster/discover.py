@@ -40,10 +40,9 @@ class ThisDevice:
 def discover(device: torch.device | str, dtypes: Sequence[str] = ("float32",)) -> ThisDevice:
     """The device of this process, with the peak for each of `dtypes`."""
     device = torch.device(device)
-    if device.type == "cuda":
-        name, memory_bytes = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
-    else:
-        name, memory_bytes = _cpu_name(), psutil.virtual_memory().total
+    name = device_name(device)
+    on_cuda = device.type == "cuda"
+    memory_bytes = torch.cuda.get_device_properties(device).total_memory if on_cuda else psutil.virtual_memory().total
     return ThisDevice(
         name=name,
         kind=device.type,
@@ -51,6 +50,11 @@ def discover(device: torch.device | str, dtypes: Sequence[str] = ("float32",)) -
         memory_bytes=memory_bytes,
         threads=torch.get_num_threads(),
     )
+
+
+def device_name(device: torch.device) -> str:
+    """What its maker calls it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
 
 
 def slow_arithmetic(this: ThisDevice) -> list[str]:

@@ -11,6 +11,7 @@ EXIT_CODES: dict[int, str] = {
     3: "a rank failed or was killed; the first cause is named",
     4: "training diverged: the loss or a gradient is not finite, and the job says to stop",
     5: "could not save: disk full or folder not writable; earlier checkpoints are whole",
+    6: "ranks disagree: what must be the same on them, or must add up, is not (`monitor.watch_every`)",
     130: "stopped by Ctrl-C or SIGTERM after saving; `--resume` continues",
     137: "stopped at once by a second Ctrl-C or SIGTERM; `--resume` continues from the last checkpoint",
 }
@@ -48,3 +49,9 @@ class SaveError(MotetError):
     """A checkpoint could not be written."""
 
     exit_code = 5
+
+
+class DisagreedError(MotetError):
+    """What must be the same on ranks, or must add up, is not."""
+
+    exit_code = 6

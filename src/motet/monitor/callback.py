@@ -9,6 +9,7 @@ from motet.monitor.events import (
     EvaluationDone,
     Event,
     ProfileSaved,
+    RanksCompared,
     RunEnded,
     RunStarted,
     SampleText,
@@ -33,6 +34,8 @@ class Callback:
                 self.on_checkpoint(event)
             case SampleText():
                 self.on_sample(event)
+            case RanksCompared():
+                self.on_comparison(event)
             case ProfileSaved():
                 self.on_profile(event)
             case Warned():
@@ -50,6 +53,8 @@ class Callback:
     def on_checkpoint(self, event: CheckpointSaved) -> None: ...
 
     def on_sample(self, event: SampleText) -> None: ...
+
+    def on_comparison(self, event: RanksCompared) -> None: ...
 
     def on_profile(self, event: ProfileSaved) -> None: ...
 

@@ -145,6 +145,21 @@ class SampleText(_Event):
     text: str
 
 
+class RanksCompared(_Event):
+    """In a watched step ranks have compared what must be the same on them, or must add up."""
+
+    event: Literal["ranks_compared"] = "ranks_compared"
+    step: int
+    ranks: int
+    """That were compared: all, or with `[outer]` those of the first replica."""
+    same_machines: bool
+    """All compute with the same device, threads and torch. If not, losses are not compared, as their last bits may
+    differ."""
+    broken: tuple[str, ...]
+    """What does not hold, and what it may mean; empty when all holds."""
+    duration_s: float
+
+
 class ProfileSaved(_Event):
     """The window of torch.profiler is on disk."""
 
@@ -162,7 +177,7 @@ class Warned(_Event):
     text: str
 
 
-Reason = Literal["finished", "stopped", "diverged", "save_failed", "failed"]
+Reason = Literal["finished", "stopped", "diverged", "disagreed", "save_failed", "failed"]
 
 
 class RunEnded(_Event):
@@ -170,14 +185,25 @@ class RunEnded(_Event):
 
     event: Literal["run_ended"] = "run_ended"
     reason: Reason
-    """`finished` alone means that the run reached its last step; `stopped` is Ctrl-C or SIGTERM."""
+    """`finished` alone means that the run reached its last step; `stopped` is Ctrl-C or SIGTERM, `disagreed` what
+    `monitor.watch_every` has found."""
     steps: int
     """How many steps the run has done, in all attempts."""
     message: str = ""
     """The error in its own words."""
 
 
-Event = RunStarted | StepDone | EvaluationDone | CheckpointSaved | SampleText | ProfileSaved | Warned | RunEnded
+Event = (
+    RunStarted
+    | StepDone
+    | EvaluationDone
+    | CheckpointSaved
+    | SampleText
+    | RanksCompared
+    | ProfileSaved
+    | Warned
+    | RunEnded
+)
 _ADAPTER: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
 
 

@@ -21,6 +21,7 @@ from motet.monitor.events import (
     CheckpointSaved,
     EvaluationDone,
     ProfileSaved,
+    RanksCompared,
     RunEnded,
     RunStarted,
     SampleText,
@@ -87,6 +88,10 @@ class ConsoleSink(Callback):
     def on_sample(self, event: SampleText) -> None:
         self._say(f"sample after step {event.step}:")
         self._say(f"{event.prompt}{event.text}", style="italic")
+
+    def on_comparison(self, event: RanksCompared) -> None:
+        for text in event.broken:
+            self._say(f"step {event.step}: {text}", style="yellow")
 
     def on_profile(self, event: ProfileSaved) -> None:
         self._say(f"profile of steps {event.first_step} to {event.last_step}: {event.path}")

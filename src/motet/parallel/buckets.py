@@ -46,10 +46,8 @@ class Bucket:
 
     def shard(self, index: int) -> slice:
         """The part of one shard, in the flat tensor."""
-        if self.owner is not None:
-            return slice(self.start, self.stop if index == self.owner else self.start)
-        size = self.length // self.shards
-        return slice(self.start + index * size, self.start + (index + 1) * size)
+        first, stop = part_of_bucket(self.length, self.shards, index, self.owner)
+        return slice(self.start + first, self.start + stop)
 
     def runs(self, part: slice) -> list[tuple[int, slice]]:
         """(optimizer group, what of `part` belongs to it), in order; padding goes with what stands before it."""
@@ -60,6 +58,14 @@ class Bucket:
             for (group, start), stop in zip(groups, starts, strict=True)
         ]
         return [(group, piece) for group, piece in cut if piece.start < piece.stop]
+
+
+def part_of_bucket(length: int, shards: int, index: int, owner: int | None = None) -> tuple[int, int]:
+    """(first, stop) of one of equal parts; or all of it for its owner."""
+    if owner is not None:
+        return 0, length if index == owner else 0
+    size = length // shards
+    return index * size, (index + 1) * size
 
 
 def cut_buckets(

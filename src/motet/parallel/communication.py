@@ -8,6 +8,7 @@ from pydantic import Field
 from motet.cluster.cluster import Cluster
 from motet.cluster.load import load_for_ranks
 from motet.collectives.compress import CODECS, Blockwise, Codec, RandomK, parse
+from motet.collectives.cost import Sets
 from motet.collectives.library import find
 from motet.core.errors import InputError
 from motet.core.settings import Settings
@@ -71,6 +72,29 @@ def defers(settings: CommunicationSettings, layout: Layout) -> bool:
 
 
 @dataclass(frozen=True)
+class Joined:
+    """Which ranks do the sums and gathers of a step together."""
+
+    shares: Sets
+    """Sums are scattered over these, and gathered from them; the place of a rank among its own is that of its shard."""
+    replicas: Sets
+    """Those that have the same shard, whose sums are all-reduced."""
+    deferred: bool
+    """It is shards of the sums that are gathered, and then every rank updates everything."""
+    near: Sets = ()
+    """Of `shares`, those that share a second copy."""
+    far: Sets = ()
+    """Of `shares`, those that have the same part of a second copy."""
+
+
+def joined(settings: CommunicationSettings, layout: Layout) -> Joined:
+    """The ranks of a layout."""
+    if defers(settings, layout):  # every rank keeps everything, and sums are cut over all of them
+        return Joined(layout.columns, layout.rows, deferred=True)
+    return Joined(layout.rows, layout.columns, deferred=False, near=layout.near, far=layout.far)
+
+
+@dataclass(frozen=True)
 class Compression:
     """What is compressed in a layout, and how."""
 
@@ -120,7 +144,7 @@ def check_communication(settings: CommunicationSettings, layout: Layout, apart: 
             "communication.overlap = 'forward' with layout.zero = 0 sends gradients as they are; use layout.zero = 1, "
             "or leave communication.compress_gradients out"
         )
-    shards = layout.dp if defers(settings, layout) else layout.shards
+    shards = len(joined(settings, layout).shares[0])
     sums = [layout.dp // shards]
     if over_shards is not None and not isinstance(over_shards, Blockwise):
         sums.append(layout.shards)

@@ -13,21 +13,17 @@ from torch import Tensor, nn
 from motet.collectives.execute import Ranks, broadcast
 from motet.collectives.lane import Work
 from motet.core import trace
-from motet.core.dtypes import DTYPE_BYTES
 from motet.core.errors import InputError
-from motet.parallel.buckets import cut_buckets, with_owners
 from motet.parallel.carry import Carry
 from motet.parallel.communication import CommunicationSettings, compression, defers
 from motet.parallel.flat import FlatWeights, Gradients
 from motet.parallel.layout import Layout
 from motet.parallel.matrices import sums_of_buckets
 from motet.parallel.mesh import Mesh
-from motet.parallel.placement import Portions
+from motet.parallel.placement import PLACEMENTS, Portions, buckets_of
 from motet.parallel.spread import Piece
 from motet.parallel.uses import Uses
 from motet.precision.recipe import Recipe
-
-MIB = 2**20
 
 
 def spread_flat(
@@ -38,17 +34,10 @@ def spread_flat(
     settings: CommunicationSettings,
 ) -> "FlatSpread":
     """Put parameters on flat tensors, cut as the layout says. `parameters`: name -> (optimizer group, parameter)."""
-    width = DTYPE_BYTES[recipe.reduce]
     deferred = defers(settings, layout)
-    mesh = Mesh(mesh.replicas, mesh.shards) if deferred else mesh
     sizes = {name: (group, parameter.numel()) for name, (group, parameter) in parameters.items()}
-    if layout.owners:
-        buckets = cut_buckets(sizes, mesh.shards.world, int(layout.owners.mib * MIB / width))
-        buckets = with_owners(buckets, layout.owners.count)
-    else:
-        limits = (int(mib * MIB / width) for mib in (settings.bucket_mib, settings.first_bucket_mib))
-        buckets = cut_buckets(sizes, mesh.shards.world, *limits)
-    keep = layout.zero < 2
+    buckets = buckets_of(sizes, layout, recipe, settings)
+    keep = not PLACEMENTS[layout.zero].gradients
     named = {name: p for name, (_, p) in parameters.items()}
     apart = compression(settings, layout).parameters is not None
     device = mesh.shards.device
@@ -162,7 +151,7 @@ class FlatSpread:
 
     @property
     def counts(self) -> bool:
-        return self.mesh.replicas.rank == 0
+        return self.mesh.counts
 
     @property
     def arrives_late(self) -> bool:

@@ -8,7 +8,7 @@ whole and is spread flat.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
-from math import ceil, prod
+from math import prod
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from motet.parallel.data import FlatSpread, spread_flat
 from motet.parallel.layout import Layout
 from motet.parallel.matrices import sums_of_rows
 from motet.parallel.mesh import Mesh
-from motet.parallel.placement import Portions, Unit
+from motet.parallel.placement import Portions, Unit, is_whole, part_of_rows
 from motet.parallel.spread import Piece
 from motet.parallel.wrap import blocks_of
 from motet.precision.recipe import Recipe
@@ -42,11 +42,7 @@ def spread_full(
 ) -> "FullSpread":
     """Shard a module, whose trainable `parameters` are name -> (optimizer group, parameter)."""
     assert mesh.shards.process_group is not None
-    whole = {
-        p
-        for p in module.parameters()
-        if p.ndim == 0 or not p.numel() or not p.is_floating_point() or p.numel() < layout.whole_below
-    }
+    whole = {p for p in module.parameters() if is_whole(tuple(p.shape), layout) or not p.is_floating_point()}
     of_rows = {parameter for _, parameter in parameters.values()} - whole
     for name, inner in module.named_modules():
         if isinstance(inner, nn.Embedding | nn.EmbeddingBag) and inner.sparse and inner.weight in of_rows:
@@ -105,7 +101,7 @@ def kept(parameter: Tensor, values: Tensor | None = None) -> Piece:
     shape, mesh = parameter.shape, parameter.device_mesh
     place = mesh.get_coordinate()  # never by its group, which may be one of these ranks that has ended: see _local
     assert place is not None
-    first = min(place[0] * ceil(shape[0] / mesh.size()), shape[0])
+    first, _ = part_of_rows(shape[0], mesh.size(), place[0])
     return Piece(shape, first * prod(shape[1:]), _local(parameter) if values is None else values)
 
 
@@ -162,7 +158,7 @@ class FullSpread:
 
     @property
     def counts(self) -> bool:
-        return self.carry.mesh.replicas.rank == 0
+        return self.carry.mesh.counts
 
     @property
     def arrives_late(self) -> bool:

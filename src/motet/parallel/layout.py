@@ -109,6 +109,13 @@ class Layout:
         return batch_sequences // (self.dp * self.microbatches)
 
 
+def rows_of_rank(layout: Layout, rank: int, batch_sequences: int) -> list[range]:
+    """The rows of the global batch that a rank reads, one range per micro-batch."""
+    size = layout.rows_per_microbatch(batch_sequences)
+    first = rank * layout.microbatches * size
+    return [range(first + i * size, first + (i + 1) * size) for i in range(layout.microbatches)]
+
+
 def _runs(ranks: range, length: int) -> Sets:
     return tuple(tuple(ranks[first : first + length]) for first in range(0, len(ranks), length))
 

@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 from motet.collectives.cost import Sets
 from motet.core.errors import InputError
+from motet.parallel.communication import Joined
 from motet.parallel.group import Group
-from motet.parallel.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -23,18 +23,23 @@ class Mesh:
     far: Group | None = None
     """Of `shards`, those that hold the same part of such a copy as this one."""
 
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's share of a sum over all parameters counts, and not another replica's."""
+        return self.replicas.rank == 0
 
-def make_mesh(group: Group, layout: Layout) -> Mesh:
+
+def make_mesh(group: Group, together: Joined) -> Mesh:
     """Called by every rank of the group. The parts end with it."""
-    shards, replicas = _mine(group, layout.rows), _mine(group, layout.columns)
-    near = layout.secondary
-    if near is None:
+    shards, replicas = _mine(group, together.shares), _mine(group, together.replicas)
+    if not together.near:
         return Mesh(shards, replicas)
     if group.process_group is not dist.group.WORLD:
         raise InputError(
-            f"layout.secondary_group = {near} cannot be had where replicas train apart; leave it out, or outer.every"
+            f"layout.secondary_group = {len(together.near[0])} cannot be had where replicas train apart; leave it out, "
+            "or outer.every"
         )
-    return Mesh(shards, replicas, _mine(group, layout.near), _mine(group, layout.far))
+    return Mesh(shards, replicas, _mine(group, together.near), _mine(group, together.far))
 
 
 def _mine(group: Group, sets: Sets) -> Group:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from motet.collectives.execute import Work, all_gather, sum_scalars
-from motet.parallel.communication import CommunicationSettings
+from motet.parallel.communication import CommunicationSettings, joined, undeferred
 from motet.parallel.data import agree_on_buffers, saved_buffers
 from motet.parallel.differences import Differences
 from motet.parallel.group import Group
@@ -51,9 +51,9 @@ class Replicas:
         return self.mesh.shards, replace(self.layout, dp=self.layout.shards)
 
 
-def set_apart(group: Group, layout: Layout) -> Replicas:
+def set_apart(group: Group, layout: Layout, communication: CommunicationSettings) -> Replicas:
     """Called by every rank of the group."""
-    mesh = make_mesh(group, layout)
+    mesh = make_mesh(group, joined(undeferred(communication), layout))
     if mesh.replicas is group and group.world > 1:  # sums may be underway while everyone agrees on something else
         mesh = Mesh(mesh.shards, replace(group, process_group=dist.new_group(list(range(group.world)))))
     return Replicas(group, mesh, layout)

@@ -17,13 +17,15 @@ from math import ceil, prod
 from typing import NamedTuple
 
 from motet.core.dtypes import DTYPE_BYTES
-from motet.parallel.buckets import Bucket
-from motet.parallel.communication import CommunicationSettings, Compression, compression, defers
+from motet.parallel.buckets import Bucket, cut_buckets, with_owners
+from motet.parallel.communication import CommunicationSettings, Compression, compression, defers, joined
 from motet.parallel.layout import Layout
 from motet.parallel.matrices import Shape, Sum, sums_of_buckets, sums_of_rows
 from motet.parallel.routes import Routes
 from motet.parallel.sending import Sender
 from motet.precision.recipe import Recipe
+
+MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,39 @@ def cut_into_rows(shapes: Iterable[Shape], shards: int) -> int:
     return sum(ceil(shape[0] / shards) * prod(shape[1:]) for shape in shapes)
 
 
+def part_of_rows(rows: int, shards: int, shard: int) -> tuple[int, int]:
+    """(first, stop) of the rows that a shard really has of a parameter."""
+    most = -(-rows // shards)
+    first = most * shard
+    return min(first, rows), min(first + most, rows)
+
+
 def kept_rows(shapes: Iterable[Shape], shards: int, shard: int) -> int:
     """Elements that a shard really has."""
-    each = ((shape[0], ceil(shape[0] / shards), prod(shape[1:])) for shape in shapes)
-    return sum(max(0, min(rows - shard * most, most)) * width for rows, most, width in each)
+    parts = ((part_of_rows(shape[0], shards, shard), prod(shape[1:])) for shape in shapes)
+    return sum((stop - first) * width for (first, stop), width in parts)
+
+
+def has_rows(layout: Layout) -> bool:
+    """Whether parameters are cut into rows, and not into shards of buckets."""
+    return layout.zero == 3 and layout.shards > 1
+
+
+def is_whole(shape: Shape, layout: Layout) -> bool:
+    """Whether stage 3 leaves a parameter whole, in a bucket: it has no rows, no elements, or few."""
+    return not shape or prod(shape) == 0 or prod(shape) < layout.whole_below
+
+
+def buckets_of(
+    sizes: Mapping[str, tuple[int, int]], layout: Layout, recipe: Recipe, settings: CommunicationSettings
+) -> tuple[Bucket, ...]:
+    """`sizes`: name -> (optimizer group, numel), in the order of use."""
+    width, shards = DTYPE_BYTES[recipe.reduce], len(joined(settings, layout).shares[0])
+    if layout.owners:
+        buckets = cut_buckets(sizes, shards, int(layout.owners.mib * MIB / width))
+        return with_owners(buckets, layout.owners.count)
+    limits = (int(mib * MIB / width) for mib in (settings.bucket_mib, settings.first_bucket_mib))
+    return cut_buckets(sizes, shards, *limits)
 
 
 @dataclass(frozen=True)

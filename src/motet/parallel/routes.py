@@ -8,7 +8,7 @@ from motet.collectives.choose import cheapest
 from motet.collectives.cost import Sets
 from motet.collectives.library import program
 from motet.collectives.score import Program
-from motet.parallel.communication import AUTO, BACKEND, CommunicationSettings, cluster_of, defers
+from motet.parallel.communication import AUTO, BACKEND, CommunicationSettings, cluster_of, joined
 from motet.parallel.layout import Layout
 
 Over = Literal["shards", "replicas", "near"]
@@ -21,10 +21,12 @@ class Routes:
     def __init__(self, settings: CommunicationSettings, layout: Layout) -> None:
         self._settings = settings
         self._cluster = None if settings.cluster is None else cluster_of(settings.cluster, layout.dp)
-        rows, columns = layout.rows, layout.columns
-        if defers(settings, layout):  # every rank keeps everything, and sums are cut over all of them
-            rows, columns = columns, rows
-        self._sets: dict[Over, Sets] = {"shards": rows, "replicas": columns, "near": layout.near}
+        together = joined(settings, layout)
+        self._sets: dict[Over, Sets] = {
+            "shards": together.shares,
+            "replicas": together.replicas,
+            "near": together.near,
+        }
         self.program: Callable[[str, Over, int], Program | None] = cache(self._program)
         """(collective, over which ranks, bytes of the whole) -> a Program, or None for the backend's own way."""
 

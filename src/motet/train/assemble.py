@@ -41,6 +41,7 @@ from motet.train.preflight import check_huggingface
 from motet.train.state import RunState, newest_checkpoint
 from motet.train.step import Stepper
 from motet.train.telling import Describer, Progress, parameter_count, told_to_the_end
+from motet.train.watch import Watch
 
 Restored = tuple[Path | None, int, list[str]]
 """The checkpoint that a run goes on from, the steps done by then, and what a person should know about it."""
@@ -81,7 +82,9 @@ class Parts:
         return self.engine.updater
 
     def stepper(self, job: Job) -> Stepper:
-        return Stepper(self.model, self.data, self.engine, self.layout, job.data.batch_sequences)
+        rows, every = job.data.batch_sequences, job.monitor.watch_every
+        parts = self.model, self.data, self.engine, self.layout
+        return Stepper(*parts, rows, Watch(*parts, rows, job.communication, every) if every else None)
 
 
 def run_rank(job: Job, place: Place, folder: Path, stop: StopFlag, callbacks: Sequence[Callback] = ()) -> Outcome:
@@ -123,7 +126,7 @@ def build_parts(job: Job, group: Group, folder: Path) -> Parts:
     _agree_on_data(data, group)
     cast_frozen(model.module, recipe)
     manner = Manner(job.optimizer, job.communication, job.outer)
-    updater, outer = make_updaters(model.module, recipe, group, layout, manner)
+    updater, outer = make_updaters(model.module, recipe, group, layout, manner, job.data.batch_sequences)
     engine = Engine(model.module, updater, group, job.optimizer.clip_norm, outer=outer)
     if isinstance(updater.spread, FullSpread):
         calling = updater.spread.calling

@@ -6,7 +6,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from motet.core.errors import DivergedError, InputError, SaveError
+from motet.core.errors import DisagreedError, DivergedError, InputError, SaveError
 from motet.monitor.events import EVENTS_FILE, Event, Reason, RunEnded, StepDone, parse_event, read_events
 from motet.monitor.record import JsonlSink, SummarySink
 from motet.monitor.summary import SUMMARY_FILE, summarize
@@ -19,6 +19,7 @@ _REASONS: dict[int, Reason] = {
     STOPPED: "stopped",
     STOPPED_AT_ONCE: "stopped",
     DivergedError.exit_code: "diverged",
+    DisagreedError.exit_code: "disagreed",
     SaveError.exit_code: "save_failed",
 }
 

@@ -22,17 +22,19 @@ from motet.core.settings import Settings
 from motet.core.trace import span
 from motet.models.factory import check_parameters
 from motet.parallel.alike import described, refuse_unlike
-from motet.parallel.communication import CommunicationSettings, check_communication
+from motet.parallel.communication import CommunicationSettings, check_communication, undeferred
+from motet.parallel.course import plan_of
 from motet.parallel.data import agree_on_buffers, agree_on_values, saved_buffers
 from motet.parallel.full import FullSpread
 from motet.parallel.group import Group
 from motet.parallel.layout import Layout, LayoutSettings, parse_layout, resolve_layout
 from motet.parallel.meetings import OuterSettings
 from motet.parallel.outer import Agreement, Outer, set_apart
+from motet.parallel.proof import prove_held, prove_plan, prove_programs
 from motet.precision.master import cast_frozen
 from motet.precision.recipe import RECIPES, PrecisionSettings, Recipe
 from motet.train.idle import refuse_idle
-from motet.train.optimizer import Updater, make_updater
+from motet.train.optimizer import Updater, make_updater, parameters_of
 from motet.train.settings import OptimizerSettings
 from motet.train.state import RunState, newest_checkpoint
 
@@ -73,7 +75,8 @@ class Engine:
     """What `step` takes when it is given none."""
     outer: Outer | None = None
     """Replicas train apart, and meet by its rule."""
-    _before: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    """As the step began with them, on all ranks alike."""
     _skipped: int = 0
 
     def __post_init__(self) -> None:
@@ -108,7 +111,7 @@ class Engine:
                 "before, and change values in place afterwards"
             )
         agree_on_buffers(self.module, self.peers)
-        self._before = {name: buffer.clone() for name, buffer in saved_buffers(self.module).items()}
+        self.buffers = {name: buffer.clone() for name, buffer in saved_buffers(self.module).items()}
         self.updater.spread.begin_step()
 
     def backward(self, loss: Tensor | None, first: bool = True, last: bool = True) -> None:
@@ -138,7 +141,7 @@ class Engine:
                 self.updater.update(learning_rate)
             else:
                 for name, buffer in saved_buffers(self.module).items():
-                    buffer.data.copy_(self._before[name])
+                    buffer.data.copy_(self.buffers[name])
         agreed = self._advance(finite, stops > 0)
         return Update(loss / divisor, norm, count, finite, tuple(sums), agreed.stop, agreed.skipped)
 
@@ -248,7 +251,9 @@ def parallelize(  # noqa: PLR0913  # sections of a job, by name
     refuse_unlike([f"precision = {precision!r}", *sections.lines(), *described(module)], group)
     agree_on_values(module, group)
     cast_frozen(module, recipe)
-    updater, outside = make_updaters(module, recipe, group, resolved, Manner(how, manner, meeting))
+    updater, outside = make_updaters(
+        module, recipe, group, resolved, Manner(how, manner, meeting), group.world * settings.microbatches
+    )
     _SPREAD.update(module.modules())
     return Engine(module, updater, group, how.clip_norm, loss, how.learning_rate, outside)
 
@@ -280,15 +285,24 @@ class Manner(NamedTuple):
 
 
 def make_updaters(
-    module: nn.Module, recipe: Recipe, group: Group, layout: Layout, manner: Manner
+    module: nn.Module, recipe: Recipe, group: Group, layout: Layout, manner: Manner, batch_sequences: int
 ) -> tuple[Updater, Outer | None]:
-    """Spread the trainable parameters, over all ranks or over those of each replica that trains apart."""
-    communication, outer = manner.communication, manner.outer
-    if outer.every is None:
-        return make_updater(module, manner.optimizer, recipe, group, layout, communication), None
-    replicas = set_apart(group, layout)
-    updater = make_updater(module, manner.optimizer, recipe, *replicas.own, communication)
-    return updater, Outer(module, updater.spread, replicas, outer, communication)
+    """Spread the trainable parameters, over all ranks or over those of each replica that trains apart.
+
+    What will be done is proven first: by the first rank for all, and then by each rank that it keeps what it should.
+    """
+    communication, apart = manner.communication, manner.outer.every is not None
+    plan = plan_of(parameters_of(module, manner.optimizer), layout, recipe, communication, batch_sequences, apart)
+    if group.rank == 0:
+        prove_plan(plan)
+        prove_programs(layout, undeferred(communication) if apart else communication)
+    replicas = set_apart(group, layout, communication) if apart else None
+    ranks, own = replicas.own if replicas else (group, layout)
+    updater = make_updater(module, manner.optimizer, recipe, ranks, own, communication)
+    spread = updater.spread
+    kept = {name: (p.start, p.start + p.values.numel()) for name, p in spread.pieces(spread.masters).items()}
+    prove_held(plan, ranks.rank, kept, spread.counts)
+    return updater, Outer(module, spread, replicas, manner.outer, communication) if replicas else None
 
 
 def _loss_and_count(found: Any) -> tuple[Tensor, float]:

@@ -11,8 +11,8 @@ from motet.collectives.execute import sum_scalars
 from motet.core.batch import Batch
 from motet.models.loss import cross_entropy
 from motet.parallel.group import Group
-from motet.parallel.layout import Layout
-from motet.train.step import Model, rows_of_rank
+from motet.parallel.layout import Layout, rows_of_rank
+from motet.train.step import Model
 
 
 class Judged(Model, Protocol):

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
-from motet.core.errors import DivergedError, MotetError, PeerError, RankError
+from motet.core.errors import DisagreedError, DivergedError, MotetError, PeerError, RankError
 
 STOPPED = 130
 STOPPED_AT_ONCE = 137
@@ -75,7 +75,7 @@ class Record:
     @property
     def agreed(self) -> bool:
         """Every rank saw the same numbers and came to this end together: none is to blame."""
-        return self.exit_code == DivergedError.exit_code
+        return self.exit_code in (DivergedError.exit_code, DisagreedError.exit_code)
 
     @property
     def message(self) -> str:

@@ -86,6 +86,7 @@ NEEDS: tuple[Needs, ...] = (
     *_rows("outer", "optimizer learning_rate momentum fragments delay mix", "every", "given"),
     *_rows("outer", "learning_rate momentum", "optimizer", ("nesterov",)),
     *_rows("outer", "mix", "delay", "given"),
+    *_rows("monitor", "watch", "watch_every", "given"),
     *_rows("monitor", "wandb_project", "wandb", ("online", "offline")),
     *_rows("monitor", "profile_steps", "profile_from", "given"),
     *_rows("monitor", "sample_prompt sample_temperature", "sample_tokens", "given"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from motet.core.errors import DivergedError
+from motet.core.errors import DisagreedError, DivergedError
 from motet.core.trace import span
 from motet.monitor.events import CheckpointSaved, EvaluationDone, Event, StepDone
 from motet.train.evaluate import Evaluation
@@ -54,6 +54,7 @@ class Loop:
             at.done, stop = at.done + 1, result.stop_requested
             with span("log"):
                 self.tell(self.describe(at.done, result, seconds))
+            self._refuse_disagreement(at.done, result)
             self._refuse_divergence(at.done, result)
             last = at.done == end or stop
             if last or self._due(at.done, self.job.checkpoint.every):
@@ -87,6 +88,19 @@ class Loop:
             f"stopped at step {done}: {wrong} is not finite{times}{what}; its update was not applied; {REMEDY}; "
             "run.on_nan=skip leaves such steps out"
         )
+
+    def _refuse_disagreement(self, done: int, result: StepResult) -> None:
+        """Every rank has the reports of all."""
+        if result.compared is None:
+            return
+        self.tell(result.compared)
+        if result.compared.broken and self.job.monitor.watch == "stop":
+            first, *others = result.compared.broken
+            more = f" (events.jsonl has {len(others)} more of this step)" if others else ""
+            raise DisagreedError(
+                f"stopped at step {done}, which is not saved: {first}{more}; try other devices, or `motet verify` with "
+                "this job and layout, and continue from the last checkpoint with --resume; monitor.watch=warn goes on"
+            )
 
     def _evaluate(self, done: int, split: str) -> None:
         with span("evaluate"):

@@ -10,12 +10,14 @@ from torch import Tensor, nn
 
 from motet.checkpoint.manifest import CARRIED
 from motet.core.errors import InputError
-from motet.parallel.communication import CommunicationSettings
+from motet.parallel.communication import CommunicationSettings, joined
+from motet.parallel.course import Parameters
 from motet.parallel.data import spread_flat
 from motet.parallel.full import spread_full
 from motet.parallel.group import Group
 from motet.parallel.layout import Layout
 from motet.parallel.mesh import make_mesh
+from motet.parallel.placement import has_rows
 from motet.parallel.spread import Piece, Spread
 from motet.precision.recipe import Recipe
 from motet.train.settings import OptimizerSettings
@@ -48,6 +50,14 @@ def group_parameters(
     return groups
 
 
+def parameters_of(module: nn.Module, settings: OptimizerSettings) -> Parameters:
+    """What is trained, as values."""
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    groups = enumerate(group_parameters(named, settings).values())
+    numbers = {name: number for number, members in groups for name in members}
+    return Parameters({name: tuple(p.shape) for name, p in named.items()}, numbers)
+
+
 def make_updater(
     module: nn.Module,
     settings: OptimizerSettings,
@@ -60,8 +70,8 @@ def make_updater(
     groups = group_parameters({name: p for name, p in module.named_parameters() if p.requires_grad}, settings)
     numbered = {name: (number, p) for number, members in enumerate(groups.values()) for name, p in members.items()}
     in_order = {name: numbered[name] for name, p in module.named_parameters() if p.requires_grad}
-    mesh = make_mesh(group, layout)
-    if layout.zero == 3 and layout.shards > 1:
+    mesh = make_mesh(group, joined(communication, layout))
+    if has_rows(layout):
         spread: Spread = spread_full(module, in_order, recipe, mesh, layout, communication)
     else:
         spread = flat = spread_flat(in_order, recipe, mesh, layout, communication)
@@ -89,8 +99,10 @@ class Updater:
 
     def squares(self) -> float:
         """What this rank adds to the square of the norm of all gradients."""
-        if not self.spread.counts:
-            return 0.0
+        return self.own_squares() if self.spread.counts else 0.0
+
+    def own_squares(self) -> float:
+        """The same of what this rank has of them, whether it counts or a replica's does."""
         return float(sum(torch.linalg.vector_norm(grad).item() ** 2 for grad in self.spread.reduced()))
 
     def scale_gradients(self, factor: float) -> None:

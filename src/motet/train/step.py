@@ -6,17 +6,17 @@ micro-batches and ranks first and divided once. Every rank computes the same nor
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from motet.core.batch import Batch
 from motet.core.trace import span
-from motet.monitor.events import ServerWork
-from motet.parallel.layout import Layout
-from motet.train.engine import Engine
+from motet.monitor.events import RanksCompared, ServerWork
+from motet.parallel.layout import Layout, rows_of_rank
+from motet.train.engine import Engine, Update
 
 
 class Model(Protocol):
@@ -52,6 +52,37 @@ class StepResult:
     """Steps in a row that were not applied, as far as all know it."""
     server: ServerWork | None = None
     """Of a run with a parameter server."""
+    compared: RanksCompared | None = None
+    """Of a step that is watched."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a rank has done in a step before the update."""
+
+    loss: float
+    """Sum over its targets."""
+    targets: float
+    tokens: int
+    batches: list[Batch]
+    """Micro-batches, as they were read; of a step that is watched."""
+    first_loss: float
+    """Sum over the targets of the first."""
+
+
+Seen = TypeVar("Seen")
+
+
+class Watcher(Protocol[Seen]):
+    """Compares ranks in some steps; `watch.Watch` is one."""
+
+    def due(self, number: int) -> bool: ...
+
+    def look(self, number: int, done: Done) -> Seen:
+        """Before the update."""
+
+    def compare(self, number: int, seen: Seen, update: Update) -> RanksCompared:
+        """After it."""
 
 
 @dataclass(frozen=True)
@@ -63,27 +94,32 @@ class Stepper:
     engine: Engine
     layout: Layout
     batch_sequences: int
+    watcher: Watcher[Any] | None = None
 
     def step(self, number: int, learning_rate: float, stop: bool = False, last: bool = False) -> StepResult:
         """Do step `number` (from 0), the last of the run maybe. What is not finite updates nothing."""
+        watcher = self.watcher if self.watcher is not None and self.watcher.due(number) else None
         self.engine.begin()
-        loss, targets, tokens = self._forward_and_backward(number)
-        done = self.engine.update(learning_rate, loss, targets, float(tokens), stop=stop)
+        own = self._forward_and_backward(number, keep=watcher is not None)
+        seen = watcher.look(number, own) if watcher else None
+        done = self.engine.update(learning_rate, own.loss, own.targets, float(own.tokens), stop=stop)
+        compared = watcher.compare(number, seen, done) if watcher else None
         met = self.engine.finish() if last else None
         total_tokens = int(done.sums[0]) * self._replicas
         stopped, skipped = done.stop or (met is not None and met.stop), max(done.skipped, met.skipped if met else 0)
-        return StepResult(
+        result = StepResult(
             done.loss, done.grad_norm, done.count, total_tokens, learning_rate, done.finite, stopped, skipped
         )
+        return replace(result, compared=compared)
 
     @property
     def _replicas(self) -> int:
         """Of those that train apart. They read equally many rows, so the tokens of one say those of all."""
         return self.engine.outer.replicas.count if self.engine.outer else 1
 
-    def _forward_and_backward(self, number: int) -> tuple[float, float, int]:
-        """Loss sum, number of targets and tokens of this rank; gradients are summed over micro-batches and ranks."""
-        losses, targets, tokens = [], 0.0, 0
+    def _forward_and_backward(self, number: int, keep: bool) -> Done:
+        """Gradients are summed over micro-batches and ranks. `keep`: what was read."""
+        losses, targets, tokens, kept = [], 0.0, 0, []
         group = self.engine.group
         portions = rows_of_rank(self.layout, group.rank, self.batch_sequences)
         for part, rows in enumerate(portions):
@@ -91,6 +127,7 @@ class Stepper:
                 batch = self.samples.batch(number, rows)
                 targets += batch.weights.sum(dtype=torch.float64).item()
                 tokens += batch.tokens.numel()
+                kept += [batch] if keep else []
             with span("move"):
                 batch = batch.to(group.device)
             with self.model.randomness(number, batch.rows):
@@ -98,11 +135,5 @@ class Stepper:
                     loss = self.model.loss_sum(batch)
                 self.engine.backward(loss, part == 0, part == len(portions) - 1)
             losses.append(loss.detach())
-        return torch.stack(losses).sum(dtype=torch.float64).item(), targets, tokens
-
-
-def rows_of_rank(layout: Layout, rank: int, batch_sequences: int) -> list[range]:
-    """The rows of the global batch that a rank reads, one range per micro-batch."""
-    size = layout.rows_per_microbatch(batch_sequences)
-    first = rank * layout.microbatches * size
-    return [range(first + i * size, first + (i + 1) * size) for i in range(layout.microbatches)]
+        found = torch.stack(losses)
+        return Done(found.sum(dtype=torch.float64).item(), targets, tokens, kept, found[0].item() if keep else 0.0)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from motet.core.errors import DivergedError, MotetError, SaveError
+from motet.core.errors import DisagreedError, DivergedError, MotetError, SaveError
 from motet.monitor.events import Event, Reason, RunEnded, StepDone
 from motet.train.step import StepResult
 
@@ -56,15 +56,20 @@ class Progress:
     steps: int
 
 
+_REASONS: dict[type[MotetError], Reason] = {
+    DivergedError: "diverged",
+    DisagreedError: "disagreed",
+    SaveError: "save_failed",
+}
+
+
 @contextmanager
 def told_to_the_end(tell: Callable[[Event], None], progress: Progress) -> Iterator[None]:
     """Whatever ends the run, the last event says so."""
     try:
         yield
     except BaseException as error:
-        reason: Reason = "failed"
-        if isinstance(error, DivergedError | SaveError):
-            reason = "diverged" if isinstance(error, DivergedError) else "save_failed"
+        reason = next((reason for kind, reason in _REASONS.items() if isinstance(error, kind)), "failed")
         message = str(error) if isinstance(error, MotetError) else f"{type(error).__name__}: {error}"
         with suppress(MotetError):  # that this could not be written is not what ended the run
             tell(RunEnded(reason=reason, steps=progress.done, message=message))

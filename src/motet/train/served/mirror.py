@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from motet.core.dtypes import DTYPE_BYTES
 from motet.parallel.buckets import Member, cut_buckets
-from motet.parallel.data import MIB
+from motet.parallel.placement import MIB
 from motet.parallel.server.office import Office
 from motet.parallel.server.pieces import cut_pieces
 from motet.parallel.server.settings import packing_of

@@ -11,7 +11,7 @@ from motet.data.loader import Loader
 from motet.models.build import Trainee
 from motet.parallel.flat import FlatWeights, Gradients
 from motet.parallel.group import pick_device
-from motet.parallel.layout import Layout, resolve_layout
+from motet.parallel.layout import Layout, resolve_layout, rows_of_rank
 from motet.parallel.server.attend import Attendant, GivenUpError
 from motet.parallel.server.client import Client
 from motet.parallel.server.protocol import Ticket, View
@@ -26,7 +26,6 @@ from motet.train.job import Job
 from motet.train.served.meet import SHARES, Seat, among_workers, posted, same_of
 from motet.train.served.mirror import plan_of
 from motet.train.served.steps import Share
-from motet.train.step import rows_of_rank
 
 
 def run_worker(seat: Seat, stop: StopFlag) -> None:

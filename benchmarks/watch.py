@@ -1,0 +1,100 @@
+"""What watching costs (`monitor.watch_every`): steps with it beside steps without, in one run of the same ranks.
+
+Blocks of so many steps, of which one is watched, take turns with blocks in which none is; a round gives one ratio, and
+medians and quartiles over the rounds are printed. Nothing else differs: training is the same, bit for bit.
+
+    python benchmarks/watch.py [--ranks 2 --threads 1] [--rounds 9] [--layouts zero=0 zero=2 zero=3] [--every 1 10 100]
+                               [--length 64]
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from parts.ranks import launch
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="per rank")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--layouts", nargs="+", default=["zero=0", "zero=2", "zero=3"])
+    parser.add_argument("--length", type=int, default=64, help="tokens of a sequence of the job `tiny`")
+    parser.add_argument("--every", nargs="+", type=int, default=[1, 10, 100])
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        measure(options)
+    else:
+        sys.exit(launch(options.ranks, options.threads))
+
+
+def measure(options: argparse.Namespace) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from motet.collectives import backend  # noqa: F401  # registers itself
+    from motet.parallel.group import Group
+
+    torch.set_num_threads(options.threads)
+    dist.init_process_group("cpu:motet")
+    group = Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, torch.device("cpu"))
+    for layout in options.layouts:
+        one_layout(options, group, layout)
+    dist.destroy_process_group()
+
+
+def one_layout(options: argparse.Namespace, group: "Group", layout: str) -> None:  # type: ignore[name-defined]  # noqa: F821
+    from motet.monitor.events import RanksCompared
+    from motet.train.assemble import build_parts, numerics
+    from motet.train.job import load_job
+
+    job = load_job(
+        "tiny",
+        [
+            *(f"layout.{word}" for word in layout.split()),
+            "monitor.watch_every=1",
+            f"data.sequence_length={options.length}",
+        ],
+    )
+    with tempfile.TemporaryDirectory() as folder, numerics(job):
+        parts = build_parts(job, group, Path(folder))
+        watched = parts.stepper(job)
+        plain = watched.__class__(parts.model, parts.data, parts.engine, parts.layout, job.data.batch_sequences)
+        done = 0
+
+        def block(length: int, watch: bool) -> float:
+            nonlocal done
+            start = time.perf_counter()
+            for place in range(length):
+                stepper = watched if watch and place == length - 1 else plain
+                result = stepper.step(done % parts.steps, 1e-5)
+                found: RanksCompared | None = result.compared
+                assert found is None or not found.broken, found
+                done += 1
+            return time.perf_counter() - start
+
+        block(3, watch=True)
+        for every in options.every:
+            rounds = max(3, options.rounds // (1 if every < 100 else 3))
+            pairs = []
+            for number in range(rounds):  # who goes first takes turns
+                times = {watch: block(every, watch) for watch in ((True, False) if number % 2 else (False, True))}
+                pairs.append((times[True], times[False]))
+            ratios = sorted(mine / theirs for mine, theirs in pairs)
+            if group.rank == 0:
+                step = statistics.median(theirs for _, theirs in pairs) / every
+                low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
+                print(
+                    f"{layout:10} every {every:3}: {statistics.median(ratios):.3f}x, quartiles {low:.3f} to {high:.3f} "
+                    f"({rounds} rounds; a step without takes {1e3 * step:.0f} ms)",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

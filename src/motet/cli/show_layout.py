@@ -1,0 +1,141 @@
+"""`motet show layout`: who keeps, sums and gathers what in a layout, and the proof that it is right, without torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from motet.parallel.course import Plan
+    from motet.parallel.layout import Layout
+    from motet.train.job import Job
+
+SHOWN = 16
+"""Ranks that the table has a line for."""
+
+
+def layout(
+    words: Annotated[str, typer.Argument(metavar="LAYOUT", help='Such as "dp=8 zero=3 shard_group=4".')],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Settings of the job to replace.")
+    ] = None,
+    job: Annotated[str, typer.Option(help="The job whose model is spread, and whose batch is read.")] = "tiny",
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Who keeps, sums and gathers what in a layout, and a proof that every element and row counts once."""
+    from motet.core.errors import InputError
+    from motet.monitor.console import console, print_json
+    from motet.parallel.proof import prove_plan, prove_programs
+    from motet.train.job import load_job
+    from motet.train.preflight import check_job
+
+    found = load_job(job, [*(f"layout.{word}" for word in words.split()), *(overrides or [])])
+    if found.layout.dp is None:
+        raise InputError(f"layout {words!r} does not say for how many ranks; add dp=8, say")
+    if found.layout.has_desk:
+        raise InputError(
+            "layout.data = 'parameter_server' with layout.server.transport = 'messages' has no plan beforehand, since "
+            "whoever is there does the work; set layout.server.transport=programs, or leave layout.data out"
+        )
+    made = check_job(found, found.layout.dp)
+    plan = _plan(found, made)
+    proof = prove_plan(plan)
+    programs = sorted({str(one) for one in prove_programs(made, found.communication)})
+    answer = {"job": found.name, **_answer(plan, made), "proof": vars(proof), "programs": programs}
+    if json:
+        print_json(answer)
+        return
+    console().print(_table(answer))
+    console().print(_sentences(answer), highlight=False)
+
+
+def _plan(job: Job, made: Layout) -> Plan:
+    from motet.models.spec import spec_from_settings
+    from motet.parallel.course import Parameters, plan_of
+    from motet.precision.recipe import RECIPES
+
+    shapes = {p.name: p.shape for p in spec_from_settings(job.model).named_parameters()}
+    parameters = Parameters(shapes, {name: len(shape) < 2 for name, shape in shapes.items()})
+    recipe, apart = RECIPES[job.precision.recipe], job.outer.every is not None
+    return plan_of(parameters, made, recipe, job.communication, job.data.batch_sequences, apart)
+
+
+def _answer(plan: Plan, made: Layout) -> dict[str, Any]:
+    from motet.parallel.course import held
+    from motet.parallel.placement import PLACEMENTS
+
+    shares = vars(PLACEMENTS[made.zero])
+    return {
+        "zero": made.zero,
+        "owned": made.owners is not None,
+        "keeps": {what: "its share" if of_all and made.shards > 1 else "whole" for what, of_all in shares.items()},
+        "course": [{"verb": move.verb, "sets": move.sets} for move in plan.portions[0].course],
+        "meetings": plan.meetings,
+        "ranks": [
+            {
+                "rank": rank,
+                "updates": sum(stop - first for first, stop in held(plan, rank % plan.ranks).values()),
+                "rows": [[part.start, part.stop] for part in parts],
+            }
+            for rank, parts in enumerate(plan.rows)
+        ],
+    }
+
+
+def _table(found: dict[str, Any]) -> Table:
+    from rich.table import Table
+
+    keeps = ", ".join(f"{what} {how}" for what, how in found["keeps"].items())
+    table = Table(title=f"{found['job']}, zero = {found['zero']}: {keeps}")
+    table.add_column("rank", justify="right")
+    table.add_column("updates", justify="right")
+    table.add_column("rows of the batch, by micro-batch")
+    for rank in found["ranks"][:SHOWN]:
+        rows = ", ".join(f"{first}-{stop - 1}" for first, stop in rank["rows"])
+        table.add_row(str(rank["rank"]), f"{rank['updates']:,}", rows)
+    if len(found["ranks"]) > SHOWN:
+        table.add_row("...", "", f"{len(found['ranks']) - SHOWN} more")
+    return table
+
+
+_DOES = {
+    "scatter": "Gradients are summed, a share to each{owner}, over ranks {sets}.",
+    "sum": "{what} are summed over ranks {sets}.",
+    "norm": "The norm counts the sums of ranks {sets}.",
+    "gather": "{what} come back from ranks {sets}.",
+    "keep": "Second copies are shared by ranks {sets}.",
+}
+
+
+def _sentences(found: dict[str, Any]) -> str:
+    moves = [move for move in found["course"] if move["verb"] == "norm" or len(move["sets"][0]) > 1]
+    what = "Shares" if any(move["verb"] == "scatter" for move in moves) else "Gradients"
+    owner = ", the owner of a bucket all of it" * found["owned"]
+    lines = [
+        _DOES[move["verb"]].format(sets=_sets(move["sets"]), what=what, owner=owner)
+        for move in moves
+        if move["verb"] in _DOES
+    ]
+    if found["meetings"]:
+        lines = ["Of the first replica, like which all others take their steps:", *lines]
+        lines.append(f"Replicas meet over ranks {_sets(found['meetings'])}.")
+    proof = found["proof"]
+    names = (("ranks", "rank", "ranks"), ("microbatches", "micro-batch", "micro-batches"), ("copies", "copy", "copies"))
+    ranks, parts, copies = (f"{proof[key]} {one if proof[key] == 1 else many}" for key, one, many in names)
+    lines.append(
+        f"Proven: each of {proof['elements']:,} elements of {proof['parameters']} parameters is updated once in "
+        f"{copies}, with the gradients of {ranks} x {parts}, each once, gets back to every rank, and counts once in "
+        f"the norm; each of {proof['rows']} rows is read once."
+    )
+    if found["programs"]:
+        lines.append(f"Proven, too: {', '.join(found['programs'])}.")
+    return "\n".join(lines)
+
+
+def _sets(sets: tuple[tuple[int, ...], ...]) -> str:
+    """The first few, `0 1 2 3 | 4 5 6 7`."""
+    shown = [" ".join(map(str, ranks[:8])) + " ..." * (len(ranks) > 8) for ranks in sets[:4]]
+    return " | ".join(shown) + " | ..." * (len(sets) > 4)

@@ -1,0 +1,332 @@
+"""Plans with a planted mistake are not proven, and it is located: the element, its parameter, and the rank."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from proof_plans import plan, servers
+
+from motet.parallel.course import Move, Plan, Portion, Verb
+from motet.parallel.layout import Layout
+from motet.parallel.proof import UnprovenLayoutError, prove_plan
+
+Change = Callable[[Plan], Plan]
+
+
+def of_portion(name: str, change: Callable[[Portion], Portion]) -> Change:
+    """Plant it into the portion that has this parameter."""
+
+    def planted(good: Plan) -> Plan:
+        return replace(
+            good,
+            portions=tuple(change(p) if name in {m.name for m in p.members} else p for p in good.portions),
+        )
+
+    return planted
+
+
+def moves(change: Callable[[Move], list[Move]], name: str = "w") -> Change:
+    return of_portion(name, lambda p: replace(p, course=tuple(new for move in p.course for new in change(move))))
+
+
+def over(verb: Verb, sets: tuple[tuple[int, ...], ...], name: str = "w") -> Change:
+    """Other ranks do it together."""
+    return moves(lambda move: [Move(verb, sets) if move.verb == verb else move], name)
+
+
+def without(verb: Verb) -> Change:
+    return moves(lambda move: [] if move.verb == verb else [move])
+
+
+def twice(verb: Verb) -> Change:
+    return moves(lambda move: [move, move] if move.verb == verb else [move])
+
+
+def shard(number: int, first: int, stop: int, name: str = "w") -> Change:
+    """Move the bounds of a shard."""
+
+    def moved(portion: Portion) -> Portion:
+        cut = list(portion.cut)
+        cut[number] = cut[number][0] + first, cut[number][1] + stop
+        return replace(portion, cut=tuple(cut))
+
+    return of_portion(name, moved)
+
+
+def member(change: Callable[[Portion], Portion], name: str = "w") -> Change:
+    return of_portion(name, change)
+
+
+def placed(portion: Portion, **fields: int) -> Portion:
+    first, *others = portion.members
+    return replace(portion, members=(replace(first, **fields), *others))
+
+
+def rows(change: Callable[[list[list[range]]], None]) -> Change:
+    def planted(good: Plan) -> Plan:
+        read = [list(parts) for parts in good.rows]
+        change(read)
+        return replace(good, rows=tuple(map(tuple, read)))
+
+    return planted
+
+
+def read(rank: int, part: int, what: range) -> Change:
+    def change(found: list[list[range]]) -> None:
+        found[rank][part] = what
+
+    return rows(change)
+
+
+ROWS, COLUMNS, ALL, ALONE = ((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2, 3),), ((0,), (1,), (2,), (3,))
+HYBRID = "zero=2 shard_group=2"
+
+PLANTED: dict[str, tuple[str, Change, str]] = {
+    "a group is left out of the sums": (
+        HYBRID,
+        over("scatter", ROWS[:1]),
+        "rank 0 adds elements 0 to 39 of w to another shard, which rank 2 has",
+    ),
+    "no sum over the replicas": (
+        HYBRID,
+        without("sum"),
+        "the sum of elements 0 to 39 of w on rank 0 lacks the share of ranks 2, 3",
+    ),
+    "a replica is left out": (
+        "zero=0",
+        over("sum", ((0, 1, 2), (3,))),
+        "the sum of elements 0 to 39 of w on rank 0 lacks the share of rank 3",
+    ),
+    "a rank is in a sum twice": (
+        "zero=0",
+        over("sum", ((0, 1, 1, 2, 3),)),
+        "w on rank 0 has the share of rank 1 more than once",
+    ),
+    "an all-reduce is done twice": (
+        HYBRID,
+        twice("sum"),
+        "the sum of elements 0 to 39 of w on rank 0 has the share of ranks 0 to 3 more than once",
+    ),
+    "shards are summed again over the ranks that share a copy": (
+        HYBRID,
+        over("sum", ROWS),
+        "rank 0 adds elements 0 to 39 of w to another shard, which rank 1 has",
+    ),
+    "sums are scattered over the columns": (
+        HYBRID,
+        over("scatter", COLUMNS),
+        "rank 0 adds elements 0 to 39 of w to another shard, which rank 2 has",
+    ),
+    "sums are scattered and summed over each other's ranks": (
+        HYBRID,
+        lambda good: over("sum", ROWS)(over("scatter", COLUMNS)(good)),
+        "rank 0 is given shard 0 of rank 1 in the place of elements 0 to 9 of b",
+    ),
+    "a scatter of what is scattered": (
+        "zero=1",
+        twice("scatter"),
+        "rank 0 has a shard alone where all of elements 0 to",
+    ),
+    "shards overlap": (
+        "zero=3",
+        shard(1, -4, 0),
+        "two of the copy of ranks 0 to 3 update elements 8 to 11 of w: ranks 0 and 1",
+    ),
+    "there is a gap between shards": (
+        "zero=3",
+        shard(1, 4, 0),
+        "nobody of the copy of ranks 0 to 3 updates elements 12 to 15 of w",
+    ),
+    "the last rows are lost": ("zero=3", shard(3, 0, -4), r"nobody .* updates elements 36 to 39 of w"),
+    "rows of a matrix with fewer rows than ranks": (
+        "zero=3",
+        shard(2, 1, 0, "v"),
+        r"nobody .* updates element 128 of v",
+    ),
+    "a shard is beyond the end": ("zero=3", shard(3, 0, 4), "rank 3 has 4 elements beyond the end of w"),
+    "a shard of a bucket is short": ("zero=1", shard(0, 0, -1), r"nobody .* updates element 31 of w"),
+    "an element has two that update it": (
+        "zero=1",
+        over("update", ((0, 1, 2, 3), (0,))),
+        "rank 0 updates elements 0 to 31 of w 2 times, not once",
+    ),
+    "a rank updates what another one does": (
+        "zero=3",
+        lambda good: over("gather", ALONE)(over("scatter", ((0, 1, 2), (3,)))(good)),
+        "lacks the share of rank 3",
+    ),
+    "nobody updates": ("zero=2", without("update"), "nobody updates elements 0 to 39 of w"),
+    "updated twice": ("zero=2", twice("update"), "a step updates elements 0 to 39 of w twice"),
+    "copies are taken for one": (
+        "zero=0",
+        over("update", ROWS),
+        "two of the copy of ranks 0, 1 update elements 0 to 39 of w: ranks 0 and 1",
+    ),
+    "an owner is the wrong one": (
+        servers(2),
+        over("update", ((0, 1), (2, 3))),
+        r"nobody of the copy of ranks [02], [13] updates elements 0 to 39 of w",
+    ),
+    "replicas count twice in the norm": (
+        HYBRID,
+        over("norm", ALL),
+        "the norm counts elements 0 to 39 of w twice: ranks 0 and 2",
+    ),
+    "the norm leaves shards out": (HYBRID, over("norm", ((0,),)), "the norm leaves elements 0 to 9 of b out"),
+    "the norm of unfinished sums": (
+        HYBRID,
+        moves(lambda m: {"sum": [Move("norm", ((0, 1),)), m], "norm": []}.get(m.verb, [m])),
+        r"lacks .* ranks 2, 3",
+    ),
+    "gathered over the columns": (
+        HYBRID,
+        over("gather", COLUMNS),
+        "rank 0 is given shard 0 of rank 2 in the place of elements 0 to 9 of b",
+    ),
+    "gathered in another order": (
+        "zero=1",
+        over("gather", ((0, 2, 1, 3),)),
+        "rank 0 is given shard 2 of rank 2 in the place of",
+    ),
+    "not gathered": (
+        "zero=1",
+        without("gather"),
+        "rank 0 is not given elements 0 to 39 of w as updated, but has its shar",
+    ),
+    "a replica is not given what was updated": (
+        HYBRID,
+        over("gather", ROWS[:1]),
+        "rank 2 is given elements 0 to 39 of w 0 times, not once",
+    ),
+    "gathered before the update": (
+        "zero=1",
+        moves(lambda m: {"update": [Move("gather", ALL), m], "gather": []}.get(m.verb, [m])),
+        "two of the copy of ranks 0 to 3 update elements 0 to 39 of w: ranks 0 and 1",
+    ),
+    "a second copy among strangers": (
+        "zero=3 shard_group=2",
+        moves(lambda m: [m, Move("keep", COLUMNS)] if m.verb == "gather" else [m]),
+        "ranks 0 and 2 share a second copy of elements 0 to 39 of w, but not a first",
+    ),
+    "two levels in another order": (
+        "zero=3 secondary_group=2",
+        over("levels", ((2, 0), (3, 1))),
+        "rank 2 gets another shard than elements 24 to 35 of w",
+    ),
+    "two levels without a group": (
+        "zero=3 secondary_group=2",
+        over("levels", ALONE),
+        "w on rank 0 lacks the share of ranks 2, 3",
+    ),
+    "a member of a bucket is misplaced": (
+        "zero=1",
+        member(lambda p: placed(p, start=p.start + p.length - 8)),
+        r"elements 8 to .* beyond the end of bucket",
+    ),
+    "two members have one place": (
+        "zero=1",
+        of_portion("b", lambda p: replace(p, members=tuple(replace(m, start=p.start) for m in p.members))),
+        "element 0 of b stands in bucket 3 where w does",
+    ),
+    "a member loses its last numbers": (
+        "zero=1",
+        member(lambda p: placed(p, numel=p.members[0].numel - 3)),
+        r"elements 37 to 39 of w: bucket . has 37 of 40",
+    ),
+    "a bucket is lost": (
+        "zero=1",
+        lambda good: replace(good, portions=tuple(p for p in good.portions if p.members[0].name != "w")),
+        "nobody updates elements 0 to 39 of w",
+    ),
+    "a parameter is in two buckets": (
+        "zero=1",
+        lambda good: replace(good, portions=(*good.portions, replace(good.portions[-1], name="bucket 9"))),
+        r"element 0 of w stands in bucket . and again in bucket 9",
+    ),
+    "rows are lost": ("", read(2, 0, range(24, 35)), "nobody reads row 35 of the global batch"),
+    "rows are repeated": (
+        "microbatches=2",
+        read(1, 1, range(12, 18)),
+        "rank 1 in micro-batch 0 and rank 1 in micro-batch 1 both read rows 12 to 17 of the global batch",
+    ),
+    "a rank reads another's rows": (
+        "",
+        read(3, 0, range(12)),
+        "rank 0 in micro-batch 0 and rank 3 in micro-batch 0 both read rows 0 to 11",
+    ),
+    "the last rows are not read": ("", read(3, 0, range(36, 46)), "nobody reads rows 46 to 47 of the global batch"),
+    "rows beyond the batch": (
+        "",
+        read(3, 0, range(36, 49)),
+        "rank 3 in micro-batch 0 reads up to row 48 of a global batc",
+    ),
+    "a micro-batch is not sent": (
+        "zero=2 microbatches=3",
+        lambda good: replace(good, sends=good.sends[:-1]),
+        "element 0 of w: gradients of micro-batch 2 are in no sum",
+    ),
+    "what is kept is sent after each micro-batch": (
+        "zero=1 microbatches=3",
+        lambda good: replace(good, sends=((0,), (0, 1), (0, 1, 2))),
+        "element 0 of w: gradients of micro-batch 0 are summed 3 times",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_a_planted_mistake_is_located(what: str) -> None:
+    layout, change, sentence = PLANTED[what]
+    good = plan(layout)
+    prove_plan(good)
+    with pytest.raises(UnprovenLayoutError, match=sentence):
+        prove_plan(change(good))
+
+
+def test_replicas_that_meet_with_unlike_shards_are_found() -> None:
+    good = plan("zero=1 shard_group=2", apart=True)
+    with pytest.raises(UnprovenLayoutError, match="element 0 of w: ranks 0 and 1 meet, with unlike shards"):
+        prove_plan(replace(good, meetings=(*good.meetings[::-1], (0, 1))))
+
+
+# --- mistakes in what the engine reads -------------------------------------------------------------
+
+
+def floor_rows(rows: int, shards: int, shard: int) -> tuple[int, int]:
+    most = rows // shards
+    return shard * most, (shard + 1) * most
+
+
+def same_rows(layout: Layout, rank: int, batch_sequences: int) -> list[range]:
+    """Micro-batches are forgotten."""
+    return [range(rank * 12, rank * 12 + 12)] * layout.microbatches
+
+
+def unpadded(length: int, shards: int, index: int, owner: int | None = None) -> tuple[int, int]:
+    size = length // shards - 1
+    return index * size, (index + 1) * size
+
+
+def neighbours(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    return layout.rows
+
+
+@pytest.mark.parametrize(
+    ("layout", "where", "wrong", "sentence"),
+    [
+        ("zero=3", "motet.parallel.course.part_of_rows", floor_rows, "nobody .* updates elements 32 to 39 of w"),
+        (
+            "microbatches=2",
+            "motet.parallel.course.rows_of_rank",
+            same_rows,
+            "both read rows 0 to 11 of the global batch",
+        ),
+        ("zero=1", "motet.parallel.course.part_of_bucket", unpadded, "nobody .* updates elements .* of "),
+        (HYBRID, "motet.parallel.layout.Layout.columns", property(neighbours), "rank 0 adds .* to another shard"),
+    ],
+)
+def test_a_mistake_in_what_the_engine_reads_is_located(
+    layout: str, where: str, wrong: object, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(where, wrong)
+    with pytest.raises(UnprovenLayoutError, match=sentence):
+        prove_plan(plan(layout))

@@ -1,0 +1,347 @@
+"""Watching a run: of what is right nothing is told, whatever the layout; what breaks on a rank is found and named."""
+
+import re
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from motet.core.batch import Batch
+from motet.core.errors import DisagreedError, InputError
+from motet.monitor.events import RanksCompared, RunEnded, read_events
+from motet.parallel.full import kept
+from motet.parallel.group import Group
+from motet.parallel.place import Place
+from motet.train import watch
+from motet.train.assemble import Parts, build_parts, numerics, run_rank
+from motet.train.engine import Update
+from motet.train.faults import StopFlag
+from motet.train.job import Job
+from motet.train.preflight import check_job
+from motet.train.step import Stepper
+from ranks import Ranks
+from train.runs import same_bits, small_job
+
+STEPS = 3
+FP32 = "precision.recipe=fp32"
+
+
+def watched(
+    group: Group, job: Job, plant: str = "", on: int | None = 1
+) -> tuple[list[RanksCompared], dict[str, Tensor]]:
+    """What ranks find in three steps, into the second of which something is planted on one rank, or on all."""
+    with numerics(job), tempfile.TemporaryDirectory() as folder:
+        parts = build_parts(job, group, Path(folder))
+        found, stepper = [], parts.stepper(job)
+        for number in range(STEPS):
+            if plant and number == 1 and on in (None, group.rank):
+                stepper = PLANTS[plant](parts, stepper)
+            compared = stepper.step(number, 1e-3, last=number == STEPS - 1).compared
+            found += [compared] if compared else []
+        parts.engine.settle()
+        return found, {name: kept(p).values.clone() for name, p in parts.model.module.named_parameters()}
+
+
+def job_of(folder: Path, *overrides: str, model: str = "decoder", every: str = "monitor.watch_every=1") -> Job:
+    return small_job(folder, *([every] if every else []), *overrides, model=model)
+
+
+CLEAN: dict[str, tuple[int, str, list[str]]] = {
+    "stage 0": (2, "bert", ["layout.microbatches=2"]),
+    "stage 0, forward": (2, "decoder", ["communication.overlap=forward"]),
+    "stage 1": (3, "bert", []),
+    "stage 1, gpt2": (2, "gpt2", ["layout.zero=1", "precision.recipe=bf16"]),
+    "stage 1, bf16": (2, "bert", ["layout.zero=1", "precision.recipe=bf16"]),
+    "stage 2": (3, "t5", ["layout.zero=2", "layout.microbatches=2"]),
+    "stage 2, hybrid": (4, "bert", ["layout.zero=2", "layout.shard_group=2", "communication.overlap=forward"]),
+    "stage 3": (2, "bert", ["layout.zero=3", "layout.whole_below=100", "precision.recipe=bf16"]),
+    "stage 3, hybrid": (4, "t5", ["layout.zero=3", "layout.shard_group=2", "precision.recipe=fp32"]),
+    "stage 3, second copies": (4, "decoder", ["layout.zero=3", "layout.secondary_group=2"]),
+    "compressed": (2, "decoder", ["layout.zero=2", "communication.compress_gradients=int8"]),
+    "classes": (2, "classify", []),
+    "servers": (2, "bert", ["layout.data=parameter_server", "layout.server.transport=programs"]),
+    "apart": (4, "bert", ["layout.zero=1", "layout.shard_group=2", "outer.every=2"]),
+    "apart, alone": (2, "bert", ["outer.every=3"]),
+    "one rank": (1, "gpt2", []),
+}
+
+
+QUICK = ("stage 1, bf16", "stage 2, hybrid", "stage 3", "stage 3, hybrid", "servers", "apart")
+
+
+@pytest.mark.parametrize("case", [one if one in QUICK else pytest.param(one, marks=pytest.mark.proof) for one in CLEAN])
+def test_nothing_is_found_where_all_is_right(case: str, ranks: Ranks, tmp_path: Path) -> None:
+    world, model, overrides = CLEAN[case]
+    results = ranks.run(world, watched, job_of(tmp_path, *overrides, model=model))
+    for found, _ in results:
+        assert [(one.step, one.broken, one.same_machines) for one in found] == [(n, (), True) for n in (1, 2, 3)]
+    assert results[0][0][0].ranks == {"apart": 2, "apart, alone": 1}.get(case, world)
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides"),
+    [
+        pytest.param("gpt2", [], marks=pytest.mark.proof),
+        ("bert", ["layout.zero=2", "communication.overlap=forward"]),
+        ("bert", ["layout.zero=3"]),
+    ],
+)
+def test_training_goes_on_as_if_nothing_had_been(
+    model: str, overrides: list[str], ranks: Ranks, tmp_path: Path
+) -> None:
+    job = job_of(tmp_path, *overrides, model=model)
+    plain = job.model_copy(update={"monitor": job.monitor.model_copy(update={"watch_every": None})})
+    with_watch, without = (ranks.run(2, watched, one) for one in (job, plain))
+    for (found, mine), (nothing, theirs) in zip(with_watch, without, strict=True):
+        assert len(found) == STEPS and nothing == []
+        assert same_bits(mine, theirs)
+
+
+def test_buffers_that_each_rank_changes_are_none_of_it(ranks: Ranks, tmp_path: Path) -> None:
+    """The running statistics of a batch norm: another batch on each rank, and the first rank's after each step."""
+    job = job_of(
+        tmp_path,
+        "model={factory='train.batch_norm_model:WithBatchNorm', arguments={vocab_size=260}}",
+        "precision.recipe=fp32",
+    )
+    for found, _ in ranks.run(2, watched, job):
+        assert [one.broken for one in found] == [(), (), ()]
+
+
+def other_without_gradients(parts: Parts, stepper: Stepper) -> Stepper:
+    """As where kernels are chosen by whether there will be a backward."""
+    right = stepper.model.loss_sum
+
+    def loss_sum(batch: Batch) -> Tensor:
+        return right(batch) if torch.is_grad_enabled() else right(batch) * (1 + 2**-9)
+
+    assert stepper.watcher is not None
+    model = replace(stepper.model, loss_sum=loss_sum)
+    return replace(stepper, model=model, watcher=replace(stepper.watcher, model=model))
+
+
+@pytest.mark.parametrize("on", [None, 1])
+def test_a_forward_may_have_other_bits_without_gradients(on: int | None, ranks: Ranks, tmp_path: Path) -> None:
+    """On all ranks; on one it is found."""
+    found = ranks.run(3, watched, job_of(tmp_path, FP32), "other_without_gradients", on)[0][0]
+    loss = [any("has loss" in text for text in one.broken) for one in found]
+    assert loss == [False, on is not None, on is not None]
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 7, 8, 9, 64 * 8, 3 * 64 * 8 + 5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.bool])
+def test_a_digest_is_of_every_bit(size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "CHUNK", 64)
+    tensor = torch.ones(size + 1).to(dtype)[1:]  # at an odd place in memory
+    whole = watch.digests({"t": tensor})["t"]
+    assert watch.digests({"t": tensor.clone()})["t"] == whole
+    for place in {0, size // 2, size - 1} if size else ():
+        for byte in range(tensor.element_size()):
+            other = tensor.clone()
+            other.view(torch.uint8)[place * tensor.element_size() + byte] ^= 1
+            assert watch.digests({"t": other})["t"] != whole
+
+
+def test_a_digest_tells_places_apart() -> None:
+    tensor = torch.arange(100.0)
+    swapped = tensor.clone()
+    swapped[[3, 90]] = tensor[[90, 3]]
+    assert watch.digests({"t": tensor}) != watch.digests({"t": swapped})
+
+
+# --- planted faults --------------------------------------------------------------------------------
+
+
+def flipped(tensor: Tensor, place: int) -> None:
+    """One bit of it; not the lowest, which the next update may round away."""
+    with torch.no_grad():
+        words = tensor.detach().view(-1)[place : place + 1].view(torch.uint8)
+        words[1] ^= 1
+
+
+def parameter_flips(parts: Parts, stepper: Stepper) -> Stepper:
+    named = dict(parts.model.module.named_parameters())
+    flipped(named["blocks.1.ffn.down.weight"], 7)
+    return stepper
+
+
+def moment_flips(parts: Parts, stepper: Stepper) -> Stepper:
+    state = parts.updater.state()
+    name = next(name for name in state if name.startswith("exp_avg/") and state[name].values.numel() > 3)  # type: ignore[union-attr]
+    flipped(state[name].values, 3)  # type: ignore[union-attr]
+    return stepper
+
+
+class Samples:
+    """Reads what it is told to, and changes it."""
+
+    def __init__(self, parts: Parts, change: Callable[[Batch], Batch], rows: Callable[[range], range]) -> None:
+        self._parts, self._change, self._rows = parts, change, rows
+
+    def batch(self, step: int, rows: range) -> Batch:
+        return self._change(self._parts.data.batch(step, self._rows(rows)))
+
+
+def reads(stepper: Stepper, samples: Any) -> Stepper:
+    """The rank reads other things in its steps, and the right ones when it looks at its neighbour's."""
+    return replace(stepper, samples=samples)
+
+
+def other_rows(parts: Parts, stepper: Stepper) -> Stepper:
+    return reads(stepper, Samples(parts, lambda batch: batch, lambda rows: range(rows.start - 1, rows.stop - 1)))
+
+
+def other_files(parts: Parts, stepper: Stepper) -> Stepper:
+    def changed(batch: Batch) -> Batch:
+        tokens = batch.tokens.clone()
+        tokens[0, 0] += 1
+        return replace(batch, tokens=tokens)
+
+    return reads(stepper, Samples(parts, changed, lambda rows: rows))
+
+
+def fewer_targets(parts: Parts, stepper: Stepper) -> Stepper:
+    def changed(batch: Batch) -> Batch:
+        weights = batch.weights.clone()
+        weights[0] = 0
+        return replace(batch, weights=weights)
+
+    return reads(stepper, Samples(parts, changed, lambda rows: rows))
+
+
+def other_norm(parts: Parts, stepper: Stepper) -> Stepper:
+    engine = parts.engine
+    right = engine.update
+
+    def update(*given: Any, **named: Any) -> Update:
+        done = right(*given, **named)
+        return replace(done, grad_norm=done.grad_norm * (1 + 2**-52))
+
+    engine.update = update  # type: ignore[method-assign]
+    return stepper
+
+
+def other_sums(parts: Parts, stepper: Stepper) -> Stepper:
+    right = parts.updater.spread.end_backward
+
+    def end_backward() -> None:
+        right()
+        parts.updater.spread.reduced()[0].view(-1)[:1].add_(2**-10)
+
+    parts.updater.spread.end_backward = end_backward  # type: ignore[method-assign]
+    return stepper
+
+
+def wrong_arithmetic(parts: Parts, stepper: Stepper) -> Stepper:
+    """A linear layer of this rank is off by a five-hundredth."""
+    linear = next(m for m in parts.model.module.modules() if isinstance(m, nn.Linear))
+    linear.register_forward_hook(lambda module, given, result: result * (1 + 2**-9))
+    return stepper
+
+
+PLANTS: dict[str, Callable[[Parts, Stepper], Stepper]] = {
+    plant.__name__: plant
+    for plant in (
+        parameter_flips, moment_flips, other_rows, other_files, fewer_targets, other_norm, other_sums, wrong_arithmetic,
+        other_without_gradients,
+    )
+}  # fmt: skip
+
+WHOLE = "have other parameters or buffers than each other, first in blocks.1.ffn"
+UNLIKE = "rank 1 has other parameters or buffers than ranks 0 and 2, first in blocks.1.ffn"
+MOMENTS = "other masters or moments than {}, first in (master|exp_avg)/"
+LOSS = r"rank {} has loss [\d.]+ in its first micro-batch, and rank {} [\d.]+"
+SUMS = "ranks 1 and 3 have other sums of gradients than each other"
+Found = tuple[str, int, list[str], str]
+FOUND: list[Found] = [
+    ("parameter_flips", 3, [FP32], UNLIKE),
+    ("moment_flips", 4, [FP32, "layout.zero=3", "layout.shard_group=2"], MOMENTS.format("each other")),
+    ("other_rows", 3, [FP32], "the 12 rows that ranks have read are not rows 0 to 11, each once"),
+    ("other_files", 3, [FP32], "rank 1 reads other data than rank 2 reads for the same rows"),
+    ("fewer_targets", 3, [FP32], r"rank 1 counts \d+ targets, and rank 2 \d+ for the same rows"),
+    ("other_norm", 3, [FP32], "rank 1 has another gradient norm than ranks 0 and 2"),
+    ("other_sums", 4, [FP32, "layout.zero=2", "layout.shard_group=2"], SUMS),
+    ("wrong_arithmetic", 3, [FP32], LOSS.format(1, 2)),
+    ("wrong_arithmetic", 2, ["layout.zero=3"], LOSS.format(1, 0)),
+]
+MORE: list[Found] = [
+    ("parameter_flips", 2, [], f"ranks 0 and 1 {WHOLE}"),
+    ("parameter_flips", 3, [FP32, "layout.zero=2"], UNLIKE),
+    ("moment_flips", 3, [FP32], f"rank 1 has {MOMENTS.format('ranks 0 and 2')}"),
+    ("moment_flips", 4, [FP32, "layout.zero=1", "layout.shard_group=2"], MOMENTS.format("each other")),
+    ("other_rows", 2, ["layout.zero=3"], "rank 1 reads other data than rank 0 reads for the same rows"),
+    ("other_sums", 3, [FP32], "rank 1 has other sums of gradients than ranks 0 and 2"),
+    ("other_sums", 4, [FP32, "layout.zero=3", "layout.shard_group=2"], SUMS),
+    ("wrong_arithmetic", 3, [FP32], LOSS.format(0, 1)),
+]
+
+
+@pytest.mark.parametrize(
+    ("plant", "world", "overrides", "sentence"),
+    [*FOUND, *(pytest.param(*one, marks=pytest.mark.proof) for one in MORE)],
+)
+def test_what_is_broken_is_found_and_named(
+    plant: str, world: int, overrides: list[str], sentence: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    results = ranks.run(world, watched, job_of(tmp_path, *overrides), plant)
+    told = [[one.broken for one in found] for found, _ in results]
+    assert all(one == told[0] for one in told)  # every rank comes to the same judgement
+    assert told[0][0] == ()
+    assert any(re.search(sentence, text) for text in told[0][1]), told[0][1]
+
+
+# --- what a run does then --------------------------------------------------------------------------
+
+
+def broken_run(group: Group, job: Job, folder: Path) -> str:
+    """A whole run, whose rank 1 has a bit flipped in the second step. How it ends."""
+    right, place = Stepper.step, Place(group.rank, group.world, group.rank, group.world, 0, "")
+
+    def step(stepper: Stepper, number: int, *given: Any, **named: Any) -> Any:
+        if number == 1 and group.rank == 1:
+            parameter = next(iter(stepper.engine.module.parameters()))
+            flipped(parameter, 0)
+        return right(stepper, number, *given, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stepper, "step", step)
+        patch.setattr("motet.train.assemble.start_group", lambda *given: nullcontext(group))
+        try:
+            run_rank(job, place, folder, StopFlag())
+        except DisagreedError as error:
+            return str(error)
+    return ""
+
+
+def test_a_run_stops_with_a_sentence_or_warns(ranks: Ranks, tmp_path: Path) -> None:
+    job = job_of(tmp_path, FP32, "run.steps=4", "checkpoint.every=1", every="monitor.watch_every=2")
+    stops, warns = tmp_path / "stops", tmp_path / "warns"
+    for folder in (stops, warns):
+        folder.mkdir()
+    told = ranks.run(2, broken_run, job, stops)
+    assert told[0] == told[1]
+    assert re.match(
+        r"stopped at step 2, which is not saved: ranks 0 and 1 have other parameters or buffers than each other, first "
+        r"in embedding.weight: the model of a rank has changed by itself .* `motet verify` .* --resume",
+        told[0],
+    )
+    end = read_events(stops / "events.jsonl")[-1]
+    assert isinstance(end, RunEnded) and (end.reason, end.message) == ("disagreed", told[0])
+    assert [path.name for path in (stops / "checkpoints").iterdir()] == ["step-00000001"]
+
+    warning = job.model_copy(update={"monitor": job.monitor.model_copy(update={"watch": "warn"})})
+    assert ranks.run(2, broken_run, warning, warns) == ["", ""]
+    compared = [event for event in read_events(warns / "events.jsonl") if isinstance(event, RanksCompared)]
+    assert [(one.step, bool(one.broken)) for one in compared] == [(2, True), (4, True)]
+
+
+def test_workers_of_a_parameter_server_are_not_compared(tmp_path: Path) -> None:
+    job = job_of(tmp_path, "layout.data=parameter_server")
+    with pytest.raises(InputError, match=r"monitor.watch_every = 1 compares ranks that take a step together"):
+        check_job(job, 2)
