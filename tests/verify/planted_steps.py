@@ -105,11 +105,11 @@ def sites_of_dropout_are_counted_on(rank: int) -> Patch:
 )
 def losses_are_divided_by_the_microbatches(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
-        def scaled(self: Stepper, number: int) -> Any:
+        def scaled(self: Stepper, *given: Any, **more: Any) -> Any:
             plain = self.model.loss_sum
             object.__setattr__(self.model, "loss_sum", lambda batch: plain(batch) / self.layout.microbatches)
             try:
-                return own(self, number)
+                return own(self, *given, **more)
             finally:
                 object.__delattr__(self.model, "loss_sum")
 
@@ -123,11 +123,11 @@ def each_rank_divides_by_its_own_count(rank: int) -> Patch:
     """And so the mean of the means of ranks is learned from."""
 
     def wrong(own: Any) -> Any:
-        def mean(self: Stepper, number: int) -> Any:
+        def mean(self: Stepper, *given: Any, **more: Any) -> Any:
             plain = self.model.loss_sum
             object.__setattr__(self.model, "loss_sum", lambda batch: plain(batch) / batch.weights.sum())
             try:
-                return own(self, number)
+                return own(self, *given, **more)
             finally:
                 object.__delattr__(self.model, "loss_sum")
 

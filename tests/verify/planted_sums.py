@@ -10,7 +10,6 @@ from motet.parallel import full
 from motet.parallel.carry import Carry
 from motet.parallel.data import FlatSpread
 from motet.parallel.flat import Gradients
-from motet.parallel.full import FullSpread
 from motet.train.optimizer import Updater
 from verify.planting import all_of, fault, replaced
 
@@ -237,14 +236,12 @@ def a_forward_computes_with_parameters_that_others_updated_later(rank: int) -> P
     )
 
 
-@fault("dp=2 zero=3", "dp=3 zero=3", first="gradient norm, ", cause="has alone|lacks")
-def the_norm_is_that_of_one_shard(rank: int) -> Patch:
-    return replaced(FullSpread, "counts", lambda own: property(lambda self: self.carry.mesh.shards.rank == 0))
-
-
 @fault("dp=2 zero=0", "dp=4 zero=2 shard_group=2", first="gradient norm, ", cause=r"counted 2 times.*(dp|replicas)")
 def the_norm_counts_every_replica(rank: int) -> Patch:
-    return replaced(FlatSpread, "counts", lambda own: property(lambda self: True))
+    def wrong(own: Any) -> Any:
+        return lambda self: float(sum(part.square().sum() for part in self.spread.reduced()))
+
+    return replaced(Updater, "squares", wrong)
 
 
 @fault("dp=2 zero=3 secondary_group=1", "dp=2 zero=3", first="gradient norm, ", cause="has alone|lacks|times")
