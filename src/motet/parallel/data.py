@@ -48,7 +48,7 @@ def spread_flat(
     else:
         limits = (int(mib * MIB / width) for mib in (settings.bucket_mib, settings.first_bucket_mib))
         buckets = cut_buckets(sizes, mesh.shards.world, *limits)
-    keep = layout.zero < 2
+    keep = layout.zero < 2 and layout.sequences is None
     named = {name: p for name, (_, p) in parameters.items()}
     apart = compression(settings, layout).parameters is not None
     device = mesh.shards.device
@@ -146,6 +146,7 @@ class FlatSpread:
                 if underway.work is not None:
                     underway.work.wait()
             self._underway.clear()
+        self.carry.end_backward()
 
     @property
     def portions(self) -> Portions:
@@ -263,7 +264,7 @@ class FlatSpread:
         owner = self.weights.buckets[number].owner
         if owner is not None:
             underway.work = self.carry.reduce(whole, owner)  # the shard is all of it, or nothing
-        elif shards.world > 1:
+        elif shards.world > 1 or self.carry.by_tree:
             underway.work = self.carry.reduce_scatter(number, underway.shard, whole)
         elif not self.keep_gradients:
             underway.shard.copy_(whole)

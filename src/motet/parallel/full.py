@@ -180,6 +180,7 @@ class FullSpread:
 
     def end_backward(self) -> None:
         assert not any(s.last and s.before is not None for s in self.sums), "a block had no last backward"
+        self.carry.end_backward()
         if self.carry.mesh.near:  # a block without a backward still has its second copy, which is out of date now
             for unit in self.units:
                 unit.reshard()

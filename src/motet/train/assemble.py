@@ -88,7 +88,7 @@ def run_rank(job: Job, place: Place, folder: Path, stop: StopFlag, callbacks: Se
     """Train on this rank, from the newest checkpoint in the run folder or else from the start."""
     device = pick_device(job.run.device, place)
     keep_freed_memory()
-    torch.set_num_threads(threads_for(place, job.run.threads))
+    torch.set_num_threads(threads_for(place, job.run.threads_wanted))
     with start_group(place, device, job.run.timeout_s, job.run.cpu_backend) as group, numerics(job):
         parts = build_parts(job, group, folder)
         restored = restore(parts)  # before anybody hears of a start, which may be refused here
@@ -116,7 +116,7 @@ def build_model(job: Job, device: torch.device) -> tuple[Loader, Trainee]:
 def build_parts(job: Job, group: Group, folder: Path) -> Parts:
     """Data, model and optimizer at step 0, the same for every layout."""
     recipe = RECIPES[job.precision.recipe]
-    layout = resolve_layout(job.layout, group.world, job.data.batch_sequences)
+    layout = resolve_layout(job.layout, group.world, job.data.batch_sequences, bool(job.run.reproducible))
     data, model = build_model(job, group.device)
     refuse_unlike(described(model.module), group)
     agree_on_values(model.module, group)
@@ -124,7 +124,8 @@ def build_parts(job: Job, group: Group, folder: Path) -> Parts:
     cast_frozen(model.module, recipe)
     manner = Manner(job.optimizer, job.communication, job.outer)
     updater, outer = make_updaters(model.module, recipe, group, layout, manner)
-    engine = Engine(model.module, updater, group, job.optimizer.clip_norm, outer=outer)
+    reproducible = bool(job.run.reproducible)
+    engine = Engine(model.module, updater, group, job.optimizer.clip_norm, outer=outer, reproducible=reproducible)
     if isinstance(updater.spread, FullSpread):
         calling = updater.spread.calling
         model = replace(model, loss_sum=calling(model.loss_sum), logits=calling(model.logits))

@@ -4,7 +4,7 @@ The training of jobs goes the same way (train/step.py).
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from motet.models.factory import check_parameters
 from motet.parallel.alike import described, refuse_unlike
 from motet.parallel.communication import CommunicationSettings, check_communication
 from motet.parallel.data import agree_on_buffers, agree_on_values, saved_buffers
+from motet.parallel.exact import exact_sum
 from motet.parallel.full import FullSpread
 from motet.parallel.group import Group
 from motet.parallel.layout import Layout, LayoutSettings, parse_layout, resolve_layout
@@ -73,6 +74,8 @@ class Engine:
     """What `step` takes when it is given none."""
     outer: Outer | None = None
     """Replicas train apart, and meet by its rule."""
+    reproducible: bool = False
+    """Every layout is to have the same bits."""
     _before: dict[str, Tensor] = field(default_factory=dict)
     _skipped: int = 0
 
@@ -119,18 +122,26 @@ class Engine:
                 loss.backward()
         self.updater.spread.end_backward()
 
-    def update(self, learning_rate: float, loss: float, count: float, *others: float, stop: bool = False) -> Update:
-        """Divide what was summed by the count over all ranks, clip, and update, unless something is not finite."""
+    def update(
+        self, learning_rate: float, loss: float | Sequence[float], count: float, *others: float, stop: bool = False
+    ) -> Update:
+        """Divide what was summed by the count over all ranks, clip, and update, unless something is not finite.
+
+        `loss`: summed on this rank, or in as many parts as on all others; parts are added up in the end, exactly.
+        """
         peers = self.peers
+        self._refuse_changed_buffers()
+        parts = loss if isinstance(loss, Sequence) else [loss]
         with span("norm"):
             squares = self.updater.squares()
         with span("agree"):
-            given = [loss, count, squares, float(stop), *others]
-            loss, count, squares, stops, *sums = sum_scalars(given, peers, peers.device)
+            given = [count, squares, float(stop), *parts, *others]
+            count, squares, stops, *sums = sum_scalars(given, peers, peers.device)
+            total = exact_sum(sums[: len(parts)])
         with span("clip"):
             divisor = count if count > 0 else 1.0  # a step without anything to learn from has loss and gradient zero
             norm = math.sqrt(squares) / divisor
-            finite = math.isfinite(loss) and math.isfinite(norm)
+            finite = math.isfinite(total) and math.isfinite(norm)
             clipped = 1.0 if self.clip_norm is None or norm <= self.clip_norm else self.clip_norm / norm
             if finite:
                 self.updater.scale_gradients(clipped / divisor)
@@ -141,7 +152,8 @@ class Engine:
                 for name, buffer in saved_buffers(self.module).items():
                     buffer.data.copy_(self._before[name])
         agreed = self._advance(finite, stops > 0)
-        return Update(loss / divisor, norm, count, finite, tuple(sums), agreed.stop, agreed.skipped)
+        others = tuple(sums[len(parts) :])
+        return Update(total / divisor, norm, count, finite, others, agreed.stop, agreed.skipped)
 
     def finish(self) -> Agreement | None:
         """After the last step of all: with `outer`, the replicas meet once more and are one model then."""
@@ -175,6 +187,18 @@ class Engine:
                 return self.outer.advance(finite, stop) or Agreement(False, 0)
         self._skipped = 0 if finite else self._skipped + 1
         return Agreement(stop, self._skipped)
+
+    def _refuse_changed_buffers(self) -> None:
+        """A buffer that follows what one rank computes follows the layout."""
+        if not self.reproducible:
+            return
+        for name, buffer in saved_buffers(self.module).items():
+            if not torch.equal(buffer, self._before[name]):
+                raise InputError(
+                    f"run.reproducible = 'layout', but training changes the buffer {name!r} (running statistics, say), "
+                    "which follows what a rank has computed; use a model without such buffers, or leave "
+                    "run.reproducible out"
+                )
 
     def save(self, folder: str | Path, step: int) -> Path:
         """Write a checkpoint, which any layout can read; called by every rank."""

@@ -16,6 +16,7 @@ from motet.core.batch import Batch
 from motet.core.trace import span
 from motet.monitor.events import ServerWork
 from motet.parallel.layout import Layout
+from motet.parallel.shares import Share, shares_of_rank
 from motet.train.engine import Engine
 
 
@@ -81,28 +82,32 @@ class Stepper:
         """Of those that train apart. They read equally many rows, so the tokens of one say those of all."""
         return self.engine.outer.replicas.count if self.engine.outer else 1
 
-    def _forward_and_backward(self, number: int) -> tuple[float, float, int]:
-        """Loss sum, number of targets and tokens of this rank; gradients are summed over micro-batches and ranks."""
+    def _forward_and_backward(self, number: int) -> tuple[list[float], float, int]:
+        """Loss sums, number of targets and tokens of this rank; gradients are summed over micro-batches and ranks."""
         losses, targets, tokens = [], 0.0, 0
         group = self.engine.group
-        portions = rows_of_rank(self.layout, group.rank, self.batch_sequences)
-        for part, rows in enumerate(portions):
+        shares = shares_of_rank(self.layout, group.rank, self.batch_sequences)
+        for part, share in enumerate(shares):
             with span("read"):
-                batch = self.samples.batch(number, rows)
-                targets += batch.weights.sum(dtype=torch.float64).item()
-                tokens += batch.tokens.numel()
+                batch = self.samples.batch(number, share.rows)
+                if share.counts:
+                    targets += batch.weights.sum(dtype=torch.float64).item()
+                    tokens += batch.tokens.numel()
             with span("move"):
                 batch = batch.to(group.device)
             with self.model.randomness(number, batch.rows):
                 with span("forward"):
                     loss = self.model.loss_sum(batch)
-                self.engine.backward(loss, part == 0, part == len(portions) - 1)
+                self.engine.backward(loss, part == 0, part == len(shares) - 1)
             losses.append(loss.detach())
-        return torch.stack(losses).sum(dtype=torch.float64).item(), targets, tokens
+        return self._loss_sums(torch.stack(losses).to(torch.float64), shares), targets, tokens
 
-
-def rows_of_rank(layout: Layout, rank: int, batch_sequences: int) -> list[range]:
-    """The rows of the global batch that a rank reads, one range per micro-batch."""
-    size = layout.rows_per_microbatch(batch_sequences)
-    first = rank * layout.microbatches * size
-    return [range(first + i * size, first + (i + 1) * size) for i in range(layout.microbatches)]
+    def _loss_sums(self, losses: Tensor, shares: list[Share]) -> list[float]:
+        """One, or one for each row of the global batch, so that all can be added in one way."""
+        if self.layout.sequences is None:
+            return [losses.sum().item()]
+        sums = [0.0] * self.layout.sequences
+        for loss, share in zip(losses.tolist(), shares, strict=True):
+            if share.counts:
+                sums[share.rows.start] = loss
+        return sums

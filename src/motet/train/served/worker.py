@@ -12,6 +12,7 @@ from motet.models.build import Trainee
 from motet.parallel.flat import FlatWeights, Gradients
 from motet.parallel.group import pick_device
 from motet.parallel.layout import Layout, resolve_layout
+from motet.parallel.shares import shares_of_rank
 from motet.parallel.server.attend import Attendant, GivenUpError
 from motet.parallel.server.client import Client
 from motet.parallel.server.protocol import Ticket, View
@@ -26,7 +27,6 @@ from motet.train.job import Job
 from motet.train.served.meet import SHARES, Seat, among_workers, posted, same_of
 from motet.train.served.mirror import plan_of
 from motet.train.served.steps import Share
-from motet.train.step import rows_of_rank
 
 
 def run_worker(seat: Seat, stop: StopFlag) -> None:
@@ -97,7 +97,7 @@ class Worker:
         attendant = self.attendant
         assert attendant
         step, index = divmod(ticket.share, layout.dp)
-        portions = rows_of_rank(layout, index, self.job.data.batch_sequences)
+        portions = [share.rows for share in shares_of_rank(layout, index, self.job.data.batch_sequences)]
         gradients = self.weights.gradients
         gradients.begin()
         loss_sum, count, tokens = 0.0, 0.0, 0.0
