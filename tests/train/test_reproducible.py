@@ -9,28 +9,72 @@ from motet.train.job import Job
 from ranks import Ranks
 from train.runs import Trained, small_job, train
 
-REPRODUCIBLE = "run.reproducible=layout"
-STEPS = 5
+STEPS = 4
+CASES = [  # model, recipe, batch, (ranks, settings of the layout)
+    ("decoder", "fp32", 10, [(2, "zero=0"), (3, "zero=1"), (4, "zero=2"), (3, "zero=3")]),
+    ("decoder", "bf16", 10, [(3, "zero=0"), (4, "zero=3")]),
+    ("decoder", "fp32", 9, [(4, "zero=1 shard_group=2"), (4, "zero=2 shard_group=2"), (4, "zero=3 shard_group=2")]),
+    ("gpt2", "fp32", 7, [(3, "zero=2"), (4, "zero=3 secondary_group=2 whole_below=100")]),
+    ("classify", "fp32", 5, [(2, "zero=0")]),
+]
 
 
-def job_of(folder: Path, zero: int, *changes: str, model: str = "decoder") -> Job:
-    several = ["communication.bucket_mib=0.02", "communication.first_bucket_mib=0.01"] if zero < 3 else []
-    precise = [REPRODUCIBLE, "precision.recipe=fp32", f"layout.zero={zero}"]
-    return small_job(folder, *precise, *several, *changes, model=model)
+def job_of(folder: Path, layout: str, *changes: str, model: str = "decoder") -> Job:
+    """`layout`: as in "zero=2 shard_group=2". Several buckets, so that their sums overlap."""
+    cut = [] if "zero=3" in layout else ["communication.bucket_mib=0.02", "communication.first_bucket_mib=0.01"]
+    settings = [f"layout.{setting}" for setting in layout.split()]
+    return small_job(folder, "run.reproducible=layout", *settings, *cut, *changes, model=model)
 
 
 def unlike(a: Trained, b: Trained) -> list[str]:
     """What differs in any bit."""
     numbers = [name for name in ("losses", "norms") if getattr(a, name) != getattr(b, name)]
-    assert a.parameters.keys() == b.parameters.keys()
-    return numbers + [n for n, p in a.parameters.items() if not torch.equal(p, b.parameters[n])]
+    kinds = (a.masters, b.masters), (a.gradients, b.gradients)
+    return numbers + [name for x, y in kinds for name in x if not torch.equal(_bits(x[name]), _bits(y[name]))]
 
 
-@pytest.mark.parametrize("dp", [2, 3, 4])
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_a_layout(ranks: Ranks, tmp_path: Path, dp: int, zero: int) -> None:
-    for batch in (12, 10):
-        b = f"data.batch_sequences={batch}"
-        whole = ranks.run(1, train, job_of(tmp_path, 0, b), STEPS)[0]
-        for trained in ranks.run(dp, train, job_of(tmp_path, zero, b), STEPS):
-            assert not unlike(trained, whole)
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Also of zeros, of which one is negative."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize(("model", "recipe", "batch", "layouts"), CASES)
+def test_every_layout_has_the_same_bits(
+    ranks: Ranks, tmp_path: Path, model: str, recipe: str, batch: int, layouts: list[tuple[int, str]]
+) -> None:
+    _agree(ranks, tmp_path, STEPS, [f"precision.recipe={recipe}", f"data.batch_sequences={batch}"], layouts, model)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
+@pytest.mark.parametrize("batch", [12, 10])
+def test_all_stages_on_one_to_four_ranks_have_the_same_bits(
+    ranks: Ranks, tmp_path: Path, recipe: str, batch: int
+) -> None:
+    layouts = [(dp, f"zero={zero}") for dp in (1, 2, 3, 4) for zero in (0, 1, 2, 3)]
+    _agree(ranks, tmp_path, 50, [f"precision.recipe={recipe}", f"data.batch_sequences={batch}"], layouts, "decoder")
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("model", ["llama", "qwen2", "gpt2", "adapters", "bert", "t5", "classify"])
+@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
+def test_other_models_have_the_same_bits(ranks: Ranks, tmp_path: Path, model: str, recipe: str) -> None:
+    layouts = [(2, "zero=2"), (3, "zero=0"), (4, "zero=3"), (4, "zero=3 shard_group=2")]
+    _agree(ranks, tmp_path, 10, [f"precision.recipe={recipe}", "data.batch_sequences=10"], layouts, model)
+
+
+def _agree(
+    ranks: Ranks, folder: Path, steps: int, changes: list[str], layouts: list[tuple[int, str]], model: str
+) -> None:
+    (one,) = ranks.run(1, train, job_of(folder, "zero=0", *changes, model=model), steps, timeout_s=300)
+    assert len(set(one.losses)) == steps
+    for dp, layout in layouts:
+        job = job_of(folder, layout, *changes, model=model)
+        for trained in ranks.run(dp, train, job, steps, timeout_s=300):
+            assert not unlike(trained, one), (dp, layout, unlike(trained, one)[:5])
+
+
+def test_without_it_other_bits_are_noticed(ranks: Ranks, tmp_path: Path) -> None:
+    usual = [small_job(tmp_path, "precision.recipe=fp32") for _ in range(2)]
+    one, two = (ranks.run(dp, train, job, STEPS)[0] for dp, job in zip((1, 2), usual, strict=True))
+    assert set(unlike(one, two)) >= {"norms", *one.masters}
