@@ -5,9 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from motet.monitor.events import EvaluationDone, Event, StepDone, Warned, read_events
+from motet.parallel.place import Place
+from motet.train.assemble import run_rank
+from motet.train.faults import StopFlag
 from motet.train.job import Job
-from ranks import Ranks
-from train.runs import Trained, small_job, train
+from ranks import RankFailureError, Ranks
+from train.runs import Trained, same_bits, saved_tensors, small_job, train
 
 STEPS = 4
 CASES = [  # model, recipe, batch, (ranks, settings of the layout)
@@ -72,6 +76,50 @@ def _agree(
         job = job_of(folder, layout, *changes, model=model)
         for trained in ranks.run(dp, train, job, steps, timeout_s=300):
             assert not unlike(trained, one), (dp, layout, unlike(trained, one)[:5])
+
+
+def test_a_run_goes_on_with_the_same_bits_in_another_layout(ranks: Ranks, tmp_path: Path) -> None:
+    changes = ["precision.recipe=bf16", "data.batch_sequences=10", "run.steps=8", "monitor.evaluate_every=4"]
+    ranks.run_places(1, _run, job_of(tmp_path, "zero=0", *changes), tmp_path / "whole", timeout_s=120)
+    first = job_of(tmp_path, "zero=2", *changes, "run.stop_at=4")
+    assert ranks.run_places(2, _run, first, tmp_path / "run", timeout_s=120) == [4, 4]
+    then = job_of(tmp_path, "zero=3", *changes)
+    assert ranks.run_places(3, _run, then, tmp_path / "run", timeout_s=120) == [8] * 3
+    assert same_bits(saved_tensors(tmp_path / "run"), saved_tensors(tmp_path / "whole"))
+    told, whole = (read_events(tmp_path / run / "events.jsonl") for run in ("run", "whole"))
+    assert _curves(told) == _curves(whole)
+    assert len(_curves(whole)) == 8 + 3
+    assert not [event for event in told if isinstance(event, Warned) and "bit for bit" in event.text]
+
+
+def _run(place: Place, job: Job, folder: Path) -> int:
+    return run_rank(job, place, folder, StopFlag()).steps
+
+
+def _curves(events: list[Event]) -> list[tuple[int, float, float | None]]:
+    steps = [(e.step, e.loss, e.grad_norm) for e in events if isinstance(e, StepDone)]
+    return steps + [(e.step, e.loss, None) for e in events if isinstance(e, EvaluationDone)]
+
+
+def test_a_checkpoint_of_a_run_that_was_not_is_told_apart(ranks: Ranks, tmp_path: Path) -> None:
+    usual = small_job(tmp_path, "run.steps=4", "run.stop_at=2")
+    ranks.run_places(1, _run, usual, tmp_path / "run", timeout_s=120)
+    ranks.run_places(1, _run, job_of(tmp_path, "zero=0", "run.steps=4"), tmp_path / "run", timeout_s=120)
+    assert "made with reproducible = None, this run has layout" in (tmp_path / "run/events.jsonl").read_text()
+
+
+def test_a_block_that_is_used_twice_is_refused_at_stage_3(ranks: Ranks, tmp_path: Path) -> None:
+    model = "model={factory='parallel.sharded_models:Hard', vocab_size=260}"
+    changes = [model, "precision.recipe=fp32", "data.batch_sequences=6"]
+    _agree(ranks, tmp_path, 2, changes, [(2, "zero=2")], "decoder")
+    with pytest.raises(RankFailureError, match=r"used twice in one forward.*use layout.zero = 2"):
+        ranks.run(2, train, job_of(tmp_path, "zero=3", *changes), 2)
+
+
+def test_running_statistics_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    model = "model={factory='train.batch_norm_model:WithBatchNorm', arguments={vocab_size=260}, vocab_size=260}"
+    with pytest.raises(RankFailureError, match=r"training changes the buffer 'norm\.running_mean'"):
+        ranks.run(2, train, job_of(tmp_path, "zero=0", model, "precision.recipe=fp32"), 2)
 
 
 def test_without_it_other_bits_are_noticed(ranks: Ranks, tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Sums of gradients by one tree over the rows of the global batch: the same bits in every layout.
 
 They stand in for a reduce-scatter and an all-reduce. What ranks tell each other are sums of the tree, all to all; who
-keeps a shard finishes the tree for it. An output is zero until the last micro-batch of a step and the whole sum then, so
-that what adds outputs up gets just that.
+keeps a shard finishes the tree for it. An output is zero until the last micro-batch of a step and the whole sum then,
+so that what adds outputs up gets just that.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,8 @@
 """AdamW and SGD of which every element has the same bits wherever it stands: in whatever shard, at whatever place.
 
-A fused step may compute the last elements of a tensor by other instructions than those before, which round otherwise (one
-of torch does: see tests/train/test_elementwise.py). Here each operation is one multiplication, addition, division or root
-of each element, rounded as IEEE 754 says.
+A fused step may compute the last elements of a tensor by other instructions than those before, which round otherwise
+(torch's AdamW does on x86). Here each operation is one multiplication, addition, division or root of each element,
+rounded as IEEE 754 says.
 """
 
 from typing import Any
@@ -37,7 +37,9 @@ class Elementwise(torch.optim.Optimizer):
                     _sgd(self._settings, rates, parameter, state)
 
 
-def _adamw(settings: OptimizerSettings, rates: tuple[float, float], parameter: Tensor, state: dict[str, Tensor]) -> None:
+def _adamw(
+    settings: OptimizerSettings, rates: tuple[float, float], parameter: Tensor, state: dict[str, Tensor]
+) -> None:
     state["step"] += 1
     count, (beta1, beta2), (rate, decay) = state["step"].item(), settings.betas, rates
     correction1, root2 = 1 - beta1**count, (1 - beta2**count) ** 0.5

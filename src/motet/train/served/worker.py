@@ -12,12 +12,12 @@ from motet.models.build import Trainee
 from motet.parallel.flat import FlatWeights, Gradients
 from motet.parallel.group import pick_device
 from motet.parallel.layout import Layout, resolve_layout
-from motet.parallel.shares import shares_of_rank
 from motet.parallel.server.attend import Attendant, GivenUpError
 from motet.parallel.server.client import Client
 from motet.parallel.server.protocol import Ticket, View
 from motet.parallel.server.settings import owners_of, updates_alone
 from motet.parallel.server.shelf import Plan
+from motet.parallel.shares import shares_of_rank
 from motet.parallel.uses import Uses
 from motet.precision.master import cast_frozen
 from motet.precision.recipe import RECIPES
