@@ -79,7 +79,7 @@ def sums_of_replica(layout: Layout, replica: int, count: int) -> dict[Node, str]
             rows, counts = shares_of_rank(layout, mate, count)[part]
             if counts:
                 own[mate].feed(Node(rows.start, rows.stop), str(rows.start))
-            told = told_by_rank(layout, mate, part)
+            told = told_by_rank(layout, mate)[part]
             if told:
                 given = own[mate].take()
                 assert list(given) == told
@@ -105,7 +105,7 @@ def test_at_stages_2_and_3_a_few_shards_wait_at_any_time() -> None:
     sums, most = forest(256), 0
     for part in range(layout.microbatches):
         for rank in range(8):
-            for node in told_by_rank(layout, rank, part):
+            for node in told_by_rank(layout, rank)[part]:
                 sums.feed(node, "")
         most = max(most, len(sums.waiting))
     assert most == 5  # 256 = 2^8 rows, 2^3 of which come together

@@ -14,12 +14,15 @@ from ranks import RankFailureError, Ranks
 from train.runs import Trained, same_bits, saved_tensors, small_job, train
 
 STEPS = 4
+NOISY = "model={factory='train.foreign_models:noisy', vocab_size=260}"
+"""Draws by itself, which follows its sequence."""
 CASES = [  # model, recipe, batch, (ranks, settings of the layout)
     ("decoder", "fp32", 10, [(2, "zero=0"), (3, "zero=1"), (4, "zero=2"), (3, "zero=3")]),
     ("decoder", "bf16", 10, [(3, "zero=0"), (4, "zero=3")]),
     ("decoder", "fp32", 9, [(4, "zero=1 shard_group=2"), (4, "zero=2 shard_group=2"), (4, "zero=3 shard_group=2")]),
     ("gpt2", "fp32", 7, [(3, "zero=2"), (4, "zero=3 secondary_group=2 whole_below=100")]),
     ("classify", "fp32", 5, [(2, "zero=0")]),
+    (NOISY, "fp32", 5, [(2, "zero=1"), (3, "zero=2")]),
 ]
 
 
@@ -27,6 +30,7 @@ def job_of(folder: Path, layout: str, *changes: str, model: str = "decoder") -> 
     """`layout`: as in "zero=2 shard_group=2". Several buckets, so that their sums overlap."""
     cut = [] if "zero=3" in layout else ["communication.bucket_mib=0.02", "communication.first_bucket_mib=0.01"]
     settings = [f"layout.{setting}" for setting in layout.split()]
+    model, changes = ("decoder", (*changes, model)) if "factory" in model else (model, changes)
     return small_job(folder, "run.reproducible=layout", *settings, *cut, *changes, model=model)
 
 
@@ -47,6 +51,14 @@ def test_every_layout_has_the_same_bits(
     ranks: Ranks, tmp_path: Path, model: str, recipe: str, batch: int, layouts: list[tuple[int, str]]
 ) -> None:
     _agree(ranks, tmp_path, STEPS, [f"precision.recipe={recipe}", f"data.batch_sequences={batch}"], layouts, model)
+
+
+def test_so_they_have_with_other_overlaps_and_on_gloo(ranks: Ranks, tmp_path: Path) -> None:
+    changes = ["precision.recipe=fp32", "data.batch_sequences=5"]
+    layouts = [(2, "zero=0"), (2, "zero=2")]
+    _agree(ranks, tmp_path, STEPS, [*changes, "communication.overlap=none"], layouts, "decoder")
+    _agree(ranks, tmp_path, STEPS, [*changes, "communication.overlap=forward"], [(3, "zero=1")], "decoder")
+    _agree(ranks.on("gloo"), tmp_path, STEPS, changes, [(2, "zero=0"), (3, "zero=3")], "decoder")
 
 
 @pytest.mark.proof

@@ -135,7 +135,7 @@ def traffic(portions: Portions, layout: Layout, recipe: Recipe, settings: Commun
 def _sums_by_tree(loads: Sequence[_Load], layout: Layout, width: int, rank: int) -> tuple[int, int]:
     """What tree_sums.py sends: its own sums to those that share a copy, and the copy's to the other replicas."""
     shards, replicas = layout.shards, layout.dp // layout.shards
-    told = sum(len(told_by_rank(layout, rank, part)) for part in range(layout.microbatches))
+    told = sum(map(len, told_by_rank(layout, rank)))
     of_replica = len(told_by_replica(layout, rank // shards))
     scattered = told * sum(load.whole.numel // shards * (shards - 1) for load in loads)
     summed = (of_replica + 1) * sum(ceil(load.part.numel / replicas) * (replicas - 1) for load in loads)
@@ -203,7 +203,7 @@ def memory(
     return Memory(
         parameters=(whole + fixed) * compute,
         masters=(apart + rows) * master,
-        gradients=(shard if kept.gradients else whole) * DTYPE_BYTES[recipe.reduce] + rows * master,
+        gradients=(shard if kept.gradients or layout.sequences else whole) * DTYPE_BYTES[recipe.reduce] + rows * master,
         moments=moments * (shard + own) * DTYPE_BYTES[recipe.state],
         errors=errors * DTYPE_BYTES[recipe.reduce],
     )

@@ -34,15 +34,14 @@ def shares_of_rank(layout: Layout, rank: int, batch_sequences: int) -> list[Shar
     ]
 
 
-def told_by_rank(layout: Layout, rank: int, part: int) -> list[Node]:
-    """The sums that a rank tells those that it shares a copy with, after the backward of a micro-batch."""
+def told_by_rank(layout: Layout, rank: int) -> list[list[Node]]:
+    """After the backward of each micro-batch: the sums that a rank tells those that it shares a copy with."""
     assert layout.sequences is not None
     if layout.zero >= 2:
-        share = shares_of_rank(layout, rank, layout.sequences)[part]
-        return [Node(share.rows.start, share.rows.stop)] if share.counts else []
-    if part < layout.microbatches - 1:
-        return []
-    return largest_within(_rows_of_rank(layout, rank, layout.sequences), layout.sequences)
+        shares = shares_of_rank(layout, rank, layout.sequences)
+        return [[Node(share.rows.start, share.rows.stop)] if share.counts else [] for share in shares]
+    at_the_end = largest_within(_rows_of_rank(layout, rank, layout.sequences), layout.sequences)
+    return [[] for _ in range(layout.microbatches - 1)] + [at_the_end]
 
 
 def told_by_replica(layout: Layout, replica: int) -> list[Node]:

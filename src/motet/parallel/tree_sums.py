@@ -31,8 +31,8 @@ class TreeSums:
         self._count = layout.sequences
         mates = [mesh.replicas.rank * layout.shards + shard for shard in range(layout.shards)]
         self._shares = shares_of_rank(layout, mates[mesh.shards.rank], self._count)
-        parts = range(layout.microbatches)
-        self._told = [[told_by_rank(layout, mate, part) for mate in mates] for part in parts]
+        self._told = list(zip(*(told_by_rank(layout, mate) for mate in mates), strict=True))
+        """For each micro-batch: the sums that each rank gives."""
         self._told_by_replicas = [told_by_replica(layout, replica) for replica in range(mesh.replicas.world)]
         self._own: dict[int, Forest[Tensor]] = {}
         """Of this rank's rows, of whole buckets."""

@@ -91,8 +91,8 @@ class Updater:
             for number, (_, decay) in enumerate(keys)
         ]
         self._optimizer = Elementwise(groups, settings) if exactly else make_optimizer(groups, settings)
-        if exactly:
-            self.state()  # makes what the optimizer keeps
+        for tensor in self._tensors if exactly else ():
+            self._moments(tensor)
 
     def squares(self) -> float:
         """What this rank adds to the square of the norm of all gradients; where that must be exact, one adds it all."""
