@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from motet.parallel.exact import LIMB_BITS, LIMBS, exact_sum, sum_of_squares
+from motet.parallel.exact import HIGH_BITS, LOW_BITS, exact_sum, sum_of_squares
 from motet.parallel.group import Group
 from ranks import Ranks
 
@@ -32,7 +32,7 @@ def test_it_is_as_close_as_it_says(kind: str, dtype: torch.dtype) -> None:
     x = made(kind, dtype)
     x = x[x.isfinite()]
     found, right = Fraction(sum_of_squares([x], ALONE)), exact(x)
-    bound = Fraction(len(x), 2 ** (LIMB_BITS * LIMBS - 2)) + Fraction(1, 2**52)
+    bound = Fraction(len(x), 2 ** (HIGH_BITS + LOW_BITS - 2)) + Fraction(1, 2**52)
     assert abs(found - right) <= bound * right
 
 

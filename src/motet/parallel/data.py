@@ -246,6 +246,11 @@ class FlatSpread:
     def _sends(self) -> bool:
         return self._last or not self.keep_gradients
 
+    @property
+    def _adds_shards(self) -> bool:
+        """Those of this micro-batch to those before it; a tree does so by itself."""
+        return not (self.keep_gradients or self._first or self.carry.by_tree)
+
     def _completed(self, number: int) -> None:
         """Called from backward, when it has all gradients of a bucket."""
         self._complete.add(number)
@@ -259,7 +264,7 @@ class FlatSpread:
         self._next += 1
         gradients.fill(number)
         whole, shard = gradients.bucket(number), gradients.shard(number)
-        underway = _Sum(number, shard if self.keep_gradients or self._first else torch.empty_like(shard))
+        underway = _Sum(number, torch.empty_like(shard) if self._adds_shards else shard)
         self._underway.append(underway)
         owner = self.weights.buckets[number].owner
         if owner is not None:
@@ -285,7 +290,7 @@ class FlatSpread:
         shard = gradients.shard(underway.number)
         if not self.keep_gradients:
             gradients.release(underway.number)
-            if not self._first:
+            if self._adds_shards:
                 shard.add_(underway.shard)
                 underway.shard = shard  # and what came is freed
         if self._last and self.mesh.replicas.world > 1:

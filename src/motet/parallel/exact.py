@@ -1,7 +1,7 @@
 """Sums that have the same bits whoever adds which part, and in whatever order."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -9,10 +9,13 @@ from torch import Tensor
 from motet.collectives.execute import all_reduce
 from motet.parallel.group import Group
 
-LIMB_BITS = 22
-LIMBS = 3
-PIECE_ELEMENTS = 1 << 16
+HIGH_BITS, LOW_BITS = 38, 28
+"""What is looked at of a square that is scaled to be below 1, in two whole numbers."""
+LIMB_BITS, LIMBS = 31, 4
+"""As what sums of these are exchanged."""
+PIECE_ELEMENTS = {"cpu": 1 << 15}
 """What is worked on at once, so that it stays in the cache of a CPU."""
+PIECE_ELEMENTS_ELSEWHERE = 1 << 24
 
 
 def exact_sum(parts: Sequence[float]) -> float:
@@ -23,8 +26,9 @@ def exact_sum(parts: Sequence[float]) -> float:
 def sum_of_squares(tensors: Sequence[Tensor], group: Group) -> float:
     """Over the tensors of all ranks of the group; each gives elements of its own, or none.
 
-    With 2^e above every |x|, s = (x / 2^e)^2 is below 1. Its first 66 bits after the point are cut into three whole
-    numbers of 22 bits. Up to 2^41 of those can be added in int64, where order and place do not matter.
+    With 2^e above every |x|, s = (x / 2^e)^2 is below 1. Its first 66 bits after the point are cut into two whole
+    numbers, of 38 and 28 bits, which are added in int64, 2^24 of them at the most, and then as Python's whole numbers.
+    Order and place do not matter to those.
 
     What is cut off is below 2^-66 for each of n elements. Since 2^e is the smallest, the sum of s is 1/4 at least: the
     relative error of the result is below n 2^-64, beside 2^-53 for rounding a square of float64 (those of float32 are
@@ -36,16 +40,34 @@ def sum_of_squares(tensors: Sequence[Tensor], group: Group) -> float:
     largest = agreed.item()
     if largest == 0 or not math.isfinite(largest):
         return largest
-    exponent = max(math.frexp(largest)[1], -1000)  # so that 2^-exponent is a float64, too
-    sums = torch.zeros(LIMBS, dtype=torch.int64, device=group.device)
-    for piece in _pieces(tensors):
-        _add_limbs(sums, piece.to(torch.float64).mul(2.0**-exponent).square_())
-    all_reduce(sums, group)
-    total = sum(limb << LIMB_BITS * (LIMBS - 1 - place) for place, limb in enumerate(sums.tolist()))
+    exponent = max(math.frexp(largest)[1], -1000)  # so that what is scaled by is a float64, too
+    total = _over_ranks(_whole_squares(tensors, exponent), group)
     try:
-        return math.ldexp(total / (1 << LIMB_BITS * LIMBS), 2 * exponent)  # of whole numbers, rounded once
+        return math.ldexp(total / (1 << HIGH_BITS + LOW_BITS), 2 * exponent)  # of whole numbers, rounded once
     except OverflowError:
         return math.inf
+
+
+def _whole_squares(tensors: Sequence[Tensor], exponent: int) -> int:
+    """The sum of (x / 2^e)^2 over these, each cut off after so many bits, times 2^bits."""
+    high, low = [], []
+    most = PIECE_ELEMENTS.get(tensors[0].device.type, PIECE_ELEMENTS_ELSEWHERE) if tensors else 1
+    for piece in (piece for tensor in tensors for piece in tensor.view(-1).split(most)):
+        rest = piece.to(torch.float64).mul(2.0 ** (HIGH_BITS // 2 - exponent)).square_()
+        whole = rest.floor()
+        high.append(whole.sum(dtype=torch.int64))
+        low.append(rest.sub_(whole).mul_(2.0**LOW_BITS).floor_().sum(dtype=torch.int64))
+    if not high:
+        return 0
+    return (sum(torch.stack(high).tolist()) << LOW_BITS) + sum(torch.stack(low).tolist())
+
+
+def _over_ranks(whole: int, group: Group) -> int:
+    """The sum of whole numbers, cut into limbs that fit."""
+    mask = (1 << LIMB_BITS) - 1
+    limbs = torch.tensor([whole >> LIMB_BITS * place & mask for place in range(LIMBS)], device=group.device)
+    all_reduce(limbs, group)
+    return sum(limb << LIMB_BITS * place for place, limb in enumerate(limbs.tolist()))
 
 
 def _largest(tensor: Tensor) -> float:
@@ -53,16 +75,3 @@ def _largest(tensor: Tensor) -> float:
     low, high = torch.aminmax(tensor)
     found = max(-low.item(), high.item())
     return found if math.isfinite(found) else math.inf
-
-
-def _pieces(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
-    return (piece for tensor in tensors for piece in tensor.view(-1).split(PIECE_ELEMENTS))
-
-
-def _add_limbs(sums: Tensor, below_one: Tensor) -> None:
-    rest = below_one
-    for place in range(LIMBS):
-        rest.mul_(2.0**LIMB_BITS)
-        whole = rest.floor()
-        rest.sub_(whole)
-        sums[place] += whole.to(torch.int64).sum()

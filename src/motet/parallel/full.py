@@ -316,6 +316,8 @@ class _ReduceScatter(_Carried):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         assert op == dist.ReduceOp.SUM, op
+        if self.carry.by_tree:  # FSDP2 adds micro-batches up; the sum of all of them comes with the last
+            output_tensor.zero_()
         self.carry.reduce_scatter(self.unit, output_tensor, input_tensor).wait()
 
 

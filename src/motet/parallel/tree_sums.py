@@ -1,8 +1,7 @@
 """Sums of gradients by one tree over the rows of the global batch: the same bits in every layout.
 
 They stand in for a reduce-scatter and an all-reduce. What ranks tell each other are sums of the tree, all to all; who
-keeps a shard finishes the tree for it. An output is zero until the last micro-batch of a step and the whole sum then,
-so that what adds outputs up gets just that.
+keeps a shard finishes the tree for it. An output is written with the last micro-batch of a step.
 """
 
 from collections.abc import Callable, Sequence
@@ -67,7 +66,6 @@ class TreeSums:
             own.feed(Node(share.rows.start, share.rows.stop), whole)
         told = self._told[self._part]
         if not any(told):
-            shard.zero_()
             return Done()
         shape = (whole.numel(), whole.dtype)
         return _exchange(own, mine, told, self._mesh.shards, lambda: self._finish(mine, shard), shape)
@@ -88,8 +86,6 @@ class TreeSums:
     def _finish(self, mine: Forest[Tensor], shard: Tensor) -> None:
         if self._is_last and self._mesh.replicas.world == 1:
             shard.copy_(_root(mine))
-        else:
-            shard.zero_()
 
     def _forest(self, forests: dict[int, Forest[Tensor]], number: int) -> Forest[Tensor]:
         return forests.setdefault(number, Forest(self._count, torch.Tensor.add_))
@@ -165,6 +161,6 @@ def _message(sums: Sequence[Tensor], part: int, group: Group, dtype: torch.dtype
 
 
 def _root(forest: Forest[Tensor]) -> Tensor:
-    """The sum of all rows. It has no negative zero: adding it to zeros, as micro-batches are, does not change it."""
+    """The sum of all rows. It has no negative zero, so adding it to zeros does not change it."""
     ((_, total),) = forest.take().items()
     return total.add_(0.0)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from motet.train.settings import OptimizerSettings
 
-PIECE_ELEMENTS = 1 << 14
+PIECE_ELEMENTS = 1 << 16
 """What is worked on at once, so that everything of it stays in the cache of a CPU."""
 
 
