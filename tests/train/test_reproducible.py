@@ -79,6 +79,16 @@ def test_other_models_have_the_same_bits(ranks: Ranks, tmp_path: Path, model: st
     _agree(ranks, tmp_path, 10, [f"precision.recipe={recipe}", "data.batch_sequences=10"], layouts, model)
 
 
+@pytest.mark.proof
+@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
+def test_larger_products_of_matrices_have_the_same_bits(ranks: Ranks, tmp_path: Path, recipe: str) -> None:
+    """Of which libraries cut the inner dimension, and choose by the shape."""
+    shape = "vocab_size=1000, context=128, layers=2, hidden=256, heads=8, kv_heads=4, ffn_hidden=688"
+    wide = [f"model={{family='decoder', {shape}}}", "data.sequence_length=128", "data.batch_sequences=5"]
+    layouts = [(2, "zero=0"), (3, "zero=1"), (2, "zero=2"), (3, "zero=3")]
+    _agree(ranks, tmp_path, 4, [*wide, f"precision.recipe={recipe}"], layouts, "decoder")
+
+
 def _agree(
     ranks: Ranks, folder: Path, steps: int, changes: list[str], layouts: list[tuple[int, str]], model: str
 ) -> None:

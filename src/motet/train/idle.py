@@ -106,8 +106,8 @@ def refuse_idle(job: object, source: str) -> None:
         section: Any = attrgetter(path)(job)
         if name not in section.model_fields_set:
             continue
-        keys = [attrgetter(key)(job) for key in needs.key.split(" or ")]
-        if not any(map(needs.met, keys)):
+        keys = [attrgetter(key)(job) for key in needs.key.split(" or ") if hasattr(job, key.partition(".")[0])]
+        if keys and not any(map(needs.met, keys)):
             shown = _shown(getattr(section, name))
             raise InputError(f"{source}: {needs.setting}{shown} has no effect {needs.remedy(keys[0])}")
 
