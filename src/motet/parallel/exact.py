@@ -59,7 +59,8 @@ def _whole_squares(tensors: Sequence[Tensor], exponent: int) -> int:
         low.append(rest.sub_(whole).mul_(2.0**LOW_BITS).floor_().sum(dtype=torch.int64))
     if not high:
         return 0
-    return (sum(torch.stack(high).tolist()) << LOW_BITS) + sum(torch.stack(low).tolist())
+    wholes: list[list[int]] = [torch.stack(high).tolist(), torch.stack(low).tolist()]
+    return (sum(wholes[0]) << LOW_BITS) + sum(wholes[1])
 
 
 def _over_ranks(whole: int, group: Group) -> int:
@@ -67,7 +68,8 @@ def _over_ranks(whole: int, group: Group) -> int:
     mask = (1 << LIMB_BITS) - 1
     limbs = torch.tensor([whole >> LIMB_BITS * place & mask for place in range(LIMBS)], device=group.device)
     all_reduce(limbs, group)
-    return sum(limb << LIMB_BITS * place for place, limb in enumerate(limbs.tolist()))
+    summed: list[int] = limbs.tolist()
+    return sum(limb << LIMB_BITS * place for place, limb in enumerate(summed))
 
 
 def _largest(tensor: Tensor) -> float:

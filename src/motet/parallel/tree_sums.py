@@ -98,14 +98,16 @@ class TreeSums:
 class _Exchange:
     """All to all, underway."""
 
-    def __init__(self, work: Work, finish: Callable[[], None]) -> None:
+    def __init__(self, work: Work, finish: Callable[[], None], message: Tensor) -> None:
         self._work: Work | None = work
         self._finish = finish
+        self._message: Tensor | None = message
+        """Nobody may use its memory until it is sent."""
 
     def wait(self) -> None:
         if self._work is not None:
             self._work.wait()
-            self._work = None
+            self._work = self._message = None
             self._finish()
 
     def is_completed(self) -> bool:
@@ -124,20 +126,19 @@ def _exchange(
     numel, dtype = shape
     sums = given.take()
     assert list(sums) == list(told[group.rank]), (list(sums), told[group.rank])
-    part = -(-numel // group.world)
-    message = _message(list(sums.values()), part, group, dtype)
     if group.world == 1:
         for node, tensor in sums.items():
             taken.feed(node, tensor)
         then()
         return Done()
+    part = -(-numel // group.world)
+    message = _message(list(sums.values()), part, group, dtype)
     counts = [len(nodes) for nodes in told]
     arrived = torch.empty(sum(counts) * part, dtype=dtype, device=group.device)
     sizes = [[count * part] * group.world for count in counts]
     work = all_to_all(arrived, message, group, sizes, async_op=True)
 
     def feed() -> None:
-        _ = message  # is kept until it is sent
         nodes = [node for of_rank in told for node in of_rank]
         for node, tensor in zip(nodes, arrived.split(part), strict=True):
             taken.feed(node, tensor)
@@ -146,7 +147,7 @@ def _exchange(
                 taken.waiting[node] = tensor.clone()  # or it would keep all that arrived with it
         then()
 
-    return _Exchange(work, feed)
+    return _Exchange(work, feed, message)
 
 
 def _message(sums: Sequence[Tensor], part: int, group: Group, dtype: torch.dtype) -> Tensor:
