@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,8 @@ class Trained:
     """Of the last step, as the optimizer gets them."""
     rates: float
     """The sum of the learning rates."""
+    masters: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The parameters as the optimizer has them."""
 
 
 def train(group: Group, job: Job, steps: int | None = None) -> Trained:
@@ -103,7 +105,9 @@ def train(group: Group, job: Job, steps: int | None = None) -> Trained:
             losses.append(result.loss)
             norms.append(result.grad_norm)
             rates += rate
-        return Trained(losses, norms, *parameters_and_gradients(parts), rates)
+        spread = parts.updater.spread
+        masters = {n: _whole(p, group, spread.counts) for n, p in spread.pieces(spread.masters).items()}
+        return Trained(losses, norms, *parameters_and_gradients(parts), rates, masters)
 
 
 def parameters_and_gradients(parts: Parts) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

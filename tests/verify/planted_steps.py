@@ -24,7 +24,7 @@ LAYOUTS = ("dp=2 zero=1", "dp=2 zero=3 microbatches=2")
 
 @fault(*LAYOUTS, first="sample .*", cause="computed [24] times, by ranks 0 and 1")
 def every_rank_reads_the_rows_of_the_first(rank: int) -> Patch:
-    return replaced(step, "rows_of_rank", lambda own: lambda layout, rank, rows: own(layout, 0, rows))
+    return replaced(step, "shares_of_rank", lambda own: lambda layout, rank, rows: own(layout, 0, rows))
 
 
 @fault("dp=3 zero=3 microbatches=2", first="sample .*", cause="no rank computes rows")
@@ -32,7 +32,7 @@ def a_microbatch_is_lost(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         return lambda layout, rank, rows: own(layout, rank, rows)[1:] * 2
 
-    return replaced(step, "rows_of_rank", wrong) if rank == 1 else nothing()
+    return replaced(step, "shares_of_rank", wrong) if rank == 1 else nothing()
 
 
 @fault("dp=2 zero=1", "dp=3 zero=3", first="sample .*", cause="of row|of rows")

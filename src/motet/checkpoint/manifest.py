@@ -34,6 +34,8 @@ class Manifest:
     dtypes: dict[str, str]
     outer: dict[str, int] = field(default_factory=dict)
     """How replicas that train apart meet, and the steps that they have taken; empty where none do."""
+    reproducible: str | None = None
+    """What its bits do not depend on (`run.reproducible`)."""
     checksums: dict[str, int] = field(default_factory=dict)
     """CRC-32 of every other file of the checkpoint; filled in when it is written."""
 

@@ -49,6 +49,13 @@ class Bucket:
         first, stop = part_of_bucket(self.length, self.shards, index, self.owner)
         return slice(self.start + first, self.start + stop)
 
+    @property
+    def gaps(self) -> list[slice]:
+        """What belongs to no parameter, in the flat tensor."""
+        ends = [self.start, *(member.stop for member in self.members)]
+        starts = [*(member.start for member in self.members), self.stop]
+        return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+
     def runs(self, part: slice) -> list[tuple[int, slice]]:
         """(optimizer group, what of `part` belongs to it), in order; padding goes with what stands before it."""
         groups = [(group, next(members).start) for group, members in groupby(self.members, key=lambda m: m.group)]

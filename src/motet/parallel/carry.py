@@ -27,6 +27,7 @@ from motet.parallel.matrices import Matrix, Sums
 from motet.parallel.mesh import Mesh
 from motet.parallel.routes import Over, Routes
 from motet.parallel.spread import Piece
+from motet.parallel.tree_sums import TreeSums
 
 
 class Coded:
@@ -140,6 +141,7 @@ class Carry:
         self._over_shards = Coded(how.shards, mesh.shards, [over_shards], 0, fed) if how.shards else None
         self._over_replicas = Coded(how.replicas, mesh.replicas, over_replicas, shard, again) if how.replicas else None
         self._parameters = how.parameters
+        self._tree = TreeSums(mesh, layout) if layout.sequences else None
         self._steps = torch.zeros((), dtype=torch.int64)
         """Begun since the first of the run."""
         self._part = 0
@@ -159,9 +161,23 @@ class Carry:
 
     def begin_backward(self, first: bool) -> None:
         self._part = 0 if first else self._part + 1
+        if self._tree:
+            self._tree.begin_backward(self._part)
+
+    def end_backward(self) -> None:
+        """All of its gradients have been given."""
+        if self._tree:
+            self._tree.end_backward()
+
+    @property
+    def by_tree(self) -> bool:
+        """Every backward gives its gradients for itself, also where no rank shares a copy."""
+        return self._tree is not None
 
     def reduce_scatter(self, number: int, shard: Tensor, whole: Tensor) -> Work:
         """Over the ranks that share a copy. `whole` is free to be overwritten."""
+        if self._tree:
+            return self._tree.reduce_scatter(number, shard, whole)
         if self._over_shards is None or self._is_warming_up:
             call = self._call("reduce-scatter", "shards", whole)
             return execute.reduce_scatter(shard, whole, self.mesh.shards, **call)
@@ -185,6 +201,8 @@ class Carry:
 
     def all_reduce(self, number: int, shard: Tensor) -> Work:
         """Over the replicas."""
+        if self._tree:
+            return self._tree.all_reduce(number, shard)
         if self._over_replicas is None or self._is_warming_up:
             return execute.all_reduce(shard, self.mesh.replicas, **self._call("all-reduce", "replicas", shard))
         seed = self._seed(number, "replicas", self._part)

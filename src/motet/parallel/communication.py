@@ -136,6 +136,11 @@ def check_communication(settings: CommunicationSettings, layout: Layout, apart: 
     `apart`: replicas train apart.
     """
     settings = undeferred(settings) if apart else settings
+    if layout.sequences and defers(settings, layout):
+        raise InputError(
+            "communication.overlap = 'forward' with layout.zero = 0 cannot be had with run.reproducible = 'layout', "
+            "whose sums come all at once; use layout.zero = 1, or leave communication.overlap out"
+        )
     _check_codecs(settings, layout)
     _check_cluster(settings, layout)
     over_shards = compression(settings, layout).shards

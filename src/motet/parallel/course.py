@@ -13,9 +13,10 @@ from typing import Literal, NamedTuple
 from motet.collectives.cost import Sets
 from motet.parallel.buckets import Member, part_of_bucket
 from motet.parallel.communication import CommunicationSettings, Joined, joined, undeferred
-from motet.parallel.layout import Layout, rows_of_rank
+from motet.parallel.layout import Layout
 from motet.parallel.matrices import Shape
 from motet.parallel.placement import PLACEMENTS, buckets_of, has_rows, is_whole, part_of_rows
+from motet.parallel.shares import rows_of_rank
 from motet.precision.recipe import Recipe
 
 Verb = Literal["scatter", "sum", "norm", "update", "gather", "keep", "levels"]

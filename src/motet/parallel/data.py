@@ -37,7 +37,7 @@ def spread_flat(
     deferred = defers(settings, layout)
     sizes = {name: (group, parameter.numel()) for name, (group, parameter) in parameters.items()}
     buckets = buckets_of(sizes, layout, recipe, settings)
-    keep = not PLACEMENTS[layout.zero].gradients
+    keep = not PLACEMENTS[layout.zero].gradients and layout.sequences is None
     named = {name: p for name, (_, p) in parameters.items()}
     apart = compression(settings, layout).parameters is not None
     device = mesh.shards.device
@@ -135,6 +135,7 @@ class FlatSpread:
                 if underway.work is not None:
                     underway.work.wait()
             self._underway.clear()
+        self.carry.end_backward()
 
     @property
     def portions(self) -> Portions:
@@ -238,6 +239,11 @@ class FlatSpread:
     def _sends(self) -> bool:
         return self._last or not self.keep_gradients
 
+    @property
+    def _adds_shards(self) -> bool:
+        """Those of this micro-batch to those before it; a tree does so by itself."""
+        return not (self.keep_gradients or self._first or self.carry.by_tree)
+
     def _completed(self, number: int) -> None:
         """Called from backward, when it has all gradients of a bucket."""
         self._complete.add(number)
@@ -251,12 +257,12 @@ class FlatSpread:
         self._next += 1
         gradients.fill(number)
         whole, shard = gradients.bucket(number), gradients.shard(number)
-        underway = _Sum(number, shard if self.keep_gradients or self._first else torch.empty_like(shard))
+        underway = _Sum(number, torch.empty_like(shard) if self._adds_shards else shard)
         self._underway.append(underway)
         owner = self.weights.buckets[number].owner
         if owner is not None:
             underway.work = self.carry.reduce(whole, owner)  # the shard is all of it, or nothing
-        elif shards.world > 1:
+        elif shards.world > 1 or self.carry.by_tree:
             underway.work = self.carry.reduce_scatter(number, underway.shard, whole)
         elif not self.keep_gradients:
             underway.shard.copy_(whole)
@@ -277,7 +283,7 @@ class FlatSpread:
         shard = gradients.shard(underway.number)
         if not self.keep_gradients:
             gradients.release(underway.number)
-            if not self._first:
+            if self._adds_shards:
                 shard.add_(underway.shard)
                 underway.shard = shard  # and what came is freed
         if self._last and self.mesh.replicas.world > 1:

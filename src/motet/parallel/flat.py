@@ -204,7 +204,9 @@ class Gradients:
         if self._keep:
             return self._flat[bucket.start : bucket.stop]
         if number not in self._open:
-            self._open[number] = torch.zeros(bucket.length, dtype=self._dtype, device=self._device)
+            self._open[number] = tensor = torch.empty(bucket.length, dtype=self._dtype, device=self._device)
+            for gap in bucket.gaps:
+                tensor[gap.start - bucket.start : gap.stop - bucket.start].zero_()
         return self._open[number]
 
     def shard(self, number: int) -> Tensor:

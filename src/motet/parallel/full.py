@@ -180,6 +180,7 @@ class FullSpread:
 
     def end_backward(self) -> None:
         assert not any(s.last and s.before is not None for s in self.sums), "a block had no last backward"
+        self.carry.end_backward()
         if self.carry.mesh.near:  # a block without a backward still has its second copy, which is out of date now
             for unit in self.units:
                 unit.reshard()
@@ -315,6 +316,8 @@ class _ReduceScatter(_Carried):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         assert op == dist.ReduceOp.SUM, op
+        if self.carry.by_tree:  # FSDP2 adds micro-batches up; the sum of all of them comes with the last
+            output_tensor.zero_()
         self.carry.reduce_scatter(self.unit, output_tensor, input_tensor).wait()
 
 

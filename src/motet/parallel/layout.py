@@ -4,7 +4,7 @@ Axes and techniques add their fields together with the code that reads them.
 """
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -80,6 +80,9 @@ class Layout:
     """Stage 3: parameters of fewer numbers stay whole."""
     owners: Owners | None = None
     """Buckets of parameters are kept by some of the ranks."""
+    sequences: int | None = None
+    """Of a global batch, if gradients are summed by one tree over them: each is a micro-batch. Some rank has as many as
+    there are micro-batches, others may have one less."""
 
     @property
     def ranks(self) -> int:
@@ -106,27 +109,22 @@ class Layout:
         return tuple(row[place :: self.secondary] for row in self.rows for place in range(self.secondary or 0))
 
     def rows_per_microbatch(self, batch_sequences: int) -> int:
-        return batch_sequences // (self.dp * self.microbatches)
-
-
-def rows_of_rank(layout: Layout, rank: int, batch_sequences: int) -> list[range]:
-    """The rows of the global batch that a rank reads, one range per micro-batch."""
-    size = layout.rows_per_microbatch(batch_sequences)
-    first = rank * layout.microbatches * size
-    return [range(first + i * size, first + (i + 1) * size) for i in range(layout.microbatches)]
+        return 1 if self.sequences else batch_sequences // (self.dp * self.microbatches)
 
 
 def _runs(ranks: range, length: int) -> Sets:
     return tuple(tuple(ranks[first : first + length]) for first in range(0, len(ranks), length))
 
 
-def resolve_layout(settings: LayoutSettings, ranks: int, batch_sequences: int) -> Layout:
-    """The layout for so many ranks, or a sentence about why there is none."""
+def resolve_layout(settings: LayoutSettings, ranks: int, batch_sequences: int, by_tree: bool = False) -> Layout:
+    """The layout for so many ranks, or a sentence about why there is none. `by_tree`: see `Layout.sequences`."""
     dp = settings.dp if settings.dp is not None else ranks
     if dp != ranks:
         raise InputError(
             f"layout.dp = {dp} does not match {ranks} ranks; start {dp} ranks (--ranks {dp}) or leave layout.dp out"
         )
+    if by_tree:
+        return _by_tree(settings, dp, batch_sequences)
     parts = dp * settings.microbatches
     if batch_sequences % parts:
         below, above = batch_sequences // parts * parts, -(-batch_sequences // parts) * parts
@@ -138,6 +136,20 @@ def resolve_layout(settings: LayoutSettings, ranks: int, batch_sequences: int) -
     if settings.has_owners:
         owners = _owners(settings.server, dp)
         return Layout(dp, settings.microbatches, int(dp > 1), dp, owners=owners if dp > 1 else None)
+    return _all_reduced(settings, dp)
+
+
+def _by_tree(settings: LayoutSettings, dp: int, batch_sequences: int) -> Layout:
+    if batch_sequences < dp:
+        raise InputError(
+            f"data.batch_sequences = {batch_sequences} leaves some of {dp} ranks without a sequence; use "
+            f"data.batch_sequences = {dp} or more, or {batch_sequences} ranks at most"
+        )
+    layout = _all_reduced(settings, dp)
+    return replace(layout, microbatches=-(-batch_sequences // dp), sequences=batch_sequences)
+
+
+def _all_reduced(settings: LayoutSettings, dp: int) -> Layout:
     shards = _shards(settings, dp)
     secondary = _secondary(settings, shards)
     regather = settings.regather

@@ -11,7 +11,7 @@ Stages 0 to 2 carry flat buckets. Stage 3 carries units, of which each parameter
 in buckets there too.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, prod
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from motet.parallel.layout import Layout
 from motet.parallel.matrices import Shape, Sum, sums_of_buckets, sums_of_rows
 from motet.parallel.routes import Routes
 from motet.parallel.sending import Sender
+from motet.parallel.shares import told_by_rank, told_by_replica
 from motet.precision.recipe import Recipe
 
 MIB = 2**20
@@ -146,15 +147,30 @@ def traffic(portions: Portions, layout: Layout, recipe: Recipe, settings: Commun
     times = layout.microbatches if PLACEMENTS[layout.zero].gradients else 1
     grad, compute = recipe.reduce, recipe.reduce if deferred else recipe.compute
     loads = list(_loads(portions, layout, compression(settings, layout), grad, (shards, rank % shards)))
+    if layout.sequences:
+        scattered, summed = _sums_by_tree(loads, layout, DTYPE_BYTES[grad], rank)
+    else:
+        scattered = times * sum(sender.scattered(load.whole, grad, load.codecs.shards) for load in loads)
+        summed = sum(sender.summed(load.part, grad, load.codecs.replicas) for load in loads)
     return Traffic(
-        reduce_scatter=times * sum(sender.scattered(load.whole, grad, load.codecs.shards) for load in loads),
-        all_reduce=sum(sender.summed(load.part, grad, load.codecs.replicas) for load in loads),
+        reduce_scatter=scattered,
+        all_reduce=summed,
         all_gather=sum(
             load.gathers * sender.gathered(load.gathered, compute, load.codecs.parameters)
             + load.near * sender.gathered_near(load.gathered, compute)
             for load in loads
         ),
     )
+
+
+def _sums_by_tree(loads: Sequence[_Load], layout: Layout, width: int, rank: int) -> tuple[int, int]:
+    """What tree_sums.py sends: its own sums to those that share a copy, and the copy's to the other replicas."""
+    shards, replicas = layout.shards, layout.dp // layout.shards
+    told = sum(map(len, told_by_rank(layout, rank)))
+    of_replica = len(told_by_replica(layout, rank // shards))
+    scattered = told * sum(load.whole.numel // shards * (shards - 1) for load in loads)
+    summed = (of_replica + 1) * sum(ceil(load.part.numel / replicas) * (replicas - 1) for load in loads)
+    return width * scattered, width * summed
 
 
 def _loads(
@@ -218,7 +234,7 @@ def memory(
     return Memory(
         parameters=(whole + fixed) * compute,
         masters=(apart + rows) * master,
-        gradients=(shard if kept.gradients else whole) * DTYPE_BYTES[recipe.reduce] + rows * master,
+        gradients=(shard if kept.gradients or layout.sequences else whole) * DTYPE_BYTES[recipe.reduce] + rows * master,
         moments=moments * (shard + own) * DTYPE_BYTES[recipe.state],
         errors=errors * DTYPE_BYTES[recipe.reduce],
     )

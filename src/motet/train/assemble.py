@@ -91,7 +91,9 @@ def run_rank(job: Job, place: Place, folder: Path, stop: StopFlag, callbacks: Se
     """Train on this rank, from the newest checkpoint in the run folder or else from the start."""
     device = pick_device(job.run.device, place)
     keep_freed_memory()
-    torch.set_num_threads(threads_for(place, job.run.threads))
+    if job.run.reproducible and device.type == "cuda":
+        torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(threads_for(place, job.run.threads_wanted))
     with start_group(place, device, job.run.timeout_s, job.run.cpu_backend) as group, numerics(job):
         parts = build_parts(job, group, folder)
         restored = restore(parts)  # before anybody hears of a start, which may be refused here
@@ -119,7 +121,7 @@ def build_model(job: Job, device: torch.device) -> tuple[Loader, Trainee]:
 def build_parts(job: Job, group: Group, folder: Path) -> Parts:
     """Data, model and optimizer at step 0, the same for every layout."""
     recipe = RECIPES[job.precision.recipe]
-    layout = resolve_layout(job.layout, group.world, job.data.batch_sequences)
+    layout = resolve_layout(job.layout, group.world, job.data.batch_sequences, bool(job.run.reproducible))
     data, model = build_model(job, group.device)
     refuse_unlike(described(model.module), group)
     agree_on_values(model.module, group)
@@ -127,11 +129,13 @@ def build_parts(job: Job, group: Group, folder: Path) -> Parts:
     cast_frozen(model.module, recipe)
     manner = Manner(job.optimizer, job.communication, job.outer)
     updater, outer = make_updaters(model.module, recipe, group, layout, manner, job.data.batch_sequences)
-    engine = Engine(model.module, updater, group, job.optimizer.clip_norm, outer=outer)
+    bits = job.run.reproducible
+    engine = Engine(model.module, updater, group, job.optimizer.clip_norm, outer=outer, reproducible=bits is not None)
     if isinstance(updater.spread, FullSpread):
         calling = updater.spread.calling
         model = replace(model, loss_sum=calling(model.loss_sum), logits=calling(model.logits))
-    state = RunState(model.module, updater, group, folder / "checkpoints", job.checkpoint.keep, data.fingerprint, outer)
+    kept, saved = job.checkpoint.keep, folder / "checkpoints"
+    state = RunState(model.module, updater, group, saved, kept, data.fingerprint, outer, bits)
     steps = job.run.steps if job.run.steps is not None else data.steps_for_epochs(job.run.epochs or 1.0)
     return Parts(group, layout, data, model, engine, state, steps)
 

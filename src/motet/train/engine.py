@@ -4,7 +4,7 @@ The training of jobs goes the same way (train/step.py).
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ from motet.parallel.alike import described, refuse_unlike
 from motet.parallel.communication import CommunicationSettings, check_communication, undeferred
 from motet.parallel.course import plan_of
 from motet.parallel.data import agree_on_buffers, agree_on_values, saved_buffers
+from motet.parallel.exact import exact_sum
 from motet.parallel.full import FullSpread
 from motet.parallel.group import Group
 from motet.parallel.layout import Layout, LayoutSettings, parse_layout, resolve_layout
@@ -75,6 +76,8 @@ class Engine:
     """What `step` takes when it is given none."""
     outer: Outer | None = None
     """Replicas train apart, and meet by its rule."""
+    reproducible: bool = False
+    """Every layout is to have the same bits."""
     buffers: dict[str, Tensor] = field(default_factory=dict)
     """As the step began with them, on all ranks alike."""
     _skipped: int = 0
@@ -122,18 +125,26 @@ class Engine:
                 loss.backward()
         self.updater.spread.end_backward()
 
-    def update(self, learning_rate: float, loss: float, count: float, *others: float, stop: bool = False) -> Update:
-        """Divide what was summed by the count over all ranks, clip, and update, unless something is not finite."""
+    def update(
+        self, learning_rate: float, loss: float | Sequence[float], count: float, *others: float, stop: bool = False
+    ) -> Update:
+        """Divide what was summed by the count over all ranks, clip, and update, unless something is not finite.
+
+        `loss`: summed on this rank, or in as many parts as on all others; parts are added up in the end, exactly.
+        """
         peers = self.peers
+        self._refuse_changed_buffers()
+        parts = loss if isinstance(loss, Sequence) else [loss]
         with span("norm"):
             squares = self.updater.squares()
         with span("agree"):
-            given = [loss, count, squares, float(stop), *others]
-            loss, count, squares, stops, *sums = sum_scalars(given, peers, peers.device)
+            given = [count, squares, float(stop), *parts, *others]
+            count, squares, stops, *sums = sum_scalars(given, peers, peers.device)
+            total = exact_sum(sums[: len(parts)])
         with span("clip"):
             divisor = count if count > 0 else 1.0  # a step without anything to learn from has loss and gradient zero
             norm = math.sqrt(squares) / divisor
-            finite = math.isfinite(loss) and math.isfinite(norm)
+            finite = math.isfinite(total) and math.isfinite(norm)
             if finite:
                 self.updater.scale_gradients(self.scale_of(norm, count))
         with span("update"):
@@ -143,7 +154,8 @@ class Engine:
                 for name, buffer in saved_buffers(self.module).items():
                     buffer.data.copy_(self.buffers[name])
         agreed = self._advance(finite, stops > 0)
-        return Update(loss / divisor, norm, count, finite, tuple(sums), agreed.stop, agreed.skipped)
+        others = tuple(sums[len(parts) :])
+        return Update(total / divisor, norm, count, finite, others, agreed.stop, agreed.skipped)
 
     def scale_of(self, norm: float, count: float) -> float:
         """What sums of gradients are multiplied by to be the clipped gradient of the mean."""
@@ -182,6 +194,18 @@ class Engine:
                 return self.outer.advance(finite, stop) or Agreement(False, 0)
         self._skipped = 0 if finite else self._skipped + 1
         return Agreement(stop, self._skipped)
+
+    def _refuse_changed_buffers(self) -> None:
+        """A buffer that follows what one rank computes follows the layout."""
+        if not self.reproducible:
+            return
+        for name, buffer in saved_buffers(self.module).items():
+            if not torch.equal(buffer, self.buffers[name]):
+                raise InputError(
+                    f"run.reproducible = 'layout', but training changes the buffer {name!r} (running statistics, say), "
+                    "which follows what a rank has computed; use a model without such buffers, or leave "
+                    "run.reproducible out"
+                )
 
     def save(self, folder: str | Path, step: int) -> Path:
         """Write a checkpoint, which any layout can read; called by every rank."""

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from motet.collectives.execute import sum_scalars
 from motet.core.batch import Batch
 from motet.models.loss import cross_entropy
+from motet.parallel.exact import exact_sum
 from motet.parallel.group import Group
-from motet.parallel.layout import Layout, rows_of_rank
+from motet.parallel.layout import Layout
+from motet.parallel.shares import shares_of_rank
 from motet.train.step import Model
 
 
@@ -55,19 +57,26 @@ def evaluate(
 ) -> Evaluation:
     """Up to `most_batches` global batches of a split. `shares`: the group, its layout, sequences in a batch."""
     group, layout, batch_sequences = shares
-    sums = torch.zeros(3, dtype=torch.float64)
+    batches = min(most_batches, data.evaluation_batches(split))
+    losses = [0.0] * (batches * batch_sequences if layout.sequences else 1)
+    """Those of all rows one by one, where they are to be added in one way."""
+    sums = torch.zeros(2, dtype=torch.float64)
     classes = False
     was_training = model.module.training
     model.module.eval()
     try:
-        for index in range(min(most_batches, data.evaluation_batches(split))):
-            for rows in rows_of_rank(layout, group.rank, batch_sequences):
-                batch = data.evaluation_batch(split, index, rows).to(group.device)
+        for index in range(batches):
+            for share in shares_of_rank(layout, group.rank, batch_sequences):
+                batch = data.evaluation_batch(split, index, share.rows).to(group.device)
                 classes = batch.targets.ndim == 1 and not model.own_loss
-                sums += _judge_classes(model, batch) if classes else _judge_tokens(model, batch)
+                judged = _judge_classes(model, batch) if classes else _judge_tokens(model, batch)
+                if share.counts:
+                    losses[index * batch_sequences + share.rows.start if layout.sequences else 0] += judged[0].item()
+                    sums += judged[1:]
     finally:
         model.module.train(was_training)
-    loss, targets, right = sum_scalars(sums.tolist(), group, group.device)
+    targets, right, *losses = sum_scalars([*sums.tolist(), *losses], group, group.device)
+    loss = exact_sum(losses)
     return Evaluation(loss / max(targets, 1.0), targets, right / max(targets, 1.0) if classes else None)
 
 

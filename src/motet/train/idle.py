@@ -83,6 +83,8 @@ NEEDS: tuple[Needs, ...] = (
     *_rows("communication", "overlap bucket_mib first_bucket_mib", "layout.zero", (0, 1, 2)),
     *_rows("communication", "compress_over compress_after error_feedback", "compress_gradients", "given"),
     *_rows("communication", "compress_parameters", "layout.zero", (1, 2, 3)),
+    *_rows("layout", "microbatches", "run.reproducible", "absent"),
+    *_rows("communication", "all_reduce reduce_scatter", "run.reproducible", "absent"),
     *_rows("outer", "optimizer learning_rate momentum fragments delay mix", "every", "given"),
     *_rows("outer", "learning_rate momentum", "optimizer", ("nesterov",)),
     *_rows("outer", "mix", "delay", "given"),
@@ -105,8 +107,8 @@ def refuse_idle(job: object, source: str) -> None:
         section: Any = attrgetter(path)(job)
         if name not in section.model_fields_set:
             continue
-        keys = [attrgetter(key)(job) for key in needs.key.split(" or ")]
-        if not any(map(needs.met, keys)):
+        keys = [attrgetter(key)(job) for key in needs.key.split(" or ") if hasattr(job, key.partition(".")[0])]
+        if keys and not any(map(needs.met, keys)):
             shown = _shown(getattr(section, name))
             raise InputError(f"{source}: {needs.setting}{shown} has no effect {needs.remedy(keys[0])}")
 

@@ -21,6 +21,7 @@ from motet.parallel.layout import LayoutSettings
 from motet.parallel.meetings import OuterSettings
 from motet.precision.recipe import PrecisionSettings
 from motet.train.idle import drop_replaced, refuse_idle
+from motet.train.reproducible import conflicts
 from motet.train.settings import OptimizerSettings, RunSettings
 
 
@@ -46,6 +47,12 @@ class Job(Settings):
                 f"both run.steps = {self.run.steps} and run.epochs = {self.run.epochs}" if self.run.steps else "neither"
             )
             raise ValueError(f"a run needs either run.steps or run.epochs; {given} given")
+        return self
+
+    @model_validator(mode="after")
+    def _is_as_reproducible_as_asked(self) -> "Job":
+        for sentence in conflicts(self) if self.run.reproducible else ():
+            raise ValueError(sentence)
         return self
 
 

@@ -13,6 +13,7 @@ from motet.core.errors import InputError
 from motet.parallel.communication import CommunicationSettings, joined
 from motet.parallel.course import Parameters
 from motet.parallel.data import spread_flat
+from motet.parallel.exact import sum_of_squares
 from motet.parallel.full import spread_full
 from motet.parallel.group import Group
 from motet.parallel.layout import Layout
@@ -20,6 +21,7 @@ from motet.parallel.mesh import make_mesh
 from motet.parallel.placement import has_rows
 from motet.parallel.spread import Piece, Spread
 from motet.precision.recipe import Recipe
+from motet.train.elementwise import Elementwise
 from motet.train.settings import OptimizerSettings
 
 GroupKey = tuple[float, float]
@@ -77,14 +79,18 @@ def make_updater(
         spread = flat = spread_flat(in_order, recipe, mesh, layout, communication)
         if communication.overlap == "forward":
             flat.run_ahead(module)
-    return Updater(spread, list(groups), settings)
+    return Updater(spread, list(groups), settings, group if layout.sequences else None)
 
 
 class Updater:
     """The optimizer of this rank's shards of the weights."""
 
-    def __init__(self, spread: Spread, keys: Sequence[GroupKey], settings: OptimizerSettings) -> None:
+    def __init__(
+        self, spread: Spread, keys: Sequence[GroupKey], settings: OptimizerSettings, exactly: Group | None = None
+    ) -> None:
+        """`exactly`: the ranks, where every layout is to have the same bits."""
         self.spread = spread
+        self._exactly = exactly
         self._settings = settings
         self._scales = [scale for scale, _ in keys]
         self._tensors = [nn.Parameter(master, requires_grad=False) for master in spread.masters]
@@ -95,14 +101,19 @@ class Updater:
             }
             for number, (_, decay) in enumerate(keys)
         ]
-        self._optimizer = make_optimizer(groups, settings)
+        self._optimizer = Elementwise(groups, settings) if exactly else make_optimizer(groups, settings)
+        for tensor in self._tensors if exactly else ():
+            self._moments(tensor)
 
     def squares(self) -> float:
-        """What this rank adds to the square of the norm of all gradients."""
+        """What this rank adds to the square of the norm of all gradients; where that must be exact, one adds it all."""
+        if self._exactly:
+            total = sum_of_squares(self.spread.reduced() if self.spread.counts else [], self._exactly)
+            return total if self._exactly.rank == 0 else 0.0
         return self.own_squares() if self.spread.counts else 0.0
 
     def own_squares(self) -> float:
-        """The same of what this rank has of them, whether it counts or a replica's does."""
+        """What this rank has of it, whether it counts or a replica's does."""
         return float(sum(torch.linalg.vector_norm(grad).item() ** 2 for grad in self.spread.reduced()))
 
     def scale_gradients(self, factor: float) -> None:

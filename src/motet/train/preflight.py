@@ -23,7 +23,7 @@ def check_job(job: Job, ranks: int) -> Layout:
     check_model(job)
     served = job.layout.has_desk
     parts = (job.layout.server.shares if served else None) or ranks
-    layout = resolve_layout(job.layout, parts, job.data.batch_sequences)
+    layout = resolve_layout(job.layout, parts, job.data.batch_sequences, bool(job.run.reproducible))
     check_communication(job.communication, layout, apart=job.outer.every is not None)
     if served:
         check_server(job.layout.server, ranks)

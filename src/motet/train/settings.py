@@ -72,7 +72,9 @@ class RunSettings(Settings):
     """Local ranks that `motet train` starts; `--ranks` on the command line counts more, torchrun and Slurm most."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """Threads per rank on the CPU; the cores of the machine shared evenly when not given."""
+    """Threads per rank on the CPU; the cores of the machine shared evenly when not given, or 1 with `reproducible`."""
+    reproducible: Literal["layout"] | None = None
+    """`layout`: the same bits whatever the number of ranks and `layout.zero`, for some more time."""
     folder: PlaceName | None = None
     """The run folder; `runs/NAME-001` and so on when not given."""
     existing: Literal["resume", "refuse", "number"] = "resume"
@@ -87,3 +89,8 @@ class RunSettings(Settings):
     """How long a rank waits for the others in one collective."""
     cpu_backend: Literal["auto", "motet", "gloo"] = "auto"
     """What carries the collectives of CPU ranks: `auto` takes `motet` on Linux on x86-64, and Gloo elsewhere."""
+
+    @property
+    def threads_wanted(self) -> int | None:
+        """Other numbers of threads add in other orders, so none is guessed from the machine where bits matter."""
+        return self.threads or (1 if self.reproducible else None)

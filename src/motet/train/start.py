@@ -67,7 +67,7 @@ def supervise(request: Request, outside: Outside) -> tuple[Path, Ended]:
     choice = _choose(request)
     with outside.progress() as progress:
         check_data(job, prepare(job.data, progress))
-    threads = threads_for(Place(0, ranks, 0, ranks, 0, ""), job.run.threads)
+    threads = threads_for(Place(0, ranks, 0, ranks, 0, ""), job.run.threads_wanted)
     with _opened(request, choice, ranks, threads, outside.tell) as before:
         path = before.path
         start = Launch(
@@ -107,7 +107,7 @@ def join_run(request: Request, desk: str, outside: Outside) -> Ended:
     check_memory(job, job.run.ranks)
     with outside.progress() as progress:
         check_data(job, prepare(job.data, progress))
-    threads = threads_for(Place(0, job.run.ranks, 0, job.run.ranks, 0, ""), job.run.threads)
+    threads = threads_for(Place(0, job.run.ranks, 0, job.run.ranks, 0, ""), job.run.threads_wanted)
     outside.tell(f"joining the run at {desk} with {job.run.ranks} worker{'s' * (job.run.ranks > 1)}")
     with tempfile.TemporaryDirectory(prefix="motet-") as folder:
         write_start(Path(folder), job, describe_start(job.run.ranks, threads, request.command_line))
@@ -150,7 +150,7 @@ def run(job: Job, callbacks: Sequence[Callback] = ()) -> "tuple[Path, Outcome]":
         errors().print(text, highlight=False)
 
     with (
-        _opened(request, choice, 1, threads_for(ALONE, job.run.threads), tell) as before,
+        _opened(request, choice, 1, threads_for(ALONE, job.run.threads_wanted), tell) as before,
         _taken_back(before),
         stop_on_signals() as stop,
     ):
@@ -191,7 +191,7 @@ def _join(request: Request, place: Place, stop: StopFlag, tell: Tell) -> int:
                 path = answer(store, before)
                 stack.enter_context(held(Path(path)))
                 return path
-            threads = threads_for(place, job.run.threads)
+            threads = threads_for(place, job.run.threads_wanted)
             opened = stack.enter_context(_opened(request, _choose(request), place.world, threads, tell))
             if opened.was_run:  # a new folder stays: the launcher may start the ranks again, for the same run
                 stack.enter_context(_taken_back(opened))

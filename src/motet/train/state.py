@@ -32,6 +32,8 @@ class RunState:
     keep: int
     data_fingerprint: str
     outer: Outer | None = None
+    reproducible: str | None = None
+    """What the bits of the run do not depend on."""
 
     def tensors(self) -> dict[str, Tensor]:
         """By name, as views: reading them saves the run, writing to them restores it."""
@@ -60,6 +62,7 @@ class RunState:
             shapes={name: list(t.size()) for name, t in tensors.items()},
             dtypes={name: str(t.dtype).removeprefix("torch.") for name, t in tensors.items()},
             outer={} if self.outer is None else {**self.outer.stands(), "steps": self.outer.steps},
+            reproducible=self.reproducible,
         )
         path = save_checkpoint(self.folder, tensors, manifest, self.keep, self.group.process_group)
         return path, sum(t.nbytes for t in tensors.values())
@@ -109,7 +112,14 @@ class RunState:
 
     def _changes(self, manifest: Manifest) -> list[str]:
         """What changed that alters the order of additions, and so the last bits."""
-        now = {"ranks": self.group.world, "threads": torch.get_num_threads(), "torch": torch.__version__}
+        now = {
+            "ranks": self.group.world,
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "reproducible": self.reproducible,
+        }
+        if manifest.reproducible == self.reproducible == "layout":
+            del now["ranks"]
         apart = []
         if manifest.outer and not self._fits(manifest):
             apart = [

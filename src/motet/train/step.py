@@ -15,7 +15,8 @@ from torch import Tensor
 from motet.core.batch import Batch
 from motet.core.trace import span
 from motet.monitor.events import RanksCompared, ServerWork
-from motet.parallel.layout import Layout, rows_of_rank
+from motet.parallel.layout import Layout
+from motet.parallel.shares import Share, shares_of_rank
 from motet.train.engine import Engine, Update
 
 
@@ -60,8 +61,8 @@ class StepResult:
 class Done:
     """What a rank has done in a step before the update."""
 
-    loss: float
-    """Sum over its targets."""
+    losses: list[float]
+    """Sums over its targets: one, or one for each row of the global batch."""
     targets: float
     tokens: int
     batches: list[Batch]
@@ -102,7 +103,7 @@ class Stepper:
         self.engine.begin()
         own = self._forward_and_backward(number, keep=watcher is not None)
         seen = watcher.look(number, own) if watcher else None
-        done = self.engine.update(learning_rate, own.loss, own.targets, float(own.tokens), stop=stop)
+        done = self.engine.update(learning_rate, own.losses, own.targets, float(own.tokens), stop=stop)
         compared = watcher.compare(number, seen, done) if watcher else None
         met = self.engine.finish() if last else None
         total_tokens = int(done.sums[0]) * self._replicas
@@ -121,19 +122,30 @@ class Stepper:
         """Gradients are summed over micro-batches and ranks. `keep`: what was read."""
         losses, targets, tokens, kept = [], 0.0, 0, []
         group = self.engine.group
-        portions = rows_of_rank(self.layout, group.rank, self.batch_sequences)
-        for part, rows in enumerate(portions):
+        shares = shares_of_rank(self.layout, group.rank, self.batch_sequences)
+        for part, share in enumerate(shares):
             with span("read"):
-                batch = self.samples.batch(number, rows)
-                targets += batch.weights.sum(dtype=torch.float64).item()
-                tokens += batch.tokens.numel()
-                kept += [batch] if keep else []
+                batch = self.samples.batch(number, share.rows)
+                if share.counts:
+                    targets += batch.weights.sum(dtype=torch.float64).item()
+                    tokens += batch.tokens.numel()
+                    kept += [batch] if keep else []
             with span("move"):
                 batch = batch.to(group.device)
             with self.model.randomness(number, batch.rows):
                 with span("forward"):
                     loss = self.model.loss_sum(batch)
-                self.engine.backward(loss, part == 0, part == len(portions) - 1)
+                self.engine.backward(loss, part == 0, part == len(shares) - 1)
             losses.append(loss.detach())
-        found = torch.stack(losses)
-        return Done(found.sum(dtype=torch.float64).item(), targets, tokens, kept, found[0].item() if keep else 0.0)
+        found = torch.stack(losses).to(torch.float64)
+        return Done(self._loss_sums(found, shares), targets, tokens, kept, found[0].item() if keep else 0.0)
+
+    def _loss_sums(self, losses: Tensor, shares: list[Share]) -> list[float]:
+        """One, or one for each row of the global batch, so that all can be added in one way."""
+        if self.layout.sequences is None:
+            return [losses.sum().item()]
+        sums = [0.0] * self.layout.sequences
+        for loss, share in zip(losses.tolist(), shares, strict=True):
+            if share.counts:
+                sums[share.rows.start] = loss
+        return sums

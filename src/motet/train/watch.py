@@ -24,7 +24,8 @@ from motet.core.trace import span
 from motet.monitor.events import RanksCompared
 from motet.parallel.communication import CommunicationSettings, joined
 from motet.parallel.group import Group
-from motet.parallel.layout import Layout, rows_of_rank
+from motet.parallel.layout import Layout
+from motet.parallel.shares import rows_of_rank
 from motet.parallel.spread import Piece
 from motet.train.compared import MEANS, Broken, Expected, Report, bits_of, broken, odd_ones, rows_digest, wrapped
 from motet.train.engine import Engine, Update

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from motet.core.errors import InputError
 from motet.models.randomness import LogicalRandomness
 from motet.parallel.group import Group
-from motet.parallel.layout import Layout, LayoutSettings, parse_layout, resolve_layout, rows_of_rank
+from motet.parallel.layout import Layout, LayoutSettings, parse_layout, resolve_layout
+from motet.parallel.shares import rows_of_rank
 from motet.precision.promote import float64_mode
 from motet.train.engine import Engine, parallelize
 from motet.train.settings import OptimizerSettings

@@ -1,7 +1,7 @@
 """What one rank computes in a step, tensor by tensor."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
@@ -196,7 +196,9 @@ class _Engine(Engine):
 
     recorder: Recorder = field(default_factory=Recorder)
 
-    def update(self, learning_rate: float, loss: float, count: float, *others: float, stop: bool = False) -> Update:
+    def update(
+        self, learning_rate: float, loss: float | Sequence[float], count: float, *others: float, stop: bool = False
+    ) -> Update:
         spread, recorder = self.updater.spread, self.recorder
         summed: dict[str, Piece] = {} if spread.arrives_late else _copies(spread.pieces(spread.gradients()))
         with ExitStack() as stack:

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from motet.parallel.layout import Layout, rows_of_rank
+from motet.parallel.layout import Layout
+from motet.parallel.shares import rows_of_rank
 from motet.verify.compare import reference_of
 from motet.verify.parts import Site, Whole
 from motet.verify.record import Seen

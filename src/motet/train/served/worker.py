@@ -11,12 +11,13 @@ from motet.data.loader import Loader
 from motet.models.build import Trainee
 from motet.parallel.flat import FlatWeights, Gradients
 from motet.parallel.group import pick_device
-from motet.parallel.layout import Layout, resolve_layout, rows_of_rank
+from motet.parallel.layout import Layout, resolve_layout
 from motet.parallel.server.attend import Attendant, GivenUpError
 from motet.parallel.server.client import Client
 from motet.parallel.server.protocol import Ticket, View
 from motet.parallel.server.settings import owners_of, updates_alone
 from motet.parallel.server.shelf import Plan
+from motet.parallel.shares import shares_of_rank
 from motet.parallel.uses import Uses
 from motet.precision.master import cast_frozen
 from motet.precision.recipe import RECIPES
@@ -96,7 +97,7 @@ class Worker:
         attendant = self.attendant
         assert attendant
         step, index = divmod(ticket.share, layout.dp)
-        portions = rows_of_rank(layout, index, self.job.data.batch_sequences)
+        portions = [share.rows for share in shares_of_rank(layout, index, self.job.data.batch_sequences)]
         gradients = self.weights.gradients
         gradients.begin()
         loss_sum, count, tokens = 0.0, 0.0, 0.0

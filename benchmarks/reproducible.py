@@ -1,0 +1,163 @@
+"""The price of `run.reproducible = "layout"`: a step of it beside a usual one, in turn.
+
+Three ways train the decoder of the job `tiny` from the same values on the same batches, in the same rank processes: the
+usual one, the usual one with micro-batches of one sequence, which tells what computing them one by one costs, and the
+reproducible one. A round does some steps of each, and who comes first changes from round to round; it gives one ratio
+of the steps' medians. Told are medians with quartiles over the rounds.
+
+    python benchmarks/reproducible.py [--ranks 2] [--rounds 9] [--stages 0 1 2 3] [--lengths 256 64] [--page]
+
+--page writes docs/benchmarks/reproducible.md.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from parts.pages import DOCS, fill, machine, table
+from parts.ranks import launch
+from parts.tables import quartiles
+
+if TYPE_CHECKING:
+    from motet.core.batch import Batch
+    from motet.parallel.group import Group
+
+PAGE = DOCS / "reproducible.md"
+ROWS, VOCABULARY = 16, 4096
+USUAL, ONE_BY_ONE, REPRODUCIBLE = "usual", "usual, one by one", "reproducible"
+WAYS = (USUAL, ONE_BY_ONE, REPRODUCIBLE)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="per rank")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=2, help="timed in a round, after one that is not")
+    parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 64], help="of sequences, in tokens")
+    parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        measure(options)
+    else:
+        sys.exit(launch(options.ranks, options.threads))
+
+
+def measure(options: argparse.Namespace) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import motet.collectives.backend  # noqa: F401  (registers it)
+    from motet.cluster.allocator import keep_freed_memory
+    from motet.parallel.group import Group
+
+    torch.set_num_threads(options.threads)
+    keep_freed_memory()
+    dist.init_process_group("cpu:motet")
+    group = Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, torch.device("cpu"))
+    rows = []
+    for length in options.lengths:
+        for stage in options.stages:
+            steps = {way: stepper(way, stage, length, group) for way in WAYS}
+            times = take_turns(steps, options)
+            if group.rank == 0:
+                rows.append([str(length), str(stage), *cells(times)])
+                print(" | ".join(rows[-1]), flush=True)
+    if group.rank == 0:
+        told = table(["tokens in a sequence", "stage", "one by one / usual", "reproducible / usual"], rows)
+        where = f"{machine()}; {group.world} ranks x {options.threads} threads, {options.rounds} rounds."
+        print(f"\n{told}\n{where}")
+        if options.page:
+            fill(PAGE, [f"Measured on {where}", told])
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def cells(times: dict[str, list[float]]) -> list[str]:
+    return [ratio(times[way], times[USUAL]) for way in WAYS[1:]]
+
+
+def ratio(ours: list[float], usual: list[float]) -> str:
+    low, middle, high = quartiles([a / b for a, b in zip(ours, usual, strict=True)])
+    return f"{middle:.3f}x ({low:.3f} to {high:.3f})"
+
+
+def take_turns(steps: dict[str, Callable[[], float]], options: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of a step in each round, as the mean over the ranks; the first round warms up."""
+    import torch
+    import torch.distributed as dist
+
+    times: dict[str, list[float]] = {way: [] for way in steps}
+    for number in range(options.rounds + 1):
+        turn = number % len(WAYS)
+        for way in WAYS[turn:] + WAYS[:turn]:
+            dist.barrier()
+            seconds = [steps[way]() for _ in range(1 + options.steps)][1:]
+            found = torch.tensor(statistics.median(seconds), dtype=torch.float64)
+            dist.all_reduce(found)
+            if number:
+                times[way].append(float(found) / dist.get_world_size())
+    return times
+
+
+def stepper(way: str, stage: int, length: int, group: "Group") -> Callable[[], float]:
+    """Does one step, and says how long it took."""
+    import torch
+
+    from motet import load_job
+    from motet.models.build import build_trainee
+    from motet.parallel.communication import CommunicationSettings
+    from motet.parallel.full import FullSpread
+    from motet.parallel.layout import LayoutSettings, resolve_layout
+    from motet.precision.recipe import RECIPES
+    from motet.train.engine import Engine
+    from motet.train.optimizer import make_updater
+    from motet.train.settings import OptimizerSettings
+    from motet.train.step import Stepper
+
+    trainee = build_trainee(load_job("tiny").model, 0, torch.float32, group.device)
+    parts = ROWS // group.world if way == ONE_BY_ONE else 1
+    settings = LayoutSettings(zero=stage, microbatches=parts)
+    layout = resolve_layout(settings, group.world, ROWS, way == REPRODUCIBLE)
+    optimizer = OptimizerSettings()
+    updater = make_updater(trainee.module, optimizer, RECIPES["fp32"], group, layout, CommunicationSettings())
+    if isinstance(updater.spread, FullSpread):
+        trainee = replace(trainee, loss_sum=updater.spread.calling(trainee.loss_sum))
+    engine = Engine(trainee.module, updater, group, optimizer.clip_norm, reproducible=way == REPRODUCIBLE)
+    whole = Stepper(trainee, Tokens(length), engine, layout, ROWS)
+
+    def step() -> float:
+        start = time.perf_counter()
+        whole.step(0, optimizer.learning_rate)
+        return time.perf_counter() - start
+
+    return step
+
+
+class Tokens:
+    """The same batch in every step."""
+
+    def __init__(self, length: int) -> None:
+        import torch
+
+        self._tokens = torch.randint(0, VOCABULARY, (ROWS, length + 1), generator=torch.Generator().manual_seed(7))
+
+    def batch(self, step: int, rows: range) -> "Batch":
+        import torch
+
+        from motet.core.batch import Batch
+
+        numbers = torch.arange(rows.start, rows.stop)
+        tokens = self._tokens[numbers]
+        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        return Batch(inputs, targets, torch.ones(targets.shape), numbers)
+
+
+if __name__ == "__main__":
+    main()

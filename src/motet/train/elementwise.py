@@ -1,0 +1,67 @@
+"""AdamW and SGD of which every element has the same bits wherever it stands: in whatever shard, at whatever place.
+
+A fused step may compute the last elements of a tensor by other instructions than those before, which round otherwise
+(torch's AdamW does on x86). Here each operation is one multiplication, addition, division or root of each element,
+rounded as IEEE 754 says.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from motet.train.settings import OptimizerSettings
+
+PIECE_ELEMENTS = 1 << 16
+"""What is worked on at once, so that everything of it stays in the cache of a CPU."""
+
+
+class Elementwise(torch.optim.Optimizer):
+    """Keeps what torch's optimizers of these names keep. It makes no tensor of its own: whoever has it does."""
+
+    def __init__(self, groups: list[dict[str, Any]], settings: OptimizerSettings) -> None:
+        super().__init__(groups, {"lr": settings.learning_rate})
+        self._settings = settings
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch's may have a loss to give
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                rates = (group["lr"], group["weight_decay"])
+                if self._settings.name == "adamw":
+                    _adamw(self._settings, rates, parameter, state)
+                else:
+                    _sgd(self._settings, rates, parameter, state)
+
+
+def _adamw(
+    settings: OptimizerSettings, rates: tuple[float, float], parameter: Tensor, state: dict[str, Tensor]
+) -> None:
+    state["step"] += 1
+    count, (beta1, beta2), (rate, decay) = state["step"].item(), settings.betas, rates
+    correction1, root2 = 1 - beta1**count, (1 - beta2**count) ** 0.5
+    for p, g, mean, square in _pieces(parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]):
+        p.mul_(1 - rate * decay)
+        mean.mul_(beta1).add_(g * (1 - beta1))
+        square.mul_(beta2).add_((g * g).mul_(1 - beta2))
+        below = square.sqrt().div_(root2).add_(settings.eps)
+        p.sub_((mean * (rate / correction1)).div_(below))
+
+
+def _sgd(settings: OptimizerSettings, rates: tuple[float, float], parameter: Tensor, state: dict[str, Tensor]) -> None:
+    rate, decay = rates
+    momentum = [state["momentum_buffer"]] if settings.momentum else []
+    for p, g, *buffers in _pieces(parameter, parameter.grad, *momentum):
+        change = (p * decay).add_(g) if decay else g
+        for buffer in buffers:
+            buffer.mul_(settings.momentum).add_(change)
+            change = (buffer * settings.momentum).add_(change) if settings.nesterov else buffer
+        p.sub_(change * rate)
+
+
+def _pieces(*tensors: Tensor | None) -> Any:
+    """The same elements of all of them."""
+    return zip(*(tensor.view(-1).split(PIECE_ELEMENTS) for tensor in tensors if tensor is not None), strict=True)

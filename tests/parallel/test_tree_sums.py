@@ -1,0 +1,53 @@
+"""What sums by a tree send and keep is what placement.py says, to the byte."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from motet.parallel import tree_sums
+from motet.parallel.group import Group
+from motet.parallel.placement import traffic
+from motet.precision.recipe import RECIPES
+from motet.train.assemble import build_parts
+from motet.train.job import Job
+from parallel.counting import count_bytes
+from ranks import Ranks
+from train.runs import small_job
+
+
+@pytest.mark.parametrize(
+    ("world", "batch", "layout"),
+    [(2, 8, "zero=0"), (3, 10, "zero=0"), (3, 10, "zero=1"), (4, 10, "zero=2 shard_group=2"), (3, 7, "zero=3")],
+)
+def test_bytes(ranks: Ranks, tmp_path: Path, world: int, batch: int, layout: str) -> None:
+    settings = [f"layout.{setting}" for setting in layout.split()]
+    same = ["run.reproducible=layout", "communication.all_gather=ring", f"data.batch_sequences={batch}"]
+    job = small_job(tmp_path, *same, *settings, "precision.recipe=fp32")
+    for sent, said, programs, whole, kept, said_kept in ranks.run(world, _count, job, str(tmp_path)):
+        assert sent == said > 0
+        assert programs + sent == whole
+        assert kept == said_kept
+
+
+def _count(group: Group, job: Job, folder: str) -> tuple[int, ...]:
+    """By sums, in two steps, and what was said; by Programs, and what was said of all; kept, and what was said."""
+    given = [0]
+    with pytest.MonkeyPatch.context() as inside:
+        for name, is_cut in (("all_to_all", True), ("all_gather", False)):
+            inside.setattr(tree_sums, name, _counting(getattr(tree_sums, name), given, is_cut))
+        programs, whole, kept, said_kept = count_bytes(group, job)
+    parts = build_parts(job, group, Path(folder))
+    said = traffic(parts.updater.spread.portions, parts.layout, RECIPES["fp32"], job.communication, group.rank)
+    return given[0], 2 * (said.reduce_scatter + said.all_reduce), programs, whole, kept, said_kept
+
+
+def _counting(collective: Callable[..., Any], given: list[int], is_cut: bool) -> Callable[..., Any]:
+    """What is cut over ranks stays with this one in part; what is gathered goes to each of the others."""
+
+    def call(output: Any, input: Any, ranks: Group, *args: Any, **kwargs: Any) -> Any:
+        given[0] += input.nbytes * (ranks.world - 1) // (ranks.world if is_cut else 1)
+        return collective(output, input, ranks, *args, **kwargs)
+
+    return call
