@@ -69,10 +69,11 @@ CLEAN: dict[str, tuple[int, str, list[str]]] = {
     "apart": (4, "bert", ["layout.zero=1", "layout.shard_group=2", "outer.every=2"]),
     "apart, alone": (2, "bert", ["outer.every=3"]),
     "one rank": (1, "gpt2", []),
+    "same bits, uneven": (3, "decoder", ["run.reproducible=layout", "layout.zero=3", "data.batch_sequences=10"]),
 }
 
 
-QUICK = ("stage 1, bf16", "stage 2, hybrid", "stage 3", "stage 3, hybrid", "servers", "apart")
+QUICK = ("stage 1, bf16", "stage 2, hybrid", "stage 3", "stage 3, hybrid", "servers", "apart", "same bits, uneven")
 
 
 @pytest.mark.parametrize("case", [one if one in QUICK else pytest.param(one, marks=pytest.mark.proof) for one in CLEAN])

@@ -60,6 +60,8 @@ class Expected:
     """That these ranks read together."""
     targets: float
     """As the step has counted them, by which the sums were divided."""
+    norm_again: bool = True
+    """The norm is what ranks find by themselves, but for rounding; not where it was summed up exactly."""
 
 
 class Broken(NamedTuple):
@@ -174,7 +176,7 @@ def _counted(reports: Sequence[Report], targets: float) -> list[Broken]:
 def _norm(reports: Sequence[Report], expected: Expected) -> list[Broken]:
     """The norm from the gradients of each replica: a rounding for each rank, for the division, and the root."""
     norm, replicas = float_of(reports[0].norm), range(len(expected.sums[0]))
-    for replica in replicas if math.isfinite(norm) else ():
+    for replica in replicas if expected.norm_again and math.isfinite(norm) else ():
         ranks = tuple(found[replica] for found in expected.sums)
         squares = math.fsum(float_of(reports[rank].squares) for rank in ranks)
         again = math.sqrt(squares) / (expected.targets if expected.targets > 0 else 1.0)

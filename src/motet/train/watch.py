@@ -132,7 +132,8 @@ class Watch:
         first = self.engine.group.rank - self.engine.peers.rank
         rows = [part for rank in range(first, first + layout.dp) for part in self._rows(rank)]
         states = (tuple(range(layout.dp)),) if together.deferred else together.replicas
-        return Expected(together.replicas, states, range(rows[0].start, rows[-1].stop), targets)
+        read = range(min(part.start for part in rows), max(part.stop for part in rows))
+        return Expected(together.replicas, states, read, targets, norm_again=not self.engine.reproducible)
 
     def _losses(self, number: int, done: Done, other: Batch) -> tuple[int, int]:
         """Of this rank's first micro-batch, and of its neighbour's, computed here without gradients.

@@ -96,7 +96,8 @@ class JobTrial:
         return JobBuilt(self.job, build_parts(self.job, group, folder))
 
     def cut(self, parts: int) -> "JobTrial":
-        return JobTrial(self.job.model_copy(update={"layout": LayoutSettings(microbatches=parts)}))
+        usual = self.job.run.model_copy(update={"reproducible": None})
+        return JobTrial(self.job.model_copy(update={"layout": LayoutSettings(microbatches=parts), "run": usual}))
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def subject_of(job: Job, layouts: Sequence[str], tell: Tell) -> Subject:
     if job.outer.every is not None:
         raise InputError(
             f"outer.every = {job.outer.every}: replicas that train apart do not compute what one device does; leave it "
-            "out (outer.every=false is none), and verify how each replica is spread"
+            "out, and verify how each replica is spread"
         )
     candidates = [laid_out(job, layout) for layout in layouts]
     for key in ("compress_gradients", "compress_parameters"):
