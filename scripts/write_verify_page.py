@@ -1,0 +1,162 @@
+"""Verify every layout for up to so many ranks on ten families of models, and write the table of the worst figures.
+
+python scripts/write_verify_page.py            # all families; takes an hour on two cores
+python scripts/write_verify_page.py llama t5   # these again; the others stay as they are in the page's data
+python scripts/write_verify_page.py --page     # the page from its data
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from motet.cli.environment import read_environment
+from motet.train.job import Job, load_job
+from motet.verify.layouts import layouts_for
+from motet.verify.verdict import Verdict
+from motet.verify.verify import subject_of, verify
+
+ROOT = Path(__file__).parents[1]
+DATA, PAGE = ROOT / "docs" / "reference" / "verify-matrix.json", ROOT / "docs" / "reference" / "verify-matrix.md"
+RANKS = 4
+OWN = "vocab_size=260, context=64, layers=2, hidden=32, heads=4, ffn_hidden=48"
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 260,
+}
+CAUSAL = {**SMALL, "num_key_value_heads": 2, "max_position_embeddings": 64}
+FAMILIES: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "decoder": ([f"model={{family='decoder', {OWN}, kv_heads=2, dropout=0.1}}"], {}),
+    "encoder": ([f"model={{family='encoder', {OWN}, dropout=0.1}}", "data.objective=masked"], {}),
+    "encoder-decoder": (
+        [f"model={{family='encoder-decoder', {OWN.replace('260', '359')}, dropout=0.1}}", "data.objective=spans"],
+        {},
+    ),
+    "classifier": (
+        [
+            f"model={{family='encoder', {OWN}, head='classify', classes=2, dropout=0.1}}",
+            *("data.objective=classify", "data.source=made:majority", "data.samples=200"),
+        ],
+        {},
+    ),
+    "llama": ([], {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **CAUSAL}),
+    "qwen2": (
+        [],
+        {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], **CAUSAL, "tie_word_embeddings": True},
+    ),
+    "mistral": (
+        [],
+        {"model_type": "mistral", "architectures": ["MistralForCausalLM"], **CAUSAL, "sliding_window": 8},
+    ),
+    "gpt2": (
+        [],
+        {
+            "model_type": "gpt2",
+            "architectures": ["GPT2LMHeadModel"],
+            "vocab_size": 260,
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 64,
+        },
+    ),
+    "gpt_neox": (
+        [],
+        {
+            "model_type": "gpt_neox",
+            "architectures": ["GPTNeoXForCausalLM"],
+            **SMALL,
+            "max_position_embeddings": 64,
+            "attention_dropout": 0.1,
+            "hidden_dropout": 0.1,
+        },
+    ),
+    "bert": (
+        ["data.objective=masked"],
+        {"model_type": "bert", "architectures": ["BertForMaskedLM"], **SMALL, "max_position_embeddings": 64},
+    ),
+    "llama with adapters": (
+        ["model.adapters={rank=4, targets=['*q_proj', '*v_proj']}"],
+        {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **CAUSAL},
+    ),
+}
+
+
+def job_of(family: str, folder: Path) -> Job:
+    """A small job; the first few samples of Python's own library source, as bytes."""
+    overrides, config = FAMILIES[family]
+    common = [
+        *("data.tokenizer=bytes", "data.sequence_length=32", "data.samples=400", "data.validation_fraction=0.1"),
+        *("optimizer.learning_rate=0.003", "optimizer.clip_norm=0.05", "monitor.tensorboard=false"),
+    ]
+    if config:
+        (folder / "config.json").write_text(json.dumps(config))
+        common.append(f"model={{factory='hf:{folder}'}}")
+    return load_job("tiny", [*common, *overrides])
+
+
+def judged(family: str) -> dict[str, dict[str, Any]]:
+    """Layout -> what is known of it."""
+    with tempfile.TemporaryDirectory() as name:
+        subject = subject_of(job_of(family, Path(name)), layouts_for(RANKS), print)
+        found = {}
+        for verdict in verify(subject, read_environment(), print):
+            print(f"{family}: {verdict}", flush=True)
+            found[verdict.layout] = _kept(verdict)
+        return found
+
+
+def _kept(verdict: Verdict) -> dict[str, Any]:
+    known = verdict.as_json()
+    return {key: known[key] for key in ("ok", "worst_relative", "worst_tensor", "first_difference", "cause")}
+
+
+def page(data: dict[str, dict[str, dict[str, Any]]], commit: str) -> str:
+    """The table."""
+    families = [family for family in FAMILIES if family in data]
+    layouts = [layout for layout in layouts_for(RANKS) if any(layout in data[family] for family in families)]
+    worst = max((row["worst_relative"] or 0.0 for one in data.values() for row in one.values()), default=0.0)
+    count = sum(len(one) for one in data.values())
+    wrong = sum(not row["ok"] for one in data.values() for row in one.values())
+    lines = [
+        "# Every layout, on ten families of models",
+        "",
+        f"{count} pairs of a layout and a model, {wrong} of them wrong, by `motet verify` in float64: three steps,",
+        "each from a state of one device; three in a row; one from a checkpoint; an evaluation. A figure is the worst",
+        f"relative difference of any tensor, from samples to parameters; the worst of all is {worst:.1e}. Made by",
+        f"`python scripts/write_verify_page.py` at commit {commit}; the models of the script have random weights.",
+        "",
+        f"| layout | {' | '.join(families)} |",
+        f"|---|{'---|' * len(families)}",
+    ]
+    for layout in layouts:
+        cells = [_cell(data[family].get(layout)) for family in families]
+        lines.append(f"| `{layout}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    return f"{row['worst_relative']:.1e}" if row["ok"] else "**wrong**"
+
+
+def main() -> int:
+    data: dict[str, Any] = json.loads(DATA.read_text()) if DATA.exists() else {"commit": "", "families": {}}
+    if "--page" not in sys.argv:
+        for family in sys.argv[1:] or list(FAMILIES):
+            data["families"][family] = judged(family)
+            head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+            data["commit"] = head.stdout.strip()
+            DATA.write_text(json.dumps(data, indent=1) + "\n")
+    PAGE.write_text(page(data["families"], data["commit"]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""Mistakes in shares of ranks, in the formulas of updates, and in what is kept from step to step."""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from motet.collectives.lane import Done
+from motet.parallel.carry import Carry
+from motet.parallel.data import FlatSpread
+from motet.parallel.flat import Gradients
+from motet.parallel.full import FullSpread
+from motet.train import optimizer
+from motet.train.engine import Engine
+from motet.train.optimizer import Updater
+from motet.train.state import RunState
+from verify.planting import fault, nothing, replaced
+
+Patch = AbstractContextManager[object]
+
+
+def _times(factor: float) -> Any:
+    def wrong(own: Any) -> Any:
+        def fill(self: Gradients, number: int) -> None:
+            own(self, number)
+            self.bucket(number).mul_(factor)
+
+        return fill
+
+    return wrong
+
+
+@fault("dp=3 zero=0", "dp=3 zero=2", first="gradient .*", cause="-1 times that of rank 1")
+def a_rank_has_the_wrong_sign(rank: int) -> Patch:
+    return replaced(Gradients, "fill", _times(-1.0)) if rank == 1 else nothing()
+
+
+@fault("dp=3 zero=0", "dp=2 zero=1", first="gradient .*", cause="has the share of rank 1 twice")
+def a_rank_counts_twice(rank: int) -> Patch:
+    return replaced(Gradients, "fill", _times(2.0)) if rank == 1 else nothing()
+
+
+@fault("dp=3 zero=1", "dp=4 zero=2", first="gradient .*", cause="lacks the share of rank 0")
+def a_rank_gives_nothing(rank: int) -> Patch:
+    return replaced(Gradients, "fill", _times(0.0)) if rank == 0 else nothing()
+
+
+SERVERS = "dp=3 data=parameter_server server.transport=programs server.count=2"
+
+
+@fault(SERVERS, first="parameter .*", cause="not updated")
+def a_server_keeps_what_it_has_updated(rank: int) -> Patch:
+    return replaced(Carry, "broadcast", lambda own: lambda self, whole, owner: Done())
+
+
+@fault(SERVERS, first="gradient .*", cause="share of rank . alone")
+def a_server_hears_of_nobody(rank: int) -> Patch:
+    return replaced(Carry, "reduce", lambda own: lambda self, whole, owner: Done())
+
+
+@fault("dp=4 zero=3 secondary_group=2", first="activation gradient .*|gradient .*", cause="")
+def second_copies_are_of_the_step_before(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def gather(self: Carry, number: int, whole: torch.Tensor, own_part: torch.Tensor, near: bool = False) -> Any:
+            if not near:
+                return own(self, number, whole, own_part, near)
+            held = self.__dict__.setdefault("held", {})
+            given = held.get(number, own_part)
+            held[number] = own_part.clone()
+            return own(self, number, whole, given, near)
+
+        return gather
+
+    return replaced(Carry, "all_gather", wrong)
+
+
+@fault("dp=2 zero=0", "dp=2 zero=1", first="gradient embedding.weight", cause="no sum of")
+def a_tied_weight_forgets_one_of_its_uses(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        return lambda tokens, weight, *rest, **more: own(tokens, weight.detach(), *rest, **more)
+
+    return replaced(F, "embedding", wrong) if rank == 1 else nothing()
+
+
+@fault("dp=2 zero=1", "dp=2 zero=3", first="state exp_avg.*", cause="counts")
+def moments_have_the_betas_of_each_other(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def make(groups: Any, settings: Any) -> Any:
+            found = own(groups, settings)
+            for group in found.param_groups:
+                group["betas"] = group["betas"][::-1]
+            return found
+
+        return make
+
+    return replaced(optimizer, "make_optimizer", wrong)
+
+
+@fault("dp=2 zero=2", first="state master/.*", cause="as in step|bias correction")
+def the_bias_is_corrected_as_one_step_later(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def update(self: Updater, numbers: Any) -> None:
+            for tensor in self._tensors:
+                self._optimizer.state[tensor]["step"].add_(1) if "step" in self._optimizer.state[tensor] else None
+            own(self, numbers)
+            for tensor in self._tensors:
+                self._optimizer.state[tensor]["step"].sub_(1)
+
+        return update
+
+    return replaced(Updater, "_update", wrong)
+
+
+@fault("dp=2 zero=1", "dp=3 zero=3", first="state master/.*", cause="all of it counts 1/2 times")
+def a_rank_has_half_the_learning_rate(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def update(self: Engine, learning_rate: float, *given: Any, **more: Any) -> Any:
+            return own(self, learning_rate / 2, *given, **more)
+
+        return update
+
+    return replaced(Engine, "update", wrong) if rank == 1 else nothing()
+
+
+@fault("dp=2 zero=1", "dp=2 zero=3", first=".*from its own checkpoint", cause="")
+def checkpoints_have_fewer_bits(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def save(self: RunState, step: int) -> Any:
+            for name, tensor in self.tensors().items():
+                if name.startswith("master/"):
+                    tensor.copy_(tensor.float())
+            self.updater.publish()
+            return own(self, step)
+
+        return save
+
+    return replaced(RunState, "save", wrong)
+
+
+@fault("dp=2 zero=1 communication.overlap=forward", first="parameter .*|activation .*", cause="not updated|step before")
+def a_bucket_that_arrives_late_is_not_updated(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def need(self: FlatSpread, number: int) -> None:
+            if number == 0 and self._optimizer is not None and self._order:
+                work = self._arriving.pop(number, None)
+                if work is not None:
+                    work.wait()
+                return
+            own(self, number)
+
+        return need
+
+    return replaced(FlatSpread, "_need", wrong)
+
+
+@fault("dp=3 zero=3 microbatches=2", first="gradient .*", cause="lacks the share of micro-batch|micro-batch")
+def stage_3_replaces_microbatches(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def begin(self: FullSpread, first: bool, last: bool) -> None:
+            own(self, first, last)
+            for parameter in self._parameters:
+                parameter.grad = None
+
+        return begin
+
+    return replaced(FullSpread, "begin_backward", wrong)
