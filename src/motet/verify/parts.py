@@ -78,7 +78,8 @@ def _refuse_rows(whole: Whole, given: Given) -> None:
             readers[row].append(rank)
     nobody = [row for row, ranks in readers.items() if not ranks]
     several = {row: ranks for row, ranks in readers.items() if len(ranks) > 1}
-    said = [f"no rank computes row{'s' * (len(nobody) > 1)} {listed(nobody)} of the batch"] if nobody else []
+    what = "has a gradient of it for" if whole.site[0] == "activation gradient" else "computes"
+    said = [f"no rank {what} row{'s' * (len(nobody) > 1)} {listed(nobody)} of the batch"] if nobody else []
     for row, ranks in list(several.items())[:1]:
         who = sorted(set(ranks))
         said.append(f"row {row} is computed {len(ranks)} times, by rank{'s' * (len(who) > 1)} {listed(who)}")
