@@ -141,7 +141,7 @@ def targets_are_not_added_up_over_ranks(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def local(values: list[float], ranks: Any, device: Any) -> list[float]:
             summed = own(values, ranks, device)
-            return [summed[0], values[1], *summed[2:]] if len(values) > 3 else summed
+            return [values[0], *summed[1:]]
 
         return local
 
@@ -153,7 +153,7 @@ def the_norm_is_not_added_up_over_shards(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def local(values: list[float], ranks: Any, device: Any) -> list[float]:
             summed = own(values, ranks, device)
-            return [*summed[:2], values[2], *summed[3:]] if len(values) > 3 else summed
+            return [summed[0], values[1], *summed[2:]]
 
         return local
 
@@ -259,9 +259,9 @@ def a_rank_does_not_shift_its_targets(rank: int) -> Patch:
 def evaluation_means_the_means(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def means(values: list[float], ranks: Any, device: Any) -> list[float]:
-            loss, targets, right = values
-            summed = own([loss / max(targets, 1.0), targets, right], ranks, device)
-            return [summed[0] / ranks.world * summed[1], *summed[1:]]
+            targets, right, loss = values
+            summed = own([targets, right, loss / max(targets, 1.0)], ranks, device)
+            return [*summed[:2], summed[2] / ranks.world * summed[0]]
 
         return means
 
