@@ -1,4 +1,4 @@
-"""Verify every layout for up to so many ranks on ten families of models, and write the table of the worst figures.
+"""Verify every layout for up to so many ranks on families of models, and write the table of the worst figures.
 
 python scripts/write_verify_page.py            # all families; takes an hour on two cores
 python scripts/write_verify_page.py llama t5   # these again; the others stay as they are in the page's data
@@ -124,7 +124,7 @@ def page(data: dict[str, dict[str, dict[str, Any]]], commit: str) -> str:
     count = sum(len(one) for one in data.values())
     wrong = sum(not row["ok"] for one in data.values() for row in one.values())
     lines = [
-        "# Every layout, on ten families of models",
+        "# Every layout, on families of models",
         "",
         f"{count} pairs of a layout and a model, {wrong} of them wrong, by `motet verify` in float64: three steps,",
         "each from a state of one device; three in a row; one from a checkpoint; an evaluation. A figure is the worst",

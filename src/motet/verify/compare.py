@@ -31,7 +31,7 @@ class Reference:
     noise: dict[Site, float] = field(default_factory=dict)
     """How far a perturbed reference is from it, by the same measure."""
     varying: set[Site] = field(default_factory=set)
-    """Of no rows, and another for other micro-batches: nothing to compare."""
+    """Of no rows, and another for other micro-batches: nothing to compare it with."""
 
     @cached_property
     def sizes(self) -> dict[Kind, tuple[float, int]]:
@@ -97,18 +97,27 @@ def sites_of(ranks: Sequence[Sequence[Seen]]) -> dict[Site, list[tuple[int, Seen
 
 
 def varying(reference: Reference, ranks: Sequence[Sequence[Seen]]) -> set[Site]:
-    """What has no rows and differs in a reference that was cut into micro-batches."""
+    """What has no rows, and differs in a reference of which each row was a micro-batch: a mean over rows, or as many
+    places as the micro-batch has targets."""
     by_site, sizes = sites_of(ranks), reference.sizes
-    tables = {s: given for s, given in by_site.items() if s in reference.wholes}
-    tables = {s: given for s, given in tables.items() if is_of_no_rows(reference.wholes[s], given)}
-    return {s for s, given in tables.items() if _difference(reference, reference.wholes[s], given, sizes).relative}
+    found = set()
+    for site in by_site.keys() & reference.wholes.keys():
+        whole, given = reference.wholes[site], by_site[site]
+        try:
+            parts_of(whole, given)
+            is_table = is_of_no_rows(whole, given)
+        except UnfitError:
+            is_table = True
+        if is_table and _difference(reference, whole, given, sizes).relative:
+            found.add(site)
+    return found
 
 
 def _difference(
     reference: Reference, whole: Whole, given: Given, sizes: Mapping[Kind, tuple[float, int]]
 ) -> Difference:
     site, bound = whole.site, bound_of(reference, whole)
-    if site in reference.varying and is_of_no_rows(whole, given):
+    if site in reference.varying:
         return Difference(site, 0.0, bound, None)
     if not given:
         return Difference(site, math.inf, bound, None, "no rank has it")
