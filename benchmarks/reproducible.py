@@ -11,16 +11,14 @@ of the steps' medians. Told are medians with quartiles over the rounds.
 """
 
 import argparse
-import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from parts.pages import DOCS, fill, machine, table
-from parts.ranks import launch
+from parts.ranks import joined, on_ranks, parser_of
 from parts.tables import quartiles
 
 if TYPE_CHECKING:
@@ -34,49 +32,30 @@ WAYS = (USUAL, ONE_BY_ONE, REPRODUCIBLE)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=1, help="per rank")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser = parser_of(__doc__, rounds=9)
     parser.add_argument("--steps", type=int, default=2, help="timed in a round, after one that is not")
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 64], help="of sequences, in tokens")
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
-    options = parser.parse_args()
-    if "RANK" in os.environ:
-        measure(options)
-    else:
-        sys.exit(launch(options.ranks, options.threads))
+    on_ranks(measure, parser.parse_args())
 
 
 def measure(options: argparse.Namespace) -> None:
-    import torch
-    import torch.distributed as dist
-
-    import motet.collectives.backend  # noqa: F401  (registers it)
-    from motet.cluster.allocator import keep_freed_memory
-    from motet.parallel.group import Group
-
-    torch.set_num_threads(options.threads)
-    keep_freed_memory()
-    dist.init_process_group("cpu:motet")
-    group = Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, torch.device("cpu"))
-    rows = []
-    for length in options.lengths:
-        for stage in options.stages:
-            steps = {way: stepper(way, stage, length, group) for way in WAYS}
-            times = take_turns(steps, options)
-            if group.rank == 0:
-                rows.append([str(length), str(stage), *cells(times)])
-                print(" | ".join(rows[-1]), flush=True)
-    if group.rank == 0:
-        told = table(["tokens in a sequence", "stage", "one by one / usual", "reproducible / usual"], rows)
-        where = f"{machine()}; {group.world} ranks x {options.threads} threads, {options.rounds} rounds."
-        print(f"\n{told}\n{where}")
-        if options.page:
-            fill(PAGE, [f"Measured on {where}", told])
-    dist.barrier()
-    dist.destroy_process_group()
+    with joined(options.threads) as group:
+        rows = []
+        for length in options.lengths:
+            for stage in options.stages:
+                steps = {way: stepper(way, stage, length, group) for way in WAYS}
+                times = take_turns(steps, options)
+                if group.rank == 0:
+                    rows.append([str(length), str(stage), *cells(times)])
+                    print(" | ".join(rows[-1]), flush=True)
+        if group.rank == 0:
+            told = table(["tokens in a sequence", "stage", "one by one / usual", "reproducible / usual"], rows)
+            where = f"{machine()}; {group.world} ranks x {options.threads} threads, {options.rounds} rounds."
+            print(f"\n{told}\n{where}")
+            if options.page:
+                fill(PAGE, [f"Measured on {where}", told])
 
 
 def cells(times: dict[str, list[float]]) -> list[str]:

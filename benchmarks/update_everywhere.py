@@ -13,13 +13,11 @@ The parts (sum, update, gather) are timed apart, with a barrier before each; the
 """
 
 import argparse
-import os
 import statistics
-import sys
 from typing import TYPE_CHECKING
 
 from parts.pages import DOCS, fill, machine, table
-from parts.ranks import launch
+from parts.ranks import joined, on_ranks, parser_of
 
 if TYPE_CHECKING:
     from parts.updates import Times
@@ -32,48 +30,33 @@ SENT_BYTES = {"fp32": 4, "bf16": 2}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=1, help="per rank")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser = parser_of(__doc__, rounds=15)
     parser.add_argument("--millions", type=float, nargs="+", default=[1, 8, 64], help="of parameters")
     parser.add_argument("--recipes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     parser.add_argument("--bucket-mib", type=float, default=25.0)
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
-    options = parser.parse_args()
-    if "RANK" in os.environ:
-        measure(options)
-    else:
-        sys.exit(launch(options.ranks, options.threads))
+    on_ranks(measure, parser.parse_args())
 
 
 def measure(options: argparse.Namespace) -> None:
-    import torch
-    import torch.distributed as dist
     from parts.updates import take_turns
 
-    import motet.collectives.backend  # noqa: F401  (registers it)
-    from motet.cluster.allocator import keep_freed_memory
-
-    torch.set_num_threads(options.threads)
-    keep_freed_memory()
-    dist.init_process_group("cpu:motet")
-    found = {
-        (recipe, millions): take_turns(int(millions * 2**20), recipe, options.rounds, int(options.bucket_mib * 2**18))
-        for recipe in options.recipes
-        for millions in options.millions
-    }
-    if dist.get_rank() == 0:
-        where = (
-            f"Measured on {machine()}; {options.ranks} ranks x {options.threads} threads, {options.rounds} rounds. "
-            "Milliseconds are medians; a million is 2^20."
-        )
-        parts = [where, table_of_times(found), table_of_rates(found, options.ranks)]
-        print(*parts, sep="\n\n", flush=True)
-        if options.page:
-            fill(PAGE, parts)
-    dist.barrier()
-    dist.destroy_process_group()
+    with joined(options.threads) as group:
+        elements = int(options.bucket_mib * 2**18)
+        found = {
+            (recipe, millions): take_turns(int(millions * 2**20), recipe, options.rounds, elements)
+            for recipe in options.recipes
+            for millions in options.millions
+        }
+        if group.rank == 0:
+            where = (
+                f"Measured on {machine()}; {options.ranks} ranks x {options.threads} threads, {options.rounds} rounds. "
+                "Milliseconds are medians; a million is 2^20."
+            )
+            parts = [where, table_of_times(found), table_of_rates(found, options.ranks)]
+            print(*parts, sep="\n\n", flush=True)
+            if options.page:
+                fill(PAGE, parts)
 
 
 Found = dict[tuple[str, float], "Times"]

@@ -8,47 +8,33 @@ medians and quartiles over the rounds are printed. Nothing else differs: trainin
 """
 
 import argparse
-import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from parts.ranks import launch
+from parts.ranks import joined, on_ranks, parser_of
+
+if TYPE_CHECKING:
+    from motet.parallel.group import Group
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=1, help="per rank")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser = parser_of(__doc__, rounds=9)
     parser.add_argument("--layouts", nargs="+", default=["zero=0", "zero=2", "zero=3"])
     parser.add_argument("--length", type=int, default=64, help="tokens of a sequence of the job `tiny`")
     parser.add_argument("--every", nargs="+", type=int, default=[1, 10, 100])
-    options = parser.parse_args()
-    if "RANK" in os.environ:
-        measure(options)
-    else:
-        sys.exit(launch(options.ranks, options.threads))
+    on_ranks(measure, parser.parse_args())
 
 
 def measure(options: argparse.Namespace) -> None:
-    import torch
-    import torch.distributed as dist
-
-    from motet.collectives import backend  # noqa: F401  # registers itself
-    from motet.parallel.group import Group
-
-    torch.set_num_threads(options.threads)
-    dist.init_process_group("cpu:motet")
-    group = Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, torch.device("cpu"))
-    for layout in options.layouts:
-        one_layout(options, group, layout)
-    dist.destroy_process_group()
+    with joined(options.threads) as group:
+        for layout in options.layouts:
+            one_layout(options, group, layout)
 
 
-def one_layout(options: argparse.Namespace, group: "Group", layout: str) -> None:  # type: ignore[name-defined]  # noqa: F821
+def one_layout(options: argparse.Namespace, group: "Group", layout: str) -> None:
     from motet.monitor.events import RanksCompared
     from motet.train.assemble import build_parts, numerics
     from motet.train.job import load_job

@@ -1,10 +1,51 @@
 """The ranks of a benchmark: the same command again, in processes that find each other on this host."""
 
+import argparse
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from motet.parallel.group import Group
+
+
+def parser_of(about: str | None, rounds: int) -> argparse.ArgumentParser:
+    """With what is to be said of the ranks, and how often they take turns."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="per rank")
+    parser.add_argument("--rounds", type=int, default=rounds)
+    return parser
+
+
+def on_ranks(measure: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> None:
+    """Measure as one of the ranks; or start them, as the process that a person has started."""
+    if "RANK" in os.environ:
+        measure(options)
+    else:
+        sys.exit(launch(options.ranks, options.threads))
+
+
+@contextmanager
+def joined(threads: int) -> "Iterator[Group]":
+    """The group of all ranks, on motet's backend, with the settings of training."""
+    import torch
+    import torch.distributed as dist
+
+    import motet.collectives.backend  # noqa: F401  (registers it)
+    from motet.cluster.allocator import keep_freed_memory
+    from motet.parallel.group import Group
+
+    torch.set_num_threads(threads)
+    keep_freed_memory()
+    dist.init_process_group("cpu:motet")
+    yield Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, torch.device("cpu"))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def launch(ranks: int, threads: int, arguments: Sequence[str] = ()) -> int:

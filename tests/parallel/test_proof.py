@@ -3,12 +3,14 @@
 from dataclasses import replace
 from itertools import product
 from math import prod
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from proof_plans import SHAPES, SMALL, plan, servers
 
+from motet.collectives import Program
 from motet.core.errors import InputError
 from motet.parallel.communication import CommunicationSettings
 from motet.parallel.course import Parameters, held, plan_of
@@ -89,8 +91,8 @@ def test_a_wrong_program_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     from motet.collectives.library import program
     from motet.parallel import proof
 
-    def broken(*given: object, **options: object):  # type: ignore[no-untyped-def]
-        made = program(*given, **options)  # type: ignore[arg-type]
+    def broken(*given: Any, **options: Any) -> Program:
+        made = program(*given, **options)
         return replace(made, steps=made.steps[:-1])
 
     monkeypatch.setattr(proof, "program", broken)

@@ -18,6 +18,7 @@ from motet.monitor.events import RanksCompared, RunEnded, read_events
 from motet.parallel.full import kept
 from motet.parallel.group import Group
 from motet.parallel.place import Place
+from motet.parallel.spread import Piece
 from motet.train import watch
 from motet.train.assemble import Parts, build_parts, numerics, run_rank
 from motet.train.engine import Update
@@ -174,8 +175,8 @@ def parameter_flips(parts: Parts, stepper: Stepper) -> Stepper:
 
 def moment_flips(parts: Parts, stepper: Stepper) -> Stepper:
     state = parts.updater.state()
-    name = next(name for name in state if name.startswith("exp_avg/") and state[name].values.numel() > 3)  # type: ignore[union-attr]
-    flipped(state[name].values, 3)  # type: ignore[union-attr]
+    moments = (part for name, part in state.items() if name.startswith("exp_avg/") and isinstance(part, Piece))
+    flipped(next(part.values for part in moments if part.values.numel() > 3), 3)
     return stepper
 
 
@@ -224,7 +225,7 @@ def other_norm(parts: Parts, stepper: Stepper) -> Stepper:
         done = right(*given, **named)
         return replace(done, grad_norm=done.grad_norm * (1 + 2**-52))
 
-    engine.update = update  # type: ignore[method-assign]
+    vars(engine)["update"] = update
     return stepper
 
 
@@ -235,7 +236,7 @@ def other_sums(parts: Parts, stepper: Stepper) -> Stepper:
         right()
         parts.updater.spread.reduced()[0].view(-1)[:1].add_(2**-10)
 
-    parts.updater.spread.end_backward = end_backward  # type: ignore[method-assign]
+    vars(parts.updater.spread)["end_backward"] = end_backward
     return stepper
 
 

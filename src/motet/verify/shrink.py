@@ -1,13 +1,14 @@
 """A job of the same structure that is small: every kind of block stays, and the ratios that matter to a layout."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 from motet.models.config import read_config
-from motet.models.settings import Architecture, DecoderSettings, ModuleSettings
+from motet.models.settings import Architecture, DecoderSettings, EncoderDecoderSettings, ModuleSettings
 from motet.train.job import Job, job_from_tree
 
-LAYERS, HEADS, HEAD_DIM, TOKENS, VOCABULARY = 2, 4, 16, 32, 8192
+LAYERS, HEADS, HEAD_DIM, TOKENS = 2, 4, 16, 32
 HUGGING_FACE = "hf:"
 LOSSY = ("compress_gradients", "compress_parameters", "compress_over", "compress_after", "error_feedback")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers")
@@ -57,8 +58,6 @@ def _model(job: Job) -> dict[str, Any]:
 
 
 def read_config_of(place: str) -> dict[str, Any]:
-    from pathlib import Path
-
     return read_config(Path(place).expanduser())
 
 
@@ -88,8 +87,8 @@ def _ours(model: Architecture, tokens: int) -> dict[str, Any]:
             found["kv_heads"] = keys
         if model.sliding_window is not None:
             found["sliding_window"] = min(model.sliding_window, tokens // 2)
-    if getattr(model, "decoder_layers", None) is not None:
-        found["decoder_layers"] = min(model.decoder_layers, LAYERS)  # type: ignore[attr-defined]  # just looked up
+    if isinstance(model, EncoderDecoderSettings) and model.decoder_layers is not None:
+        found["decoder_layers"] = min(model.decoder_layers, LAYERS)
     return found
 
 
