@@ -40,7 +40,7 @@ def _of(dp: int) -> Iterator[str]:
         yield f"zero=3 secondary_group={size}"
     for count in range(1, dp + 1):
         yield f"{PROGRAMS} server.count={count}"
-    yield from (f"{MESSAGES} server.count={count}" for count in (1, 2))
+    yield from (f"{MESSAGES} server.count=1", f"{MESSAGES} server.count=2 server.piece_mib=0.01")
 
 
 def described(layout: LayoutSettings) -> str:
