@@ -33,11 +33,12 @@ def causal(rows: Rows, restart: bool) -> Arrays:
         return Arrays(tokens, targets, weights)
     segment = rows.segment
     weights = weights & (segment[:, 1:] == segment[:, :-1])
-    read = segment[:, :-1]
     # What fills up a row comes after all targets: causal attention needs no border before it.
-    there = np.arange(read.shape[1]) < rows.size[:, None]
-    if not (read.astype(bool) & there).any():
+    there = np.arange(tokens.shape[1]) < rows.size[:, None]
+    bordered = (segment[:, :-1] * there).any(axis=1, keepdims=True)
+    if not bordered.any():
         return Arrays(tokens, targets, weights)
+    read = segment[:, :-1] * bordered
     return Arrays(tokens, targets, weights, documents=read, positions=restarted(read))
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Protocol, Self
 
+import torch
 from torch import Tensor
 
 from motet.core.batch import Batch
@@ -154,11 +155,19 @@ class _Samples:
     def batch(self, step: int, rows: range) -> Batch:
         batch = self.inner.batch(step, rows)
         self.recorder.begin_part(batch.rows)
-        for part in fields(batch):
-            value = getattr(batch, part.name)
-            if isinstance(value, Tensor):
-                self.recorder.add("sample", part.name, value)
+        for name, value in _spelled_out(batch).items():
+            self.recorder.add("sample", name, value)
         return batch
+
+
+def _spelled_out(batch: Batch) -> dict[str, Tensor]:
+    """Its tensors, and those that it leaves out since each row is one document: that is so in some micro-batches."""
+    found = {part.name: value for part in fields(batch) if (value := getattr(batch, part.name)) is not None}
+    one = {"documents": torch.zeros_like(batch.tokens)}
+    one["positions"] = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
+    if batch.source is not None:
+        one["source_documents"] = torch.zeros_like(batch.source)
+    return one | found
 
 
 @dataclass(frozen=True)
