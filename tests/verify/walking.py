@@ -16,7 +16,7 @@ from motet.verify.record import Seen
 from motet.verify.runs import Referred, phases, refer, walk
 from motet.verify.shares import WhatIf
 from motet.verify.trial import JobTrial
-from motet.verify.verdict import Verdict, judge
+from motet.verify.verdict import Verdict, judge, wrong
 from ranks import Ranks
 from train.runs import small_job
 from verify import planted_states, planted_steps, planted_sums  # noqa: F401  # they register
@@ -69,6 +69,4 @@ def verified(ranks: Ranks, of: Subject, layout: str, name: str = "") -> Verdict:
     if first is None:
         return Verdict(layout, True, worst.difference.relative, str(worst))
     what_if = WhatIf(JobTrial(job), resolve_layout(job.layout, world, ROWS), of.referred, first.step)
-    said = explain(what_if, seen(first.phase, first.step), first)
-    found = first.difference
-    return Verdict(layout, False, worst.difference.relative, str(worst), str(first), found.rank, said or found.what)
+    return wrong(layout, worst, first, explain(what_if, seen(first.phase, first.step), first))

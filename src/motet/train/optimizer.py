@@ -1,6 +1,7 @@
 """From the `[optimizer]` section to an update: parameter groups, the norm, and AdamW or SGD on flat shards."""
 
 import fnmatch
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ from motet.parallel.layout import Layout
 from motet.parallel.mesh import make_mesh
 from motet.parallel.placement import has_rows
 from motet.parallel.spread import Piece, Spread
+from motet.parallel.squares import squares_of
 from motet.precision.recipe import Recipe
 from motet.train.elementwise import Elementwise
 from motet.train.settings import OptimizerSettings
@@ -114,7 +116,7 @@ class Updater:
 
     def own_squares(self) -> float:
         """What this rank has of it, whether it counts or a replica's does."""
-        return float(sum(torch.linalg.vector_norm(grad).item() ** 2 for grad in self.spread.reduced()))
+        return math.fsum(map(squares_of, self.spread.reduced()))
 
     def scale_gradients(self, factor: float) -> None:
         torch._foreach_mul_(list(self.spread.reduced()), factor)

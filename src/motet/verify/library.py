@@ -23,7 +23,7 @@ from motet.verify.pool import Pool, started
 from motet.verify.record import Seen
 from motet.verify.runs import FREE, Referred, one_thread, phases, refer, walk
 from motet.verify.shares import WhatIf
-from motet.verify.verdict import Verdict, judge
+from motet.verify.verdict import Verdict, judge, wrong
 
 Parallel = Callable[[nn.Module], Step]
 """Called on each rank with the module, in a process group; gives what does a step."""
@@ -117,9 +117,8 @@ def _verdict(case: _Case, number: str, pool: Pool, referred: Referred) -> Verdic
         given = {(each.kind, each.name) for each in at(FREE, 0)[0]}
         referred, kind, walked = owned_reference(referred, given), OwnedWhatIf, [p for p in walked if p[0] == FREE]
     worst, first = judge(referred, walked, at)
-    verdict = Verdict(case.name, first is None, worst.difference.relative, str(worst))
+    verdict = Verdict(case.name, True, worst.difference.relative, str(worst))
     if first is not None:
         cause = explain(kind(case.trial, case.layout, referred, first.step), at(first.phase, first.step), first)
-        found = first.difference
-        verdict = replace(verdict, first_difference=str(first), rank=found.rank, cause=cause or found.what or None)
+        verdict = wrong(case.name, worst, first, cause)
     return replace(verdict, seconds=perf_counter() - start_s)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from motet.verify.fold import folded_part
+from motet.verify.fold import folded_part, folded_rows
 from motet.verify.record import Kind, Seen, bits_of
 
 Site = tuple[Kind, str]
@@ -98,6 +98,13 @@ def _rows(whole: Whole, given: Given) -> Iterator[Part]:
         return
     places = {row: place for place, row in enumerate(whole.rows)}
     for rank, each in given:
+        if each.rows == whole.rows and each.value.shape == expected.shape:
+            yield Part(rank, each.value, expected, each, whole.seen.bits)
+            continue
+        mine = [places[row] for row in each.rows]
+        if (once := _for_all(whole, each, expected[mine])) is not None:
+            yield Part(rank, *once, each)
+            continue
         found = [
             (by_row(each.value, dim, inner, len(each.rows)), by_row(expected, dim, inner, rows))
             for dim, inner in _dims(expected, each, rows)
@@ -105,10 +112,22 @@ def _rows(whole: Whole, given: Given) -> Iterator[Part]:
         if not found:
             shapes = f"shape {list(each.value.shape)} for {len(each.rows)} rows"
             raise UnfitError(rank, f"rank {rank} has {shapes}, where one device has {list(expected.shape)} for {rows}")
-        mine = [places[row] for row in each.rows]
         nearest = min(found, key=lambda pair: _off(pair[0], pair[1][mine]))
         bits = whole.seen.bits if each.folded else bits_of(nearest[1][mine])
         yield Part(rank, nearest[0], nearest[1][mine], each, bits)
+
+
+def _for_all(whole: Whole, each: Seen, expected: Tensor) -> tuple[Tensor, Tensor] | None:
+    """What a micro-batch has once for all of its rows, as positions are if each row is one document."""
+    if each.folded or not each.value.ndim:
+        return None
+    value = folded_rows(each.value[None])
+    is_folded = value.shape[1:] != each.value.shape
+    if value.shape[1:] != expected.shape[1:] or is_folded != whole.seen.folded:
+        return None
+    if whole.site[0] == "activation gradient":
+        return value, expected.sum(0, keepdim=True)
+    return value.expand_as(expected), expected
 
 
 def _dims(expected: Tensor, each: Seen, rows: int) -> Iterator[tuple[int, bool]]:

@@ -9,14 +9,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from motet.collectives.codecs.wire import as_it_is
-from motet.parallel.group import Group, start_group
-from motet.parallel.place import Place
-from motet.train.faults import StopFlag
-from motet.train.folder import stored_job
+from motet.parallel.group import Group
 from motet.verify.compare import Reference, compare, reference_of, varying
-from motet.verify.layouts import laid_out
 from motet.verify.record import Recorder, Seen, recorded
-from motet.verify.trial import Built, JobTrial, Trial
+from motet.verify.trial import Built, Trial
 
 ALONE = Group(0, 1, None, torch.device("cpu"))
 PERTURBED = 2
@@ -116,6 +112,7 @@ def _add_noise(reference: Reference, seen: list[Seen]) -> None:
     with as_it_is():
         found_all = compare(reference, [seen])
     for found in found_all:
+        assert not found.what, f"one device, once more: {found.what}"
         reference.noise[found.site] = max(found.relative, reference.noise.get(found.site, 0.0))
 
 
@@ -135,27 +132,6 @@ def state_file(folder: Path, number: int) -> Path:
     return folder / "checkpoints" / f"step-{number:08d}"
 
 
-# --- on the ranks of a layout ----------------------------------------------------------------------
-
-
-def layout_rank(place: Place, stop: StopFlag, folder: str, *layouts: str) -> int:
-    """What a rank does that verifies layouts, one after another; each leaves what it has seen of each step."""
-    job = stored_job(Path(folder))
-    torch.set_num_threads(1)
-    with start_group(place, "cpu", job.run.timeout_s, job.run.cpu_backend) as group:
-        for number, layout in enumerate(layouts):
-            leave(JobTrial(laid_out(job, layout).job), group, Path(folder), number)
-    return 0
-
-
-def leave(trial: Trial, group: Group, folder: Path, number: int) -> None:
-    """All phases of a layout, for whoever compares."""
-    with trial.numerics():
-        for phase, step, seen in walk(trial, group, folder, f"layout-{number}"):
-            torch.save([tuple(each) for each in seen], seen_file(folder, number, (phase, step), group.rank))
-    done_file(folder, number, group.rank).touch()
-
-
 def walk(trial: Trial, group: Group, folder: Path, own: str) -> Iterator[tuple[str, int, list[Seen]]]:
     """All phases of a layout. `own`: the folder inside of `folder` for its own checkpoints."""
     built = trial.build(group, folder / own)
@@ -171,15 +147,3 @@ def walk(trial: Trial, group: Group, folder: Path, own: str) -> Iterator[tuple[s
     built = trial.build(group, folder / own)
     built.state.restore(state_file(folder / own, last))
     yield AGAIN, last, again(built, last, judged=True)
-
-
-def seen_file(folder: Path, layout: int, at: tuple[str, int], rank: int) -> Path:
-    return folder / f"layout-{layout}-{at[0].replace(' ', '-')}-{at[1]}-rank-{rank}.pt"
-
-
-def done_file(folder: Path, layout: int, rank: int) -> Path:
-    return folder / f"layout-{layout}-done-{rank}"
-
-
-def read_seen(path: Path) -> list[Seen]:
-    return [Seen(*each) for each in torch.load(path, weights_only=True)]

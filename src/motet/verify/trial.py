@@ -1,6 +1,6 @@
 """What is verified: something that can be built on any number of ranks and does steps there. A job is one."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from motet.train.settings import OptimizerSettings
 from motet.train.state import RunState
 from motet.train.step import Model, Samples
 from motet.verify.record import Recorder
-from motet.verify.uneven import Uneven
+from motet.verify.uneven import Ordered, Uneven
 
 
 class Built(Protocol):
@@ -107,6 +107,8 @@ class JobBuilt:
 
     job: Job
     parts: Parts
+    order: Sequence[int] | None = None
+    """Of the rows of a batch."""
 
     @property
     def engine(self) -> Engine:
@@ -140,9 +142,14 @@ class JobBuilt:
         batch = self.parts.data.evaluation_batch("validation", 0, rows)
         return self.parts.model.loss_sum(batch), float(batch.weights.sum())
 
+    def in_order(self, order: Sequence[int] | None) -> "JobBuilt":
+        """Its batches have the same rows in another order."""
+        return replace(self, order=order)
+
     @property
-    def _samples(self) -> Uneven:
-        return Uneven(self.parts.data)
+    def _samples(self) -> Samples:
+        samples = Uneven(self.parts.data)
+        return samples if self.order is None else Ordered(samples, self.order)
 
 
 @dataclass(frozen=True)

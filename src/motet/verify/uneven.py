@@ -1,6 +1,10 @@
-"""Samples with fewer targets in some rows than in others: only so can be seen who divides by the wrong count."""
+"""Samples with fewer targets in some rows than in others: only so can be seen who divides by the wrong count.
 
-from dataclasses import dataclass, replace
+And in another order.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +22,20 @@ class Uneven:
     def batch(self, step: int, rows: range) -> Batch:
         batch = self.inner.batch(step, rows)
         return replace(batch, weights=_fewer(batch.weights, torch.tensor(rows), step))
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """The rows of a batch in another order; each keeps its number."""
+
+    inner: Samples
+    order: Sequence[int]
+
+    def batch(self, step: int, rows: range) -> Batch:
+        batch = self.inner.batch(step, range(len(self.order)))
+        mine = torch.tensor(self.order[rows.start : rows.stop])
+        given = {part.name: value for part in fields(batch) if (value := getattr(batch, part.name)) is not None}
+        return replace(batch, **{name: value[mine] for name, value in given.items()})
 
 
 def _fewer(weights: Tensor, rows: Tensor, step: int) -> Tensor:

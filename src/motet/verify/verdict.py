@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from motet.verify.compare import Difference, compare
+from motet.verify.parts import Site
 from motet.verify.record import Seen
 from motet.verify.runs import ALONE_FROM, Referred
 
@@ -26,14 +27,23 @@ class Verdict:
     cause: str | None = None
     """In words, where a likely one is found."""
     seconds: float = 0.0
+    worst_z: float | None = None
+    """Of any tensor in the job's own precision, against steps of one device that add in other orders; None: not
+    judged."""
+    worst_z_tensor: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         found = asdict(self)
-        return {**found, "worst_relative": self.worst_relative if math.isfinite(self.worst_relative) else None}
+        return {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in found.items()
+        }
 
     def __str__(self) -> str:
         if self.ok:
-            return f"same   {self.layout}: worst {self.worst_relative:.1e}, {self.worst_tensor} ({self.seconds:.1f} s)"
+            own = "" if self.worst_z is None else f"; z {self.worst_z:.1f}, {self.worst_z_tensor}"
+            worst = f"worst {self.worst_relative:.1e}, {self.worst_tensor}"
+            return f"same   {self.layout}: {worst}{own} ({self.seconds:.1f} s)"
         where = f" on rank {self.rank}" if self.rank is not None else ""
         first = f" first in {self.first_difference}{where}:" if self.first_difference else ""
         return f"WRONG  {self.layout}:{first} {self.cause or 'no likely cause was found'} ({self.seconds:.1f} s)"
@@ -48,10 +58,19 @@ class Found:
     difference: Difference
 
     def __str__(self) -> str:
-        kind, name = self.difference.site
-        what = name if kind in ("sum", "norm", "evaluation") else kind if kind == name else f"{kind} {name}"
         how = "" if self.phase == ALONE_FROM else f", steps {self.phase}"
-        return f"{what}, step {self.step + 1}{how}"
+        return f"{named(self.difference.site)}, step {self.step + 1}{how}"
+
+
+def named(site: Site) -> str:
+    kind, name = site
+    return name if kind in ("sum", "norm", "evaluation") else kind if kind == name else f"{kind} {name}"
+
+
+def wrong(layout: str, worst: Found, first: Found, cause: str) -> Verdict:
+    found = first.difference
+    said = cause or found.what or None
+    return Verdict(layout, False, worst.difference.relative, str(worst), str(first), found.rank, said)
 
 
 def judge(

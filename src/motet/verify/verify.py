@@ -12,22 +12,26 @@ from pathlib import Path
 
 from motet.core.errors import InputError
 from motet.parallel.layout import resolve_layout
+from motet.train.folder import JOB_FILE
 from motet.train.job import Job
 from motet.train.launch import Ended, Launch, launch, rank_environment
 from motet.train.preflight import check_job
 from motet.train.toml import to_toml
 from motet.verify.explain import explain
 from motet.verify.layouts import Candidate, laid_out
+from motet.verify.native import Native, in_own_precision, refer_native
+from motet.verify.rank import NATIVE, done_file, native_folder, read_seen, seen_file
 from motet.verify.record import Seen
-from motet.verify.runs import Referred, done_file, one_thread, phases, read_seen, refer, seen_file
+from motet.verify.runs import Referred, one_thread, phases, refer
 from motet.verify.served import Servers
 from motet.verify.shares import WhatIf
 from motet.verify.shrink import shrink
 from motet.verify.trial import JobTrial
-from motet.verify.verdict import Verdict, judge
+from motet.verify.verdict import Verdict, judge, wrong
 
 STEPS = 3
-WORK = "motet.verify.runs:layout_rank"
+FEWEST_ROWS = 8
+WORK = "motet.verify.rank:layout_rank"
 Tell = Callable[[str], None]
 
 
@@ -36,7 +40,10 @@ class Subject:
     """A small job, and the layouts in which it is to compute what one device does."""
 
     job: Job
+    """In float64."""
     candidates: Sequence[Candidate]
+    native: Job
+    """The same in its own precision."""
 
 
 def subject_of(job: Job, layouts: Sequence[str], tell: Tell) -> Subject:
@@ -50,11 +57,17 @@ def subject_of(job: Job, layouts: Sequence[str], tell: Tell) -> Subject:
     for key in ("compress_gradients", "compress_parameters"):
         if (codec := getattr(job.communication, key)) is not None:
             tell(f"communication.{key} = {codec!r} loses bits by design and is left out here")
-    small = shrink(job, math.lcm(*(candidate.parts for candidate in candidates)), STEPS)
+    small = shrink(job, _rows([candidate.parts for candidate in candidates]), STEPS)
     fitting = [laid_out(small, layout) for layout in layouts]
     for candidate in fitting:
         check_job(candidate.job, candidate.world)
-    return Subject(small, fitting)
+    return Subject(small, fitting, small.model_copy(update={"precision": job.precision}))
+
+
+def _rows(parts: Sequence[int]) -> int:
+    """As few as can be cut into any of these, with two or more in each, and eight or more in all."""
+    unit = math.lcm(*parts)
+    return unit * math.ceil(max(FEWEST_ROWS, 2 * max(parts)) / unit)
 
 
 def verify(subject: Subject, environment: Mapping[str, str], tell: Tell) -> Iterator[Verdict]:
@@ -62,11 +75,13 @@ def verify(subject: Subject, environment: Mapping[str, str], tell: Tell) -> Iter
     with tempfile.TemporaryDirectory(prefix="motet-verify-") as name:
         folder = Path(name)
         (folder / "logs").mkdir()
-        (folder / "job.toml").write_text(to_toml(subject.job.model_dump(exclude_none=True, exclude_unset=True)))
         start_s = time.perf_counter()
-        referred = refer(JobTrial(subject.job), folder)
+        referred, native = refer(JobTrial(_stored(subject.job, folder)), folder), None
+        if subject.native.precision.recipe != subject.job.precision.recipe:
+            trial = JobTrial(_stored(subject.native, native_folder(folder)))
+            native = refer_native(trial, native_folder(folder), referred.single[0].varying)
         tell(f"one device: {STEPS} steps, and again from perturbed parameters: {time.perf_counter() - start_s:.1f} s")
-        runs = _Runs(subject.job, referred, environment, tell)
+        runs = _Runs(subject.job, referred, native, environment, tell)
         recorded = [candidate for candidate in subject.candidates if not candidate.job.layout.has_desk]
         for world, same in groupby(sorted(recorded, key=lambda each: each.world), lambda each: each.world):
             yield from runs.verdicts(world, list(same))
@@ -78,12 +93,20 @@ def verify(subject: Subject, environment: Mapping[str, str], tell: Tell) -> Iter
                 yield replace(verdict, seconds=time.perf_counter() - start_s)
 
 
+def _stored(job: Job, folder: Path) -> Job:
+    """For ranks to read."""
+    folder.mkdir(exist_ok=True)
+    (folder / JOB_FILE).write_text(to_toml(job.model_dump(exclude_none=True, exclude_unset=True)))
+    return job
+
+
 @dataclass(frozen=True)
 class _Runs:
     """Of layouts, each on ranks of its own."""
 
     job: Job
     referred: Referred
+    native: Native | None
     environment: Mapping[str, str]
     tell: Tell
 
@@ -128,10 +151,13 @@ class _Runs:
 
         with one_thread():
             worst, first = judge(self.referred, phases(STEPS), seen)
-            relative = worst.difference.relative
-            if first is None:
-                return Verdict(candidate.text, True, relative, str(worst))
-            layout = resolve_layout(candidate.job.layout, candidate.world, self.job.data.batch_sequences)
-            what_if = WhatIf(JobTrial(candidate.job), layout, self.referred, first.step)
-            cause = explain(what_if, seen(first.phase, first.step), first) or first.difference.what or None
-        return Verdict(candidate.text, False, relative, str(worst), str(first), first.difference.rank, cause)
+            if first is not None:
+                layout = resolve_layout(candidate.job.layout, candidate.world, self.job.data.batch_sequences)
+                what_if = WhatIf(JobTrial(candidate.job), layout, self.referred, first.step)
+                cause = explain(what_if, seen(first.phase, first.step), first)
+                return wrong(candidate.text, worst, first, cause)
+            same = Verdict(candidate.text, True, worst.difference.relative, str(worst))
+            if self.native is None:
+                return same
+            parts = self.job.data.batch_sequences if candidate.job.run.reproducible else candidate.parts
+            return in_own_precision(same, *self.native.judge(parts, seen(*NATIVE)))

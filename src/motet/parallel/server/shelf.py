@@ -17,6 +17,7 @@ from motet.parallel.buckets import Bucket
 from motet.parallel.server.packing import ERROR, MESSAGE, Packer, unpack_gradient
 from motet.parallel.server.pieces import ServedPiece
 from motet.parallel.server.settings import AS_IT_IS, Packing
+from motet.parallel.squares import squares_of
 from motet.precision.recipe import Recipe
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -119,7 +120,7 @@ class Shelf:
 
     def squares(self, piece: int, shares: Sequence[int]) -> float:
         """Of the norm of a sum."""
-        return float(torch.linalg.vector_norm(self._total(piece, shares)).item() ** 2)
+        return squares_of(self._total(piece, shares))
 
     def apply(self, piece: int, shares: Sequence[int], learning_rate: float, factor: float) -> None:
         """One update with the sum of these gradients times the factor."""

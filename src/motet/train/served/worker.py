@@ -18,6 +18,7 @@ from motet.parallel.server.protocol import Ticket, View
 from motet.parallel.server.settings import owners_of, updates_alone
 from motet.parallel.server.shelf import Plan
 from motet.parallel.shares import shares_of_rank
+from motet.parallel.squares import squares_of
 from motet.parallel.uses import Uses
 from motet.precision.master import cast_frozen
 from motet.precision.recipe import RECIPES
@@ -130,7 +131,7 @@ class Worker:
 
     def _squares(self) -> float:
         whole = self.weights.gradients.kept(slice(0, self.weights.buckets[-1].stop))
-        return float(torch.linalg.vector_norm(whole).item() ** 2)
+        return squares_of(whole)
 
     def _push(self, report: Share, sent: set[int], most: int, bucket: int) -> None:
         assert self.attendant

@@ -1,0 +1,164 @@
+"""A step in the job's own precision: as far from one device as the same additions in other orders are, and no further.
+
+What only rounds too often, a sum kept in bfloat16, is the same in float64. It is judged by the spread of steps on one
+device, cut into as many micro-batches as the layout has, with the rows in other orders.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from motet.parallel.group import Group
+from motet.precision.recipe import RECIPES
+from motet.verify.compare import Difference, Reference, compare, reference_of
+from motet.verify.parts import Site, Whole
+from motet.verify.record import Seen
+from motet.verify.runs import ALONE, again, one_thread, state_file
+from motet.verify.trial import JobTrial
+from motet.verify.verdict import Verdict, named
+
+ORDERS = 6
+"""Steps with rows in other orders, that tell how far apart steps may be."""
+UNLIKELY = 8.0
+"""So many standard deviations above their mean is no accident: they are few, and their tails are not normal."""
+LEAST = 0.1
+"""The standard deviation of a logarithm of distances is not believed to be less."""
+
+
+class Unlikely(NamedTuple):
+    """How far a tensor is from one device, and how far others are."""
+
+    difference: Difference
+    z: float
+    usual: float
+    """The distance that other orders of rows have, in the mean."""
+
+    @property
+    def is_rounding(self) -> bool:
+        return not self.difference.what and self.z <= UNLIKELY
+
+    @property
+    def cause(self) -> str:
+        found = self.difference
+        return found.what or (
+            f"it is {found.relative / self.usual:.1f} times as far from one device as other orders of its rows are "
+            f"(z = {self.z:.0f}), while it is the same in float64: something is rounded that should not be"
+        )
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A step of one device, and of how the same step with rows in other orders differs."""
+
+    reference: Reference
+    logs: Mapping[Site, Tensor]
+    """Of distances."""
+    pooled: Mapping[str, float]
+    """Kind -> the standard deviation of these, over all tensors of it."""
+
+    def unlikely(self, difference: Difference) -> Unlikely:
+        if difference.what:
+            return Unlikely(difference, math.inf, 0.0)
+        logs, whole = self.logs[difference.site], self.reference.wholes[difference.site]
+        spread = max(float(logs.std()), self.pooled[whole.site[0]], math.sqrt(0.5 / whole.value.numel()), LEAST)
+        off = _log(difference, whole) - float(logs.mean())
+        return Unlikely(difference, off / (spread * math.sqrt(1 + 1 / len(logs))), math.exp(float(logs.mean())))
+
+
+@dataclass(frozen=True)
+class Native:
+    """Of a job in its own precision."""
+
+    trial: JobTrial
+    folder: Path
+    """Of the state before the step."""
+    varying: set[Site]
+    """Not compared."""
+    at_once: Mapping[Site, Whole]
+    """What one device has that takes the batch at once."""
+    known: dict[int, Spread] = field(default_factory=dict)
+
+    def judge(self, parts: int, ranks: Sequence[Sequence[Seen]]) -> tuple[Unlikely, Unlikely | None]:
+        """The most unlikely of all tensors, and the first that is none of rounding; of a batch cut into `parts`."""
+        if parts not in self.known:
+            with self.trial.numerics():
+                self.known[parts] = self._spread(parts)
+        spread = self.known[parts]
+        differences = (each for each in compare(spread.reference, ranks) if self._is_judged(each.site))
+        found = [spread.unlikely(each) for each in differences]
+        return max(found, key=lambda each: each.z), next((each for each in found if not each.is_rounding), None)
+
+    def _is_judged(self, site: Site) -> bool:
+        """Where there are masters they are; stage 3 has no other parameters."""
+        recipe = RECIPES[self.trial.job.precision.recipe]
+        return site[0] != "parameter" or recipe.compute == recipe.master
+
+    def _spread(self, parts: int) -> Spread:
+        built = self.trial.cut(parts).build(ALONE, self.folder)
+        last = self.trial.steps - 1
+
+        def done(order: Sequence[int] | None, folds: bool = True) -> list[Seen]:
+            built.state.restore(state_file(self.folder, last))
+            return again(built.in_order(order), last, folds)
+
+        of_step = reference_of(each for each in done(None, folds=False) if each.part < 0)
+        reference = Reference({**self.at_once, **of_step}, built.rate(last), varying=self.varying)
+        return spread_of(reference, [done(order) for order in _orders(self.trial.rows)])
+
+
+def refer_native(trial: JobTrial, folder: Path, varying: set[Site]) -> Native:
+    """Do the steps on one device, up to the one that is judged."""
+    last = trial.steps - 1
+    with trial.numerics(), one_thread():
+        built = trial.cut(1).build(ALONE, folder)
+        for number in range(last):
+            again(built, number)
+        built.state.save(last)
+        return Native(trial, folder, varying, reference_of(again(built, last, folds=False)))
+
+
+def spread_of(reference: Reference, others: Sequence[list[Seen]]) -> Spread:
+    found: dict[Site, list[float]] = {}
+    for seen in others:
+        for each in compare(reference, [seen]):
+            found.setdefault(each.site, []).append(_log(each, reference.wholes[each.site]))
+    logs = {site: torch.tensor(each, dtype=torch.float64) for site, each in found.items()}
+    kinds: dict[str, list[Tensor]] = {
+        site[0]: [each for other, each in logs.items() if other[0] == site[0]] for site in logs
+    }
+    pooled = {kind: math.sqrt(sum(float(e.var()) for e in each) / len(each)) for kind, each in kinds.items()}
+    return Spread(reference, logs, pooled)
+
+
+def _orders(rows: int) -> list[list[int]]:
+    return [torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).tolist() for seed in range(ORDERS)]
+
+
+def _log(difference: Difference, whole: Whole) -> float:
+    """Less than half of a rounding is as good as nothing."""
+    kind, dtype = whole.site[0], getattr(torch, whole.seen.dtype)
+    if kind in ("sum", "norm"):  # of what is summed in float32, whatever they are told in
+        dtype = torch.float32
+    return math.log(max(difference.relative, torch.finfo(dtype if dtype.is_floating_point else torch.float64).eps / 4))
+
+
+def native_step(trial: JobTrial, group: Group, folder: Path) -> list[Seen]:
+    """What a rank of a layout has seen in the step."""
+    with trial.numerics():
+        built = trial.build(group, folder)
+        built.state.restore(state_file(folder, trial.steps - 1))
+        return again(built, trial.steps - 1)
+
+
+def in_own_precision(same: Verdict, worst: Unlikely, first: Unlikely | None) -> Verdict:
+    """What is the same in float64 may be wrong all the same."""
+    found = replace(same, worst_z=worst.z, worst_z_tensor=named(worst.difference.site))
+    if first is None:
+        return found
+    where = f"{named(first.difference.site)}, a step in the job's own precision"
+    return replace(found, ok=False, first_difference=where, rank=first.difference.rank, cause=first.cause)
