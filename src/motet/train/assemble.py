@@ -31,7 +31,7 @@ from motet.precision.master import cast_frozen
 from motet.precision.promote import float64_mode
 from motet.precision.recipe import RECIPES
 from motet.train.engine import Engine, Manner, make_updaters
-from motet.train.evaluate import Evaluation, evaluate
+from motet.train.evaluate import Evaluation, Splits, evaluate
 from motet.train.faults import StopFlag
 from motet.train.flops import training_flops
 from motet.train.job import Job
@@ -222,14 +222,14 @@ def _describer(job: Job, parts: Parts, this: ThisDevice) -> Describer:
     )
 
 
-def evaluate_split(job: Job, parts: Parts, split: str) -> Evaluation | None:
-    """None when the job keeps nothing apart to judge on."""
+def evaluate_split(job: Job, parts: Parts, split: str, data: Splits | None = None) -> Evaluation | None:
+    """None when the job keeps nothing apart to judge on. `data`: what is judged on, if not that of the run."""
     if not parts.data.evaluation_batches(split):
         return None
     agree_on_buffers(parts.model.module, parts.engine.peers)
     shares = (parts.group, parts.layout, job.data.batch_sequences)
     with parts.engine.agreed():
-        return evaluate(parts.model, parts.data, split, job.monitor.evaluate_batches, shares)
+        return evaluate(parts.model, data or parts.data, split, job.monitor.evaluate_batches, shares)
 
 
 def _sample(job: Job, parts: Parts, done: int, monitor: Monitor) -> None:

@@ -19,6 +19,8 @@ MARGIN = 64.0
 """How many times as far from the reference as a perturbed reference is."""
 COARSER = 8
 """So many bits fewer than the reference's numbers have are no accident."""
+FEWEST_BITS = 3
+"""Of a number that was rounded; ones and zeros were not."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def reference_of(seen: Iterable[Seen]) -> dict[Site, Whole]:
     rows = next((each.rows for each in seen if each.rows), ())
     found: dict[Site, Whole] = {}
     order = {kind: number for number, kind in enumerate(get_args(Kind))}
-    early = ("sample", "random mask", "activation", "loss", "activation gradient")
+    early = ("starting parameter", "sample", "random mask", "activation", "loss", "activation gradient")
     for each in sorted(seen, key=lambda each: 0 if each.kind in early else order[each.kind]):
         value = each.value if each.shape is None else each.value.view(each.shape)
         found[each.kind, each.name] = Whole((each.kind, each.name), value, rows, each)
@@ -154,7 +156,7 @@ def _of_other_precision(part: Part, dtype: str) -> str:
         return ""
     if seen.dtype != dtype:
         return f"it is kept in {seen.dtype} on rank {part.rank}, and in {dtype} on one device"
-    is_coarser = seen.bits and part.bits and seen.bits <= part.bits - COARSER
+    is_coarser = FEWEST_BITS <= seen.bits <= part.bits - COARSER
     if is_coarser and distance(part.value, part.expected, 0.0) < 2.0 ** (1 - seen.bits):
         said = {24: "float32", 11: "float16", 8: "bfloat16"}.get(seen.bits, f"{seen.bits} bits")
         return f"its numbers were rounded to {said}: they have {seen.bits} bits, on one device {part.bits}"

@@ -83,7 +83,7 @@ class GivenBuilt:
         engine.begin()
         for part, rows in enumerate(work):
             places = torch.arange(rows.start, rows.stop)
-            recorder.begin_part(places)
+            recorder.begin_part(rows)
             batch = rows_of(whole, rows)
             for name, tensor in named(batch):
                 recorder.add("sample", name, tensor)

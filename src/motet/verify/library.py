@@ -23,7 +23,7 @@ from motet.verify.pool import Pool, started
 from motet.verify.record import Seen
 from motet.verify.runs import FREE, Referred, one_thread, phases, refer, walk
 from motet.verify.shares import WhatIf
-from motet.verify.verdict import Verdict, judge, wrong
+from motet.verify.verdict import Verdict, judge, of_one_device, wrong
 
 Parallel = Callable[[nn.Module], Step]
 """Called on each rank with the module, in a process group; gives what does a step."""
@@ -106,6 +106,8 @@ def _case(trial: GivenTrial, layout: str | Parallel | tuple[str, Parallel], rank
 
 
 def _verdict(case: _Case, number: str, pool: Pool, referred: Referred) -> Verdict:
+    if (broken := of_one_device(case.name, referred)) is not None:
+        return broken
     start_s = perf_counter()
     seen = pool.run(case.world, number)
 

@@ -96,7 +96,7 @@ class Native:
     def _is_judged(self, site: Site) -> bool:
         """Where there are masters they are; stage 3 has no other parameters."""
         recipe = RECIPES[self.trial.job.precision.recipe]
-        return site[0] != "parameter" or recipe.compute == recipe.master
+        return site[0] not in ("parameter", "starting parameter") or recipe.compute == recipe.master
 
     def _spread(self, parts: int) -> Spread:
         built = self.trial.cut(parts).build(ALONE, self.folder)

@@ -17,6 +17,7 @@ from motet.train.engine import Engine, Update
 from motet.verify.fold import folded_part, folded_rows
 
 Kind = Literal[
+    "starting parameter",
     "sample",
     "random mask",
     "activation",
@@ -112,8 +113,9 @@ class Recorder:
     def _add(self, seen: Seen) -> None:
         self.seen.append(seen._replace(operations=float(self.operations())))
 
-    def begin_part(self, rows: Tensor) -> None:
-        self.part, self.rows = self.part + 1, tuple(rows.tolist())
+    def begin_part(self, rows: Sequence[int]) -> None:
+        """`rows`: that were asked for."""
+        self.part, self.rows = self.part + 1, tuple(rows)
         self.calls.clear()
         self.masks = 0
 
@@ -228,6 +230,8 @@ def recorded(inner: Engine, recorder: Recorder, step: Callable[[Engine], None]) 
     """`step` is done with an engine that is overheard."""
     given = {each.name: getattr(inner, each.name) for each in fields(Engine)}
     engine = _Engine(**given, recorder=recorder)
+    for name, parameter in inner.module.named_parameters():
+        recorder.add_piece("starting parameter", name, kept(parameter))
     with recorder.watching(inner.module):
         step(engine)
     inner._skipped = engine._skipped

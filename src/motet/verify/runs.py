@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from motet.collectives.codecs.wire import as_it_is
 from motet.parallel.group import Group
-from motet.verify.compare import Reference, compare, reference_of, varying
+from motet.verify.compare import Difference, Reference, compare, reference_of, varying
 from motet.verify.record import Recorder, Seen, recorded
 from motet.verify.trial import Built, Trial
 
@@ -31,6 +31,8 @@ class Referred:
     """The same with the noise of all steps until then."""
     folder: Path
     """Of the states before each step, as checkpoints."""
+    differs: tuple[int, Difference] | None = None
+    """A step that one device itself does not do again from its own checkpoint, and what is the first to differ."""
 
     def of(self, phase: str, step: int) -> Reference:
         return (self.single if phase == ALONE_FROM else self.free)[step]
@@ -52,6 +54,8 @@ def refer(trial: Trial, folder: Path) -> Referred:
         built.state.save(trial.steps)
         free = [replace(reference, noise={}, varying=set()) for reference in single]
         free[-1] = replace(free[-1], wholes={**free[-1].wholes, **reference_of(_evaluated(built))})
+        if differs := _differing(built, single[-1], trial.steps - 1, folder):
+            return Referred(single, free, folder, differs)
         for seed in range(PERTURBED):
             for number, reference in enumerate(single):
                 _restart(built, folder, number, seed)
@@ -61,6 +65,15 @@ def refer(trial: Trial, folder: Path) -> Referred:
                 _add_noise(reference, again(built, number, judged=number == trial.steps - 1))
         _find_varying(trial, folder, single, free)
     return Referred(single, free, folder)
+
+
+def _differing(built: Built, reference: Reference, number: int, folder: Path) -> tuple[int, Difference] | None:
+    """A reference that is not restored cannot be what others are restored from."""
+    built.state.restore(state_file(folder, number))
+    seen = again(built, number)
+    with as_it_is():
+        found = next((each for each in compare(reference, [seen]) if not each.is_rounding), None)
+    return found and (number, found)
 
 
 @contextmanager
@@ -136,14 +149,15 @@ def walk(trial: Trial, group: Group, folder: Path, own: str) -> Iterator[tuple[s
     """All phases of a layout. `own`: the folder inside of `folder` for its own checkpoints."""
     built = trial.build(group, folder / own)
     last = trial.steps - 1
+    for step in range(trial.steps):  # from its own initial values, and evaluated between them as in training
+        if step == last:
+            built.state.save(step)
+        elif step:
+            built.evaluation()
+        yield FREE, step, again(built, step, judged=step == last)
     for step in range(trial.steps):
         built.state.restore(state_file(folder, step))
         yield ALONE_FROM, step, again(built, step)
-    built.state.restore(state_file(folder, 0))
-    for step in range(trial.steps):
-        if step == last:
-            built.state.save(step)
-        yield FREE, step, again(built, step, judged=step == last)
     built = trial.build(group, folder / own)
     built.state.restore(state_file(folder / own, last))
     yield AGAIN, last, again(built, last, judged=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from motet.core.batch import Batch
 from motet.models.randomness import LogicalRandomness
@@ -124,7 +124,7 @@ class JobBuilt:
 
     def step(self, number: int, engine: Engine, recorder: Recorder) -> None:
         stepper = self.parts.stepper(self.job)
-        heard = _Samples(self._samples, recorder)
+        heard = _Samples(self._samples, recorder, self.order)
         replace(stepper, model=_Model(stepper.model, recorder), samples=heard, engine=engine).step(
             number, self.rate(number)
         )
@@ -135,11 +135,14 @@ class JobBuilt:
             return self.parts.model.loss_sum(batch), float(batch.weights.sum())
 
     def evaluation(self) -> dict[str, float]:
-        judged = evaluate_split(self.job, self.parts, "validation")
-        return {"evaluation targets": judged.targets, "evaluation loss": judged.loss} if judged else {}
+        with calls_in_training(self.parts.model.module) as calls:
+            judged = evaluate_split(self.job, self.parts, "validation", Uneven(self.parts.data))
+        if judged is None:
+            return {}
+        return {IN_TRAINING: float(len(calls)), "evaluation targets": judged.targets, "evaluation loss": judged.loss}
 
     def judged(self, rows: range) -> tuple[Tensor, float]:
-        batch = self.parts.data.evaluation_batch("validation", 0, rows)
+        batch = Uneven(self.parts.data).evaluation_batch("validation", 0, rows)
         return self.parts.model.loss_sum(batch), float(batch.weights.sum())
 
     def in_order(self, order: Sequence[int] | None) -> "JobBuilt":
@@ -158,10 +161,11 @@ class _Samples:
 
     inner: Samples
     recorder: Recorder
+    order: Sequence[int] | None
 
     def batch(self, step: int, rows: range) -> Batch:
         batch = self.inner.batch(step, rows)
-        self.recorder.begin_part(batch.rows)
+        self.recorder.begin_part(rows if self.order is None else [self.order[row] for row in rows])
         for name, value in _spelled_out(batch).items():
             self.recorder.add("sample", name, value)
         return batch
@@ -191,6 +195,26 @@ class _Model:
         loss = self.inner.loss_sum(batch)
         self.recorder.add("loss", "loss", loss)
         return loss
+
+
+IN_TRAINING = "modules called as in training"
+
+
+@contextmanager
+def calls_in_training(module: nn.Module) -> Iterator[list[nn.Module]]:
+    """Modules that are called inside of it in the state of training."""
+    calls: list[nn.Module] = []
+
+    def hook(called: nn.Module, inputs: object) -> None:
+        if called.training:
+            calls.append(called)
+
+    hooks = [inner.register_forward_pre_hook(hook) for inner in module.modules()]
+    try:
+        yield calls
+    finally:
+        for each in hooks:
+            each.remove()
 
 
 @contextmanager

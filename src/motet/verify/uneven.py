@@ -5,23 +5,36 @@ And in another order.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from motet.core.batch import Batch
+from motet.train.evaluate import Splits
 from motet.train.step import Samples
+
+
+class Read(Samples, Splits, Protocol):
+    """What there is to read."""
 
 
 @dataclass(frozen=True)
 class Uneven:
     """Up to half of the targets of a row count for nothing, at its end; of classes, every fifth row."""
 
-    inner: Samples
+    inner: Read
 
     def batch(self, step: int, rows: range) -> Batch:
         batch = self.inner.batch(step, rows)
         return replace(batch, weights=_fewer(batch.weights, torch.tensor(rows), step))
+
+    def evaluation_batches(self, split: str) -> int:
+        return self.inner.evaluation_batches(split)
+
+    def evaluation_batch(self, split: str, index: int, rows: range) -> Batch:
+        batch = self.inner.evaluation_batch(split, index, rows)
+        return replace(batch, weights=_fewer(batch.weights, torch.tensor(rows), index))
 
 
 @dataclass(frozen=True)

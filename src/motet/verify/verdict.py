@@ -73,6 +73,16 @@ def wrong(layout: str, worst: Found, first: Found, cause: str) -> Verdict:
     return Verdict(layout, False, worst.difference.relative, str(worst), str(first), found.rank, said)
 
 
+def of_one_device(layout: str, referred: Referred) -> Verdict | None:
+    """If one device is no measure, that is said of each layout."""
+    if referred.differs is None:
+        return None
+    step, difference = referred.differs
+    first = Found("of one device, from its own checkpoint", step, difference)
+    cause = "one device itself does not do the step again: its checkpoint is not what it was; mend that first"
+    return wrong(layout, first, first, cause)
+
+
 def judge(
     referred: Referred, walked: Sequence[tuple[str, int]], seen: Callable[[str, int], Sequence[Sequence[Seen]]]
 ) -> tuple[Found, Found | None]:

@@ -27,7 +27,7 @@ from motet.verify.served import Servers
 from motet.verify.shares import WhatIf
 from motet.verify.shrink import shrink
 from motet.verify.trial import JobTrial
-from motet.verify.verdict import Verdict, judge, wrong
+from motet.verify.verdict import Verdict, judge, of_one_device, wrong
 
 STEPS = 3
 FEWEST_ROWS = 8
@@ -77,6 +77,9 @@ def verify(subject: Subject, environment: Mapping[str, str], tell: Tell) -> Iter
         (folder / "logs").mkdir()
         start_s = time.perf_counter()
         referred, native = refer(JobTrial(_stored(subject.job, folder)), folder), None
+        if referred.differs is not None:
+            yield from (found for each in subject.candidates if (found := of_one_device(each.text, referred)))
+            return
         if subject.native.precision.recipe != subject.job.precision.recipe:
             trial = JobTrial(_stored(subject.native, native_folder(folder)))
             native = refer_native(trial, native_folder(folder), referred.single[0].varying)
