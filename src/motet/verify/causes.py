@@ -15,8 +15,14 @@ from torch import Tensor
 
 FITS = 1e-9
 """How far from an equation rounding may be; other mistakes are further away."""
+SURE = 1e-11
+"""The same where many equations are tried on few numbers."""
+MOST_SHARES = 8
 WHOLE = 1e-5
 """How far a coefficient may be from a number that has a meaning."""
+
+
+TARGETS = "target tokens"
 
 
 class Share(NamedTuple):
@@ -60,7 +66,7 @@ def cause(case: Case) -> str:
             batches={words: batch.double() for words, batch in case.batches.items()},
         )
     tries = (
-        _not_finite, _rounded, _instead, _rows, _summed, _updated, _scaled, _elsewhere, _with_something, _coarse,
+        _not_finite, _left, _rounded, _instead, _rows, _summed, _updated, _scaled, _elsewhere, _with_something, _coarse,
     )  # fmt: skip
     return next((found for attempt in tries if (found := attempt(case))), "")
 
@@ -68,6 +74,14 @@ def cause(case: Case) -> str:
 def _not_finite(case: Case) -> str:
     bad = int((~case.value.isfinite()).sum())
     return f"{bad} of its {case.value.numel()} elements are not finite" if bad else ""
+
+
+def _left(case: Case) -> str:
+    """Exactly what it was, where it should not be."""
+    before = case.before
+    if before is None or not torch.equal(case.value, before.to(case.value.dtype)) or fits(before, case.expected):
+        return ""
+    return "it was not updated"
 
 
 def _rounded(case: Case) -> str:
@@ -79,7 +93,9 @@ def _rounded(case: Case) -> str:
 
 
 def _coarse(case: Case) -> str:
-    """It is off by as much as arithmetic in a smaller dtype is."""
+    """It is off by as much as arithmetic in a smaller dtype is; of what is updated, any small mistake is."""
+    if case.before is not None:
+        return ""
     off = relative(case.value, case.expected)
     fitting = [dtype for dtype, epsilon in _EPSILON.items() if epsilon / 50 < off < epsilon]
     return f"it differs as much as what is computed in {_named_dtype(fitting[0])} does" if fitting else ""
@@ -111,7 +127,15 @@ def meaning(factor: float, sizes: Mapping[str, float]) -> str:
         return f": multiplied by {' = '.join([number(factor), *times])}"
     if over:
         return f": divided by {' = '.join([number(1 / factor), *over])}"
-    return ": counted twice" if is_about(factor, 2) else ": halved" if is_about(factor, 0.5) else ""
+    if is_about(factor, 2) or is_about(factor, 0.5):
+        return ": counted twice" if factor > 1 else ": halved"
+    by_count = {name: size for name, size in sizes.items() if name.startswith(TARGETS) and size}
+    whole = by_count.pop(TARGETS, 0.0)
+    for name, size in by_count.items():
+        if size != whole and (is_about(factor, whole / size) or is_about(factor, size / whole)):
+            how = "divided" if factor > 1 else "multiplied"
+            return f": {how} by the {name}, {number(size)}, instead of the {number(whole)} of the batch"
+    return ""
 
 
 def _instead(case: Case) -> str:
@@ -125,8 +149,10 @@ def _instead(case: Case) -> str:
 
 def _summed(case: Case) -> str:
     """Which shares the sum has, and how often."""
+    if len(case.shares) > 1 and case.value.numel() <= len(case.shares):
+        return counted(case.value, case.shares, "the share of ")
     if not case.shares or case.value.numel() == 1:
-        return _summed_number(case)
+        return ""
     found = coefficients(case.value, [share.value for share in case.shares])
     if found is None or is_about(min(found), max(found)):
         return ""
@@ -137,33 +163,42 @@ def _summed(case: Case) -> str:
     if missing and len(missing) + len(present) == len(pairs):
         if case.rank is not None and {share.rank for share in present} == {case.rank} and len(_ranks(case)) > 1:
             return f"it is the share of rank {case.rank} alone: the sum over the ranks is missing"
-        return f"it lacks the share of {_named(missing, case)}"
+        return f"it lacks the share of {_named(missing, case.shares)}"
     if twice and len(twice) + len(present) == len(pairs):
-        return f"it has the share of {_named(twice, case)} twice"
+        return f"it has the share of {_named(twice, case.shares)} twice"
     if whose := _means(pairs):
         return f"shares of {whose} are divided by their own count of targets, instead of all by that of the whole batch"
     factors = {round(times, 6) for _, times in pairs}
     if len(factors) <= 3:
         told = [
-            f"{number(factor)} times that of {_named([s for s, times in pairs if round(times, 6) == factor], case)}"
-            for factor in sorted(factors)
+            f"{number(factor)} times that of {_named(_those(pairs, factor), case.shares)}" for factor in sorted(factors)
         ]
         return f"it is made of {', '.join(told)}"
     return ""
 
 
-def _summed_number(case: Case) -> str:
-    """Of a single number, whose coefficients nobody can tell: one share is left out, alone, or twice."""
-    value, expected = case.value.double(), case.expected.double()
-    for share in case.shares if len(case.shares) > 1 else ():
-        own = share.value.double()
-        if fits(value, expected - own):
-            return f"it lacks the share of {_named([share], case)}"
-        if fits(value, expected + own):
-            return f"it has the share of {_named([share], case)} twice"
-        if fits(value, own):
-            return f"it is the share of {_named([share], case)} alone"
-    return ""
+def _those(pairs: Sequence[tuple[Share, float]], factor: float) -> list[Share]:
+    return [share for share, times in pairs if round(times, 6) == factor]
+
+
+def counted(value: Tensor, shares: Sequence[Share], what: str) -> str:
+    """Of few numbers, whose coefficients nobody can solve for: some shares are left out, or there twice."""
+    if len(shares) > MOST_SHARES:
+        return ""
+    matrix = torch.stack([share.value.double().flatten() for share in shares])
+    tries = torch.cartesian_prod(*[torch.arange(3.0, dtype=torch.float64)] * len(shares)).view(-1, len(shares))
+    sums = tries @ matrix
+    size = torch.linalg.vector_norm(tries.abs() @ matrix.abs(), dim=1)
+    off = torch.linalg.vector_norm(sums - value.double().flatten(), dim=1)
+    fitting = tries[(off <= SURE * size) & (size > 0)]
+    if not len(fitting):
+        return ""
+    times = min(fitting.tolist(), key=lambda each: sum(abs(one - 1) for one in each)) if len(fitting) else []
+    lacking = [share for share, one in zip(shares, times, strict=True) if one == 0]
+    twice = [share for share, one in zip(shares, times, strict=True) if one == 2]
+    said = [f"it lacks {what}{_named(lacking, shares)}"] if lacking else []
+    said += [f"it has {what}{_named(twice, shares)} twice"] if twice else []
+    return " and ".join(said)
 
 
 def _updated(case: Case) -> str:
@@ -198,13 +233,13 @@ def _ranks(case: Case) -> set[int]:
     return {share.rank for share in case.shares}
 
 
-def _named(shares: Sequence[Share], case: Case) -> str:
+def _named(shares: Sequence[Share], everyone: Sequence[Share]) -> str:
     """Whole ranks, where all of their micro-batches are meant."""
     parts = sorted({share.part for share in shares})
     ranks = sorted({share.rank for share in shares})
     text = f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
     meant = {(share.rank, share.part) for share in shares}
-    if all((share.rank, share.part) in meant for share in case.shares if share.rank in ranks):
+    if all((share.rank, share.part) in meant for share in everyone if share.rank in ranks):
         return text
     return f"micro-batch{'es' * (len(parts) > 1)} {listed(parts)} of {text}"
 
@@ -244,7 +279,7 @@ def _elsewhere(case: Case) -> str:
 def _with_something(case: Case) -> str:
     """What should be there, and a multiple of something else."""
     for words, other in case.others.items():
-        if other.shape != case.value.shape:
+        if other.shape != case.value.shape or other.numel() < 2:  # any number is some times another
             continue
         found = coefficients(case.value - case.expected, [other])
         if found is not None and found[0]:
@@ -264,7 +299,7 @@ class Ingredient(NamedTuple):
 def made_of(value: Tensor, ingredients: Sequence[Ingredient], sizes: Mapping[str, float]) -> str:
     """What of the ingredients is there more or less often than it should."""
     there = [each for each in ingredients if each.times or float(each.value.abs().max())]
-    found = coefficients(value, [each.value for each in there])
+    found = coefficients(value, [each.value for each in there]) if value.numel() > len(there) else None
     if found is None:
         return ""
     pairs = list(zip(there, found, strict=True))

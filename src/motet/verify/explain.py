@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from motet.train.optimizer import group_parameters
-from motet.verify.causes import Case, Share, cause, fits, listed
+from motet.verify.causes import TARGETS, Case, Share, cause, fits, listed
 from motet.verify.compare import Reference, distance, floor_of, sites_of
-from motet.verify.numbers import cause_of_norm, cause_of_number, other_counts, other_losses
+from motet.verify.numbers import cause_of_loss, cause_of_norm, cause_of_number, other_counts, other_losses
 from motet.verify.parts import Part, UnfitError, Whole, by_row, parts_of
 from motet.verify.record import Seen
 from motet.verify.shares import WhatIf
+from motet.verify.trial import IN_TRAINING
 from motet.verify.updates import Update, cause_of_update
 from motet.verify.verdict import Found
 
@@ -50,7 +51,8 @@ class Explaining:
         if kind in ("sum", "norm", "evaluation"):
             return self._of_number(kind, name)
         if kind == "loss":
-            return self._of_loss()
+            given = sites_of(self.ranks).get(self.whole.site, [])
+            return cause_of_loss(given, self.what_if.computed, self.sizes, self._tokens)
         said = self._of_tensor()
         return said and f"{said}{self._where()}"
 
@@ -134,8 +136,9 @@ class Explaining:
             "rows of the batch": float(rows),
             "rows of a rank": rows / layout.dp,
             "rows of a micro-batch": rows / (layout.dp * layout.microbatches),
-            "target tokens": sum(targets.values()),
-            **{f"target tokens of rank {rank}": count for rank, count in targets.items()},
+            TARGETS: sum(targets.values()),
+            **{f"{TARGETS} of rank {rank}": count for rank, count in targets.items()},
+            **{f"{TARGETS} of micro-batch {c.part} of rank {c.rank}": c.targets for c in self.what_if.computed},
             "what gradients are scaled by": self._scale,
             "the square of dp": float(layout.dp) ** 2,
         }
@@ -164,8 +167,13 @@ class Explaining:
             )
         if kind == "state" and "/" in name:
             return self._of_update(*name.split("/", 1)) or cause(self._case())
-        if kind in ("activation", "random mask", "sample", "activation gradient"):
+        if kind in ("activation", "activation gradient"):
             return cause(self._of_rows()) or self._if_cut()
+        if kind == "sample":
+            return cause(self._of_rows()) or (
+                f"it is of no row of the {len(self.what_if.referred.single)} steps that were compared: rows are read "
+                "in another order (another seed, say), or from another place"
+            )
         return cause(self._case())
 
     def _case(self) -> Case:
@@ -280,8 +288,8 @@ class Explaining:
         for each in self.what_if.cut_alike.get(self.whole.site, []):
             if each.rows == seen.rows and each.value.shape == seen.value.shape and fits(seen.value, each.value):
                 return (
-                    "its rows depend on the other rows of their micro-batch (statistics over the batch, say): one "
-                    "device that cuts the batch in the same way has the same"
+                    "its rows depend on the other rows of their micro-batch, or on how many there are (statistics over "
+                    "the batch, say): one device that cuts the batch in the same way has the same"
                 )
         return ""
 
@@ -339,48 +347,44 @@ class Explaining:
             others["the one before clipping"] = summed / self._scale / self._count
             others["the sum, not divided or clipped"] = summed / self._scale
         gradients = Case(case.value, case.expected, case.rank, self.sizes, shares, others)
-        return cause_of_update(case, update, state, gradients)
+        return cause_of_update(case, update, state, gradients, self._strangers(name))
+
+    def _strangers(self, name: str) -> dict[str, Tensor]:
+        """Gradients of some other parameters of this shape."""
+        alike = [
+            (other, each.value)
+            for (kind, other), each in self.reference.wholes.items()
+            if kind == "clipped gradient" and other != name and each.value.shape == self.whole.value.shape
+        ]
+        return {f"the gradient of {other}": self._cut(value) for other, value in alike[:8]}
 
     @property
     def _count(self) -> float:
         count = self.reference.tensor(("sum", "target tokens"))
         return 1.0 if count is None else float(count) or 1.0
 
-    # --- numbers -------------------------------------------------------------------------------
-
-    def _of_loss(self) -> str:
-        """Of micro-batches, each against what one device has for it."""
-        computed = {(c.rank, c.part): c for c in self.what_if.computed}
-        wrong = {}
-        for rank, seen in sites_of(self.ranks).get(self.whole.site, []):
-            own = computed.get((rank, seen.part))
-            if own is not None and not fits(seen.value, own.loss):
-                wrong[rank, seen.part] = (seen.value, own)
-        if not wrong:
-            return ""
-        (rank, _), (value, own) = next(iter(wrong.items()))
-        sizes = {**self.sizes, "target tokens of the micro-batch": own.targets}
+    @property
+    def _tokens(self) -> int:
+        """Of the batch, targets or not."""
         tokens = self.reference.tensor(("sample", "targets"))
-        if tokens is not None:
-            sizes["the count of all its tokens"] = tokens.numel() / len(computed)
-        said = cause(Case(value, own.loss, rank, sizes))
-        alone = f" (in {len(wrong)} of {len(computed)} micro-batches, the first of rank {rank})"
-        return said and said + (alone if len(wrong) < len(computed) else "")
+        return 0 if tokens is None else tokens.numel()
+
+    # --- numbers -------------------------------------------------------------------------------
 
     def _of_number(self, kind: str, name: str) -> str:
         value, expected = float(self._worst.value), float(self._worst.expected)
         computed = self.what_if.computed
+        if name == IN_TRAINING:
+            return f"{value:g} calls are made in the state of training, where the model is judged{self._where()}"
         if kind == "norm":
             said = cause_of_norm(value, expected, self.ranks, self._count, self.sizes)
         elif name == "target tokens":
-            tokens = self.reference.tensor(("sample", "targets"))
-            said = cause_of_number(
-                value, expected, other_counts(computed, 0 if tokens is None else tokens.numel()), self.sizes
-            )
+            said = cause_of_number(value, expected, other_counts(computed, self._tokens), self.sizes)
         else:
             judged = computed if name == "mean loss" else self.what_if.evaluated
             others = other_losses(judged)
-            said = cause_of_number(value, expected, others, self.sizes)
+            shares = [Share(c.rank, c.part, c.loss, c.targets) for c in judged]
+            said = cause_of_number(value, expected, others, self.sizes, shares)
         return said and f"{said}{self._where()}"
 
 

@@ -3,7 +3,10 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from motet.verify.causes import is_about, meaning, number
+import torch
+
+from motet.verify.causes import TARGETS, Case, Share, cause, counted, fits, is_about, meaning, number
+from motet.verify.parts import Given
 from motet.verify.record import Seen
 from motet.verify.shares import Computed
 
@@ -15,15 +18,41 @@ def near(a: float, b: float) -> bool:
 
 
 def cause_of_number(
-    value: float, expected: float, others: Iterator[tuple[str, float]], sizes: Mapping[str, float]
+    value: float,
+    expected: float,
+    others: Iterator[tuple[str, float]],
+    sizes: Mapping[str, float],
+    shares: Sequence[Share] = (),
 ) -> str:
-    """`others`: in words -> what it might be."""
+    """`others`: in words -> what it might be. `shares`: of whose sum it is the mean."""
     for words, other in others:
         if near(value, other) and not near(other, expected):
             return words
+    total = torch.tensor(value * sum(share.targets for share in shares), dtype=torch.float64)
+    if shares and (said := counted(total, shares, "the loss of ")):
+        return said
     factor = value / expected if expected else math.nan
     said = meaning(factor, sizes)
     return f"it is {number(factor)} times what it should be{said}" if said else ""
+
+
+def cause_of_loss(given: Given, computed: Sequence[Computed], sizes: Mapping[str, float], tokens: int) -> str:
+    """Of micro-batches, each against what one device has for it."""
+    known = {(c.rank, c.part): c for c in computed}
+    wrong = {
+        (rank, seen.part): (seen.value, own)
+        for rank, seen in given
+        if (own := known.get((rank, seen.part))) is not None and not fits(seen.value, own.loss)
+    }
+    if not wrong:
+        return ""
+    (rank, _), (value, own) = next(iter(wrong.items()))
+    more = {f"{TARGETS} of the micro-batch": own.targets}
+    if tokens:
+        more["the count of all its tokens"] = tokens / len(computed)
+    said = cause(Case(value, own.loss, rank, {**sizes, **more}))
+    alone = f" (in {len(wrong)} of {len(computed)} micro-batches, the first of rank {rank})"
+    return said and said + (alone if len(wrong) < len(computed) else "")
 
 
 def other_losses(computed: Sequence[Computed]) -> Iterator[tuple[str, float]]:
@@ -40,13 +69,8 @@ def other_losses(computed: Sequence[Computed]) -> Iterator[tuple[str, float]]:
             yield f"it is that of rank {rank} alone", loss / targets
             yield f"it is the sum over all ranks, divided by the count of rank {rank} alone", total / targets
         yield f"the loss of rank {rank} alone is divided by the count of all", loss / count
-        yield f"it lacks the loss of rank {rank}", (total - loss) / count
         if count > targets:
             yield f"it lacks rank {rank}", (total - loss) / (count - targets)
-        yield f"it has the loss of rank {rank} twice", (total + loss) / count
-    for c in computed:
-        yield f"it lacks the loss of micro-batch {c.part} of rank {c.rank}", (total - float(c.loss)) / count
-        yield f"it has the loss of micro-batch {c.part} of rank {c.rank} twice", (total + float(c.loss)) / count
 
 
 def other_counts(computed: Sequence[Computed], tokens: int) -> Iterator[tuple[str, float]]:

@@ -3,12 +3,13 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from motet.train.settings import OptimizerSettings
-from motet.verify.causes import Case, Ingredient, cause, fits, made_of
+from motet.verify.causes import Case, Ingredient, cause, fits, made_of, relative
 
 Moments = Mapping[str, Tensor]
 """exp_avg, exp_avg_sq or momentum_buffer."""
@@ -91,8 +92,10 @@ class Update:
         yield "with a gradient of 0", replace(self, gradient=torch.zeros_like(self.gradient))
 
 
-def cause_of_update(case: Case, update: Update, kind: str, gradients: Case) -> str:
-    """`gradients`: what the gradient might have been instead, and what it is made of."""
+def cause_of_update(
+    case: Case, update: Update, kind: str, gradients: Case, strangers: Mapping[str, Tensor] = MappingProxyType({})
+) -> str:
+    """`gradients`: what the gradient might have been instead, and what it is made of; `strangers`: those of others."""
     base, ingredients = update.ingredients(kind)
     if found := made_of(case.value - base, ingredients, case.sizes):
         return found
@@ -104,7 +107,32 @@ def cause_of_update(case: Case, update: Update, kind: str, gradients: Case) -> s
             case.value, replace(update, gradient=gradient).after()[kind]
         ):
             return f"it was updated with a gradient that is {words}"
+    more = [Ingredient(words, other, 0.0) for words, other in strangers.items() if kind in FIRST]
+    if found := _of_epsilon(case, update, kind) or (made_of(case.value - base, [*ingredients, *more], case.sizes)):
+        return found
     return _implied(case, update, kind, gradients)
+
+
+FIRST = ("exp_avg", "momentum_buffer")
+
+
+def _of_epsilon(case: Case, update: Update, kind: str) -> str:
+    """Solve for the number that AdamW adds to the root."""
+    if kind != "master" or update.settings.name != "adamw":
+        return ""
+    after, (one, two) = update.after(), update.settings.betas
+    mean, size = after["exp_avg"] / (1 - one**update.count), (after["exp_avg_sq"] / (1 - two**update.count)).sqrt()
+    ratio = (update.master - case.value) / update.rate - update.decay * update.master
+    epsilon = float((ratio * (mean - ratio * size)).sum() / ratio.square().sum())
+    other = replace(update, settings=update.settings.model_copy(update={"eps": epsilon}))
+    if not math.isfinite(epsilon) or not _moves_alike(case.value, other.after()["master"], update.master):
+        return ""
+    return f"it was updated with eps = {epsilon:.4g}, not {update.settings.eps:g}"
+
+
+def _moves_alike(value: Tensor, other: Tensor, before: Tensor) -> bool:
+    """Their updates are the same, which are small beside what is updated."""
+    return relative(value - before, other - before) < 1e-6
 
 
 def _implied(case: Case, update: Update, kind: str, gradients: Case) -> str:
