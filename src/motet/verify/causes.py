@@ -18,6 +18,9 @@ FITS = 1e-9
 SURE = 1e-11
 """The same where many equations are tried on few numbers."""
 MOST_SHARES = 8
+NOT_UPDATED = "it was not updated"
+ROUNDED = 1e-3
+"""How near what was lost is to what rounding loses; some elements may have been rounded the other way."""
 WHOLE = 1e-5
 """How far a coefficient may be from a number that has a meaning."""
 
@@ -66,7 +69,8 @@ def cause(case: Case) -> str:
             batches={words: batch.double() for words, batch in case.batches.items()},
         )
     tries = (
-        _not_finite, _left, _rounded, _instead, _rows, _summed, _updated, _scaled, _elsewhere, _with_something, _coarse,
+        _not_finite, _left, _rounded, _instead, _rows, _summed, _updated, _scaled, _elsewhere, _with_something,
+        _share_rounded, _coarse,
     )  # fmt: skip
     return next((found for attempt in tries if (found := attempt(case))), "")
 
@@ -81,7 +85,7 @@ def _left(case: Case) -> str:
     before = case.before
     if before is None or not torch.equal(case.value, before.to(case.value.dtype)) or fits(before, case.expected):
         return ""
-    return "it was not updated"
+    return NOT_UPDATED
 
 
 def _rounded(case: Case) -> str:
@@ -96,7 +100,10 @@ def _coarse(case: Case) -> str:
     """It is off by as much as arithmetic in a smaller dtype is; of what is updated, any small mistake is."""
     if case.before is not None:
         return ""
-    off = relative(case.value, case.expected)
+    return coarse(relative(case.value, case.expected))
+
+
+def coarse(off: float) -> str:
     fitting = [dtype for dtype, epsilon in _EPSILON.items() if epsilon / 50 < off < epsilon]
     return f"it differs as much as what is computed in {_named_dtype(fitting[0])} does" if fitting else ""
 
@@ -169,11 +176,24 @@ def _summed(case: Case) -> str:
     if whose := _means(pairs):
         return f"shares of {whose} are divided by their own count of targets, instead of all by that of the whole batch"
     factors = {round(times, 6) for _, times in pairs}
-    if len(factors) <= 3:
+    if len(factors) <= 3 and set(factors) != {1.0}:
         told = [
             f"{number(factor)} times that of {_named(_those(pairs, factor), case.shares)}" for factor in sorted(factors)
         ]
         return f"it is made of {', '.join(told)}"
+    return ""
+
+
+def _share_rounded(case: Case) -> str:
+    """One rank, or one micro-batch of all ranks, adds its share in a smaller dtype."""
+    groups = [[share for share in case.shares if share.rank == rank] for rank in sorted(_ranks(case))]
+    groups += [[share for share in case.shares if share.part == part] for part in {s.part for s in case.shares}]
+    for group in groups if len(case.shares) > 1 else ():
+        own = torch.stack([share.value.double() for share in group]).sum(0)
+        for dtype in _EPSILON:
+            lost = own.to(dtype).double() - own
+            if float(lost.abs().max()) and relative(case.value.double() - case.expected.double(), lost) < ROUNDED:
+                return f"the share of {_named(group, case.shares)} was rounded to {_named_dtype(dtype)}"
     return ""
 
 
@@ -209,7 +229,7 @@ def _updated(case: Case) -> str:
     if factor is None:
         return ""
     if factor[0] == 0:
-        return "it was not updated"
+        return NOT_UPDATED
     return f"it was updated by {number(factor[0])} times what it should be{meaning(factor[0], case.sizes)}"
 
 
@@ -316,7 +336,7 @@ def made_of(value: Tensor, ingredients: Sequence[Ingredient], sizes: Mapping[str
         elif each.times:
             said.append(f"{each.words} counts {number(times / each.times)} times{meaning(times / each.times, sizes)}")
         else:
-            said.append(f"{each.words} counts {number(times)} times, where it should not")
+            said.append(f"{each.words} is in it, {number(times)} times, where it should not be")
     return "; ".join(said)
 
 

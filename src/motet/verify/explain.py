@@ -1,25 +1,23 @@
 """The first tensor that differs, and what the reference knows that it could be made of."""
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from motet.train.optimizer import group_parameters
-from motet.verify.causes import TARGETS, Case, Share, cause, fits, listed
-from motet.verify.compare import Reference, distance, floor_of, sites_of
+from motet.verify.causes import NOT_UPDATED, Case, Share, cause, fits
+from motet.verify.compare import Reference, compare, sites_of
 from motet.verify.numbers import cause_of_loss, cause_of_norm, cause_of_number, other_counts, other_losses
-from motet.verify.parts import Part, UnfitError, Whole, by_row, parts_of
+from motet.verify.parts import Site, UnfitError, by_row, parts_of
 from motet.verify.record import Seen
+from motet.verify.runs import FREE
 from motet.verify.shares import WhatIf
 from motet.verify.trial import IN_TRAINING
 from motet.verify.updates import Update, cause_of_update
 from motet.verify.verdict import Found
-
-Cut = Callable[[Tensor], Tensor]
+from motet.verify.where import Where
 
 
 def explain(what_if: WhatIf, ranks: Sequence[Sequence[Seen]], found: Found) -> str:
@@ -32,19 +30,26 @@ def explain(what_if: WhatIf, ranks: Sequence[Sequence[Seen]], found: Found) -> s
         parts = parts_of(whole, given)
     except UnfitError as error:
         return str(error)
-    return Explaining(what_if, ranks, found, reference, whole, parts).cause()
+    said = Explaining(what_if, ranks, found, reference, whole, parts).cause()
+    return said or _of_another(what_if, ranks, found)
 
 
-@dataclass(frozen=True)
-class Explaining:
-    """One difference."""
+def _of_another(what_if: WhatIf, ranks: Sequence[Sequence[Seen]], found: Found) -> str:
+    """Of what was folded nobody can tell where its elements are: the next one of its kind may say."""
+    reference, site = what_if.referred.of(found.phase, found.step), found.difference.site
+    if not any(each.folded for _, each in sites_of(ranks)[site]):
+        return ""
+    for other in compare(reference, ranks):
+        given = sites_of(ranks).get(other.site, [])
+        if other.site[0] != site[0] or other.is_rounding or any(each.folded for _, each in given):
+            continue
+        said = explain(what_if, ranks, replace(found, difference=other))
+        return f"as {other.site[1]}: {said}" if said else ""
+    return ""
 
-    what_if: WhatIf
-    ranks: Sequence[Sequence[Seen]]
-    found: Found
-    reference: Reference
-    whole: Whole
-    parts: Sequence[Part]
+
+class Explaining(Where):
+    """What it could be made of."""
 
     def cause(self) -> str:
         kind, name = self.whole.site
@@ -56,100 +61,6 @@ class Explaining:
         said = self._of_tensor()
         return said and f"{said}{self._where()}"
 
-    # --- where ---------------------------------------------------------------------------------
-
-    def _off(self, part: Part) -> float:
-        return distance(part.value, part.expected, floor_of(self.reference, self.whole.site[0], part))
-
-    @cached_property
-    def _worst(self) -> Part:
-        return max(self.parts, key=lambda part: _number(self._off(part)))
-
-    @cached_property
-    def _wrong(self) -> list[Part]:
-        return [part for part in self.parts if not self._off(part) <= self.found.difference.bound]
-
-    def _where(self) -> str:
-        """On which ranks, and where in the tensor, if not on all and everywhere."""
-        ranks = sorted({part.rank for part in self._wrong if part.rank is not None})
-        all_ranks = {part.rank for part in self.parts if part.value.numel()}
-        text = f", on rank{'s' * (len(ranks) > 1)} {listed(ranks)} alone" if 0 < len(ranks) < len(all_ranks) else ""
-        places = self._region
-        if places is not None and self._worst.seen is not None:
-            start = self._worst.seen.start
-            first, last = start + places.start, start + places.stop - 1
-            text += f", in elements {first} to {last} of {self.whole.value.numel()}{self._owner(first, last)}"
-        return text
-
-    @cached_property
-    def _region(self) -> slice | None:
-        """Where it differs, if that is a part of what the rank has."""
-        value, expected, seen = self._worst.value, self._worst.expected, self._worst.seen
-        if seen is None or seen.shape is None or seen.folded or value.numel() < 2:
-            return None
-        off = (value.double() - expected.double()).abs().nan_to_num(math.inf)
-        wrong = (off > 1e-3 * self.found.difference.bound * float(expected.double().abs().max())).nonzero()
-        if not len(wrong):
-            return None
-        first, last = int(wrong[0]), int(wrong[-1])
-        return slice(first, last + 1) if last + 1 - first < 0.95 * value.numel() else None
-
-    def _owner(self, first: int, last: int) -> str:
-        """Whose shard that is."""
-        pieces = sites_of(self.ranks).get(("state", f"master/{self.whole.site[1].rpartition('/')[2]}"), [])
-        for rank, seen in pieces:
-            if 0 < seen.numel < self.whole.value.numel() and seen.start <= first and last < seen.start + seen.numel:
-                return f", which rank {rank} updates"
-        return ""
-
-    @cached_property
-    def _cut(self) -> Cut:
-        """What of a whole tensor the worst part is about."""
-        from motet.verify.fold import folded_part
-
-        seen, region = self._worst.seen, self._region
-        if seen is None or seen.shape is None:
-            return lambda tensor: tensor
-
-        def cut(tensor: Tensor) -> Tensor:
-            own = folded_part(tensor.reshape(-1)[seen.start : seen.start + seen.numel], seen.start)
-            return own if region is None else own[region]
-
-        return cut
-
-    # --- what ----------------------------------------------------------------------------------
-
-    @cached_property
-    def sizes(self) -> dict[str, float]:
-        """What factors may come from."""
-        layout = self.what_if.layout
-        targets = {c.rank: 0.0 for c in self.what_if.computed}
-        for c in self.what_if.computed:
-            targets[c.rank] += c.targets
-        rows = self.what_if.trial.rows
-        return {
-            "dp": float(layout.dp),
-            "micro-batches of a rank": float(layout.microbatches),
-            "all micro-batches": float(layout.dp * layout.microbatches),
-            "ranks that share a copy": float(layout.shards),
-            "replicas": layout.dp / layout.shards,
-            "rows of the batch": float(rows),
-            "rows of a rank": rows / layout.dp,
-            "rows of a micro-batch": rows / (layout.dp * layout.microbatches),
-            TARGETS: sum(targets.values()),
-            **{f"{TARGETS} of rank {rank}": count for rank, count in targets.items()},
-            **{f"{TARGETS} of micro-batch {c.part} of rank {c.rank}": c.targets for c in self.what_if.computed},
-            "what gradients are scaled by": self._scale,
-            "the square of dp": float(layout.dp) ** 2,
-        }
-
-    @property
-    def _scale(self) -> float:
-        """What sums of gradients are multiplied by, before an update."""
-        engine = self.what_if.built.engine
-        norm, count = (self.reference.tensor(site) for site in (("norm", "gradient norm"), ("sum", "target tokens")))
-        return 1.0 if norm is None or count is None else engine.scale_of(float(norm), float(count))
-
     def _of_tensor(self) -> str:
         kind, name = self.whole.site
         if kind == "clipped gradient":
@@ -158,6 +69,10 @@ class Explaining:
             return cause(self._case()) or (
                 "no sum of what ranks and micro-batches have gives it: it was changed while it was summed, or after"
             )
+        if kind == "starting parameter":
+            return cause(self._case()) or self._of_start()
+        if kind == "parameter" and (said := cause(self._case())) == NOT_UPDATED:
+            return f"{said}{self._though_master()}"
         if (kind, name) == ("state", "step"):
             value, expected = float(self._worst.value), float(self._worst.expected)
             return f"it counts {value:g} steps, where one device has {expected:g}"
@@ -168,13 +83,32 @@ class Explaining:
         if kind == "state" and "/" in name:
             return self._of_update(*name.split("/", 1)) or cause(self._case())
         if kind in ("activation", "activation gradient"):
-            return cause(self._of_rows()) or self._if_cut()
+            return cause(self._of_rows()) or self._if_cut() or self._of_buffer()
         if kind == "sample":
             return cause(self._of_rows()) or (
                 f"it is of no row of the {len(self.what_if.referred.single)} steps that were compared: rows are read "
                 "in another order (another seed, say), or from another place"
             )
         return cause(self._case())
+
+    def _of_start(self) -> str:
+        if self.found.phase == FREE and self.found.step == 0:
+            return "its initial values are others than on one device"
+        return "it is not what was stored before this step" if self.found.phase != FREE else ""
+
+    def _though_master(self) -> str:
+        """The optimizer's is right, the model's is not."""
+        master: Site = ("state", f"master/{self.whole.site[1]}")
+        found = {each.site: each for each in compare(self.reference, self.ranks)}.get(master)
+        return ", though its master was: the model keeps the old" if found is not None and found.is_rounding else ""
+
+    def _of_buffer(self) -> str:
+        """A buffer that is another on the rank, too."""
+        wrong = [each for each in compare(self.reference, self.ranks) if not each.is_rounding]
+        for each in wrong:
+            if each.site[0] == "buffer" and each.rank == self._worst.rank:
+                return f"on this rank buffer {each.site[1]} is another after the step, too"
+        return ""
 
     def _case(self) -> Case:
         kind, name = self.whole.site
@@ -333,6 +267,7 @@ class Explaining:
             self._cut(before[f"master/{name}"]),
             {n: t for n, t in moments.items() if n in ("exp_avg", "exp_avg_sq", "momentum_buffer")},
             self._cut(gradient),
+            {words: each.learning_rate * scale for words, each in self._steps().items()},
         )  # fmt: skip
         case = self._case()
         pool = {f"{n} before the step": t for n, t in before.items() if n.startswith(f"{state}/")}
@@ -386,7 +321,3 @@ class Explaining:
             shares = [Share(c.rank, c.part, c.loss, c.targets) for c in judged]
             said = cause_of_number(value, expected, others, self.sizes, shares)
         return said and f"{said}{self._where()}"
-
-
-def _number(value: float) -> float:
-    return math.inf if math.isnan(value) else value

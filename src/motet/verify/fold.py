@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-PARAMETER, PARAMETER_WIDTH = 2**16, 4096
+PARAMETER, PARAMETER_WIDTH = 2**18, 4096
 """A part of a parameter of more elements than the first becomes one of the second."""
 ROW, ROW_WIDTH = 2048, 512
 """The same for what belongs to one index of the first dimension of an activation."""

@@ -1,7 +1,7 @@
 """A step in the job's own precision: as far from one device as the same additions in other orders are, and no further.
 
 What only rounds too often, a sum kept in bfloat16, is the same in float64. It is judged by the spread of steps on one
-device, cut into as many micro-batches as the layout has, with the rows in other orders.
+device that add up the same micro-batches in other orders.
 """
 
 import math
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from motet.parallel.group import Group
 from motet.precision.recipe import RECIPES
-from motet.verify.compare import Difference, Reference, compare, reference_of
+from motet.verify.compare import EPSILON, Difference, Reference, compare, reference_of
 from motet.verify.parts import Site, Whole
 from motet.verify.record import Seen
 from motet.verify.runs import ALONE, again, one_thread, state_file
@@ -23,9 +23,11 @@ from motet.verify.trial import JobTrial
 from motet.verify.verdict import Verdict, named
 
 ORDERS = 6
-"""Steps with rows in other orders, that tell how far apart steps may be."""
+"""Steps that tell how far apart they may be."""
 UNLIKELY = 8.0
 """So many standard deviations above their mean is no accident: they are few, and their tails are not normal."""
+FEW = 4
+"""So many numbers may be rounded the other way, by a kernel that goes another path."""
 LEAST = 0.1
 """The standard deviation of a logarithm of distances is not believed to be less."""
 
@@ -36,7 +38,7 @@ class Unlikely(NamedTuple):
     difference: Difference
     z: float
     usual: float
-    """The distance that other orders of rows have, in the mean."""
+    """The distance that other orders have, in the mean."""
 
     @property
     def is_rounding(self) -> bool:
@@ -46,7 +48,7 @@ class Unlikely(NamedTuple):
     def cause(self) -> str:
         found = self.difference
         return found.what or (
-            f"it is {found.relative / self.usual:.1f} times as far from one device as other orders of its rows are "
+            f"it is {found.relative / self.usual:.1f} times as far from one device as other orders of the same sums "
             f"(z = {self.z:.0f}), while it is the same in float64: something is rounded that should not be"
         )
 
@@ -60,13 +62,14 @@ class Spread:
     """Of distances."""
     pooled: Mapping[str, float]
     """Kind -> the standard deviation of these, over all tensors of it."""
+    compute: torch.dtype
 
     def unlikely(self, difference: Difference) -> Unlikely:
         if difference.what:
             return Unlikely(difference, math.inf, 0.0)
         logs, whole = self.logs[difference.site], self.reference.wholes[difference.site]
         spread = max(float(logs.std()), self.pooled[whole.site[0]], math.sqrt(0.5 / whole.value.numel()), LEAST)
-        off = _log(difference, whole) - float(logs.mean())
+        off = _log(difference, whole, self.compute) - float(logs.mean())
         return Unlikely(difference, off / (spread * math.sqrt(1 + 1 / len(logs))), math.exp(float(logs.mean())))
 
 
@@ -86,7 +89,7 @@ class Native:
     def judge(self, parts: int, ranks: Sequence[Sequence[Seen]]) -> tuple[Unlikely, Unlikely | None]:
         """The most unlikely of all tensors, and the first that is none of rounding; of a batch cut into `parts`."""
         if parts not in self.known:
-            with self.trial.numerics():
+            with self.trial.numerics(), one_thread():
                 self.known[parts] = self._spread(parts)
         spread = self.known[parts]
         differences = (each for each in compare(spread.reference, ranks) if self._is_judged(each.site))
@@ -108,7 +111,8 @@ class Native:
 
         of_step = reference_of(each for each in done(None, folds=False) if each.part < 0)
         reference = Reference({**self.at_once, **of_step}, built.rate(last), varying=self.varying)
-        return spread_of(reference, [done(order) for order in _orders(self.trial.rows)])
+        others = [done(order) for order in _orders(self.trial.rows, parts)]
+        return spread_of(reference, others, getattr(torch, RECIPES[self.trial.job.precision.recipe].compute))
 
 
 def refer_native(trial: JobTrial, folder: Path, varying: set[Site]) -> Native:
@@ -122,29 +126,35 @@ def refer_native(trial: JobTrial, folder: Path, varying: set[Site]) -> Native:
         return Native(trial, folder, varying, reference_of(again(built, last, folds=False)))
 
 
-def spread_of(reference: Reference, others: Sequence[list[Seen]]) -> Spread:
+def _log(difference: Difference, whole: Whole, compute: torch.dtype) -> float:
+    """A rounding of each of its numbers, and of some of what they are computed from, is as good as nothing."""
+    kind, dtype = whole.site[0], getattr(torch, whole.seen.dtype)
+    if kind in ("sample", "random mask"):
+        return math.log(max(difference.relative, EPSILON))
+    if kind in ("sum", "norm"):  # of what is summed in float32, whatever they are told in
+        dtype = torch.float32
+    some = torch.finfo(compute).eps * math.sqrt(FEW / whole.value.numel())
+    return math.log(max(difference.relative, some, torch.finfo(dtype).eps))
+
+
+def spread_of(reference: Reference, others: Sequence[list[Seen]], compute: torch.dtype) -> Spread:
     found: dict[Site, list[float]] = {}
     for seen in others:
         for each in compare(reference, [seen]):
-            found.setdefault(each.site, []).append(_log(each, reference.wholes[each.site]))
+            found.setdefault(each.site, []).append(_log(each, reference.wholes[each.site], compute))
     logs = {site: torch.tensor(each, dtype=torch.float64) for site, each in found.items()}
     kinds: dict[str, list[Tensor]] = {
         site[0]: [each for other, each in logs.items() if other[0] == site[0]] for site in logs
     }
     pooled = {kind: math.sqrt(sum(float(e.var()) for e in each) / len(each)) for kind, each in kinds.items()}
-    return Spread(reference, logs, pooled)
+    return Spread(reference, logs, pooled, compute)
 
 
-def _orders(rows: int) -> list[list[int]]:
-    return [torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).tolist() for seed in range(ORDERS)]
-
-
-def _log(difference: Difference, whole: Whole) -> float:
-    """Less than half of a rounding is as good as nothing."""
-    kind, dtype = whole.site[0], getattr(torch, whole.seen.dtype)
-    if kind in ("sum", "norm"):  # of what is summed in float32, whatever they are told in
-        dtype = torch.float32
-    return math.log(max(difference.relative, torch.finfo(dtype if dtype.is_floating_point else torch.float64).eps / 4))
+def _orders(rows: int, parts: int) -> list[list[int]]:
+    """Of rows, in which micro-batches stay what they are."""
+    batches = torch.arange(rows).view(parts, -1)
+    generators = (torch.Generator().manual_seed(seed) for seed in range(ORDERS))
+    return [batches[torch.randperm(parts, generator=generator)].flatten().tolist() for generator in generators]
 
 
 def native_step(trial: JobTrial, group: Group, folder: Path) -> list[Seen]:

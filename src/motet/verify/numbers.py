@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from motet.verify.causes import TARGETS, Case, Share, cause, counted, fits, is_about, meaning, number
+from motet.verify.causes import TARGETS, Case, Share, cause, coarse, counted, fits, is_about, meaning, number
 from motet.verify.parts import Given
 from motet.verify.record import Seen
 from motet.verify.shares import Computed
@@ -32,8 +32,9 @@ def cause_of_number(
     if shares and (said := counted(total, shares, "the loss of ")):
         return said
     factor = value / expected if expected else math.nan
-    said = meaning(factor, sizes)
-    return f"it is {number(factor)} times what it should be{said}" if said else ""
+    if said := meaning(factor, sizes):
+        return f"it is {number(factor)} times what it should be{said}"
+    return coarse(abs(factor - 1))
 
 
 def cause_of_loss(given: Given, computed: Sequence[Computed], sizes: Mapping[str, float], tokens: int) -> str:
@@ -106,8 +107,7 @@ def cause_of_norm(
 ) -> str:
     """From the gradients that each rank has."""
     own: list[dict[str, float]] = [
-        {s.name: float(s.value.double().square().sum()) / count**2 for s in seen if s.kind == "gradient"}
-        for seen in ranks
+        {s.name: s.squares / count**2 for s in seen if s.kind == "gradient"} for seen in ranks
     ]
     squares, wanted = value**2, expected**2
     factor = squares / wanted if wanted else math.nan

@@ -76,9 +76,10 @@ def _refuse_rows(whole: Whole, given: Given) -> None:
             if row not in readers:
                 raise UnfitError(rank, f"rank {rank} computes row {row}, which the batch has not")
             readers[row].append(rank)
+    kind = whole.site[0]
     nobody = [row for row, ranks in readers.items() if not ranks]
     several = {row: ranks for row, ranks in readers.items() if len(ranks) > 1}
-    what = "has a gradient of it for" if whole.site[0] == "activation gradient" else "computes"
+    what = {"activation gradient": "has a gradient of it for", "random mask": "draws it for"}.get(kind, "computes")
     said = [f"no rank {what} row{'s' * (len(nobody) > 1)} {listed(nobody)} of the batch"] if nobody else []
     for row, ranks in list(several.items())[:1]:
         who = sorted(set(ranks))

@@ -56,6 +56,8 @@ class Seen(NamedTuple):
     """Significant ones, of any of its numbers; 0 where it has too few numbers to tell."""
     operations: float = 0.0
     """Of floating point, until it was there, where they are counted."""
+    squares: float = 0.0
+    """Of a summed gradient: its own, before it was folded."""
 
 
 @dataclass
@@ -102,7 +104,9 @@ class Recorder:
         values = found.values.detach().cpu().reshape(-1)
         short = folded_part(values, found.start) if self.folds else values
         seen = Seen(kind, name, short.clone(), start=found.start, numel=values.numel(), shape=tuple(found.shape))
-        self._add(seen._replace(dtype=_dtype(values), bits=bits_of(values), folded=short is not values))
+        squares = float(values.double().square().sum()) if kind == "gradient" else 0.0
+        told = seen._replace(dtype=_dtype(values), bits=bits_of(values), folded=short is not values, squares=squares)
+        self._add(told)
 
     def add_pieces(self, kind: Kind, pieces: Mapping[str, Piece | Tensor]) -> None:
         """In the order in which backward came to them."""

@@ -37,7 +37,7 @@ class Servers:
         """Its `first_difference` is in what the run leaves after a step: numbers, moments, parameters."""
         seen, message = _trained(candidate.job, candidate.world, self._environment)
         if message:
-            return Verdict(candidate.text, False, math.inf, "", cause=message)
+            return Verdict(candidate.text, False, math.inf, "", cause=f"{message} (of the job made small)")
         worst = Found(TRAINED, 0, compare(self._references[0], [seen[0]])[0])
         for step, reference in enumerate(self._references):
             for difference in compare(reference, [seen[step]]):
@@ -70,6 +70,7 @@ class Servers:
         expected = self._references[found.step].wholes[site].value.reshape(-1)
         before = self._references[found.step - 1].tensor(site) if found.step else None
         sizes = {"workers": float(candidate.world), "servers": float(candidate.job.layout.server.count)}
+        sizes["micro-batches of a worker"] = float(candidate.job.layout.microbatches)
         own = None if before is None or before.ndim == 0 else before.reshape(-1)
         return cause(Case(value.reshape(-1), expected, None, sizes, before=own))
 

@@ -28,6 +28,8 @@ class Update:
     moments: Moments
     """Before it."""
     gradient: Tensor
+    rates: Mapping[str, float] = MappingProxyType({})
+    """In words -> that of another step."""
 
     def after(self) -> dict[str, Tensor]:
         """By the formulas of AdamW (arXiv:1711.05101) or of SGD with momentum."""
@@ -97,6 +99,9 @@ def cause_of_update(
 ) -> str:
     """`gradients`: what the gradient might have been instead, and what it is made of; `strangers`: those of others."""
     base, ingredients = update.ingredients(kind)
+    for words, rate in update.rates.items():
+        if rate != update.rate and fits(case.value, replace(update, rate=rate).after()[kind]) and kind == "master":
+            return f"it was updated with the learning rate of {words}"
     if found := made_of(case.value - base, ingredients, case.sizes):
         return found
     for words, other in update.otherwise():

@@ -1,0 +1,99 @@
+"""In its own precision a layout is as far from one device as the same additions in other orders are, and no further."""
+
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from motet.collectives import execute
+from motet.parallel.group import Group
+from motet.train.job import Job
+from motet.train.optimizer import Updater
+from motet.verify.layouts import laid_out
+from motet.verify.native import Native, Unlikely, native_step, refer_native
+from motet.verify.record import Seen
+from motet.verify.trial import JobTrial
+from ranks import Ranks
+from train.runs import small_job
+from verify.planting import all_of, nothing, replaced
+
+Plant = Callable[[], AbstractContextManager[object]]
+
+
+@lru_cache(maxsize=4)
+def referred(recipe: str) -> Native:
+    folder = Path(tempfile.mkdtemp(prefix="motet-native-"))
+    job = small_job(folder, f"precision.recipe={recipe}", "run.steps=3", "checkpoint.keep=10", "model.dropout=0.1")
+    return refer_native(JobTrial(job), folder, set())
+
+
+def step_on_a_rank(group: Group, job: Job, folder: Path, plant: Plant) -> list[Seen]:
+    with plant():
+        return native_step(JobTrial(job), group, folder)
+
+
+def judged(ranks: Ranks, recipe: str, layout: str, plant: Plant = nothing) -> tuple[Unlikely, Unlikely | None]:
+    native = referred(recipe)
+    candidate = laid_out(native.trial.job, layout)
+    seen = ranks.run(candidate.world, step_on_a_rank, candidate.job, native.folder, plant, timeout_s=120)
+    return native.judge(candidate.parts, seen)
+
+
+def _rounds(own: Any) -> Any:
+    def rounded(*tensors: Any, **how: Any) -> Any:
+        for each in tensors:
+            if isinstance(each, Tensor) and each.dtype == torch.float32 and each.numel() > 1:
+                each.copy_(each.bfloat16())
+        return own(*tensors, **how)
+
+    return rounded
+
+
+def sums_in_bfloat16() -> AbstractContextManager[object]:
+    """Where gradients are float32, and not where they are float64."""
+    return all_of(replaced(execute, "reduce_scatter", _rounds), replaced(execute, "all_reduce", _rounds))
+
+
+def masters_in_bfloat16() -> AbstractContextManager[object]:
+    def wrong(own: Any) -> Any:
+        def update(self: Updater, learning_rate: float) -> None:
+            own(self, learning_rate)
+            for master in self.spread.masters:
+                master.copy_(master.bfloat16())
+
+        return update
+
+    return replaced(Updater, "update", wrong)
+
+
+LAYOUTS = ["dp=3 zero=3", "dp=2 zero=2 microbatches=2"]
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rounding_is_as_likely_as_in_other_orders(ranks: Ranks, recipe: str, layout: str) -> None:
+    worst, first = judged(ranks, recipe, layout)
+    assert first is None, (first, first and first.cause)
+    assert worst.z < 8
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
+@pytest.mark.parametrize("layout", ["dp=2 zero=1 microbatches=2", "dp=3 zero=0 microbatches=2"])
+def test_a_sum_that_is_kept_too_short_is_found(ranks: Ranks, recipe: str, layout: str) -> None:
+    _, first = judged(ranks, recipe, layout, sums_in_bfloat16)
+    assert first is not None
+    assert first.difference.site[0] == "gradient"
+    assert "rounded" in first.cause
+
+
+def test_masters_that_are_kept_too_short_are_found(ranks: Ranks) -> None:
+    _, first = judged(ranks, "bf16", "dp=2 zero=1", masters_in_bfloat16)
+    assert first is not None
+    assert first.difference.site[0] == "state"
+    assert "bfloat16" in first.cause
