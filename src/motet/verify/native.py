@@ -22,7 +22,7 @@ from motet.verify.runs import ALONE, again, one_thread, state_file
 from motet.verify.trial import JobTrial
 from motet.verify.verdict import Verdict, named
 
-ORDERS = 6
+ORDERS = 4
 """Steps that tell how far apart they may be."""
 UNLIKELY = 8.0
 """So many standard deviations above their mean is no accident: they are few, and their tails are not normal."""

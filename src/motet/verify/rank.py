@@ -1,5 +1,10 @@
-"""What the ranks of layouts do that are verified, one layout after another, and the files that they leave of it."""
+"""What the ranks of layouts do that are verified, one layout after another, and the files that they leave of it.
 
+The same processes do them all, in groups of as many as a layout has: to start some takes seconds.
+"""
+
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -8,7 +13,7 @@ from motet.parallel.group import Group, start_group
 from motet.parallel.place import Place
 from motet.train.faults import StopFlag
 from motet.train.folder import stored_job
-from motet.verify.layouts import laid_out
+from motet.verify.layouts import Candidate, laid_out
 from motet.verify.native import native_step
 from motet.verify.record import Seen
 from motet.verify.runs import walk
@@ -20,17 +25,24 @@ NATIVE = ("in its own precision", 0)
 
 def layout_rank(place: Place, stop: StopFlag, folder: str, *layouts: str) -> int:
     """What a rank does that verifies layouts, one after another; each leaves what it has seen of each step."""
-    job, own = stored_job(Path(folder)), native_folder(Path(folder))
-    native = stored_job(own) if own.exists() else None
     torch.set_num_threads(1)
-    with start_group(place, "cpu", job.run.timeout_s, job.run.cpu_backend) as group:
-        for number, layout in enumerate(layouts):
-            _leave(JobTrial(laid_out(job, layout).job), group, Path(folder), number)
-            if native is not None:
-                seen = native_step(JobTrial(laid_out(native, layout).job), group, own)
-                _save(seen, seen_file(Path(folder), number, NATIVE, group.rank))
-            done_file(Path(folder), number, group.rank).touch()
+    job = stored_job(Path(folder))
+    candidates = [laid_out(job, layout) for layout in layouts]
+    for world, same in groupby(enumerate(candidates), lambda each: each[1].world):
+        if place.rank < world:  # the others wait for the next ones, or are done
+            here = replace(place, world=world, local_world=world, attempt=world)
+            with start_group(here, "cpu", job.run.timeout_s, job.run.cpu_backend) as group:
+                for number, candidate in same:
+                    _verify(candidate, group, Path(folder), number)
     return 0
+
+
+def _verify(candidate: Candidate, group: Group, folder: Path, number: int) -> None:
+    _leave(JobTrial(candidate.job), group, folder, number)
+    if (own := native_folder(folder)).exists():
+        seen = native_step(JobTrial(laid_out(stored_job(own), candidate.text).job), group, own)
+        _save(seen, seen_file(folder, number, NATIVE, group.rank))
+    done_file(folder, number, group.rank).touch()
 
 
 def _leave(trial: JobTrial, group: Group, folder: Path, number: int) -> None:

@@ -147,17 +147,18 @@ def state_file(folder: Path, number: int) -> Path:
 
 def walk(trial: Trial, group: Group, folder: Path, own: str) -> Iterator[tuple[str, int, list[Seen]]]:
     """All phases of a layout. `own`: the folder inside of `folder` for its own checkpoints."""
-    built = trial.build(group, folder / own)
     last = trial.steps - 1
+    built = trial.build(group, folder / own)
+    for step in range(trial.steps):
+        built.state.restore(state_file(folder, step))
+        yield ALONE_FROM, step, again(built, step)
+    built = trial.build(group, folder / own)
     for step in range(trial.steps):  # from its own initial values, and evaluated between them as in training
         if step == last:
             built.state.save(step)
         elif step:
             built.evaluation()
         yield FREE, step, again(built, step, judged=step == last)
-    for step in range(trial.steps):
-        built.state.restore(state_file(folder, step))
-        yield ALONE_FROM, step, again(built, step)
     built = trial.build(group, folder / own)
     built.state.restore(state_file(folder / own, last))
     yield AGAIN, last, again(built, last, judged=True)

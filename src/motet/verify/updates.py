@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import torch
@@ -28,7 +28,7 @@ class Update:
     moments: Moments
     """Before it."""
     gradient: Tensor
-    rates: Mapping[str, float] = MappingProxyType({})
+    rates: Mapping[str, float] = field(default_factory=dict)
     """In words -> that of another step."""
 
     def after(self) -> dict[str, Tensor]:

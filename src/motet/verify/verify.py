@@ -6,9 +6,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
+from threading import Event
 
 from motet.core.errors import InputError
 from motet.parallel.layout import resolve_layout
@@ -30,6 +31,7 @@ from motet.verify.trial import JobTrial
 from motet.verify.verdict import Verdict, judge, of_one_device, wrong
 
 STEPS = 3
+POLL_S = 0.1
 FEWEST_ROWS = 8
 WORK = "motet.verify.rank:layout_rank"
 Tell = Callable[[str], None]
@@ -86,8 +88,7 @@ def verify(subject: Subject, environment: Mapping[str, str], tell: Tell) -> Iter
         tell(f"one device: {STEPS} steps, and again from perturbed parameters: {time.perf_counter() - start_s:.1f} s")
         runs = _Runs(subject.job, referred, native, environment, tell)
         recorded = [candidate for candidate in subject.candidates if not candidate.job.layout.has_desk]
-        for world, same in groupby(sorted(recorded, key=lambda each: each.world), lambda each: each.world):
-            yield from runs.verdicts(world, list(same))
+        yield from runs.verdicts(sorted(recorded, key=lambda each: each.world))
         servers = Servers(subject.job, referred, environment)
         for candidate in subject.candidates:
             if candidate.job.layout.has_desk:
@@ -113,39 +114,54 @@ class _Runs:
     environment: Mapping[str, str]
     tell: Tell
 
-    def verdicts(self, world: int, left: list[Candidate]) -> Iterator[Verdict]:
-        """Of layouts for as many ranks, which do them one after another."""
+    def verdicts(self, left: list[Candidate]) -> Iterator[Verdict]:
+        """Of layouts that ranks do one after another, those with few ranks first."""
         while left:
-            start_s = time.perf_counter()
-            done, ended = self._run(world, left)
-            seconds = (time.perf_counter() - start_s) / max(1, len(done))
-            for number, candidate in enumerate(done):
-                start_s = time.perf_counter()
-                verdict = self._verdict(candidate, number)
-                yield replace(verdict, seconds=seconds + time.perf_counter() - start_s)
-            left = left[len(done) :]
+            judged, ended = self._run(left)
+            yield from judged
+            left = left[len(judged) :]
             if left:  # the first that is left ended the others with it
-                why = ended.message or "its ranks ended without a word"
-                yield Verdict(left.pop(0).text, False, math.inf, "", cause=why, seconds=seconds)
+                yield Verdict(left.pop(0).text, False, math.inf, "", cause=ended.message or "its ranks ended")
 
-    def _run(self, world: int, candidates: Sequence[Candidate]) -> tuple[list[Candidate], Ended]:
-        """Those that came to their end."""
+    def _run(self, candidates: Sequence[Candidate]) -> tuple[list[Verdict], Ended]:
+        """Of those that came to their end; each is judged while the ranks do the next one."""
         folder = self.referred.folder
         for old in folder.glob("layout-*"):
             shutil.rmtree(old) if old.is_dir() else old.unlink()
         start = Launch(
             command=(sys.executable, "-m", "motet.cli.rank", WORK, str(folder), *(each.text for each in candidates)),
-            ranks=world,
+            ranks=max(each.world for each in candidates),
             environment=rank_environment(self.environment, 1),
             logs=folder / "logs",
         )
-        ended = launch(start, self.tell)
-        done = [
-            candidate
-            for number, candidate in enumerate(candidates)
-            if all(done_file(folder, number, rank).exists() for rank in range(world))
-        ]
-        return done, ended
+        over = Event()
+        with ThreadPoolExecutor(1) as pool:  # not the ranks there: signals reach the main thread
+            judging = pool.submit(self._judge_as_they_come, candidates, over)
+            try:
+                ended = launch(start, self.tell)
+            finally:
+                over.set()
+            return judging.result(), ended
+
+    def _judge_as_they_come(self, candidates: Sequence[Candidate], over: Event) -> list[Verdict]:
+        found: list[Verdict] = []
+        before_s = time.perf_counter()
+        for number, candidate in enumerate(candidates):
+            while not (done := self._is_done(candidate, number)) and not over.wait(POLL_S):
+                pass
+            if not done and not self._is_done(candidate, number):  # it may have come with the end
+                break
+            verdict = self._verdict(candidate, number)
+            now_s = time.perf_counter()
+            found.append(replace(verdict, seconds=now_s - before_s))
+            before_s = now_s
+            self.tell(f"{len(found)} of {len(candidates)}: {candidate.text} is {'the same' if verdict.ok else 'WRONG'}")
+            for file in self.referred.folder.glob(f"layout-{number}-*-rank-*.pt"):
+                file.unlink()
+        return found
+
+    def _is_done(self, candidate: Candidate, number: int) -> bool:
+        return all(done_file(self.referred.folder, number, rank).exists() for rank in range(candidate.world))
 
     def _verdict(self, candidate: Candidate, number: int) -> Verdict:
         def seen(phase: str, step: int) -> list[list[Seen]]:
