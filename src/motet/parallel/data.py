@@ -198,6 +198,8 @@ class FlatSpread:
 
     def settle(self) -> None:
         self.refresh()
+        if self._uses:
+            self._uses.leave()
         for number in list(self._arriving):
             self._need(number)
 

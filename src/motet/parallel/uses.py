@@ -33,10 +33,14 @@ class Uses:
         """Of a step. Watch what comes, if nothing was watched yet."""
         if self._watch is None:
             self._watch = _Watch(self._module, self._numbers)
-        elif self.order:
-            self._watch.leave()
+        self.leave()
         for number in self._first:
             self._needed(number)
+
+    def leave(self) -> None:
+        """What watched, if it has seen a forward and is not in the middle of something."""
+        if self._watch is not None and self.order:
+            self._watch.leave()
 
     def end(self) -> None:
         """Of the forward that is watched. From now on modules wait."""

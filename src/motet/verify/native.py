@@ -28,6 +28,8 @@ UNLIKELY = 8.0
 """So many standard deviations above their mean is no accident: they are few, and their tails are not normal."""
 FEW = 4
 """So many numbers may be rounded the other way, by a kernel that goes another path."""
+SCALINGS = 8
+"""So often a sum in float32 may be multiplied by what is itself rounded, the norm, say, which no order of sums shows."""
 LEAST = 0.1
 """The standard deviation of a logarithm of distances is not believed to be less."""
 
@@ -134,7 +136,8 @@ def _log(difference: Difference, whole: Whole, compute: torch.dtype) -> float:
     if kind in ("sum", "norm"):  # of what is summed in float32, whatever they are told in
         dtype = torch.float32
     some = torch.finfo(compute).eps * math.sqrt(FEW / whole.value.numel())
-    return math.log(max(difference.relative, some, torch.finfo(dtype).eps))
+    own = torch.finfo(dtype).eps * (SCALINGS if dtype.itemsize >= 4 else 1)
+    return math.log(max(difference.relative, some, own))
 
 
 def spread_of(reference: Reference, others: Sequence[list[Seen]], compute: torch.dtype) -> Spread:
