@@ -8,6 +8,7 @@ from torch import Tensor, nn
 import motet
 from motet.parallel.data import FlatSpread
 from motet.parallel.group import Group
+from motet.precision.promote import float64_mode
 from motet.train.engine import Engine, Loss
 from ranks import Ranks
 
@@ -119,3 +120,16 @@ def test_what_is_used_before_any_module_is_waited_for(ranks: Ranks) -> None:
 def test_what_was_used_too_early_is_noticed(ranks: Ranks) -> None:
     for said in ranks.run(2, uses_early):
         assert "modified by an inplace operation" in said
+
+
+def one_step(group: Group) -> int:
+    """How many modes are left on torch's stack after the step in which uses are found out."""
+    engine = engine_of(1, group.rank)
+    with float64_mode():
+        engine.step(batch(0, group.rank))
+        engine.settle()
+    return torch._C._len_torch_function_stack()
+
+
+def test_what_watches_the_first_step_leaves_with_it(ranks: Ranks) -> None:
+    assert ranks.run(2, one_step) == [0, 0]

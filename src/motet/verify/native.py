@@ -29,7 +29,7 @@ UNLIKELY = 8.0
 FEW = 4
 """So many numbers may be rounded the other way, by a kernel that goes another path."""
 SCALINGS = 8
-"""So often a sum in float32 may be multiplied by what is itself rounded, the norm, say, which no order of sums shows."""
+"""So often a float32 sum may be multiplied by what is itself rounded, the norm, say: no order of sums shows that."""
 LEAST = 0.1
 """The standard deviation of a logarithm of distances is not believed to be less."""
 
