@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from motet.train.optimizer import group_parameters
-from motet.verify.causes import NOT_UPDATED, Case, Share, cause, fits
+from motet.verify.causes import NOT_UPDATED, Case, Share, cause, counted, fits
 from motet.verify.compare import Reference, compare, sites_of
 from motet.verify.numbers import cause_of_loss, cause_of_norm, cause_of_number, other_counts, other_losses
 from motet.verify.parts import Site, UnfitError, by_row, parts_of
@@ -313,11 +313,22 @@ class Explaining(Where):
             return f"{value:g} calls are made in the state of training, where the model is judged{self._where()}"
         if kind == "norm":
             said = cause_of_norm(value, expected, self.ranks, self._count, self.sizes)
-        elif name == "target tokens":
-            said = cause_of_number(value, expected, other_counts(computed, self._tokens), self.sizes)
         else:
-            judged = computed if name == "mean loss" else self.what_if.evaluated
-            others = other_losses(judged)
+            judged = self.what_if.evaluated if kind == "evaluation" else computed
             shares = [Share(c.rank, c.part, c.loss, c.targets) for c in judged]
-            said = cause_of_number(value, expected, others, self.sizes, shares)
+            if name in COUNTS:
+                others = other_counts(judged, 0 if kind == "evaluation" else self._tokens)
+                said = cause_of_number(value, expected, others, self.sizes) or self._counted(name, shares)
+            else:
+                said = cause_of_number(value, expected, other_losses(judged), self.sizes, shares)
         return said and f"{said}{self._where()}"
+
+    def _counted(self, name: str, shares: Sequence[Share]) -> str:
+        """Whose targets are in a count: those whose losses are in the sum. Counts alone are small numbers."""
+        seen = self.ranks[self._worst.rank or 0]
+        mean = next((each.value for each in seen if each.name == COUNTS[name]), None)
+        return counted(mean * self._worst.value, shares, "the share of ") if mean is not None else ""
+
+
+COUNTS = {"target tokens": "mean loss", "evaluation targets": "evaluation loss"}
+"""And the mean over as many."""

@@ -57,7 +57,7 @@ class Unlikely(NamedTuple):
 
 @dataclass(frozen=True)
 class Spread:
-    """A step of one device, and of how the same step with rows in other orders differs."""
+    """A step of one device, and how far the same step with micro-batches in other orders is from it."""
 
     reference: Reference
     logs: Mapping[Site, Tensor]
