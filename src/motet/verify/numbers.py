@@ -11,6 +11,8 @@ from motet.verify.record import Seen
 from motet.verify.shares import Computed
 
 CLOSE = 1e-10
+MOST_TENSORS = 16
+"""Of which any may be wrong; of more, one alone, or all that are smaller than one."""
 
 
 def near(a: float, b: float) -> bool:
@@ -117,6 +119,8 @@ def cause_of_norm(
     for words, other in _other_squares(own, wanted, count):
         if near(squares, other) and not near(other, wanted):
             return words
+    if said := _of_some(own, squares - wanted, CLOSE * wanted):
+        return said
     said = meaning(value / expected, sizes) if expected else ""
     return f"it is {number(value / expected)} times what it should be{said}" if said else ""
 
@@ -130,10 +134,6 @@ def _other_squares(own: list[dict[str, float]], wanted: float, count: float) -> 
     names = sorted({name for squares in own for name in squares})
     most = {name: max(squares.get(name, 0.0) for squares in own) for name in names}
     total = {name: sum(squares.get(name, 0.0) for squares in own) for name in names}
-    for name in names:
-        for part in {most[name], total[name]}:
-            yield f"it lacks {name}", wanted - part
-            yield f"it has {name} twice", wanted + part
     yield (
         "it is the sum of the norms of the tensors, not the root of the sum of their squares",
         (sum(math.sqrt(part) for part in most.values()) ** 2),
@@ -144,6 +144,24 @@ def _other_squares(own: list[dict[str, float]], wanted: float, count: float) -> 
         extra = sum(most[name] for name in whole) * (times - 1)
         yield f"{listed_names(whole)} are counted {times} times, once by each rank", wanted + extra
     yield "squares of all ranks are added, of replicas too", sum(total.values())
+
+
+def _of_some(own: list[dict[str, float]], extra: float, close: float) -> str:
+    """Some of the tensors, in full or as most of them is on one rank, whose squares are there twice, or not at all."""
+    names = sorted({name for squares in own for name in squares if squares[name]})
+    whole = torch.tensor([sum(squares.get(name, 0.0) for squares in own) for name in names], dtype=torch.float64)
+    largest = torch.tensor([max(squares.get(name, 0.0) for squares in own) for name in names], dtype=torch.float64)
+    if len(names) <= MOST_TENSORS:
+        some = (torch.arange(1, 2 ** len(names))[:, None] >> torch.arange(len(names))) & 1
+    else:
+        some = torch.cat([torch.eye(len(names)), (whole[None] <= whole[:, None]).double()])
+    for parts in (whole, largest):
+        fitting = some[(some.double() @ parts - abs(extra)).abs() <= close]
+        if len(fitting):
+            fewest = fitting[fitting.sum(1).argmin()]
+            meant = [name for name, is_there in zip(names, fewest.tolist(), strict=True) if is_there]
+            return f"it lacks {listed_names(meant)}" if extra < 0 else f"it has {listed_names(meant)} twice"
+    return ""
 
 
 def listed_names(names: Sequence[str]) -> str:
