@@ -1,11 +1,18 @@
 """Planted mistakes are found, the first tensor that they touch is named, and what is said of them is right."""
 
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from motet.train.state import RunState
+from motet.verify.runs import refer
+from motet.verify.trial import JobTrial
+from motet.verify.verdict import of_one_device
 from ranks import Ranks
-from verify.planting import FAULTS, Fault
+from train.runs import small_job
+from verify.planting import FAULTS, Fault, replaced
 from verify.walking import subject, verified
 
 QUICK = [
@@ -34,6 +41,28 @@ def test_a_mistake_is_found_located_and_named(ranks: Ranks, name: str) -> None:
 @pytest.mark.parametrize(("name", "layout"), ALL)
 def test_every_mistake_on_every_layout(ranks: Ranks, name: str, layout: str) -> None:
     _judge(ranks, FAULTS[name], layout)
+
+
+def test_one_device_that_is_not_restored_is_no_measure(tmp_path: Path) -> None:
+    """Its noise would be as large as the mistake."""
+
+    def wrong(own: Any) -> Any:
+        def restore(self: RunState, *given: Any) -> Any:
+            found = own(self, *given)
+            next(iter(self.updater.spread.masters)).add_(1e-6)
+            return found
+
+        return restore
+
+    job = small_job(tmp_path, "run.steps=3", "checkpoint.keep=10")
+    with replaced(RunState, "restore", wrong):
+        referred = refer(JobTrial(job), tmp_path)
+    verdict = of_one_device("dp=2 zero=1", referred)
+    assert verdict is not None
+    assert not verdict.ok
+    assert verdict.first_difference is not None
+    assert verdict.first_difference.startswith("starting parameter")
+    assert of_one_device("dp=2 zero=1", subject("decoder").referred) is None
 
 
 def _judge(ranks: Ranks, fault: Fault, layout: str) -> None:

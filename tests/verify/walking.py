@@ -19,7 +19,7 @@ from motet.verify.trial import JobTrial
 from motet.verify.verdict import Verdict, judge, wrong
 from ranks import Ranks
 from train.runs import small_job
-from verify import planted_states, planted_steps, planted_sums  # noqa: F401  # they register
+from verify import planted_places, planted_states, planted_steps, planted_sums  # noqa: F401  # they register
 from verify.planting import FAULTS
 
 STEPS = 3

@@ -1,0 +1,142 @@
+"""Mistakes in what a run begins with, in how it is judged, and in who does what when."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from motet.core.batch import Batch
+from motet.data.loader import Loader
+from motet.parallel.carry import Carry
+from motet.parallel.full import FullSpread
+from motet.train import assemble, engine, evaluate, optimizer, state
+from motet.train.optimizer import Updater
+from verify.planted_steps import Patch
+from verify.planting import all_of, fault, nothing, replaced
+
+
+@fault("dp=2 zero=0", "dp=2 zero=3", first="starting parameter .*in a row", cause="initial values .*rank 1 alone")
+def each_rank_has_initial_values_of_its_own(rank: int) -> Patch:
+    def other(own: Any) -> Any:
+        return lambda settings, seed, *rest: own(settings, seed + rank, *rest)
+
+    return all_of(
+        replaced(assemble, "build_trainee", other), replaced(assemble, "agree_on_values", lambda own: lambda *_: None)
+    )
+
+
+@fault("dp=2 zero=3", first="starting parameter .*", cause="what belongs at element")
+def pieces_are_stored_at_the_place_of_each_other(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        class Mirrored:
+            @staticmethod
+            def of(values: torch.Tensor, shape: tuple[int, ...], start: int) -> Any:
+                return own.of(values, shape, torch.Size(shape).numel() - values.numel() - start)
+
+        return Mirrored
+
+    return replaced(state, "StoredPiece", wrong)
+
+
+@fault("dp=2 zero=1", "dp=3 zero=3", first="sample rows,", cause="of rows", model="bert")
+def rows_are_numbered_within_the_rank(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def numbered(self: Loader, at: int, rows: range) -> Batch:
+            batch = own(self, at, rows)
+            return replace(batch, rows=torch.arange(len(batch.rows)))
+
+        return numbered
+
+    return replaced(Loader, "batch", wrong)
+
+
+def _evaluated(change: Any) -> Patch:
+    def wrong(own: Any) -> Any:
+        def judged(model: Any, *rest: Any) -> Any:
+            try:
+                return own(model, *rest)
+            finally:
+                change(model.module)
+
+        return judged
+
+    return replaced(assemble, "evaluate", wrong)
+
+
+@fault("dp=2 zero=1", first="random mask .*step 2, steps in a row", cause="no rank draws it for rows", model="bert")
+def a_rank_goes_on_as_if_it_was_judged(rank: int) -> Patch:
+    return _evaluated(lambda module: module.eval()) if rank else nothing()
+
+
+@fault("dp=2 zero=1", first="modules called as in training", cause="in the state of training.*rank 1", model="bert")
+def a_rank_is_judged_as_it_trains(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def judged(model: Any, batch: Batch) -> Any:
+            model.module.train()
+            return own(model, batch)
+
+        return judged
+
+    return replaced(evaluate, "_judge_tokens", wrong) if rank else nothing()
+
+
+@fault("dp=3 zero=2", "dp=2 zero=3", first="state master/.*", cause="with eps = ")
+def eps_grows_with_the_ranks(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def make(groups: Any, settings: Any) -> Any:
+            found = own(groups, settings)
+            for group in found.param_groups:
+                group["eps"] *= 3
+            return found
+
+        return make
+
+    return replaced(optimizer, "make_optimizer", wrong)
+
+
+@fault("dp=2 zero=1", "dp=2 zero=3", first="state master/.*step 2", cause="learning rate of the step before")
+def a_rank_is_told_the_learning_rate_late(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def update(self: Updater, learning_rate: float) -> None:
+            now = self.__dict__.get("told", learning_rate)
+            self.__dict__["told"] = learning_rate
+            own(self, now)
+
+        return update
+
+    return replaced(Updater, "update", wrong) if rank else nothing()
+
+
+@fault("dp=3 zero=2", first="gradient .*", cause="the share of rank 2 was rounded to bfloat16")
+def a_rank_rounds_what_it_sends(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def sent(self: Carry, number: int, shard: torch.Tensor, whole: torch.Tensor) -> Any:
+            whole.copy_(whole.to(torch.bfloat16))
+            return own(self, number, shard, whole)
+
+        return sent
+
+    return replaced(Carry, "reduce_scatter", wrong) if rank == 2 else nothing()
+
+
+@fault("dp=3 zero=2", "dp=2 zero=1", first="gradient norm", cause="of what rank . has alone")
+def each_rank_clips_by_a_norm_of_its_own(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def summed(values: list[float], *rest: Any) -> list[float]:
+            count, _, *others = own(values, *rest)
+            return [count, values[1], *others]
+
+        return summed
+
+    return replaced(engine, "sum_scalars", wrong)
+
+
+@fault("dp=2 zero=3 whole_below=100", first="gradient norm", cause="it has .*norm.* twice")
+def what_stays_whole_is_in_the_norm_twice(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def reduced(self: FullSpread) -> Any:
+            return [*own(self), *(self.rest.reduced() if self.rest else ())]
+
+        return reduced
+
+    return replaced(FullSpread, "reduced", wrong)
