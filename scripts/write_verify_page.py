@@ -113,7 +113,7 @@ def judged(family: str) -> dict[str, dict[str, Any]]:
 
 def _kept(verdict: Verdict) -> dict[str, Any]:
     known = verdict.as_json()
-    return {key: known[key] for key in ("ok", "worst_relative", "worst_tensor", "first_difference", "cause")}
+    return {key: known[key] for key in ("ok", "worst_relative", "worst_tensor", "worst_z", "first_difference", "cause")}
 
 
 def page(data: dict[str, dict[str, dict[str, Any]]], commit: str) -> str:
@@ -122,13 +122,16 @@ def page(data: dict[str, dict[str, dict[str, Any]]], commit: str) -> str:
     layouts = [layout for layout in layouts_for(RANKS) if any(layout in data[family] for family in families)]
     worst = max((row["worst_relative"] or 0.0 for one in data.values() for row in one.values()), default=0.0)
     count = sum(len(one) for one in data.values())
+    worst_z = max((row["worst_z"] or 0.0 for one in data.values() for row in one.values()), default=0.0)
     wrong = sum(not row["ok"] for one in data.values() for row in one.values())
     lines = [
         "# Every layout, on families of models",
         "",
         f"{count} pairs of a layout and a model, {wrong} of them wrong, by `motet verify` in float64: three steps,",
         "each from a state of one device; three in a row; one from a checkpoint; an evaluation. A figure is the worst",
-        f"relative difference of any tensor, from samples to parameters; the worst of all is {worst:.1e}. Made by",
+        f"relative difference of any tensor, from samples to parameters; the worst of all is {worst:.1e}. In float32, the",
+        f"precision of these jobs, no tensor is more than {worst_z:.1f} standard deviations further from one device than",
+        "other orders of its sums are (of layouts that are not servers by messages). Made by",
         f"`python scripts/write_verify_page.py` at commit {commit}; the models of the script have random weights.",
         "",
         f"| layout | {' | '.join(families)} |",

@@ -184,7 +184,7 @@ def test_nobody_is_there_to_join(town: Town) -> None:
     assert f"failed: cannot reach the desk at {ADDRESS} within 1 s; is the run there, with layout.server" in said
 
 
-@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("copies", [pytest.param(1, marks=pytest.mark.proof), 2])
 def test_a_server_ends(town: Town, ranks: Ranks, copies: int) -> None:
     """With a second server nothing is lost: the numbers are those of one rank alone, whose life is quieter."""
     sure = ["run.steps=240", "checkpoint.every=240", "layout.server.count=2", f"layout.server.copies={copies}"]
@@ -203,7 +203,7 @@ def test_a_server_ends(town: Town, ranks: Ranks, copies: int) -> None:
     if copies == 2:
         ranks.run_places(1, alone, small_job(town.folder, "run.steps=240"), town.folder / "alone")
         found, wanted = saved_tensors(town.folder / "run"), saved_tensors(town.folder / "alone")
-        assert max(float((found[name] - wanted[name]).abs().max()) for name in wanted) < 1e-10
+        assert max(float((found[name] - wanted[name]).abs().max()) for name in wanted) < 1e-8  # rounding after 240 steps
 
 
 def alone(place: Place, job: Job, folder: Path) -> int:

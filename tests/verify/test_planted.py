@@ -17,9 +17,8 @@ from verify.walking import subject, verified
 
 QUICK = [
     "the sum over replicas is missing",
-    "a hybrid forgets its replicas",
     "only the last microbatch counts",
-    "masks follow the place in the microbatch",
+    "eps grows with the ranks",
     "a forward computes with parameters that others updated later",
     "everything is decayed",
     "the norm counts every replica",
