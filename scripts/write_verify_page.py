@@ -130,7 +130,7 @@ def page(data: dict[str, dict[str, dict[str, Any]]], commit: str) -> str:
         f"{count} pairs of a layout and a model, {wrong} of them wrong, by `motet verify` in float64: three steps,",
         "each from a state of one device; three in a row; one from a checkpoint; an evaluation. A figure is the worst",
         f"relative difference of any tensor, from samples to parameters; the worst of all is {worst:.1e}. In float32, the",
-        f"precision of these jobs, no tensor is more than {worst_z:.1f} standard deviations further from one device than",
+        f"precision of these jobs, no tensor is over {worst_z:.1f} standard deviations further from one device than",
         "other orders of its sums are (of layouts that are not servers by messages). Made by",
         f"`python scripts/write_verify_page.py` at commit {commit}; the models of the script have random weights.",
         "",
