@@ -203,9 +203,8 @@ def test_a_server_ends(town: Town, ranks: Ranks, copies: int) -> None:
     if copies == 2:
         ranks.run_places(1, alone, small_job(town.folder, "run.steps=240"), town.folder / "alone")
         found, wanted = saved_tensors(town.folder / "run"), saved_tensors(town.folder / "alone")
-        assert (
-            max(float((found[name] - wanted[name]).abs().max()) for name in wanted) < 1e-8
-        )  # rounding after 240 steps
+        worst = max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
+        assert worst < 1e-9  # on some processors rounding is 1.1e-10 after 240 steps
 
 
 def alone(place: Place, job: Job, folder: Path) -> int:

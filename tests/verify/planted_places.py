@@ -9,8 +9,9 @@ from motet.core.batch import Batch
 from motet.data.loader import Loader
 from motet.parallel.carry import Carry
 from motet.parallel.full import FullSpread
-from motet.train import assemble, engine, evaluate, optimizer, state
+from motet.train import assemble, engine, evaluate, state
 from motet.train.optimizer import Updater
+from verify.planted_states import with_groups
 from verify.planted_steps import Patch
 from verify.planting import all_of, fault, nothing, replaced
 
@@ -82,16 +83,7 @@ def a_rank_is_judged_as_it_trains(rank: int) -> Patch:
 
 @fault("dp=3 zero=2", "dp=2 zero=3", first="state master/.*", cause="with eps = ")
 def eps_grows_with_the_ranks(rank: int) -> Patch:
-    def wrong(own: Any) -> Any:
-        def make(groups: Any, settings: Any) -> Any:
-            found = own(groups, settings)
-            for group in found.param_groups:
-                group["eps"] *= 3
-            return found
-
-        return make
-
-    return replaced(optimizer, "make_optimizer", wrong)
+    return with_groups(lambda group: group.update(eps=3 * group["eps"]))
 
 
 @fault("dp=2 zero=1", "dp=2 zero=3", first="state master/.*step 2", cause="learning rate of the step before")

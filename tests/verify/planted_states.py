@@ -1,5 +1,6 @@
 """Mistakes in shares of ranks, in the formulas of updates, and in what is kept from step to step."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -85,18 +86,24 @@ def a_tied_weight_forgets_one_of_its_uses(rank: int) -> Patch:
     return replaced(F, "embedding", wrong) if rank == 1 else nothing()
 
 
-@fault("dp=2 zero=1", "dp=2 zero=3", first="state exp_avg.*", cause="counts")
-def moments_have_the_betas_of_each_other(rank: int) -> Patch:
+def with_groups(change: Callable[[dict[str, Any]], None]) -> Patch:
+    """The optimizer is made with other numbers in its groups."""
+
     def wrong(own: Any) -> Any:
         def make(groups: Any, settings: Any) -> Any:
             found = own(groups, settings)
             for group in found.param_groups:
-                group["betas"] = group["betas"][::-1]
+                change(group)
             return found
 
         return make
 
     return replaced(optimizer, "make_optimizer", wrong)
+
+
+@fault("dp=2 zero=1", "dp=2 zero=3", first="state exp_avg.*", cause="counts")
+def moments_have_the_betas_of_each_other(rank: int) -> Patch:
+    return with_groups(lambda group: group.update(betas=group["betas"][::-1]))
 
 
 @fault("dp=2 zero=2", first="state master/.*", cause="as in step|bias correction")

@@ -8,6 +8,8 @@ ROW = 4096
 
 
 def squares_of(tensor: Tensor) -> float:
+    if tensor.dtype == torch.float64:  # good to its own rounding
+        return float(torch.linalg.vector_norm(tensor).item() ** 2)
     flat = tensor.reshape(-1)
     whole = flat.numel() // ROW * ROW
     norms = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1)

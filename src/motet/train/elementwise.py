@@ -24,7 +24,8 @@ class Elementwise(torch.optim.Optimizer):
         self._settings = settings
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch's gives a loss if it has a closure; nobody gives one
+    def step(self, closure: Any = None) -> Any:
+        """Without a closure, as it is called here."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:

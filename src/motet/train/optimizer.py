@@ -1,7 +1,6 @@
 """From the `[optimizer]` section to an update: parameter groups, the norm, and AdamW or SGD on flat shards."""
 
 import fnmatch
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -116,7 +115,7 @@ class Updater:
 
     def own_squares(self) -> float:
         """What this rank has of it, whether it counts or a replica's does."""
-        return math.fsum(map(squares_of, self.spread.reduced()))
+        return float(sum(map(squares_of, self.spread.reduced())))
 
     def scale_gradients(self, factor: float) -> None:
         torch._foreach_mul_(list(self.spread.reduced()), factor)
