@@ -21,6 +21,7 @@ from motet.verify.verify import subject_of, verify
 ROOT = Path(__file__).parents[1]
 DATA, PAGE = ROOT / "docs" / "reference" / "verify-matrix.json", ROOT / "docs" / "reference" / "verify-matrix.md"
 RANKS = 4
+KEPT = ("ok", "worst_relative", "worst_tensor", "worst_z", "first_difference", "cause", "unjudged", "failed")
 OWN = "vocab_size=260, context=64, layers=2, hidden=32, heads=4, ffn_hidden=48"
 SMALL = {
     "hidden_size": 32,
@@ -104,16 +105,16 @@ def judged(family: str) -> dict[str, dict[str, Any]]:
     """Layout -> what is known of it."""
     with tempfile.TemporaryDirectory() as name:
         subject = subject_of(job_of(family, Path(name)), layouts_for(RANKS), print)
-        found = {}
-        for verdict in verify(subject, read_environment(), print):
+
+        def show(verdict: Verdict) -> None:
             print(f"{family}: {verdict}", flush=True)
-            found[verdict.layout] = _kept(verdict)
-        return found
+
+        return {verdict.layout: _kept(verdict) for verdict in verify(subject, read_environment(), print, show)}
 
 
 def _kept(verdict: Verdict) -> dict[str, Any]:
     known = verdict.as_json()
-    return {key: known[key] for key in ("ok", "worst_relative", "worst_tensor", "worst_z", "first_difference", "cause")}
+    return {name: known[name] for name in KEPT}
 
 
 def page(data: dict[str, dict[str, dict[str, Any]]], commit: str) -> str:

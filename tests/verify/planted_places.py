@@ -13,7 +13,7 @@ from motet.train import assemble, engine, evaluate, state
 from motet.train.optimizer import Updater
 from verify.planted_states import with_groups
 from verify.planted_steps import Patch
-from verify.planting import all_of, fault, nothing, replaced
+from verify.planting import GRADIENT, all_of, fault, nothing, replaced
 
 
 @fault("dp=2 zero=0", "dp=2 zero=3", first="starting parameter .*in a row", cause="initial values .*rank 1 alone")
@@ -99,7 +99,7 @@ def a_rank_is_told_the_learning_rate_late(rank: int) -> Patch:
     return replaced(Updater, "update", wrong) if rank else nothing()
 
 
-@fault("dp=3 zero=2", first="gradient .*", cause="the share of rank 2 was rounded to bfloat16")
+@fault("dp=3 zero=2", first=GRADIENT, cause="the share of rank 2 was rounded to bfloat16")
 def a_rank_rounds_what_it_sends(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def sent(self: Carry, number: int, shard: torch.Tensor, whole: torch.Tensor) -> Any:

@@ -16,7 +16,7 @@ from motet.train import optimizer
 from motet.train.engine import Engine
 from motet.train.optimizer import Updater
 from motet.train.state import RunState
-from verify.planting import fault, nothing, replaced
+from verify.planting import GRADIENT, fault, nothing, replaced
 
 Patch = AbstractContextManager[object]
 
@@ -32,17 +32,17 @@ def _times(factor: float) -> Any:
     return wrong
 
 
-@fault("dp=3 zero=0", "dp=3 zero=2", first="gradient .*", cause="-1 times that of rank 1")
+@fault("dp=3 zero=0", "dp=3 zero=2", first=GRADIENT, cause="-1 times that of rank 1")
 def a_rank_has_the_wrong_sign(rank: int) -> Patch:
     return replaced(Gradients, "fill", _times(-1.0)) if rank == 1 else nothing()
 
 
-@fault("dp=3 zero=0", "dp=2 zero=1", first="gradient .*", cause="has the share of rank 1 twice")
+@fault("dp=3 zero=0", "dp=2 zero=1", first=GRADIENT, cause="has the share of rank 1 twice")
 def a_rank_counts_twice(rank: int) -> Patch:
     return replaced(Gradients, "fill", _times(2.0)) if rank == 1 else nothing()
 
 
-@fault("dp=3 zero=1", "dp=4 zero=2", first="gradient .*", cause="lacks the share of rank 0")
+@fault("dp=3 zero=1", "dp=4 zero=2", first=GRADIENT, cause="lacks the share of rank 0")
 def a_rank_gives_nothing(rank: int) -> Patch:
     return replaced(Gradients, "fill", _times(0.0)) if rank == 0 else nothing()
 
@@ -55,7 +55,7 @@ def a_server_keeps_what_it_has_updated(rank: int) -> Patch:
     return replaced(Carry, "broadcast", lambda own: lambda self, whole, owner: Done())
 
 
-@fault(SERVERS, first="gradient .*", cause="share of rank . alone")
+@fault(SERVERS, first=GRADIENT, cause="share of rank . alone")
 def a_server_hears_of_nobody(rank: int) -> Patch:
     return replaced(Carry, "reduce", lambda own: lambda self, whole, owner: Done())
 
@@ -147,7 +147,7 @@ def checkpoints_have_fewer_bits(rank: int) -> Patch:
     return replaced(RunState, "save", wrong)
 
 
-@fault("dp=2 zero=0 communication.overlap=forward", first="gradient .*", cause="no rank has it")
+@fault("dp=2 zero=0 communication.overlap=forward", first=GRADIENT, cause="no rank has it")
 def a_bucket_that_arrives_late_is_not_updated(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def need(self: FlatSpread, number: int) -> None:
@@ -163,7 +163,7 @@ def a_bucket_that_arrives_late_is_not_updated(rank: int) -> Patch:
     return replaced(FlatSpread, "_need", wrong)
 
 
-@fault("dp=3 zero=3 microbatches=2", first="gradient .*", cause="lacks the share of micro-batch|micro-batch")
+@fault("dp=3 zero=3 microbatches=2", first=GRADIENT, cause="lacks the share of micro-batch|micro-batch")
 def stage_3_replaces_microbatches(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def begin(self: FullSpread, first: bool, last: bool) -> None:

@@ -16,7 +16,7 @@ from motet.train.engine import Engine
 from motet.train.optimizer import Updater
 from motet.train.state import RunState
 from motet.train.step import Stepper
-from verify.planting import fault, nothing, replaced
+from verify.planting import GRADIENT, fault, nothing, replaced
 
 Patch = AbstractContextManager[object]
 LAYOUTS = ("dp=2 zero=1", "dp=2 zero=3 microbatches=2")
@@ -53,12 +53,6 @@ def rows_are_read_in_another_order(rank: int) -> Patch:
 
 
 DROPS = ("dp=2 zero=1", "dp=3 zero=3 microbatches=2")
-
-
-@contextmanager
-def _no_rows(own: Any, self: LogicalRandomness, at: int, rows: Tensor) -> Iterator[Any]:
-    with own(self, at, torch.arange(len(rows))) as mode:
-        yield mode
 
 
 @fault(*DROPS, first="random mask .*", cause="it is of row", model="bert")
@@ -168,10 +162,24 @@ def nothing_is_clipped(rank: int) -> Patch:
     return replaced(Engine, "scale_of", wrong)
 
 
-@fault("dp=2 zero=1", first="clipped gradient .*", cause="times")
+@fault("dp=2 zero=1", first="clipped gradient .*", cause="clipped twice")
 def gradients_are_clipped_twice(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         return lambda self, norm, count: own(self, norm, count) * min(1.0, self.clip_norm / norm)
+
+    return replaced(Engine, "scale_of", wrong)
+
+
+@fault("dp=2 zero=0", "dp=3 zero=3", first="clipped gradient .*, step 2", cause="the norm of the step before")
+def gradients_are_clipped_by_the_norm_before(rank: int) -> Patch:
+    """Which is known without waiting for all ranks."""
+
+    def wrong(own: Any) -> Any:
+        def late(self: Engine, norm: float, count: float) -> float:
+            before, self.__dict__["before"] = self.__dict__.get("before", norm), norm
+            return float(own(self, before, count))
+
+        return late
 
     return replaced(Engine, "scale_of", wrong)
 
@@ -183,6 +191,27 @@ def moments_are_not_restored(rank: int) -> Patch:
             found = own(self, where)
             for name, tensor in self.tensors().items():
                 if name.startswith("exp_avg"):
+                    tensor.zero_()
+            return found
+
+        return forget
+
+    return replaced(RunState, "restore", wrong)
+
+
+@fault(
+    "dp=2 zero=1",
+    "dp=3 zero=3",
+    first="state momentum_buffer/.*, step 2",
+    cause="it was before is missing",
+    settings=("optimizer.name=sgd", "optimizer.momentum=0.9", "optimizer.learning_rate=0.1"),
+)
+def momentum_is_not_restored(rank: int) -> Patch:
+    def wrong(own: Any) -> Any:
+        def forget(self: RunState, where: Any) -> Any:
+            found = own(self, where)
+            for name, tensor in self.tensors().items():
+                if name.startswith("momentum_buffer"):
                     tensor.zero_()
             return found
 
@@ -227,12 +256,12 @@ def the_learning_rate_grows_with_the_ranks(rank: int) -> Patch:
     return replaced(Engine, "update", wrong)
 
 
-@fault("dp=2 zero=1", "dp=2 zero=2", first="gradient .*", cause="1 of its .* not finite")
+@fault("dp=2 zero=1", "dp=3 zero=2", first=GRADIENT, cause="1 of its .* not finite, .*in element 3 of")
 def a_number_is_not_finite(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def spoil(self: Any) -> Any:
             found = own(self)
-            if rank == 1:
+            if rank == 0:
                 next(iter(found)).view(-1)[3] = float("nan")
             return found
 

@@ -11,19 +11,18 @@ from motet.parallel.carry import Carry
 from motet.parallel.data import FlatSpread
 from motet.parallel.flat import Gradients
 from motet.train.optimizer import Updater
-from verify.planting import all_of, fault, replaced
+from verify.planting import GRADIENT, all_of, fault, replaced
 
 ALONE = r"share of rank \d alone"
-FLAT_GRADIENT = r"gradient norm\.weight|gradient .*"
 Patch = AbstractContextManager[object]
 
 
-@fault("dp=2 zero=0", "dp=3 zero=0", first="gradient .*", cause=ALONE)
+@fault("dp=2 zero=0", "dp=3 zero=0", first=GRADIENT, cause=ALONE)
 def the_sum_over_replicas_is_missing(rank: int) -> Patch:
     return replaced(Carry, "all_reduce", lambda own: lambda self, number, shard: Done())
 
 
-@fault("dp=2 zero=1", "dp=3 zero=2", "dp=2 zero=3", first="gradient .*", cause=ALONE)
+@fault("dp=2 zero=1", "dp=3 zero=2", "dp=2 zero=3", first=GRADIENT, cause=ALONE)
 def the_sum_over_shards_is_missing(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def scatter(self: Carry, number: int, shard: torch.Tensor, whole: torch.Tensor) -> Done:
@@ -35,7 +34,7 @@ def the_sum_over_shards_is_missing(rank: int) -> Patch:
     return replaced(Carry, "reduce_scatter", wrong)
 
 
-@fault("dp=3 zero=0", "dp=2 zero=0 microbatches=2", first="gradient .*", cause=r"is [23] times.*dp")
+@fault("dp=3 zero=0", "dp=2 zero=0 microbatches=2", first=GRADIENT, cause=r"is [23] times.*dp")
 def replicas_are_summed_twice(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def twice(self: Carry, number: int, shard: torch.Tensor) -> Any:
@@ -47,7 +46,7 @@ def replicas_are_summed_twice(rank: int) -> Patch:
     return replaced(Carry, "all_reduce", wrong)
 
 
-@fault("dp=3 zero=0", "dp=4 zero=2 shard_group=2", first="gradient .*", cause=r"divided by.*(dp|replicas)")
+@fault("dp=3 zero=0", "dp=4 zero=2 shard_group=2", first=GRADIENT, cause=r"divided by.*(dp|replicas)")
 def replicas_are_averaged(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def mean(self: Carry, number: int, shard: torch.Tensor) -> Any:
@@ -60,12 +59,12 @@ def replicas_are_averaged(rank: int) -> Patch:
     return replaced(Carry, "all_reduce", wrong)
 
 
-@fault("dp=4 zero=1 shard_group=2", "dp=4 zero=3 shard_group=2", first="gradient .*", cause=r"lacks the share of rank")
+@fault("dp=4 zero=1 shard_group=2", "dp=4 zero=3 shard_group=2", first=GRADIENT, cause=r"lacks the share of rank")
 def a_hybrid_forgets_its_replicas(rank: int) -> Patch:
     return replaced(Carry, "all_reduce", lambda own: lambda self, number, shard: Done())
 
 
-@fault("dp=4 zero=1 shard_group=2", first="gradient .*", cause="changed while it was summed")
+@fault("dp=4 zero=1 shard_group=2", first=GRADIENT, cause="changed while it was summed")
 def a_hybrid_sums_over_the_wrong_ranks(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def other(self: Carry, number: int, shard: torch.Tensor) -> Any:
@@ -78,7 +77,7 @@ def a_hybrid_sums_over_the_wrong_ranks(rank: int) -> Patch:
     return replaced(Carry, "all_reduce", wrong)
 
 
-@fault("dp=2 zero=1", "dp=3 zero=2", first="gradient .*", cause="belongs at element|that of|made of")
+@fault("dp=2 zero=1", "dp=3 zero=2", first=GRADIENT, cause="belongs at element|that of|made of")
 def a_rank_gets_the_shard_of_another(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def shifted(self: Carry, number: int, shard: torch.Tensor, whole: torch.Tensor) -> Any:
@@ -93,7 +92,7 @@ def a_rank_gets_the_shard_of_another(rank: int) -> Patch:
 SMALL = ("communication.bucket_mib=0.01", "communication.first_bucket_mib=0.01")
 
 
-@fault("dp=2 zero=0", "dp=2 zero=2", first="gradient .*", cause=ALONE, settings=SMALL)
+@fault("dp=2 zero=0", "dp=2 zero=2", first=GRADIENT, cause=ALONE, settings=SMALL)
 def one_bucket_is_not_summed(rank: int) -> Patch:
     def scatter(own: Any) -> Any:
         def some(self: Carry, number: int, *tensors: torch.Tensor) -> Any:
@@ -116,7 +115,7 @@ def what_others_updated_is_not_gathered(rank: int) -> Patch:
 @fault(
     "dp=2 zero=0 microbatches=2",
     "dp=2 zero=1 microbatches=2",
-    first="gradient .*",
+    first=GRADIENT,
     cause="lacks the share of micro-batch 0",
 )
 def only_the_last_microbatch_counts(rank: int) -> Patch:
@@ -130,7 +129,7 @@ def only_the_last_microbatch_counts(rank: int) -> Patch:
     return replaced(Gradients, "begin_backward", wrong)
 
 
-@fault("dp=2 zero=2 microbatches=2", first="gradient .*", cause="lacks the share of micro-batch")
+@fault("dp=2 zero=2 microbatches=2", first=GRADIENT, cause="lacks the share of micro-batch")
 def shards_of_microbatches_replace_each_other(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def first(self: FlatSpread, first: bool, last: bool) -> None:
@@ -142,7 +141,7 @@ def shards_of_microbatches_replace_each_other(rank: int) -> Patch:
     return replaced(FlatSpread, "begin_backward", wrong)
 
 
-@fault("dp=2 zero=0", first="gradient .*", cause="times the clipped gradient of the step before too much")
+@fault("dp=2 zero=0", first=GRADIENT, cause="times the clipped gradient of the step before too much")
 def gradients_are_not_cleared(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def keep(self: Gradients) -> None:
@@ -155,7 +154,7 @@ def gradients_are_not_cleared(rank: int) -> Patch:
     return replaced(Gradients, "begin", wrong)
 
 
-@fault("dp=2 zero=3", "dp=3 zero=3", first="gradient .*", cause="divided by.*dp")
+@fault("dp=2 zero=3", "dp=3 zero=3", first=GRADIENT, cause="divided by.*dp")
 def torch_averages_at_stage_3(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def communicate(unit: Any, number: int, carry: Carry) -> Any:
@@ -168,12 +167,12 @@ def torch_averages_at_stage_3(rank: int) -> Patch:
     return replaced(full, "_communicate", wrong)
 
 
-@fault("dp=4 zero=3 shard_group=2", first="gradient .*", cause="lacks the share of rank")
+@fault("dp=4 zero=3 shard_group=2", first=GRADIENT, cause="lacks the share of rank")
 def stage_3_forgets_its_replicas(rank: int) -> Patch:
     return replaced(full._ReplicaSum, "__call__", lambda own: lambda self, shard: None)
 
 
-@fault("dp=2 zero=1", "dp=2 zero=0", first="gradient .*", cause="in float32")
+@fault("dp=2 zero=1", "dp=2 zero=0", first=GRADIENT, cause="in float32")
 def gradients_are_summed_in_fewer_bits(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def fill(self: Gradients, number: int) -> None:
@@ -186,7 +185,7 @@ def gradients_are_summed_in_fewer_bits(rank: int) -> Patch:
     return replaced(Gradients, "fill", wrong)
 
 
-@fault("dp=2 zero=0", "dp=2 zero=1", first="gradient .*", cause="belongs at element")
+@fault("dp=2 zero=0", "dp=2 zero=1", first=GRADIENT, cause="belongs at element")
 def a_gradient_lands_beside_its_place(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def fill(self: Gradients, number: int) -> None:

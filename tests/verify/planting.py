@@ -12,6 +12,8 @@ from unittest.mock import patch
 
 Plant = Callable[[int], AbstractContextManager[object]]
 """rank -> what is in place while it trains."""
+GRADIENT = "gradient (?!norm,).*"
+"""Of some parameter; the norm of all comes later."""
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,15 @@
 """Causes are found by numbers: tensors that are made of others in some way, and what is said of them."""
 
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from motet.train.settings import OptimizerSettings
 from motet.verify.causes import Case, Share, cause
+from motet.verify.updates import Update, cause_of_update
 
 SIZES = {"dp": 4.0, "micro-batches": 2.0, "target tokens": 372.0}
 
@@ -87,3 +90,79 @@ def test_a_number_lacks_a_share() -> None:
     ]
     one = torch.tensor(10.75, dtype=torch.float64)
     assert cause(Case(one - 5.5, one, None, {}, shares)) == "it lacks the share of rank 1"
+
+
+NOTHING = torch.zeros(30, dtype=torch.float64)
+SPARSE = [share._replace(value=NOTHING) if share.rank == 1 else share for share in SHARES]
+SOME = torch.stack([share.value for share in SPARSE]).sum(0)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (SOME - own(2), "it lacks the share of rank 2"),
+        (2 * SOME, "it is 2 times what it should be"),
+        (own(0) + 2 * own(2), "times that of rank"),
+    ],
+)
+def test_shares_that_are_nothing_are_not_named(value: Tensor, said: str) -> None:
+    found = cause(replace(SUM, value=value, expected=SOME, shares=SPARSE))
+    assert said in found
+    assert not re.search(r"ranks? (0 and )?1\b", found)
+
+
+def test_a_rank_in_the_place_of_another() -> None:
+    assert cause(replace(SUM, value=TOTAL - own(0) + own(3))).startswith("it is made of 0 times that of rank 0")
+
+
+@pytest.mark.parametrize(("lost", "said"), [((2,), "rank 2"), ((0, 1, 2, 3), "micro-batch 1 of ranks 0, 1, 2 and 3")])
+def test_of_many_shares_of_few_numbers_one_is_missing(lost: tuple[int, ...], said: str) -> None:
+    few = [Share(rank, part, drawn(2, seed=3 * rank + part), 4.0) for rank in range(4) for part in range(3)]
+    total = torch.stack([share.value for share in few]).sum(0)
+    gone = [s for s in few if s.rank in lost and (len(lost) == 1 or s.part == 1)]
+    value = total - torch.stack([share.value for share in gone]).sum(0)
+    assert cause(Case(value, total, 0, SIZES, few)) == f"it lacks the share of {said}"
+
+
+def test_what_is_as_far_off_as_rounding() -> None:
+    expected, noise = drawn(200), drawn(200, seed=1)
+    assert "as much as what is computed in bfloat16" in cause(Case(expected * (1 + 1e-3 * noise), expected, 0, SIZES))
+    smooth = expected * (1 + 1e-3 * torch.linspace(0.9, 1, 200, dtype=torch.float64))
+    assert cause(Case(smooth, expected, 0, SIZES)) == ""
+    assert cause(Case(expected[:9] * (1 + 1e-3 * noise[:9]), expected[:9], 0, SIZES)) == ""
+
+
+def test_what_is_0_is_not_that_of_another() -> None:
+    other = {"that of pooler.bias": NOTHING}
+    assert cause(Case(NOTHING, TOTAL, 0, SIZES, others=other)) == "it is 0 throughout"
+
+
+def test_rows_that_are_all_alike_are_of_no_place() -> None:
+    ones = torch.ones(8, 5)
+    assert "of row" not in cause(
+        Case(ones[:2], ones[:2] * torch.tensor([0.0, 1, 1, 1, 1]), 1, SIZES, batches={"b": ones})
+    )
+
+
+def updated(kind: str, wrong: OptimizerSettings, right: OptimizerSettings) -> str:
+    """What is said of an update with other settings than it should have."""
+    moments = {"exp_avg": drawn(30, seed=1), "exp_avg_sq": drawn(30, seed=2).square()}
+    moments["momentum_buffer"] = moments["exp_avg"]
+    update = Update(right, 1e-3, right.weight_decay, 3.0, drawn(30, seed=3), moments, drawn(30, seed=4))
+    other = replace(update, settings=wrong, decay=wrong.weight_decay)
+    case = Case(other.after()[kind], update.after()[kind], 0, SIZES)
+    return cause_of_update(case, update, kind, replace(case, shares=SHARES))
+
+
+def test_small_coefficients_are_not_missing() -> None:
+    tiny = OptimizerSettings(weight_decay=1e-5)
+    assert updated("master", OptimizerSettings(weight_decay=5e-6), tiny).startswith("weight decay counts 1/2 times")
+    assert updated("master", OptimizerSettings(weight_decay=0.0), tiny) == "weight decay is missing"
+
+
+def test_sgd_and_adam_without_a_first_moment() -> None:
+    momentum = OptimizerSettings(name="sgd", momentum=0.9, weight_decay=0.0)
+    wrong = momentum.model_copy(update={"momentum": 0.45})
+    assert updated("momentum_buffer", wrong, momentum).startswith("what it was before counts 1/2 times")
+    plain = OptimizerSettings(betas=(0.0, 0.95))
+    assert "not finite" not in updated("exp_avg", OptimizerSettings(betas=(0.9, 0.95)), plain)

@@ -56,12 +56,12 @@ def test_one_device_that_is_not_restored_is_no_measure(tmp_path: Path) -> None:
     job = small_job(tmp_path, "run.steps=3", "checkpoint.keep=10")
     with replaced(RunState, "restore", wrong):
         referred = refer(JobTrial(job), tmp_path)
-    verdict = of_one_device("dp=2 zero=1", referred)
-    assert verdict is not None
+    assert referred.differs is not None
+    verdict = of_one_device("dp=2 zero=1", *referred.differs)
     assert not verdict.ok
     assert verdict.first_difference is not None
     assert verdict.first_difference.startswith("starting parameter")
-    assert of_one_device("dp=2 zero=1", subject("decoder").referred) is None
+    assert subject("decoder").referred.differs is None
 
 
 def _judge(ranks: Ranks, fault: Fault, layout: str) -> None:

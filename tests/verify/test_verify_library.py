@@ -76,8 +76,17 @@ def test_rows_that_depend_on_each_other_are_told() -> None:
     [
         (["dp=5"], batch, "data.batch_sequences = 12 cannot be cut evenly over 5 ranks"),
         (["dp=2 data=parameter_server"], batch, "servers are processes of a job"),
+        ([], batch, "layouts = []; give a list of at least one"),
+        ("zero=1", batch, "layouts = 'zero=1'; give a list"),
         (["zero=1"], lambda step: (torch.zeros(3, 2), torch.zeros(4)), "have {'0': 3, '1': 4} rows"),
-        ([lambda module: lambda rows: {"grads": torch.zeros(1)}], batch, "your step gives 'grads'"),
+        (["zero=1"], lambda step: (torch.zeros(4, 2), [1, 2, 3, 4]), "1 of a batch is a list; give tensors"),
+        (["zero=1"], lambda step: 3, "a batch is a int; give a tensor"),
+        (
+            ["zero=1"],
+            lambda step: (torch.zeros(4 + step, 6), torch.zeros(4 + step, 3)),
+            "batch 1 has 5 rows",
+        ),
+        ([lambda module: lambda rows: {"loss": 1.0}], batch, "the module has dropout, whose masks your function draws"),
     ],
 )
 def test_what_cannot_be_verified(layouts: Any, batches: Any, said: str) -> None:
@@ -85,6 +94,81 @@ def test_what_cannot_be_verified(layouts: Any, batches: Any, said: str) -> None:
         motet.verify(model, layouts, batches, loss=loss)
 
 
-def test_a_loss_that_is_no_number() -> None:
-    with pytest.raises(InputError, match="the loss is no single number"):
-        motet.verify(model, ["zero=1"], lambda step: batch(step)[0])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"grads": torch.zeros(1)}, "your step gives 'grads'"),
+        ({}, "your step gives nothing"),
+        ({"gradient.inner.weights": torch.zeros(1)}, "has no gradient inner.weights; there are inner."),
+        ({"gradient.inner.weight": None}, "your step gives gradient.inner.weight = None"),
+    ],
+)
+def test_what_own_steps_may_not_give(given: Any, said: str) -> None:
+    with pytest.raises(InputError, match=re.escape(said)):
+        motet.verify(Batchy, [lambda module: lambda rows: given], batch, loss=loss)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda module, batch: module(batch[0]), "verify: the loss is of shape [12, 3]"),
+        (lambda module, batch: (module(batch[0]).sum(), batch[0]), "the count beside the loss is of shape [12, 6]"),
+        (lambda module, batch: module(batch[0]).detach().sum(), "the loss depends on no parameter"),
+    ],
+)
+def test_what_a_loss_may_not_be(wrong: Any, said: str) -> None:
+    with pytest.raises(InputError, match=re.escape(said)):
+        motet.verify(model, ["zero=1"], batch, loss=wrong)
+
+
+def test_a_module_that_is_given_twice() -> None:
+    same = model()
+    with pytest.raises(InputError, match="model_fn gives the same module again"):
+        motet.verify(lambda: same, ["zero=1"], batch, loss=loss)
+
+
+def test_batches_that_are_others_when_asked_for_again() -> None:
+    def unseeded(step: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(12, 6, generator=generator), torch.randn(12, 3, generator=generator)
+
+    generator = torch.Generator()
+    report = motet.verify(model, ["zero=1"], unseeded, loss=loss)
+    assert not report.ok
+    assert "it is given other samples when it asks for the same step again" in (report.verdicts[0].cause or "")
+
+
+class Odd(nn.Module):
+    """With what is not usual: normalised over the batch, a mask of infinities, numbers of no float, and a module that
+    is called for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(6, 8)
+        self.each = nn.Linear(8, 8)
+        self.mask = Mask()
+        self.output = nn.Linear(8, 3)
+        self.register_buffer("count", torch.tensor([3, 4]))
+        self.register_buffer("used", torch.tensor([True, False]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.stack([self.each(row) for row in self.embed(x)])
+        found: Tensor = self.output(torch.softmax(hidden + self.mask(hidden), -1))
+        return found
+
+
+class Mask(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x).masked_fill(torch.arange(x.shape[1]) > 5, -torch.inf)
+
+
+def test_unusual_modules_are_no_difference() -> None:
+    assert (report := motet.verify(Odd, ["zero=1", "zero=3"], batch, loss=loss)).ok, report
+
+
+def test_batch_norm_is_told() -> None:
+    def normed() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, 3))
+
+    report = motet.verify(normed, ["zero=1"], batch, loss=loss)
+    assert report.verdicts[0].first_difference == "activation 1, step 1"
+    assert "its rows depend on the other rows" in (report.verdicts[0].cause or "")

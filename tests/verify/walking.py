@@ -4,19 +4,19 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 from motet.parallel.group import Group
 from motet.parallel.layout import resolve_layout
 from motet.train.job import Job
-from motet.verify.explain import explain
+from motet.verify.explain import verdict_on
 from motet.verify.layouts import laid_out
 from motet.verify.record import Seen
 from motet.verify.runs import Referred, phases, refer, walk
 from motet.verify.shares import WhatIf
 from motet.verify.trial import JobTrial
-from motet.verify.verdict import Verdict, judge, wrong
+from motet.verify.verdict import Verdict
 from ranks import Ranks
 from train.runs import small_job
 from verify import planted_places, planted_states, planted_steps, planted_sums  # noqa: F401  # they register
@@ -65,8 +65,5 @@ def verified(ranks: Ranks, of: Subject, layout: str, name: str = "") -> Verdict:
     def seen(phase: str, step: int) -> list[list[Seen]]:
         return [next(each for at, number, each in rank if (at, number) == (phase, step)) for rank in walked]
 
-    worst, first = judge(of.referred, phases(STEPS), seen)
-    if first is None:
-        return Verdict(layout, True, worst.difference.relative, str(worst))
-    what_if = WhatIf(JobTrial(job), resolve_layout(job.layout, world, ROWS), of.referred, first.step)
-    return wrong(layout, worst, first, explain(what_if, seen(first.phase, first.step), first))
+    what_if = partial(WhatIf, JobTrial(job), resolve_layout(job.layout, world, ROWS), of.referred)
+    return verdict_on(layout, what_if, of.referred, phases(STEPS), seen)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -30,12 +32,8 @@ def verify(
     json: Annotated[bool, typer.Option("--json", help="Print JSON; progress goes to stderr.")] = False,
 ) -> None:
     """Compare layouts with one device in float64, on a small version of the job; say where they begin to differ."""
-    from motet.cli.environment import read_environment
     from motet.core.errors import InputError
-    from motet.monitor.console import console, errors, print_json
     from motet.verify.layouts import layouts_for, with_ranks
-    from motet.verify.verify import subject_of
-    from motet.verify.verify import verify as verified
 
     if layout and everything:
         raise InputError("--all beside --layout: --all takes all layouts; leave one of the two out")
@@ -44,18 +42,37 @@ def verify(
         layouts = layouts_for(ranks or RANKS)
     else:
         layouts = [with_ranks(text, ranks or RANKS) for text in layout] if layout else [_own(job, ranks)]
+    raise typer.Exit(_verified(job, layouts, json))
+
+
+def _verified(job: Job, layouts: list[str], json: bool) -> int:
+    """Returns the exit code."""
+    from motet.cli.environment import read_environment
+    from motet.monitor.console import console, errors, print_json
+    from motet.train.faults import STOPPED
+    from motet.verify.verdict import Verdict, exit_code_of
+    from motet.verify.verify import subject_of
+    from motet.verify.verify import verify as verified
+
+    verdicts: list[Verdict] = []
 
     def tell(text: str) -> None:
         errors().print(text, highlight=False)
 
-    verdicts = []
-    for verdict in verified(subject_of(job, layouts, tell), read_environment(), tell):
+    def show(verdict: Verdict) -> None:
         verdicts.append(verdict)
-        if not json:
-            console().print(str(verdict), highlight=False, soft_wrap=True)
+        (errors() if json else console()).print(str(verdict), highlight=False, soft_wrap=True)
+
+    try:
+        with redirect_stdout(sys.stderr) if json else nullcontext():
+            verified(subject_of(job, layouts, tell), read_environment(), tell, show)
+        code = exit_code_of(verdicts)
+    except KeyboardInterrupt:
+        tell(f"stopped; {len(verdicts)} of {len(layouts)} layouts were verified")
+        code = STOPPED
     if json:
         print_json({"layouts": [verdict.as_json() for verdict in verdicts]})
-    raise typer.Exit(0 if all(verdict.ok for verdict in verdicts) else 1)
+    return code
 
 
 def _job(words: list[str]) -> Job:

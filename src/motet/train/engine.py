@@ -99,7 +99,7 @@ class Engine:
         for number in range(most):
             value: Tensor | None = None
             if number < len(batches):
-                value, share = _loss_and_count(self.loss(self.module, batches[number]))
+                value, share = loss_and_count(self.loss(self.module, batches[number]))
                 total, count = total + float(value.detach()), count + float(share)
             self.backward(value, number == 0, number == most - 1)
         return self.update(self.learning_rate if learning_rate is None else learning_rate, total, count)
@@ -329,16 +329,18 @@ def make_updaters(
     return updater, Outer(module, spread, replicas, manner.outer, communication) if replicas else None
 
 
-def _loss_and_count(found: Any) -> tuple[Tensor, float]:
+def loss_and_count(found: Any, who: str = "step") -> tuple[Tensor, float]:
+    """Of what a loss function gives; the count is 1 where it gives none."""
     value, count = found if isinstance(found, tuple) and len(found) == 2 else (found, 1.0)
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        what = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        raise InputError(
-            f"step: the loss is {what}; give a tensor of one number, their sum say, and how many there are"
-        )
+    for name, each, kinds in (("loss", value, Tensor), ("count beside the loss", count, Tensor | float | int)):
+        if not isinstance(each, kinds) or (isinstance(each, Tensor) and each.numel() != 1):
+            what = f"of shape {list(each.shape)}" if isinstance(each, Tensor) else f"a {type(each).__name__}"
+            raise InputError(
+                f"{who}: the {name} is {what}; give a tensor of one number, their sum say, and how many there are"
+            )
     if not value.requires_grad:
         raise InputError(
-            "step: the loss depends on no parameter that is trained (it was detached, or made under no_grad); return "
+            f"{who}: the loss depends on no parameter that is trained (it was detached, or made under no_grad); return "
             "what autograd can follow"
         )
     return value, float(count)

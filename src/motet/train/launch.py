@@ -60,6 +60,8 @@ class Launch:
     elastic: Elastic | None = None
     desk: str = ""
     """HOST:PORT of a desk that is there already."""
+    farewell: str = "stopping after this step and saving"
+    """What ranks do that are asked to stop."""
 
 
 @dataclass(frozen=True)
@@ -247,8 +249,7 @@ def _watch(group: _Group, stop: _Stop, tell: Callable[[str], None]) -> None:
     while not stop.at_once and time.monotonic() < deadline:
         if stop.flag.requested and not forwarded:
             forwarded = True
-            what = "leaving the run after this share" if group.start.desk else "stopping after this step and saving"
-            tell(f"{what}; Ctrl-C once more stops at once")
+            tell(f"{group.start.farewell}; Ctrl-C once more stops at once")
             has_desk = group.start.elastic is not None and group.start.elastic.has_desk
             _signal_all(group.ranks[:1] if has_desk else group.ranks, signal.SIGTERM)  # a desk tells the others
         if all(rank.poll() is not None for rank in group.ranks):

@@ -119,6 +119,7 @@ def join_run(request: Request, desk: str, outside: Outside) -> Ended:
             logs=Path(folder) / LOGS,
             elastic=Elastic(workers=range(job.run.ranks), spares=job.layout.server.spares, has_desk=False),
             desk=desk,
+            farewell="leaving the run after this share",
         )
         return launch(start, outside.tell)
 

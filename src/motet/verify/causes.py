@@ -5,13 +5,15 @@ the gradient that a rank has, say, is fitted by the shares of the ranks and micr
 which of them were left out, counted twice, or scaled.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from motet.verify.compare import distance
+from motet.verify.parts import listed
 
 FITS = 1e-9
 """How far from an equation rounding may be; other mistakes are further away."""
@@ -21,9 +23,10 @@ MOST_SHARES = 8
 NOT_UPDATED = "it was not updated"
 ROUNDED = 1e-3
 """How near what was lost is to what rounding loses; some elements may have been rounded the other way."""
-WHOLE = 1e-5
+WHOLE = 1e-7
 """How far a coefficient may be from a number that has a meaning."""
-
+ENOUGH = 64
+"""Numbers to tell rounding from other small mistakes."""
 
 TARGETS = "target tokens"
 
@@ -58,8 +61,8 @@ class Case:
     """Name -> flat tensor, a stretch of which the value might be."""
 
 
-def cause(case: Case) -> str:
-    """In words; empty where nothing fits."""
+def cause(case: Case, roughly: bool = True) -> str:
+    """In words; empty where nothing fits. `roughly`: what is as far off as rounding is taken for that."""
     if case.value.dtype == torch.bool:
         case = replace(
             case,
@@ -70,7 +73,7 @@ def cause(case: Case) -> str:
         )
     tries = (
         _not_finite, _left, _rounded, _instead, _rows, _summed, _updated, _scaled, _elsewhere, _with_something,
-        _share_rounded, _coarse,
+        _share_rounded, *([_coarse] if roughly else []),
     )  # fmt: skip
     return next((found for attempt in tries if (found := attempt(case))), "")
 
@@ -99,14 +102,12 @@ def _rounded(case: Case) -> str:
 
 
 def _coarse(case: Case) -> str:
-    """It is off by as much as arithmetic in a smaller dtype is; of what is updated, any small mistake is."""
-    if case.before is not None:
+    """It is off by as much as arithmetic in a smaller dtype is, to all sides; of updates any small mistake is."""
+    off, wanted = (case.value.double() - case.expected.double()).flatten(), case.expected.double().flatten()
+    if case.before is not None or off.numel() < ENOUGH or abs(float(torch.cosine_similarity(off, wanted, 0))) > 0.2:
         return ""
-    return coarse(relative(case.value, case.expected))
-
-
-def coarse(off: float) -> str:
-    fitting = [dtype for dtype, epsilon in _EPSILON.items() if epsilon / 50 < off < epsilon]
+    far = relative(case.value, case.expected)
+    fitting = [dtype for dtype, epsilon in _EPSILON.items() if epsilon / 50 < far < epsilon]
     return f"it differs as much as what is computed in {_named_dtype(fitting[0])} does" if fitting else ""
 
 
@@ -149,7 +150,7 @@ def meaning(factor: float, sizes: Mapping[str, float]) -> str:
 
 def _instead(case: Case) -> str:
     for words, other in case.others.items():
-        if other.shape != case.value.shape or fits(other, case.expected):
+        if other.shape != case.value.shape or not other.any() or fits(other, case.expected):
             continue
         if fits(case.value, other):
             return f"it is {words}"
@@ -158,30 +159,35 @@ def _instead(case: Case) -> str:
 
 def _summed(case: Case) -> str:
     """Which shares the sum has, and how often."""
-    if len(case.shares) > 1 and case.value.numel() <= len(case.shares):
-        return counted(case.value, case.shares, "the share of ")
-    if not case.shares or case.value.numel() == 1:
+    size = max((float(share.value.abs().max()) for share in case.shares if share.value.numel()), default=0.0)
+    shares = [share for share in case.shares if float(share.value.abs().max()) > SURE * size] if size else []
+    if len(shares) > 1 and case.value.numel() <= len(shares):
+        return counted(case.value, shares, "the share of ")
+    if not shares or case.value.numel() == 1:
         return ""
-    found = coefficients(case.value, [share.value for share in case.shares])
-    if found is None or is_about(min(found), max(found)):
+    found = coefficients(case.value, [share.value for share in shares])
+    return _of_shares(list(zip(shares, found, strict=True)), case.rank) if found else ""
+
+
+def _of_shares(pairs: Sequence[tuple[Share, float]], rank: int | None) -> str:
+    """`pairs`: shares, and how often the sum has them."""
+    shares, found = [share for share, _ in pairs], [times for _, times in pairs]
+    if is_about(min(found), max(found)):
         return ""
-    pairs = list(zip(case.shares, found, strict=True))
     missing = [share for share, times in pairs if is_about(times, 0)]
     present = [share for share, times in pairs if is_about(times, 1)]
     twice = [share for share, times in pairs if is_about(times, 2)]
     if missing and len(missing) + len(present) == len(pairs):
-        if case.rank is not None and {share.rank for share in present} == {case.rank} and len(_ranks(case)) > 1:
-            return f"it is the share of rank {case.rank} alone: the sum over the ranks is missing"
-        return f"it lacks the share of {_named(missing, case.shares)}"
+        if rank is not None and {share.rank for share in present} == {rank} and len({s.rank for s in shares}) > 1:
+            return f"it is the share of rank {rank} alone: the sum over the ranks is missing"
+        return f"it lacks the share of {_named(missing, shares)}"
     if twice and len(twice) + len(present) == len(pairs):
-        return f"it has the share of {_named(twice, case.shares)} twice"
+        return f"it has the share of {_named(twice, shares)} twice"
     if whose := _means(pairs):
         return f"shares of {whose} are divided by their own count of targets, instead of all by that of the whole batch"
-    factors = {round(times, 6) for _, times in pairs}
+    factors = {round(times, 6) for times in found}
     if len(factors) <= 3 and set(factors) != {1.0}:
-        told = [
-            f"{number(factor)} times that of {_named(_those(pairs, factor), case.shares)}" for factor in sorted(factors)
-        ]
+        told = [f"{number(factor)} times that of {_named(_those(pairs, factor), shares)}" for factor in sorted(factors)]
         return f"it is made of {', '.join(told)}"
     return ""
 
@@ -205,22 +211,37 @@ def _those(pairs: Sequence[tuple[Share, float]], factor: float) -> list[Share]:
 
 def counted(value: Tensor, shares: Sequence[Share], what: str) -> str:
     """Of few numbers, whose coefficients nobody can solve for: some shares are left out, or there twice."""
-    if len(shares) > MOST_SHARES:
+    if not shares:
         return ""
     matrix = torch.stack([share.value.double().flatten() for share in shares])
-    tries = torch.cartesian_prod(*[torch.arange(3.0, dtype=torch.float64)] * len(shares)).view(-1, len(shares))
+    tries = _tries(shares)
     sums = tries @ matrix
     size = torch.linalg.vector_norm(tries.abs() @ matrix.abs(), dim=1)
     off = torch.linalg.vector_norm(sums - value.double().flatten(), dim=1)
     fitting = tries[(off <= SURE * size) & (size > 0)]
     if not len(fitting):
         return ""
-    times = min(fitting.tolist(), key=lambda each: sum(abs(one - 1) for one in each)) if len(fitting) else []
+    times = min(fitting.tolist(), key=lambda each: sum(abs(one - 1) for one in each))
     lacking = [share for share, one in zip(shares, times, strict=True) if one == 0]
     twice = [share for share, one in zip(shares, times, strict=True) if one == 2]
     said = [f"it lacks {what}{_named(lacking, shares)}"] if lacking else []
     said += [f"it has {what}{_named(twice, shares)} twice"] if twice else []
     return " and ".join(said)
+
+
+def _tries(shares: Sequence[Share]) -> Tensor:
+    """How often each may be there: all ways; of many shares, those in which one, or a rank, or a micro-batch of all
+    ranks, is left out, there twice, or alone."""
+    count = len(shares)
+    if count <= MOST_SHARES:
+        return torch.cartesian_prod(*[torch.arange(3.0, dtype=torch.float64)] * count).view(-1, count)
+    groups = [{number} for number in range(count)]
+    for key in ("rank", "part"):
+        for own in {getattr(share, key) for share in shares}:
+            groups.append({number for number, share in enumerate(shares) if getattr(share, key) == own})
+    ways = [(0.0, 1.0), (2.0, 1.0), (1.0, 0.0)]
+    tries = [[inside if n in group else outside for n in range(count)] for group in groups for inside, outside in ways]
+    return torch.tensor([[1.0] * count, *tries], dtype=torch.float64)
 
 
 def _updated(case: Case) -> str:
@@ -246,7 +267,7 @@ def _means(pairs: Sequence[tuple[Share, float]]) -> str:
     }
     for whose, own in counts.items():
         products = [times * count for (_, times), count in zip(pairs, own, strict=True)]
-        if len(set(own)) > 1 and all(is_about(product / products[0], 1) for product in products):
+        if len(set(own)) > 1 and products[0] and all(is_about(product / products[0], 1) for product in products):
             return whose
     return ""
 
@@ -266,17 +287,13 @@ def _named(shares: Sequence[Share], everyone: Sequence[Share]) -> str:
     return f"micro-batch{'es' * (len(parts) > 1)} {listed(parts)} of {text}"
 
 
-def listed(numbers: Sequence[int]) -> str:
-    return " and ".join(filter(None, [", ".join(map(str, numbers[:-1])), str(numbers[-1])]))
-
-
 def _rows(case: Case) -> str:
     """Rows of a batch that are in other places."""
     for words, batch in case.batches.items():
         if case.value.ndim != 2 or case.value.shape[1:] != batch.shape[1:]:
             continue
         places = [[place for place, other in enumerate(batch) if fits(row, other)] for row in case.value]
-        if all(places):
+        if all(places) and min(map(len, places)) == 1:  # not any of rows that are all alike
             return f"it is of row{'s' * (len(places) > 1)} {listed([near[0] for near in places])} of {words}"
     return ""
 
@@ -294,7 +311,8 @@ def _elsewhere(case: Case) -> str:
             first = place - anchor
             low, high = max(first, 0), min(first + count, flat.numel())
             if high - low > max(1, count // 2) and fits(value[low - first : high - first], flat[low:high]):
-                return f"it is what belongs at element {first} of {name}"
+                at = f"element {first} of {name}" if first >= 0 else f"{-first} elements before {name}"
+                return f"it is what belongs at {at}"
     return ""
 
 
@@ -333,7 +351,7 @@ def made_of(value: Tensor, ingredients: Sequence[Ingredient], sizes: Mapping[str
     for each, times in pairs:
         if abs(times - each.times) <= WHOLE * max(abs(each.times), WHOLE):
             continue
-        if is_about(times, 0) and each.times:
+        if each.times and is_about(times / each.times, 0):
             said.append(f"{each.words} is missing")
         elif each.times:
             said.append(f"{each.words} counts {number(times / each.times)} times{meaning(times / each.times, sizes)}")
@@ -346,9 +364,7 @@ def made_of(value: Tensor, ingredients: Sequence[Ingredient], sizes: Mapping[str
 
 
 def relative(value: Tensor, expected: Tensor) -> float:
-    size = float(torch.linalg.vector_norm(expected.double()))
-    off = float(torch.linalg.vector_norm(value.double() - expected.double()))
-    return 0.0 if off == 0 else off / size if size else math.inf
+    return distance(value, expected, 0.0)
 
 
 def fits(value: Tensor, expected: Tensor) -> bool:
@@ -365,7 +381,9 @@ def coefficients(value: Tensor, basis: Sequence[Tensor]) -> list[float] | None:
     found = torch.linalg.lstsq(matrix, value.double().flatten()[:, None], driver="gelsd").solution[:, 0]
     if relative(matrix @ found, value.double().flatten()) > FITS and float(value.abs().max()):
         return None
-    return [float(each) if abs(float(each)) > WHOLE else 0.0 for each in found]
+    least = FITS * float(torch.linalg.vector_norm(value.double()))
+    shares = (matrix * found).norm(dim=0)
+    return [float(each) if float(size) > least else 0.0 for each, size in zip(found, shares, strict=True)]
 
 
 def is_about(factor: float, wanted: float) -> bool:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from statistics import median
 from typing import NamedTuple, get_args
 
 import torch
@@ -21,6 +22,10 @@ COARSER = 8
 """So many bits fewer than the reference's numbers have are no accident."""
 FEWEST_BITS = 3
 """Of a number that was rounded; ones and zeros were not."""
+HUGE = 1e30
+"""What masks places, as infinity does; nothing is measured by it."""
+OUTLIER = 1e6
+"""So many times as large as most of its kind is no measure for them."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +41,12 @@ class Reference:
     """Of no rows, and another for other micro-batches: nothing to compare it with."""
 
     @cached_property
-    def sizes(self) -> dict[Kind, tuple[float, int]]:
-        """By kind: the norm of all tensors together, and their elements."""
-        found: dict[Kind, tuple[float, int]] = {}
-        for (kind, _), whole in self.wholes.items():
-            squares, count = found.get(kind, (0.0, 0))
-            found[kind] = squares + float(whole.value.double().square().sum()), count + whole.value.numel()
-        return {kind: (math.sqrt(squares), count) for kind, (squares, count) in found.items()}
+    def sizes(self) -> dict[str, float]:
+        """Of elements of tensors that are alike, in the mean of squares; what is far larger than most is left out."""
+        found: dict[str, list[tuple[float, int]]] = {}
+        for site, whole in self.wholes.items():
+            found.setdefault(_family(site), []).append((size_of(whole.value) ** 2, whole.value.numel()))
+        return {family: _usual_size(each) for family, each in found.items()}
 
     def tensor(self, site: Site) -> Tensor | None:
         found = self.wholes.get(site)
@@ -77,14 +81,28 @@ def reference_of(seen: Iterable[Seen]) -> dict[Site, Whole]:
     return found
 
 
+def _family(site: Site) -> str:
+    """Moments are not as large as masters, and a loss not as a count."""
+    kind, name = site
+    return f"{kind} {name.partition('/')[0]}" if kind in ("state", "sum", "evaluation") else kind
+
+
+def _usual_size(each: Sequence[tuple[float, int]]) -> float:
+    """`each`: (sum of squares, count) of a tensor."""
+    means = [squares / count for squares, count in each if squares]
+    most = OUTLIER**2 * median(means) if means else 0.0
+    usual = [(squares, count) for squares, count in each if count and squares / count <= most]
+    total, elements = sum(squares for squares, _ in usual), sum(count for _, count in usual)
+    return math.sqrt(total / elements) if elements else 0.0
+
+
 def compare(reference: Reference, ranks: Sequence[Sequence[Seen]]) -> list[Difference]:
     """One for each tensor of the reference, in its order, and for what only ranks have."""
     by_site = sites_of(ranks)
-    sizes = reference.sizes
     found = []
     for site, whole in reference.wholes.items():
         given = by_site.pop(site, [])
-        found.append(_difference(reference, whole, given, sizes))
+        found.append(_difference(reference, whole, given))
     for site, given in by_site.items():
         found.append(Difference(site, math.inf, 0.0, given[0][0], "one device has no such tensor"))
     return found
@@ -100,13 +118,23 @@ def sites_of(ranks: Sequence[Sequence[Seen]]) -> dict[Site, list[tuple[int, Seen
 
 def varying(reference: Reference, ranks: Sequence[Sequence[Seen]]) -> set[Site]:
     """What differs in a reference of which each row was a micro-batch, though nothing that comes of it does: the
-    places of the targets, a mean over rows. Where rows do depend on each other, only what has no rows."""
+    places of the targets, a mean over rows, modules that are called for each row. Where rows do depend on each other,
+    only what has no rows."""
     by_site, differences = sites_of(ranks), compare(reference, ranks)
     other = {each.site for each in differences if not each.is_rounding}
-    inside = {site for site in other if site[0] in ("activation", "activation gradient") and by_site.get(site)}
+    inside = {site for site in other if site[0] in INSIDE and by_site.get(site)}
     if not any(site[0] in ("gradient", "sum", "norm") for site in other):
-        return inside
+        uneven = {_module(site) for site in other - inside if site[0] in INSIDE}
+        return inside | {site for site in reference.wholes if site[0] in INSIDE and _module(site) in uneven}
     return {site for site in inside if _is_table(reference.wholes[site], by_site[site])}
+
+
+INSIDE = ("activation", "activation gradient")
+
+
+def _module(site: Site) -> str:
+    """Whose output it is, in whatever call."""
+    return site[1].partition(" (call")[0].partition("[")[0]
 
 
 def _is_table(whole: Whole, given: Given) -> bool:
@@ -117,11 +145,9 @@ def _is_table(whole: Whole, given: Given) -> bool:
     return is_of_no_rows(whole, given)
 
 
-def _difference(
-    reference: Reference, whole: Whole, given: Given, sizes: Mapping[Kind, tuple[float, int]]
-) -> Difference:
+def _difference(reference: Reference, whole: Whole, given: Given) -> Difference:
     site, bound = whole.site, bound_of(reference, whole)
-    if site in reference.varying:
+    if site in reference.varying or bound == math.inf:
         return Difference(site, 0.0, bound, None)
     if not given:
         return Difference(site, math.inf, bound, None, "no rank has it")
@@ -133,21 +159,17 @@ def _difference(
     for part in parts:
         if what := _of_other_precision(part, whole.seen.dtype):
             return Difference(site, math.inf, bound, part.rank, what)
-        relative = distance(part.value, part.expected, floor_of(reference, site[0], part, sizes))
-        if not relative <= worst.relative:  # also where it is not a number
+        relative = distance(part.value, part.expected, floor_of(reference, site, part))
+        if relative > worst.relative:
             worst = Difference(site, relative, bound, part.rank)
     return worst
 
 
-def floor_of(
-    reference: Reference, kind: Kind, part: Part, sizes: Mapping[Kind, tuple[float, int]] | None = None
-) -> float:
+def floor_of(reference: Reference, site: Site, part: Part) -> float:
     """What is as good as nothing to differ from."""
     count = part.seen.numel if part.seen and part.seen.shape is not None else part.expected.numel()
-    if kind == "parameter":
-        return reference.learning_rate * math.sqrt(count)
-    total, elements = (sizes or reference.sizes)[kind]
-    return total * math.sqrt(count / elements) if elements else 0.0
+    size = reference.learning_rate if site[0] == "parameter" else reference.sizes[_family(site)]
+    return size * math.sqrt(count)
 
 
 def _of_other_precision(part: Part, dtype: str) -> str:
@@ -172,11 +194,20 @@ def bound_of(reference: Reference, whole: Whole) -> float:
 
 def distance(value: Tensor, expected: Tensor, floor: float) -> float:
     """Of two tensors, by their norms; `floor`: what is as good as nothing to differ from."""
-    if not value.numel():
-        return 0.0
-    a, b = value.double(), expected.double()
-    off = float(torch.linalg.vector_norm(a - b))
+    off = float(torch.linalg.vector_norm(apart(value, expected)))
     if off == 0:
         return 0.0
-    size = max(float(torch.linalg.vector_norm(b)), floor)
-    return off / size if size else math.inf
+    size = max(size_of(expected), floor)
+    return off / size if size and not math.isnan(off) else math.inf
+
+
+def apart(value: Tensor, expected: Tensor) -> Tensor:
+    """Their difference; 0 where both are the same infinity."""
+    a, b = value.double(), expected.double()
+    return torch.where(a == b, 0.0, a - b)
+
+
+def size_of(tensor: Tensor) -> float:
+    """The norm of what is neither infinite nor a mask."""
+    wide = tensor.double()
+    return float(torch.linalg.vector_norm(torch.where(wide.abs() < HUGE, wide, 0.0)))

@@ -1,6 +1,6 @@
 """The first tensor that differs, and what the reference knows that it could be made of."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,11 +12,11 @@ from motet.verify.compare import Reference, compare, sites_of
 from motet.verify.numbers import cause_of_loss, cause_of_norm, cause_of_number, other_counts, other_losses
 from motet.verify.parts import Site, UnfitError, by_row, parts_of
 from motet.verify.record import Seen
-from motet.verify.runs import FREE
+from motet.verify.runs import FREE, Referred
 from motet.verify.shares import WhatIf
 from motet.verify.trial import IN_TRAINING
 from motet.verify.updates import Update, cause_of_update
-from motet.verify.verdict import Found
+from motet.verify.verdict import Found, Verdict, judge, wrong
 from motet.verify.where import Where
 
 
@@ -30,8 +30,8 @@ def explain(what_if: WhatIf, ranks: Sequence[Sequence[Seen]], found: Found) -> s
         parts = parts_of(whole, given)
     except UnfitError as error:
         return str(error)
-    said = Explaining(what_if, ranks, found, reference, whole, parts).cause()
-    return said or _of_another(what_if, ranks, found)
+    explaining = Explaining(what_if, ranks, found, reference, whole, parts)
+    return explaining.cause() or _of_another(what_if, ranks, found) or explaining.otherwise()
 
 
 def _of_another(what_if: WhatIf, ranks: Sequence[Sequence[Seen]], found: Found) -> str:
@@ -48,6 +48,24 @@ def _of_another(what_if: WhatIf, ranks: Sequence[Sequence[Seen]], found: Found) 
     return ""
 
 
+def verdict_on(
+    layout: str,
+    what_if: Callable[[int], WhatIf],
+    referred: Referred,
+    walked: Sequence[tuple[str, int]],
+    seen: Callable[[str, int], Sequence[Sequence[Seen]]],
+) -> Verdict:
+    """`what_if`: of a step. `walked`: phases and steps, in their order. `seen`: of these, what each rank has seen."""
+    worst, first, unjudged = judge(referred, walked, seen)
+    if first is None:
+        return Verdict(layout, True, worst.difference.relative, str(worst), unjudged=unjudged)
+    try:
+        said = explain(what_if(first.step), seen(first.phase, first.step), first)
+    except Exception as error:  # noqa: BLE001  # the place is right without a cause
+        said = f"looking for its cause failed: {type(error).__name__}: {error}"
+    return wrong(layout, worst, first, said)
+
+
 class Explaining(Where):
     """What it could be made of."""
 
@@ -58,38 +76,36 @@ class Explaining(Where):
         if kind == "loss":
             given = sites_of(self.ranks).get(self.whole.site, [])
             return cause_of_loss(given, self.what_if.computed, self.sizes, self._tokens)
-        said = self._of_tensor()
+        said = self._of_tensor(kind, name)
         return said and f"{said}{self._where()}"
 
-    def _of_tensor(self) -> str:
-        kind, name = self.whole.site
+    def otherwise(self) -> str:
+        """What is known if it is made of nothing that was tried."""
+        said = {
+            "gradient": "no sum of what ranks and micro-batches have gives it: it was changed while it was summed, or "
+            "after",
+            "random mask": "it is no mask of any of these rows and steps: drawn with another seed, or by a generator "
+            "that goes on",
+            "sample": f"it is of no row of the {len(self.what_if.referred.single)} steps that were compared: rows are "
+            "read in another order (another seed, say), or from another place",
+        }.get(self.whole.site[0], "")
+        return said and f"{said}{self._where()}"
+
+    def _of_tensor(self, kind: str, name: str) -> str:
+        if (kind, name) == ("state", "step"):
+            value, expected = float(self._worst.value), float(self._worst.expected)
+            return f"it counts {value:g} steps, where one device has {expected:g}"
         if kind == "clipped gradient":
             return self._of_clipped(name)
-        if kind == "gradient":
-            return cause(self._case()) or (
-                "no sum of what ranks and micro-batches have gives it: it was changed while it was summed, or after"
-            )
         if kind == "starting parameter":
             return cause(self._case()) or self._of_start()
         if kind == "parameter" and (said := cause(self._case())) == NOT_UPDATED:
             return f"{said}{self._though_master()}"
-        if (kind, name) == ("state", "step"):
-            value, expected = float(self._worst.value), float(self._worst.expected)
-            return f"it counts {value:g} steps, where one device has {expected:g}"
-        if kind == "random mask":
-            return cause(self._of_rows()) or (
-                "it is no mask of any of these rows and steps: drawn with another seed, or by a generator that goes on"
-            )
         if kind == "state" and "/" in name:
             return self._of_update(*name.split("/", 1)) or cause(self._case())
         if kind in ("activation", "activation gradient"):
             return cause(self._of_rows()) or self._if_cut() or self._of_buffer()
-        if kind == "sample":
-            return cause(self._of_rows()) or (
-                f"it is of no row of the {len(self.what_if.referred.single)} steps that were compared: rows are read "
-                "in another order (another seed, say), or from another place"
-            )
-        return cause(self._case())
+        return cause(self._of_rows() if kind in ("sample", "random mask") else self._case())
 
     def _of_start(self) -> str:
         if self.found.phase == FREE and self.found.step == 0:
@@ -136,9 +152,10 @@ class Explaining(Where):
         """Of the same kind and shape."""
         kind, name = self.whole.site
         found = {}
-        before = self.what_if.referred.single[self.found.step - 1].tensor(("clipped gradient", name))
-        if kind == "gradient" and self.found.step and before is not None:
-            found["the clipped gradient of the step before"] = self._cut(before)
+        if kind == "gradient" and self.found.step:
+            before = self.what_if.referred.single[self.found.step - 1].tensor(("clipped gradient", name))
+            if before is not None:
+                found["the clipped gradient of the step before"] = self._cut(before)
         for words, reference in self._steps().items():
             tensor = reference.tensor(self.whole.site)
             if kind not in ("state", "parameter", "buffer") and tensor is not None:
@@ -166,7 +183,8 @@ class Explaining(Where):
         parameters were those of the step before."""
         kind, name = self.whole.site
         seen = self._worst.seen
-        batches, others = {}, {}
+        batches: dict[str, Tensor] = {}
+        others: dict[str, Tensor] = {}
         if seen is not None and self._worst.value.ndim == 2:
             same = {
                 "the batch": self.reference.wholes,
@@ -174,26 +192,24 @@ class Explaining(Where):
             }
             for words, wholes in same.items():
                 for site, each in wholes.items():
-                    alike = each.value.ndim and each.value.shape == self.whole.value.shape
-                    if site[0] == kind and alike and (site[1] == name or kind == "random mask"):
+                    if site[0] == kind and (site[1] == name or kind == "random mask"):
                         label = words if site[1] == name else f"{words}, {site[1]}"
-                        batches[label] = by_row(each.value, 0, False, len(each.rows))
+                        batches |= self._rowed({label: each.value})
             if kind == "sample":
-                others = self._alike(seen.rows)
+                alike = {f"what {s[1]} should be": w.value for s, w in self.reference.wholes.items() if s[0] == kind}
+                others = self._rowed(alike, seen.rows)
+                others.pop(f"what {name} should be", None)
             elif kind != "random mask" and self.found.step > 0:
-                places = [self.whole.rows.index(row) for row in seen.rows if row in self.whole.rows]
-                for words, tensor in self._stale().items():
-                    if tensor.shape == self.whole.value.shape:
-                        others[words] = by_row(tensor, 0, False, len(self.whole.rows))[places]
+                others = self._rowed(self._stale(), seen.rows)
         return Case(self._worst.value, self._worst.expected, self._worst.rank, self.sizes, (), others, None, batches)
 
-    def _alike(self, rows: Sequence[int]) -> dict[str, Tensor]:
-        """Other samples of the same rows."""
-        places = [self.whole.rows.index(row) for row in rows if row in self.whole.rows]
+    def _rowed(self, tensors: Mapping[str, Tensor], rows: Sequence[int] | None = None) -> dict[str, Tensor]:
+        """[rows, numbers of each] of what has the shape of the tensor; some of the rows."""
+        places = [place for place, row in enumerate(self.whole.rows) if rows is None or row in rows]
         return {
-            f"what {site[1]} should be": by_row(each.value, 0, False, len(each.rows))[places]
-            for site, each in self.reference.wholes.items()
-            if site[0] == "sample" and site != self.whole.site and each.value.shape == self.whole.value.shape
+            words: by_row(tensor, 0, False, len(self.whole.rows))[places]
+            for words, tensor in tensors.items()
+            if tensor.ndim and tensor.shape == self.whole.value.shape and tensor.shape[0] % len(self.whole.rows) == 0
         }
 
     def _stale(self) -> dict[str, Tensor]:
@@ -223,7 +239,8 @@ class Explaining(Where):
             if each.rows == seen.rows and each.value.shape == seen.value.shape and fits(seen.value, each.value):
                 return (
                     "its rows depend on the other rows of their micro-batch, or on how many there are (statistics over "
-                    "the batch, say): one device that cuts the batch in the same way has the same"
+                    "the batch, say, or numbers that are drawn for all at once): one device that cuts the batch in the "
+                    "same way has the same"
                 )
         return ""
 
@@ -232,21 +249,28 @@ class Explaining(Where):
     def _of_clipped(self, name: str) -> str:
         case = self._case()
         summed = sum(share.value for share in self._shares(name, 1.0))
-        count = self.reference.tensor(("sum", "target tokens"))
         others = dict(case.others)
-        if isinstance(summed, Tensor) and summed.numel() and count is not None:
-            region = self._region or slice(None)
-            del region
-            mean = summed / float(count)
+        if isinstance(summed, Tensor) and summed.numel():
+            mean = summed / self._count
             others = {"the gradient before clipping": mean, "the sum, not divided or clipped": summed, **others}
-            limit = self.what_if.trial.optimizer.clip_norm
-            own = float(torch.linalg.vector_norm(mean))
-            if limit is not None and own > limit:
-                others["clipped by its own norm, instead of that of all gradients"] = mean * (limit / own)
-            if limit is not None:
-                others["cut element by element, instead of by the norm"] = mean.clamp(-limit, limit)
+            others |= self._clippings(mean)
         shares = self._shares(name, self._scale)
         return cause(Case(case.value, case.expected, case.rank, self.sizes, shares, others, None, {}, case.pool))
+
+    def _clippings(self, mean: Tensor) -> dict[str, Tensor]:
+        """Of a gradient, by something else than the norm of all gradients."""
+        limit, norm = self.what_if.trial.optimizer.clip_norm, _norm_of(self.reference)
+        if limit is None:
+            return {}
+        norms = {
+            "clipped by its own norm, instead of that of all gradients": float(torch.linalg.vector_norm(mean)),
+            "clipped twice": norm * max(1.0, norm / limit),
+            "clipped by the square of the norm": norm**2,
+            "clipped by the norm of the sums, not divided": norm * self._count,
+            **{f"clipped by the norm of {words}": _norm_of(each) for words, each in self._steps().items()},
+        }
+        found = {words: mean * (limit / own) for words, own in norms.items() if own > limit}
+        return found | {"cut element by element, instead of by the norm": mean.clamp(-limit, limit)}
 
     def _of_update(self, state: str, name: str) -> str:
         """Of a moment or a master."""
@@ -259,14 +283,12 @@ class Explaining(Where):
         named = {n: p for n, p in self.what_if.module.named_parameters() if p.requires_grad}
         groups = group_parameters(named, settings)
         scale, decay = next(key for key, members in groups.items() if name in members)
-        moments = {
-            n.split("/")[0]: self._cut(t) for n, t in before.items() if n.endswith(f"/{name}") and "moment" not in n
-        }
+        master = self._cut(before[f"master/{name}"])
+        known = {n.split("/")[0]: self._cut(t) for n, t in before.items() if n.endswith(f"/{name}")}
+        moments = {n: known.get(n, torch.zeros_like(master)) for n in ("exp_avg", "exp_avg_sq", "momentum_buffer")}
         update = Update(
             settings, reference.learning_rate * scale, decay, float(before.get("step", torch.zeros(()))) + 1,
-            self._cut(before[f"master/{name}"]),
-            {n: t for n, t in moments.items() if n in ("exp_avg", "exp_avg_sq", "momentum_buffer")},
-            self._cut(gradient),
+            master, moments, self._cut(gradient),
             {words: each.learning_rate * scale for words, each in self._steps().items()},
         )  # fmt: skip
         case = self._case()
@@ -332,3 +354,8 @@ class Explaining(Where):
 
 COUNTS = {"target tokens": "mean loss", "evaluation targets": "evaluation loss"}
 """And the mean over as many."""
+
+
+def _norm_of(reference: Reference) -> float:
+    norm = reference.tensor(("norm", "gradient norm"))
+    return 0.0 if norm is None else float(norm)

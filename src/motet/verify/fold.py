@@ -34,9 +34,9 @@ def _fold(rows: Tensor, start: int, width: int) -> Tensor:
     return signed.view(rows.shape[0], -1, width).sum(1)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def _signs(start: int, count: int) -> Tensor:
-    return (1 - 2 * (_mixed(torch.arange(start, start + count)) & 1)).double()
+    return (1 - 2 * (_mixed(torch.arange(start, start + count)) & 1)).to(torch.int8)
 
 
 def _mixed(places: Tensor) -> Tensor:

@@ -3,8 +3,10 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,7 @@ from motet.parallel.group import Group
 from motet.parallel.layout import Layout, LayoutSettings, parse_layout, resolve_layout
 from motet.parallel.shares import rows_of_rank
 from motet.precision.promote import float64_mode
-from motet.train.engine import Engine, parallelize
+from motet.train.engine import Engine, loss_and_count, parallelize
 from motet.train.settings import OptimizerSettings
 from motet.train.state import RunState
 from motet.verify.record import Recorder
@@ -24,6 +26,10 @@ from motet.verify.trial import masks_told
 GivenBatch = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]]
 SEED = 0
+
+
+_MADE: WeakSet[nn.Module] = WeakSet()
+"""Modules that are trained already."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +45,15 @@ class GivenTrial:
     steps: int
     layout: LayoutSettings = field(default_factory=LayoutSettings)
 
-    @property
+    @cached_property
     def rows(self) -> int:
         return rows_in(self.batch_fn(0))
+
+    def batch(self, step: int) -> GivenBatch:
+        batch = self.batch_fn(step)
+        if (rows := rows_in(batch)) != self.rows:
+            raise InputError(f"verify: batch {step} has {rows} rows, and batch 0 has {self.rows}; give all as many")
+        return batch
 
     def numerics(self) -> AbstractContextManager[None]:
         return float64_mode()
@@ -61,7 +73,12 @@ class GivenTrial:
     def module(self) -> nn.Module:
         """With the same values every time."""
         torch.manual_seed(SEED)
-        return self.model_fn().double().train()
+        module = self.model_fn()
+        if not isinstance(module, nn.Module) or module in _MADE:
+            what = "the same module again" if isinstance(module, nn.Module) else f"a {type(module).__name__}"
+            raise InputError(f"verify: model_fn gives {what}; let it make a new module in each call")
+        _MADE.add(module)
+        return module.double().train()
 
 
 @dataclass(frozen=True)
@@ -76,8 +93,8 @@ class GivenBuilt:
     def rate(self, number: int) -> float:
         return self.trial.optimizer.learning_rate
 
-    def step(self, number: int, engine: Engine, recorder: Recorder) -> None:
-        whole = self.trial.batch_fn(number)
+    def step(self, number: int, recorder: Recorder) -> None:
+        whole, engine = self.trial.batch(number), self.engine
         work = rows_of_rank(self.layout, engine.group.rank, self.trial.rows)
         total, count = 0.0, 0.0
         engine.begin()
@@ -96,7 +113,7 @@ class GivenBuilt:
 
     def loss(self, number: int, rows: range) -> tuple[Tensor, float]:
         with self._randomness.at(number, torch.arange(rows.start, rows.stop)):
-            return self._loss(rows_of(self.trial.batch_fn(number), rows))
+            return self._loss(rows_of(self.trial.batch(number), rows))
 
     def evaluation(self) -> dict[str, float]:
         return {}
@@ -111,15 +128,8 @@ class GivenBuilt:
     def _loss(self, batch: GivenBatch) -> tuple[Tensor, float]:
         """Their sum, and how many."""
         found = self.trial.loss_fn(self.engine.module, batch)
-        if isinstance(found, tuple):
-            return found[0], float(found[1])
-        if not isinstance(found, Tensor) or found.numel() != 1:
-            raise InputError(
-                "verify: the loss is no single number; give loss=..., a function (module, batch) -> the mean of the "
-                "losses of the rows, or (their sum, how many there are)"
-            )
-        rows = rows_in(batch)
-        return found * rows, float(rows)
+        value, count = loss_and_count(found, "verify")
+        return (value, count) if isinstance(found, tuple) else (value * rows_in(batch), float(rows_in(batch)))
 
 
 def default_loss(module: nn.Module, batch: Any) -> Any:
@@ -135,10 +145,15 @@ def named(batch: GivenBatch) -> Iterator[tuple[str, Tensor]]:
     if isinstance(batch, Tensor):
         yield "batch", batch
         return
+    if not isinstance(batch, Mapping | Sequence):
+        raise InputError(f"verify: a batch is a {type(batch).__name__}; give a tensor, or some by name or in order")
     yield from batch.items() if isinstance(batch, Mapping) else ((str(n), each) for n, each in enumerate(batch))
 
 
 def rows_in(batch: GivenBatch) -> int:
+    for name, tensor in named(batch):
+        if not isinstance(tensor, Tensor):
+            raise InputError(f"verify: {name} of a batch is a {type(tensor).__name__}; give tensors")
     found = {name: len(tensor) if tensor.ndim else 0 for name, tensor in named(batch)}
     if len(set(found.values())) != 1 or 0 in found.values():
         raise InputError(

@@ -1,29 +1,32 @@
 """`motet.verify(model_fn, layouts, batch_fn)`: layouts of a module of the caller's own, and parallel code of theirs."""
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import nn
 
 from motet.core.errors import InputError
 from motet.core.reading import settings_from_tree
+from motet.models.randomness import can_drop
 from motet.parallel.group import Group
 from motet.parallel.layout import Layout, resolve_layout
 from motet.train.settings import OptimizerSettings
-from motet.verify.explain import explain
+from motet.verify.explain import verdict_on
 from motet.verify.given import GivenBatch, GivenTrial, Loss, default_loss
 from motet.verify.layouts import with_ranks
 from motet.verify.owned import OwnedWhatIf, Step, owned_reference, record_owned
 from motet.verify.pool import Pool, started
+from motet.verify.rank import leave_seen, read_seen, seen_file
 from motet.verify.record import Seen
 from motet.verify.runs import FREE, Referred, one_thread, phases, refer, walk
 from motet.verify.shares import WhatIf
-from motet.verify.verdict import Verdict, judge, of_one_device, wrong
+from motet.verify.verdict import Verdict, of_one_device
 
 Parallel = Callable[[nn.Module], Step]
 """Called on each rank with the module, in a process group; gives what does a step."""
@@ -65,62 +68,69 @@ def verify(  # noqa: PLR0913  # what a training step is made of, by name
     function, the text says how the function cuts the work, which causes are told by.
     """
     how = settings_from_tree(OptimizerSettings, dict(optimizer or {}), "optimizer")
-    trial = GivenTrial(model_fn, batch_fn, loss, how, steps)
-    cases = [_case(trial, layout, ranks) for layout in layouts]
-    with tempfile.TemporaryDirectory(prefix="motet-verify-") as name, one_thread():
-        folder = Path(name)
-        works = {str(number): partial(case.work, folder=folder) for number, case in enumerate(cases)}
+    if isinstance(layouts, str) or not layouts:
+        raise InputError(f"verify: layouts = {layouts!r}; give a list of at least one")
+    for name, value in (("ranks", ranks), ("steps", steps)):
+        if value < 1:
+            raise InputError(f"verify: {name} = {value}; give 1 or more")
+    with tempfile.TemporaryDirectory(prefix="motet-verify-") as place, one_thread(), torch.random.fork_rng(devices=[]):
+        trial, folder = GivenTrial(model_fn, batch_fn, loss, how, steps), Path(place)
+        cases = [_case(trial, layout, ranks, number) for number, layout in enumerate(layouts)]
+        works = {str(case.number): partial(case.work, folder=folder) for case in cases}
         with started(max(case.world for case in cases), works) as pool:
             referred = refer(trial, folder)
-            return Report(tuple(_verdict(case, str(number), pool, referred) for number, case in enumerate(cases)))
+            return Report(tuple(case.verdict(pool, referred) for case in cases))
 
 
 @dataclass(frozen=True)
 class _Case:
     """A layout, or somebody's function."""
 
+    number: int
     name: str
     trial: GivenTrial
     world: int
     layout: Layout
     own: Parallel | None = None
 
-    def work(self, group: Group, folder: Path) -> dict[tuple[str, int], list[Seen]]:
-        """On a rank: (phase, step) -> what it has seen."""
+    def work(self, group: Group, folder: Path) -> None:
+        """On a rank: leave what it has seen."""
         with self.trial.numerics():
-            if self.own is not None:
-                made = record_owned(self.trial, self.own(self.trial.module()))
-                return {(FREE, step): seen for step, seen in enumerate(made)}
-            own = f"own-{abs(hash(self.name))}"
-            return {(phase, step): seen for phase, step, seen in walk(self.trial, group, folder, own)}
+            for phase, step, seen in self._walk(group, folder):
+                leave_seen(seen, seen_file(folder, self.number, (phase, step), group.rank))
+
+    def _walk(self, group: Group, folder: Path) -> Iterator[tuple[str, int, list[Seen]]]:
+        if self.own is None:
+            yield from walk(self.trial, group, folder, f"layout-{self.number}")
+            return
+        if can_drop(module := self.trial.module()):
+            raise InputError("verify: the module has dropout, whose masks your function draws by itself; set it to 0")
+        for step, seen in enumerate(record_owned(self.trial, self.own(module))):
+            yield FREE, step, seen
+
+    def verdict(self, pool: Pool, referred: Referred) -> Verdict:
+        if referred.differs is not None:
+            return of_one_device(self.name, *referred.differs)
+        start_s = perf_counter()
+        pool.run(self.world, str(self.number))
+
+        def at(phase: str, step: int) -> list[list[Seen]]:
+            files = (seen_file(referred.folder, self.number, (phase, step), rank) for rank in range(self.world))
+            return [read_seen(file) for file in files]
+
+        walked, kind = phases(self.trial.steps), WhatIf
+        if self.own is not None:
+            walked, kind = [each for each in walked if each[0] == FREE], OwnedWhatIf
+            referred = owned_reference(referred, [at(*each) for each in walked])
+        what_if = partial(kind, self.trial, self.layout, referred)
+        return replace(verdict_on(self.name, what_if, referred, walked, at), seconds=perf_counter() - start_s)
 
 
-def _case(trial: GivenTrial, layout: str | Parallel | tuple[str, Parallel], ranks: int) -> _Case:
+def _case(trial: GivenTrial, layout: str | Parallel | tuple[str, Parallel], ranks: int, number: int) -> _Case:
     text, own = layout if isinstance(layout, tuple) else (layout, None) if isinstance(layout, str) else ("", layout)
     inside = trial.in_layout(with_ranks(text, ranks))
     if inside.layout.has_desk:
         raise InputError(f"layout {text!r}: servers are processes of a job; use `motet verify JOB --layout ...`")
     world = inside.layout.dp or ranks
     name = text if own is None else f"{getattr(own, '__name__', type(own).__name__)} on {world} ranks"
-    return _Case(name, inside, world, resolve_layout(inside.layout, world, trial.rows), own)
-
-
-def _verdict(case: _Case, number: str, pool: Pool, referred: Referred) -> Verdict:
-    if (broken := of_one_device(case.name, referred)) is not None:
-        return broken
-    start_s = perf_counter()
-    seen = pool.run(case.world, number)
-
-    def at(phase: str, step: int) -> list[list[Seen]]:
-        return [rank[phase, step] for rank in seen]
-
-    walked, kind = phases(case.trial.steps), WhatIf
-    if case.own is not None:
-        given = {(each.kind, each.name) for each in at(FREE, 0)[0]}
-        referred, kind, walked = owned_reference(referred, given), OwnedWhatIf, [p for p in walked if p[0] == FREE]
-    worst, first = judge(referred, walked, at)
-    verdict = Verdict(case.name, True, worst.difference.relative, str(worst))
-    if first is not None:
-        cause = explain(kind(case.trial, case.layout, referred, first.step), at(first.phase, first.step), first)
-        verdict = wrong(case.name, worst, first, cause)
-    return replace(verdict, seconds=perf_counter() - start_s)
+    return _Case(number, name, inside, world, resolve_layout(inside.layout, world, trial.rows), own)

@@ -131,7 +131,7 @@ def refer_native(trial: JobTrial, folder: Path, varying: set[Site]) -> Native:
 def _log(difference: Difference, whole: Whole, compute: torch.dtype) -> float:
     """A rounding of each of its numbers, and of some of what they are computed from, is as good as nothing."""
     kind, dtype = whole.site[0], getattr(torch, whole.seen.dtype)
-    if kind in ("sample", "random mask"):
+    if kind in ("sample", "random mask") or not dtype.is_floating_point:
         return math.log(max(difference.relative, EPSILON))
     if kind in ("sum", "norm"):  # of what is summed in float32, whatever they are told in
         dtype = torch.float32

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from motet.verify.causes import TARGETS, Case, Share, cause, coarse, counted, fits, is_about, meaning, number
+from motet.verify.causes import TARGETS, Case, Share, cause, counted, fits, is_about, meaning, number
 from motet.verify.parts import Given
 from motet.verify.record import Seen
 from motet.verify.shares import Computed
@@ -36,7 +36,11 @@ def cause_of_number(
     factor = value / expected if expected else math.nan
     if said := meaning(factor, sizes):
         return f"it is {number(factor)} times what it should be{said}"
-    return coarse(abs(factor - 1))
+    told = torch.tensor([value, expected], dtype=torch.float64)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        if (told.to(dtype).double() == told).tolist() == [True, False]:
+            return f"it has no more bits than {str(dtype).removeprefix('torch.')} has"
+    return ""
 
 
 def cause_of_loss(given: Given, computed: Sequence[Computed], sizes: Mapping[str, float], tokens: int) -> str:
@@ -48,7 +52,10 @@ def cause_of_loss(given: Given, computed: Sequence[Computed], sizes: Mapping[str
         if (own := known.get((rank, seen.part))) is not None and not fits(seen.value, own.loss)
     }
     if not wrong:
-        return ""
+        return (
+            "each micro-batch has the loss that one device has for its rows: the loss depends on how the batch is cut "
+            "(one over pairs of rows, say)"
+        )
     (rank, _), (value, own) = next(iter(wrong.items()))
     more = {f"{TARGETS} of the micro-batch": own.targets}
     if tokens:
@@ -62,6 +69,8 @@ def other_losses(computed: Sequence[Computed]) -> Iterator[tuple[str, float]]:
     """What the mean loss might be."""
     by_rank = _by_rank(computed)
     total, count = sum(float(c.loss) for c in computed), sum(c.targets for c in computed)
+    if not count:
+        return
     means = [loss / targets for loss, targets in by_rank.values() if targets]
     yield "it is the mean of the means of ranks, instead of that over all targets", sum(means) / len(means)
     parts = [float(c.loss) / c.targets for c in computed if c.targets]
@@ -140,9 +149,8 @@ def _other_squares(own: list[dict[str, float]], wanted: float, count: float) -> 
     )
     yield "it is the largest norm of any tensor", max(most.values(), default=0.0)
     whole = [name for name in names if len({squares.get(name) for squares in own}) == 1]
-    for times in {len(own)}:
-        extra = sum(most[name] for name in whole) * (times - 1)
-        yield f"{listed_names(whole)} are counted {times} times, once by each rank", wanted + extra
+    extra = sum(most[name] for name in whole) * (len(own) - 1)
+    yield f"{listed_names(whole)} are counted {len(own)} times, once by each rank", wanted + extra
     yield "squares of all ranks are added, of replicas too", sum(total.values())
 
 

@@ -52,6 +52,10 @@ def parts_of(whole: Whole, given: Given) -> list[Part]:
     if first.shape is not None:
         return list(_pieces(whole, given))
     if first.part < 0:
+        for rank, each in given:
+            if each.value.shape != whole.value.shape:
+                shape, wanted = list(each.value.shape), list(whole.value.shape)
+                raise UnfitError(rank, f"rank {rank} has shape {shape}, where one device has {wanted}")
         return [Part(rank, each.value, whole.value, each, whole.seen.bits) for rank, each in given]
     _refuse_rows(whole, given)
     if whole.site[0] == "loss":

@@ -1,6 +1,8 @@
 """Rank processes that are copies of this one, so that they have the caller's functions, wherever these were defined."""
 
 import multiprocessing
+import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -10,16 +12,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
 
 import torch
 
 from motet.core.errors import InputError, RankError
 from motet.parallel.group import Group, start_group
 from motet.parallel.place import Place
+from motet.train.rank import die_with
 
-TIMEOUT_S = 300.0
-Work = Callable[[Group], Any]
+TIMEOUT_S = 1800.0
+Work = Callable[[Group], None]
 
 
 @dataclass(frozen=True)
@@ -28,17 +30,16 @@ class Pool:
 
     workers: list[tuple[BaseProcess, Connection]]
 
-    def run(self, world: int, name: str) -> list[Any]:
-        """Work of this name on the first ranks; what each gives."""
+    def run(self, world: int, name: str) -> None:
+        """Work of this name on the first ranks."""
         with tempfile.TemporaryDirectory(prefix="motet-store-") as folder:
             places = [Place(rank, world, rank, world, 0, f"file://{folder}/store") for rank in range(world)]
             for place, (_, pipe) in zip(places, self.workers, strict=False):
                 pipe.send((name, place))
-            return self._collect(world)
+            self._wait(world)
 
-    def _collect(self, world: int) -> list[Any]:
+    def _wait(self, world: int) -> None:
         waiting = {pipe: rank for rank, (_, pipe) in enumerate(self.workers[:world])}
-        found: dict[int, Any] = {}
         while waiting:
             ready = wait(list(waiting), timeout=TIMEOUT_S)
             if not ready:
@@ -47,12 +48,11 @@ class Pool:
                 assert isinstance(pipe, Connection)
                 rank = waiting.pop(pipe)
                 try:
-                    error, found[rank] = pipe.recv()
+                    error = pipe.recv()
                 except EOFError:
                     raise RankError(f"the process of rank {rank} ended") from None
                 if error is not None:
                     raise error
-        return [found[rank] for rank in range(world)]
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def started(ranks: int, works: Mapping[str, Work]) -> Iterator[Pool]:
     try:
         for _ in range(ranks):
             ours, theirs = context.Pipe()
-            process: BaseProcess = context.Process(target=_serve, args=(theirs, works), daemon=True)
+            process: BaseProcess = context.Process(target=_serve, args=(theirs, works, os.getpid()), daemon=True)
             process.start()
             theirs.close()
             workers.append((process, ours))
@@ -73,26 +73,26 @@ def started(ranks: int, works: Mapping[str, Work]) -> Iterator[Pool]:
     finally:
         for process, pipe in workers:
             pipe.close()
-            process.terminate()
+            process.kill()  # whatever the caller's program does with other signals
             process.join()
 
 
-def _serve(pipe: Connection, works: Mapping[str, Work]) -> None:
+def _serve(pipe: Connection, works: Mapping[str, Work], parent: int) -> None:
+    die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one that asked, which ends this process
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*returned a view tensor.*")  # of stage 3; nobody writes to it here
     while True:
-        try:
-            name, place = pipe.recv()
-        except EOFError:
-            return
+        name, place = pipe.recv()
         try:
             with start_group(place, "cpu", TIMEOUT_S) as group:
-                pipe.send((None, works[name](group)))
+                works[name](group)
+            pipe.send(None)
         except InputError as error:
-            pipe.send((error, None))
+            pipe.send(error)
             return
         except Exception as error:  # noqa: BLE001  # told by the process that asked
             where = traceback.extract_tb(error.__traceback__)[-1]
             said = f"rank {place.rank} failed: {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
-            pipe.send((RankError(said), None))
+            pipe.send(RankError(said))
             return

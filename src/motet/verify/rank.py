@@ -3,6 +3,8 @@
 The same processes do them all, in groups of as many as a layout has: to start some takes seconds.
 """
 
+import signal
+import time
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -19,21 +21,28 @@ from motet.verify.record import Seen
 from motet.verify.runs import walk
 from motet.verify.trial import JobTrial
 
+POLL_S = 0.1
 NATIVE = ("in its own precision", 0)
 """After all phases in float64."""
 
 
 def layout_rank(place: Place, stop: StopFlag, folder: str, *layouts: str) -> int:
     """What a rank does that verifies layouts, one after another; each leaves what it has seen of each step."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is nothing to save
     torch.set_num_threads(1)
     job = stored_job(Path(folder))
     candidates = [laid_out(job, layout) for layout in layouts]
     for world, same in groupby(enumerate(candidates), lambda each: each[1].world):
-        if place.rank < world:  # the others wait for the next ones, or are done
-            here = replace(place, world=world, local_world=world, attempt=world)
-            with start_group(here, "cpu", job.run.timeout_s, job.run.cpu_backend) as group:
-                for number, candidate in same:
-                    _verify(candidate, group, Path(folder), number)
+        if place.rank >= world:  # it waits for the next ones, or is done
+            continue
+        mine = list(same)
+        first = mine[0][0]
+        while first and not done_file(Path(folder), first - 1, 0).exists():  # longer than a group has patience
+            time.sleep(POLL_S)
+        here = replace(place, world=world, local_world=world, attempt=world)
+        with start_group(here, "cpu", job.run.timeout_s, job.run.cpu_backend) as group:
+            for number, candidate in mine:
+                _verify(candidate, group, Path(folder), number)
     return 0
 
 
@@ -41,7 +50,7 @@ def _verify(candidate: Candidate, group: Group, folder: Path, number: int) -> No
     _leave(JobTrial(candidate.job), group, folder, number)
     if (own := native_folder(folder)).exists():
         seen = native_step(JobTrial(laid_out(stored_job(own), candidate.text).job), group, own)
-        _save(seen, seen_file(folder, number, NATIVE, group.rank))
+        leave_seen(seen, seen_file(folder, number, NATIVE, group.rank))
     done_file(folder, number, group.rank).touch()
 
 
@@ -49,7 +58,7 @@ def _leave(trial: JobTrial, group: Group, folder: Path, number: int) -> None:
     """All phases of a layout, for whoever compares."""
     with trial.numerics():
         for phase, step, seen in walk(trial, group, folder, f"layout-{number}"):
-            _save(seen, seen_file(folder, number, (phase, step), group.rank))
+            leave_seen(seen, seen_file(folder, number, (phase, step), group.rank))
 
 
 def native_folder(folder: Path) -> Path:
@@ -69,5 +78,5 @@ def read_seen(path: Path) -> list[Seen]:
     return [Seen(*each) for each in torch.load(path, weights_only=True)]
 
 
-def _save(seen: list[Seen], path: Path) -> None:
+def leave_seen(seen: list[Seen], path: Path) -> None:
     torch.save([tuple(each) for each in seen], path)

@@ -2,12 +2,13 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from motet.collectives.codecs.wire import as_it_is
 from motet.parallel.data import saved_buffers
@@ -77,6 +78,8 @@ class Recorder:
     """In this micro-batch."""
     arrived: list[str] = field(default_factory=list)
     """Names of parameters in the order in which backward had their gradients."""
+    hooks: list[RemovableHandle] = field(default_factory=list)
+    """On what modules gave; some of it may be a parameter, which stays."""
 
     def add(self, kind: Kind, name: str, value: Tensor) -> None:
         """Of the micro-batch that is computed."""
@@ -135,7 +138,7 @@ class Recorder:
         try:
             yield
         finally:
-            for hook in hooks:
+            for hook in [*hooks, *self.hooks]:
                 hook.remove()
 
     def mask(self, site: int, mask: Tensor) -> None:
@@ -149,7 +152,8 @@ class Recorder:
             for label, tensor in tensors_of(output, name):
                 self.add("activation", label, tensor)
                 if tensor.requires_grad:
-                    tensor.register_hook(self._gradient_hook(self.seen[-1].name, self.part, self.rows))
+                    heard = self._gradient_hook(self.seen[-1].name, self.part, self.rows)
+                    self.hooks.append(tensor.register_hook(heard))
 
         return hook
 
@@ -196,50 +200,49 @@ ENOUGH = 64
 # --- a step that is recorded -----------------------------------------------------------------------
 
 
-@dataclass
-class _Engine(Engine):
-    """What is summed and updated is told."""
+@contextmanager
+def _overheard(engine: Engine, recorder: Recorder) -> Iterator[None]:
+    """What it sums and updates is told. It stays the same engine: what it keeps from step to step is looked at too."""
+    plain = engine.update
 
-    recorder: Recorder = field(default_factory=Recorder)
-
-    def update(
-        self, learning_rate: float, loss: float | Sequence[float], count: float, *others: float, stop: bool = False
-    ) -> Update:
-        spread, recorder = self.updater.spread, self.recorder
+    def update(*args: Any, **kwargs: Any) -> Update:
+        spread = engine.updater.spread
         summed: dict[str, Piece] = {} if spread.arrives_late else _copies(spread.pieces(spread.gradients()))
-        with ExitStack() as stack:
-            given = stack.enter_context(self.updater.overheard())
-            done = super().update(learning_rate, loss, count, *others, stop=stop)
+        with engine.updater.overheard() as given:
+            done = plain(*args, **kwargs)
             spread.settle()
             clipped = spread.pieces(given) if given else {}
         if spread.arrives_late:  # what was scaled and sent is scaled back
-            scale = self.scale_of(done.grad_norm, done.count)
+            scale = engine.scale_of(done.grad_norm, done.count)
             summed = {name: piece._replace(values=piece.values / scale) for name, piece in clipped.items()}
         recorder.add_pieces("gradient", summed)
         recorder.add_whole("sum", "target tokens", done.count)
         recorder.add_whole("sum", "mean loss", done.loss)
         recorder.add_whole("norm", "gradient norm", done.grad_norm)
         recorder.add_pieces("clipped gradient", clipped)
-        state = self.updater.state()  # masters are updated last
+        state = engine.updater.state()  # masters are updated last
         for name in sorted(state, key=lambda name: name.startswith("master/")):
             recorder.add_piece("state", name, state[name])
         return done
+
+    vars(engine)["update"] = update
+    try:
+        yield
+    finally:
+        del vars(engine)["update"]
 
 
 def _copies(pieces: Mapping[str, Piece]) -> dict[str, Piece]:
     return {name: piece._replace(values=piece.values.clone()) for name, piece in pieces.items()}
 
 
-def recorded(inner: Engine, recorder: Recorder, step: Callable[[Engine], None]) -> None:
-    """`step` is done with an engine that is overheard."""
-    given = {each.name: getattr(inner, each.name) for each in fields(Engine)}
-    engine = _Engine(**given, recorder=recorder)
-    for name, parameter in inner.module.named_parameters():
+def recorded(engine: Engine, recorder: Recorder, step: Callable[[], None]) -> None:
+    """`step` is a step of the engine."""
+    for name, parameter in engine.module.named_parameters():
         recorder.add_piece("starting parameter", name, kept(parameter))
-    with recorder.watching(inner.module):
-        step(engine)
-    inner._skipped = engine._skipped
-    for name, parameter in inner.module.named_parameters():
+    with recorder.watching(engine.module), _overheard(engine, recorder):
+        step()
+    for name, parameter in engine.module.named_parameters():
         recorder.add_piece("parameter", name, kept(parameter))
-    for name, buffer in saved_buffers(inner.module).items():
+    for name, buffer in saved_buffers(engine.module).items():
         recorder.add_piece("buffer", name, buffer)

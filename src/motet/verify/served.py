@@ -1,6 +1,5 @@
 """A parameter server, from outside: a job is trained with it for real, and what it leaves is compared."""
 
-import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -12,15 +11,19 @@ import torch
 
 from motet.checkpoint.load import load_checkpoint
 from motet.checkpoint.manifest import is_carried, read_manifest
+from motet.core.errors import RankError
 from motet.monitor.events import EVENTS_FILE, StepDone, read_events
+from motet.train.faults import STOPPED, STOPPED_AT_ONCE
 from motet.train.job import Job, changed
+from motet.train.launch import Ended
 from motet.train.start import Outside, Request, supervise
 from motet.verify.causes import Case, cause
 from motet.verify.compare import Reference, compare, reference_of
+from motet.verify.fold import folded_part
 from motet.verify.layouts import Candidate
 from motet.verify.record import Recorder, Seen
 from motet.verify.runs import Referred, state_file
-from motet.verify.verdict import Found, Verdict
+from motet.verify.verdict import Found, Verdict, failed
 
 TRAINED = "of a whole run"
 
@@ -35,9 +38,9 @@ class Servers:
 
     def verdict(self, candidate: Candidate) -> Verdict:
         """Its `first_difference` is in what the run leaves after a step: numbers, moments, parameters."""
-        seen, message = _trained(candidate.job, candidate.world, self._environment)
-        if message:
-            return Verdict(candidate.text, False, math.inf, "", cause=f"{message} (of the job made small)")
+        seen, ended = _trained(candidate.job, candidate.world, self._environment)
+        if ended.message:
+            return failed(candidate.text, f"{ended.message} (of the job made small)", ended.exit_code)
         worst = Found(TRAINED, 0, compare(self._references[0], [seen[0]])[0])
         for step, reference in enumerate(self._references):
             for difference in compare(reference, [seen[step]]):
@@ -47,15 +50,16 @@ class Servers:
                     return Verdict(
                         candidate.text, False, difference.relative, str(found), str(found), None, said or None
                     )
-                if not difference.relative <= worst.difference.relative:
+                if difference.relative > worst.difference.relative:
                     worst = found
         return Verdict(candidate.text, True, worst.difference.relative, str(worst))
 
     @cached_property
     def _references(self) -> list[Reference]:
         """The same run on one device; how far rounding may carry it is known from the perturbed references."""
-        seen, message = _trained(self._job, 1, self._environment, folds=False)
-        assert not message, message
+        seen, ended = _trained(self._job, 1, self._environment, folds=False)
+        if ended.message:
+            raise RankError(f"one device: {ended.message} (of the job made small)")
         rates = [reference.learning_rate for reference in self._referred.single]
         noise = [dict(free.noise) for free in self._referred.free]
         operations = max(whole.seen.operations for whole in self._referred.free[0].wholes.values())
@@ -67,26 +71,34 @@ class Servers:
     def _cause(self, candidate: Candidate, seen: list[Seen], found: Found) -> str:
         site = found.difference.site
         value = next(each.value for each in seen if (each.kind, each.name) == site)
-        expected = self._references[found.step].wholes[site].value.reshape(-1)
+        expected = folded_part(self._references[found.step].wholes[site].value.reshape(-1), 0)
         before = self._references[found.step - 1].tensor(site) if found.step else None
         sizes = {"workers": float(candidate.world), "servers": float(candidate.job.layout.server.count)}
         sizes["micro-batches of a worker"] = float(candidate.job.layout.microbatches)
-        own = None if before is None or before.ndim == 0 else before.reshape(-1)
+        own = None if before is None or before.ndim == 0 else folded_part(before.reshape(-1), 0)
         return cause(Case(value.reshape(-1), expected, None, sizes, before=own))
 
 
-def _trained(job: Job, ranks: int, environment: Mapping[str, str], folds: bool = True) -> tuple[list[list[Seen]], str]:
-    """What a run leaves after each step; or why it did not come to its end."""
+def refuse_stopped(ended: Ended) -> None:
+    if ended.exit_code in (STOPPED, STOPPED_AT_ONCE):
+        raise KeyboardInterrupt
+
+
+def _trained(
+    job: Job, ranks: int, environment: Mapping[str, str], folds: bool = True
+) -> tuple[list[list[Seen]], Ended]:
+    """What a run leaves after each step, if it comes to its end."""
     with tempfile.TemporaryDirectory(prefix="motet-verify-run-") as name, Path(os.devnull).open("wb") as quiet:
         folder = Path(name) / "run"
         settings = [f"run.folder={folder}", f"run.ranks={ranks}", "checkpoint.every=1", "monitor.tensorboard=false"]
         asked = changed(job, settings, "verify")
         outside = Outside(environment, lambda text: None, lambda: nullcontext(lambda *_: None), quiet.fileno())
         path, ended = supervise(Request(asked, None, ["motet", "verify"]), outside)
+        refuse_stopped(ended)
         if ended.message:
-            return [], ended.message
+            return [], ended
         steps = [event for event in read_events(path / EVENTS_FILE) if isinstance(event, StepDone)]
-        return [_left(path, event, Recorder(folds=folds)) for event in steps], ""
+        return [_left(path, event, Recorder(folds=folds)) for event in steps], ended
 
 
 def _left(path: Path, event: StepDone, recorder: Recorder) -> list[Seen]:

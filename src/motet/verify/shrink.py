@@ -10,6 +10,8 @@ from motet.train.job import Job, job_from_tree
 
 LAYERS, HEADS, HEAD_DIM, TOKENS = 2, 4, 16, 32
 HUGGING_FACE = "hf:"
+SLOWEST = 0.1
+"""Of the learning rate, which the last step has: with 0 it would show no mistake of the optimizer."""
 LOSSY = ("compress_gradients", "compress_parameters", "compress_over", "compress_after", "error_feedback")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers")
 _MORE_LAYERS = ("num_decoder_layers", "decoder_layers")
@@ -27,15 +29,12 @@ def shrink(job: Job, rows: int, steps: int) -> Job:
     tree["data"] = {**tree.get("data", {}), "sequence_length": tokens, "batch_sequences": rows}
     tree["run"] = {**tree.get("run", {}), "steps": steps, "ranks": 1, "threads": 1}
     tree["checkpoint"] = {"keep": 1000}
-
-    for section, name in (
-        ("run", "epochs"),
-        ("run", "stop_at"),
-        ("run", "folder"),
-        ("run", "existing"),
-        ("run", "restarts"),
-    ):
-        tree[section].pop(name, None)
+    for name in ("epochs", "stop_at", "folder", "existing", "restarts"):
+        tree["run"].pop(name, None)
+    if job.optimizer.schedule.final_fraction < SLOWEST:
+        given = tree.get("optimizer", {})
+        schedule = {**given.get("schedule", {}), "final_fraction": SLOWEST}
+        tree["optimizer"] = {**given, "schedule": schedule}
     tree["precision"] = {"recipe": "fp64"}
     tree["communication"] = {k: v for k, v in tree.get("communication", {}).items() if k not in LOSSY}
     for section in ("layout", "outer"):

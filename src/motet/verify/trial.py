@@ -36,8 +36,8 @@ class Built(Protocol):
     def rate(self, number: int) -> float:
         """The learning rate of a step."""
 
-    def step(self, number: int, engine: Engine, recorder: Recorder) -> None:
-        """Do a step with an engine that is overheard."""
+    def step(self, number: int, recorder: Recorder) -> None:
+        """Do a step, and tell what is read and drawn and the losses."""
 
     def loss(self, number: int, rows: range) -> tuple[Tensor, float]:
         """The sum of the losses of some rows, and how many there are; no step is done."""
@@ -122,12 +122,10 @@ class JobBuilt:
         settings = self.job.optimizer
         return settings.learning_rate * learning_rate_factor(settings.schedule, number, self.parts.steps)
 
-    def step(self, number: int, engine: Engine, recorder: Recorder) -> None:
+    def step(self, number: int, recorder: Recorder) -> None:
         stepper = self.parts.stepper(self.job)
         heard = _Samples(self._samples, recorder, self.order)
-        replace(stepper, model=_Model(stepper.model, recorder), samples=heard, engine=engine).step(
-            number, self.rate(number)
-        )
+        replace(stepper, model=_Model(stepper.model, recorder), samples=heard).step(number, self.rate(number))
 
     def loss(self, number: int, rows: range) -> tuple[Tensor, float]:
         batch = self._samples.batch(number, rows)

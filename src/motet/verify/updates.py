@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from motet.train.settings import OptimizerSettings
-from motet.verify.causes import Case, Ingredient, cause, fits, made_of, relative
+from motet.verify.causes import FITS, Case, Ingredient, cause, made_of, relative
 
 Moments = Mapping[str, Tensor]
 """exp_avg, exp_avg_sq or momentum_buffer."""
@@ -100,17 +100,15 @@ def cause_of_update(
     """`gradients`: what the gradient might have been instead, and what it is made of; `strangers`: those of others."""
     base, ingredients = update.ingredients(kind)
     for words, rate in update.rates.items():
-        if rate != update.rate and fits(case.value, replace(update, rate=rate).after()[kind]) and kind == "master":
+        if rate != update.rate and _is(case, update, kind, replace(update, rate=rate)):
             return f"it was updated with the learning rate of {words}"
     if found := made_of(case.value - base, ingredients, case.sizes):
         return found
     for words, other in update.otherwise():
-        if fits(case.value, other.after()[kind]):
+        if _is(case, update, kind, other):
             return f"it was updated {words}"
     for words, gradient in gradients.others.items():
-        if gradient.shape == update.gradient.shape and fits(
-            case.value, replace(update, gradient=gradient).after()[kind]
-        ):
+        if gradient.shape == update.gradient.shape and _is(case, update, kind, replace(update, gradient=gradient)):
             return f"it was updated with a gradient that is {words}"
     more = [Ingredient(words, other, 0.0) for words, other in strangers.items() if kind in FIRST]
     if found := _of_epsilon(case, update, kind) or (made_of(case.value - base, [*ingredients, *more], case.sizes)):
@@ -119,6 +117,16 @@ def cause_of_update(
 
 
 FIRST = ("exp_avg", "momentum_buffer")
+ALIKE = 1e-6
+"""How near updates of masters are to each other, that are the same."""
+
+
+def _is(case: Case, update: Update, kind: str, other: Update) -> bool:
+    """What the other one gives, and that is not what it should be. Updates are small beside what is updated."""
+    given, base = other.after()[kind], update.master if kind == "master" else torch.zeros_like(update.master)
+    close = ALIKE if kind == "master" else FITS
+    is_another = relative(case.expected - base, given - base) > close
+    return is_another and relative(case.value - base, given - base) < close
 
 
 def _of_epsilon(case: Case, update: Update, kind: str) -> str:
@@ -130,14 +138,9 @@ def _of_epsilon(case: Case, update: Update, kind: str) -> str:
     ratio = (update.master - case.value) / update.rate - update.decay * update.master
     epsilon = float((ratio * (mean - ratio * size)).sum() / ratio.square().sum())
     other = replace(update, settings=update.settings.model_copy(update={"eps": epsilon}))
-    if not math.isfinite(epsilon) or not _moves_alike(case.value, other.after()["master"], update.master):
+    if not math.isfinite(epsilon) or not _is(case, update, kind, other):
         return ""
     return f"it was updated with eps = {epsilon:.4g}, not {update.settings.eps:g}"
-
-
-def _moves_alike(value: Tensor, other: Tensor, before: Tensor) -> bool:
-    """Their updates are the same, which are small beside what is updated."""
-    return relative(value - before, other - before) < 1e-6
 
 
 def _implied(case: Case, update: Update, kind: str, gradients: Case) -> str:
@@ -149,9 +152,11 @@ def _implied(case: Case, update: Update, kind: str, gradients: Case) -> str:
     else:
         return ""
     given = update.gradient * (1 - beta) if kind == "exp_avg" else update._pushed
-    before = replace(case, value=(case.value - given) / beta, expected=update.moments[kind], shares=(), before=None)
-    if found := cause(before):
-        return f"what it was before the step is wrong: {found}"
+    if beta:
+        before = (case.value - given) / beta
+        known = replace(case, value=before, expected=update.moments[kind], shares=(), before=None)
+        if found := cause(known, roughly=False):
+            return f"what it was before the step is wrong: {found}"
     gradient = (case.value - beta * update.moments[kind]) / ((1 - beta) if kind == "exp_avg" else 1.0)
     if found := cause(replace(gradients, value=gradient, expected=update.gradient)):
         return f"the gradient that it was updated with is wrong: {found}"

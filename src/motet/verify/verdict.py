@@ -5,10 +5,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from motet.core.errors import DisagreedError
 from motet.verify.compare import Difference, compare
 from motet.verify.parts import Site
 from motet.verify.record import Seen
 from motet.verify.runs import ALONE_FROM, Referred
+
+JUDGED = 1e-3
+"""Where rounding alone is more than this, a mistake may be less."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +35,16 @@ class Verdict:
     """Of any tensor in the job's own precision, against steps of one device that add in other orders; None: not
     judged."""
     worst_z_tensor: str | None = None
+    unjudged: tuple[str, ...] = ()
+    """Tensors that rounding alone makes others."""
+    failed: str | None = None
+    """Why its ranks did not come to their end, which says nothing of their numbers."""
+    exit_code: int = DisagreedError.exit_code
+    """Of the command, if it is not ok."""
 
     def as_json(self) -> dict[str, Any]:
         found = asdict(self)
+        del found["exit_code"]
         return {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in found.items()
@@ -43,7 +54,11 @@ class Verdict:
         if self.ok:
             own = "" if self.worst_z is None else f"; z {self.worst_z:.1f}, {self.worst_z_tensor}"
             worst = f"worst {self.worst_relative:.1e}, {self.worst_tensor}"
+            more = f" and {len(self.unjudged) - 1} more" if len(self.unjudged) > 1 else ""
+            own += f"; not judged, since rounding alone changes it: {self.unjudged[0]}{more}" if self.unjudged else ""
             return f"same   {self.layout}: {worst}{own} ({self.seconds:.1f} s)"
+        if self.failed is not None:
+            return f"FAILED {self.layout}: {self.failed} ({self.seconds:.1f} s)"
         where = f" on rank {self.rank}" if self.rank is not None else ""
         first = f" first in {self.first_difference}{where}:" if self.first_difference else ""
         return f"WRONG  {self.layout}:{first} {self.cause or 'no likely cause was found'} ({self.seconds:.1f} s)"
@@ -73,32 +88,45 @@ def wrong(layout: str, worst: Found, first: Found, cause: str) -> Verdict:
     return Verdict(layout, False, worst.difference.relative, str(worst), str(first), found.rank, said)
 
 
-def of_one_device(layout: str, referred: Referred) -> Verdict | None:
-    """If one device is no measure, that is said of each layout."""
-    if referred.differs is None:
-        return None
-    step, difference = referred.differs
+def failed(layout: str, why: str, exit_code: int) -> Verdict:
+    return Verdict(layout, False, math.nan, "", failed=why, exit_code=exit_code)
+
+
+def exit_code_of(verdicts: Sequence[Verdict]) -> int:
+    """Of a difference, if there is one; else of what failed first."""
+    codes = [verdict.exit_code for verdict in verdicts if not verdict.ok]
+    return DisagreedError.exit_code if DisagreedError.exit_code in codes else codes[0] if codes else 0
+
+
+def of_one_device(layout: str, step: int, difference: Difference) -> Verdict:
+    """One device, which differs from itself, is no measure for a layout."""
     first = Found("of one device, from its own checkpoint", step, difference)
-    cause = "one device itself does not do the step again: its checkpoint is not what it was; mend that first"
-    return wrong(layout, first, first, cause)
+    kind = difference.site[0]
+    if kind == "sample":
+        why = "it is given other samples when it asks for the same step again: give each step a seed of its own"
+    elif kind in ("starting parameter", "state", "buffer"):
+        why = "its checkpoint is not what it was; mend that first"
+    else:
+        why = "what it computes is not finite, or not the same when it is computed twice; mend that first"
+    return wrong(layout, first, first, f"one device itself does not do the step again: {why}")
 
 
 def judge(
     referred: Referred, walked: Sequence[tuple[str, int]], seen: Callable[[str, int], Sequence[Sequence[Seen]]]
-) -> tuple[Found, Found | None]:
-    """The worst of all tensors, and the first to differ.
-
-    `walked`: the phases and steps, in their order. `seen`: (phase, step) -> what each rank has seen.
-    """
+) -> tuple[Found, Found | None, tuple[str, ...]]:
+    """The worst of all tensors, the first to differ, and what could not be judged."""
     worst = Found(ALONE_FROM, 0, Difference(("sample", "none"), 0.0, 0.0, None))
+    unjudged: list[str] = []
     for phase, step in walked:
         first = None
         for difference in compare(referred.of(phase, step), seen(phase, step)):
             found = Found(phase, step, difference)
             if first is None and not difference.is_rounding:
                 first = found
-            if not difference.relative <= worst.difference.relative:
+            if difference.relative > worst.difference.relative:
                 worst = found
+            if difference.bound > JUDGED:
+                unjudged.append(str(found))
         if first is not None:
-            return worst, first
-    return worst, None
+            return worst, first, ()
+    return worst, None, tuple(unjudged)

@@ -5,9 +5,10 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from threading import Event
 
@@ -18,23 +19,25 @@ from motet.train.job import Job
 from motet.train.launch import Ended, Launch, launch, rank_environment
 from motet.train.preflight import check_job
 from motet.train.toml import to_toml
-from motet.verify.explain import explain
+from motet.verify.explain import verdict_on
 from motet.verify.layouts import Candidate, laid_out
 from motet.verify.native import Native, in_own_precision, refer_native
 from motet.verify.rank import NATIVE, done_file, native_folder, read_seen, seen_file
 from motet.verify.record import Seen
 from motet.verify.runs import Referred, one_thread, phases, refer
-from motet.verify.served import Servers
+from motet.verify.served import Servers, refuse_stopped
 from motet.verify.shares import WhatIf
 from motet.verify.shrink import shrink
 from motet.verify.trial import JobTrial
-from motet.verify.verdict import Verdict, judge, of_one_device, wrong
+from motet.verify.verdict import Verdict, failed, of_one_device
 
 STEPS = 3
 POLL_S = 0.1
 FEWEST_ROWS = 8
 WORK = "motet.verify.rank:layout_rank"
 Tell = Callable[[str], None]
+Show = Callable[[Verdict], None]
+STDERR = 2
 
 
 @dataclass(frozen=True)
@@ -72,29 +75,36 @@ def _rows(parts: Sequence[int]) -> int:
     return unit * math.ceil(max(FEWEST_ROWS, 2 * max(parts)) / unit)
 
 
-def verify(subject: Subject, environment: Mapping[str, str], tell: Tell) -> Iterator[Verdict]:
-    """One verdict after another, those with few ranks first."""
+def verify(subject: Subject, environment: Mapping[str, str], tell: Tell, show: Show) -> list[Verdict]:
+    """All verdicts; each is shown as it comes, those of few ranks first."""
     with tempfile.TemporaryDirectory(prefix="motet-verify-") as name:
         folder = Path(name)
         (folder / "logs").mkdir()
         start_s = time.perf_counter()
         referred, native = refer(JobTrial(_stored(subject.job, folder)), folder), None
+        shown: list[Verdict] = []
+
+        def found(verdict: Verdict) -> None:
+            shown.append(verdict)
+            show(verdict)
+
         if referred.differs is not None:
-            yield from (found for each in subject.candidates if (found := of_one_device(each.text, referred)))
-            return
+            for candidate in subject.candidates:
+                found(of_one_device(candidate.text, *referred.differs))
+            return shown
         if subject.native.precision.recipe != subject.job.precision.recipe:
             trial = JobTrial(_stored(subject.native, native_folder(folder)))
             native = refer_native(trial, native_folder(folder), referred.single[0].varying)
         tell(f"one device: {STEPS} steps, and again from perturbed parameters: {time.perf_counter() - start_s:.1f} s")
-        runs = _Runs(subject.job, referred, native, environment, tell)
+        runs = _Runs(subject.job, referred, native, environment, tell, found)
         recorded = [candidate for candidate in subject.candidates if not candidate.job.layout.has_desk]
-        yield from runs.verdicts(sorted(recorded, key=lambda each: each.world))
+        runs.judge(sorted(recorded, key=lambda each: each.world))
         servers = Servers(subject.job, referred, environment)
         for candidate in subject.candidates:
             if candidate.job.layout.has_desk:
                 start_s = time.perf_counter()
-                verdict = servers.verdict(candidate)
-                yield replace(verdict, seconds=time.perf_counter() - start_s)
+                found(replace(servers.verdict(candidate), seconds=time.perf_counter() - start_s))
+        return shown
 
 
 def _stored(job: Job, folder: Path) -> Job:
@@ -113,18 +123,21 @@ class _Runs:
     native: Native | None
     environment: Mapping[str, str]
     tell: Tell
+    found: Show
 
-    def verdicts(self, left: list[Candidate]) -> Iterator[Verdict]:
-        """Of layouts that ranks do one after another, those with few ranks first."""
+    def judge(self, left: list[Candidate]) -> None:
+        """Layouts that ranks do one after another, those with few ranks first."""
         while left:
-            judged, ended = self._run(left)
-            yield from judged
-            left = left[len(judged) :]
+            count, ended = self._run(left)
+            refuse_stopped(ended)
+            left = left[count:]
             if left:  # the first that is left ended the others with it
-                yield Verdict(left.pop(0).text, False, math.inf, "", cause=ended.message or "its ranks ended")
+                if ended.traceback:
+                    self.tell(ended.traceback)
+                self.found(failed(left.pop(0).text, ended.message or "its ranks ended", ended.exit_code))
 
-    def _run(self, candidates: Sequence[Candidate]) -> tuple[list[Verdict], Ended]:
-        """Of those that came to their end; each is judged while the ranks do the next one."""
+    def _run(self, candidates: Sequence[Candidate]) -> tuple[int, Ended]:
+        """How many came to their end; each is judged while the ranks do the next one."""
         folder = self.referred.folder
         for old in folder.glob("layout-*"):
             shutil.rmtree(old) if old.is_dir() else old.unlink()
@@ -133,6 +146,8 @@ class _Runs:
             ranks=max(each.world for each in candidates),
             environment=rank_environment(self.environment, 1),
             logs=folder / "logs",
+            output=STDERR,
+            farewell="stopping",
         )
         over = Event()
         with ThreadPoolExecutor(1) as pool:  # not the ranks there: signals reach the main thread
@@ -143,22 +158,21 @@ class _Runs:
                 over.set()
             return judging.result(), ended
 
-    def _judge_as_they_come(self, candidates: Sequence[Candidate], over: Event) -> list[Verdict]:
-        found: list[Verdict] = []
+    def _judge_as_they_come(self, candidates: Sequence[Candidate], over: Event) -> int:
         before_s = time.perf_counter()
         for number, candidate in enumerate(candidates):
             while not (done := self._is_done(candidate, number)) and not over.wait(POLL_S):
                 pass
             if not done and not self._is_done(candidate, number):  # it may have come with the end
-                break
+                return number
             verdict = self._verdict(candidate, number)
             now_s = time.perf_counter()
-            found.append(replace(verdict, seconds=now_s - before_s))
+            self.found(replace(verdict, seconds=now_s - before_s))
             before_s = now_s
-            self.tell(f"{len(found)} of {len(candidates)}: {candidate.text} is {'the same' if verdict.ok else 'WRONG'}")
+            shutil.rmtree(self.referred.folder / f"layout-{number}")
             for file in self.referred.folder.glob(f"layout-{number}-*-rank-*.pt"):
                 file.unlink()
-        return found
+        return len(candidates)
 
     def _is_done(self, candidate: Candidate, number: int) -> bool:
         return all(done_file(self.referred.folder, number, rank).exists() for rank in range(candidate.world))
@@ -168,15 +182,11 @@ class _Runs:
             files = (seen_file(self.referred.folder, number, (phase, step), rank) for rank in range(candidate.world))
             return [read_seen(file) for file in files]
 
+        layout = resolve_layout(candidate.job.layout, candidate.world, self.job.data.batch_sequences)
+        what_if = partial(WhatIf, JobTrial(candidate.job), layout, self.referred)
         with one_thread():
-            worst, first = judge(self.referred, phases(STEPS), seen)
-            if first is not None:
-                layout = resolve_layout(candidate.job.layout, candidate.world, self.job.data.batch_sequences)
-                what_if = WhatIf(JobTrial(candidate.job), layout, self.referred, first.step)
-                cause = explain(what_if, seen(first.phase, first.step), first)
-                return wrong(candidate.text, worst, first, cause)
-            same = Verdict(candidate.text, True, worst.difference.relative, str(worst))
-            if self.native is None:
-                return same
+            verdict = verdict_on(candidate.text, what_if, self.referred, phases(STEPS), seen)
+            if not verdict.ok or self.native is None:
+                return verdict
             parts = self.job.data.batch_sequences if candidate.job.run.reproducible else candidate.parts
-            return in_own_precision(same, *self.native.judge(parts, seen(*NATIVE)))
+            return in_own_precision(verdict, *self.native.judge(parts, seen(*NATIVE)))

@@ -7,10 +7,10 @@ from functools import cached_property
 
 from torch import Tensor
 
-from motet.verify.causes import TARGETS, listed
-from motet.verify.compare import Reference, distance, floor_of, sites_of
+from motet.verify.causes import TARGETS
+from motet.verify.compare import Reference, apart, distance, floor_of, sites_of
 from motet.verify.fold import folded_part
-from motet.verify.parts import Part, Whole
+from motet.verify.parts import Part, Whole, listed
 from motet.verify.record import Seen
 from motet.verify.shares import WhatIf
 from motet.verify.verdict import Found
@@ -30,15 +30,15 @@ class Where:
     parts: Sequence[Part]
 
     def _off(self, part: Part) -> float:
-        return distance(part.value, part.expected, floor_of(self.reference, self.whole.site[0], part))
+        return distance(part.value, part.expected, floor_of(self.reference, self.whole.site, part))
 
     @cached_property
     def _worst(self) -> Part:
-        return max(self.parts, key=lambda part: _number(self._off(part)))
+        return max(self.parts, key=self._off)
 
     @cached_property
     def _wrong(self) -> list[Part]:
-        return [part for part in self.parts if not self._off(part) <= self.found.difference.bound]
+        return [part for part in self.parts if self._off(part) > self.found.difference.bound]
 
     def _where(self) -> str:
         """On which ranks, and where in the tensor, if not on all and everywhere."""
@@ -49,7 +49,8 @@ class Where:
         if places is not None and self._worst.seen is not None:
             start = self._worst.seen.start
             first, last = start + places.start, start + places.stop - 1
-            text += f", in elements {first} to {last} of {self.whole.value.numel()}{self._owner(first, last)}"
+            which = f"element {first}" if first == last else f"elements {first} to {last}"
+            text += f", in {which} of {self.whole.value.numel()}{self._owner(first, last)}"
         return text
 
     @cached_property
@@ -58,7 +59,7 @@ class Where:
         value, expected, seen = self._worst.value, self._worst.expected, self._worst.seen
         if seen is None or seen.shape is None or seen.folded or value.numel() < 2:
             return None
-        off = (value.double() - expected.double()).abs().nan_to_num(math.inf)
+        off = apart(value, expected).abs().nan_to_num(math.inf)
         wrong = (off > 1e-3 * self.found.difference.bound * float(expected.double().abs().max())).nonzero()
         if not len(wrong):
             return None
@@ -116,7 +117,3 @@ class Where:
         engine = self.what_if.built.engine
         norm, count = (self.reference.tensor(site) for site in (("norm", "gradient norm"), ("sum", "target tokens")))
         return 1.0 if norm is None or count is None else engine.scale_of(float(norm), float(count))
-
-
-def _number(value: float) -> float:
-    return math.inf if math.isnan(value) else value
