@@ -34,10 +34,10 @@ class Loader:
         self.tokenizer = load_tokenizer(prepared.tokenizer, prepared.sentinels)
         self._settings = settings
         self._seed = seed
-        self._samples = open_samples(prepared.corpora, settings, self.tokenizer, seed)
-        self.fingerprint = fingerprint(self._samples, prepared.corpora, settings, self.tokenizer)
+        self.samples = open_samples(prepared.corpora, settings, self.tokenizer, seed)
+        self.fingerprint = fingerprint(self.samples, prepared.corpora, settings, self.tokenizer)
         """A hash over everything that decides the samples."""
-        self.train_samples = self._samples.count("train")
+        self.train_samples = self.samples.count("train")
         """Samples of one epoch; for a mixture those of all its corpora."""
         self._end = None if epochs is None else samples_for_epochs(epochs, self.train_samples)
 
@@ -54,16 +54,16 @@ class Loader:
         """Rows of the global batch of a step, counted from 0."""
         places = step * self._settings.batch_sequences + self._numbers(rows)
         live = places < (self._end if self._end is not None else np.iinfo(np.int64).max)
-        window = self._samples.train(places)
+        window = self.samples.train(places)
         return self._to_batch(window, keys(derive_seed(self._seed, "train"), places), rows, live)
 
     def evaluation_batches(self, split: str) -> int:
         """Global batches in a split; 0 when it is empty."""
-        return -(-self._samples.count(split) // self._settings.batch_sequences)
+        return -(-self.samples.count(split) // self._settings.batch_sequences)
 
     def evaluation_batch(self, split: str, index: int, rows: range) -> Batch:
         """Rows of a global batch of a split; rows behind the end of the split have weight 0."""
-        count, batches = self._samples.count(split), self.evaluation_batches(split)
+        count, batches = self.samples.count(split), self.evaluation_batches(split)
         if not 0 <= index < batches:
             remedy = "" if batches else f"; set data.{split}_fraction higher or give more text"
             raise InputError(
@@ -72,7 +72,7 @@ class Loader:
         places = index * self._settings.batch_sequences + self._numbers(rows)
         live = places < count
         # Rows behind the end repeat earlier ones: they are read, but weigh nothing.
-        window = self._samples.held_out(split, places % count)
+        window = self.samples.held_out(split, places % count)
         return self._to_batch(window, keys(derive_seed(self._seed, split), places), rows, live)
 
     def _numbers(self, rows: range) -> Ints:

@@ -27,7 +27,6 @@ WHOLE = 1e-7
 """How far a coefficient may be from a number that has a meaning."""
 ENOUGH = 64
 """Numbers to tell rounding from other small mistakes."""
-
 TARGETS = "target tokens"
 
 
@@ -293,7 +292,9 @@ def _rows(case: Case) -> str:
         if case.value.ndim != 2 or case.value.shape[1:] != batch.shape[1:]:
             continue
         places = [[place for place, other in enumerate(batch) if fits(row, other)] for row in case.value]
-        if all(places) and min(map(len, places)) == 1:  # not any of rows that are all alike
+        if all(places) and min(map(len, places)) > 1:
+            return f"each of its rows is as {listed(places[0])} of {words} are"
+        if all(places):
             return f"it is of row{'s' * (len(places) > 1)} {listed([near[0] for near in places])} of {words}"
     return ""
 

@@ -84,12 +84,23 @@ class Explaining(Where):
         said = {
             "gradient": "no sum of what ranks and micro-batches have gives it: it was changed while it was summed, or "
             "after",
+            "norm": "gradients are right, and no sum of their squares gives it: it has others in it, or was "
+            "changed after",
             "random mask": "it is no mask of any of these rows and steps: drawn with another seed, or by a generator "
             "that goes on",
-            "sample": f"it is of no row of the {len(self.what_if.referred.single)} steps that were compared: rows are "
-            "read in another order (another seed, say), or from another place",
+            "sample": self._of_sample(),
         }.get(self.whole.site[0], "")
         return said and f"{said}{self._where()}"
+
+    def _of_sample(self) -> str:
+        value, expected = self._worst.value, self._worst.expected
+        others = int((value != expected).sum()) if value.shape == expected.shape else value.numel()
+        if others < value.numel() / 2:
+            return f"its rows are the right ones, but {others} of their {value.numel()} numbers are others"
+        return (
+            f"it is of no row of the {len(self.what_if.referred.single)} steps that were compared: rows are read in "
+            "another order (another seed, say), or from another place"
+        )
 
     def _of_tensor(self, kind: str, name: str) -> str:
         if (kind, name) == ("state", "step"):
@@ -213,7 +224,8 @@ class Explaining(Where):
         }
 
     def _stale(self) -> dict[str, Tensor]:
-        """With parameters of the step before: all of them, or those of the module."""
+        """With parameters of the step before: all of them, or those of the module; or in backward alone, those of all
+        or of a block that the module is in."""
         module = self.whole.site[1].partition("[")[0].partition(" (")[0]
         words = "what parameters that are those of the step before give: they were used before they were updated"
         fresh = {
@@ -221,11 +233,20 @@ class Explaining(Where):
             for seen in self.ranks[self._worst.rank or 0]
             if seen.kind == "state" and seen.name.startswith("master/")
         }
-        others = f"{words}, but for those that this rank updates itself"
-        tries = {words: ("", {}), f"{words} (those of {module} alone)": (f"{module}.", {}), others: ("", fresh)}
+        but = ", but for those that this rank updates itself"
+        tries: list[tuple[str, str, dict[str, slice], bool]] = [
+            (words, "", {}, False),
+            (f"{words} (those of {module} alone)", f"{module}.", {}, False),
+            (f"{words}{but}", "", fresh, False),
+        ]
+        if self.whole.site[0] == "activation gradient":
+            late = "what backward gives with parameters that are those of the step before"
+            tries += [(f"{late}{but * bool(kept)}", "", kept, True) for kept in ({}, fresh)]
+            blocks = [module[:place] for place, letter in enumerate(module) if letter == "."]
+            tries += [(f"{late} (those of {block} alone)", f"{block}.", {}, True) for block in reversed(blocks)]
         found = {}
-        for said, (prefix, kept) in tries.items():
-            stale = self.what_if.with_stale(self.found.step - 1, prefix, kept).get(self.whole.site)
+        for said, prefix, kept, backward in tries:
+            stale = self.what_if.with_stale(self.found.step - 1, prefix, kept, backward).get(self.whole.site)
             if stale is not None:
                 found[said] = stale.value
         return found

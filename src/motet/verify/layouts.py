@@ -24,6 +24,7 @@ MORE_FLAT = (
 FULL = ("zero=3", "zero=3 regather=false", "zero=3 whole_below=100", "zero=3 microbatches=2")
 PROGRAMS = "data=parameter_server server.transport=programs"
 MESSAGES = "data=parameter_server"
+PIECE_MIB = 0.05
 SECTIONS = ("communication",)
 """Beside that of the layout, those that a layout may say something of."""
 
@@ -40,7 +41,7 @@ def _of(dp: int) -> Iterator[str]:
         yield f"zero=3 secondary_group={size}"
     for count in range(1, dp + 1):
         yield f"{PROGRAMS} server.count={count}"
-    yield from (f"{MESSAGES} server.count=1", f"{MESSAGES} server.count=2 server.piece_mib=0.01")
+    yield from (f"{MESSAGES} server.count=1", f"{MESSAGES} server.count=2")
 
 
 def described(layout: LayoutSettings) -> str:
@@ -96,7 +97,14 @@ def laid_out(job: Job, layout: str) -> Candidate:
             f"{source}: with layout.server.mode = {found.layout.server.mode!r} gradients are of other parameters than "
             "on one device, so numbers differ by design; verify server.mode=sync"
         )
-    return Candidate(layout, found)
+    return Candidate(layout, _in_small_pieces(found))
+
+
+def _in_small_pieces(job: Job) -> Job:
+    """A small model has enough of them for all servers."""
+    server = job.layout.server
+    small = server.model_copy(update={"piece_mib": min(server.piece_mib, PIECE_MIB)})
+    return job.model_copy(update={"layout": job.layout.model_copy(update={"server": small})})
 
 
 def bare_of(job: Job) -> Job:

@@ -17,9 +17,9 @@ from motet.parallel.group import Group
 from motet.precision.recipe import RECIPES
 from motet.verify.compare import EPSILON, Difference, Reference, compare, reference_of
 from motet.verify.parts import Site, Whole
-from motet.verify.record import Seen
+from motet.verify.record import Recorder, Seen
 from motet.verify.runs import ALONE, again, one_thread, state_file
-from motet.verify.trial import JobTrial
+from motet.verify.trial import JobBuilt, JobTrial
 from motet.verify.verdict import Verdict, named
 
 ORDERS = 4
@@ -30,6 +30,8 @@ FEW = 4
 """So many numbers may be rounded the other way, by a kernel that goes another path."""
 SCALINGS = 8
 """So often a float32 sum may be multiplied by what is itself rounded, the norm, say: no order of sums shows that."""
+MASTER = "master/"
+EXACT = ("norm", "state")
 LEAST = 0.1
 """The standard deviation of a logarithm of distances is not believed to be less."""
 
@@ -86,6 +88,8 @@ class Native:
     """Not compared."""
     at_once: Mapping[Site, Whole]
     """What one device has that takes the batch at once."""
+    exact: Reference | None
+    """What every layout has to the bit, where the job promises that."""
     known: dict[int, Spread] = field(default_factory=dict)
 
     def judge(self, parts: int, ranks: Sequence[Sequence[Seen]]) -> tuple[Unlikely, Unlikely | None]:
@@ -96,23 +100,26 @@ class Native:
         spread = self.known[parts]
         differences = (each for each in compare(spread.reference, ranks) if self._is_judged(each.site))
         found = [spread.unlikely(each) for each in differences]
+        if self.exact is not None:
+            found += [_of_bits(each) for each in compare(self.exact, ranks) if each.site[0] in EXACT and each.relative]
         return max(found, key=lambda each: each.z), next((each for each in found if not each.is_rounding), None)
 
     def _is_judged(self, site: Site) -> bool:
         """Where there are masters they are; stage 3 has no other parameters."""
         recipe = RECIPES[self.trial.job.precision.recipe]
-        return site[0] not in ("parameter", "starting parameter") or recipe.compute == recipe.master
+        is_own = site[0] in ("parameter", "starting parameter") and not site[1].startswith(MASTER)
+        return recipe.compute == recipe.master or not is_own
 
     def _spread(self, parts: int) -> Spread:
-        built = self.trial.cut(parts).build(ALONE, self.folder)
-        last = self.trial.steps - 1
+        built, last = self.trial.cut(parts).build(ALONE, self.folder), self.trial.steps - 1
+        first_values = {folds: _first_values(built, folds) for folds in (False, True)}
 
         def done(order: Sequence[int] | None, folds: bool = True) -> list[Seen]:
-            built.state.restore(state_file(self.folder, last))
-            return again(built.in_order(order), last, folds)
+            return first_values[folds] + _last_step(built.in_order(order), self.folder, last, folds)
 
         of_step = reference_of(each for each in done(None, folds=False) if each.part < 0)
-        reference = Reference({**self.at_once, **of_step}, built.rate(last), varying=self.varying)
+        new = {site: whole for site, whole in of_step.items() if site not in self.at_once}
+        reference = Reference({**new, **self.at_once, **of_step}, built.rate(last), varying=self.varying)
         others = [done(order) for order in _orders(self.trial.rows, parts)]
         return spread_of(reference, others, getattr(torch, RECIPES[self.trial.job.precision.recipe].compute))
 
@@ -125,13 +132,37 @@ def refer_native(trial: JobTrial, folder: Path, varying: set[Site]) -> Native:
         for number in range(last):
             again(built, number)
         built.state.save(last)
-        return Native(trial, folder, varying, reference_of(again(built, last, folds=False)))
+        at_once = reference_of(again(built, last, folds=False))
+        exact = None
+        if trial.job.run.reproducible:
+            promised = _last_step(trial.build(ALONE, folder), folder, last, folds=False)
+            exact = Reference(reference_of(promised), built.rate(last), varying=varying)
+        return Native(trial, folder, varying, at_once, exact)
+
+
+def _first_values(built: JobBuilt, folds: bool = True) -> list[Seen]:
+    """Masters as they are made, which no order of sums changes."""
+    recorder = Recorder(folds=folds)
+    for name, piece in built.engine.updater.state().items():
+        if name.startswith(MASTER):
+            recorder.add_piece("starting parameter", name, piece)
+    return recorder.seen
+
+
+def _last_step(built: JobBuilt, folder: Path, last: int, folds: bool = True) -> list[Seen]:
+    built.state.restore(state_file(folder, last))
+    return again(built, last, folds)
+
+
+def _of_bits(difference: Difference) -> Unlikely:
+    said = difference.what or 'it has not the bits that one device has, as run.reproducible = "layout" promises'
+    return Unlikely(difference._replace(what=said), math.inf, 0.0)
 
 
 def _log(difference: Difference, whole: Whole, compute: torch.dtype) -> float:
     """A rounding of each of its numbers, and of some of what they are computed from, is as good as nothing."""
     kind, dtype = whole.site[0], getattr(torch, whole.seen.dtype)
-    if kind in ("sample", "random mask") or not dtype.is_floating_point:
+    if kind in ("starting parameter", "sample", "random mask") or not dtype.is_floating_point:
         return math.log(max(difference.relative, EPSILON))
     if kind in ("sum", "norm"):  # of what is summed in float32, whatever they are told in
         dtype = torch.float32
@@ -164,8 +195,7 @@ def native_step(trial: JobTrial, group: Group, folder: Path) -> list[Seen]:
     """What a rank of a layout has seen in the step."""
     with trial.numerics():
         built = trial.build(group, folder)
-        built.state.restore(state_file(folder, trial.steps - 1))
-        return again(built, trial.steps - 1)
+        return _first_values(built) + _last_step(built, folder, trial.steps - 1)
 
 
 def in_own_precision(same: Verdict, worst: Unlikely, first: Unlikely | None) -> Verdict:

@@ -225,11 +225,18 @@ def _overheard(engine: Engine, recorder: Recorder) -> Iterator[None]:
             recorder.add_piece("state", name, state[name])
         return done
 
-    vars(engine)["update"] = update
+    with instead(engine, "update", update):
+        yield
+
+
+@contextmanager
+def instead(engine: Engine, name: str, method: Callable[..., Any]) -> Iterator[None]:
+    """Of a method of this engine."""
+    vars(engine)[name] = method
     try:
         yield
     finally:
-        del vars(engine)["update"]
+        del vars(engine)[name]
 
 
 def _copies(pieces: Mapping[str, Piece]) -> dict[str, Piece]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from motet.parallel.layout import Layout
 from motet.parallel.shares import rows_of_rank
 from motet.verify.compare import reference_of
 from motet.verify.parts import Site, Whole
-from motet.verify.record import Seen
+from motet.verify.record import Seen, instead
 from motet.verify.runs import ALONE, Referred, again, state_file
 from motet.verify.trial import Built, Trial
 
@@ -68,17 +68,35 @@ class WhatIf:
             self.module.train()
         return found
 
-    def with_stale(self, older: int, prefix: str, fresh: Mapping[str, slice]) -> dict[Site, Whole]:
-        """This step, with parameters whose names begin so as they were before an older step, but for some elements."""
+    def with_stale(
+        self, older: int, prefix: str, fresh: Mapping[str, slice], backward: bool = False
+    ) -> dict[Site, Whole]:
+        """This step, with parameters whose names begin so as they were before an older step, but for some elements.
+
+        `backward`: there alone.
+        """
         with self._at(older):
             values = {n: p.detach().clone() for n, p in self.module.named_parameters()}
-        with self._at(self.step):
+
+        def age() -> None:
             for name, parameter in self.module.named_parameters():
                 if name.startswith(prefix):
                     flat, place = parameter.data.view(-1), fresh.get(name, slice(0, 0))
                     values[name].view(-1)[place] = flat[place]
                     parameter.data.copy_(values[name])
-            return reference_of(again(self.built, self.step, folds=False))
+
+        with self._at(self.step):
+            if not backward:
+                age()
+                return reference_of(again(self.built, self.step, folds=False))
+            plain = self.built.engine.backward
+
+            def late(*given: Any) -> None:
+                age()
+                plain(*given)
+
+            with instead(self.built.engine, "backward", late):
+                return reference_of(again(self.built, self.step, folds=False))
 
     @cached_property
     def cut_alike(self) -> dict[Site, list[Seen]]:

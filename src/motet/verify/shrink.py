@@ -9,6 +9,8 @@ from motet.models.settings import Architecture, DecoderSettings, EncoderDecoderS
 from motet.train.job import Job, job_from_tree
 
 LAYERS, HEADS, HEAD_DIM, TOKENS = 2, 4, 16, 32
+BUCKET_MIB = 0.1
+"""A small model has as many buckets as a large one, so that the second one is looked at too."""
 HUGGING_FACE = "hf:"
 SLOWEST = 0.1
 """Of the learning rate, which the last step has: with 0 it would show no mistake of the optimizer."""
@@ -36,7 +38,11 @@ def shrink(job: Job, rows: int, steps: int) -> Job:
         schedule = {**given.get("schedule", {}), "final_fraction": SLOWEST}
         tree["optimizer"] = {**given, "schedule": schedule}
     tree["precision"] = {"recipe": "fp64"}
-    tree["communication"] = {k: v for k, v in tree.get("communication", {}).items() if k not in LOSSY}
+    tree["communication"] = {
+        **{key: value for key, value in tree.get("communication", {}).items() if key not in LOSSY},
+        "bucket_mib": min(job.communication.bucket_mib, BUCKET_MIB),
+        "first_bucket_mib": min(job.communication.first_bucket_mib, BUCKET_MIB / 4),
+    }
     for section in ("layout", "outer"):
         tree.pop(section, None)
     tree["monitor"] = {"evaluate_batches": 1}

@@ -21,7 +21,7 @@ from motet.train.settings import OptimizerSettings
 from motet.train.state import RunState
 from motet.train.step import Model, Samples
 from motet.verify.record import Recorder
-from motet.verify.uneven import Ordered, Uneven
+from motet.verify.uneven import Ordered, Uneven, in_more_documents
 
 
 class Built(Protocol):
@@ -134,13 +134,14 @@ class JobBuilt:
 
     def evaluation(self) -> dict[str, float]:
         with calls_in_training(self.parts.model.module) as calls:
-            judged = evaluate_split(self.job, self.parts, "validation", Uneven(self.parts.data))
+            judged = evaluate_split(self.job, self.parts, "validation", Uneven(in_more_documents(self.parts.data)))
         if judged is None:
             return {}
-        return {IN_TRAINING: float(len(calls)), "evaluation targets": judged.targets, "evaluation loss": judged.loss}
+        found = {IN_TRAINING: float(len(calls)), "evaluation targets": judged.targets, "evaluation loss": judged.loss}
+        return found if judged.accuracy is None else {**found, "evaluation accuracy": judged.accuracy}
 
     def judged(self, rows: range) -> tuple[Tensor, float]:
-        batch = Uneven(self.parts.data).evaluation_batch("validation", 0, rows)
+        batch = Uneven(in_more_documents(self.parts.data)).evaluation_batch("validation", 0, rows)
         return self.parts.model.loss_sum(batch), float(batch.weights.sum())
 
     def in_order(self, order: Sequence[int] | None) -> "JobBuilt":
@@ -149,7 +150,7 @@ class JobBuilt:
 
     @property
     def _samples(self) -> Samples:
-        samples = Uneven(self.parts.data)
+        samples = Uneven(in_more_documents(self.parts.data))
         return samples if self.order is None else Ordered(samples, self.order)
 
 

@@ -1,21 +1,26 @@
 """Samples with fewer targets in some rows than in others: only so can be seen who divides by the wrong count.
 
-And in another order.
+And with borders of documents in some, and in another order.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from motet.core.batch import Batch
+from motet.data.loader import Loader
+from motet.data.packing import Ints, Rows
+from motet.data.samples import Samples
+from motet.train import step as read
 from motet.train.evaluate import Splits
-from motet.train.step import Samples
 
 
-class Read(Samples, Splits, Protocol):
+class Read(read.Samples, Splits, Protocol):
     """What there is to read."""
 
 
@@ -37,11 +42,36 @@ class Uneven:
         return replace(batch, weights=_fewer(batch.weights, torch.tensor(rows), index))
 
 
+def in_more_documents(loader: Loader) -> Loader:
+    """Windows of a few tokens seldom have a border of documents in them. With more of them, what comes of borders is
+    looked at: positions that begin anew, and who sees whom."""
+    found = copy(loader)
+    found.samples = _Parted(**{each.name: getattr(loader.samples, each.name) for each in fields(Samples)})
+    return found
+
+
+@dataclass(frozen=True)
+class _Parted(Samples):
+    """Two of three windows have a border more, each in another place."""
+
+    def train(self, places: Ints) -> Rows:
+        return _parted(super().train(places), places)
+
+    def held_out(self, split: str, places: Ints) -> Rows:
+        return _parted(super().held_out(split, places), places)
+
+
+def _parted(rows: Rows, places: Ints) -> Rows:
+    width = rows.segment.shape[1]
+    border = np.where(places % 3 == 2, width, 1 + 7 * places % width)
+    return replace(rows, segment=rows.segment + (np.arange(width) >= border[:, None]))
+
+
 @dataclass(frozen=True)
 class Ordered:
     """The rows of a batch in another order; each keeps its number."""
 
-    inner: Samples
+    inner: read.Samples
     order: Sequence[int]
 
     def batch(self, step: int, rows: range) -> Batch:

@@ -37,8 +37,8 @@ class Verdict:
     worst_z_tensor: str | None = None
     unjudged: tuple[str, ...] = ()
     """Tensors that rounding alone makes others."""
-    failed: str | None = None
-    """Why its ranks did not come to their end, which says nothing of their numbers."""
+    failed: bool = False
+    """Its ranks did not come to their end, which says nothing of their numbers; the cause is why."""
     exit_code: int = DisagreedError.exit_code
     """Of the command, if it is not ok."""
 
@@ -57,8 +57,8 @@ class Verdict:
             more = f" and {len(self.unjudged) - 1} more" if len(self.unjudged) > 1 else ""
             own += f"; not judged, since rounding alone changes it: {self.unjudged[0]}{more}" if self.unjudged else ""
             return f"same   {self.layout}: {worst}{own} ({self.seconds:.1f} s)"
-        if self.failed is not None:
-            return f"FAILED {self.layout}: {self.failed} ({self.seconds:.1f} s)"
+        if self.failed:
+            return f"FAILED {self.layout}: {self.cause} ({self.seconds:.1f} s)"
         where = f" on rank {self.rank}" if self.rank is not None else ""
         first = f" first in {self.first_difference}{where}:" if self.first_difference else ""
         return f"WRONG  {self.layout}:{first} {self.cause or 'no likely cause was found'} ({self.seconds:.1f} s)"
@@ -89,7 +89,7 @@ def wrong(layout: str, worst: Found, first: Found, cause: str) -> Verdict:
 
 
 def failed(layout: str, why: str, exit_code: int) -> Verdict:
-    return Verdict(layout, False, math.nan, "", failed=why, exit_code=exit_code)
+    return Verdict(layout, False, math.nan, "", cause=why, failed=True, exit_code=exit_code)
 
 
 def exit_code_of(verdicts: Sequence[Verdict]) -> int:

@@ -110,7 +110,10 @@ def verify(subject: Subject, environment: Mapping[str, str], tell: Tell, show: S
 def _stored(job: Job, folder: Path) -> Job:
     """For ranks to read."""
     folder.mkdir(exist_ok=True)
-    (folder / JOB_FILE).write_text(to_toml(job.model_dump(exclude_none=True, exclude_unset=True)))
+    tree = job.model_dump(exclude_none=True, exclude_unset=True)
+    if job.optimizer.clip_norm is None:  # whose default is not None
+        tree.setdefault("optimizer", {})["clip_norm"] = False
+    (folder / JOB_FILE).write_text(to_toml(tree))
     return job
 
 
