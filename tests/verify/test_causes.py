@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from motet.train.settings import OptimizerSettings
-from motet.verify.causes import Case, Share, cause
+from motet.verify.causes import Case, cause
+from motet.verify.sums import Share
 from motet.verify.updates import Update, cause_of_update
 
 SIZES = {"dp": 4.0, "micro-batches": 2.0, "target tokens": 372.0}

@@ -7,13 +7,15 @@ import torch
 from torch import Tensor
 
 from motet.train.optimizer import group_parameters
-from motet.verify.causes import NOT_UPDATED, Case, Share, cause, counted, fits
+from motet.verify.causes import NOT_UPDATED, Case, cause
 from motet.verify.compare import Reference, compare, sites_of
+from motet.verify.equations import fits
 from motet.verify.numbers import cause_of_loss, cause_of_norm, cause_of_number, other_counts, other_losses
 from motet.verify.parts import Site, UnfitError, by_row, parts_of
 from motet.verify.record import Seen
 from motet.verify.runs import FREE, Referred
 from motet.verify.shares import WhatIf
+from motet.verify.sums import Share, counted
 from motet.verify.trial import IN_TRAINING
 from motet.verify.updates import Update, cause_of_update
 from motet.verify.verdict import Found, Verdict, judge, wrong
@@ -150,12 +152,14 @@ class Explaining(Where):
         if self._worst.seen is not None and self._worst.seen.shape is not None:
             value, expected = value[region], expected[region]
         own = self.found.difference.rank if self._wrong and len(self._wrong) < len(self.parts) else self._worst.rank
-        return Case(value, expected, own, self.sizes, shares, self._others(), self._before(), {}, pool)
+        older = self._shares(name, 1.0, 1) if kind == "gradient" and self.found.step else []
+        return Case(value, expected, own, self.sizes, shares, self._others(), self._before(), pool=pool, older=older)
 
-    def _shares(self, name: str, scale: float) -> list[Share]:
+    def _shares(self, name: str, scale: float, ago: int = 0) -> list[Share]:
+        what_if = replace(self.what_if, step=self.found.step - ago) if ago else self.what_if
         return [
             Share(c.rank, c.part, scale * self._cut(c.gradients[name]), c.targets)
-            for c in self.what_if.computed
+            for c in what_if.computed
             if name in c.gradients
         ]
 
@@ -212,7 +216,8 @@ class Explaining(Where):
                 others.pop(f"what {name} should be", None)
             elif kind != "random mask" and self.found.step > 0:
                 others = self._rowed(self._stale(), seen.rows)
-        return Case(self._worst.value, self._worst.expected, self._worst.rank, self.sizes, (), others, None, batches)
+        worst = self._worst
+        return Case(worst.value, worst.expected, worst.rank, self.sizes, others=others, batches=batches)
 
     def _rowed(self, tensors: Mapping[str, Tensor], rows: Sequence[int] | None = None) -> dict[str, Tensor]:
         """[rows, numbers of each] of what has the shape of the tensor; some of the rows."""
@@ -276,7 +281,7 @@ class Explaining(Where):
             others = {"the gradient before clipping": mean, "the sum, not divided or clipped": summed, **others}
             others |= self._clippings(mean)
         shares = self._shares(name, self._scale)
-        return cause(Case(case.value, case.expected, case.rank, self.sizes, shares, others, None, {}, case.pool))
+        return cause(Case(case.value, case.expected, case.rank, self.sizes, shares, others, pool=case.pool))
 
     def _clippings(self, mean: Tensor) -> dict[str, Tensor]:
         """Of a gradient, by something else than the norm of all gradients."""
@@ -310,11 +315,12 @@ class Explaining(Where):
         update = Update(
             settings, reference.learning_rate * scale, decay, float(before.get("step", torch.zeros(()))) + 1,
             master, moments, self._cut(gradient),
-            {words: each.learning_rate * scale for words, each in self._steps().items()},
+            {words: each.learning_rate * scale for words, each in self._steps().items()}
+            | {f"parameters whose scale is {other:g}": reference.learning_rate * other for other, _ in groups},
         )  # fmt: skip
         case = self._case()
-        pool = {f"{n} before the step": t for n, t in before.items() if n.startswith(f"{state}/")}
-        case = Case(case.value, case.expected, case.rank, self.sizes, (), {}, self._before(), {}, pool)
+        pool = {f"{n} before the step": t for n, t in before.items() if n.startswith(f"{state}/") or n.endswith(name)}
+        case = Case(case.value, case.expected, case.rank, self.sizes, before=self._before(), pool=pool)
         shares = self._shares(name, self._scale)
         summed = sum(share.value for share in shares)
         others = {}

@@ -22,9 +22,9 @@ from motet.verify.given import GivenBatch, GivenTrial, Loss, default_loss
 from motet.verify.layouts import with_ranks
 from motet.verify.owned import OwnedWhatIf, Step, owned_reference, record_owned
 from motet.verify.pool import Pool, started
-from motet.verify.rank import leave_seen, read_seen, seen_file
+from motet.verify.rank import leave_seen, read_seen, seen_file, walked_by
 from motet.verify.record import Seen
-from motet.verify.runs import FREE, Referred, one_thread, phases, refer, walk
+from motet.verify.runs import FREE, Referred, one_thread, refer, walk
 from motet.verify.shares import WhatIf
 from motet.verify.verdict import Verdict, of_one_device
 
@@ -118,9 +118,9 @@ class _Case:
             files = (seen_file(referred.folder, self.number, (phase, step), rank) for rank in range(self.world))
             return [read_seen(file) for file in files]
 
-        walked, kind = phases(self.trial.steps), WhatIf
+        walked, kind = walked_by(referred.folder, self.number, self.trial.steps), WhatIf
         if self.own is not None:
-            walked, kind = [each for each in walked if each[0] == FREE], OwnedWhatIf
+            kind = OwnedWhatIf
             referred = owned_reference(referred, [at(*each) for each in walked])
         what_if = partial(kind, self.trial, self.layout, referred)
         return replace(verdict_on(self.name, what_if, referred, walked, at), seconds=perf_counter() - start_s)

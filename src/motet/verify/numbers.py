@@ -5,10 +5,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from motet.verify.causes import TARGETS, Case, Share, cause, counted, fits, is_about, meaning, number
+from motet.verify.causes import Case, cause
+from motet.verify.equations import TARGETS, fits, is_about, meaning, number
 from motet.verify.parts import Given
 from motet.verify.record import Seen
 from motet.verify.shares import Computed
+from motet.verify.sums import Share, counted
 
 CLOSE = 1e-10
 MOST_TENSORS = 16

@@ -18,7 +18,7 @@ from motet.train.folder import stored_job
 from motet.verify.layouts import Candidate, laid_out
 from motet.verify.native import native_step
 from motet.verify.record import Seen
-from motet.verify.runs import walk
+from motet.verify.runs import phases, walk
 from motet.verify.trial import JobTrial
 
 POLL_S = 0.1
@@ -68,6 +68,11 @@ def native_folder(folder: Path) -> Path:
 
 def seen_file(folder: Path, layout: int, at: tuple[str, int], rank: int) -> Path:
     return folder / f"layout-{layout}-{at[0].replace(' ', '-')}-{at[1]}-rank-{rank}.pt"
+
+
+def walked_by(folder: Path, layout: int, steps: int) -> list[tuple[str, int]]:
+    """The phases that a layout has done."""
+    return [at for at in phases(steps) if seen_file(folder, layout, at, 0).exists()]
 
 
 def done_file(folder: Path, layout: int, rank: int) -> Path:

@@ -19,8 +19,9 @@ ALONE = Group(0, 1, None, torch.device("cpu"))
 PERTURBED = 2
 """References that begin with parameters a rounding away."""
 ALONE_FROM, FREE, AGAIN = "from the state of one device", "in a row", "from its own checkpoint"
-"""How the steps of a layout begin: each from the state of the reference; one after another; and the last once more,
-from the checkpoint that the layout itself wrote before it."""
+LATE = "in a row without a look between them"
+"""How the steps of a layout begin: each from the state of the reference; one after another; the last once more, from
+the checkpoint that the layout itself wrote before it; and after others of which some may be underway still."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,17 @@ class Referred:
     """A step that one device itself does not do again from its own checkpoint, and what is the first to differ."""
 
     def of(self, phase: str, step: int) -> Reference:
-        return (self.single if phase == ALONE_FROM else self.free)[step]
+        found = (self.single if phase == ALONE_FROM else self.free)[step]
+        if phase != LATE:
+            return found
+        wholes = {site: whole for site, whole in found.wholes.items() if site[0] != "starting parameter"}
+        return replace(found, wholes=wholes)
 
 
 def phases(steps: int) -> list[tuple[str, int]]:
-    """In the order in which a layout does them."""
-    return [(phase, step) for phase in (ALONE_FROM, FREE) for step in range(steps)] + [(AGAIN, steps - 1)]
+    """In the order in which a layout does them; not all do the last."""
+    last = steps - 1
+    return [(phase, step) for phase in (ALONE_FROM, FREE) for step in range(steps)] + [(AGAIN, last), (LATE, last)]
 
 
 def refer(trial: Trial, folder: Path) -> Referred:
@@ -170,3 +176,8 @@ def walk(trial: Trial, group: Group, folder: Path, own: str) -> Iterator[tuple[s
     built = trial.build(group, folder / own)
     built.state.restore(state_file(folder / own, last))
     yield AGAIN, last, again(built, last, judged=True)
+    if built.engine.updater.spread.arrives_late:  # to look at parameters is to wait for them
+        built = trial.build(group, folder / own)
+        for step in range(last):
+            built.step(step, Recorder())
+        yield LATE, last, [each for each in again(built, last, judged=True) if each.kind != "starting parameter"]

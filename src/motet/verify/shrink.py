@@ -45,7 +45,7 @@ def shrink(job: Job, rows: int, steps: int) -> Job:
     }
     for section in ("layout", "outer"):
         tree.pop(section, None)
-    tree["monitor"] = {"evaluate_batches": 1}
+    tree["monitor"] = {"evaluate_batches": 3}
     return job_from_tree(tree, job.name)
 
 

@@ -21,7 +21,7 @@ from motet.train.settings import OptimizerSettings
 from motet.train.state import RunState
 from motet.train.step import Model, Samples
 from motet.verify.record import Recorder
-from motet.verify.uneven import Ordered, Uneven, in_more_documents
+from motet.verify.uneven import Ordered, Uneven, telling
 
 
 class Built(Protocol):
@@ -134,15 +134,17 @@ class JobBuilt:
 
     def evaluation(self) -> dict[str, float]:
         with calls_in_training(self.parts.model.module) as calls:
-            judged = evaluate_split(self.job, self.parts, "validation", Uneven(in_more_documents(self.parts.data)))
+            judged = evaluate_split(self.job, self.parts, "validation", self._read)
         if judged is None:
             return {}
         found = {IN_TRAINING: float(len(calls)), "evaluation targets": judged.targets, "evaluation loss": judged.loss}
         return found if judged.accuracy is None else {**found, "evaluation accuracy": judged.accuracy}
 
     def judged(self, rows: range) -> tuple[Tensor, float]:
-        batch = Uneven(in_more_documents(self.parts.data)).evaluation_batch("validation", 0, rows)
-        return self.parts.model.loss_sum(batch), float(batch.weights.sum())
+        batches = range(self._read.evaluation_batches("validation"))
+        found = [self._read.evaluation_batch("validation", index, rows) for index in batches]
+        losses = torch.stack([self.parts.model.loss_sum(batch) for batch in found])
+        return losses.sum(), sum(float(batch.weights.sum()) for batch in found)
 
     def in_order(self, order: Sequence[int] | None) -> "JobBuilt":
         """Its batches have the same rows in another order."""
@@ -150,8 +152,11 @@ class JobBuilt:
 
     @property
     def _samples(self) -> Samples:
-        samples = Uneven(in_more_documents(self.parts.data))
-        return samples if self.order is None else Ordered(samples, self.order)
+        return self._read if self.order is None else Ordered(self._read, self.order)
+
+    @property
+    def _read(self) -> Uneven:
+        return Uneven(telling(self.parts.data, self.job.data.batch_sequences))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from motet.train.settings import OptimizerSettings
-from motet.verify.causes import FITS, Case, Ingredient, cause, made_of, relative
+from motet.verify.causes import Case, Ingredient, cause, made_of
+from motet.verify.equations import FITS, relative
 
 Moments = Mapping[str, Tensor]
 """exp_avg, exp_avg_sq or momentum_buffer."""
@@ -145,19 +146,23 @@ def _of_epsilon(case: Case, update: Update, kind: str) -> str:
 
 def _implied(case: Case, update: Update, kind: str, gradients: Case) -> str:
     """Solve for what was there before, or for the gradient, and see what that is."""
+    one, two = update.settings.betas
     if kind == "exp_avg":
-        beta = update.settings.betas[0]
+        kept, given = one, update.gradient * (1 - one)
+    elif kind == "exp_avg_sq":
+        kept, given = two, update.gradient.square() * (1 - two)
     elif kind == "momentum_buffer":
-        beta = update.settings.momentum
+        kept, given = update.settings.momentum, update._pushed
     else:
         return ""
-    given = update.gradient * (1 - beta) if kind == "exp_avg" else update._pushed
-    if beta:
-        before = (case.value - given) / beta
+    if kept:
+        before = (case.value - given) / kept
         known = replace(case, value=before, expected=update.moments[kind], shares=(), before=None)
         if found := cause(known, roughly=False):
             return f"what it was before the step is wrong: {found}"
-    gradient = (case.value - beta * update.moments[kind]) / ((1 - beta) if kind == "exp_avg" else 1.0)
+    if kind == "exp_avg_sq":
+        return ""
+    gradient = (case.value - kept * update.moments[kind]) / ((1 - kept) if kind == "exp_avg" else 1.0)
     if found := cause(replace(gradients, value=gradient, expected=update.gradient)):
         return f"the gradient that it was updated with is wrong: {found}"
     return ""

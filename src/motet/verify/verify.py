@@ -22,9 +22,9 @@ from motet.train.toml import to_toml
 from motet.verify.explain import verdict_on
 from motet.verify.layouts import Candidate, laid_out
 from motet.verify.native import Native, in_own_precision, refer_native
-from motet.verify.rank import NATIVE, done_file, native_folder, read_seen, seen_file
+from motet.verify.rank import NATIVE, done_file, native_folder, read_seen, seen_file, walked_by
 from motet.verify.record import Seen
-from motet.verify.runs import Referred, one_thread, phases, refer
+from motet.verify.runs import Referred, one_thread, refer
 from motet.verify.served import Servers, refuse_stopped
 from motet.verify.shares import WhatIf
 from motet.verify.shrink import shrink
@@ -188,7 +188,8 @@ class _Runs:
         layout = resolve_layout(candidate.job.layout, candidate.world, self.job.data.batch_sequences)
         what_if = partial(WhatIf, JobTrial(candidate.job), layout, self.referred)
         with one_thread():
-            verdict = verdict_on(candidate.text, what_if, self.referred, phases(STEPS), seen)
+            walked = walked_by(self.referred.folder, number, STEPS)
+            verdict = verdict_on(candidate.text, what_if, self.referred, walked, seen)
             if not verdict.ok or self.native is None:
                 return verdict
             parts = self.job.data.batch_sequences if candidate.job.run.reproducible else candidate.parts

@@ -7,8 +7,8 @@ from functools import cached_property
 
 from torch import Tensor
 
-from motet.verify.causes import TARGETS
 from motet.verify.compare import Reference, apart, distance, floor_of, sites_of
+from motet.verify.equations import TARGETS
 from motet.verify.fold import folded_part
 from motet.verify.parts import Part, Whole, listed
 from motet.verify.record import Seen
