@@ -138,11 +138,11 @@ def test_what_is_0_is_not_that_of_another() -> None:
     assert cause(Case(NOTHING, TOTAL, 0, SIZES, others=other)) == "it is 0 throughout"
 
 
-def test_rows_that_are_all_alike_are_of_no_place() -> None:
-    ones = torch.ones(8, 5)
-    assert "of row" not in cause(
-        Case(ones[:2], ones[:2] * torch.tensor([0.0, 1, 1, 1, 1]), 1, SIZES, batches={"b": ones})
-    )
+def test_rows_that_are_all_alike_are_of_no_one_place() -> None:
+    batch = torch.ones(8, 5)
+    batch[5:] = drawn(3, 5)
+    said = "each of its rows is as 0, 1, 2, 3 and 4 of the batch are"
+    assert cause(Case(batch[:2], batch[5:7], 1, SIZES, batches={"the batch": batch})) == said
 
 
 def updated(kind: str, wrong: OptimizerSettings, right: OptimizerSettings) -> str:

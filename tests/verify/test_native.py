@@ -1,5 +1,7 @@
 """In its own precision a layout is as far from one device as the same additions in other orders are, and no further."""
 
+import atexit
+import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from motet.collectives import execute
 from motet.parallel.group import Group
+from motet.train import engine
 from motet.train.job import Job
 from motet.train.optimizer import Updater
 from motet.verify.layouts import laid_out
@@ -27,9 +30,11 @@ Plant = Callable[[], AbstractContextManager[object]]
 
 
 @lru_cache(maxsize=4)
-def referred(recipe: str) -> Native:
+def referred(recipe: str, *settings: str) -> Native:
     folder = Path(tempfile.mkdtemp(prefix="motet-native-"))
-    job = small_job(folder, f"precision.recipe={recipe}", "run.steps=3", "checkpoint.keep=10", "model.dropout=0.1")
+    atexit.register(shutil.rmtree, folder)
+    common = ["run.steps=3", "checkpoint.keep=10", "model.dropout=0.1", *settings]
+    job = small_job(folder, f"precision.recipe={recipe}", *common)
     return refer_native(JobTrial(job), folder, set())
 
 
@@ -38,11 +43,14 @@ def step_on_a_rank(group: Group, job: Job, folder: Path, plant: Plant) -> list[S
         return native_step(JobTrial(job), group, folder)
 
 
-def judged(ranks: Ranks, recipe: str, layout: str, plant: Plant = nothing) -> tuple[Unlikely, Unlikely | None]:
-    native = referred(recipe)
+def judged(
+    ranks: Ranks, recipe: str, layout: str, plant: Plant = nothing, *settings: str
+) -> tuple[Unlikely, Unlikely | None]:
+    native = referred(recipe, *settings)
     candidate = laid_out(native.trial.job, layout)
     seen = ranks.run(candidate.world, step_on_a_rank, candidate.job, native.folder, plant, timeout_s=120)
-    return native.judge(candidate.parts, seen)
+    parts = native.trial.rows if candidate.job.run.reproducible else candidate.parts
+    return native.judge(parts, seen)
 
 
 def _rounds(own: Any) -> Any:
@@ -97,3 +105,47 @@ def test_masters_that_are_kept_too_short_are_found(ranks: Ranks) -> None:
     assert first is not None
     assert first.difference.site[0] == "state"
     assert "bfloat16" in first.cause
+
+
+def masters_of_rounded_values() -> AbstractContextManager[object]:
+    """As they are made; they are float32 from then on."""
+
+    def wrong(own: Any) -> Any:
+        def make(*given: Any, **more: Any) -> Updater:
+            updater: Updater = own(*given, **more)
+            for master in updater.spread.masters:
+                master.copy_(master.bfloat16())
+            return updater
+
+        return make
+
+    return replaced(engine, "make_updater", wrong)
+
+
+def test_masters_that_are_made_of_rounded_values_are_found(ranks: Ranks) -> None:
+    _, first = judged(ranks, "bf16", "dp=2 zero=1", masters_of_rounded_values)
+    assert first is not None
+    assert first.difference.site[0] == "starting parameter"
+    assert "bfloat16" in first.cause
+
+
+def a_bit_in_a_master() -> AbstractContextManager[object]:
+    def wrong(own: Any) -> Any:
+        def update(self: Updater, learning_rate: float) -> None:
+            own(self, learning_rate)
+            for master in self.spread.masters:
+                master.copy_(torch.nextafter(master, torch.full_like(master, torch.inf)))
+
+        return update
+
+    return replaced(Updater, "update", wrong)
+
+
+def test_promised_bits_are_held_to(ranks: Ranks) -> None:
+    promise = "run.reproducible=layout"
+    assert judged(ranks, "fp32", "dp=3 zero=1", nothing, promise)[1] is None
+    assert judged(ranks, "fp32", "dp=3 zero=1", a_bit_in_a_master)[1] is None
+    _, first = judged(ranks, "fp32", "dp=3 zero=1", a_bit_in_a_master, promise)
+    assert first is not None
+    assert first.difference.site[0] == "state"
+    assert "it has not the bits that one device has" in first.cause

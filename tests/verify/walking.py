@@ -1,5 +1,7 @@
 """Layouts verified on the ranks of the pool, with a mistake in place or none."""
 
+import atexit
+import shutil
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -19,7 +21,7 @@ from motet.verify.trial import JobTrial
 from motet.verify.verdict import Verdict
 from ranks import Ranks
 from train.runs import small_job
-from verify import planted_places, planted_states, planted_steps, planted_sums  # noqa: F401  # they register
+from verify import planted_data, planted_places, planted_states, planted_steps, planted_sums  # noqa: F401  # they register
 from verify.planting import FAULTS
 
 STEPS = 3
@@ -38,9 +40,11 @@ class Subject:
 @lru_cache(maxsize=8)
 def subject(model: str, settings: tuple[str, ...] = ()) -> Subject:
     folder = Path(tempfile.mkdtemp(prefix="motet-subject-"))
+    atexit.register(shutil.rmtree, folder)
     job = small_job(
         folder, f"run.steps={STEPS}", f"data.batch_sequences={ROWS}", "checkpoint.keep=1000",
-        "monitor.evaluate_batches=3", "optimizer.clip_norm=0.05", *settings, model=model,
+        "monitor.evaluate_batches=3", "data.validation_fraction=0.3", "optimizer.clip_norm=0.05", *settings,
+        model=model,
     )  # fmt: skip
     return Subject(job, refer(JobTrial(job), folder), folder)
 

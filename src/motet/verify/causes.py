@@ -148,7 +148,7 @@ def _rows(case: Case) -> str:
         if case.value.ndim != 2 or case.value.shape[1:] != batch.shape[1:]:
             continue
         places = [[place for place, other in enumerate(batch) if fits(row, other)] for row in case.value]
-        if all(places) and min(map(len, places)) > 1:
+        if all(places) and len(places) > 1 and len(case.value.unique(dim=0)) == 1:
             return f"each of its rows is as {listed(places[0])} of {words} are"
         if all(places):
             return f"it is of row{'s' * (len(places) > 1)} {listed([near[0] for near in places])} of {words}"

@@ -118,7 +118,7 @@ class GivenBuilt:
     def evaluation(self) -> dict[str, float]:
         return {}
 
-    def judged(self, rows: range) -> tuple[Tensor, float]:
+    def judged(self, rows: range) -> list[tuple[Tensor, float]]:
         raise AssertionError("nothing is evaluated")
 
     @property

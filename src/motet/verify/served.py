@@ -72,7 +72,10 @@ class Servers:
         site = found.difference.site
         value = next(each.value for each in seen if (each.kind, each.name) == site)
         expected = folded_part(self._references[found.step].wholes[site].value.reshape(-1), 0)
-        before = self._references[found.step - 1].tensor(site) if found.step else None
+        if found.step:
+            before = self._references[found.step - 1].tensor(site)
+        else:
+            before = self._referred.free[0].tensor(("starting parameter", site[1].removeprefix("master/")))
         sizes = {"workers": float(candidate.world), "servers": float(candidate.job.layout.server.count)}
         sizes["micro-batches of a worker"] = float(candidate.job.layout.microbatches)
         own = None if before is None or before.ndim == 0 else folded_part(before.reshape(-1), 0)

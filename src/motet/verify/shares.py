@@ -61,10 +61,14 @@ class WhatIf:
 
     @cached_property
     def evaluated(self) -> list[Computed]:
-        """Of the evaluation after the last step, by each rank and micro-batch."""
+        """Of the evaluation after the last step, by each rank and micro-batch, of which each batch has as many."""
         with self._at(self.trial.steps), torch.no_grad():
             self.module.eval()
-            found = [Computed(rank, number, *self.built.judged(rows), {}) for rank, number, rows in self._work()]
+            found = [
+                Computed(rank, batch * self.layout.microbatches + number, *judged, {})
+                for rank, number, rows in self._work()
+                for batch, judged in enumerate(self.built.judged(rows))
+            ]
             self.module.train()
         return found
 

@@ -45,8 +45,8 @@ class Built(Protocol):
     def evaluation(self) -> dict[str, float]:
         """What is judged after the last step, by name."""
 
-    def judged(self, rows: range) -> tuple[Tensor, float]:
-        """Of some of its rows, the sum of the losses, and how many there are."""
+    def judged(self, rows: range) -> list[tuple[Tensor, float]]:
+        """Of some rows of each of its batches, the sum of the losses, and how many there are."""
 
 
 class Trial(Protocol):
@@ -140,11 +140,10 @@ class JobBuilt:
         found = {IN_TRAINING: float(len(calls)), "evaluation targets": judged.targets, "evaluation loss": judged.loss}
         return found if judged.accuracy is None else {**found, "evaluation accuracy": judged.accuracy}
 
-    def judged(self, rows: range) -> tuple[Tensor, float]:
+    def judged(self, rows: range) -> list[tuple[Tensor, float]]:
         batches = range(self._read.evaluation_batches("validation"))
-        found = [self._read.evaluation_batch("validation", index, rows) for index in batches]
-        losses = torch.stack([self.parts.model.loss_sum(batch) for batch in found])
-        return losses.sum(), sum(float(batch.weights.sum()) for batch in found)
+        found = (self._read.evaluation_batch("validation", index, rows) for index in batches)
+        return [(self.parts.model.loss_sum(batch), float(batch.weights.sum())) for batch in found]
 
     def in_order(self, order: Sequence[int] | None) -> "JobBuilt":
         """Its batches have the same rows in another order."""
