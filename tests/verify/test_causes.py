@@ -167,3 +167,12 @@ def test_sgd_and_adam_without_a_first_moment() -> None:
     assert updated("momentum_buffer", wrong, momentum).startswith("what it was before counts 1/2 times")
     plain = OptimizerSettings(betas=(0.0, 0.95))
     assert "not finite" not in updated("exp_avg", OptimizerSettings(betas=(0.9, 0.95)), plain)
+
+
+def test_a_stretch_that_begins_too_early() -> None:
+    whole = drawn(100)
+    late = whole[59:99].clone()
+    late[0] = 0.0  # whatever stood before
+    pool = {"w": whole}
+    assert cause(Case(late, whole[60:], 1, SIZES, pool=pool)) == "it is what belongs at element 59 of w"
+    assert cause(Case(drawn(40, seed=7), whole[60:], 1, SIZES, pool=pool)) == ""

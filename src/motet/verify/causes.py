@@ -167,7 +167,10 @@ def _elsewhere(case: Case) -> str:
         for place in near.nonzero()[:8, 0].tolist():
             first = place - anchor
             low, high = max(first, 0), min(first + count, flat.numel())
-            if high - low > max(1, count // 2) and fits(value[low - first : high - first], flat[low:high]):
+            there, own = flat[low:high], value[low - first : high - first]
+            told = (there != 0) | (own != 0)
+            same = (there - own).abs()[told] <= FITS * value.abs().max()
+            if high - low > max(1, count // 2) and float(same.double().mean()) > 0.9:
                 at = f"element {first} of {name}" if first >= 0 else f"{-first} elements before {name}"
                 return f"it is what belongs at {at}"
     return ""

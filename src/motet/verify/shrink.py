@@ -9,7 +9,7 @@ from motet.models.settings import Architecture, DecoderSettings, EncoderDecoderS
 from motet.train.job import Job, job_from_tree
 
 LAYERS, HEADS, HEAD_DIM, TOKENS = 2, 4, 16, 32
-BUCKET_MIB = 0.1
+BUCKET_MIB = 0.5
 """A small model has as many buckets as a large one, so that the second one is looked at too."""
 HUGGING_FACE = "hf:"
 SLOWEST = 0.1
