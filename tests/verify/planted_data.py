@@ -15,7 +15,7 @@ from verify.planting import GRADIENT, fault, nothing, replaced
 Patch = AbstractContextManager[object]
 
 
-@fault("dp=3 zero=1", "dp=2 zero=3 microbatches=2", first="sample positions", cause="each of its rows is as")
+@fault("dp=3 zero=1", "dp=2 zero=3 microbatches=2", first="sample positions", cause="each of its rows is like row")
 def positions_go_on_behind_a_border(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def read(self: Loader, at: int, rows: range) -> Batch:

@@ -141,7 +141,7 @@ def test_what_is_0_is_not_that_of_another() -> None:
 def test_rows_that_are_all_alike_are_of_no_one_place() -> None:
     batch = torch.ones(8, 5)
     batch[5:] = drawn(3, 5)
-    said = "each of its rows is as 0, 1, 2, 3 and 4 of the batch are"
+    said = "each of its rows is like rows 0, 1, 2, 3 and 4 of the batch"
     assert cause(Case(batch[:2], batch[5:7], 1, SIZES, batches={"the batch": batch})) == said
 
 

@@ -11,7 +11,8 @@ EXIT_CODES: dict[int, str] = {
     3: "a rank failed or was killed; the first cause is named",
     4: "training diverged: the loss or a gradient is not finite, and the job says to stop",
     5: "could not save: disk full or folder not writable; earlier checkpoints are whole",
-    6: "ranks disagree: what must be the same on them, or must add up, is not (`monitor.watch_every`)",
+    6: "numbers differ: what must be the same on ranks, or must add up, is not (`monitor.watch_every`), or a layout "
+    "does not compute what one device does (`motet verify`)",
     130: "stopped by Ctrl-C or SIGTERM after saving; `--resume` continues",
     137: "stopped at once by a second Ctrl-C or SIGTERM; `--resume` continues from the last checkpoint",
 }

@@ -149,7 +149,7 @@ def _rows(case: Case) -> str:
             continue
         places = [[place for place, other in enumerate(batch) if fits(row, other)] for row in case.value]
         if all(places) and len(places) > 1 and len(case.value.unique(dim=0)) == 1:
-            return f"each of its rows is as {listed(places[0])} of {words} are"
+            return f"each of its rows is like row{'s' * (len(places[0]) > 1)} {listed(places[0])} of {words}"
         if all(places):
             return f"it is of row{'s' * (len(places) > 1)} {listed([near[0] for near in places])} of {words}"
     return ""
@@ -171,7 +171,7 @@ def _elsewhere(case: Case) -> str:
             told = (there != 0) | (own != 0)
             same = (there - own).abs()[told] <= FITS * value.abs().max()
             if high - low > max(1, count // 2) and float(same.double().mean()) > 0.9:
-                at = f"element {first} of {name}" if first >= 0 else f"{-first} elements before {name}"
+                at = f"element {first} of {name}" if first >= 0 else f"the place {-first} before {name}"
                 return f"it is what belongs at {at}"
     return ""
 

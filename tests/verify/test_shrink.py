@@ -1,0 +1,77 @@
+"""A job is made small, and stays what it is."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from motet.core.errors import InputError
+from motet.train.job import builtin_jobs, load_job
+from motet.verify.layouts import laid_out, layouts_for
+from motet.verify.shrink import heads_of, of_config, shrink
+from motet.verify.verify import subject_of
+
+ROWS, STEPS = 12, 3
+
+
+@pytest.mark.parametrize("name", [name for name in builtin_jobs() if name not in ("deepseek-v3", "mixtral-8x7b")])
+def test_every_built_in_job_is_small(name: str) -> None:
+    job = load_job(name)
+    small = shrink(job, ROWS, STEPS)
+    assert small.run.steps == STEPS
+    assert small.data.batch_sequences == ROWS
+    assert small.precision.recipe == "fp64"
+    assert small.model.layers <= 2  # type: ignore[union-attr]  # all of them are ours
+    assert small.model.hidden <= 512  # type: ignore[union-attr]
+    assert small.optimizer.betas == job.optimizer.betas
+
+
+@pytest.mark.parametrize(
+    ("heads", "shared", "fewer"), [(64, 8, (16, 2)), (32, 32, (4, 4)), (6, 2, (6, 2)), (3, 1, (3, 1))]
+)
+def test_ratios_of_heads_stay(heads: int, shared: int, fewer: tuple[int, int]) -> None:
+    assert heads_of(heads, shared) == fewer
+
+
+def test_one_layer_of_each_kind_stays() -> None:
+    kinds = ["sliding_attention"] * 5 + ["full_attention"] + ["sliding_attention"] * 6
+    config: dict[str, Any] = {
+        "hidden_size": 2304, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "intermediate_size": 9216, "num_hidden_layers": 12, "layer_types": kinds, "sliding_window": 4096,
+    }  # fmt: skip
+    small = of_config(config, 32)
+    assert small["layer_types"] == kinds[:6]
+    assert small["num_hidden_layers"] == 6
+    assert small["num_attention_heads"] / small["num_key_value_heads"] == 2
+    assert small["sliding_window"] == 16
+
+
+def test_the_last_step_has_a_learning_rate(tmp_path: Path) -> None:
+    small = shrink(load_job("bert-classify"), ROWS, STEPS)
+    assert small.optimizer.schedule.final_fraction > 0
+
+
+def test_a_model_has_pieces_for_all_servers_and_several_buckets() -> None:
+    small = shrink(load_job("tiny"), ROWS, STEPS)
+    assert laid_out(small, "dp=2 data=parameter_server server.count=2").job.layout.server.piece_mib < 0.1
+    assert small.communication.bucket_mib <= 0.5
+
+
+def test_clipping_that_is_off_stays_off() -> None:
+    assert shrink(load_job("tiny", ["optimizer.clip_norm=false"]), ROWS, STEPS).optimizer.clip_norm is None
+
+
+def test_batches_can_be_cut_by_all_layouts() -> None:
+    subject = subject_of(load_job("tiny"), layouts_for(4), print)
+    assert all(subject.job.data.batch_sequences % candidate.parts == 0 for candidate in subject.candidates)
+    assert json.dumps(layouts_for(4)).count("dp=4") > 20
+
+
+def test_what_differs_by_design_is_left_out() -> None:
+    told: list[str] = []
+    job = load_job("tiny", ["communication.compress_gradients=int8"])
+    assert subject_of(job, ["dp=2"], told.append).job.communication.compress_gradients is None
+    assert "loses bits by design" in told[0]
+    with pytest.raises(InputError, match=r"outer\.every = 2"):
+        subject_of(load_job("tiny", ["outer.every=2"]), ["dp=2"], print)
