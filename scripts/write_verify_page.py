@@ -1,7 +1,7 @@
 """Verify every layout for up to so many ranks on families of models, and write the table of the worst figures.
 
 python scripts/write_verify_page.py            # all families; takes an hour on two cores
-python scripts/write_verify_page.py llama t5   # these again; the others stay as they are in the page's data
+python scripts/write_verify_page.py llama gpt2 # these again; the others stay as they are in the page's data
 python scripts/write_verify_page.py --page     # the page from its data
 """
 
@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -117,31 +118,35 @@ def _kept(verdict: Verdict) -> dict[str, Any]:
     return {name: known[name] for name in KEPT}
 
 
-def page(data: dict[str, dict[str, dict[str, Any]]], commit: str) -> str:
-    """The table."""
+def page(data: dict[str, dict[str, Any]]) -> str:
+    """The table. `data`: of each family, `commit` and `layouts`."""
     families = [family for family in FAMILIES if family in data]
-    layouts = [layout for layout in layouts_for(RANKS) if any(layout in data[family] for family in families)]
-    worst = max((row["worst_relative"] or 0.0 for one in data.values() for row in one.values()), default=0.0)
-    count = sum(len(one) for one in data.values())
-    worst_z = max((row["worst_z"] or 0.0 for one in data.values() for row in one.values()), default=0.0)
-    wrong = sum(not row["ok"] for one in data.values() for row in one.values())
+    layouts = [layout for layout in layouts_for(RANKS) if any(layout in data[name]["layouts"] for name in families)]
+    rows = [data[name]["layouts"][layout] for name in families for layout in layouts if layout in data[name]["layouts"]]
+    worst = max((row["worst_relative"] or 0.0 for row in rows), default=0.0)
+    worst_z = max((row["worst_z"] or 0.0 for row in rows), default=0.0)
+    commits = ", ".join(dict.fromkeys(data[name]["commit"] for name in families))
     lines = [
         "# Every layout, on families of models",
         "",
-        f"{count} pairs of a layout and a model, {wrong} of them wrong, by `motet verify` in float64: three steps,",
-        "each from a state of one device; three in a row; one from a checkpoint; an evaluation. A figure is the worst",
-        f"relative difference of any tensor, from samples to parameters; the worst of all is {worst:.1e}. In float32,",
-        f"the precision of these jobs, no tensor is over {worst_z:.1f} standard deviations further off than",
-        "other orders of its sums on one device are (of layouts that are not servers by messages). Made by",
-        f"`python scripts/write_verify_page.py` at commit {commit}; the models of the script have random weights.",
+        f"{len(rows)} pairs of a layout and a model, {wrong_in(rows)} of them wrong, by `motet verify` in float64:",
+        "three steps, each from a state of one device; three in a row; one from a checkpoint; an evaluation. A figure is",
+        f"the worst relative difference of any tensor, from samples to parameters; the worst of all is {worst:.1e}. In",
+        f"float32, the precision of these jobs, no tensor is over {worst_z:.1f} standard deviations further off than other",
+        "orders of its sums on one device are (of layouts that are not servers by messages). Made by",
+        f"`python scripts/write_verify_page.py` at commit {commits}; the models of the script have random weights.",
         "",
         f"| layout | {' | '.join(families)} |",
         f"|---|{'---|' * len(families)}",
     ]
     for layout in layouts:
-        cells = [_cell(data[family].get(layout)) for family in families]
+        cells = [_cell(data[family]["layouts"].get(layout)) for family in families]
         lines.append(f"| `{layout}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def wrong_in(rows: Iterable[dict[str, Any]]) -> int:
+    return sum(not row["ok"] for row in rows)
 
 
 def _cell(row: dict[str, Any] | None) -> str:
@@ -151,15 +156,18 @@ def _cell(row: dict[str, Any] | None) -> str:
 
 
 def main() -> int:
-    data: dict[str, Any] = json.loads(DATA.read_text()) if DATA.exists() else {"commit": "", "families": {}}
-    if "--page" not in sys.argv:
-        for family in sys.argv[1:] or list(FAMILIES):
-            data["families"][family] = judged(family)
-            head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
-            data["commit"] = head.stdout.strip()
-            DATA.write_text(json.dumps(data, indent=1) + "\n")
-    PAGE.write_text(page(data["families"], data["commit"]))
-    return 0
+    """Write the page; the exit code is 1 if a layout is wrong."""
+    data: dict[str, Any] = json.loads(DATA.read_text()) if DATA.exists() else {}
+    asked = [word for word in sys.argv[1:] if word != "--page"] or ([] if "--page" in sys.argv else list(FAMILIES))
+    if unknown := [family for family in asked if family not in FAMILIES]:
+        print(f"{unknown[0]!r} is none of the families {', '.join(FAMILIES)}")
+        return 2
+    for family in asked:
+        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+        data[family] = {"commit": head.stdout.strip(), "layouts": judged(family)}
+        DATA.write_text(json.dumps(data, indent=1) + "\n")
+    PAGE.write_text(page(data))
+    return 1 if any(wrong_in(of["layouts"].values()) for of in data.values()) else 0
 
 
 if __name__ == "__main__":

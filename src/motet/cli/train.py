@@ -66,11 +66,11 @@ def train(  # noqa: PLR0913 - a command's options
 def _request(words: list[str], given: list[str], resume: bool, resume_from: str | None) -> "Request":
     """The job and the run that the command line speaks of."""
     from motet.train.folder import JOB_FILE, find_run, run_at
-    from motet.train.job import is_file, load_job
+    from motet.train.job import load_job, split_words
     from motet.train.start import Request
 
-    name = words[0] if words and ("=" not in words[0] or is_file(words[0])) else None
-    overrides = [*words[name is not None :], *given]
+    name, settings = split_words(words)
+    overrides = [*settings, *given]
     if name is not None or not (resume or resume_from):
         job = load_job(name or DEFAULT_JOB, overrides)
     run = run_at(resume_from) if resume_from else find_run(job.name if name else None) if resume else None

@@ -33,11 +33,13 @@ def verify(
 ) -> None:
     """Compare layouts with one device in float64, on a small version of the job; say where they begin to differ."""
     from motet.core.errors import InputError
+    from motet.train.job import load_job, split_words
     from motet.verify.layouts import layouts_for, with_ranks
 
     if layout and everything:
         raise InputError("--all beside --layout: --all takes all layouts; leave one of the two out")
-    job = _job(words or [])
+    name, settings = split_words(words or [])
+    job = load_job(name or "tiny", settings)
     if everything:
         layouts = layouts_for(ranks or RANKS)
     else:
@@ -73,13 +75,6 @@ def _verified(job: Job, layouts: list[str], json: bool) -> int:
     if json:
         print_json({"layouts": [verdict.as_json() for verdict in verdicts]})
     return code
-
-
-def _job(words: list[str]) -> Job:
-    from motet.train.job import is_file, load_job
-
-    name = words[0] if words and ("=" not in words[0] or is_file(words[0])) else None
-    return load_job(name or "tiny", words[name is not None :])
 
 
 def _own(job: Job, ranks: int | None) -> str:

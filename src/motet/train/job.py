@@ -104,6 +104,12 @@ def is_file(text: str) -> bool:
         return False
 
 
+def split_words(words: list[str]) -> tuple[str | None, list[str]]:
+    """What a command line says first, if it names a job, and the settings after it."""
+    is_named = bool(words) and ("=" not in words[0] or is_file(words[0]))
+    return (words[0], words[1:]) if is_named else (None, words)
+
+
 def _override(tree: dict[str, Any], override: str) -> str:
     """Put one value into the tree, and say at which key."""
     key, equals, text = override.partition("=")

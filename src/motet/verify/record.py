@@ -14,6 +14,7 @@ from motet.collectives.codecs.wire import as_it_is
 from motet.parallel.data import saved_buffers
 from motet.parallel.full import kept
 from motet.parallel.spread import Piece
+from motet.parallel.squares import squares_of
 from motet.train.engine import Engine, Update
 from motet.verify.fold import folded_part, folded_rows
 
@@ -107,7 +108,7 @@ class Recorder:
         values = found.values.detach().cpu().reshape(-1)
         short = folded_part(values, found.start) if self.folds else values
         seen = Seen(kind, name, short.clone(), start=found.start, numel=values.numel(), shape=tuple(found.shape))
-        squares = float(values.double().square().sum()) if kind == "gradient" else 0.0
+        squares = squares_of(values) if kind == "gradient" else 0.0
         told = seen._replace(dtype=_dtype(values), bits=bits_of(values), folded=short is not values, squares=squares)
         self._add(told)
 
