@@ -101,12 +101,12 @@ def with_groups(change: Callable[[dict[str, Any]], None]) -> Patch:
     return replaced(optimizer, "make_optimizer", wrong)
 
 
-@fault("dp=2 zero=1", "dp=2 zero=3", first="state exp_avg.*", cause="counts")
+@fault("dp=2 zero=1", "dp=2 zero=3", first="state exp_avg/.*", cause="the gradient counts 1/2 times")
 def moments_have_the_betas_of_each_other(rank: int) -> Patch:
     return with_groups(lambda group: group.update(betas=group["betas"][::-1]))
 
 
-@fault("dp=2 zero=2", first="state master/.*", cause="as in step|bias correction")
+@fault("dp=2 zero=2", first="state master/.*", cause="as in step 2 of the optimizer, not 1")
 def the_bias_is_corrected_as_one_step_later(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def update(self: Updater, numbers: Any) -> None:
@@ -132,7 +132,7 @@ def a_rank_has_half_the_learning_rate(rank: int) -> Patch:
     return replaced(Engine, "update", wrong) if rank == 1 else nothing()
 
 
-@fault("dp=2 zero=1", "dp=2 zero=3", first="activation .*, steps in a row", cause="rounded to bfloat16")
+@fault("dp=2 zero=1", "dp=2 zero=3", first="starting parameter .*, step 3, steps in a row", cause="rounded to bfloat16")
 def checkpoints_have_fewer_bits(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def save(self: RunState, step: int) -> Any:
@@ -163,7 +163,7 @@ def a_bucket_that_arrives_late_is_not_updated(rank: int) -> Patch:
     return replaced(FlatSpread, "_need", wrong)
 
 
-@fault("dp=3 zero=3 microbatches=2", first=GRADIENT, cause="lacks the share of micro-batch|micro-batch")
+@fault("dp=3 zero=3 microbatches=2", first=GRADIENT, cause="lacks the share of micro-batch 0 of ranks 0, 1 and 2")
 def stage_3_replaces_microbatches(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def begin(self: FullSpread, first: bool, last: bool) -> None:

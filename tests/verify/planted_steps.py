@@ -35,7 +35,7 @@ def a_microbatch_is_lost(rank: int) -> Patch:
     return replaced(step, "shares_of_rank", wrong) if rank == 1 else nothing()
 
 
-@fault("dp=2 zero=1", "dp=3 zero=3", first="sample .*", cause="of row|of rows")
+@fault("dp=2 zero=1", "dp=3 zero=3", first="sample .*", cause="of rows .* of the step after")
 def a_rank_is_one_step_ahead_in_the_data(rank: int) -> Patch:
     return replaced(Loader, "batch", lambda own: lambda self, at, rows: own(self, at + 1, rows)) if rank else nothing()
 
@@ -71,7 +71,7 @@ def each_rank_has_a_seed_of_its_own(rank: int) -> Patch:
     return replaced(LogicalRandomness, "__init__", wrong)
 
 
-@fault("dp=2 zero=1", first="random mask .*", cause="step", model="bert")
+@fault("dp=2 zero=1", first="random mask .*", cause="of the batch of the step before", model="bert")
 def masks_are_those_of_the_first_step(rank: int) -> Patch:
     return replaced(LogicalRandomness, "at", lambda own: lambda self, at, rows: own(self, 0, rows))
 
@@ -142,7 +142,7 @@ def targets_are_not_added_up_over_ranks(rank: int) -> Patch:
     return replaced(engine, "sum_scalars", wrong)
 
 
-@fault("dp=2 zero=1", "dp=3 zero=2", first="gradient norm, ", cause="alone")
+@fault("dp=2 zero=1", "dp=3 zero=2", first="gradient norm, ", cause="of what rank . has alone")
 def the_norm_is_not_added_up_over_shards(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def local(values: list[float], ranks: Any, device: Any) -> list[float]:
@@ -184,7 +184,7 @@ def gradients_are_clipped_by_the_norm_before(rank: int) -> Patch:
     return replaced(Engine, "scale_of", wrong)
 
 
-@fault("dp=2 zero=2", "dp=2 zero=3", first="state .*", cause="first step|0 before|moments|it was before is missing")
+@fault("dp=2 zero=2", "dp=2 zero=3", first="state .*", cause="what it was before is missing")
 def moments_are_not_restored(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def forget(self: RunState, where: Any) -> Any:
@@ -284,7 +284,7 @@ def a_rank_does_not_shift_its_targets(rank: int) -> Patch:
     return replaced(Loader, "batch", wrong)
 
 
-@fault("dp=2 zero=0", "dp=3 zero=2", first="evaluation loss", cause="mean")
+@fault("dp=2 zero=0", "dp=3 zero=2", first="evaluation loss", cause="mean of the means of ranks")
 def evaluation_means_the_means(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def means(values: list[float], ranks: Any, device: Any) -> list[float]:

@@ -5,6 +5,7 @@ the gradient that a rank has, say, is fitted by the shares of the ranks and micr
 which of them were left out, counted twice, or scaled.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -29,7 +30,7 @@ from motet.verify.parts import listed
 from motet.verify.sums import Share, of_a_rounded_share, of_shares
 
 NOT_UPDATED = "it was not updated"
-ENOUGH = 64
+ENOUGH = 16
 """Numbers to tell rounding from other small mistakes."""
 
 
@@ -103,7 +104,8 @@ def _share_rounded(case: Case) -> str:
 def _coarse(case: Case) -> str:
     """It is off by as much as arithmetic in a smaller dtype is, to all sides; of updates any small mistake is."""
     off, wanted = (case.value.double() - case.expected.double()).flatten(), case.expected.double().flatten()
-    if case.before is not None or off.numel() < ENOUGH or abs(float(torch.cosine_similarity(off, wanted, 0))) > 0.2:
+    smooth = abs(float(torch.cosine_similarity(off, wanted, 0)))
+    if case.before is not None or off.numel() < ENOUGH or smooth > 3 / math.sqrt(off.numel()):
         return ""
     far = relative(case.value, case.expected)
     fitting = [dtype for dtype, epsilon in EPSILON.items() if epsilon / 50 < far < epsilon]
@@ -151,7 +153,10 @@ def _rows(case: Case) -> str:
         if all(places) and len(places) > 1 and len(case.value.unique(dim=0)) == 1:
             return f"each of its rows is like row{'s' * (len(places[0]) > 1)} {listed(places[0])} of {words}"
         if all(places):
-            return f"it is of row{'s' * (len(places) > 1)} {listed([near[0] for near in places])} of {words}"
+            sure = min(range(len(places)), key=lambda number: len(places[number]))
+            first = places[sure][0] - sure
+            nearest = [min((abs(place - first - n), place) for place in near)[1] for n, near in enumerate(places)]
+            return f"it is of row{'s' * (len(places) > 1)} {listed(nearest)} of {words}"
     return ""
 
 
@@ -171,8 +176,8 @@ def _elsewhere(case: Case) -> str:
             told = (there != 0) | (own != 0)
             same = (there - own).abs()[told] <= FITS * value.abs().max()
             if high - low > max(1, count // 2) and float(same.double().mean()) > 0.9:
-                at = f"element {first} of {name}" if first >= 0 else f"the place {-first} before {name}"
-                return f"it is what belongs at {at}"
+                before = f"{-first} element{'s' * (first < -1)} before {name}"
+                return f"it is what belongs {f'at element {first} of {name}' if first >= 0 else before}"
     return ""
 
 

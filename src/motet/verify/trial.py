@@ -181,7 +181,7 @@ def _spelled_out(batch: Batch) -> dict[str, Tensor]:
     one["positions"] = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
     if batch.source is not None:
         one["source_documents"] = torch.zeros_like(batch.source)
-    return one | found
+    return found | {name: value for name, value in one.items() if name not in found}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from motet.train.settings import OptimizerSettings
 from motet.verify.causes import Case, Ingredient, cause, made_of
-from motet.verify.equations import FITS, relative
+from motet.verify.equations import FITS, meaning, number, relative
 
 Moments = Mapping[str, Tensor]
 """exp_avg, exp_avg_sq or momentum_buffer."""
@@ -102,7 +102,10 @@ def cause_of_update(
     base, ingredients = update.ingredients(kind)
     for words, rate in update.rates.items():
         if rate != update.rate and _is(case, update, kind, replace(update, rate=rate)):
-            return f"it was updated with the learning rate of {words}"
+            times = rate / update.rate if update.rate else 0.0
+            said = meaning(times, case.sizes)
+            too = f", or with {number(times)} times its own{said}" if said else ""
+            return f"it was updated with the learning rate of {words}{too}"
     if found := made_of(case.value - base, ingredients, case.sizes):
         return found
     for words, other in update.otherwise():
