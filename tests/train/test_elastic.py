@@ -1,6 +1,7 @@
 """Processes and links of a run with a parameter server that fail, and come back, on two hosts in miniature."""
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -20,17 +21,26 @@ from motet.train.faults import StopFlag
 from motet.train.job import Job
 from motet.train.toml import to_toml
 from namespaces import Host, missing, two_hosts
-from ranks import Ranks, uncounted
+from ranks import TESTS, Ranks, uncounted
 from train.runs import saved_tensors, small_job
 
 NO_HOSTS = missing()
 # Links that are cut and hosts with addresses of their own are network namespaces here, which need root and iproute2.
 pytestmark = pytest.mark.skipif(NO_HOSTS is not None, reason=str(NO_HOSTS))
 LIMIT_S = 60.0
+PATHS = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
 ADDRESS = "10.78.0.1:4007"
+UNHURRIED = "model={factory='train.foreign_models:unhurried'}"
+"""Processes that start meanwhile need the processors."""
 SERVED = [
     *("layout.data=parameter_server", "layout.server.patience_s=3", "layout.server.piece_mib=0.02", "run.threads=1"),
-    *(f"layout.server.listen='{ADDRESS}'", "run.steps=100000", "checkpoint.every=100000", "monitor.tensorboard=false"),
+    *(
+        UNHURRIED,
+        f"layout.server.listen='{ADDRESS}'",
+        "run.steps=100000",
+        "checkpoint.every=100000",
+        "monitor.tensorboard=false",
+    ),
 ]
 
 
@@ -50,7 +60,7 @@ class Town:
             process = subprocess.Popen(
                 self.hosts[host].command(*command),
                 cwd=self.folder,
-                env={**uncounted(), "OMP_NUM_THREADS": "1"},
+                env={**uncounted(), "OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS},
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
@@ -209,7 +219,7 @@ def test_a_server_ends(town: Town, ranks: Ranks, copies: int) -> None:
 def quiet(town: Town, ranks: Ranks, world: int) -> dict[str, Tensor]:
     """The same job without servers, to whose ranks nothing happens."""
     folder = town.folder / f"quiet-{world}"
-    ranks.run_places(world, alone, small_job(town.folder, "run.steps=240", "run.threads=1"), folder)
+    ranks.run_places(world, alone, small_job(town.folder, UNHURRIED, "run.steps=240", "run.threads=1"), folder)
     return saved_tensors(folder)
 
 
