@@ -5,12 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from motet.core.errors import EXIT_CODES
+from motet.verify.verdict import Verdict, exit_code_of, failed
 from ranks import uncounted
 
 TEXT = Path(__file__).parent.parent / "data" / "small.txt"
@@ -45,51 +47,52 @@ class Model(nn.Module):
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         if ranks == 3:
             raise ValueError("not with three")
-        return self.head(self.inner(self.embedding(tokens)) * (1.0 if ranks == 1 or not WRONG else 1.001))
+        return self.head(self.inner(self.embedding(tokens)) * (1.001 if ranks == 4 else 1.0))
 """
 
 
-def command(folder: Path, *words: str, wrong: bool = False) -> list[str]:
+def command(folder: Path, *words: str) -> list[str]:
     (folder / "small.toml").write_text(JOB)
-    (folder / "model.py").write_text(MODEL + f"\n\nWRONG = {wrong}\n")
-    return [sys.executable, "-m", "motet", "verify", "small.toml", *words]
+    (folder / "model.py").write_text(MODEL)
+    return [sys.executable, "-m", "motet", "verify", "small.toml", *words, "--json"]
 
 
-def run(folder: Path, *words: str, wrong: bool = False) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        command(folder, *words, wrong=wrong), cwd=folder, env=uncounted(), capture_output=True, text=True, timeout=120
-    )
-
-
-def test_it_is_the_same_and_a_rank_that_fails_is_no_difference(tmp_path: Path) -> None:
-    done = run(tmp_path, "--layout", "dp=2 zero=1", "--layout", "dp=3 zero=1", "--layout", "dp=2 zero=3", "--json")
+def test_what_is_the_same_what_is_wrong_and_what_fails(tmp_path: Path) -> None:
+    words = command(tmp_path, "--layout", "dp=4", "--layout", "dp=3 zero=1", "--layout", "dp=2 zero=1")
+    done = subprocess.run(words, cwd=tmp_path, env=uncounted(), capture_output=True, text=True, timeout=120)
     found: list[dict[str, Any]] = json.loads(done.stdout)["layouts"]
-    by_layout = {each["layout"]: each for each in found}
-    assert list(by_layout) == ["dp=2 zero=1", "dp=2 zero=3", "dp=3 zero=1"]
-    for layout in ("dp=2 zero=1", "dp=2 zero=3"):
-        assert by_layout[layout]["ok"], by_layout
-        assert 0 < by_layout[layout]["worst_relative"] < 1e-12
-        assert not by_layout[layout]["failed"]
-    failed = by_layout["dp=3 zero=1"]
-    assert failed["failed"]
-    assert not failed["ok"]
-    assert "ValueError: not with three" in failed["cause"]
-    assert done.returncode == 3, done.stderr
+    assert [each["layout"] for each in found] == ["dp=2 zero=1", "dp=3 zero=1", "dp=4"]
+    same, fails, wrong = found
+    assert same["ok"]
+    assert 0 < same["worst_relative"] < 1e-12
+    assert not same["failed"]
+    assert not fails["ok"]
+    assert fails["failed"]
+    assert "ValueError: not with three" in fails["cause"]
+    assert not wrong["ok"]
+    assert not wrong["failed"]
+    assert wrong["first_difference"] == "activation head, step 1"
+    assert done.returncode == 6, done.stderr
+    assert "motet verify" in EXIT_CODES[6]
     assert "same   dp=2 zero=1" in done.stderr
     assert "model.py" in done.stderr, "the traceback"
 
 
-def test_it_is_wrong(tmp_path: Path) -> None:
-    done = run(tmp_path, "--layout", "dp=2", wrong=True)
-    last = done.stdout.splitlines()[-1]
-    assert last.startswith("WRONG  dp=2: first in activation head, step 1 on rank ")
-    assert done.returncode == 6, done.stderr
-    assert "motet verify" in EXIT_CODES[6]
+def test_how_it_is_told() -> None:
+    same, broken = Verdict("dp=2", True, 1e-16, "loss, step 1"), failed("dp=3", "rank 1 failed: no", 3)
+    wrong = Verdict("dp=4", False, 0.5, "loss, step 1", "loss, step 1", 2, "halved")
+    assert [exit_code_of(each) for each in ([same], [same, broken], [broken, wrong])] == [0, 3, 6]
+    assert str(same).startswith("same   dp=2: worst 1.0e-16, loss, step 1 (")
+    assert str(broken).startswith("FAILED dp=3: rank 1 failed: no (")
+    assert str(wrong).startswith("WRONG  dp=4: first in loss, step 1 on rank 2: halved (")
+    assert "not judged, since rounding alone changes it: a and 1 more" in str(replace(same, unjudged=("a", "b")))
 
 
-@pytest.mark.parametrize("layout", ["dp=2 zero=2", "dp=2 data=parameter_server server.count=1"])
+@pytest.mark.parametrize(
+    "layout", ["dp=2 zero=2", pytest.param("dp=2 data=parameter_server server.count=1", marks=pytest.mark.proof)]
+)
 def test_ctrl_c_ends_it(tmp_path: Path, layout: str) -> None:
-    words = ("--layout", layout, "--layout", "dp=2 zero=1", "--json")
+    words = ("--layout", layout, "--layout", "dp=2 zero=1")
     output = tmp_path / "stderr.txt"
     with output.open("wb") as stderr:
         process = subprocess.Popen(

@@ -78,7 +78,8 @@ def test_what_is_right_is_not_called_wrong(ranks: Ranks, layout: str) -> None:
     assert 0 < verdict.worst_relative < 1e-12
 
 
-@pytest.mark.parametrize("model", ["bert", pytest.param("t5", marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize("model", ["bert", "t5"])
 def test_other_models_and_their_masks(ranks: Ranks, model: str) -> None:
     verdict = verified(ranks, subject(model), "dp=2 zero=3 microbatches=2")
     assert verdict.ok, verdict
