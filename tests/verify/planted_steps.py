@@ -184,19 +184,23 @@ def gradients_are_clipped_by_the_norm_before(rank: int) -> Patch:
     return replaced(Engine, "scale_of", wrong)
 
 
-@fault("dp=2 zero=2", "dp=2 zero=3", first="state .*", cause="what it was before is missing")
-def moments_are_not_restored(rank: int) -> Patch:
+def _restored_without(moment: str) -> Patch:
     def wrong(own: Any) -> Any:
         def forget(self: RunState, where: Any) -> Any:
             found = own(self, where)
             for name, tensor in self.tensors().items():
-                if name.startswith("exp_avg"):
+                if name.startswith(moment):
                     tensor.zero_()
             return found
 
         return forget
 
     return replaced(RunState, "restore", wrong)
+
+
+@fault("dp=2 zero=2", "dp=2 zero=3", first="state .*", cause="what it was before is missing")
+def moments_are_not_restored(rank: int) -> Patch:
+    return _restored_without("exp_avg")
 
 
 @fault(
@@ -207,17 +211,7 @@ def moments_are_not_restored(rank: int) -> Patch:
     settings=("optimizer.name=sgd", "optimizer.momentum=0.9", "optimizer.learning_rate=0.1"),
 )
 def momentum_is_not_restored(rank: int) -> Patch:
-    def wrong(own: Any) -> Any:
-        def forget(self: RunState, where: Any) -> Any:
-            found = own(self, where)
-            for name, tensor in self.tensors().items():
-                if name.startswith("momentum_buffer"):
-                    tensor.zero_()
-            return found
-
-        return forget
-
-    return replaced(RunState, "restore", wrong)
+    return _restored_without("momentum_buffer")
 
 
 @fault("dp=2 zero=1", "dp=2 zero=3", first="state step", cause="counts 1 steps, where one device has 2")

@@ -68,16 +68,24 @@ def sums_in_bfloat16() -> AbstractContextManager[object]:
     return all_of(replaced(execute, "reduce_scatter", _rounds), replaced(execute, "all_reduce", _rounds))
 
 
-def masters_in_bfloat16() -> AbstractContextManager[object]:
+def _masters_updated(spoilt: Callable[[Tensor], Tensor]) -> AbstractContextManager[object]:
     def wrong(own: Any) -> Any:
         def update(self: Updater, learning_rate: float) -> None:
             own(self, learning_rate)
             for master in self.spread.masters:
-                master.copy_(master.bfloat16())
+                master.copy_(spoilt(master))
 
         return update
 
     return replaced(Updater, "update", wrong)
+
+
+def masters_in_bfloat16() -> AbstractContextManager[object]:
+    return _masters_updated(Tensor.bfloat16)
+
+
+def a_bit_in_a_master() -> AbstractContextManager[object]:
+    return _masters_updated(lambda master: torch.nextafter(master, torch.full_like(master, torch.inf)))
 
 
 LAYOUTS = ["dp=3 zero=3", "dp=2 zero=2 microbatches=2"]
@@ -127,18 +135,6 @@ def test_masters_that_are_made_of_rounded_values_are_found(ranks: Ranks) -> None
     assert first is not None
     assert first.difference.site[0] == "starting parameter"
     assert "bfloat16" in first.cause
-
-
-def a_bit_in_a_master() -> AbstractContextManager[object]:
-    def wrong(own: Any) -> Any:
-        def update(self: Updater, learning_rate: float) -> None:
-            own(self, learning_rate)
-            for master in self.spread.masters:
-                master.copy_(torch.nextafter(master, torch.full_like(master, torch.inf)))
-
-        return update
-
-    return replaced(Updater, "update", wrong)
 
 
 def test_promised_bits_are_held_to(ranks: Ranks) -> None:
