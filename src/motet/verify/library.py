@@ -113,11 +113,7 @@ class _Case:
             return of_one_device(self.name, *referred.differs)
         start_s = perf_counter()
         pool.run(self.world, str(self.number))
-
-        def at(phase: str, step: int) -> list[list[Seen]]:
-            files = (seen_file(referred.folder, self.number, (phase, step), rank) for rank in range(self.world))
-            return [read_seen(file) for file in files]
-
+        at = partial(read_seen, referred.folder, self.number, self.world)
         walked, kind = walked_by(referred.folder, self.number, self.trial.steps), WhatIf
         if self.own is not None:
             kind = OwnedWhatIf

@@ -79,8 +79,10 @@ def done_file(folder: Path, layout: int, rank: int) -> Path:
     return folder / f"layout-{layout}-done-{rank}"
 
 
-def read_seen(path: Path) -> list[Seen]:
-    return [Seen(*each) for each in torch.load(path, weights_only=True)]
+def read_seen(folder: Path, layout: int, world: int, phase: str, step: int) -> list[list[Seen]]:
+    """By each rank."""
+    files = (seen_file(folder, layout, (phase, step), rank) for rank in range(world))
+    return [[Seen(*each) for each in torch.load(file, weights_only=True)] for file in files]
 
 
 def leave_seen(seen: list[Seen], path: Path) -> None:

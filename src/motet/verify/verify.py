@@ -22,8 +22,7 @@ from motet.train.toml import to_toml
 from motet.verify.explain import verdict_on
 from motet.verify.layouts import Candidate, laid_out
 from motet.verify.native import Native, in_own_precision, refer_native
-from motet.verify.rank import NATIVE, done_file, native_folder, read_seen, seen_file, walked_by
-from motet.verify.record import Seen
+from motet.verify.rank import NATIVE, done_file, native_folder, read_seen, walked_by
 from motet.verify.runs import Referred, one_thread, refer
 from motet.verify.served import Servers, refuse_stopped
 from motet.verify.shares import WhatIf
@@ -181,10 +180,7 @@ class _Runs:
         return all(done_file(self.referred.folder, number, rank).exists() for rank in range(candidate.world))
 
     def _verdict(self, candidate: Candidate, number: int) -> Verdict:
-        def seen(phase: str, step: int) -> list[list[Seen]]:
-            files = (seen_file(self.referred.folder, number, (phase, step), rank) for rank in range(candidate.world))
-            return [read_seen(file) for file in files]
-
+        seen = partial(read_seen, self.referred.folder, number, candidate.world)
         layout = resolve_layout(candidate.job.layout, candidate.world, self.job.data.batch_sequences)
         what_if = partial(WhatIf, JobTrial(candidate.job), layout, self.referred)
         with one_thread():
