@@ -57,6 +57,15 @@ def unready(place: Place, stop: StopFlag, folder: str) -> int:
     return sleep(place, stop, folder)
 
 
+def asked_before(place: Place, stop: StopFlag, folder: str) -> int:
+    """Has nothing to save, and was asked to stop while it still imported what it needs."""
+    _all_are_here(place, folder)
+    while not stop.requested:
+        time.sleep(0.01)
+    stop.end_this_process()
+    return sleep(place, stop, folder)
+
+
 def deaf(place: Place, stop: StopFlag, folder: str) -> int:
     """Never looks at the flag, and hangs in its own handler of SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: time.sleep(600))

@@ -2,12 +2,14 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from click.testing import Result
 from typer.testing import CliRunner
@@ -18,6 +20,8 @@ from motet.collectives.curves import format_seconds
 from motet.collectives.library import algorithms, closed_form, collectives, find, program
 from motet.collectives.score import Program
 from motet.core.errors import InputError, MotetError
+from ranks import uncounted
+from waiting import until
 
 
 def run(*arguments: str) -> Result:
@@ -249,6 +253,16 @@ def test_run_checks_counts_and_times() -> None:
     each = {"bytes": 4096, "messages": 2, "program_bytes": 4096, "program_messages": 2}
     assert found["sent"] == [each, each]
     assert found["predicted_seconds"] > 0
+
+
+def test_run_ends_with_ctrl_c() -> None:
+    words = ("run", "all-reduce", "ring", "--ranks", "2", "--size", "16MiB", "--repeats", "10000")
+    command = [sys.executable, "-m", "motet", "collectives", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=uncounted()) as process:
+        until(lambda: len(psutil.Process(process.pid).children()) == 2)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, b"")
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), [("barrier", "dissemination"), ("signal", "direct")])

@@ -145,8 +145,9 @@ def test_a_request_to_stop_reaches_all_ranks(tmp_path: Path, supervise: Callable
     assert all((tmp_path / f"saved-{rank}").exists() for rank in range(2))
 
 
-def test_ranks_that_are_only_starting_have_nothing_to_save(supervise: Callable[..., Supervisor]) -> None:
-    supervisor = supervise("unready", restarts=2)
+@pytest.mark.parametrize("work", ["unready", "asked_before"])
+def test_ranks_that_are_only_starting_have_nothing_to_save(supervise: Callable[..., Supervisor], work: str) -> None:
+    supervisor = supervise(work, restarts=2)
     supervisor.process.send_signal(signal.SIGINT)
     assert supervisor.output().splitlines()[-1] == "stopped while the ranks were starting"
     assert supervisor.process.returncode == 130

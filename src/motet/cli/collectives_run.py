@@ -100,9 +100,9 @@ def _carried_out(program: Program, size: int, repeats: int, backend: str) -> dic
         (folder / _PROGRAM).write_text(program.to_json(), encoding="utf-8")
         work = "motet.cli.collectives_run:measure_rank"
         command = (sys.executable, "-m", "motet.cli.rank", work, name, str(size), str(repeats), backend)
-        ended = launch(
-            Launch(command, program.ranks, rank_environment(read_environment(), 1), folder), lambda text: None
-        )
+        start = Launch(command, program.ranks, rank_environment(read_environment(), 1), folder, farewell="stopping")
+        ended = launch(start, lambda text: None)
+        ended.pass_on_stop()
         if ended.message:
             kind = {InputError.exit_code: InputError, RankError.exit_code: RankError}.get(ended.exit_code, MotetError)
             raise kind("\n".join(filter(None, [ended.message, ended.traceback])))
@@ -122,6 +122,7 @@ def measure_rank(
     from motet.collectives.measure import measure
     from motet.parallel.group import start_group
 
+    stop.end_this_process()
     torch.set_num_threads(1)
     with start_group(place, "cpu", _TIMEOUT_S, backend) as group:
         assert group.process_group is not None

@@ -39,6 +39,12 @@ class StopFlag:
             return False
         return time.monotonic() - self.first_s >= ECHO_S
 
+    def end_this_process(self) -> None:
+        """For work that has nothing to save: SIGTERM is its end from here on, or now if it has come already."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self.requested:
+            os.kill(os.getpid(), signal.SIGTERM)
+
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopFlag]:

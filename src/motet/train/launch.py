@@ -72,6 +72,11 @@ class Ended:
     message: str = ""
     traceback: str = ""
 
+    def pass_on_stop(self) -> None:
+        """Ctrl-C, for commands that have nothing to say about ranks that were stopped."""
+        if self.exit_code in (STOPPED, STOPPED_AT_ONCE):
+            raise KeyboardInterrupt
+
 
 def rank_environment(base: Mapping[str, str], threads: int) -> dict[str, str]:
     """The environment of ranks that all are on this machine."""

@@ -3,7 +3,6 @@
 The same processes do them all, in groups of as many as a layout has: to start some takes seconds.
 """
 
-import signal
 import time
 from dataclasses import replace
 from itertools import groupby
@@ -28,7 +27,7 @@ NATIVE = ("in its own precision", 0)
 
 def layout_rank(place: Place, stop: StopFlag, folder: str, *layouts: str) -> int:
     """What a rank does that verifies layouts, one after another; each leaves what it has seen of each step."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is nothing to save
+    stop.end_this_process()
     torch.set_num_threads(1)
     job = stored_job(Path(folder))
     candidates = [laid_out(job, layout) for layout in layouts]

@@ -13,7 +13,6 @@ from motet.checkpoint.load import load_checkpoint
 from motet.checkpoint.manifest import is_carried, read_manifest
 from motet.core.errors import RankError
 from motet.monitor.events import EVENTS_FILE, StepDone, read_events
-from motet.train.faults import STOPPED, STOPPED_AT_ONCE
 from motet.train.job import Job, changed
 from motet.train.launch import Ended
 from motet.train.start import Outside, Request, supervise
@@ -82,11 +81,6 @@ class Servers:
         return cause(Case(value.reshape(-1), expected, None, sizes, before=own))
 
 
-def refuse_stopped(ended: Ended) -> None:
-    if ended.exit_code in (STOPPED, STOPPED_AT_ONCE):
-        raise KeyboardInterrupt
-
-
 def _trained(
     job: Job, ranks: int, environment: Mapping[str, str], folds: bool = True
 ) -> tuple[list[list[Seen]], Ended]:
@@ -97,7 +91,7 @@ def _trained(
         asked = changed(job, settings, "verify")
         outside = Outside(environment, lambda text: None, lambda: nullcontext(lambda *_: None), quiet.fileno())
         path, ended = supervise(Request(asked, None, ["motet", "verify"]), outside)
-        refuse_stopped(ended)
+        ended.pass_on_stop()
         if ended.message:
             return [], ended
         steps = [event for event in read_events(path / EVENTS_FILE) if isinstance(event, StepDone)]

@@ -24,7 +24,7 @@ from motet.verify.layouts import Candidate, laid_out
 from motet.verify.native import Native, in_own_precision, refer_native
 from motet.verify.rank import NATIVE, done_file, native_folder, read_seen, walked_by
 from motet.verify.runs import Referred, one_thread, refer
-from motet.verify.served import Servers, refuse_stopped
+from motet.verify.served import Servers
 from motet.verify.shares import WhatIf
 from motet.verify.shrink import shrink
 from motet.verify.trial import JobTrial
@@ -131,7 +131,7 @@ class _Runs:
         """Layouts that ranks do one after another, those with few ranks first."""
         while left:
             count, ended = self._run(left)
-            refuse_stopped(ended)
+            ended.pass_on_stop()
             left = left[count:]
             if left:  # the first that is left ended the others with it
                 if ended.traceback:
@@ -153,8 +153,8 @@ class _Runs:
         )
         over = Event()
         with ThreadPoolExecutor(1) as pool:  # not the ranks there: signals reach the main thread
-            judging = pool.submit(self._judge_as_they_come, candidates, over)
             try:
+                judging = pool.submit(self._judge_as_they_come, candidates, over)
                 ended = launch(start, self.tell)
             finally:
                 over.set()
