@@ -17,7 +17,7 @@ from motet.cli.environment import read_environment
 from motet.train.job import Job, load_job
 from motet.verify.layouts import layouts_for
 from motet.verify.verdict import Verdict
-from motet.verify.verify import subject_of, verify
+from motet.verify.verify import subjects_of, verify
 
 ROOT = Path(__file__).parents[1]
 DATA, PAGE = ROOT / "docs" / "reference" / "verify-matrix.json", ROOT / "docs" / "reference" / "verify-matrix.md"
@@ -105,12 +105,15 @@ def job_of(family: str, folder: Path) -> Job:
 def judged(family: str) -> dict[str, dict[str, Any]]:
     """Layout -> what is known of it."""
     with tempfile.TemporaryDirectory() as name:
-        subject = subject_of(job_of(family, Path(name)), layouts_for(RANKS), print)
 
         def show(verdict: Verdict) -> None:
             print(f"{family}: {verdict}", flush=True)
 
-        return {verdict.layout: _kept(verdict) for verdict in verify(subject, read_environment(), print, show)}
+        return {
+            verdict.layout: _kept(verdict)
+            for subject in subjects_of(job_of(family, Path(name)), layouts_for(RANKS), print)
+            for verdict in verify(subject, read_environment(), print, show)
+        }
 
 
 def _kept(verdict: Verdict) -> dict[str, Any]:

@@ -9,11 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from motet.core.errors import EXIT_CODES
 from motet.verify.verdict import Verdict, exit_code_of, failed
 from ranks import uncounted
+from waiting import until
 
 TEXT = Path(__file__).parent.parent / "data" / "small.txt"
 JOB = f"""
@@ -89,21 +91,33 @@ def test_how_it_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", ["dp=2 zero=2", pytest.param("dp=2 data=parameter_server server.count=1", marks=pytest.mark.proof)]
+    ("layout", "number", "after"),
+    [
+        ("dp=2 zero=2", signal.SIGINT, "one device:"),
+        ("dp=2 zero=2", signal.SIGTERM, "a model is made"),
+        pytest.param(
+            "dp=2 data=parameter_server server.count=1", signal.SIGINT, "one device:", marks=pytest.mark.proof
+        ),
+    ],
 )
-def test_ctrl_c_ends_it(tmp_path: Path, layout: str) -> None:
+def test_ctrl_c_ends_it(tmp_path: Path, layout: str, number: signal.Signals, after: str) -> None:
     words = ("--layout", layout, "--layout", "dp=2 zero=1")
-    output = tmp_path / "stderr.txt"
+    output, left = tmp_path / "stderr.txt", tmp_path / "left"
+    left.mkdir()
+    environment = {**uncounted(), "TMPDIR": str(left)}
     with output.open("wb") as stderr:
         process = subprocess.Popen(
-            command(tmp_path, *words), cwd=tmp_path, env=uncounted(), stdout=subprocess.PIPE, stderr=stderr
+            command(tmp_path, *words), cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=stderr
         )
     end = time.monotonic() + 60
-    while "one device:" not in output.read_text() and process.poll() is None and time.monotonic() < end:
+    while after not in output.read_text() and process.poll() is None and time.monotonic() < end:
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
+    started = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(number)
     out, _ = process.communicate(timeout=30)
     assert process.returncode == 130, output.read_text()
     assert json.loads(out)["layouts"] == [] or layout.endswith("=1"), out
     assert "of 2 layouts were verified" in output.read_text()
     assert "Traceback" not in output.read_text()
+    assert list(left.iterdir()) == []
+    until(lambda: not any(each.is_running() for each in started))

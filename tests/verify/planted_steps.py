@@ -11,6 +11,7 @@ from torch import Tensor
 from motet.core.batch import Batch
 from motet.data.loader import Loader
 from motet.models.randomness import LogicalRandomness
+from motet.parallel.shares import Share
 from motet.train import engine, evaluate, optimizer, step
 from motet.train.engine import Engine
 from motet.train.optimizer import Updater
@@ -33,6 +34,20 @@ def a_microbatch_is_lost(rank: int) -> Patch:
         return lambda layout, rank, rows: own(layout, rank, rows)[1:] * 2
 
     return replaced(step, "shares_of_rank", wrong) if rank == 1 else nothing()
+
+
+UNEVEN = ("run.reproducible=layout", "data.batch_sequences=13")
+
+
+@fault(
+    "dp=2 zero=1",
+    "dp=3 zero=3",
+    first="target tokens",
+    cause="compute once more.*are counted again",
+    settings=UNEVEN,
+)
+def a_row_that_is_computed_once_more_is_counted_again(rank: int) -> Patch:
+    return replaced(step, "shares_of_rank", lambda own: lambda *given: [Share(share.rows) for share in own(*given)])
 
 
 @fault("dp=2 zero=1", "dp=3 zero=3", first="sample .*", cause="of rows .* of the step after")

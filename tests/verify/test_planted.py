@@ -12,6 +12,7 @@ from motet.verify.trial import JobTrial
 from motet.verify.verdict import of_one_device
 from ranks import Ranks
 from train.runs import small_job
+from verify.planted_steps import UNEVEN
 from verify.planting import FAULTS, Fault, replaced
 from verify.walking import subject, verified
 
@@ -71,9 +72,17 @@ def _judge(ranks: Ranks, fault: Fault, layout: str) -> None:
     assert re.search(fault.cause, verdict.cause or ""), verdict
 
 
-@pytest.mark.parametrize("layout", ["dp=2 zero=0 microbatches=2", "dp=3 zero=3", "dp=4 zero=1 shard_group=2"])
-def test_what_is_right_is_not_called_wrong(ranks: Ranks, layout: str) -> None:
-    verdict = verified(ranks, subject("decoder"), layout)
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        ("dp=2 zero=0 microbatches=2", ()),
+        ("dp=3 zero=3", ()),
+        ("dp=3 zero=2", UNEVEN),
+        ("dp=4 zero=1 shard_group=2", ()),
+    ],
+)
+def test_what_is_right_is_not_called_wrong(ranks: Ranks, layout: str, settings: tuple[str, ...]) -> None:
+    verdict = verified(ranks, subject("decoder", settings), layout)
     assert verdict.ok, verdict
     assert 0 < verdict.worst_relative < 1e-12
 

@@ -11,7 +11,7 @@ from motet.models.settings import Architecture
 from motet.train.job import builtin_jobs, load_job
 from motet.verify.layouts import laid_out, layouts_for
 from motet.verify.shrink import heads_of, of_config, shrink
-from motet.verify.verify import subject_of
+from motet.verify.verify import possible, subjects_of
 
 ROWS, STEPS = 12, 3
 
@@ -65,15 +65,44 @@ def test_clipping_that_is_off_stays_off() -> None:
 
 
 def test_batches_can_be_cut_by_all_layouts() -> None:
-    subject = subject_of(load_job("tiny"), layouts_for(4), print)
+    (subject,) = subjects_of(load_job("tiny"), layouts_for(4), print)
     assert all(subject.job.data.batch_sequences % candidate.parts == 0 for candidate in subject.candidates)
     assert json.dumps(layouts_for(4)).count("dp=4") > 20
+
+
+def test_layouts_for_many_ranks_have_several_small_batches() -> None:
+    subjects = subjects_of(load_job("tiny"), layouts_for(9), print)
+    rows = [subject.job.data.batch_sequences for subject in subjects]
+    assert len(rows) > 1
+    assert max(rows) <= 64
+    assert sorted(layouts_for(9)) == sorted(each.text for subject in subjects for each in subject.candidates)
+    for subject in subjects:
+        assert all(subject.job.data.batch_sequences % each.parts == 0 for each in subject.candidates)
+    (alone,) = subjects_of(load_job("tiny"), ["dp=40"], print)
+    assert alone.job.data.batch_sequences == 80
+
+
+def test_where_layouts_need_not_cut_evenly_none_does() -> None:
+    layouts = ["dp=2", "dp=3 zero=3", "dp=4 zero=1"]
+    (subject,) = subjects_of(load_job("tiny", ["run.reproducible=layout"]), layouts, print)
+    assert all(subject.job.data.batch_sequences % each.world for each in subject.candidates)
+
+
+def test_layouts_that_a_job_cannot_have_are_left_out_of_all() -> None:
+    told: list[str] = []
+    found = possible(load_job("tiny", ["run.reproducible=layout"]), layouts_for(3), told.append)
+    assert "dp=3 zero=3" in found
+    assert "dp=1 microbatches=2" not in found
+    assert len(told) == len(layouts_for(3)) - len(found)
+    assert told[0].startswith("left out: dp=1 microbatches=2: ")
+    with pytest.raises(InputError, match=r"outer\.every = 2"):
+        possible(load_job("tiny", ["outer.every=2"]), layouts_for(2), told.append)
 
 
 def test_what_differs_by_design_is_left_out() -> None:
     told: list[str] = []
     job = load_job("tiny", ["communication.compress_gradients=int8"])
-    assert subject_of(job, ["dp=2"], told.append).job.communication.compress_gradients is None
+    assert subjects_of(job, ["dp=2"], told.append)[0].job.communication.compress_gradients is None
     assert "loses bits by design" in told[0]
     with pytest.raises(InputError, match=r"outer\.every = 2"):
-        subject_of(load_job("tiny", ["outer.every=2"]), ["dp=2"], print)
+        subjects_of(load_job("tiny", ["outer.every=2"]), ["dp=2"], print)

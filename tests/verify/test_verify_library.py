@@ -4,7 +4,7 @@ import contextlib
 import io
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -138,20 +138,22 @@ def test_batches_that_are_others_when_asked_for_again() -> None:
 
 
 class Odd(nn.Module):
-    """With what is not usual: normalised over the batch, a mask of infinities, numbers of no float, and a module that
-    is called for each row."""
+    """With what is not usual: a mask of infinities, numbers of no float, a module that is called for each row, one
+    whose rows are the second dimension, and one that gives nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Linear(6, 8)
         self.each = nn.Linear(8, 8)
-        self.mask = Mask()
+        self.mask, self.nothing = Mask(), Nothing()
+        self.recurrent = nn.GRU(8, 8)
         self.output = nn.Linear(8, 3)
         self.register_buffer("count", torch.tensor([3, 4]))
         self.register_buffer("used", torch.tensor([True, False]))
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.stack([self.each(row) for row in self.embed(x)])
+        hidden = self.recurrent(torch.stack([hidden, hidden]))[0][-1] + self.nothing(hidden).sum()
         found: Tensor = self.output(torch.softmax(hidden + self.mask(hidden), -1))
         return found
 
@@ -159,6 +161,24 @@ class Odd(nn.Module):
 class Mask(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.zeros_like(x).masked_fill(torch.arange(x.shape[1]) > 5, -torch.inf)
+
+
+class Nothing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:0]
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+def test_a_batch_may_have_names_of_its_own() -> None:
+    def own(module: nn.Module, given: Pair) -> Tensor:
+        return loss(module, (given.x, given.y))
+
+    report = motet.verify(lambda: nn.Linear(6, 3), ["zero=1"], lambda step: Pair(*batch(step)), loss=own)
+    assert report.ok, report
 
 
 def test_unusual_modules_are_no_difference() -> None:

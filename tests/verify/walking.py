@@ -10,7 +10,6 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 from motet.parallel.group import Group
-from motet.parallel.layout import resolve_layout
 from motet.train.job import Job
 from motet.verify.explain import verdict_on
 from motet.verify.layouts import laid_out
@@ -69,6 +68,6 @@ def verified(ranks: Ranks, of: Subject, layout: str, name: str = "") -> Verdict:
     def seen(phase: str, step: int) -> list[list[Seen]]:
         return [next(each for at, number, each in rank if (at, number) == (phase, step)) for rank in walked]
 
-    what_if = partial(WhatIf, JobTrial(job), resolve_layout(job.layout, world, ROWS), of.referred)
+    what_if = partial(WhatIf, JobTrial(job), job.resolved(world), of.referred)
     done = [at for at in phases(STEPS) if at in {(phase, number) for phase, number, _ in walked[0]}]
     return verdict_on(layout, what_if, of.referred, done, seen)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from contextlib import nullcontext, redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -35,13 +38,14 @@ def verify(
     from motet.core.errors import InputError
     from motet.train.job import load_job, split_words
     from motet.verify.layouts import layouts_for, with_ranks
+    from motet.verify.verify import possible
 
     if layout and everything:
         raise InputError("--all beside --layout: --all takes all layouts; leave one of the two out")
     name, settings = split_words(words or [])
     job = load_job(name or "tiny", settings)
     if everything:
-        layouts = layouts_for(ranks or RANKS)
+        layouts = possible(job, layouts_for(ranks or RANKS), _tell)
     else:
         layouts = [with_ranks(text, ranks or RANKS) for text in layout] if layout else [_own(job, ranks)]
     raise typer.Exit(_verified(job, layouts, json))
@@ -53,28 +57,47 @@ def _verified(job: Job, layouts: list[str], json: bool) -> int:
     from motet.monitor.console import console, errors, print_json
     from motet.train.faults import STOPPED
     from motet.verify.verdict import Verdict, exit_code_of
-    from motet.verify.verify import subject_of
+    from motet.verify.verify import subjects_of
     from motet.verify.verify import verify as verified
 
     verdicts: list[Verdict] = []
-
-    def tell(text: str) -> None:
-        errors().print(text, highlight=False)
 
     def show(verdict: Verdict) -> None:
         verdicts.append(verdict)
         (errors() if json else console()).print(str(verdict), highlight=False, soft_wrap=True)
 
     try:
-        with redirect_stdout(sys.stderr) if json else nullcontext():
-            verified(subject_of(job, layouts, tell), read_environment(), tell, show)
+        with redirect_stdout(sys.stderr) if json else nullcontext(), _ends_alike():
+            for subject in subjects_of(job, layouts, _tell):
+                verified(subject, read_environment(), _tell, show)
         code = exit_code_of(verdicts)
     except KeyboardInterrupt:
-        tell(f"stopped; {len(verdicts)} of {len(layouts)} layouts were verified")
+        _tell(f"stopped; {len(verdicts)} of {len(layouts)} layouts were verified")
         code = STOPPED
     if json:
         print_json({"layouts": [verdict.as_json() for verdict in verdicts]})
     return code
+
+
+def _tell(text: str) -> None:
+    from motet.monitor.console import errors
+
+    errors().print(text, highlight=False)
+
+
+@contextmanager
+def _ends_alike() -> Iterator[None]:
+    """SIGTERM and the end of the terminal are Ctrl-C, so that nothing is left behind."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _own(job: Job, ranks: int | None) -> str:

@@ -25,7 +25,7 @@ from motet.parallel.alike import described, refuse_unlike
 from motet.parallel.data import agree_on_buffers, agree_on_values
 from motet.parallel.full import FullSpread
 from motet.parallel.group import Group, pick_device, start_group
-from motet.parallel.layout import Layout, resolve_layout
+from motet.parallel.layout import Layout
 from motet.parallel.place import Place, threads_for
 from motet.precision.master import cast_frozen
 from motet.precision.promote import float64_mode
@@ -121,7 +121,7 @@ def build_model(job: Job, device: torch.device) -> tuple[Loader, Trainee]:
 def build_parts(job: Job, group: Group, folder: Path) -> Parts:
     """Data, model and optimizer at step 0, the same for every layout."""
     recipe = RECIPES[job.precision.recipe]
-    layout = resolve_layout(job.layout, group.world, job.data.batch_sequences, bool(job.run.reproducible))
+    layout = job.resolved(group.world)
     data, model = build_model(job, group.device)
     refuse_unlike(described(model.module), group)
     agree_on_values(model.module, group)

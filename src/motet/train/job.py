@@ -17,7 +17,7 @@ from motet.data.settings import DataSettings
 from motet.models.settings import ModelSettings
 from motet.monitor.settings import MonitorSettings
 from motet.parallel.communication import CommunicationSettings
-from motet.parallel.layout import LayoutSettings
+from motet.parallel.layout import Layout, LayoutSettings, resolve_layout
 from motet.parallel.meetings import OuterSettings
 from motet.precision.recipe import PrecisionSettings
 from motet.train.idle import drop_replaced, refuse_idle
@@ -54,6 +54,10 @@ class Job(Settings):
         for sentence in conflicts(self) if self.run.reproducible else ():
             raise ValueError(sentence)
         return self
+
+    def resolved(self, parts: int) -> Layout:
+        """The layout of so many ranks, or shares of a parameter server."""
+        return resolve_layout(self.layout, parts, self.data.batch_sequences, bool(self.run.reproducible))
 
 
 def builtin_jobs() -> dict[str, str]:

@@ -71,10 +71,11 @@ class Ended:
     exit_code: int
     message: str = ""
     traceback: str = ""
+    stop_requested: bool = False
 
     def pass_on_stop(self) -> None:
         """Ctrl-C, for commands that have nothing to say about ranks that were stopped."""
-        if self.exit_code in (STOPPED, STOPPED_AT_ONCE):
+        if self.stop_requested:
             raise KeyboardInterrupt
 
 
@@ -100,7 +101,7 @@ def launch(start: Launch, tell: Callable[[str], None]) -> Ended:
             ended = _run_group(start, attempt, stop, tell)
             # Bad input, divergence and a full disk would only come again.
             if ended.exit_code != RankError.exit_code or attempt == start.restarts or stop.flag.requested:
-                return ended
+                return replace(ended, stop_requested=stop.flag.requested)
             tell(f"{ended.message}; starting again from the last checkpoint ({attempt + 1} of {start.restarts})")
     raise AssertionError("unreachable: the last attempt returns")
 
@@ -290,7 +291,8 @@ def _failure(rank: _Rank) -> Record:
     if record and record.sentence:
         return replace(record, sentence=record.message)
     if code < 0:
-        sentence = f"rank {rank.rank} was killed by signal {-code} ({signal.Signals(-code).name})"
+        names = [f" ({known.name})" for known in signal.Signals if known == -code]  # some have none
+        sentence = f"rank {rank.rank} was killed by signal {-code}{''.join(names[:1])}"
     else:
         sentence = f"rank {rank.rank} ended with exit code {code} in the middle of its work"
     if code == -signal.SIGKILL:

@@ -9,7 +9,7 @@ from motet.data.prepared import Prepared
 from motet.models.settings import EncoderSettings, ModuleSettings, check_trainable
 from motet.models.spec import spec_from_settings
 from motet.parallel.communication import check_communication
-from motet.parallel.layout import Layout, resolve_layout
+from motet.parallel.layout import Layout
 from motet.parallel.server.settings import check_server
 from motet.precision.recipe import RECIPES
 from motet.train.job import Job
@@ -23,7 +23,7 @@ def check_job(job: Job, ranks: int) -> Layout:
     check_model(job)
     served = job.layout.has_desk
     parts = (job.layout.server.shares if served else None) or ranks
-    layout = resolve_layout(job.layout, parts, job.data.batch_sequences, bool(job.run.reproducible))
+    layout = job.resolved(parts)
     check_communication(job.communication, layout, apart=job.outer.every is not None)
     if served:
         check_server(job.layout.server, ranks)

@@ -30,6 +30,8 @@ from motet.verify.parts import listed
 from motet.verify.sums import Share, of_a_rounded_share, of_shares
 
 NOT_UPDATED = "it was not updated"
+MOST = 0.9
+"""Of the elements of a tensor that is told by them."""
 ENOUGH = 16
 """Numbers to tell rounding from other small mistakes."""
 
@@ -66,6 +68,7 @@ def cause(case: Case, roughly: bool = True) -> str:
             expected=case.expected.double(),
             others={words: other.double() for words, other in case.others.items()},
             batches={words: batch.double() for words, batch in case.batches.items()},
+            before=None if case.before is None else case.before.double(),
         )
     tries = (
         _not_finite, _left, _rounded, _instead, _rows, _summed, _updated, _scaled, _elsewhere, _with_something,
@@ -165,6 +168,9 @@ def _elsewhere(case: Case) -> str:
     value = case.value.flatten().double()
     if value.numel() < 2 or not float(value.abs().max()):
         return ""
+    limit = FITS * float(value.abs().max())
+    if _mostly(value, case.expected.flatten().double(), limit):
+        return ""  # it belongs where it is
     count, anchor = value.numel(), int(value.abs().argmax())
     for name, tensor in case.pool.items():
         flat = tensor.flatten().double()
@@ -172,13 +178,17 @@ def _elsewhere(case: Case) -> str:
         for place in near.nonzero()[:8, 0].tolist():
             first = place - anchor
             low, high = max(first, 0), min(first + count, flat.numel())
-            there, own = flat[low:high], value[low - first : high - first]
-            told = (there != 0) | (own != 0)
-            same = (there - own).abs()[told] <= FITS * value.abs().max()
-            if high - low > max(1, count // 2) and float(same.double().mean()) > 0.9:
+            is_long = high - low > max(1, count // 2)
+            if is_long and _mostly(value[low - first : high - first], flat[low:high], limit):
                 before = f"{-first} element{'s' * (first < -1)} before {name}"
                 return f"it is what belongs {f'at element {first} of {name}' if first >= 0 else before}"
     return ""
+
+
+def _mostly(value: Tensor, other: Tensor, limit: float) -> bool:
+    """Whether they are the same, but for a few; zeros tell nothing."""
+    told = (value != 0) | (other != 0)
+    return float(((value - other).abs()[told] <= limit).double().mean()) > MOST
 
 
 def _with_something(case: Case) -> str:

@@ -179,7 +179,7 @@ def _of_other_precision(part: Part, dtype: str) -> str:
     if seen.dtype != dtype:
         return f"it is kept in {seen.dtype} on rank {part.rank}, and in {dtype} on one device"
     is_coarser = FEWEST_BITS <= seen.bits <= part.bits - COARSER
-    if is_coarser and distance(part.value, part.expected, 0.0) < 2.0 ** (1 - seen.bits):
+    if is_coarser and 0 < distance(part.value, part.expected, 0.0) < 2.0 ** (1 - seen.bits):
         said = {24: "float32", 11: "float16", 8: "bfloat16"}.get(seen.bits, f"{seen.bits} bits")
         return f"its numbers were rounded to {said}: they have {seen.bits} bits, on one device {part.bits}"
     return ""

@@ -58,14 +58,10 @@ def verdict_on(
     seen: Callable[[str, int], Sequence[Sequence[Seen]]],
 ) -> Verdict:
     """`what_if`: of a step. `walked`: phases and steps, in their order. `seen`: of these, what each rank has seen."""
-    worst, first, unjudged = judge(referred, walked, seen)
+    worst, first, unjudged = judge(referred.of, walked, seen)
     if first is None:
         return Verdict(layout, True, worst.difference.relative, str(worst), unjudged=unjudged)
-    try:
-        said = explain(what_if(first.step), seen(first.phase, first.step), first)
-    except Exception as error:  # noqa: BLE001  # the place is right without a cause
-        said = f"looking for its cause failed: {type(error).__name__}: {error}"
-    return wrong(layout, worst, first, said)
+    return wrong(layout, worst, first, lambda: explain(what_if(first.step), seen(first.phase, first.step), first))
 
 
 class Explaining(Where):

@@ -59,7 +59,7 @@ class GivenTrial:
         return float64_mode()
 
     def build(self, group: Group, folder: Path) -> "GivenBuilt":
-        how = self.optimizer.model_dump(exclude={"schedule"}, exclude_unset=True)
+        how = self.optimizer.model_dump(exclude_unset=True)
         engine = parallelize(self.module(), self.layout, optimizer=how, precision="fp64")
         state = RunState(engine.module, engine.updater, group, folder / "checkpoints", 2**31, "")
         return GivenBuilt(self, engine, state, resolve_layout(self.layout, group.world, self.rows))
@@ -167,7 +167,9 @@ def rows_of(batch: GivenBatch, rows: range) -> Any:
     cut = {name: wide(tensor[rows.start : rows.stop]) for name, tensor in named(batch)}
     if isinstance(batch, Tensor):
         return cut["batch"]
-    return cut if isinstance(batch, Mapping) else tuple(cut.values())
+    if isinstance(batch, Mapping):
+        return cut
+    return type(batch)(*cut.values()) if hasattr(batch, "_fields") else tuple(cut.values())
 
 
 def wide(tensor: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class Spread:
         if difference.what:
             return Unlikely(difference, math.inf, 0.0)
         logs, whole = self.logs[difference.site], self.reference.wholes[difference.site]
-        spread = max(float(logs.std()), self.pooled[whole.site[0]], math.sqrt(0.5 / whole.value.numel()), LEAST)
+        spread = max(float(logs.std()), self.pooled[whole.site[0]], math.sqrt(0.5 / max(1, whole.value.numel())), LEAST)
         off = _log(difference, whole, self.compute) - float(logs.mean())
         return Unlikely(difference, off / (spread * math.sqrt(1 + 1 / len(logs))), math.exp(float(logs.mean())))
 
@@ -166,7 +166,7 @@ def _log(difference: Difference, whole: Whole, compute: torch.dtype) -> float:
         return math.log(max(difference.relative, EPSILON))
     if kind in ("sum", "norm"):  # of what is summed in float32, whatever they are told in
         dtype = torch.float32
-    some = torch.finfo(compute).eps * math.sqrt(FEW / whole.value.numel())
+    some = torch.finfo(compute).eps * math.sqrt(FEW / max(1, whole.value.numel()))
     own = torch.finfo(dtype).eps * (SCALINGS if dtype.itemsize >= 4 else 1)
     return math.log(max(difference.relative, some, own))
 

@@ -40,7 +40,8 @@ def cause_of_number(
         return f"it is {number(factor)} times what it should be{said}"
     told = torch.tensor([value, expected], dtype=torch.float64)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        if (told.to(dtype).double() == told).tolist() == [True, False]:
+        is_close = abs(value - expected) <= torch.finfo(dtype).eps * abs(expected)
+        if is_close and (told.to(dtype).double() == told).tolist() == [True, False]:
             return f"it has no more bits than {str(dtype).removeprefix('torch.')} has"
     return ""
 
@@ -92,11 +93,15 @@ def other_counts(computed: Sequence[Computed], tokens: int) -> Iterator[tuple[st
     by_rank = _by_rank(computed)
     total = sum(c.targets for c in computed)
     yield "all tokens are counted, instead of the targets alone", float(tokens)
-    for rank, (_, targets) in by_rank.items():
-        yield f"it is that of rank {rank} alone: the sum over the ranks is missing", targets
-    for rank, (_, targets) in by_rank.items():
-        yield f"it lacks that of rank {rank}", total - targets
-        yield f"it has that of rank {rank} twice", total + targets
+    again = _last_of_short_ranks(computed)
+    if again:
+        words = "rows that ranks compute once more, since others have more of them, are counted again"
+        yield words, total + sum(c.targets for c in again)
+    for targets in sorted({targets for _, targets in by_rank.values()}):
+        who = " or ".join(str(rank) for rank, (_, own) in by_rank.items() if own == targets)
+        yield f"it is that of rank {who} alone: the sum over the ranks is missing", targets
+        yield f"it lacks that of rank {who}", total - targets
+        yield f"it has that of rank {who} twice", total + targets
     for c in computed:
         yield f"it lacks that of micro-batch {c.part} of rank {c.rank}", total - c.targets
         yield f"it has that of micro-batch {c.part} of rank {c.rank} twice", total + c.targets
@@ -105,6 +110,12 @@ def other_counts(computed: Sequence[Computed], tokens: int) -> Iterator[tuple[st
     for part in sorted({c.part for c in computed}):
         alone = sum(c.targets for c in computed if c.part == part)
         yield f"only micro-batch {part} of each rank is counted", alone
+
+
+def _last_of_short_ranks(computed: Sequence[Computed]) -> list[Computed]:
+    """The last micro-batch of each rank that has fewer of them than others."""
+    last = {c.rank: c for c in computed}
+    return [c for c in last.values() if c.part < max(other.part for other in last.values())]
 
 
 def _by_rank(computed: Sequence[Computed]) -> dict[int, tuple[float, float]]:

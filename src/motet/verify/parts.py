@@ -98,6 +98,8 @@ def listed(numbers: Sequence[int]) -> str:
 
 def _rows(whole: Whole, given: Given) -> Iterator[Part]:
     rows, expected = len(whole.rows), whole.value
+    if not any(tensor.numel() for tensor in (expected, *(each.value for _, each in given))):
+        return  # all are empty
     if is_of_no_rows(whole, given):
         yield from (Part(rank, each.value, expected, each, whole.seen.bits) for rank, each in given)
         return
@@ -107,7 +109,7 @@ def _rows(whole: Whole, given: Given) -> Iterator[Part]:
             yield Part(rank, each.value, expected, each, whole.seen.bits)
             continue
         mine = [places[row] for row in each.rows]
-        if (once := _for_all(whole, each, expected[mine])) is not None:
+        if expected.shape[:1] == (rows,) and (once := _for_all(whole, each, expected[mine])) is not None:
             yield Part(rank, *once, each)
             continue
         found = [

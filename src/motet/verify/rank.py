@@ -38,7 +38,7 @@ def layout_rank(place: Place, stop: StopFlag, folder: str, *layouts: str) -> int
         first = mine[0][0]
         while first and not done_file(Path(folder), first - 1, 0).exists():  # longer than a group has patience
             time.sleep(POLL_S)
-        here = replace(place, world=world, local_world=world, attempt=world)
+        here = replace(place, world=world, local_world=world, rendezvous=f"{place.rendezvous}-{world}")
         with start_group(here, "cpu", job.run.timeout_s, job.run.cpu_backend) as group:
             for number, candidate in mine:
                 _verify(candidate, group, Path(folder), number)

@@ -77,6 +77,8 @@ class Recorder:
     """So far."""
     masks: int = 0
     """In this micro-batch."""
+    counts: bool = True
+    """Whether something comes of this micro-batch; if not, it is not recorded."""
     arrived: list[str] = field(default_factory=list)
     """Names of parameters in the order in which backward had their gradients."""
     hooks: list[RemovableHandle] = field(default_factory=list)
@@ -84,6 +86,8 @@ class Recorder:
 
     def add(self, kind: Kind, name: str, value: Tensor) -> None:
         """Of the micro-batch that is computed."""
+        if not self.counts:
+            return
         self.calls[kind, name] += 1
         call = self.calls[kind, name]
         self.add_part(kind, name if call == 1 else f"{name} (call {call})", value, self.part, self.rows)
@@ -121,9 +125,9 @@ class Recorder:
     def _add(self, seen: Seen) -> None:
         self.seen.append(seen._replace(operations=float(self.operations())))
 
-    def begin_part(self, rows: Sequence[int]) -> None:
+    def begin_part(self, rows: Sequence[int], counts: bool = True) -> None:
         """`rows`: that were asked for."""
-        self.part, self.rows = self.part + 1, tuple(rows)
+        self.part, self.rows, self.counts = self.part + 1, tuple(rows), counts
         self.calls.clear()
         self.masks = 0
 
@@ -148,7 +152,7 @@ class Recorder:
 
     def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            if not torch.is_grad_enabled():
+            if not (self.counts and torch.is_grad_enabled()):
                 return
             for label, tensor in tensors_of(output, name):
                 self.add("activation", label, tensor)

@@ -4,6 +4,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -17,12 +18,12 @@ from motet.train.job import Job, changed
 from motet.train.launch import Ended
 from motet.train.start import Outside, Request, supervise
 from motet.verify.causes import Case, cause
-from motet.verify.compare import Reference, compare, reference_of
+from motet.verify.compare import Reference, reference_of
 from motet.verify.fold import folded_part
 from motet.verify.layouts import Candidate
 from motet.verify.record import Recorder, Seen
 from motet.verify.runs import Referred, state_file
-from motet.verify.verdict import Found, Verdict, failed
+from motet.verify.verdict import Found, Verdict, failed, judge, wrong
 
 TRAINED = "of a whole run"
 
@@ -40,18 +41,15 @@ class Servers:
         seen, ended = _trained(candidate.job, candidate.world, self._environment)
         if ended.message:
             return failed(candidate.text, f"{ended.message} (of the job made small)", ended.exit_code)
-        worst = Found(TRAINED, 0, compare(self._references[0], [seen[0]])[0])
-        for step, reference in enumerate(self._references):
-            for difference in compare(reference, [seen[step]]):
-                found = Found(TRAINED, step, difference)
-                if not difference.is_rounding:
-                    said = difference.what or self._cause(candidate, seen[step], found)
-                    return Verdict(
-                        candidate.text, False, difference.relative, str(found), str(found), None, said or None
-                    )
-                if difference.relative > worst.difference.relative:
-                    worst = found
-        return Verdict(candidate.text, True, worst.difference.relative, str(worst))
+        worst, first, unjudged = judge(
+            lambda _, step: self._references[step],
+            [(TRAINED, step) for step in range(len(self._references))],
+            lambda _, step: [seen[step]],
+        )
+        if first is None:
+            return Verdict(candidate.text, True, worst.difference.relative, str(worst), unjudged=unjudged)
+        found = wrong(candidate.text, worst, first, lambda: self._cause(candidate, seen[first.step], first))
+        return replace(found, rank=None)  # the run as a whole
 
     @cached_property
     def _references(self) -> list[Reference]:
@@ -68,6 +66,8 @@ class Servers:
         ]
 
     def _cause(self, candidate: Candidate, seen: list[Seen], found: Found) -> str:
+        if found.difference.what:
+            return found.difference.what
         site = found.difference.site
         value = next(each.value for each in seen if (each.kind, each.name) == site)
         expected = folded_part(self._references[found.step].wholes[site].value.reshape(-1), 0)
@@ -87,7 +87,13 @@ def _trained(
     """What a run leaves after each step, if it comes to its end."""
     with tempfile.TemporaryDirectory(prefix="motet-verify-run-") as name, Path(os.devnull).open("wb") as quiet:
         folder = Path(name) / "run"
-        settings = [f"run.folder={folder}", f"run.ranks={ranks}", "checkpoint.every=1", "monitor.tensorboard=false"]
+        settings = [
+            f"run.folder={folder}",
+            f"run.ranks={ranks}",
+            "checkpoint.every=1",
+            "monitor.tensorboard=false",
+            "run.device=cpu",
+        ]
         asked = changed(job, settings, "verify")
         outside = Outside(environment, lambda text: None, lambda: nullcontext(lambda *_: None), quiet.fileno())
         path, ended = supervise(Request(asked, None, ["motet", "verify"]), outside)

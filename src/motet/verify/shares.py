@@ -106,7 +106,8 @@ class WhatIf:
     def cut_alike(self) -> dict[Site, list[Seen]]:
         """This step, with the batch cut into as many micro-batches as the layout has over all ranks."""
         with self.trial.numerics():
-            built = self.trial.cut(self.layout.dp * self.layout.microbatches).build(ALONE, self.referred.folder)
+            parts = self.layout.sequences or self.layout.dp * self.layout.microbatches
+            built = self.trial.cut(parts).build(ALONE, self.referred.folder)
             built.state.restore(state_file(self.referred.folder, self.step))
             seen = again(built, self.step)
         found: dict[Site, list[Seen]] = {}

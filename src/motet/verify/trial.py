@@ -13,6 +13,7 @@ from motet.core.batch import Batch
 from motet.models.randomness import LogicalRandomness
 from motet.parallel.group import Group
 from motet.parallel.layout import LayoutSettings
+from motet.parallel.shares import shares_of_rank
 from motet.train.assemble import Parts, build_parts, evaluate_split, numerics
 from motet.train.engine import Engine
 from motet.train.job import Job
@@ -124,7 +125,8 @@ class JobBuilt:
 
     def step(self, number: int, recorder: Recorder) -> None:
         stepper = self.parts.stepper(self.job)
-        heard = _Samples(self._samples, recorder, self.order)
+        shares = shares_of_rank(stepper.layout, self.engine.group.rank, stepper.batch_sequences)
+        heard = _Samples(self._samples, recorder, self.order, (share.counts for share in shares))
         replace(stepper, model=_Model(stepper.model, recorder), samples=heard).step(number, self.rate(number))
 
     def loss(self, number: int, rows: range) -> tuple[Tensor, float]:
@@ -165,10 +167,13 @@ class _Samples:
     inner: Samples
     recorder: Recorder
     order: Sequence[int] | None
+    counts: Iterator[bool]
+    """Whether something is to come of the next micro-batch."""
 
     def batch(self, step: int, rows: range) -> Batch:
         batch = self.inner.batch(step, rows)
-        self.recorder.begin_part(rows if self.order is None else [self.order[row] for row in rows])
+        mine = rows if self.order is None else [self.order[row] for row in rows]
+        self.recorder.begin_part(mine, next(self.counts, True))
         for name, value in _spelled_out(batch).items():
             self.recorder.add("sample", name, value)
         return batch

@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from motet.core.errors import DisagreedError
-from motet.verify.compare import Difference, compare
+from motet.verify.compare import Difference, Reference, compare
 from motet.verify.parts import Site
 from motet.verify.record import Seen
-from motet.verify.runs import ALONE_FROM, Referred
+from motet.verify.runs import ALONE_FROM
 
 JUDGED = 1e-3
 """Where rounding alone is more than this, a mistake may be less."""
@@ -82,10 +82,15 @@ def named(site: Site) -> str:
     return name if kind in ("sum", "norm", "evaluation") else kind if kind == name else f"{kind} {name}"
 
 
-def wrong(layout: str, worst: Found, first: Found, cause: str) -> Verdict:
+def wrong(layout: str, worst: Found, first: Found, cause: Callable[[], str]) -> Verdict:
     found = first.difference
-    said = cause or found.what or None
-    return Verdict(layout, False, worst.difference.relative, str(worst), str(first), found.rank, said)
+    try:
+        said = cause()
+    except Exception as error:  # noqa: BLE001  # the place is right without a cause
+        said = f"looking for its cause failed: {type(error).__name__}: {error}"
+    return Verdict(
+        layout, False, worst.difference.relative, str(worst), str(first), found.rank, said or found.what or None
+    )
 
 
 def failed(layout: str, why: str, exit_code: int) -> Verdict:
@@ -108,25 +113,23 @@ def of_one_device(layout: str, step: int, difference: Difference) -> Verdict:
         why = "its checkpoint is not what it was; mend that first"
     else:
         why = "what it computes is not finite, or not the same when it is computed twice; mend that first"
-    return wrong(layout, first, first, f"one device itself does not do the step again: {why}")
+    return wrong(layout, first, first, lambda: f"one device itself does not do the step again: {why}")
 
 
 def judge(
-    referred: Referred, walked: Sequence[tuple[str, int]], seen: Callable[[str, int], Sequence[Sequence[Seen]]]
+    reference: Callable[[str, int], Reference],
+    walked: Sequence[tuple[str, int]],
+    seen: Callable[[str, int], Sequence[Sequence[Seen]]],
 ) -> tuple[Found, Found | None, tuple[str, ...]]:
-    """The worst of all tensors, the first to differ, and what could not be judged."""
-    worst = Found(ALONE_FROM, 0, Difference(("sample", "none"), 0.0, 0.0, None))
-    unjudged: list[str] = []
+    """The worst of all tensors, the first to differ, and what could not be judged; of phases and their steps."""
+    every: list[Found] = []
     for phase, step in walked:
-        first = None
-        for difference in compare(referred.of(phase, step), seen(phase, step)):
-            found = Found(phase, step, difference)
-            if first is None and not difference.is_rounding:
-                first = found
-            if difference.relative > worst.difference.relative:
-                worst = found
-            if difference.bound > JUDGED:
-                unjudged.append(str(found))
-        if first is not None:
-            return worst, first, ()
-    return worst, None, tuple(unjudged)
+        found = [Found(phase, step, each) for each in compare(reference(phase, step), seen(phase, step))]
+        every += found
+        if wrong := [each for each in found if not each.difference.is_rounding]:
+            return _worst(every), wrong[0], ()
+    return _worst(every), None, tuple(str(each) for each in every if each.difference.bound > JUDGED)
+
+
+def _worst(every: Sequence[Found]) -> Found:
+    return max(every, key=lambda found: found.difference.relative)

@@ -5,7 +5,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +13,6 @@ from pathlib import Path
 from threading import Event
 
 from motet.core.errors import InputError
-from motet.parallel.layout import resolve_layout
 from motet.train.folder import JOB_FILE
 from motet.train.job import Job
 from motet.train.launch import Ended, Launch, launch, rank_environment
@@ -32,7 +31,8 @@ from motet.verify.verdict import Verdict, failed, of_one_device
 
 STEPS = 3
 POLL_S = 0.1
-FEWEST_ROWS = 8
+FEWEST_ROWS, MOST_ROWS = 8, 64
+"""Of a batch; more only if a layout by itself needs more."""
 WORK = "motet.verify.rank:layout_rank"
 Tell = Callable[[str], None]
 Show = Callable[[Verdict], None]
@@ -50,8 +50,8 @@ class Subject:
     """The same in its own precision."""
 
 
-def subject_of(job: Job, layouts: Sequence[str], tell: Tell) -> Subject:
-    """A job of the same structure that is small, with a batch that all layouts can cut evenly."""
+def subjects_of(job: Job, layouts: Sequence[str], tell: Tell) -> list[Subject]:
+    """One for layouts that can cut a batch of few rows evenly, with those of few ranks first."""
     if job.outer.every is not None:
         raise InputError(
             f"outer.every = {job.outer.every}: replicas that train apart do not compute what one device does; leave it "
@@ -61,8 +61,39 @@ def subject_of(job: Job, layouts: Sequence[str], tell: Tell) -> Subject:
     for key in ("compress_gradients", "compress_parameters"):
         if (codec := getattr(job.communication, key)) is not None:
             tell(f"communication.{key} = {codec!r} loses bits by design and is left out here")
-    small = shrink(job, _rows([candidate.parts for candidate in candidates]), STEPS)
-    fitting = [laid_out(small, layout) for layout in layouts]
+    return [_subject(job, some) for some in _grouped(sorted(candidates, key=lambda each: each.world))]
+
+
+def possible(job: Job, layouts: Sequence[str], tell: Tell) -> list[str]:
+    """Those that the job can have, and why it cannot have the others."""
+    refused: dict[str, InputError] = {}
+    for layout in layouts:
+        try:
+            subjects_of(job, [layout], lambda text: None)
+        except InputError as error:
+            refused[layout] = error
+    if len(refused) == len(layouts):
+        raise refused[layouts[-1]]
+    for layout, why in refused.items():
+        tell(f"left out: {layout}: {why}")
+    return [layout for layout in layouts if layout not in refused]
+
+
+def _grouped(candidates: Sequence[Candidate]) -> Iterator[list[Candidate]]:
+    some: list[Candidate] = []
+    for candidate in candidates:
+        if some and _rows([each.parts for each in (*some, candidate)]) > MOST_ROWS:
+            yield some
+            some = []
+        some.append(candidate)
+    yield some
+
+
+def _subject(job: Job, candidates: Sequence[Candidate]) -> Subject:
+    """A job of the same structure that is small, with a batch that all layouts can cut evenly; or that none of several
+    ranks can, where they need not."""
+    small = shrink(job, _rows([candidate.parts for candidate in candidates]) + bool(job.run.reproducible), STEPS)
+    fitting = [laid_out(small, candidate.text) for candidate in candidates]
     for candidate in fitting:
         check_job(candidate.job, candidate.world)
     return Subject(small, fitting, small.model_copy(update={"precision": job.precision}))
@@ -91,13 +122,13 @@ def verify(subject: Subject, environment: Mapping[str, str], tell: Tell, show: S
             for candidate in subject.candidates:
                 found(of_one_device(candidate.text, *referred.differs))
             return shown
-        if subject.native.precision.recipe != subject.job.precision.recipe:
+        if subject.native.precision.recipe != subject.job.precision.recipe or subject.job.run.reproducible:
             trial = JobTrial(_stored(subject.native, native_folder(folder)))
             native = refer_native(trial, native_folder(folder), referred.single[0].varying)
         tell(f"one device: {STEPS} steps, and again from perturbed parameters: {time.perf_counter() - start_s:.1f} s")
-        runs = _Runs(subject.job, referred, native, environment, tell, found)
+        runs = _Runs(referred, native, environment, tell, found)
         recorded = [candidate for candidate in subject.candidates if not candidate.job.layout.has_desk]
-        runs.judge(sorted(recorded, key=lambda each: each.world))
+        runs.judge(recorded)
         servers = Servers(subject.job, referred, environment)
         for candidate in subject.candidates:
             if candidate.job.layout.has_desk:
@@ -120,7 +151,6 @@ def _stored(job: Job, folder: Path) -> Job:
 class _Runs:
     """Of layouts, each on ranks of its own."""
 
-    job: Job
     referred: Referred
     native: Native | None
     environment: Mapping[str, str]
@@ -181,12 +211,12 @@ class _Runs:
 
     def _verdict(self, candidate: Candidate, number: int) -> Verdict:
         seen = partial(read_seen, self.referred.folder, number, candidate.world)
-        layout = resolve_layout(candidate.job.layout, candidate.world, self.job.data.batch_sequences)
+        layout = candidate.job.resolved(candidate.world)
         what_if = partial(WhatIf, JobTrial(candidate.job), layout, self.referred)
         with one_thread():
             walked = walked_by(self.referred.folder, number, STEPS)
             verdict = verdict_on(candidate.text, what_if, self.referred, walked, seen)
             if not verdict.ok or self.native is None:
                 return verdict
-            parts = self.job.data.batch_sequences if candidate.job.run.reproducible else candidate.parts
+            parts = layout.sequences or candidate.parts
             return in_own_precision(verdict, *self.native.judge(parts, seen(*NATIVE)))

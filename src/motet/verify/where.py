@@ -95,15 +95,16 @@ class Where:
         for c in self.what_if.computed:
             targets[c.rank] += c.targets
         rows = self.what_if.trial.rows
+        parts = layout.sequences or layout.dp * layout.microbatches
         return {
             "dp": float(layout.dp),
             "micro-batches of a rank": float(layout.microbatches),
-            "all micro-batches": float(layout.dp * layout.microbatches),
+            "all micro-batches": float(parts),
             "ranks that share a copy": float(layout.shards),
             "replicas": layout.dp / layout.shards,
             "rows of the batch": float(rows),
             "rows of a rank": rows / layout.dp,
-            "rows of a micro-batch": rows / (layout.dp * layout.microbatches),
+            "rows of a micro-batch": rows / parts,
             TARGETS: sum(targets.values()),
             **{f"{TARGETS} of rank {rank}": count for rank, count in targets.items()},
             **{f"{TARGETS} of micro-batch {c.part} of rank {c.rank}": c.targets for c in self.what_if.computed},

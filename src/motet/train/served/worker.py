@@ -11,7 +11,7 @@ from motet.data.loader import Loader
 from motet.models.build import Trainee
 from motet.parallel.flat import FlatWeights, Gradients
 from motet.parallel.group import pick_device
-from motet.parallel.layout import Layout, resolve_layout
+from motet.parallel.layout import Layout
 from motet.parallel.server.attend import Attendant, GivenUpError
 from motet.parallel.server.client import Client
 from motet.parallel.server.protocol import Ticket, View
@@ -87,7 +87,7 @@ class Worker:
                     attendant.need(bucket)
             if layout is None:  # the desk says how a step is cut
                 shares = int(attendant.told[SHARES])
-                layout = resolve_layout(self.job.layout, shares, self.job.data.batch_sequences)
+                layout = self.job.resolved(shares)
             self._work(ticket, layout, uses)
 
     def need(self, bucket: int) -> None:
