@@ -16,6 +16,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--regenerate", action="store_true", help="write the golden files of tests/laws anew")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Lines are counted of the torch-free half alone, and to count them takes time: not while tests compute."""
+    for item in items:
+        if "torch" in vars(item.getparent(pytest.Module).module):
+            item.add_marker("no_cover")
+
+
 @pytest.fixture(scope="session")
 def regenerate(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--regenerate"))

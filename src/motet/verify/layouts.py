@@ -24,7 +24,7 @@ MORE_FLAT = (
 FULL = ("zero=3", "zero=3 regather=false", "zero=3 whole_below=100", "zero=3 microbatches=2")
 PROGRAMS = "data=parameter_server server.transport=programs"
 MESSAGES = "data=parameter_server"
-PIECE_MIB = 0.05
+PIECE_MIB = 0.002
 SECTIONS = ("communication",)
 """Beside that of the layout, those that a layout may say something of."""
 

@@ -1,0 +1,37 @@
+"""What the ranks of layouts do, one layout after another."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from motet.parallel.place import Place
+from motet.train.faults import StopFlag
+from motet.train.folder import JOB_FILE
+from motet.train.job import load_job
+from motet.train.toml import to_toml
+from motet.verify import rank
+from motet.verify.rank import done_file, layout_rank
+
+
+def test_groups_of_other_sizes_meet_in_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that is left last removes the file, which may be when others have opened it again."""
+    met: list[tuple[int, str]] = []
+
+    def start_group(place: Place, *how: Any) -> Any:
+        met.append((place.world, place.rendezvous))
+        return nullcontext()
+
+    monkeypatch.setattr(rank, "start_group", start_group)
+    monkeypatch.setattr(rank, "_verify", lambda *given: None)
+    monkeypatch.setattr(rank.torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(StopFlag, "end_this_process", lambda flag: None)
+    job = load_job("tiny")
+    (tmp_path / JOB_FILE).write_text(to_toml(job.model_dump(exclude_none=True, exclude_unset=True)))
+    for number in range(3):
+        done_file(tmp_path, number, 0).touch()
+    place = Place(1, 4, 1, 4, 0, f"file://{tmp_path}/store")
+    assert layout_rank(place, StopFlag(), str(tmp_path), "dp=2", "dp=2 zero=1", "dp=3", "dp=4") == 0
+    assert [world for world, _ in met] == [2, 3, 4]
+    assert len({file for _, file in met}) == 3
