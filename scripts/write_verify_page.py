@@ -137,7 +137,7 @@ def page(data: dict[str, dict[str, Any]]) -> str:
         "figure is the worst relative difference of any tensor, from samples to parameters; the worst of all is",
         f"{worst:.1e}. In float32, the precision of these jobs, no tensor is over {worst_z:.1f} standard deviations",
         "further off than other orders of its sums on one device are (of layouts that are not servers by messages).",
-        f"Made by `python scripts/write_verify_page.py` at commit {commits}; the models of the script have random",
+        f"Made by `python scripts/write_verify_page.py` at commit{'s' * (', ' in commits)} {commits}; the models of the script have random",
         "weights.",
         "",
         f"| layout | {' | '.join(families)} |",
