@@ -128,7 +128,8 @@ def page(data: dict[str, dict[str, Any]]) -> str:
     rows = [data[name]["layouts"][layout] for name in families for layout in layouts if layout in data[name]["layouts"]]
     worst = max((row["worst_relative"] or 0.0 for row in rows), default=0.0)
     worst_z = max((row["worst_z"] or 0.0 for row in rows), default=0.0)
-    commits = ", ".join(dict.fromkeys(data[name]["commit"] for name in families))
+    made_at = list(dict.fromkeys(data[name]["commit"] for name in families))
+    commits = f"commit{'s' * (len(made_at) > 1)} {', '.join(made_at)}"
     lines = [
         "# Every layout, on families of models",
         "",
@@ -137,7 +138,7 @@ def page(data: dict[str, dict[str, Any]]) -> str:
         "figure is the worst relative difference of any tensor, from samples to parameters; the worst of all is",
         f"{worst:.1e}. In float32, the precision of these jobs, no tensor is over {worst_z:.1f} standard deviations",
         "further off than other orders of its sums on one device are (of layouts that are not servers by messages).",
-        f"Made by `python scripts/write_verify_page.py` at commit{'s' * (', ' in commits)} {commits}; the models of the script have random",
+        f"Made by `python scripts/write_verify_page.py` at {commits}; the models of the script have random",
         "weights.",
         "",
         f"| layout | {' | '.join(families)} |",

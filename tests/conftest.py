@@ -16,10 +16,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--regenerate", action="store_true", help="write the golden files of tests/laws anew")
 
 
+COMPUTING = ("train", "verify")
+"""Folders of tests most of which are torch at work."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Lines are counted of the torch-free half alone, and to count them takes time: not while tests compute."""
+    """Lines are counted of the torch-free half alone, and to count them takes time: not while models are trained."""
     for item in items:
-        if "torch" in vars(item.getparent(pytest.Module).module):
+        if item.path.parent.name in COMPUTING and "torch" in vars(item.getparent(pytest.Module).module):
             item.add_marker("no_cover")
 
 

@@ -6,7 +6,6 @@ time limit which says where each of them stands; a rank process that died is rep
 """
 
 import contextlib
-import os
 import pickle
 import signal
 import subprocess
@@ -21,6 +20,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+from environment import uncounted
 from motet.parallel.group import CpuBackend
 from motet.parallel.place import Place
 from motet.train.faults import Record, first_cause
@@ -28,12 +28,6 @@ from motet.train.faults import Record, first_cause
 TESTS = Path(__file__).parent
 GRACE_S = 2.0
 """How long the others may take to notice that a rank has failed."""
-
-
-def uncounted() -> dict[str, str]:
-    """The environment of a process in which lines are not counted, which makes ranks half as slow again: those of the
-    torch-free half are counted where the tests run, and in the commands that they start."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
 
 
 class RankFailureError(AssertionError):

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+from environment import uncounted
 from motet.core.errors import DivergedError
 from motet.parallel.place import Place
 from motet.train.faults import StopFlag
@@ -20,7 +21,8 @@ TESTS = Path(__file__).parent
 def launch_of(ranks: int, logs: Path, work: str, *arguments: str, restarts: int = 0) -> Launch:
     """A supervised run of one of the functions below."""
     command = (sys.executable, "-m", "motet.cli.rank", f"standins:{work}", *arguments)
-    return Launch(command, ranks, {**os.environ, "PYTHONPATH": str(TESTS), "PYTHONFAULTHANDLER": "1"}, logs, restarts)
+    environment = {**uncounted(), "PYTHONPATH": str(TESTS), "PYTHONFAULTHANDLER": "1"}
+    return Launch(command, ranks, environment, logs, restarts)
 
 
 def _all_are_here(place: Place, folder: str) -> None:

@@ -14,13 +14,13 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from environment import uncounted
 from motet.cli.collectives import app
 from motet.cluster.load import load_cluster
 from motet.collectives.curves import format_seconds
 from motet.collectives.library import algorithms, closed_form, collectives, find, program
 from motet.collectives.score import Program
 from motet.core.errors import InputError, MotetError
-from ranks import uncounted
 from waiting import until
 
 

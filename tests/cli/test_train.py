@@ -78,7 +78,7 @@ class Model(nn.Module):
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)  # see ranks.uncounted
+    monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)  # see environment.uncounted
     Path("small.toml").write_text(JOB.format(text=TEXT))
 
 

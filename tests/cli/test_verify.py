@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
+from environment import uncounted
 from motet.core.errors import EXIT_CODES
 from motet.verify.verdict import Verdict, exit_code_of, failed
-from ranks import uncounted
 from waiting import until
 
 TEXT = Path(__file__).parent.parent / "data" / "small.txt"

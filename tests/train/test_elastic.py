@@ -14,6 +14,7 @@ import psutil
 import pytest
 from torch import Tensor
 
+from environment import uncounted
 from motet.monitor.events import Event, RunEnded, StepDone, Warned, read_events
 from motet.parallel.place import Place
 from motet.train.assemble import run_rank
@@ -21,7 +22,7 @@ from motet.train.faults import StopFlag
 from motet.train.job import Job
 from motet.train.toml import to_toml
 from namespaces import Host, missing, two_hosts
-from ranks import TESTS, Ranks, uncounted
+from ranks import TESTS, Ranks
 from train.runs import saved_tensors, small_job
 
 NO_HOSTS = missing()

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from environment import uncounted
 from motet.monitor.events import read_steps
 from motet.parallel.place import Place
 from motet.train.job import load_job
 from namespaces import Host, missing, two_hosts
-from ranks import Ranks, uncounted
+from ranks import Ranks
 from train.runs import train
 
 PAGE = Path(__file__).parents[2] / "docs/guide/first-distributed-run.md"
