@@ -9,9 +9,12 @@ from torch import Tensor
 
 from motet.train.settings import OptimizerSettings
 from motet.verify.causes import Case, cause
+from motet.verify.numbers import cause_of_number, other_counts
+from motet.verify.shares import Computed
 from motet.verify.sums import Share
 from motet.verify.updates import Update, cause_of_update
 
+RECOUNTED = "rows that ranks compute once more, since others have more of them, are counted again"
 SIZES = {"dp": 4.0, "micro-batches": 2.0, "target tokens": 372.0}
 
 
@@ -176,3 +179,40 @@ def test_a_stretch_that_begins_too_early() -> None:
     pool = {"w": whole}
     assert cause(Case(late, whole[60:], 1, SIZES, pool=pool)) == "it is what belongs at element 59 of w"
     assert cause(Case(drawn(40, seed=7), whole[60:], 1, SIZES, pool=pool)) == ""
+
+
+def test_what_is_where_it_belongs_is_not_elsewhere() -> None:
+    right = drawn(26, 32)
+    wrong = right.clone()
+    wrong[:, 3] = drawn(26, seed=1)  # one column
+    pool = {"w": right.flatten()}
+    assert "belongs" not in cause(Case(wrong.flatten(), right.flatten(), 0, SIZES, pool=pool))
+
+
+def computed(*targets: list[float]) -> list[Computed]:
+    """By each rank, what its micro-batches have."""
+    return [
+        Computed(rank, part, torch.tensor(1.0), count, {})
+        for rank, counts in enumerate(targets)
+        for part, count in enumerate(counts)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "done", "words"),
+    [
+        (30.0, computed([10.0], [30.0]), "it is that of rank 1 alone: the sum over the ranks is missing"),
+        (20.0, computed([10.0], [10.0], [10.0]), "it lacks that of rank 0 or 1 or 2"),
+        (40.0, computed([10.0], [30.0, 5.0]), "it lacks that of micro-batch 1 of rank 1"),
+        (55.0, computed([10.0], [30.0, 5.0]), RECOUNTED),
+        (85.0, computed([10.0], [30.0, 5.0], [15.0]), RECOUNTED),
+    ],
+)
+def test_counts_have_causes(value: float, done: list[Computed], words: str) -> None:
+    total = sum(each.targets for each in done)
+    assert cause_of_number(value, total, other_counts(done, 0), SIZES) == words
+
+
+def test_numbers_that_are_not_near_were_not_rounded() -> None:
+    assert cause_of_number(344.0, 301.0, iter(()), SIZES) == ""
+    assert cause_of_number(302.0, 301.3, iter(()), SIZES) == "it has no more bits than bfloat16 has"

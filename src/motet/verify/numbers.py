@@ -97,9 +97,13 @@ def other_counts(computed: Sequence[Computed], tokens: int) -> Iterator[tuple[st
     if again:
         words = "rows that ranks compute once more, since others have more of them, are counted again"
         yield words, total + sum(c.targets for c in again)
-    for targets in sorted({targets for _, targets in by_rank.values()}):
-        who = " or ".join(str(rank) for rank, (_, own) in by_rank.items() if own == targets)
+    alike: dict[float, list[str]] = {}
+    for rank, (_, targets) in by_rank.items():
+        alike.setdefault(targets, []).append(str(rank))
+    owners = {targets: " or ".join(ranks) for targets, ranks in alike.items()}
+    for targets, who in owners.items():
         yield f"it is that of rank {who} alone: the sum over the ranks is missing", targets
+    for targets, who in owners.items():
         yield f"it lacks that of rank {who}", total - targets
         yield f"it has that of rank {who} twice", total + targets
     for c in computed:

@@ -126,8 +126,8 @@ def judge(
     for phase, step in walked:
         found = [Found(phase, step, each) for each in compare(reference(phase, step), seen(phase, step))]
         every += found
-        if wrong := [each for each in found if not each.difference.is_rounding]:
-            return _worst(every), wrong[0], ()
+        if first := next((each for each in found if not each.difference.is_rounding), None):
+            return _worst(every), first, ()
     return _worst(every), None, tuple(str(each) for each in every if each.difference.bound > JUDGED)
 
 
