@@ -75,7 +75,7 @@ def possible(job: Job, layouts: Sequence[str], tell: Tell) -> list[str]:
     if len(refused) == len(layouts):
         raise refused[layouts[-1]]
     for layout, why in refused.items():
-        tell(f"left out: {layout}: {why}")
+        tell(f"left out: {layout}: {str(why).removeprefix(f'layout {layout!r}: ')}")
     return [layout for layout in layouts if layout not in refused]
 
 
