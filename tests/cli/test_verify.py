@@ -119,5 +119,5 @@ def test_ctrl_c_ends_it(tmp_path: Path, layout: str, number: signal.Signals, aft
     assert json.loads(out)["layouts"] == [] or layout.endswith("=1"), out
     assert "of 2 layouts were verified" in output.read_text()
     assert "Traceback" not in output.read_text()
-    assert list(left.iterdir()) == []
+    assert list(left.glob("motet-*")) == []  # torch has a cache of its own there
     until(lambda: not any(each.is_running() for each in started))
