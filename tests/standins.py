@@ -53,6 +53,14 @@ def steps(place: Place, stop: StopFlag, folder: str) -> int:
     return 130
 
 
+def heed(place: Place, stop: StopFlag, folder: str) -> int:
+    """Is asked to stop when its work is done already."""
+    _all_are_here(place, folder)
+    while not stop.requested:
+        time.sleep(0.01)
+    return 0
+
+
 def unready(place: Place, stop: StopFlag, folder: str) -> int:
     """As a rank is before it has got hold of its signals."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

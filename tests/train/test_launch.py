@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Thread
 
 import psutil
 import pytest
@@ -151,6 +152,21 @@ def test_ranks_that_are_only_starting_have_nothing_to_save(supervise: Callable[.
     supervisor.process.send_signal(signal.SIGINT)
     assert supervisor.output().splitlines()[-1] == "stopped while the ranks were starting"
     assert supervisor.process.returncode == 130
+
+
+def test_a_request_is_known_even_if_all_ranks_came_to_their_end(tmp_path: Path) -> None:
+    def ask() -> None:
+        until(lambda: len(list(tmp_path.glob("pid-0-*"))) == 2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = Thread(target=ask)
+    thread.start()
+    ended, _ = run(tmp_path, "heed")
+    thread.join()
+    assert (ended.exit_code, ended.stop_requested) == (0, True)
+    with pytest.raises(KeyboardInterrupt):
+        ended.pass_on_stop()
+    Ended(0).pass_on_stop()
 
 
 def test_a_second_request_stops_at_once(supervise: Callable[..., Supervisor]) -> None:
