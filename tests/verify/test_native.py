@@ -45,7 +45,7 @@ def step_on_a_rank(group: Group, job: Job, folder: Path, plant: Plant) -> list[S
 
 def judged(
     ranks: Ranks, recipe: str, layout: str, plant: Plant = nothing, *settings: str
-) -> tuple[Unlikely, Unlikely | None]:
+) -> tuple[Unlikely | None, Unlikely | None]:
     native = referred(recipe, *settings)
     candidate = laid_out(native.trial.job, layout)
     seen = ranks.run(candidate.world, step_on_a_rank, candidate.job, native.folder, plant, timeout_s=120)
@@ -144,4 +144,12 @@ def test_promised_bits_are_held_to(ranks: Ranks) -> None:
     _, first = judged(ranks, "fp32", "dp=3 zero=1", a_bit_in_a_master, *promise)
     assert first is not None
     assert first.difference.site[0] == "state"
+    assert "it has not the bits that one device has" in first.cause
+
+
+def test_in_float64_the_bits_alone_are_judged(ranks: Ranks) -> None:
+    promise = ("run.reproducible=layout", "data.batch_sequences=13")
+    assert judged(ranks, "fp64", "dp=3 zero=1", nothing, *promise) == (None, None)
+    _, first = judged(ranks, "fp64", "dp=3 zero=1", a_bit_in_a_master, *promise)
+    assert first is not None
     assert "it has not the bits that one device has" in first.cause

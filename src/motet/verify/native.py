@@ -92,17 +92,23 @@ class Native:
     """What every layout has to the bit, where the job promises that."""
     known: dict[int, Spread] = field(default_factory=dict)
 
-    def judge(self, parts: int, ranks: Sequence[Sequence[Seen]]) -> tuple[Unlikely, Unlikely | None]:
+    def judge(self, parts: int, ranks: Sequence[Sequence[Seen]]) -> tuple[Unlikely | None, Unlikely | None]:
         """The most unlikely of all tensors, and the first that is none of rounding; of a batch cut into `parts`."""
+        found: list[Unlikely] = []
+        if RECIPES[self.trial.job.precision.recipe].compute != "float64":  # that has been judged by more
+            spread = self._spread_of(parts)
+            differences = (each for each in compare(spread.reference, ranks) if self._is_judged(each.site))
+            found = [spread.unlikely(each) for each in differences]
+        if self.exact is not None:
+            found += [_of_bits(each) for each in compare(self.exact, ranks) if each.site[0] in EXACT and each.relative]
+        worst = max(found, key=lambda each: each.z, default=None)
+        return worst, next((each for each in found if not each.is_rounding), None)
+
+    def _spread_of(self, parts: int) -> Spread:
         if parts not in self.known:
             with self.trial.numerics(), one_thread():
                 self.known[parts] = self._spread(parts)
-        spread = self.known[parts]
-        differences = (each for each in compare(spread.reference, ranks) if self._is_judged(each.site))
-        found = [spread.unlikely(each) for each in differences]
-        if self.exact is not None:
-            found += [_of_bits(each) for each in compare(self.exact, ranks) if each.site[0] in EXACT and each.relative]
-        return max(found, key=lambda each: each.z), next((each for each in found if not each.is_rounding), None)
+        return self.known[parts]
 
     def _is_judged(self, site: Site) -> bool:
         """Where there are masters they are; stage 3 has no other parameters."""
@@ -198,8 +204,10 @@ def native_step(trial: JobTrial, group: Group, folder: Path) -> list[Seen]:
         return _first_values(built) + _last_step(built, folder, trial.steps - 1)
 
 
-def in_own_precision(same: Verdict, worst: Unlikely, first: Unlikely | None) -> Verdict:
+def in_own_precision(same: Verdict, worst: Unlikely | None, first: Unlikely | None) -> Verdict:
     """What is the same in float64 may be wrong all the same."""
+    if worst is None:
+        return same
     found = replace(same, worst_z=worst.z, worst_z_tensor=named(worst.difference.site))
     if first is None:
         return found
