@@ -69,7 +69,7 @@ def measure(options: argparse.Namespace) -> None:
     from parts.silent import register_silent
 
     import motet.collectives.backend  # noqa: F401  (registers it)
-    from motet.cluster.allocator import keep_freed_memory
+    from motet.cluster.malloc_tuning import keep_freed_memory
 
     warnings.filterwarnings("ignore")
     torch.set_num_threads(options.threads)
@@ -165,14 +165,14 @@ def machine(options: argparse.Namespace) -> str:
     import psutil
     import torch
 
-    from motet.cluster.discover import discover
+    from motet.cluster.local_device import discover_device
 
     versions = f"torch {torch.__version__.partition('+')[0]}"
     if importlib.util.find_spec("deepspeed") is not None:
         versions += f", DeepSpeed {importlib.metadata.version('deepspeed')}"
     memory = psutil.virtual_memory().total / 2**30
     return (
-        f"{os.cpu_count()} cores, {discover('cpu').name}, {memory:.0f} GiB, {platform.system()}, {versions}; "
+        f"{os.cpu_count()} cores, {discover_device('cpu').name}, {memory:.0f} GiB, {platform.system()}, {versions}; "
         f"{options.ranks} ranks x {options.threads} threads; {options.rounds} rounds of {options.steps} steps"
     )
 

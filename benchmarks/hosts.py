@@ -113,7 +113,7 @@ def measure_as_rank(options: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from motet.cluster.load import cluster_from_tree
+    from motet.cluster.cluster_toml import cluster_from_dict
     from motet.collectives import program
     from motet.collectives.calibrate import calibrate
     from motet.collectives.cost import cost
@@ -126,7 +126,7 @@ def measure_as_rank(options: argparse.Namespace) -> None:
     group = dist.group.WORLD
     assert group is not None
     tree = calibrate(group, RANKS_PER_HOST)
-    cluster = cluster_from_tree(tree, "two hosts in miniature")
+    cluster = cluster_from_dict(tree, "two hosts in miniature")
     programs = {name: program("all-reduce", name, world, **choices) for name, choices in ALGORITHMS.items()}
     if options.rank == 0:
         report_calibration(tree)

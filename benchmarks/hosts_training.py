@@ -78,7 +78,7 @@ def measure_as_rank(options: argparse.Namespace) -> int:
     from parts.silent import as_world, register_silent
     from parts.ways import WAYS, batches
 
-    from motet.cluster.allocator import keep_freed_memory
+    from motet.cluster.malloc_tuning import keep_freed_memory
 
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -137,7 +137,7 @@ def calibrated(options: argparse.Namespace) -> "Predicted":
     from parts.step_times import Predicted
 
     from motet.cli.show_step import parts_of
-    from motet.cluster.load import cluster_from_tree
+    from motet.cluster.cluster_toml import cluster_from_dict
     from motet.collectives.calibrate import calibrate
     from motet.parallel.layout import Layout
     from motet.train.job import load_job
@@ -150,7 +150,7 @@ def calibrated(options: argparse.Namespace) -> "Predicted":
         report_calibration(tree)
         print(f"agreeing on the loss and the norm: {agree_s * 1e3:.1f} ms\n", flush=True)
     stretches, _ = parts_of(load_job("tiny", []), Layout(WORLD, 1))
-    return Predicted(cluster_from_tree(tree, "two hosts in miniature"), stretches, agree_s)
+    return Predicted(cluster_from_dict(tree, "two hosts in miniature"), stretches, agree_s)
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ def take_turns(
             steps = way.period if way.period > 1 else options.steps
             spent = Spent()
             silent[way.name]()
-            with trace.listening(spent):
+            with trace.install_sink(spent):
                 seconds = timed(silent[way.name], steps)
             apart[way.name].append([seconds, *(mean_of(s / steps) for s in spent.seconds.values())])
             losses[way.name] = mean_of(loud[way.name]())
@@ -315,11 +315,11 @@ def machine(options: argparse.Namespace) -> str:
     import psutil
     import torch
 
-    from motet.cluster.discover import discover
+    from motet.cluster.local_device import discover_device
 
     memory, version = psutil.virtual_memory().total / 2**30, torch.__version__.partition("+")[0]
     return (
-        f"{os.cpu_count()} cores, {discover('cpu').name}, {memory:.0f} GiB, torch {version}, Gloo; a link of "
+        f"{os.cpu_count()} cores, {discover_device('cpu').name}, {memory:.0f} GiB, torch {version}, Gloo; a link of "
         f"{options.rate}; {HOSTS} hosts x {RANKS_PER_HOST} ranks x 1 thread, {options.length} tokens each; "
         f"{options.rounds} rounds of {options.steps} steps; load {os.getloadavg()[0]:.1f} at the end"
     )

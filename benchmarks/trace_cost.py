@@ -43,7 +43,7 @@ def listened(work: Callable[[], None]) -> Callable[[], None]:
     """`work` with a collector that keeps everything."""
 
     def run() -> None:
-        with trace.listening(SpanCollector()):
+        with trace.install_sink(SpanCollector()):
             work()
 
     return run

@@ -14,7 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from motet.cluster.load import load_cluster
+from motet.cluster.cluster_toml import load_cluster
 from motet.collectives import algorithms, closed_form, collectives, program
 from motet.collectives.curves import crossovers, curves, grid
 from motet.collectives.draw import text

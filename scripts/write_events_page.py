@@ -8,7 +8,7 @@ from typing import get_args
 
 from pydantic import BaseModel
 
-from motet.core.trace import Span
+from motet.core.trace import TraceSpan
 from motet.monitor import events
 
 PAGE = Path(__file__).parents[1] / "docs/reference/events.md"
@@ -77,9 +77,12 @@ def page() -> str:
         lines += [*table(model_rows(kind)), ""]
     work = events.ServerWork
     lines += ["## Parameter servers", "", inspect.cleandoc(work.__doc__ or ""), "", *table(model_rows(work)), ""]
-    lines += ["## Spans", "", inspect.cleandoc(Span.__doc__ or ""), ""]
-    docs = attribute_docs(Span)
-    lines += [*table([(field.name, type_text(field.type), docs.get(field.name, "")) for field in fields(Span)]), ""]
+    lines += ["## Spans", "", inspect.cleandoc(TraceSpan.__doc__ or ""), ""]
+    docs = attribute_docs(TraceSpan)
+    lines += [
+        *table([(field.name, type_text(field.type), docs.get(field.name, "")) for field in fields(TraceSpan)]),
+        "",
+    ]
     lines += [
         "A step's clock starts when the step before was handed over, so what happens between two steps (saving,",
         "evaluating, the writing of the report itself) is told with the later one. Spans of background threads overlap",

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from environment import uncounted
-from motet.core.errors import DivergedError
+from motet.core.errors import TrainingDivergedError
 from motet.parallel.place import Place
 from motet.train.faults import StopFlag
 from motet.train.launch import Launch, launch
@@ -95,7 +95,7 @@ def raise_beside_deaf(place: Place, stop: StopFlag, folder: str) -> int:
 
 def diverge(place: Place, stop: StopFlag, folder: str) -> int:
     _all_are_here(place, folder)
-    raise DivergedError("the loss is nan")
+    raise TrainingDivergedError("the loss is nan")
 
 
 def leave(place: Place, stop: StopFlag, folder: str, how: str, code: str) -> int:

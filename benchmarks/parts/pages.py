@@ -26,10 +26,10 @@ def machine() -> str:
     import psutil
     import torch
 
-    from motet.cluster.discover import discover
+    from motet.cluster.local_device import discover_device
 
     memory = psutil.virtual_memory().total / 2**30
     return (
-        f"{os.cpu_count()} cores, {discover('cpu').name}, {memory:.0f} GiB, {platform.system()}, "
+        f"{os.cpu_count()} cores, {discover_device('cpu').name}, {memory:.0f} GiB, {platform.system()}, "
         f"torch {torch.__version__.partition('+')[0]}"
     )

@@ -37,7 +37,7 @@ def joined(threads: int) -> "Iterator[Group]":
     import torch.distributed as dist
 
     import motet.collectives.backend  # noqa: F401  (registers it)
-    from motet.cluster.allocator import keep_freed_memory
+    from motet.cluster.malloc_tuning import keep_freed_memory
     from motet.parallel.group import Group
 
     torch.set_num_threads(threads)

@@ -19,15 +19,15 @@ _EXPORTS = {
 }
 
 # Rooms whose names are public, too.
-_ROOMS = ("collectives", "verify")
+_PUBLIC_PACKAGES = ("collectives", "verify")
 
-__all__ = ["__version__", *_EXPORTS, *_ROOMS]
+__all__ = ["__version__", *_EXPORTS, *_PUBLIC_PACKAGES]
 
 
 def __getattr__(name: str) -> object:
     if name in _EXPORTS:
         return getattr(import_module(_EXPORTS[name]), name)
-    if name in _ROOMS:
+    if name in _PUBLIC_PACKAGES:
         return import_module(f"motet.{name}")
     raise AttributeError(f"module 'motet' has no attribute {name!r}")
 

@@ -13,7 +13,7 @@ import torch
 from motet.checkpoint.load import load_checkpoint
 from motet.checkpoint.manifest import Manifest, read_manifest, whole_checkpoints
 from motet.checkpoint.save import save_checkpoint
-from motet.core.errors import InputError, SaveError
+from motet.core.errors import CheckpointSaveError, InputError
 from motet.parallel.group import Group
 from ranks import Ranks
 
@@ -125,7 +125,9 @@ def small_disk(tmp_path: Path) -> Path:
 def test_a_full_disk_leaves_the_checkpoint_before_whole(small_disk: Path) -> None:
     folder = small_disk / "checkpoints"
     before = _save(folder, 1, {"w": torch.ones(2**18)})
-    with pytest.raises(SaveError, match=r"step-00000002 \(No space left on device\): it needs 8 MiB and .* free"):
+    with pytest.raises(
+        CheckpointSaveError, match=r"step-00000002 \(No space left on device\): it needs 8 MiB and .* free"
+    ):
         _save(folder, 2, {"w": torch.zeros(2**21)})
     assert [path for _, path in whole_checkpoints(folder)] == [before]
     state = {"w": torch.zeros(2**18)}
@@ -136,5 +138,5 @@ def test_a_full_disk_leaves_the_checkpoint_before_whole(small_disk: Path) -> Non
 
 def test_an_unwritable_folder_is_told(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
-    with pytest.raises(SaveError, match="could not save"):
+    with pytest.raises(CheckpointSaveError, match="could not save"):
         _save(tmp_path / "checkpoints", 1, _state())

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from environment import uncounted
 from motet.cli.collectives import app
-from motet.cluster.load import load_cluster
+from motet.cluster.cluster_toml import load_cluster
 from motet.collectives.curves import format_seconds
 from motet.collectives.library import algorithms, closed_form, collectives, find, program
 from motet.collectives.score import Program

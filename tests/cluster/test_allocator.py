@@ -5,11 +5,11 @@ import sys
 
 import pytest
 
-from motet.cluster.allocator import keep_freed_memory
+from motet.cluster.malloc_tuning import keep_freed_memory
 
 _CODE = """
 import ctypes, psutil
-from motet.cluster.allocator import keep_freed_memory
+from motet.cluster.malloc_tuning import keep_freed_memory
 kept = {} and keep_freed_memory()
 library = ctypes.CDLL(None)
 library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]

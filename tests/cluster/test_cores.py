@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from motet.cluster.cores import usable_cores
+from motet.cluster.cpu_count import usable_cores
 
 
 @pytest.fixture

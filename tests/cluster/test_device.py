@@ -2,7 +2,7 @@
 
 import pytest
 
-from motet.cluster.device import DEVICES, find_device
+from motet.cluster.device_specs import DEVICES, find_device
 from motet.core.dtypes import DTYPE_BYTES
 
 REPORTED = {

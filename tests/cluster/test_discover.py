@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from motet.cluster import discover as module
-from motet.cluster.device import Figure
-from motet.cluster.discover import ThisDevice, discover, memory_bytes, peak_memory_bytes, slow_arithmetic
+from motet.cluster import local_device as module
+from motet.cluster.device_specs import ValueWithOrigin
+from motet.cluster.local_device import LocalDevice, bfloat16_warnings, discover_device, memory_bytes, peak_memory_bytes
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def gpu(monkeypatch):
 
 
 def test_a_cpu_is_measured_for_each_dtype_asked_for():
-    this = discover("cpu", ["float32", "float64", "bfloat16"])
+    this = discover_device("cpu", ["float32", "float64", "bfloat16"])
     assert (this.kind, this.threads) == ("cpu", torch.get_num_threads())
     assert this.name
     assert list(this.peak_flops) == ["float32", "float64", "bfloat16"]
@@ -39,16 +39,19 @@ def test_a_cpu_is_measured_for_each_dtype_asked_for():
 
 
 def test_a_measurement_is_remembered(monkeypatch):
-    first = discover("cpu").peak_flops["float32"]
+    first = discover_device("cpu").peak_flops["float32"]
     monkeypatch.setattr(module, "_product_s", lambda *_: pytest.fail("measured again"))
-    assert discover(torch.device("cpu")).peak_flops["float32"] == first
+    assert discover_device(torch.device("cpu")).peak_flops["float32"] == first
 
 
 def test_a_known_device_has_its_datasheet(gpu):
     gpu("NVIDIA H100 80GB HBM3")
-    this = discover("cuda:0", ["bfloat16", "float32"])
+    this = discover_device("cuda:0", ["bfloat16", "float32"])
     assert (this.name, this.kind, this.memory_bytes) == ("NVIDIA H100 80GB HBM3", "cuda", 80 * 1024**3)
-    assert this.peak_flops == {"bfloat16": Figure(989.4e12, "datasheet"), "float32": Figure(67e12, "datasheet")}
+    assert this.peak_flops == {
+        "bfloat16": ValueWithOrigin(989.4e12, "datasheet"),
+        "float32": ValueWithOrigin(67e12, "datasheet"),
+    }
 
 
 def test_float32_that_may_be_rounded_has_the_peak_of_the_rounded(gpu):
@@ -56,9 +59,9 @@ def test_float32_that_may_be_rounded_has_the_peak_of_the_rounded(gpu):
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        assert discover("cuda").peak_flops["float32"].value == 494.7e12
+        assert discover_device("cuda").peak_flops["float32"].value == 494.7e12
         gpu("Tesla V100-SXM2-16GB")  # has no such unit
-        assert discover("cuda").peak_flops["float32"].value == 15.7e12
+        assert discover_device("cuda").peak_flops["float32"].value == 15.7e12
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -66,7 +69,7 @@ def test_float32_that_may_be_rounded_has_the_peak_of_the_rounded(gpu):
 @pytest.mark.parametrize(("name", "dtype"), [("NVIDIA Unheard-Of", "float32"), ("Tesla V100-SXM2-16GB", "bfloat16")])
 def test_what_no_datasheet_says_is_measured(gpu, name, dtype):
     gpu(name)
-    assert discover("cuda", [dtype]).peak_flops[dtype] == Figure(7.0, "measured")
+    assert discover_device("cuda", [dtype]).peak_flops[dtype] == ValueWithOrigin(7.0, "measured")
 
 
 def test_memory_is_what_this_process_holds():
@@ -79,7 +82,7 @@ def test_memory_is_what_this_process_holds():
 
 def test_the_peak_of_whoever_started_the_process_does_not_count():
     block = bytearray(os.urandom(1) * (256 * 1024**2))
-    code = "from motet.cluster.discover import peak_memory_bytes; print(peak_memory_bytes('cpu'))"
+    code = "from motet.cluster.local_device import peak_memory_bytes; print(peak_memory_bytes('cpu'))"
     hungry = peak_memory_bytes("cpu")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert int(done.stdout) < hungry
@@ -94,15 +97,15 @@ def test_cuda_is_asked_where_the_device_is_one(monkeypatch):
 
 def test_a_machine_without_proc_is_described_by_the_standard_library(monkeypatch):
     monkeypatch.setattr(module, "Path", lambda _: SimpleNamespace(exists=lambda: False))
-    assert discover("cpu").name
+    assert discover_device("cpu").name
     assert peak_memory_bytes("cpu") > 10 * 1024**2
 
 
 @pytest.mark.parametrize(("bfloat16", "warned"), [(1e9, True), (49e9, True), (50e9, False), (500e9, False)])
 def test_bfloat16_without_instructions_for_it_is_told(bfloat16, warned):
-    peaks = {"bfloat16": Figure(bfloat16, "measured"), "float32": Figure(50e9, "measured")}
-    texts = slow_arithmetic(ThisDevice("old CPU", "cpu", peaks, 1, 1))
+    peaks = {"bfloat16": ValueWithOrigin(bfloat16, "measured"), "float32": ValueWithOrigin(50e9, "measured")}
+    texts = bfloat16_warnings(LocalDevice("old CPU", "cpu", peaks, 1, 1))
     assert bool(texts) == warned
     if bfloat16 == 1e9:
         assert "50 times slower than float32" in texts[0] and "precision.recipe=fp32" in texts[0]
-    assert slow_arithmetic(ThisDevice("old CPU", "cpu", {"float32": peaks["float32"]}, 1, 1)) == []
+    assert bfloat16_warnings(LocalDevice("old CPU", "cpu", {"float32": peaks["float32"]}, 1, 1)) == []

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.cluster.link import Link, expected_fullest, figure
+from motet.cluster.network_link import NetworkLink, expected_max_load, with_origin
 from motet.core.errors import InputError
 
 
@@ -26,24 +26,24 @@ def counted(balls: int, bins: int) -> Fraction:
 @pytest.mark.parametrize("bins", [1, 2, 3, 5, 16])
 @pytest.mark.parametrize("balls", [0, 1, 2, 3, 7, 16, 24])
 def test_the_fullest_bin_is_as_full_as_counted(balls: int, bins: int) -> None:
-    assert expected_fullest(balls, bins) == pytest.approx(float(counted(balls, bins)), rel=1e-10, abs=1e-12)
+    assert expected_max_load(balls, bins) == pytest.approx(float(counted(balls, bins)), rel=1e-10, abs=1e-12)
 
 
 def test_cases_that_are_known_by_heart() -> None:
-    assert expected_fullest(2, 2) == pytest.approx(1.5, rel=1e-12)
-    assert expected_fullest(2, 365) == pytest.approx(1 + 1 / 365, rel=1e-12)
-    assert expected_fullest(3, 3) == pytest.approx((6 * 1 + 18 * 2 + 3 * 3) / 27, rel=1e-12)
+    assert expected_max_load(2, 2) == pytest.approx(1.5, rel=1e-12)
+    assert expected_max_load(2, 365) == pytest.approx(1 + 1 / 365, rel=1e-12)
+    assert expected_max_load(3, 3) == pytest.approx((6 * 1 + 18 * 2 + 3 * 3) / 27, rel=1e-12)
 
 
 @given(st.integers(1, 400), st.integers(1, 64))
 def test_the_fullest_bin_has_at_least_the_mean_and_at_most_all(balls: int, bins: int) -> None:
-    fullest = expected_fullest(balls, bins)
+    fullest = expected_max_load(balls, bins)
     assert max(1, balls / bins) * (1 - 1e-10) <= fullest <= balls * (1 + 1e-10)
-    assert expected_fullest(balls + 1, bins) > fullest - 1e-9
+    assert expected_max_load(balls + 1, bins) > fullest - 1e-9
 
 
-def lanes(count: int) -> Link:
-    return Link(figure(0), figure(1), hashed_lanes=count)
+def lanes(count: int) -> NetworkLink:
+    return NetworkLink(with_origin(0), with_origin(1), hashed_paths=count)
 
 
 @given(st.integers(1, 400), st.integers(1, 64))
@@ -58,7 +58,7 @@ def test_imbalance_of_one_flow_and_of_very_many() -> None:
 
 
 def test_a_fraction_stays_a_fraction() -> None:
-    link = Link(figure(Fraction(1, 3)), figure(Fraction(7)))
+    link = NetworkLink(with_origin(Fraction(1, 3)), with_origin(Fraction(7)))
     assert Fraction(1) / link.bandwidth_Bps.value + link.alpha_s.value == Fraction(10, 21)
     assert isinstance(link.imbalance(3) * Fraction(1, 3), Fraction)
 
@@ -74,4 +74,4 @@ def test_a_fraction_stays_a_fraction() -> None:
 )
 def test_impossible_links(alpha_s: float, bandwidth: float, count: int, words: str) -> None:
     with pytest.raises(InputError, match=words):
-        Link(figure(alpha_s), figure(bandwidth), hashed_lanes=count)
+        NetworkLink(with_origin(alpha_s), with_origin(bandwidth), hashed_paths=count)

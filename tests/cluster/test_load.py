@@ -7,11 +7,11 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from motet.cluster.device import Figure, find_device
-from motet.cluster.link import expected_fullest
-from motet.cluster.load import cluster_from_tree, cluster_presets, load_cluster
-from motet.cluster.settings import ClusterSettings
-from motet.cluster.topology import Torus
+from motet.cluster.cluster_settings import ClusterSettings
+from motet.cluster.cluster_toml import cluster_from_dict, cluster_presets, load_cluster
+from motet.cluster.device_specs import ValueWithOrigin, find_device
+from motet.cluster.network_link import expected_max_load
+from motet.cluster.topology import TorusNetwork
 from motet.core.errors import InputError
 
 PRESETS = {
@@ -67,19 +67,19 @@ def test_a_preset_grows_by_hosts(name: str) -> None:
 
 def test_numbers_know_where_they_come_from() -> None:
     cluster = load_cluster("dgx-h100", hosts=64)
-    assert cluster.link("host3/0.out").bandwidth_Bps == Figure(450e9, "datasheet")
-    assert cluster.link("net/0.out").alpha_s == Figure(4e-6, "assumed")
-    assert cluster.link("net/nic0.up").bandwidth_Bps == Figure(50e9, "datasheet")
-    assert cluster.link("net/leaf0.up").bandwidth_Bps == Figure(32 * 50e9, "assumed")  # a sum over NICs
+    assert cluster.link("host3/0.out").bandwidth_Bps == ValueWithOrigin(450e9, "datasheet")
+    assert cluster.link("net/0.out").alpha_s == ValueWithOrigin(4e-6, "assumed")
+    assert cluster.link("net/nic0.up").bandwidth_Bps == ValueWithOrigin(50e9, "datasheet")
+    assert cluster.link("net/leaf0.up").bandwidth_Bps == ValueWithOrigin(32 * 50e9, "assumed")  # a sum over NICs
     # Adding reads two bytes and writes one.
-    assert cluster.gamma_s_per_byte == Figure(3 / 3350e9, "assumed")
-    assert load_cluster("laptop").gamma_s_per_byte == Figure(3e-10, "assumed")
+    assert cluster.gamma_s_per_byte == ValueWithOrigin(3 / 3350e9, "assumed")
+    assert load_cluster("laptop").gamma_s_per_byte == ValueWithOrigin(3e-10, "assumed")
 
 
 def test_sizes() -> None:
     assert load_cluster("laptop", devices_per_host=3).ranks == 3
     cluster = load_cluster("tpu-v4", dims=(8, 8, 16))
-    assert isinstance(cluster.network, Torus)
+    assert isinstance(cluster.network, TorusNetwork)
     assert (cluster.network.dims, cluster.ranks, cluster.devices_per_host) == ((8, 8, 16), 1024, 1024)
     assert cluster.network.wrap == (True, True, True)
 
@@ -108,7 +108,7 @@ def test_a_file(tmp_path: Path) -> None:
         encoding="utf-8-sig",
     )
     cluster = load_cluster(str(path))
-    assert (cluster.name, cluster.ranks, cluster.gamma_s_per_byte) == ("mine", 8, Figure(1e-12, "measured"))
+    assert (cluster.name, cluster.ranks, cluster.gamma_s_per_byte) == ("mine", 8, ValueWithOrigin(1e-12, "measured"))
     assert cluster.route(0, 1) == ("host0/0.out+0", "host0/0+0", "host0/1.in+0")
     assert cluster.latency_s(0, 7) == 2e-7
 
@@ -181,7 +181,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_a_sentence_for_what_is_wrong(case: str) -> None:
     preset, changes, words = WRONG[case]
     with pytest.raises(InputError) as caught:
-        cluster_from_tree(tree_of(preset, **changes), "c.toml")
+        cluster_from_dict(tree_of(preset, **changes), "c.toml")
     assert str(caught.value).startswith(f"c.toml: {words}")
     assert "\n" not in str(caught.value)
 
@@ -216,7 +216,7 @@ def test_sizes_that_cannot_be() -> None:
 def test_a_torus_between_hosts(tmp_path: Path) -> None:
     between = {"kind": "torus", "dims": [3], "alpha_s": 1e-6, "bandwidth_Bps": 1e9}
     with pytest.raises(InputError, match="a torus of dims 3 = 3 does not fit hosts = 4; make them equal"):
-        cluster_from_tree(tree_of("laptop", between=between, hosts=4))
+        cluster_from_dict(tree_of("laptop", between=between, hosts=4))
     path = tmp_path / "grid.toml"
     path.write_text(
         cluster_presets()["laptop"] + '[between]\nkind = "torus"\ndims = [1]\nalpha_s = 0\nbandwidth_Bps = 1\n'
@@ -250,7 +250,7 @@ def test_the_page_names_every_preset_key_and_kind() -> None:
     messages, *table = [
         line.split("|")[2:-1] for line in page.splitlines() if line.startswith(("| messages", "| E(", "| imb"))
     ]
-    fullest = [expected_fullest(int(count), 16) for count in messages]
+    fullest = [expected_max_load(int(count), 16) for count in messages]
     assert [float(text) for text in table[0]] == [round(balls, 2) for balls in fullest]
     even = [int(count) / 16 for count in messages]
     assert [float(text) for text in table[1]] == [round(a / b, 2) for a, b in zip(fullest, even, strict=True)]

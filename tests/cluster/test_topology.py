@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.cluster.cluster import Cluster, cluster_for_ranks, torus, uniform
-from motet.cluster.link import Link
-from motet.cluster.load import cluster_from_tree
-from motet.cluster.topology import Torus
+from motet.cluster.cluster import Cluster, cluster_for_ranks, torus_cluster, uniform_cluster
+from motet.cluster.cluster_toml import cluster_from_dict
+from motet.cluster.network_link import NetworkLink
+from motet.cluster.topology import TorusNetwork
 from motet.core.errors import InputError
 
 PORT = {"alpha_s": 1e-6, "bandwidth_Bps": 8}
@@ -23,7 +23,7 @@ def made(devices: int, hosts: int = 1, inside: dict[str, Any] | None = None, **b
     """A cluster from the fewest words."""
     tree: dict[str, Any] = {"devices_per_host": devices, "hosts": hosts, "gamma_s_per_byte": 0}
     tree["inside"] = PORT | (inside or {"kind": "switch"})
-    return cluster_from_tree(tree | ({"between": PORT | between} if between else {}))
+    return cluster_from_dict(tree | ({"between": PORT | between} if between else {}))
 
 
 def inside_kinds(devices: int) -> list[dict[str, Any]]:
@@ -46,7 +46,7 @@ def between_kinds(hosts: int) -> list[dict[str, Any]]:
     ]
 
 
-def links_of(cluster: Cluster) -> dict[str, Link]:
+def links_of(cluster: Cluster) -> dict[str, NetworkLink]:
     """Those that any message crosses."""
     pairs = permutations(range(cluster.ranks), 2)
     return {name: cluster.link(name) for src, dst in pairs for name in cluster.route(src, dst)}
@@ -95,7 +95,7 @@ def test_routes_between_hosts(inside: dict[str, Any], kind: int) -> None:
 
 
 def test_a_uniform_network_is_ports_alone_and_exact() -> None:
-    cluster = uniform(5, Fraction(1, 7), Fraction(3), Fraction(1, 11))
+    cluster = uniform_cluster(5, Fraction(1, 7), Fraction(3), Fraction(1, 11))
     check_routes(cluster)
     assert cluster.route(1, 4) == ("1.out", "4.in")
     assert len(links_of(cluster)) == 10
@@ -174,13 +174,13 @@ def test_hashed_uplinks_know_their_lanes() -> None:
 
 
 @st.composite
-def tori(draw: st.DrawFn) -> Torus:
+def tori(draw: st.DrawFn) -> TorusNetwork:
     dims = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4).filter(lambda dims: prod(dims) <= 64))
-    port = torus((2,), 1, 1).link("0.out+0")
-    return Torus(tuple(dims), tuple(draw(st.booleans()) for _ in dims), port, port)
+    port = torus_cluster((2,), 1, 1).link("0.out+0")
+    return TorusNetwork(tuple(dims), tuple(draw(st.booleans()) for _ in dims), port, port)
 
 
-def ends_of_wires(network: Torus) -> dict[str, tuple[int, int]]:
+def ends_of_wires(network: TorusNetwork) -> dict[str, tuple[int, int]]:
     """Where each wire begins and ends, by the two ports of the same neighbours."""
     ends = {}
     for a in range(network.ranks):
@@ -193,7 +193,7 @@ def ends_of_wires(network: Torus) -> dict[str, tuple[int, int]]:
 
 @settings(deadline=None, max_examples=12)
 @given(tori())
-def test_a_torus_goes_from_neighbour_to_neighbour_on_a_shortest_way(network: Torus) -> None:
+def test_a_torus_goes_from_neighbour_to_neighbour_on_a_shortest_way(network: TorusNetwork) -> None:
     ends = ends_of_wires(network)
     steps = defaultdict(set)
     for tail, head in ends.values():
@@ -227,17 +227,17 @@ def test_a_torus_goes_from_neighbour_to_neighbour_on_a_shortest_way(network: Tor
     ],
 )
 def test_a_torus_has_a_link_to_each_neighbour(dims: tuple[int, ...], wrap: bool, ports: int, wires: int) -> None:
-    links = links_of(torus(dims, 1, 1, wrap=wrap)).values()
+    links = links_of(torus_cluster(dims, 1, 1, wrap=wrap)).values()
     assert sum(link.is_port for link in links) == ports
     assert sum(not link.is_port for link in links) == wires
 
 
 def test_a_torus_goes_the_shorter_way_round() -> None:
-    ring = torus((6,), 1, 1)
+    ring = torus_cluster((6,), 1, 1)
     assert ring.route(0, 5) == ("0.out-0", "0-0", "5.in-0")
     assert ring.route(1, 4) == ("1.out+0", "1+0", "2+0", "3+0", "4.in+0")
-    assert len(torus((6,), 1, 1, wrap=False).route(0, 5)) == 7
-    check_routes(torus((3, 4), 1, 1))
+    assert len(torus_cluster((6,), 1, 1, wrap=False).route(0, 5)) == 7
+    check_routes(torus_cluster((3, 4), 1, 1))
 
 
 def test_the_first_ranks_of_a_cluster_keep_their_routes() -> None:
@@ -250,4 +250,4 @@ def test_the_first_ranks_of_a_cluster_keep_their_routes() -> None:
     with pytest.raises(InputError, match="cannot have 0 ranks; give 1 or more"):
         cluster_for_ranks(whole, 0)
     with pytest.raises(InputError, match="cannot have 0 ranks"):
-        uniform(0, 1, 1)
+        uniform_cluster(0, 1, 1)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from motet.cluster.load import cluster_from_tree
+from motet.cluster.cluster_toml import cluster_from_dict
 from motet.collectives import program
 from motet.collectives.calibrate import calibrate, fit
 from motet.collectives.cost import cost
@@ -37,7 +37,7 @@ def calibrated(group: Group, devices_per_host: int) -> dict[str, Any]:
 def test_a_cluster_comes_of_it(ranks: Ranks, world: int, devices_per_host: int) -> None:
     trees = ranks.run(world, calibrated, devices_per_host)
     assert all(tree == trees[0] for tree in trees)
-    cluster = cluster_from_tree(trees[0], "here")
+    cluster = cluster_from_dict(trees[0], "here")
     assert (cluster.ranks, cluster.hosts) == (world, world // devices_per_host)
     assert cluster.gamma_s_per_byte.origin == "measured"
     predicted = cost(program("all-reduce", "ring", world), cluster)

@@ -51,7 +51,7 @@ def reduce_all(group: Group, cases: list[Case]) -> list[Result]:
     for text, shape, dtype in cases:
         tensor = given_by(group.rank, shape, dtype)
         kept, counters = tensor.clone(), Counters()
-        with trace.listening(counters):
+        with trace.install_sink(counters):
             reduced = reduce.all_reduce(tensor, parse(text), group, seed=4)
         assert torch.equal(tensor, kept)
         results.append((reduced.total, reduced.error, dict(counters.counts)))
@@ -183,7 +183,7 @@ def sparse_sums(group: Group, cases: list[tuple[list[int], int]]) -> list[tuple[
         indices = torch.randperm(numel, generator=draw)[: counts[group.rank]]
         values = torch.arange(1.0, len(indices) + 1)
         counters = Counters()
-        with trace.listening(counters):
+        with trace.install_sink(counters):
             total = reduce.sum_sparse(indices, values, numel, group)
         mine = torch.zeros(numel).index_put((indices,), values)
         results.append((torch.stack([total, mine]), dict(counters.counts)))

@@ -5,11 +5,11 @@ from fractions import Fraction
 
 import pytest
 
-from motet.cluster.cluster import Cluster, cluster_for_ranks, uniform
-from motet.cluster.device import Figure
-from motet.cluster.link import Link
-from motet.cluster.load import load_cluster
-from motet.cluster.topology import Level, Torus, Tree
+from motet.cluster.cluster import Cluster, cluster_for_ranks, uniform_cluster
+from motet.cluster.cluster_toml import load_cluster
+from motet.cluster.device_specs import ValueWithOrigin
+from motet.cluster.network_link import NetworkLink
+from motet.cluster.topology import SwitchLevel, SwitchTree, TorusNetwork
 from motet.collectives.choose import EQUAL, candidates, cheapest, even_hosts, reigns
 from motet.collectives.cost import bus_factor, cost
 from motet.collectives.decompose import decompositions
@@ -18,20 +18,24 @@ from motet.collectives.prove import prove
 from motet.core.errors import InputError
 
 MIB = 2**20
-UNIFORM = uniform(8, 5e-6, 25e9, 1e-12)
+UNIFORM = uniform_cluster(8, 5e-6, 25e9, 1e-12)
 
 
-def _figure(value: float) -> Figure:
-    return Figure(value, "assumed")
+def _figure(value: float) -> ValueWithOrigin:
+    return ValueWithOrigin(value, "assumed")
 
 
 def _two_level(hosts: int, each: int, inside_Bps: float, uplink_Bps: float) -> Cluster:  # noqa: N803 - a unit
     """Hosts whose ranks share one link to the others."""
-    port = Link(_figure(1e-6), _figure(inside_Bps), is_port=True)
-    uplink = Link(_figure(1e-5), _figure(uplink_Bps))
+    port = NetworkLink(_figure(1e-6), _figure(inside_Bps), is_port=True)
+    uplink = NetworkLink(_figure(1e-5), _figure(uplink_Bps))
     groups = tuple(rank // each for rank in range(hosts * each))
     return Cluster(
-        "two-level", hosts * each, each, Tree(hosts * each, port, (Level("host", groups, uplink=uplink),)), _figure(0.0)
+        "two-level",
+        hosts * each,
+        each,
+        SwitchTree(hosts * each, port, (SwitchLevel("host", groups, uplink=uplink),)),
+        _figure(0.0),
     )
 
 
@@ -49,7 +53,7 @@ def test_messages_that_share_a_link_wait_for_each_other() -> None:
 
 
 def test_hierarchies_win_where_the_links_between_hosts_are_slow() -> None:
-    slow, even = _two_level(4, 4, 100e9, 1e9), uniform(16, 1e-6, 100e9)
+    slow, even = _two_level(4, 4, 100e9, 1e9), uniform_cluster(16, 1e-6, 100e9)
     ring, sharded = (
         float(cost(program("all-reduce", name, 16), slow).seconds(64 * MIB))
         for name in ("ring", "hierarchical-sharded")
@@ -77,9 +81,9 @@ def test_hierarchies_have_no_group_on_two_hosts(ranks: int, groups: int | None) 
 
 def test_a_torus_algorithm_uses_the_wires_of_its_torus() -> None:
     """On a 4 x 4 torus all four wires of a rank work at once: a quarter of the time of a ring."""
-    port = Link(_figure(0.0), _figure(10e9), is_port=True)
-    wire = Link(_figure(0.0), _figure(10e9))
-    torus = Cluster("torus", 16, 1, Torus((4, 4), (True, True), port, wire), _figure(0.0))
+    port = NetworkLink(_figure(0.0), _figure(10e9), is_port=True)
+    wire = NetworkLink(_figure(0.0), _figure(10e9))
+    torus = Cluster("torus", 16, 1, TorusNetwork((4, 4), (True, True), port, wire), _figure(0.0))
     best = cheapest("all-reduce", 64 * MIB, torus)
     assert str(best) == "torus-2d dims=4x4"
     ring_s = 2 * 15 / 16 * 64 * MIB / 10e9
@@ -96,8 +100,8 @@ def test_a_torus_algorithm_uses_the_wires_of_its_torus() -> None:
     ],
 )
 def test_the_free_torus_is_tried_where_no_other_fits(dims: tuple[int, ...], best: str, without: set[str]) -> None:
-    port = Link(_figure(0.0), _figure(10e9), is_port=True)
-    network = Torus(dims, (True,) * len(dims), port, Link(_figure(0.0), _figure(10e9)))
+    port = NetworkLink(_figure(0.0), _figure(10e9), is_port=True)
+    network = TorusNetwork(dims, (True,) * len(dims), port, NetworkLink(_figure(0.0), _figure(10e9)))
     cluster = Cluster("torus", 16, 1, network, _figure(0.0))
     assert str(cheapest("all-reduce", 64 * MIB, cluster)) == best
     assert {candidate.algorithm for candidate in candidates("all-reduce", cluster)}.isdisjoint(without)
@@ -106,7 +110,7 @@ def test_the_free_torus_is_tried_where_no_other_fits(dims: tuple[int, ...], best
 
 
 def test_of_decompositions_that_cost_the_same_the_whole_comes_first() -> None:
-    free = uniform(8, 0.0, 25e9)
+    free = uniform_cluster(8, 0.0, 25e9)
     found = decompositions("all-reduce", 2**26, free)
     equals = [d for d in found if d.seconds <= min(d.seconds for d in found) * EQUAL]
     assert len(equals) > 1
@@ -139,7 +143,7 @@ def test_auto_never_picks_what_lets_replicas_drift_apart() -> None:
 def test_chunks_of_unequal_sizes_cost_what_they_weigh() -> None:
     ring = program("broadcast", "pipelined-ring", 3, pieces=2)
     uneven = replace(ring, sizes=(3, 1))
-    network = uniform(3, Fraction(0), Fraction(1))
+    network = uniform_cluster(3, Fraction(0), Fraction(1))
     assert [step.seconds(Fraction(8)) for step in cost(uneven, network).steps] == [6, 6, 2]
 
 

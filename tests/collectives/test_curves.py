@@ -7,14 +7,14 @@ from itertools import pairwise
 
 import pytest
 
-from motet.cluster.cluster import Cluster, uniform
+from motet.cluster.cluster import Cluster, uniform_cluster
 from motet.collectives.choose import cheapest
 from motet.collectives.cost import cost
 from motet.collectives.curves import crossovers, curves, format_seconds, grid, plot
 from motet.collectives.draw_cost import _apart, cost_page, cost_svg
 from motet.collectives.library import closed_form, program
 
-NET = uniform(8, 1e-5, 1e9)
+NET = uniform_cluster(8, 1e-5, 1e9)
 SIZES = grid(1024, 2**30, 64)
 
 
@@ -93,7 +93,7 @@ def test_the_picture_has_all_curves_inside_and_all_crossovers() -> None:
 
 def test_times_that_are_one_power_of_ten_can_be_drawn() -> None:
     sizes = grid(1, 4096, 5)
-    same = curves("send", uniform(2, 1e-4, 1e30), sizes)
+    same = curves("send", uniform_cluster(2, 1e-4, 1e30), sizes)
     root = ET.fromstring(cost_svg("alike", same, sizes, []))
     assert "nan" not in ET.tostring(root, encoding="unicode")
 

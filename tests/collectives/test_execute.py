@@ -10,7 +10,7 @@ from motet.collectives import algorithms, collectives, program
 from motet.collectives.library import find
 from motet.collectives.lower import extents
 from motet.collectives.run import run
-from motet.core.trace import listening
+from motet.core.trace import install_sink
 from motet.parallel.group import Group
 from on_ranks import Counter, end_of, group_of, start_of
 from ranks import Ranks
@@ -36,7 +36,7 @@ def every_algorithm(group: Group) -> list[Told]:
                     made = replace(even, sizes=extents(even, numel))
                     mine, wanted = start_of(made, group.rank, numel), end_of(made, group.rank, numel)
                     output, counter = torch.full_like(wanted, torch.nan), Counter()
-                    with listening(counter):
+                    with install_sink(counter):
                         run(made, output if made.final[group.rank] else None, mine, group_of(group))
                     torch.testing.assert_close(output, wanted, rtol=1e-14, atol=1e-14, msg=f"{made} of {numel}")
                     assert torch.equal(mine, start_of(made, group.rank, numel)), made

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from motet.cluster.cluster import uniform
+from motet.cluster.cluster import uniform_cluster
 from motet.collectives import execute, program
 from motet.collectives.arithmetic import OPERATORS
 from motet.collectives.execute import (
@@ -25,7 +25,7 @@ from motet.collectives.execute import (
     scatter,
 )
 from motet.core.errors import InputError
-from motet.core.trace import listening
+from motet.core.trace import install_sink
 from motet.parallel.group import CpuBackend, Group
 from on_ranks import Counter, group_of
 from ranks import Ranks
@@ -33,7 +33,7 @@ from ranks import Ranks
 HOW = [
     {},
     {"algorithm": "ring"},
-    {"algorithm": "auto", "cluster": uniform(4, 1e-5, 1e9)},
+    {"algorithm": "auto", "cluster": uniform_cluster(4, 1e-5, 1e9)},
     {"algorithm": "halving-doubling", "check": False},
     {"algorithm": program("all-reduce", "double-tree", 4, pieces=3), "async_op": True},
 ]
@@ -224,7 +224,7 @@ def test_order(ranks: Ranks) -> None:
 
 def counted(group: Group) -> dict[str, float]:
     counter = Counter()
-    with listening(counter):
+    with install_sink(counter):
         all_reduce(torch.zeros(6), group, algorithm="ring")
         all_reduce(torch.zeros(6), group)
         all_gather(torch.zeros(6), torch.zeros(3), group, algorithm="ring", check=False)

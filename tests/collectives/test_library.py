@@ -7,7 +7,7 @@ from math import prod
 
 import pytest
 
-from motet.cluster.cluster import uniform
+from motet.cluster.cluster import uniform_cluster
 from motet.collectives.cost import cost
 from motet.collectives.library import algorithms, closed_form, collectives, find, program
 from motet.collectives.prove import prove
@@ -32,7 +32,7 @@ def _check(collective: str, name: str, ranks: int, **options: object) -> None:
     draw = random.Random(f"{collective} {name} {ranks}")
     alpha, beta, gamma = (Fraction(draw.randint(1, 10**6), draw.randint(1, 10**6)) for _ in range(3))
     size = Fraction(draw.randint(1, 10**9))
-    derived = cost(built, uniform(ranks, alpha, 1 / beta, gamma)).seconds(size)
+    derived = cost(built, uniform_cluster(ranks, alpha, 1 / beta, gamma)).seconds(size)
     assert derived == closed_form(collective, name, ranks, **options).seconds(alpha, beta * size, gamma * size)
 
 

@@ -6,26 +6,26 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field
 
+from motet.core.base_settings import FrozenSettings
+from motet.core.config_loading import read_toml, settings_from_dict
 from motet.core.errors import InputError
-from motet.core.reading import read_toml, settings_from_tree
-from motet.core.settings import Settings
 
 
-class Edge(Settings):
+class Edge(FrozenSettings):
     length: float
 
 
-class Circle(Settings):
+class Circle(FrozenSettings):
     kind: Literal["circle"]
     radius: Annotated[float, Field(gt=0)]
 
 
-class Square(Settings):
+class Square(FrozenSettings):
     kind: Literal["square"]
     edge: Edge
 
 
-class Drawing(Settings):
+class Drawing(FrozenSettings):
     """Its unions stand in a list and inside of another group."""
 
     shapes: tuple[Annotated[Circle | Square, Field(discriminator="kind")], ...] = ()
@@ -53,7 +53,7 @@ class Drawing(Settings):
 )
 def test_a_sentence_names_the_place_as_it_is_written(tree: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError) as caught:
-        settings_from_tree(Drawing, tree, "d.toml")
+        settings_from_dict(Drawing, tree, "d.toml")
     assert str(caught.value).startswith(f"d.toml: {words}")
 
 

@@ -31,7 +31,7 @@ def test_without_a_listener_every_span_is_one_shared_object_that_does_nothing():
 
 def test_spans_are_told_when_they_end_with_their_depth():
     heard = Heard()
-    with trace.listening(heard):
+    with trace.install_sink(heard):
         with trace.span("step"):
             with trace.span("forward"):
                 trace.count("bytes", 3)
@@ -44,7 +44,7 @@ def test_spans_are_told_when_they_end_with_their_depth():
 
 def test_a_span_that_fails_is_told_and_the_depth_is_right_again():
     heard = Heard()
-    with trace.listening(heard):
+    with trace.install_sink(heard):
         with pytest.raises(KeyError), trace.span("step"), trace.span("forward"):
             raise KeyError
         with trace.span("step"):
@@ -54,8 +54,8 @@ def test_a_span_that_fails_is_told_and_the_depth_is_right_again():
 
 def test_the_listener_before_listens_again_afterwards():
     outer, inner = Heard(), Heard()
-    with trace.listening(outer):
-        with pytest.raises(KeyError), trace.listening(inner), trace.span("inside"):
+    with trace.install_sink(outer):
+        with pytest.raises(KeyError), trace.install_sink(inner), trace.span("inside"):
             raise KeyError
         with trace.span("outside"):
             pass
@@ -64,11 +64,11 @@ def test_the_listener_before_listens_again_afterwards():
 
 def test_a_span_that_outlives_its_listener_is_lost_without_harm():
     heard = Heard()
-    with trace.listening(heard):
+    with trace.install_sink(heard):
         late = trace.span("late")
         late.__enter__()
     late.__exit__(None, None, None)
-    with trace.listening(heard), trace.span("next"):
+    with trace.install_sink(heard), trace.span("next"):
         pass
     assert heard.spans == [("next", 0)]
 
@@ -85,7 +85,7 @@ def test_depth_is_counted_per_thread():
 
     thread = threading.Thread(target=load)
     thread.start()
-    with trace.listening(heard), trace.span("forward"):
+    with trace.install_sink(heard), trace.span("forward"):
         inside.set()
         told.wait()
     thread.join()
@@ -101,10 +101,10 @@ def test_a_mark_brackets_every_span_that_someone_listens_to():
         yield
         marked.append(f"{action}>")
 
-    with trace.marking(mark), trace.span("unheard"):
+    with trace.profiler_ranges(mark), trace.span("unheard"):
         pass
-    with trace.listening(Heard()):
-        with trace.marking(mark), trace.span("step"), trace.span("forward"):
+    with trace.install_sink(Heard()):
+        with trace.profiler_ranges(mark), trace.span("step"), trace.span("forward"):
             pass
         with trace.span("after"):
             pass

@@ -12,15 +12,15 @@ from importlib import import_module
 import pytest
 from test_torch_free import FILES
 
-from motet.core.settings import Settings
+from motet.core.base_settings import FrozenSettings
 
 DECLARING = sorted(name for name, path in FILES.items() if "Settings)" in path.read_text(encoding="utf-8"))
 Classes = dict[str, set[str]]
 """Name of something in the code -> names of the classes that it may be of."""
 
 
-def kinds() -> Iterator[type[Settings]]:
-    todo = [Settings]
+def kinds() -> Iterator[type[FrozenSettings]]:
+    todo = [FrozenSettings]
     for name in DECLARING:
         import_module(name)
     while todo:
@@ -96,7 +96,7 @@ def all_reads(texts: Iterable[str]) -> set[tuple[str, str]]:
     return found
 
 
-def is_read(kind: type[Settings], field: str, found: set[tuple[str, str]]) -> bool:
+def is_read(kind: type[FrozenSettings], field: str, found: set[tuple[str, str]]) -> bool:
     """From the class itself, one that it is made of, or one that is made of it."""
     return any((k.__name__, field) in found for k in kinds() if issubclass(k, kind) or issubclass(kind, k))
 
@@ -106,7 +106,7 @@ CASES = sorted({(k.__name__, f): (k, f) for k in kinds() for f in k.__annotation
 
 
 @pytest.mark.parametrize(("kind", "field"), [case for _, case in CASES], ids=[".".join(key) for key, _ in CASES])
-def test_every_setting_is_read(kind: type[Settings], field: str) -> None:
+def test_every_setting_is_read(kind: type[FrozenSettings], field: str) -> None:
     assert is_read(kind, field, READ), f"nothing reads {field} of {kind.__name__} in {kind.__module__}"
 
 

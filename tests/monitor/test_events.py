@@ -11,7 +11,7 @@ from made import ended, evaluated, started, step, whole_run
 from pydantic import ValidationError
 
 from motet.core.errors import InputError
-from motet.core.trace import Span
+from motet.core.trace import TraceSpan
 from motet.monitor.events import Event, effective_events, parse_event, read_events, read_steps
 
 KINDS = get_args(Event)
@@ -46,7 +46,7 @@ def test_numbers_that_json_lacks_are_strings():
 
 
 def test_a_span_is_keyed_by_step_rank_and_action():
-    line = json.loads(step(3, spans=(Span(3, 0, "forward", 0.25, 0.5, 1),)).to_json())
+    line = json.loads(step(3, spans=(TraceSpan(3, 0, "forward", 0.25, 0.5, 1),)).to_json())
     assert line["spans"] == [
         {"step": 3, "rank": 0, "action": "forward", "start_s": 0.25, "duration_s": 0.5, "depth": 1}
     ]

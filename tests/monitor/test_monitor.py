@@ -6,7 +6,7 @@ import pytest
 from made import ended, evaluated, started, step
 
 from motet.core import trace
-from motet.core.errors import DivergedError, InputError, SaveError
+from motet.core.errors import CheckpointSaveError, InputError, TrainingDivergedError
 from motet.monitor.callback import Callback
 from motet.monitor.events import Warned, read_events
 from motet.monitor.monitor import Monitor, open_monitor
@@ -110,10 +110,10 @@ def test_one_that_breaks_over_the_warning_about_another_is_left_out_too():
 
 
 def test_an_error_for_the_user_ends_the_run_after_all_were_told():
-    heard, broken = Heard(), Broken(SaveError("disk full"))
+    heard, broken = Heard(), Broken(CheckpointSaveError("disk full"))
     with Monitor([broken, heard]) as monitor:
         monitor.on_event(started())
-        with pytest.raises(SaveError, match="disk full"):
+        with pytest.raises(CheckpointSaveError, match="disk full"):
             monitor.on_event(step(1))
         monitor.on_event(ended(reason="save_failed"))
     assert [event.event for event in heard.events] == ["run_started", "step_done", "run_ended"]
@@ -130,9 +130,9 @@ def test_a_callback_that_does_not_close_is_told_to_those_still_open():
 
 def test_an_error_of_the_run_passes_and_everyone_is_closed():
     heard, broken = Heard(), Broken(ValueError("x"), on=("run_started", "close"))
-    with pytest.raises(DivergedError), Monitor([heard, broken]) as monitor:
+    with pytest.raises(TrainingDivergedError), Monitor([heard, broken]) as monitor:
         monitor.on_event(started())
-        raise DivergedError("loss is nan")
+        raise TrainingDivergedError("loss is nan")
     assert (heard.closed, broken.closed) == (1, 1)
 
 

@@ -13,7 +13,7 @@ from motet.monitor.spans import SpanCollector
 def run(profiler, steps):
     """What the profiler says, with `torch.mm` done in each step under a span of its own."""
     said = []
-    with trace.listening(SpanCollector()):
+    with trace.install_sink(SpanCollector()):
         for number in steps:
             said.append(profiler.step(number))
             with trace.span(f"work {number}"):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from made import ended, started, step, whole_run
 
-from motet.core.errors import SaveError
+from motet.core.errors import CheckpointSaveError
 from motet.monitor.events import read_events
 from motet.monitor.record import JsonlSink, SummarySink
 from motet.monitor.summary import read_summary
@@ -67,7 +67,9 @@ def test_a_full_disk_is_a_save_error_and_the_file_can_be_gone_on_with(tmp_path, 
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(sink, "_file", Full())
-    with pytest.raises(SaveError, match=r"cannot write .*events\.jsonl: No space left on device; free some space"):
+    with pytest.raises(
+        CheckpointSaveError, match=r"cannot write .*events\.jsonl: No space left on device; free some space"
+    ):
         sink.on_event(step(1))
     file.close()
     path = record(tmp_path, [started(first_step=1)])
@@ -76,7 +78,7 @@ def test_a_full_disk_is_a_save_error_and_the_file_can_be_gone_on_with(tmp_path, 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(SaveError, match="cannot write"):
+    with pytest.raises(CheckpointSaveError, match="cannot write"):
         JsonlSink(tmp_path / "file" / "run")
 
 

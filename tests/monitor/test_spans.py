@@ -8,7 +8,7 @@ from motet.monitor.spans import SpanCollector
 
 def test_nested_spans_come_in_order_of_start_and_keyed():
     collector = SpanCollector(rank=3)
-    with trace.listening(collector):
+    with trace.install_sink(collector):
         with trace.span("step"), trace.span("forward"):
             pass
         with trace.span("log"):
@@ -26,7 +26,7 @@ def test_nested_spans_come_in_order_of_start_and_keyed():
 
 def test_each_span_is_handed_over_once_and_an_open_one_with_the_next_step():
     collector = SpanCollector()
-    with trace.listening(collector):
+    with trace.install_sink(collector):
         with trace.span("forward"):
             pass
         with trace.span("log"):
@@ -38,7 +38,7 @@ def test_each_span_is_handed_over_once_and_an_open_one_with_the_next_step():
 
 def test_counters_add_up_within_a_step_and_start_anew():
     collector = SpanCollector()
-    with trace.listening(collector):
+    with trace.install_sink(collector):
         trace.count("bytes", 3)
         trace.count("bytes", 4)
         trace.count("samples", 1)
@@ -56,7 +56,7 @@ def test_no_count_of_several_threads_is_lost():
         for _ in range(2000):
             trace.count("samples", 1)
 
-    with trace.listening(collector):
+    with trace.install_sink(collector):
         threads = [threading.Thread(target=work) for _ in range(4)]
         for thread in threads:
             thread.start()

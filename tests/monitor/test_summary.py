@@ -6,7 +6,7 @@ import math
 import pytest
 from made import ended, evaluated, started, step, whole_run
 
-from motet.core.errors import InputError, SaveError
+from motet.core.errors import CheckpointSaveError, InputError
 from motet.monitor import summary as module
 from motet.monitor.events import Warned
 from motet.monitor.summary import read_summary, summarize, write_summary
@@ -76,7 +76,7 @@ def test_a_write_that_fails_leaves_the_old_one_whole(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module.os, "fsync", full)
-    with pytest.raises(SaveError, match=r"summary\.json: No space left on device"):
+    with pytest.raises(CheckpointSaveError, match=r"summary\.json: No space left on device"):
         write_summary(summarize(whole_run()), tmp_path)
     assert read_summary(tmp_path) == old
 

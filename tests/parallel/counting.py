@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from motet.core.trace import listening
+from motet.core.trace import install_sink
 from motet.parallel.data import FlatSpread
 from motet.parallel.full import FullSpread
 from motet.parallel.group import Group
@@ -27,7 +27,7 @@ def count_bytes(group: Group, job: Job) -> tuple[int, int, int, int]:
         spread = parts.updater.spread
         stepper, counter = parts.stepper(job), Counter()
         recipe = RECIPES[job.precision.recipe]
-        with listening(counter):
+        with install_sink(counter):
             for step in range(2):
                 stepper.step(step, 0.001)
             spread.settle()

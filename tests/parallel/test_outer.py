@@ -9,7 +9,7 @@ from torch import Tensor
 
 import motet
 from motet.core.errors import InputError
-from motet.core.trace import listening
+from motet.core.trace import install_sink
 from motet.parallel.communication import CommunicationSettings
 from motet.parallel.differences import Differences
 from motet.parallel.group import Group
@@ -155,7 +155,7 @@ def bytes_of_steps(group: Group, layout: str, outer: dict[str, Any]) -> list[dic
     found = []
     for step in range(8):
         counter = Counter()
-        with listening(counter):
+        with install_sink(counter):
             engine.step(batch(step, group.rank))
         found.append(counter.counts)
     return found
@@ -197,7 +197,7 @@ def compressed(group: Group, layout: str, outer: dict[str, Any], codec: str, fol
             engine = engine_of(layout, outer, how)
             engine.restore(folder)
         counter = Counter()
-        with listening(counter):
+        with install_sink(counter):
             engine.step(batch(step, group.rank))
         found.append((counter.counts, held(engine)))
     assert same_bits(found[8][1], ahead)

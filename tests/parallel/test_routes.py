@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from motet.cluster.load import load_for_ranks
+from motet.cluster.cluster_toml import load_cluster_for_ranks
 from motet.collectives.choose import cheapest, even_hosts
 from motet.collectives.cost import cost
 from motet.collectives.library import program
@@ -52,11 +52,11 @@ def test_a_name_has_the_hosts_of_the_cluster() -> None:
 
 def test_what_all_sets_do_at_once_shares_their_links() -> None:
     """Two rails of two ranks over one cable take twice as long as one of them."""
-    cluster = load_for_ranks(SLOW, 4)
+    cluster = load_cluster_for_ranks(SLOW, 4)
     ring = program("all-reduce", "ring", 2)
     one, both = (float(cost(ring, cluster, sets).seconds(64 * MIB)) for sets in (((0, 2),), ((0, 2), (1, 3))))
     assert both == pytest.approx(2 * one, rel=0.01)
-    assert cost(ring, cluster, ((0, 1),)) == cost(ring, load_for_ranks(SLOW, 2))
+    assert cost(ring, cluster, ((0, 1),)) == cost(ring, load_cluster_for_ranks(SLOW, 2))
     inside, across = ((0, 1), (2, 3)), ((0, 2), (1, 3))
     assert (even_hosts(cluster), even_hosts(cluster, inside), even_hosts(cluster, across)) == (2, None, None)
     assert float(cheapest("all-reduce", MIB, cluster, sets=inside).cost.seconds(MIB)) < one

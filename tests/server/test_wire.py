@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.core.errors import PeerError
+from motet.core.errors import PeerFailedError
 from motet.parallel.server import protocol
 from motet.parallel.server.protocol import Owners, Push, Settled, State, View
 from motet.parallel.server.wire import BODY, HEAD, PART, PART_BYTES, Incoming, Outgoing, from_text, to_text
@@ -42,7 +42,7 @@ def test_every_message_comes_back_as_it_was(kind: Any, data: st.DataObject) -> N
     ],
 )
 def test_what_is_no_message_is_refused(text: bytes) -> None:
-    with pytest.raises(PeerError, match="what came is no message of a parameter server"):
+    with pytest.raises(PeerFailedError, match="what came is no message of a parameter server"):
         from_text(text)
 
 
@@ -78,8 +78,8 @@ def test_parcels_arrive_in_between_each_other() -> None:
 
 def test_parts_that_do_not_belong_are_refused() -> None:
     incoming = Incoming()
-    with pytest.raises(PeerError, match="a part came of parcel 4, which has not begun"):
+    with pytest.raises(PeerFailedError, match="a part came of parcel 4, which has not begun"):
         incoming.room(4, 1)
     incoming.begin(4, to_text(Push("w0", 1, 0, 0), 3))
-    with pytest.raises(PeerError, match="a payload of 3 bytes has at least 4"):
+    with pytest.raises(PeerFailedError, match="a payload of 3 bytes has at least 4"):
         incoming.room(4, 4)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import motet
-from motet.core.errors import InputError, PeerError
+from motet.core.errors import InputError, PeerFailedError
 from motet.parallel.group import Group
 from ranks import Ranks
 
@@ -86,7 +86,7 @@ def told(group: Group, *ranks: Given) -> str:
         motet.parallelize(
             Named(list(given.names)), given.layout, optimizer={"learning_rate": given.rate}, precision=given.precision
         )
-    except (InputError, PeerError) as error:
+    except (InputError, PeerFailedError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 

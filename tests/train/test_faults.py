@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from motet.core.errors import DivergedError, InputError, PeerError
+from motet.core.errors import InputError, PeerFailedError, TrainingDivergedError
 from motet.parallel.group import CpuBackend, start_group
 from motet.parallel.place import Place
 from motet.train import faults
@@ -73,7 +73,7 @@ def interrupt() -> int:
 
 
 def diverge() -> int:
-    raise DivergedError("nan")
+    raise TrainingDivergedError("nan")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_the_cause_is_the_earliest_that_is_not_secondary() -> None:
         (RuntimeError("Timed out waiting 600000ms for recv operation to complete"), True),
         (dist.DistBackendError("NCCL error: remote process exited or there was a network error"), True),
         (dist.DistNetworkError("The client socket has failed to connect"), True),
-        (PeerError("rank 0 failed"), True),
+        (PeerFailedError("rank 0 failed"), True),
         (InputError("connection closed by peer"), False),
         (RuntimeError("shape mismatch"), False),
         (ConnectionResetError("by somebody's own server"), False),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from motet.core.errors import DivergedError, InputError
+from motet.core.errors import InputError, TrainingDivergedError
 from motet.monitor.events import EvaluationDone, StepDone, read_events
 from motet.parallel.group import Group
 from motet.parallel.place import ALONE, Place
@@ -62,7 +62,9 @@ def test_a_skipped_step_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
     rate = ["optimizer.learning_rate=1e308", "optimizer.schedule.kind=constant", "optimizer.schedule.warmup_steps=0"]
     job = small_job(tmp_path, "run.steps=1", "precision.recipe=fp32", *rate)
-    with pytest.raises(DivergedError, match="stopped at step 1: the parameters are not finite after it, so they"):
+    with pytest.raises(
+        TrainingDivergedError, match="stopped at step 1: the parameters are not finite after it, so they"
+    ):
         run_rank(job, ALONE, tmp_path / "run", StopFlag())
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from motet.core.errors import InputError, PeerError
+from motet.core.errors import InputError, PeerFailedError
 from motet.monitor.callback import Callback
 from motet.monitor.events import EvaluationDone, StepDone, read_events, read_steps
 from motet.parallel.place import Place
@@ -169,7 +169,7 @@ def with_other_data(place: Place, job: Job, folder: Path) -> str:
     data = job.data.model_copy(update={"restart_documents": place.rank != 2})
     try:
         run_served(job.model_copy(update={"data": data}), place, folder, StopFlag())
-    except (InputError, PeerError) as error:
+    except (InputError, PeerFailedError) as error:
         return str(error)
     return "nothing"
 

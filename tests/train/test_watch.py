@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from motet.core.batch import Batch
-from motet.core.errors import DisagreedError, InputError
+from motet.core.errors import InputError, NumericalMismatchError
 from motet.monitor.events import RanksCompared, RunEnded, read_events
 from motet.parallel.full import kept
 from motet.parallel.group import Group
@@ -316,7 +316,7 @@ def broken_run(group: Group, job: Job, folder: Path) -> str:
         patch.setattr("motet.train.assemble.start_group", lambda *given: nullcontext(group))
         try:
             run_rank(job, place, folder, StopFlag())
-        except DisagreedError as error:
+        except NumericalMismatchError as error:
             return str(error)
     return ""
 

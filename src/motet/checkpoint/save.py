@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from motet.checkpoint.manifest import PARTIAL, Manifest, checkpoint_name, whole_checkpoints
-from motet.core.errors import SaveError
+from motet.core.errors import CheckpointSaveError
 from motet.core.units import format_bytes
 
 
@@ -92,7 +92,7 @@ def _told_as_save_error(final: Path, size: int) -> Iterator[None]:
     except (OSError, CheckpointException, RuntimeError) as error:
         reason = _reason(error)
         free = shutil.disk_usage(final.parent).free if final.parent.exists() else 0
-        raise SaveError(
+        raise CheckpointSaveError(
             f"could not save {final} ({reason}): it needs {format_bytes(size)} and {format_bytes(free)} are free; "
             f"earlier checkpoints are whole; make room or choose another run.folder, then --resume"
         ) from error

@@ -4,10 +4,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from motet.core.settings import Settings
+from motet.core.base_settings import FrozenSettings
 
 
-class CheckpointSettings(Settings):
+class CheckpointSettings(FrozenSettings):
     """When the state of a run is saved. The end of a run, Ctrl-C and SIGTERM always save."""
 
     every: Annotated[int, Field(ge=1)] | None = None

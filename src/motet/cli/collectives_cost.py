@@ -121,13 +121,13 @@ def sized_cluster(source: str, ranks: int | None, hosts: int | None = None, dims
     """A preset or file with as many ranks as are asked for, or all that it has."""
     from motet.cli.amounts import parse_dims
     from motet.cluster.cluster import cluster_for_ranks
-    from motet.cluster.load import load_cluster, load_for_ranks
-    from motet.cluster.topology import Torus
+    from motet.cluster.cluster_toml import load_cluster, load_cluster_for_ranks
+    from motet.cluster.topology import TorusNetwork
     from motet.core.errors import InputError
 
     found = load_cluster(source, dims=None if dims is None else parse_dims(dims))
     wanted = ranks if hosts is None else hosts * found.devices_per_host
-    if isinstance(found.network, Torus) and wanted is not None and wanted > found.ranks:
+    if isinstance(found.network, TorusNetwork) and wanted is not None and wanted > found.ranks:
         lengths = "x".join(map(str, found.network.dims))
         asked = f"--ranks {ranks}" if hosts is None else f"--hosts {hosts}"
         raise InputError(
@@ -136,7 +136,7 @@ def sized_cluster(source: str, ranks: int | None, hosts: int | None = None, dims
     if hosts is not None:
         found = load_cluster(source, hosts=hosts, dims=None if dims is None else parse_dims(dims))
     elif ranks is not None and dims is None:
-        return load_for_ranks(source, ranks)
+        return load_cluster_for_ranks(source, ranks)
     if ranks is None and found.ranks > MOST_RANKS:
         raise InputError(f"cluster {source} has {found.ranks} ranks; give --ranks, {MOST_RANKS} at most")
     return found if ranks is None else cluster_for_ranks(found, ranks)

@@ -92,7 +92,7 @@ def _carried_out(program: Program, size: int, repeats: int, backend: str) -> dic
     import tempfile
 
     from motet.cli.environment import read_environment
-    from motet.core.errors import InputError, MotetError, RankError
+    from motet.core.errors import InputError, MotetError, RankFailedError
     from motet.train.launch import Launch, launch, rank_environment
 
     with tempfile.TemporaryDirectory(prefix="motet-run-") as name:
@@ -104,7 +104,9 @@ def _carried_out(program: Program, size: int, repeats: int, backend: str) -> dic
         ended = launch(start, lambda text: None)
         ended.pass_on_stop()
         if ended.message:
-            kind = {InputError.exit_code: InputError, RankError.exit_code: RankError}.get(ended.exit_code, MotetError)
+            kind = {InputError.exit_code: InputError, RankFailedError.exit_code: RankFailedError}.get(
+                ended.exit_code, MotetError
+            )
             raise kind("\n".join(filter(None, [ended.message, ended.traceback])))
         found: dict[str, Any] = json_format.loads((folder / _ANSWER).read_text(encoding="utf-8"))
     return found

@@ -5,9 +5,9 @@ Collectives are costed on it, and a planner reads it; every number says where it
 
 from dataclasses import dataclass, replace
 
-from motet.cluster.device import Figure
-from motet.cluster.link import Link, Number, figure
-from motet.cluster.topology import Network, Route, Torus, Tree
+from motet.cluster.device_specs import ValueWithOrigin
+from motet.cluster.network_link import NetworkLink, Number, with_origin
+from motet.cluster.topology import NetworkTopology, Route, SwitchTree, TorusNetwork
 from motet.core.errors import InputError
 
 
@@ -18,8 +18,8 @@ class Cluster:
     name: str
     ranks: int
     devices_per_host: int
-    network: Network
-    gamma_s_per_byte: Figure
+    network: NetworkTopology
+    gamma_s_per_byte: ValueWithOrigin
     """Adding one byte that arrived to what is there."""
     device: str = ""
     """What each rank is: a name of the table of devices, or of one that is not in it."""
@@ -38,7 +38,7 @@ class Cluster:
         """Those that the ranks are on."""
         return -(-self.ranks // self.devices_per_host)
 
-    def link(self, name: str) -> Link:
+    def link(self, name: str) -> NetworkLink:
         """The link that routes name so."""
         return self.network.link(name)
 
@@ -56,7 +56,7 @@ class Cluster:
         return self.link(name).imbalance(flows)
 
 
-def uniform(
+def uniform_cluster(
     ranks: int,
     alpha_s: Number,
     bandwidth_Bps: Number,  # noqa: N803 - a unit
@@ -66,11 +66,11 @@ def uniform(
 
     Numbers may be Fractions, and stay so.
     """
-    port = Link(figure(alpha_s), figure(bandwidth_Bps), is_port=True)
-    return Cluster("uniform", ranks, 1, Tree(ranks, port), figure(gamma_s_per_byte))
+    port = NetworkLink(with_origin(alpha_s), with_origin(bandwidth_Bps), is_port=True)
+    return Cluster("uniform", ranks, 1, SwitchTree(ranks, port), with_origin(gamma_s_per_byte))
 
 
-def torus(
+def torus_cluster(
     dims: tuple[int, ...],
     alpha_s: Number,
     bandwidth_Bps: Number,  # noqa: N803 - a unit
@@ -78,9 +78,9 @@ def torus(
     wrap: bool = True,
 ) -> Cluster:
     """A torus (a mesh without `wrap`) whose wires carry what its ports do and delay nothing; Fractions stay so."""
-    port = Link(figure(alpha_s), figure(bandwidth_Bps), is_port=True)
-    network = Torus(dims, (wrap,) * len(dims), port, replace(port, alpha_s=figure(0), is_port=False))
-    return Cluster("torus" if wrap else "mesh", network.ranks, 1, network, figure(gamma_s_per_byte))
+    port = NetworkLink(with_origin(alpha_s), with_origin(bandwidth_Bps), is_port=True)
+    network = TorusNetwork(dims, (wrap,) * len(dims), port, replace(port, alpha_s=with_origin(0), is_port=False))
+    return Cluster("torus" if wrap else "mesh", network.ranks, 1, network, with_origin(gamma_s_per_byte))
 
 
 def cluster_for_ranks(cluster: Cluster, ranks: int) -> Cluster:

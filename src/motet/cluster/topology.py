@@ -9,18 +9,18 @@ from functools import cached_property
 from math import prod
 from typing import Protocol
 
-from motet.cluster.link import Link
+from motet.cluster.network_link import NetworkLink
 
 Route = tuple[str, ...]
 
 
-class Network(Protocol):
+class NetworkTopology(Protocol):
     """What every kind of network offers."""
 
     @property
     def ranks(self) -> int: ...
 
-    def link(self, name: str) -> Link:
+    def link(self, name: str) -> NetworkLink:
         """The link that routes name so."""
 
     def route(self, src: int, dst: int) -> Route:
@@ -28,69 +28,69 @@ class Network(Protocol):
 
 
 @dataclass(frozen=True)
-class Level:
+class SwitchLevel:
     """One layer of switches in a tree."""
 
     name: str
     groups: tuple[int, ...]
     """For each rank, the switch that it is under."""
-    switch: Link | None = None
+    switch: NetworkLink | None = None
     """What a message crosses that turns round at this switch. None: the switch is ideal."""
-    uplink: Link | None = None
+    uplink: NetworkLink | None = None
     """Up to the layer above, and as much again down from it. None: ideal."""
 
 
 @dataclass(frozen=True)
-class Tree:
+class SwitchTree:
     """Each rank has one port, full duplex, under layers of switches; above the last layer everything is joined ideally.
 
     A message climbs to the first switch that both ends are under.
     """
 
     ranks: int
-    port: Link
-    levels: tuple[Level, ...] = ()
+    port: NetworkLink
+    levels: tuple[SwitchLevel, ...] = ()
 
     def __post_init__(self) -> None:
         assert all(len(level.groups) == self.ranks for level in self.levels)
 
-    def link(self, name: str) -> Link:
+    def link(self, name: str) -> NetworkLink:
         return self._links[name]
 
     @cached_property
-    def _links(self) -> dict[str, Link]:
-        found = {f"{rank}.{side}": self.port for rank in range(self.ranks) for side in ("out", "in")}
+    def _links(self) -> dict[str, NetworkLink]:
+        links = {f"{rank}.{side}": self.port for rank in range(self.ranks) for side in ("out", "in")}
         for level in self.levels:
             for group in sorted(set(level.groups)):
                 if level.switch:
-                    found[f"{level.name}{group}"] = level.switch
+                    links[f"{level.name}{group}"] = level.switch
                 if level.uplink:
-                    found |= {f"{level.name}{group}.{way}": level.uplink for way in ("up", "down")}
-        return found
+                    links |= {f"{level.name}{group}.{way}": level.uplink for way in ("up", "down")}
+        return links
 
     def route(self, src: int, dst: int) -> Route:
         if src == dst:
             return ()
         up, down = [f"{src}.out"], [f"{dst}.in"]
         for level in self.levels:
-            here, there = level.groups[src], level.groups[dst]
-            if here == there:
-                turn = [f"{level.name}{here}"] if level.switch else []
+            src_switch, dst_switch = level.groups[src], level.groups[dst]
+            if src_switch == dst_switch:
+                turn = [f"{level.name}{src_switch}"] if level.switch else []
                 return (*up, *turn, *reversed(down))
             if level.uplink:
-                up.append(f"{level.name}{here}.up")
-                down.append(f"{level.name}{there}.down")
+                up.append(f"{level.name}{src_switch}.up")
+                down.append(f"{level.name}{dst_switch}.down")
         return (*up, *reversed(down))
 
 
 @dataclass(frozen=True)
-class Mesh:
+class FullMesh:
     """Every pair of ranks has links of its own: a rank has a port for each peer."""
 
     ranks: int
-    port: Link
+    port: NetworkLink
 
-    def link(self, name: str) -> Link:
+    def link(self, name: str) -> NetworkLink:
         return self.port
 
     def route(self, src: int, dst: int) -> Route:
@@ -98,7 +98,7 @@ class Mesh:
 
 
 @dataclass(frozen=True)
-class Torus:
+class TorusNetwork:
     """Ranks at the points of an n-dimensional grid, the last dimension counting fastest, with wires to each neighbour.
 
     A rank has a port for each neighbour and direction. Routes go dimension by dimension, the shorter way round.
@@ -107,8 +107,8 @@ class Torus:
     dims: tuple[int, ...]
     wrap: tuple[bool, ...]
     """Whether the ends of each dimension are joined; nowhere: a mesh."""
-    port: Link
-    wire: Link
+    port: NetworkLink
+    wire: NetworkLink
 
     def __post_init__(self) -> None:
         assert self.dims and len(self.dims) == len(self.wrap)
@@ -117,7 +117,7 @@ class Torus:
     def ranks(self) -> int:
         return prod(self.dims)
 
-    def link(self, name: str) -> Link:
+    def link(self, name: str) -> NetworkLink:
         return self.port if "." in name else self.wire
 
     def route(self, src: int, dst: int) -> Route:
@@ -128,43 +128,43 @@ class Torus:
 
     def _hops(self, src: int, dst: int) -> Iterator[tuple[int, str]]:
         """Each rank that is left on the way, and in which direction."""
-        place, goal = self._place(src), self._place(dst)
+        position, goal = self._coordinates(src), self._coordinates(dst)
         for axis, (size, wraps) in enumerate(zip(self.dims, self.wrap, strict=True)):
-            ahead = goal[axis] - place[axis]
+            ahead = goal[axis] - position[axis]
             if wraps:
                 ahead %= size
                 ahead -= size if 2 * ahead > size else 0  # half-way round counts as ahead
             step = 1 if ahead > 0 else -1
             for _ in range(abs(ahead)):
-                yield self._rank(place), _way(axis, step)
-                place[axis] = (place[axis] + step) % size
+                yield self._rank(position), _direction_name(axis, step)
+                position[axis] = (position[axis] + step) % size
 
-    def _place(self, rank: int) -> list[int]:
-        place = []
+    def _coordinates(self, rank: int) -> list[int]:
+        coordinates = []
         for size in reversed(self.dims):
-            rank, at = divmod(rank, size)
-            place.append(at)
-        return place[::-1]
+            rank, coordinate = divmod(rank, size)
+            coordinates.append(coordinate)
+        return coordinates[::-1]
 
-    def _rank(self, place: "tuple[int, ...] | list[int]") -> int:
+    def _rank(self, coordinates: "tuple[int, ...] | list[int]") -> int:
         rank = 0
-        for size, at in zip(self.dims, place, strict=True):
+        for size, at in zip(self.dims, coordinates, strict=True):
             rank = rank * size + at
         return rank
 
 
-def _way(axis: int, step: int) -> str:
+def _direction_name(axis: int, step: int) -> str:
     """`+0`: ahead along dimension 0."""
     return f"{'+' if step > 0 else '-'}{axis}"
 
 
 @dataclass(frozen=True)
-class Hosts:
+class TwoLevelNetwork:
     """Equal hosts: one network inside of each, another between them."""
 
     hosts: int
-    inside: Network
-    between: Network
+    inside: NetworkTopology
+    between: NetworkTopology
     """Its endpoints are the ranks of all hosts, or the hosts."""
 
     def __post_init__(self) -> None:
@@ -174,14 +174,14 @@ class Hosts:
     def ranks(self) -> int:
         return self.hosts * self.inside.ranks
 
-    def link(self, name: str) -> Link:
-        place, _, at = name.partition("/")
-        return (self.between if place == "net" else self.inside).link(at)
+    def link(self, name: str) -> NetworkLink:
+        level, _, link_name = name.partition("/")
+        return (self.between if level == "net" else self.inside).link(link_name)
 
     def route(self, src: int, dst: int) -> Route:
-        host, at = divmod(src, self.inside.ranks)
-        other, there = divmod(dst, self.inside.ranks)
-        if host == other:
-            return tuple(f"host{host}/{name}" for name in self.inside.route(at, there))
+        src_host, src_device = divmod(src, self.inside.ranks)
+        dst_host, dst_device = divmod(dst, self.inside.ranks)
+        if src_host == dst_host:
+            return tuple(f"host{src_host}/{name}" for name in self.inside.route(src_device, dst_device))
         per_endpoint = self.ranks // self.between.ranks
         return tuple(f"net/{name}" for name in self.between.route(src // per_endpoint, dst // per_endpoint))

@@ -7,7 +7,7 @@ from itertools import groupby, pairwise
 from math import exp2, gcd, log2
 
 from motet.cluster.cluster import Cluster
-from motet.cluster.topology import Torus
+from motet.cluster.topology import TorusNetwork
 from motet.collectives.cost import WITHOUT_DATA, Cost, Sets, cost
 from motet.collectives.library import Algorithm, algorithms, find
 from motet.collectives.score import Program
@@ -80,7 +80,7 @@ def _settled(algorithm: Algorithm, cluster: Cluster, sets: Sets | None) -> list[
 def _grid(cluster: Cluster) -> tuple[int, ...]:
     """The dimensions of a cluster that is one whole grid, without those of length 1; none otherwise."""
     network = cluster.network
-    if not isinstance(network, Torus) or network.ranks != cluster.ranks:
+    if not isinstance(network, TorusNetwork) or network.ranks != cluster.ranks:
         return ()
     return tuple(length for length in network.dims if length > 1)
 

@@ -43,7 +43,7 @@ def measure(program: Program, group: dist.ProcessGroup, size: int, repeats: int)
     given = _held(program, rank, _contribution(rank, elements))
     output = torch.full_like(expected, torch.nan, dtype=DTYPE)
     counted = _Counted()
-    with trace.listening(counted):
+    with trace.install_sink(counted):
         run(program, output, given, group)
     error = (output.double() - expected).abs()
     if not bool((error <= allowed).all()):

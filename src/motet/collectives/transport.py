@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from motet.core import trace
-from motet.core.errors import InputError, RankError
+from motet.core.errors import InputError, RankFailedError
 
 
-class TransferError(RankError):
+class TransferError(RankFailedError):
     """A rank waited for another in vain."""
 
 

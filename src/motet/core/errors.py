@@ -31,29 +31,29 @@ class InputError(MotetError, ValueError):
     exit_code = 2
 
 
-class RankError(MotetError):
+class RankFailedError(MotetError):
     """A rank failed or was killed."""
 
     exit_code = 3
 
 
-class PeerError(RankError):
+class PeerFailedError(RankFailedError):
     """This rank ends only because another one failed."""
 
 
-class DivergedError(MotetError):
+class TrainingDivergedError(MotetError):
     """The loss or a gradient is not finite."""
 
     exit_code = 4
 
 
-class SaveError(MotetError):
+class CheckpointSaveError(MotetError):
     """A checkpoint could not be written."""
 
     exit_code = 5
 
 
-class DisagreedError(MotetError):
+class NumericalMismatchError(MotetError):
     """What must be the same on ranks, or must add up, is not."""
 
     exit_code = 6

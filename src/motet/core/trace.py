@@ -15,7 +15,7 @@ from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TraceSpan:
     """What a rank did in a step, and when: measured by a run or predicted by a plan, which meet on the first three.
 
     An action that a step does several times is told apart by the order of `start_s`.
@@ -31,7 +31,7 @@ class Span:
     """How many spans of the same thread were open around this one."""
 
 
-class Sink(Protocol):
+class TraceSink(Protocol):
     """Whoever listens. It may be called from several threads."""
 
     def on_span(self, action: str, start_s: float, duration_s: float, depth: int) -> None:
@@ -40,11 +40,11 @@ class Sink(Protocol):
     def on_count(self, name: str, value: float) -> None: ...
 
 
-Mark = Callable[[str], AbstractContextManager[object]]
+ProfilerRange = Callable[[str], AbstractContextManager[object]]
 """Something else that brackets a piece of work by its name, such as torch.profiler.record_function."""
 
 
-class _Open:
+class _OpenTraceSpan:
     __slots__ = ("action", "mark", "start_s")
 
     def __init__(self, action: str) -> None:
@@ -68,7 +68,7 @@ class _Open:
             self.mark.__exit__(kind, error, trace)
 
 
-class _Nothing:
+class _NoOpTraceSpan:
     __slots__ = ()
 
     def __enter__(self) -> None:
@@ -80,23 +80,23 @@ class _Nothing:
         return None
 
 
-class _State:
-    sink: Sink | None = None
-    mark: Mark | None = None
+class _TraceState:
+    sink: TraceSink | None = None
+    mark: ProfilerRange | None = None
 
 
-class _Thread(threading.local):
+class _ThreadSpanDepth(threading.local):
     depth = 0
 
 
-_state = _State()
-_thread = _Thread()
-_NOTHING = _Nothing()
+_state = _TraceState()
+_thread = _ThreadSpanDepth()
+_NO_OP_SPAN = _NoOpTraceSpan()
 
 
-def span(action: str) -> _Open | _Nothing:
+def span(action: str) -> _OpenTraceSpan | _NoOpTraceSpan:
     """`with span("forward"): ...` tells the installed sink how long it took."""
-    return _NOTHING if _state.sink is None else _Open(action)
+    return _NO_OP_SPAN if _state.sink is None else _OpenTraceSpan(action)
 
 
 def count(name: str, value: float) -> None:
@@ -106,7 +106,7 @@ def count(name: str, value: float) -> None:
 
 
 @contextmanager
-def listening(sink: Sink) -> Iterator[None]:
+def install_sink(sink: TraceSink) -> Iterator[None]:
     """Let `sink` listen for as long as the block runs."""
     before, _state.sink = _state.sink, sink
     try:
@@ -116,7 +116,7 @@ def listening(sink: Sink) -> Iterator[None]:
 
 
 @contextmanager
-def marking(mark: Mark) -> Iterator[None]:
+def profiler_ranges(mark: ProfilerRange) -> Iterator[None]:
     """Bracket every span that someone listens to with `mark` too, for as long as the block runs."""
     before, _state.mark = _state.mark, mark
     try:

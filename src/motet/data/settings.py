@@ -4,15 +4,15 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from motet.core.settings import PlaceName, Settings
+from motet.core.base_settings import FilePathText, FrozenSettings
 
 Objective = Literal["causal", "masked", "spans", "classify"]
 
 
-class SourceSettings(Settings):
+class SourceSettings(FrozenSettings):
     """One corpus, and its share in the mixture."""
 
-    source: PlaceName
+    source: FilePathText
     """`stdlib`; `made:RULE`; a file, folder or pattern of .txt .md .py .jsonl .parquet; a folder made by
     `motet data build`; a Megatron `.bin` prefix; `hf:NAME`."""
     weight: Annotated[float, Field(gt=0)] = 1.0
@@ -24,14 +24,14 @@ class SourceSettings(Settings):
     """The class of a record, a whole number from 0; read for the objective `classify` alone."""
 
 
-class DataSettings(Settings):
+class DataSettings(FrozenSettings):
     """What the model is trained on."""
 
-    source: PlaceName = "stdlib"
+    source: FilePathText = "stdlib"
     """Shorthand for a mixture of one; see `data.mixture.source`."""
     mixture: tuple[SourceSettings, ...] = ()
     """Several corpora with weights, instead of `source`."""
-    tokenizer: PlaceName = "bpe:4096"
+    tokenizer: FilePathText = "bpe:4096"
     """`bpe:SIZE` trains a byte-level BPE on the corpus; `bytes`; or the path of a tokenizer.json or its folder."""
     objective: Objective = "causal"
     sequence_length: Annotated[int, Field(ge=1)] = 256
@@ -47,7 +47,7 @@ class DataSettings(Settings):
     """Train on only so many samples of each corpus; the number to make for `made:` sources (10,000 when not given)."""
     workers: Annotated[int, Field(ge=1)] | None = None
     """Processes that tokenise; all cores when not given."""
-    cache: PlaceName | None = None
+    cache: FilePathText | None = None
     """Where built corpora are kept; `~/.cache/motet` when not given."""
 
     @model_validator(mode="after")

@@ -4,14 +4,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from motet.core.base_settings import FrozenSettings
 from motet.core.errors import InputError
-from motet.core.settings import Settings
 
 Norm = Literal["rms", "layer"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
 
 
-class AdapterSettings(Settings):
+class AdapterSettings(FrozenSettings):
     """Low-rank adapters: W x + (alpha / rank) B A x, where only A and B are trained."""
 
     rank: Annotated[int, Field(ge=1)] = 8
@@ -20,7 +20,7 @@ class AdapterSettings(Settings):
     """Shell patterns of the names of linear modules that get an adapter."""
 
 
-class Trainable(Settings):
+class Trainable(FrozenSettings):
     """What of a model is trained; common to every kind of model."""
 
     frozen: tuple[str, ...] = ()
@@ -29,7 +29,7 @@ class Trainable(Settings):
     """Low-rank adapters; everything else is frozen."""
 
 
-class RopeScaling(Settings):
+class RopeScaling(FrozenSettings):
     """Llama 3.1's stretching of rotary wavelengths beyond the context that the model was first trained on."""
 
     factor: Annotated[float, Field(ge=1)] = 8.0
@@ -38,7 +38,7 @@ class RopeScaling(Settings):
     original_context: Annotated[int, Field(ge=1)] = 8192
 
 
-class ExpertSettings(Settings):
+class ExpertSettings(FrozenSettings):
     """Mixture of experts in place of the feed-forward network (for planning: training it comes later)."""
 
     count: Annotated[int, Field(ge=1)]
@@ -57,7 +57,7 @@ class ExpertSettings(Settings):
         return self
 
 
-class LatentAttention(Settings):
+class LatentAttention(FrozenSettings):
     """DeepSeek's multi-head latent attention (for planning: training it comes later)."""
 
     query_rank: Annotated[int, Field(ge=1)] | None = None

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any, TextIO
 
-from motet.core.errors import SaveError
+from motet.core.errors import CheckpointSaveError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +32,7 @@ _CLOSED_PIPE = 141
 def console() -> Console:
     """The console on stdout."""
     if sys.stdout is None:
-        raise SaveError("cannot print: standard output is closed; send it to a file, or to /dev/null")
+        raise CheckpointSaveError("cannot print: standard output is closed; send it to a file, or to /dev/null")
     return _console(_lenient(sys.stdout).isatty(), False)
 
 
@@ -94,7 +94,9 @@ def _told(stderr: bool) -> Iterator[None]:
     except OSError as error:
         _give_up(stderr)
         if not stderr:
-            raise SaveError(f"cannot print: {error.strerror}; free some space, or send it elsewhere") from None
+            raise CheckpointSaveError(
+                f"cannot print: {error.strerror}; free some space, or send it elsewhere"
+            ) from None
 
 
 def _give_up(stderr: bool) -> None:

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from motet.core.errors import InputError
-from motet.core.trace import Span
+from motet.core.trace import TraceSpan
 
 EVENTS_FILE = "events.jsonl"
 
@@ -102,7 +102,7 @@ class StepDone(_Event):
     """The most that rank 0 has held so far: allocated on a CUDA device, resident on the CPU."""
     epoch: float = 0.0
     """Passes over the training split so far."""
-    spans: tuple[Span, ...] = ()
+    spans: tuple[TraceSpan, ...] = ()
     """What rank 0 did since the step before was told, in order of start."""
     server: ServerWork | None = None
     """Of a run with a parameter server."""

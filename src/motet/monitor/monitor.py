@@ -48,7 +48,7 @@ class Monitor:
 
     def __enter__(self) -> Monitor:
         if self._collector is not None:
-            self._open.enter_context(trace.listening(self._collector))
+            self._open.enter_context(trace.install_sink(self._collector))
         return self
 
     def __exit__(

@@ -33,7 +33,7 @@ class Profiler:
             if torch.cuda.is_available():
                 activities.append(ProfilerActivity.CUDA)
             self._profile = self._open.enter_context(profile(activities=activities))
-            self._open.enter_context(trace.marking(record_function))
+            self._open.enter_context(trace.profiler_ranges(record_function))
         return None
 
     def close(self) -> ProfileSaved | Warned | None:

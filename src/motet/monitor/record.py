@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from motet.core.errors import SaveError
+from motet.core.errors import CheckpointSaveError
 from motet.monitor.callback import Callback
 from motet.monitor.events import EVENTS_FILE, Event, RunEnded, RunStarted, read_events
 from motet.monitor.summary import summarize, write_summary
@@ -35,8 +35,8 @@ class JsonlSink(Callback):
     def close(self) -> None:
         self._file.close()
 
-    def _error(self, error: OSError) -> SaveError:
-        return SaveError(f"cannot write {self._path}: {error.strerror}; free some space or mend the folder")
+    def _error(self, error: OSError) -> CheckpointSaveError:
+        return CheckpointSaveError(f"cannot write {self._path}: {error.strerror}; free some space or mend the folder")
 
 
 class SummarySink(Callback):

@@ -4,10 +4,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from motet.core.settings import Settings
+from motet.core.base_settings import FrozenSettings
 
 
-class MonitorSettings(Settings):
+class MonitorSettings(FrozenSettings):
     """`events.jsonl` is always written; these choose the rest."""
 
     every: Annotated[int, Field(ge=1)] = 1

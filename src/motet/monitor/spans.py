@@ -4,7 +4,7 @@ import threading
 import time
 from collections import defaultdict
 
-from motet.core.trace import Span
+from motet.core.trace import TraceSpan
 
 
 class SpanCollector:
@@ -24,7 +24,7 @@ class SpanCollector:
         with self._counting:
             self._counters[name] += value
 
-    def take(self, step: int) -> tuple[tuple[Span, ...], dict[str, float]]:
+    def take(self, step: int) -> tuple[tuple[TraceSpan, ...], dict[str, float]]:
         """What ended since the last call, in order of start, with that call as zero of the clock.
 
         So what is still open while a step is handed over (the writing of its own report) belongs to the next step.
@@ -35,7 +35,7 @@ class SpanCollector:
         zero_s, self._zero_s = self._zero_s, time.perf_counter()
         ordered = sorted(spans, key=lambda span: (span[1], span[3]))
         keyed = (
-            Span(step, self._rank, action, start_s - zero_s, duration_s, depth)
+            TraceSpan(step, self._rank, action, start_s - zero_s, duration_s, depth)
             for action, start_s, duration_s, depth in ordered
         )
         return tuple(keyed), dict(counters)

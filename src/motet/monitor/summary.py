@@ -14,7 +14,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from motet.core.errors import InputError, SaveError
+from motet.core.errors import CheckpointSaveError, InputError
 from motet.monitor.events import (
     EvaluationDone,
     Event,
@@ -121,7 +121,9 @@ def write_summary(summary: Summary, folder: Path) -> None:
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise SaveError(f"cannot write {path}: {error.strerror}; free some space or mend the folder") from error
+        raise CheckpointSaveError(
+            f"cannot write {path}: {error.strerror}; free some space or mend the folder"
+        ) from error
 
 
 def read_summary(folder: Path) -> Summary:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from motet.collectives.execute import all_reduce, broadcast
-from motet.core.errors import InputError, PeerError
+from motet.core.errors import InputError, PeerFailedError
 from motet.parallel.group import Group
 from motet.parallel.wrap import blocks_of
 
@@ -46,4 +46,4 @@ def refuse_unlike(lines: Sequence[str], ranks: Group) -> None:
             "settings on every rank"
         )
     if int(someone):
-        raise PeerError("another rank has not the module or the settings of rank 0, and says which")
+        raise PeerFailedError("another rank has not the module or the settings of rank 0, and says which")

@@ -6,12 +6,12 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from motet.cluster.cluster import Cluster
-from motet.cluster.load import load_for_ranks
+from motet.cluster.cluster_toml import load_cluster_for_ranks
 from motet.collectives.compress import CODECS, Blockwise, Codec, RandomK, parse
 from motet.collectives.cost import Sets
 from motet.collectives.library import find
+from motet.core.base_settings import FrozenSettings
 from motet.core.errors import InputError
-from motet.core.settings import Settings
 from motet.parallel.layout import Layout
 
 Mebibytes = Annotated[float, Field(gt=0, le=2**20)]
@@ -20,7 +20,7 @@ Mebibytes = Annotated[float, Field(gt=0, le=2**20)]
 BACKEND, AUTO = "backend", "auto"
 
 
-class CommunicationSettings(Settings):
+class CommunicationSettings(FrozenSettings):
     """How ranks exchange gradients and parameters."""
 
     overlap: Literal["forward", "backward", "none"] = "backward"
@@ -61,7 +61,7 @@ class CommunicationSettings(Settings):
 def cluster_of(source: str, ranks: int) -> Cluster:
     """The first so many ranks of `communication.cluster`, with more hosts if it has fewer."""
     try:
-        return load_for_ranks(source, ranks)
+        return load_cluster_for_ranks(source, ranks)
     except InputError as error:
         raise InputError(f"communication.cluster = {source!r}: {error}") from None
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
-from motet.core.errors import InputError, MotetError, PeerError
+from motet.core.errors import InputError, MotetError, PeerFailedError
 from motet.parallel.place import Place
 
 CpuBackend = Literal["auto", "motet", "gloo"]
@@ -113,7 +113,7 @@ def answer(store: Store, key: str) -> str:
     """What rank 0 has decided under this key; waits for it."""
     found = json.loads(store.get(key))
     if "failed" in found:
-        raise PeerError(f"rank 0 failed: {found['failed']}")
+        raise PeerFailedError(f"rank 0 failed: {found['failed']}")
     return str(found["value"])
 
 

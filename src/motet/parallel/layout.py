@@ -11,13 +11,13 @@ from pydantic import Field
 
 from motet.collectives.cost import Sets
 from motet.collectives.library import find
+from motet.core.base_settings import FrozenSettings
+from motet.core.config_loading import settings_from_dict
 from motet.core.errors import InputError
-from motet.core.reading import settings_from_tree
-from motet.core.settings import Settings
 from motet.parallel.server.settings import ServerSettings
 
 
-class LayoutSettings(Settings):
+class LayoutSettings(FrozenSettings):
     """The `[layout]` section."""
 
     dp: Annotated[int, Field(ge=1)] | None = None
@@ -215,4 +215,4 @@ def parse_layout(text: str) -> LayoutSettings:
             tree[key] = tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError:
             tree[key] = value
-    return settings_from_tree(LayoutSettings, tree, f"layout {text!r}")
+    return settings_from_dict(LayoutSettings, tree, f"layout {text!r}")

@@ -9,11 +9,11 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from motet.core.base_settings import FrozenSettings
 from motet.core.errors import InputError
-from motet.core.settings import Settings
 
 
-class OuterSettings(Settings):
+class OuterSettings(FrozenSettings):
     """Replicas that take steps on their own, and meet now and then. A replica is the ranks that share one copy."""
 
     every: Annotated[int, Field(ge=1)] | None = None

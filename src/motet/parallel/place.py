@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from motet.cluster.cores import usable_cores
+from motet.cluster.cpu_count import usable_cores
 from motet.core.errors import InputError
 
 

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from motet.core.settings import Settings
+from motet.core.base_settings import FrozenSettings
 
 
-class PrecisionSettings(Settings):
+class PrecisionSettings(FrozenSettings):
     """The `[precision]` section."""
 
     recipe: Literal["fp64", "fp32", "bf16"] = "fp32"

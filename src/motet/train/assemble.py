@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from motet.cluster.allocator import keep_freed_memory
-from motet.cluster.discover import ThisDevice, discover, peak_memory_bytes, slow_arithmetic
+from motet.cluster.local_device import LocalDevice, bfloat16_warnings, discover_device, peak_memory_bytes
+from motet.cluster.malloc_tuning import keep_freed_memory
 from motet.collectives.execute import broadcast
 from motet.core.errors import InputError
 from motet.core.seeds import derive_seed
@@ -175,10 +175,10 @@ def train(
     """`stepper`: who does the steps, if not this rank with its group."""
     newest, done, changes = restored
     compute = RECIPES[job.precision.recipe].compute
-    this = discover(parts.group.device, [compute, "float32"] if compute == "bfloat16" else [compute])
+    this = discover_device(parts.group.device, [compute, "float32"] if compute == "bfloat16" else [compute])
     resumed = f"checkpoints/{newest.name}" if newest else None
     monitor.on_event(_started(job, parts, this, done, resumed))
-    for text in [*changes, *slow_arithmetic(this)]:
+    for text in [*changes, *bfloat16_warnings(this)]:
         monitor.on_event(Warned(text=text))
     progress = Progress(done, parts.steps)
     with told_to_the_end(monitor.on_event, progress):
@@ -197,7 +197,7 @@ def train(
     return Outcome(progress.done, progress.steps)
 
 
-def _started(job: Job, parts: Parts, this: ThisDevice, done: int, resumed_from: str | None) -> RunStarted:
+def _started(job: Job, parts: Parts, this: LocalDevice, done: int, resumed_from: str | None) -> RunStarted:
     return RunStarted(
         name=job.name,
         ranks=parts.ranks,
@@ -212,7 +212,7 @@ def _started(job: Job, parts: Parts, this: ThisDevice, done: int, resumed_from: 
     )
 
 
-def _describer(job: Job, parts: Parts, this: ThisDevice) -> Describer:
+def _describer(job: Job, parts: Parts, this: LocalDevice) -> Describer:
     peak = this.peak_flops.get(RECIPES[job.precision.recipe].compute)
     return Describer(
         flops_per_step=training_flops(job),

@@ -6,7 +6,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from motet.core.errors import DisagreedError, DivergedError, InputError, SaveError
+from motet.core.errors import CheckpointSaveError, InputError, NumericalMismatchError, TrainingDivergedError
 from motet.monitor.events import EVENTS_FILE, Event, Reason, RunEnded, StepDone, parse_event, read_events
 from motet.monitor.record import JsonlSink, SummarySink
 from motet.monitor.summary import SUMMARY_FILE, summarize
@@ -18,9 +18,9 @@ _WRITTEN_ANEW = (JOB_FILE, VERSIONS_FILE, SUMMARY_FILE)
 _REASONS: dict[int, Reason] = {
     STOPPED: "stopped",
     STOPPED_AT_ONCE: "stopped",
-    DivergedError.exit_code: "diverged",
-    DisagreedError.exit_code: "disagreed",
-    SaveError.exit_code: "save_failed",
+    TrainingDivergedError.exit_code: "diverged",
+    NumericalMismatchError.exit_code: "disagreed",
+    CheckpointSaveError.exit_code: "save_failed",
 }
 
 
@@ -29,7 +29,7 @@ def write_end(path: Path, ended: Ended) -> None:
 
     When that cannot be written or an old file is damaged, the cause must be told all the same: by the caller.
     """
-    with suppress(OSError, InputError, SaveError):
+    with suppress(OSError, InputError, CheckpointSaveError):
         _write_end(path, ended)
 
 

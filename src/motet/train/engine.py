@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from motet.collectives.execute import all_reduce, sum_scalars
+from motet.core.base_settings import FrozenSettings
+from motet.core.config_loading import settings_from_dict
 from motet.core.errors import InputError
-from motet.core.reading import settings_from_tree
-from motet.core.settings import Settings
 from motet.core.trace import span
 from motet.models.factory import check_parameters
 from motet.parallel.alike import described, refuse_unlike
@@ -39,7 +39,7 @@ from motet.train.optimizer import Updater, make_updater, parameters_of
 from motet.train.settings import OptimizerSettings
 from motet.train.state import RunState, newest_checkpoint
 
-SettingsOf = TypeVar("SettingsOf", bound=Settings)
+SettingsOf = TypeVar("SettingsOf", bound=FrozenSettings)
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]]
 """(module, batch) -> the sum of the losses and how many there are; or their mean, and then every batch counts alike."""
 
@@ -347,7 +347,7 @@ def loss_and_count(found: Any, who: str = "step") -> tuple[Tensor, float]:
 
 
 def _settings(kind: type[SettingsOf], given: Mapping[str, Any] | SettingsOf | None, name: str) -> SettingsOf:
-    return given if isinstance(given, kind) else settings_from_tree(kind, dict(given or {}), name)
+    return given if isinstance(given, kind) else settings_from_dict(kind, dict(given or {}), name)
 
 
 def _group(module: nn.Module) -> Group:

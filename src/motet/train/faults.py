@@ -16,7 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
-from motet.core.errors import DisagreedError, DivergedError, MotetError, PeerError, RankError
+from motet.core.errors import (
+    MotetError,
+    NumericalMismatchError,
+    PeerFailedError,
+    RankFailedError,
+    TrainingDivergedError,
+)
 
 STOPPED = 130
 STOPPED_AT_ONCE = 137
@@ -81,7 +87,7 @@ class Record:
     @property
     def agreed(self) -> bool:
         """Every rank saw the same numbers and came to this end together: none is to blame."""
-        return self.exit_code in (DivergedError.exit_code, DisagreedError.exit_code)
+        return self.exit_code in (TrainingDivergedError.exit_code, NumericalMismatchError.exit_code)
 
     @property
     def message(self) -> str:
@@ -109,11 +115,11 @@ def guarded(rank: int, work: Callable[[], int]) -> Record:
         return Record(rank, time.time(), error.exit_code, str(error), secondary=is_secondary(error))
     except SystemExit as error:
         sentence = f"the code of this rank called sys.exit({error.code!r}) before its work was done"
-        return Record(rank, time.time(), RankError.exit_code, sentence, _traceback_of(error))
+        return Record(rank, time.time(), RankFailedError.exit_code, sentence, _traceback_of(error))
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank is told
         sentence = "".join(traceback.format_exception_only(error)).strip()
         return Record(
-            rank, time.time(), RankError.exit_code, sentence, _traceback_of(error), secondary=is_secondary(error)
+            rank, time.time(), RankFailedError.exit_code, sentence, _traceback_of(error), secondary=is_secondary(error)
         )
 
 
@@ -131,7 +137,7 @@ def is_secondary(error: BaseException | None) -> bool:
     """Whether an error only says that another rank is gone or late."""
     if error is None:
         return False
-    if isinstance(error, PeerError) or type(error).__name__ in _LOST_TYPES:
+    if isinstance(error, PeerFailedError) or type(error).__name__ in _LOST_TYPES:
         return True
     if type(error) in (RuntimeError, ConnectionError) and _LOST.search(str(error)):
         return True

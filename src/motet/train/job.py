@@ -10,9 +10,9 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from motet.checkpoint.settings import CheckpointSettings
+from motet.core.base_settings import FrozenSettings
+from motet.core.config_loading import builtin_texts, read_toml, settings_from_dict
 from motet.core.errors import InputError
-from motet.core.reading import builtin_texts, read_toml, settings_from_tree
-from motet.core.settings import Settings
 from motet.data.settings import DataSettings
 from motet.models.settings import ModelSettings
 from motet.monitor.settings import MonitorSettings
@@ -25,7 +25,7 @@ from motet.train.reproducible import conflicts
 from motet.train.settings import OptimizerSettings, RunSettings
 
 
-class Job(Settings):
+class Job(FrozenSettings):
     """One training run."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -97,7 +97,7 @@ def job_from_tree(tree: dict[str, Any], source: str = "job") -> Job:
     optimizer = tree.get("optimizer")
     if isinstance(optimizer, dict) and optimizer.get("clip_norm") is False:
         tree = {**tree, "optimizer": {**optimizer, "clip_norm": None}}
-    return settings_from_tree(Job, tree, source)
+    return settings_from_dict(Job, tree, source)
 
 
 def is_file(text: str) -> bool:

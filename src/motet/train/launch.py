@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
-from motet.core.errors import RankError
+from motet.core.errors import RankFailedError
 from motet.parallel.place import Place, desk_file, environment_of
 from motet.train.faults import STOPPED, STOPPED_AT_ONCE, Record, StopFlag, first_cause, read_record
 
@@ -100,7 +100,7 @@ def launch(start: Launch, tell: Callable[[str], None]) -> Ended:
         for attempt in range(start.restarts + 1):
             ended = _run_group(start, attempt, stop, tell)
             # Bad input, divergence and a full disk would only come again.
-            if ended.exit_code != RankError.exit_code or attempt == start.restarts or stop.flag.requested:
+            if ended.exit_code != RankFailedError.exit_code or attempt == start.restarts or stop.flag.requested:
                 return replace(ended, stop_requested=stop.flag.requested)
             tell(f"{ended.message}; starting again from the last checkpoint ({attempt + 1} of {start.restarts})")
     raise AssertionError("unreachable: the last attempt returns")
@@ -297,7 +297,7 @@ def _failure(rank: _Rank) -> Record:
         sentence = f"rank {rank.rank} ended with exit code {code} in the middle of its work"
     if code == -signal.SIGKILL:
         sentence += "; if nobody did that, the machine ran out of memory"
-    return Record(rank.rank, rank.ended_s, RankError.exit_code, sentence, _last_words(rank))
+    return Record(rank.rank, rank.ended_s, RankFailedError.exit_code, sentence, _last_words(rank))
 
 
 def _last_words(rank: _Rank) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from motet.core.errors import DisagreedError, DivergedError
+from motet.core.errors import NumericalMismatchError, TrainingDivergedError
 from motet.core.trace import span
 from motet.monitor.events import CheckpointSaved, EvaluationDone, Event, StepDone
 from motet.train.evaluate import Evaluation
@@ -84,7 +84,7 @@ class Loop:
         times = f" for {skipped} steps in a row" if skipped > 1 else ""
         if times and run.on_nan == "skip":
             times += f", which is {'' if skipped == run.max_skips else 'more than '}run.max_skips"
-        raise DivergedError(
+        raise TrainingDivergedError(
             f"stopped at step {done}: {wrong} is not finite{times}{what}; its update was not applied; {REMEDY}; "
             "run.on_nan=skip leaves such steps out"
         )
@@ -97,7 +97,7 @@ class Loop:
         if result.compared.broken and self.job.monitor.watch == "stop":
             first, *others = result.compared.broken
             more = f" (events.jsonl has {len(others)} more of this step)" if others else ""
-            raise DisagreedError(
+            raise NumericalMismatchError(
                 f"stopped at step {done}, which is not saved: {first}{more}; try other devices, or `motet verify` with "
                 "this job and layout, and continue from the last checkpoint with --resume; monitor.watch=warn goes on"
             )
@@ -117,7 +117,9 @@ class Loop:
                 )
             )
             if not math.isfinite(judged.loss):
-                raise DivergedError(f"stopped at step {done}: the {split} loss after it is {judged.loss}; {REMEDY}")
+                raise TrainingDivergedError(
+                    f"stopped at step {done}: the {split} loss after it is {judged.loss}; {REMEDY}"
+                )
 
     def _save(self, done: int) -> None:
         start_s = time.perf_counter()

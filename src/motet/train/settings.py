@@ -4,10 +4,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from motet.core.settings import PlaceName, Settings
+from motet.core.base_settings import FilePathText, FrozenSettings
 
 
-class ScheduleSettings(Settings):
+class ScheduleSettings(FrozenSettings):
     """The learning rate over the steps, as a factor of `optimizer.learning_rate`."""
 
     kind: Literal["constant", "linear", "cosine", "warmup-stable-decay"] = "cosine"
@@ -19,7 +19,7 @@ class ScheduleSettings(Settings):
     """Where the fall ends, as a factor; of every kind but constant."""
 
 
-class GroupSettings(Settings):
+class GroupSettings(FrozenSettings):
     """Parameters whose names match get these instead; the first group that matches counts."""
 
     match: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -29,7 +29,7 @@ class GroupSettings(Settings):
     """`optimizer.weight_decay` when not given."""
 
 
-class OptimizerSettings(Settings):
+class OptimizerSettings(FrozenSettings):
     """How parameters are updated. One-dimensional parameters (norms, biases) are not decayed unless a group says so."""
 
     name: Literal["adamw", "sgd"] = "adamw"
@@ -58,7 +58,7 @@ class OptimizerSettings(Settings):
         return self
 
 
-class RunSettings(Settings):
+class RunSettings(FrozenSettings):
     """How long, where, and on what."""
 
     steps: Annotated[int, Field(ge=1)] | None = None
@@ -75,7 +75,7 @@ class RunSettings(Settings):
     """Threads per rank on the CPU; the cores of the machine shared evenly when not given, or 1 with `reproducible`."""
     reproducible: Literal["layout"] | None = None
     """`layout`: the same bits whatever the number of ranks and `layout.zero`, for some more time."""
-    folder: PlaceName | None = None
+    folder: FilePathText | None = None
     """The run folder; `runs/NAME-001` and so on when not given."""
     existing: Literal["resume", "refuse", "number"] = "resume"
     """When `folder` is there already: continue an unfinished run of the same job, refuse, or take the next number."""

@@ -11,7 +11,7 @@ from motet.checkpoint.manifest import CARRIED, Manifest, is_carried, read_manife
 from motet.checkpoint.pieces import StoredPiece
 from motet.checkpoint.save import save_checkpoint
 from motet.collectives.execute import sum_scalars
-from motet.core.errors import DivergedError, InputError
+from motet.core.errors import InputError, TrainingDivergedError
 from motet.parallel.data import agree_on_buffers, saved_buffers
 from motet.parallel.full import kept
 from motet.parallel.group import Group
@@ -45,7 +45,7 @@ class RunState:
         self.updater.spread.settle()
         wrong = float(not all(master.isfinite().all() for master in self.updater.spread.masters))
         if sum_scalars([wrong], self.group, self.group.device)[0]:
-            raise DivergedError(
+            raise TrainingDivergedError(
                 f"stopped at step {step}: the parameters are not finite after it, so they are not saved; lower "
                 "optimizer.learning_rate or lengthen the warm-up, then start again (--resume continues from the last "
                 "checkpoint, if there is one)"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from motet.core.errors import DisagreedError, DivergedError, MotetError, SaveError
+from motet.core.errors import CheckpointSaveError, MotetError, NumericalMismatchError, TrainingDivergedError
 from motet.monitor.events import Event, Reason, RunEnded, StepDone
 from motet.train.step import StepResult
 
@@ -57,9 +57,9 @@ class Progress:
 
 
 _REASONS: dict[type[MotetError], Reason] = {
-    DivergedError: "diverged",
-    DisagreedError: "disagreed",
-    SaveError: "save_failed",
+    TrainingDivergedError: "diverged",
+    NumericalMismatchError: "disagreed",
+    CheckpointSaveError: "save_failed",
 }
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from motet.checkpoint.manifest import CARRIED
-from motet.cluster.discover import device_name
+from motet.cluster.local_device import device_name
 from motet.collectives.execute import all_gather
 from motet.core.batch import Batch
 from motet.core.seeds import derive_seed

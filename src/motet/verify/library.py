@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from motet.core.config_loading import settings_from_dict
 from motet.core.errors import InputError
-from motet.core.reading import settings_from_tree
 from motet.models.randomness import can_drop
 from motet.parallel.group import Group
 from motet.parallel.layout import Layout, resolve_layout
@@ -67,7 +67,7 @@ def verify(  # noqa: PLR0913  # what a training step is made of, by name
     gives full tensors by name: loss, norm, gradient.NAME, parameter.NAME or activation.NAME. With a pair of text and
     function, the text says how the function cuts the work, which causes are told by.
     """
-    how = settings_from_tree(OptimizerSettings, dict(optimizer or {}), "optimizer")
+    how = settings_from_dict(OptimizerSettings, dict(optimizer or {}), "optimizer")
     if isinstance(layouts, str) or not layouts:
         raise InputError(f"verify: layouts = {layouts!r}; give a list of at least one")
     for name, value in (("ranks", ranks), ("steps", steps)):

@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 
 import torch
 
-from motet.core.errors import InputError, RankError
+from motet.core.errors import InputError, RankFailedError
 from motet.parallel.group import Group, start_group
 from motet.parallel.place import Place
 from motet.train.rank import die_with
@@ -43,14 +43,14 @@ class Pool:
         while waiting:
             ready = wait(list(waiting), timeout=TIMEOUT_S)
             if not ready:
-                raise RankError(f"rank {min(waiting.values())} did not end within {TIMEOUT_S:g} s")
+                raise RankFailedError(f"rank {min(waiting.values())} did not end within {TIMEOUT_S:g} s")
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 rank = waiting.pop(pipe)
                 try:
                     error = pipe.recv()
                 except EOFError:
-                    raise RankError(f"the process of rank {rank} ended") from None
+                    raise RankFailedError(f"the process of rank {rank} ended") from None
                 if error is not None:
                     raise error
 
@@ -94,5 +94,5 @@ def _serve(pipe: Connection, works: Mapping[str, Work], parent: int) -> None:
         except Exception as error:  # noqa: BLE001  # told by the process that asked
             where = traceback.extract_tb(error.__traceback__)[-1]
             said = f"rank {place.rank} failed: {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
-            pipe.send(RankError(said))
+            pipe.send(RankFailedError(said))
             return

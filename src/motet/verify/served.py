@@ -12,7 +12,7 @@ import torch
 
 from motet.checkpoint.load import load_checkpoint
 from motet.checkpoint.manifest import is_carried, read_manifest
-from motet.core.errors import RankError
+from motet.core.errors import RankFailedError
 from motet.monitor.events import EVENTS_FILE, StepDone, read_events
 from motet.train.job import Job, changed
 from motet.train.launch import Ended
@@ -56,7 +56,7 @@ class Servers:
         """The same run on one device; how far rounding may carry it is known from the perturbed references."""
         seen, ended = _trained(self._job, 1, self._environment, folds=False)
         if ended.message:
-            raise RankError(f"one device: {ended.message} (of the job made small)")
+            raise RankFailedError(f"one device: {ended.message} (of the job made small)")
         rates = [reference.learning_rate for reference in self._referred.single]
         noise = [dict(free.noise) for free in self._referred.free]
         operations = max(whole.seen.operations for whole in self._referred.free[0].wholes.values())

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from motet.core.errors import DisagreedError
+from motet.core.errors import NumericalMismatchError
 from motet.verify.compare import Difference, Reference, compare
 from motet.verify.parts import Site
 from motet.verify.record import Seen
@@ -39,7 +39,7 @@ class Verdict:
     """Tensors that rounding alone makes others."""
     failed: bool = False
     """Its ranks did not come to their end, which says nothing of their numbers; the cause is why."""
-    exit_code: int = DisagreedError.exit_code
+    exit_code: int = NumericalMismatchError.exit_code
     """Of the command, if it is not ok."""
 
     def as_json(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def failed(layout: str, why: str, exit_code: int) -> Verdict:
 def exit_code_of(verdicts: Sequence[Verdict]) -> int:
     """Of a difference, if there is one; else of what failed first."""
     codes = [verdict.exit_code for verdict in verdicts if not verdict.ok]
-    return DisagreedError.exit_code if DisagreedError.exit_code in codes else codes[0] if codes else 0
+    return NumericalMismatchError.exit_code if NumericalMismatchError.exit_code in codes else codes[0] if codes else 0
 
 
 def of_one_device(layout: str, step: int, difference: Difference) -> Verdict:

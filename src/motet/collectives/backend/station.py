@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from motet.cluster.cores import usable_cores
+from motet.cluster.cpu_count import usable_cores
 from motet.collectives.backend.arena import FAILED, POST_BELL, WORD
 from motet.collectives.backend.bell import ring, sleep, supported
 from motet.collectives.backend.chunks import Chunks

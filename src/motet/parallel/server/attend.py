@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from motet.core.errors import InputError, PeerError
+from motet.core.errors import InputError, PeerFailedError
 from motet.parallel.flat import FlatWeights
 from motet.parallel.server.client import Client
 from motet.parallel.server.packing import Packer, unpack_parameters
@@ -31,7 +31,7 @@ from motet.parallel.server.serve import LOOK_S
 from motet.parallel.server.shelf import Plan, as_bytes
 
 
-class GivenUpError(PeerError):
+class GivenUpError(PeerFailedError):
     """Others do what this worker had to do; it may join anew."""
 
 
@@ -137,7 +137,7 @@ class Attendant:
         if self._failed is not None:
             raise self._failed
         if not there:
-            raise PeerError(f"{self._client.name} has waited for {limit_s:g} s, and {otherwise}")
+            raise PeerFailedError(f"{self._client.name} has waited for {limit_s:g} s, and {otherwise}")
 
     def _listen(self) -> None:
         try:

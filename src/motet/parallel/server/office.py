@@ -4,7 +4,7 @@ import queue
 import time
 from collections.abc import Callable, Collection
 
-from motet.core.errors import PeerError
+from motet.core.errors import PeerFailedError
 from motet.parallel.server.desk import Desk
 from motet.parallel.server.post import Delivery, Post
 from motet.parallel.server.protocol import (
@@ -79,7 +79,9 @@ class Office:
             if until():
                 return
             if time.monotonic() - heard > self._limit_s:
-                raise PeerError(f"the parameter server's desk has heard nothing for {self._limit_s:g} s, {waiting}")
+                raise PeerFailedError(
+                    f"the parameter server's desk has heard nothing for {self._limit_s:g} s, {waiting}"
+                )
 
     def go_on(self, until: int) -> None:
         self._send(self.desk.go_on(until))
@@ -180,7 +182,9 @@ class Office:
                 del self._gone[name]
                 self._lose(name)
             elif gone_s > self._limit_s:
-                raise PeerError(f"server {name} has been gone for {self._limit_s:g} s, and nobody else has its part")
+                raise PeerFailedError(
+                    f"server {name} has been gone for {self._limit_s:g} s, and nobody else has its part"
+                )
 
     def _lose(self, name: str) -> None:
         if not self._closing:

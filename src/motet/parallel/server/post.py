@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 from uuid import uuid4
 
-from motet.core.errors import PeerError
+from motet.core.errors import PeerFailedError
 from motet.parallel.server.protocol import Book, Gone, Message, Refused
 from motet.parallel.server.wire import HEAD, LONGEST_HEAD, PART, PART_BYTES, Incoming, Outgoing
 
@@ -164,7 +164,7 @@ class Post:
 
     def _keep_connected(self, peer: str, address: tuple[str, int]) -> None:
         while not self._closed.is_set() and self.wanted.get(peer) == address:
-            with contextlib.suppress(OSError, PeerError):
+            with contextlib.suppress(OSError, PeerFailedError):
                 connection = socket.create_connection(address, timeout=min(self._limit_s, CONNECT_S))
                 self._serve(connection, peer)
             self._closed.wait(RETRY_S)
@@ -176,7 +176,7 @@ class Post:
             hello = json.dumps([self.name, dict(self.same), self._id]).encode()
             connection.sendall(PART.pack(0, HELLO, len(hello)) + hello)
             peer = self._greeted(connection, expected)
-        except (OSError, PeerError):
+        except (OSError, PeerFailedError):
             connection.close()
             return
         line = _Line(connection, self._limit_s / BEATS_IN_LIMIT, self.traffic.setdefault(peer, Traffic()))
@@ -203,14 +203,14 @@ class Post:
         """The name of the other side, if it belongs to us."""
         _, kind, length = PART.unpack(_exactly(connection, PART.size))
         if kind != HELLO or length > PART_BYTES:
-            raise PeerError("the other side is no process of a parameter server")
+            raise PeerFailedError("the other side is no process of a parameter server")
         try:
             name, same, number = json.loads(_exactly(connection, length))
             unlike = sorted(what for what in same.keys() & self.same.keys() if same[what] != self.same[what])
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise PeerError("the other side is no process of a parameter server") from error
+            raise PeerFailedError("the other side is no process of a parameter server") from error
         if expected not in (None, name):
-            raise PeerError(f"{name} is not {expected}")
+            raise PeerFailedError(f"{name} is not {expected}")
         if unlike:
             what = unlike[0]
             sentence = (
@@ -219,10 +219,10 @@ class Post:
             )
             if expected:
                 self.inbox.put(Delivery(expected, Refused(sentence)))
-            raise PeerError(sentence)
+            raise PeerFailedError(sentence)
         if expected and self._ids.setdefault(name, number) != number:
             self.inbox.put(Delivery(expected, Gone(self.name)))
-            raise PeerError(f"{name} is another process than before")
+            raise PeerFailedError(f"{name} is another process than before")
         self.told[name] = same
         return str(name)
 
@@ -244,7 +244,7 @@ class Post:
                     whole = incoming.filled(number, length)
                 if whole:
                     self.inbox.put(Delivery(peer, *whole))
-        except (ConnectionError, PeerError):
+        except (ConnectionError, PeerFailedError):
             return line.silent
         except OSError as error:
             return line.silent or isinstance(error, TimeoutError)

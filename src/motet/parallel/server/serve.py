@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from motet.core.errors import InputError, PeerError
+from motet.core.errors import InputError, PeerFailedError
 from motet.parallel.server.keeper import Keeper
 from motet.parallel.server.post import Post
 from motet.parallel.server.protocol import (
@@ -86,7 +86,7 @@ class Server:
 
     def _look_for_desk(self) -> None:
         if self._desk_seen_s is not None and time.monotonic() - self._desk_seen_s > self._limit_s:
-            raise PeerError(f"server {self._keeper.name} has been without the desk for {self._limit_s:g} s")
+            raise PeerFailedError(f"server {self._keeper.name} has been without the desk for {self._limit_s:g} s")
 
     def _take(self, sender: str, message: Message, payload: bytearray) -> Sent:
         match message:

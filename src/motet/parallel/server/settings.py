@@ -6,12 +6,12 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from motet.collectives.compress import Blockwise, Codec, PowerSGD, RandomK, parse
+from motet.core.base_settings import FrozenSettings
 from motet.core.errors import InputError
-from motet.core.settings import Settings
 from motet.parallel.server.protocol import Owners, Rule
 
 
-class ServerSettings(Settings):
+class ServerSettings(FrozenSettings):
     """Servers that keep the parameters, and how far workers may run apart."""
 
     count: Annotated[int, Field(ge=1)] = 1

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from motet.core.errors import SaveError
+from motet.core.errors import CheckpointSaveError
 from motet.parallel.server.shelf import pack, unpack
 
 
@@ -29,7 +29,9 @@ class Snapshots:
     def keep(self, piece: int, version: int, tensors: Mapping[str, Tensor]) -> None:
         """They are copied before this returns."""
         if self._failed:
-            raise SaveError(f"cannot keep a snapshot in {self._folder}: {self._failed.strerror}; free some space")
+            raise CheckpointSaveError(
+                f"cannot keep a snapshot in {self._folder}: {self._failed.strerror}; free some space"
+            )
         copies = {name: tensor.clone() for name, tensor in tensors.items()}
         with self._changed:
             self._pending[piece] = version, copies

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from motet.core.errors import PeerError
+from motet.core.errors import PeerFailedError
 from motet.parallel.server import protocol
 
 PART = struct.Struct("!IBI")
@@ -35,7 +35,7 @@ def from_text(text: bytes) -> tuple[protocol.Message, int]:
         name, fields, payload_bytes = json.loads(text)
         return _typed(_KINDS[name], fields), int(payload_bytes)
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
-        raise PeerError(f"what came is no message of a parameter server: {text[:60]!r}") from error
+        raise PeerFailedError(f"what came is no message of a parameter server: {text[:60]!r}") from error
 
 
 def _plain(value: Any) -> Any:
@@ -110,10 +110,10 @@ class Incoming:
     def room(self, number: int, length: int) -> memoryview:
         """Where the next part of the payload goes."""
         if number not in self._open:
-            raise PeerError(f"a part came of parcel {number}, which has not begun")
+            raise PeerFailedError(f"a part came of parcel {number}, which has not begun")
         _, body, at = self._open[number]
         if at + length > len(body):
-            raise PeerError(f"a payload of {len(body)} bytes has at least {at + length}")
+            raise PeerFailedError(f"a payload of {len(body)} bytes has at least {at + length}")
         return memoryview(body)[at : at + length]
 
     def filled(self, number: int, length: int) -> tuple[protocol.Message, bytearray] | None:

@@ -14,7 +14,7 @@ from zlib import crc32
 
 from torch import nn
 
-from motet.core.errors import InputError, PeerError
+from motet.core.errors import InputError, PeerFailedError
 from motet.data.loader import Loader
 from motet.parallel.alike import described
 from motet.parallel.group import meeting
@@ -149,7 +149,7 @@ def _address(seat: Seat) -> tuple[str, int]:
         path, end = desk_file(place), time.monotonic() + limit_s
         while not path.exists():
             if time.monotonic() > end:
-                raise PeerError(f"the parameter server's desk has not begun within {limit_s:g} s")
+                raise PeerFailedError(f"the parameter server's desk has not begun within {limit_s:g} s")
             time.sleep(LOOK_S)
         return address_of(path.read_text(encoding="utf-8"), "the desk's address")
     with meeting(place, limit_s) as (_, store):

@@ -13,7 +13,7 @@ Origin = Literal["datasheet", "measured", "assumed"]
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class ValueWithOrigin:
     """A number and how we know it."""
 
     value: float
@@ -21,20 +21,20 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class DeviceSpec:
     """A kind of device. `peak_flops` is by dtype, with `tfloat32` for float32 matrices that may be rounded."""
 
     name: str
-    peak_flops: Mapping[str, Figure]
-    memory_bytes: Figure
-    bandwidth_Bps: Figure  # noqa: N815 - a unit
+    peak_flops: Mapping[str, ValueWithOrigin]
+    memory_bytes: ValueWithOrigin
+    bandwidth_Bps: ValueWithOrigin  # noqa: N815 - a unit
 
 
 _DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8")
 
 # Name, with the names that the driver reports without the maker's where they differ; memory in GB; bandwidth in GB/s;
 # TFLOP/s by dtype, 0 where the device has no such unit or its datasheet no such line.
-_TABLE = (
+_DATASHEETS = (
     #                                                     GB  GB/s  fp64  fp32   tf32    bf16    fp16    fp8
     ("V100-SXM2-16GB",                                    16,  900,   7.8, 15.7,     0,      0,    125,      0),
     ("V100-SXM2-32GB",                                    32,  900,   7.8, 15.7,     0,      0,    125,      0),
@@ -71,29 +71,35 @@ _TABLE = (
 _MAKERS = ("nvidia", "amd", "tesla", "geforce", "instinct", "oam")
 
 
-def _device(names: str, gigabytes: float, gigabytes_per_s: float, *teraflops: float) -> Device:
-    return Device(
+def _spec_from_row(names: str, gigabytes: float, gigabytes_per_s: float, *teraflops: float) -> DeviceSpec:
+    return DeviceSpec(
         name=names.split(" | ")[0],
         peak_flops={
-            dtype: Figure(value * 1e12, "datasheet") for dtype, value in zip(_DTYPES, teraflops, strict=True) if value
+            dtype: ValueWithOrigin(value * 1e12, "datasheet")
+            for dtype, value in zip(_DTYPES, teraflops, strict=True)
+            if value
         },
-        memory_bytes=Figure(gigabytes * 1e9, "datasheet"),
-        bandwidth_Bps=Figure(gigabytes_per_s * 1e9, "datasheet"),
+        memory_bytes=ValueWithOrigin(gigabytes * 1e9, "datasheet"),
+        bandwidth_Bps=ValueWithOrigin(gigabytes_per_s * 1e9, "datasheet"),
     )
 
 
-def _plain(name: str) -> str:
+def _normalized_name(name: str) -> str:
     words = name.lower().replace("-", " ").split()
     return " ".join(word for word in words if word not in _MAKERS)
 
 
-DEVICES: tuple[Device, ...] = tuple(_device(*row) for row in _TABLE)
-_BY_NAME = {_plain(name): device for row, device in zip(_TABLE, DEVICES, strict=True) for name in row[0].split(" | ")}
+DEVICES: tuple[DeviceSpec, ...] = tuple(_spec_from_row(*row) for row in _DATASHEETS)
+_BY_NAME = {
+    _normalized_name(name): device
+    for row, device in zip(_DATASHEETS, DEVICES, strict=True)
+    for name in row[0].split(" | ")
+}
 
 
-def find_device(name: str) -> Device | None:
+def find_device(name: str) -> DeviceSpec | None:
     """The device of that name as CUDA or ROCm reports it, such as "NVIDIA A100-SXM4-80GB".
 
     A name that is only similar (a laptop's chip, a slice of a device) is another device: None.
     """
-    return _BY_NAME.get(_plain(name))
+    return _BY_NAME.get(_normalized_name(name))

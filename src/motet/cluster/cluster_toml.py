@@ -6,11 +6,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from motet.cluster.build import build_cluster
 from motet.cluster.cluster import Cluster, cluster_for_ranks
-from motet.cluster.settings import ClusterSettings
+from motet.cluster.cluster_from_settings import build_cluster
+from motet.cluster.cluster_settings import ClusterSettings
+from motet.core.config_loading import builtin_texts, read_toml, settings_from_dict
 from motet.core.errors import InputError
-from motet.core.reading import builtin_texts, read_toml, settings_from_tree
 
 
 def cluster_presets() -> dict[str, str]:
@@ -29,37 +29,37 @@ def load_cluster(
 
     `dims` resizes a torus, and with it the number of devices (or hosts) that it joins.
     """
-    tree = read_toml("cluster", source, cluster_presets())
+    values = read_toml("cluster", source, cluster_presets())
     if dims is not None:
-        _resize_torus(tree, list(dims), source)
+        _resize_torus(values, list(dims), source)
     sizes = {"hosts": hosts, "devices_per_host": devices_per_host}
-    tree |= {key: value for key, value in sizes.items() if value is not None}
-    return cluster_from_tree(tree, source)
+    values |= {key: value for key, value in sizes.items() if value is not None}
+    return cluster_from_dict(values, source)
 
 
-def load_for_ranks(source: str, ranks: int) -> Cluster:
+def load_cluster_for_ranks(source: str, ranks: int) -> Cluster:
     """The first so many ranks of a file or preset, with more hosts if it has fewer and can have more."""
-    found = load_cluster(source)
-    if ranks > found.ranks:
+    cluster = load_cluster(source)
+    if ranks > cluster.ranks:
         with suppress(InputError):  # of a cluster that cannot have more, the sentence below is the clearer one
-            found = load_cluster(source, hosts=-(-ranks // found.devices_per_host))
-    return cluster_for_ranks(found, ranks)
+            cluster = load_cluster(source, hosts=-(-ranks // cluster.devices_per_host))
+    return cluster_for_ranks(cluster, ranks)
 
 
-def cluster_from_tree(tree: dict[str, Any], source: str = "cluster") -> Cluster:
+def cluster_from_dict(values: dict[str, Any], source: str = "cluster") -> Cluster:
     """The cluster that plain nested values describe, as TOML gives them."""
-    settings = settings_from_tree(ClusterSettings, tree, source)
+    settings = settings_from_dict(ClusterSettings, values, source)
     try:
         return build_cluster(settings, Path(source).stem)
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
 
 
-def _resize_torus(tree: dict[str, Any], dims: list[int], source: str) -> None:
+def _resize_torus(values: dict[str, Any], dims: list[int], source: str) -> None:
     for section, size in (("inside", "devices_per_host"), ("between", "hosts")):
-        network = tree.get(section)
+        network = values.get(section)
         if isinstance(network, dict) and network.get("kind") == "torus":
-            tree |= {section: {**network, "dims": dims}, size: prod(dims)}
+            values |= {section: {**network, "dims": dims}, size: prod(dims)}
             return
     raise InputError(
         f"{source}: dims = {dims} is for a torus, which this cluster has not; give --hosts, or hosts= in Python"

@@ -9,94 +9,94 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from motet.cluster.device import Figure, Origin
-from motet.core.settings import Settings
+from motet.cluster.device_specs import Origin, ValueWithOrigin
+from motet.core.base_settings import FrozenSettings
 
 
-class Delay(Settings):
+class DelaySettings(FrozenSettings):
     """A figure that may be 0."""
 
     value: Annotated[float, Field(ge=0, le=1e6)]
     origin: Origin = "assumed"
 
     @property
-    def figure(self) -> Figure:
-        return Figure(self.value, self.origin)
+    def with_origin(self) -> ValueWithOrigin:
+        return ValueWithOrigin(self.value, self.origin)
 
 
-class Rate(Settings):
+class BandwidthSettings(FrozenSettings):
     """A figure above 0: one byte per second at least."""
 
     value: Annotated[float, Field(ge=1, le=1e18)]
     origin: Origin = "assumed"
 
     @property
-    def figure(self) -> Figure:
-        return Figure(self.value, self.origin)
+    def with_origin(self) -> ValueWithOrigin:
+        return ValueWithOrigin(self.value, self.origin)
 
 
-def _spelled_out(value: Any) -> Any:
+def _bare_number_to_table(value: Any) -> Any:
     return {"value": value} if isinstance(value, int | float | str) else value
 
 
-def _for_each(value: Any) -> Any:
+def _to_tuple(value: Any) -> Any:
     return (value,) if isinstance(value, bool) else tuple(value) if isinstance(value, list) else value
 
 
-DelayFigure = Annotated[Delay, BeforeValidator(_spelled_out)]
-RateFigure = Annotated[Rate, BeforeValidator(_spelled_out)]
+DelayValue = Annotated[DelaySettings, BeforeValidator(_bare_number_to_table)]
+BandwidthValue = Annotated[BandwidthSettings, BeforeValidator(_bare_number_to_table)]
 Count = Annotated[int, Field(ge=1, le=10**9)]
 
 
-class LinkSettings(Settings):
+class NetworkPortSettings(FrozenSettings):
     """What every network has: the port of a rank."""
 
-    alpha_s: DelayFigure
-    bandwidth_Bps: RateFigure  # noqa: N815 - a unit
+    alpha_s: DelayValue
+    bandwidth_Bps: BandwidthValue  # noqa: N815 - a unit
     """Of a rank's port; of one NIC between hosts; of one link to one neighbour in a mesh or torus."""
 
 
-class SwitchSettings(LinkSettings):
+class DeviceSwitchSettings(NetworkPortSettings):
     """Every device has one port to an ideal switch, as with NVSwitch."""
 
     kind: Literal["switch"]
 
 
-class MeshSettings(LinkSettings):
+class FullMeshSettings(NetworkPortSettings):
     """Every pair of devices has links of its own."""
 
     kind: Literal["mesh"]
 
 
-class PcieSettings(LinkSettings):
+class PcieTreeSettings(NetworkPortSettings):
     """Devices under PCIe switches, whose uplinks meet in one host bridge."""
 
     kind: Literal["pcie"]
     devices_per_switch: Count
-    bridge_Bps: RateFigure  # noqa: N815 - a unit
+    bridge_Bps: BandwidthValue  # noqa: N815 - a unit
     """Of everything that crosses between the switches, in both directions together."""
 
 
-class BusSettings(LinkSettings):
+class MemoryBusSettings(NetworkPortSettings):
     """Devices that share one memory bus, as CPU ranks do."""
 
     kind: Literal["bus"]
-    bus_Bps: RateFigure  # noqa: N815 - a unit
+    bus_Bps: BandwidthValue  # noqa: N815 - a unit
     """Of all messages together, counted once each."""
 
 
-class TorusSettings(LinkSettings):
+class TorusNetworkSettings(NetworkPortSettings):
     """A grid with a link to each neighbour and in each direction."""
 
     kind: Literal["torus"]
     dims: Annotated[tuple[Count, ...], Field(min_length=1)]
-    wrap: Annotated[tuple[bool, ...], BeforeValidator(_for_each)] = (True,)
+    wrap: Annotated[tuple[bool, ...], BeforeValidator(_to_tuple)] = (True,)
     """Whether the ends of a dimension are joined: one value for all, or one for each. `false`: a mesh of neighbours."""
-    hop_s: DelayFigure = Delay(value=0)
+    hop_s: DelayValue = DelaySettings(value=0)
     """The delay of each link on the way."""
 
 
-class NicSettings(LinkSettings):
+class NicSwitchSettings(NetworkPortSettings):
     """Hosts whose NICs all meet at one ideal switch."""
 
     kind: Literal["switch"]
@@ -104,7 +104,7 @@ class NicSettings(LinkSettings):
     """Per host, shared evenly by its devices."""
 
 
-class SpineLeafSettings(LinkSettings):
+class SpineLeafNetworkSettings(NetworkPortSettings):
     """Hosts whose NICs meet at leaf switches, which uplinks join to an ideal spine."""
 
     kind: Literal["spine_leaf"]
@@ -119,25 +119,28 @@ class SpineLeafSettings(LinkSettings):
     """What the NICs under a leaf carry over what its uplinks carry."""
     flows: Literal["hashed", "pinned"] = "hashed"
     """Hashed: each message takes one uplink by chance (ECMP). Pinned: they are spread evenly."""
-    hop_s: DelayFigure = Delay(value=0)
+    hop_s: DelayValue = DelaySettings(value=0)
     """The delay of an uplink, once up and once down."""
 
 
-Inside = Annotated[
-    SwitchSettings | MeshSettings | PcieSettings | BusSettings | TorusSettings, Field(discriminator="kind")
+IntraHostNetworkSettings = Annotated[
+    DeviceSwitchSettings | FullMeshSettings | PcieTreeSettings | MemoryBusSettings | TorusNetworkSettings,
+    Field(discriminator="kind"),
 ]
-Between = Annotated[NicSettings | SpineLeafSettings | TorusSettings, Field(discriminator="kind")]
+InterHostNetworkSettings = Annotated[
+    NicSwitchSettings | SpineLeafNetworkSettings | TorusNetworkSettings, Field(discriminator="kind")
+]
 
 
-class ClusterSettings(Settings):
+class ClusterSettings(FrozenSettings):
     """One cluster file."""
 
     device: str = ""
     """A name of the table of devices, or of another device."""
     hosts: Count = 1
     devices_per_host: Count
-    gamma_s_per_byte: DelayFigure | None = None
+    gamma_s_per_byte: DelayValue | None = None
     """Adding one byte to another; without it, three times the device's memory traffic of one byte."""
-    inside: Inside
-    between: Between | None = None
+    inside: IntraHostNetworkSettings
+    between: InterHostNetworkSettings | None = None
     """Needed where there are several hosts."""

@@ -8,28 +8,28 @@ from typing import cast
 
 import numpy as np
 
-from motet.cluster.device import Figure, Origin
+from motet.cluster.device_specs import Origin, ValueWithOrigin
 from motet.core.errors import InputError
 
 Number = float | Fraction
 
 
-def figure(value: Number, origin: Origin = "assumed") -> Figure:
+def with_origin(value: Number, origin: Origin = "assumed") -> ValueWithOrigin:
     """A figure that keeps a Fraction as it is, so that sums over links stay exact (it is typed as a float)."""
-    return Figure(cast(float, value), origin)
+    return ValueWithOrigin(cast(float, value), origin)
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class NetworkLink:
     """A resource that messages cross in one direction, or a shared one that they cross in any."""
 
-    alpha_s: Figure
+    alpha_s: ValueWithOrigin
     """At a port the one-way start-up of each message; elsewhere the delay of passing through."""
-    bandwidth_Bps: Figure  # noqa: N815 - a unit
+    bandwidth_Bps: ValueWithOrigin  # noqa: N815 - a unit
     """Of all lanes together."""
     is_port: bool = False
     """Belongs to one endpoint, which sends (or receives) its messages over it one after the other."""
-    hashed_lanes: int = 1
+    hashed_paths: int = 1
     """How many equal lanes flows are hashed onto, each flow onto one. 1: the load is always even."""
 
     def __post_init__(self) -> None:
@@ -39,8 +39,8 @@ class Link:
             )
         if not self.alpha_s.value >= 0:
             raise InputError(f"a link with alpha_s = {self.alpha_s.value} starts before it is asked; give 0 or more")
-        if self.hashed_lanes < 1:
-            raise InputError(f"a link cannot have {self.hashed_lanes} lanes; give 1 or more")
+        if self.hashed_paths < 1:
+            raise InputError(f"a link cannot have {self.hashed_paths} lanes; give 1 or more")
 
     def imbalance(self, flows: int) -> float:
         """How many times longer the fullest lane takes than an even load would, when equal flows are hashed.
@@ -48,25 +48,25 @@ class Link:
         Between 1 and the number of lanes: a single flow has but one of them.
         """
         assert flows >= 1
-        if self.hashed_lanes == 1:
+        if self.hashed_paths == 1:
             return 1
-        return self.hashed_lanes * expected_fullest(flows, self.hashed_lanes) / flows
+        return self.hashed_paths * expected_max_load(flows, self.hashed_paths) / flows
 
 
 @lru_cache(maxsize=4096)
-def expected_fullest(balls: int, bins: int) -> float:
+def expected_max_load(balls: int, bins: int) -> float:
     """The expected number of balls in the fullest bin when each falls into any bin alike; good to 1e-10 of it.
 
     P(no bin holds more than k) is P(that many Poisson counts are all at most k, given that their sum is `balls`). The
     probability of a sum is a coefficient of a power of the Poisson law cut off at k: a Fourier transform and back.
     """
     assert balls >= 0 and bins >= 1
-    law, whole = _poisson(balls / bins, balls), _poisson(balls, balls)[-1]
+    count_probabilities, sum_probability = _poisson(balls / bins, balls), _poisson(balls, balls)[-1]
     expected, before = float(balls // bins), 1.0  # some bin holds at least that many
     for k in range(balls // bins, balls):
         length = 1 << max(bins * k, balls).bit_length()  # no sum wraps around
-        sums = np.fft.irfft(np.fft.rfft(law[: k + 1], length) ** bins, length)
-        more = 1 - float(sums[balls]) / whole
+        sums = np.fft.irfft(np.fft.rfft(count_probabilities[: k + 1], length) ** bins, length)
+        more = 1 - float(sums[balls]) / sum_probability
         if more < 1e-11 or (more < 1e-6 and more >= before):  # it falls with k: what does not is rounding
             break
         expected, before = expected + more, more

@@ -13,13 +13,13 @@ from pydantic import BaseModel, ValidationError
 
 from motet.core.errors import InputError
 
-Group = TypeVar("Group", bound=BaseModel)
+SettingsT = TypeVar("Group", bound=BaseModel)
 
 
 def builtin_texts(package: str, folder: str) -> dict[str, str]:
     """Name -> TOML text of the files in a folder that comes with motet."""
-    found = resources.files(package) / folder
-    texts = {f.name.removesuffix(".toml"): f.read_text() for f in found.iterdir() if f.name.endswith(".toml")}
+    directory = resources.files(package) / folder
+    texts = {f.name.removesuffix(".toml"): f.read_text() for f in directory.iterdir() if f.name.endswith(".toml")}
     return dict(sorted(texts.items()))
 
 
@@ -30,8 +30,8 @@ def read_toml(kind: str, source: str, builtin: Mapping[str, str], hint: str = ""
     try:
         content = Path(source).read_bytes()
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError, ValueError):
-        said = [hint or did_you_mean(source, builtin), f"it is neither a file nor one of {', '.join(builtin)}"]
-        raise InputError(f"no {kind} {source!r}: {' '.join(filter(None, said))}") from None
+        hints = [hint or did_you_mean(source, builtin), f"it is neither a file nor one of {', '.join(builtin)}"]
+        raise InputError(f"no {kind} {source!r}: {' '.join(filter(None, hints))}") from None
     except OSError as error:
         raise InputError(f"cannot read {kind} {source}: {error.strerror}; give another TOML file") from None
     try:
@@ -44,13 +44,13 @@ def read_toml(kind: str, source: str, builtin: Mapping[str, str], hint: str = ""
         raise InputError(f"{kind} {source} is not valid TOML: {error}; mend it there") from None
 
 
-def settings_from_tree(kind: type[Group], tree: Mapping[str, Any], source: str) -> Group:
+def settings_from_dict(kind: type[SettingsT], values: Mapping[str, Any], source: str) -> SettingsT:
     """The settings that plain nested values describe, as TOML gives them."""
     try:
         # Through JSON, because strict validation takes a list for a tuple only there.
-        return kind.model_validate_json(json.dumps(tree, default=str))
+        return kind.model_validate_json(json.dumps(values, default=str))
     except ValidationError as error:
-        problems = (_problem(kind, dict(detail)) for detail in error.errors(include_url=False)[:5])
+        problems = (_describe_problem(kind, dict(detail)) for detail in error.errors(include_url=False)[:5])
         raise InputError(f"{source}: {'; '.join(dict.fromkeys(problems))}") from None
 
 
@@ -60,13 +60,13 @@ def did_you_mean(word: str, options: Iterable[str], cutoff: float = 0.6) -> str:
     return f"did you mean {near[0]!r}?" if near else ""
 
 
-def _problem(root: type[BaseModel], detail: dict[str, Any]) -> str:
-    keys, beside, inside = _place(root, detail["loc"])
+def _describe_problem(root: type[BaseModel], detail: dict[str, Any]) -> str:
+    keys, sibling_groups, inner_groups = _locate_problem(root, detail["loc"])
     key, ctx = ".".join(keys), detail.get("ctx", {})
-    tag = ctx.get("discriminator", "").strip("'")
+    discriminator = ctx.get("discriminator", "").strip("'")
     match detail["type"]:
         case "extra_forbidden":
-            valid = sorted({name for group in beside for name in group.model_fields})
+            valid = sorted({name for group in sibling_groups for name in group.model_fields})
             return f"unknown key {key!r}; {did_you_mean(keys[-1], valid) or 'valid here: ' + ', '.join(valid)}"
         case "missing" if keys[-1].isdigit():  # of a list
             return f"{'.'.join(keys[:-1])} = {detail['input']!r} has too few values"
@@ -77,17 +77,17 @@ def _problem(root: type[BaseModel], detail: dict[str, Any]) -> str:
         case "json_invalid":
             return "a text in it is not Unicode; write it in UTF-8"
         case "union_tag_not_found":
-            return f"{key}.{tag} is missing; give one of {', '.join(t for group in inside for t in _tags(group))}"
+            return f"{key}.{discriminator} is missing; give one of {', '.join(t for group in inner_groups for t in _discriminator_values(group))}"
         case "union_tag_invalid":
-            return f"{key}.{tag} = {ctx['tag']!r} must be one of {_choices(ctx['tag'], ctx['expected_tags'])}"
+            return f"{key}.{discriminator} = {ctx['tag']!r} must be one of {_choices(ctx['tag'], ctx['expected_tags'])}"
         case "literal_error":
             return f"{key} = {detail['input']!r} must be {_choices(detail['input'], ctx['expected'])}"
         case other:
-            must = _MUST[other].format(**ctx) if other in _MUST else detail["msg"]
-            return f"{key} = {detail['input']!r} {must}"
+            requirement = _REQUIREMENT_TEXTS[other].format(**ctx) if other in _REQUIREMENT_TEXTS else detail["msg"]
+            return f"{key} = {detail['input']!r} {requirement}"
 
 
-_MUST = {
+_REQUIREMENT_TEXTS = {
     "greater_than_equal": "must be at least {ge}",
     "greater_than": "must be more than {gt}",
     "less_than_equal": "must be at most {le}",
@@ -112,36 +112,41 @@ def _choices(value: object, expected: str) -> str:
     return f"{expected}; {near}" if near else expected
 
 
-_Groups = Sequence[type[BaseModel]]
+_SettingsClasses = Sequence[type[BaseModel]]
 
 
-def _place(root: type[BaseModel], loc: Sequence[int | str]) -> tuple[list[str], _Groups, _Groups]:
+def _locate_problem(
+    root: type[BaseModel], loc: Sequence[int | str]
+) -> tuple[list[str], _SettingsClasses, _SettingsClasses]:
     """The keys of a place as people write them, the groups of settings that its last key is in, and those in it.
 
     Where one of several groups is meant pydantic names its tag as well, which is no key.
     """
     keys: list[str] = []
-    beside: _Groups = []
-    inside: _Groups = [root]
+    sibling_groups: _SettingsClasses = []
+    inner_groups: _SettingsClasses = [root]
     for part in loc:
         if isinstance(part, int):  # what is in a list is alike
             keys.append(str(part))
-        elif len(inside) > 1:
-            inside = [group for group in inside if part in _tags(group)]
+        elif len(inner_groups) > 1:
+            inner_groups = [group for group in inner_groups if part in _discriminator_values(group)]
         else:
             keys.append(part)
-            beside, fields = inside, [group.model_fields[part] for group in inside if part in group.model_fields]
-            inside = [group for field in fields for group in _groups_in(field.annotation)]
-    return keys, beside, inside
+            sibling_groups, fields = (
+                inner_groups,
+                [group.model_fields[part] for group in inner_groups if part in group.model_fields],
+            )
+            inner_groups = [group for field in fields for group in _settings_classes_in(field.annotation)]
+    return keys, sibling_groups, inner_groups
 
 
-def _groups_in(annotation: Any) -> list[type[BaseModel]]:
+def _settings_classes_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [group for part in get_args(annotation) for group in _groups_in(part)]
+    return [group for part in get_args(annotation) for group in _settings_classes_in(part)]
 
 
-def _tags(group: type[BaseModel]) -> list[str]:
+def _discriminator_values(group: type[BaseModel]) -> list[str]:
     """What a group is told from others by: a setting that has one choice only."""
     kinds = [field.annotation for field in group.model_fields.values()]
     return [str(get_args(kind)[0]) for kind in kinds if get_origin(kind) is Literal and len(get_args(kind)) == 1]

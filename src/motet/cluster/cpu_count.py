@@ -3,43 +3,43 @@
 import os
 from pathlib import Path
 
-_GROUPS = Path("/sys/fs/cgroup")
-_OWN = Path("/proc/self/cgroup")
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+_OWN_CGROUP_FILE = Path("/proc/self/cgroup")
 
 
-def usable_cores(groups: Path = _GROUPS, own: Path = _OWN) -> int:
+def usable_cores(cgroup_root: Path = _CGROUP_ROOT, own_cgroup_file: Path = _OWN_CGROUP_FILE) -> int:
     """At least 1. A container with a quota of 2.5 cores has 2: a thread more would only wait."""
     # macOS has no affinity.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, int(min([cores, *_quotas(groups, own)])))
+    return max(1, int(min([cores, *_quotas(cgroup_root, own_cgroup_file)])))
 
 
-def _quotas(groups: Path, own: Path) -> list[float]:
+def _quotas(cgroup_root: Path, own_cgroup_file: Path) -> list[float]:
     """The quota of our own control group and of every one above it, of version 2 and 1."""
-    found: list[float] = []
-    for line in _read(own).splitlines():
+    quotas: list[float] = []
+    for line in _read_or_empty(own_cgroup_file).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
-        root = groups / controllers if controllers else groups
+        root = cgroup_root / controllers if controllers else cgroup_root
         # In a container the path may be the host's, of which only the root is to be seen.
         folder = root / path.lstrip("/")
-        for place in dict.fromkeys([folder, *folder.parents, root]):
-            if place == root or root in place.parents:
-                found += _quota_of(place)
-    return found
+        for cgroup in dict.fromkeys([folder, *folder.parents, root]):
+            if cgroup == root or root in cgroup.parents:
+                quotas += _quota_of(cgroup)
+    return quotas
 
 
 def _quota_of(group: Path) -> list[float]:
-    two = _read(group / "cpu.max").split()
-    one = _read(group / "cpu.cfs_quota_us").split() + _read(group / "cpu.cfs_period_us").split()
-    quota = two or one
+    version_2 = _read_or_empty(group / "cpu.max").split()
+    version_1 = _read_or_empty(group / "cpu.cfs_quota_us").split() + _read_or_empty(group / "cpu.cfs_period_us").split()
+    quota = version_2 or version_1
     if len(quota) != 2 or not quota[0].isdigit() or not quota[1].isdigit():  # "max" and "-1": no quota
         return []
     return [int(quota[0]) / int(quota[1])]
 
 
-def _read(path: Path) -> str:
+def _read_or_empty(path: Path) -> str:
     try:
         return path.read_text()
     except OSError:

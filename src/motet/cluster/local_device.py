@@ -17,36 +17,36 @@ from pathlib import Path
 import psutil
 import torch
 
-from motet.cluster.device import Figure, find_device
+from motet.cluster.device_specs import ValueWithOrigin, find_device
 
-_BUDGET_S = 0.2
-_SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384)
+_MEASURE_BUDGET_S = 0.2
+_MATMUL_SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 @dataclass(frozen=True, slots=True)
-class ThisDevice:
+class LocalDevice:
     """The device of one rank. `peak_flops` is by dtype."""
 
     name: str
     kind: str
     """`cpu` or `cuda`."""
-    peak_flops: Mapping[str, Figure]
+    peak_flops: Mapping[str, ValueWithOrigin]
     memory_bytes: int
     """Of the whole device; of the whole machine for a CPU."""
     threads: int
     """What a matrix product on the CPU may use."""
 
 
-def discover(device: torch.device | str, dtypes: Sequence[str] = ("float32",)) -> ThisDevice:
+def discover_device(device: torch.device | str, dtypes: Sequence[str] = ("float32",)) -> LocalDevice:
     """The device of this process, with the peak for each of `dtypes`."""
     device = torch.device(device)
     name = device_name(device)
     on_cuda = device.type == "cuda"
     memory_bytes = torch.cuda.get_device_properties(device).total_memory if on_cuda else psutil.virtual_memory().total
-    return ThisDevice(
+    return LocalDevice(
         name=name,
         kind=device.type,
-        peak_flops={dtype: _peak(name, device, dtype) for dtype in dtypes},
+        peak_flops={dtype: _peak_flops(name, device, dtype) for dtype in dtypes},
         memory_bytes=memory_bytes,
         threads=torch.get_num_threads(),
     )
@@ -57,14 +57,14 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
 
 
-def slow_arithmetic(this: ThisDevice) -> list[str]:
+def bfloat16_warnings(device: LocalDevice) -> list[str]:
     """A warning if the device has no instructions for bfloat16 and does it by other means, much slower."""
-    peaks = this.peak_flops
+    peaks = device.peak_flops
     if "bfloat16" not in peaks or "float32" not in peaks or peaks["bfloat16"].value >= peaks["float32"].value:
         return []
-    times = peaks["float32"].value / peaks["bfloat16"].value
+    slowdown = peaks["float32"].value / peaks["bfloat16"].value
     return [
-        f"{this.name} multiplies bfloat16 matrices {times:.3g} times slower than float32 ones; precision.recipe=fp32 "
+        f"{device.name} multiplies bfloat16 matrices {slowdown:.3g} times slower than float32 ones; precision.recipe=fp32 "
         "is quicker here"
     ]
 
@@ -93,35 +93,35 @@ def peak_memory_bytes(device: torch.device | str) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _peak(name: str, device: torch.device, dtype: str) -> Figure:
-    known = find_device(name) if device.type == "cuda" else None
-    if known is not None:
-        rounded = dtype == "float32" and torch.get_float32_matmul_precision() != "highest"
-        figure = known.peak_flops.get("tfloat32" if rounded else dtype) or known.peak_flops.get(dtype)
-        if figure is not None:
-            return figure
-    return Figure(_measured_flops(device, dtype, torch.get_num_threads()), "measured")
+def _peak_flops(name: str, device: torch.device, dtype: str) -> ValueWithOrigin:
+    spec = find_device(name) if device.type == "cuda" else None
+    if spec is not None:
+        uses_tfloat32 = dtype == "float32" and torch.get_float32_matmul_precision() != "highest"
+        peak = spec.peak_flops.get("tfloat32" if uses_tfloat32 else dtype) or spec.peak_flops.get(dtype)
+        if peak is not None:
+            return peak
+    return ValueWithOrigin(_measured_flops(device, dtype, torch.get_num_threads()), "measured")
 
 
 @functools.cache
 def _measured_flops(device: torch.device, dtype: str, threads: int) -> float:
     """The fastest square matrix product; `threads` only tells measurements apart."""
-    end_s = time.perf_counter() + _BUDGET_S
+    end_s = time.perf_counter() + _MEASURE_BUDGET_S
     best = 0.0
-    for size in _SIZES:
+    for size in _MATMUL_SIZES:
         left, right = (torch.ones(size, size, dtype=getattr(torch, dtype), device=device) for _ in range(2))
         result = torch.empty_like(left)
         for _ in range(3):
-            best = max(best, 2 * size**3 / _product_s(left, right, result))
+            best = max(best, 2 * size**3 / _matmul_s(left, right, result))
         # Eight times the work, three times, has to fit into what is left.
         if time.perf_counter() + 3 * 8 * 2 * size**3 / best > end_s:
             break
     while time.perf_counter() < end_s:
-        best = max(best, 2 * size**3 / _product_s(left, right, result))
+        best = max(best, 2 * size**3 / _matmul_s(left, right, result))
     return best
 
 
-def _product_s(left: torch.Tensor, right: torch.Tensor, result: torch.Tensor) -> float:
+def _matmul_s(left: torch.Tensor, right: torch.Tensor, result: torch.Tensor) -> float:
     start_s = time.perf_counter()
     torch.mm(left, right, out=result)
     if left.is_cuda:

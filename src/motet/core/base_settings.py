@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict
 from pydantic_core import PydanticCustomError
 
 
-class Settings(BaseModel):
+class FrozenSettings(BaseModel):
     """A frozen group of settings. A whole number is taken where a float is meant; nothing else is converted."""
 
     # No setting means anything as NaN or infinity, and both would pass most limits or fail them with odd words.
@@ -18,16 +18,16 @@ class Settings(BaseModel):
     )
 
 
-def _nameable(text: str) -> str:
+def _check_file_name(text: str) -> str:
     """Refuse at once what no file can be called, so that nobody need expect it later."""
-    if not text or "\0" in text or any(len(part.encode()) > _LONGEST_NAME for part in text.split("/")):
+    if not text or "\0" in text or any(len(part.encode()) > _MAX_NAME_BYTES for part in text.split("/")):
         raise PydanticCustomError(
             "place", "cannot be the name of a file or folder, which has 1 to 255 bytes between two `/`"
         )
     return text
 
 
-_LONGEST_NAME = 255
+_MAX_NAME_BYTES = 255
 
-PlaceName = Annotated[str, AfterValidator(_nameable)]
+FilePathText = Annotated[str, AfterValidator(_check_file_name)]
 """The name of something on disk, or of what may be there."""

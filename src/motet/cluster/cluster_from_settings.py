@@ -1,0 +1,126 @@
+"""Makes a `Cluster` of what a cluster file says: one small function for each kind of network."""
+
+from math import prod
+
+from motet.cluster.cluster import Cluster
+from motet.cluster.cluster_settings import (
+    ClusterSettings,
+    NetworkPortSettings,
+    NicSwitchSettings,
+    SpineLeafNetworkSettings,
+    TorusNetworkSettings,
+)
+from motet.cluster.device_specs import ValueWithOrigin, find_device
+from motet.cluster.network_link import NetworkLink, with_origin
+from motet.cluster.topology import FullMesh, NetworkTopology, SwitchLevel, SwitchTree, TorusNetwork, TwoLevelNetwork
+from motet.core.errors import InputError
+
+_MAX_RANKS = 2**17
+"""Each takes about a kilobyte here. The largest clusters in use have about as many."""
+
+
+def build_cluster(settings: ClusterSettings, name: str) -> Cluster:
+    """The cluster; what does not fit together is an `InputError`."""
+    if settings.hosts * settings.devices_per_host > _MAX_RANKS:
+        raise InputError(
+            f"hosts = {settings.hosts} times devices_per_host = {settings.devices_per_host} are more than the "
+            f"{_MAX_RANKS} ranks that a cluster may have; give fewer"
+        )
+    network = _intra_host_network(settings)
+    if settings.hosts > 1 or settings.between:  # a mistake in what joins hosts is told even while there is one
+        between = _inter_host_network(settings)
+        network = TwoLevelNetwork(settings.hosts, network, between) if settings.hosts > 1 else network
+    return Cluster(
+        name, network.ranks, settings.devices_per_host, network, _reduce_s_per_byte(settings), settings.device
+    )
+
+
+def _intra_host_network(settings: ClusterSettings) -> NetworkTopology:
+    devices, inside = settings.devices_per_host, settings.inside
+    match inside.kind:
+        case "switch":
+            return SwitchTree(devices, _port_link(inside))
+        case "mesh":
+            return FullMesh(devices, _port_link(inside))
+        case "bus":
+            bus = NetworkLink(with_origin(0), inside.bus_Bps.with_origin)
+            return SwitchTree(devices, _port_link(inside), (SwitchLevel("bus", (0,) * devices, switch=bus),))
+        case "pcie":
+            switches = tuple(device // inside.devices_per_switch for device in range(devices))
+            uplink = NetworkLink(with_origin(0), inside.bandwidth_Bps.with_origin)
+            bridge = NetworkLink(with_origin(0), inside.bridge_Bps.with_origin)
+            levels = (
+                SwitchLevel("switch", switches, uplink=uplink),
+                SwitchLevel("bridge", (0,) * devices, switch=bridge),
+            )
+            return SwitchTree(devices, _port_link(inside), levels)
+        case "torus":
+            return _torus_network(inside, devices, "devices_per_host")
+
+
+def _inter_host_network(settings: ClusterSettings) -> NetworkTopology:
+    between = settings.between
+    if between is None:
+        raise InputError(f"hosts = {settings.hosts} need a section [between] that joins them; give one, or hosts = 1")
+    if between.kind == "torus":
+        return _torus_network(between, settings.hosts, "hosts")
+    return _nic_network(between, settings.hosts, settings.devices_per_host)
+
+
+def _torus_network(settings: TorusNetworkSettings, ranks: int, key: str) -> TorusNetwork:
+    dims = settings.dims
+    if prod(dims) != ranks:
+        sizes = " x ".join(map(str, dims))
+        raise InputError(f"a torus of dims {sizes} = {prod(dims)} does not fit {key} = {ranks}; make them equal")
+    wrap = settings.wrap * len(dims) if len(settings.wrap) == 1 else settings.wrap
+    if len(wrap) != len(dims):
+        raise InputError(f"wrap has {len(wrap)} values for {len(dims)} dims; give one each, or one true or false")
+    return TorusNetwork(
+        dims, wrap, _port_link(settings), NetworkLink(settings.hop_s.with_origin, settings.bandwidth_Bps.with_origin)
+    )
+
+
+def _nic_network(settings: NicSwitchSettings | SpineLeafNetworkSettings, hosts: int, devices: int) -> SwitchTree:
+    """A rank's port to the network is as fast as its NIC, which it may share with others of its host."""
+    if devices % settings.nics:
+        raise InputError(
+            f"nics = {settings.nics} cannot be shared evenly by {devices} devices per host; "
+            "give a number that divides it (several NICs of one device are one faster NIC)"
+        )
+    ranks = range(hosts * devices)
+    nics = tuple(rank * settings.nics // devices for rank in ranks)
+    nic = SwitchLevel("nic", nics, uplink=NetworkLink(with_origin(0), settings.bandwidth_Bps.with_origin))
+    levels = (nic, _leaf_switch_level(settings, nics)) if settings.kind == "spine_leaf" else (nic,)
+    return SwitchTree(len(ranks), _port_link(settings), levels)
+
+
+def _leaf_switch_level(settings: SpineLeafNetworkSettings, nics: tuple[int, ...]) -> SwitchLevel:
+    """The leaves above NICs that are counted over all hosts. A leaf that is not full has all of its uplinks."""
+    per_host, per_leaf = settings.nics, settings.hosts_per_leaf
+    if settings.rails:
+        leaves = tuple(nic // per_host // per_leaf * per_host + nic % per_host for nic in nics)
+        below = per_leaf
+    else:
+        leaves = tuple(nic // per_host // per_leaf for nic in nics)
+        below = per_leaf * per_host
+    bandwidth = with_origin(settings.bandwidth_Bps.value * below / settings.oversubscription)
+    uplink = NetworkLink(
+        settings.hop_s.with_origin, bandwidth, hashed_paths=settings.uplinks if settings.flows == "hashed" else 1
+    )
+    return SwitchLevel("leaf", leaves, uplink=uplink)
+
+
+def _port_link(settings: NetworkPortSettings) -> NetworkLink:
+    return NetworkLink(settings.alpha_s.with_origin, settings.bandwidth_Bps.with_origin, is_port=True)
+
+
+def _reduce_s_per_byte(settings: ClusterSettings) -> ValueWithOrigin:
+    if settings.gamma_s_per_byte is not None:
+        return settings.gamma_s_per_byte.with_origin
+    device = find_device(settings.device)
+    if device is None:
+        raise InputError(
+            f"device = {settings.device!r} is not in the table of devices, so gamma_s_per_byte must be given; "
+            "three bytes of memory traffic for each byte are a fair guess"
+        )
+    return with_origin(3 / device.bandwidth_Bps.value)  # two are read, one is written
