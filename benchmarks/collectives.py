@@ -56,7 +56,7 @@ def measure(options: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    import motet.collectives.backend  # noqa: F401  (registers it)
+    import motet.collectives.shm_backend  # noqa: F401  (registers it)
 
     torch.set_num_threads(1)
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK", "")))

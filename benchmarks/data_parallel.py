@@ -68,7 +68,7 @@ def measure(options: argparse.Namespace) -> None:
     import torch.distributed as dist
     from parts.silent import register_silent
 
-    import motet.collectives.backend  # noqa: F401  (registers it)
+    import motet.collectives.shm_backend  # noqa: F401  (registers it)
     from motet.cluster.malloc_tuning import keep_freed_memory
 
     warnings.filterwarnings("ignore")

@@ -115,9 +115,9 @@ def measure_as_rank(options: argparse.Namespace) -> None:
 
     from motet.cluster.cluster_toml import cluster_from_dict
     from motet.collectives import program
-    from motet.collectives.calibrate import calibrate
-    from motet.collectives.cost import cost
-    from motet.collectives.measure import measure
+    from motet.collectives.cost.alpha_beta import estimate_cost
+    from motet.collectives.cost.link_calibration import calibrate_cluster
+    from motet.collectives.execute.measure import measure_program
 
     torch.set_num_threads(1)
     world = HOSTS * RANKS_PER_HOST
@@ -125,7 +125,7 @@ def measure_as_rank(options: argparse.Namespace) -> None:
     dist.init_process_group("gloo", store=store, rank=options.rank, world_size=world)
     group = dist.group.WORLD
     assert group is not None
-    tree = calibrate(group, RANKS_PER_HOST)
+    tree = calibrate_cluster(group, RANKS_PER_HOST)
     cluster = cluster_from_dict(tree, "two hosts in miniature")
     programs = {name: program("all-reduce", name, world, **choices) for name, choices in ALGORITHMS.items()}
     if options.rank == 0:
@@ -135,10 +135,10 @@ def measure_as_rank(options: argparse.Namespace) -> None:
         seconds: dict[str, list[float]] = {name: [] for name in programs}
         for _ in range(options.rounds):
             for name, made in programs.items():
-                seconds[name] += measure(made, group, size << 20, 1).seconds
+                seconds[name] += measure_program(made, group, size << 20, 1).seconds
         if options.rank == 0:
             for name, made in programs.items():
-                predicted = float(cost(made, cluster).seconds(size << 20))
+                predicted = float(estimate_cost(made, cluster).seconds(size << 20))
                 report(size, name, seconds, predicted)
     dist.barrier()
     dist.destroy_process_group()

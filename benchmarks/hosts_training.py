@@ -138,13 +138,13 @@ def calibrated(options: argparse.Namespace) -> "Predicted":
 
     from motet.cli.show_step import parts_of
     from motet.cluster.cluster_toml import cluster_from_dict
-    from motet.collectives.calibrate import calibrate
+    from motet.collectives.cost.link_calibration import calibrate_cluster
     from motet.parallel.layout import Layout
     from motet.train.job import load_job
 
     group = dist.group.WORLD
     assert group is not None
-    tree = calibrate(group, RANKS_PER_HOST)
+    tree = calibrate_cluster(group, RANKS_PER_HOST)
     agree_s = time_of_agreements()
     if options.rank == 0:
         report_calibration(tree)

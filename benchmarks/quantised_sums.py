@@ -97,12 +97,12 @@ def errors_of(text: str, gradients: Any) -> Errors:
     """Of the sum of all rows, by both ways."""
     import torch
 
-    from motet.collectives.compress import parse, slices
+    from motet.collectives.compression.codec_options import parse_codec, rank_slices
 
-    codec = parse(text)
+    codec = parse_codec(text)
     whole = gradients.sum(0, dtype=torch.float64)
     ring, once = torch.empty_like(whole), torch.empty_like(whole)
-    for owner, (start, stop) in enumerate(slices(whole.numel(), len(gradients))):
+    for owner, (start, stop) in enumerate(rank_slices(whole.numel(), len(gradients))):
         parts = gradients[:, start:stop]
         ring[start:stop] = around_a_ring(codec, parts, owner)
         once[start:stop] = at_the_owner(codec, parts)
@@ -125,7 +125,7 @@ def at_the_owner(codec: Any, parts: Any) -> Any:
 
 def through(codec: Any, tensor: Any, seed: int) -> Any:
     """What arrives of it."""
-    from motet.collectives.codecs.message import decode, encode
+    from motet.collectives.compression.encode_decode import decode, encode
 
     return decode(codec, encode(codec, tensor, seed), tensor.shape, tensor.dtype, seed)
 

@@ -289,10 +289,10 @@ def predict(way: Way, rate: float, update_s: float, steps: int) -> float:
 def ring(way: Way, rate: float, steps: int) -> float:
     """Buckets one after another, each once the slowest worker's backward has it; all wait for the last."""
     from motet.cluster.cluster import uniform_cluster
-    from motet.collectives.cost import cost
-    from motet.collectives.library import program
+    from motet.collectives.algorithms import build
+    from motet.collectives.cost.alpha_beta import estimate_cost
 
-    once = cost(program("all-reduce", "ring", WORKERS), uniform_cluster(WORKERS, HANDLING_S, rate))
+    once = estimate_cost(build("all-reduce", "ring", WORKERS), uniform_cluster(WORKERS, HANDLING_S, rate))
     pieces, _ = plan_bytes(way)
     seconds = []
     for step in range(steps):

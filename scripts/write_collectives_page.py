@@ -16,14 +16,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from motet.cluster.cluster_toml import load_cluster
 from motet.collectives import algorithms, closed_form, collectives, program
-from motet.collectives.curves import crossovers, curves, grid
-from motet.collectives.draw import text
-from motet.collectives.draw_cost import cost_svg
-from motet.collectives.draw_page import page
-from motet.collectives.draw_svg import svg
-from motet.collectives.library import find
-from motet.collectives.library.shapes import any_hosts, equal_hosts, power_below, rounds
-from motet.collectives.library.shapes import grid as lengths_of
+from motet.collectives.algorithms import find_algorithm
+from motet.collectives.algorithms.program_builders import (
+    doubling_rounds,
+    floor_power_of_two,
+    hosts_and_ranks_per_host,
+    split_over_hosts,
+)
+from motet.collectives.algorithms.program_builders import grid_dims as lengths_of
+from motet.collectives.cost.size_sweep import crossovers, log_spaced_sizes, time_curves
+from motet.collectives.draw.cost_plot import cost_plot_svg
+from motet.collectives.draw.frames import program_text
+from motet.collectives.draw.html_animation import program_html
+from motet.collectives.draw.svg import program_svg
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -168,16 +173,23 @@ FORMULAS: dict[str, Formula] = {
 
 def letters(name: str, ranks: int) -> dict[str, int]:
     """What the letters of the formulas stand for, with the options that an algorithm has by default."""
-    power = power_below(ranks)
+    power = floor_power_of_two(ranks)
     rest = ranks - power
-    found = {"N": ranks, "L": rounds(ranks), "P": 8, "Q": power, "q": power.bit_length() - 1, "e": int(rest > 0)}
+    found = {
+        "N": ranks,
+        "L": doubling_rounds(ranks),
+        "P": 8,
+        "Q": power,
+        "q": power.bit_length() - 1,
+        "e": int(rest > 0),
+    }
     found |= {"d": 1 if ranks == 2 else 2, "b": _line(ranks), "B": sum(n.bit_count() for n in range(ranks))}
     found["G"] = sum(min(1 << bit, rest) for bit in range(found["q"]))
     if name.endswith("/hierarchical") and name.startswith("all-reduce"):
-        hosts = any_hosts(ranks, None)
-        found |= {"H": len(hosts), "M": max(map(len, hosts)), "l": rounds(max(map(len, hosts)))}
+        hosts = split_over_hosts(ranks, None)
+        found |= {"H": len(hosts), "M": max(map(len, hosts)), "l": doubling_rounds(max(map(len, hosts)))}
     elif "hierarchical" in name:
-        found["H"], found["M"] = equal_hosts(ranks, None)
+        found["H"], found["M"] = hosts_and_ranks_per_host(ranks, None)
     elif "torus" in name:
         lengths = lengths_of(ranks, None, int(name[-2])) if name.endswith("d") else (ranks,)
         found |= {"A": len(lengths), "W": sum((d - 1) * (1 if d == 2 else 2) for d in lengths)}
@@ -219,9 +231,9 @@ def all_reduce_table() -> str:
     rows = []
     for name in algorithms("all-reduce"):
         cells = [f"`{name}`"]
-        known = find("all-reduce", name)
+        known = find_algorithm("all-reduce", name)
         for ranks in (8, 64):
-            if known.takes(ranks):
+            if known.supports(ranks):
                 made = program("all-reduce", name, ranks)
                 cells += [str(len(made.steps)), _part(max(map(made.sent, range(ranks)))), _cost(name, ranks)]
             else:
@@ -269,7 +281,7 @@ def example() -> str:
 
 def drawn() -> str:
     """What `motet collectives draw` prints."""
-    return f"```\n{text(program('all-reduce', 'ring', 3))}```\n"
+    return f"```\n{program_text(program('all-reduce', 'ring', 3))}```\n"
 
 
 # --- pictures and pages ----------------------------------------------------------------------------------
@@ -278,8 +290,8 @@ def drawn() -> str:
 def pictures() -> Iterator[tuple[str, str]]:
     """Name and content of every file in docs/pictures."""
     ring = program("all-reduce", "ring", 4)
-    yield "ring.svg", svg(ring)
-    yield "ring-first-steps.svg", svg(ring, only=(-1, 0))
+    yield "ring.svg", program_svg(ring)
+    yield "ring-first-steps.svg", program_svg(ring, only_steps=(-1, 0))
     for name, options in (
         ("flat", {}),
         ("naive", {}),
@@ -291,8 +303,8 @@ def pictures() -> Iterator[tuple[str, str]]:
         ("hierarchical", {"hosts": 2}),
         ("hierarchical-sharded", {"hosts": 2}),
     ):
-        yield f"{name}.svg", svg(program("all-reduce", name, 4, **options))
-    yield "all-gather-bruck.svg", svg(program("all-gather", "bruck", 5))
+        yield f"{name}.svg", program_svg(program("all-reduce", name, 4, **options))
+    yield "all-gather-bruck.svg", program_svg(program("all-gather", "bruck", 5))
     yield "cost.svg", cost_picture()
 
 
@@ -301,7 +313,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     from mkdocs.structure.files import File
 
     for name, ranks in (("ring", 4), ("halving-doubling", 8)):
-        drawn = page(program("all-reduce", name, ranks))
+        drawn = program_html(program("all-reduce", name, ranks))
         files.append(File.generated(config, f"pictures/{name}.html", content=drawn))
     return files
 
@@ -309,10 +321,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def cost_picture() -> str:
     """All-reduce of eight hosts of eight GPUs."""
     cluster = load_cluster("dgx-h100", hosts=8)
-    sizes = grid(2**10, 2**30, 81)
-    found = curves("all-reduce", cluster, sizes)
+    sizes = log_spaced_sizes(2**10, 2**30, 81)
+    found = time_curves("all-reduce", cluster, sizes)
     crossed = crossovers("all-reduce", cluster, sizes[0], sizes[-1])
-    return cost_svg("all-reduce of 64 ranks on dgx-h100, 8 hosts: predicted time", found, sizes, crossed)
+    return cost_plot_svg("all-reduce of 64 ranks on dgx-h100, 8 hosts: predicted time", found, sizes, crossed)
 
 
 BLOCKS = {

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from motet.collectives.backend import meet
+from motet.collectives.shm_backend.transport import rendezvous
 from motet.parallel.place import Place
 
 
@@ -16,7 +16,7 @@ def motet_group(place: Place, timeout_s: float = 20.0) -> Iterator[dist.ProcessG
     """Every `place.local_world` ranks claim a host of their own."""
     identity = f"host {place.rank // place.local_world}"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meet, "host_identity", lambda: identity)
+        patch.setattr(rendezvous, "host_identity", lambda: identity)
         with _group(place, timeout_s) as group:
             yield group
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from motet.collectives import Program
-from motet.collectives.lower import extents
+from motet.collectives.execute.rank_plan import chunk_lengths
 from motet.parallel.group import Group
 
 
@@ -35,13 +35,13 @@ def contribution(rank: int, chunk: int, length: int) -> Tensor:
 
 def start_of(made: Program, rank: int, numel: int) -> Tensor:
     """What a rank begins with."""
-    lengths = extents(made, numel)
+    lengths = chunk_lengths(made, numel)
     return _joined([contribution(rank, chunk, lengths[chunk]) for chunk in sorted(made.initial[rank])])
 
 
 def end_of(made: Program, rank: int, numel: int) -> Tensor:
     """What the Program promises this rank, summed up in float64."""
-    lengths = extents(made, numel)
+    lengths = chunk_lengths(made, numel)
     ends = sorted(made.final[rank].items())
     return _joined([_total([contribution(r, chunk, lengths[chunk]) for r in sources]) for chunk, sources in ends])
 

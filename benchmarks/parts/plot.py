@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from html import escape
 from math import ceil, floor, log10
 
-from motet.collectives.draw_svg import COLOURS, opening
+from motet.collectives.draw.svg import COLOURS, svg_opening
 
 WIDTH, HEIGHT, LEFT, TOP, PLOT_WIDTH, PLOT_HEIGHT = 1040, 560, 78, 76, 720, 420
 NAME_GAP = 17
@@ -55,7 +55,7 @@ def line_plot(title: str, note: str, lines: Sequence[Line], x: Axis, y: Axis) ->
     across = _scale(x, [point[0] for line in lines for point in line.points], tight=True)
     up = _scale(y, [point[1] for line in lines for point in line.points], tight=False)
     parts = [
-        opening(WIDTH, HEIGHT, title),
+        svg_opening(WIDTH, HEIGHT, title),
         f'<rect class="page" width="{WIDTH}" height="{HEIGHT}"/>',
         f'<text class="big" x="{LEFT}" y="30">{escape(title)}</text>',
         f'<text class="quiet" x="{LEFT}" y="52">{escape(note)}</text>',

@@ -36,7 +36,7 @@ def joined(threads: int) -> "Iterator[Group]":
     import torch
     import torch.distributed as dist
 
-    import motet.collectives.backend  # noqa: F401  (registers it)
+    import motet.collectives.shm_backend  # noqa: F401  (registers it)
     from motet.cluster.malloc_tuning import keep_freed_memory
     from motet.parallel.group import Group
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from motet.collectives.backend.work import Task, completed
+from motet.collectives.shm_backend.work_handle import BackendWorkHandle, completed_work
 
 
 class SilentGroup(dist.ProcessGroup):
@@ -35,34 +35,36 @@ class SilentGroup(dist.ProcessGroup):
     _set_group_name = setGroupName
     group_name = property(getGroupName)
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Task:
-        return completed(tensors)
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> BackendWorkHandle:
+        return completed_work(tensors)
 
     allreduce_coalesced = reduce = broadcast = allreduce
 
-    def barrier(self, opts: Any = None) -> Task:
-        return completed([])
+    def barrier(self, opts: Any = None) -> BackendWorkHandle:
+        return completed_work([])
 
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Task:
+    def allgather(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
+    ) -> BackendWorkHandle:
         for parts, given in zip(outputs, inputs, strict=True):
             for part in parts:
                 part.copy_(given)
-        return completed(outputs)
+        return completed_work(outputs)
 
-    def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Task:
+    def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> BackendWorkHandle:
         parts = output.view(-1).view(self._size, given.numel())
         for part in parts:  # in place, too: stage 3 gathers into memory that holds anything
             if part.data_ptr() != given.data_ptr():
                 part.copy_(given.view(-1))
-        return completed([output])
+        return completed_work([output])
 
     all_gather_single = _allgather_base
 
-    def _reduce_scatter_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Task:
+    def _reduce_scatter_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> BackendWorkHandle:
         part = given.view(-1).view(self._size, output.numel())[self._rank]
         if part.data_ptr() != output.data_ptr():
             output.view(-1).copy_(part)
-        return completed([output])
+        return completed_work([output])
 
     reduce_scatter_single = _reduce_scatter_base
 
@@ -73,10 +75,10 @@ class SilentGroup(dist.ProcessGroup):
         output_sizes: list[int],
         input_sizes: list[int],
         opts: Any = None,
-    ) -> Task:
+    ) -> BackendWorkHandle:
         assert not output_sizes and not input_sizes, "only equal parts"
         output.copy_(given)
-        return completed([output])
+        return completed_work([output])
 
     all_to_all_single = alltoall_base
 

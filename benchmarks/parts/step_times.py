@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from motet.cluster.cluster import Cluster
-from motet.collectives.compress import SCALE_BYTES, Blockwise, PowerSGD
-from motet.collectives.cost import cost
-from motet.collectives.library import program
-from motet.collectives.lower import elements_sent
-from motet.collectives.score import Program
+from motet.collectives.algorithms import build
+from motet.collectives.compression.codec_options import SCALE_BYTES, BlockwiseCodecOptions, PowerSGDCodecOptions
+from motet.collectives.cost.alpha_beta import estimate_cost
+from motet.collectives.execute.rank_plan import elements_sent
+from motet.collectives.program import Program
 from motet.core.dtypes import DTYPE_BYTES
 from motet.parallel.communication import CommunicationSettings, compression
 from motet.parallel.graph import Message, Node, Stretch, schedule, step_graph
@@ -39,13 +39,15 @@ class Hop:
     """Bytes of one."""
 
     def seconds(self, cluster: Cluster) -> float:
-        return float(cost(self.program, cluster).seconds(self.count * self.width)) if self.does_something else 0.0
+        return (
+            float(estimate_cost(self.program, cluster).seconds(self.count * self.width)) if self.does_something else 0.0
+        )
 
     def sent_bytes(self, rank: int) -> int:
         if not self.does_something:
             return 0
         place, single = next(group.index(rank) for group in self.groups if rank in group), self._single
-        of_all_chunks = self.count * sum(single.sizes) // single.whole
+        of_all_chunks = self.count * sum(single.sizes) // single.message_size_units
         return self.width * elements_sent(single, place, of_all_chunks)
 
     def crossing_bytes(self, host: Ranks) -> float:
@@ -54,7 +56,7 @@ class Hop:
             return 0.0
         whole = self.program
         leaving = [t for step in whole.steps for t in step if t.src in host and t.dst not in host]
-        return self.count * self.width * sum(map(whole.weight, leaving)) / whole.whole
+        return self.count * self.width * sum(map(whole.relative_size, leaving)) / whole.message_size_units
 
     @property
     def does_something(self) -> bool:
@@ -66,7 +68,7 @@ class Hop:
 
     @property
     def _single(self) -> Program:
-        return program(self.collective, self.algorithm, len(self.groups[0]))
+        return build(self.collective, self.algorithm, len(self.groups[0]))
 
 
 def side_by_side(single: Program, groups: Sequence[Ranks]) -> Program:
@@ -128,7 +130,7 @@ class Paths:
         if codec is None:
             return [Hop("reduce-scatter", self.settings.reduce_scatter, self.shards, whole.numel, WIDTH)]
         near = self.layout.secondary
-        assert isinstance(codec, Blockwise) and near is not None
+        assert isinstance(codec, BlockwiseCodecOptions) and near is not None
         ranks, part = self.layout.shards, whole.numel // self.layout.shards
         far = ranks // near
         return [
@@ -141,7 +143,7 @@ class Paths:
         codec, name = compression(self.settings, self.layout).replicas, self.settings.all_reduce
         if codec is None:
             return [Hop("all-reduce", name, self.replicas, part.numel, WIDTH)]
-        assert isinstance(codec, PowerSGD)
+        assert isinstance(codec, PowerSGDCodecOptions)
         found = [m for m in part.cut(codec, DTYPE) if isinstance(m, Matrix)]
         ranked = [(m.rows, m.columns, min(codec.rank, m.rows, m.columns)) for m in found]
         rest = part.numel - sum(rows * columns for rows, columns, _ in ranked)

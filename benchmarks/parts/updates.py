@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from motet.collectives.execute import all_gather, all_reduce, reduce_scatter
+from motet.collectives.execute.api import all_gather, all_reduce, reduce_scatter
 from motet.parallel.group import Group
 
 GRADIENT, LEARNING_RATE = 1e-3, 1e-3

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 from environment import uncounted
 from motet.cli.collectives import app
 from motet.cluster.cluster_toml import load_cluster
-from motet.collectives.curves import format_seconds
-from motet.collectives.library import algorithms, closed_form, collectives, find, program
-from motet.collectives.score import Program
+from motet.collectives.algorithms import algorithm_names, build, closed_form, collective_names, find_algorithm
+from motet.collectives.cost.size_sweep import format_seconds
+from motet.collectives.program import Program
 from motet.core.errors import InputError, MotetError
 from waiting import until
 
@@ -41,7 +41,7 @@ def answer(*arguments: str) -> dict[str, Any]:
 
 def broken(tmp_path: Path) -> Path:
     """A ring of four in which rank 1 loses a contribution in step 1."""
-    made = program("all-reduce", "ring", 4)
+    made = build("all-reduce", "ring", 4)
     steps = (made.steps[0], made.steps[1][1:], *made.steps[2:])
     path = tmp_path / "broken.json"
     path.write_text(replace(made, steps=steps).to_json())
@@ -54,7 +54,7 @@ def broken(tmp_path: Path) -> Path:
 def test_list_has_every_algorithm_with_its_closed_form() -> None:
     rows = answer("list", "--ranks", "6")["algorithms"]
     assert [(row["collective"], row["algorithm"]) for row in rows] == [
-        (collective, name) for collective in collectives() for name in algorithms(collective)
+        (collective, name) for collective in collective_names() for name in algorithm_names(collective)
     ]
     for row in rows:
         counted = row["at_these_ranks"]
@@ -98,7 +98,7 @@ def test_draw_writes_the_program_and_reads_it_again(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(printed("draw", "all-reduce", "double-tree", "pieces=2", "--ranks", "5", "--json"))
     made = Program.from_json(path.read_text())
-    assert made == program("all-reduce", "double-tree", 5, pieces=2)
+    assert made == build("all-reduce", "double-tree", 5, pieces=2)
     assert printed("draw", str(path)) == printed("draw", "all-reduce", "double-tree", "--ranks", "5", "pieces=2")
 
 
@@ -158,17 +158,17 @@ def test_prove_draws_the_step_that_is_wrong(tmp_path: Path) -> None:
 
 def test_prove_of_a_collective_with_options_takes_the_algorithms_that_have_them() -> None:
     rows = answer("prove", "all-reduce", "root=1", "--ranks", "4")["proven"]
-    assert {row["algorithm"] for row in rows} == {n for n in algorithms("all-reduce") if "root" in _options(n)}
+    assert {row["algorithm"] for row in rows} == {n for n in algorithm_names("all-reduce") if "root" in _options(n)}
     assert all(row["options"] == {"root": 1} for row in rows)
 
 
 def _options(name: str) -> tuple[str, ...]:
-    return find("all-reduce", name).options
+    return find_algorithm("all-reduce", name).options
 
 
 @pytest.mark.parametrize(("name", "near"), [("all_reduce", " (nearest: all-reduce)"), ("of-mine", "")])
 def test_prove_says_that_a_name_promises_nothing(name: str, near: str, tmp_path: Path) -> None:
-    (tmp_path / "near.json").write_text(replace(program("all-reduce", "ring", 2), collective=name).to_json())
+    (tmp_path / "near.json").write_text(replace(build("all-reduce", "ring", 2), collective=name).to_json())
     remark = f"{name} is no collective that is known{near}: its `final` is proven, but not held to a name"
     assert printed("prove", str(tmp_path / "near.json")).splitlines()[-1] == remark
     assert answer("prove", str(tmp_path / "near.json"))["remarks"] == [remark]

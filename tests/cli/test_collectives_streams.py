@@ -83,7 +83,7 @@ def test_a_path_is_looked_at_before_the_work(command: str, tmp_path: Path, monke
         raise AssertionError
 
     monkeypatch.setattr("motet.cli.amounts.one_program", work)
-    monkeypatch.setattr("motet.collectives.curves.curves", work)
+    monkeypatch.setattr("motet.collectives.cost.size_sweep.curves", work)
     for path in (tmp_path, tmp_path / "nowhere" / "x.svg", tmp_path / ("x" * 300)):
         failed = CliRunner().invoke(app, [*command.split(), "--html", str(path)]).exception
         assert isinstance(failed, InputError) and f"cannot write {path}: " in str(failed)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from motet.collectives.backend import CollectiveError, PeerLostError
+from motet.collectives.shm_backend import CollectiveError, PeerLostError
 from motet.core.errors import InputError
 from motet.parallel.place import Place
 from motet_groups import motet_group

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from motet.collectives.backend import CollectiveError, PeerLostError
+from motet.collectives.shm_backend import CollectiveError, PeerLostError
 from motet.core.errors import InputError
 from motet.parallel.place import Place
 from motet_groups import motet_group

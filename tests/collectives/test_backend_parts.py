@@ -5,30 +5,34 @@ from collections import Counter
 import pytest
 
 from motet.collectives import algorithms, collectives, program
-from motet.collectives.backend.parts import lower, on_hosts, together
-from motet.collectives.library import find
-from motet.collectives.score import Program, Transfer
+from motet.collectives.algorithms import find_algorithm
+from motet.collectives.program import ChunkTransfer, Program
+from motet.collectives.shm_backend.rank_schedule import (
+    make_rank_schedule,
+    merge_independent_steps,
+    use_host_local_ranks,
+)
 
 Held = dict[int, Counter[int]]
 
 
 def played(score: Program) -> list[Held]:
     """All ranks in step: everybody puts out, then everybody takes in."""
-    parts = [lower(score, rank) for rank in range(score.ranks)]
-    assert len({len(part.parts) for part in parts}) == 1
+    parts = [make_rank_schedule(score, rank) for rank in range(score.ranks)]
+    assert len({len(part.steps) for part in parts}) == 1
     begun: list[Held] = [{chunk: Counter([rank]) for chunk in held} for rank, held in enumerate(score.initial)]
     made: list[Held] = [{} for _ in range(score.ranks)]
     slots: dict[tuple[int, int], Counter[int]] = {}
-    for number in range(len(parts[0].parts)):
+    for number in range(len(parts[0].steps)):
         for rank, part in enumerate(parts):
-            for put in part.parts[number].puts:
+            for put in part.steps[number].published:
                 assert put.slot < part.slots
                 assert (rank, put.slot) not in slots
-                slots[rank, put.slot] = (begun if put.fresh else made)[rank][put.chunk]
+                slots[rank, put.slot] = (begun if put.is_initial_value else made)[rank][put.chunk]
         for rank, part in enumerate(parts):
-            for arrival in part.parts[number].arrivals:
-                own = (begun if arrival.fresh else made)[rank].get(arrival.chunk, Counter[int]())
-                total = own if arrival.op == "reduce" and arrival.adds_own else Counter[int]()
+            for arrival in part.steps[number].received:
+                own = (begun if arrival.is_initial_value else made)[rank].get(arrival.chunk, Counter[int]())
+                total = own if arrival.op == "reduce" and arrival.adds_local_value else Counter[int]()
                 sources = arrival.sources if arrival.op == "reduce" else arrival.sources[-1:]
                 for source in sources:
                     total = total + slots[source]
@@ -36,17 +40,17 @@ def played(score: Program) -> list[Held]:
                 promised = max(
                     len(ranks) for held in score.final for chunk, ranks in held.items() if chunk == arrival.chunk
                 )
-                assert arrival.completes == (arrival.op == "reduce" and sum(total.values()) == promised)
+                assert arrival.is_last_contribution == (arrival.op == "reduce" and sum(total.values()) == promised)
     for rank, part in enumerate(parts):
-        assert set(part.scratch) == set(made[rank]) - set(score.final[rank])
-        made[rank] |= {chunk: begun[rank][chunk] for chunk in part.kept}
+        assert set(part.scratch_chunks) == set(made[rank]) - set(score.final[rank])
+        made[rank] |= {chunk: begun[rank][chunk] for chunk in part.unchanged_chunks}
     return made
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6])
 @pytest.mark.parametrize("collective", sorted({*collectives()} - {"send", "copy", "signal"}))
 def test_every_program_ends_as_promised(collective: str, ranks: int) -> None:
-    taken = [name for name in algorithms(collective) if find(collective, name).takes(ranks)]
+    taken = [name for name in algorithms(collective) if find_algorithm(collective, name).supports(ranks)]
     assert taken
     for name in taken:
         score = program(collective, name, ranks)
@@ -68,45 +72,51 @@ def test_every_program_ends_as_promised(collective: str, ranks: int) -> None:
 )
 def test_steps_that_need_not_wait_are_one(collective: str, name: str, steps: int, messages: int) -> None:
     """And what rank 0 puts out for several ranks, it puts out once."""
-    lowered = lower(program(collective, name, 4), 0)
-    assert len(lowered.parts) == steps
-    assert sum(len(part.puts) for part in lowered.parts) == messages
+    lowered = make_rank_schedule(program(collective, name, 4), 0)
+    assert len(lowered.steps) == steps
+    assert sum(len(part.published) for part in lowered.steps) == messages
 
 
 def test_a_step_that_replaces_what_came_waits() -> None:
     first, replaced, added = (
-        Transfer(0, 1, 0, 0, "reduce"),
-        Transfer(2, 1, 0, 0, "copy"),
-        Transfer(2, 1, 0, 0, "reduce"),
+        ChunkTransfer(0, 1, 0, 0, "reduce"),
+        ChunkTransfer(2, 1, 0, 0, "copy"),
+        ChunkTransfer(2, 1, 0, 0, "reduce"),
     )
-    assert together(((first,), (added,))) == ((first, added),)
-    assert together(((first,), (replaced,))) == ((first,), (replaced,))
-    assert together(((replaced,), (first,))) == ((replaced,), (first,))
+    assert merge_independent_steps(((first,), (added,))) == ((first, added),)
+    assert merge_independent_steps(((first,), (replaced,))) == ((first,), (replaced,))
+    assert merge_independent_steps(((replaced,), (first,))) == ((replaced,), (first,))
 
 
 def test_only_sums_passed_on_are_widened() -> None:
-    widened = {name: lower(program("all-reduce", name, 4), 0).widens for name in ("naive", "direct", "flat", "ring")}
+    widened = {
+        name: make_rank_schedule(program("all-reduce", name, 4), 0).needs_wider_dtype
+        for name in ("naive", "direct", "flat", "ring")
+    }
     assert widened == {"naive": False, "direct": False, "flat": False, "ring": True}
 
 
 @pytest.mark.parametrize("name", ["direct", "ring", "hierarchical-sharded"])
 def test_ranks_of_other_hosts_are_sent_what_they_fetch(name: str) -> None:
     hosts = ({0: 0, 1: 1}, {2: 0, 3: 1})
-    lowered = [on_hosts(lower(program("all-reduce", name, 4), rank), hosts[rank // 2]) for rank in range(4)]
-    for number in range(len(lowered[0].parts)):
+    lowered = [
+        use_host_local_ranks(make_rank_schedule(program("all-reduce", name, 4), rank), hosts[rank // 2])
+        for rank in range(4)
+    ]
+    for number in range(len(lowered[0].steps)):
         for src in range(4):
             for dst in set(range(4)) - set(hosts[src // 2]):
-                sent = [post[1:] for post in lowered[src].parts[number].posts if post[0] == dst]
-                fetched = [fetch[1:] for fetch in lowered[dst].parts[number].fetches if fetch[0] == src]
+                sent = [post[1:] for post in lowered[src].steps[number].socket_sends if post[0] == dst]
+                fetched = [fetch[1:] for fetch in lowered[dst].steps[number].socket_receives if fetch[0] == src]
                 assert sent == fetched
     assert (
-        sum(len(part.posts) for rank in lowered for part in rank.parts)
+        sum(len(part.socket_sends) for rank in lowered for part in rank.steps)
         == {
             "direct": 16,
             "ring": 12,
             "hierarchical-sharded": 8,
         }[name]
     )
-    first = lowered[1].parts[0]
-    local = {source for arrival in first.arrivals for source, _ in arrival.sources if source >= 0}
+    first = lowered[1].steps[0]
+    local = {source for arrival in first.received for source, _ in arrival.sources if source >= 0}
     assert local == set(first.sources)

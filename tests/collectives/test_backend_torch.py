@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-import motet.collectives.backend  # noqa: F401  (registers it)
+import motet.collectives.shm_backend  # noqa: F401  (registers it)
 from motet.parallel.place import Place
 from ranks import Ranks
 

@@ -6,8 +6,8 @@ import pytest
 
 from motet.cluster.cluster_toml import cluster_from_dict
 from motet.collectives import program
-from motet.collectives.calibrate import calibrate, fit
-from motet.collectives.cost import cost
+from motet.collectives.cost.alpha_beta import estimate_cost
+from motet.collectives.cost.link_calibration import calibrate_cluster, fit_alpha_beta
 from motet.core.errors import InputError
 from motet.parallel.group import Group
 from on_ranks import group_of
@@ -16,21 +16,21 @@ from ranks import Ranks
 
 def test_a_line_is_found_again() -> None:
     sizes = [1000, 10_000, 1_000_000]
-    alpha_s, bandwidth_Bps = fit(sizes, [1e-4 + size / 2e7 for size in sizes])  # noqa: N806 - a unit
+    alpha_s, bandwidth_Bps = fit_alpha_beta(sizes, [1e-4 + size / 2e7 for size in sizes])  # noqa: N806 - a unit
     assert alpha_s == pytest.approx(1e-4)
     assert bandwidth_Bps == pytest.approx(2e7)
 
 
 def test_no_line_starts_below_zero() -> None:
     """Where a burst passes for nothing, the best line without a start-up is taken."""
-    line = fit([1000, 2000], [1000 / 1e6 - 5e-4, 2000 / 1e6 - 5e-4])
+    line = fit_alpha_beta([1000, 2000], [1000 / 1e6 - 5e-4, 2000 / 1e6 - 5e-4])
     assert line.alpha_s == 0
     assert 1e6 < line.bandwidth_Bps < 2e6
-    assert fit([1000], [1e-3]) == (0, pytest.approx(1e6))
+    assert fit_alpha_beta([1000], [1e-3]) == (0, pytest.approx(1e6))
 
 
 def calibrated(group: Group, devices_per_host: int) -> dict[str, Any]:
-    return calibrate(group_of(group), devices_per_host, sizes=(1 << 10, 1 << 16), repeats=3)
+    return calibrate_cluster(group_of(group), devices_per_host, sizes=(1 << 10, 1 << 16), repeats=3)
 
 
 @pytest.mark.parametrize(("world", "devices_per_host"), [(2, 2), (4, 2), (3, 1)])
@@ -40,7 +40,7 @@ def test_a_cluster_comes_of_it(ranks: Ranks, world: int, devices_per_host: int) 
     cluster = cluster_from_dict(trees[0], "here")
     assert (cluster.ranks, cluster.hosts) == (world, world // devices_per_host)
     assert cluster.gamma_s_per_byte.origin == "measured"
-    predicted = cost(program("all-reduce", "ring", world), cluster)
+    predicted = estimate_cost(program("all-reduce", "ring", world), cluster)
     assert 0 < predicted.seconds(1 << 20) < predicted.seconds(1 << 24) < 60
 
 

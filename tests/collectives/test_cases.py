@@ -4,19 +4,19 @@ from math import prod
 
 import pytest
 
-from motet.collectives.cases import every_case, plant, shapes
-from motet.collectives.library import algorithms, collectives, find
-from motet.collectives.prove import proven
+from motet.collectives.algorithms import algorithm_names, collective_names, find_algorithm
+from motet.collectives.cases import all_cases, check_mutations, option_sets
+from motet.collectives.prove.program_checker import is_proven
 
 
 def test_every_algorithm_is_covered_at_every_count_that_it_takes() -> None:
-    covered = {(case.args[0], case.args[1], case.args[2]) for case in every_case(range(2, 65))}
+    covered = {(case.args[0], case.args[1], case.args[2]) for case in all_cases(range(2, 65))}
     wanted = {
         (collective, name, ranks)
-        for collective in collectives()
-        for name in algorithms(collective)
+        for collective in collective_names()
+        for name in algorithm_names(collective)
         for ranks in range(2, 65)
-        if find(collective, name).takes(ranks)
+        if find_algorithm(collective, name).supports(ranks)
     }
     assert covered == wanted
     assert {name for _, name, _ in covered} >= {"torus-5d", "mesh-2d", "hierarchical-sharded", "double-tree"}
@@ -33,29 +33,32 @@ def test_every_algorithm_is_covered_at_every_count_that_it_takes() -> None:
     ],
 )
 def test_all_grids_are_tried(name: str, ranks: int, dims: set[tuple[int, ...]]) -> None:
-    found = {options["dims"] for options in shapes(find("all-reduce", name), ranks) if "dims" in options}
+    found = {options["dims"] for options in option_sets(find_algorithm("all-reduce", name), ranks) if "dims" in options}
     assert found == dims
     assert all(prod(lengths) == ranks for lengths in dims)
 
 
 def test_all_hosts_and_the_last_root_are_tried() -> None:
-    assert shapes(find("all-gather", "hierarchical"), 12) == [{}, *({"hosts": hosts} for hosts in (2, 3, 4, 6))]
-    assert shapes(find("broadcast", "tree"), 5) == [{}, {"root": 4}]
-    assert shapes(find("all-reduce", "ring"), 5) == [{}]
+    assert option_sets(find_algorithm("all-gather", "hierarchical"), 12) == [
+        {},
+        *({"hosts": hosts} for hosts in (2, 3, 4, 6)),
+    ]
+    assert option_sets(find_algorithm("broadcast", "tree"), 5) == [{}, {"root": 4}]
+    assert option_sets(find_algorithm("all-reduce", "ring"), 5) == [{}]
 
 
 def test_every_case_of_a_few_counts_is_proven() -> None:
-    cases = every_case([2, 3, 6, 8])
+    cases = all_cases([2, 3, 6, 8])
     assert len(cases) > 200
-    assert [case for case in cases if not proven(case())] == []
+    assert [case for case in cases if not is_proven(case())] == []
 
 
 def test_corruptions_are_spread_over_the_cases_and_judged() -> None:
-    cases = every_case([4, 6])
-    planted = list(plant(cases, 60))
+    cases = all_cases([4, 6])
+    planted = list(check_mutations(cases, 60))
     assert len(planted) >= 55
     assert len({(one.program, str(one.options)) for one in planted}) >= 55
     assert {one.verdict for one in planted} <= {"rejected", "equivalent"}
     assert sum(one.verdict == "rejected" for one in planted) > 40
-    assert planted == list(plant(cases, 60))
-    assert list(plant(cases, 0)) == []
+    assert planted == list(check_mutations(cases, 60))
+    assert list(check_mutations(cases, 0)) == []

@@ -7,32 +7,43 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from motet.collectives import compress
-from motet.collectives.compress import CODECS, Codec, Float8, Int4, Int8, PowerSGD, RandomK, Sign, TopK, parse
+from motet.collectives.compression import codec_options
+from motet.collectives.compression.codec_options import (
+    CODECS,
+    CodecOptions,
+    Float8CodecOptions,
+    Int4CodecOptions,
+    Int8CodecOptions,
+    PowerSGDCodecOptions,
+    RandomKCodecOptions,
+    SignCodecOptions,
+    TopKCodecOptions,
+    parse_codec,
+)
 from motet.core.errors import InputError
 
 
 @pytest.mark.parametrize(
     ("text", "codec"),
     [
-        ("int8", Int8()),
-        ("int8:block=32,rounding=stochastic", Int8(32, "stochastic")),
-        (" int4: levels = quantile ", Int4(levels="quantile")),
-        ("float8:format=e5m2", Float8(format="e5m2")),
-        ("sign:block=7", Sign(7)),
-        ("topk:keep=1e-3", TopK(0.001)),
-        ("randomk:unbiased=False", RandomK(unbiased=False)),
-        ("powersgd:rank=2", PowerSGD(2)),
+        ("int8", Int8CodecOptions()),
+        ("int8:block=32,rounding=stochastic", Int8CodecOptions(32, "stochastic")),
+        (" int4: levels = quantile ", Int4CodecOptions(levels="quantile")),
+        ("float8:format=e5m2", Float8CodecOptions(format="e5m2")),
+        ("sign:block=7", SignCodecOptions(7)),
+        ("topk:keep=1e-3", TopKCodecOptions(0.001)),
+        ("randomk:unbiased=False", RandomKCodecOptions(unbiased=False)),
+        ("powersgd:rank=2", PowerSGDCodecOptions(2)),
     ],
 )
-def test_text(text: str, codec: Codec) -> None:
-    assert parse(text) == codec
-    assert parse(str(codec)) == codec
+def test_text(text: str, codec: CodecOptions) -> None:
+    assert parse_codec(text) == codec
+    assert parse_codec(str(codec)) == codec
 
 
 def test_text_is_complete() -> None:
-    assert str(Int8()) == "int8:block=256,rounding=nearest,levels=uniform"
-    assert [parse(name).name for name in CODECS] == list(CODECS)
+    assert str(Int8CodecOptions()) == "int8:block=256,rounding=nearest,levels=uniform"
+    assert [parse_codec(name).name for name in CODECS] == list(CODECS)
 
 
 @pytest.mark.parametrize(
@@ -58,52 +69,52 @@ def test_text_is_complete() -> None:
 )
 def test_bad_text(text: str, sentence: str | None) -> None:
     if sentence is None:
-        assert parse(text) == Int8()
+        assert parse_codec(text) == Int8CodecOptions()
         return
     with pytest.raises(InputError) as raised:
-        parse(text)
+        parse_codec(text)
     assert sentence in str(raised.value)
 
 
 @pytest.mark.parametrize(
     ("codec", "shape", "dtype", "expected"),
     [
-        (Int8(256), [1000], "float32", 4 * 4 + 1000),
-        (Int8(256), [], "float64", 4 + 1),
-        (Int4(64), [7, 11], "bfloat16", 2 * 4 + 39),
-        (Float8(256), [256], "float16", 4 + 256),
-        (Sign(1024), [1025], "float32", 2 * 4 + 129),
-        (TopK(0.01), [1000], "float32", 10 * (2 + 4)),
-        (TopK(0.01), [100_000], "bfloat16", 1000 * (4 + 2)),
-        (TopK(0.01), [3], "float64", 2 + 8),
-        (TopK(0.07), [100], "float32", 7 * 6),
-        (TopK(1.0), [0], "float32", 0),
-        (RandomK(0.5), [9], "float16", 4 * 2),
-        (PowerSGD(2), [100, 5, 4], "float32", 2 * (100 + 20) * 4),
-        (PowerSGD(2), [100], "bfloat16", 200),
-        (PowerSGD(2), [4, 4], "float32", 64),
-        (PowerSGD(2), [100, 4], "bfloat16", 800),  # factors in float32 would be 832 bytes
-        (PowerSGD(2), [0, 4], "float32", 0),
+        (Int8CodecOptions(256), [1000], "float32", 4 * 4 + 1000),
+        (Int8CodecOptions(256), [], "float64", 4 + 1),
+        (Int4CodecOptions(64), [7, 11], "bfloat16", 2 * 4 + 39),
+        (Float8CodecOptions(256), [256], "float16", 4 + 256),
+        (SignCodecOptions(1024), [1025], "float32", 2 * 4 + 129),
+        (TopKCodecOptions(0.01), [1000], "float32", 10 * (2 + 4)),
+        (TopKCodecOptions(0.01), [100_000], "bfloat16", 1000 * (4 + 2)),
+        (TopKCodecOptions(0.01), [3], "float64", 2 + 8),
+        (TopKCodecOptions(0.07), [100], "float32", 7 * 6),
+        (TopKCodecOptions(1.0), [0], "float32", 0),
+        (RandomKCodecOptions(0.5), [9], "float16", 4 * 2),
+        (PowerSGDCodecOptions(2), [100, 5, 4], "float32", 2 * (100 + 20) * 4),
+        (PowerSGDCodecOptions(2), [100], "bfloat16", 200),
+        (PowerSGDCodecOptions(2), [4, 4], "float32", 64),
+        (PowerSGDCodecOptions(2), [100, 4], "bfloat16", 800),  # factors in float32 would be 832 bytes
+        (PowerSGDCodecOptions(2), [0, 4], "float32", 0),
     ],
 )
-def test_bytes(codec: Codec, shape: list[int], dtype: str, expected: int) -> None:
+def test_bytes(codec: CodecOptions, shape: list[int], dtype: str, expected: int) -> None:
     assert codec.wire_bytes(shape, dtype) == expected
 
 
-@pytest.mark.parametrize("codec", [parse(name) for name in CODECS], ids=list(CODECS))
-def test_unknown_dtypes_are_refused(codec: Codec) -> None:
+@pytest.mark.parametrize("codec", [parse_codec(name) for name in CODECS], ids=list(CODECS))
+def test_unknown_dtypes_are_refused(codec: CodecOptions) -> None:
     with pytest.raises(InputError, match=r"a tensor of int64 cannot be compressed; convert it to float64, float32, "):
         codec.wire_bytes([10], "int64")
 
 
 def test_index_bytes() -> None:
     edges = (1, 2**16, 2**16 + 1, 2**31, 2**31 + 1)
-    assert [compress.index_bytes(numel) for numel in edges] == [2, 2, 4, 4, 8]
+    assert [codec_options.index_bytes(numel) for numel in edges] == [2, 2, 4, 4, 8]
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantile_levels_are_used_equally_often(bits: int) -> None:
-    levels = compress.quantile_levels(bits)
+    levels = codec_options.quantile_levels(bits)
     assert len(levels) == 2**bits - 1
     assert (levels[0], levels[len(levels) // 2], levels[-1]) == (-1.0, 0.0, 1.0)
     assert list(levels) == sorted(-level for level in levels)
@@ -114,7 +125,7 @@ def test_quantile_levels_are_used_equally_often(bits: int) -> None:
 
 @given(st.integers(0, 1000), st.integers(1, 50))
 def test_slices(numel: int, world: int) -> None:
-    slices = compress.slices(numel, world)
+    slices = codec_options.rank_slices(numel, world)
     assert [i for start, stop in slices for i in range(start, stop)] == list(range(numel))
     assert len(slices) == world
     assert max(stop - start for start, stop in slices) == slices[0][1] == ceil(numel / world)
@@ -125,6 +136,6 @@ def test_slices(numel: int, world: int) -> None:
 def test_sparse_pays_when_it_sends_less(counts: list[int], numel: int) -> None:
     world, each = len(counts), 8 if numel > 2**16 else 6
     sparse, dense = (world - 1) * max(counts) * each, 2 * (world - 1) * ceil(numel / world) * 4
-    assert compress.sparse_bytes(counts, numel, "float32") == sparse
-    assert compress.dense_bytes(numel, "float32", world) == dense
-    assert compress.sparse_pays(counts, numel, "float32") == (sparse < dense)
+    assert codec_options.sparse_all_gather_bytes(counts, numel, "float32") == sparse
+    assert codec_options.ring_all_reduce_bytes(numel, "float32", world) == dense
+    assert codec_options.is_sparse_smaller(counts, numel, "float32") == (sparse < dense)

@@ -7,9 +7,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from motet.collectives.codecs.message import decode, encode
-from motet.collectives.compress import CODECS as KINDS
-from motet.collectives.compress import Codec, Int4, Int8, PowerSGD, RandomK, Sign, TopK, parse, quantile_levels
+from motet.collectives.compression.codec_options import CODECS as KINDS
+from motet.collectives.compression.codec_options import (
+    CodecOptions,
+    Int4CodecOptions,
+    Int8CodecOptions,
+    PowerSGDCodecOptions,
+    RandomKCodecOptions,
+    SignCodecOptions,
+    TopKCodecOptions,
+    parse_codec,
+    quantile_levels,
+)
+from motet.collectives.compression.encode_decode import decode, encode
 from motet.core.errors import InputError
 
 PAGE = Path(__file__).parents[2] / "docs/guide/compression.md"
@@ -19,13 +29,13 @@ TEXTS = [
     *("float8", "float8:format=e5m2,block=5", "sign", "sign:block=3", "topk", "topk:keep=1", "randomk:keep=0.3"),
     *("randomk:keep=0.3,unbiased=false", "powersgd:rank=1", "powersgd"),
 ]
-CODECS = [pytest.param(parse(text), id=text) for text in TEXTS]
+CODECS = [pytest.param(parse_codec(text), id=text) for text in TEXTS]
 SHAPES = [(), (0,), (1,), (2,), (3, 0), (257,), (9, 16), (3, 5, 7)]
 WIDEST_8, WIDEST_4 = (1 - quantile_levels(bits)[-2] for bits in (8, 4))
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-def passed(codec: Codec, tensor: Tensor, seed: int = 0) -> Tensor:
+def passed(codec: CodecOptions, tensor: Tensor, seed: int = 0) -> Tensor:
     """What arrives."""
     return decode(codec, encode(codec, tensor, seed), tensor.shape, tensor.dtype, seed)
 
@@ -37,7 +47,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_any_shape_and_dtype(codec: Codec, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_any_shape_and_dtype(codec: CodecOptions, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = normal(*shape).to(dtype)
     message = encode(codec, tensor, seed=1)
     assert message.numel() == codec.wire_bytes(shape, str(dtype).removeprefix("torch."))
@@ -48,7 +58,7 @@ def test_any_shape_and_dtype(codec: Codec, dtype: torch.dtype, shape: tuple[int,
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_strides_gradients_and_the_input_do_not_matter(codec: Codec) -> None:
+def test_strides_gradients_and_the_input_do_not_matter(codec: CodecOptions) -> None:
     tensor = normal(32, 32)
     kept = tensor.clone()
     turned = tensor.T.contiguous().T.requires_grad_()
@@ -65,7 +75,7 @@ def test_strides_gradients_and_the_input_do_not_matter(codec: Codec) -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 100, 143])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_is_not_finite_stays_so(codec: Codec, bad: float, place: int, dtype: torch.dtype) -> None:
+def test_what_is_not_finite_stays_so(codec: CodecOptions, bad: float, place: int, dtype: torch.dtype) -> None:
     tensor = normal(9, 16).to(dtype)
     tensor.view(-1)[place] = bad
     assert not passed(codec, tensor).isfinite().all()
@@ -74,21 +84,21 @@ def test_what_is_not_finite_stays_so(codec: Codec, bad: float, place: int, dtype
 def test_only_the_block_of_a_bad_number_is_lost() -> None:
     tensor = normal(30)
     tensor[12] = math.inf
-    for codec in (Int8(block=10), Int4(block=10), Sign(block=10)):
+    for codec in (Int8CodecOptions(block=10), Int4CodecOptions(block=10), SignCodecOptions(block=10)):
         assert passed(codec, tensor).isnan().nonzero().flatten().tolist() == list(range(10, 20))
 
 
 def test_a_float64_beyond_float32_is_not_hidden() -> None:
     tensor = torch.tensor([1.0, 1e300], dtype=torch.float64)
-    assert passed(Int8(), tensor).isnan().all()
-    assert torch.equal(passed(TopK(0.5), tensor), torch.tensor([0.0, 1e300], dtype=torch.float64))
+    assert passed(Int8CodecOptions(), tensor).isnan().all()
+    assert torch.equal(passed(TopKCodecOptions(0.5), tensor), torch.tensor([0.0, 1e300], dtype=torch.float64))
 
 
 @pytest.mark.parametrize("size", [1e-42, 1e-30, 1e30, 3e38])
 @pytest.mark.parametrize("text", ["int8", "int8:rounding=stochastic", "int4:levels=quantile", "float8", "sign"])
 def test_sizes_at_the_edges_of_float32(text: str, size: float) -> None:
     tensor = torch.tensor([size, -size, 0.0, size])
-    arrived = passed(parse(text), tensor)
+    arrived = passed(parse_codec(text), tensor)
     assert arrived[[0, 1, 3]].sign().tolist() == [1, -1, 1]
     assert arrived.abs().max() == pytest.approx(size * (0.75 if text == "sign" else 1), rel=1e-3)
 
@@ -105,8 +115,8 @@ def test_sizes_at_the_edges_of_float32(text: str, size: float) -> None:
     ],
 )
 def test_no_error_exceeds_a_level(text: str, limit: float) -> None:
-    codec = parse(text)
-    assert isinstance(codec, Int8 | Int4)
+    codec = parse_codec(text)
+    assert isinstance(codec, Int8CodecOptions | Int4CodecOptions)
     tensor = normal(100, 64)
     blocks = tensor.view(-1, codec.block)
     errors = (passed(codec, tensor).view_as(blocks) - blocks).abs() / blocks.abs().amax(1, keepdim=True)
@@ -119,14 +129,15 @@ def test_every_level_arrives_as_it_is(bits: int) -> None:
     quantile = torch.tensor(quantile_levels(bits))
     for rounding in ("nearest", "stochastic"):
         for levels, exact in (("uniform", uniform), ("quantile", quantile)):
-            codec = parse(f"int{bits}:block=255,rounding={rounding},levels={levels}")
+            codec = parse_codec(f"int{bits}:block=255,rounding={rounding},levels={levels}")
             torch.testing.assert_close(passed(codec, 3 * exact), 3 * exact, rtol=1e-6, atol=0.0)
 
 
 def test_quantile_levels_suit_normal_numbers_in_four_bits() -> None:
     tensor = normal(64_000)
     errors = {
-        levels: (passed(parse(f"int4:levels={levels}"), tensor) - tensor).norm() for levels in ("uniform", "quantile")
+        levels: (passed(parse_codec(f"int4:levels={levels}"), tensor) - tensor).norm()
+        for levels in ("uniform", "quantile")
     }
     assert errors["quantile"] < 0.95 * errors["uniform"]
 
@@ -135,53 +146,53 @@ def test_quantile_levels_suit_normal_numbers_in_four_bits() -> None:
 def test_float8_numbers_arrive_as_they_are(dtype: torch.dtype) -> None:
     every = torch.arange(256, dtype=torch.uint8).view(dtype).to(torch.float32)
     every = every[every.isfinite()]
-    codec = parse(f"float8:format={'e4m3' if dtype == torch.float8_e4m3fn else 'e5m2'}")
+    codec = parse_codec(f"float8:format={'e4m3' if dtype == torch.float8_e4m3fn else 'e5m2'}")
     torch.testing.assert_close(passed(codec, every), every, rtol=1e-6, atol=0.0)
 
 
 def test_sign_is_sign_times_mean() -> None:
     tensor = torch.tensor([1.0, -2.0, 3.0, -10.0, 0.0])
-    assert passed(Sign(block=3), tensor).tolist() == [2.0, -2.0, 2.0, -5.0, 5.0]
+    assert passed(SignCodecOptions(block=3), tensor).tolist() == [2.0, -2.0, 2.0, -5.0, 5.0]
 
 
 def test_top_k_takes_the_largest_and_changes_nothing() -> None:
     tensor = torch.arange(70_000, dtype=torch.float64).sub_(20_000.25)
-    arrived = passed(TopK(keep=0.5), tensor)
+    arrived = passed(TopKCodecOptions(keep=0.5), tensor)
     assert torch.equal(arrived, torch.where(tensor.abs() > 15_000, tensor, 0) * (arrived != 0))
     assert arrived.count_nonzero() == 35_000
     assert tensor.abs()[arrived == 0].max() < tensor.abs()[arrived != 0].min()
     short = torch.cat([torch.zeros(65_535), torch.tensor([7.0])])  # the last index that fits two bytes
-    assert torch.equal(passed(TopK(1e-9), short), short)
+    assert torch.equal(passed(TopKCodecOptions(1e-9), short), short)
 
 
 @pytest.mark.parametrize(
     "text", ["int8:rounding=stochastic", "int4:rounding=stochastic", "int4:rounding=stochastic,levels=quantile"]
 )
 def test_stochastic_rounding_has_no_bias(text: str) -> None:
-    codec = parse(text)
+    codec = parse_codec(text)
     tensor = normal(200)
     draws = torch.stack([passed(codec, tensor, seed) for seed in range(2000)]).double()
     away = (draws.mean(0) - tensor).abs()
     spread = draws.std(0) / math.sqrt(len(draws))
     assert (away < 5 * spread + 1e-6).all()
-    nearest = (passed(parse(text.replace("stochastic", "nearest")), tensor) - tensor).abs()
+    nearest = (passed(parse_codec(text.replace("stochastic", "nearest")), tensor) - tensor).abs()
     assert (nearest > 10 * spread + 1e-6).float().mean() > 0.3  # the test would notice a bias
 
 
 @pytest.mark.parametrize("keep", [0.1, 0.37, 1.0])
 def test_random_k_has_no_bias(keep: float) -> None:
     tensor = normal(50)
-    codec = RandomK(keep)
+    codec = RandomKCodecOptions(keep)
     draws = torch.stack([passed(codec, tensor, seed) for seed in range(4000)]).double()
     assert draws.count_nonzero(1).unique().tolist() == [round(keep * 50)]
     away = (draws.mean(0) - tensor).abs()
     assert (away < 5 * draws.std(0) / math.sqrt(len(draws)) + 1e-6).all()
-    as_it_is = passed(RandomK(keep, unbiased=False), tensor)
+    as_it_is = passed(RandomKCodecOptions(keep, unbiased=False), tensor)
     assert torch.equal(as_it_is, torch.where(as_it_is != 0, tensor, 0))
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_the_seed_decides(codec: Codec) -> None:
+def test_the_seed_decides(codec: CodecOptions) -> None:
     tensor = normal(40, 30)
     torch.manual_seed(1)
     first = encode(codec, tensor, seed=5)
@@ -194,41 +205,43 @@ def test_the_seed_decides(codec: Codec) -> None:
 def test_power_sgd_is_exact_up_to_its_rank() -> None:
     matrix = normal(30, 3) @ normal(3, 40, seed=1)
     for tensor in (matrix, matrix.view(30, 5, 8)):
-        torch.testing.assert_close(passed(PowerSGD(3), tensor), tensor, rtol=1e-4, atol=1e-4)
-    lost = (passed(PowerSGD(2), matrix) - matrix).norm() / matrix.norm()
+        torch.testing.assert_close(passed(PowerSGDCodecOptions(3), tensor), tensor, rtol=1e-4, atol=1e-4)
+    lost = (passed(PowerSGDCodecOptions(2), matrix) - matrix).norm() / matrix.norm()
     best = torch.linalg.svdvals(matrix)[2] / matrix.norm()
     assert best <= lost < 1
 
 
 def test_power_sgd_sends_what_it_cannot_make_smaller() -> None:
     for tensor in (normal(100), normal(4, 4), normal(7, 100).to(torch.bfloat16)):
-        assert torch.equal(passed(PowerSGD(4), tensor), tensor)
+        assert torch.equal(passed(PowerSGDCodecOptions(4), tensor), tensor)
 
 
 def test_the_guide_tells_bytes_and_losses() -> None:
     """The second, third and fourth column of the page's first table."""
     lines = PAGE.read_text(encoding="utf-8").split("For a tensor of")[0].splitlines()
     rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| `")]
-    assert {parse(row[0]).name for row in rows} == set(KINDS)
+    assert {parse_codec(row[0]).name for row in rows} == set(KINDS)
     draws = torch.empty(2, 1024, 1024).exponential_(generator=torch.Generator().manual_seed(1))
     for text, size, lost, lost_of_laplace, _ in rows:
-        assert parse(text).wire_bytes([1024, 1024], "float32") / 2**20 == pytest.approx(float(size), rel=2e-3), text
+        assert parse_codec(text).wire_bytes([1024, 1024], "float32") / 2**20 == pytest.approx(float(size), rel=2e-3), (
+            text
+        )
         for tensor, told in ((normal(1024, 1024), lost), (draws[0] - draws[1], lost_of_laplace)):
-            assert ((passed(parse(text), tensor) - tensor).norm() / tensor.norm()).item() == pytest.approx(
+            assert ((passed(parse_codec(text), tensor) - tensor).norm() / tensor.norm()).item() == pytest.approx(
                 float(told), rel=0.03
             ), text
 
 
 def test_power_sgd_does_not_hide_an_overflow() -> None:
-    assert not passed(PowerSGD(1), torch.full((20, 20), 3e38)).isfinite().all()
-    torch.testing.assert_close(passed(PowerSGD(1), torch.full((20, 20), 1e15)), torch.full((20, 20), 1e15))
+    assert not passed(PowerSGDCodecOptions(1), torch.full((20, 20), 3e38)).isfinite().all()
+    torch.testing.assert_close(passed(PowerSGDCodecOptions(1), torch.full((20, 20), 1e15)), torch.full((20, 20), 1e15))
 
 
 def test_integers_are_refused() -> None:
     with pytest.raises(InputError, match="a tensor of int32 cannot be compressed"):
-        encode(Int8(), torch.zeros(3, dtype=torch.int32))
+        encode(Int8CodecOptions(), torch.zeros(3, dtype=torch.int32))
 
 
 def test_a_message_of_another_shape_is_refused() -> None:
     with pytest.raises(AssertionError, match="a message of another codec, shape or dtype"):
-        decode(Int8(), encode(Int8(), torch.zeros(300)), (301,), torch.float32)
+        decode(Int8CodecOptions(), encode(Int8CodecOptions(), torch.zeros(300)), (301,), torch.float32)

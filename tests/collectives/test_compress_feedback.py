@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from motet.collectives.codecs import reduce
-from motet.collectives.codecs.feedback import ErrorFeedback
-from motet.collectives.codecs.message import decode
-from motet.collectives.compress import parse
+from motet.collectives.compression import compressed_collectives
+from motet.collectives.compression.codec_options import parse_codec
+from motet.collectives.compression.encode_decode import decode
+from motet.collectives.compression.error_feedback import ErrorFeedback
 from motet.core.errors import InputError
 from motet.core.seeds import derive_seed
 from motet.parallel.group import Group
@@ -35,16 +35,16 @@ def exactly(tensors: list[Tensor]) -> list[Fraction]:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_sent_plus_last_error_is_given(text: str) -> None:
-    feedback, sent = ErrorFeedback(parse(text), seed=1), []
+    feedback, sent = ErrorFeedback(parse_codec(text), seed=1), []
     for step in range(6):
         message = feedback.encode("w", gradient(step), step)
-        sent.append(decode(parse(text), message, (12, 10), torch.float64, feedback.seed_of("w", step)))
+        sent.append(decode(parse_codec(text), message, (12, 10), torch.float64, feedback.message_seed("w", step)))
     assert feedback.errors["w"].abs().max() > 0
     assert exactly([*sent, feedback.errors["w"]]) == exactly([gradient(step) for step in range(6)])
 
 
 def all_reduces(group: Group, text: str, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
-    feedback = ErrorFeedback(parse(text), seed=1)
+    feedback = ErrorFeedback(parse_codec(text), seed=1)
     totals = [
         feedback.all_reduce("w", gradient(step, group.rank).to(dtype), group, step).clone().double()
         for step in range(5)
@@ -60,19 +60,19 @@ def test_over_ranks_totals_plus_last_errors_are_given(ranks: Ranks, text: str, d
     arrived = torch.stack([*totals, *(error for _, error in results)]).sum(0)
     given = torch.stack([gradient(step, rank).to(dtype).double() for step in range(5) for rank in range(3)]).sum(0)
     # A dense or low-rank total is rounded to its dtype, which no rank can give again; all else is fed back.
-    rounds = dtype == torch.bfloat16 and parse(text).name in ("topk", "randomk", "powersgd")
+    rounds = dtype == torch.bfloat16 and parse_codec(text).name in ("topk", "randomk", "powersgd")
     torch.testing.assert_close(arrived, given, rtol=0.0, atol=0.2 if rounds else 2e-5)
     for other, _ in results:
         assert all(torch.equal(a, b) for a, b in zip(other, totals, strict=True))
 
 
 def resumed(group: Group, text: str) -> bool:
-    whole = ErrorFeedback(parse(text), seed=1)
+    whole = ErrorFeedback(parse_codec(text), seed=1)
     expected = [whole.all_reduce("w", gradient(step, group.rank).float(), group, step) for step in range(6)]
-    first = ErrorFeedback(parse(text), seed=1)
+    first = ErrorFeedback(parse_codec(text), seed=1)
     for step in range(3):
         first.all_reduce("w", gradient(step, group.rank).float(), group, step)
-    second = ErrorFeedback(parse(text), seed=1)
+    second = ErrorFeedback(parse_codec(text), seed=1)
     second.load_state_dict(first.state_dict())
     first.all_reduce("w", gradient(3, group.rank).float(), group, 3)  # the two share no errors from here on
     got = [second.all_reduce("w", gradient(step, group.rank).float(), group, step) for step in range(3, 6)]
@@ -86,7 +86,7 @@ def test_a_resumed_run_goes_on_with_the_same_bits(ranks: Ranks, text: str) -> No
 
 def test_draws_follow_from_seed_step_and_name() -> None:
     def message(seed: int, step: int, name: str) -> Tensor:
-        return ErrorFeedback(parse("int4:rounding=stochastic"), seed).encode(name, gradient(0), step)
+        return ErrorFeedback(parse_codec("int4:rounding=stochastic"), seed).encode(name, gradient(0), step)
 
     assert torch.equal(message(1, 2, "w"), message(1, 2, "w"))
     for other in ((2, 2, "w"), (1, 3, "w"), (1, 2, "v")):
@@ -94,16 +94,16 @@ def test_draws_follow_from_seed_step_and_name() -> None:
 
 
 def test_state_has_plain_names() -> None:
-    feedback = ErrorFeedback(parse("sign"), seed=1)
+    feedback = ErrorFeedback(parse_codec("sign"), seed=1)
     feedback.encode("layers/0.w", gradient(0), 0)
     assert list(feedback.state_dict()) == ["error/layers/0.w"]
-    other = ErrorFeedback(parse("sign"), seed=1)
+    other = ErrorFeedback(parse_codec("sign"), seed=1)
     other.load_state_dict(feedback.state_dict())
     assert torch.equal(other.errors["layers/0.w"], feedback.errors["layers/0.w"])
 
 
 def after_a_bad_step(group: Group, text: str) -> tuple[bool, bool]:
-    feedback = ErrorFeedback(parse(text), seed=1)
+    feedback = ErrorFeedback(parse_codec(text), seed=1)
     feedback.all_reduce("w", gradient(0, group.rank), group, 0)
     before = {name: tensor.clone() for name, tensor in feedback.state_dict().items()}
     bad = gradient(1, group.rank)
@@ -121,8 +121,8 @@ def test_a_step_that_is_not_finite_leaves_the_errors_alone(ranks: Ranks, text: s
 
 def test_what_cannot_work_is_refused() -> None:
     with pytest.raises(InputError, match=r"compression randomk:keep=0\.1,unbiased=true: .* use unbiased=false"):
-        ErrorFeedback(parse("randomk:keep=0.1"), seed=0)
-    feedback = ErrorFeedback(parse("sign"), seed=0)
+        ErrorFeedback(parse_codec("randomk:keep=0.1"), seed=0)
+    feedback = ErrorFeedback(parse_codec("sign"), seed=0)
     feedback.encode("w", torch.zeros(3), 0)
     with pytest.raises(InputError, match=r"the error of 'w' has shape \[3\], its tensor \[4\]; start with no errors"):
         feedback.encode("w", torch.zeros(4), 1)
@@ -137,13 +137,13 @@ def regression(group: Group, text: str, feed_back: bool) -> float:
     mine, targets = inputs[group.rank], inputs[group.rank] @ solution
     cancelling = torch.zeros(20)
     cancelling[:10] = 5.0 * (-1) ** group.rank
-    weights, feedback = torch.zeros(20), ErrorFeedback(parse(text), seed=1)
+    weights, feedback = torch.zeros(20), ErrorFeedback(parse_codec(text), seed=1)
     for step in range(300):
         grad = mine.T @ (mine @ weights - targets) / len(mine) + cancelling
         if feed_back:
             total = feedback.all_reduce("w", grad, group, step)
         else:
-            total = reduce.all_reduce(grad, parse(text), group, derive_seed(1, step, "w")).total
+            total = compressed_collectives.all_reduce(grad, parse_codec(text), group, derive_seed(1, step, "w")).total
         weights -= 0.1 / (1 + step / 50) * total / group.world
     return ((weights - solution).norm() / solution.norm()).item()
 

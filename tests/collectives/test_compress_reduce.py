@@ -6,8 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from motet.collectives.codecs import reduce
-from motet.collectives.compress import Blockwise, all_reduce_traffic, parse, slices
+from motet.collectives.compression import compressed_collectives
+from motet.collectives.compression.codec_options import (
+    BlockwiseCodecOptions,
+    all_reduce_traffic,
+    parse_codec,
+    rank_slices,
+)
 from motet.core import trace
 from motet.core.errors import InputError
 from motet.parallel.group import Group
@@ -52,14 +57,14 @@ def reduce_all(group: Group, cases: list[Case]) -> list[Result]:
         tensor = given_by(group.rank, shape, dtype)
         kept, counters = tensor.clone(), Counters()
         with trace.install_sink(counters):
-            reduced = reduce.all_reduce(tensor, parse(text), group, seed=4)
+            reduced = compressed_collectives.all_reduce(tensor, parse_codec(text), group, seed=4)
         assert torch.equal(tensor, kept)
         results.append((reduced.total, reduced.error, dict(counters.counts)))
     return results
 
 
 def check(text: str, shape: tuple[int, ...], dtype: torch.dtype, results: list[Result]) -> None:
-    codec, world, exact = parse(text), len(results), sum_of(len(results), shape, dtype)
+    codec, world, exact = parse_codec(text), len(results), sum_of(len(results), shape, dtype)
     total, error, _ = results[0]
     name = str(dtype).removeprefix("torch.")
     assert (total.shape, total.dtype) == (exact.shape, dtype)
@@ -91,7 +96,7 @@ def alone(group: Group) -> None:
         assert torch.equal(total, tensor)
         assert torch.equal(error, torch.zeros(10))
         assert counted == {}
-    assert torch.equal(reduce.sum_sparse(torch.tensor([2]), tensor[:1], 3, group)[2], tensor[0])
+    assert torch.equal(compressed_collectives.sum_sparse(torch.tensor([2]), tensor[:1], 3, group)[2], tensor[0])
 
 
 def test_a_group_of_one_loses_nothing(ranks: Ranks) -> None:
@@ -105,7 +110,9 @@ def with_one_bad(group: Group) -> list[bool]:
             tensor = given_by(group.rank, (40, 30))
             if group.rank == 1:
                 tensor[17, 3] = bad
-            finite.append(bool(reduce.all_reduce(tensor, parse(text), group, seed=4).total.isfinite().all()))
+            finite.append(
+                bool(compressed_collectives.all_reduce(tensor, parse_codec(text), group, seed=4).total.isfinite().all())
+            )
     return finite
 
 
@@ -116,7 +123,10 @@ def test_what_is_not_finite_on_one_rank_reaches_all(ranks: Ranks) -> None:
 def infinities_cancel(group: Group) -> list[bool]:
     tensor = torch.ones(8)
     tensor[3] = float("inf") * (-1) ** group.rank
-    return [bool(reduce.all_reduce(tensor, parse(t), group, seed=4).total.isfinite().all()) for t in TEXTS]
+    return [
+        bool(compressed_collectives.all_reduce(tensor, parse_codec(t), group, seed=4).total.isfinite().all())
+        for t in TEXTS
+    ]
 
 
 def test_opposite_infinities_do_not_cancel(ranks: Ranks) -> None:
@@ -125,7 +135,9 @@ def test_opposite_infinities_do_not_cancel(ranks: Ranks) -> None:
 
 def error_of_the_same(group: Group) -> Tensor:
     """What stochastic rounding loses of a tensor that all ranks give alike, in the slice that rank 0 sums."""
-    return reduce.all_reduce(given_by(0, (300,)), parse("int4:rounding=stochastic"), group, seed=4).error[:100]
+    return compressed_collectives.all_reduce(
+        given_by(0, (300,)), parse_codec("int4:rounding=stochastic"), group, seed=4
+    ).error[:100]
 
 
 def test_ranks_round_independently(ranks: Ranks) -> None:
@@ -135,13 +147,13 @@ def test_ranks_round_independently(ranks: Ranks) -> None:
 
 def power_iterations(group: Group) -> list[float]:
     """What is lost of a sum that stays the same: from the random basis, from one of zeros, and after ten steps."""
-    codec, tensor = parse("powersgd:rank=2"), given_by(group.rank, (40, 30))
+    codec, tensor = parse_codec("powersgd:rank=2"), given_by(group.rank, (40, 30))
     exact = sum_of(group.world, (40, 30), torch.float32).float()
     zeros = torch.zeros(30, 2)
-    totals = [reduce.all_reduce(tensor, codec, group, 4, basis).total for basis in (None, zeros)]
+    totals = [compressed_collectives.all_reduce(tensor, codec, group, 4, basis).total for basis in (None, zeros)]
     basis = None
     for _ in range(10):
-        reduced = reduce.all_reduce(tensor, codec, group, 4, basis)
+        reduced = compressed_collectives.all_reduce(tensor, codec, group, 4, basis)
         basis = reduced.basis
     values = torch.linalg.svdvals(exact)
     return [((total - exact).norm() / values[2:].norm()).item() for total in (*totals, reduced.total)]
@@ -156,10 +168,10 @@ def test_power_sgd_goes_on_from_its_basis(ranks: Ranks) -> None:
 def halves(group: Group) -> list[tuple[Tensor, Tensor, Tensor]]:
     results = []
     for text in ("int8", "int4:rounding=stochastic", "sign"):
-        codec = parse(text)
-        assert isinstance(codec, Blockwise)
-        mine, lost = reduce.reduce_scatter(given_by(group.rank, (5, 21)), codec, group, seed=1)
-        results.append((mine, lost, reduce.all_gather(mine, codec, group, 105, seed=1)))
+        codec = parse_codec(text)
+        assert isinstance(codec, BlockwiseCodecOptions)
+        mine, lost = compressed_collectives.reduce_scatter(given_by(group.rank, (5, 21)), codec, group, seed=1)
+        results.append((mine, lost, compressed_collectives.all_gather(mine, codec, group, 105, seed=1)))
     return results
 
 
@@ -170,7 +182,7 @@ def test_the_two_halves_of_a_blockwise_sum(ranks: Ranks) -> None:
         scattered = torch.cat([mine for mine, _, _ in of_ranks])
         lost = torch.stack([lost for _, lost, _ in of_ranks]).sum(0)
         torch.testing.assert_close(scattered + lost, exact)
-        assert [len(mine) for mine, _, _ in of_ranks] == [stop - start for start, stop in slices(105, 3)]
+        assert [len(mine) for mine, _, _ in of_ranks] == [stop - start for start, stop in rank_slices(105, 3)]
         assert all(torch.equal(gathered, of_ranks[0][2]) for _, _, gathered in of_ranks)
         assert (of_ranks[0][2] - scattered).norm() < scattered.norm()
 
@@ -184,7 +196,7 @@ def sparse_sums(group: Group, cases: list[tuple[list[int], int]]) -> list[tuple[
         values = torch.arange(1.0, len(indices) + 1)
         counters = Counters()
         with trace.install_sink(counters):
-            total = reduce.sum_sparse(indices, values, numel, group)
+            total = compressed_collectives.sum_sparse(indices, values, numel, group)
         mine = torch.zeros(numel).index_put((indices,), values)
         results.append((torch.stack([total, mine]), dict(counters.counts)))
     return results
@@ -205,7 +217,7 @@ def test_sparse_sums_of_any_counts(ranks: Ranks) -> None:
 
 def refused(group: Group) -> str:
     with pytest.raises(InputError) as raised:
-        reduce.all_reduce(torch.zeros(3, dtype=torch.int64), parse("int8"), group, seed=0)
+        compressed_collectives.all_reduce(torch.zeros(3, dtype=torch.int64), parse_codec("int8"), group, seed=0)
     return str(raised.value)
 
 

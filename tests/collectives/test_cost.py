@@ -10,11 +10,17 @@ from motet.cluster.cluster_toml import load_cluster
 from motet.cluster.device_specs import ValueWithOrigin
 from motet.cluster.network_link import NetworkLink
 from motet.cluster.topology import SwitchLevel, SwitchTree, TorusNetwork
-from motet.collectives.choose import EQUAL, candidates, cheapest, even_hosts, reigns
-from motet.collectives.cost import bus_factor, cost
-from motet.collectives.decompose import decompositions
-from motet.collectives.library import algorithms, closed_form, collectives, find, program
-from motet.collectives.prove import prove
+from motet.collectives.algorithms import algorithm_names, build, closed_form, collective_names, find_algorithm
+from motet.collectives.cost.alpha_beta import bus_bandwidth_factor, estimate_cost
+from motet.collectives.cost.cheapest_algorithm import (
+    TIE_RATIO,
+    cheapest,
+    cheapest_algorithm_ranges,
+    costed_algorithms,
+    even_host_groups,
+)
+from motet.collectives.cost.collective_decomposition import decompositions
+from motet.collectives.prove.program_checker import prove_program
 from motet.core.errors import InputError
 
 MIB = 2**20
@@ -42,20 +48,20 @@ def _two_level(hosts: int, each: int, inside_Bps: float, uplink_Bps: float) -> C
 def test_messages_that_share_a_link_wait_for_each_other() -> None:
     """In an all-to-all step of distance 2 both ranks of a host use its uplink: it takes twice as long."""
     cluster = _two_level(2, 2, 100e9, 1e9)
-    pairwise = cost(program("all-to-all", "pairwise", 4), cluster)
+    pairwise = estimate_cost(build("all-to-all", "pairwise", 4), cluster)
     size = 400e6
     chunk_s = size / 4 / 1e9
     latency_s = 2 * 1e-5
     assert [float(step.seconds(size)) for step in pairwise.steps] == pytest.approx(
         [chunk_s + latency_s, 2 * chunk_s + latency_s, chunk_s + latency_s], rel=1e-2
     )
-    assert pairwise.steps[1].busiest(size).link.startswith("host")
+    assert pairwise.steps[1].busiest_link(size).link.startswith("host")
 
 
 def test_hierarchies_win_where_the_links_between_hosts_are_slow() -> None:
     slow, even = _two_level(4, 4, 100e9, 1e9), uniform_cluster(16, 1e-6, 100e9)
     ring, sharded = (
-        float(cost(program("all-reduce", name, 16), slow).seconds(64 * MIB))
+        float(estimate_cost(build("all-reduce", name, 16), slow).seconds(64 * MIB))
         for name in ("ring", "hierarchical-sharded")
     )
     assert sharded < ring
@@ -69,14 +75,14 @@ def test_hierarchies_win_where_the_links_between_hosts_are_slow() -> None:
 def test_hierarchies_have_no_group_on_two_hosts(ranks: int, groups: int | None) -> None:
     """Also where the last host is not full: two groups of 6 among 8 and 4 ranks would mix the hosts."""
     cluster = cluster_for_ranks(load_cluster("dgx-h100", hosts=2), ranks)
-    assert even_hosts(cluster) == groups
+    assert even_host_groups(cluster) == groups
     if groups:
         size = ranks // groups
         assert all(first // 8 == (first + size - 1) // 8 for first in range(0, ranks, size))
-        chosen = {c.algorithm: dict(c.options) for c in candidates("all-reduce", cluster)}
+        chosen = {c.algorithm: dict(c.options) for c in costed_algorithms("all-reduce", cluster)}
         assert chosen["hierarchical"] == chosen["hierarchical-sharded"] == {"hosts": groups}
         by_groups = [found for found in decompositions("all-reduce", 2**26, cluster) if found.kind == "groups"]
-        assert len(by_groups) == 1 and prove(by_groups[0].program)
+        assert len(by_groups) == 1 and prove_program(by_groups[0].program)
 
 
 def test_a_torus_algorithm_uses_the_wires_of_its_torus() -> None:
@@ -104,21 +110,21 @@ def test_the_free_torus_is_tried_where_no_other_fits(dims: tuple[int, ...], best
     network = TorusNetwork(dims, (True,) * len(dims), port, NetworkLink(_figure(0.0), _figure(10e9)))
     cluster = Cluster("torus", 16, 1, network, _figure(0.0))
     assert str(cheapest("all-reduce", 64 * MIB, cluster)) == best
-    assert {candidate.algorithm for candidate in candidates("all-reduce", cluster)}.isdisjoint(without)
-    assert "torus" not in {candidate.algorithm for candidate in candidates("all-reduce", UNIFORM)}
-    assert [c.algorithm for c in candidates("all-reduce", UNIFORM, ("torus",))] == ["torus"]
+    assert {candidate.algorithm for candidate in costed_algorithms("all-reduce", cluster)}.isdisjoint(without)
+    assert "torus" not in {candidate.algorithm for candidate in costed_algorithms("all-reduce", UNIFORM)}
+    assert [c.algorithm for c in costed_algorithms("all-reduce", UNIFORM, ("torus",))] == ["torus"]
 
 
 def test_of_decompositions_that_cost_the_same_the_whole_comes_first() -> None:
     free = uniform_cluster(8, 0.0, 25e9)
     found = decompositions("all-reduce", 2**26, free)
-    equals = [d for d in found if d.seconds <= min(d.seconds for d in found) * EQUAL]
+    equals = [d for d in found if d.seconds <= min(d.seconds for d in found) * TIE_RATIO]
     assert len(equals) > 1
     assert found[0].kind == "whole" == equals[0].kind
 
 
 def test_small_messages_go_by_few_steps_and_large_ones_by_little_traffic() -> None:
-    found = reigns("all-reduce", UNIFORM)
+    found = cheapest_algorithm_ranges("all-reduce", UNIFORM)
     assert [str(reign.candidate) for reign in found] == ["recursive-doubling", "halving-doubling"]
     # 3 (a + S b + S g) = 6 a + 2 * 7/8 S b + 7/8 S g
     crossover = 3 * 5e-6 / ((3 - 7 / 4) / 25e9 + (3 - 7 / 8) * 1e-12)
@@ -128,45 +134,49 @@ def test_small_messages_go_by_few_steps_and_large_ones_by_little_traffic() -> No
 
 def test_reigns_say_what_is_cheapest_everywhere() -> None:
     for collective in ("broadcast", "all-reduce", "all-to-all"):
-        for reign in reigns(collective, cluster_for_ranks(UNIFORM, 5)):
+        for reign in cheapest_algorithm_ranges(collective, cluster_for_ranks(UNIFORM, 5)):
             middle = (reign.smallest * reign.largest) ** 0.5
-            best = min(float(c.cost.seconds(middle)) for c in candidates(collective, cluster_for_ranks(UNIFORM, 5)))
+            best = min(
+                float(c.cost.seconds(middle)) for c in costed_algorithms(collective, cluster_for_ranks(UNIFORM, 5))
+            )
             assert float(reign.candidate.cost.seconds(middle)) == pytest.approx(best, rel=1e-6)
 
 
 def test_auto_never_picks_what_lets_replicas_drift_apart() -> None:
-    assert "naive" not in {candidate.algorithm for candidate in candidates("all-reduce", UNIFORM)}
-    assert [c.algorithm for c in candidates("all-reduce", UNIFORM, ("naive",))] == ["naive"]
-    assert not find("all-reduce", "naive").same_bits
+    assert "naive" not in {candidate.algorithm for candidate in costed_algorithms("all-reduce", UNIFORM)}
+    assert [c.algorithm for c in costed_algorithms("all-reduce", UNIFORM, ("naive",))] == ["naive"]
+    assert not find_algorithm("all-reduce", "naive").same_bits
 
 
 def test_chunks_of_unequal_sizes_cost_what_they_weigh() -> None:
-    ring = program("broadcast", "pipelined-ring", 3, pieces=2)
+    ring = build("broadcast", "pipelined-ring", 3, pieces=2)
     uneven = replace(ring, sizes=(3, 1))
     network = uniform_cluster(3, Fraction(0), Fraction(1))
-    assert [step.seconds(Fraction(8)) for step in cost(uneven, network).steps] == [6, 6, 2]
+    assert [step.seconds(Fraction(8)) for step in estimate_cost(uneven, network).steps] == [6, 6, 2]
 
 
 def test_bus_bandwidth_is_counted_as_nccl_tests_do() -> None:
-    assert bus_factor("all-reduce", 8) == Fraction(14, 8)
-    assert {bus_factor(name, 4) for name in ("reduce-scatter", "all-gather", "all-to-all")} == {Fraction(3, 4)}
-    assert {bus_factor(name, 4) for name in ("broadcast", "reduce", "send")} == {1}
+    assert bus_bandwidth_factor("all-reduce", 8) == Fraction(14, 8)
+    assert {bus_bandwidth_factor(name, 4) for name in ("reduce-scatter", "all-gather", "all-to-all")} == {
+        Fraction(3, 4)
+    }
+    assert {bus_bandwidth_factor(name, 4) for name in ("broadcast", "reduce", "send")} == {1}
     # A ring on a uniform network without start-ups: the bus bandwidth is that of the link.
     seconds = closed_form("all-reduce", "ring", 8).seconds(0, Fraction(1000, 25), 0)
-    assert Fraction(1000) / Fraction(seconds) * bus_factor("all-reduce", 8) == 25
+    assert Fraction(1000) / Fraction(seconds) * bus_bandwidth_factor("all-reduce", 8) == 25
 
 
-@pytest.mark.parametrize("collective", collectives())
+@pytest.mark.parametrize("collective", collective_names())
 @pytest.mark.parametrize("ranks", [2, 6, 8])
 def test_every_decomposition_is_the_same_collective(collective: str, ranks: int) -> None:
     cluster = cluster_for_ranks(UNIFORM, ranks)
     found = decompositions(collective, MIB, cluster)
     assert [d.seconds for d in found] == sorted(d.seconds for d in found)
     assert "whole" in {d.kind for d in found}
-    whole = program(collective, algorithms(collective)[0], ranks)
+    whole = build(collective, algorithm_names(collective)[0], ranks)
     for decomposition in found:
         built = decomposition.program
-        prove(built)
+        prove_program(built)
         scale = built.chunks / whole.chunks
         if scale >= 1:
             for rank in range(ranks):
@@ -188,19 +198,19 @@ def test_the_stages_of_groups_cost_what_the_whole_hierarchy_does() -> None:
     ]
     assert (
         groups.seconds
-        <= float(cost(program("all-reduce", "hierarchical-sharded", 16), cluster).seconds(64 * MIB)) * 1.001
+        <= float(estimate_cost(build("all-reduce", "hierarchical-sharded", 16), cluster).seconds(64 * MIB)) * 1.001
     )
-    assert float(cost(groups.program, cluster).seconds(64 * MIB)) == pytest.approx(groups.seconds, rel=1e-6)
+    assert float(estimate_cost(groups.program, cluster).seconds(64 * MIB)) == pytest.approx(groups.seconds, rel=1e-6)
 
 
 def test_bad_questions_get_a_sentence() -> None:
     with pytest.raises(InputError, match=r"does not fit on cluster uniform, which has 8 ranks"):
-        cost(program("all-reduce", "ring", 9), UNIFORM)
+        estimate_cost(build("all-reduce", "ring", 9), UNIFORM)
     with pytest.raises(InputError, match=r"a message of 0 bytes: give more than 0"):
         cheapest("all-reduce", 0, UNIFORM)
     with pytest.raises(InputError, match=r"has 1 rank; a collective needs at least 2"):
         cheapest("all-reduce", 1, cluster_for_ranks(UNIFORM, 1))
     with pytest.raises(InputError, match=r"sizes 64 to 64: the second must be larger"):
-        reigns("all-reduce", UNIFORM, (64, 64))
+        cheapest_algorithm_ranges("all-reduce", UNIFORM, (64, 64))
     with pytest.raises(InputError, match=r"7 ranks: all-reduce/torus-2d takes 4, 6"):
-        candidates("all-reduce", cluster_for_ranks(UNIFORM, 7), ("torus-2d",))
+        costed_algorithms("all-reduce", cluster_for_ranks(UNIFORM, 7), ("torus-2d",))

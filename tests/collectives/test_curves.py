@@ -8,14 +8,14 @@ from itertools import pairwise
 import pytest
 
 from motet.cluster.cluster import Cluster, uniform_cluster
-from motet.collectives.choose import cheapest
-from motet.collectives.cost import cost
-from motet.collectives.curves import crossovers, curves, format_seconds, grid, plot
-from motet.collectives.draw_cost import _apart, cost_page, cost_svg
-from motet.collectives.library import closed_form, program
+from motet.collectives.algorithms import build, closed_form
+from motet.collectives.cost.alpha_beta import estimate_cost
+from motet.collectives.cost.cheapest_algorithm import cheapest
+from motet.collectives.cost.size_sweep import ascii_plot, crossovers, format_seconds, log_spaced_sizes, time_curves
+from motet.collectives.draw.cost_plot import _spread_labels, cost_plot_html, cost_plot_svg
 
 NET = uniform_cluster(8, 1e-5, 1e9)
-SIZES = grid(1024, 2**30, 64)
+SIZES = log_spaced_sizes(1024, 2**30, 64)
 
 
 def where_equal(first: str, second: str, cluster: Cluster) -> float:
@@ -26,14 +26,14 @@ def where_equal(first: str, second: str, cluster: Cluster) -> float:
 
 
 def test_a_curve_is_the_cost_of_the_program() -> None:
-    (ring,) = curves("all-reduce", NET, SIZES, ("ring",))
-    exact = cost(program("all-reduce", "ring", 8), NET)
+    (ring,) = time_curves("all-reduce", NET, SIZES, ("ring",))
+    exact = estimate_cost(build("all-reduce", "ring", 8), NET)
     assert ring.seconds == tuple(float(exact.seconds(size)) for size in SIZES)
 
 
 def test_pieces_are_the_best_ones_at_each_size() -> None:
-    (tree,) = curves("all-reduce", NET, SIZES, ("double-tree",))
-    chosen = [dict(candidate.options)["pieces"] for candidate in tree.best]
+    (tree,) = time_curves("all-reduce", NET, SIZES, ("double-tree",))
+    chosen = [dict(candidate.options)["pieces"] for candidate in tree.best_candidates]
     assert chosen[0] == 1
     assert chosen[-1] == 64
     assert chosen == sorted(chosen)
@@ -63,9 +63,9 @@ def test_one_size_has_no_crossover() -> None:
 
 def test_the_plot_shows_the_cheapest_in_capitals() -> None:
     names = ("recursive-doubling", "ring")
-    found = curves("all-reduce", NET, SIZES, names)
+    found = time_curves("all-reduce", NET, SIZES, names)
     (crossed,) = crossovers("all-reduce", NET, SIZES[0], SIZES[-1], names)
-    lines = plot(found, SIZES, [crossed])
+    lines = ascii_plot(found, SIZES, [crossed])
     field = [line[12:].ljust(64) for line in lines[:16]]
     columns = ["".join(column) for column in zip(*field, strict=True)]
     at = lines[17].index("^") - 12
@@ -76,9 +76,9 @@ def test_the_plot_shows_the_cheapest_in_capitals() -> None:
 
 
 def test_the_picture_has_all_curves_inside_and_all_crossovers() -> None:
-    found = curves("all-reduce", NET, SIZES)
+    found = time_curves("all-reduce", NET, SIZES)
     crossed = crossovers("all-reduce", NET, SIZES[0], SIZES[-1])
-    drawn = cost_svg("a < b", found, SIZES, crossed)
+    drawn = cost_plot_svg("a < b", found, SIZES, crossed)
     ET.fromstring(drawn)
     lines = re.findall(r'd="M([^"]*)"><title>([^<]*)</title>', drawn)
     assert [name for _, name in lines] == [curve.algorithm for curve in found]
@@ -92,14 +92,14 @@ def test_the_picture_has_all_curves_inside_and_all_crossovers() -> None:
 
 
 def test_times_that_are_one_power_of_ten_can_be_drawn() -> None:
-    sizes = grid(1, 4096, 5)
-    same = curves("send", uniform_cluster(2, 1e-4, 1e30), sizes)
-    root = ET.fromstring(cost_svg("alike", same, sizes, []))
+    sizes = log_spaced_sizes(1, 4096, 5)
+    same = time_curves("send", uniform_cluster(2, 1e-4, 1e30), sizes)
+    root = ET.fromstring(cost_plot_svg("alike", same, sizes, []))
     assert "nan" not in ET.tostring(root, encoding="unicode")
 
 
 def test_names_do_not_overlap() -> None:
-    places = _apart([100, 101, 102, 300, 570, 575, 576])
+    places = _spread_labels([100, 101, 102, 300, 570, 575, 576])
     assert all(b - a >= 17 for a, b in pairwise(places))
     assert places[0] == 100
     assert places[3] == 300
@@ -107,7 +107,7 @@ def test_names_do_not_overlap() -> None:
 
 
 def test_the_page_has_picture_and_table() -> None:
-    drawn = cost_page("a < b", "<svg></svg>", [["", "1 KiB"], ["ring", "* 1 us"]])
+    drawn = cost_plot_html("a < b", "<svg></svg>", [["", "1 KiB"], ["ring", "* 1 us"]])
     assert "<title>a &lt; b</title>" in drawn
     assert (
         "<thead><tr><td></td><td>1 KiB</td></tr></thead><tbody><tr><td>ring</td><td>* 1 us</td></tr></tbody>" in drawn

@@ -5,15 +5,22 @@ from dataclasses import replace
 
 import pytest
 
-from motet.collectives.draw import columns, frames, sentences, spelled, text, title
-from motet.collectives.library import algorithms, collectives, find, program
-from motet.collectives.score import Program, Transfer
+from motet.collectives.algorithms import algorithm_names, build, collective_names, find_algorithm
+from motet.collectives.draw.frames import (
+    align_columns,
+    format_ranges,
+    program_frames,
+    program_text,
+    program_title,
+    transfer_sentences,
+)
+from motet.collectives.program import ChunkTransfer, Program
 
 SMALL = [
     (collective, name)
-    for collective in collectives()
-    for name in algorithms(collective)
-    if find(collective, name).takes(4)
+    for collective in collective_names()
+    for name in algorithm_names(collective)
+    if find_algorithm(collective, name).supports(4)
 ]
 
 
@@ -43,19 +50,19 @@ def played(made: Program) -> list[list[dict[int, list[int]]]]:
 
 @pytest.mark.parametrize(("collective", "name"), SMALL)
 def test_frames_are_the_program_played(collective: str, name: str) -> None:
-    made = program(collective, name, 4)
-    shown = frames(made)
+    made = build(collective, name, 4)
+    shown = program_frames(made)
     assert [frame.step for frame in shown] == [(), *made.steps]
-    assert [[{c: list(s) for c, s in held.items()} for held in frame.held] for frame in shown] == played(made)
+    assert [[{c: list(s) for c, s in held.items()} for held in frame.contents] for frame in shown] == played(made)
 
 
 @pytest.mark.parametrize(
     ("collective", "name"), [("all-reduce", "ring"), ("all-reduce", "naive"), ("broadcast", "tree")]
 )
 def test_the_text_can_be_read_back(collective: str, name: str) -> None:
-    made = program(collective, name, 4)
-    blocks = text(made).strip().split("\n\n")
-    assert blocks[0] == title(made)
+    made = build(collective, name, 4)
+    blocks = program_text(made).strip().split("\n\n")
+    assert blocks[0] == program_title(made)
     assert [block.splitlines()[0] for block in blocks[1:]] == ["start", *(f"step {n}" for n in range(len(made.steps)))]
     for block, after, step in zip(blocks[1:], played(made), [(), *made.steps], strict=True):
         written = {(t.dst, chunk) for t in step for chunk in t.chunks}
@@ -70,45 +77,45 @@ def test_the_text_can_be_read_back(collective: str, name: str) -> None:
 
 def test_what_is_sent_is_said_in_words() -> None:
     step = (
-        Transfer(0, 1, 2, 3, "reduce"),
-        Transfer(0, 2, 2, 3, "reduce"),
-        Transfer(0, 1, 5, 5, "copy"),
-        Transfer(3, 0, 1, 1, "copy"),
+        ChunkTransfer(0, 1, 2, 3, "reduce"),
+        ChunkTransfer(0, 2, 2, 3, "reduce"),
+        ChunkTransfer(0, 1, 5, 5, "copy"),
+        ChunkTransfer(3, 0, 1, 1, "copy"),
     )
-    assert sentences(step) == [
+    assert transfer_sentences(step) == [
         "rank 0 adds chunks 2,3 to ranks 1,2; copies chunk 5 to rank 1",
         "rank 3 copies chunk 1 to rank 0",
     ]
 
 
 def test_many_chunks_are_named_in_groups() -> None:
-    made = program("all-to-all", "pairwise", 5)
-    start = text(made).split("\n\n")[1].splitlines()
+    made = build("all-to-all", "pairwise", 5)
+    start = program_text(made).split("\n\n")[1].splitlines()
     assert start[1].split() == ["rank", "then", "holds"]
     assert start[3].split(maxsplit=1) == ["1", "5-9: 1"]
 
 
 def test_one_step_is_shown_with_the_one_before() -> None:
-    made = program("all-reduce", "ring", 4)
-    assert re.findall(r"(?m)^(start|step \d+)$", text(made, 0)) == ["start", "step 0"]
-    assert re.findall(r"(?m)^(start|step \d+)$", text(made, 3)) == ["step 2", "step 3"]
+    made = build("all-reduce", "ring", 4)
+    assert re.findall(r"(?m)^(start|step \d+)$", program_text(made, 0)) == ["start", "step 0"]
+    assert re.findall(r"(?m)^(start|step \d+)$", program_text(made, 3)) == ["step 2", "step 3"]
 
 
 def test_a_program_that_breaks_off_says_where_and_why() -> None:
-    made = program("all-gather", "ring", 4)
+    made = build("all-gather", "ring", 4)
     broken = replace(made, steps=(made.steps[1], *made.steps))
-    shown = frames(broken)
+    shown = program_frames(broken)
     assert len(shown) == 2
-    assert shown[1].held == shown[0].held
-    assert shown[1].fault is not None
-    assert "step 0 cannot be played: " + shown[1].fault in text(broken)
-    assert "[" not in text(broken).split("step 0")[1]
+    assert shown[1].contents == shown[0].contents
+    assert shown[1].error is not None
+    assert "step 0 cannot be played: " + shown[1].error in program_text(broken)
+    assert "[" not in program_text(broken).split("step 0")[1]
 
 
 def test_a_contribution_that_is_there_twice_is_seen() -> None:
-    made = program("all-reduce", "recursive-doubling", 2)
+    made = build("all-reduce", "recursive-doubling", 2)
     twice = replace(made, steps=made.steps * 2)
-    assert "[0,0,1,1]" in text(twice)
+    assert "[0,0,1,1]" in program_text(twice)
 
 
 @pytest.mark.parametrize(
@@ -116,8 +123,8 @@ def test_a_contribution_that_is_there_twice_is_seen() -> None:
     [([3], "3"), ([1, 0], "0,1"), ([0, 1, 2, 5], "0-2,5"), ([0, 0, 1], "0,0,1"), ([0, 2, 0, 0], "3x0,2"), ([], "")],
 )
 def test_numbers_are_spelled_as_ranges(given: list[int], words: str) -> None:
-    assert spelled(given) == words
+    assert format_ranges(given) == words
 
 
 def test_columns_stand_under_each_other() -> None:
-    assert columns([["a", "1"], ["bcd", "22"]], right=[1]) == ["  a     1", "  bcd  22"]
+    assert align_columns([["a", "1"], ["bcd", "22"]], right_aligned=[1]) == ["  a     1", "  bcd  22"]

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from motet.collectives.draw import frames
-from motet.collectives.draw_page import page
-from motet.collectives.draw_svg import COLOURS, ON_DARK, svg
-from motet.collectives.library import algorithms, collectives, find, program
+from motet.collectives.algorithms import algorithm_names, build, collective_names, find_algorithm
+from motet.collectives.draw.frames import program_frames
+from motet.collectives.draw.html_animation import program_html
+from motet.collectives.draw.svg import COLOURS, DARK_MODE_COLOURS, program_svg
 from motet.core.errors import InputError
 
 SMALL = [
     (collective, name)
-    for collective in collectives()
-    for name in algorithms(collective)
-    if find(collective, name).takes(4)
+    for collective in collective_names()
+    for name in algorithm_names(collective)
+    if find_algorithm(collective, name).supports(4)
 ]
 
 
@@ -32,7 +32,7 @@ def contrast(a: str, b: str) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
-@pytest.mark.parametrize(("cells", "arrow"), [*zip(COLOURS, ON_DARK, strict=True)])
+@pytest.mark.parametrize(("cells", "arrow"), [*zip(COLOURS, DARK_MODE_COLOURS, strict=True)])
 def test_colours_have_contrast(cells: str, arrow: str) -> None:
     assert contrast(cells, "#ffffff") >= 4.5  # white digits on a cell, and arrows on a light page
     assert contrast(arrow, "#14181e") >= 4.5
@@ -40,19 +40,19 @@ def test_colours_have_contrast(cells: str, arrow: str) -> None:
 
 @pytest.mark.parametrize(("collective", "name"), SMALL)
 def test_every_cell_and_every_chunk_that_moves_is_drawn(collective: str, name: str) -> None:
-    made = program(collective, name, 4)
-    drawn = svg(made)
+    made = build(collective, name, 4)
+    drawn = program_svg(made)
     ET.fromstring(drawn)
     assert drawn.count('class="cell"') == (len(made.steps) + 1) * made.ranks * made.chunks
     assert drawn.count("data-chunk=") == sum(len(t.chunks) for step in made.steps for t in step)
     assert drawn.count('class="absent"') == sum(
-        made.chunks - len(held) for frame in frames(made) for held in frame.held
+        made.chunks - len(held) for frame in program_frames(made) for held in frame.contents
     )
 
 
 def test_cells_say_what_they_hold() -> None:
-    made = program("all-reduce", "ring", 4)
-    words = re.findall(r'data-words="([^"]*)"', svg(made, only=(2,)))
+    made = build("all-reduce", "ring", 4)
+    words = re.findall(r'data-words="([^"]*)"', program_svg(made, only_steps=(2,)))
     assert words[0] == "rank 0, chunk 0: from ranks 0-3, as it must be at the end"
     assert words[1] == "rank 0, chunk 1: from ranks 0,2,3"
     assert len(words) == 16
@@ -60,7 +60,7 @@ def test_cells_say_what_they_hold() -> None:
 
 def test_nothing_is_drawn_outside() -> None:
     for name in ("ring", "naive", "hierarchical"):
-        drawn = svg(program("all-reduce", name, 8))
+        drawn = program_svg(build("all-reduce", name, 8))
         width, height = map(float, re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', drawn)[0])
         for x, y in re.findall(r"translate\(([\d.]+) ([\d.]+)\)", drawn):
             panel_width, panel_height = map(float, re.findall(r'"frame" width="([\d.]+)" height="([\d.]+)"', drawn)[0])
@@ -69,23 +69,23 @@ def test_nothing_is_drawn_outside() -> None:
 
 
 def test_a_step_that_cannot_be_played_is_named() -> None:
-    made = program("all-gather", "ring", 4)
-    drawn = svg(replace(made, steps=(made.steps[1],)))
+    made = build("all-gather", "ring", 4)
+    drawn = program_svg(replace(made, steps=(made.steps[1],)))
     assert "step 0 cannot be played" in drawn
     assert "has nothing to send" in drawn
 
 
 def test_what_is_too_large_is_refused() -> None:
-    for draw in (svg, page):
+    for draw in (program_svg, program_html):
         with pytest.raises(InputError, match="at most 16 ranks"):
-            draw(program("all-reduce", "ring", 17))
+            draw(build("all-reduce", "ring", 17))
         with pytest.raises(InputError, match="so give fewer ranks or pieces"):
-            draw(program("all-to-all", "pairwise", 16))
+            draw(build("all-to-all", "pairwise", 16))
 
 
 def test_the_page_is_whole_in_itself() -> None:
-    made = program("all-reduce", "ring", 4)
-    drawn = page(made)
+    made = build("all-reduce", "ring", 4)
+    drawn = program_html(made)
     assert drawn.count('class="step"') == len(made.steps) + 1
     assert not re.search(r"@(title|svg|text|colours)@", drawn)
     addresses = set(re.findall(r"""(?:https?:)?//[\w.-]+\.\w+[^\s"'<]*""", drawn))
@@ -98,6 +98,6 @@ def test_the_page_is_whole_in_itself() -> None:
 
 
 def test_names_from_a_file_are_escaped() -> None:
-    made = replace(program("all-reduce", "ring", 2), algorithm="<script>alert(1)</script>")
-    assert "<script>alert" not in page(made)
-    assert "<script>alert" not in svg(made)
+    made = replace(build("all-reduce", "ring", 2), algorithm="<script>alert(1)</script>")
+    assert "<script>alert" not in program_html(made)
+    assert "<script>alert" not in program_svg(made)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from motet.collectives import algorithms, collectives, program
-from motet.collectives.library import find
-from motet.collectives.lower import extents
-from motet.collectives.run import run
+from motet.collectives.algorithms import find_algorithm
+from motet.collectives.execute.program_runner import run_program
+from motet.collectives.execute.rank_plan import chunk_lengths
 from motet.core.trace import install_sink
 from motet.parallel.group import Group
 from on_ranks import Counter, end_of, group_of, start_of
@@ -29,15 +29,15 @@ def every_algorithm(group: Group) -> list[Told]:
     told = []
     for collective in collectives():
         for name in algorithms(collective):
-            if find(collective, name).takes(group.world):
+            if find_algorithm(collective, name).supports(group.world):
                 even = program(collective, name, group.world)
                 # Twice as much as there are chunks, one more, and so little that most chunks are empty.
                 for numel in (2 * even.chunks, even.chunks + 1, 1):
-                    made = replace(even, sizes=extents(even, numel))
+                    made = replace(even, sizes=chunk_lengths(even, numel))
                     mine, wanted = start_of(made, group.rank, numel), end_of(made, group.rank, numel)
                     output, counter = torch.full_like(wanted, torch.nan), Counter()
                     with install_sink(counter):
-                        run(made, output if made.final[group.rank] else None, mine, group_of(group))
+                        run_program(made, output if made.final[group.rank] else None, mine, group_of(group))
                     torch.testing.assert_close(output, wanted, rtol=1e-14, atol=1e-14, msg=f"{made} of {numel}")
                     assert torch.equal(mine, start_of(made, group.rank, numel)), made
                     if numel == 2 * even.chunks:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from motet.cluster.cluster import uniform_cluster
-from motet.collectives import execute, program
-from motet.collectives.arithmetic import OPERATORS
-from motet.collectives.execute import (
+from motet.collectives import program
+from motet.collectives.execute import api
+from motet.collectives.execute.api import (
     all_gather,
     all_reduce,
     all_to_all,
@@ -24,6 +24,7 @@ from motet.collectives.execute import (
     reduce_scatter,
     scatter,
 )
+from motet.collectives.execute.reduce_ops import REDUCE_OP_NAMES
 from motet.core.errors import InputError
 from motet.core.trace import install_sink
 from motet.parallel.group import CpuBackend, Group
@@ -135,7 +136,7 @@ def every_dtype(group: Group, algorithm: str | None) -> list[tuple[str, str]]:
         gathered = torch.empty(7 * group.world, dtype=dtype)
         all_gather(gathered, tensor, group, algorithm=algorithm)
         assert torch.equal(gathered.view(torch.uint8), everyone.view(-1).to(dtype).view(torch.uint8)), dtype
-        for op in OPERATORS:
+        for op in REDUCE_OP_NAMES:
             tensor = everyone[group.rank].to(dtype, copy=True)
             try:
                 all_reduce(tensor, group, algorithm=algorithm, op=op)
@@ -250,7 +251,7 @@ def test_a_rank_alone() -> None:
         work.wait()
         assert work.is_completed()
     assert output.unique().tolist() == [2.0]
-    assert execute.sum_scalars([1.5, 2.0], alone, torch.device("cpu")) == [1.5, 2.0]
+    assert api.sum_scalars([1.5, 2.0], alone, torch.device("cpu")) == [1.5, 2.0]
 
 
 def ours_and_the_backends(group: Group) -> None:

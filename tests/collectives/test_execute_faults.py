@@ -7,12 +7,21 @@ import pytest
 import torch
 
 from motet.collectives import program
-from motet.collectives.exchange import Receive, Send, copy, exchange, receive, send, signal, wait_for_signal
-from motet.collectives.execute import all_gather, all_reduce, all_to_all, broadcast
-from motet.collectives.lane import Lane
-from motet.collectives.run import run
-from motet.collectives.score import Program, Transfer
-from motet.collectives.transport import TransferError
+from motet.collectives.execute.api import all_gather, all_reduce, all_to_all, broadcast
+from motet.collectives.execute.p2p import PeerTransferError
+from motet.collectives.execute.program_runner import run_program
+from motet.collectives.execute.send_receive import (
+    TensorReceive,
+    TensorSend,
+    batch_send_receive,
+    copy_between_ranks,
+    receive,
+    send,
+    signal,
+    wait_for_signal,
+)
+from motet.collectives.execute.work_queue import FifoWorkQueue
+from motet.collectives.program import ChunkTransfer, Program
 from motet.core.errors import InputError
 from motet.parallel.group import CpuBackend, Group, start_group
 from motet.parallel.place import Place
@@ -31,13 +40,15 @@ def refusals(group: Group) -> list[str]:
         lambda: all_reduce(torch.ones(4, dtype=torch.float16 if odd else torch.float32), group, algorithm="ring"),
         lambda: all_reduce(torch.ones(4), group, algorithm="ring", op="max" if odd else "sum"),
         lambda: all_reduce(torch.ones(4), group, algorithm="tree" if odd else "ring"),
-        lambda: run(other if odd else program("all-reduce", "ring", 3), *[torch.ones(4)] * 2, group_of(group)),
+        lambda: run_program(other if odd else program("all-reduce", "ring", 3), *[torch.ones(4)] * 2, group_of(group)),
         lambda: broadcast(torch.ones(4), group, root=int(odd), algorithm="tree"),
         lambda: all_reduce(torch.ones(4, 4).T if odd else torch.ones(4, 4), group, algorithm="ring"),
         lambda: all_gather(torch.ones(7), torch.ones(3), group, algorithm="ring"),
-        lambda: run(program("all-reduce", "ring", 2), *[torch.ones(4)] * 2, group_of(group)),
-        lambda: run(program("all-reduce", "ring", 3), None, None, group_of(group)),
-        lambda: run(program("all-reduce", "ring", 3), torch.ones(4), torch.ones(4, dtype=torch.int8), group_of(group)),
+        lambda: run_program(program("all-reduce", "ring", 2), *[torch.ones(4)] * 2, group_of(group)),
+        lambda: run_program(program("all-reduce", "ring", 3), None, None, group_of(group)),
+        lambda: run_program(
+            program("all-reduce", "ring", 3), torch.ones(4), torch.ones(4, dtype=torch.int8), group_of(group)
+        ),
         lambda: all_reduce(torch.ones(4), group, algorithm="ring", op="median"),
         lambda: _overlapping(group),
     ]
@@ -55,7 +66,7 @@ def refusals(group: Group) -> list[str]:
 
 def _overlapping(group: Group) -> None:
     memory = torch.ones(7)
-    run(program("all-reduce", "ring", 3), memory[1:], memory[:-1], group_of(group))
+    run_program(program("all-reduce", "ring", 3), memory[1:], memory[:-1], group_of(group))
 
 
 def test_ranks_that_do_not_agree_are_told_before_anything_moves(ranks: Ranks) -> None:
@@ -94,7 +105,7 @@ def test_ranks_that_do_not_agree_are_told_before_anything_moves(ranks: Ranks) ->
 
 
 WRONG = Program(
-    "all-reduce", "half", 2, (1,), ((0,), (0,)), ({0: (0, 1)}, {0: (0, 1)}), ((Transfer(0, 1, 0, 0, "reduce"),),)
+    "all-reduce", "half", 2, (1,), ((0,), (0,)), ({0: (0, 1)}, {0: (0, 1)}), ((ChunkTransfer(0, 1, 0, 0, "reduce"),),)
 )
 
 
@@ -136,7 +147,7 @@ def one_is_missing(place: Place, asynchronous: bool, backend: CpuBackend) -> str
             else:
                 call = {"algorithm": "ring", "check": False, "timeout_s": 0.3, "async_op": asynchronous}
                 all_reduce(torch.ones(4), group, **call).wait()
-        except TransferError as error:
+        except PeerTransferError as error:
             said = str(error)
     return said
 
@@ -156,14 +167,14 @@ def exchanges(group: Group) -> list[str]:
     rank, world, whole = group.rank, group.world, group_of(group)
     left, right = (rank - 1) % world, (rank + 1) % world
     outgoing, incoming = [torch.full([5], 10.0 * rank + i) for i in range(2)], [torch.empty(5) for _ in range(3)]
-    exchange(
+    batch_send_receive(
         [
-            Send(outgoing[0], right),
-            Send(outgoing[1], right),
-            Send(outgoing[1], left),
-            Receive(incoming[0], left),
-            Receive(incoming[1], left),
-            Receive(incoming[2], right),
+            TensorSend(outgoing[0], right),
+            TensorSend(outgoing[1], right),
+            TensorSend(outgoing[1], left),
+            TensorReceive(incoming[0], left),
+            TensorReceive(incoming[1], left),
+            TensorReceive(incoming[2], right),
         ],
         whole,
     )
@@ -174,7 +185,7 @@ def exchanges(group: Group) -> list[str]:
         assert work.is_completed()
     assert incoming[0].tolist() == [10.0 * left + 1] * 5
     tensor = torch.tensor([rank == 2])
-    copy(tensor, whole, src=2, dst=0)
+    copy_between_ranks(tensor, whole, src=2, dst=0)
     assert tensor.item() == (rank != 1)
     if rank == 0:
         signal(whole, 1)
@@ -201,18 +212,18 @@ def test_exchanges(ranks: Ranks) -> None:
 
 
 def test_a_lane_goes_on_after_a_task_that_failed() -> None:
-    lane, done = Lane(), []
+    lane, done = FifoWorkQueue(), []
 
     def fail() -> None:
         raise ValueError("no")
 
-    works = [lane.start(fail), lane.start(lambda: done.append(1))]
-    lane.do(lambda: done.append(2))
+    works = [lane.submit(fail), lane.submit(lambda: done.append(1))]
+    lane.run_and_wait(lambda: done.append(2))
     with pytest.raises(ValueError, match="no"):
         works[0].wait()
     works[1].wait()
     with pytest.raises(ValueError, match="no"):
-        lane.do(fail)
-    lane.do(lambda: done.append(3))
+        lane.run_and_wait(fail)
+    lane.run_and_wait(lambda: done.append(3))
     lane.close()
     assert done == [1, 2, 3]

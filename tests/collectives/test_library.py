@@ -8,12 +8,12 @@ from math import prod
 import pytest
 
 from motet.cluster.cluster import uniform_cluster
-from motet.collectives.cost import cost
-from motet.collectives.library import algorithms, closed_form, collectives, find, program
-from motet.collectives.prove import prove
+from motet.collectives.algorithms import algorithm_names, build, closed_form, collective_names, find_algorithm
+from motet.collectives.cost.alpha_beta import estimate_cost
+from motet.collectives.prove.program_checker import prove_program
 from motet.core.errors import InputError
 
-ALL = [(collective, name) for collective in collectives() for name in algorithms(collective)]
+ALL = [(collective, name) for collective in collective_names() for name in algorithm_names(collective)]
 SOME_COUNTS = (2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 24, 32)
 OPTIONS: dict[str, tuple[object, ...]] = {
     "root": (1,),
@@ -27,31 +27,31 @@ OPTIONS: dict[str, tuple[object, ...]] = {
 
 def _check(collective: str, name: str, ranks: int, **options: object) -> None:
     """Proven; on a uniform network exactly as dear as its closed form says, whatever the numbers are."""
-    built = program(collective, name, ranks, **options)
-    assert prove(built).same_bits == find(collective, name).same_bits or ranks == 2
+    built = build(collective, name, ranks, **options)
+    assert prove_program(built).same_bits == find_algorithm(collective, name).same_bits or ranks == 2
     draw = random.Random(f"{collective} {name} {ranks}")
     alpha, beta, gamma = (Fraction(draw.randint(1, 10**6), draw.randint(1, 10**6)) for _ in range(3))
     size = Fraction(draw.randint(1, 10**9))
-    derived = cost(built, uniform_cluster(ranks, alpha, 1 / beta, gamma)).seconds(size)
+    derived = estimate_cost(built, uniform_cluster(ranks, alpha, 1 / beta, gamma)).seconds(size)
     assert derived == closed_form(collective, name, ranks, **options).seconds(alpha, beta * size, gamma * size)
 
 
 @pytest.mark.parametrize(("collective", "name"), ALL)
 def test_proven_and_costed_as_the_closed_form(collective: str, name: str) -> None:
-    for ranks in filter(find(collective, name).takes, SOME_COUNTS):
+    for ranks in filter(find_algorithm(collective, name).supports, SOME_COUNTS):
         _check(collective, name, ranks)
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize(("collective", "name"), ALL)
 def test_proven_and_costed_at_every_count_up_to_64(collective: str, name: str) -> None:
-    for ranks in filter(find(collective, name).takes, range(2, 65)):
+    for ranks in filter(find_algorithm(collective, name).supports, range(2, 65)):
         _check(collective, name, ranks)
 
 
 @pytest.mark.parametrize(("collective", "name"), ALL)
 def test_options_change_the_program_and_its_cost_alike(collective: str, name: str) -> None:
-    found = find(collective, name)
+    found = find_algorithm(collective, name)
     for option in found.options:
         assert OPTIONS[option]
         for value in OPTIONS[option]:
@@ -62,22 +62,22 @@ def test_options_change_the_program_and_its_cost_alike(collective: str, name: st
 
 def test_every_algorithm_says_what_it_is() -> None:
     for collective, name in ALL:
-        found = find(collective, name)
+        found = find_algorithm(collective, name)
         assert found.summary.endswith("."), found
-        built = program(collective, name, next(filter(found.takes, range(2, 65))))
+        built = build(collective, name, next(filter(found.supports, range(2, 65))))
         assert (built.collective, built.algorithm) == (collective, name)
 
 
 def test_a_ring_moves_what_theory_says() -> None:
-    built = program("all-reduce", "ring", 5)
-    assert [built.sent(rank) for rank in range(5)] == [Fraction(2 * 4, 5)] * 5
-    assert len(built.steps) == 8 and built.messages == 40
+    built = build("all-reduce", "ring", 5)
+    assert [built.send_fraction(rank) for rank in range(5)] == [Fraction(2 * 4, 5)] * 5
+    assert len(built.steps) == 8 and built.message_count == 40
     assert {(t.src, t.dst) for step in built.steps for t in step} == {(rank, (rank + 1) % 5) for rank in range(5)}
 
 
 @pytest.mark.parametrize("name", ["recursive-doubling", "halving-doubling"])
 def test_butterflies_meet_every_partner_at_a_distance_of_a_power_of_two(name: str) -> None:
-    built = program("all-reduce", name, 16)
+    built = build("all-reduce", name, 16)
     distances = [{t.src ^ t.dst for t in step} for step in built.steps]
     assert all(len(distance) == 1 for distance in distances)
     assert {one for distance in distances for one in distance} == {1, 2, 4, 8}
@@ -86,7 +86,7 @@ def test_butterflies_meet_every_partner_at_a_distance_of_a_power_of_two(name: st
 @pytest.mark.parametrize(("name", "dims"), [("torus-2d", (3, 4)), ("torus-3d", (2, 3, 2)), ("mesh-2d", (3, 4))])
 def test_grids_use_only_neighbours(name: str, dims: tuple[int, ...]) -> None:
     """Two ranks that talk differ by one in one coordinate, on a torus also around its end."""
-    built = program("all-reduce", name, 12, dims=dims)
+    built = build("all-reduce", name, 12, dims=dims)
 
     def place(rank: int) -> list[int]:
         found = []
@@ -104,17 +104,17 @@ def test_grids_use_only_neighbours(name: str, dims: tuple[int, ...]) -> None:
 
 
 def test_a_torus_uses_all_its_links_alike() -> None:
-    built = program("all-reduce", "torus-2d", 16, dims=(4, 4))
+    built = build("all-reduce", "torus-2d", 16, dims=(4, 4))
     crossed = Counter[tuple[int, int]]()
     for step in built.steps:
         for t in step:
-            crossed[t.src, t.dst] += built.weight(t)
+            crossed[t.src, t.dst] += built.relative_size(t)
     assert len(crossed) == 16 * 4 and len(set(crossed.values())) == 1
 
 
 def test_in_a_double_tree_whoever_is_inside_one_is_a_leaf_of_the_other() -> None:
     for ranks in range(3, 40):
-        built = program("all-reduce", "double-tree", ranks, pieces=1)
+        built = build("all-reduce", "double-tree", ranks, pieces=1)
         parents = [
             {t.dst for step in built.steps for t in step if t.op == "reduce" and t.first == tree} for tree in (0, 1)
         ]
@@ -128,9 +128,9 @@ def test_in_a_double_tree_whoever_is_inside_one_is_a_leaf_of_the_other() -> None
 
 def test_hierarchies_send_less_between_hosts_than_a_ring() -> None:
     def across(name: str, **options: object) -> Fraction:
-        built = program("all-reduce", name, 8, **options)
-        moved = [built.weight(t) for step in built.steps for t in step if t.src // 4 != t.dst // 4]
-        return Fraction(sum(moved), built.whole)
+        built = build("all-reduce", name, 8, **options)
+        moved = [built.relative_size(t) for step in built.steps for t in step if t.src // 4 != t.dst // 4]
+        return Fraction(sum(moved), built.message_size_units)
 
     assert across("ring") == Fraction(2 * 2 * 7, 8)
     assert across("hierarchical", hosts=2) == across("hierarchical-sharded", hosts=2) == 2
@@ -184,22 +184,22 @@ def test_what_cannot_work_is_refused_with_a_sentence(
     arguments: tuple[str, str, int], options: dict[str, object], sentence: str
 ) -> None:
     with pytest.raises(InputError, match=sentence):
-        program(*arguments, **options)
+        build(*arguments, **options)
 
 
 @pytest.mark.parametrize("dims", [(12,), (3, 4), (2, 2, 3), (2, 3, 2, 2), (2, 2, 2, 2, 2, 2)])
 def test_a_torus_of_any_number_of_dimensions(dims: tuple[int, ...]) -> None:
     _check("all-reduce", "torus", prod(dims), dims=dims)
     if len(dims) in (2, 3):
-        named = program("all-reduce", f"torus-{len(dims)}d", prod(dims), dims=dims)
-        assert program("all-reduce", "torus", prod(dims), dims=dims).steps == named.steps
+        named = build("all-reduce", f"torus-{len(dims)}d", prod(dims), dims=dims)
+        assert build("all-reduce", "torus", prod(dims), dims=dims).steps == named.steps
 
 
 def test_the_double_tree_is_as_deep_as_derived() -> None:
     """docs/reference/collective-costs.md: 2q-1 or 2q steps for the first piece, p more for each other one."""
     for ranks in range(2, 129):
         q = ranks.bit_length() - 1
-        one, four = (len(program("all-reduce", "double-tree", ranks, pieces=pieces).steps) // 2 for pieces in (1, 4))
+        one, four = (len(build("all-reduce", "double-tree", ranks, pieces=pieces).steps) // 2 for pieces in (1, 4))
         assert one in (2 * q - 1, 2 * q)
         assert four == one + (1 if ranks == 2 else 2) * 3
         if ranks == 1 << q:

@@ -9,9 +9,17 @@ import numpy as np
 import pytest
 
 from motet.collectives import algorithms, collectives, program
-from motet.collectives.library import find
-from motet.collectives.lower import Move, Part, Span, Update, elements, extents, lower
-from motet.collectives.score import Program, Transfer
+from motet.collectives.algorithms import find_algorithm
+from motet.collectives.execute.rank_plan import (
+    BufferSlice,
+    LocalCopy,
+    LocalReduction,
+    RankCollectivePlan,
+    chunk_lengths,
+    make_rank_plan,
+    total_elements,
+)
+from motet.collectives.program import ChunkTransfer, Program
 from motet.core.errors import InputError
 
 Buffers = dict[str, np.ndarray]
@@ -20,7 +28,7 @@ Buffers = dict[str, np.ndarray]
 def every_program(ranks: int) -> Iterator[Program]:
     for collective in collectives():
         for name in algorithms(collective):
-            if find(collective, name).takes(ranks):
+            if find_algorithm(collective, name).supports(ranks):
                 yield program(collective, name, ranks)
 
 
@@ -34,8 +42,8 @@ class Player:
 
     def __init__(self, program: Program, rank: int, numel: int, in_place: bool) -> None:
         self.rank = rank
-        self.part = lower(program, rank, numel, in_place)
-        lengths = extents(program, numel)
+        self.part = make_rank_plan(program, rank, numel, in_place)
+        lengths = chunk_lengths(program, numel)
         held, kept = sorted(program.initial[rank]), sorted(program.final[rank])
         start = [contribution(rank, chunk, lengths[chunk]) for chunk in held]
         self.wanted = [
@@ -44,7 +52,7 @@ class Player:
         self.buffers: Buffers = {
             "input": np.concatenate([*start, []]).astype(np.int64),
             "output": np.full(sum(lengths[chunk] for chunk in kept), -1),
-            "scratch": np.full(self.part.scratch, -1),
+            "scratch": np.full(self.part.scratch_elements, -1),
         }
         at = 0
         for chunk in kept:
@@ -53,47 +61,47 @@ class Player:
             at += lengths[chunk]
         self.before = self.buffers["input"].copy()
 
-    def view(self, span: Span) -> np.ndarray:
+    def view(self, span: BufferSlice) -> np.ndarray:
         assert 0 <= span.start < span.stop <= len(self.buffers[span.buffer]), span
         return self.buffers[span.buffer][span.start : span.stop]
 
-    def move(self, moves: tuple[Move, ...]) -> None:
+    def move(self, moves: tuple[LocalCopy, ...]) -> None:
         for move in moves:
             self.view(move.target)[:] = self.view(move.source)
 
-    def update(self, update: Update, sent: list[Span]) -> None:
-        values = [self.view(arrival.span).copy() for arrival in update.arrived]
-        if update.own is not None:
-            values.append(self.view(update.own).copy())
+    def update(self, update: LocalReduction, sent: list[BufferSlice]) -> None:
+        values = [self.view(arrival.buffer_slice).copy() for arrival in update.received]
+        if update.local is not None:
+            values.append(self.view(update.local).copy())
         assert update.after_sends or not any(overlap(update.target, span) for span in sent)
         self.view(update.target)[:] = sum(values)
 
 
-def overlap(a: Span, b: Span) -> bool:
+def overlap(a: BufferSlice, b: BufferSlice) -> bool:
     return a.buffer == b.buffer and a.start < b.stop and b.start < a.stop
 
 
-def play(program: Program, numel: int, in_place: bool) -> list[Part]:
+def play(program: Program, numel: int, in_place: bool) -> list[RankCollectivePlan]:
     """What is sent is read only when all receives have written: a buffer in which both meet is noticed."""
     players = [Player(program, rank, numel, in_place) for rank in range(program.ranks)]
     for number in range(len(program.steps)):
-        acts = [player.part.acts[number] for player in players]
+        acts = [player.part.steps[number] for player in players]
         wire = {}
         for player, act in zip(players, acts, strict=True):
             player.move(act.packs)
             for send in act.sends:
-                wire[player.rank, send.peer] = player.view(send.span).copy()
-            spans = [message.span for message in (*act.receives, *act.sends)]
+                wire[player.rank, send.peer] = player.view(send.buffer_slice).copy()
+            spans = [message.buffer_slice for message in (*act.receives, *act.sends)]
             for i, receive in enumerate(act.receives):
-                assert not any(overlap(receive.span, span) for j, span in enumerate(spans) if j != i)
+                assert not any(overlap(receive.buffer_slice, span) for j, span in enumerate(spans) if j != i)
         for player, act in zip(players, acts, strict=True):
             for receive in act.receives:
-                player.view(receive.span)[:] = wire.pop((receive.peer, player.rank))
-            for update in act.updates:
-                player.update(update, [send.span for send in act.sends])
+                player.view(receive.buffer_slice)[:] = wire.pop((receive.peer, player.rank))
+            for update in act.reductions:
+                player.update(update, [send.buffer_slice for send in act.sends])
         assert not wire
     for player in players:
-        player.move(player.part.finish)
+        player.move(player.part.final_copies)
         assert player.buffers["output"].tolist() == [x for chunk in player.wanted for x in chunk], player.rank
         assert (player.buffers["input"] == player.before).all()
     return [player.part for player in players]
@@ -112,68 +120,77 @@ def test_what_is_sent_is_what_the_program_sends(ranks: int) -> None:
     for made in every_program(ranks):
         numel = 2 * sum(made.sizes)
         parts = play(made, numel, in_place=True)
-        assert [Fraction(part.sent, 2 * made.whole) for part in parts] == [made.sent(rank) for rank in range(ranks)]
-        assert sum(part.messages for part in parts) == made.messages
+        assert [Fraction(part.elements_sent, 2 * made.message_size_units) for part in parts] == [
+            made.send_fraction(rank) for rank in range(ranks)
+        ]
+        assert sum(part.message_count for part in parts) == made.message_count
 
 
 def test_scratch_of_the_ring() -> None:
     """A chunk that arrives cannot be added while it arrives; one that only passes through has to be somewhere."""
-    whole = [lower(program("all-reduce", "ring", 4), rank, 400, True).scratch for rank in range(4)]
+    whole = [make_rank_plan(program("all-reduce", "ring", 4), rank, 400, True).scratch_elements for rank in range(4)]
     assert whole == [100] * 4
     # The sum of the last step grows in the output, so that the one before it is all that is elsewhere.
-    scatter = [lower(program("reduce-scatter", "ring", 4), rank, 400, False).scratch for rank in range(4)]
+    scatter = [
+        make_rank_plan(program("reduce-scatter", "ring", 4), rank, 400, False).scratch_elements for rank in range(4)
+    ]
     assert scatter == [200] * 4
-    assert lower(program("reduce-scatter", "ring", 2), 0, 400, False).scratch == 0
+    assert make_rank_plan(program("reduce-scatter", "ring", 2), 0, 400, False).scratch_elements == 0
     # Sums start in the input, so the first reduce lands in the output: nothing else is needed.
-    assert [lower(program("all-reduce", "ring", 2), rank, 400, False).scratch for rank in range(2)] == [0, 0]
+    assert [
+        make_rank_plan(program("all-reduce", "ring", 2), rank, 400, False).scratch_elements for rank in range(2)
+    ] == [0, 0]
 
 
 @pytest.mark.parametrize("name", algorithms("all-gather"))
 def test_copies_land_in_place(name: str) -> None:
     for ranks in (4, 8):
         for rank in range(ranks):
-            part = lower(program("all-gather", name, ranks), rank, 64 * ranks, False)
-            packed = max((sum(pack.target.elements for pack in act.packs) for act in part.acts), default=0)
+            part = make_rank_plan(program("all-gather", name, ranks), rank, 64 * ranks, False)
+            packed = max((sum(pack.target.elements for pack in act.packs) for act in part.steps), default=0)
             landed = max(
-                (sum(r.span.elements for r in act.receives if r.span.buffer == "scratch") for act in part.acts),
+                (
+                    sum(r.buffer_slice.elements for r in act.receives if r.buffer_slice.buffer == "scratch")
+                    for act in part.steps
+                ),
                 default=0,
             )
-            assert part.scratch <= packed + landed
+            assert part.scratch_elements <= packed + landed
             if name in ("ring", "direct", "line"):
-                assert part.scratch == 0
+                assert part.scratch_elements == 0
 
 
 def test_a_chunk_that_is_sent_is_not_written_while_it_leaves() -> None:
-    swap = (Transfer(0, 1, 0, 0, "copy"), Transfer(1, 0, 0, 0, "copy"))
+    swap = (ChunkTransfer(0, 1, 0, 0, "copy"), ChunkTransfer(1, 0, 0, 0, "copy"))
     both = Program("swap", "by hand", 2, (1,), ((0,), (0,)), ({0: (1,)}, {0: (0,)}), (swap,))
     parts = play(both, 10, in_place=True)
-    assert [part.scratch for part in parts] == [10, 10]
-    assert all(part.acts[0].updates[0].after_sends for part in parts)
-    assert [part.scratch for part in play(both, 10, in_place=False)] == [0, 0]
+    assert [part.scratch_elements for part in parts] == [10, 10]
+    assert all(part.steps[0].reductions[0].after_sends for part in parts)
+    assert [part.scratch_elements for part in play(both, 10, in_place=False)] == [0, 0]
 
 
 def test_elements_follow_from_what_a_rank_has() -> None:
     gather = program("all-gather", "ring", 3)
-    assert extents(gather, 10) == (3, 3, 4)
-    assert elements(gather, 2, 4, 10) == 10
+    assert chunk_lengths(gather, 10) == (3, 3, 4)
+    assert total_elements(gather, 2, 4, 10) == 10
     with pytest.raises(InputError, match=r"the input of rank 2 has 3 elements; it must have 4"):
-        elements(gather, 2, 3, 10)
+        total_elements(gather, 2, 3, 10)
     scatter = program("scatter", "flat", 3)
-    assert [elements(scatter, 0, 12, 4), elements(scatter, 1, 0, 4)] == [12, 12]
+    assert [total_elements(scatter, 0, 12, 4), total_elements(scatter, 1, 0, 4)] == [12, 12]
     send = program("send", "direct", 3, src=0, dst=2)
-    assert [elements(send, 0, 5, 5), elements(send, 1, 0, 0), elements(send, 2, 0, 5)] == [5, None, 5]
+    assert [total_elements(send, 0, 5, 5), total_elements(send, 1, 0, 0), total_elements(send, 2, 0, 5)] == [5, None, 5]
     with pytest.raises(InputError, match=r"the output of rank 1 has 1 elements; it must have 0"):
-        elements(send, 1, 0, 1)
+        total_elements(send, 1, 0, 1)
 
 
 def test_uneven_exchange() -> None:
     sizes = (0, 5, 1, 2, 0, 7, 3, 0, 4)
     for name in algorithms("all-to-all"):
-        if find("all-to-all", name).takes(3):
+        if find_algorithm("all-to-all", name).supports(3):
             made = replace(program("all-to-all", name, 3), sizes=sizes)
             parts = play(made, sum(sizes), in_place=False)
             if name == "pairwise":
-                assert [part.sent for part in parts] == [6, 9, 3]
-            assert elements(made, 0, 6, 5) == sum(sizes)
+                assert [part.elements_sent for part in parts] == [6, 9, 3]
+            assert total_elements(made, 0, 6, 5) == sum(sizes)
     with pytest.raises(InputError, match=r"5 elements on rank 0 cannot be 6 of 22 equal parts"):
-        elements(replace(program("all-to-all", "pairwise", 3), sizes=sizes), 0, 5, 5)
+        total_elements(replace(program("all-to-all", "pairwise", 3), sizes=sizes), 0, 5, 5)

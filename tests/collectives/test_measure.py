@@ -4,29 +4,31 @@ from dataclasses import replace
 
 import torch
 
-from motet.collectives.library import algorithms, collectives, find, program
-from motet.collectives.measure import Measured, _expected, measure
-from motet.collectives.score import Program, Transfer
+from motet.collectives.algorithms import algorithm_names, build, collective_names, find_algorithm
+from motet.collectives.execute.measure import CollectiveMeasurement, _expected_result, measure_program
+from motet.collectives.program import ChunkTransfer, Program
 from motet.core.errors import MotetError
 from motet.parallel.group import Group
 from ranks import Ranks
 
 
-def measured(group: Group) -> list[tuple[str, Measured]]:
+def measured(group: Group) -> list[tuple[str, CollectiveMeasurement]]:
     """All that so many ranks can do."""
     assert group.process_group is not None
-    names = [(c, a) for c in collectives() for a in algorithms(c) if find(c, a).takes(group.world)]
-    made = [program(collective, name, group.world) for collective, name in names]
-    return [(str(one), measure(one, group.process_group, 1000, 2)) for one in made]
+    names = [
+        (c, a) for c in collective_names() for a in algorithm_names(c) if find_algorithm(c, a).supports(group.world)
+    ]
+    made = [build(collective, name, group.world) for collective, name in names]
+    return [(str(one), measure_program(one, group.process_group, 1000, 2)) for one in made]
 
 
 def wrong(group: Group) -> str:
     """A ring that forgets one addition, told to be proven."""
     assert group.process_group is not None
-    made = program("all-reduce", "ring", group.world)
+    made = build("all-reduce", "ring", group.world)
     steps = ((made.steps[0][0]._replace(op="copy"), *made.steps[0][1:]), *made.steps[1:])
     try:
-        measure(replace(made, steps=steps), group.process_group, 1000, 1)
+        measure_program(replace(made, steps=steps), group.process_group, 1000, 1)
     except MotetError as error:
         return str(error)
     return ""
@@ -39,9 +41,9 @@ def test_every_algorithm_is_right_and_sends_what_its_program_says(ranks: Ranks) 
     assert len(results[0]) >= 35
     for name, found in results[0]:
         collective, algorithm = name.split(" of ")[0].split("/")
-        made = program(collective, algorithm, world)
-        assert found.sent_bytes == tuple(int(made.sent(rank) * found.size) for rank in range(world)), name
-        assert sum(found.messages) == made.messages, name
+        made = build(collective, algorithm, world)
+        assert found.sent_bytes == tuple(int(made.send_fraction(rank) * found.size) for rank in range(world)), name
+        assert sum(found.messages) == made.message_count, name
         assert 1000 <= found.size < 1000 + 4 * made.chunks
         assert len(found.seconds) == 2
         assert min(found.seconds) > 0
@@ -63,12 +65,12 @@ def test_what_is_expected_is_the_sum_of_the_contributors() -> None:
         (1, 1),
         ((0, 1), (0, 1)),
         ({0: (0, 1)}, {1: (1,)}),
-        ((Transfer(1, 0, 0, 0, "reduce"),),),
+        ((ChunkTransfer(1, 0, 0, 0, "reduce"),),),
     )
     both = [torch.randn(6, generator=torch.Generator().manual_seed(rank)).double() for rank in range(2)]
-    total, allowed = _expected(made, 0, 6)
+    total, allowed = _expected_result(made, 0, 6)
     assert torch.equal(total, (both[0] + both[1])[:3])
     assert torch.allclose(allowed, (both[0].abs() + both[1].abs())[:3] * 2**-24, rtol=1e-6, atol=0)
-    alone, exact = _expected(made, 1, 6)
+    alone, exact = _expected_result(made, 1, 6)
     assert torch.equal(alone, both[1][3:])
     assert not exact.any()

@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 
 from motet.collectives import Program, algorithms, collectives, program
-from motet.collectives.library import find
-from motet.collectives.prove import prove
+from motet.collectives.algorithms import find_algorithm
+from motet.collectives.prove.program_checker import prove_program
 from motet.core.errors import InputError
 
 
 def test_every_program_survives_being_written() -> None:
     for collective in collectives():
         for name in algorithms(collective):
-            ranks = next(filter(find(collective, name).takes, range(4, 65)))
+            ranks = next(filter(find_algorithm(collective, name).supports, range(4, 65)))
             built = program(collective, name, ranks)
             assert Program.from_json(built.to_json()) == built
             assert Program.from_json(json.loads(built.to_json())) == built
@@ -59,7 +59,7 @@ def test_a_program_of_another_tool_is_proven() -> None:
         ],
     }
     read = Program.from_json(record)
-    assert prove(read).messages == 2 and read.ports == 1
+    assert prove_program(read).messages == 2 and read.ports == 1
     assert read.whole == 4
 
 

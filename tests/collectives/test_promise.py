@@ -4,17 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from motet.collectives.library import algorithms, collectives, find, program
-from motet.collectives.promise import shortfall
-from motet.collectives.prove import UnpromisedError, prove
-from motet.collectives.score import Program
+from motet.collectives.algorithms import algorithm_names, build, collective_names, find_algorithm
+from motet.collectives.program import Program
+from motet.collectives.prove.postconditions import missing_postcondition
+from motet.collectives.prove.program_checker import PostconditionError, prove_program
 
 
 def test_the_library_keeps_its_promises() -> None:
-    for collective in collectives():
-        for name in algorithms(collective):
-            for ranks in filter(find(collective, name).takes, (2, 3, 8)):
-                assert shortfall(program(collective, name, ranks)) is None
+    for collective in collective_names():
+        for name in algorithm_names(collective):
+            for ranks in filter(find_algorithm(collective, name).supports, (2, 3, 8)):
+                assert missing_postcondition(build(collective, name, ranks)) is None
 
 
 @pytest.mark.parametrize(
@@ -29,23 +29,23 @@ def test_the_library_keeps_its_promises() -> None:
     ],
 )
 def test_a_final_that_asks_for_less_is_named(collective: str, sentence: str) -> None:
-    whole = program(collective, algorithms(collective)[0], 3)
-    assert shortfall(replace(whole, final=(*whole.final[:2], {}))) == sentence
-    assert shortfall(replace(whole, collective="of-mine", final=(*whole.final[:2], {}))) is None
+    whole = build(collective, algorithm_names(collective)[0], 3)
+    assert missing_postcondition(replace(whole, final=(*whole.final[:2], {}))) == sentence
+    assert missing_postcondition(replace(whole, collective="of-mine", final=(*whole.final[:2], {}))) is None
 
 
 def test_sums_of_fewer_ranks_are_named() -> None:
     for collective in ("all-reduce", "reduce", "reduce-scatter"):
-        whole = program(collective, "ring", 3)
+        whole = build(collective, "ring", 3)
         final = tuple({chunk: sources[:2] for chunk, sources in held.items()} for held in whole.final)
-        assert "need not contain what rank 2 contributes" in str(shortfall(replace(whole, final=final)))
+        assert "need not contain what rank 2 contributes" in str(missing_postcondition(replace(whole, final=final)))
 
 
 def test_a_root_must_end_with_everything() -> None:
     for collective in ("reduce", "gather"):
-        whole = program(collective, "tree", 3, root=1)
+        whole = build(collective, "tree", 3, root=1)
         final = tuple({c: s for c, s in held.items() if c > 0} for held in whole.final)
-        assert shortfall(replace(whole, final=final)) == "no rank must end with all chunks, such as chunk 0"
+        assert missing_postcondition(replace(whole, final=final)) == "no rank must end with all chunks, such as chunk 0"
 
 
 def _of(collective: str, initial: list[list[int]], final: list[dict[int, tuple[int, ...]]]) -> Program:
@@ -80,9 +80,9 @@ def _of(collective: str, initial: list[list[int]], final: list[dict[int, tuple[i
     ],
 )
 def test_a_final_that_asks_for_something_else_is_not_proven(wrong: Program, sentence: str) -> None:
-    assert sentence in str(shortfall(wrong))
-    with pytest.raises(UnpromisedError, match="its `final` is not that of") as caught:
-        prove(Program.from_json(wrong.to_json()))
+    assert sentence in str(missing_postcondition(wrong))
+    with pytest.raises(PostconditionError, match="its `final` is not that of") as caught:
+        prove_program(Program.from_json(wrong.to_json()))
     assert sentence in str(caught.value) and caught.value.step is None
 
 
@@ -95,9 +95,9 @@ def test_a_final_that_asks_for_something_else_is_not_proven(wrong: Program, sent
     ],
 )
 def test_other_ways_of_keeping_a_promise(right: Program) -> None:
-    assert shortfall(right) is None
+    assert missing_postcondition(right) is None
 
 
 def test_a_root_that_keeps_what_it_sends_need_not_say_so() -> None:
-    whole = program("broadcast", "tree", 3)
-    assert shortfall(replace(whole, final=({}, *whole.final[1:]))) is None
+    whole = build("broadcast", "tree", 3)
+    assert missing_postcondition(replace(whole, final=({}, *whole.final[1:]))) is None

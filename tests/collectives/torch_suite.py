@@ -22,7 +22,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from motet.collectives.backend import MotetGroup
+from motet.collectives.shm_backend import MotetProcessGroup
 from motet.parallel.place import Place
 
 WORLD = 4
@@ -100,7 +100,7 @@ def _standing_in() -> Iterator[None]:
         assert backend in ("gloo", "undefined"), backend
         made, store = make(size, rank, members, "cpu:motet", *rest, **named)
         if made is not dist.GroupMember.NON_GROUP_MEMBER:
-            assert isinstance(made, MotetGroup), made
+            assert isinstance(made, MotetProcessGroup), made
             distributed_c10d._world.pg_map[made] = ("gloo", store)
         return made, store
 

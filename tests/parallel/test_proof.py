@@ -88,11 +88,11 @@ def test_programs_are_proven_for_the_ranks_of_their_groups() -> None:
 
 
 def test_a_wrong_program_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from motet.collectives.library import program
+    from motet.collectives.algorithms import build
     from motet.parallel import proof
 
     def broken(*given: Any, **options: Any) -> Program:
-        made = program(*given, **options)
+        made = build(*given, **options)
         return replace(made, steps=made.steps[:-1])
 
     monkeypatch.setattr(proof, "program", broken)

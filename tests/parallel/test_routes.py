@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from motet.cluster.cluster_toml import load_cluster_for_ranks
-from motet.collectives.choose import cheapest, even_hosts
-from motet.collectives.cost import cost
-from motet.collectives.library import program
-from motet.collectives.score import Program
+from motet.collectives.algorithms import build
+from motet.collectives.cost.alpha_beta import estimate_cost
+from motet.collectives.cost.cheapest_algorithm import cheapest, even_host_groups
+from motet.collectives.program import Program
 from motet.core.errors import InputError
 from motet.parallel.communication import CommunicationSettings, check_communication
 from motet.parallel.layout import Layout
@@ -25,7 +25,7 @@ MIB = 2**20
 def crossing(found: Program, members: tuple[int, ...], per_host: int) -> int:
     """Parts of the message that travel between hosts."""
     host = [rank // per_host for rank in members]
-    return sum(found.weight(t) for step in found.steps for t in step if host[t.src] != host[t.dst])
+    return sum(found.relative_size(t) for step in found.steps for t in step if host[t.src] != host[t.dst])
 
 
 def test_across_slow_links_as_little_is_sent_as_can_be() -> None:
@@ -33,10 +33,10 @@ def test_across_slow_links_as_little_is_sent_as_can_be() -> None:
         routes = Routes(AUTO, Layout(2 * hosts, 1))
         found = routes.program("all-reduce", "replicas", 16 * MIB)
         assert found is not None
-        least = 2 * (hosts - 1) * found.whole  # every host's sum out once and in once
+        least = 2 * (hosts - 1) * found.message_size_units  # every host's sum out once and in once
         assert crossing(found, tuple(range(2 * hosts)), 2) == least
-        ring = program("all-reduce", "ring", 2 * hosts)
-        assert crossing(ring, tuple(range(2 * hosts)), 2) / ring.whole > least / found.whole
+        ring = build("all-reduce", "ring", 2 * hosts)
+        assert crossing(ring, tuple(range(2 * hosts)), 2) / ring.message_size_units > least / found.message_size_units
 
 
 def test_a_name_has_the_hosts_of_the_cluster() -> None:
@@ -46,20 +46,24 @@ def test_a_name_has_the_hosts_of_the_cluster() -> None:
         over: Over = "shards" if field == "all_gather" else "replicas"
         named = CommunicationSettings.model_validate({field: "hierarchical"})
         on = named.model_copy(update={"cluster": SLOW})
-        assert Routes(named, layout).program(collective, over, MIB) == program(collective, "hierarchical", 8)
-        assert Routes(on, layout).program(collective, over, MIB) == program(collective, "hierarchical", 8, hosts=4)
+        assert Routes(named, layout).program(collective, over, MIB) == build(collective, "hierarchical", 8)
+        assert Routes(on, layout).program(collective, over, MIB) == build(collective, "hierarchical", 8, hosts=4)
 
 
 def test_what_all_sets_do_at_once_shares_their_links() -> None:
     """Two rails of two ranks over one cable take twice as long as one of them."""
     cluster = load_cluster_for_ranks(SLOW, 4)
-    ring = program("all-reduce", "ring", 2)
-    one, both = (float(cost(ring, cluster, sets).seconds(64 * MIB)) for sets in (((0, 2),), ((0, 2), (1, 3))))
+    ring = build("all-reduce", "ring", 2)
+    one, both = (float(estimate_cost(ring, cluster, sets).seconds(64 * MIB)) for sets in (((0, 2),), ((0, 2), (1, 3))))
     assert both == pytest.approx(2 * one, rel=0.01)
-    assert cost(ring, cluster, ((0, 1),)) == cost(ring, load_cluster_for_ranks(SLOW, 2))
+    assert estimate_cost(ring, cluster, ((0, 1),)) == estimate_cost(ring, load_cluster_for_ranks(SLOW, 2))
     inside, across = ((0, 1), (2, 3)), ((0, 2), (1, 3))
-    assert (even_hosts(cluster), even_hosts(cluster, inside), even_hosts(cluster, across)) == (2, None, None)
-    assert float(cheapest("all-reduce", MIB, cluster, sets=inside).cost.seconds(MIB)) < one
+    assert (even_host_groups(cluster), even_host_groups(cluster, inside), even_host_groups(cluster, across)) == (
+        2,
+        None,
+        None,
+    )
+    assert float(cheapest("all-reduce", MIB, cluster, rank_groups=inside).cost.seconds(MIB)) < one
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from motet.collectives.compress import parse
+from motet.collectives.compression.codec_options import parse_codec
 from motet.core.errors import InputError
 from motet.parallel.buckets import cut_buckets
 from motet.parallel.server.packing import Packer, unpack_gradient, unpack_parameters
@@ -47,25 +47,25 @@ def push(shelf: Shelf, share: int, gradient: Tensor, factor: float = 1.0) -> Non
 )
 def test_what_a_push_loses_comes_with_a_later_one(codec: str) -> None:
     """The sum of all that arrives is the sum of all that was given, but for what the last one lost."""
-    packing = Packing(push=parse(codec), seed=5)
-    packer = Packer(parse(codec), packing)
+    packing = Packing(push=parse_codec(codec), seed=5)
+    packer = Packer(parse_codec(codec), packing)
     given, arrived = torch.zeros_like(drawn(0)), torch.zeros_like(drawn(0))
     for share in range(30):
         gradient = drawn(share)
         given += gradient
         message = bytearray(as_bytes(packer.pack(3, share, gradient)))
-        assert len(message) == parse(codec).wire_bytes([SIZE], "float64")
+        assert len(message) == parse_codec(codec).wire_bytes([SIZE], "float64")
         arrived += unpack_gradient(packing, message, 3, share, gradient)
     (error,) = packer.error(3).values()
     assert torch.allclose(arrived + error, given, atol=1e-4 * float(given.abs().max()))
-    without = Packer(parse(codec), replace(packing, feedback=False))
+    without = Packer(parse_codec(codec), replace(packing, feedback=False))
     assert without.error(3) == {}
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "float8"])
 def test_pulled_parameters_are_right_on_average(codec: str) -> None:
     """They stay where they are while nothing is learned; what is pulled goes around them."""
-    plan = replace(PLAN, packing=Packing(pull=parse(codec)))
+    plan = replace(PLAN, packing=Packing(pull=parse_codec(codec)))
     shelf = shelf_of(plan)
     found = []
     for share in range(40):
@@ -77,8 +77,8 @@ def test_pulled_parameters_are_right_on_average(codec: str) -> None:
 
 
 def test_a_second_server_goes_on_with_the_same_bits() -> None:
-    plan = replace(PLAN, packing=Packing(parse("int8"), parse("int4")))
-    packer = Packer(parse("int8"), plan.packing)
+    plan = replace(PLAN, packing=Packing(parse_codec("int8"), parse_codec("int4")))
+    packer = Packer(parse_codec("int8"), plan.packing)
     first = shelf_of(plan)
     for share in range(3):
         push(first, share, packer.pack(0, share, drawn(share)))

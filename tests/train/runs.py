@@ -10,7 +10,7 @@ import torch
 
 from motet.checkpoint.load import load_checkpoint
 from motet.checkpoint.manifest import read_manifest
-from motet.collectives.execute import all_reduce
+from motet.collectives.execute.api import all_reduce
 from motet.parallel.full import kept
 from motet.parallel.group import Group
 from motet.parallel.spread import Piece

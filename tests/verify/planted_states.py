@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from motet.collectives.lane import Done
+from motet.collectives.execute.work_queue import CompletedWork
 from motet.parallel.carry import Carry
 from motet.parallel.data import FlatSpread
 from motet.parallel.flat import Gradients
@@ -52,12 +52,12 @@ SERVERS = "dp=3 data=parameter_server server.transport=programs server.count=2"
 
 @fault(SERVERS, first="parameter .*", cause="not updated")
 def a_server_keeps_what_it_has_updated(rank: int) -> Patch:
-    return replaced(Carry, "broadcast", lambda own: lambda self, whole, owner: Done())
+    return replaced(Carry, "broadcast", lambda own: lambda self, whole, owner: CompletedWork())
 
 
 @fault(SERVERS, first=GRADIENT, cause="share of rank . alone")
 def a_server_hears_of_nobody(rank: int) -> Patch:
-    return replaced(Carry, "reduce", lambda own: lambda self, whole, owner: Done())
+    return replaced(Carry, "reduce", lambda own: lambda self, whole, owner: CompletedWork())
 
 
 @fault("dp=4 zero=3 secondary_group=2", first="activation gradient .*", cause="step before")

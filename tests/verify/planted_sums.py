@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from motet.collectives.lane import Done
+from motet.collectives.execute.work_queue import CompletedWork
 from motet.parallel import full
 from motet.parallel.carry import Carry
 from motet.parallel.data import FlatSpread
@@ -19,15 +19,15 @@ Patch = AbstractContextManager[object]
 
 @fault("dp=2 zero=0", "dp=3 zero=0", first=GRADIENT, cause=ALONE)
 def the_sum_over_replicas_is_missing(rank: int) -> Patch:
-    return replaced(Carry, "all_reduce", lambda own: lambda self, number, shard: Done())
+    return replaced(Carry, "all_reduce", lambda own: lambda self, number, shard: CompletedWork())
 
 
 @fault("dp=2 zero=1", "dp=3 zero=2", "dp=2 zero=3", first=GRADIENT, cause=ALONE)
 def the_sum_over_shards_is_missing(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
-        def scatter(self: Carry, number: int, shard: torch.Tensor, whole: torch.Tensor) -> Done:
+        def scatter(self: Carry, number: int, shard: torch.Tensor, whole: torch.Tensor) -> CompletedWork:
             shard.view(-1).copy_(whole.view(self.mesh.shards.world, -1)[self.mesh.shards.rank])
-            return Done()
+            return CompletedWork()
 
         return scatter
 
@@ -52,7 +52,7 @@ def replicas_are_averaged(rank: int) -> Patch:
         def mean(self: Carry, number: int, shard: torch.Tensor) -> Any:
             own(self, number, shard).wait()
             shard.div_(self.mesh.replicas.world)
-            return Done()
+            return CompletedWork()
 
         return mean
 
@@ -61,16 +61,16 @@ def replicas_are_averaged(rank: int) -> Patch:
 
 @fault("dp=4 zero=1 shard_group=2", "dp=4 zero=3 shard_group=2", first=GRADIENT, cause=r"lacks the share of rank")
 def a_hybrid_forgets_its_replicas(rank: int) -> Patch:
-    return replaced(Carry, "all_reduce", lambda own: lambda self, number, shard: Done())
+    return replaced(Carry, "all_reduce", lambda own: lambda self, number, shard: CompletedWork())
 
 
 @fault("dp=4 zero=1 shard_group=2", first=GRADIENT, cause="changed while it was summed")
 def a_hybrid_sums_over_the_wrong_ranks(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def other(self: Carry, number: int, shard: torch.Tensor) -> Any:
-            from motet.collectives import execute
+            from motet.collectives.execute import api
 
-            return execute.all_reduce(shard, self.mesh.shards, async_op=True)
+            return api.all_reduce(shard, self.mesh.shards, async_op=True)
 
         return other
 
@@ -100,7 +100,7 @@ def one_bucket_is_not_summed(rank: int) -> Patch:
                 return own(self, number, *tensors)
             if len(tensors) == 2:
                 tensors[0].copy_(tensors[1].view(self.mesh.shards.world, -1)[self.mesh.shards.rank])
-            return Done()
+            return CompletedWork()
 
         return some
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from motet.collectives import execute
+from motet.collectives.execute import api
 from motet.parallel.group import Group
 from motet.train import engine
 from motet.train.job import Job
@@ -65,7 +65,7 @@ def _rounds(own: Any) -> Any:
 
 def sums_in_bfloat16() -> AbstractContextManager[object]:
     """Where gradients are float32, and not where they are float64."""
-    return all_of(replaced(execute, "reduce_scatter", _rounds), replaced(execute, "all_reduce", _rounds))
+    return all_of(replaced(api, "reduce_scatter", _rounds), replaced(api, "all_reduce", _rounds))
 
 
 def _masters_updated(spoilt: Callable[[Tensor], Tensor]) -> AbstractContextManager[object]:

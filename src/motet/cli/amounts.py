@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 from motet.cli.collectives_limits import MOST_RANKS
-from motet.collectives.library import algorithms, program
-from motet.collectives.score import Program
+from motet.collectives.algorithms import algorithm_names, build
+from motet.collectives.program import Program
 from motet.core.errors import InputError
 
 _UNITS = {
@@ -96,7 +96,7 @@ def is_file(words: list[str]) -> bool:
 
 def read_program(path: str) -> Program:
     """The Program that a file holds."""
-    from motet.collectives.record import from_json
+    from motet.collectives.program_json import from_json
 
     try:
         text = Path(path).read_bytes()
@@ -122,11 +122,11 @@ def one_program(words: list[str], ranks: int | None, default_ranks: int) -> Prog
         return found
     collective, algorithm, options = split_words(words)
     if algorithm is None:
-        raise InputError(f"which algorithm of {collective}? There are {', '.join(algorithms(collective))}")
+        raise InputError(f"which algorithm of {collective}? There are {', '.join(algorithm_names(collective))}")
     count = default_ranks if ranks is None else ranks
     if count > MOST_RANKS:
         raise InputError(f"ranks {count}: give 2 to {MOST_RANKS}")
-    return program(collective, algorithm, count, **options)
+    return build(collective, algorithm, count, **options)
 
 
 def split_words(words: list[str]) -> tuple[str, str | None, dict[str, object]]:

@@ -18,8 +18,8 @@ from motet.cli.collectives_run import run
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from motet.collectives.library import Algorithm
-    from motet.collectives.score import Program
+    from motet.collectives.algorithms import Algorithm
+    from motet.collectives.program import Program
 
 app = typer.Typer(no_args_is_help=True, help="Collectives: list, draw, prove, cost and run them.")
 
@@ -44,11 +44,11 @@ def show_list(
     Times are of a network where every rank has one full-duplex port: `start-ups` times alpha, plus `sent` times S bytes
     over the bandwidth, plus `added` times S bytes in the adder.
     """
-    from motet.collectives.library import algorithms, collectives, find
+    from motet.collectives.algorithms import algorithm_names, collective_names, find_algorithm
     from motet.monitor.console import print_json
 
-    names = collectives() if collective is None else (collective,)
-    rows = [_row(find(name, algorithm), ranks) for name in names for algorithm in algorithms(name)]
+    names = collective_names() if collective is None else (collective,)
+    rows = [_row(find_algorithm(name, algorithm), ranks) for name in names for algorithm in algorithm_names(name)]
     if json:
         print_json({"ranks": ranks, "algorithms": rows})
         return
@@ -60,7 +60,7 @@ def show_list(
 
 
 def _row(algorithm: Algorithm, ranks: int) -> dict[str, Any]:
-    takes = [count for count in range(2, 65) if algorithm.takes(count)]
+    takes = [count for count in range(2, 65) if algorithm.supports(count)]
     found = {
         "collective": algorithm.collective,
         "algorithm": algorithm.name,
@@ -70,19 +70,19 @@ def _row(algorithm: Algorithm, ranks: int) -> dict[str, Any]:
         "takes_any": len(takes) == 63,
         "takes_of_2_to_64": takes,
     }
-    return {**found, "at_these_ranks": _counted(algorithm, ranks) if algorithm.takes(ranks) else None}
+    return {**found, "at_these_ranks": _counted(algorithm, ranks) if algorithm.supports(ranks) else None}
 
 
 def _counted(algorithm: Algorithm, ranks: int) -> dict[str, Any]:
     """What one Program does. Shares are parts of S."""
-    from motet.collectives.library import closed_form
+    from motet.collectives.algorithms import closed_form
 
     program, terms = algorithm.build(ranks), closed_form(algorithm.collective, algorithm.name, ranks)
     return {
         "steps": len(program.steps),
-        "messages": program.messages,
+        "messages": program.message_count,
         "chunks": program.chunks,
-        "most_sent_share": float(max(map(program.sent, range(ranks)))),
+        "most_sent_share": float(max(map(program.send_fraction, range(ranks)))),
         "start_ups": terms.alpha,
         "sent_in_turn_share": float(terms.beta),
         "added_in_turn_share": float(terms.gamma),
@@ -90,7 +90,7 @@ def _counted(algorithm: Algorithm, ranks: int) -> dict[str, Any]:
 
 
 def _lines(rows: list[dict[str, Any]]) -> list[str]:
-    from motet.collectives.draw import columns
+    from motet.collectives.draw.frames import align_columns
 
     lines = [["algorithm", "steps", "start-ups", "sent / S", "added / S", "ranks", "options"]]
     for row in rows:
@@ -98,7 +98,7 @@ def _lines(rows: list[dict[str, Any]]) -> list[str]:
         numbers = (f"{counted[key]:.4g}" if counted else "-" for key in _NUMBERS)
         takes = "any" if row["takes_any"] else ", ".join([*map(str, row["takes_of_2_to_64"][:3]), "..."])
         lines.append([row["algorithm"], *numbers, takes, ", ".join(row["options"])])
-    return columns(lines, right=range(1, 5))
+    return align_columns(lines, right_aligned=range(1, 5))
 
 
 _NUMBERS = ("steps", "start_ups", "sent_in_turn_share", "added_in_turn_share")
@@ -119,7 +119,7 @@ def draw(
 ) -> None:
     """Who sends which chunk to whom in each step, and what each rank then holds."""
     from motet.cli.amounts import one_program
-    from motet.collectives.draw import text
+    from motet.collectives.draw.frames import program_text
     from motet.monitor.console import console
 
     check_writable(svg, html)
@@ -132,19 +132,19 @@ def draw(
     if json:
         console().out(program.to_json(), end="", highlight=False)
     elif svg is None and html is None:
-        console().print(marked(text(program)), soft_wrap=True)
+        console().print(marked(program_text(program)), soft_wrap=True)
 
 
 def _svg(program: Program) -> str:
-    from motet.collectives.draw_svg import svg
+    from motet.collectives.draw.svg import program_svg
 
-    return svg(program)
+    return program_svg(program)
 
 
 def _page(program: Program) -> str:
-    from motet.collectives.draw_page import page
+    from motet.collectives.draw.html_animation import program_html
 
-    return page(program)
+    return program_html(program)
 
 
 def check_writable(*paths: Path | None) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from motet.cluster.cluster import Cluster
-    from motet.collectives.curves import Crossover, Curve
+    from motet.collectives.cost.size_sweep import AlgorithmCrossover, AlgorithmTimeCurve
 
 _POINTS, _COLUMNS = 81, 64
 """Of a curve in the picture, and in the terminal."""
@@ -61,7 +61,7 @@ def cost(  # noqa: PLR0913 - options of a command
     factor of the collective, 2 (N-1) / N for an all-reduce, and can be compared with the speed of a link.
     """
     from motet.cli.collectives import check_writable, say
-    from motet.collectives.curves import crossovers, curves
+    from motet.collectives.cost.size_sweep import crossovers, time_curves
     from motet.monitor.console import print_json
 
     _refuse_words(collective, algorithms or [])
@@ -74,7 +74,7 @@ def cost(  # noqa: PLR0913 - options of a command
     if svg or html:
         _refuse_plot(asked)
         check_writable(svg, html)
-    found = curves(collective, asked.cluster, asked.sizes, asked.names)
+    found = time_curves(collective, asked.cluster, asked.sizes, asked.names)
     crossed = crossovers(collective, asked.cluster, asked.sizes[0], asked.sizes[-1], asked.names)
     _write(asked, found, crossed, (svg, html))
     if json:
@@ -107,10 +107,10 @@ def _refuse_words(collective: str, algorithms: list[str]) -> None:
 def _sizes(collective: str, text: str | None) -> list[int]:
     """0 alone for a collective that carries no data."""
     from motet.cli.amounts import parse_sizes
-    from motet.collectives.cost import WITHOUT_DATA
+    from motet.collectives.cost.alpha_beta import COLLECTIVES_WITHOUT_DATA
     from motet.core.errors import InputError
 
-    if collective not in WITHOUT_DATA:
+    if collective not in COLLECTIVES_WITHOUT_DATA:
         return parse_sizes("1KiB..1GiB" if text is None else text)
     if text is not None:
         raise InputError(f"--size {text}, but a {collective} carries no data; leave --size out")
@@ -142,17 +142,17 @@ def sized_cluster(source: str, ranks: int | None, hosts: int | None = None, dims
     return found if ranks is None else cluster_for_ranks(found, ranks)
 
 
-def _table(asked: Question, found: Sequence[Curve]) -> list[str]:
-    from motet.collectives.draw import columns
+def _table(asked: Question, found: Sequence[AlgorithmTimeCurve]) -> list[str]:
+    from motet.collectives.draw.frames import align_columns
 
     rows = _rows(asked, found)
-    return columns(rows, right=range(1, len(rows[0])))
+    return align_columns(rows, right_aligned=range(1, len(rows[0])))
 
 
-def _rows(asked: Question, found: Sequence[Curve]) -> list[list[str]]:
+def _rows(asked: Question, found: Sequence[AlgorithmTimeCurve]) -> list[list[str]]:
     """A row for each algorithm; the cheapest at each size is marked."""
-    from motet.collectives.choose import EQUAL
-    from motet.collectives.curves import format_seconds
+    from motet.collectives.cost.cheapest_algorithm import TIE_RATIO
+    from motet.collectives.cost.size_sweep import format_seconds
     from motet.core.units import format_bytes
 
     least = [min(times) for times in zip(*(curve.seconds for curve in found), strict=True)]
@@ -160,27 +160,27 @@ def _rows(asked: Question, found: Sequence[Curve]) -> list[list[str]]:
     for curve in found:
         pairs = zip(curve.seconds, least, strict=True)
         # Those that differ by no more than rounding are equals: `choose` takes one of them.
-        cells = (f"{'* ' if s <= low * EQUAL else ''}{format_seconds(s)}" for s, low in pairs)
+        cells = (f"{'* ' if s <= low * TIE_RATIO else ''}{format_seconds(s)}" for s, low in pairs)
         rows.append([curve.algorithm, *cells])
     return rows
 
 
 def _winners(asked: Question) -> list[str]:
-    from motet.collectives.curves import format_seconds
-    from motet.collectives.draw import columns
+    from motet.collectives.cost.size_sweep import format_seconds
+    from motet.collectives.draw.frames import align_columns
     from motet.core.units import format_bytes
 
     rows = [["S", "cheapest", "time", "algorithm bandwidth", "bus bandwidth"]]
     for row in _cheapest(asked):
         speeds = (f"{row[key] / 1e9:.3g} GB/s" for key in ("algorithm_bandwidth_Bps", "bus_bandwidth_Bps"))
         rows.append([format_bytes(row["size"]), row["name"], format_seconds(row["seconds"]), *speeds])
-    return columns(rows, right=(0, 2, 3, 4))
+    return align_columns(rows, right_aligned=(0, 2, 3, 4))
 
 
 def _cheapest(asked: Question) -> list[dict[str, Any]]:
     """What `auto` picks at each size."""
-    from motet.collectives.choose import cheapest
-    from motet.collectives.cost import bus_factor
+    from motet.collectives.cost.alpha_beta import bus_bandwidth_factor
+    from motet.collectives.cost.cheapest_algorithm import cheapest
 
     rows = []
     for size in asked.sizes:
@@ -195,13 +195,13 @@ def _cheapest(asked: Question) -> list[dict[str, Any]]:
                 "name": str(best),
                 "seconds": seconds,
                 "algorithm_bandwidth_Bps": speed_Bps,
-                "bus_bandwidth_Bps": speed_Bps * float(bus_factor(asked.collective, asked.cluster.ranks)),
+                "bus_bandwidth_Bps": speed_Bps * float(bus_bandwidth_factor(asked.collective, asked.cluster.ranks)),
             }
         )
     return rows
 
 
-def _told(asked: Question, crossed: Sequence[Crossover]) -> list[str]:
+def _told(asked: Question, crossed: Sequence[AlgorithmCrossover]) -> list[str]:
     from motet.core.units import format_bytes
 
     if not crossed:
@@ -209,11 +209,11 @@ def _told(asked: Question, crossed: Sequence[Crossover]) -> list[str]:
     return [f"from {format_bytes(c.size)} on {c.after} is cheaper than {c.before}" for c in crossed]
 
 
-def _plotted(asked: Question, crossed: Sequence[Crossover]) -> list[str]:
-    from motet.collectives.curves import curves, grid, plot
+def _plotted(asked: Question, crossed: Sequence[AlgorithmCrossover]) -> list[str]:
+    from motet.collectives.cost.size_sweep import ascii_plot, log_spaced_sizes, time_curves
 
-    sizes = grid(asked.sizes[0], asked.sizes[-1], _COLUMNS)
-    return plot(curves(asked.collective, asked.cluster, sizes, asked.names), sizes, crossed)
+    sizes = log_spaced_sizes(asked.sizes[0], asked.sizes[-1], _COLUMNS)
+    return ascii_plot(time_curves(asked.collective, asked.cluster, sizes, asked.names), sizes, crossed)
 
 
 def _refuse_plot(asked: Question) -> None:
@@ -226,33 +226,42 @@ def _refuse_plot(asked: Question) -> None:
 
 
 def _write(
-    asked: Question, found: Sequence[Curve], crossed: Sequence[Crossover], paths: tuple[Path | None, Path | None]
+    asked: Question,
+    found: Sequence[AlgorithmTimeCurve],
+    crossed: Sequence[AlgorithmCrossover],
+    paths: tuple[Path | None, Path | None],
 ) -> None:
     """The picture, and the page with it."""
     from motet.cli.collectives import save
-    from motet.collectives.curves import curves, grid
-    from motet.collectives.draw_cost import cost_page, cost_svg
+    from motet.collectives.cost.size_sweep import log_spaced_sizes, time_curves
+    from motet.collectives.draw.cost_plot import cost_plot_html, cost_plot_svg
 
     if paths == (None, None):
         return
-    sizes = grid(asked.sizes[0], asked.sizes[-1], _POINTS)
-    smooth = curves(asked.collective, asked.cluster, sizes, asked.names)
-    drawn = cost_svg(asked.title, smooth, sizes, crossed)
+    sizes = log_spaced_sizes(asked.sizes[0], asked.sizes[-1], _POINTS)
+    smooth = time_curves(asked.collective, asked.cluster, sizes, asked.names)
+    drawn = cost_plot_svg(asked.title, smooth, sizes, crossed)
     svg, html = paths
     if svg:
         save(svg, drawn)
     if html:
-        save(html, cost_page(asked.title, drawn, _rows(asked, found)))
+        save(html, cost_plot_html(asked.title, drawn, _rows(asked, found)))
 
 
-def _record(asked: Question, found: Sequence[Curve], crossed: Sequence[Crossover]) -> dict[str, Any]:
+def _record(
+    asked: Question, found: Sequence[AlgorithmTimeCurve], crossed: Sequence[AlgorithmCrossover]
+) -> dict[str, Any]:
     return {
         "collective": asked.collective,
         "cluster": asked.cluster.name,
         "ranks": asked.cluster.ranks,
         "sizes": asked.sizes,
         "algorithms": [
-            {"algorithm": c.algorithm, "seconds": c.seconds, "options": [dict(best.options) for best in c.best]}
+            {
+                "algorithm": c.algorithm,
+                "seconds": c.seconds,
+                "options": [dict(best.options) for best in c.best_candidates],
+            }
             for c in found
         ],
         "cheapest": _cheapest(asked),

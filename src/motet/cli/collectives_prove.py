@@ -11,10 +11,10 @@ from motet.cli.collectives_limits import whole
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from motet.collectives.cases import Case
-    from motet.collectives.library import Algorithm
-    from motet.collectives.prove import Sends, UnprovenError
-    from motet.collectives.score import Program
+    from motet.collectives.algorithms import Algorithm
+    from motet.collectives.cases import ProgramCase
+    from motet.collectives.program import Program
+    from motet.collectives.prove.program_checker import SendMode, UnprovenCollectiveError
 
     Progress = Callable[[str, int, int], None]
 
@@ -70,13 +70,13 @@ def prove(
         raise MotetError(f"the proof let pass what is wrong: {planted['missed'][0]}; that is a defect of motet")
 
 
-def _cases(words: list[str], ranks: str | None) -> list[Case]:
+def _cases(words: list[str], ranks: str | None) -> list[ProgramCase]:
     """What is asked for, at those numbers of ranks that it takes."""
     from functools import partial
 
     from motet.cli.amounts import is_file, parse_counts, read_program, split_words, the_file
-    from motet.collectives.cases import case, every_case
-    from motet.collectives.library import algorithms, find
+    from motet.collectives.algorithms import algorithm_names, find_algorithm
+    from motet.collectives.cases import all_cases, make_case
     from motet.core.errors import InputError
 
     if is_file(words):
@@ -85,14 +85,16 @@ def _cases(words: list[str], ranks: str | None) -> list[Case]:
         return [partial(read_program, the_file(words))]
     counts = parse_counts("2..16" if ranks is None else ranks)
     if not words:
-        return every_case(counts)
+        return all_cases(counts)
     collective, name, options = split_words(words)
-    found = [find(collective, name) for name in (algorithms(collective) if name is None else (name,))]
+    found = [find_algorithm(collective, name) for name in (algorithm_names(collective) if name is None else (name,))]
     if name is None and options:
         found = _having(found, options)
-    if name is not None and not any(map(found[0].takes, counts)):
-        found[0].refuse(counts[0])
-    return [case(algorithm, count, options) for algorithm in found for count in counts if algorithm.takes(count)]
+    if name is not None and not any(map(found[0].supports, counts)):
+        found[0].check_ranks(counts[0])
+    return [
+        make_case(algorithm, count, options) for algorithm in found for count in counts if algorithm.supports(count)
+    ]
 
 
 def _having(among: list[Algorithm], options: dict[str, object]) -> list[Algorithm]:
@@ -114,17 +116,17 @@ class Wrong(NamedTuple):
     """A Program that is not what it should be."""
 
     program: Program
-    error: UnprovenError
+    error: UnprovenCollectiveError
 
 
 def _prove(
-    cases: list[Case], sends: Sends, progress: Progress
+    cases: list[ProgramCase], sends: SendMode, progress: Progress
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], Wrong | None]:
     """What is proven, what is wrong, and the first that is: all wrong Programs at once might fill the memory."""
     from dataclasses import asdict
 
-    from motet.collectives.prove import UnprovenError
-    from motet.collectives.prove import prove as proof_of
+    from motet.collectives.prove.program_checker import UnprovenCollectiveError
+    from motet.collectives.prove.program_checker import prove_program as proof_of
 
     proven: list[dict[str, Any]] = []
     wrong: list[dict[str, Any]] = []
@@ -134,20 +136,20 @@ def _prove(
         name = {"collective": program.collective, "algorithm": program.algorithm, "options": case.keywords}
         try:
             proven.append({**name, **asdict(proof_of(program, sends))})
-        except UnprovenError as error:
+        except UnprovenCollectiveError as error:
             wrong.append({**name, "ranks": program.ranks, "step": error.step, "message": str(error)})
             first = first or Wrong(program, error)
         progress("proving", number, len(cases))
     return proven, wrong, first
 
 
-def _plant(cases: list[Case], count: int, progress: Progress) -> dict[str, Any]:
+def _plant(cases: list[ProgramCase], count: int, progress: Progress) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from motet.collectives.cases import plant
+    from motet.collectives.cases import check_mutations
 
     judged = []
-    for planted in plant(cases, count):
+    for planted in check_mutations(cases, count):
         judged.append(asdict(planted))
         progress("judging corruptions", len(judged), count)
     named = {verdict: [row for row in judged if row["verdict"] == verdict] for verdict in ("equivalent", "missed")}
@@ -156,19 +158,19 @@ def _plant(cases: list[Case], count: int, progress: Progress) -> dict[str, Any]:
 
 def _remarks(proven: list[dict[str, Any]]) -> list[str]:
     """Names that promise nothing: of these `final` alone is proven."""
-    from motet.collectives.library import collectives
-    from motet.collectives.library.registry import nearest
+    from motet.collectives.algorithms import collective_names
+    from motet.collectives.algorithms.registry import nearest_collective_hint
 
-    unknown = sorted({row["collective"] for row in proven} - set(collectives()))
+    unknown = sorted({row["collective"] for row in proven} - set(collective_names()))
     return [
-        f"{name} is no collective that is known{nearest(name)}: its `final` is proven, but not held to a name"
+        f"{name} is no collective that is known{nearest_collective_hint(name)}: its `final` is proven, but not held to a name"
         for name in unknown
     ]
 
 
 def _told(proven: list[dict[str, Any]], planted: dict[str, Any]) -> list[str]:
     """A line for each algorithm."""
-    from motet.collectives.draw import columns, spelled
+    from motet.collectives.draw.frames import align_columns, format_ranges
 
     by_name: dict[str, list[dict[str, Any]]] = {}
     for row in proven:
@@ -176,8 +178,8 @@ def _told(proven: list[dict[str, Any]], planted: dict[str, Any]) -> list[str]:
     table = [["proven", "ranks", "Programs", "same bits", "blocking sends"]]
     for name, rows in by_name.items():
         kept = (_all_or_some(rows, key) for key in ("same_bits", "blocking"))
-        table.append([name, spelled({row["ranks"] for row in rows}), str(len(rows)), *kept])
-    lines = columns(table, right=[2]) if proven else []
+        table.append([name, format_ranges({row["ranks"] for row in rows}), str(len(rows)), *kept])
+    lines = align_columns(table, right_aligned=[2]) if proven else []
     if planted["made"]:
         equivalent = planted["equivalent"]
         lines.append(f"{planted['made']} corruptions: {planted['rejected']} rejected, {len(equivalent)} equivalent")
@@ -193,7 +195,7 @@ def _all_or_some(rows: list[dict[str, Any]], key: str) -> str:
 def _drawn(wrong: Wrong) -> Any:
     """The step that is wrong; what is wrong only at the end is seen in the last one."""
     from motet.cli.collectives import marked
-    from motet.collectives.draw import text
+    from motet.collectives.draw.frames import program_text
 
     last = len(wrong.program.steps) - 1
-    return marked(text(wrong.program, last if wrong.error.step is None else wrong.error.step))
+    return marked(program_text(wrong.program, last if wrong.error.step is None else wrong.error.step))

@@ -12,7 +12,7 @@ from motet.cli.collectives_limits import whole
 
 if TYPE_CHECKING:
     from motet.cluster.cluster import Cluster
-    from motet.collectives.score import Program
+    from motet.collectives.program import Program
     from motet.parallel.place import Place
     from motet.train.faults import StopFlag
 
@@ -45,7 +45,7 @@ def run(  # noqa: PLR0913 - options of a command
     from motet.cli.amounts import is_file, one_program, split_words
     from motet.cli.collectives import say
     from motet.cli.collectives_cost import sized_cluster
-    from motet.collectives.prove import prove
+    from motet.collectives.prove.program_checker import prove_program
     from motet.core.errors import InputError
     from motet.core.units import format_bytes
     from motet.monitor.console import print_json
@@ -56,11 +56,11 @@ def run(  # noqa: PLR0913 - options of a command
         raise InputError(
             f"{program}: this machine carries out Programs of 2 to {_MOST_RANKS} ranks; give {remedy} ranks"
         )
-    prove(program)
+    prove_program(program)
     asked = _size(program, size)
-    if max(asked, 4 * program.whole) > _MOST_BYTES:
+    if max(asked, 4 * program.message_size_units) > _MOST_BYTES:
         raise InputError(
-            f"{program}: S of {format_bytes(max(asked, 4 * program.whole))} is more than the "
+            f"{program}: S of {format_bytes(max(asked, 4 * program.message_size_units))} is more than the "
             f"{format_bytes(_MOST_BYTES)} that ranks of one machine carry out; give less, or smaller relative sizes"
         )
     options = {} if is_file(words) else split_words(words)[2]
@@ -76,14 +76,14 @@ def run(  # noqa: PLR0913 - options of a command
 def _size(program: Program, text: str | None) -> int:
     """S in bytes. What carries no data moves tokens, one number each."""
     from motet.cli.amounts import parse_bytes
-    from motet.collectives.cost import WITHOUT_DATA
+    from motet.collectives.cost.alpha_beta import COLLECTIVES_WITHOUT_DATA
     from motet.core.errors import InputError
 
-    if program.collective not in WITHOUT_DATA:
+    if program.collective not in COLLECTIVES_WITHOUT_DATA:
         return parse_bytes("1MiB" if text is None else text)
     if text is not None:
         raise InputError(f"--size {text}, but a {program.collective} carries no data; leave --size out")
-    return 4 * program.whole
+    return 4 * program.message_size_units
 
 
 def _carried_out(program: Program, size: int, repeats: int, backend: str) -> dict[str, Any]:
@@ -121,14 +121,16 @@ def measure_rank(
     import torch
 
     from motet.cli.amounts import read_program
-    from motet.collectives.measure import measure
+    from motet.collectives.execute.measure import measure_program
     from motet.parallel.group import start_group
 
     stop.end_this_process()
     torch.set_num_threads(1)
     with start_group(place, "cpu", _TIMEOUT_S, backend) as group:
         assert group.process_group is not None
-        found = measure(read_program(str(Path(folder) / _PROGRAM)), group.process_group, int(size), int(repeats))
+        found = measure_program(
+            read_program(str(Path(folder) / _PROGRAM)), group.process_group, int(size), int(repeats)
+        )
     if place.rank == 0:
         (Path(folder) / _ANSWER).write_text(json_format.dumps(asdict(found)), encoding="utf-8")
     return 0
@@ -140,10 +142,10 @@ def _record(
     """What is printed as JSON."""
     from statistics import median
 
-    from motet.collectives.cost import WITHOUT_DATA, cost
+    from motet.collectives.cost.alpha_beta import COLLECTIVES_WITHOUT_DATA, estimate_cost
 
     seconds = found["seconds"]
-    carried = 0 if program.collective in WITHOUT_DATA else found["size"]
+    carried = 0 if program.collective in COLLECTIVES_WITHOUT_DATA else found["size"]
     sent = []
     for rank, (count, messages) in enumerate(zip(found["sent_bytes"], found["messages"], strict=True)):
         promised = _promised(program, rank, found["size"])
@@ -162,28 +164,28 @@ def _record(
         "largest_error": found["largest_error"],
         "allowed_error": found["allowed_error"],
         "sent": sent,
-        "predicted_seconds": float(cost(program, cluster).seconds(carried)) if cluster else None,
+        "predicted_seconds": float(estimate_cost(program, cluster).seconds(carried)) if cluster else None,
     }
 
 
 def _promised(program: Program, rank: int, size: int) -> tuple[int, int]:
     """The bytes and messages that a rank sends by the Program. A message of empty chunks is not sent."""
-    from motet.collectives.score import messages
+    from motet.collectives.program import group_by_pair
 
-    pairs = (pair for step in program.steps for pair in messages(step).items())
-    weights = [sum(map(program.weight, transfers)) for (src, _), transfers in pairs if src == rank]
-    return int(program.sent(rank) * size), sum(weight > 0 for weight in weights)
+    pairs = (pair for step in program.steps for pair in group_by_pair(step).items())
+    weights = [sum(map(program.relative_size, transfers)) for (src, _), transfers in pairs if src == rank]
+    return int(program.send_fraction(rank) * size), sum(weight > 0 for weight in weights)
 
 
 def _told(program: Program, found: dict[str, Any]) -> list[str]:
-    from motet.collectives.cost import WITHOUT_DATA
-    from motet.collectives.curves import format_seconds
-    from motet.collectives.draw import columns
+    from motet.collectives.cost.alpha_beta import COLLECTIVES_WITHOUT_DATA
+    from motet.collectives.cost.size_sweep import format_seconds
+    from motet.collectives.draw.frames import align_columns
     from motet.core.units import format_bytes
 
     times = {name: format_seconds(value) for name, value in found["seconds"].items()}
     time = f"time: {times['median']}, the median of {found['repeats']} ({times['least']} to {times['most']})"
-    if program.collective in WITHOUT_DATA:
+    if program.collective in COLLECTIVES_WITHOUT_DATA:
         lines = [str(program), "right: every token has arrived", time]
     else:
         lines = [
@@ -197,14 +199,14 @@ def _told(program: Program, found: dict[str, Any]) -> list[str]:
     rows = [["rank", "bytes sent", "by the Program", "messages", "by the Program"]]
     keys = ("bytes", "program_bytes", "messages", "program_messages")
     rows += [[str(rank), *(str(row[key]) for key in keys)] for rank, row in enumerate(found["sent"])]
-    return [*lines, *columns(rows, right=range(5))]
+    return [*lines, *align_columns(rows, right_aligned=range(5))]
 
 
 def _speeds(program: Program, found: dict[str, Any]) -> str:
-    from motet.collectives.cost import bus_factor
+    from motet.collectives.cost.alpha_beta import bus_bandwidth_factor
 
     speed = found["size"] / found["seconds"]["median"] / 1e9
-    bus = speed * float(bus_factor(program.collective, program.ranks))
+    bus = speed * float(bus_bandwidth_factor(program.collective, program.ranks))
     return f"algorithm bandwidth {speed:.3g} GB/s, bus bandwidth {bus:.3g} GB/s"
 
 

@@ -8,13 +8,13 @@ from importlib import import_module
 
 # Exported name -> the module that owns it.
 _EXPORTS = {
-    "Program": "motet.collectives.score",
-    "Transfer": "motet.collectives.score",
-    "algorithm": "motet.collectives.library",
-    "algorithms": "motet.collectives.library",
-    "closed_form": "motet.collectives.library",
-    "collectives": "motet.collectives.library",
-    "program": "motet.collectives.library",
+    "Program": "motet.collectives.program",
+    "Transfer": "motet.collectives.program",
+    "algorithm": "motet.collectives.algorithms",
+    "algorithms": "motet.collectives.algorithms",
+    "closed_form": "motet.collectives.algorithms",
+    "collectives": "motet.collectives.algorithms",
+    "program": "motet.collectives.algorithms",
 }
 
 __all__ = sorted(_EXPORTS)

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
-from motet.collectives.ledger import contributors, play, start
-from motet.collectives.score import Contributors, Program, Step, Transfer, sending
+from motet.collectives.program import ChunkTransfer, Contributors, Program, Step, transfers_for
+from motet.collectives.prove.contributions import apply_step, decode_contributors, initial_contents
 
 
-def everywhere(program: Program) -> Contributors:
+def program_ranks(program: Program) -> Contributors:
     return tuple(range(program.ranks))
 
 
@@ -23,9 +23,9 @@ def reverse(program: Program, collective: str, algorithm: str | None = None) -> 
     Broadcast becomes reduce, all-gather reduce-scatter, scatter gather. It needs what every sensible distribution does:
     no rank is sent a chunk that it has.
     """
-    _no_chunk_twice(program)
+    _check_no_chunk_received_twice(program)
     steps = tuple(
-        tuple([Transfer(dst, src, first, last, "reduce") for src, dst, first, last, _ in reversed(step)])
+        tuple([ChunkTransfer(dst, src, first, last, "reduce") for src, dst, first, last, _ in reversed(step)])
         for step in reversed(program.steps)
     )
     contributors: dict[int, list[int]] = {}
@@ -44,28 +44,28 @@ def reverse(program: Program, collective: str, algorithm: str | None = None) -> 
     )
 
 
-def _no_chunk_twice(program: Program) -> None:
-    there = [set(held) for held in program.initial]
+def _check_no_chunk_received_twice(program: Program) -> None:
+    held_chunks = [set(held) for held in program.initial]
     for step in program.steps:
         for _, dst, first, last, _ in step:
             chunks = range(first, last + 1)
-            if not there[dst].isdisjoint(chunks):
-                again = min(there[dst].intersection(chunks))
-                raise ValueError(f"{program} cannot be reversed: rank {dst} is sent chunk {again}, which it has")
-            there[dst].update(chunks)
+            if not held_chunks[dst].isdisjoint(chunks):
+                repeated = min(held_chunks[dst].intersection(chunks))
+                raise ValueError(f"{program} cannot be reversed: rank {dst} is sent chunk {repeated}, which it has")
+            held_chunks[dst].update(chunks)
 
 
-def then(first: Program, second: Program, collective: str, algorithm: str) -> Program:
+def concatenate(first: Program, second: Program, collective: str, algorithm: str) -> Program:
     """One after the other; the second starts from what the first has made."""
     if first.ranks != second.ranks or first.sizes != second.sizes:
         raise ValueError(f"{first} and {second} do not have the same ranks and chunks")
     for rank, held in enumerate(second.initial):
-        lacking = sorted(set(held) - set(first.final[rank]))
-        if lacking:
-            raise ValueError(f"{second} starts with chunk {lacking[0]} on rank {rank}, where {first} leaves none")
+        missing = sorted(set(held) - set(first.final[rank]))
+        if missing:
+            raise ValueError(f"{second} starts with chunk {missing[0]} on rank {rank}, where {first} leaves none")
     merged: dict[tuple[int, Contributors], Contributors] = {}
 
-    def through(chunk: int, sources: Contributors) -> Contributors:
+    def trace_sources(chunk: int, sources: Contributors) -> Contributors:
         if (chunk, sources) not in merged:
             total: Counter[int] = Counter()
             for source in sources:
@@ -73,7 +73,7 @@ def then(first: Program, second: Program, collective: str, algorithm: str) -> Pr
             merged[chunk, sources] = tuple(sorted(total.elements()))
         return merged[chunk, sources]
 
-    final = tuple({chunk: through(chunk, sources) for chunk, sources in held.items()} for held in second.final)
+    final = tuple({chunk: trace_sources(chunk, sources) for chunk, sources in held.items()} for held in second.final)
     return replace(
         first,
         collective=collective,
@@ -84,51 +84,51 @@ def then(first: Program, second: Program, collective: str, algorithm: str) -> Pr
     )
 
 
-def side_by_side(programs: Sequence[Sequence[Step]]) -> tuple[Step, ...]:
+def parallel_steps(step_lists: Sequence[Sequence[Step]]) -> tuple[Step, ...]:
     """The steps of several parts that run at the same time: their first steps together, then their second ones, ..."""
-    together = zip_longest(*programs, fillvalue=())
-    return tuple(tuple(transfer for step in steps for transfer in step) for steps in together)
+    simultaneous_steps = zip_longest(*step_lists, fillvalue=())
+    return tuple(tuple(transfer for step in steps for transfer in step) for steps in simultaneous_steps)
 
 
-def among(program: Program, members: Sequence[int], chunks: Sequence[int], width: int = 1) -> tuple[Step, ...]:
+def steps_on_ranks(program: Program, members: Sequence[int], chunks: Sequence[int], width: int = 1) -> tuple[Step, ...]:
     """The steps of a Program among some ranks of a larger one.
 
     Rank i of the Program is `members[i]`, and its chunk c is the `width` chunks from `chunks[c]` on.
     """
-    moved: list[Step] = []
+    mapped_steps: list[Step] = []
     for step in program.steps:
-        transfers: list[Transfer] = []
+        transfers: list[ChunkTransfer] = []
         for t in step:
             for chunk in t.chunks:
                 first, last = chunks[chunk], chunks[chunk] + width - 1
-                before = transfers[-1] if transfers else None
+                previous = transfers[-1] if transfers else None
                 src, dst = members[t.src], members[t.dst]
-                if chunk > t.first and before is not None and before.last + 1 == first:
-                    transfers[-1] = before._replace(last=last)
+                if chunk > t.first and previous is not None and previous.last + 1 == first:
+                    transfers[-1] = previous._replace(last=last)
                 else:
-                    transfers.append(Transfer(src, dst, first, last, t.op))
-        moved.append(tuple(transfers))
-    return tuple(moved)
+                    transfers.append(ChunkTransfer(src, dst, first, last, t.op))
+        mapped_steps.append(tuple(transfers))
+    return tuple(mapped_steps)
 
 
-def cut(program: Program, at: int, collectives: tuple[str, str]) -> tuple[Program, Program]:
+def split_at_step(program: Program, step_index: int, collectives: tuple[str, str]) -> tuple[Program, Program]:
     """The first `at` steps and the rest as two Programs, which `then` joins again."""
-    live = _live(program, at)
-    sources = _played(program.initial, program.steps[:at])
-    middle = tuple({chunk: sources[rank][chunk] for chunk in chunks} for rank, chunks in enumerate(live))
-    rest = _played(live, program.steps[at:])
-    final = tuple({chunk: rest[rank][chunk] for chunk in held} for rank, held in enumerate(program.final))
+    live_chunks = _live_chunks(program, step_index)
+    sources = _contents_after_steps(program.initial, program.steps[:step_index])
+    middle = tuple({chunk: sources[rank][chunk] for chunk in chunks} for rank, chunks in enumerate(live_chunks))
+    remaining_sources = _contents_after_steps(live_chunks, program.steps[step_index:])
+    final = tuple({chunk: remaining_sources[rank][chunk] for chunk in held} for rank, held in enumerate(program.final))
     before, after = collectives
     return (
-        replace(program, collective=before, final=middle, steps=program.steps[:at]),
-        replace(program, collective=after, initial=live, final=final, steps=program.steps[at:]),
+        replace(program, collective=before, final=middle, steps=program.steps[:step_index]),
+        replace(program, collective=after, initial=live_chunks, final=final, steps=program.steps[step_index:]),
     )
 
 
-def _live(program: Program, at: int) -> tuple[tuple[int, ...], ...]:
+def _live_chunks(program: Program, step_index: int) -> tuple[tuple[int, ...], ...]:
     """What each rank holds before step `at` that is read later or belongs to the end."""
     needed = [set(held) for held in program.final]
-    for step in reversed(program.steps[at:]):
+    for step in reversed(program.steps[step_index:]):
         for t in step:
             if t.op == "copy":
                 needed[t.dst].difference_update(t.chunks)
@@ -137,14 +137,16 @@ def _live(program: Program, at: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(chunks)) for chunks in needed)
 
 
-def _played(initial: Sequence[Sequence[int]], steps: Sequence[Step]) -> list[dict[int, Contributors]]:
-    held = start(initial)
+def _contents_after_steps(initial: Sequence[Sequence[int]], steps: Sequence[Step]) -> list[dict[int, Contributors]]:
+    contents = initial_contents(initial)
     for step in steps:
-        play(held, step)
-    return [{chunk: contributors(count) for chunk, count in sorted(chunks.items())} for chunks in held]
+        apply_step(contents, step)
+    return [{chunk: decode_contributors(count) for chunk, count in sorted(chunks.items())} for chunks in contents]
 
 
-def grouped(program: Program, groups: Sequence[Sequence[int]], chunks: Sequence[Sequence[int]], width: int) -> Program:
+def replicate_in_groups(
+    program: Program, groups: Sequence[Sequence[int]], chunks: Sequence[Sequence[int]], width: int
+) -> Program:
     """The same small Program in several groups at once, as one Program of all the ranks in them.
 
     In group g rank i of the small one is `groups[g][i]`, and its chunk c the `width` chunks from `chunks[g][c]` on.
@@ -153,40 +155,40 @@ def grouped(program: Program, groups: Sequence[Sequence[int]], chunks: Sequence[
     ranks = sum(map(len, groups))
     initial: list[tuple[int, ...]] = [()] * ranks
     final: list[dict[int, Contributors]] = [{} for _ in range(ranks)]
-    for members, firsts in zip(groups, chunks, strict=True):
+    for members, first_chunks in zip(groups, chunks, strict=True):
         for local, rank in enumerate(members):
             initial[rank] = tuple(
-                first + n for c in program.initial[local] for first in [firsts[c]] for n in range(width)
+                first + n for c in program.initial[local] for first in [first_chunks[c]] for n in range(width)
             )
             for c, sources in program.final[local].items():
-                made_of = tuple(members[source] for source in sources)
-                final[rank].update({firsts[c] + n: made_of for n in range(width)})
-    total = 1 + max(first for firsts in chunks for first in firsts) + width - 1
-    parts = [among(program, members, firsts, width) for members, firsts in zip(groups, chunks, strict=True)]
+                group_sources = tuple(members[source] for source in sources)
+                final[rank].update({first_chunks[c] + n: group_sources for n in range(width)})
+    chunk_count = 1 + max(first for firsts in chunks for first in firsts) + width - 1
+    parts = [steps_on_ranks(program, members, firsts, width) for members, firsts in zip(groups, chunks, strict=True)]
     return replace(
         program,
         collective=f"{program.collective} in groups",
         ranks=ranks,
-        sizes=(1,) * total,
+        sizes=(1,) * chunk_count,
         initial=tuple(initial),
         final=tuple(final),
-        steps=side_by_side(parts),
+        steps=parallel_steps(parts),
     )
 
 
-def refine(program: Program, factor: int) -> Program:
+def subdivide_chunks(program: Program, factor: int) -> Program:
     """The same with every chunk cut into so many."""
     if factor == 1:
         return program
 
-    def cut_up(chunks: Sequence[int]) -> list[int]:
+    def subchunks(chunks: Sequence[int]) -> list[int]:
         return [chunk * factor + n for chunk in chunks for n in range(factor)]
 
     return replace(
         program,
         sizes=tuple(size for size in program.sizes for _ in range(factor)),
-        initial=tuple(tuple(cut_up(chunks)) for chunks in program.initial),
-        final=tuple({part: held[c] for c in held for part in cut_up([c])} for held in program.final),
+        initial=tuple(tuple(subchunks(chunks)) for chunks in program.initial),
+        final=tuple({part: held[c] for c in held for part in subchunks([c])} for held in program.final),
         steps=tuple(
             tuple(t._replace(first=t.first * factor, last=t.last * factor + factor - 1) for t in step)
             for step in program.steps
@@ -194,18 +196,22 @@ def refine(program: Program, factor: int) -> Program:
     )
 
 
-def renumber(program: Program, order: Sequence[int]) -> Program:
+def renumber_chunks(program: Program, new_indices: Sequence[int]) -> Program:
     """The same with chunk c called `order[c]`."""
     sizes = [0] * program.chunks
     for chunk, size in enumerate(program.sizes):
-        sizes[order[chunk]] = size
+        sizes[new_indices[chunk]] = size
     return replace(
         program,
         sizes=tuple(sizes),
-        initial=tuple(tuple(sorted(order[chunk] for chunk in held)) for held in program.initial),
-        final=tuple({order[chunk]: sources for chunk, sources in held.items()} for held in program.final),
+        initial=tuple(tuple(sorted(new_indices[chunk] for chunk in held)) for held in program.initial),
+        final=tuple({new_indices[chunk]: sources for chunk, sources in held.items()} for held in program.final),
         steps=tuple(
-            tuple(part for t in step for part in sending(t.src, t.dst, [order[chunk] for chunk in t.chunks], t.op))
+            tuple(
+                part
+                for t in step
+                for part in transfers_for(t.src, t.dst, [new_indices[chunk] for chunk in t.chunks], t.op)
+            )
             for step in program.steps
         ),
     )

@@ -6,7 +6,7 @@ from itertools import zip_longest
 import torch
 from torch import nn
 
-from motet.collectives.execute import all_reduce, broadcast
+from motet.collectives.execute.api import all_reduce, broadcast
 from motet.core.errors import InputError, PeerFailedError
 from motet.parallel.group import Group
 from motet.parallel.wrap import blocks_of

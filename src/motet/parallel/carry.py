@@ -11,14 +11,14 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from motet.collectives import execute
-from motet.collectives.codecs import reduce
-from motet.collectives.codecs.message import decode, encode
-from motet.collectives.codecs.wire import as_it_is
-from motet.collectives.compress import Blockwise, Codec, PowerSGD
-from motet.collectives.execute import Call
-from motet.collectives.lane import Lane, Task, Work
-from motet.collectives.stream import queue
+from motet.collectives.compression import compressed_collectives
+from motet.collectives.compression.byte_messages import codec_numerics
+from motet.collectives.compression.codec_options import BlockwiseCodecOptions, CodecOptions, PowerSGDCodecOptions
+from motet.collectives.compression.encode_decode import decode, encode
+from motet.collectives.execute import api
+from motet.collectives.execute.api import CollectiveOptions
+from motet.collectives.execute.cuda_stream import run_on_stream
+from motet.collectives.execute.work_queue import FifoWorkQueue, Task, WorkHandle
 from motet.core.seeds import derive_seed
 from motet.parallel.communication import CommunicationSettings, Compression, compression
 from motet.parallel.group import Group
@@ -33,7 +33,7 @@ from motet.parallel.tree_sums import TreeSums
 class Coded:
     """Sums over some ranks by a codec: for each of them its error, and PowerSGD's bases."""
 
-    def __init__(self, codec: Codec, ranks: Group, sums: Sequence[Sums], shard: int, feeds_back: bool) -> None:
+    def __init__(self, codec: CodecOptions, ranks: Group, sums: Sequence[Sums], shard: int, feeds_back: bool) -> None:
         """`sums`: of each shard; those of `shard` are done here."""
         self.codec = codec
         self.ranks = ranks
@@ -46,7 +46,7 @@ class Coded:
         self._errors = self.errors.split(sizes)
         shapes = [_bases(codec, one) for one in sums]
         most = max(sum(rows * columns for bases in of_shard for rows, columns in bases) for of_shard in shapes)
-        with as_it_is():
+        with codec_numerics():
             self.bases = torch.zeros(most, dtype=torch.float32, device=ranks.device)
         at = 0
         self._bases: list[list[Tensor]] = []
@@ -55,26 +55,30 @@ class Coded:
             for rows, columns in bases:
                 self._bases[-1].append(self.bases[at : at + rows * columns].view(rows, columns))
                 at += rows * columns
-        self._cuts = [s.cut(codec, sums[shard].dtype) if isinstance(codec, PowerSGD) else [] for s in self._sums]
+        self._cuts = [
+            s.cut(codec, sums[shard].dtype) if isinstance(codec, PowerSGDCodecOptions) else [] for s in self._sums
+        ]
 
-    def all_reduce(self, number: int, tensor: Tensor, seed: int, dense: reduce.Dense) -> None:
+    def all_reduce(self, number: int, tensor: Tensor, seed: int, dense: compressed_collectives.DenseAllReduce) -> None:
         """In place; all ranks get the same bits."""
         given = self._given(number, tensor)
-        if isinstance(self.codec, PowerSGD):
+        if isinstance(self.codec, PowerSGDCodecOptions):
             total, lost = self._low_rank(number, given, seed, dense)
         else:
-            reduced = reduce.all_reduce(given, self.codec, self.ranks, seed, dense=dense)
+            reduced = compressed_collectives.all_reduce(given, self.codec, self.ranks, seed, dense_all_reduce=dense)
             total, lost = reduced.total, reduced.error
             self._clear(number, lost)
             self._clear(number, total)
         self._keep(number, lost, total)
         tensor.copy_(total)
 
-    def reduce_scatter(self, number: int, shard: Tensor, whole: Tensor, seed: int, dense: reduce.Dense) -> None:
+    def reduce_scatter(
+        self, number: int, shard: Tensor, whole: Tensor, seed: int, dense: compressed_collectives.DenseAllReduce
+    ) -> None:
         """`whole` may be overwritten: only blockwise codecs sum shards apart from each other."""
-        if isinstance(self.codec, Blockwise):
+        if isinstance(self.codec, BlockwiseCodecOptions):
             given = self._given(number, whole)
-            total, lost = reduce.reduce_scatter(given, self.codec, self.ranks, seed)
+            total, lost = compressed_collectives.reduce_scatter(given, self.codec, self.ranks, seed)
             self._clear(number, lost)
             self._clear(number, total, self.ranks.rank * len(total))
             self._keep(number, lost, total)
@@ -88,11 +92,13 @@ class Coded:
         kinds = {"errors": self.errors, "bases": self.bases}
         return {f"{kind}-{self._digest:08x}": tensor for kind, tensor in kinds.items() if tensor.numel()}
 
-    def _low_rank(self, number: int, given: Tensor, seed: int, dense: reduce.Dense) -> tuple[Tensor, Tensor]:
-        assert isinstance(self.codec, PowerSGD)
+    def _low_rank(
+        self, number: int, given: Tensor, seed: int, dense: compressed_collectives.DenseAllReduce
+    ) -> tuple[Tensor, Tensor]:
+        assert isinstance(self.codec, PowerSGDCodecOptions)
         cut, bases = self._cuts[number], self._bases[number]
         parts = [given[p.start : p.stop].view(p[1:] if isinstance(p, Matrix) else -1) for p in cut]
-        found = reduce.all_reduce_low_rank(parts, self.codec, self.ranks, seed, bases, dense)
+        found = compressed_collectives.all_reduce_powersgd(parts, self.codec, self.ranks, seed, bases, dense)
         for basis, reduced in zip(bases, found, strict=True):
             if reduced.basis is not None:
                 basis.copy_(reduced.basis)
@@ -107,7 +113,7 @@ class Coded:
 
     def _clear(self, number: int, tensor: Tensor, start: int = 0) -> None:
         """What belongs to no parameter stays zero: a block may bring a number that is not finite there, or a sign."""
-        for first, last in self._sums[number].gaps if isinstance(self.codec, Blockwise) else ():
+        for first, last in self._sums[number].gaps if isinstance(self.codec, BlockwiseCodecOptions) else ():
             tensor[max(first - start, 0) : max(last - start, 0)] = 0
 
     def _keep(self, number: int, lost: Tensor, total: Tensor) -> None:
@@ -151,7 +157,7 @@ class Carry:
         self._begun = False
         device = mesh.shards.device
         self._stream = torch.cuda.Stream(device) if how != Compression() and device.type == "cuda" else None
-        self._lane = Lane()
+        self._lane = FifoWorkQueue()
         finalize(self, self._lane.close)
 
     def begin_step(self) -> None:
@@ -174,56 +180,56 @@ class Carry:
         """Every backward gives its gradients for itself, also where no rank shares a copy."""
         return self._tree is not None
 
-    def reduce_scatter(self, number: int, shard: Tensor, whole: Tensor) -> Work:
+    def reduce_scatter(self, number: int, shard: Tensor, whole: Tensor) -> WorkHandle:
         """Over the ranks that share a copy. `whole` is free to be overwritten."""
         if self._tree:
             return self._tree.reduce_scatter(number, shard, whole)
         if self._over_shards is None or self._is_warming_up:
             call = self._call("reduce-scatter", "shards", whole)
-            return execute.reduce_scatter(shard, whole, self.mesh.shards, **call)
+            return api.reduce_scatter(shard, whole, self.mesh.shards, **call)
         seed = self._seed(number, "shards", self._part)
-        if self.mesh.near and self.mesh.far and isinstance(self._over_shards.codec, Blockwise):
+        if self.mesh.near and self.mesh.far and isinstance(self._over_shards.codec, BlockwiseCodecOptions):
             mesh = self.mesh.near, self.mesh.far
             return self._start(partial(_in_two_levels, shard, whole, self._over_shards.codec, mesh, seed))
         return self._start(partial(self._over_shards.reduce_scatter, number, shard, whole, seed, self._dense))
 
-    def reduce(self, whole: Tensor, owner: int) -> Work:
+    def reduce(self, whole: Tensor, owner: int) -> WorkHandle:
         """To the one rank that keeps the bucket."""
         assert self._owners
-        call: Call = {"async_op": True, "algorithm": self._owners.reduce, "check": self._checks}
-        return execute.reduce(whole, self.mesh.shards, owner, **call)
+        call: CollectiveOptions = {"async_op": True, "algorithm": self._owners.reduce, "check": self._checks}
+        return api.reduce(whole, self.mesh.shards, owner, **call)
 
-    def broadcast(self, whole: Tensor, owner: int) -> Work:
+    def broadcast(self, whole: Tensor, owner: int) -> WorkHandle:
         """From it."""
         assert self._owners
-        call: Call = {"async_op": True, "algorithm": self._owners.broadcast, "check": self._checks}
-        return execute.broadcast(whole, self.mesh.shards, owner, **call)
+        call: CollectiveOptions = {"async_op": True, "algorithm": self._owners.broadcast, "check": self._checks}
+        return api.broadcast(whole, self.mesh.shards, owner, **call)
 
-    def all_reduce(self, number: int, shard: Tensor) -> Work:
+    def all_reduce(self, number: int, shard: Tensor) -> WorkHandle:
         """Over the replicas."""
         if self._tree:
             return self._tree.all_reduce(number, shard)
         if self._over_replicas is None or self._is_warming_up:
-            return execute.all_reduce(shard, self.mesh.replicas, **self._call("all-reduce", "replicas", shard))
+            return api.all_reduce(shard, self.mesh.replicas, **self._call("all-reduce", "replicas", shard))
         seed = self._seed(number, "replicas", self._part)
         return self._start(partial(self._over_replicas.all_reduce, number, shard, seed, self._dense))
 
-    def all_gather(self, number: int, whole: Tensor, own: Tensor, near: bool = False) -> Work:
+    def all_gather(self, number: int, whole: Tensor, own: Tensor, near: bool = False) -> WorkHandle:
         """Over the ranks that share a copy. A codec leaves all of them with the same bits, its own shard included.
 
         `near`: over the neighbours that share a second copy, which went through the codec when it was made.
         """
         if near:
             assert self.mesh.near is not None
-            return execute.all_gather(whole, own, self.mesh.near, **self._call("all-gather", "near", whole))
+            return api.all_gather(whole, own, self.mesh.near, **self._call("all-gather", "near", whole))
         if self._parameters is None or not own.is_floating_point():
-            return execute.all_gather(whole, own, self.mesh.shards, **self._call("all-gather", "shards", whole))
+            return api.all_gather(whole, own, self.mesh.shards, **self._call("all-gather", "shards", whole))
         seed = self._seed(number, "gather", self.mesh.shards.rank)
-        with as_it_is():
+        with codec_numerics():
             message = encode(self._parameters, own, seed)
             arrived = message.new_empty(self.mesh.shards.world, message.numel())
         call = self._call("all-gather", "shards", arrived)
-        work = execute.all_gather(arrived, message, self.mesh.shards, **call)
+        work = api.all_gather(arrived, message, self.mesh.shards, **call)
         return _Arriving(work, arrived, whole, self._parameters)
 
     def state(self) -> dict[str, Piece | Tensor]:
@@ -244,29 +250,29 @@ class Carry:
     def _seed(self, *words: int | str) -> int:
         return derive_seed(int(self._steps), *words)
 
-    def _dense(self, tensor: Tensor, ranks: execute.Ranks) -> None:
+    def _dense(self, tensor: Tensor, ranks: api.RankGroupLike) -> None:
         over: Over = "replicas" if ranks is self.mesh.replicas else "shards"
         call = self._call("all-reduce", over, tensor)
-        execute.all_reduce(tensor, ranks, **(call | {"async_op": False}))
+        api.all_reduce(tensor, ranks, **(call | {"async_op": False}))
 
-    def _call(self, collective: str, over: Over, whole: Tensor) -> Call:
+    def _call(self, collective: str, over: Over, whole: Tensor) -> CollectiveOptions:
         return {
             "async_op": True,
             "algorithm": self._routes.program(collective, over, whole.nbytes),
             "check": self._checks,
         }
 
-    def _start(self, task: Callable[[], None]) -> Work:
+    def _start(self, task: Callable[[], None]) -> WorkHandle:
         task = partial(_do_as_it_is, task)
         if self._stream is None:
-            return self._lane.start(task)
-        return queue(task, self._stream)
+            return self._lane.submit(task)
+        return run_on_stream(task, self._stream)
 
 
 class _Arriving:
     """Messages of parameters. The caller has sent them and decodes them, so that it may send other things before."""
 
-    def __init__(self, work: Work, messages: Tensor, whole: Tensor, codec: Blockwise) -> None:
+    def __init__(self, work: WorkHandle, messages: Tensor, whole: Tensor, codec: BlockwiseCodecOptions) -> None:
         self._work = work
         self._messages: Tensor | None = messages
         self._whole = whole
@@ -276,7 +282,7 @@ class _Arriving:
         self._work.wait()
         if self._messages is None:
             return
-        with as_it_is():
+        with codec_numerics():
             for part, message in zip(self._whole.view(len(self._messages), -1), self._messages, strict=True):
                 part.copy_(decode(self._codec, message, part.shape, part.dtype))
         self._messages = None
@@ -285,22 +291,24 @@ class _Arriving:
         return self._work.is_completed()
 
 
-def _in_two_levels(shard: Tensor, whole: Tensor, codec: Blockwise, mesh: tuple[Group, Group], seed: int) -> None:
+def _in_two_levels(
+    shard: Tensor, whole: Tensor, codec: BlockwiseCodecOptions, mesh: tuple[Group, Group], seed: int
+) -> None:
     """Among neighbours first, so that between hosts there is one message of a host where there was one of each rank."""
     near, far = mesh
     by_place = whole.view(far.world, near.world, -1).transpose(0, 1)
-    sums, _ = reduce.reduce_scatter(by_place, codec, near, derive_seed(seed, "near"))
-    shard.copy_(reduce.reduce_scatter(sums, codec, far, derive_seed(seed, "far"))[0])
+    sums, _ = compressed_collectives.reduce_scatter(by_place, codec, near, derive_seed(seed, "near"))
+    shard.copy_(compressed_collectives.reduce_scatter(sums, codec, far, derive_seed(seed, "far"))[0])
 
 
 def _do_as_it_is(task: Task) -> None:
-    with as_it_is():
+    with codec_numerics():
         task()
 
 
-def _bases(codec: Codec, sums: Sums) -> list[list[tuple[int, int]]]:
+def _bases(codec: CodecOptions, sums: Sums) -> list[list[tuple[int, int]]]:
     """Shapes of PowerSGD's bases, for each part of each sum; none is 0 x 0."""
-    if not isinstance(codec, PowerSGD):
+    if not isinstance(codec, PowerSGDCodecOptions):
         return []
     return [
         [(p.columns, min(codec.rank, p.rows, p.columns)) if isinstance(p, Matrix) else (0, 0) for p in parts]

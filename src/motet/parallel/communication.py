@@ -7,9 +7,15 @@ from pydantic import Field
 
 from motet.cluster.cluster import Cluster
 from motet.cluster.cluster_toml import load_cluster_for_ranks
-from motet.collectives.compress import CODECS, Blockwise, Codec, RandomK, parse
-from motet.collectives.cost import Sets
-from motet.collectives.library import find
+from motet.collectives.algorithms import find_algorithm
+from motet.collectives.compression.codec_options import (
+    CODECS,
+    BlockwiseCodecOptions,
+    CodecOptions,
+    RandomKCodecOptions,
+    parse_codec,
+)
+from motet.collectives.cost.alpha_beta import RankGroups
 from motet.core.base_settings import FrozenSettings
 from motet.core.errors import InputError
 from motet.parallel.layout import Layout
@@ -75,15 +81,15 @@ def defers(settings: CommunicationSettings, layout: Layout) -> bool:
 class Joined:
     """Which ranks do the sums and gathers of a step together."""
 
-    shares: Sets
+    shares: RankGroups
     """Sums are scattered over these, and gathered from them; the place of a rank among its own is that of its shard."""
-    replicas: Sets
+    replicas: RankGroups
     """Those that have the same shard, whose sums are all-reduced."""
     deferred: bool
     """It is shards of the sums that are gathered, and then every rank updates everything."""
-    near: Sets = ()
+    near: RankGroups = ()
     """Of `shares`, those that share a second copy."""
-    far: Sets = ()
+    far: RankGroups = ()
     """Of `shares`, those that have the same part of a second copy."""
 
 
@@ -98,11 +104,11 @@ def joined(settings: CommunicationSettings, layout: Layout) -> Joined:
 class Compression:
     """What is compressed in a layout, and how."""
 
-    shards: Codec | None = None
+    shards: CodecOptions | None = None
     """Sums over the ranks that share a copy."""
-    replicas: Codec | None = None
+    replicas: CodecOptions | None = None
     """Sums over replicas."""
-    parameters: Blockwise | None = None
+    parameters: BlockwiseCodecOptions | None = None
     """Gathering of parameters."""
     feeds_back_shards: bool = False
     feeds_back_replicas: bool = False
@@ -119,7 +125,7 @@ def compression(settings: CommunicationSettings, layout: Layout) -> Compression:
     return Compression(
         shards,
         replicas,
-        parameters if isinstance(parameters, Blockwise) and layout.shards > 1 else None,
+        parameters if isinstance(parameters, BlockwiseCodecOptions) and layout.shards > 1 else None,
         feeds_back_shards=feeds_back and shards is not None and layout.zero < 3,
         feeds_back_replicas=feeds_back and replicas is not None,
     )
@@ -151,7 +157,7 @@ def check_communication(settings: CommunicationSettings, layout: Layout, apart: 
         )
     shards = len(joined(settings, layout).shares[0])
     sums = [layout.dp // shards]
-    if over_shards is not None and not isinstance(over_shards, Blockwise):
+    if over_shards is not None and not isinstance(over_shards, BlockwiseCodecOptions):
         sums.append(layout.shards)
     gathers = [shards, *([layout.secondary] if layout.secondary else ())]
     for collective, name, sizes in (
@@ -163,10 +169,10 @@ def check_communication(settings: CommunicationSettings, layout: Layout, apart: 
             continue
         key = f"communication.{collective.replace('-', '_')}"
         try:
-            found = find(collective, name)
+            found = find_algorithm(collective, name)
             for ranks in sizes:
                 if ranks > 1:
-                    found.refuse(ranks)
+                    found.check_ranks(ranks)
         except InputError as error:
             raise InputError(f"{key} = {name!r}: {error}; or leave it to the backend") from None
         if not found.same_bits:
@@ -194,24 +200,24 @@ def _check_cluster(settings: CommunicationSettings, layout: Layout) -> None:
         cluster_of(settings.cluster, layout.dp)
 
 
-_BLOCKWISE = ", ".join(name for name, kind in CODECS.items() if issubclass(kind, Blockwise))
+_BLOCKWISE = ", ".join(name for name, kind in CODECS.items() if issubclass(kind, BlockwiseCodecOptions))
 
 
 def _codec(
     settings: CommunicationSettings, field: Literal["compress_gradients", "compress_parameters"]
-) -> Codec | None:
+) -> CodecOptions | None:
     text = settings.compress_gradients if field == "compress_gradients" else settings.compress_parameters
     if text is None:
         return None
     try:
-        return parse(text)
+        return parse_codec(text)
     except InputError as error:
         raise InputError(f"communication.{field} = {text!r}: {error}") from None
 
 
 def _check_codecs(settings: CommunicationSettings, layout: Layout) -> None:
     parameters, gradients = _codec(settings, "compress_parameters"), _codec(settings, "compress_gradients")
-    if parameters is not None and not isinstance(parameters, Blockwise):
+    if parameters is not None and not isinstance(parameters, BlockwiseCodecOptions):
         raise InputError(
             f"communication.compress_parameters = {settings.compress_parameters!r} would leave most of a parameter "
             f"out; use one of {_BLOCKWISE}"
@@ -225,7 +231,7 @@ def _check_codecs(settings: CommunicationSettings, layout: Layout) -> None:
         return
     key = f"communication.compress_gradients = {settings.compress_gradients!r}"
     over = f"communication.compress_over = {settings.compress_over!r}"
-    if isinstance(gradients, RandomK) and gradients.unbiased and settings.error_feedback is not False:
+    if isinstance(gradients, RandomKCodecOptions) and gradients.unbiased and settings.error_feedback is not False:
         raise InputError(
             f"{key}: error feedback would make its errors grow; use randomk:unbiased=false, or "
             "communication.error_feedback=false"
@@ -244,9 +250,9 @@ def _check_codecs(settings: CommunicationSettings, layout: Layout) -> None:
         _check_full(settings, gradients, key)
 
 
-def _check_full(settings: CommunicationSettings, gradients: Codec, key: str) -> None:
+def _check_full(settings: CommunicationSettings, gradients: CodecOptions, key: str) -> None:
     """What stage 3 cannot do over the ranks that share a copy."""
-    if not isinstance(gradients, Blockwise):
+    if not isinstance(gradients, BlockwiseCodecOptions):
         raise InputError(
             f"{key} cannot sum over the ranks that share the parameters of stage 3; use one of {_BLOCKWISE}, or "
             "communication.compress_over=replicas"

@@ -10,7 +10,7 @@ from functools import cache
 from math import prod
 from typing import Literal, NamedTuple
 
-from motet.collectives.cost import Sets
+from motet.collectives.cost.alpha_beta import RankGroups
 from motet.parallel.buckets import Member, part_of_bucket
 from motet.parallel.communication import CommunicationSettings, Joined, joined, undeferred
 from motet.parallel.layout import Layout
@@ -37,7 +37,7 @@ class Move(NamedTuple):
     """
 
     verb: Verb
-    sets: Sets
+    sets: RankGroups
 
 
 Course = tuple[Move, ...]
@@ -75,7 +75,7 @@ class Plan:
     rows: tuple[tuple[range, ...], ...]
     """That each rank reads, by micro-batches; where replicas train apart, of all of them."""
     batch_sequences: int
-    meetings: Sets = ()
+    meetings: RankGroups = ()
     """Ranks of replicas that train apart, whose masters meet."""
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from motet.collectives.execute import Ranks, broadcast
-from motet.collectives.lane import Work
+from motet.collectives.execute.api import RankGroupLike, broadcast
+from motet.collectives.execute.work_queue import WorkHandle
 from motet.core import trace
 from motet.core.errors import InputError
 from motet.parallel.carry import Carry
@@ -61,7 +61,7 @@ class _Sum:
     number: int
     shard: Tensor
     """Where the sum of this rank's shard arrives."""
-    work: Work | None = None
+    work: WorkHandle | None = None
     scattered: bool = False
     """The shard is there; what is underway then is its sum over the replicas."""
 
@@ -94,7 +94,7 @@ class FlatSpread:
     _uses: Uses | None = None
     _order: tuple[int, ...] = ()
     """In which buckets are gathered beside the next forward, once that is known."""
-    _arriving: dict[int, Work] = field(default_factory=dict)
+    _arriving: dict[int, WorkHandle] = field(default_factory=dict)
     _optimizer: Callable[[Sequence[int]], None] | None = None
     """What is still to be done with gradients that arrive."""
 
@@ -302,7 +302,7 @@ def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def agree_on_buffers(module: nn.Module, ranks: Ranks) -> None:
+def agree_on_buffers(module: nn.Module, ranks: RankGroupLike) -> None:
     """Buffers become the first rank's: there is one of each, in every step, evaluation and checkpoint."""
     for buffer in saved_buffers(module).values():
         if not buffer.is_contiguous():
@@ -310,7 +310,7 @@ def agree_on_buffers(module: nn.Module, ranks: Ranks) -> None:
         broadcast(buffer.detach(), ranks)
 
 
-def agree_on_values(module: nn.Module, ranks: Ranks) -> None:
+def agree_on_values(module: nn.Module, ranks: RankGroupLike) -> None:
     """Everyone starts from the first rank's values, whatever a module was initialised from."""
     for parameter in module.parameters():
         parameter.data = parameter.data.contiguous()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from motet.collectives.execute import all_reduce
+from motet.collectives.execute.api import all_reduce
 from motet.parallel.group import Group
 
 HIGH_BITS, LOW_BITS = 38, 28

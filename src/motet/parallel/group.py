@@ -82,7 +82,7 @@ def _backends(device: torch.device, cpu_backend: CpuBackend) -> str:
     if cpu_backend == "auto":
         cpu_backend = "motet" if sys.platform == "linux" and platform.machine() == "x86_64" else "gloo"
     if cpu_backend == "motet":
-        from motet.collectives import backend  # noqa: F401  # registers itself
+        from motet.collectives import shm_backend
     return f"cpu:{cpu_backend}"
 
 

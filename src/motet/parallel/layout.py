@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from motet.collectives.cost import Sets
-from motet.collectives.library import find
+from motet.collectives.algorithms import find_algorithm
+from motet.collectives.cost.alpha_beta import RankGroups
 from motet.core.base_settings import FrozenSettings
 from motet.core.config_loading import settings_from_dict
 from motet.core.errors import InputError
@@ -89,22 +89,22 @@ class Layout:
         return self.dp
 
     @property
-    def rows(self) -> Sets:
+    def rows(self) -> RankGroups:
         """The ranks that share a copy: neighbours."""
         return _runs(range(self.dp), self.shards)
 
     @property
-    def columns(self) -> Sets:
+    def columns(self) -> RankGroups:
         """The ranks that hold the same shard."""
         return tuple(tuple(range(first, self.dp, self.shards)) for first in range(self.shards))
 
     @property
-    def near(self) -> Sets:
+    def near(self) -> RankGroups:
         """The ranks that share a second copy; none if there is none."""
         return _runs(range(self.dp), self.secondary) if self.secondary else ()
 
     @property
-    def far(self) -> Sets:
+    def far(self) -> RankGroups:
         """Of those that share a copy, the ranks that hold the same part of a second one."""
         return tuple(row[place :: self.secondary] for row in self.rows for place in range(self.secondary or 0))
 
@@ -112,7 +112,7 @@ class Layout:
         return 1 if self.sequences else batch_sequences // (self.dp * self.microbatches)
 
 
-def _runs(ranks: range, length: int) -> Sets:
+def _runs(ranks: range, length: int) -> RankGroups:
     return tuple(tuple(ranks[first : first + length]) for first in range(0, len(ranks), length))
 
 
@@ -166,7 +166,7 @@ def _owners(server: ServerSettings, dp: int) -> Owners:
         )
     for collective, name in (("reduce", server.reduce), ("broadcast", server.broadcast)):
         try:
-            find(collective, name).refuse(dp)
+            find_algorithm(collective, name).check_ranks(dp)
         except InputError as error:
             raise InputError(f"layout.server.{collective} = {name!r}: {error}") from None
     return Owners(server.count, server.piece_mib, server.reduce, server.broadcast)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from math import ceil, prod
 from typing import NamedTuple
 
-from motet.collectives.compress import PowerSGD
+from motet.collectives.compression.codec_options import PowerSGDCodecOptions
 from motet.parallel.buckets import Bucket
 
 Shape = tuple[int, ...]
@@ -30,12 +30,12 @@ class Sum(NamedTuple):
     gaps: tuple[tuple[int, int], ...] = ()
     """(start, stop) of what belongs to no parameter."""
 
-    def cut(self, codec: PowerSGD, dtype: str) -> list[slice | Matrix]:
+    def cut(self, codec: PowerSGDCodecOptions, dtype: str) -> list[slice | Matrix]:
         """In order: the matrices that the codec makes smaller, and what lies between."""
         found: list[slice | Matrix] = []
         at = 0
         for matrix in self.matrices:
-            if codec.factors(matrix[1:], dtype) is None:
+            if codec.factor_shape(matrix[1:], dtype) is None:
                 continue
             if matrix.start > at:
                 found.append(slice(at, matrix.start))

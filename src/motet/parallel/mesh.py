@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from motet.collectives.cost import Sets
+from motet.collectives.cost.alpha_beta import RankGroups
 from motet.core.errors import InputError
 from motet.parallel.communication import Joined
 from motet.parallel.group import Group
@@ -42,7 +42,7 @@ def make_mesh(group: Group, together: Joined) -> Mesh:
     return Mesh(shards, replicas, _mine(group, together.near), _mine(group, together.far))
 
 
-def _mine(group: Group, sets: Sets) -> Group:
+def _mine(group: Group, sets: RankGroups) -> Group:
     """This rank's part of the group. Every rank makes every part, in one order."""
     if len(sets) == 1:
         return group

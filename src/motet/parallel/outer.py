@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from motet.collectives.execute import Work, all_gather, sum_scalars
+from motet.collectives.execute.api import WorkHandle, all_gather, sum_scalars
 from motet.parallel.communication import CommunicationSettings, joined, undeferred
 from motet.parallel.data import agree_on_buffers, saved_buffers
 from motet.parallel.differences import Differences
@@ -266,7 +266,7 @@ class _Meeting:
     """Of differences, by fragment; their means once it is concluded."""
     finite: bool
     """This replica's differences were."""
-    works: Sequence[Work] = ()
+    works: Sequence[WorkHandle] = ()
     table: Tensor | None = None
     """Of all ranks: asked to stop, most steps left out in a row, differences finite."""
     row: Tensor | None = None

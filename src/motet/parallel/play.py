@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from motet.collectives.cost import Sets
+from motet.collectives.cost.alpha_beta import RankGroups
 from motet.parallel.course import Course, Move, Verb
 
 Has = tuple[int | None, int]
@@ -91,7 +91,7 @@ def _sum(at: Played, move: Move, before: Course) -> None:
             at.content[rank] = total
 
 
-def _sums(at: Played, sets: Sets) -> list[tuple[tuple[int, ...], int]]:
+def _sums(at: Played, sets: RankGroups) -> list[tuple[tuple[int, ...], int]]:
     """(ranks, what they have together)"""
     return [(ranks, at.add([at.content[rank] for rank in ranks])) for ranks in sets]
 
@@ -163,7 +163,7 @@ _MOVES = {
 }
 
 
-def _each_once(at: Played, sets: Sets, does: str) -> None:
+def _each_once(at: Played, sets: RankGroups, does: str) -> None:
     times = Counter(rank for ranks in sets for rank in ranks)
     for rank, number in enumerate(at.number):
         if times[rank] != 1:

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from motet.collectives.library import program
-from motet.collectives.prove import UnprovenError, prove
-from motet.collectives.score import Program
+from motet.collectives.algorithms import build
+from motet.collectives.program import Program
+from motet.collectives.prove.program_checker import UnprovenCollectiveError, prove_program
 from motet.parallel.communication import AUTO, BACKEND, CommunicationSettings, joined
 from motet.parallel.course import Cut, Plan, Portion, held
 from motet.parallel.layout import Layout
@@ -101,14 +101,14 @@ def prove_programs(layout: Layout, settings: CommunicationSettings) -> tuple[Pro
             sizes = {len(sets[0]) for sets in all_sets if sets and name not in (AUTO, BACKEND)}
             wanted |= {(collective, name, ranks, None) for ranks in sizes}
     played = [
-        program(collective, name, ranks, **({} if root is None else {"root": root}))
+        build(collective, name, ranks, **({} if root is None else {"root": root}))
         for collective, name, ranks, root in sorted(wanted, key=str)
         if 1 < ranks <= MOST_PLAYED
     ]
     for one in played:
         try:
-            prove(one)
-        except UnprovenError as error:
+            prove_program(one)
+        except UnprovenCollectiveError as error:
             raise UnprovenLayoutError(f"element 0 of every parameter: {error}") from None
     return tuple(played)
 

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import Literal
 
-from motet.collectives.choose import cheapest
-from motet.collectives.cost import Sets
-from motet.collectives.library import program
-from motet.collectives.score import Program
+from motet.collectives.algorithms import build
+from motet.collectives.cost.alpha_beta import RankGroups
+from motet.collectives.cost.cheapest_algorithm import cheapest
+from motet.collectives.program import Program
 from motet.parallel.communication import AUTO, BACKEND, CommunicationSettings, cluster_of, joined
 from motet.parallel.layout import Layout
 
@@ -22,7 +22,7 @@ class Routes:
         self._settings = settings
         self._cluster = None if settings.cluster is None else cluster_of(settings.cluster, layout.dp)
         together = joined(settings, layout)
-        self._sets: dict[Over, Sets] = {
+        self._sets: dict[Over, RankGroups] = {
             "shards": together.shares,
             "replicas": together.replicas,
             "near": together.near,
@@ -43,6 +43,6 @@ class Routes:
         if name == BACKEND or ranks == 1:
             return None
         if self._cluster is None:
-            return program(collective, name, ranks)
+            return build(collective, name, ranks)
         names = None if name == AUTO else (name,)
         return cheapest(collective, max(size, 1), self._cluster, names, self._sets[over]).program

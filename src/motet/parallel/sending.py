@@ -2,8 +2,14 @@
 
 from dataclasses import dataclass
 
-from motet.collectives.compress import SCALE_BYTES, Blockwise, Codec, PowerSGD, all_reduce_traffic
-from motet.collectives.lower import elements_sent
+from motet.collectives.compression.codec_options import (
+    SCALE_BYTES,
+    BlockwiseCodecOptions,
+    CodecOptions,
+    PowerSGDCodecOptions,
+    all_reduce_traffic,
+)
+from motet.collectives.execute.rank_plan import elements_sent
 from motet.core.dtypes import DTYPE_BYTES
 from motet.core.errors import InputError
 from motet.parallel.matrices import Matrix, Sum
@@ -17,12 +23,12 @@ class Sender:
     routes: Routes
     rank: int
 
-    def scattered(self, one: Sum, dtype: str, codec: Codec | None = None) -> int:
+    def scattered(self, one: Sum, dtype: str, codec: CodecOptions | None = None) -> int:
         """Over the ranks that share a copy."""
         shards, width = self.routes.ranks("shards"), DTYPE_BYTES[dtype]
         if codec is None or shards == 1:
             return self._sent("reduce-scatter", "shards", one.numel, width)
-        if not isinstance(codec, Blockwise):
+        if not isinstance(codec, BlockwiseCodecOptions):
             return self._coded(one, dtype, codec, "shards")
         part, near = one.numel // shards, self.routes.ranks("near")
         if near == 1:  # there is no second copy
@@ -30,13 +36,13 @@ class Sender:
         far = shards // near
         return (near - 1) * codec.wire_bytes([far * part], dtype) + (far - 1) * codec.wire_bytes([part], dtype)
 
-    def summed(self, one: Sum, dtype: str, codec: Codec | None = None) -> int:
+    def summed(self, one: Sum, dtype: str, codec: CodecOptions | None = None) -> int:
         """Over the replicas."""
         if codec is None or self.routes.ranks("replicas") == 1:
             return self._sent("all-reduce", "replicas", one.numel, DTYPE_BYTES[dtype])
         return self._coded(one, dtype, codec, "replicas")
 
-    def gathered(self, whole: int, dtype: str, codec: Blockwise | None = None) -> int:
+    def gathered(self, whole: int, dtype: str, codec: BlockwiseCodecOptions | None = None) -> int:
         """From the ranks that share a copy, so many elements."""
         if codec is None:
             return self._sent("all-gather", "shards", whole, DTYPE_BYTES[dtype])
@@ -47,10 +53,10 @@ class Sender:
         """From the neighbours that share a second copy."""
         return self._sent("all-gather", "near", whole, DTYPE_BYTES[dtype])
 
-    def _coded(self, one: Sum, dtype: str, codec: Codec, over: Over) -> int:
+    def _coded(self, one: Sum, dtype: str, codec: CodecOptions, over: Over) -> int:
         """A compressed all-reduce. Where ranks add as they go, what they add travels as the settings say."""
         width = DTYPE_BYTES[dtype]
-        if isinstance(codec, PowerSGD):
+        if isinstance(codec, PowerSGDCodecOptions):
             matrices = [part for part in one.cut(codec, dtype) if isinstance(part, Matrix)]
             ranked = [(m.rows, m.columns, min(codec.rank, m.rows, m.columns)) for m in matrices]
             left, right = (sum(size[side] * size[2] for size in ranked) for side in (0, 1))

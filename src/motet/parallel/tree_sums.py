@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from motet.collectives.execute import all_gather, all_to_all
-from motet.collectives.lane import Done, Work
+from motet.collectives.execute.api import all_gather, all_to_all
+from motet.collectives.execute.work_queue import CompletedWork, WorkHandle
 from motet.core.errors import InputError
 from motet.parallel.group import Group
 from motet.parallel.layout import Layout
@@ -52,7 +52,7 @@ class TreeSums:
                 "which layout.zero = 3 cannot add up; use layout.zero = 2"
             )
 
-    def reduce_scatter(self, number: int, shard: Tensor, whole: Tensor) -> Work:
+    def reduce_scatter(self, number: int, shard: Tensor, whole: Tensor) -> WorkHandle:
         """Over the ranks that share a copy; `whole` is ours from now on."""
         if number in self._seen:
             raise InputError(
@@ -66,11 +66,11 @@ class TreeSums:
             own.feed(Node(share.rows.start, share.rows.stop), whole)
         told = self._told[self._part]
         if not any(told):
-            return Done()
+            return CompletedWork()
         shape = (whole.numel(), whole.dtype)
         return _exchange(own, mine, told, self._mesh.shards, lambda: self._finish(mine, shard), shape)
 
-    def all_reduce(self, number: int, shard: Tensor) -> Work:
+    def all_reduce(self, number: int, shard: Tensor) -> WorkHandle:
         """Over the replicas, of what `reduce_scatter` of this number has; `shard` is where the sum goes."""
         replicas, mine = self._mesh.replicas, self._forest(self._shards, number)
         finished = Forest[Tensor](self._count, torch.Tensor.add_)
@@ -98,8 +98,8 @@ class TreeSums:
 class _Exchange:
     """All to all, underway."""
 
-    def __init__(self, work: Work, finish: Callable[[], None], message: Tensor) -> None:
-        self._work: Work | None = work
+    def __init__(self, work: WorkHandle, finish: Callable[[], None], message: Tensor) -> None:
+        self._work: WorkHandle | None = work
         self._finish = finish
         self._message: Tensor | None = message
         """Nobody may use its memory until it is sent."""
@@ -121,7 +121,7 @@ def _exchange(
     group: Group,
     then: Callable[[], None],
     shape: tuple[int, torch.dtype],
-) -> Work:
+) -> WorkHandle:
     """Rank i of the group gives the sums `told[i]`, and takes its part of everybody's."""
     numel, dtype = shape
     sums = given.take()
@@ -130,7 +130,7 @@ def _exchange(
         for node, tensor in sums.items():
             taken.feed(node, tensor)
         then()
-        return Done()
+        return CompletedWork()
     part = -(-numel // group.world)
     message = _message(list(sums.values()), part, group, dtype)
     counts = [len(nodes) for nodes in told]

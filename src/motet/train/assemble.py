@@ -10,7 +10,7 @@ import torch
 
 from motet.cluster.local_device import LocalDevice, bfloat16_warnings, discover_device, peak_memory_bytes
 from motet.cluster.malloc_tuning import keep_freed_memory
-from motet.collectives.execute import broadcast
+from motet.collectives.execute.api import broadcast
 from motet.core.errors import InputError
 from motet.core.seeds import derive_seed
 from motet.data.loader import Loader

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from motet.collectives.cost import Sets
+from motet.collectives.cost.alpha_beta import RankGroups
 from motet.core.seeds import derive_seed
 
 _MASK = 2**64 - 1
@@ -52,9 +52,9 @@ class Report(NamedTuple):
 class Expected:
     """What must come out."""
 
-    sums: Sets
+    sums: RankGroups
     """Ranks that have the same share of the sums of gradients."""
-    states: Sets
+    states: RankGroups
     """Ranks that keep the same masters."""
     rows: range
     """That these ranks read together."""
@@ -125,7 +125,7 @@ def broken(reports: Sequence[Report], expected: Expected) -> list[Broken]:
     return found + _norm(reports, expected)
 
 
-def _unlike(what: str, text: str, reports: Sequence[Report], sets: Sets) -> list[Broken]:
+def _unlike(what: str, text: str, reports: Sequence[Report], sets: RankGroups) -> list[Broken]:
     found = []
     for ranks in sets:
         odd = odd_ones({rank: getattr(reports[rank], what) for rank in ranks})

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from motet.collectives.execute import all_reduce, sum_scalars
+from motet.collectives.execute.api import all_reduce, sum_scalars
 from motet.core.base_settings import FrozenSettings
 from motet.core.config_loading import settings_from_dict
 from motet.core.errors import InputError

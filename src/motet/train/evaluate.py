@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from motet.collectives.execute import sum_scalars
+from motet.collectives.execute.api import sum_scalars
 from motet.core.batch import Batch
 from motet.models.loss import cross_entropy
 from motet.parallel.exact import exact_sum

@@ -10,7 +10,7 @@ from motet.checkpoint.load import load_checkpoint
 from motet.checkpoint.manifest import CARRIED, Manifest, is_carried, read_manifest, whole_checkpoints
 from motet.checkpoint.pieces import StoredPiece
 from motet.checkpoint.save import save_checkpoint
-from motet.collectives.execute import sum_scalars
+from motet.collectives.execute.api import sum_scalars
 from motet.core.errors import InputError, TrainingDivergedError
 from motet.parallel.data import agree_on_buffers, saved_buffers
 from motet.parallel.full import kept

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from motet.checkpoint.manifest import CARRIED
 from motet.cluster.local_device import device_name
-from motet.collectives.execute import all_gather
+from motet.collectives.execute.api import all_gather
 from motet.core.batch import Batch
 from motet.core.seeds import derive_seed
 from motet.core.trace import span

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from motet.collectives.codecs.wire import as_it_is
+from motet.collectives.compression.byte_messages import codec_numerics
 from motet.parallel.data import saved_buffers
 from motet.parallel.full import kept
 from motet.parallel.spread import Piece
@@ -93,7 +93,7 @@ class Recorder:
         self.add_part(kind, name if call == 1 else f"{name} (call {call})", value, self.part, self.rows)
 
     def add_part(self, kind: Kind, name: str, value: Tensor, part: int, rows: tuple[int, ...]) -> None:
-        with as_it_is():
+        with codec_numerics():
             self._add_part(kind, name, value.detach().cpu(), part, rows)
 
     def _add_part(self, kind: Kind, name: str, value: Tensor, part: int, rows: tuple[int, ...]) -> None:
@@ -105,7 +105,7 @@ class Recorder:
         self._add(Seen(kind, name, torch.tensor(value, dtype=torch.float64)))
 
     def add_piece(self, kind: Kind, name: str, piece: Piece | Tensor) -> None:
-        with as_it_is():
+        with codec_numerics():
             self._add_piece(kind, name, Piece(piece.shape, 0, piece) if isinstance(piece, Tensor) else piece)
 
     def _add_piece(self, kind: Kind, name: str, found: Piece) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from motet.collectives.codecs.wire import as_it_is
+from motet.collectives.compression.byte_messages import codec_numerics
 from motet.parallel.group import Group
 from motet.verify.compare import Difference, Reference, compare, reference_of, varying
 from motet.verify.record import Recorder, Seen, recorded
@@ -80,7 +80,7 @@ def _differing(built: Built, reference: Reference, number: int, folder: Path) ->
     """A reference that is not restored cannot be what others are restored from."""
     built.state.restore(state_file(folder, number))
     seen = again(built, number)
-    with as_it_is():
+    with codec_numerics():
         found = next((each for each in compare(reference, [seen]) if not each.is_rounding), None)
     return found and (number, found)
 
@@ -131,7 +131,7 @@ def _evaluated(built: Built) -> list[Seen]:
 
 
 def _add_noise(reference: Reference, seen: list[Seen]) -> None:
-    with as_it_is():
+    with codec_numerics():
         found_all = compare(reference, [seen])
     for found in found_all:  # of what has another shape now, routed otherwise, nothing can be said
         off = math.inf if found.what else found.relative
@@ -148,7 +148,7 @@ def _find_varying(trial: Trial, folder: Path, *each: Sequence[Reference]) -> Non
             seen = again(cut, 0)
         except Exception:  # noqa: BLE001  # models have their own ways to say so
             continue
-        with as_it_is():
+        with codec_numerics():
             found = varying(each[0][0], [seen])
         for references in each:
             for reference in references:

@@ -7,10 +7,10 @@ same piece again with its next share, and of parameters by their server, for the
 import torch
 from torch import Tensor
 
-from motet.collectives.codecs.feedback import ErrorFeedback, seed_of
-from motet.collectives.codecs.message import decode, encode
-from motet.collectives.codecs.wire import as_it_is
-from motet.collectives.compress import Codec
+from motet.collectives.compression.byte_messages import codec_numerics
+from motet.collectives.compression.codec_options import CodecOptions
+from motet.collectives.compression.encode_decode import decode, encode
+from motet.collectives.compression.error_feedback import ErrorFeedback, message_seed
 from motet.parallel.server.settings import Packing
 
 ERROR, MESSAGE = "pull/error", "pull/message"
@@ -20,17 +20,17 @@ ERROR, MESSAGE = "pull/error", "pull/message"
 class Packer:
     """Of what one process sends: gradients of a worker, or parameters of a server."""
 
-    def __init__(self, codec: Codec, packing: Packing) -> None:
+    def __init__(self, codec: CodecOptions, packing: Packing) -> None:
         self._codec = codec
         self._seed = packing.seed
         self._feedback = ErrorFeedback(codec, packing.seed) if packing.feedback else None
 
     def pack(self, piece: int, number: int, tensor: Tensor) -> Tensor:
         """The message about a piece; `number` is what whoever unpacks it knows, too."""
-        with as_it_is():
+        with codec_numerics():
             if self._feedback is not None:
                 return self._feedback.encode(str(piece), tensor, number)
-            return encode(self._codec, tensor, seed_of(self._seed, str(piece), number))
+            return encode(self._codec, tensor, message_seed(self._seed, str(piece), number))
 
     def error(self, piece: int) -> dict[str, Tensor]:
         """Empty without feedback."""
@@ -47,13 +47,13 @@ def unpack_gradient(packing: Packing, message: bytearray | memoryview, piece: in
     if packing.push is None:
         return torch.frombuffer(message, dtype=like.dtype)
     content = torch.frombuffer(message, dtype=torch.uint8)
-    with as_it_is():
-        return decode(packing.push, content, like.shape, like.dtype, seed_of(packing.seed, str(piece), share))
+    with codec_numerics():
+        return decode(packing.push, content, like.shape, like.dtype, message_seed(packing.seed, str(piece), share))
 
 
 def unpack_parameters(packing: Packing, message: bytearray | memoryview, like: Tensor) -> Tensor:
     """`like` has their shape and dtype."""
     if packing.pull is None:
         return torch.frombuffer(message, dtype=like.dtype)
-    with as_it_is():
+    with codec_numerics():
         return decode(packing.pull, torch.frombuffer(message, dtype=torch.uint8), like.shape, like.dtype)

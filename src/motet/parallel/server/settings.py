@@ -5,7 +5,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from motet.collectives.compress import Blockwise, Codec, PowerSGD, RandomK, parse
+from motet.collectives.compression.codec_options import (
+    BlockwiseCodecOptions,
+    CodecOptions,
+    PowerSGDCodecOptions,
+    RandomKCodecOptions,
+    parse_codec,
+)
 from motet.core.base_settings import FrozenSettings
 from motet.core.errors import InputError
 from motet.parallel.server.protocol import Owners, Rule
@@ -118,8 +124,8 @@ def check_server(settings: ServerSettings, workers: int) -> None:
 
 @dataclass(frozen=True)
 class Packing:
-    push: Codec | None = None
-    pull: Codec | None = None
+    push: CodecOptions | None = None
+    pull: CodecOptions | None = None
     feedback: bool = True
     seed: int = 0
 
@@ -128,7 +134,7 @@ AS_IT_IS = Packing()
 
 
 def packing_of(settings: ServerSettings, seed: int) -> Packing:
-    push, pull = (parse(text) if text else None for text in (settings.compress, settings.compress_pulls))
+    push, pull = (parse_codec(text) if text else None for text in (settings.compress, settings.compress_pulls))
     return Packing(push, pull, settings.error_feedback, seed)
 
 
@@ -138,14 +144,14 @@ def check_packing(settings: ServerSettings) -> None:
         text = getattr(settings, name)
         key = f"layout.server.{name} = {text!r}"
         try:
-            codec = parse(text) if text else None
+            codec = parse_codec(text) if text else None
         except InputError as error:
             raise InputError(f"{key}: {error}") from None
-        if name == "compress_pulls" and codec is not None and not isinstance(codec, Blockwise):
+        if name == "compress_pulls" and codec is not None and not isinstance(codec, BlockwiseCodecOptions):
             raise InputError(f"{key} would leave most of a parameter out; use int8, int4 or float8")
-        if isinstance(codec, PowerSGD):
+        if isinstance(codec, PowerSGDCodecOptions):
             raise InputError(f"{key} takes whole matrices, and servers have pieces; use int8, int4, float8 or topk")
-        if isinstance(codec, RandomK) and codec.unbiased and settings.error_feedback:
+        if isinstance(codec, RandomKCodecOptions) and codec.unbiased and settings.error_feedback:
             raise InputError(
                 f"{key}: error feedback would make its errors grow; use randomk:unbiased=false, or "
                 "layout.server.error_feedback=false"

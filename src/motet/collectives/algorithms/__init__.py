@@ -1,0 +1,29 @@
+"""The library of collectives. One file holds one idea; importing this fills the table of `registry`."""
+
+from importlib import import_module
+
+from motet.collectives.algorithms.registry import (
+    Algorithm,
+    AlphaBetaGammaCost,
+    algorithm,
+    algorithm_names,
+    build,
+    closed_form,
+    collective_names,
+    find_algorithm,
+)
+
+# In the order in which lists show their algorithms.
+for _file in ("flat", "ring", "tree", "double_tree", "butterfly", "hierarchical", "torus", "point"):
+    import_module(f"motet.collectives.algorithms.{_file}")
+
+__all__ = [
+    "Algorithm",
+    "AlphaBetaGammaCost",
+    "algorithm",
+    "algorithm_names",
+    "closed_form",
+    "collective_names",
+    "find_algorithm",
+    "build",
+]

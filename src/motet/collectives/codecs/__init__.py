@@ -1,1 +1,0 @@
-"""Tensors to messages and back, and the collectives that send them: the torch half of motet.collectives.compress."""

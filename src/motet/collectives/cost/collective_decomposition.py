@@ -1,0 +1,198 @@
+"""A collective as a sequence of smaller ones: what a scheduler needs to cut communication up and hide it behind work.
+
+Three ways: by substitution (an all-reduce is a reduce-scatter and an all-gather, or a reduce and a broadcast), by
+groups (inside hosts, across hosts, inside hosts) and by size (several messages, each a part). Every decomposition is a
+Program again, proven like any other, and ranked by what it is predicted to cost.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from math import lcm
+from typing import Literal
+
+from motet.cluster.cluster import Cluster
+from motet.collectives.algorithms import algorithm_names, find_algorithm
+from motet.collectives.algorithms.program_builders import hosts_and_ranks_per_host
+from motet.collectives.compose import concatenate, renumber_chunks, replicate_in_groups, subdivide_chunks
+from motet.collectives.cost.alpha_beta import COLLECTIVES_WITHOUT_DATA, estimate_cost
+from motet.collectives.cost.cheapest_algorithm import TIE_RATIO, cheapest, even_host_groups
+from motet.collectives.program import Program
+from motet.core.errors import InputError
+
+DecompositionKind = Literal["whole", "substitution", "groups", "size"]
+
+
+@dataclass(frozen=True)
+class CollectiveDecompositionStage:
+    """One piece, which may be started on its own once the stages before it are done."""
+
+    name: str
+    program: Program
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CollectiveDecomposition:
+    """The stages in their order, and the Program that they are together (of one part, where the size is cut)."""
+
+    kind: DecompositionKind
+    stages: tuple[CollectiveDecompositionStage, ...]
+    program: Program
+
+    @property
+    def seconds(self) -> float:
+        """One stage after another, without anything hidden."""
+        return sum(stage.seconds for stage in self.stages)
+
+    @property
+    def longest_s(self) -> float:
+        """The stage that needs the most to hide behind."""
+        return max(stage.seconds for stage in self.stages)
+
+    def __str__(self) -> str:
+        names = [stage.name for stage in self.stages]
+        return f"{len(names)} x {names[0]}" if self.kind == "size" else ", ".join(names)
+
+
+SUBSTITUTIONS: dict[str, tuple[tuple[str, str], ...]] = {
+    "all-reduce": (("reduce-scatter", "all-gather"), ("reduce", "broadcast")),
+    "broadcast": (("scatter", "all-gather"),),
+    "reduce": (("reduce-scatter", "gather"),),
+    "all-gather": (("gather", "broadcast"),),
+    "reduce-scatter": (("reduce", "scatter"),),
+}
+"""Each collective as two in a row."""
+
+
+def decompositions(
+    collective: str, size: float, cluster: Cluster, *, hosts: int | None = None, parts: Sequence[int] = (2, 4, 8)
+) -> tuple[CollectiveDecomposition, ...]:
+    """All that are known, the cheapest first; the whole collective is one of them."""
+    best = cheapest(collective, size, cluster)
+    undivided = CollectiveDecomposition(
+        "whole", (_make_stage(f"{collective} {best}", best.program, size, cluster),), best.program
+    )
+    candidates = [
+        undivided,
+        *_decompose_by_substitution(collective, size, cluster),
+        *_decompose_by_hosts(collective, size, cluster, hosts),
+    ]
+    for count in parts if collective not in COLLECTIVES_WITHOUT_DATA else ():
+        cheapest_part = cheapest(collective, size / count, cluster)
+        stage = _make_stage(f"{collective} {cheapest_part} of 1/{count}", cheapest_part.program, size / count, cluster)
+        candidates.append(CollectiveDecomposition("size", (stage,) * count, cheapest_part.program))
+    return tuple(_order_by_cost(candidates))
+
+
+def _order_by_cost(candidates: Sequence[CollectiveDecomposition]) -> Iterator[CollectiveDecomposition]:
+    """The cheapest first; of those that differ by no more than rounding the one that comes first, such as the whole."""
+    remaining = list(candidates)
+    while remaining:
+        tie_limit = min(decomposition.seconds for decomposition in remaining) * TIE_RATIO
+        first = next(place for place, decomposition in enumerate(remaining) if decomposition.seconds <= tie_limit)
+        yield remaining.pop(first)
+
+
+def _make_stage(name: str, program: Program, size: float, cluster: Cluster) -> CollectiveDecompositionStage:
+    return CollectiveDecompositionStage(name, program, float(estimate_cost(program, cluster).seconds(size)))
+
+
+def _concatenate_stages(stages: Sequence[Program], collective: str) -> Program:
+    """The stages as one Program, on chunks as small as the smallest."""
+    chunks = lcm(*(stage.chunks for stage in stages))
+    refined = [subdivide_chunks(stage, chunks // stage.chunks) for stage in stages]
+    name = "+".join(stage.algorithm for stage in stages)
+    return reduce(lambda a, b: concatenate(a, b, collective, name), refined)
+
+
+def _decompose_by_substitution(collective: str, size: float, cluster: Cluster) -> list[CollectiveDecomposition]:
+    candidates = []
+    for pair in SUBSTITUTIONS.get(collective, ()):
+        chosen = [cheapest(name, size, cluster) for name in pair]
+        stages = [
+            _make_stage(f"{name} {choice}", choice.program, size, cluster)
+            for name, choice in zip(pair, chosen, strict=True)
+        ]
+        combined = _concatenate_stages([choice.program for choice in chosen], collective)
+        candidates.append(CollectiveDecomposition("substitution", tuple(stages), combined))
+    return candidates
+
+
+def _decompose_by_hosts(
+    collective: str, size: float, cluster: Cluster, hosts: int | None
+) -> list[CollectiveDecomposition]:
+    """Inside each host, across hosts between ranks with the same local number, and inside again."""
+    if collective not in _HOST_LEVELS:
+        return []
+    hosts = hosts or even_host_groups(cluster) or (cluster.hosts if cluster.hosts < cluster.ranks else None)
+    try:
+        host_count, ranks_per_host = hosts_and_ranks_per_host(cluster.ranks, hosts)
+    except InputError:  # uneven hosts: nothing to shard evenly
+        return []
+    if 1 in (host_count, ranks_per_host):
+        return []
+    levels = _HOST_LEVELS[collective]
+    stages: list[CollectiveDecompositionStage] = []
+    for level, name in levels:
+        best = min(
+            (
+                # Across hosts each rank has only its share of the data.
+                _make_stage(
+                    f"{name} {algorithm} {level} hosts",
+                    program,
+                    size * program.message_size_units / program.chunks,
+                    cluster,
+                )
+                for algorithm in algorithm_names(name)
+                for program in _host_level_programs(level, name, algorithm, (host_count, ranks_per_host))
+            ),
+            key=lambda stage: stage.seconds,
+        )
+        stages.append(best)
+    combined = _concatenate_stages([stage.program for stage in stages], collective)
+    if collective != "all-reduce":
+        # Counted by local number and then host, where chunk i is to be that of rank i.
+        combined = renumber_chunks(
+            combined, [chunk % host_count * ranks_per_host + chunk // host_count for chunk in range(combined.chunks)]
+        )
+    return [CollectiveDecomposition("groups", tuple(stages), combined)]
+
+
+HostLevel = Literal["inside", "across"]
+_HOST_LEVELS: dict[str, tuple[tuple[HostLevel, str], ...]] = {
+    "all-reduce": (("inside", "reduce-scatter"), ("across", "all-reduce"), ("inside", "all-gather")),
+    "reduce-scatter": (("inside", "reduce-scatter"), ("across", "reduce-scatter")),
+    "all-gather": (("across", "all-gather"), ("inside", "all-gather")),
+}
+
+
+def _host_level_programs(level: HostLevel, collective: str, algorithm: str, shape: tuple[int, int]) -> list[Program]:
+    """The algorithm among the ranks of every host, or of every rail; nothing if it cannot take so many.
+
+    The data are cut into a share for each local number, and each share into what the hosts divide it into.
+    """
+    host_count, ranks_per_host = shape
+    members = ranks_per_host if level == "inside" else host_count
+    definition = find_algorithm(collective, algorithm)
+    if not definition.supports(members) or not definition.same_bits:
+        return []
+    group_program = definition.build(members)
+    if collective != "all-reduce":
+        assert group_program.chunks == members
+    if level == "inside":
+        groups: list[range] = [range(host * ranks_per_host, (host + 1) * ranks_per_host) for host in range(host_count)]
+        return [
+            replicate_in_groups(
+                group_program,
+                groups,
+                [[local * host_count for local in range(ranks_per_host)]] * host_count,
+                host_count,
+            )
+        ]
+    groups = [range(local, host_count * ranks_per_host, ranks_per_host) for local in range(ranks_per_host)]
+    first_chunks = [
+        [local * group_program.chunks + chunk for chunk in range(group_program.chunks)]
+        for local in range(ranks_per_host)
+    ]
+    return [replicate_in_groups(group_program, groups, first_chunks, 1)]

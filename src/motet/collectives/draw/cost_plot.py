@@ -1,0 +1,147 @@
+"""Predicted time over message size as SVG: a curve for each algorithm, and above them which is the cheapest where."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+from math import ceil, floor, log2, log10
+
+from motet.collectives.cost.size_sweep import AlgorithmCrossover, AlgorithmTimeCurve, format_seconds
+from motet.collectives.draw.svg import COLOURS, svg_opening
+from motet.core.units import format_bytes
+
+_WIDTH, _HEIGHT, _LEFT, _TOP, _PLOT_WIDTH, _PLOT_HEIGHT = 1040, 640, 78, 116, 760, 460
+_LABEL_GAP = 17
+_BAND_HEIGHT, _SIZE_LABEL_WIDTH = 24, 66
+
+
+@dataclass(frozen=True)
+class _LogLogScale:
+    """Both logarithmic: where a size and a time lie."""
+
+    sizes: Sequence[float]
+    fastest: float
+    slowest: float
+
+    def x(self, size: float) -> float:
+        return _LEFT + _PLOT_WIDTH * log2(size / self.sizes[0]) / log2(self.sizes[-1] / self.sizes[0])
+
+    def y(self, seconds: float) -> float:
+        decades = log10(self.slowest / self.fastest)
+        return _TOP + _PLOT_HEIGHT * (1 - log10(seconds / self.fastest) / decades)
+
+
+def cost_plot_svg(
+    title: str, curves: Sequence[AlgorithmTimeCurve], sizes: Sequence[float], crossovers: Sequence[AlgorithmCrossover]
+) -> str:
+    """The sizes are at least two, from small to large."""
+    times = [seconds for curve in curves for seconds in curve.seconds]
+    fastest = 10.0 ** floor(log10(min(times)))
+    scale = _LogLogScale(sizes, fastest, max(10 * fastest, 10.0 ** ceil(log10(max(times)))))
+    curve_index = {curve.algorithm: n for n, curve in enumerate(curves)}
+    first = crossovers[0].before if crossovers else min(curves, key=lambda curve: curve.seconds[0]).algorithm
+    cheapest_names = [first, *(crossover.after for crossover in crossovers)]
+    parts = [
+        svg_opening(_WIDTH, _HEIGHT, title),
+        f'<rect class="page" width="{_WIDTH}" height="{_HEIGHT}"/>',
+        f'<text class="big" x="{_LEFT}" y="30">{escape(title)}</text>',
+        f'<text class="quiet" x="{_LEFT}" y="52">the cheapest, and the sizes at which another one takes over:</text>',
+        *_axes(scale),
+        *_cheapest_bands(scale, cheapest_names, crossovers, curve_index),
+        *(_curve_path(scale, curve, n, curve.algorithm in cheapest_names) for n, curve in enumerate(curves)),
+        *_curve_labels(scale, curves),
+    ]
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _axes(scale: _LogLogScale) -> Iterator[str]:
+    bottom, right = _TOP + _PLOT_HEIGHT, _LEFT + _PLOT_WIDTH
+    yield f'<rect class="frame" x="{_LEFT}" y="{_TOP}" width="{_PLOT_WIDTH}" height="{_PLOT_HEIGHT}"/>'
+    powers = range(ceil(log2(scale.sizes[0])), floor(log2(scale.sizes[-1])) + 1)
+    for power in powers[:: max(1, len(powers) // 10)]:
+        x = scale.x(2**power)
+        yield f'<path class="frame" d="M{x:.1f} {_TOP} V{bottom}"/>'
+        yield f'<text class="quiet middle" x="{x:.1f}" y="{bottom + 20}">{format_bytes(2**power)}</text>'
+    for decade in range(round(log10(scale.fastest)), round(log10(scale.slowest)) + 1):
+        y = scale.y(10.0**decade)
+        yield f'<path class="frame" d="M{_LEFT} {y:.1f} H{right}"/>'
+        yield f'<text class="quiet end" x="{_LEFT - 8}" y="{y + 4:.1f}">{format_seconds(10.0**decade)}</text>'
+    yield f'<text class="middle" x="{_LEFT + _PLOT_WIDTH / 2}" y="{bottom + 46}">size of the message S</text>'
+
+
+def _cheapest_bands(
+    scale: _LogLogScale,
+    cheapest_names: Sequence[str],
+    crossovers: Sequence[AlgorithmCrossover],
+    curve_index: dict[str, int],
+) -> Iterator[str]:
+    """Who is the cheapest from where to where, with the crossovers as lines through the plot."""
+    edges = [scale.sizes[0], *(crossover.size for crossover in crossovers), scale.sizes[-1]]
+    y = _TOP - _BAND_HEIGHT - 20
+    for name, (first, last) in zip(cheapest_names, pairwise(edges), strict=True):
+        x, width = scale.x(first), scale.x(last) - scale.x(first)
+        words = f"{name}, {format_bytes(first)} to {format_bytes(last)}"
+        colour = curve_index[name] % len(COLOURS)
+        yield f'<g><title>{words}</title><rect class="k{colour}" x="{x + 1:.1f}" y="{y}" width="{width - 2:.1f}"'
+        yield f' height="{_BAND_HEIGHT}" rx="3"/>'
+        if width > 7.5 * len(name):
+            yield f'<text class="digit" x="{x + width / 2:.1f}" y="{y + 16}">{name}</text>'
+        yield "</g>"
+    label_end = 0.0
+    for crossover in crossovers:
+        x = scale.x(crossover.size)
+        yield f'<path class="arrow copy" d="M{x:.1f} {_TOP} V{_TOP + _PLOT_HEIGHT}"/>'
+        if x > label_end:
+            yield f'<text class="middle" x="{x:.1f}" y="{_TOP - 5}">{format_bytes(crossover.size)}</text>'
+            label_end = x + _SIZE_LABEL_WIDTH
+
+
+def _curve_path(scale: _LogLogScale, curve: AlgorithmTimeCurve, curve_index: int, is_cheapest: bool) -> str:
+    """Those that are the cheapest somewhere are drawn heavier; the second round of colours is dashed."""
+    points = " L".join(
+        f"{scale.x(size):.1f} {scale.y(s):.1f}" for size, s in zip(scale.sizes, curve.seconds, strict=True)
+    )
+    dashed = " dashed" if curve_index >= len(COLOURS) else ""
+    heavy = "heavy" if is_cheapest else "light"
+    css_classes = f"curve c{curve_index % len(COLOURS)} {heavy}{dashed}"
+    return f'<path class="{css_classes}" d="M{points}"><title>{curve.algorithm}</title></path>'
+
+
+def _curve_labels(scale: _LogLogScale, curves: Sequence[AlgorithmTimeCurve]) -> Iterator[str]:
+    """At the right end of each curve, pushed apart where curves end close to each other."""
+    ends = sorted((scale.y(curve.seconds[-1]), n) for n, curve in enumerate(curves))
+    label_positions = _spread_labels([y for y, _ in ends])
+    right = _LEFT + _PLOT_WIDTH
+    for (y, curve_index), label_y in zip(ends, label_positions, strict=True):
+        colour = curve_index % len(COLOURS)
+        yield f'<path class="curve c{colour} light" d="M{right} {y:.1f} L{right + 16} {label_y:.1f} h6"/>'
+        name = curves[curve_index].algorithm
+        yield f'<text class="t{colour} head" x="{right + 27}" y="{label_y + 4:.1f}">{name}</text>'
+
+
+def _spread_labels(desired: Sequence[float]) -> list[float]:
+    """Rising places at least a line apart, as a whole as near to the wanted ones as they can be from the lowest up."""
+    positions: list[float] = []
+    for y in desired:
+        positions.append(max(y, positions[-1] + _LABEL_GAP) if positions else y)
+    lowest = float(_TOP + _PLOT_HEIGHT)
+    for n in reversed(range(len(positions))):
+        positions[n] = min(positions[n], lowest)
+        lowest = positions[n] - _LABEL_GAP
+    return positions
+
+
+def cost_plot_html(title: str, svg: str, rows: Sequence[Sequence[str]]) -> str:
+    """The picture and the numbers as a page of their own."""
+    head, *body = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
+    lines = "".join(f"<tr>{row}</tr>" for row in body)
+    dark = "body { color: #e6edf3; background: #14181e } td { border-color: #444c56 }"
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title><style>\n'
+        ":root { color-scheme: light dark } body { margin: 0 auto; max-width: 1100px; padding: 1rem; color: #1f2328;"
+        " background: #ffffff; font: 15px/1.5 system-ui, sans-serif } table { border-collapse: collapse }\n"
+        "td { padding: .25rem .7rem; border-bottom: 1px solid #d0d7de; text-align: right; white-space: nowrap }\n"
+        "td:first-child { text-align: left } thead td { font-weight: 600 } .wide { overflow-x: auto }\n"
+        f"@media (prefers-color-scheme: dark) {{ {dark} }}\n</style></head>\n<body>{svg}"
+        f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div></body></html>\n'
+    )

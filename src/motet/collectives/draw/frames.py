@@ -1,0 +1,155 @@
+"""A Program step by step: what each rank holds after every step, and the same as text for a terminal."""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from motet.collectives.program import Contributors, Program, Step, contiguous_ranges, group_by_pair
+from motet.collectives.prove.contributions import (
+    InvalidCollectiveProgramError,
+    RankContents,
+    apply_step,
+    decode_contributors,
+    initial_contents,
+)
+
+_MAX_CHUNK_COLUMNS = 16
+"""Of more chunks than this the text names groups in place of columns."""
+
+
+@dataclass(frozen=True)
+class CollectiveStepFrame:
+    """A step, and what every rank holds after it. Frame 0 is the start, and has no transfers."""
+
+    step: Step
+    contents: tuple[Mapping[int, Contributors], ...]
+    error: str | None = None
+    """Why the step cannot be played; `held` is then what there was before it."""
+
+    def written_chunks(self) -> set[tuple[int, int]]:
+        """(rank, chunk) that the step wrote."""
+        return {(t.dst, chunk) for t in self.step for chunk in t.chunks}
+
+
+def program_frames(program: Program) -> list[CollectiveStepFrame]:
+    """The start, then each step; the last one is where a Program that is wrong breaks off."""
+    contents = initial_contents(program.initial)
+    shown_frames = [CollectiveStepFrame((), _decode_contents(contents))]
+    for step in program.steps:
+        try:
+            apply_step(contents, step)
+        except InvalidCollectiveProgramError as error:
+            return [*shown_frames, CollectiveStepFrame(step, shown_frames[-1].contents, str(error))]
+        shown_frames.append(CollectiveStepFrame(step, _decode_contents(contents)))
+    return shown_frames
+
+
+def _decode_contents(contents: RankContents) -> tuple[Mapping[int, Contributors], ...]:
+    return tuple({chunk: _decode_cached(total) for chunk, total in sorted(chunks.items())} for chunks in contents)
+
+
+_decode_cached = lru_cache(maxsize=4096)(decode_contributors)
+
+
+def program_title(program: Program) -> str:
+    """`all-reduce/ring of 4 ranks: 4 chunks, 6 steps, 24 messages`"""
+    counts = ((program.chunks, "chunk"), (len(program.steps), "step"), (program.message_count, "message"))
+    return f"{program}: {', '.join(f'{count} {name}{plural_suffix(count)}' for count, name in counts)}"
+
+
+def plural_suffix(count: int) -> str:
+    return "" if count == 1 else "s"
+
+
+def format_ranges(numbers: Iterable[int]) -> str:
+    """`0-2,5`; what comes twice stands twice, and what comes more often as in `8x0`."""
+    listed = sorted(numbers)
+    times = Counter(listed)
+    if len(times) < len(listed):
+        return ",".join(f"{n}x{number}" if n > 2 else ",".join([str(number)] * n) for number, n in times.items())
+    return ",".join(
+        f"{a}" if a == b else f"{a},{b}" if b == a + 1 else f"{a}-{b}" for a, b in contiguous_ranges(listed)
+    )
+
+
+def program_text(program: Program, only_step: int | None = None) -> str:
+    """Who sends what to whom in each step, and what each rank then holds; of one step only, or of all.
+
+    The numbers in a row are the ranks whose contributions a chunk holds; `[ ]` marks what the step has written.
+    """
+    shown = list(enumerate(program_frames(program), start=-1))
+    if only_step is not None:
+        shown = [(number, frame) for number, frame in shown if number in (only_step - 1, only_step)]
+    parts = [program_title(program)]
+    for number, frame in shown:
+        name = "start" if number < 0 else f"step {number}"
+        parts.append("\n".join([name, *align_columns(_table_rows(program, frame))]))
+        if frame.error:
+            parts.append(f"step {number} cannot be played: {frame.error}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _table_rows(program: Program, frame: CollectiveStepFrame) -> list[list[str]]:
+    """A table with a row for each rank."""
+    written = frame.written_chunks() if frame.error is None else set()
+    send_texts = _describe_sends(frame.step)
+    shows_each_chunk = program.chunks <= _MAX_CHUNK_COLUMNS
+    head = [
+        "rank",
+        "sends",
+        *([f"chunk {chunk}" for chunk in range(program.chunks)] if shows_each_chunk else ["then holds"]),
+    ]
+    rows = [head]
+    for rank, held in enumerate(frame.contents):
+        cells = [_cell(held.get(chunk), (rank, chunk) in written) for chunk in range(program.chunks)]
+        rows.append([str(rank), send_texts.get(rank, ""), *(cells if shows_each_chunk else [_group_cells(cells)])])
+    return rows if frame.step else [[row[0], *row[2:]] for row in rows]
+
+
+def _cell(sources: Contributors | None, is_written: bool) -> str:
+    if sources is None:
+        return "."
+    return f"[{format_ranges(sources)}]" if is_written else format_ranges(sources)
+
+
+def _group_cells(cells: Sequence[str]) -> str:
+    """Neighbouring chunks that are made of the same together: `0-3: [0,1]  4-7: 2`."""
+    groups: dict[str, list[int]] = {}
+    for chunk, cell in enumerate(cells):
+        if cell != ".":
+            groups.setdefault(cell, []).append(chunk)
+    return "  ".join(f"{format_ranges(chunks)}: {cell}" for cell, chunks in groups.items()) or "nothing"
+
+
+def _describe_sends(step: Step) -> dict[int, str]:
+    """What each rank does, in words; what it sends alike to several is said once."""
+    same_sends: dict[int, dict[tuple[str, str], list[int]]] = {}
+    for (src, dst), transfers in group_by_pair(step).items():
+        for op in ("reduce", "copy"):
+            chunks = [chunk for t in transfers if t.op == op for chunk in t.chunks]
+            if chunks:
+                words = f"{'adds' if op == 'reduce' else 'copies'} chunk{plural_suffix(len(chunks))} {format_ranges(chunks)}"
+                same_sends.setdefault(src, {}).setdefault((op, words), []).append(dst)
+    return {
+        src: "; ".join(
+            f"{words} to rank{plural_suffix(len(dst))} {format_ranges(dst)}" for (_, words), dst in said.items()
+        )
+        for src, said in same_sends.items()
+    }
+
+
+def transfer_sentences(step: Step) -> list[str]:
+    """`rank 0 adds chunk 3 to rank 1`"""
+    return [f"rank {rank} {words}" for rank, words in sorted(_describe_sends(step).items())]
+
+
+def align_columns(rows: Sequence[Sequence[str]], right_aligned: Collection[int] = ()) -> list[str]:
+    """Rows as lines, their columns under each other; some of them flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+    def line(row: Sequence[str]) -> str:
+        cells = enumerate(zip(row, widths, strict=True))
+        return "  ".join(cell.rjust(width) if n in right_aligned else cell.ljust(width) for n, (cell, width) in cells)
+
+    return [f"  {line(row).rstrip()}" for row in rows]

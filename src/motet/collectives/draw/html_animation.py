@@ -1,0 +1,60 @@
+"""A Program as an animated page: one file without anything from elsewhere, to be played, paused and stepped through."""
+
+from html import escape
+from importlib.resources import files
+
+from motet.collectives.draw.frames import (
+    CollectiveStepFrame,
+    program_frames,
+    program_text,
+    program_title,
+    transfer_sentences,
+)
+from motet.collectives.draw.svg import (
+    COLOURS,
+    SvgPanelGeometry,
+    check_drawable_size,
+    frame_name,
+    svg_arrows,
+    svg_cells,
+    svg_labels,
+    svg_legend,
+    svg_opening,
+)
+from motet.collectives.program import Program
+
+_LEGEND_HEIGHT, _MIN_WIDTH = 34, 940
+
+
+def program_html(program: Program) -> str:
+    """The HTML of the page; draw_page.html is its frame."""
+    check_drawable_size(program)
+    geometry = SvgPanelGeometry(program)
+    width, height = max(geometry.width, _MIN_WIDTH), geometry.height + _LEGEND_HEIGHT
+    steps = [_svg_step(geometry, number, frame) for number, frame in enumerate(program_frames(program), start=-1)]
+    svg_parts = [
+        svg_opening(width + 2, height + 2, program_title(program), role="group"),
+        svg_legend(geometry, 8, 18),
+        f'<g transform="translate({1 + (width - geometry.width) / 2:g} {_LEGEND_HEIGHT})">{svg_labels(geometry)}',
+        *steps,
+        '<g id="chips"></g></g></svg>',
+    ]
+    html = files("motet.collectives").joinpath("draw_page.html").read_text(encoding="utf-8")
+    replacements = {
+        "title": escape(program_title(program)),
+        "colours": str(len(COLOURS)),
+        "text": escape(program_text(program)),
+    }
+    for name, value in {**replacements, "svg": "\n".join(svg_parts)}.items():
+        html = html.replace(f"@{name}@", value)
+    return html
+
+
+def _svg_step(geometry: SvgPanelGeometry, step_index: int, frame: CollectiveStepFrame) -> str:
+    description = ". ".join(
+        [frame_name(step_index, frame), *transfer_sentences(frame.step), *([frame.error] if frame.error else [])]
+    )
+    return (
+        f'<g class="step" data-says="{escape(description)}"><g class="state hidden">{svg_cells(geometry, frame)}</g>'
+        f'<g class="arrows hidden">{"".join(svg_arrows(geometry, frame))}</g></g>'
+    )

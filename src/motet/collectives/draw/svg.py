@@ -1,0 +1,278 @@
+"""A Program as SVG: a panel for each step, with a lane for each rank and a row for each chunk.
+
+A chunk keeps its index on every rank, so that a transfer is an arrow along one row. Where sums are made, a cell shows
+a slot for each rank, filled when that rank's contribution is in it; where data only moves, it shows the chunk.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+
+from motet.collectives.draw.frames import (
+    CollectiveStepFrame,
+    format_ranges,
+    plural_suffix,
+    program_frames,
+    program_title,
+)
+from motet.collectives.program import ChunkTransfer, Contributors, Program
+from motet.core.errors import InputError
+
+COLOURS = ("#1f5fbf", "#a84300", "#1a7439", "#7a3fb0", "#006b75", "#b3226b", "#7a5417", "#4c5a6b")
+"""Of the chunks in turn. White text on each has a contrast of at least 5 to 1."""
+
+DARK_MODE_COLOURS = ("#79aef2", "#f0924a", "#5cc27f", "#c39aec", "#4dc3cf", "#f285b6", "#d3a95c", "#a9b6c4")
+"""Of arrows on a dark page."""
+
+
+def _arrow_colours(colours: Sequence[str]) -> str:
+    return "\n".join(f".c{n} {{ stroke: {colour} }} .t{n} {{ fill: {colour} }}" for n, colour in enumerate(colours))
+
+
+_CELL_COLOURS = "\n".join(f".k{n} {{ fill: {colour} }}" for n, colour in enumerate(COLOURS))
+STYLE = f"""
+.page {{ fill: #ffffff }}
+text {{ font-family: system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; font-size: 13px; fill: #1f2328 }}
+.head {{ font-weight: 600 }} .big {{ font-weight: 600; font-size: 16px }} .quiet {{ fill: #57606a }}
+.digit {{ font-size: 11px; fill: #ffffff; text-anchor: middle }} .middle {{ text-anchor: middle }}
+.end {{ text-anchor: end }} .curve {{ fill: none }} .heavy {{ stroke-width: 3 }} .light {{ stroke-width: 1.3 }}
+.dashed {{ stroke-dasharray: 7 3 }}
+.absent {{ fill: none; stroke: #8c959f; stroke-dasharray: 3 3 }} .empty {{ fill: #d8dee4 }}
+.done {{ fill: none; stroke: #1f2328; stroke-width: 2 }} .frame {{ fill: none; stroke: #d0d7de }}
+.arrow {{ fill: none; stroke: #1f2328; stroke-width: 1.8 }} .copy {{ stroke-dasharray: 5 3 }} .tip {{ fill: #1f2328 }}
+{_CELL_COLOURS}
+{_arrow_colours(COLOURS)}
+@media (prefers-color-scheme: dark) {{
+.page {{ fill: #14181e }} text {{ fill: #e6edf3 }} .quiet {{ fill: #9da7b3 }} .digit {{ fill: #ffffff }}
+.absent {{ stroke: #768390 }} .empty {{ fill: #373e47 }} .done {{ stroke: #e6edf3 }} .frame {{ stroke: #444c56 }}
+.arrow {{ stroke: #e6edf3 }} .tip {{ fill: #e6edf3 }}
+{_arrow_colours(DARK_MODE_COLOURS)}
+}}
+"""
+
+_MAX_RANKS = 16
+_MAX_CELLS = 30_000
+_WIDTH, _MIN_WIDTH = 1120, 900
+_LABEL_WIDTH, _LANE_GAP, _CELL_HEIGHT, _HEADER_HEIGHT, _MARGIN, _PANEL_GAP = 66, 36, 22, 50, 16, 20
+
+
+@dataclass(frozen=True)
+class SvgPanelGeometry:
+    """How large the panels of a Program are, and where things lie in one."""
+
+    program: Program
+
+    @cached_property
+    def ops(self) -> frozenset[str]:
+        return frozenset(t.op for step in self.program.steps for t in step)
+
+    @property
+    def has_reductions(self) -> bool:
+        """Whether something is added up; else chunks only move."""
+        return "reduce" in self.ops
+
+    @property
+    def slot_width(self) -> float:
+        """The width of one rank's place in a cell; wide enough for its number where there are few."""
+        return 12 if self.program.ranks <= 8 else 6
+
+    @property
+    def cell_width(self) -> float:
+        return max(40.0, self.slot_width * self.program.ranks) if self.has_reductions else 40
+
+    @cached_property
+    def row_gap(self) -> int:
+        """Room for arcs between rows, where some arrow jumps over a lane."""
+        return 28 if any(abs(t.src - t.dst) > 1 for step in self.program.steps for t in step) else 8
+
+    @property
+    def width(self) -> float:
+        return _LABEL_WIDTH + self.program.ranks * (self.cell_width + _LANE_GAP) - _LANE_GAP + 2 * _MARGIN
+
+    @property
+    def height(self) -> float:
+        return _HEADER_HEIGHT + self.program.chunks * (_CELL_HEIGHT + self.row_gap) + self.row_gap
+
+    def x(self, rank: int) -> float:
+        return _MARGIN + _LABEL_WIDTH + rank * (self.cell_width + _LANE_GAP)
+
+    def y(self, chunk: int) -> float:
+        return _HEADER_HEIGHT + self.row_gap + chunk * (_CELL_HEIGHT + self.row_gap)
+
+
+def check_drawable_size(program: Program) -> None:
+    """Raise if a picture of it would be too large to be looked at."""
+    cells = program.ranks * program.chunks * (len(program.steps) + 1)
+    if program.ranks > _MAX_RANKS or cells > _MAX_CELLS:
+        raise InputError(
+            f"{program} has {cells} cells to draw; a picture has at most {_MAX_RANKS} ranks and {_MAX_CELLS} cells, "
+            "so give fewer ranks or pieces, or draw it as text"
+        )
+
+
+def program_svg(program: Program, only_steps: tuple[int, ...] | None = None) -> str:
+    """The whole Program, panel beside panel, or the start (-1) and those steps that are named."""
+    check_drawable_size(program)
+    geometry = SvgPanelGeometry(program)
+    shown = [
+        (n, frame) for n, frame in enumerate(program_frames(program), start=-1) if only_steps is None or n in only_steps
+    ]
+    columns = max(1, min(len(shown), int((_WIDTH + _PANEL_GAP) // (geometry.width + _PANEL_GAP))))
+    panel_rows = -(-len(shown) // columns)
+    width = max(_MARGIN * 2 + columns * (geometry.width + _PANEL_GAP) - _PANEL_GAP, _MIN_WIDTH)
+    height = 74 + panel_rows * (geometry.height + _PANEL_GAP)
+    parts = [
+        svg_opening(width, height, program_title(program)),
+        f'<rect class="page" width="{width:g}" height="{height:g}"/>',
+    ]
+    parts.append(f'<text class="big" x="{_MARGIN}" y="28">{escape(program_title(program))}</text>')
+    error = shown[-1][1].error
+    line = (
+        f'<text class="head" x="{_MARGIN}" y="50">{escape(error)}</text>'
+        if error
+        else svg_legend(geometry, _MARGIN, 50)
+    )
+    parts.append(line)
+    for panel_index, (step_index, frame) in enumerate(shown):
+        x = _MARGIN + panel_index % columns * (geometry.width + _PANEL_GAP)
+        y = 68 + panel_index // columns * (geometry.height + _PANEL_GAP)
+        parts.append(f'<g transform="translate({x:g} {y:g})">{svg_panel(geometry, step_index, frame)}</g>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def svg_opening(width: float, height: float, label: str, role: str = "img") -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="{role}" '
+        f'aria-label="{escape(label)}"><style>{STYLE}</style>'
+    )
+
+
+def svg_legend(geometry: SvgPanelGeometry, x: float, y: float) -> str:
+    """What the arrows and the cells mean."""
+    parts = []
+    for op, words in (("reduce", "is added to what is there"), ("copy", "replaces what is there")):
+        if op in geometry.ops:
+            line = _straight_arrow((x, x + 32), y - 4, op, None)
+            parts.append(f'{line}<text class="quiet" x="{x + 40:g}" y="{y:g}">{words}</text>')
+            x += 215 if op == "reduce" else 200
+    words = "numbers: whose contributions are in it; " if geometry.has_reductions else ""
+    words += "framed: as it must be at the end"
+    return "".join([*parts, f'<text class="quiet" x="{x:g}" y="{y:g}">{words}</text>'])
+
+
+def svg_panel(geometry: SvgPanelGeometry, step_index: int, frame: CollectiveStepFrame) -> str:
+    """One step: the cells as they are after it, and the arrows that led there."""
+    return (
+        f'{svg_labels(geometry)}<text class="head" x="{_MARGIN}" y="24">{frame_name(step_index, frame)}</text>'
+        f"<g>{svg_cells(geometry, frame)}</g><g>{''.join(svg_arrows(geometry, frame))}</g>"
+    )
+
+
+def frame_name(step_index: int, frame: CollectiveStepFrame) -> str:
+    name = "start" if step_index < 0 else f"step {step_index}"
+    return f"{name} cannot be played" if frame.error else name
+
+
+def svg_labels(geometry: SvgPanelGeometry) -> str:
+    """The frame of a panel, with the names of its lanes and rows."""
+    ranks, chunks = range(geometry.program.ranks), range(geometry.program.chunks)
+    rank_labels = (
+        f'x="{geometry.x(rank) + geometry.cell_width / 2:g}" y="{_HEADER_HEIGHT - 6}">rank {rank}' for rank in ranks
+    )
+    chunk_labels = (f'x="{_MARGIN}" y="{geometry.y(chunk) + 15:g}">chunk {chunk}' for chunk in chunks)
+    return "".join(
+        [
+            f'<rect class="frame" width="{geometry.width:g}" height="{geometry.height:g}" rx="6"/>',
+            *(f'<text class="head middle" {lane}</text>' for lane in rank_labels),
+            *(f'<text class="quiet" {row}</text>' for row in chunk_labels),
+        ]
+    )
+
+
+def svg_cells(geometry: SvgPanelGeometry, frame: CollectiveStepFrame) -> str:
+    """All cells, each with words for those who point at it."""
+    parts = []
+    for rank, held in enumerate(frame.contents):
+        for chunk in range(geometry.program.chunks):
+            sources = held.get(chunk)
+            is_final = sources is not None and sources == geometry.program.final[rank].get(chunk)
+            words = _cell_tooltip(rank, chunk, sources, is_final)
+            drawn = "".join(_svg_cell(geometry, rank, chunk, sources, is_final))
+            parts.append(f'<g class="cell" data-words="{words}"><title>{words}</title>{drawn}</g>')
+    return "".join(parts)
+
+
+def _cell_tooltip(rank: int, chunk: int, sources: Contributors | None, is_final: bool) -> str:
+    if sources is None:
+        return f"rank {rank} does not hold chunk {chunk}"
+    end = ", as it must be at the end" if is_final else ""
+    return f"rank {rank}, chunk {chunk}: from rank{plural_suffix(len(sources))} {format_ranges(sources)}{end}"
+
+
+def _svg_cell(
+    geometry: SvgPanelGeometry, rank: int, chunk: int, sources: Contributors | None, is_final: bool
+) -> Iterator[str]:
+    x, y, colour = geometry.x(rank), geometry.y(chunk), chunk % len(COLOURS)
+    size = f'height="{_CELL_HEIGHT}"'
+    if sources is None:
+        yield f'<rect class="absent" x="{x:g}" y="{y:g}" width="{geometry.cell_width:g}" {size}/>'
+        return
+    if geometry.has_reductions:
+        slot = geometry.cell_width / geometry.program.ranks
+        yield f'<rect class="empty" x="{x:g}" y="{y:g}" width="{geometry.cell_width:g}" {size}/>'
+        for source in dict.fromkeys(sources):
+            times = sources.count(source)
+            slot_x = x + source * slot
+            yield f'<rect class="k{colour}" x="{slot_x:g}" y="{y:g}" width="{slot - 1:g}" {size}/>'
+            if geometry.slot_width >= 12 or times > 1:
+                digits = f"{source}" if times == 1 else f"{times}x"
+                yield f'<text class="digit" x="{slot_x + slot / 2 - 0.5:g}" y="{y + 15:g}">{digits}</text>'
+    else:
+        yield f'<rect class="k{colour}" x="{x:g}" y="{y:g}" width="{geometry.cell_width:g}" {size}/>'
+        yield f'<text class="digit" x="{x + geometry.cell_width / 2:g}" y="{y + 15:g}">{chunk}</text>'
+    if is_final:
+        box = f'x="{x - 2:g}" y="{y - 2:g}" width="{geometry.cell_width + 4:g}" height="{_CELL_HEIGHT + 4}"'
+        yield f'<rect class="done" {box} rx="2"/>'
+
+
+def svg_arrows(geometry: SvgPanelGeometry, frame: CollectiveStepFrame) -> Iterator[str]:
+    """Between neighbours straight, over others in an arc: to the right above the row, to the left below it."""
+    for t in frame.step:
+        for chunk in t.chunks:
+            yield _svg_arrow(geometry, t, chunk)
+
+
+def _svg_arrow(geometry: SvgPanelGeometry, t: ChunkTransfer, chunk: int) -> str:
+    right = t.dst > t.src
+    y = geometry.y(chunk)
+    if abs(t.src - t.dst) == 1:
+        middle = y + _CELL_HEIGHT / 2 + (-5 if right else 5)
+        start = geometry.x(t.src) + (geometry.cell_width + 5 if right else -5)
+        end = geometry.x(t.dst) + (-5 if right else geometry.cell_width + 5)
+        return _straight_arrow((start, end), middle, t.op, chunk)
+    edge = y - 3 if right else y + _CELL_HEIGHT + 3
+    peak = edge + (-1 if right else 1) * (10 + 4 * (t.src % 4))
+    toward = 6 if right else -6
+    start, end = (
+        geometry.x(rank) + geometry.cell_width / 2 + sign * toward for rank, sign in ((t.src, 1), (t.dst, -1))
+    )
+    base = edge - 6 if right else edge + 6
+    path = f"M{start:g} {edge:g} C{start:g} {peak:g} {end:g} {peak:g} {end:g} {base:g}"
+    return _arrow_paths(path, f"M{end - 4:g} {base:g} L{end + 4:g} {base:g} L{end:g} {edge:g} Z", t.op, chunk)
+
+
+def _straight_arrow(ends: tuple[float, float], y: float, op: str, chunk: int | None) -> str:
+    start, end = ends
+    back = end - 7 if end > start else end + 7
+    path = f"M{start:g} {y:g} L{back:g} {y:g}"
+    return _arrow_paths(path, f"M{back:g} {y - 4:g} L{back:g} {y + 4:g} L{end:g} {y:g} Z", op, chunk)
+
+
+def _arrow_paths(path: str, tip: str, op: str, chunk: int | None) -> str:
+    """In the colour of the chunk; of none in the legend."""
+    if chunk is None:
+        return f'<path class="arrow {op}" d="{path}"/><path class="tip" d="{tip}"/>'
+    colour = chunk % len(COLOURS)
+    line = f'<path class="arrow {op} c{colour}" data-chunk="{chunk}" d="{path}"/>'
+    return f'{line}<path class="tip t{colour}" d="{tip}"/>'

@@ -1,0 +1,121 @@
+"""A Program carried out here: is the result right, what did each rank send, and how long did it take."""
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from motet.collectives.execute.program_runner import run_program
+from motet.collectives.execute.rank_plan import assign_offsets, chunk_lengths
+from motet.collectives.program import Program
+from motet.core import trace
+from motet.core.errors import MotetError
+
+DTYPE = torch.float32
+
+
+@dataclass(frozen=True)
+class CollectiveMeasurement:
+    """What the ranks of a group found out together."""
+
+    dtype: str
+    size: int
+    """S in bytes: what was asked for, rounded up to whole numbers for every chunk."""
+    seconds: tuple[float, ...]
+    """Of each repeat, the slowest rank's."""
+    largest_error: float
+    allowed_error: float
+    """What rounding may come to, with the terms added in any order; 0 where data is only moved."""
+    sent_bytes: tuple[int, ...]
+    messages: tuple[int, ...]
+    """Of each rank."""
+
+
+def measure_program(program: Program, group: dist.ProcessGroup, size: int, repeats: int) -> CollectiveMeasurement:
+    """Carry it out once to see that it is right, then so many times against the clock. All ranks call it."""
+    rank = dist.get_rank(group)
+    elements_per_unit = -(-size // (DTYPE.itemsize * program.message_size_units))
+    elements = elements_per_unit * sum(program.sizes)
+    expected, allowed = _expected_result(program, rank, elements)
+    input_tensor = _initial_chunks(program, rank, _rank_contribution(rank, elements))
+    output = torch.full_like(expected, torch.nan, dtype=DTYPE)
+    counters = _TraceCounterCollector()
+    with trace.install_sink(counters):
+        run_program(program, output, input_tensor, group)
+    error = (output.double() - expected).abs()
+    if not bool((error <= allowed).all()):
+        raise MotetError(f"{program}: rank {rank} has a wrong result; the largest error is {float(error.max())}")
+    seconds = torch.tensor(
+        [_time_once(program, output, input_tensor, group) for _ in range(repeats)], dtype=torch.float64
+    )
+    max_errors = torch.tensor([_max_or_zero(error), _max_or_zero(allowed)], dtype=torch.float64)
+    for tensor in (seconds, max_errors):
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+    local_counts = torch.tensor([counters.totals["sent_bytes"], counters.totals["messages"]], dtype=torch.float64)
+    all_counts = [torch.empty_like(local_counts) for _ in range(program.ranks)]
+    dist.all_gather(all_counts, local_counts, group=group)
+    return CollectiveMeasurement(
+        str(DTYPE).removeprefix("torch."),
+        elements_per_unit * program.message_size_units * DTYPE.itemsize,
+        tuple(seconds.tolist()),
+        *max_errors.tolist(),
+        *(tuple(int(row[column]) for row in all_counts) for column in (0, 1)),
+    )
+
+
+class _TraceCounterCollector:
+    """What the trace tells."""
+
+    def __init__(self) -> None:
+        self.totals: Counter[str] = Counter()
+
+    def on_count(self, name: str, value: float) -> None:
+        self.totals[name] += int(value)
+
+    def on_span(self, action: str, start_s: float, duration_s: float, depth: int) -> None:
+        """Spans are of no interest here."""
+
+
+def _rank_contribution(rank: int, elements: int) -> Tensor:
+    """What a rank has, for all chunks: every rank can make that of every other."""
+    return torch.randn(elements, generator=torch.Generator().manual_seed(rank), dtype=DTYPE)
+
+
+def _initial_chunks(program: Program, rank: int, contribution: Tensor) -> Tensor:
+    """The chunks that the rank starts with, one after another."""
+    chunks = contribution.split(list(chunk_lengths(program, contribution.numel())))
+    return torch.cat([contribution.new_empty(0), *(chunks[chunk] for chunk in sorted(program.initial[rank]))])
+
+
+def _expected_result(program: Program, rank: int, elements: int) -> tuple[Tensor, Tensor]:
+    """The rank's result in float64, and how far float32 may be from it: (n - 1) u times the sum of the magnitudes."""
+    lengths = chunk_lengths(program, elements)
+    output_slices = assign_offsets("output", program.final[rank], lengths)
+    total, magnitude = torch.zeros(2, sum(home.elements for home in output_slices.values()), dtype=torch.float64)
+    for source in range(program.ranks):
+        chunks = _rank_contribution(source, elements).double().split(list(lengths))
+        for chunk, home in output_slices.items():
+            multiplicity = program.final[rank][chunk].count(source)
+            if multiplicity:
+                output_range = slice(home.start, home.stop)
+                total[output_range] += multiplicity * chunks[chunk]
+                magnitude[output_range] += multiplicity * chunks[chunk].abs()
+    unit = torch.finfo(DTYPE).eps / 2
+    for chunk, home in output_slices.items():
+        additions = len(program.final[rank][chunk]) - 1
+        magnitude[home.start : home.stop] *= additions * unit / (1 - additions * unit)
+    return total, magnitude
+
+
+def _time_once(program: Program, output: Tensor, input_tensor: Tensor, group: dist.ProcessGroup) -> float:
+    dist.barrier(group=group)
+    start_s = time.perf_counter()
+    run_program(program, output, input_tensor, group, check=False)
+    return time.perf_counter() - start_s
+
+
+def _max_or_zero(values: Tensor) -> float:
+    return float(values.max()) if values.numel() else 0.0

@@ -1,0 +1,91 @@
+"""What a chunk is made of, as a number: how many times each rank's contribution is in it.
+
+A multiset of ranks is one integer with a field of 16 bits per rank, so that a sum of chunks is a sum of integers. A set
+would not do: it takes a contribution that was added twice for a right one.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from motet.collectives.program import ChunkTransfer, Contributors, Step
+
+_FIELD_BITS = 16
+MAX_MULTIPLICITY = (1 << (_FIELD_BITS - 1)) - 1
+"""How often one contribution can be in a chunk."""
+
+RankContents = list[dict[int, int]]
+"""For each rank the chunks that it holds, and what each is made of."""
+
+
+class InvalidCollectiveProgramError(ValueError):
+    """What is wrong with a Program: a sentence."""
+
+
+class MissingChunkError(InvalidCollectiveProgramError):
+    """A chunk is read or added to that is not there."""
+
+    def __init__(self, transfer: ChunkTransfer, rank: int, chunk: int) -> None:
+        verb = "has nothing to send" if rank == transfer.src else "has nothing to add to"
+        super().__init__(f"{transfer}: rank {rank} {verb}, since chunk {chunk} has not arrived there")
+
+
+def initial_contents(initial: Sequence[Iterable[int]]) -> RankContents:
+    """Each rank holds what it contributes."""
+    return [{chunk: encode_rank(rank) for chunk in chunks} for rank, chunks in enumerate(initial)]
+
+
+def encode_rank(rank: int) -> int:
+    return 1 << (_FIELD_BITS * rank)
+
+
+def encode_contributors(contributors: Iterable[int]) -> int:
+    return sum(map(encode_rank, contributors))
+
+
+def decode_contributors(encoded: int) -> Contributors:
+    """The ranks in order, each as often as it is there."""
+    ranks: list[int] = []
+    rank = 0
+    while encoded:
+        ranks += [rank] * (encoded & (1 << _FIELD_BITS) - 1)
+        encoded >>= _FIELD_BITS
+        rank += 1
+    return tuple(ranks)
+
+
+def apply_step(contents: RankContents, step: Step) -> None:
+    """One step: everything is read first, then what has arrived is applied in order."""
+    arriving: list[tuple[ChunkTransfer, list[int]]] = []
+    for transfer in step:
+        source_chunks = contents[transfer.src]
+        try:
+            arriving.append((transfer, [source_chunks[chunk] for chunk in transfer.chunks]))
+        except KeyError as missing:
+            raise MissingChunkError(transfer, transfer.src, missing.args[0]) from None
+    for transfer, values in arriving:
+        destination_chunks = contents[transfer.dst]
+        if transfer.op == "copy":
+            destination_chunks.update(zip(transfer.chunks, values, strict=True))
+            continue
+        for chunk, value in zip(transfer.chunks, values, strict=True):
+            if chunk not in destination_chunks:
+                raise MissingChunkError(transfer, transfer.dst, chunk)
+            destination_chunks[chunk] = _add_contributions(destination_chunks[chunk], value, transfer)
+
+
+def _add_contributions(a: int, b: int, transfer: ChunkTransfer) -> int:
+    total = a + b
+    if total & _overflow_mask(total.bit_length() // _FIELD_BITS + 1):
+        raise InvalidCollectiveProgramError(
+            f"{transfer}: a contribution would be in it more than {MAX_MULTIPLICITY} times"
+        )
+    return total
+
+
+_overflow_masks: dict[int, int] = {}
+
+
+def _overflow_mask(fields: int) -> int:
+    """The highest bit of each field: set before a field can run over into the next."""
+    if fields not in _overflow_masks:
+        _overflow_masks[fields] = encode_contributors(range(fields)) << (_FIELD_BITS - 1)
+    return _overflow_masks[fields]

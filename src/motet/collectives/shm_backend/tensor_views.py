@@ -1,0 +1,96 @@
+"""Tensors as flat chunks: what a caller gives, and flat memory in which a result is made for it."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from motet.core.errors import InputError
+
+Chunks = Sequence[Tensor | None]
+"""Flat tensors; None where a rank has nothing to do with a chunk."""
+Factor = float | Tensor | None
+CopyBack = Callable[[], None] | None
+"""Brings a result into the caller's tensor when that does not lie in one piece."""
+
+
+def flatten(tensor: Tensor) -> Tensor:
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor.reshape(-1)
+
+
+def output_buffer(tensor: Tensor) -> tuple[Tensor, CopyBack]:
+    """Flat memory with the values of a tensor, in which to make a result for it."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.is_contiguous():
+        return tensor.view(-1), None
+    buffer = tensor.reshape(-1)
+
+    def copy_back() -> None:
+        tensor.copy_(buffer.view(tensor.shape))
+
+    return buffer, copy_back
+
+
+def output_buffers(tensors: list[Tensor]) -> tuple[list[Tensor], CopyBack]:
+    pairs = [output_buffer(tensor) for tensor in tensors]
+    copy_backs = [finish for _, finish in pairs if finish is not None]
+
+    def copy_all_back() -> None:
+        for copy_back in copy_backs:
+            copy_back()
+
+    return [made for made, _ in pairs], copy_all_back if copy_backs else None
+
+
+def scale_chunks(chunks: Chunks, factor: float | Tensor) -> Chunks:
+    return [None if chunk is None else (chunk * factor).to(chunk.dtype) for chunk in chunks]
+
+
+def split_equally(tensor: Tensor, numel: int, count: int) -> list[Tensor]:
+    return list(tensor.split(numel)) if numel else [tensor] * count
+
+
+def per_rank_chunks(
+    buffers: Tensor | list[Tensor], like: Tensor, ranks: int, role: str
+) -> tuple[list[Tensor], CopyBack]:
+    """One flat chunk like this tensor for each rank, of a long tensor or of a list of tensors."""
+    tensor_list = [buffers] if isinstance(buffers, Tensor) else buffers
+    expected_tensors = 1 if isinstance(buffers, Tensor) else ranks
+    numel = like.numel() * ranks // expected_tensors
+    if len(tensor_list) != expected_tensors or any(x.numel() != numel or x.dtype != like.dtype for x in tensor_list):
+        raise InputError(
+            f"{role} of {', '.join(map(describe_tensor, tensor_list))}: each of the {ranks} ranks has {describe_tensor(like)}, so it must be "
+            f"{ranks} such tensors, or one with as many numbers"
+        )
+    if isinstance(buffers, Tensor):
+        buffer, copy_back = output_buffer(buffers)
+        return split_equally(buffer, like.numel(), ranks), copy_back
+    return output_buffers(buffers)
+
+
+def split_rows(tensor: Tensor, sizes: list[int], ranks: int, role: str) -> list[Tensor]:
+    """The parts of a tensor for each rank, with so many rows each, or equally many."""
+    if not sizes:
+        sizes = [tensor.shape[0] // ranks] * ranks
+    if len(sizes) != ranks or sum(sizes) != tensor.shape[0]:
+        raise InputError(
+            f"{role} split sizes {sizes}: give one for each of the {ranks} ranks, with the sum {tensor.shape[0]}"
+        )
+    return list(tensor.split(sizes))
+
+
+def require_contiguous(tensor: Tensor) -> Tensor:
+    if not tensor.is_contiguous():
+        raise InputError(f"receiving into a tensor of strides {tensor.stride()}: it must be contiguous")
+    return tensor.detach()
+
+
+def describe_tensor(tensor: Tensor) -> str:
+    return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,381 @@
+"""Messages between two ranks: each send finds the receive with its tag, whatever the order of the calls.
+
+All sends and receives under way go on whenever any thread waits for one of them; a thread of its own moves those for
+which nobody waits, so that two ranks that both send first do not block each other.
+"""
+
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from motet.collectives.shm_backend.errors import CollectiveError, PeerLostError
+from motet.collectives.shm_backend.transport.byte_streams import ALIGNMENT_BYTES, ByteStream, flat_bytes
+from motet.collectives.shm_backend.work_handle import BackendWorkHandle
+
+_HEADER = struct.Struct("<qQ48s")
+assert _HEADER.size == ALIGNMENT_BYTES
+_SPINS = 50
+_LIVENESS_CHECK_S = 0.02
+
+
+class PeerActivityWaiter(Protocol):
+    """How to sleep until a peer has done something."""
+
+    def arm(self) -> None:
+        """From now on a peer that does something ends, or prevents, the next sleep."""
+
+    def sleep(self) -> None: ...
+
+
+@dataclass
+class PostedSend:
+    work: BackendWorkHandle
+    remaining: deque[Tensor]
+    description: str
+
+
+@dataclass
+class PostedReceive:
+    work: BackendWorkHandle
+    tensor: Tensor
+    tag: int
+    description: str
+
+
+@dataclass
+class IncomingMessage:
+    """One that has begun to come in."""
+
+    tag: int
+    length: int
+    description: str
+    source: int
+    data: Tensor | None = None
+    """Where its bytes go; None until a receive is found for it, or it has to make room for others."""
+    received_bytes: int = 0
+    receive: PostedReceive | None = None
+
+
+@dataclass
+class PeerMessageQueues:
+    """Everything with one rank."""
+
+    rank: int
+    stream: ByteStream
+    sends: deque[PostedSend] = field(default_factory=deque)
+    receives: deque[PostedReceive] = field(default_factory=deque)
+    incoming: IncomingMessage | None = None
+    header: Tensor = field(default_factory=lambda: torch.empty(ALIGNMENT_BYTES, dtype=torch.uint8))
+    header_received_bytes: int = 0
+    unexpected: list[IncomingMessage] = field(default_factory=list)
+    """Messages that came before their receive and stood in the way of others."""
+
+    def open_receives(self) -> list[PostedReceive]:
+        begun = [message.receive for message in [self.incoming, *self.unexpected] if message and message.receive]
+        return [*self.receives, *begun]
+
+
+class MessageMatcher:
+    """All messages of one rank in a group."""
+
+    def __init__(
+        self,
+        rank: int,
+        streams: dict[int, ByteStream],
+        timeout_s: float,
+        waiter: PeerActivityWaiter,
+        lost_reason: Callable[[int], str],
+    ) -> None:
+        self.rank, self.timeout_s = rank, timeout_s
+        self.peers = {other: PeerMessageQueues(other, lane) for other, lane in streams.items()}
+        self._waiter = waiter
+        self._lost_reason = lost_reason
+        """Why nothing will come from a rank any more, or nothing."""
+        self._any_source_receives: deque[PostedReceive] = deque()
+        self._lock = threading.RLock()
+        self._waiting_callers = 0
+        self._has_pending = threading.Event()
+        self._progress_thread: threading.Thread | None = None
+        self._closed = False
+        self._last_liveness_check = 0.0
+
+    def send(self, tensor: Tensor, dst: int, tag: int) -> BackendWorkHandle:
+        description = _describe_tensor(tensor)
+        work = BackendWorkHandle(self._progress_until_finished, [tensor])
+        data = flat_bytes(tensor)
+        header = torch.frombuffer(bytearray(_HEADER.pack(tag, len(data), description.encode()[:48])), dtype=torch.uint8)
+        with self._lock:
+            self._peer(dst).sends.append(PostedSend(work, deque([header, data]), description))
+            self._progress()
+        return self._start_progress(work)
+
+    def receive(self, tensor: Tensor, src: int | None, tag: int) -> BackendWorkHandle:
+        """`src` None: from whichever rank sends first."""
+        work = BackendWorkHandle(self._progress_until_finished, [tensor], source=-1 if src is None else src)
+        receive = PostedReceive(work, tensor, tag, _describe_tensor(tensor))
+        with self._lock:
+            candidates = list(self.peers.values()) if src is None else [self._peer(src)]
+            if not any(self._match_unexpected(peer, receive) for peer in candidates):
+                (self._any_source_receives if src is None else candidates[0].receives).append(receive)
+            self._progress()
+        return self._start_progress(work)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._has_pending.set()
+        if self._progress_thread is not None:
+            self._progress_thread.join()
+
+    def _peer(self, rank: int) -> PeerMessageQueues:
+        if rank not in self.peers:
+            raise CollectiveError(
+                f"rank {self.rank}: a message to or from rank {rank}; it can be one of {[*self.peers]}"
+            )
+        return self.peers[rank]
+
+    def _start_progress(self, work: BackendWorkHandle) -> BackendWorkHandle:
+        if not work.finished:
+            if self._progress_thread is None:
+                self._progress_thread = threading.Thread(
+                    target=self._run_progress_thread, name="motet-messages", daemon=True
+                )
+                self._progress_thread.start()
+            self._has_pending.set()
+        return work
+
+    def _progress_until_finished(self, work: BackendWorkHandle, seconds: float | None) -> None:
+        limit_s = self.timeout_s if seconds is None else seconds
+        start = time.monotonic()
+        idle = 0
+        self._waiting_callers += 1
+        try:
+            while not work.finished:
+                if self._progress_locked():
+                    idle = 0
+                    continue
+                idle += 1
+                if idle > _SPINS:
+                    self._sleep_until_activity()
+                    self._fail_lost_peers()
+                    if time.monotonic() - start > limit_s and not work.finished:
+                        raise PeerLostError(
+                            f"rank {self.rank}: {self._describe_operation(work)} did not end within {limit_s:g} s"
+                        )
+        finally:
+            self._waiting_callers -= 1
+
+    def _run_progress_thread(self) -> None:
+        while True:
+            self._has_pending.wait()
+            if self._closed:
+                return
+            if self._waiting_callers or not self._progress_locked():
+                with self._lock:
+                    if not self._has_open_operations() and not self._closed:
+                        self._has_pending.clear()
+                        continue
+                self._sleep_until_activity()
+                self._fail_lost_peers()
+
+    def _sleep_until_activity(self) -> None:
+        """Rest until something may have happened, or a moment."""
+        self._waiter.arm()
+        if not self._progress_locked():
+            self._waiter.sleep()
+
+    def _progress_locked(self) -> bool:
+        with self._lock:
+            return self._progress()
+
+    def _has_open_operations(self) -> bool:
+        return bool(self._any_source_receives) or any(
+            peer.sends or peer.open_receives() for peer in self.peers.values()
+        )
+
+    def _progress(self) -> bool:
+        moved = False
+        for peer in self.peers.values():
+            if peer.sends:
+                moved |= self._advance_sends(peer)
+            if (
+                peer.receives
+                or self._any_source_receives
+                or (peer.incoming is not None and peer.incoming.data is not None)
+            ):
+                moved |= self._advance_receives(peer)
+        return moved
+
+    def _advance_sends(self, peer: PeerMessageQueues) -> bool:
+        moved = False
+        while peer.sends:
+            remaining = peer.sends[0].remaining
+            while remaining:
+                if not len(remaining[0]):
+                    remaining.popleft()
+                    continue
+                try:
+                    count = peer.stream.write(remaining[0])
+                except PeerLostError as error:
+                    self._fail_peer(peer, str(error))
+                    return True
+                if not count:
+                    return moved
+                moved = True
+                remaining[0] = remaining[0][count:]
+            _complete(peer.sends.popleft().work)
+        return moved
+
+    def _advance_receives(self, peer: PeerMessageQueues) -> bool:
+        moved = False
+        try:
+            while peer.receives or self._any_source_receives or peer.incoming is not None:
+                if peer.incoming is None and not self._read_header(peer):
+                    return moved
+                message = peer.incoming
+                assert message is not None
+                if message.data is None and not self._match_receive(peer, message):
+                    return moved
+                assert message.data is not None
+                if message.received_bytes < message.length:
+                    count = peer.stream.read(message.data[message.received_bytes :])
+                    if not count:
+                        return moved
+                    message.received_bytes += count
+                moved = True
+                if message.received_bytes == message.length:
+                    peer.incoming = None
+                    self._deliver(peer, message)
+        except PeerLostError as error:
+            self._fail_peer(peer, str(error))
+            return True
+        return moved
+
+    def _read_header(self, peer: PeerMessageQueues) -> bool:
+        peer.header_received_bytes += peer.stream.read(peer.header[peer.header_received_bytes :])
+        if peer.header_received_bytes < ALIGNMENT_BYTES:
+            return False
+        peer.header_received_bytes = 0
+        tag, length, description = _HEADER.unpack(bytes(peer.header.tolist()))
+        peer.incoming = IncomingMessage(tag, length, description.rstrip(b"\0").decode(errors="replace"), peer.rank)
+        return True
+
+    def _match_receive(self, peer: PeerMessageQueues, message: IncomingMessage) -> bool:
+        """A receive with this tag; or room of its own, when a receive with another tag waits behind it."""
+        for receives in (peer.receives, self._any_source_receives):
+            for receive in receives:
+                if receive.tag == message.tag:
+                    receives.remove(receive)
+                    message.receive = receive
+                    data = flat_bytes(receive.tensor)
+                    # What does not fit is still read to its end, so that the next message can be.
+                    message.data = data if len(data) == message.length else _temporary_buffer(message)
+                    return True
+        if not peer.receives and not self._any_source_receives:
+            return False
+        message.data = _temporary_buffer(message)
+        peer.unexpected.append(message)
+        return True
+
+    def _match_unexpected(self, peer: PeerMessageQueues, receive: PostedReceive) -> bool:
+        for message in peer.unexpected:
+            if message.tag == receive.tag and message.receive is None:
+                message.receive = receive
+                if message.received_bytes == message.length:
+                    self._deliver(peer, message)
+                return True
+        return False
+
+    def _deliver(self, peer: PeerMessageQueues, message: IncomingMessage) -> None:
+        receive = message.receive
+        if receive is None:
+            return
+        if message in peer.unexpected:
+            peer.unexpected.remove(message)
+        data = flat_bytes(receive.tensor)
+        receive.work.source = message.source
+        if len(data) != message.length or _described_dtype(receive.description) != _described_dtype(
+            message.description
+        ):
+            _complete(
+                receive.work,
+                CollectiveError(
+                    f"rank {self.rank} receives {receive.description} ({len(data)} bytes) from rank {message.source} with tag "
+                    f"{message.tag}, which sent {message.description} ({message.length} bytes)"
+                ),
+            )
+            return
+        if message.data is not None and message.data.data_ptr() != data.data_ptr():
+            data.copy_(message.data)
+        _complete(receive.work)
+
+    def _fail_lost_peers(self) -> None:
+        if time.monotonic() - self._last_liveness_check < _LIVENESS_CHECK_S:
+            return
+        self._last_liveness_check = time.monotonic()
+        with self._lock:
+            self._progress()
+            for peer in self.peers.values():
+                if (
+                    (peer.sends or peer.open_receives())
+                    and (reason := self._lost_reason(peer.rank))
+                    and peer.stream.is_drained
+                ):
+                    self._fail_peer(peer, reason)
+            if self._any_source_receives and all(
+                self._lost_reason(rank) and peer.stream.is_drained for rank, peer in self.peers.items()
+            ):
+                for receive in self._any_source_receives:
+                    _complete(
+                        receive.work, PeerLostError(f"rank {self.rank} receives from any rank, but all have ended")
+                    )
+                self._any_source_receives.clear()
+
+    def _fail_peer(self, peer: PeerMessageQueues, reason: str) -> None:
+        for send in peer.sends:
+            _complete(
+                send.work, PeerLostError(f"rank {self.rank} sends {send.description} to rank {peer.rank}: {reason}")
+            )
+        for receive in peer.open_receives():
+            _complete(
+                receive.work,
+                PeerLostError(f"rank {self.rank} receives {receive.description} from rank {peer.rank}: {reason}"),
+            )
+        peer.sends.clear()
+        peer.receives.clear()
+        peer.incoming = None
+        peer.unexpected.clear()
+
+    def _describe_operation(self, work: BackendWorkHandle) -> str:
+        for peer in self.peers.values():
+            for send in peer.sends:
+                if send.work is work:
+                    return f"sending {send.description} to rank {peer.rank}"
+            for receive in peer.open_receives():
+                if receive.work is work:
+                    return f"receiving {receive.description} from rank {peer.rank} with tag {receive.tag}"
+        return "receiving from any rank"
+
+
+def _temporary_buffer(message: IncomingMessage) -> Tensor:
+    return torch.empty(message.length, dtype=torch.uint8)
+
+
+def _describe_tensor(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _described_dtype(text: str) -> str:
+    return text.partition(" ")[0]
+
+
+def _complete(work: BackendWorkHandle, error: CollectiveError | None = None) -> None:
+    work.complete(error)
+    work.notify_future()

@@ -1,0 +1,159 @@
+"""A socket to a rank of another host, and the collective traffic over it. Nothing here ever blocks but `fetch`."""
+
+import select
+import socket
+import struct
+import time
+from collections import deque
+from typing import Any
+
+from torch import Tensor, uint8
+
+from motet.collectives.shm_backend.errors import CollectiveError, PeerLostError
+
+_HEADER = struct.Struct("<QQH")
+POLL_INTERVAL_S = 0.02
+
+
+def memoryview_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    array: Any = tensor.view(-1).view(uint8).numpy()
+    return memoryview(array)
+
+
+class PeerSocket:
+    """A stream to one rank."""
+
+    def __init__(self, rank: int, stream: socket.socket) -> None:
+        stream.setblocking(False)
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.rank = rank
+        self.stream = stream
+        self.send_queue: deque[memoryview] = deque()
+        self.current_operation = "a message"
+
+    def enqueue_send(self, data: memoryview) -> None:
+        """Send it when there is room; the memory must stay as it is until then."""
+        self.send_queue.append(data)
+        self.send_queued()
+
+    def send_queued(self) -> None:
+        """Send of what was posted what there is room for."""
+        while self.send_queue:
+            data = self.send_queue.popleft()
+            sent = self.write(data)
+            if sent < len(data):
+                self.send_queue.appendleft(data[sent:])
+                break
+
+    def write(self, data: memoryview) -> int:
+        """How many bytes could be sent at once."""
+        try:
+            return self.stream.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise self._peer_lost_error(error) from error
+
+    def read(self, into: memoryview) -> int:
+        """How many bytes have come in."""
+        try:
+            count = self.stream.recv_into(into)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise self._peer_lost_error(error) from error
+        if count == 0 and len(into):
+            raise self._peer_lost_error("it has closed the connection")
+        return count
+
+    def _peer_lost_error(self, reason: object) -> PeerLostError:
+        return PeerLostError(f"{self.current_operation}: rank {self.rank}, on another host, is lost: {reason}")
+
+
+class CollectivePeerSockets:
+    """The collective traffic with ranks of other hosts."""
+
+    def __init__(self, rank: int, sockets: dict[int, PeerSocket], timeout_s: float) -> None:
+        self.rank, self.sockets, self.timeout_s = rank, sockets, timeout_s
+        self._collective_id = 0
+        self._signature = 0
+        self._header = memoryview(b"")
+        self._description = ""
+        self._header_sent_to: set[int] = set()
+        self._header_checked_from: set[int] = set()
+
+    def begin(self, collective_id: int, signature: int, description: str) -> None:
+        """What goes out first to each rank, and is compared with what comes in first, says which collective this is."""
+        self._collective_id, self._signature, self._description = collective_id, signature, description
+        encoded = description.encode()
+        self._header = memoryview(_HEADER.pack(collective_id, signature, len(encoded)) + encoded)
+        for peer_socket in self.sockets.values():
+            peer_socket.current_operation = f"rank {self.rank} in {description}"
+        self._header_sent_to.clear()
+        self._header_checked_from.clear()
+
+    def enqueue_send(self, rank: int, data: memoryview) -> None:
+        if rank not in self._header_sent_to:
+            self._header_sent_to.add(rank)
+            self.sockets[rank].enqueue_send(self._header)
+        self.sockets[rank].enqueue_send(data)
+
+    def send_queued(self) -> None:
+        for peer_socket in self.sockets.values():
+            if peer_socket.send_queue:
+                peer_socket.send_queued()
+
+    def flush(self) -> None:
+        """Until all that was posted has gone."""
+        start = time.monotonic()
+        while waiting := [link for link in self.sockets.values() if link.send_queue]:
+            self._poll_until_ready(waiting[0], select.POLLOUT, start, "take what it is sent")
+            self.send_queued()
+
+    def receive_into(self, rank: int, into: memoryview) -> None:
+        """Until so much has come in from a rank."""
+        if rank not in self._header_checked_from:
+            self._header_checked_from.add(rank)
+            self._check_header(rank)
+        self._read(rank, into)
+
+    def _read(self, rank: int, into: memoryview) -> None:
+        peer_socket = self.sockets[rank]
+        start = time.monotonic()
+        while len(into):
+            count = peer_socket.read(into)
+            into = into[count:]
+            self.send_queued()
+            if len(into) and not count:
+                self._poll_until_ready(peer_socket, select.POLLIN, start, "take part")
+
+    def _poll_until_ready(self, peer_socket: PeerSocket, event: int, start: float, expected_action: str) -> None:
+        poll = select.poll()
+        poll.register(peer_socket.stream, event)
+        for other in self.sockets.values():
+            if other.send_queue and other is not peer_socket:
+                poll.register(other.stream, select.POLLOUT)
+        poll.poll(POLL_INTERVAL_S * 1e3)
+        if time.monotonic() - start > self.timeout_s:
+            raise PeerLostError(
+                f"rank {self.rank} in {self._description}: rank {peer_socket.rank}, on another host, did not {expected_action} "
+                f"within {self.timeout_s:g} s"
+            )
+
+    def _check_header(self, rank: int) -> None:
+        header = bytearray(_HEADER.size)
+        self._read(rank, memoryview(header))
+        collective_id, signature, length = _HEADER.unpack(header)
+        description = bytearray(length)
+        self._read(rank, memoryview(description))
+        if (collective_id, signature) != (self._collective_id, self._signature):
+            raise CollectiveError(
+                f"collective number {self._collective_id} of the group differs: rank {self.rank} called {self._description}, rank "
+                f"{rank} called {description.decode()} as its number {collective_id}; every rank must call the same with equal "
+                "shapes and dtypes"
+            )
+
+    def close(self) -> None:
+        for peer_socket in self.sockets.values():
+            peer_socket.stream.close()
