@@ -67,11 +67,11 @@ def real_gradients(ranks: int, options: argparse.Namespace) -> Any:
     from motet import load_job
     from motet.data.loader import Loader
     from motet.data.prepare import prepare
-    from motet.models.build import build_trainee
+    from motet.models.build import build_trainable_model
 
     job = load_job("tiny", [f"data.batch_sequences={WARM_UP_ROWS}"])
     data = Loader(prepare(job.data), job.data, seed=0)
-    model = build_trainee(job.model, 0, torch.float32, torch.device("cpu"))
+    model = build_trainable_model(job.model, 0, torch.float32, torch.device("cpu"))
     module: Any = model.module
     optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
     for step in range(options.steps):

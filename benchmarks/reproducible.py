@@ -90,7 +90,7 @@ def stepper(way: str, stage: int, length: int, group: "Group") -> Callable[[], f
     import torch
 
     from motet import load_job
-    from motet.models.build import build_trainee
+    from motet.models.build import build_trainable_model
     from motet.parallel.communication import CommunicationSettings
     from motet.parallel.full import FullSpread
     from motet.parallel.layout import LayoutSettings, resolve_layout
@@ -100,7 +100,7 @@ def stepper(way: str, stage: int, length: int, group: "Group") -> Callable[[], f
     from motet.train.settings import OptimizerSettings
     from motet.train.step import Stepper
 
-    trainee = build_trainee(load_job("tiny").model, 0, torch.float32, group.device)
+    trainee = build_trainable_model(load_job("tiny").model, 0, torch.float32, group.device)
     parts = ROWS // group.world if way == ONE_BY_ONE else 1
     settings = LayoutSettings(zero=stage, microbatches=parts)
     layout = resolve_layout(settings, group.world, ROWS, way == REPRODUCIBLE)

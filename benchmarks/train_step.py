@@ -124,9 +124,9 @@ def module_of(model: str) -> Any:
     """A fresh module in float32 with values from the seed."""
     import torch
 
-    from motet.models.build import build_trainee
+    from motet.models.build import build_trainable_model
 
-    return build_trainee(settings_of(model), 0, torch.float32, torch.device("cpu")).module
+    return build_trainable_model(settings_of(model), 0, torch.float32, torch.device("cpu")).module
 
 
 def batches() -> list[Any]:
@@ -184,7 +184,7 @@ def motet_runner(model: str, dtype: str) -> Runner:
     import torch.distributed as dist
 
     from motet.core.batch import Batch
-    from motet.models.build import build_trainee
+    from motet.models.build import build_trainable_model
     from motet.parallel.communication import CommunicationSettings
     from motet.parallel.group import Group
     from motet.parallel.layout import Layout
@@ -195,7 +195,7 @@ def motet_runner(model: str, dtype: str) -> Runner:
     from motet.train.step import Stepper
 
     group = Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, torch.device("cpu"))
-    trainee = build_trainee(settings_of(model), 0, torch.float32, group.device)
+    trainee = build_trainable_model(settings_of(model), 0, torch.float32, group.device)
     layout = Layout(group.world, 1)
     updater = make_updater(trainee.module, OptimizerSettings(), RECIPES[dtype], group, layout, CommunicationSettings())
 

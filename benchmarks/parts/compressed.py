@@ -55,7 +55,7 @@ def bytes_per_parameter(settings: list[str]) -> float:
     import torch
 
     from motet import load_job
-    from motet.models.build import build_trainee
+    from motet.models.build import build_trainable_model
     from motet.parallel.communication import CommunicationSettings
     from motet.parallel.layout import resolve_layout
     from motet.parallel.placement import traffic
@@ -65,7 +65,7 @@ def bytes_per_parameter(settings: list[str]) -> float:
     layout = resolve_layout(job.layout, RANKS, job.data.batch_sequences)
     rings = {"all_reduce": "ring", "reduce_scatter": "ring", "all_gather": "ring"}
     manner: CommunicationSettings = job.communication.model_copy(update=rings)
-    module = build_trainee(job.model, 0, torch.float32, torch.device("cpu")).module
+    module = build_trainable_model(job.model, 0, torch.float32, torch.device("cpu")).module
     numel = sum(p.numel() for p in module.parameters())
     portions = _portions(module, job, layout)
     sent = fmean(traffic(portions, layout, RECIPES[job.precision.recipe], manner, r).total for r in range(RANKS))

@@ -50,9 +50,9 @@ PEER_NAMES = {
 def make_module() -> nn.Module:
     """The decoder of the job `tiny`, with values from the seed."""
     from motet import load_job
-    from motet.models.build import build_trainee
+    from motet.models.build import build_trainable_model
 
-    return build_trainee(load_job("tiny").model, 0, torch.float32, torch.device("cpu")).module
+    return build_trainable_model(load_job("tiny").model, 0, torch.float32, torch.device("cpu")).module
 
 
 def loss_sum(module: nn.Module, tokens: Tensor) -> tuple[Tensor, int]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from motet.core.errors import InputError
 from motet.models.adapters import add_adapters, freeze
-from motet.models.build import build_trainee
+from motet.models.build import build_trainable_model
 from motet.models.settings import AdapterSettings, DecoderSettings
 
 SIZES = {"vocab_size": 30, "context": 16, "layers": 2, "hidden": 16, "heads": 4, "ffn_hidden": 24}
@@ -17,7 +17,7 @@ TOKENS = torch.arange(10).view(2, 5)
 
 
 def decoder(**more: object) -> nn.Module:
-    return build_trainee(DecoderSettings(**SIZES, **more), 3, torch.float64, CPU).module
+    return build_trainable_model(DecoderSettings(**SIZES, **more), 3, torch.float64, CPU).module
 
 
 def test_an_adapted_model_begins_as_the_model_it_was() -> None:

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from motet.models.decoder import Decoder
-from motet.models.encoder import Encoder
-from motet.models.encoder_decoder import EncoderDecoder
-from motet.models.settings import DecoderSettings, EncoderDecoderSettings, EncoderSettings, RopeScaling
+from motet.models.arch.decoder import CausalDecoder
+from motet.models.arch.encoder import BidirectionalEncoder
+from motet.models.arch.encoder_decoder import EncoderDecoderModel
+from motet.models.settings import DecoderSettings, EncoderDecoderSettings, EncoderSettings, RopeScalingSettings
 from motet.precision.promote import float64_mode
 
 transformers = pytest.importorskip("transformers")
@@ -123,7 +123,9 @@ LLAMA3 = {
             lambda: transformers.LlamaForCausalLM(
                 transformers.LlamaConfig(**COMMON, rope_parameters=LLAMA3, tie_word_embeddings=True)
             ),
-            DecoderSettings(**OURS, norm_eps=1e-6, rope_theta=500.0, rope_scaling=RopeScaling(original_context=16)),
+            DecoderSettings(
+                **OURS, norm_eps=1e-6, rope_theta=500.0, rope_scaling=RopeScalingSettings(original_context=16)
+            ),
         ),
         (
             lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**COMMON, tie_word_embeddings=True)),
@@ -142,7 +144,7 @@ LLAMA3 = {
 )
 def test_relatives_of_llama(theirs: Callable[[], nn.Module], ours: DecoderSettings) -> None:
     other = randomised(theirs())
-    mine = load(Decoder(ours), llama_weights(other, ours.dim_per_head, ours.query_key_norm))
+    mine = load(CausalDecoder(ours), llama_weights(other, ours.dim_per_head, ours.query_key_norm))
     tokens = torch.randint(VOCAB, (3, LENGTH))
     agree(
         mine,
@@ -188,7 +190,7 @@ def test_gpt2() -> None:
         positions="learned",
         bias=True,
     )
-    mine = load(Decoder(settings), weights)
+    mine = load(CausalDecoder(settings), weights)
     tokens = torch.randint(VOCAB, (3, LENGTH))
     agree(
         mine,
@@ -202,7 +204,7 @@ def test_part_of_each_head_is_turned() -> None:
     """GPT-NeoX turns a quarter of a head. Its parallel branches are no setting of ours: only rotary is compared."""
     from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
 
-    from motet.models.rotary import Rotary, rotate
+    from motet.models.arch.rotary import RotaryEmbedding, apply_rotary
 
     head_dim, turned = 16, 4
     q = torch.randn(2, 3, LENGTH, head_dim)
@@ -212,7 +214,9 @@ def test_part_of_each_head_is_turned() -> None:
     part, _ = apply_rotary_pos_emb(q[..., :turned], q[..., :turned], angles.cos(), angles.sin())
     theirs = torch.cat((part, q[..., turned:]), -1)
     order = neighbours(torch.arange(head_dim), head_dim, turned)
-    ours = rotate(q[..., order].transpose(1, 2), Rotary(turned, 10000.0).table(positions, q.dtype))
+    ours = apply_rotary(
+        q[..., order].transpose(1, 2), RotaryEmbedding(turned, 10000.0).rotations_at(positions, q.dtype)
+    )
     assert (ours - theirs[..., order].transpose(1, 2)).abs().max() < 1e-14
 
 
@@ -260,7 +264,7 @@ def test_bert_for_masked_tokens() -> None:
         weights[f"transform.{kind}"] = given[f"cls.predictions.transform.dense.{kind}"]
         weights[f"transform_norm.{kind}"] = given[f"cls.predictions.transform.LayerNorm.{kind}"]
     weights["head.bias"] = given["cls.predictions.bias"]
-    mine = load(Encoder(EncoderSettings(**OUR_BERT)), weights)
+    mine = load(BidirectionalEncoder(EncoderSettings(**OUR_BERT)), weights)
     tokens = torch.randint(VOCAB, (3, LENGTH))
     padding = torch.ones(3, LENGTH, dtype=torch.long)
     padding[0, 9:] = 0
@@ -280,7 +284,7 @@ def test_bert_for_classes() -> None:
     for kind in ("weight", "bias"):
         weights[f"pooler.{kind}"] = given[f"bert.pooler.dense.{kind}"]
         weights[f"head.{kind}"] = given[f"classifier.{kind}"]
-    mine = load(Encoder(EncoderSettings(**OUR_BERT, head="classify", classes=3)), weights)
+    mine = load(BidirectionalEncoder(EncoderSettings(**OUR_BERT, head="classify", classes=3)), weights)
     tokens = torch.randint(1, VOCAB, (3, LENGTH))  # theirs never trains token 0, its padding
     agree(
         mine,
@@ -354,7 +358,7 @@ def test_t5(gated: bool) -> None:
         relative_distance=11,
         tied=not gated,
     )
-    mine = load(EncoderDecoder(settings), t5_weights(other, gated))
+    mine = load(EncoderDecoderModel(settings), t5_weights(other, gated))
     source, tokens = torch.randint(VOCAB, (3, 19)), torch.randint(VOCAB, (3, LENGTH))
 
     def call() -> tuple[Tensor, Tensor]:

@@ -10,9 +10,9 @@ import torch
 import transformers
 
 from motet.core.errors import InputError
-from motet.models.config import read_config, settings_from_config
+from motet.models.hf.hf_config import read_config, settings_from_config
 from motet.models.settings import DecoderSettings, EncoderDecoderSettings, EncoderSettings
-from motet.models.spec import spec_from_settings
+from motet.models.spec.model_spec import spec_from_settings
 
 LLAMA = {"vocab_size": 101, "hidden_size": 24, "intermediate_size": 33, "num_hidden_layers": 3}
 LLAMA |= {"num_attention_heads": 6, "bos_token_id": 0, "eos_token_id": 1}
@@ -98,7 +98,7 @@ def test_parameters_equal_those_of_transformers(model_type: str, values: dict[st
     config = {"model_type": model_type, **values}
     ours = spec_from_settings(settings_from_config(config))
     theirs = built_by_transformers(config)
-    assert ours.parameters == sum(p.numel() for p in theirs.parameters())
+    assert ours.parameter_count == sum(p.numel() for p in theirs.parameters())
 
 
 @pytest.mark.parametrize(

@@ -4,21 +4,21 @@ import pytest
 import torch
 
 from motet.core.errors import InputError
-from motet.models.build import Trainee, build_trainee
-from motet.models.generate import generate
+from motet.models.build import TrainableModel, build_trainable_model
+from motet.models.generate import generate_tokens
 from motet.models.settings import DecoderSettings, EncoderSettings
 
 SIZES = {"vocab_size": 30, "context": 6, "layers": 1, "hidden": 16, "heads": 4, "ffn_hidden": 24}
 
 
 @pytest.fixture
-def model() -> Trainee:
+def model() -> TrainableModel:
     settings = DecoderSettings(**SIZES, dropout=0.5, init_std=0.5)
-    return build_trainee(settings, 1, torch.float32, torch.device("cpu"))
+    return build_trainable_model(settings, 1, torch.float32, torch.device("cpu"))
 
 
-def test_the_likeliest_token_each_time_also_beyond_the_context(model: Trainee) -> None:
-    written = generate(model, [1, 2, 3], 8, seed=0, temperature=0)
+def test_the_likeliest_token_each_time_also_beyond_the_context(model: TrainableModel) -> None:
+    written = generate_tokens(model, [1, 2, 3], 8, seed=0, temperature=0)
     assert len(written) == 8
     assert model.module.training  # as it was before
     model.module.eval()
@@ -27,22 +27,22 @@ def test_the_likeliest_token_each_time_also_beyond_the_context(model: Trainee) -
         assert written[n] == int(model.module(torch.tensor([seen]))[0, -1].argmax())
 
 
-def test_samples_depend_on_the_seed_alone(model: Trainee) -> None:
-    written = generate(model, [1], 12, seed=5)
+def test_samples_depend_on_the_seed_alone(model: TrainableModel) -> None:
+    written = generate_tokens(model, [1], 12, seed=5)
     torch.manual_seed(9)
-    assert generate(model, [1], 12, seed=5) == written
-    assert generate(model, [1], 12, seed=6) != written
-    assert generate(model, [1], 4, seed=5) == written[:4]
+    assert generate_tokens(model, [1], 12, seed=5) == written
+    assert generate_tokens(model, [1], 12, seed=6) != written
+    assert generate_tokens(model, [1], 4, seed=5) == written[:4]
 
 
-def test_the_top_token_alone_is_the_likeliest(model: Trainee) -> None:
-    assert generate(model, [1], 8, seed=3, top_k=1) == generate(model, [1], 8, seed=0, temperature=0)
-    assert len(set(generate(model, [1], 20, seed=3, top_k=1000, temperature=50.0))) > 10
+def test_the_top_token_alone_is_the_likeliest(model: TrainableModel) -> None:
+    assert generate_tokens(model, [1], 8, seed=3, top_k=1) == generate_tokens(model, [1], 8, seed=0, temperature=0)
+    assert len(set(generate_tokens(model, [1], 20, seed=3, top_k=1000, temperature=50.0))) > 10
 
 
-def test_what_cannot_be_continued(model: Trainee) -> None:
-    encoder = build_trainee(EncoderSettings(**SIZES), 1, torch.float32, torch.device("cpu"))
+def test_what_cannot_be_continued(model: TrainableModel) -> None:
+    encoder = build_trainable_model(EncoderSettings(**SIZES), 1, torch.float32, torch.device("cpu"))
     with pytest.raises(InputError, match=r"only a causal decoder"):
-        generate(encoder, [1], 1, seed=0)
+        generate_tokens(encoder, [1], 1, seed=0)
     with pytest.raises(InputError, match=r"at least one token"):
-        generate(model, [], 1, seed=0)
+        generate_tokens(model, [], 1, seed=0)

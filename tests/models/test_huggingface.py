@@ -11,10 +11,10 @@ from torch import Tensor
 
 from motet.core.batch import Batch
 from motet.core.errors import InputError
-from motet.models import huggingface
-from motet.models.build import Trainee, build_module, build_trainee
-from motet.models.config import read_config
-from motet.models.settings import AdapterSettings, ModuleSettings
+from motet.models.build import TrainableModel, build_module, build_trainable_model
+from motet.models.hf import hf_model
+from motet.models.hf.hf_config import read_config
+from motet.models.settings import AdapterSettings, UserModuleSettings
 from motet.precision.promote import float64_mode
 
 transformers = pytest.importorskip("transformers")
@@ -75,12 +75,12 @@ def folder(path: Path, config: dict[str, Any]) -> Path:
     return path
 
 
-def settings(path: Path, **more: Any) -> ModuleSettings:
-    return ModuleSettings(factory=f"hf:{path}", **more)
+def settings(path: Path, **more: Any) -> UserModuleSettings:
+    return UserModuleSettings(factory=f"hf:{path}", **more)
 
 
-def trainee(path: Path, seed: int = 1, dtype: torch.dtype = torch.float64, **more: Any) -> Trainee:
-    return build_trainee(settings(path, **more), seed, dtype, CPU)
+def trainee(path: Path, seed: int = 1, dtype: torch.dtype = torch.float64, **more: Any) -> TrainableModel:
+    return build_trainable_model(settings(path, **more), seed, dtype, CPU)
 
 
 def one(length: int, seed: int) -> Batch:
@@ -122,7 +122,7 @@ def test_packed_documents_are_as_the_documents_alone(tmp_path: Path, name: str) 
         joined = replace(packed(batches), documents=None, positions=None, source_documents=None)
         assert abs(model.loss_sum(joined) - alone) > 1e-3
         assert model.vocab_size == 30
-        assert model.continues == (name not in ("bert", "t5"))
+        assert model.is_autoregressive == (name not in ("bert", "t5"))
 
 
 def test_classes(tmp_path: Path) -> None:
@@ -177,13 +177,13 @@ def test_arguments_replace_values_of_the_config(tmp_path: Path) -> None:
 def test_the_number_of_classes_is_an_argument(tmp_path: Path) -> None:
     path = folder(tmp_path, dict(CONFIGS["bert"], architectures=["BertForSequenceClassification"]))
     model = trainee(path, arguments={"num_labels": 5})
-    assert (model.objective, model.outcomes) == ("classify", 5)
+    assert (model.objective, model.num_classes) == ("classify", 5)
     assert model.logits(one(6, 1)).shape == (1, 5)
 
 
 def test_the_config_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Path] = []
-    monkeypatch.setattr(huggingface, "read_config", lambda path: read.append(path) or read_config(path))
+    monkeypatch.setattr(hf_model, "read_config", lambda path: read.append(path) or read_config(path))
     trainee(folder(tmp_path, CONFIGS["llama"])).loss_sum(one(6, 1))
     assert read == [tmp_path]
 
@@ -297,7 +297,7 @@ def test_places_where_there_is_nothing(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"cannot read .*nowhere"):
         trainee(tmp_path / "nowhere")
     with pytest.raises(InputError, match=r"cannot read gpt2"):
-        build_module(ModuleSettings(factory="hf:gpt2"))
+        build_module(UserModuleSettings(factory="hf:gpt2"))
 
 
 def test_a_vocabulary_of_another_size(tmp_path: Path) -> None:

@@ -7,33 +7,40 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from motet.models.build import build_trainee
-from motet.models.initial import CHUNK, initialise, rule_for, values
+from motet.models.build import build_trainable_model
 from motet.models.settings import DecoderSettings, EncoderDecoderSettings, EncoderSettings
+from motet.models.weight_init import VALUES_PER_CHUNK, init_rule_for, initialize_parameters, standard_normal_values
 
 SIZES = {"vocab_size": 30, "context": 16, "layers": 2, "hidden": 16, "heads": 4, "ffn_hidden": 24}
 
 
-@given(st.integers(0, 3 * CHUNK), st.integers(0, 2 * CHUNK))
+@given(st.integers(0, 3 * VALUES_PER_CHUNK), st.integers(0, 2 * VALUES_PER_CHUNK))
 @settings(max_examples=30, deadline=None)
 def test_any_stretch_is_a_part_of_the_whole(start: int, length: int) -> None:
-    whole = values(1, "blocks.0.ffn.up.weight", 0, 5 * CHUNK)
-    assert np.array_equal(values(1, "blocks.0.ffn.up.weight", start, start + length), whole[start : start + length])
+    whole = standard_normal_values(1, "blocks.0.ffn.up.weight", 0, 5 * VALUES_PER_CHUNK)
+    assert np.array_equal(
+        standard_normal_values(1, "blocks.0.ffn.up.weight", start, start + length), whole[start : start + length]
+    )
 
 
 def test_values_are_standard_normal_and_differ_by_seed_name_and_chunk() -> None:
-    drawn = values(1, "a", 0, 4 * CHUNK)
+    drawn = standard_normal_values(1, "a", 0, 4 * VALUES_PER_CHUNK)
     assert drawn.dtype == np.float32
     n = drawn.size
     assert abs(drawn.mean()) < 5 / n**0.5
     assert abs(drawn.var() - 1) < 5 * (2 / n) ** 0.5
-    starts = {float(values(s, name, at, at + 1)[0]) for s in (1, 2) for name in "ab" for at in (0, CHUNK)}
+    starts = {
+        float(standard_normal_values(s, name, at, at + 1)[0])
+        for s in (1, 2)
+        for name in "ab"
+        for at in (0, VALUES_PER_CHUNK)
+    }
     assert len(starts) == 8
 
 
 def test_these_very_values_are_drawn() -> None:
     """A change here means that no earlier run can be repeated."""
-    assert values(0, "embedding.weight", 65_535, 65_538).tolist() == pytest.approx(GOLDEN, rel=0, abs=0)
+    assert standard_normal_values(0, "embedding.weight", 65_535, 65_538).tolist() == pytest.approx(GOLDEN, rel=0, abs=0)
 
 
 GOLDEN = [-0.4413715600967407, 0.6043145656585693, -0.45760712027549744]
@@ -41,7 +48,7 @@ GOLDEN = [-0.4413715600967407, 0.6043145656585693, -0.45760712027549744]
 
 def test_values_do_not_depend_on_the_order_of_construction() -> None:
     settings = DecoderSettings(**SIZES, norm="layer", bias=True)
-    model = build_trainee(settings, 7, torch.float32, torch.device("cpu")).module
+    model = build_trainable_model(settings, 7, torch.float32, torch.device("cpu")).module
     block = model.get_submodule("blocks.1")
 
     class Alone(nn.Module):
@@ -52,7 +59,7 @@ def test_values_do_not_depend_on_the_order_of_construction() -> None:
             self.blocks = nn.ModuleList([nn.Identity(), block.__class__(settings)])
 
     alone = Alone()
-    initialise(alone, settings, 7)
+    initialize_parameters(alone, settings, 7)
     for name, parameter in alone.named_parameters():
         assert torch.equal(parameter, model.get_parameter(name)), name
 
@@ -60,35 +67,35 @@ def test_values_do_not_depend_on_the_order_of_construction() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_dtypes_hold_the_same_values(dtype: torch.dtype) -> None:
     settings = DecoderSettings(**SIZES)
-    single, other = (build_trainee(settings, 7, d, torch.device("cpu")).module for d in (torch.float32, dtype))
+    single, other = (build_trainable_model(settings, 7, d, torch.device("cpu")).module for d in (torch.float32, dtype))
     for name, parameter in single.named_parameters():
         assert torch.equal(parameter.to(dtype), other.get_parameter(name)), name
 
 
 def test_table() -> None:
     decoder = DecoderSettings(**SIZES, init_std=0.1)
-    assert rule_for(decoder, "blocks.0.attention_norm.weight").value == 1
-    assert rule_for(decoder, "norm.weight").value == 1
-    assert rule_for(decoder, "blocks.1.attention.query_norm.weight").value == 1
-    assert rule_for(decoder, "blocks.0.ffn.up.bias") == rule_for(decoder, "head.bias")
-    assert rule_for(decoder, "head.bias").std == 0
-    assert rule_for(decoder, "blocks.0.attention.qkv.weight").std == 0.1
-    assert rule_for(decoder, "blocks.0.attention.output.weight").std == 0.1 / 2
-    assert rule_for(decoder, "blocks.0.ffn.down.weight").std == 0.1 / 2
+    assert init_rule_for(decoder, "blocks.0.attention_norm.weight").value == 1
+    assert init_rule_for(decoder, "norm.weight").value == 1
+    assert init_rule_for(decoder, "blocks.1.attention.query_norm.weight").value == 1
+    assert init_rule_for(decoder, "blocks.0.ffn.up.bias") == init_rule_for(decoder, "head.bias")
+    assert init_rule_for(decoder, "head.bias").std == 0
+    assert init_rule_for(decoder, "blocks.0.attention.qkv.weight").std == 0.1
+    assert init_rule_for(decoder, "blocks.0.attention.output.weight").std == 0.1 / 2
+    assert init_rule_for(decoder, "blocks.0.ffn.down.weight").std == 0.1 / 2
     encoder = EncoderSettings(**SIZES, init_std=0.1)
-    assert rule_for(encoder, "blocks.0.ffn.down.weight").std == 0.1
+    assert init_rule_for(encoder, "blocks.0.ffn.down.weight").std == 0.1
     both = EncoderDecoderSettings(**SIZES, init_std=0.1, decoder_layers=3)
-    assert rule_for(both, "embedding.weight").std == pytest.approx(0.4)
-    assert rule_for(both, "encoder.blocks.0.ffn.down.weight").std == 0.1 / 2
-    assert rule_for(both, "decoder.blocks.0.cross.output.weight").std == 0.1 / 3
+    assert init_rule_for(both, "embedding.weight").std == pytest.approx(0.4)
+    assert init_rule_for(both, "encoder.blocks.0.ffn.down.weight").std == 0.1 / 2
+    assert init_rule_for(both, "decoder.blocks.0.cross.output.weight").std == 0.1 / 3
 
 
 def test_every_parameter_is_set() -> None:
     ours = (DecoderSettings(**SIZES), EncoderSettings(**SIZES), EncoderDecoderSettings(**SIZES, tied=False))
     for kind in ours:
-        model = build_trainee(kind, 0, torch.float32, torch.device("cpu")).module
+        model = build_trainable_model(kind, 0, torch.float32, torch.device("cpu")).module
         for name, parameter in model.named_parameters():
-            rule = rule_for(kind, name)
+            rule = init_rule_for(kind, name)
             assert parameter.isfinite().all()
             if rule.std == 0:
                 assert (parameter == rule.value).all()

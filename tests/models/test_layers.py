@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from motet.models.activations import ACTIVATIONS, activate, gate
-from motet.models.attention import Pattern, attend, causal_pattern, full_pattern
-from motet.models.attention_cpu import tiled_attention
-from motet.models.norms import LayerNorm, rms_norm
-from motet.models.rotary import Rotary, rotate
-from motet.models.settings import Activation, RopeScaling
+from motet.models.arch.activations import ACTIVATIONS, activate, gated_activation
+from motet.models.arch.amx_attention import tiled_attention
+from motet.models.arch.attention import AttentionMask, bidirectional_mask, causal_mask, dot_product_attention
+from motet.models.arch.norms import LayerNorm, rms_norm
+from motet.models.arch.rotary import RotaryEmbedding, apply_rotary
+from motet.models.settings import ActivationName, RopeScalingSettings
 
 
 @pytest.fixture(autouse=True)
@@ -69,11 +69,11 @@ def test_norms_in_bfloat16_have_statistics_in_float32(norm: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
-def test_gated_activation(name: Activation) -> None:
+def test_gated_activation(name: ActivationName) -> None:
     x = doubles(3, 4, 10)
     first, second = x.chunk(2, -1)
-    assert (gate(x, name) - activate(first, name) * second).abs().max() < 1e-15
-    assert torch.autograd.gradcheck(lambda x: gate(x, name), (x,))
+    assert (gated_activation(x, name) - activate(first, name) * second).abs().max() < 1e-15
+    assert torch.autograd.gradcheck(lambda x: gated_activation(x, name), (x,))
 
 
 def test_activations_are_what_their_names_say() -> None:
@@ -90,10 +90,10 @@ def test_activations_are_what_their_names_say() -> None:
 
 def test_scores_of_turned_heads_depend_on_the_distance_alone() -> None:
     q, k = doubles(8, grad=False), doubles(8, grad=False)
-    rotary = Rotary(8, 100.0, RopeScaling(original_context=8))
+    rotary = RotaryEmbedding(8, 100.0, RopeScalingSettings(original_context=8))
 
     def score(at: int, other: int) -> Tensor:
-        turned = rotate(torch.stack((q, k)).unsqueeze(1), rotary.table(torch.tensor([at, other]), q.dtype))
+        turned = apply_rotary(torch.stack((q, k)).unsqueeze(1), rotary.rotations_at(torch.tensor([at, other]), q.dtype))
         return (turned[0] * turned[1]).sum()
 
     assert abs(score(3, 7) - score(1003, 1007)) < 1e-13
@@ -102,12 +102,12 @@ def test_scores_of_turned_heads_depend_on_the_distance_alone() -> None:
 
 def test_rotary_keeps_dtype_and_norm_and_has_a_gradient() -> None:
     x = doubles(2, 5, 3, 6)
-    table = Rotary(4, 10.0).table(torch.arange(5), x.dtype)
-    assert torch.allclose(rotate(x, table).norm(dim=-1), x.norm(dim=-1), rtol=1e-14, atol=0)
-    assert torch.equal(rotate(x, table)[..., 4:], x[..., 4:])
-    assert torch.autograd.gradcheck(lambda x: rotate(x, table), (x,))
+    table = RotaryEmbedding(4, 10.0).rotations_at(torch.arange(5), x.dtype)
+    assert torch.allclose(apply_rotary(x, table).norm(dim=-1), x.norm(dim=-1), rtol=1e-14, atol=0)
+    assert torch.equal(apply_rotary(x, table)[..., 4:], x[..., 4:])
+    assert torch.autograd.gradcheck(lambda x: apply_rotary(x, table), (x,))
     low = x.detach().bfloat16()
-    assert rotate(low, Rotary(4, 10.0).table(torch.arange(5), low.dtype)).dtype == torch.bfloat16
+    assert apply_rotary(low, RotaryEmbedding(4, 10.0).rotations_at(torch.arange(5), low.dtype)).dtype == torch.bfloat16
 
 
 # --- attention ---------------------------------------------------------------------------------------
@@ -140,32 +140,32 @@ def test_causal_attention(window: int | None, with_documents: bool) -> None:
     seen = seen.expand(2, 4, 9, 9)
     if documents is not None:
         seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
-    pattern = causal_pattern(torch.zeros(2, 9), window, documents, q.dtype)
+    pattern = causal_mask(torch.zeros(2, 9), window, documents, q.dtype)
     assert (pattern.bias is None) == (documents is None and window in (None, 100))  # the fast path where it can be
-    assert (attend(q, k, v, pattern, 0.3) - by_formula(q, k, v, seen, 0.3)).abs().max() < 1e-14
+    assert (dot_product_attention(q, k, v, pattern, 0.3) - by_formula(q, k, v, seen, 0.3)).abs().max() < 1e-14
 
 
 def test_attention_to_another_sequence_stays_within_documents_and_is_never_empty() -> None:
     q, _, _ = heads(5)
     _, k, v = heads(7)
     documents, sources = torch.tensor([[0, 0, 1, 1, 9]] * 2), torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * 2)
-    out = attend(q, k, v, full_pattern(documents, sources, q.dtype), 1.0)
+    out = dot_product_attention(q, k, v, bidirectional_mask(documents, sources, q.dtype), 1.0)
     seen = (documents[:, None, :, None] == sources[:, None, None, :]).expand(2, 4, 5, 7)
     assert (out - by_formula(q, k, v, seen, 1.0))[:, :4].abs().max() < 1e-14
     assert out.isfinite().all()
-    assert attend(q, k, v, full_pattern(None, None, q.dtype), 1.0).shape == (2, 5, 32)
+    assert dot_product_attention(q, k, v, bidirectional_mask(None, None, q.dtype), 1.0).shape == (2, 5, 32)
 
 
 def test_learned_biases_are_added_within_the_pattern() -> None:
     q, k, v = heads(6)
     bias = doubles(1, 4, 6, 6)
-    pattern = Pattern(causal=True).plus(bias)
+    pattern = AttentionMask(causal=True).with_bias(bias)
     scores = torch.einsum("rthd,rshd->rhts", q, k.repeat_interleave(2, 2)) + bias
     seen = torch.ones(6, 6, dtype=torch.bool).tril()
     probabilities = scores.masked_fill(~seen, float("-inf")).softmax(-1)
     expected = torch.einsum("rhts,rshd->rthd", probabilities, v.repeat_interleave(2, 2)).flatten(2)
-    assert (attend(q, k, v, pattern, 1.0) - expected).abs().max() < 1e-14
-    attend(q, k, v, pattern, 1.0).sum().backward()
+    assert (dot_product_attention(q, k, v, pattern, 1.0) - expected).abs().max() < 1e-14
+    dot_product_attention(q, k, v, pattern, 1.0).sum().backward()
     assert bias.grad is not None and bias.grad.norm() > 0
 
 
@@ -175,7 +175,7 @@ def test_gradient_of_attention_in_bfloat16() -> None:
     grads = []
     for dtype in (torch.bfloat16, torch.float64):
         q, k, v = (x.clone().to(dtype).requires_grad_() for x in given)
-        attend(q, k, v, Pattern(causal=True), 0.3).square().sum().backward()
+        dot_product_attention(q, k, v, AttentionMask(causal=True), 0.3).square().sum().backward()
         grads.append([x.grad.double() for x in (q, k, v)])
     for low, exact in zip(*grads, strict=True):
         assert (low - exact).norm() < 2**-7 * exact.norm()
@@ -190,7 +190,7 @@ def test_gradient_of_attention_in_tiles(length: int, kind: str) -> None:
     if kind in ("documents", "rows"):
         rows = 2 if kind == "rows" else 1
         documents = torch.randint(3, (rows, length)).sort(1).values
-        bias = causal_pattern(torch.zeros(rows, length), None, documents, q.dtype).bias
+        bias = causal_mask(torch.zeros(rows, length), None, documents, q.dtype).bias
     causal = kind != "full"
     grad = torch.randn(q.shape, dtype=q.dtype)
     expected = F.scaled_dot_product_attention(

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from motet.models import loss
+from motet.models.arch import loss
 
 
 def _case(rows: int, vocab: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
@@ -21,8 +21,8 @@ def _case(rows: int, vocab: int, dtype: torch.dtype = torch.float64) -> tuple[to
 @pytest.mark.parametrize("rows", [1, 7, 64, 200])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_equals_the_plain_head_and_loss(rows: int, with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss, "PIECE_BYTES", {"cpu": 1})  # the smallest pieces: 8 rows
-    monkeypatch.setattr(loss, "BLOCK_BYTES", 100 * 11 * 8)
+    monkeypatch.setattr(loss, "SOFTMAX_CHUNK_BYTES", {"cpu": 1})  # the smallest pieces: 8 rows
+    monkeypatch.setattr(loss, "LOGITS_BLOCK_BYTES", 100 * 11 * 8)
     hidden, weight, bias, targets, weights = _case(rows, 11)
     inputs = [hidden, weight, *([bias] if with_bias else [])]
     plain = [x.clone().requires_grad_() for x in inputs]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from motet.core.batch import Batch
-from motet.models.build import Trainee, build_trainee
+from motet.models.build import TrainableModel, build_trainable_model
 from motet.models.settings import DecoderSettings, EncoderDecoderSettings, EncoderSettings, ModelSettings
 from motet.precision.promote import float64_mode
 
@@ -22,8 +22,8 @@ MODELS: dict[str, ModelSettings] = {
 LENGTHS = (5, 4, 3)
 
 
-def trained(settings: ModelSettings) -> Trainee:
-    return build_trainee(settings, 3, torch.float64, torch.device("cpu"))
+def trained(settings: ModelSettings) -> TrainableModel:
+    return build_trainable_model(settings, 3, torch.float64, torch.device("cpu"))
 
 
 def documents_of(seed: int) -> list[Batch]:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from motet.core.batch import Batch
 from motet.core.errors import InputError
-from motet.models.build import Trainee, build_trainee
-from motet.models.randomness import LogicalRandomness, can_drop
+from motet.models.build import TrainableModel, build_trainable_model
+from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode, has_dropout
 from motet.models.settings import DecoderSettings, EncoderDecoderSettings, EncoderSettings, ModelSettings
 from motet.precision.promote import float64_mode
 
@@ -28,7 +28,7 @@ SIZES = {
 
 
 def masks(step: int = 0, rows: Tensor = ROWS, seed: int = 1, sites: int = 2) -> list[Tensor]:
-    with LogicalRandomness(seed).at(step, rows):
+    with LayoutInvariantDropoutMode(seed).for_rows(step, rows):
         return [F.dropout(torch.ones(len(rows), 40, dtype=torch.float64), 0.25) for _ in range(sites)]
 
 
@@ -44,16 +44,16 @@ def test_a_mask_depends_on_seed_step_site_and_row() -> None:
 
 
 def test_share_of_what_is_dropped() -> None:
-    with LogicalRandomness(0).at(0, ROWS):
+    with LayoutInvariantDropoutMode(0).for_rows(0, ROWS):
         kept = F.dropout(torch.ones(4, 10_000), 0.1) > 0
     assert abs(kept.float().mean() - 0.9) < 5 * (0.09 / 40_000) ** 0.5
 
 
 def test_flattened_rows_and_whole_channels() -> None:
-    with LogicalRandomness(1).at(0, ROWS):
+    with LayoutInvariantDropoutMode(1).for_rows(0, ROWS):
         flat = F.dropout(torch.ones(4 * 10, 4, dtype=torch.float64), 0.25)
     assert torch.equal(flat.view(4, 40), masks()[0])
-    with LogicalRandomness(1).at(0, ROWS):
+    with LayoutInvariantDropoutMode(1).for_rows(0, ROWS):
         channels = F.dropout2d(torch.ones(4, 20, 3, 3), 0.5)
     assert torch.equal(channels, channels[:, :, :1, :1].expand(4, 20, 3, 3))
     assert 0 < channels[:, :, 0, 0].mean() < 2
@@ -70,12 +70,12 @@ def test_flattened_rows_and_whole_channels() -> None:
 )
 def test_nothing_is_dropped_unasked(drop: Callable[[Tensor], Tensor]) -> None:
     x = torch.ones(4, 5)
-    with LogicalRandomness(1).at(0, ROWS):
+    with LayoutInvariantDropoutMode(1).for_rows(0, ROWS):
         assert torch.equal(drop(x), x)
 
 
 def test_in_place_and_everything() -> None:
-    with LogicalRandomness(1).at(0, ROWS):
+    with LayoutInvariantDropoutMode(1).for_rows(0, ROWS):
         x = torch.ones(4, 40, dtype=torch.float64)
         assert nn.Dropout(0.25, inplace=True)(x) is x
         assert torch.equal(x, masks()[0])
@@ -93,12 +93,12 @@ def test_attention_in_the_open_is_attention(grouped: bool, hidden: str) -> None:
     mask = {"mask": seen, "bias": torch.randn(6, 6, dtype=torch.float64)}.get(hidden)
     given = {"attn_mask": mask, "is_causal": hidden == "causal", "scale": 0.4, "enable_gqa": grouped}
     expected = F.scaled_dot_product_attention(q, k, v, **given)
-    mode = LogicalRandomness(1)
-    with mode.at(0, ROWS):
+    mode = LayoutInvariantDropoutMode(1)
+    with mode.for_rows(0, ROWS):
         assert torch.equal(F.scaled_dot_product_attention(q, k, v, **given), expected)
-        assert mode.site == 0
+        assert mode.dropout_index == 0
         barely = F.scaled_dot_product_attention(q, k, v, dropout_p=1e-12, **given)
-        assert mode.site == 1
+        assert mode.dropout_index == 1
         dropped = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5, **given)
     assert (barely - expected).abs().max() < 1e-11
     assert (dropped - expected).abs().max() > 0.1
@@ -107,7 +107,7 @@ def test_attention_in_the_open_is_attention(grouped: bool, hidden: str) -> None:
 def test_what_does_not_follow_rows_is_refused() -> None:
     attention = nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True)
     x = torch.ones(4, 5, 8)
-    with LogicalRandomness(1).at(0, ROWS):
+    with LayoutInvariantDropoutMode(1).for_rows(0, ROWS):
         with pytest.raises(InputError, match=r"no multiple of the 4 rows"):
             F.dropout(torch.ones(5, 3), 0.5)
         with pytest.raises(InputError, match=r"nn.MultiheadAttention with dropout = 0.1"):
@@ -120,11 +120,11 @@ def test_what_does_not_follow_rows_is_refused() -> None:
 
 
 def test_whether_anything_can_be_dropped() -> None:
-    assert can_drop(nn.Sequential(nn.Dropout(0.1)))
-    assert not can_drop(nn.Sequential(nn.Dropout(0.0)))
-    assert can_drop(nn.Linear(2, 2), {"attention_dropout": 0.1})
-    assert can_drop(nn.Linear(2, 2), {"text_config": {"attention_dropout": 0.1}})
-    assert not can_drop(nn.Linear(2, 2), {"attention_dropout": 0.0, "resid_dropout": None, "size": 4})
+    assert has_dropout(nn.Sequential(nn.Dropout(0.1)))
+    assert not has_dropout(nn.Sequential(nn.Dropout(0.0)))
+    assert has_dropout(nn.Linear(2, 2), {"attention_dropout": 0.1})
+    assert has_dropout(nn.Linear(2, 2), {"text_config": {"attention_dropout": 0.1}})
+    assert not has_dropout(nn.Linear(2, 2), {"attention_dropout": 0.0, "resid_dropout": None, "size": 4})
 
 
 # --- whole models ------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def batch(vocab: int, rows: slice = slice(None)) -> Batch:
     return Batch(tokens[rows], targets[rows], torch.ones(4, 7)[rows], rows=ROWS[rows], source=source[rows])
 
 
-def summed_gradients(model: Trainee, vocab: int, parts: list[slice]) -> tuple[float, list[Tensor]]:
+def summed_gradients(model: TrainableModel, vocab: int, parts: list[slice]) -> tuple[float, list[Tensor]]:
     model.module.zero_grad()
     total = 0.0
     for part in parts:
@@ -148,7 +148,7 @@ def summed_gradients(model: Trainee, vocab: int, parts: list[slice]) -> tuple[fl
     return total, [p.grad.clone() for p in model.module.parameters() if p.grad is not None]
 
 
-def check_layouts_agree(model: Trainee, vocab: int) -> None:
+def check_layouts_agree(model: TrainableModel, vocab: int) -> None:
     whole, grads = summed_gradients(model, vocab, [slice(0, 4)])
     assert abs(whole - summed_gradients(model, vocab, [slice(0, 4)])[0]) == 0
     for parts in ([slice(0, 2), slice(2, 4)], [slice(0, 1), slice(1, 4)]):
@@ -172,10 +172,10 @@ def check_layouts_agree(model: Trainee, vocab: int) -> None:
 )
 def test_our_models_do_not_depend_on_the_split_of_the_batch(settings: ModelSettings) -> None:
     with float64_mode():
-        check_layouts_agree(build_trainee(settings, 1, torch.float64, torch.device("cpu")), 30)
+        check_layouts_agree(build_trainable_model(settings, 1, torch.float64, torch.device("cpu")), 30)
 
 
 def test_models_without_dropout_have_no_mode() -> None:
-    model = build_trainee(DecoderSettings(**{**SIZES, "dropout": 0.0}), 1, torch.float32, torch.device("cpu"))
+    model = build_trainable_model(DecoderSettings(**{**SIZES, "dropout": 0.0}), 1, torch.float32, torch.device("cpu"))
     with model.randomness(0, ROWS) as entered:
         assert entered is None

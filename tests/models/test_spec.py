@@ -9,9 +9,16 @@ from hypothesis import strategies as st
 
 import motet
 from motet.core.errors import InputError
-from motet.models.pieces import Attention, AttentionCount, Matmul, Per, Saved, Shape
-from motet.models.settings import DecoderSettings, EncoderDecoderSettings, EncoderSettings, ModuleSettings
-from motet.models.spec import ModelSpec, spec_from_settings
+from motet.models.settings import DecoderSettings, EncoderDecoderSettings, EncoderSettings, UserModuleSettings
+from motet.models.spec.flops_and_memory import (
+    AttentionFlopsRule,
+    AttentionSpec,
+    CountedPer,
+    MatmulSpec,
+    MicroBatchShape,
+    SavedActivation,
+)
+from motet.models.spec.model_spec import ModelSpec, spec_from_settings
 from motet.train.job import builtin_jobs
 
 # Of the published checkpoints, exact; those of GPT-3 and Nemotron-4 follow from published sizes, and DeepSeek-V3 is
@@ -38,8 +45,8 @@ def spec_of(job: str) -> ModelSpec:
 @pytest.mark.parametrize("job", PARAMETERS)
 def test_published_totals(job: str) -> None:
     spec = spec_of(job)
-    assert spec.parameters == PARAMETERS[job]
-    assert spec.active_parameters == ACTIVE.get(job, PARAMETERS[job])
+    assert spec.parameter_count == PARAMETERS[job]
+    assert spec.active_parameter_count == ACTIVE.get(job, PARAMETERS[job])
 
 
 @pytest.mark.parametrize("job", builtin_jobs())
@@ -47,8 +54,8 @@ def test_totals_are_the_sums_of_named_parameters(job: str) -> None:
     spec = spec_of(job)
     named = list(spec.named_parameters())
     assert len({p.name for p in named}) == len(named)
-    assert sum(p.size for p in named) == spec.parameters
-    assert sum(p.size * p.used for p in named) == spec.active_parameters
+    assert sum(p.numel for p in named) == spec.parameter_count
+    assert sum(p.numel * p.active_fraction for p in named) == spec.active_parameter_count
 
 
 @pytest.mark.parametrize("job", ["tiny", "gpt2-124m", "llama3-8b", "llama3-405b", "gpt3-175b", "nemotron-340b"])
@@ -56,51 +63,51 @@ def test_training_flops_are_six_per_weight_and_token_and_twelve_per_pair(job: st
     model = motet.load_job(job).model
     assert isinstance(model, DecoderSettings)
     spec = spec_from_settings(model)
-    weights = sum(p.size for p in spec.named_parameters() if len(p.shape) == 2 and p.name != "positions.weight")
+    weights = sum(p.numel for p in spec.named_parameters() if len(p.shape) == 2 and p.name != "positions.weight")
     if not model.tied:  # looking a token up costs nothing; the head does
         weights -= model.vocab_size * model.hidden
     rows, length = 3, 128
     pairs = model.layers * model.heads * model.dim_per_head * rows * length**2
     products = 6 * weights * rows * length
-    assert spec.training_flops(Shape(rows, length), "full") == products + 12 * pairs
-    assert spec.training_flops(Shape(rows, length), "causal") == products + 6 * pairs
+    assert spec.training_flops(MicroBatchShape(rows, length), "full") == products + 12 * pairs
+    assert spec.training_flops(MicroBatchShape(rows, length), "causal") == products + 6 * pairs
 
 
 def test_a_token_pays_for_the_experts_that_it_visits() -> None:
     spec = spec_of("mixtral-8x7b")
-    shape = Shape(1, 64)
+    shape = MicroBatchShape(1, 64)
     looked_up = 32000 * 4096
-    weights = spec.active_parameters - looked_up - 4096 * 65  # 65 norms
+    weights = spec.active_parameter_count - looked_up - 4096 * 65  # 65 norms
     attention = sum(
         operation.flops(shape, "full") * block.repeat
         for block in spec.blocks
-        for operation in block.part.operations
-        if isinstance(operation, Attention)
+        for operation in block.layer.operations
+        if isinstance(operation, AttentionSpec)
     )
     assert spec.forward_flops(shape, "full") - attention == 2 * weights * 64
 
 
 def test_latent_attention_counts_keys_and_values_by_their_own_dims() -> None:
     block = spec_of("deepseek-v3").blocks[1]
-    (attention,) = [o for o in block.part.operations if isinstance(o, Attention)]
+    (attention,) = [o for o in block.layer.operations if isinstance(o, AttentionSpec)]
     assert (attention.heads, attention.key_dim, attention.value_dim) == (128, 192, 128)
-    assert attention.flops(Shape(2, 8), "full") == 2 * (2 * 8 * 8) * 128 * (192 + 128)
+    assert attention.flops(MicroBatchShape(2, 8), "full") == 2 * (2 * 8 * 8) * 128 * (192 + 128)
 
 
 @given(st.integers(1, 40), st.integers(1, 60), st.integers(1, 3))
 def test_a_window_is_counted_as_the_pairs_in_it(length: int, window: int, rows: int) -> None:
     """Half of the diagonal counts: one by one there is half a pair more for each of the `seen` keys."""
-    attention = Attention("attention", heads=3, key_dim=5, value_dim=7, causal=True, window=window)
+    attention = AttentionSpec("attention", heads=3, key_dim=5, value_dim=7, causal=True, window=window)
     pairs = sum(min(query + 1, window) for query in range(length))
     doubled = 2 * pairs - min(window, length)
-    assert attention.flops(Shape(rows, length), "causal") == rows * doubled * 3 * 12
-    assert attention.flops(Shape(rows, length), "full") == rows * 2 * length**2 * 3 * 12
+    assert attention.flops(MicroBatchShape(rows, length), "causal") == rows * doubled * 3 * 12
+    assert attention.flops(MicroBatchShape(rows, length), "full") == rows * 2 * length**2 * 3 * 12
 
 
 def test_cross_attention_pairs_tokens_with_the_source() -> None:
-    attention = Attention("cross", heads=2, key_dim=3, value_dim=3, keys="source")
-    for count in get_args(AttentionCount):
-        assert attention.flops(Shape(2, 5, 7), count) == 2 * (2 * 5 * 7) * 2 * 6
+    attention = AttentionSpec("cross", heads=2, key_dim=3, value_dim=3, keys="source")
+    for count in get_args(AttentionFlopsRule):
+        assert attention.flops(MicroBatchShape(2, 5, 7), count) == 2 * (2 * 5 * 7) * 2 * 6
 
 
 @given(st.integers(1, 5), st.integers(1, 9))
@@ -112,22 +119,26 @@ def test_work_grows_with_rows(rows: int, length: int) -> None:
         EncoderDecoderSettings(**SMALL),
     ):
         spec = spec_from_settings(settings)
-        one, many = Shape(1, length, length + 2), Shape(rows, length, length + 2)
+        one, many = MicroBatchShape(1, length, length + 2), MicroBatchShape(rows, length, length + 2)
         assert spec.forward_flops(many) == rows * spec.forward_flops(one)
         assert 0 < spec.saved_bytes(one, "bfloat16") < spec.saved_bytes(one, "float32")
 
 
 def test_the_class_of_a_row_is_paid_per_row() -> None:
     head = spec_from_settings(EncoderSettings(**SMALL, head="classify", classes=3)).blocks[-1]
-    assert head.forward_flops(Shape(4, 9)) == 2 * 4 * (12 * 12 + 12 * 3)
+    assert head.forward_flops(MicroBatchShape(4, 9)) == 2 * 4 * (12 * 12 + 12 * 3)
 
 
 def test_wide_tensors_follow_float64_and_fixed_ones_follow_nothing() -> None:
-    shape = Shape(2, 3, 5)
-    assert [Saved("s", 7, dtype="wide").bytes(shape, d) for d in ("bfloat16", "float32", "float64")] == [168, 168, 336]
-    assert [Saved("s", 7).bytes(shape, d) for d in ("bfloat16", "float32", "float64")] == [84, 168, 336]
-    assert Saved("s", 7, dtype="bool", per="source").bytes(shape, "float64") == 70
-    assert {per: Saved("s", 1, per, "bool").bytes(shape, "float32") for per in get_args(Per)} == {
+    shape = MicroBatchShape(2, 3, 5)
+    assert [SavedActivation("s", 7, dtype="wide").bytes(shape, d) for d in ("bfloat16", "float32", "float64")] == [
+        168,
+        168,
+        336,
+    ]
+    assert [SavedActivation("s", 7).bytes(shape, d) for d in ("bfloat16", "float32", "float64")] == [84, 168, 336]
+    assert SavedActivation("s", 7, dtype="bool", per="source").bytes(shape, "float64") == 70
+    assert {per: SavedActivation("s", 1, per, "bool").bytes(shape, "float32") for per in get_args(CountedPer)} == {
         "token": 6,
         "source": 10,
         "target": 6,
@@ -138,26 +149,26 @@ def test_wide_tensors_follow_float64_and_fixed_ones_follow_nothing() -> None:
 
 
 def test_matmul_counts_two_per_multiplication() -> None:
-    assert Matmul("w", 3, 5, times=2).flops(Shape(2, 7), "causal") == 2 * 14 * 3 * 5 * 2
+    assert MatmulSpec("w", 3, 5, uses_per_token=2).flops(MicroBatchShape(2, 7), "causal") == 2 * 14 * 3 * 5 * 2
 
 
 def test_experts_may_leave_no_dense_layer_or_only_dense_ones() -> None:
     experts = {"count": 4, "per_token": 1, "hidden": 5}
     alone = spec_from_settings(DecoderSettings.model_validate({**SMALL, "experts": experts}))
-    assert [(b.name, b.repeat, b.first) for b in alone.blocks[1:-1]] == [("expert block", 2, 0)]
+    assert [(b.name, b.repeat, b.first_index) for b in alone.blocks[1:-1]] == [("expert block", 2, 0)]
     dense = spec_from_settings(
         DecoderSettings.model_validate({**SMALL, "experts": {**experts, "first_dense_layers": 9}})
     )
-    assert [(b.name, b.repeat, b.first) for b in dense.blocks[1:-1]] == [("block", 2, 0)]
-    assert dense.parameters == spec_from_settings(DecoderSettings(**SMALL)).parameters
+    assert [(b.name, b.repeat, b.first_index) for b in dense.blocks[1:-1]] == [("block", 2, 0)]
+    assert dense.parameter_count == spec_from_settings(DecoderSettings(**SMALL)).parameter_count
 
 
 def test_a_hugging_face_factory_has_the_sizes_of_its_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 3}')
-    spec = spec_from_settings(ModuleSettings(factory=f"hf:{tmp_path}", arguments={"n_layer": 12}))
-    assert spec.parameters == PARAMETERS["gpt2-124m"]
+    spec = spec_from_settings(UserModuleSettings(factory=f"hf:{tmp_path}", arguments={"n_layer": 12}))
+    assert spec.parameter_count == PARAMETERS["gpt2-124m"]
 
 
 def test_a_function_has_no_known_sizes() -> None:
     with pytest.raises(InputError, match=r"package\.module:function"):
-        spec_from_settings(ModuleSettings(factory="package.module:function"))
+        spec_from_settings(UserModuleSettings(factory="package.module:function"))

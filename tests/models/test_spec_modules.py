@@ -11,11 +11,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import motet
 from motet.core.batch import Batch
-from motet.models import attention, build
-from motet.models.build import build_module, build_trainee
-from motet.models.pieces import Shape
-from motet.models.settings import Architecture, DecoderSettings, EncoderDecoderSettings, EncoderSettings, ModelSettings
-from motet.models.spec import spec_from_settings
+from motet.models import build
+from motet.models.arch import attention
+from motet.models.build import build_module, build_trainable_model
+from motet.models.settings import (
+    DecoderSettings,
+    EncoderDecoderSettings,
+    EncoderSettings,
+    ModelSettings,
+    TransformerSettings,
+)
+from motet.models.spec.flops_and_memory import MicroBatchShape
+from motet.models.spec.model_spec import spec_from_settings
 from motet.train.job import builtin_jobs
 
 PLANNED_ONLY = {"mixtral-8x7b", "deepseek-v3"}
@@ -27,11 +34,13 @@ flags = st.booleans()
 @pytest.fixture(autouse=True)
 def _as_many_targets_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """The spec counts targets; the module fills their number up to a multiple."""
-    monkeypatch.setattr(build, "TARGETS_IN_STEPS_OF", 1)
+    monkeypatch.setattr(build, "TARGET_COUNT_MULTIPLE", 1)
 
 
 @st.composite
-def architectures(draw: st.DrawFn, kind: type[Architecture], **more: st.SearchStrategy[Any]) -> Architecture:
+def architectures(
+    draw: st.DrawFn, kind: type[TransformerSettings], **more: st.SearchStrategy[Any]
+) -> TransformerSettings:
     """Small settings of one kind, with dims that differ from each other."""
     kv_heads, shared, dim = draw(counts), draw(counts), 2 * draw(st.integers(1, 4))
     values: dict[str, Any] = {
@@ -82,26 +91,26 @@ def shapes_of_module(model: ModelSettings) -> list[tuple[str, tuple[int, ...]]]:
     return sorted((name, tuple(p.shape)) for name, p in module.named_parameters())
 
 
-def shapes_of_spec(model: Architecture) -> list[tuple[str, tuple[int, ...]]]:
+def shapes_of_spec(model: TransformerSettings) -> list[tuple[str, tuple[int, ...]]]:
     return sorted((p.name, p.shape) for p in spec_from_settings(model).named_parameters())
 
 
 @pytest.mark.parametrize("job", sorted(set(builtin_jobs()) - PLANNED_ONLY))
 def test_parameters_of_built_in_jobs_are_those_of_the_module(job: str) -> None:
     model = motet.load_job(job).model
-    assert isinstance(model, Architecture)
+    assert isinstance(model, TransformerSettings)
     assert shapes_of_spec(model) == shapes_of_module(model)
 
 
 @settings(deadline=None)
 @given(st.one_of(decoders, encoders, encoder_decoders))
-def test_parameters_of_any_settings_are_those_of_the_module(model: Architecture) -> None:
+def test_parameters_of_any_settings_are_those_of_the_module(model: TransformerSettings) -> None:
     assert shapes_of_spec(model) == shapes_of_module(model)
 
 
 # --- FLOPs and saved tensors -------------------------------------------------------------------------
 
-SHAPE = Shape(rows=3, length=11, source_length=9)
+SHAPE = MicroBatchShape(rows=3, length=11, source_length=9)
 SMALL = {"vocab_size": 50, "context": 64, "layers": 2, "hidden": 24, "heads": 6, "ffn_hidden": 17}
 DECODERS: list[dict[str, Any]] = [
     {},
@@ -126,7 +135,7 @@ ENCODER_DECODERS: list[dict[str, Any]] = [
 ]
 
 
-def batch_of(model: Architecture, shape: Shape) -> Batch:
+def batch_of(model: TransformerSettings, shape: MicroBatchShape) -> Batch:
     def tokens(length: int) -> torch.Tensor:
         return torch.randint(0, model.vocab_size, (shape.rows, length))
 
@@ -150,9 +159,9 @@ def batch_of(model: Architecture, shape: Shape) -> Batch:
 
 
 def forward(
-    model: ModelSettings, shape: Shape, dtype: torch.dtype
+    model: ModelSettings, shape: MicroBatchShape, dtype: torch.dtype
 ) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
-    trainee = build_trainee(model, 0, dtype, torch.device("cpu"))
+    trainee = build_trainable_model(model, 0, dtype, torch.device("cpu"))
     batch = batch_of(model, shape)
 
     def loss() -> torch.Tensor:
@@ -162,7 +171,7 @@ def forward(
     return trainee.module, loss
 
 
-def kept_bytes(model: Architecture, shape: Shape, dtype: torch.dtype) -> int:
+def kept_bytes(model: TransformerSettings, shape: MicroBatchShape, dtype: torch.dtype) -> int:
     """Bytes of the distinct storages that autograd keeps for backward and that are no parameters."""
     module, loss = forward(model, shape, dtype)
     parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
@@ -179,7 +188,7 @@ def kept_bytes(model: Architecture, shape: Shape, dtype: torch.dtype) -> int:
     return sum(storage.nbytes() for storage in kept.values())
 
 
-def unfused_bytes(model: EncoderDecoderSettings, shape: Shape) -> int:
+def unfused_bytes(model: EncoderDecoderSettings, shape: MicroBatchShape) -> int:
     """What torch's attention on a CPU keeps more than the fused one where a bias is learned.
 
     Each block keeps the probabilities of all pairs instead of the sums; the bias, once per stack, is not kept.
@@ -196,8 +205,8 @@ def unfused_bytes(model: EncoderDecoderSettings, shape: Shape) -> int:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_saved_bytes_are_those_that_autograd_keeps(dtype: torch.dtype, packed: bool, dropout: float) -> None:
-    shape, name = Shape(3, 11, 9, packed), str(dtype).removeprefix("torch.")
-    masked = Shape(3, 11, 9, packed, targets=7)
+    shape, name = MicroBatchShape(3, 11, 9, packed), str(dtype).removeprefix("torch.")
+    masked = MicroBatchShape(3, 11, 9, packed, targets=7)
     for values in DECODERS:
         decoder = DecoderSettings(**SMALL, **values, dropout=dropout)
         assert spec_from_settings(decoder).saved_bytes(shape, name) == kept_bytes(decoder, shape, dtype), values
@@ -220,10 +229,10 @@ def test_saved_bytes_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", [DecoderSettings, EncoderSettings, EncoderDecoderSettings])
-def test_training_flops_are_those_of_torchs_counter(kind: type[Architecture]) -> None:
+def test_training_flops_are_those_of_torchs_counter(kind: type[TransformerSettings]) -> None:
     """With dropout, for torch counts attention on a CPU only where it is computed in the open, and then all pairs."""
     cases = {DecoderSettings: DECODERS, EncoderSettings: ENCODERS, EncoderDecoderSettings: ENCODER_DECODERS}
-    shape = Shape(3, 11, 9, targets=7 if kind is EncoderSettings else None)
+    shape = MicroBatchShape(3, 11, 9, targets=7 if kind is EncoderSettings else None)
     for values in cases[kind]:
         model = kind.model_validate({**SMALL, **values, "dropout": 0.1})
         _, loss = forward(model, shape, torch.bfloat16)

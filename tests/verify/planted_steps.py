@@ -10,7 +10,7 @@ from torch import Tensor
 
 from motet.core.batch import Batch
 from motet.data.loader import Loader
-from motet.models.randomness import LogicalRandomness
+from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
 from motet.parallel.shares import Share
 from motet.train import engine, evaluate, optimizer, step
 from motet.train.engine import Engine
@@ -72,38 +72,42 @@ DROPS = ("dp=2 zero=1", "dp=3 zero=3 microbatches=2")
 
 @fault(*DROPS, first="random mask .*", cause="it is of row", model="bert")
 def masks_follow_the_place_in_the_microbatch(rank: int) -> Patch:
-    return replaced(LogicalRandomness, "at", lambda own: lambda self, at, rows: own(self, at, torch.arange(len(rows))))
+    return replaced(
+        LayoutInvariantDropoutMode,
+        "for_rows",
+        lambda own: lambda self, at, rows: own(self, at, torch.arange(len(rows))),
+    )
 
 
 @fault(*DROPS, first="random mask .*", cause="another seed", model="bert")
 def each_rank_has_a_seed_of_its_own(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
-        def other(self: LogicalRandomness, seed: int) -> None:
+        def other(self: LayoutInvariantDropoutMode, seed: int) -> None:
             own(self, seed + rank)
 
         return other
 
-    return replaced(LogicalRandomness, "__init__", wrong)
+    return replaced(LayoutInvariantDropoutMode, "__init__", wrong)
 
 
 @fault("dp=2 zero=1", first="random mask .*", cause="of the batch of the step before", model="bert")
 def masks_are_those_of_the_first_step(rank: int) -> Patch:
-    return replaced(LogicalRandomness, "at", lambda own: lambda self, at, rows: own(self, 0, rows))
+    return replaced(LayoutInvariantDropoutMode, "for_rows", lambda own: lambda self, at, rows: own(self, 0, rows))
 
 
 @fault("dp=2 zero=1 microbatches=2", first="random mask .*", cause="dropout", model="bert")
 def sites_of_dropout_are_counted_on(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         @contextmanager
-        def at(self: LogicalRandomness, number: int, rows: Tensor) -> Iterator[Any]:
-            site = self.site if rows[0] else 0
+        def at(self: LayoutInvariantDropoutMode, number: int, rows: Tensor) -> Iterator[Any]:
+            site = self.dropout_index if rows[0] else 0
             with own(self, number, rows) as mode:
-                self.site = site % 4
+                self.dropout_index = site % 4
                 yield mode
 
         return at
 
-    return replaced(LogicalRandomness, "at", wrong)
+    return replaced(LayoutInvariantDropoutMode, "for_rows", wrong)
 
 
 @fault(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from motet.core.errors import InputError
-from motet.models.settings import Architecture
+from motet.models.settings import TransformerSettings
 from motet.train.job import builtin_jobs, load_job
 from motet.verify.layouts import laid_out, layouts_for
 from motet.verify.shrink import heads_of, of_config, shrink
@@ -23,7 +23,7 @@ def test_every_built_in_job_is_small(name: str) -> None:
     assert small.run.steps == STEPS
     assert small.data.batch_sequences == ROWS
     assert small.precision.recipe == "fp64"
-    assert isinstance(small.model, Architecture)
+    assert isinstance(small.model, TransformerSettings)
     assert small.model.layers <= 2
     assert small.model.hidden <= 512
     assert small.optimizer.betas == job.optimizer.betas

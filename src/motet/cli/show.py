@@ -17,8 +17,8 @@ from motet.cli.show_step import step
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from motet.models.pieces import Block
-    from motet.models.spec import ModelSpec
+    from motet.models.spec.flops_and_memory import BlockSpec
+    from motet.models.spec.model_spec import ModelSpec
     from motet.train.job import Job
 
 app = typer.Typer(no_args_is_help=True, help="Show what a run is made of.")
@@ -46,7 +46,7 @@ def model(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Parameters, FLOPs and saved activations of each block of a model."""
-    from motet.models.spec import spec_from_settings
+    from motet.models.spec.model_spec import spec_from_settings
     from motet.monitor.console import console, print_json
 
     job = _job(source, overrides or [], sequence_length)
@@ -61,7 +61,7 @@ def model(
 def _job(source: str, overrides: list[str], sequence_length: int | None) -> Job:
     """The job; of a config, one that trains its model as such models are trained."""
     from motet.core.errors import InputError
-    from motet.models.config import read_config, settings_from_config
+    from motet.models.hf.hf_config import read_config, settings_from_config
     from motet.train.job import job_from_tree, load_job
 
     path = source.removeprefix("hf:")
@@ -95,7 +95,7 @@ def _sizes(job: Job, spec: ModelSpec, attention: Literal["causal", "full"]) -> d
     one, two, dtype = shape_of(job, 1), shape_of(job, 2), RECIPES[job.precision.recipe].compute
     tokens = one.length + one.source_length
 
-    def row(part: Block | ModelSpec) -> dict[str, Any]:
+    def row(part: BlockSpec | ModelSpec) -> dict[str, Any]:
         flops, kept = part.forward_flops(one, attention), part.saved_bytes(one, dtype)
         return {
             "forward_flops_per_token": flops / tokens,
@@ -120,8 +120,8 @@ def _sizes(job: Job, spec: ModelSpec, attention: Literal["causal", "full"]) -> d
         "tokens_per_sequence": tokens,
         "dtype": dtype,
         "attention": attention,
-        "parameters": spec.parameters,
-        "active_parameters": spec.active_parameters,
+        "parameters": spec.parameter_count,
+        "active_parameters": spec.active_parameter_count,
         **row(spec),
         "blocks": blocks,
     }

@@ -53,7 +53,7 @@ def layout(
 
 
 def _plan(job: Job, made: Layout) -> Plan:
-    from motet.models.spec import spec_from_settings
+    from motet.models.spec.model_spec import spec_from_settings
     from motet.parallel.course import Parameters, plan_of
     from motet.precision.recipe import RECIPES
 

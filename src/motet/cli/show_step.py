@@ -81,7 +81,7 @@ def _rows(nodes: Sequence[Node], times: dict[str, tuple[float, float]]) -> list[
 
 def parts_of(job: Job, layout: Layout) -> tuple[list[Stretch], list[Message]]:
     """The stretches are the repetitions of the model's blocks, as far as they compute or have parameters."""
-    from motet.models.spec import spec_from_settings
+    from motet.models.spec.model_spec import spec_from_settings
     from motet.parallel.graph import Stretch
     from motet.train.flops import shape_of
 
@@ -94,8 +94,8 @@ def parts_of(job: Job, layout: Layout) -> tuple[list[Stretch], list[Message]]:
         parameters = list(block.named_parameters())
         each = len(parameters) // block.repeat
         for i in range(block.repeat):
-            name = block.name if block.repeat == 1 else f"{block.name} {block.first + i}"
-            own = {p.name: p.size for p in parameters[i * each : (i + 1) * each]}
+            name = block.name if block.repeat == 1 else f"{block.name} {block.first_index + i}"
+            own = {p.name: p.numel for p in parameters[i * each : (i + 1) * each]}
             stretches.append(Stretch(name, block.forward_flops(shape), frozenset(own)))
             sizes |= own
             if block.repeat > 1:
@@ -106,10 +106,10 @@ def parts_of(job: Job, layout: Layout) -> tuple[list[Stretch], list[Message]]:
 def _all_reduced(job: Job) -> float:
     """Bytes of an all-reduce of all gradients, but for the factor (N - 1) / N."""
     from motet.core.dtypes import DTYPE_BYTES
-    from motet.models.spec import spec_from_settings
+    from motet.models.spec.model_spec import spec_from_settings
     from motet.precision.recipe import RECIPES
 
-    return 2.0 * DTYPE_BYTES[RECIPES[job.precision.recipe].reduce] * spec_from_settings(job.model).parameters
+    return 2.0 * DTYPE_BYTES[RECIPES[job.precision.recipe].reduce] * spec_from_settings(job.model).parameter_count
 
 
 def _buckets(job: Job, layout: Layout, sizes: dict[str, int]) -> list[Message]:

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from motet.core.errors import InputError
-from motet.models.initial import values
-from motet.models.settings import AdapterSettings, Trainable
+from motet.models.settings import AdapterSettings, TrainableParameterSettings
+from motet.models.weight_init import standard_normal_values
 
 
-def prepare_training(module: nn.Module, settings: Trainable, seed: int) -> None:
+def apply_adapters_and_freezing(module: nn.Module, settings: TrainableParameterSettings, seed: int) -> None:
     """Adapters are added, and what is not trained is marked."""
     if settings.adapters is not None:
         add_adapters(module, settings.adapters, seed)
@@ -38,21 +38,21 @@ def prepare_training(module: nn.Module, settings: Trainable, seed: int) -> None:
 def add_adapters(module: nn.Module, settings: AdapterSettings, seed: int) -> None:
     """W x + (alpha / rank) B A x on every linear layer that a pattern names; everything else is frozen."""
     layers = {name: layer for name, layer in module.named_modules() if _is_linear(layer)}
-    chosen = _matching(settings.targets, layers, "model.adapters.targets", "linear layer")
+    chosen = _names_matching(settings.targets, layers, "model.adapters.targets", "linear layer")
     for parameter in module.parameters():
         parameter.requires_grad_(False)
     for name in chosen:
-        _adapt(layers[name], f"{name}.adapter_a", settings, seed)
+        _attach_adapter(layers[name], f"{name}.adapter_a", settings, seed)
 
 
 def freeze(module: nn.Module, patterns: tuple[str, ...]) -> None:
     """Parameters that a pattern names are not trained. A tensor with two names is meant by either."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    for name in _matching(patterns, parameters, "model.frozen", "parameter"):
+    for name in _names_matching(patterns, parameters, "model.frozen", "parameter"):
         parameters[name].requires_grad_(False)
 
 
-def _matching(patterns: tuple[str, ...], names: Iterable[str], key: str, kind: str) -> list[str]:
+def _names_matching(patterns: tuple[str, ...], names: Iterable[str], key: str, kind: str) -> list[str]:
     """The names that a pattern matches, in order. A pattern that matches nothing is a slip."""
     names = list(names)
     for pattern in patterns:
@@ -75,19 +75,19 @@ def _is_conv1d(layer: nn.Module) -> bool:
     return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
 
 
-def _adapt(layer: nn.Module, name: str, settings: AdapterSettings, seed: int) -> None:
+def _attach_adapter(layer: nn.Module, name: str, settings: AdapterSettings, seed: int) -> None:
     weight = layer.weight
     assert isinstance(weight, Tensor)
-    inner, out = weight.shape if _is_conv1d(layer) else reversed(weight.shape)
-    shape = (settings.rank, inner)
-    drawn = torch.from_numpy(values(seed, name, 0, prod(shape))).view(shape) / inner**0.5
-    layer.register_parameter("adapter_a", nn.Parameter(drawn.to(weight)))
-    layer.register_parameter("adapter_b", nn.Parameter(weight.new_zeros(out, settings.rank)))
-    layer.register_forward_hook(_AddAdapter(settings.alpha / settings.rank))
+    in_features, out_features = weight.shape if _is_conv1d(layer) else reversed(weight.shape)
+    shape = (settings.rank, in_features)
+    initial_a = torch.from_numpy(standard_normal_values(seed, name, 0, prod(shape))).view(shape) / in_features**0.5
+    layer.register_parameter("adapter_a", nn.Parameter(initial_a.to(weight)))
+    layer.register_parameter("adapter_b", nn.Parameter(weight.new_zeros(out_features, settings.rank)))
+    layer.register_forward_hook(_LowRankAdapterHook(settings.alpha / settings.rank))
 
 
 @dataclass(frozen=True)
-class _AddAdapter:
+class _LowRankAdapterHook:
     """After a linear layer: what its adapter adds."""
 
     scale: float

@@ -6,45 +6,45 @@ from torch import Tensor
 from motet.core.batch import Batch
 from motet.core.errors import InputError
 from motet.core.seeds import derive_seed
-from motet.models.build import Trainee
+from motet.models.build import TrainableModel
 
 
-def generate(
-    trainee: Trainee, prompt: list[int], count: int, seed: int, temperature: float = 1.0, top_k: int | None = None
+def generate_tokens(
+    model: TrainableModel, prompt: list[int], count: int, seed: int, temperature: float = 1.0, top_k: int | None = None
 ) -> list[int]:
     """`count` further tokens after those of `prompt`; the most likely ones at temperature 0.
 
     The model reads at most as many of the last tokens as its context holds. Token n depends on (seed, n) and on what
     comes before it. Only causal decoders can continue a text.
     """
-    if not trainee.continues:
+    if not model.is_autoregressive:
         raise InputError("only a causal decoder can continue a text; set monitor.sample_tokens = 0 for other models")
     if not prompt:
         raise InputError("a text can only be continued after at least one token; give a prompt")
-    device = next(trainee.module.parameters()).device
+    device = next(model.module.parameters()).device
     tokens = list(prompt)
-    training = trainee.module.training
-    trainee.module.eval()
+    training = model.module.training
+    model.module.eval()
     try:
         for n in range(count):
-            window = tokens if trainee.context is None else tokens[-trainee.context :]
-            scores = _last_scores(trainee, torch.tensor([window], device=device))
-            tokens.append(_choose(scores, temperature, top_k, derive_seed(seed, "sample", n)))
+            window = tokens if model.context is None else tokens[-model.context :]
+            scores = _next_token_logits(model, torch.tensor([window], device=device))
+            tokens.append(_sample_token(scores, temperature, top_k, derive_seed(seed, "sample", n)))
     finally:
-        trainee.module.train(training)
+        model.module.train(training)
     return tokens[len(prompt) :]
 
 
 @torch.no_grad()
-def _last_scores(trainee: Trainee, tokens: Tensor) -> Tensor:
+def _next_token_logits(model: TrainableModel, tokens: Tensor) -> Tensor:
     """[V] on the CPU in float64."""
     weights = torch.zeros(tokens.shape, device=tokens.device)
     rows = torch.zeros(1, dtype=torch.int64, device=tokens.device)
-    logits = trainee.logits(Batch(tokens=tokens, targets=tokens, weights=weights, rows=rows))
+    logits = model.logits(Batch(tokens=tokens, targets=tokens, weights=weights, rows=rows))
     return logits[0, -1].to("cpu", torch.float64)
 
 
-def _choose(scores: Tensor, temperature: float, top_k: int | None, seed: int) -> int:
+def _sample_token(scores: Tensor, temperature: float, top_k: int | None, seed: int) -> int:
     if temperature == 0:
         return int(scores.argmax())
     if top_k is not None and top_k < scores.numel():

@@ -7,8 +7,8 @@ from pydantic import Field, model_validator
 from motet.core.base_settings import FrozenSettings
 from motet.core.errors import InputError
 
-Norm = Literal["rms", "layer"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
+NormKind = Literal["rms", "layer"]
+ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
 
 
 class AdapterSettings(FrozenSettings):
@@ -20,7 +20,7 @@ class AdapterSettings(FrozenSettings):
     """Shell patterns of the names of linear modules that get an adapter."""
 
 
-class Trainable(FrozenSettings):
+class TrainableParameterSettings(FrozenSettings):
     """What of a model is trained; common to every kind of model."""
 
     frozen: tuple[str, ...] = ()
@@ -29,7 +29,7 @@ class Trainable(FrozenSettings):
     """Low-rank adapters; everything else is frozen."""
 
 
-class RopeScaling(FrozenSettings):
+class RopeScalingSettings(FrozenSettings):
     """Llama 3.1's stretching of rotary wavelengths beyond the context that the model was first trained on."""
 
     factor: Annotated[float, Field(ge=1)] = 8.0
@@ -38,7 +38,7 @@ class RopeScaling(FrozenSettings):
     original_context: Annotated[int, Field(ge=1)] = 8192
 
 
-class ExpertSettings(FrozenSettings):
+class MixtureOfExpertsSettings(FrozenSettings):
     """Mixture of experts in place of the feed-forward network (for planning: training it comes later)."""
 
     count: Annotated[int, Field(ge=1)]
@@ -49,7 +49,7 @@ class ExpertSettings(FrozenSettings):
     """The first layers keep a plain feed-forward network."""
 
     @model_validator(mode="after")
-    def _enough_experts(self) -> "ExpertSettings":
+    def _enough_experts(self) -> "MixtureOfExpertsSettings":
         if self.per_token > self.count:
             raise ValueError(
                 f"model.experts.per_token = {self.per_token} is more than model.experts.count = {self.count}"
@@ -57,7 +57,7 @@ class ExpertSettings(FrozenSettings):
         return self
 
 
-class LatentAttention(FrozenSettings):
+class LatentAttentionSettings(FrozenSettings):
     """DeepSeek's multi-head latent attention (for planning: training it comes later)."""
 
     query_rank: Annotated[int, Field(ge=1)] | None = None
@@ -67,7 +67,7 @@ class LatentAttention(FrozenSettings):
     value_head_dim: Annotated[int, Field(ge=1)]
 
 
-class Architecture(Trainable):
+class TransformerSettings(TrainableParameterSettings):
     """What our three architectures have in common."""
 
     vocab_size: Annotated[int, Field(ge=2)]
@@ -79,10 +79,10 @@ class Architecture(Trainable):
     head_dim: Annotated[int, Field(ge=1)] | None = None
     """hidden / heads when not given."""
     ffn_hidden: Annotated[int, Field(ge=1)]
-    activation: Activation = "silu"
+    activation: ActivationName = "silu"
     gated: bool = True
     """act(gate x) * (up x) instead of act(up x)."""
-    norm: Norm = "rms"
+    norm: NormKind = "rms"
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     init_std: Annotated[float, Field(gt=0)] = 0.02
@@ -92,7 +92,7 @@ class Architecture(Trainable):
         return self.head_dim or self.hidden // self.heads
 
     @model_validator(mode="after")
-    def _heads_divide_hidden(self) -> "Architecture":
+    def _heads_divide_hidden(self) -> "TransformerSettings":
         if self.head_dim is None and self.hidden % self.heads:
             raise ValueError(
                 f"model.hidden = {self.hidden} is not a multiple of model.heads = {self.heads}; change one, "
@@ -101,7 +101,7 @@ class Architecture(Trainable):
         return self
 
 
-class DecoderSettings(Architecture):
+class DecoderSettings(TransformerSettings):
     """A causal decoder: GPT-2 and 3, Llama 2 and 3, Qwen 2 and 3, Mistral, Nemotron by their settings."""
 
     family: Literal["decoder"] = "decoder"
@@ -111,7 +111,7 @@ class DecoderSettings(Architecture):
     rope_theta: Annotated[float, Field(gt=0)] = 10000.0
     rotary_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """The part of each head that is rotated."""
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScalingSettings | None = None
     qkv_bias: bool = False
     """Biases of queries, keys and values, also without `bias`."""
     bias: bool = False
@@ -125,8 +125,8 @@ class DecoderSettings(Architecture):
     sliding_window: Annotated[int, Field(ge=1)] | None = None
     tied: bool = True
     """The output head is the embedding table."""
-    experts: ExpertSettings | None = None
-    latent_attention: LatentAttention | None = None
+    experts: MixtureOfExpertsSettings | None = None
+    latent_attention: LatentAttentionSettings | None = None
 
     @property
     def has_ffn_bias(self) -> bool:
@@ -146,33 +146,33 @@ class DecoderSettings(Architecture):
         return self
 
 
-class EncoderSettings(Architecture):
+class EncoderSettings(TransformerSettings):
     """BERT: a bidirectional encoder with a masked-token head or a classification head."""
 
     family: Literal["encoder"] = "encoder"
-    activation: Activation = "gelu"
+    activation: ActivationName = "gelu"
     gated: bool = False
-    norm: Norm = "layer"
+    norm: NormKind = "layer"
     norm_eps: Annotated[float, Field(gt=0)] = 1e-12
     head: Literal["masked", "classify"] = "masked"
     classes: Annotated[int, Field(ge=2)] = 2
     token_types: Annotated[int, Field(ge=0)] = 2
 
 
-class EncoderDecoderSettings(Architecture):
+class EncoderDecoderSettings(TransformerSettings):
     """T5: relative positions, RMS norms without biases, a decoder that attends to the encoder."""
 
     family: Literal["encoder-decoder"] = "encoder-decoder"
     decoder_layers: Annotated[int, Field(ge=1)] | None = None
     """`layers` when not given."""
-    activation: Activation = "gelu_tanh"
+    activation: ActivationName = "gelu_tanh"
     norm_eps: Annotated[float, Field(gt=0)] = 1e-6
     relative_buckets: Annotated[int, Field(ge=2)] = 32
     relative_distance: Annotated[int, Field(ge=2)] = 128
     tied: bool = True
 
 
-class ModuleSettings(Trainable):
+class UserModuleSettings(TrainableParameterSettings):
     """Any module: `factory` names a function of yours, or `hf:` and a folder or config.json of Hugging Face."""
 
     family: Literal["module"] = "module"
@@ -185,11 +185,11 @@ class ModuleSettings(Trainable):
 
 
 ModelSettings = Annotated[
-    DecoderSettings | EncoderSettings | EncoderDecoderSettings | ModuleSettings, Field(discriminator="family")
+    DecoderSettings | EncoderSettings | EncoderDecoderSettings | UserModuleSettings, Field(discriminator="family")
 ]
 
 
-def check_trainable(settings: ModelSettings) -> None:
+def check_can_be_trained(settings: ModelSettings) -> None:
     """Refuse what can only be planned so far."""
     for name in ("experts", "latent_attention"):
         if getattr(settings, name, None) is not None:

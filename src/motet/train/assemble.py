@@ -15,9 +15,9 @@ from motet.core.errors import InputError
 from motet.core.seeds import derive_seed
 from motet.data.loader import Loader
 from motet.data.prepare import prepare
-from motet.models.build import Trainee, build_trainee
-from motet.models.checks import Demands
-from motet.models.generate import generate
+from motet.models.build import TrainableModel, build_trainable_model
+from motet.models.generate import generate_tokens
+from motet.models.runtime_checks import DataRequirements
 from motet.monitor.callback import Callback
 from motet.monitor.events import RunStarted, SampleText, Warned
 from motet.monitor.monitor import Monitor, open_monitor
@@ -66,7 +66,7 @@ class Parts:
     group: Group
     layout: Layout
     data: Loader
-    model: Trainee
+    model: TrainableModel
     engine: Engine
     state: RunState
     steps: int
@@ -106,15 +106,15 @@ def numerics(job: Job) -> AbstractContextManager[None]:
     return float64_mode() if job.precision.recipe == "fp64" else nullcontext()
 
 
-def build_model(job: Job, device: torch.device) -> tuple[Loader, Trainee]:
+def build_model(job: Job, device: torch.device) -> tuple[Loader, TrainableModel]:
     """Data, and the model with its first values."""
     recipe = RECIPES[job.precision.recipe]
     prepared = prepare(job.data)
     data = Loader(prepared, job.data, job.run.seed, job.run.epochs)
-    demands = Demands(prepared.vocab_size, prepared.classes if job.data.objective == "classify" else None)
-    model = build_trainee(job.model, job.run.seed, getattr(torch, recipe.master), device, demands)
+    demands = DataRequirements(prepared.vocab_size, prepared.classes if job.data.objective == "classify" else None)
+    model = build_trainable_model(job.model, job.run.seed, getattr(torch, recipe.master), device, demands)
     if model.objective is not None:
-        check_huggingface(job, prepared, model.objective, (model.vocab_size, model.outcomes))
+        check_huggingface(job, prepared, model.objective, (model.vocab_size, model.num_classes))
     return data, model
 
 
@@ -208,7 +208,7 @@ def _started(job: Job, parts: Parts, this: LocalDevice, done: int, resumed_from:
         first_step=done + 1,
         last_step=parts.steps,
         resumed_from=resumed_from,
-        outcomes=parts.model.outcomes,
+        outcomes=parts.model.num_classes,
     )
 
 
@@ -234,11 +234,13 @@ def evaluate_split(job: Job, parts: Parts, split: str, data: Splits | None = Non
 
 def _sample(job: Job, parts: Parts, done: int, monitor: Monitor) -> None:
     """Text from the trained model, where it can write any. All ranks write, since each may have a part of the model."""
-    if not job.monitor.sample_tokens or not parts.model.continues:
+    if not job.monitor.sample_tokens or not parts.model.is_autoregressive:
         return
     tokenizer = parts.data.tokenizer
     prompt = tokenizer.encode(job.monitor.sample_prompt) or [tokenizer.end_id]
     monitored = job.monitor
     with parts.engine.agreed():
-        written = generate(parts.model, prompt, monitored.sample_tokens, job.run.seed, monitored.sample_temperature)
+        written = generate_tokens(
+            parts.model, prompt, monitored.sample_tokens, job.run.seed, monitored.sample_temperature
+        )
     monitor.on_event(SampleText(step=done, prompt=job.monitor.sample_prompt, text=tokenizer.decode(written)))

@@ -20,7 +20,7 @@ from motet.core.base_settings import FrozenSettings
 from motet.core.config_loading import settings_from_dict
 from motet.core.errors import InputError
 from motet.core.trace import span
-from motet.models.factory import check_parameters
+from motet.models.user_module import check_parameters
 from motet.parallel.alike import described, refuse_unlike
 from motet.parallel.communication import CommunicationSettings, check_communication, undeferred
 from motet.parallel.course import plan_of

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from motet.collectives.execute.api import sum_scalars
 from motet.core.batch import Batch
-from motet.models.loss import cross_entropy
+from motet.models.arch.loss import cross_entropy
 from motet.parallel.exact import exact_sum
 from motet.parallel.group import Group
 from motet.parallel.layout import Layout

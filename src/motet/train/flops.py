@@ -3,19 +3,19 @@
 from motet.core.errors import InputError
 from motet.data.spans import span_shape
 from motet.data.tokens import SENTINELS
-from motet.models.pieces import Shape
-from motet.models.spec import spec_from_settings
+from motet.models.spec.flops_and_memory import MicroBatchShape
+from motet.models.spec.model_spec import spec_from_settings
 from motet.train.job import Job
 
 
-def shape_of(job: Job, rows: int) -> Shape:
+def shape_of(job: Job, rows: int) -> MicroBatchShape:
     """What a model is given in `rows` sequences. How many tokens are masked is drawn: it is taken as on average."""
     data = job.data
     if data.objective == "spans":
         spans = span_shape(data.sequence_length, data.mask_fraction, SENTINELS)
-        return Shape(rows, spans.target, spans.source)
+        return MicroBatchShape(rows, spans.target, spans.source)
     targets = round(rows * data.sequence_length * data.mask_fraction) if data.objective == "masked" else None
-    return Shape(rows, data.sequence_length, targets=targets)
+    return MicroBatchShape(rows, data.sequence_length, targets=targets)
 
 
 def training_flops(job: Job) -> float | None:

@@ -6,8 +6,8 @@ from motet.core.dtypes import DTYPE_BYTES
 from motet.core.errors import InputError
 from motet.core.units import format_bytes
 from motet.data.prepared import Prepared
-from motet.models.settings import EncoderSettings, ModuleSettings, check_trainable
-from motet.models.spec import spec_from_settings
+from motet.models.settings import EncoderSettings, UserModuleSettings, check_can_be_trained
+from motet.models.spec.model_spec import spec_from_settings
 from motet.parallel.communication import check_communication
 from motet.parallel.layout import Layout
 from motet.parallel.server.settings import check_server
@@ -37,7 +37,7 @@ def check_job(job: Job, ranks: int) -> Layout:
 
 def check_model(job: Job) -> None:
     """That it can be trained on this data."""
-    check_trainable(job.model)
+    check_can_be_trained(job.model)
     _check_objective(job)
     context = getattr(job.model, "context", None)
     if context is not None and job.data.sequence_length > context:
@@ -50,7 +50,7 @@ def check_model(job: Job) -> None:
 def check_memory(job: Job, local_ranks: int) -> None:
     """Refuse what this machine's memory cannot hold by any means: torch and all weights, once in every rank."""
     dtype = RECIPES[job.precision.recipe].master
-    count = 0 if isinstance(job.model, ModuleSettings) else spec_from_settings(job.model).parameters
+    count = 0 if isinstance(job.model, UserModuleSettings) else spec_from_settings(job.model).parameter_count
     weights, there = count * DTYPE_BYTES[dtype], psutil.virtual_memory().total
     needed = local_ranks * (weights + TORCH_BYTES)
     if needed > there:
@@ -99,7 +99,7 @@ def _check_classes(needed: int, classes: int, key: str) -> None:
 
 def _check_objective(job: Job) -> None:
     """Each of our models is for one objective; what somebody else's module is for, it knows itself."""
-    if isinstance(job.model, ModuleSettings):
+    if isinstance(job.model, UserModuleSettings):
         return
     objectives = {"decoder": "causal", "encoder-decoder": "spans"}
     fits = job.model.head if isinstance(job.model, EncoderSettings) else objectives[job.model.family]

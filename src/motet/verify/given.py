@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from motet.core.errors import InputError
-from motet.models.randomness import LogicalRandomness
+from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
 from motet.parallel.group import Group
 from motet.parallel.layout import Layout, LayoutSettings, parse_layout, resolve_layout
 from motet.parallel.shares import rows_of_rank
@@ -104,7 +104,7 @@ class GivenBuilt:
             batch = rows_of(whole, rows)
             for name, tensor in named(batch):
                 recorder.add("sample", name, tensor)
-            with masks_told(self._randomness.at(number, places), recorder):
+            with masks_told(self._randomness.for_rows(number, places), recorder):
                 loss, targets = self._loss(batch)
             recorder.add("loss", "loss", loss)
             engine.backward(loss, part == 0, part == len(work) - 1)
@@ -112,7 +112,7 @@ class GivenBuilt:
         engine.update(self.rate(number), total, count)
 
     def loss(self, number: int, rows: range) -> tuple[Tensor, float]:
-        with self._randomness.at(number, torch.arange(rows.start, rows.stop)):
+        with self._randomness.for_rows(number, torch.arange(rows.start, rows.stop)):
             return self._loss(rows_of(self.trial.batch(number), rows))
 
     def evaluation(self) -> dict[str, float]:
@@ -122,8 +122,8 @@ class GivenBuilt:
         raise AssertionError("nothing is evaluated")
 
     @property
-    def _randomness(self) -> LogicalRandomness:
-        return LogicalRandomness(SEED)
+    def _randomness(self) -> LayoutInvariantDropoutMode:
+        return LayoutInvariantDropoutMode(SEED)
 
     def _loss(self, batch: GivenBatch) -> tuple[Tensor, float]:
         """Their sum, and how many."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from motet.core.config_loading import settings_from_dict
 from motet.core.errors import InputError
-from motet.models.randomness import can_drop
+from motet.models.layout_invariant_dropout import has_dropout
 from motet.parallel.group import Group
 from motet.parallel.layout import Layout, resolve_layout
 from motet.train.settings import OptimizerSettings
@@ -103,7 +103,7 @@ class _Case:
         if self.own is None:
             yield from walk(self.trial, group, folder, f"layout-{self.number}")
             return
-        if can_drop(module := self.trial.module()):
+        if has_dropout(module := self.trial.module()):
             raise InputError("verify: the module has dropout, whose masks your function draws by itself; set it to 0")
         for step, seen in enumerate(record_owned(self.trial, self.own(module))):
             yield FREE, step, seen

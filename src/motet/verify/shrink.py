@@ -4,8 +4,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from motet.models.config import read_config
-from motet.models.settings import Architecture, DecoderSettings, EncoderDecoderSettings, ModuleSettings
+from motet.models.hf.hf_config import read_config
+from motet.models.settings import DecoderSettings, EncoderDecoderSettings, TransformerSettings, UserModuleSettings
 from motet.train.job import Job, job_from_tree
 
 LAYERS, HEADS, HEAD_DIM, TOKENS = 2, 4, 16, 32
@@ -51,9 +51,9 @@ def shrink(job: Job, rows: int, steps: int) -> Job:
 
 def _model(job: Job) -> dict[str, Any]:
     model, tokens = job.model, min(job.data.sequence_length, TOKENS)
-    if isinstance(model, Architecture):
+    if isinstance(model, TransformerSettings):
         return _ours(model, tokens)
-    assert isinstance(model, ModuleSettings)
+    assert isinstance(model, UserModuleSettings)
     if not model.factory.startswith(HUGGING_FACE):
         return {}
     place = model.factory.removeprefix(HUGGING_FACE)
@@ -73,7 +73,7 @@ def heads_of(heads: int, shared: int) -> tuple[int, int]:
     return together * keys, keys
 
 
-def _ours(model: Architecture, tokens: int) -> dict[str, Any]:
+def _ours(model: TransformerSettings, tokens: int) -> dict[str, Any]:
     shared = (model.kv_heads if isinstance(model, DecoderSettings) else None) or model.heads
     heads, keys = heads_of(model.heads, shared)
     head_dim = min(model.dim_per_head, HEAD_DIM)

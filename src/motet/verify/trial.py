@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from motet.core.batch import Batch
-from motet.models.randomness import LogicalRandomness
+from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
 from motet.parallel.group import Group
 from motet.parallel.layout import LayoutSettings
 from motet.parallel.shares import shares_of_rank
@@ -229,7 +229,7 @@ def calls_in_training(module: nn.Module) -> Iterator[list[nn.Module]]:
 def masks_told(randomness: AbstractContextManager[object], recorder: Recorder) -> Iterator[None]:
     """Masks that are drawn inside are recorded."""
     with randomness as mode:
-        if not isinstance(mode, LogicalRandomness):
+        if not isinstance(mode, LayoutInvariantDropoutMode):
             yield
             return
         mode.on_mask = recorder.mask

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from motet.data.loader import Loader
-from motet.models.build import Trainee
+from motet.models.build import TrainableModel
 from motet.parallel.flat import FlatWeights, Gradients
 from motet.parallel.group import pick_device
 from motet.parallel.layout import Layout
@@ -64,7 +64,7 @@ def run_worker(seat: Seat, stop: StopFlag) -> None:
 @dataclass
 class Worker:
     job: Job
-    model: Trainee
+    model: TrainableModel
     data: Loader
     plan: Plan
     weights: FlatWeights

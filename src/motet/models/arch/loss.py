@@ -15,9 +15,9 @@ from torch import Tensor
 # Measured on one thread of a CPU with 2 MiB of L2 cache per core, 2048 rows. Pieces of 1-8 MiB of float32 are alike.
 # The gradient of the weight is added up once per block: at a vocabulary of 50257 blocks of 32 MiB take 1.6x as long as
 # one of 200 MiB. Against logits, cross-entropy and their backward: 0.5x the time at 4096 in bfloat16, else 0.75-0.9x.
-PIECE_BYTES = {"cpu": 4 << 20}
-PIECE_BYTES_ELSEWHERE = 256 << 20
-BLOCK_BYTES = 256 << 20
+SOFTMAX_CHUNK_BYTES = {"cpu": 4 << 20}
+DEFAULT_SOFTMAX_CHUNK_BYTES = 256 << 20
+LOGITS_BLOCK_BYTES = 256 << 20
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
@@ -30,11 +30,11 @@ def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, weights: Tensor
 ) -> Tensor:
     """`cross_entropy(hidden @ weight.T + bias, ...)`. hidden [N, H], weight [V, H], bias [V]."""
-    total: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, targets, weights)  # type: ignore[no-untyped-call]  # torch's
+    total: Tensor = _FusedLinearCrossEntropy.apply(hidden, weight, bias, targets, weights)  # type: ignore[no-untyped-call]  # torch's
     return total
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _FusedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -44,19 +44,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         weights: Tensor,
     ) -> Tensor:
-        wanted = ctx.needs_input_grad[:3]
-        wide = _softmax_dtype(hidden)
-        total = torch.zeros((), dtype=wide, device=hidden.device)
+        needs_grad = ctx.needs_input_grad[:3]
+        loss_dtype = _softmax_dtype(hidden)
+        total = torch.zeros((), dtype=loss_dtype, device=hidden.device)
         grads = (
-            torch.empty_like(hidden) if wanted[0] else None,
-            torch.zeros_like(weight, dtype=wide) if wanted[1] else None,
-            torch.zeros_like(bias, dtype=wide) if wanted[2] and bias is not None else None,
+            torch.empty_like(hidden) if needs_grad[0] else None,
+            torch.zeros_like(weight, dtype=loss_dtype) if needs_grad[1] else None,
+            torch.zeros_like(bias, dtype=loss_dtype) if needs_grad[2] and bias is not None else None,
         )
-        for block in _parts(hidden.shape[0], BLOCK_BYTES // (hidden.element_size() * weight.shape[0])):
-            rows, scale = hidden[block], weights[block].to(wide).unsqueeze(1)
+        for block in _even_row_slices(hidden.shape[0], LOGITS_BLOCK_BYTES // (hidden.element_size() * weight.shape[0])):
+            rows, scale = hidden[block], weights[block].to(loss_dtype).unsqueeze(1)
             logits = F.linear(rows, weight, bias)
-            total += (_losses(logits, targets[block], any(wanted)) * scale).sum()
-            if any(wanted):
+            total += (_losses(logits, targets[block], any(needs_grad)) * scale).sum()
+            if any(needs_grad):
                 _add_gradients(grads, block, (rows, weight), (logits, scale))
         ctx.save_for_backward(*(None if g is None else g.to(weight.dtype) for g in grads))
         return total
@@ -69,22 +69,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (*(None if g is None else g * grad_total.to(g.dtype) for g in saved), None, None)
 
 
-def _losses(logits: Tensor, targets: Tensor, leave_errors: bool) -> Tensor:
+def _losses(logits: Tensor, targets: Tensor, overwrite_with_errors: bool) -> Tensor:
     """[N, 1] from logits [N, V], in whose place the errors are left: probabilities minus targets."""
-    wide = _softmax_dtype(logits)
+    loss_dtype = _softmax_dtype(logits)
     losses = []
-    budget = PIECE_BYTES.get(logits.device.type, PIECE_BYTES_ELSEWHERE)
-    for at in _parts(logits.shape[0], budget // (wide.itemsize * logits.shape[1])):
-        piece, target = logits[at], targets[at].unsqueeze(1)
-        probabilities = torch.softmax(piece, dim=1, dtype=wide)
+    budget = SOFTMAX_CHUNK_BYTES.get(logits.device.type, DEFAULT_SOFTMAX_CHUNK_BYTES)
+    for chunk_rows in _even_row_slices(logits.shape[0], budget // (loss_dtype.itemsize * logits.shape[1])):
+        chunk, target = logits[chunk_rows], targets[chunk_rows].unsqueeze(1)
+        probabilities = torch.softmax(chunk, dim=1, dtype=loss_dtype)
         # log-sum-exp through the largest logit, whose probability is at least 1/V: no second pass of exponentials.
-        largest, where = piece.max(dim=1, keepdim=True)
-        logsumexp = largest.to(wide) - probabilities.gather(1, where).log()
-        losses.append(logsumexp - piece.gather(1, target).to(wide))
-        if leave_errors:
+        largest, argmax = chunk.max(dim=1, keepdim=True)
+        logsumexp = largest.to(loss_dtype) - probabilities.gather(1, argmax).log()
+        losses.append(logsumexp - chunk.gather(1, target).to(loss_dtype))
+        if overwrite_with_errors:
             probabilities.scatter_add_(1, target, torch.full_like(losses[-1], -1.0))
-            piece.copy_(probabilities)
-    return torch.cat(losses) if losses else logits.new_zeros(0, 1, dtype=wide)
+            chunk.copy_(probabilities)
+    return torch.cat(losses) if losses else logits.new_zeros(0, 1, dtype=loss_dtype)
 
 
 def _add_gradients(
@@ -96,26 +96,26 @@ def _add_gradients(
     """The weights of the rows scale the narrow factors ([N, H]) instead of the wide one ([N, V])."""
     (hidden, weight), (errors, scale) = inputs, outputs
     grad_hidden, grad_weight, grad_bias = grads
-    narrow = scale.to(hidden.dtype)
+    row_scale = scale.to(hidden.dtype)
     if grad_hidden is not None:
         torch.mm(errors, weight, out=grad_hidden[block])
-        grad_hidden[block].mul_(narrow)
+        grad_hidden[block].mul_(row_scale)
     if grad_weight is not None:
-        rows = hidden * narrow
+        rows = hidden * row_scale
         if grad_weight.dtype == rows.dtype:
             grad_weight.addmm_(errors.t(), rows)
         else:
             grad_weight.add_(errors.t() @ rows)
     if grad_bias is not None:
-        grad_bias.add_((errors.t() @ narrow).squeeze(1))
+        grad_bias.add_((errors.t() @ row_scale).squeeze(1))
 
 
 def _softmax_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _parts(rows: int, most: int) -> Iterator[slice]:
+def _even_row_slices(rows: int, max_rows: int) -> Iterator[slice]:
     """Cut so many rows into even parts of `most` at the most, and not of fewer than 8 where there are more."""
-    count = max(1, -(-rows // max(8, most)))
+    count = max(1, -(-rows // max(8, max_rows)))
     size = -(-rows // count) if rows else 1
     return (slice(start, start + size) for start in range(0, rows, size))

@@ -19,7 +19,7 @@ from motet.core.errors import InputError
 from motet.core.seeds import derive_seed
 
 
-class LogicalRandomness(TorchFunctionMode):
+class LayoutInvariantDropoutMode(TorchFunctionMode):
     """`with randomness.at(step, rows): ...` around the forward of a micro-batch."""
 
     def __init__(self, seed: int) -> None:
@@ -27,14 +27,14 @@ class LogicalRandomness(TorchFunctionMode):
         self.seed = seed
         self.step = 0
         self.rows: list[int] = []
-        self.site = 0
+        self.dropout_index = 0
         self.on_mask: Callable[[int, Tensor], None] | None = None
         """Told of each mask and its site."""
 
     @contextmanager
-    def at(self, step: int, rows: Tensor) -> Iterator["LogicalRandomness"]:
+    def for_rows(self, step: int, rows: Tensor) -> Iterator["LayoutInvariantDropoutMode"]:
         """`rows` [R]: the places of the rows in the global batch of the step."""
-        self.step, self.rows, self.site = step, rows.tolist(), 0
+        self.step, self.rows, self.dropout_index = step, rows.tolist(), 0
         torch.manual_seed(derive_seed(self.seed, self.step, "elsewhere", *self.rows[:1]))
         with self:
             yield self
@@ -51,7 +51,7 @@ class LogicalRandomness(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         return replacement(self, *args, **(kwargs or {}))
 
-    def drop(self, x: Tensor, p: float, whole_dims: int | None = None) -> Tensor:
+    def apply_dropout(self, x: Tensor, p: float, mask_dims: int | None = None) -> Tensor:
         """x with elements set to 0 with probability p and the others scaled by 1 / (1 - p).
 
         `whole_dims`: elements beyond so many dims are kept or dropped together.
@@ -61,27 +61,27 @@ class LogicalRandomness(TorchFunctionMode):
                 f"dropout on a tensor of shape {list(x.shape)}: its first dim is no multiple of the {len(self.rows)} "
                 "rows of the micro-batch, so its mask cannot follow rows; set the dropout to 0"
             )
-        shape = list(x.shape[:whole_dims]) + [1] * len(x.shape[whole_dims:] if whole_dims else ())
+        shape = list(x.shape[:mask_dims]) + [1] * len(x.shape[mask_dims:] if mask_dims else ())
         shape[0] //= len(self.rows)
         keep = torch.cat([self._mask(row, shape, p, x.device) for row in self.rows])
         if self.on_mask:
-            self.on_mask(self.site, keep)
-        self.site += 1
+            self.on_mask(self.dropout_index, keep)
+        self.dropout_index += 1
         return x * keep.to(x.dtype).mul_(0.0 if p >= 1 else 1 / (1 - p))
 
     def _mask(self, row: int, shape: list[int], p: float, device: torch.device) -> Tensor:
-        generator = torch.Generator(device).manual_seed(derive_seed(self.seed, self.step, self.site, row))
+        generator = torch.Generator(device).manual_seed(derive_seed(self.seed, self.step, self.dropout_index, row))
         return torch.empty(shape, dtype=torch.bool, device=device).bernoulli_(1 - p, generator=generator)
 
 
-def can_drop(module: nn.Module, config: dict[str, Any] | None = None) -> bool:
+def has_dropout(module: nn.Module, config: dict[str, Any] | None = None) -> bool:
     """Whether a model drops anything: by its dropout layers, or by a value of its config that speaks of it."""
     layers = (m for m in module.modules() if isinstance(m, nn.modules.dropout._DropoutNd))
-    return any(m.p > 0 for m in layers) or _speaks_of_dropping(config or {})
+    return any(m.p > 0 for m in layers) or _config_has_dropout(config or {})
 
 
-def _speaks_of_dropping(config: dict[str, Any]) -> bool:
-    inner = any(_speaks_of_dropping(value) for value in config.values() if isinstance(value, dict))
+def _config_has_dropout(config: dict[str, Any]) -> bool:
+    inner = any(_config_has_dropout(value) for value in config.values() if isinstance(value, dict))
     named = (value for key, value in config.items() if "drop" in str(key))
     return inner or any(isinstance(value, int | float) and value > 0 for value in named)
 
@@ -90,22 +90,22 @@ def _speaks_of_dropping(config: dict[str, Any]) -> bool:
 
 
 def _dropout(
-    mode: LogicalRandomness, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    mode: LayoutInvariantDropoutMode, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    dropped = mode.drop(input, p) if training and p > 0 else input
+    dropped = mode.apply_dropout(input, p) if training and p > 0 else input
     return input.copy_(dropped) if inplace else dropped
 
 
 def _channel_dropout(
-    mode: LogicalRandomness, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    mode: LayoutInvariantDropoutMode, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
     """[R, C, ...]: whole channels."""
-    dropped = mode.drop(input, p, whole_dims=2) if training and p > 0 else input
+    dropped = mode.apply_dropout(input, p, mask_dims=2) if training and p > 0 else input
     return input.copy_(dropped) if inplace else dropped
 
 
 def _attention(  # noqa: PLR0913  # the signature of what it replaces
-    mode: LogicalRandomness,
+    mode: LayoutInvariantDropoutMode,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -130,18 +130,18 @@ def _attention(  # noqa: PLR0913  # the signature of what it replaces
         scores = scores.masked_fill(~attn_mask, float("-inf"))
     elif attn_mask is not None:
         scores = scores + attn_mask
-    return mode.drop(scores.softmax(-1), dropout_p) @ value
+    return mode.apply_dropout(scores.softmax(-1), dropout_p) @ value
 
 
 def _alpha_dropout(
-    mode: LogicalRandomness, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+    mode: LayoutInvariantDropoutMode, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
 ) -> Tensor:
     if training and p > 0:
         raise InputError(f"alpha dropout with p = {p} draws masks that do not follow rows; use F.dropout in its place")
     return input
 
 
-def _multi_head(mode: LogicalRandomness, *args: Any, **kwargs: Any) -> Any:
+def _multi_head_attention(mode: LayoutInvariantDropoutMode, *args: Any, **kwargs: Any) -> Any:
     """torch's nn.MultiheadAttention, which drops inside of itself."""
     dropout_p = kwargs.get("dropout_p", args[10] if len(args) > 10 else 0.0)
     training = kwargs.get("training", args[13] if len(args) > 13 else True)
@@ -161,7 +161,7 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     F.dropout2d: _channel_dropout,
     F.dropout3d: _channel_dropout,
     F.scaled_dot_product_attention: _attention,
-    F.multi_head_attention_forward: _multi_head,
+    F.multi_head_attention_forward: _multi_head_attention,
     F.alpha_dropout: _alpha_dropout,
     F.feature_alpha_dropout: _alpha_dropout,
 }

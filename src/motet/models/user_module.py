@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from motet.core.batch import Batch
 from motet.core.errors import InputError
 
-_OF_BATCH = ("positions", "documents", "rows", "source", "source_documents")
+_OPTIONAL_BATCH_FIELDS = ("positions", "documents", "rows", "source", "source_documents")
 
 
-def make_module(factory: str, arguments: dict[str, Any]) -> nn.Module:
+def build_user_module(factory: str, arguments: dict[str, Any]) -> nn.Module:
     """Errors inside of the function are the user's, and keep their traceback."""
-    function = _find(factory)
+    function = _import_factory(factory)
     try:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
@@ -33,24 +33,24 @@ def make_module(factory: str, arguments: dict[str, Any]) -> nn.Module:
     module = function(**arguments)
     if not isinstance(module, nn.Module):
         raise InputError(f"model.factory = {factory!r} must return a torch.nn.Module, not {type(module).__name__}")
-    _check_parameters(module, factory)
+    _check_module(module, factory)
     return module
 
 
-def logits_of(module: nn.Module) -> Callable[[Batch], Tensor]:
+def make_logits_function(module: nn.Module) -> Callable[[Batch], Tensor]:
     """The logits of a batch, whose forward is given what it asks for."""
     signature = inspect.signature(module.forward)
-    wanted = [name for name in _OF_BATCH if name in signature.parameters]
+    accepted_fields = [name for name in _OPTIONAL_BATCH_FIELDS if name in signature.parameters]
     if not hasattr(module, "loss_sum"):  # else the forward may be for others than us
-        _check_call(signature, wanted, module)
+        _check_forward_signature(signature, accepted_fields, module)
 
     def logits(batch: Batch) -> Tensor:
-        return tensor_of(module(batch.tokens, **{name: getattr(batch, name) for name in wanted}), module)
+        return extract_logits(module(batch.tokens, **{name: getattr(batch, name) for name in accepted_fields}), module)
 
     return logits
 
 
-def tensor_of(output: object, module: nn.Module) -> Tensor:
+def extract_logits(output: object, module: nn.Module) -> Tensor:
     """The logits in what a forward returned."""
     logits = getattr(output, "logits", output)
     if isinstance(logits, Tensor):
@@ -61,16 +61,18 @@ def tensor_of(output: object, module: nn.Module) -> Tensor:
     )
 
 
-def _check_parameters(module: nn.Module, factory: str) -> None:
+def _check_module(module: nn.Module, factory: str) -> None:
     """Only what has values of its own, and real ones, can be trained and saved."""
-    for name, inner in module.named_modules():
-        if type(inner).get_extra_state is not nn.Module.get_extra_state:
+    for name, submodule in module.named_modules():
+        if type(submodule).get_extra_state is not nn.Module.get_extra_state:
             problem = "keeps state in get_extra_state, which is not saved; keep it in a buffer"
-        elif isinstance(inner, nn.RNNBase) and inner.dropout > 0:
-            problem = f"has dropout = {inner.dropout}, whose masks cannot follow rows; put nn.Dropout around its layers"
+        elif isinstance(submodule, nn.RNNBase) and submodule.dropout > 0:
+            problem = (
+                f"has dropout = {submodule.dropout}, whose masks cannot follow rows; put nn.Dropout around its layers"
+            )
         else:
             continue
-        raise InputError(f"model.factory = {factory!r}: {type(inner).__name__} {name!r} {problem}")
+        raise InputError(f"model.factory = {factory!r}: {type(submodule).__name__} {name!r} {problem}")
     check_parameters(dict(module.named_parameters()), f"model.factory = {factory!r}")
 
 
@@ -88,25 +90,25 @@ def check_parameters(parameters: Mapping[str, nn.Parameter], source: str) -> Non
         raise InputError(f"{source}: parameter {name!r} {problem}")
 
 
-def _check_call(signature: inspect.Signature, wanted: list[str], module: nn.Module) -> None:
+def _check_forward_signature(signature: inspect.Signature, accepted_fields: list[str], module: nn.Module) -> None:
     try:
-        signature.bind(None, **dict.fromkeys(wanted))
+        signature.bind(None, **dict.fromkeys(accepted_fields))
     except TypeError as error:
         raise InputError(
             f"{type(module).__name__}.forward{signature} cannot be called on tokens: {error}; beside them it may ask "
-            f"for {', '.join(_OF_BATCH)}, or have defaults"
+            f"for {', '.join(_OPTIONAL_BATCH_FIELDS)}, or have defaults"
         ) from None
 
 
-def _find(factory: str) -> Callable[..., Any]:
+def _import_factory(factory: str) -> Callable[..., Any]:
     path, colon, name = factory.partition(":")
     if not colon or not all(part.isidentifier() for part in [*path.split("."), name]):
         raise InputError(
             f"model.factory = {factory!r} is neither 'package.module:function' nor 'hf:' and a folder or config.json"
         )
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)  # last, so that no file in it hides an installed module
+    current_folder = str(Path.cwd())
+    if current_folder not in sys.path:
+        sys.path.append(current_folder)  # last, so that no file in it hides an installed module
     try:
         module = import_module(path)
     except ModuleNotFoundError as error:

@@ -11,26 +11,33 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from motet.core.errors import InputError
-from motet.models.attention import Pattern, causal_pattern, full_pattern
-from motet.models.decoder import check_length
-from motet.models.layers import Attention, AttentionShape, CrossAttention, FeedForward, FeedForwardShape, Matrix
-from motet.models.norms import make_norm
+from motet.models.arch.attention import AttentionMask, bidirectional_mask, causal_mask
+from motet.models.arch.decoder import check_sequence_length
+from motet.models.arch.layers import (
+    AttentionLayerConfig,
+    CrossAttention,
+    FeedForward,
+    FeedForwardConfig,
+    OutputHeadWeight,
+    SelfAttention,
+)
+from motet.models.arch.norms import build_norm
 from motet.models.settings import EncoderDecoderSettings
 
 
-class EncoderDecoder(nn.Module):
+class EncoderDecoderModel(nn.Module):
     """tokens [R, T] and source [R, S] -> logits [R, T, V]."""
 
     def __init__(self, settings: EncoderDecoderSettings) -> None:
         super().__init__()
         s = self.settings = settings
-        _check_relative(s)
+        _check_relative_positions(s)
         self.embedding = nn.Embedding(s.vocab_size, s.hidden)
-        self.encoder = Stack(s, s.layers, decodes=False)
-        self.decoder = Stack(s, s.decoder_layers or s.layers, decodes=True)
+        self.encoder = T5Stack(s, s.layers, is_decoder=False)
+        self.decoder = T5Stack(s, s.decoder_layers or s.layers, is_decoder=True)
         self.dropout = nn.Dropout(s.dropout)
         if not s.tied:
-            self.head = Matrix(s.vocab_size, s.hidden)
+            self.head = OutputHeadWeight(s.vocab_size, s.hidden)
 
     def forward(
         self,
@@ -50,13 +57,13 @@ class EncoderDecoder(nn.Module):
     ) -> Tensor:
         """[R, T, H]: what the head reads. Either both kinds of documents are given or neither."""
         assert (documents is None) == (source_documents is None)
-        check_length(tokens, self.settings.context)
-        check_length(source, self.settings.context)
+        check_sequence_length(tokens, self.settings.context)
+        check_sequence_length(source, self.settings.context)
         x = self.dropout(self.embedding(source))
-        encoded = self.encoder(x, full_pattern(source_documents, source_documents, x.dtype))
+        encoded = self.encoder(x, bidirectional_mask(source_documents, source_documents, x.dtype))
         x = self.dropout(self.embedding(tokens))
-        cross = full_pattern(documents, source_documents, x.dtype)
-        decoded: Tensor = self.decoder(x, causal_pattern(tokens, None, documents, x.dtype), encoded, cross)
+        cross_mask = bidirectional_mask(documents, source_documents, x.dtype)
+        decoded: Tensor = self.decoder(x, causal_mask(tokens, None, documents, x.dtype), encoded, cross_mask)
         # A table that is also the head was made for inputs: its logits are brought back to their size.
         return decoded * self.settings.hidden**-0.5 if self.settings.tied else decoded
 
@@ -67,82 +74,86 @@ class EncoderDecoder(nn.Module):
         return None
 
 
-class Stack(nn.Module):
+class T5Stack(nn.Module):
     """Blocks that share one table of relative positions, and a norm at the end."""
 
-    def __init__(self, settings: EncoderDecoderSettings, layers: int, decodes: bool) -> None:
+    def __init__(self, settings: EncoderDecoderSettings, layers: int, is_decoder: bool) -> None:
         super().__init__()
         s = self.settings = settings
-        self.decodes = decodes
-        self.blocks = nn.ModuleList(Block(s, decodes) for _ in range(layers))
+        self.is_decoder = is_decoder
+        self.blocks = nn.ModuleList(T5Block(s, is_decoder) for _ in range(layers))
         self.relative = nn.Embedding(s.relative_buckets, s.heads)
-        self.norm = make_norm(s.norm, s.hidden, s.norm_eps, bias=False)
+        self.norm = build_norm(s.norm, s.hidden, s.norm_eps, bias=False)
         self.dropout = nn.Dropout(s.dropout)
 
     def forward(
-        self, x: Tensor, pattern: Pattern, encoded: Tensor | None = None, cross: Pattern | None = None
+        self, x: Tensor, mask: AttentionMask, encoded: Tensor | None = None, cross_mask: AttentionMask | None = None
     ) -> Tensor:
-        pattern = pattern.plus(self._relative_bias(x.shape[1], x.device))
+        mask = mask.with_bias(self._relative_bias(x.shape[1], x.device))
         for block in self.blocks:
-            x = block(x, pattern, encoded, cross)
+            x = block(x, mask, encoded, cross_mask)
         y: Tensor = self.dropout(self.norm(x))
         return y
 
     def _relative_bias(self, length: int, device: torch.device) -> Tensor:
         """[1, heads, T, T]"""
-        at = torch.arange(length, device=device)
-        distance = at - at.unsqueeze(1)  # of the key from the query
-        buckets, longest = self.settings.relative_buckets, self.settings.relative_distance
-        if self.decodes:
-            bucket = relative_bucket((-distance).clamp(min=0), buckets, longest)
+        positions = torch.arange(length, device=device)
+        distance = positions - positions.unsqueeze(1)  # of the key from the query
+        buckets, max_distance = self.settings.relative_buckets, self.settings.relative_distance
+        if self.is_decoder:
+            bucket = relative_bucket((-distance).clamp(min=0), buckets, max_distance)
         else:
             half = buckets // 2
-            bucket = relative_bucket(distance.abs(), half, longest) + half * (distance > 0)
+            bucket = relative_bucket(distance.abs(), half, max_distance) + half * (distance > 0)
         bias: Tensor = self.relative(bucket)
         return bias.permute(2, 0, 1).unsqueeze(0)
 
 
-class Block(nn.Module):
+class T5Block(nn.Module):
     """x + attention(norm(x)), in a decoder x + cross(norm(x), encoded), then x + ffn(norm(x))."""
 
-    def __init__(self, settings: EncoderDecoderSettings, decodes: bool) -> None:
+    def __init__(self, settings: EncoderDecoderSettings, is_decoder: bool) -> None:
         super().__init__()
         s = settings
-        shape = AttentionShape(
+        config = AttentionLayerConfig(
             hidden=s.hidden,
             heads=s.heads,
             kv_heads=s.heads,
             head_dim=s.dim_per_head,
-            scaled=False,
+            scales_scores=False,
             dropout=s.dropout,
         )
-        self.attention_norm = make_norm(s.norm, s.hidden, s.norm_eps, bias=False)
-        self.attention = Attention(shape)
-        if decodes:
-            self.cross_norm = make_norm(s.norm, s.hidden, s.norm_eps, bias=False)
-            self.cross = CrossAttention(shape)
-        self.ffn_norm = make_norm(s.norm, s.hidden, s.norm_eps, bias=False)
-        self.ffn = FeedForward(FeedForwardShape(s.hidden, s.ffn_hidden, s.activation, gated=s.gated, dropout=s.dropout))
+        self.attention_norm = build_norm(s.norm, s.hidden, s.norm_eps, bias=False)
+        self.attention = SelfAttention(config)
+        if is_decoder:
+            self.cross_norm = build_norm(s.norm, s.hidden, s.norm_eps, bias=False)
+            self.cross = CrossAttention(config)
+        self.ffn_norm = build_norm(s.norm, s.hidden, s.norm_eps, bias=False)
+        self.ffn = FeedForward(
+            FeedForwardConfig(s.hidden, s.ffn_hidden, s.activation, gated=s.gated, dropout=s.dropout)
+        )
         self.dropout = nn.Dropout(s.dropout)
 
-    def forward(self, x: Tensor, pattern: Pattern, encoded: Tensor | None, cross: Pattern | None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), pattern))
+    def forward(
+        self, x: Tensor, mask: AttentionMask, encoded: Tensor | None, cross_mask: AttentionMask | None
+    ) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), mask))
         if encoded is not None:
-            x = x + self.dropout(self.cross(self.cross_norm(x), encoded, cross))
+            x = x + self.dropout(self.cross(self.cross_norm(x), encoded, cross_mask))
         y: Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))
         return y
 
 
-def relative_bucket(distance: Tensor, buckets: int, longest: int) -> Tensor:
+def relative_bucket(distance: Tensor, buckets: int, max_distance: int) -> Tensor:
     """The first half of the buckets hold one distance each, the others grow in size up to `longest` and beyond."""
     exact = buckets // 2
     # In float32, as every published T5 has it: in another dtype a distance at a border may fall into the next bucket.
-    growth = torch.log(distance.clamp(min=1).float() / exact) / math.log(longest / exact)
+    growth = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
     coarse = exact + (growth * (buckets - exact)).long()
     return torch.where(distance < exact, distance, coarse.clamp(max=buckets - 1))
 
 
-def _check_relative(s: EncoderDecoderSettings) -> None:
+def _check_relative_positions(s: EncoderDecoderSettings) -> None:
     if s.relative_buckets < 4:
         raise InputError(
             f"model.relative_buckets = {s.relative_buckets} is too few: the encoder halves them twice, so at least 4"

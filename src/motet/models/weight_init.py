@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from motet.core.seeds import derive_seed
-from motet.models.settings import Architecture, DecoderSettings, EncoderDecoderSettings
+from motet.models.settings import DecoderSettings, EncoderDecoderSettings, TransformerSettings
 
 if TYPE_CHECKING:
     from torch import nn
 
-CHUNK = 65_536
+VALUES_PER_CHUNK = 65_536
 
 
 @dataclass(frozen=True)
-class Rule:
+class WeightInitRule:
     """Normal values of this standard deviation, or one value throughout (`std` 0)."""
 
     std: float = 0.0
     value: float = 0.0
 
 
-def rule_for(settings: Architecture, name: str) -> Rule:
+def init_rule_for(settings: TransformerSettings, name: str) -> WeightInitRule:
     """The first line of the table whose pattern matches the name.
 
     *norm.weight                      1
@@ -40,45 +40,47 @@ def rule_for(settings: Architecture, name: str) -> Rule:
     std = settings.init_std
     tied = isinstance(settings, EncoderDecoderSettings) and settings.tied
     table = {
-        "*norm.weight": Rule(value=1.0),
-        "*.bias": Rule(value=0.0),
-        "embedding.weight": Rule(std * sqrt(settings.hidden) if tied else std),
-        "*.output.weight": Rule(std / sqrt(_residual_sums(settings, name))),
-        "*.down.weight": Rule(std / sqrt(_residual_sums(settings, name))),
-        "*": Rule(std),
+        "*norm.weight": WeightInitRule(value=1.0),
+        "*.bias": WeightInitRule(value=0.0),
+        "embedding.weight": WeightInitRule(std * sqrt(settings.hidden) if tied else std),
+        "*.output.weight": WeightInitRule(std / sqrt(_num_residual_additions(settings, name))),
+        "*.down.weight": WeightInitRule(std / sqrt(_num_residual_additions(settings, name))),
+        "*": WeightInitRule(std),
     }
     return next(rule for pattern, rule in table.items() if fnmatchcase(name, pattern))
 
 
-def values(seed: int, name: str, start: int, stop: int) -> np.ndarray:
+def standard_normal_values(seed: int, name: str, start: int, stop: int) -> np.ndarray:
     """Elements start..stop of the standard normal values of a parameter, flattened in row-major order, in float32."""
-    drawn = np.empty(max(0, stop - start), np.float32)
-    for first in range(start - start % CHUNK, stop, CHUNK):
-        low, high = max(start, first), min(stop, first + CHUNK)
-        drawn[low - start : high - start] = _chunk(seed, name, first // CHUNK)[low - first : high - first]
-    return drawn
+    result = np.empty(max(0, stop - start), np.float32)
+    for first in range(start - start % VALUES_PER_CHUNK, stop, VALUES_PER_CHUNK):
+        low, high = max(start, first), min(stop, first + VALUES_PER_CHUNK)
+        result[low - start : high - start] = _normal_chunk(seed, name, first // VALUES_PER_CHUNK)[
+            low - first : high - first
+        ]
+    return result
 
 
-def initialise(module: "nn.Module", settings: Architecture, seed: int) -> None:
+def initialize_parameters(module: "nn.Module", settings: TransformerSettings, seed: int) -> None:
     """Fill every parameter of one of our modules. Values are drawn in float32 and cast to what the parameter is."""
     import torch
 
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            rule = rule_for(settings, name)
+            rule = init_rule_for(settings, name)
             if rule.std == 0:
                 parameter.fill_(rule.value)
                 continue
-            drawn = torch.from_numpy(values(seed, name, 0, parameter.numel()))
-            parameter.copy_(drawn.mul_(rule.std).view(parameter.shape))
+            normal_values = torch.from_numpy(standard_normal_values(seed, name, 0, parameter.numel()))
+            parameter.copy_(normal_values.mul_(rule.std).view(parameter.shape))
 
 
-def _chunk(seed: int, name: str, chunk: int) -> np.ndarray:
+def _normal_chunk(seed: int, name: str, chunk: int) -> np.ndarray:
     generator = np.random.Generator(np.random.Philox(derive_seed(seed, name, chunk)))
-    return generator.standard_normal(CHUNK, dtype=np.float32)
+    return generator.standard_normal(VALUES_PER_CHUNK, dtype=np.float32)
 
 
-def _residual_sums(settings: Architecture, name: str) -> int:
+def _num_residual_additions(settings: TransformerSettings, name: str) -> int:
     """How many times a layer's output is added to the stream that this parameter writes to."""
     match settings:
         case DecoderSettings():

@@ -20,21 +20,21 @@ from torch import Tensor, nn
 
 from motet.core.batch import Batch
 from motet.core.errors import InputError
-from motet.models.attention import causal_pattern, full_pattern
-from motet.models.config import read_config
-from motet.models.decoder import check_length
-from motet.models.factory import tensor_of
+from motet.models.arch.attention import bidirectional_mask, causal_mask
+from motet.models.arch.decoder import check_sequence_length
+from motet.models.hf.hf_config import read_config
+from motet.models.user_module import extract_logits
 
-Kind = Literal["causal", "masked", "classify", "encoder-decoder"]
+ModelKind = Literal["causal", "masked", "classify", "encoder-decoder"]
 
-_BY_ENDING: tuple[tuple[str, Kind], ...] = (
+_KIND_BY_CLASS_SUFFIX: tuple[tuple[str, ModelKind], ...] = (
     ("ForCausalLM", "causal"),
     ("LMHeadModel", "causal"),
     ("ForMaskedLM", "masked"),
     ("ForSequenceClassification", "classify"),
     ("ForConditionalGeneration", "encoder-decoder"),
 )
-_AUTO_CLASS: dict[Kind, str] = {
+_AUTO_CLASS: dict[ModelKind, str] = {
     "causal": "AutoModelForCausalLM",
     "masked": "AutoModelForMaskedLM",
     "classify": "AutoModelForSequenceClassification",
@@ -43,44 +43,44 @@ _AUTO_CLASS: dict[Kind, str] = {
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class HuggingFaceCheckpoint:
     """What `hf:` names: a config, and a folder of weights if there are any."""
 
     config: Any
-    kind: Kind
-    weights: Path | None
+    kind: ModelKind
+    weights_folder: Path | None
 
 
-def open_checkpoint(place: str, arguments: dict[str, Any]) -> Checkpoint:
+def open_hf_checkpoint(folder_or_file: str, arguments: dict[str, Any]) -> HuggingFaceCheckpoint:
     """`place` is a folder or the path of a config.json; `arguments` replace values of the config."""
-    path = Path(place).expanduser()
+    path = Path(folder_or_file).expanduser()
     values = {**read_config(path), **arguments}
-    mapping = _transformers().models.auto.configuration_auto.CONFIG_MAPPING
+    mapping = _import_transformers().models.auto.configuration_auto.CONFIG_MAPPING
     if values.get("model_type") not in mapping:
         near = difflib.get_close_matches(str(values.get("model_type")), list(mapping), n=1)
         hint = f"did you mean {near[0]!r}?" if near else "a model of your own needs a function as model.factory"
         raise InputError(f"{path}: model_type = {values.get('model_type')!r} is not known to transformers; {hint}")
     wrong_type = import_module("huggingface_hub.errors").StrictDataclassError
     try:
-        with _quiet():
+        with _silence_transformers():
             config = mapping[values["model_type"]].from_dict(values)
     except (TypeError, ValueError, wrong_type) as error:
         raise InputError(f"{path}: transformers refuses this config: {' '.join(str(error).split())}") from None
-    _check_names(arguments, config)
-    return Checkpoint(config, _kind(config), path if path.is_dir() and _has_weights(path) else None)
+    _check_argument_names(arguments, config)
+    return HuggingFaceCheckpoint(config, _model_kind(config), path if path.is_dir() and _has_weights(path) else None)
 
 
-def build_huggingface(checkpoint: Checkpoint) -> nn.Module:
+def build_hf_model(checkpoint: HuggingFaceCheckpoint) -> nn.Module:
     """The module with the weights of the checkpoint, or with random ones from torch's generator."""
-    auto = getattr(_transformers(), _AUTO_CLASS[checkpoint.kind])
+    auto = getattr(_import_transformers(), _AUTO_CLASS[checkpoint.kind])
     dtype = torch.get_default_dtype()
-    with _quiet():
+    with _silence_transformers():
         try:
-            if checkpoint.weights is None:
+            if checkpoint.weights_folder is None:
                 module: nn.Module = auto.from_config(checkpoint.config, dtype=dtype)
                 return module
             module, report = auto.from_pretrained(
-                checkpoint.weights,
+                checkpoint.weights_folder,
                 config=checkpoint.config,
                 dtype=dtype,
                 local_files_only=True,
@@ -89,30 +89,34 @@ def build_huggingface(checkpoint: Checkpoint) -> nn.Module:
                 output_loading_info=True,
             )
         except SafetensorError as error:
-            raise InputError(f"the weights in {checkpoint.weights} are damaged ({error}); copy them again") from None
+            raise InputError(
+                f"the weights in {checkpoint.weights_folder} are damaged ({error}); copy them again"
+            ) from None
         except (OSError, ValueError) as error:
             raise InputError(f"transformers cannot make this model: {error}") from None
-    _check_complete(report, checkpoint.weights)
+    _check_all_weights_loaded(report, checkpoint.weights_folder)
     return module
 
 
-def logits_of(module: nn.Module, checkpoint: Checkpoint) -> Callable[[Batch], Tensor]:
+def make_logits_function(module: nn.Module, checkpoint: HuggingFaceCheckpoint) -> Callable[[Batch], Tensor]:
     """The logits of a batch, whose positions and documents are put in the words of transformers."""
     accepted = inspect.signature(module.forward).parameters
-    inputs = _seq2seq_inputs if checkpoint.kind == "encoder-decoder" else _single_inputs
-    context = context_of(checkpoint)
+    inputs = _seq2seq_inputs if checkpoint.kind == "encoder-decoder" else _single_stack_inputs
+    context = max_context(checkpoint)
 
     def logits(batch: Batch) -> Tensor:
         if context is not None:
-            check_length(batch.tokens, context, "model.arguments.max_position_embeddings")
-        given = {"use_cache": False, **inputs(module, checkpoint, batch)}
-        output = module(**{name: value for name, value in given.items() if name in accepted and value is not None})
-        return tensor_of(output, module)
+            check_sequence_length(batch.tokens, context, "model.arguments.max_position_embeddings")
+        model_inputs = {"use_cache": False, **inputs(module, checkpoint, batch)}
+        output = module(
+            **{name: value for name, value in model_inputs.items() if name in accepted and value is not None}
+        )
+        return extract_logits(output, module)
 
     return logits
 
 
-def context_of(checkpoint: Checkpoint) -> int | None:
+def max_context(checkpoint: HuggingFaceCheckpoint) -> int | None:
     """The longest sequence, where the model has one."""
     context = getattr(checkpoint.config, "max_position_embeddings", None)
     return context if isinstance(context, int) else None
@@ -121,14 +125,14 @@ def context_of(checkpoint: Checkpoint) -> int | None:
 # --- from a batch to arguments ---------------------------------------------------------------------
 
 
-def _single_inputs(module: nn.Module, checkpoint: Checkpoint, batch: Batch) -> dict[str, Any]:
+def _single_stack_inputs(module: nn.Module, checkpoint: HuggingFaceCheckpoint, batch: Batch) -> dict[str, Any]:
     mask = None
     if batch.documents is not None:
         dtype = next(module.parameters()).dtype
         if checkpoint.kind == "causal" or getattr(checkpoint.config, "is_decoder", False):
             mask = _causal_masks(checkpoint.config, batch.tokens, batch.documents, dtype)
         else:
-            mask = full_pattern(batch.documents, batch.documents, dtype).bias
+            mask = bidirectional_mask(batch.documents, batch.documents, dtype).bias
     return {"input_ids": batch.tokens, "position_ids": batch.positions, "attention_mask": mask}
 
 
@@ -144,36 +148,36 @@ def _causal_masks(
             f"a {config.model_type} has layers of {', '.join(sorted(kinds))}, which cannot be kept within documents; "
             "set data.restart_documents = false"
         )
-    masks = {kind: causal_pattern(tokens, windows[kind], documents, dtype).bias for kind in kinds}
+    masks = {kind: causal_mask(tokens, windows[kind], documents, dtype).bias for kind in kinds}
     if len(kinds) > 1:
         return masks
-    return masks[kinds.pop()] if kinds else causal_pattern(tokens, window, documents, dtype).bias
+    return masks[kinds.pop()] if kinds else causal_mask(tokens, window, documents, dtype).bias
 
 
-def _seq2seq_inputs(module: nn.Module, checkpoint: Checkpoint, batch: Batch) -> dict[str, Any]:
+def _seq2seq_inputs(module: nn.Module, checkpoint: HuggingFaceCheckpoint, batch: Batch) -> dict[str, Any]:
     if batch.source is None:
         raise InputError(
             f"a {checkpoint.config.model_type} reads a source besides its tokens; set data.objective = 'spans'"
         )
-    given = {"decoder_input_ids": batch.tokens}
+    decoder_inputs = {"decoder_input_ids": batch.tokens}
     if batch.documents is None or batch.source_documents is None:
-        return {"input_ids": batch.source, **given}
+        return {"input_ids": batch.source, **decoder_inputs}
     dtype = next(module.parameters()).dtype
     encoder: Any = module.get_encoder()  # type: ignore[operator]  # a method of every such model
-    seen = full_pattern(batch.source_documents, batch.source_documents, dtype).bias
+    encoder_mask = bidirectional_mask(batch.source_documents, batch.source_documents, dtype).bias
     return {
         # The encoder runs by itself: the model would give one mask to it and to the cross attention.
-        "encoder_outputs": encoder(input_ids=batch.source, attention_mask=seen),
-        "attention_mask": full_pattern(batch.documents, batch.source_documents, dtype).bias,
-        "decoder_attention_mask": causal_pattern(batch.tokens, None, batch.documents, dtype).bias,
-        **given,
+        "encoder_outputs": encoder(input_ids=batch.source, attention_mask=encoder_mask),
+        "attention_mask": bidirectional_mask(batch.documents, batch.source_documents, dtype).bias,
+        "decoder_attention_mask": causal_mask(batch.tokens, None, batch.documents, dtype).bias,
+        **decoder_inputs,
     }
 
 
 # --- what can be wrong -----------------------------------------------------------------------------
 
 
-def _transformers() -> Any:
+def _import_transformers() -> Any:
     try:
         import transformers
     except ImportError:
@@ -184,9 +188,9 @@ def _transformers() -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_transformers() -> Iterator[None]:
     """What transformers has to say about a model is either checked here or no concern of a training run."""
-    logging = _transformers().utils.logging
+    logging = _import_transformers().utils.logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     with warnings.catch_warnings():
@@ -194,17 +198,17 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _kind(config: Any) -> Kind:
+def _model_kind(config: Any) -> ModelKind:
     """By the config's architecture; without one, by what models of its type are mostly used for."""
     names = list(config.architectures or ())
     for name in names:
-        for ending, kind in _BY_ENDING:
+        for ending, kind in _KIND_BY_CLASS_SUFFIX:
             if name.endswith(ending):
                 return kind
     if names:
-        known = ", ".join(f"*{ending}" for ending, _ in _BY_ENDING)
+        known = ", ".join(f"*{ending}" for ending, _ in _KIND_BY_CLASS_SUFFIX)
         raise InputError(f"config.json: architectures = {names}: only {known} can be trained")
-    auto = _transformers().models.auto.modeling_auto
+    auto = _import_transformers().models.auto.modeling_auto
     if config.is_encoder_decoder:
         return "encoder-decoder"
     if config.model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
@@ -212,7 +216,7 @@ def _kind(config: Any) -> Kind:
     return "causal"
 
 
-def _check_names(arguments: dict[str, Any], config: Any) -> None:
+def _check_argument_names(arguments: dict[str, Any], config: Any) -> None:
     """transformers takes any name, and a mistyped one would do nothing."""
     valid = {*type(config)().to_dict(), *config.attribute_map, "num_labels"}  # the last is kept as id2label
     for name in arguments:
@@ -235,18 +239,20 @@ def _has_weights(folder: Path) -> bool:
     return False
 
 
-def _check_complete(report: dict[str, Any], folder: Path) -> None:
+def _check_all_weights_loaded(report: dict[str, Any], folder: Path) -> None:
     """Every weight of the model was in the file with its shape, and nothing else was."""
     problems = []
     for kind, key in (("are missing", "missing_keys"), ("are not of this model", "unexpected_keys")):
         if names := sorted(report[key]):
-            problems.append(f"{_some(names)} {kind}")
+            problems.append(f"{_abbreviated_list(names)} {kind}")
     if mismatched := sorted(report["mismatched_keys"]):
-        problems.append(f"{_some([f'{n} {list(there)} for {list(here)}' for n, there, here in mismatched])} do not fit")
+        problems.append(
+            f"{_abbreviated_list([f'{n} {list(there)} for {list(here)}' for n, there, here in mismatched])} do not fit"
+        )
     if problems:
         raise InputError(f"the weights in {folder} are not those of its config: {'; '.join(problems)}")
 
 
-def _some(names: list[str]) -> str:
+def _abbreviated_list(names: list[str]) -> str:
     rest = len(names) - 3
     return ", ".join(names[:3]) + (f" and {rest} more" if rest > 0 else "")

@@ -15,16 +15,16 @@ from motet.core.errors import InputError
 
 
 @dataclass(frozen=True)
-class Demands:
+class DataRequirements:
     """What the data asks of a model."""
 
-    tokens: int
+    vocab_size: int
     """That it must be able to read."""
-    classes: int | None = None
+    num_classes: int | None = None
     """That it must tell apart; None: its targets are tokens."""
 
 
-def check_places(predicted: torch.Size, batch: Batch, module: nn.Module) -> None:
+def check_prediction_shape(predicted: torch.Size, batch: Batch, module: nn.Module) -> None:
     """There is one prediction for each target."""
     if predicted != batch.targets.shape:
         raise InputError(
@@ -33,28 +33,32 @@ def check_places(predicted: torch.Size, batch: Batch, module: nn.Module) -> None
         )
 
 
-def check_outcomes(outcomes: int, demands: Demands, module: nn.Module) -> None:
+def check_num_logits(num_logits: int, requirements: DataRequirements, module: nn.Module) -> None:
     """There is one logit for whatever a target can be."""
-    needed = demands.tokens if demands.classes is None else demands.classes
-    if outcomes < needed:
-        what = "tokens of data.tokenizer" if demands.classes is None else "classes in the data"
+    needed = requirements.vocab_size if requirements.num_classes is None else requirements.num_classes
+    if num_logits < needed:
+        what = "tokens of data.tokenizer" if requirements.num_classes is None else "classes in the data"
         raise InputError(
-            f"{type(module).__name__} gives {outcomes} logits for each target, but there are {needed} {what}; "
+            f"{type(module).__name__} gives {num_logits} logits for each target, but there are {needed} {what}; "
             f"make it {needed} or more"
         )
 
 
-def checked_loss(
-    module: nn.Module, loss_sum: Callable[[Batch], object], demands: Demands | None
+def with_loss_checks(
+    module: nn.Module, loss_sum: Callable[[Batch], object], requirements: DataRequirements | None
 ) -> Callable[[Batch], Tensor]:
     """The same loss, which is known to be one number, and in training to lead back to parameters."""
-    unread = demands is not None
+    is_first_call = requirements is not None
 
     def checked(batch: Batch) -> Tensor:
-        nonlocal unread
-        with _tables_watched(module, batch.tokens, demands.tokens) if demands and unread else nullcontext():
+        nonlocal is_first_call
+        with (
+            _check_embedding_rows(module, batch.tokens, requirements.vocab_size)
+            if requirements and is_first_call
+            else nullcontext()
+        ):
             loss = loss_sum(batch)
-        unread = False
+        is_first_call = False
         name = type(module).__name__
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -72,21 +76,21 @@ def checked_loss(
 
 
 @contextmanager
-def _tables_watched(module: nn.Module, read: Tensor, tokens: int) -> Iterator[None]:
+def _check_embedding_rows(module: nn.Module, token_ids: Tensor, vocab_size: int) -> Iterator[None]:
     """Refuse a table that is asked for the tokens of the batch and has no row for some other token."""
 
-    def watch(name: str, table: nn.Embedding) -> torch.utils.hooks.RemovableHandle:
+    def add_check(name: str, table: nn.Embedding) -> torch.utils.hooks.RemovableHandle:
         def check(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            if inputs and inputs[0].untyped_storage().data_ptr() == read.untyped_storage().data_ptr():
+            if inputs and inputs[0].untyped_storage().data_ptr() == token_ids.untyped_storage().data_ptr():
                 raise InputError(
-                    f"{type(module).__name__}.{name} has {table.num_embeddings} rows, but there are {tokens} tokens of "
-                    f"data.tokenizer; make it {tokens} rows or more, or take another tokenizer"
+                    f"{type(module).__name__}.{name} has {table.num_embeddings} rows, but there are {vocab_size} tokens of "
+                    f"data.tokenizer; make it {vocab_size} rows or more, or take another tokenizer"
                 )
 
         return table.register_forward_pre_hook(check)
 
     tables = [(name, table) for name, table in module.named_modules() if isinstance(table, nn.Embedding)]
-    handles = [watch(name, table) for name, table in tables if table.num_embeddings < tokens]
+    handles = [add_check(name, table) for name, table in tables if table.num_embeddings < vocab_size]
     try:
         yield
     finally:

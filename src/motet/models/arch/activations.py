@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from motet.models.settings import Activation
+from motet.models.settings import ActivationName
 
 _aten = torch.ops.aten
 
@@ -39,7 +39,7 @@ def _relu_squared_backward(grad: Tensor, x: Tensor) -> Tensor:
 
 
 _Backward = Callable[[Tensor, Tensor], Tensor]
-ACTIVATIONS: dict[Activation, tuple[Callable[[Tensor], Tensor], _Backward]] = {
+ACTIVATIONS: dict[ActivationName, tuple[Callable[[Tensor], Tensor], _Backward]] = {
     "silu": (F.silu, _aten.silu_backward),
     "gelu": (F.gelu, _aten.gelu_backward),
     "gelu_tanh": (_gelu_tanh, _gelu_tanh_backward),
@@ -49,33 +49,33 @@ ACTIVATIONS: dict[Activation, tuple[Callable[[Tensor], Tensor], _Backward]] = {
 """Name -> the function, and the gradient of its input from that of its output and its input."""
 
 
-def activate(x: Tensor, name: Activation) -> Tensor:
+def apply_activation(x: Tensor, name: ActivationName) -> Tensor:
     return ACTIVATIONS[name][0](x)
 
 
-def gate(x: Tensor, name: Activation) -> Tensor:
+def gated_activation(x: Tensor, name: ActivationName) -> Tensor:
     """[..., 2 F] holding gate and up -> act(gate) * up, [..., F]."""
-    y: Tensor = _Gated.apply(x, name)  # type: ignore[no-untyped-call]  # torch's
+    y: Tensor = _GatedActivationFunction.apply(x, name)  # type: ignore[no-untyped-call]  # torch's
     return y
 
 
-class _Gated(torch.autograd.Function):
+class _GatedActivationFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, name: Activation) -> Tensor:
+    def forward(ctx: Any, x: Tensor, name: ActivationName) -> Tensor:
         ctx.save_for_backward(x)
         ctx.name = name
-        first, second = x.chunk(2, -1)
+        gate, up = x.chunk(2, -1)
         # A row whose length is no multiple of the vector width is slow unless rows lie end to end: copy first.
-        return ACTIVATIONS[name][0](first.contiguous()).mul_(second)
+        return ACTIVATIONS[name][0](gate.contiguous()).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         function, gradient = ACTIVATIONS[ctx.name]
-        first, second = x.chunk(2, -1)
-        first = first.contiguous()
+        gate, up = x.chunk(2, -1)
+        gate = gate.contiguous()
         result = torch.empty_like(x)
-        of_first, of_second = result.chunk(2, -1)
-        torch.mul(grad, function(first), out=of_second)
-        of_first.copy_(gradient(grad * second, first))
+        grad_gate, grad_up = result.chunk(2, -1)
+        torch.mul(grad, function(gate), out=grad_up)
+        grad_gate.copy_(gradient(grad * up, gate))
         return result, None

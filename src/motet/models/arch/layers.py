@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from motet.models.activations import activate, gate
-from motet.models.attention import Pattern, attend
-from motet.models.norms import RMSNorm
-from motet.models.rotary import rotate
-from motet.models.settings import Activation
+from motet.models.arch.activations import activate, gated_activation
+from motet.models.arch.attention import AttentionMask, dot_product_attention
+from motet.models.arch.norms import RMSNorm
+from motet.models.arch.rotary import apply_rotary
+from motet.models.settings import ActivationName
 
 
 @dataclass(frozen=True)
-class AttentionShape:
+class AttentionLayerConfig:
     """How an attention layer is built."""
 
     hidden: int
@@ -28,30 +28,30 @@ class AttentionShape:
     output_bias: bool = False
     query_key_norm_eps: float | None = None
     """Norms of each query and key head, when given."""
-    scaled: bool = True
+    scales_scores: bool = True
     """Scores are divided by sqrt(head_dim)."""
     dropout: float = 0.0
 
     @property
     def scale(self) -> float:
-        return self.head_dim**-0.5 if self.scaled else 1.0
+        return self.head_dim**-0.5 if self.scales_scores else 1.0
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """Self-attention."""
 
-    def __init__(self, shape: AttentionShape) -> None:
+    def __init__(self, config: AttentionLayerConfig) -> None:
         super().__init__()
-        self.shape = shape
-        s, dim = shape, shape.head_dim
+        self.config = config
+        s, dim = config, config.head_dim
         self.qkv = nn.Linear(s.hidden, (s.heads + 2 * s.kv_heads) * dim, bias=s.qkv_bias)
         if s.query_key_norm_eps is not None:
             self.query_norm = RMSNorm(dim, s.query_key_norm_eps)
             self.key_norm = RMSNorm(dim, s.query_key_norm_eps)
         self.output = nn.Linear(s.heads * dim, s.hidden, bias=s.output_bias)
 
-    def forward(self, x: Tensor, pattern: Pattern, rotary: Tensor | None = None) -> Tensor:
-        s = self.shape
+    def forward(self, x: Tensor, mask: AttentionMask, rotary: Tensor | None = None) -> Tensor:
+        s = self.config
         # [R, T, heads + 2 kv_heads, head_dim]
         heads = self.qkv(x).unflatten(-1, (-1, s.head_dim))
         qk, v = heads.split((s.heads + s.kv_heads, s.kv_heads), dim=2)
@@ -59,40 +59,40 @@ class Attention(nn.Module):
             q, k = qk.split((s.heads, s.kv_heads), dim=2)
             qk = torch.cat((self.query_norm(q), self.key_norm(k)), dim=2)
         if rotary is not None:
-            qk = rotate(qk, rotary)
+            qk = apply_rotary(qk, rotary)
         q, k = qk.split((s.heads, s.kv_heads), dim=2)
         dropout = s.dropout if self.training else 0.0
-        mixed: Tensor = self.output(attend(q, k, v, pattern, s.scale, dropout))
+        mixed: Tensor = self.output(dot_product_attention(q, k, v, mask, s.scale, dropout))
         return mixed
 
 
 class CrossAttention(nn.Module):
     """Queries from one sequence, keys and values from another."""
 
-    def __init__(self, shape: AttentionShape) -> None:
+    def __init__(self, config: AttentionLayerConfig) -> None:
         super().__init__()
-        self.shape = shape
-        width = shape.heads * shape.head_dim
-        self.query = nn.Linear(shape.hidden, width, bias=shape.qkv_bias)
-        self.key_value = nn.Linear(shape.hidden, 2 * width, bias=shape.qkv_bias)
-        self.output = nn.Linear(width, shape.hidden, bias=shape.output_bias)
+        self.config = config
+        width = config.heads * config.head_dim
+        self.query = nn.Linear(config.hidden, width, bias=config.qkv_bias)
+        self.key_value = nn.Linear(config.hidden, 2 * width, bias=config.qkv_bias)
+        self.output = nn.Linear(width, config.hidden, bias=config.output_bias)
 
-    def forward(self, x: Tensor, source: Tensor, pattern: Pattern) -> Tensor:
-        s = self.shape
+    def forward(self, x: Tensor, source: Tensor, mask: AttentionMask) -> Tensor:
+        s = self.config
         q = self.query(x).unflatten(-1, (-1, s.head_dim))
         k, v = self.key_value(source).unflatten(-1, (-1, s.head_dim)).chunk(2, dim=2)
         dropout = s.dropout if self.training else 0.0
-        mixed: Tensor = self.output(attend(q, k, v, pattern, s.scale, dropout))
+        mixed: Tensor = self.output(dot_product_attention(q, k, v, mask, s.scale, dropout))
         return mixed
 
 
 @dataclass(frozen=True)
-class FeedForwardShape:
+class FeedForwardConfig:
     """How a feed-forward network is built."""
 
     hidden: int
     inner: int
-    activation: Activation
+    activation: ActivationName
     gated: bool
     bias: bool = False
     dropout: float = 0.0
@@ -102,29 +102,29 @@ class FeedForwardShape:
 class FeedForward(nn.Module):
     """down(act(up x)), or down(act(gate x) * up x) with gate and up in one matrix, in this order."""
 
-    def __init__(self, shape: FeedForwardShape) -> None:
+    def __init__(self, config: FeedForwardConfig) -> None:
         super().__init__()
-        self.shape = shape
-        width = shape.inner * (2 if shape.gated else 1)
-        self.up = nn.Linear(shape.hidden, width, bias=shape.bias)
-        self.down = nn.Linear(shape.inner, shape.hidden, bias=shape.bias)
+        self.config = config
+        width = config.inner * (2 if config.gated else 1)
+        self.up = nn.Linear(config.hidden, width, bias=config.bias)
+        self.down = nn.Linear(config.inner, config.hidden, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        s = self.shape
-        inner = (gate if s.gated else activate)(self.up(x), s.activation)
+        s = self.config
+        inner = (gated_activation if s.gated else activate)(self.up(x), s.activation)
         y: Tensor = self.down(F.dropout(inner, s.dropout) if self.training and s.dropout else inner)
         return y
 
 
-class Matrix(nn.Module):
+class OutputHeadWeight(nn.Module):
     """A matrix that is used through its weight, as the head is by a loss that never holds all logits."""
 
-    def __init__(self, out: int, inner: int) -> None:
+    def __init__(self, out_features: int, in_features: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(out, inner))
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
 
 
-class Bias(nn.Module):
+class OutputHeadBias(nn.Module):
     """A bias that is used through its value, beside a matrix that belongs to somebody else."""
 
     def __init__(self, size: int) -> None:

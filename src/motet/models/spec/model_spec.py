@@ -10,65 +10,65 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from motet.core.errors import InputError
-from motet.models.config import read_config, settings_from_config
-from motet.models.decoder_spec import decoder_blocks
-from motet.models.encoder_spec import encoder_blocks, encoder_decoder_blocks
-from motet.models.pieces import AttentionCount, Block, Parameter, Shape
+from motet.models.hf.hf_config import read_config, settings_from_config
 from motet.models.settings import (
-    Architecture,
     DecoderSettings,
     EncoderDecoderSettings,
     EncoderSettings,
     ModelSettings,
-    ModuleSettings,
+    TransformerSettings,
+    UserModuleSettings,
 )
+from motet.models.spec.decoder_costs import decoder_block_specs
+from motet.models.spec.encoder_costs import encoder_block_specs, encoder_decoder_block_specs
+from motet.models.spec.flops_and_memory import AttentionFlopsRule, BlockSpec, MicroBatchShape, ParameterSpec
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     """The blocks of a model, in the order of the forward pass."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[BlockSpec, ...]
 
-    def named_parameters(self) -> Iterator[Parameter]:
+    def named_parameters(self) -> Iterator[ParameterSpec]:
         """Every parameter once, with the name and shape it has in the module."""
         for block in self.blocks:
             yield from block.named_parameters()
 
     @property
-    def parameters(self) -> int:
+    def parameter_count(self) -> int:
         return sum(block.parameter_count * block.repeat for block in self.blocks)
 
     @property
-    def active_parameters(self) -> int:
+    def active_parameter_count(self) -> int:
         """Those that one token goes through: of the experts only as many as it is sent to, of all else everything."""
         return sum(block.active_parameter_count * block.repeat for block in self.blocks)
 
-    def forward_flops(self, shape: Shape, attention: AttentionCount = "causal") -> int:
+    def forward_flops(self, shape: MicroBatchShape, attention: AttentionFlopsRule = "causal") -> int:
         return sum(block.forward_flops(shape, attention) * block.repeat for block in self.blocks)
 
-    def training_flops(self, shape: Shape, attention: AttentionCount = "causal") -> int:
+    def training_flops(self, shape: MicroBatchShape, attention: AttentionFlopsRule = "causal") -> int:
         """Forward and backward."""
         return 3 * self.forward_flops(shape, attention)
 
-    def saved_bytes(self, shape: Shape, dtype: str) -> int:
+    def saved_bytes(self, shape: MicroBatchShape, dtype: str) -> int:
         """At the end of a forward pass that computes in `dtype` (core.dtypes), nothing being recomputed."""
         return sum(block.saved_bytes(shape, dtype) * block.repeat for block in self.blocks)
 
 
-def spec_from_settings(settings: ModelSettings | Architecture) -> ModelSpec:
+def spec_from_settings(settings: ModelSettings | TransformerSettings) -> ModelSpec:
     """The spec of one of our architectures, or of the Hugging Face config that `factory = "hf:..."` names."""
     match settings:
         case DecoderSettings():
-            return ModelSpec(decoder_blocks(settings))
+            return ModelSpec(decoder_block_specs(settings))
         case EncoderSettings():
-            return ModelSpec(encoder_blocks(settings))
+            return ModelSpec(encoder_block_specs(settings))
         case EncoderDecoderSettings():
-            return ModelSpec(encoder_decoder_blocks(settings))
-        case ModuleSettings() if settings.factory.startswith("hf:"):
+            return ModelSpec(encoder_decoder_block_specs(settings))
+        case UserModuleSettings() if settings.factory.startswith("hf:"):
             config = {**read_config(settings.factory.removeprefix("hf:")), **settings.arguments}
             return spec_from_settings(settings_from_config(config))
-        case ModuleSettings():
+        case UserModuleSettings():
             raise InputError(
                 f"model.factory = {settings.factory!r}: sizes are known of our own families and of hf: configs, "
                 "not of the module that a function returns"

@@ -5,28 +5,34 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from motet.core.errors import InputError
-from motet.models.attention import Pattern, causal_pattern
-from motet.models.layers import Attention, AttentionShape, FeedForward, FeedForwardShape, Matrix
-from motet.models.norms import make_norm
-from motet.models.rotary import Rotary
+from motet.models.arch.attention import AttentionMask, causal_mask
+from motet.models.arch.layers import (
+    AttentionLayerConfig,
+    FeedForward,
+    FeedForwardConfig,
+    OutputHeadWeight,
+    SelfAttention,
+)
+from motet.models.arch.norms import build_norm
+from motet.models.arch.rotary import RotaryEmbedding
 from motet.models.settings import DecoderSettings
 
 
-class Decoder(nn.Module):
+class CausalDecoder(nn.Module):
     """tokens [R, T] -> logits [R, T, V]."""
 
     def __init__(self, settings: DecoderSettings) -> None:
         super().__init__()
         s = self.settings = settings
-        self.rotary = _rotary(s)
+        self.rotary = _build_rotary(s)
         self.embedding = nn.Embedding(s.vocab_size, s.hidden)
         if s.positions == "learned":
             self.positions = nn.Embedding(s.context, s.hidden)
         self.dropout = nn.Dropout(s.dropout)
         self.blocks = nn.ModuleList(DecoderBlock(s) for _ in range(s.layers))
-        self.norm = make_norm(s.norm, s.hidden, s.norm_eps, s.has_norm_bias)
+        self.norm = build_norm(s.norm, s.hidden, s.norm_eps, s.has_norm_bias)
         if not s.tied:
-            self.head = Matrix(s.vocab_size, s.hidden)
+            self.head = OutputHeadWeight(s.vocab_size, s.hidden)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         return F.linear(self.features(tokens, positions, documents), self.head_weight())
@@ -34,17 +40,17 @@ class Decoder(nn.Module):
     def features(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """[R, T, H]: what the head reads. Positions are 0..T-1 and each row is one document when not given."""
         s = self.settings
-        check_length(tokens, s.context)
+        check_sequence_length(tokens, s.context)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.embedding(tokens)
         if s.positions == "learned":
             x = x + self.positions(positions)
         x = self.dropout(x)
-        rotary = None if self.rotary is None else self.rotary.table(positions, x.dtype)
-        pattern = causal_pattern(tokens, s.sliding_window, documents, x.dtype)
+        rotary = None if self.rotary is None else self.rotary.rotations_at(positions, x.dtype)
+        mask = causal_mask(tokens, s.sliding_window, documents, x.dtype)
         for block in self.blocks:
-            x = block(x, pattern, rotary)
+            x = block(x, mask, rotary)
         features: Tensor = self.norm(x)
         return features
 
@@ -61,9 +67,9 @@ class DecoderBlock(nn.Module):
     def __init__(self, settings: DecoderSettings) -> None:
         super().__init__()
         s = settings
-        self.attention_norm = make_norm(s.norm, s.hidden, s.norm_eps, s.has_norm_bias)
-        self.attention = Attention(
-            AttentionShape(
+        self.attention_norm = build_norm(s.norm, s.hidden, s.norm_eps, s.has_norm_bias)
+        self.attention = SelfAttention(
+            AttentionLayerConfig(
                 hidden=s.hidden,
                 heads=s.heads,
                 kv_heads=s.kv_heads or s.heads,
@@ -74,19 +80,19 @@ class DecoderBlock(nn.Module):
                 dropout=s.dropout,
             )
         )
-        self.ffn_norm = make_norm(s.norm, s.hidden, s.norm_eps, s.has_norm_bias)
+        self.ffn_norm = build_norm(s.norm, s.hidden, s.norm_eps, s.has_norm_bias)
         self.ffn = FeedForward(
-            FeedForwardShape(s.hidden, s.ffn_hidden, s.activation, gated=s.gated, bias=s.has_ffn_bias)
+            FeedForwardConfig(s.hidden, s.ffn_hidden, s.activation, gated=s.gated, bias=s.has_ffn_bias)
         )
         self.dropout = nn.Dropout(s.dropout)
 
-    def forward(self, x: Tensor, pattern: Pattern, rotary: Tensor | None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), pattern, rotary))
+    def forward(self, x: Tensor, mask: AttentionMask, rotary: Tensor | None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), mask, rotary))
         y: Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))
         return y
 
 
-def check_length(tokens: Tensor, context: int, setting: str = "model.context") -> None:
+def check_sequence_length(tokens: Tensor, context: int, setting: str = "model.context") -> None:
     """`setting`: what the context is called where it is set."""
     if tokens.shape[1] > context:
         raise InputError(
@@ -95,7 +101,7 @@ def check_length(tokens: Tensor, context: int, setting: str = "model.context") -
         )
 
 
-def _rotary(s: DecoderSettings) -> Rotary | None:
+def _build_rotary(s: DecoderSettings) -> RotaryEmbedding | None:
     if s.positions != "rotary":
         return None
     dims = int(s.dim_per_head * s.rotary_fraction)
@@ -109,4 +115,4 @@ def _rotary(s: DecoderSettings) -> Rotary | None:
             f"model.rope_scaling.high_frequency_factor = {s.rope_scaling.high_frequency_factor} must be above "
             f"low_frequency_factor = {s.rope_scaling.low_frequency_factor}"
         )
-    return Rotary(dims, s.rope_theta, s.rope_scaling)
+    return RotaryEmbedding(dims, s.rope_theta, s.rope_scaling)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from motet.models.settings import Norm
+from motet.models.settings import NormKind
 
 
 class RMSNorm(nn.Module):
@@ -37,13 +37,13 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
-        if x.device.type == "cpu" and x.dtype != _wide(x):
+        if x.device.type == "cpu" and x.dtype != _statistics_dtype(x):
             # With 16-bit weights torch's CPU kernel would also keep the statistics for backward in 16 bits.
-            weight, bias = weight.to(_wide(x)), None if bias is None else bias.to(_wide(x))
+            weight, bias = weight.to(_statistics_dtype(x)), None if bias is None else bias.to(_statistics_dtype(x))
         return F.layer_norm(x, weight.shape, weight, bias, self.eps)
 
 
-def make_norm(kind: Norm, size: int, eps: float, bias: bool) -> nn.Module:
+def build_norm(kind: NormKind, size: int, eps: float, bias: bool) -> nn.Module:
     return RMSNorm(size, eps) if kind == "rms" else LayerNorm(size, eps, bias)
 
 
@@ -51,14 +51,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The norm over the last dim."""
     if x.device.type != "cpu":
         return F.rms_norm(x, weight.shape, weight, eps)
-    y: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]  # torch's
+    y: Tensor = _RMSNormFunction.apply(x, weight, eps)  # type: ignore[no-untyped-call]  # torch's
     return y
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=_wide(x))
+        norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=_statistics_dtype(x))
         rstd = norms.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
         y: Tensor = (x * rstd).mul_(weight).to(x.dtype)
@@ -68,15 +68,15 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         """A layer norm whose mean is said to be 0 has this gradient but for one term, which is put back."""
         x, weight, rstd = ctx.saved_tensors
-        grad, wide = grad.contiguous(), weight.to(rstd.dtype)
-        of_x, of_weight, _ = torch.ops.aten.native_layer_norm_backward(
-            grad, x, weight.shape, torch.zeros_like(rstd), rstd, wide, None, [*ctx.needs_input_grad[:2], False]
+        grad, wide_weight = grad.contiguous(), weight.to(rstd.dtype)
+        grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
+            grad, x, weight.shape, torch.zeros_like(rstd), rstd, wide_weight, None, [*ctx.needs_input_grad[:2], False]
         )
-        if of_x is not None:
-            mean = (grad.to(wide.dtype) @ wide).unsqueeze(-1).mul_(rstd).div_(weight.numel())
-            of_x.add_(mean.to(of_x.dtype))
-        return of_x, None if of_weight is None else of_weight.to(weight.dtype), None
+        if grad_x is not None:
+            mean = (grad.to(wide_weight.dtype) @ wide_weight).unsqueeze(-1).mul_(rstd).div_(weight.numel())
+            grad_x.add_(mean.to(grad_x.dtype))
+        return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), None
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def _statistics_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
