@@ -65,12 +65,12 @@ def real_gradients(ranks: int, options: argparse.Namespace) -> Any:
     import torch
 
     from motet import load_job
-    from motet.data.loader import Loader
-    from motet.data.prepare import prepare
+    from motet.data.corpus.prepare import prepare_data
+    from motet.data.samples.loader import BatchLoader
     from motet.models.build import build_trainable_model
 
     job = load_job("tiny", [f"data.batch_sequences={WARM_UP_ROWS}"])
-    data = Loader(prepare(job.data), job.data, seed=0)
+    data = BatchLoader(prepare_data(job.data), job.data, seed=0)
     model = build_trainable_model(job.model, 0, torch.float32, torch.device("cpu"))
     module: Any = model.module
     optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
@@ -82,7 +82,7 @@ def real_gradients(ranks: int, options: argparse.Namespace) -> Any:
     chosen = list(module.blocks[BLOCK].parameters())
     found = torch.empty(ranks, sum(p.numel() for p in chosen))
     job = load_job("tiny", [f"data.batch_sequences={options.rows}"])
-    data = Loader(prepare(job.data), job.data, seed=1)
+    data = BatchLoader(prepare_data(job.data), job.data, seed=1)
     for rank in range(ranks):
         loss = mean_loss(model, data.batch(rank, range(options.rows)))
         found[rank] = torch.cat([grad.reshape(-1) for grad in torch.autograd.grad(loss, chosen)])

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from motet.cli.show import app
 from motet.core.errors import InputError
-from motet.data.spans import span_shape
+from motet.data.samples.span_corruption import span_corruption_lengths
 
 
 def run(*arguments: str) -> Result:
@@ -81,7 +81,7 @@ def test_a_config_is_trained_as_its_kind_is(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
     assert (
         answer(str(tmp_path), "--sequence-length", "100")["tokens_per_sequence"]
-        == 100 + span_shape(100, 0.15, 100).target
+        == 100 + span_corruption_lengths(100, 0.15, 100).target_tokens
     )
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     head = answer(str(tmp_path), "--sequence-length", "100")["blocks"][-1]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from motet.data.megatron import DTYPES, MAGIC
+from motet.data.corpus.megatron import DTYPES, MAGIC
 from motet.data.settings import DataSettings
 
 SMALL = Path(__file__).with_name("small.txt")

@@ -12,15 +12,21 @@ import pytest
 from corpora import SMALL, numbered, write_records
 
 from motet.core.errors import InputError, MotetError
-from motet.data import build as build_module
-from motet.data import corpus
-from motet.data.build import Recipe, build
-from motet.data.corpus import find_corpus
-from motet.data.settings import SourceSettings
-from motet.data.shards import _cut
-from motet.data.store import DOCUMENT, Manifest, find_damage, open_store, read_manifest
-from motet.data.tokens import load_tokenizer
-from motet.data.worker import _alone, _start, wait_for_orphans
+from motet.data.corpus import build as build_module
+from motet.data.corpus import discover
+from motet.data.corpus.build import CorpusBuildSpec, build_corpus
+from motet.data.corpus.discover import discover_corpus
+from motet.data.corpus.shard_writer import _split_long_text
+from motet.data.corpus.token_store import (
+    DOCUMENT_DTYPE,
+    CorpusManifest,
+    find_damage,
+    open_built_corpus,
+    read_corpus_manifest,
+)
+from motet.data.corpus.tokenize_workers import _exclusive_folder_lock, _start_worker, wait_for_orphans
+from motet.data.corpus.tokenizer import load_tokenizer
+from motet.data.settings import DataSourceSettings
 
 BYTES = load_tokenizer("bytes")
 HERE = str(Path(__file__).parent)
@@ -29,12 +35,12 @@ HERE = str(Path(__file__).parent)
 @pytest.fixture
 def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A corpus of 14 shards."""
-    monkeypatch.setattr(corpus, "_SMALLEST_PIECE", 4000)
+    monkeypatch.setattr(discover, "_MIN_RANGE_BYTES", 4000)
     return write_records(tmp_path / "records.jsonl", numbered(1000))
 
 
-def recipe(source: Path, labelled: bool = False) -> Recipe:
-    return Recipe(find_corpus(str(source)), SourceSettings(source=str(source)), labelled, BYTES, 0)
+def recipe(source: Path, labelled: bool = False) -> CorpusBuildSpec:
+    return CorpusBuildSpec(discover_corpus(str(source)), DataSourceSettings(source=str(source)), labelled, BYTES, 0)
 
 
 def silent(what: str, done: int, total: int) -> None:
@@ -46,7 +52,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def texts(folder: Path) -> list[str]:
-    store, at, found = open_store(folder), 0, []
+    store, at, found = open_built_corpus(folder), 0, []
     for length in store.documents["length"].tolist():
         found.append(BYTES.decode(store.read(at, length).tolist()))
         at += length
@@ -54,12 +60,12 @@ def texts(folder: Path) -> list[str]:
 
 
 def test_the_tokens_are_those_of_the_text(records: Path, tmp_path: Path) -> None:
-    manifest = build(recipe(records), tmp_path / "out", 1, silent)
+    manifest = build_corpus(recipe(records), tmp_path / "out", 1, silent)
     assert texts(tmp_path / "out") == [record["text"] + "<|end|>" for record in numbered(1000)]
     assert len(manifest.shards) == 14
     assert (manifest.documents, manifest.classes, manifest.loss_mask) == (1000, 0, False)
     assert manifest.tokens == sum(len(record["text"]) + 1 for record in numbered(1000))
-    assert read_manifest(tmp_path / "out") == manifest
+    assert read_corpus_manifest(tmp_path / "out") == manifest
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -67,9 +73,9 @@ def test_processes_write_the_same_bytes(
     records: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
     heard: list[int] = []
-    build(recipe(records), tmp_path / "one", 1, silent)
+    build_corpus(recipe(records), tmp_path / "one", 1, silent)
     monkeypatch.setattr(build_module, "_INLINE", 0)
-    build(recipe(records), tmp_path / "many", workers, lambda what, done, total: heard.append(done))
+    build_corpus(recipe(records), tmp_path / "many", workers, lambda what, done, total: heard.append(done))
     assert content(tmp_path / "one") == content(tmp_path / "many")
     assert heard == sorted(heard)
     assert (heard[0], heard[-1]) == (0, records.stat().st_size)
@@ -89,7 +95,7 @@ build.build(recipe(Path(sys.argv[1])), Path(sys.argv[2]), 2, kill)
 
 @pytest.mark.parametrize("inline", [0, 1 << 20])
 def test_a_killed_build_goes_on_where_it_was(records: Path, tmp_path: Path, inline: int) -> None:
-    build(recipe(records), tmp_path / "whole", 1, silent)
+    build_corpus(recipe(records), tmp_path / "whole", 1, silent)
     out = tmp_path / "killed"
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {HERE!r}){KILLED}"]
     assert subprocess.run([*command, str(records), str(out), str(inline)], check=False).returncode == -9
@@ -103,7 +109,7 @@ def test_a_killed_build_goes_on_where_it_was(records: Path, tmp_path: Path, inli
     spoilt[1].with_suffix(".docs").unlink()
 
     heard: list[int] = []
-    build(recipe(records), out, 1, lambda what, done, total: heard.append(done))
+    build_corpus(recipe(records), out, 1, lambda what, done, total: heard.append(done))
     assert content(out) == content(tmp_path / "whole")
     assert heard[0] > 0
     for path, before in done.items():
@@ -116,22 +122,22 @@ def test_an_unfinished_build_of_something_else_starts_anew(records: Path, tmp_pa
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build(recipe(records), tmp_path / "out", 1, stop)
+        build_corpus(recipe(records), tmp_path / "out", 1, stop)
     write_records(records, numbered(700))
-    build(recipe(records), tmp_path / "out", 1, silent)
-    build(recipe(records), tmp_path / "other", 1, silent)
+    build_corpus(recipe(records), tmp_path / "out", 1, silent)
+    build_corpus(recipe(records), tmp_path / "other", 1, silent)
     assert content(tmp_path / "out") == content(tmp_path / "other")
 
 
 def test_a_finished_build_is_left_alone_and_a_damaged_one_made_again(records: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    build(recipe(records), out, 1, silent)
+    build_corpus(recipe(records), out, 1, silent)
     before = content(out)
     heard: list[int] = []
-    build(recipe(records), out, 1, lambda what, done, total: heard.append(done))
+    build_corpus(recipe(records), out, 1, lambda what, done, total: heard.append(done))
     assert heard == []
     (out / "00003.bin").write_bytes(b"x" * (out / "00003.bin").stat().st_size)
-    build(recipe(records), out, 1, lambda what, done, total: heard.append(done))
+    build_corpus(recipe(records), out, 1, lambda what, done, total: heard.append(done))
     assert heard
     assert content(out) == before
 
@@ -139,11 +145,15 @@ def test_a_finished_build_is_left_alone_and_a_damaged_one_made_again(records: Pa
 def refuse(out: Path, make: Callable[[Path], object], message: str) -> None:
     make(out)
     with pytest.raises(InputError, match=message):
-        build(recipe(SMALL), out, 1, silent)
+        build_corpus(recipe(SMALL), out, 1, silent)
 
 
 def test_folders_of_others_are_not_touched(records: Path, tmp_path: Path) -> None:
-    refuse(tmp_path / "a", lambda out: build(recipe(records), out, 1, silent), r"holds another corpus \(built from '")
+    refuse(
+        tmp_path / "a",
+        lambda out: build_corpus(recipe(records), out, 1, silent),
+        r"holds another corpus \(built from '",
+    )
     refuse(tmp_path / "b", lambda out: out.write_text("mine"), "b is a file; choose a folder")
 
     def fill(out: Path) -> None:
@@ -157,7 +167,7 @@ def test_folders_of_others_are_not_touched(records: Path, tmp_path: Path) -> Non
 def test_a_disk_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"cannot write .*file: File exists; free some space or choose another folder"):
-        build(recipe(SMALL), tmp_path / "file" / "out", 1, silent)
+        build_corpus(recipe(SMALL), tmp_path / "file" / "out", 1, silent)
 
 
 FULL = """
@@ -197,17 +207,17 @@ def test_bad_records_end_the_build_with_a_sentence(
     lines[700] = "{"
     records.write_text("\n".join(lines))
     with pytest.raises(InputError, match=r"records\.jsonl:701: not valid JSON"):
-        build(recipe(records), tmp_path / "out", 2, silent)
+        build_corpus(recipe(records), tmp_path / "out", 2, silent)
     lines[700] = '{"text": "mended"}'
     records.write_text("\n".join(lines))
-    build(recipe(records), tmp_path / "out", 2, silent)
+    build_corpus(recipe(records), tmp_path / "out", 2, silent)
     assert texts(tmp_path / "out")[700] == "mended<|end|>"
 
 
 def test_documents_without_text_make_no_corpus(tmp_path: Path) -> None:
     source = write_records(tmp_path / "a.jsonl", [{"text": ""}] * 3)
     with pytest.raises(InputError, match=r"a\.jsonl' is empty: it holds no document with text"):
-        build(recipe(source), tmp_path / "out", 1, silent)
+        build_corpus(recipe(source), tmp_path / "out", 1, silent)
     assert not (tmp_path / "out").exists()
 
 
@@ -215,13 +225,13 @@ def test_a_killed_worker_is_told(records: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(build_module, "_INLINE", 0)
 
     def start_and_kill(folder: Path, threads: int, lock: int) -> "subprocess.Popen[str]":
-        worker = _start(folder, threads, lock)
+        worker = _start_worker(folder, threads, lock)
         worker.kill()
         return worker
 
-    monkeypatch.setattr("motet.data.worker._start", start_and_kill)
+    monkeypatch.setattr("motet.data.corpus.tokenize_workers._start", start_and_kill)
     with pytest.raises(MotetError, match=r"ended with code -9 \(killed: out of memory\?.*the same command goes on"):
-        build(recipe(records), tmp_path / "out", 2, silent)
+        build_corpus(recipe(records), tmp_path / "out", 2, silent)
 
 
 def test_a_worker_ends_with_its_parent(records: Path, tmp_path: Path) -> None:
@@ -230,9 +240,9 @@ def test_a_worker_ends_with_its_parent(records: Path, tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build(recipe(records), tmp_path / "out", 1, stop)
-    with _alone(tmp_path / "out") as lock:
-        worker = _start(tmp_path / "out", 1, lock)
+        build_corpus(recipe(records), tmp_path / "out", 1, stop)
+    with _exclusive_folder_lock(tmp_path / "out") as lock:
+        worker = _start_worker(tmp_path / "out", 1, lock)
     assert worker.stdin is not None
     assert worker.stdout is not None
     waiting = threading.Thread(target=wait_for_orphans, args=(tmp_path / "out",))
@@ -248,22 +258,22 @@ def test_a_worker_ends_with_its_parent(records: Path, tmp_path: Path) -> None:
 
 def test_prompts_are_no_targets_and_labels_are_kept(tmp_path: Path) -> None:
     source = write_records(tmp_path / "a.jsonl", [{"prompt": "ab", "answer": "cde"}, {"text": "fg"}])
-    manifest = build(recipe(source), tmp_path / "out", 1, silent)
-    table = np.fromfile(tmp_path / "out" / "00000.docs", DOCUMENT)
+    manifest = build_corpus(recipe(source), tmp_path / "out", 1, silent)
+    table = np.fromfile(tmp_path / "out" / "00000.docs", DOCUMENT_DTYPE)
     assert manifest.loss_mask
     assert table["skip"].tolist() == [2, 0]
     assert table["length"].tolist() == [6, 3]
     assert table["label"].tolist() == [-1, -1]
     assert texts(tmp_path / "out") == ["abcde<|end|>", "fg<|end|>"]
     source = write_records(tmp_path / "b.jsonl", [{"text": "x", "label": 4}, {"text": "y", "label": 0}])
-    assert build(recipe(source, labelled=True), tmp_path / "labels", 1, silent).classes == 5
+    assert build_corpus(recipe(source, labelled=True), tmp_path / "labels", 1, silent).classes == 5
 
 
 def test_the_corpus_hash_is_that_of_the_text(tmp_path: Path) -> None:
-    def built(name: str, lines: list[str]) -> Manifest:
+    def built(name: str, lines: list[str]) -> CorpusManifest:
         (tmp_path / name).mkdir()
         source = write_records(tmp_path / name / "x.jsonl", [{"text": line} for line in lines])
-        return build(recipe(source), tmp_path / name / "out", 1, silent)
+        return build_corpus(recipe(source), tmp_path / name / "out", 1, silent)
 
     first, same, other = built("a", ["x", "y"]), built("b", ["x", "y"]), built("c", ["y", "x"])
     assert first.corpus_hash == same.corpus_hash != other.corpus_hash
@@ -271,18 +281,20 @@ def test_the_corpus_hash_is_that_of_the_text(tmp_path: Path) -> None:
 
 
 def test_long_texts_are_cut_where_lines_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("motet.data.shards._LONGEST", 10)
-    assert _cut("short") == ["short"]
-    assert _cut("") == []
-    assert _cut("line one\nline two\nthree") == ["line one\n", "line two\n", "three"]
-    assert _cut("a\nb\n  c\n d e f") == ["a\n", "b\n  c\n d e", " f"]
-    assert _cut("x" * 25) == ["x" * 10, "x" * 10, "x" * 5]
+    monkeypatch.setattr("motet.data.corpus.shard_writer._LONGEST", 10)
+    assert _split_long_text("short") == ["short"]
+    assert _split_long_text("") == []
+    assert _split_long_text("line one\nline two\nthree") == ["line one\n", "line two\n", "three"]
+    assert _split_long_text("a\nb\n  c\n d e f") == ["a\n", "b\n  c\n d e", " f"]
+    assert _split_long_text("x" * 25) == ["x" * 10, "x" * 10, "x" * 5]
 
 
 def test_two_threads_build_once(records: Path, tmp_path: Path) -> None:
     heard: list[int] = []
     threads = [
-        threading.Thread(target=build, args=(recipe(records), tmp_path / "out", 1, lambda w, d, t: heard.append(d)))
+        threading.Thread(
+            target=build_corpus, args=(recipe(records), tmp_path / "out", 1, lambda w, d, t: heard.append(d))
+        )
         for _ in range(2)
     ]
     for thread in threads:
@@ -290,4 +302,4 @@ def test_two_threads_build_once(records: Path, tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert heard.count(0) == 1
-    assert find_damage(tmp_path / "out", read_manifest(tmp_path / "out"), checksums=True) is None
+    assert find_damage(tmp_path / "out", read_corpus_manifest(tmp_path / "out"), checksums=True) is None

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from motet.core.errors import InputError
-from motet.data import corpus
-from motet.data.corpus import find_corpus, piece_size
+from motet.data.corpus import discover
+from motet.data.corpus.discover import discover_corpus, target_range_bytes
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def names(source: str, folder: Path) -> list[str]:
-    return [str(Path(piece.path).relative_to(folder)) for piece in find_corpus(source).pieces]
+    return [str(Path(piece.path).relative_to(folder)) for piece in discover_corpus(source).file_ranges]
 
 
 def test_a_folder_is_read_by_name_without_what_is_hidden_unknown_or_empty(folder: Path) -> None:
@@ -36,12 +36,12 @@ def test_patterns(folder: Path, pattern: str, expected: list[str]) -> None:
 
 
 def test_the_identity_follows_the_files(folder: Path) -> None:
-    first = find_corpus(str(folder)).identity
-    assert find_corpus(str(folder)).identity == first
+    first = discover_corpus(str(folder)).identity
+    assert discover_corpus(str(folder)).identity == first
     os.utime(folder / "b.txt", (1, 1))
-    second = find_corpus(str(folder)).identity
+    second = discover_corpus(str(folder)).identity
     (folder / "d.txt").write_text("more")
-    assert len({first, second, find_corpus(str(folder)).identity}) == 3
+    assert len({first, second, discover_corpus(str(folder)).identity}) == 3
 
 
 @pytest.mark.parametrize(
@@ -55,17 +55,17 @@ def test_the_identity_follows_the_files(folder: Path) -> None:
 )
 def test_sentences(folder: Path, source: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        find_corpus(source.format(folder))
+        discover_corpus(source.format(folder))
 
 
 def test_a_file_that_is_no_parquet(tmp_path: Path) -> None:
     (tmp_path / "x.parquet").write_text("this is no parquet file at all")
     with pytest.raises(InputError, match=r"x\.parquet cannot be read as Parquet"):
-        find_corpus(str(tmp_path))
+        discover_corpus(str(tmp_path))
 
 
 def test_the_library_is_source_text_without_its_tests() -> None:
-    paths = [Path(piece.path) for piece in find_corpus("stdlib").pieces]
+    paths = [Path(piece.path) for piece in discover_corpus("stdlib").file_ranges]
     assert len(paths) > 300
     assert all(path.suffix == ".py" for path in paths)
     assert not [path for path in paths if {"test", "tests", "site-packages"} & set(path.parts)]
@@ -73,16 +73,20 @@ def test_the_library_is_source_text_without_its_tests() -> None:
 
 
 def test_large_files_are_cut_and_small_ones_share_a_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "_SMALLEST_PIECE", 100)
+    monkeypatch.setattr(discover, "_MIN_RANGE_BYTES", 100)
     (tmp_path / "large.jsonl").write_bytes(b"x" * 250)
     for number in range(5):
         (tmp_path / f"small{number}.txt").write_bytes(b"x" * 40)
-    found = find_corpus(str(tmp_path))
-    assert [(p.start, p.stop, p.size) for p in found.pieces[:3]] == [(0, 100, 100), (100, 200, 100), (200, 250, 50)]
+    found = discover_corpus(str(tmp_path))
+    assert [(p.start, p.stop, p.size) for p in found.file_ranges[:3]] == [
+        (0, 100, 100),
+        (100, 200, 100),
+        (200, 250, 50),
+    ]
     assert [[piece.size for piece in shard] for shard in found.shards()] == [[100], [100], [50, 40], [40, 40], [40, 40]]
     assert found.size == 450
 
 
 @pytest.mark.parametrize(("total", "size"), [(1, 2 << 20), (1 << 30, 4 << 20), (1 << 40, 256 << 20)])
 def test_pieces_grow_with_the_corpus(total: int, size: int) -> None:
-    assert piece_size(total) == size
+    assert target_range_bytes(total) == size

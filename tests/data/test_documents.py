@@ -14,15 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.core.errors import InputError
-from motet.data import corpus, huggingface
-from motet.data.corpus import Piece, find_corpus
-from motet.data.documents import Document, read_documents
-from motet.data.settings import SourceSettings
+from motet.data.corpus import discover, huggingface
+from motet.data.corpus.discover import FileRange, discover_corpus
+from motet.data.corpus.document_reader import TextDocument, read_documents
+from motet.data.settings import DataSourceSettings
 
 
-def read(source: str, labelled: bool = False, **fields: Any) -> list[Document]:
-    settings = SourceSettings(source=source, **fields)
-    return [document for piece in find_corpus(source).pieces for document in read_documents(piece, settings, labelled)]
+def read(source: str, labelled: bool = False, **fields: Any) -> list[TextDocument]:
+    settings = DataSourceSettings(source=source, **fields)
+    return [
+        document
+        for piece in discover_corpus(source).file_ranges
+        for document in read_documents(piece, settings, labelled)
+    ]
 
 
 def complaint(source: Path, labelled: bool = False, **fields: Any) -> str:
@@ -33,7 +37,7 @@ def complaint(source: Path, labelled: bool = False, **fields: Any) -> str:
 
 def test_a_text_file_is_one_document_kept_to_the_letter(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("ä\r\nö\n\n".encode() + b"\xff")
-    assert read(str(tmp_path)) == [Document("ä\r\nö\n\n\ufffd")]
+    assert read(str(tmp_path)) == [TextDocument("ä\r\nö\n\n\ufffd")]
 
 
 def test_records(tmp_path: Path) -> None:
@@ -45,17 +49,20 @@ def test_records(tmp_path: Path) -> None:
         {"prompt": "only a prompt", "text": "three"},
     ]
     assert read(str(write_records(tmp_path / "a.jsonl", records))) == [
-        Document("one"),
-        Document("two", prompt="two?"),
-        Document("three"),
+        TextDocument("one"),
+        TextDocument("two", prompt="two?"),
+        TextDocument("three"),
     ]
 
 
 def test_fields_have_other_names(tmp_path: Path) -> None:
     path = write_records(tmp_path / "a.jsonl", [{"body": "x", "class": 3}, {"q": "y", "a": "z"}])
-    assert read(str(path), text_field="body", prompt_field="q", answer_field="a") == [Document("x"), Document("z", "y")]
+    assert read(str(path), text_field="body", prompt_field="q", answer_field="a") == [
+        TextDocument("x"),
+        TextDocument("z", "y"),
+    ]
     path = write_records(tmp_path / "b.jsonl", [{"body": "x", "class": 3}])
-    assert read(str(path), True, text_field="body", label_field="class") == [Document("x", label=3)]
+    assert read(str(path), True, text_field="body", label_field="class") == [TextDocument("x", label=3)]
 
 
 @given(st.lists(st.text(max_size=30), max_size=12), st.integers(1, 60), st.booleans())
@@ -67,14 +74,14 @@ def test_pieces_of_a_file_hold_every_line_once(texts: list[str], step: int, last
         path = Path(folder, "a.jsonl")
         path.write_bytes(lines.encode("utf-8", "surrogatepass"))
         size = path.stat().st_size
-        pieces = [Piece(str(path), "jsonl", at, min(at + step, size), step) for at in range(0, size, step)]
-        fields = SourceSettings(source="a")
+        pieces = [FileRange(str(path), "jsonl", at, min(at + step, size), step) for at in range(0, size, step)]
+        fields = DataSourceSettings(source="a")
         found = [document.text for piece in pieces for document in read_documents(piece, fields, False)]
     assert found == [text for text in texts if text]
 
 
 def test_lines_are_counted_from_the_start_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "_SMALLEST_PIECE", 100)
+    monkeypatch.setattr(discover, "_MIN_RANGE_BYTES", 100)
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "x"}\n\n' * 30 + '{"text": 5}\n' + '{"text": "x"}\n' * 30)
     assert complaint(path) == "a.jsonl:61: field 'text' is 5, not a text; make it one, or read another field"
@@ -104,7 +111,7 @@ def test_sentences(tmp_path: Path, line: str, labelled: bool, message: str) -> N
 
 def test_half_a_surrogate_pair_becomes_a_question_mark(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a\\ud800b"}\n')
-    assert read(str(tmp_path)) == [Document("a?b")]
+    assert read(str(tmp_path)) == [TextDocument("a?b")]
 
 
 def test_plain_text_has_no_label(tmp_path: Path) -> None:
@@ -115,19 +122,23 @@ def test_plain_text_has_no_label(tmp_path: Path) -> None:
 
 
 def test_a_file_that_vanished(tmp_path: Path) -> None:
-    piece = Piece(str(tmp_path / "gone.txt"), "text", 0, 1, 1)
+    piece = FileRange(str(tmp_path / "gone.txt"), "text", 0, 1, 1)
     with pytest.raises(InputError, match=r"cannot read .*gone\.txt: No such file"):
-        list(read_documents(piece, SourceSettings(source="a"), False))
+        list(read_documents(piece, DataSourceSettings(source="a"), False))
 
 
 def test_parquet_holds_the_same_as_jsonl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "_SMALLEST_PIECE", 500)
+    monkeypatch.setattr(discover, "_MIN_RANGE_BYTES", 500)
     records = [{**record, "label": i % 3, "other": i} for i, record in enumerate(numbered(100))]
     rows = write_records(tmp_path / "a.jsonl", records)
     columns = tmp_path / "a.parquet"
     pq.write_table(pa.Table.from_pylist(records), columns, row_group_size=7)
-    assert len(find_corpus(str(columns)).pieces) > 2
-    assert read(str(rows), True) == read(str(columns), True) == [Document(r["text"], label=r["label"]) for r in records]
+    assert len(discover_corpus(str(columns)).file_ranges) > 2
+    assert (
+        read(str(rows), True)
+        == read(str(columns), True)
+        == [TextDocument(r["text"], label=r["label"]) for r in records]
+    )
     assert complaint(columns, text_field="body").startswith("a.parquet:1: the record has neither the field 'body' nor")
 
 
@@ -156,13 +167,13 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The package `datasets`, of which one test needs one answer."""
     library = SimpleNamespace()
     monkeypatch.setitem(sys.modules, "datasets", library)
-    huggingface.open_dataset.cache_clear()
+    huggingface.open_hf_dataset.cache_clear()
     yield library
-    huggingface.open_dataset.cache_clear()
+    huggingface.open_hf_dataset.cache_clear()
 
 
 def test_a_dataset_in_pieces(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "_SMALLEST_PIECE", 1000)
+    monkeypatch.setattr(discover, "_MIN_RANGE_BYTES", 1000)
     records = numbered(2500)
     asked = []
 
@@ -171,39 +182,39 @@ def test_a_dataset_in_pieces(library: Any, monkeypatch: pytest.MonkeyPatch) -> N
         return {"train": StandIn({"text": [r["text"] for r in records], "id": list(range(2500))}), "test": StandIn({})}
 
     library.load_dataset = load
-    assert [(p.start, p.stop) for p in find_corpus("hf:some/name:en").pieces] == [
+    assert [(p.start, p.stop) for p in discover_corpus("hf:some/name:en").file_ranges] == [
         (0, 833),
         (833, 1666),
         (1666, 2499),
         (2499, 2500),
     ]
-    assert read("hf:some/name:en") == [Document(record["text"]) for record in records]
+    assert read("hf:some/name:en") == [TextDocument(record["text"]) for record in records]
     assert asked == [("some/name", "en")]
 
 
 def test_a_saved_dataset(library: Any, tmp_path: Path) -> None:
     library.load_from_disk = lambda folder: StandIn({"text": [folder]})
-    assert read(f"hf:{tmp_path}") == [Document(str(tmp_path))]
+    assert read(f"hf:{tmp_path}") == [TextDocument(str(tmp_path))]
 
 
 def test_what_is_wrong_with_a_dataset(library: Any) -> None:
     library.load_dataset = lambda name, config: {"validation": None, "test": None}
     with pytest.raises(InputError, match="has no split `train`, only validation, test"):
-        find_corpus("hf:a")
+        discover_corpus("hf:a")
     library.load_dataset = lambda name, config: StandIn({"text": []})
     with pytest.raises(InputError, match=r"'hf:b' is empty \(0 rows\)"):
-        find_corpus("hf:b")
+        discover_corpus("hf:b")
 
     def fail(name: str, config: str | None) -> None:
         raise ConnectionError("cannot reach the hub\nmore")
 
     library.load_dataset = fail
     with pytest.raises(InputError, match=r"'hf:c' could not be loaded: cannot reach the hub$"):
-        find_corpus("hf:c")
+        discover_corpus("hf:c")
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    huggingface.open_dataset.cache_clear()
+    huggingface.open_hf_dataset.cache_clear()
     with pytest.raises(InputError, match=r"needs the package `datasets`; install motet\[hf\]"):
-        find_corpus("hf:some/name")
+        discover_corpus("hf:some/name")

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.data.draws import keys, mix, uniforms
+from motet.data.samples.counter_rng import derive_keys, splitmix64_hash, uniform_floats
 
 WORDS = st.integers(0, 2**64 - 1)
 
@@ -19,7 +19,7 @@ def test_mix_can_be_undone(word: int) -> None:
         return result
 
     mask = 2**64 - 1
-    value = shift_back(int(mix(np.array([word], np.uint64))[0]), 31)
+    value = shift_back(int(splitmix64_hash(np.array([word], np.uint64))[0]), 31)
     value = shift_back(value * pow(0x94D049BB133111EB, -1, 2**64) & mask, 27)
     value = shift_back(value * pow(0xBF58476D1CE4E5B9, -1, 2**64) & mask, 30)
     assert value == word
@@ -27,23 +27,26 @@ def test_mix_can_be_undone(word: int) -> None:
 
 @given(st.integers(0, 2**63 - 1), st.lists(st.integers(0, 2**50), min_size=1, max_size=20), st.integers(1, 40))
 def test_a_number_depends_on_key_and_place_alone(seed: int, rows: list[int], width: int) -> None:
-    together = uniforms(keys(seed, np.array(rows)), width + 3, 1)
+    together = uniform_floats(derive_keys(seed, np.array(rows)), width + 3, 1)
     for row, number in enumerate(rows):
-        alone = uniforms(keys(seed, np.array([number])), width, 1)
+        alone = uniform_floats(derive_keys(seed, np.array([number])), width, 1)
         assert (alone[0] == together[row, :width]).all()
 
 
 def test_seeds_rows_and_streams_differ() -> None:
-    first = uniforms(keys(0, np.arange(3)), 50, 0)
-    others = [uniforms(keys(1, np.arange(3)), 50, 0), uniforms(keys(0, np.arange(3, 6)), 50, 0)]
-    others.append(uniforms(keys(0, np.arange(3)), 50, 1))
+    first = uniform_floats(derive_keys(0, np.arange(3)), 50, 0)
+    others = [
+        uniform_floats(derive_keys(1, np.arange(3)), 50, 0),
+        uniform_floats(derive_keys(0, np.arange(3, 6)), 50, 0),
+    ]
+    others.append(uniform_floats(derive_keys(0, np.arange(3)), 50, 1))
     assert all((first != other).all() for other in others)
     assert len(np.unique(first)) == first.size
 
 
 @pytest.mark.parametrize("stream", [0, 1, 2])
 def test_numbers_fill_the_unit_interval_evenly(stream: int) -> None:
-    numbers = uniforms(keys(5, np.arange(500)), 200, stream).ravel()
+    numbers = uniform_floats(derive_keys(5, np.arange(500)), 200, stream).ravel()
     counts, _ = np.histogram(numbers, bins=10, range=(0, 1))
     # 100,000 draws: five standard deviations of a bin are 474.
     assert numbers.min() >= 0

@@ -10,15 +10,15 @@ from corpora import SMALL, numbered, settings, write_megatron, write_records
 
 from motet.core.batch import Batch
 from motet.core.errors import InputError
-from motet.data.loader import Loader
-from motet.data.prepare import prepare
-from motet.data.settings import DataSettings, SourceSettings
+from motet.data.corpus.prepare import prepare_data
+from motet.data.samples.loader import BatchLoader
+from motet.data.settings import DataSettings, DataSourceSettings
 
 FIELDS = ("tokens", "targets", "weights", "rows", "positions", "documents", "source", "source_documents")
 
 
-def load(given: DataSettings, seed: int = 0, epochs: float | None = None) -> Loader:
-    return Loader(prepare(given), given, seed, epochs)
+def load(given: DataSettings, seed: int = 0, epochs: float | None = None) -> BatchLoader:
+    return BatchLoader(prepare_data(given), given, seed, epochs)
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def documents(tmp_path: Path) -> Path:
 
 
 def mixed(tmp_path: Path, documents: Path, **values: Any) -> DataSettings:
-    sources = (SourceSettings(source=str(documents), weight=3.0), SourceSettings(source=str(SMALL), weight=1.0))
+    sources = (DataSourceSettings(source=str(documents), weight=3.0), DataSourceSettings(source=str(SMALL), weight=1.0))
     return settings(tmp_path, mixture=sources, **values)
 
 
@@ -80,7 +80,7 @@ def test_shapes_and_dtypes(tmp_path: Path, documents: Path, objective: str) -> N
     assert int(batch.tokens.max()) < loader.tokenizer.vocab_size
 
 
-def read_stream(loader: Loader, steps: int, rows: int) -> list[tuple[int, ...]]:
+def read_stream(loader: BatchLoader, steps: int, rows: int) -> list[tuple[int, ...]]:
     return [tuple(row) for step in range(steps) for row in loader.batch(step, range(rows)).tokens.tolist()]
 
 
@@ -205,7 +205,7 @@ def test_classes_of_records(tmp_path: Path) -> None:
     records = [{"text": "ab" * (i % 20 + 1), "label": i % 3} for i in range(60)]
     given = settings(tmp_path, source=str(write_records(tmp_path / "a.jsonl", records)), objective="classify")
     loader = load(given, epochs=1)
-    assert prepare(given).classes == 3
+    assert prepare_data(given).classes == 3
     known = {(record["text"][:31], record["label"]) for record in records}
     for step in range(loader.steps_for_epochs(1)):
         batch = loader.batch(step, range(4))

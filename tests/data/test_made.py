@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.core.errors import InputError
-from motet.data.made import Made, check_made, open_made
+from motet.data.corpus.tokenizer import load_tokenizer
+from motet.data.samples.synthetic import SyntheticClassificationData, check_synthetic_source, open_synthetic_source
 from motet.data.settings import DataSettings
-from motet.data.tokens import load_tokenizer
 
 BYTES = load_tokenizer("bytes")
 
 
-def made(seed: int = 0, width: int = 31, **settings: Any) -> Made:
+def made(seed: int = 0, width: int = 31, **settings: Any) -> SyntheticClassificationData:
     given = DataSettings(objective="classify", tokenizer="bytes", **settings)
-    return open_made("made:majority", given, BYTES, seed, width)
+    return open_synthetic_source("made:majority", given, BYTES, seed, width)
 
 
 @given(st.integers(0, 2**60), st.integers(3, 80))
@@ -59,8 +59,8 @@ def test_no_single_place_gives_the_class_away() -> None:
 
 
 def test_counts() -> None:
-    assert made().counts == {"train": 10_000, "validation": 100, "test": 100}
-    assert made(samples=30, test_fraction=0.0).counts == {"train": 30, "validation": 1, "test": 0}
+    assert made().samples_per_split == {"train": 10_000, "validation": 100, "test": 100}
+    assert made(samples=30, test_fraction=0.0).samples_per_split == {"train": 30, "validation": 1, "test": 0}
 
 
 @pytest.mark.parametrize(
@@ -73,4 +73,4 @@ def test_counts() -> None:
 )
 def test_refused(source: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        check_made(source, DataSettings(**settings))
+        check_synthetic_source(source, DataSettings(**settings))

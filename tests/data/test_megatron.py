@@ -8,7 +8,7 @@ import pytest
 from corpora import write_megatron
 
 from motet.core.errors import InputError
-from motet.data.megatron import DTYPES, find_prefix, open_megatron
+from motet.data.corpus.megatron import DTYPES, find_megatron_prefix, open_megatron
 
 DOCUMENTS = [[[5, 6, 7], [8]], [[9]], [], [[10, 11], [], [12]]]
 
@@ -39,13 +39,13 @@ def test_more_documents_keep_the_splits_of_the_first(tmp_path: Path) -> None:
 def test_prefixes(tmp_path: Path) -> None:
     prefix = write_megatron(tmp_path / "c.v1_document", DOCUMENTS, 8)
     for name in (prefix, f"{prefix}.bin", f"{prefix}.idx"):
-        assert find_prefix(str(name)) == prefix
-    assert find_prefix(str(tmp_path)) is None
+        assert find_megatron_prefix(str(name)) == prefix
+    assert find_megatron_prefix(str(tmp_path)) is None
     Path(f"{prefix}.bin").unlink()
     with pytest.raises(InputError, match=r"is a Megatron corpus, but .*document\.bin does not exist"):
-        find_prefix(str(prefix))
+        find_megatron_prefix(str(prefix))
     prefix.mkdir()
-    assert find_prefix(str(prefix)) is None  # a folder is meant, whatever lies beside it
+    assert find_megatron_prefix(str(prefix)) is None  # a folder is meant, whatever lies beside it
 
 
 def damaged(tmp_path: Path, place: int, value: bytes, cut: int | None = None) -> str:

@@ -5,32 +5,41 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from motet.data.draws import keys
-from motet.data.objectives import Masking, borders, causal, classify, masked, restarted
-from motet.data.packing import Rows, cut_stream, gather
-from motet.data.splits import Segments
+from motet.data.samples.counter_rng import derive_keys
+from motet.data.samples.objectives import (
+    TokenMaskingRule,
+    causal_objective,
+    classification_objective,
+    documents_and_positions,
+    masked_objective,
+    positions_within_documents,
+)
+from motet.data.samples.packing import TokenWindows, cut_into_windows, gather_windows
+from motet.data.samples.splits import DocumentSegments
 
 MASK, PAD, END = 900, 901, 902
 
 
 @st.composite
-def some_rows(draw: st.DrawFn, width: int = 9) -> Rows:
+def some_rows(draw: st.DrawFn, width: int = 9) -> TokenWindows:
     """Windows over short documents, the last of them not full."""
     lengths = np.array(draw(st.lists(st.integers(1, 12), min_size=1, max_size=8)))
     skips = np.array([draw(st.integers(0, 3)) for _ in lengths])
-    segments = Segments(np.cumsum(lengths) - lengths, lengths, skips, np.arange(len(lengths)))
-    stream = cut_stream(segments, width - 1, width, partial=True)
-    assume(stream.count)
-    return gather(stream, np.arange(stream.count), lambda start, count: np.arange(start, start + count), PAD)
+    segments = DocumentSegments(np.cumsum(lengths) - lengths, lengths, skips, np.arange(len(lengths)))
+    stream = cut_into_windows(segments, width - 1, width, keep_partial=True)
+    assume(stream.num_samples)
+    return gather_windows(
+        stream, np.arange(stream.num_samples), lambda start, count: np.arange(start, start + count), PAD
+    )
 
 
-def places(rows: Rows) -> list[tuple[int, int]]:
+def places(rows: TokenWindows) -> list[tuple[int, int]]:
     return [(row, place) for row in range(len(rows.tokens)) for place in range(rows.tokens.shape[1])]
 
 
 @given(some_rows(), st.booleans())
-def test_causal(rows: Rows, restart: bool) -> None:
-    arrays = causal(rows, restart)
+def test_causal(rows: TokenWindows, restart: bool) -> None:
+    arrays = causal_objective(rows, restart)
     bordered = False
     for row, place in places(rows):
         if place == rows.tokens.shape[1] - 1:
@@ -46,41 +55,43 @@ def test_causal(rows: Rows, restart: bool) -> None:
         within = np.arange(segment.shape[1]) < rows.size[:, None]
         read = segment * (segment * within).any(axis=1, keepdims=True)  # what fills up a row alone is no border
         assert (arrays.documents == read).all()
-        assert (arrays.positions == restarted(read)).all()
+        assert (arrays.positions == positions_within_documents(read)).all()
 
 
 def test_positions_start_anew_with_each_document() -> None:
-    assert restarted(np.array([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]])).tolist() == [
+    assert positions_within_documents(np.array([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]])).tolist() == [
         [0, 1, 0, 1, 2, 0],
         [0, 1, 2, 3, 4, 5],
     ]
 
 
-MASKING = Masking(fraction=0.5, mask_id=MASK, vocab_size=40, never=(0, 7))
+MASKING = TokenMaskingRule(fraction=0.5, mask_id=MASK, vocab_size=40, never_masked_ids=(0, 7))
 
 
 @given(some_rows(), st.integers(0, 2**60), st.booleans())
-def test_masked(rows: Rows, seed: int, restart: bool) -> None:
-    row_keys = keys(seed, np.arange(len(rows.tokens)))
-    arrays = masked(rows, row_keys, MASKING, restart)
+def test_masked(rows: TokenWindows, seed: int, restart: bool) -> None:
+    row_keys = derive_keys(seed, np.arange(len(rows.tokens)))
+    arrays = masked_objective(rows, row_keys, MASKING, restart)
     assert (arrays.targets == rows.tokens).all()
     changed = arrays.tokens != rows.tokens
     assert not (changed & ~arrays.weights).any()
     assert not (arrays.weights & ~rows.eligible).any()
-    assert not (arrays.weights & np.isin(rows.tokens, MASKING.never)).any()
+    assert not (arrays.weights & np.isin(rows.tokens, MASKING.never_masked_ids)).any()
     assert ((arrays.tokens == MASK) | (arrays.tokens < 40) | ~changed).all()
     # A row alone gives the same.
     last = len(rows.tokens) - 1
-    alone = Rows(*(getattr(rows, name)[last:] for name in ("tokens", "size", "segment", "eligible", "label")))
-    assert (masked(alone, row_keys[last:], MASKING, restart).tokens[0] == arrays.tokens[last]).all()
+    alone = TokenWindows(*(getattr(rows, name)[last:] for name in ("tokens", "size", "segment", "eligible", "label")))
+    assert (masked_objective(alone, row_keys[last:], MASKING, restart).tokens[0] == arrays.tokens[last]).all()
 
 
 def test_shares_of_masked_tokens() -> None:
     count, width = 500, 200
     tokens = np.full((count, width), 1000)
-    rows = Rows(tokens, np.full(count, width), np.zeros_like(tokens), np.ones(tokens.shape, bool), np.zeros(count))
-    masking = Masking(fraction=0.15, mask_id=MASK, vocab_size=40, never=())
-    arrays = masked(rows, keys(1, np.arange(count)), masking, True)
+    rows = TokenWindows(
+        tokens, np.full(count, width), np.zeros_like(tokens), np.ones(tokens.shape, bool), np.zeros(count)
+    )
+    masking = TokenMaskingRule(fraction=0.15, mask_id=MASK, vocab_size=40, never_masked_ids=())
+    arrays = masked_objective(rows, derive_keys(1, np.arange(count)), masking, True)
     chosen = arrays.weights.sum()
     shares = np.array([(arrays.tokens == MASK).sum(), (arrays.tokens < 40).sum()]) / chosen
     # Five standard deviations each, of 100,000 and of 15,000 draws.
@@ -90,8 +101,8 @@ def test_shares_of_masked_tokens() -> None:
 
 
 @given(some_rows(), st.booleans())
-def test_borders_in_both_directions(rows: Rows, restart: bool) -> None:
-    documents, positions = borders(rows, restart)
+def test_borders_in_both_directions(rows: TokenWindows, restart: bool) -> None:
+    documents, positions = documents_and_positions(rows, restart)
     there = np.arange(rows.tokens.shape[1]) < rows.size[:, None]
     expected = rows.segment if restart else (~there).astype(int)
     if documents is None:
@@ -107,8 +118,8 @@ def test_borders_in_both_directions(rows: Rows, restart: bool) -> None:
 @pytest.mark.parametrize("first", [None, END])
 def test_classify(first: int | None) -> None:
     tokens = np.array([[1, 2, 3], [4, PAD, PAD]])
-    rows = Rows(tokens, np.array([3, 1]), np.array([[0, 0, 0], [0, 1, 1]]), tokens != PAD, np.array([1, 0]))
-    arrays = classify(rows, first)
+    rows = TokenWindows(tokens, np.array([3, 1]), np.array([[0, 0, 0], [0, 1, 1]]), tokens != PAD, np.array([1, 0]))
+    arrays = classification_objective(rows, first)
     begin = [] if first is None else [END]
     assert arrays.tokens.tolist() == [[*begin, 1, 2, 3], [*begin, 4, PAD, PAD]]
     assert arrays.targets.tolist() == [1, 0]
@@ -116,5 +127,5 @@ def test_classify(first: int | None) -> None:
     zeros = [0] * len(begin)
     assert arrays.documents is not None
     assert arrays.documents.tolist() == [[*zeros, 0, 0, 0], [*zeros, 0, 1, 1]]
-    full = Rows(*(getattr(rows, name)[:1] for name in ("tokens", "size", "segment", "eligible", "label")))
-    assert classify(full, first).documents is None
+    full = TokenWindows(*(getattr(rows, name)[:1] for name in ("tokens", "size", "segment", "eligible", "label")))
+    assert classification_objective(full, first).documents is None

@@ -6,7 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.core.errors import InputError
-from motet.data.order import PATTERN, mixture_of, permute, samples_at, samples_for_epochs, steps_for_epochs
+from motet.data.samples.shuffle_and_mix import (
+    MIXTURE_PERIOD,
+    build_mixture_schedule,
+    permute,
+    samples_for_epochs,
+    shuffled_samples,
+    steps_for_epochs,
+)
 
 SIZES = st.integers(1, 3000)
 SEEDS = st.integers(0, 2**63 - 1)
@@ -45,30 +52,32 @@ def test_neighbours_are_not_kept_together() -> None:
 def test_the_stream_does_not_depend_on_slicing(
     size: int, seed: int, first: int, count: int, data: st.DataObject
 ) -> None:
-    whole = samples_at(np.arange(first, first + count), size, seed)
+    whole = shuffled_samples(np.arange(first, first + count), size, seed)
     cut = data.draw(st.integers(0, count))
-    parts = [samples_at(np.arange(a, b), size, seed) for a, b in ((first, first + cut), (first + cut, first + count))]
+    parts = [
+        shuffled_samples(np.arange(a, b), size, seed) for a, b in ((first, first + cut), (first + cut, first + count))
+    ]
     assert np.concatenate(parts).tolist() == whole.tolist()
 
 
 @settings(max_examples=20)
 @given(st.integers(4000, 9000), SEEDS, st.integers(0, 5))
 def test_each_epoch_holds_every_sample_once(size: int, seed: int, epoch: int) -> None:
-    samples = samples_at(np.arange(epoch * size, (epoch + 1) * size), size, seed)
+    samples = shuffled_samples(np.arange(epoch * size, (epoch + 1) * size), size, seed)
     assert sorted(samples) == list(range(size))
 
 
 def test_epochs_and_seeds_differ() -> None:
-    first, second = samples_at(np.arange(200), 100, 0).reshape(2, 100)
+    first, second = shuffled_samples(np.arange(200), 100, 0).reshape(2, 100)
     assert first.tolist() != second.tolist()
-    assert first.tolist() != samples_at(np.arange(100), 100, 1).tolist()
+    assert first.tolist() != shuffled_samples(np.arange(100), 100, 1).tolist()
 
 
 @given(st.lists(st.integers(5, 1000), min_size=1, max_size=5), st.integers(0, 2**40))
 def test_mixtures_hold_exactly_over_the_pattern(weights: list[int], rounds: int) -> None:
     total = sum(weights)
-    mixture = mixture_of([float(weight) for weight in weights])
-    length = len(mixture.corpus)
+    mixture = build_mixture_schedule([float(weight) for weight in weights])
+    length = len(mixture.corpus_of_slot)
     places = np.arange(rounds * length, (rounds + 1) * length)
     corpus, place = mixture.locate(places)
     for number, weight in enumerate(weights):
@@ -82,14 +91,14 @@ def test_mixtures_hold_exactly_over_the_pattern(weights: list[int], rounds: int)
 
 
 def test_a_mixture_is_spread_evenly() -> None:
-    corpus, _ = mixture_of([3.0, 1.0]).locate(np.arange(PATTERN))
+    corpus, _ = build_mixture_schedule([3.0, 1.0]).locate(np.arange(MIXTURE_PERIOD))
     per_window = np.convolve(corpus, np.ones(40, np.int64), "valid")
     assert set(per_window.tolist()) == {10}
 
 
 def test_a_weight_too_small_to_appear_is_refused() -> None:
     with pytest.raises(InputError, match=r"weight 0\.0001 of source 2 is less than 1/1000"):
-        mixture_of([1.0, 0.0001])
+        build_mixture_schedule([1.0, 0.0001])
 
 
 @pytest.mark.parametrize(

@@ -4,19 +4,19 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.data.packing import Stream, cut_stream, gather, pack_records
-from motet.data.splits import Segments
+from motet.data.samples.packing import PackedTokenStream, cut_into_windows, gather_windows, pack_records
+from motet.data.samples.splits import DocumentSegments
 
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=12)
 WIDTHS = st.integers(1, 20)
 PAD = -1
 
 
-def segments(lengths: list[int], gaps: list[int], skips: list[int] | None = None) -> Segments:
+def segments(lengths: list[int], gaps: list[int], skips: list[int] | None = None) -> DocumentSegments:
     """Segments with `gaps` tokens of others before each."""
     starts = np.cumsum(np.array(gaps) + np.array([0, *lengths[:-1]]))
     skip = np.array(skips) if skips else np.zeros(len(lengths), np.int64)
-    return Segments(starts, np.array(lengths), skip, np.arange(len(lengths)))
+    return DocumentSegments(starts, np.array(lengths), skip, np.arange(len(lengths)))
 
 
 def read(start: int, count: int) -> np.ndarray:
@@ -24,7 +24,7 @@ def read(start: int, count: int) -> np.ndarray:
     return np.arange(start, start + count)
 
 
-def plain(segments: Segments) -> list[tuple[int, int]]:
+def plain(segments: DocumentSegments) -> list[tuple[int, int]]:
     """The stream written out: token and segment."""
     return [
         (int(start) + i, number)
@@ -34,16 +34,16 @@ def plain(segments: Segments) -> list[tuple[int, int]]:
 
 
 @st.composite
-def some_segments(draw: st.DrawFn) -> Segments:
+def some_segments(draw: st.DrawFn) -> DocumentSegments:
     lengths = draw(LENGTHS)
     count = len(lengths)
     gaps = draw(st.lists(st.integers(0, 2), min_size=count, max_size=count))
     return segments(lengths, gaps, draw(st.lists(st.integers(0, 6), min_size=count, max_size=count)))
 
 
-def check_rows(stream: Stream, expected: list[list[tuple[int, int]]]) -> None:
-    rows = gather(stream, np.arange(stream.count), read, PAD)
-    assert rows.tokens.shape == (stream.count, stream.width)
+def check_rows(stream: PackedTokenStream, expected: list[list[tuple[int, int]]]) -> None:
+    rows = gather_windows(stream, np.arange(stream.num_samples), read, PAD)
+    assert rows.tokens.shape == (stream.num_samples, stream.width)
     starts = stream.segments.start
     for row, window in enumerate(expected):
         size = len(window)
@@ -58,19 +58,19 @@ def check_rows(stream: Stream, expected: list[list[tuple[int, int]]]) -> None:
 
 
 @given(some_segments(), WIDTHS, st.integers(0, 1), st.booleans())
-def test_a_stream_is_cut_every_stride(segments: Segments, stride: int, extra: int, partial: bool) -> None:
+def test_a_stream_is_cut_every_stride(segments: DocumentSegments, stride: int, extra: int, partial: bool) -> None:
     tokens = plain(segments)
     expected = [tokens[at : at + stride + extra] for at in range(0, len(tokens), stride)]
     expected = [window for window in expected if len(window) > extra]
     if not partial:
         expected = [window for window in expected if len(window) == stride + extra]
-    stream = cut_stream(segments, stride, stride + extra, partial)
-    assert stream.count == len(expected)
+    stream = cut_into_windows(segments, stride, stride + extra, partial)
+    assert stream.num_samples == len(expected)
     check_rows(stream, expected)
 
 
 @given(some_segments(), WIDTHS)
-def test_records_stay_whole_while_they_fit(segments: Segments, width: int) -> None:
+def test_records_stay_whole_while_they_fit(segments: DocumentSegments, width: int) -> None:
     expected: list[list[tuple[int, int]]] = []
     filled: list[tuple[int, int]] = []
     for number in range(len(segments)):
@@ -80,26 +80,28 @@ def test_records_stay_whole_while_they_fit(segments: Segments, width: int) -> No
             filled = []
         filled = filled + record
     expected.append(filled[:width])
-    stream = pack_records(segments, width, alone=False)
-    assert stream.count == len(expected)
+    stream = pack_records(segments, width, one_per_window=False)
+    assert stream.num_samples == len(expected)
     check_rows(stream, expected)
 
 
 @given(some_segments(), WIDTHS)
-def test_records_alone_have_a_row_each(segments: Segments, width: int) -> None:
+def test_records_alone_have_a_row_each(segments: DocumentSegments, width: int) -> None:
     expected = [
         [(token, of) for token, of in plain(segments) if of == number][:width] for number in range(len(segments))
     ]
-    check_rows(pack_records(segments, width, alone=True), expected)
+    check_rows(pack_records(segments, width, one_per_window=True), expected)
 
 
 @given(some_segments(), WIDTHS, st.data())
-def test_rows_do_not_depend_on_who_else_is_asked_for(segments: Segments, width: int, data: st.DataObject) -> None:
-    stream = cut_stream(segments, width, width + 1, partial=True)
-    if stream.count == 0:
+def test_rows_do_not_depend_on_who_else_is_asked_for(
+    segments: DocumentSegments, width: int, data: st.DataObject
+) -> None:
+    stream = cut_into_windows(segments, width, width + 1, keep_partial=True)
+    if stream.num_samples == 0:
         return
-    chosen = np.array(data.draw(st.lists(st.integers(0, stream.count - 1), min_size=1, max_size=6)))
-    everything, some = (gather(stream, which, read, PAD) for which in (np.arange(stream.count), chosen))
+    chosen = np.array(data.draw(st.lists(st.integers(0, stream.num_samples - 1), min_size=1, max_size=6)))
+    everything, some = (gather_windows(stream, which, read, PAD) for which in (np.arange(stream.num_samples), chosen))
     for name in ("tokens", "size", "segment", "eligible", "label"):
         assert (getattr(some, name) == getattr(everything, name)[chosen]).all()
 
@@ -111,12 +113,12 @@ def test_neighbouring_documents_are_read_in_one_go() -> None:
         calls.append((start, count))
         return read(start, count)
 
-    gather(cut_stream(segments([3, 4, 5, 4], [2, 0, 0, 7]), 16, 16, False), np.array([0]), counted, PAD)
+    gather_windows(cut_into_windows(segments([3, 4, 5, 4], [2, 0, 0, 7]), 16, 16, False), np.array([0]), counted, PAD)
     assert calls == [(2, 12), (21, 4)]
 
 
 def test_no_records_make_no_windows() -> None:
     nothing = segments([4], [0]).take(np.array([], np.int64))
-    assert pack_records(nothing, 4, alone=False).count == 0
-    assert pack_records(nothing, 4, alone=True).count == 0
-    assert cut_stream(nothing, 4, 5, partial=True).count == 0
+    assert pack_records(nothing, 4, one_per_window=False).num_samples == 0
+    assert pack_records(nothing, 4, one_per_window=True).num_samples == 0
+    assert cut_into_windows(nothing, 4, 5, keep_partial=True).num_samples == 0

@@ -11,8 +11,8 @@ import pytest
 from corpora import SMALL, numbered, settings, write_megatron, write_records
 
 from motet.core.errors import InputError
-from motet.data.prepare import build_folder, prepare, workers_of
-from motet.data.settings import DataSettings, SourceSettings
+from motet.data.corpus.prepare import build_corpus_folder, num_workers, prepare_data
+from motet.data.settings import DataSettings, DataSourceSettings
 
 HERE = str(Path(__file__).parent)
 
@@ -20,31 +20,31 @@ HERE = str(Path(__file__).parent)
 def heard(given: DataSettings) -> list[str]:
     """What `prepare` says that it does."""
     told: list[str] = []
-    prepare(given, lambda what, done, total: told.append(what))
+    prepare_data(given, lambda what, done, total: told.append(what))
     return list(dict.fromkeys(told))
 
 
 def refuse(given: DataSettings, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        prepare(given)
+        prepare_data(given)
 
 
 def test_built_once_and_found_again(tmp_path: Path) -> None:
     given = settings(tmp_path, tokenizer="bpe:300")
     assert heard(given) == ["training the tokenizer", "tokenising"]
     assert heard(given) == []
-    prepared = prepare(given)
-    assert prepare(given) == prepared
+    prepared = prepare_data(given)
+    assert prepare_data(given) == prepared
     assert pickle.loads(pickle.dumps(prepared)) == prepared
     corpus = prepared.corpora[0]
     assert (prepared.vocab_size, prepared.classes, prepared.sentinels) == (300, 0, 0)
-    assert (corpus.kind, corpus.documents, Path(corpus.place).parent) == ("built", 1, tmp_path / "cache")
+    assert (corpus.kind, corpus.documents, Path(corpus.location).parent) == ("built", 1, tmp_path / "cache")
     assert len(corpus.corpus_hash) == 32
 
 
 def test_other_settings_build_beside(tmp_path: Path) -> None:
     place = {
-        prepare(settings(tmp_path, tokenizer=tokenizer, objective=objective)).corpora[0].place
+        prepare_data(settings(tmp_path, tokenizer=tokenizer, objective=objective)).corpora[0].location
         for tokenizer in ("bytes", "bpe:400")
         for objective in ("causal", "spans")
     }
@@ -56,16 +56,16 @@ def test_other_settings_build_beside(tmp_path: Path) -> None:
 def test_a_changed_file_is_built_anew(tmp_path: Path) -> None:
     source = write_records(tmp_path / "a.jsonl", numbered(50))
     given = settings(tmp_path, source=str(source))
-    before = prepare(given)
+    before = prepare_data(given)
     write_records(source, numbered(60))
-    after = prepare(given)
+    after = prepare_data(given)
     assert (before.corpora[0].documents, after.corpora[0].documents) == (50, 60)
 
 
 @pytest.mark.parametrize("spoil", ["cut", "change", "manifest", "gone"])
 def test_a_damaged_cache_is_mended(tmp_path: Path, spoil: str) -> None:
     given = settings(tmp_path)
-    folder = Path(prepare(given).corpora[0].place)
+    folder = Path(prepare_data(given).corpora[0].location)
     tokens = folder / "00000.bin"
     whole = tokens.read_bytes()
     match spoil:
@@ -83,7 +83,7 @@ def test_a_damaged_cache_is_mended(tmp_path: Path, spoil: str) -> None:
 
 def test_a_damaged_tokenizer_is_trained_again(tmp_path: Path) -> None:
     given = settings(tmp_path, tokenizer="bpe:300")
-    file = Path(prepare(given).tokenizer) / "tokenizer.json"
+    file = Path(prepare_data(given).tokenizer) / "tokenizer.json"
     whole = file.read_bytes()
     file.write_bytes(whole[:1000])
     assert heard(given) == ["training the tokenizer"]
@@ -92,7 +92,7 @@ def test_a_damaged_tokenizer_is_trained_again(tmp_path: Path) -> None:
 
 TWO = """
 import json, sys
-from motet.data.prepare import prepare
+from motet.data.corpus.prepare import prepare
 from motet.data.settings import DataSettings
 told = []
 sys.stdin.readline()
@@ -118,27 +118,27 @@ def test_of_several_processes_one_builds(tmp_path: Path) -> None:
 
 
 def test_a_built_folder_brings_its_tokenizer(tmp_path: Path) -> None:
-    fields = SourceSettings(source=str(SMALL))
-    build_folder(fields, settings(tmp_path, tokenizer="bpe:300"), tmp_path / "built", lambda *told: None)
-    prepared = prepare(settings(tmp_path, source=str(tmp_path / "built")))
+    fields = DataSourceSettings(source=str(SMALL))
+    build_corpus_folder(fields, settings(tmp_path, tokenizer="bpe:300"), tmp_path / "built", lambda *told: None)
+    prepared = prepare_data(settings(tmp_path, source=str(tmp_path / "built")))
     assert (prepared.vocab_size, prepared.tokenizer) == (300, str(tmp_path / "built"))
-    text = SourceSettings(source=str(SMALL), weight=2.0)
-    mixed = prepare(settings(tmp_path, mixture=(SourceSettings(source=str(tmp_path / "built")), text)))
+    text = DataSourceSettings(source=str(SMALL), weight=2.0)
+    mixed = prepare_data(settings(tmp_path, mixture=(DataSourceSettings(source=str(tmp_path / "built")), text)))
     assert [corpus.weight for corpus in mixed.corpora] == [1.0, 2.0]
     assert mixed.vocab_size == 300
-    build_folder(fields, settings(tmp_path), tmp_path / "bytes", lambda *told: None)
-    both = tuple(SourceSettings(source=str(tmp_path / name)) for name in ("built", "bytes"))
+    build_corpus_folder(fields, settings(tmp_path), tmp_path / "bytes", lambda *told: None)
+    both = tuple(DataSourceSettings(source=str(tmp_path / name)) for name in ("built", "bytes"))
     refuse(settings(tmp_path, mixture=both), "were built with different tokenizers; build one again")
     with pytest.raises(InputError, match=r"holds no text to build from: it is built already"):
-        build_folder(both[0], settings(tmp_path), tmp_path / "again", lambda *told: None)
+        build_corpus_folder(both[0], settings(tmp_path), tmp_path / "again", lambda *told: None)
     (tmp_path / "built" / "00000.bin").write_bytes(b"")
     refuse(settings(tmp_path, source=str(tmp_path / "built")), r"00000\.bin has 0 bytes .*; build the corpus again")
 
 
 def test_one_tokenizer_is_trained_on_the_whole_mixture(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("zyzzyva " * 500)
-    sources = (SourceSettings(source=str(tmp_path / "a.txt")), SourceSettings(source=str(SMALL)))
-    prepared = prepare(settings(tmp_path, tokenizer="bpe:500", mixture=sources))
+    sources = (DataSourceSettings(source=str(tmp_path / "a.txt")), DataSourceSettings(source=str(SMALL)))
+    prepared = prepare_data(settings(tmp_path, tokenizer="bpe:500", mixture=sources))
     vocabulary = (Path(prepared.tokenizer) / "tokenizer.json").read_text(encoding="utf-8")
     assert "zyzzyva" in vocabulary
     assert "river" in vocabulary
@@ -165,22 +165,22 @@ def test_refused(tmp_path: Path, values: dict[str, Any], message: str) -> None:
 
 
 def test_a_tokenizer_without_the_tokens_that_are_needed(tmp_path: Path) -> None:
-    folder = Path(prepare(settings(tmp_path, tokenizer="bpe:300")).tokenizer)
+    folder = Path(prepare_data(settings(tmp_path, tokenizer="bpe:300")).tokenizer)
     refuse(settings(tmp_path, tokenizer=str(folder), objective="spans"), "the tokenizer has no sentinels")
     text = (folder / "tokenizer.json").read_text(encoding="utf-8").replace("<|mask|>", "<|other|>")
     (tmp_path / "tokenizer.json").write_text(text, encoding="utf-8")
     refuse(settings(tmp_path, tokenizer=str(tmp_path), objective="masked"), "tokenizer has no mask token; name it")
-    assert prepare(settings(tmp_path, tokenizer=str(tmp_path))).vocab_size == 300
+    assert prepare_data(settings(tmp_path, tokenizer=str(tmp_path))).vocab_size == 300
 
 
 def test_megatron_and_prompts(tmp_path: Path) -> None:
     prefix = write_megatron(tmp_path / "m", [[list(range(i, i + 60))] for i in range(20)], 8)
-    prepared = prepare(settings(tmp_path, source=str(prefix)))
+    prepared = prepare_data(settings(tmp_path, source=str(prefix)))
     assert (prepared.corpora[0].kind, prepared.corpora[0].tokens) == ("megatron", 1200)
     refuse(settings(tmp_path, source=str(prefix), tokenizer="bpe:300"), "or the path of the tokenizer.json that the")
     refuse(settings(tmp_path, source=str(prefix), objective="classify"), "has no classes; objective `classify` needs")
     chat = write_records(tmp_path / "a.jsonl", [{"prompt": "p" * 30, "answer": "a" * 30}] * 9)
-    assert prepare(settings(tmp_path, source=str(chat))).train_samples > 0
+    assert prepare_data(settings(tmp_path, source=str(chat))).train_samples > 0
     refuse(settings(tmp_path, source=str(chat), objective="masked"), r"holds prompts and answers, .*use `causal`")
 
 
@@ -198,5 +198,5 @@ def test_nothing_left_to_train_on(tmp_path: Path) -> None:
 
 
 def test_workers(tmp_path: Path) -> None:
-    assert workers_of(settings(tmp_path, workers=7)) == 7
-    assert workers_of(settings(tmp_path)) >= 1
+    assert num_workers(settings(tmp_path, workers=7)) == 7
+    assert num_workers(settings(tmp_path)) >= 1

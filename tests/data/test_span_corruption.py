@@ -6,23 +6,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.core.errors import InputError
-from motet.data.draws import keys
-from motet.data.objectives import Arrays
-from motet.data.packing import Rows
-from motet.data.spans import Special, corrupt, span_shape
+from motet.data.samples.counter_rng import derive_keys
+from motet.data.samples.objectives import BatchArrays
+from motet.data.samples.packing import TokenWindows
+from motet.data.samples.span_corruption import SpanCorruptionTokens, corrupt_spans, span_corruption_lengths
 
 SENTINELS = tuple(range(1000, 1100))
 END, START = 2000, 2001
-SPECIAL = Special(SENTINELS, END, START)
+SPECIAL = SpanCorruptionTokens(SENTINELS, END, START)
 FRACTIONS = st.sampled_from([0.05, 0.15, 0.3, 0.5, 0.9])
 
 
-def text(count: int, raw: int, starts: list[int]) -> Rows:
+def text(count: int, raw: int, starts: list[int]) -> TokenWindows:
     """Rows of ascending numbers, with documents that start at these places."""
     tokens = np.arange(count * raw).reshape(count, raw)
     segment = np.zeros_like(tokens)
     segment[:, [place for place in starts if 0 < place < raw]] = 1
-    return Rows(tokens, np.full(count, raw), np.cumsum(segment, axis=1), np.ones_like(tokens, bool), np.zeros(count))
+    return TokenWindows(
+        tokens, np.full(count, raw), np.cumsum(segment, axis=1), np.ones_like(tokens, bool), np.zeros(count)
+    )
 
 
 def spans_of(targets: list[int]) -> dict[int, list[int]]:
@@ -39,40 +41,40 @@ def spans_of(targets: list[int]) -> dict[int, list[int]]:
 
 @given(st.integers(5, 300), FRACTIONS, st.integers(1, 100))
 def test_shapes_fit_as_well_as_they_can(length: int, fraction: float, sentinels: int) -> None:
-    shape = span_shape(length, fraction, sentinels)
-    assert shape.source <= length
-    assert shape.target <= length
-    assert 1 <= shape.spans <= min(sentinels, shape.cut, shape.raw - shape.cut)
-    assert shape.source + shape.target == shape.raw + 2 * shape.spans + 2
+    shape = span_corruption_lengths(length, fraction, sentinels)
+    assert shape.source_tokens <= length
+    assert shape.target_tokens <= length
+    assert 1 <= shape.noise_spans <= min(sentinels, shape.noise_tokens, shape.raw_tokens - shape.noise_tokens)
+    assert shape.source_tokens + shape.target_tokens == shape.raw_tokens + 2 * shape.noise_spans + 2
     if 0.1 < fraction < 0.5 and sentinels == 100:
-        assert shape.source >= length - 1
+        assert shape.source_tokens >= length - 1
 
 
 def test_the_shape_of_t5() -> None:
     # 512 tokens of source with 15 % cut out in spans of 3 are made from 568, with 114 targets, as published.
-    shape = span_shape(512, 0.15, 100)
-    assert (shape.raw, shape.source, shape.target) == (568, 512, 114)
+    shape = span_corruption_lengths(512, 0.15, 100)
+    assert (shape.raw_tokens, shape.source_tokens, shape.target_tokens) == (568, 512, 114)
 
 
 def test_too_short() -> None:
     with pytest.raises(InputError, match=r"sequence_length = 2 is too short for spans; use at least 3"):
-        span_shape(2, 0.15, 100)
+        span_corruption_lengths(2, 0.15, 100)
 
 
 @given(st.integers(3, 120), FRACTIONS, st.integers(0, 2**60), st.integers(1, 4))
 def test_source_and_targets_hold_the_text(length: int, fraction: float, seed: int, count: int) -> None:
-    shape = span_shape(length, fraction, len(SENTINELS))
-    rows = text(count, shape.raw, [])
-    arrays = corrupt(rows, keys(seed, np.arange(count)), shape, SPECIAL, True)
+    shape = span_corruption_lengths(length, fraction, len(SENTINELS))
+    rows = text(count, shape.raw_tokens, [])
+    arrays = corrupt_spans(rows, derive_keys(seed, np.arange(count)), shape, SPECIAL, True)
     assert arrays.source is not None
-    assert arrays.source.shape == (count, shape.source)
-    assert arrays.tokens.shape == arrays.targets.shape == (count, shape.target)
+    assert arrays.source.shape == (count, shape.source_tokens)
+    assert arrays.tokens.shape == arrays.targets.shape == (count, shape.target_tokens)
     assert arrays.documents is arrays.positions is arrays.source_documents is None
     assert arrays.weights.all()
     for row in range(count):
         source, targets = arrays.source[row].tolist(), arrays.targets[row].tolist()
         spans = spans_of(targets)
-        assert list(spans) == list(SENTINELS[: shape.spans])
+        assert list(spans) == list(SENTINELS[: shape.noise_spans])
         assert all(spans.values())
         assert source[-1] == END
         whole = [t for token in source[:-1] for t in spans.get(token, [token])]
@@ -80,7 +82,7 @@ def test_source_and_targets_hold_the_text(length: int, fraction: float, seed: in
         assert arrays.tokens[row].tolist() == [START, *targets[:-1]]
 
 
-def owners(arrays: Arrays, row: int, starts: list[int]) -> None:
+def owners(arrays: BatchArrays, row: int, starts: list[int]) -> None:
     """Check one row of a text of several documents: what is a target can be known from its own document."""
     assert arrays.source is not None
     assert arrays.documents is not None
@@ -111,21 +113,25 @@ def owners(arrays: Arrays, row: int, starts: list[int]) -> None:
 
 @given(st.integers(0, 2**60), st.lists(st.integers(1, 60), min_size=1, max_size=6, unique=True))
 def test_documents_do_not_see_one_another(seed: int, starts: list[int]) -> None:
-    shape = span_shape(64, 0.4, len(SENTINELS))
-    rows = text(1, shape.raw, starts)
-    owners(corrupt(rows, keys(seed, np.arange(1)), shape, SPECIAL, True), 0, [s for s in starts if s < shape.raw])
-    together = corrupt(rows, keys(seed, np.arange(1)), shape, SPECIAL, False)
+    shape = span_corruption_lengths(64, 0.4, len(SENTINELS))
+    rows = text(1, shape.raw_tokens, starts)
+    owners(
+        corrupt_spans(rows, derive_keys(seed, np.arange(1)), shape, SPECIAL, True),
+        0,
+        [s for s in starts if s < shape.raw_tokens],
+    )
+    together = corrupt_spans(rows, derive_keys(seed, np.arange(1)), shape, SPECIAL, False)
     assert together.documents is None
     assert together.weights.all()
 
 
 def test_every_place_is_cut_about_as_often() -> None:
-    shape = span_shape(40, 0.3, len(SENTINELS))
+    shape = span_corruption_lengths(40, 0.3, len(SENTINELS))
     count = 4000
-    arrays = corrupt(text(count, shape.raw, []), keys(3, np.arange(count)), shape, SPECIAL, True)
-    cut = arrays.targets[arrays.targets < count * shape.raw]
-    cut = cut[(cut < 1000) | (cut > 2001)] % shape.raw
-    often = np.bincount(cut, minlength=shape.raw) / count
+    arrays = corrupt_spans(text(count, shape.raw_tokens, []), derive_keys(3, np.arange(count)), shape, SPECIAL, True)
+    cut = arrays.targets[arrays.targets < count * shape.raw_tokens]
+    cut = cut[(cut < 1000) | (cut > 2001)] % shape.raw_tokens
+    often = np.bincount(cut, minlength=shape.raw_tokens) / count
     # The first token is never cut and the last always, because a row starts with text and ends with a span.
     assert often[0] == 0
     assert often[-1] > 0.99

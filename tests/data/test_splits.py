@@ -5,16 +5,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.data.draws import keys
+from motet.data.corpus.token_store import DOCUMENT_DTYPE
+from motet.data.samples.counter_rng import derive_keys
+from motet.data.samples.splits import SPLITS, assign_splits, split_documents
 from motet.data.settings import DataSettings
-from motet.data.splits import SPLITS, assign, split_documents
-from motet.data.store import DOCUMENT
 
 HASHES = st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=60, unique=True)
 
 
 def table(hashes: list[int], length: int = 10) -> np.ndarray:
-    documents = np.zeros(len(hashes), DOCUMENT)
+    documents = np.zeros(len(hashes), DOCUMENT_DTYPE)
     documents["hash"] = np.array(hashes, np.uint64)
     documents["length"] = length
     documents["label"] = np.arange(len(hashes))
@@ -24,8 +24,8 @@ def table(hashes: list[int], length: int = 10) -> np.ndarray:
 @given(HASHES, st.floats(0, 0.4), st.floats(0, 0.4), st.data())
 def test_adding_documents_moves_none(hashes: list[int], validation: float, test: float, data: st.DataObject) -> None:
     fewer = data.draw(st.integers(1, len(hashes)))
-    before = assign(np.array(hashes[:fewer], np.uint64), validation, test)
-    after = assign(np.array(hashes, np.uint64), validation, test)
+    before = assign_splits(np.array(hashes[:fewer], np.uint64), validation, test)
+    after = assign_splits(np.array(hashes, np.uint64), validation, test)
     assert before.tolist() == after[:fewer].tolist()
 
 
@@ -46,7 +46,7 @@ def test_every_token_is_in_exactly_one_split(
 
 
 def test_fractions_are_kept() -> None:
-    documents = table(keys(0, np.arange(20_000)).tolist())
+    documents = table(derive_keys(0, np.arange(20_000)).tolist())
     splits = split_documents(documents, DataSettings(validation_fraction=0.1, test_fraction=0.05), True, 8)
     # Five standard deviations of a share of 20,000.
     assert abs(len(splits["validation"]) - 2000) < 5 * 42.5

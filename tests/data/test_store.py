@@ -8,18 +8,25 @@ from corpora import SMALL
 from test_build import recipe, silent
 
 from motet.core.errors import InputError
-from motet.data.build import build
-from motet.data.store import clear, find_damage, is_built, open_store, read_manifest, write_json
+from motet.data.corpus.build import build_corpus
+from motet.data.corpus.token_store import (
+    delete_corpus_files,
+    find_damage,
+    is_built_corpus,
+    open_built_corpus,
+    read_corpus_manifest,
+    write_json_atomically,
+)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    build(recipe(SMALL), tmp_path / "out", 1, silent)
+    build_corpus(recipe(SMALL), tmp_path / "out", 1, silent)
     return tmp_path / "out"
 
 
 def damage(folder: Path) -> str:
-    return str(find_damage(folder, read_manifest(folder), checksums=True)).replace(f"{folder}/", "")
+    return str(find_damage(folder, read_corpus_manifest(folder), checksums=True)).replace(f"{folder}/", "")
 
 
 def test_damage_of_every_kind(folder: Path) -> None:
@@ -29,10 +36,10 @@ def test_damage_of_every_kind(folder: Path) -> None:
     tokens.write_bytes(whole[:-1])
     assert damage(folder) == f"00000.bin has {len(whole) - 1} bytes where the manifest says {len(whole)}"
     with pytest.raises(InputError, match=r"00000\.bin has .* bytes where the manifest says .*; build the corpus again"):
-        open_store(folder)
+        open_built_corpus(folder)
     tokens.write_bytes(b"x" + whole[1:])
     assert damage(folder) == "the content of 00000.bin or its .docs is not what was written"
-    assert find_damage(folder, read_manifest(folder), checksums=False) is None
+    assert find_damage(folder, read_corpus_manifest(folder), checksums=False) is None
     tokens.write_bytes(whole)
     table.unlink()
     assert damage(folder) == "00000.docs is missing"
@@ -40,38 +47,40 @@ def test_damage_of_every_kind(folder: Path) -> None:
 
 def manifest_with(folder: Path, **values: object) -> None:
     read = json.loads((folder / "manifest.json").read_text())
-    write_json(folder / "manifest.json", {key: value for key, value in {**read, **values}.items() if value is not None})
+    write_json_atomically(
+        folder / "manifest.json", {key: value for key, value in {**read, **values}.items() if value is not None}
+    )
 
 
 def test_manifests_that_cannot_be_read(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"holds no corpus built by `motet data build` \(no manifest\.json"):
-        read_manifest(tmp_path)
+        read_corpus_manifest(tmp_path)
     manifest_with(folder, version=7)
     with pytest.raises(InputError, match="is of format version 7, this motet reads 1; build it again"):
-        read_manifest(folder)
+        read_corpus_manifest(folder)
     manifest_with(folder, version=1, shards=[{"tokens": 1}])
     with pytest.raises(InputError, match=r"manifest\.json is damaged"):
-        read_manifest(folder)
+        read_corpus_manifest(folder)
     manifest_with(folder, tokens=None)
     with pytest.raises(InputError, match=r"manifest\.json is damaged \('tokens'\)"):
-        read_manifest(folder)
+        read_corpus_manifest(folder)
     (folder / "manifest.json").write_text("[1")
-    assert not is_built(folder)
+    assert not is_built_corpus(folder)
 
 
 def test_clear_deletes_what_is_ours_alone(folder: Path) -> None:
     (folder / "notes.txt").write_text("mine")
     (folder / "model.bin").write_text("mine")
-    clear(folder)
+    delete_corpus_files(folder)
     assert sorted(path.name for path in folder.iterdir()) == ["model.bin", "notes.txt"]
 
 
 def test_reading_across_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("motet.data.corpus._SMALLEST_PIECE", 10)
+    monkeypatch.setattr("motet.data.corpus.discover._SMALLEST_PIECE", 10)
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(name * 8)
-    build(recipe(tmp_path), tmp_path / "out", 1, silent)
-    store = open_store(tmp_path / "out")
+    build_corpus(recipe(tmp_path), tmp_path / "out", 1, silent)
+    store = open_built_corpus(tmp_path / "out")
     assert len(store.files) == 3
     everything = [*b"a" * 8, 256, *b"b" * 8, 256, *b"c" * 8, 256]
     assert store.read(0, 27).tolist() == everything

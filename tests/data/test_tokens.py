@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers, processors
 
 from motet.core.errors import InputError
-from motet.data.bpe import train_bpe, trained_size
-from motet.data.corpus import find_corpus
-from motet.data.settings import SourceSettings
-from motet.data.tokens import Tokenizer, load_tokenizer
+from motet.data.corpus.bpe_training import bpe_vocab_size, train_bpe
+from motet.data.corpus.discover import discover_corpus
+from motet.data.corpus.tokenizer import Tokenizer, load_tokenizer
+from motet.data.settings import DataSourceSettings
 
 BYTES = load_tokenizer("bytes")
 
 
 @cache
 def trained(size: int, sentinels: int = 0) -> Tokenizer:
-    return train_bpe([(find_corpus(str(SMALL)), SourceSettings(source=str(SMALL)), False)], size, sentinels)
+    return train_bpe([(discover_corpus(str(SMALL)), DataSourceSettings(source=str(SMALL)), False)], size, sentinels)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_bpe_gives_the_text_back(text: str) -> None:
 
 def test_training_is_deterministic_and_keeps_to_its_size(bpe: Tokenizer) -> None:
     again = trained.__wrapped__(400)
-    assert again.inner.to_str() == bpe.inner.to_str()
+    assert again.backend.to_str() == bpe.backend.to_str()
     assert again.fingerprint == bpe.fingerprint
     assert bpe.vocab_size == 400
     assert trained(300).fingerprint != bpe.fingerprint
@@ -148,10 +148,10 @@ def test_refused_files(tmp_path: Path) -> None:
 )
 def test_refused_sizes(spec: str, sentinels: int, least: int) -> None:
     with pytest.raises(InputError, match=rf"'{spec}': SIZE must be a number of at least {least} "):
-        trained_size(spec, sentinels)
+        bpe_vocab_size(spec, sentinels)
 
 
 def test_sizes() -> None:
-    assert trained_size("bpe:259", 0) == 259
-    assert trained_size("bytes", 0) is None
-    assert trained_size("path/to/tokenizer.json", 0) is None
+    assert bpe_vocab_size("bpe:259", 0) == 259
+    assert bpe_vocab_size("bytes", 0) is None
+    assert bpe_vocab_size("path/to/tokenizer.json", 0) is None

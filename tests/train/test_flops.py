@@ -1,7 +1,7 @@
 """What a step is given, by the job's objective, and what it costs."""
 
 import motet
-from motet.data.spans import span_shape
+from motet.data.samples.span_corruption import span_corruption_lengths
 from motet.models.spec.flops_and_memory import MicroBatchShape
 from motet.models.spec.model_spec import spec_from_settings
 from motet.train.flops import shape_of, training_flops
@@ -21,8 +21,8 @@ def test_masked_tokens_alone_reach_the_head() -> None:
 
 def test_spans_are_split_between_source_and_tokens() -> None:
     values = ["data.objective=spans", "data.sequence_length=64", "data.mask_fraction=0.2"]
-    spans = span_shape(64, 0.2, 100)
-    assert shape_of(motet.load_job("tiny", values), 2) == MicroBatchShape(2, spans.target, spans.source)
+    spans = span_corruption_lengths(64, 0.2, 100)
+    assert shape_of(motet.load_job("tiny", values), 2) == MicroBatchShape(2, spans.target_tokens, spans.source_tokens)
 
 
 def test_a_module_of_the_users_own_has_no_known_cost() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from motet.core.batch import Batch
-from motet.data.loader import Loader
+from motet.data.samples.loader import BatchLoader
 from motet.parallel.flat import Gradients
 from verify.planting import GRADIENT, fault, nothing, replaced
 
@@ -18,19 +18,19 @@ Patch = AbstractContextManager[object]
 @fault("dp=3 zero=1", "dp=2 zero=3 microbatches=2", first="sample positions", cause="each of its rows is like row")
 def positions_go_on_behind_a_border(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
-        def read(self: Loader, at: int, rows: range) -> Batch:
+        def read(self: BatchLoader, at: int, rows: range) -> Batch:
             batch = own(self, at, rows)
             return replace(batch, positions=torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens))
 
         return read
 
-    return replaced(Loader, "batch", wrong) if rank else nothing()
+    return replaced(BatchLoader, "batch", wrong) if rank else nothing()
 
 
 @fault("dp=2 zero=0", first="sample tokens", cause="rows are the right ones, but .* numbers are others", model="bert")
 def other_tokens_are_masked(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
-        def read(self: Loader, at: int, rows: range) -> Batch:
+        def read(self: BatchLoader, at: int, rows: range) -> Batch:
             batch, other = own(self, at, rows), own(self, at, range(len(rows)))
             return replace(
                 batch, tokens=torch.where(other.tokens == self.tokenizer.mask_id, other.tokens, batch.tokens)
@@ -38,12 +38,12 @@ def other_tokens_are_masked(rank: int) -> Patch:
 
         return read
 
-    return replaced(Loader, "batch", wrong) if rank else nothing()
+    return replaced(BatchLoader, "batch", wrong) if rank else nothing()
 
 
 @fault("dp=2 zero=0", "dp=2 zero=2", first="evaluation targets", cause="lacks")
 def a_rank_leaves_out_the_last_batch_of_an_evaluation(rank: int) -> Patch:
-    return replaced(Loader, "evaluation_batches", lambda own: lambda self, split: own(self, split) - rank)
+    return replaced(BatchLoader, "evaluation_batches", lambda own: lambda self, split: own(self, split) - rank)
 
 
 @fault("dp=3 zero=0", "dp=2 zero=2", first=GRADIENT, cause="the share of rank 1 is that of the step before")

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from motet.core.batch import Batch
-from motet.data.loader import Loader
+from motet.data.samples.loader import BatchLoader
 from motet.parallel.carry import Carry
 from motet.parallel.full import FullSpread
 from motet.train import assemble, engine, evaluate, state
@@ -42,13 +42,13 @@ def pieces_are_stored_at_the_place_of_each_other(rank: int) -> Patch:
 @fault("dp=2 zero=1", "dp=3 zero=3", first="sample rows,", cause="of rows", model="bert")
 def rows_are_numbered_within_the_rank(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
-        def numbered(self: Loader, at: int, rows: range) -> Batch:
+        def numbered(self: BatchLoader, at: int, rows: range) -> Batch:
             batch = own(self, at, rows)
             return replace(batch, rows=torch.arange(len(batch.rows)))
 
         return numbered
 
-    return replaced(Loader, "batch", wrong)
+    return replaced(BatchLoader, "batch", wrong)
 
 
 def _evaluated(change: Any) -> Patch:

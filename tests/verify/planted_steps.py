@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from motet.core.batch import Batch
-from motet.data.loader import Loader
+from motet.data.samples.loader import BatchLoader
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
 from motet.parallel.shares import Share
 from motet.train import engine, evaluate, optimizer, step
@@ -52,19 +52,23 @@ def a_row_that_is_computed_once_more_is_counted_again(rank: int) -> Patch:
 
 @fault("dp=2 zero=1", "dp=3 zero=3", first="sample .*", cause="of rows .* of the step after")
 def a_rank_is_one_step_ahead_in_the_data(rank: int) -> Patch:
-    return replaced(Loader, "batch", lambda own: lambda self, at, rows: own(self, at + 1, rows)) if rank else nothing()
+    return (
+        replaced(BatchLoader, "batch", lambda own: lambda self, at, rows: own(self, at + 1, rows))
+        if rank
+        else nothing()
+    )
 
 
 @fault("dp=2 zero=0", first="sample .*", cause="it is of row")
 def rows_are_read_in_another_order(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
-        def turned(self: Loader, at: int, rows: range) -> Batch:
+        def turned(self: BatchLoader, at: int, rows: range) -> Batch:
             batch = own(self, at, rows)
             return replace(batch, tokens=batch.tokens.flip(0), targets=batch.targets.flip(0))
 
         return turned
 
-    return replaced(Loader, "batch", wrong) if rank else nothing()
+    return replaced(BatchLoader, "batch", wrong) if rank else nothing()
 
 
 DROPS = ("dp=2 zero=1", "dp=3 zero=3 microbatches=2")
@@ -288,13 +292,13 @@ def a_number_is_not_finite(rank: int) -> Patch:
 @fault("dp=2 zero=0", first="sample targets", cause="what tokens should be")
 def a_rank_does_not_shift_its_targets(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
-        def unshifted(self: Loader, at: int, rows: range) -> Batch:
+        def unshifted(self: BatchLoader, at: int, rows: range) -> Batch:
             batch = own(self, at, rows)
             return replace(batch, targets=batch.tokens) if rank else batch
 
         return unshifted
 
-    return replaced(Loader, "batch", wrong)
+    return replaced(BatchLoader, "batch", wrong)
 
 
 @fault("dp=2 zero=0", "dp=3 zero=2", first="evaluation loss", cause="mean of the means of ranks")

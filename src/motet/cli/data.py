@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from motet.data.settings import DataSettings, SourceSettings
+    from motet.data.settings import DataSettings, DataSourceSettings
 
 app = typer.Typer(help="Build corpora into tokens, and look into them.", no_args_is_help=True)
 
@@ -32,12 +32,12 @@ def build(
 ) -> None:
     """Turn text into tokens. The same command continues a build that was broken off."""
     from motet.cli.progress import shown_progress
-    from motet.data.prepare import build_folder
+    from motet.data.corpus.prepare import build_corpus_folder
     from motet.monitor.console import console, print_json
 
     fields, settings = _settings(source, options or [], tokenizer, workers)
     with shown_progress() as progress:
-        manifest = build_folder(fields, settings, out, progress)
+        manifest = build_corpus_folder(fields, settings, out, progress)
     if json:
         print_json(manifest.to_json())
     else:
@@ -52,16 +52,16 @@ def show(
 ) -> None:
     """Print what a built folder holds, and the start of its first document as text."""
     from motet.core.errors import InputError
-    from motet.data.prepare import tokenizer_in
-    from motet.data.store import find_damage, open_store, read_manifest
+    from motet.data.corpus.prepare import load_corpus_tokenizer
+    from motet.data.corpus.token_store import find_damage, open_built_corpus, read_corpus_manifest
     from motet.monitor.console import console, print_json
 
-    manifest = read_manifest(folder)
+    manifest = read_corpus_manifest(folder)
     if problem := find_damage(folder, manifest, checksums=verify):
         raise InputError(f"{problem}; build the corpus again")
-    store = open_store(folder)
+    store = open_built_corpus(folder)
     ids = store.read(0, min(_SHOWN_TOKENS, int(store.documents["length"][0]))).tolist()
-    sample = tokenizer_in(folder)[1].decode(ids)
+    sample = load_corpus_tokenizer(folder)[1].decode(ids)
     if json:
         print_json({**manifest.to_json(), "sample": sample})
         return
@@ -75,12 +75,12 @@ def show(
 
 def _settings(
     source: str, options: list[str], tokenizer: str, workers: int | None
-) -> tuple[SourceSettings, DataSettings]:
+) -> tuple[DataSourceSettings, DataSettings]:
     """The settings that the command line stands for."""
     from pydantic import ValidationError
 
     from motet.core.errors import InputError
-    from motet.data.settings import DataSettings, SourceSettings
+    from motet.data.settings import DataSettings, DataSourceSettings
 
     values = {"objective": "causal"}
     for option in options:
@@ -95,7 +95,7 @@ def _settings(
         raise InputError(f"objective={objective} is unknown; give one of {', '.join(_OBJECTIVES)}")
     settings = {"objective": objective, "tokenizer": tokenizer, "workers": workers}
     try:
-        return SourceSettings.model_validate({"source": source, **values}), DataSettings.model_validate(settings)
+        return DataSourceSettings.model_validate({"source": source, **values}), DataSettings.model_validate(settings)
     except ValidationError as error:
         detail = error.errors()[0]
         raise InputError(f"{detail['loc'][0]} = {detail['input']!r}: {detail['msg']}") from None

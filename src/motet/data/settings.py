@@ -9,7 +9,7 @@ from motet.core.base_settings import FilePathText, FrozenSettings
 Objective = Literal["causal", "masked", "spans", "classify"]
 
 
-class SourceSettings(FrozenSettings):
+class DataSourceSettings(FrozenSettings):
     """One corpus, and its share in the mixture."""
 
     source: FilePathText
@@ -29,7 +29,7 @@ class DataSettings(FrozenSettings):
 
     source: FilePathText = "stdlib"
     """Shorthand for a mixture of one; see `data.mixture.source`."""
-    mixture: tuple[SourceSettings, ...] = ()
+    mixture: tuple[DataSourceSettings, ...] = ()
     """Several corpora with weights, instead of `source`."""
     tokenizer: FilePathText = "bpe:4096"
     """`bpe:SIZE` trains a byte-level BPE on the corpus; `bytes`; or the path of a tokenizer.json or its folder."""
@@ -51,7 +51,7 @@ class DataSettings(FrozenSettings):
     """Where built corpora are kept; `~/.cache/motet` when not given."""
 
     @model_validator(mode="after")
-    def _something_is_left_to_train_on(self) -> Self:
+    def _check_training_fraction(self) -> Self:
         if self.validation_fraction + self.test_fraction >= 1:
             raise ValueError(
                 f"data.validation_fraction = {self.validation_fraction} and data.test_fraction = {self.test_fraction} "
@@ -59,6 +59,6 @@ class DataSettings(FrozenSettings):
             )
         return self
 
-    def sources(self) -> tuple[SourceSettings, ...]:
+    def sources(self) -> tuple[DataSourceSettings, ...]:
         """The mixture, of one corpus where only `source` is given."""
-        return self.mixture or (SourceSettings(source=self.source),)
+        return self.mixture or (DataSourceSettings(source=self.source),)

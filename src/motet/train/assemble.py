@@ -13,8 +13,8 @@ from motet.cluster.malloc_tuning import keep_freed_memory
 from motet.collectives.execute.api import broadcast
 from motet.core.errors import InputError
 from motet.core.seeds import derive_seed
-from motet.data.loader import Loader
-from motet.data.prepare import prepare
+from motet.data.corpus.prepare import prepare_data
+from motet.data.samples.loader import BatchLoader
 from motet.models.build import TrainableModel, build_trainable_model
 from motet.models.generate import generate_tokens
 from motet.models.runtime_checks import DataRequirements
@@ -65,7 +65,7 @@ class Parts:
 
     group: Group
     layout: Layout
-    data: Loader
+    data: BatchLoader
     model: TrainableModel
     engine: Engine
     state: RunState
@@ -106,11 +106,11 @@ def numerics(job: Job) -> AbstractContextManager[None]:
     return float64_mode() if job.precision.recipe == "fp64" else nullcontext()
 
 
-def build_model(job: Job, device: torch.device) -> tuple[Loader, TrainableModel]:
+def build_model(job: Job, device: torch.device) -> tuple[BatchLoader, TrainableModel]:
     """Data, and the model with its first values."""
     recipe = RECIPES[job.precision.recipe]
-    prepared = prepare(job.data)
-    data = Loader(prepared, job.data, job.run.seed, job.run.epochs)
+    prepared = prepare_data(job.data)
+    data = BatchLoader(prepared, job.data, job.run.seed, job.run.epochs)
     demands = DataRequirements(prepared.vocab_size, prepared.classes if job.data.objective == "classify" else None)
     model = build_trainable_model(job.model, job.run.seed, getattr(torch, recipe.master), device, demands)
     if model.objective is not None:
@@ -140,7 +140,7 @@ def build_parts(job: Job, group: Group, folder: Path) -> Parts:
     return Parts(group, layout, data, model, engine, state, steps)
 
 
-def _agree_on_data(data: Loader, group: Group) -> None:
+def _agree_on_data(data: BatchLoader, group: Group) -> None:
     """Machines with other files would train on samples that do not belong together."""
     mine = derive_seed(data.fingerprint)
     first = torch.tensor([mine], device=group.device)

@@ -1,8 +1,8 @@
 """The arithmetic of a step, from the job alone."""
 
 from motet.core.errors import InputError
-from motet.data.spans import span_shape
-from motet.data.tokens import SENTINELS
+from motet.data.corpus.tokenizer import NUM_SENTINELS
+from motet.data.samples.span_corruption import span_corruption_lengths
 from motet.models.spec.flops_and_memory import MicroBatchShape
 from motet.models.spec.model_spec import spec_from_settings
 from motet.train.job import Job
@@ -12,8 +12,8 @@ def shape_of(job: Job, rows: int) -> MicroBatchShape:
     """What a model is given in `rows` sequences. How many tokens are masked is drawn: it is taken as on average."""
     data = job.data
     if data.objective == "spans":
-        spans = span_shape(data.sequence_length, data.mask_fraction, SENTINELS)
-        return MicroBatchShape(rows, spans.target, spans.source)
+        spans = span_corruption_lengths(data.sequence_length, data.mask_fraction, NUM_SENTINELS)
+        return MicroBatchShape(rows, spans.target_tokens, spans.source_tokens)
     targets = round(rows * data.sequence_length * data.mask_fraction) if data.objective == "masked" else None
     return MicroBatchShape(rows, data.sequence_length, targets=targets)
 

@@ -5,7 +5,7 @@ import psutil
 from motet.core.dtypes import DTYPE_BYTES
 from motet.core.errors import InputError
 from motet.core.units import format_bytes
-from motet.data.prepared import Prepared
+from motet.data.corpus.prepared_data import PreparedData
 from motet.models.settings import EncoderSettings, UserModuleSettings, check_can_be_trained
 from motet.models.spec.model_spec import spec_from_settings
 from motet.parallel.communication import check_communication
@@ -61,7 +61,7 @@ def check_memory(job: Job, local_ranks: int) -> None:
         )
 
 
-def check_data(job: Job, data: Prepared) -> None:
+def check_data(job: Job, data: PreparedData) -> None:
     """Refuse tokens or classes that the model has no place for."""
     if job.model.vocab_size is not None:
         check_vocabulary(job, data.vocab_size, job.model.vocab_size)
@@ -78,7 +78,7 @@ def check_vocabulary(job: Job, tokens: int, vocab_size: int, key: str = "model.v
         )
 
 
-def check_huggingface(job: Job, data: Prepared, objective: str, sizes: tuple[int | None, int | None]) -> None:
+def check_huggingface(job: Job, data: PreparedData, objective: str, sizes: tuple[int | None, int | None]) -> None:
     """What only transformers can tell of an `hf:` model: what it is for, and its vocabulary and outcomes."""
     vocab_size, outcomes = sizes
     if job.data.objective != objective:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from motet.core.errors import InputError
-from motet.data.build import Progress
-from motet.data.prepare import prepare
+from motet.data.corpus.build import ProgressCallback
+from motet.data.corpus.prepare import prepare_data
 from motet.monitor.callback import Callback
 from motet.monitor.console import errors
 from motet.parallel.place import ALONE, Place, threads_for
@@ -52,7 +52,7 @@ class Outside:
 
     environment: Mapping[str, str]
     tell: Tell
-    progress: Callable[[], AbstractContextManager[Progress]]
+    progress: Callable[[], AbstractContextManager[ProgressCallback]]
     """Hears of data while it is prepared."""
     output: int | None = None
     """File descriptor for the progress of training; stdout when not given."""
@@ -66,7 +66,7 @@ def supervise(request: Request, outside: Outside) -> tuple[Path, Ended]:
     check_memory(job, ranks)
     choice = _choose(request)
     with outside.progress() as progress:
-        check_data(job, prepare(job.data, progress))
+        check_data(job, prepare_data(job.data, progress))
     threads = threads_for(Place(0, ranks, 0, ranks, 0, ""), job.run.threads_wanted)
     with _opened(request, choice, ranks, threads, outside.tell) as before:
         path = before.path
@@ -106,7 +106,7 @@ def join_run(request: Request, desk: str, outside: Outside) -> Ended:
     check_model(job)
     check_memory(job, job.run.ranks)
     with outside.progress() as progress:
-        check_data(job, prepare(job.data, progress))
+        check_data(job, prepare_data(job.data, progress))
     threads = threads_for(Place(0, job.run.ranks, 0, job.run.ranks, 0, ""), job.run.threads_wanted)
     outside.tell(f"joining the run at {desk} with {job.run.ranks} worker{'s' * (job.run.ranks > 1)}")
     with tempfile.TemporaryDirectory(prefix="motet-") as folder:
@@ -145,7 +145,7 @@ def run(job: Job, callbacks: Sequence[Callback] = ()) -> "tuple[Path, Outcome]":
     check_memory(job, 1)
     request = Request(job, None, sys.argv)
     choice = _choose(request)
-    check_data(job, prepare(job.data))
+    check_data(job, prepare_data(job.data))
 
     def tell(text: str) -> None:
         errors().print(text, highlight=False)
@@ -169,7 +169,7 @@ def join(request: Request, place: Place, tell: Tell) -> Record:
         )
     check_job(request.job, workers)
     check_memory(request.job, place.local_world)
-    check_data(request.job, prepare(request.job.data))
+    check_data(request.job, prepare_data(request.job.data))
     record = run_work(place, lambda place, stop: _join(request, place, stop, tell))
     if not record.agreed:
         return record

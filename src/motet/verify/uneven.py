@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from motet.core.batch import Batch
-from motet.data.loader import Loader
-from motet.data.packing import Ints, Rows
-from motet.data.samples import Samples
+from motet.data.samples.dataset import MixtureDataset
+from motet.data.samples.loader import BatchLoader
+from motet.data.samples.packing import IntArray, TokenWindows
 from motet.train import step as read
 from motet.train.evaluate import Splits
 
@@ -42,31 +42,31 @@ class Uneven:
         return replace(batch, weights=_fewer(batch.weights, torch.tensor(rows), index))
 
 
-def telling(loader: Loader, rows: int) -> Loader:
+def telling(loader: BatchLoader, rows: int) -> BatchLoader:
     """Samples that show more. Windows of a few tokens seldom have a border of documents in them; here two of three have
     one more, so that what comes of borders is looked at: positions that begin anew, and who sees whom. And what is held
     out is two batches, of which the last one is not full."""
     found = copy(loader)
-    given = {each.name: getattr(loader.samples, each.name) for each in fields(Samples)}
+    given = {each.name: getattr(loader.samples, each.name) for each in fields(MixtureDataset)}
     found.samples = _Telling(**given, most=2 * rows - 1)
     return found
 
 
 @dataclass(frozen=True)
-class _Telling(Samples):
+class _Telling(MixtureDataset):
     most: int
 
     def count(self, split: str) -> int:
         return super().count(split) if split == "train" else min(super().count(split), self.most)
 
-    def train(self, places: Ints) -> Rows:
-        return _parted(super().train(places), places)
+    def train(self, places: IntArray) -> TokenWindows:
+        return _parted(super().training_windows(places), places)
 
-    def held_out(self, split: str, places: Ints) -> Rows:
-        return _parted(super().held_out(split, places), places)
+    def held_out(self, split: str, places: IntArray) -> TokenWindows:
+        return _parted(super().held_out_windows(split, places), places)
 
 
-def _parted(rows: Rows, places: Ints) -> Rows:
+def _parted(rows: TokenWindows, places: IntArray) -> TokenWindows:
     width = rows.segment.shape[1]
     border = np.where(places % 3 == 2, width, 1 + 7 * places % width)
     return replace(rows, segment=rows.segment + (np.arange(width) >= border[:, None]))

@@ -15,7 +15,7 @@ from zlib import crc32
 from torch import nn
 
 from motet.core.errors import InputError, PeerFailedError
-from motet.data.loader import Loader
+from motet.data.samples.loader import BatchLoader
 from motet.parallel.alike import described
 from motet.parallel.group import meeting
 from motet.parallel.place import Place, desk_file
@@ -89,7 +89,7 @@ def among_workers(seat: Seat) -> Place:
     return replace(place, local_rank=max(0, place.local_rank - others), local_world=workers)
 
 
-def same_of(job: Job, module: nn.Module, plan: Plan, data: Loader | None) -> dict[str, str]:
+def same_of(job: Job, module: nn.Module, plan: Plan, data: BatchLoader | None) -> dict[str, str]:
     """What must be the same in every process: others would train on what does not belong together."""
     server = job.layout.server
     known = plan.buckets, plan.pieces, plan.groups, plan.packing, plan.compensation, job.precision.recipe

@@ -7,7 +7,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from motet.data.loader import Loader
+from motet.data.samples.loader import BatchLoader
 from motet.models.build import TrainableModel
 from motet.parallel.flat import FlatWeights, Gradients
 from motet.parallel.group import pick_device
@@ -65,7 +65,7 @@ def run_worker(seat: Seat, stop: StopFlag) -> None:
 class Worker:
     job: Job
     model: TrainableModel
-    data: Loader
+    data: BatchLoader
     plan: Plan
     weights: FlatWeights
     stop: StopFlag

@@ -17,7 +17,7 @@ SPLITS = ("train", "validation", "test")
 
 
 @dataclass(frozen=True)
-class Segments:
+class DocumentSegments:
     """Stretches of a corpus that make up a split: whole documents, but for one that was cut."""
 
     start: NDArray[np.int64]
@@ -30,62 +30,64 @@ class Segments:
     def __len__(self) -> int:
         return len(self.start)
 
-    def take(self, chosen: NDArray[Any]) -> "Segments":
+    def take(self, chosen: NDArray[Any]) -> "DocumentSegments":
         """The segments of a mask or of numbers."""
-        return Segments(self.start[chosen], self.length[chosen], self.skip[chosen], self.label[chosen])
+        return DocumentSegments(self.start[chosen], self.length[chosen], self.skip[chosen], self.label[chosen])
 
 
-def split_documents(documents: NDArray[Any], settings: DataSettings, records: bool, window: int) -> dict[str, Segments]:
+def split_documents(
+    documents: NDArray[Any], settings: DataSettings, has_records: bool, window: int
+) -> dict[str, DocumentSegments]:
     """The segments of each split of a table of documents; `window` is what a sample of plain text needs."""
     length = documents["length"].astype(np.int64)
-    everything = Segments(
+    all_segments = DocumentSegments(
         start=np.cumsum(length) - length,
         length=length,
         skip=documents["skip"].astype(np.int64),
         label=documents["label"].astype(np.int64),
     )
-    belongs = assign(documents["hash"], settings.validation_fraction, settings.test_fraction)
-    wanted = {"validation": settings.validation_fraction, "test": settings.test_fraction}
-    if not (belongs == 0).any():
-        belongs[:] = 0  # too few documents to be split by number
-    if records:
-        _move_records(belongs, documents["hash"], [name for name, fraction in wanted.items() if fraction])
-    splits = {name: everything.take(belongs == number) for number, name in enumerate(SPLITS)}
-    if not records:
-        for name, fraction in wanted.items():
+    split_ids = assign_splits(documents["hash"], settings.validation_fraction, settings.test_fraction)
+    fractions = {"validation": settings.validation_fraction, "test": settings.test_fraction}
+    if not (split_ids == 0).any():
+        split_ids[:] = 0  # too few documents to be split by number
+    if has_records:
+        _fill_empty_splits(split_ids, documents["hash"], [name for name, fraction in fractions.items() if fraction])
+    splits = {name: all_segments.take(split_ids == number) for number, name in enumerate(SPLITS)}
+    if not has_records:
+        for name, fraction in fractions.items():
             if fraction and not len(splits[name]):
                 size = max(window, round(fraction * int(length.sum())))
                 splits["train"], splits[name] = _cut_tail(splits["train"], size, keep=window)
     return splits
 
 
-def assign(hashes: NDArray[np.uint64], validation: float, test: float) -> NDArray[np.int8]:
+def assign_splits(hashes: NDArray[np.uint64], validation: float, test: float) -> NDArray[np.int8]:
     """[documents] the number of each one's split in SPLITS, by where its hash lies in 0..1: test, then validation."""
-    place = hashes.astype(np.float64) * 2.0**-64
-    return np.where(place < test, 2, np.where(place < test + validation, 1, 0)).astype(np.int8)
+    hash_fraction = hashes.astype(np.float64) * 2.0**-64
+    return np.where(hash_fraction < test, 2, np.where(hash_fraction < test + validation, 1, 0)).astype(np.int8)
 
 
-def _move_records(belongs: NDArray[np.int8], hashes: NDArray[np.uint64], wanted: list[str]) -> None:
+def _fill_empty_splits(split_ids: NDArray[np.int8], hashes: NDArray[np.uint64], needed_splits: list[str]) -> None:
     """Give each wanted but empty split the training record with the smallest hash, while two are left to train on."""
-    for name in wanted:
-        number = SPLITS.index(name)
-        train = np.flatnonzero(belongs == 0)
-        if not (belongs == number).any() and len(train) > 2:
-            belongs[train[np.argmin(hashes[train])]] = number
+    for name in needed_splits:
+        split_id = SPLITS.index(name)
+        train = np.flatnonzero(split_ids == 0)
+        if not (split_ids == split_id).any() and len(train) > 2:
+            split_ids[train[np.argmin(hashes[train])]] = split_id
 
 
-def _cut_tail(train: Segments, size: int, keep: int) -> tuple[Segments, Segments]:
+def _cut_tail(train: DocumentSegments, size: int, keep: int) -> tuple[DocumentSegments, DocumentSegments]:
     """Cut `size` tokens off the end of the longest segment, if at least `keep` stay."""
     longest = int(np.argmax(train.length))
-    left = int(train.length[longest]) - size
-    if left < keep:
+    remaining = int(train.length[longest]) - size
+    if remaining < keep:
         return train, train.take(np.empty(0, np.int64))
     shorter = train.length.copy()
-    shorter[longest] = left
-    tail = Segments(
-        start=train.start[longest : longest + 1] + left,
+    shorter[longest] = remaining
+    tail = DocumentSegments(
+        start=train.start[longest : longest + 1] + remaining,
         length=np.array([size]),
         skip=np.zeros(1, np.int64),
         label=train.label[longest : longest + 1],
     )
-    return Segments(train.start, shorter, train.skip, train.label), tail
+    return DocumentSegments(train.start, shorter, train.skip, train.label), tail

@@ -19,16 +19,16 @@ from numpy.typing import NDArray
 from motet.core.errors import InputError
 from motet.core.units import format_count
 
-FORMAT, VERSION = "motet tokens", 1
+CORPUS_FORMAT, CORPUS_FORMAT_VERSION = "motet tokens", 1
 
-DOCUMENT = np.dtype([("length", "<u8"), ("hash", "<u8"), ("skip", "<u4"), ("label", "<i4")])
+DOCUMENT_DTYPE = np.dtype([("length", "<u8"), ("hash", "<u8"), ("skip", "<u4"), ("label", "<i4")])
 """Tokens; hash of the content, which decides the split; tokens at the start that are no targets; class, or -1."""
 
-_OURS = re.compile(r"manifest\.json|plan\.json|tokenizer(_config)?\.json|\d{5,}\.(bin|docs|done)|.*\.tmp")
+_CORPUS_FILE_NAMES = re.compile(r"manifest\.json|plan\.json|tokenizer(_config)?\.json|\d{5,}\.(bin|docs|done)|.*\.tmp")
 
 
 @dataclass(frozen=True)
-class ShardEntry:
+class CorpusShardEntry:
     """What the manifest knows of a shard."""
 
     documents: int
@@ -37,7 +37,7 @@ class ShardEntry:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CorpusManifest:
     """What manifest.json says."""
 
     source: str
@@ -56,10 +56,10 @@ class Manifest:
     """Whether some tokens are no targets: prompts of fine-tuning data."""
     classes: int
     """The largest label and one; 0 without labels."""
-    shards: tuple[ShardEntry, ...]
+    shards: tuple[CorpusShardEntry, ...]
 
     def to_json(self) -> dict[str, Any]:
-        return {"format": FORMAT, "version": VERSION, **asdict(self)}
+        return {"format": CORPUS_FORMAT, "version": CORPUS_FORMAT_VERSION, **asdict(self)}
 
     @property
     def summary(self) -> str:
@@ -68,7 +68,7 @@ class Manifest:
         return f"{size} of a vocabulary of {self.vocab_size}; corpus hash {self.corpus_hash}"
 
     @property
-    def content(self) -> str:
+    def content_hash(self) -> str:
         """A hash of all tokens and documents."""
         return hashlib.blake2b("".join(s.checksum for s in self.shards).encode(), digest_size=16).hexdigest()
 
@@ -92,41 +92,45 @@ class TokenStore:
         """`count` tokens from place `start` of the stream."""
         file = int(self.first_token.searchsorted(start, "right")) - 1
         begin = start - int(self.first_token[file])
-        here = self.files[file][begin : begin + count]
-        return here if len(here) == count else np.concatenate([here, self.read(start + len(here), count - len(here))])
-
-
-def is_built(folder: Path) -> bool:
-    """Whether a folder holds a finished build of ours (whole or not)."""
-    return bool(_read_json(folder / "manifest.json").get("format") == FORMAT)
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a built folder."""
-    read = _read_json(folder / "manifest.json")
-    if read.get("format") != FORMAT:
-        raise InputError(
-            f"{folder} holds no corpus built by `motet data build` (no manifest.json of the format {FORMAT!r})"
+        tokens = self.files[file][begin : begin + count]
+        return (
+            tokens
+            if len(tokens) == count
+            else np.concatenate([tokens, self.read(start + len(tokens), count - len(tokens))])
         )
-    if read.get("version") != VERSION:
+
+
+def is_built_corpus(folder: Path) -> bool:
+    """Whether a folder holds a finished build of ours (whole or not)."""
+    return bool(_read_json(folder / "manifest.json").get("format") == CORPUS_FORMAT)
+
+
+def read_corpus_manifest(folder: Path) -> CorpusManifest:
+    """The manifest of a built folder."""
+    manifest_json = _read_json(folder / "manifest.json")
+    if manifest_json.get("format") != CORPUS_FORMAT:
         raise InputError(
-            f"{folder} is of format version {read.get('version')}, this motet reads {VERSION}; build it again"
+            f"{folder} holds no corpus built by `motet data build` (no manifest.json of the format {CORPUS_FORMAT!r})"
+        )
+    if manifest_json.get("version") != CORPUS_FORMAT_VERSION:
+        raise InputError(
+            f"{folder} is of format version {manifest_json.get('version')}, this motet reads {CORPUS_FORMAT_VERSION}; build it again"
         )
     try:
-        values = {field.name: read[field.name] for field in fields(Manifest)}
-        return Manifest(**{**values, "shards": tuple(ShardEntry(**shard) for shard in values["shards"])})
+        values = {field.name: manifest_json[field.name] for field in fields(CorpusManifest)}
+        return CorpusManifest(**{**values, "shards": tuple(CorpusShardEntry(**shard) for shard in values["shards"])})
     except (KeyError, TypeError) as error:
         raise InputError(f"{folder / 'manifest.json'} is damaged ({error}); build the corpus again") from None
 
 
-def open_store(folder: Path) -> TokenStore:
+def open_built_corpus(folder: Path) -> TokenStore:
     """The tokens of a built folder; refuses what is truncated."""
-    manifest = read_manifest(folder)
+    manifest = read_corpus_manifest(folder)
     problem = find_damage(folder, manifest, checksums=False)
     if problem:
         raise InputError(f"{problem}; build the corpus again")
     paths = [folder / f"{number:05}" for number in range(len(manifest.shards))]
-    tables = [np.fromfile(path.with_suffix(".docs"), dtype=DOCUMENT) for path in paths]
+    tables = [np.fromfile(path.with_suffix(".docs"), dtype=DOCUMENT_DTYPE) for path in paths]
     counts = [shard.tokens for shard in manifest.shards]
     return TokenStore(
         name=f"{manifest.source} (built in {folder})",
@@ -138,7 +142,7 @@ def open_store(folder: Path) -> TokenStore:
         loss_mask=manifest.loss_mask,
         classes=manifest.classes,
         corpus_hash=manifest.corpus_hash,
-        fingerprint=manifest.content,
+        fingerprint=manifest.content_hash,
     )
 
 
@@ -149,54 +153,54 @@ def map_tokens(path: Path, dtype: str, count: int) -> NDArray[Any]:
     return np.asarray(np.memmap(path, dtype=kind, mode="r", shape=(count,))) if count else np.empty(0, kind)
 
 
-def find_damage(folder: Path, manifest: Manifest, checksums: bool) -> str | None:
+def find_damage(folder: Path, manifest: CorpusManifest, checksums: bool) -> str | None:
     """What is missing, cut short or (with `checksums`, which reads everything) altered; None when all is well."""
     width = np.dtype(manifest.dtype).itemsize
-    for number, shard in enumerate(manifest.shards):
-        sizes = {".bin": shard.tokens * width, ".docs": shard.documents * DOCUMENT.itemsize}
+    for shard_id, shard in enumerate(manifest.shards):
+        sizes = {".bin": shard.tokens * width, ".docs": shard.documents * DOCUMENT_DTYPE.itemsize}
         for suffix, expected in sizes.items():
-            path = folder / f"{number:05}{suffix}"
+            path = folder / f"{shard_id:05}{suffix}"
             if not path.is_file():
                 return f"{path} is missing"
             if path.stat().st_size != expected:
                 return f"{path} has {path.stat().st_size} bytes where the manifest says {expected}"
-        if checksums and checksum(folder, number) != shard.checksum:
-            return f"the content of {folder / f'{number:05}.bin'} or its .docs is not what was written"
+        if checksums and shard_checksum(folder, shard_id) != shard.checksum:
+            return f"the content of {folder / f'{shard_id:05}.bin'} or its .docs is not what was written"
     return None
 
 
-def checksum(folder: Path, number: int) -> str:
+def shard_checksum(folder: Path, shard_id: int) -> str:
     """Of the tokens and the documents of a shard."""
     digest = hashlib.blake2b(digest_size=16)
     for suffix in (".bin", ".docs"):
-        with (folder / f"{number:05}{suffix}").open("rb") as file:
+        with (folder / f"{shard_id:05}{suffix}").open("rb") as file:
             while chunk := file.read(1 << 20):
                 digest.update(chunk)
     return digest.hexdigest()
 
 
-def write_json(path: Path, value: object) -> None:
+def write_json_atomically(path: Path, value: object) -> None:
     """Whole or not at all."""
     scratch = path.with_name(path.name + ".tmp")
     scratch.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     scratch.replace(path)
 
 
-def is_ours(name: str) -> bool:
+def is_corpus_file(name: str) -> bool:
     """Whether a build writes files of this name."""
-    return bool(_OURS.fullmatch(name))
+    return bool(_CORPUS_FILE_NAMES.fullmatch(name))
 
 
-def clear(folder: Path) -> None:
+def delete_corpus_files(folder: Path) -> None:
     """Delete what a build writes and nothing else; manifest.json first, so that the rest is known as unfinished."""
     (folder / "manifest.json").unlink(missing_ok=True)
     for path in folder.iterdir():
-        if is_ours(path.name):
+        if is_corpus_file(path.name):
             path.unlink()
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[None]:
+def report_write_errors(folder: Path) -> Iterator[None]:
     """Tell a full or unwritable disk in one sentence."""
     try:
         yield
@@ -209,7 +213,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        read = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return read if isinstance(read, dict) else {}
+    return value if isinstance(value, dict) else {}

@@ -1,4 +1,4 @@
-"""Tokenising in processes of their own, started as `python -m motet.data.worker FOLDER`.
+"""Tokenising in processes of their own, started as `python -m motet.data.corpus.tokenize_workers FOLDER`.
 
 A worker reads the numbers of shards from its standard input and answers with lines of JSON. It is a fresh program
 and not a fork, so it is safe to start after torch, from any script; and it ends as soon as its parent is gone.
@@ -18,37 +18,41 @@ from pathlib import Path
 from typing import TextIO
 
 from motet.core.errors import InputError, MotetError
-from motet.data.shards import build_shard, read_plan
-from motet.data.tokens import load_tokenizer
+from motet.data.corpus.shard_writer import build_shard, read_build_plan
+from motet.data.corpus.tokenizer import load_tokenizer
 
 
-def build_in_processes(folder: Path, numbers: list[int], workers: int, advance: Callable[[int], None]) -> None:
+def build_in_processes(
+    folder: Path, shard_ids: list[int], workers: int, report_bytes_read: Callable[[int], None]
+) -> None:
     """Build these shards of a planned folder with so many workers; the first failure ends all."""
-    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for number in numbers:
-        waiting.put(number)
-    processes = min(workers, len(numbers))
-    told = threading.Lock()
+    pending_shards: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for shard_id in shard_ids:
+        pending_shards.put(shard_id)
+    processes = min(workers, len(shard_ids))
+    progress_lock = threading.Lock()
 
-    def advance_one_by_one(read: int) -> None:
-        with told:
-            advance(read)
+    def report_under_lock(bytes_read: int) -> None:
+        with progress_lock:
+            report_bytes_read(bytes_read)
 
-    with _alone(folder) as lock:
-        running = [_start(folder, max(1, workers // processes), lock) for _ in range(processes)]
-    with contextlib.ExitStack() as ending, ThreadPoolExecutor(processes) as pool:
+    with _exclusive_folder_lock(folder) as lock:
+        worker_processes = [_start_worker(folder, max(1, workers // processes), lock) for _ in range(processes)]
+    with contextlib.ExitStack() as cleanup, ThreadPoolExecutor(processes) as pool:
         try:
-            drives = [pool.submit(_drive, worker, waiting, advance_one_by_one) for worker in running]
-            for drive in wait(drives, return_when=FIRST_EXCEPTION).done:
-                drive.result()
+            futures = [
+                pool.submit(_feed_shards, worker, pending_shards, report_under_lock) for worker in worker_processes
+            ]
+            for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+                future.result()
         finally:  # also on Ctrl-C: the threads end when their workers do
-            for worker in running:
+            for worker in worker_processes:
                 worker.kill()
-                ending.callback(worker.communicate)
+                cleanup.callback(worker.communicate)
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[int]:
+def _exclusive_folder_lock(folder: Path) -> Iterator[int]:
     """A lock of the folder that the workers inherit and hold as long as they live, whatever becomes of their parent."""
     lock = os.open(folder, os.O_RDONLY)
     try:
@@ -61,27 +65,36 @@ def _alone(folder: Path) -> Iterator[int]:
 
 def wait_for_orphans(folder: Path) -> None:
     """Wait for the workers of a build that was killed: they end by themselves, but may be in the middle of a write."""
-    with _alone(folder):
+    with _exclusive_folder_lock(folder):
         return
 
 
-def _start(folder: Path, threads: int, lock: int) -> "subprocess.Popen[str]":
+def _start_worker(folder: Path, threads: int, lock: int) -> "subprocess.Popen[str]":
     """A worker of so many threads, in a session of its own: Ctrl-C is for the parent, which ends its workers."""
-    command = ["env", f"RAYON_NUM_THREADS={threads}", sys.executable, "-m", "motet.data.worker", str(folder)]
+    command = [
+        "env",
+        f"RAYON_NUM_THREADS={threads}",
+        sys.executable,
+        "-m",
+        "motet.data.corpus.tokenize_workers",
+        str(folder),
+    ]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True, pass_fds=(lock,))
 
 
-def _drive(worker: "subprocess.Popen[str]", waiting: "queue.SimpleQueue[int]", advance: Callable[[int], None]) -> None:
+def _feed_shards(
+    worker: "subprocess.Popen[str]", pending_shards: "queue.SimpleQueue[int]", report_bytes_read: Callable[[int], None]
+) -> None:
     """Give a worker one shard after the other until none waits."""
     assert worker.stdin is not None and worker.stdout is not None
     while True:
         try:
-            number = waiting.get_nowait()
+            shard_id = pending_shards.get_nowait()
         except queue.Empty:
             return
         with contextlib.suppress(BrokenPipeError):  # it has ended: told below
-            worker.stdin.write(f"{number}\n")
+            worker.stdin.write(f"{shard_id}\n")
             worker.stdin.flush()
         for line in worker.stdout:
             answer = json.loads(line)
@@ -89,7 +102,7 @@ def _drive(worker: "subprocess.Popen[str]", waiting: "queue.SimpleQueue[int]", a
                 raise InputError(answer["error"])
             if "done" in answer:
                 break
-            advance(answer["read"])
+            report_bytes_read(answer["read"])
         else:
             code = worker.wait()
             raise MotetError(
@@ -99,9 +112,9 @@ def _drive(worker: "subprocess.Popen[str]", waiting: "queue.SimpleQueue[int]", a
             )
 
 
-def serve(folder: Path, requests: Iterable[str], answers: TextIO) -> None:
+def run_worker(folder: Path, requests: Iterable[str], answers: TextIO) -> None:
     """The worker itself: a shard for every line that comes in."""
-    plan = read_plan(folder)
+    plan = read_build_plan(folder)
     assert plan is not None, f"{folder} has no plan.json"
     spec = "bytes" if plan.tokenizer == "bytes" else str(folder / plan.tokenizer)
     tokenizer = load_tokenizer(spec, plan.sentinels)
@@ -122,7 +135,7 @@ def serve(folder: Path, requests: Iterable[str], answers: TextIO) -> None:
         answer({"done": int(line)})
 
 
-def _feed(source: TextIO, lines: "queue.SimpleQueue[str]") -> None:
+def _read_requests(source: TextIO, lines: "queue.SimpleQueue[str]") -> None:
     for line in source:
         lines.put(line)
     os._exit(0)  # the parent is gone: another build may be about to write the shard in hand
@@ -130,7 +143,7 @@ def _feed(source: TextIO, lines: "queue.SimpleQueue[str]") -> None:
 
 if __name__ == "__main__":
     queued: queue.SimpleQueue[str] = queue.SimpleQueue()
-    threading.Thread(target=_feed, args=(sys.stdin, queued), daemon=True).start()
+    threading.Thread(target=_read_requests, args=(sys.stdin, queued), daemon=True).start()
     # What a library prints is no answer.
     answers, sys.stdout = sys.stdout, sys.stderr
-    serve(Path(sys.argv[1]), iter(queued.get, ""), answers)
+    run_worker(Path(sys.argv[1]), iter(queued.get, ""), answers)

@@ -10,16 +10,16 @@ from typing import Any
 from motet.core.errors import InputError
 
 
-def find_dataset(source: str) -> tuple[int, int, str]:
+def describe_hf_dataset(source: str) -> tuple[int, int, str]:
     """Rows, bytes (roughly) and the fingerprint of a dataset."""
-    dataset = open_dataset(source)
+    dataset = open_hf_dataset(source)
     if len(dataset) == 0:
         raise InputError(f"data source {source!r} is empty (0 rows); give one that holds text")
     return len(dataset), int(dataset.data.nbytes), str(dataset._fingerprint)
 
 
 @lru_cache(maxsize=4)
-def open_dataset(source: str) -> Any:
+def open_hf_dataset(source: str) -> Any:
     """The dataset itself; opened once per process, since it is read in many pieces."""
     try:
         import datasets

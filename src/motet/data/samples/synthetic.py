@@ -11,60 +11,60 @@ import numpy as np
 
 from motet.core.errors import InputError
 from motet.core.seeds import derive_seed
-from motet.data.draws import Words, keys, uniforms
-from motet.data.packing import Ints, Rows
+from motet.data.corpus.tokenizer import Tokenizer
+from motet.data.samples.counter_rng import UInt64Array, derive_keys, uniform_floats
+from motet.data.samples.packing import IntArray, TokenWindows
 from motet.data.settings import DataSettings
-from motet.data.tokens import Tokenizer
 
-SAMPLES = 10_000
-SMALL, CAPITAL = "abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-CLASSES = 2
+DEFAULT_SAMPLES = 10_000
+LOWERCASE, UPPERCASE = "abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+NUM_CLASSES = 2
 
 
-def majority(row_keys: Words, width: int) -> tuple[Ints, Ints]:
+def majority(row_keys: UInt64Array, num_letters: int) -> tuple[IntArray, IntArray]:
     """Letters in any order; the class is 1 when there are more capital letters than small ones, else 0.
 
     51 to 75 % of the letters are of the larger kind.
     """
-    label, margin = (uniforms(row_keys, 2, 0) * [2, -(-width // 4)]).astype(np.int64).T
-    larger = np.minimum(width // 2 + 1 + margin, width)
-    rank = uniforms(row_keys, width, 1).argsort(axis=1).argsort(axis=1)
-    capital = (rank < larger[:, None]) == (label == 1)[:, None]
-    letter = (uniforms(row_keys, width, 2) * len(SMALL)).astype(np.int64)
-    return letter + np.where(capital, len(SMALL), 0), label
+    label, margin = (uniform_floats(row_keys, 2, 0) * [2, -(-num_letters // 4)]).astype(np.int64).T
+    majority_count = np.minimum(num_letters // 2 + 1 + margin, num_letters)
+    letter_order = uniform_floats(row_keys, num_letters, 1).argsort(axis=1).argsort(axis=1)
+    is_capital = (letter_order < majority_count[:, None]) == (label == 1)[:, None]
+    letter = (uniform_floats(row_keys, num_letters, 2) * len(LOWERCASE)).astype(np.int64)
+    return letter + np.where(is_capital, len(LOWERCASE), 0), label
 
 
-RULES: dict[str, Callable[[Words, int], tuple[Ints, Ints]]] = {"majority": majority}
+RULES: dict[str, Callable[[UInt64Array, int], tuple[IntArray, IntArray]]] = {"majority": majority}
 
 
 @dataclass(frozen=True)
-class Made:
+class SyntheticClassificationData:
     """The samples of a rule, spelled in the tokens of a tokenizer."""
 
     rule: str
     seed: int
     width: int
-    letters: Ints
+    letter_ids: IntArray
     """[52] the tokens of a-z and A-Z."""
-    first: int | None
+    begin_id: int | None
     """A token that every sample starts with, where the tokenizer puts one."""
-    counts: dict[str, int]
+    samples_per_split: dict[str, int]
 
     @property
     def fingerprint(self) -> str:
         return f"made:{self.rule}"
 
     def count(self, split: str) -> int:
-        return self.counts[split]
+        return self.samples_per_split[split]
 
-    def rows(self, split: str, samples: Ints) -> Rows:
+    def rows(self, split: str, samples: IntArray) -> TokenWindows:
         """These samples; all are as long as a window."""
-        row_keys = keys(derive_seed(self.seed, "made", self.rule, split), samples)
-        begin = 0 if self.first is None else 1
+        row_keys = derive_keys(derive_seed(self.seed, "made", self.rule, split), samples)
+        begin = 0 if self.begin_id is None else 1
         letters, label = RULES[self.rule](row_keys, self.width - begin)
-        tokens = np.full((len(samples), self.width), self.first or 0, dtype=np.int64)
-        tokens[:, begin:] = self.letters[letters]
-        return Rows(
+        tokens = np.full((len(samples), self.width), self.begin_id or 0, dtype=np.int64)
+        tokens[:, begin:] = self.letter_ids[letters]
+        return TokenWindows(
             tokens=tokens,
             size=np.full(len(samples), self.width),
             segment=np.zeros_like(tokens),
@@ -73,7 +73,7 @@ class Made:
         )
 
 
-def check_made(source: str, settings: DataSettings) -> str:
+def check_synthetic_source(source: str, settings: DataSettings) -> str:
     """The rule of `made:RULE`, or a sentence about what does not fit it."""
     rule = source.removeprefix("made:")
     if rule not in RULES:
@@ -90,16 +90,18 @@ def check_made(source: str, settings: DataSettings) -> str:
     return rule
 
 
-def open_made(source: str, settings: DataSettings, tokenizer: Tokenizer, seed: int, width: int) -> Made:
+def open_synthetic_source(
+    source: str, settings: DataSettings, tokenizer: Tokenizer, seed: int, width: int
+) -> SyntheticClassificationData:
     """The samples of `made:RULE` in windows of `width` tokens."""
-    made = settings.samples or SAMPLES
+    num_samples = settings.samples or DEFAULT_SAMPLES
     fractions = {"validation": settings.validation_fraction, "test": settings.test_fraction}
-    held_out = {name: max(1, round(made * fraction)) if fraction else 0 for name, fraction in fractions.items()}
-    return Made(
-        rule=check_made(source, settings),
+    held_out = {name: max(1, round(num_samples * fraction)) if fraction else 0 for name, fraction in fractions.items()}
+    return SyntheticClassificationData(
+        rule=check_synthetic_source(source, settings),
         seed=seed,
         width=width,
-        letters=np.array([tokenizer.encode(letter)[-1] for letter in SMALL + CAPITAL]),
-        first=tokenizer.begin_ids[0] if tokenizer.begin_ids else None,
-        counts={"train": made, **held_out},
+        letter_ids=np.array([tokenizer.encode(letter)[-1] for letter in LOWERCASE + UPPERCASE]),
+        begin_id=tokenizer.begin_ids[0] if tokenizer.begin_ids else None,
+        samples_per_split={"train": num_samples, **held_out},
     )

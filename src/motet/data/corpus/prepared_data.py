@@ -3,15 +3,15 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["built", "megatron", "made"]
+CorpusKind = Literal["built", "megatron", "made"]
 
 
 @dataclass(frozen=True)
 class PreparedCorpus:
     """One corpus of the mixture."""
 
-    kind: Kind
-    place: str
+    kind: CorpusKind
+    location: str
     """A built folder, a Megatron prefix, or `made:RULE`."""
     weight: float
     corpus_hash: str
@@ -21,7 +21,7 @@ class PreparedCorpus:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedData:
     """What `prepare` hands to the loader, to be sent to any process of the same machine."""
 
     corpora: tuple[PreparedCorpus, ...]

@@ -15,47 +15,54 @@ import filelock
 import numpy as np
 
 from motet.core.errors import InputError
-from motet.data.corpus import Corpus
-from motet.data.settings import SourceSettings
-from motet.data.shards import Plan, build_shard, read_plan, shard_done
-from motet.data.store import (
-    DOCUMENT,
-    VERSION,
-    Manifest,
-    ShardEntry,
-    clear,
+from motet.data.corpus.discover import CorpusFiles
+from motet.data.corpus.shard_writer import CorpusBuildPlan, build_shard, read_build_plan, read_finished_shard
+from motet.data.corpus.token_store import (
+    CORPUS_FORMAT_VERSION,
+    DOCUMENT_DTYPE,
+    CorpusManifest,
+    CorpusShardEntry,
+    delete_corpus_files,
     find_damage,
-    is_built,
-    is_ours,
-    read_manifest,
-    write_json,
-    writing,
+    is_built_corpus,
+    is_corpus_file,
+    read_corpus_manifest,
+    report_write_errors,
+    write_json_atomically,
 )
-from motet.data.tokens import Tokenizer
-from motet.data.worker import build_in_processes, wait_for_orphans
+from motet.data.corpus.tokenize_workers import build_in_processes, wait_for_orphans
+from motet.data.corpus.tokenizer import Tokenizer
+from motet.data.settings import DataSourceSettings
 
-Progress = Callable[[str, int, int], None]
+ProgressCallback = Callable[[str, int, int], None]
 """Called with what is being done, and how many bytes of how many are."""
 
-_INLINE = 1 << 20
+_IN_PROCESS_BYTES = 1 << 20
 """Bytes of text below which starting a process takes longer than the work."""
 
 
 @dataclass(frozen=True)
-class Recipe:
+class CorpusBuildSpec:
     """All that decides the content of a built folder."""
 
-    corpus: Corpus
-    fields: SourceSettings
-    labelled: bool
+    corpus: CorpusFiles
+    fields: DataSourceSettings
+    has_labels: bool
     tokenizer: Tokenizer
-    sentinels: int
+    num_sentinels: int
 
     @property
     def key(self) -> str:
         """A name for this content."""
         names = self.fields.model_dump(exclude={"weight", "source"})
-        parts = [VERSION, self.corpus.identity, names, self.labelled, self.tokenizer.fingerprint, self.sentinels]
+        parts = [
+            CORPUS_FORMAT_VERSION,
+            self.corpus.identity,
+            names,
+            self.has_labels,
+            self.tokenizer.fingerprint,
+            self.num_sentinels,
+        ]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()
 
     @property
@@ -63,129 +70,135 @@ class Recipe:
         return "uint16" if self.tokenizer.vocab_size <= 1 << 16 else "uint32"
 
 
-def build(recipe: Recipe, out: Path, workers: int, progress: Progress, owned: bool = False) -> Manifest:
+def build_corpus(
+    spec: CorpusBuildSpec, out: Path, workers: int, progress: ProgressCallback, is_cache_folder: bool = False
+) -> CorpusManifest:
     """The built folder, new or continued; one that is finished and whole is left as it is.
 
     An `owned` folder is named by its recipe, in a cache: whatever else is found in it is damage, and made again.
     """
-    with writing(out):
+    with report_write_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         # Whoever comes second waits for the first and finds the work done.
         with filelock.FileLock(out.parent / f".{out.name}.lock"):
             if out.is_dir():
                 wait_for_orphans(out)
             try:
-                finished = _finished(recipe, out)
+                finished = _finished_manifest(spec, out)
             except InputError:
-                if not owned:
+                if not is_cache_folder:
                     raise
-                clear(out)
+                delete_corpus_files(out)
                 finished = None
-            return finished or _build(recipe, out, workers, progress)
+            return finished or _build_missing_shards(spec, out, workers, progress)
 
 
-def refuse_foreign(out: Path) -> None:
+def check_output_folder(out: Path) -> None:
     """Before anything is trained or made; `build` looks closer, while nobody else is at work in the folder."""
     if out.exists() and not out.is_dir():
         raise InputError(f"{out} is a file; choose a folder")
     names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
-    if names and not any(is_ours(name) for name in names):
+    if names and not any(is_corpus_file(name) for name in names):
         raise InputError(f"{out} is not empty and holds no corpus (but {names[0]!r}); choose another folder")
 
 
-def _finished(recipe: Recipe, out: Path) -> Manifest | None:
+def _finished_manifest(spec: CorpusBuildSpec, out: Path) -> CorpusManifest | None:
     """The manifest of an earlier build of the same; a damaged one is cleared away, anything else is refused."""
     if out.exists() and not out.is_dir():
         raise InputError(f"{out} is a file; choose a folder")
-    if is_built(out):
-        manifest = read_manifest(out)
-        if manifest.recipe != recipe.key:
+    if is_built_corpus(out):
+        manifest = read_corpus_manifest(out)
+        if manifest.recipe != spec.key:
             raise InputError(
                 f"{out} holds another corpus (built from {manifest.source!r}, or from other files or settings than "
                 "now); choose another folder or delete it"
             )
         if find_damage(out, manifest, checksums=True) is None:
             return manifest
-        clear(out)
+        delete_corpus_files(out)
     elif out.is_dir() and not (out / "plan.json").is_file():
-        strange = sorted(path.name for path in out.iterdir() if path.name != "plan.json.tmp")
-        if strange:
-            raise InputError(f"{out} is not empty and holds no corpus (but {strange[0]!r}); choose another folder")
+        foreign_names = sorted(path.name for path in out.iterdir() if path.name != "plan.json.tmp")
+        if foreign_names:
+            raise InputError(
+                f"{out} is not empty and holds no corpus (but {foreign_names[0]!r}); choose another folder"
+            )
     return None
 
 
-def _build(recipe: Recipe, out: Path, workers: int, progress: Progress) -> Manifest:
-    plan = _plan(recipe, out)
-    done = {number for number in range(len(plan.shards)) if shard_done(out, number, verify=True)}
+def _build_missing_shards(spec: CorpusBuildSpec, out: Path, workers: int, progress: ProgressCallback) -> CorpusManifest:
+    plan = _write_plan(spec, out)
+    done = {shard_id for shard_id in range(len(plan.shards)) if read_finished_shard(out, shard_id, verify=True)}
     missing = [number for number in range(len(plan.shards)) if number not in done]
-    progress("tokenising", kept := sum(plan.size(number) for number in done), recipe.corpus.size)
+    progress("tokenising", bytes_done := sum(plan.shard_bytes(number) for number in done), spec.corpus.size)
 
-    def advance(read: int) -> None:
-        nonlocal kept
-        kept += read
-        progress("tokenising", min(kept, recipe.corpus.size), recipe.corpus.size)
+    def advance(bytes_read: int) -> None:
+        nonlocal bytes_done
+        bytes_done += bytes_read
+        progress("tokenising", min(bytes_done, spec.corpus.size), spec.corpus.size)
 
-    if recipe.corpus.size < _INLINE:
+    if spec.corpus.size < _IN_PROCESS_BYTES:
         for number in missing:
-            build_shard(out, plan, number, recipe.tokenizer, advance)
+            build_shard(out, plan, number, spec.tokenizer, advance)
     elif missing:
         build_in_processes(out, missing, workers, advance)
-    return _finish(recipe, plan, out)
+    return _write_manifest(spec, plan, out)
 
 
-def _plan(recipe: Recipe, out: Path) -> Plan:
+def _write_plan(spec: CorpusBuildSpec, out: Path) -> CorpusBuildPlan:
     """The plan of an unfinished build when it is the same as ours; else the folder starts anew."""
-    own_file = not recipe.tokenizer.plain_bytes
-    plan = Plan(
-        recipe=recipe.key,
-        fields=recipe.fields,
-        labelled=recipe.labelled,
-        tokenizer="tokenizer.json" if own_file else "bytes",
-        sentinels=recipe.sentinels,
-        dtype=recipe.dtype,
-        shards=recipe.corpus.shards(),
+    has_tokenizer_file = not spec.tokenizer.is_byte_level
+    plan = CorpusBuildPlan(
+        recipe=spec.key,
+        fields=spec.fields,
+        labelled=spec.has_labels,
+        tokenizer="tokenizer.json" if has_tokenizer_file else "bytes",
+        sentinels=spec.num_sentinels,
+        dtype=spec.dtype,
+        shards=spec.corpus.shards(),
     )
-    earlier = read_plan(out)
+    earlier = read_build_plan(out)
     if earlier is None or earlier.recipe != plan.recipe:
         out.mkdir(exist_ok=True)
-        clear(out)
-        write_json(out / "plan.json", plan.to_json())
+        delete_corpus_files(out)
+        write_json_atomically(out / "plan.json", plan.to_json())
     # Written anew even when it is there: the build may have been broken off in the middle of it.
-    if own_file:
-        recipe.tokenizer.save(out)
+    if has_tokenizer_file:
+        spec.tokenizer.save(out)
     return plan
 
 
-def _finish(recipe: Recipe, plan: Plan, out: Path) -> Manifest:
+def _write_manifest(spec: CorpusBuildSpec, plan: CorpusBuildPlan, out: Path) -> CorpusManifest:
     """Sum up the shards, write the manifest, and clear away what only an unfinished build needs."""
-    numbers = range(len(plan.shards))
-    entries = [entry for number in numbers if (entry := shard_done(out, number, verify=False)) is not None]
+    shard_ids = range(len(plan.shards))
+    entries = [
+        entry for shard_id in shard_ids if (entry := read_finished_shard(out, shard_id, verify=False)) is not None
+    ]
     assert len(entries) == len(plan.shards), "every shard was just built"
     digest, classes, loss_mask = hashlib.blake2b(digest_size=16), 0, False
-    for number in numbers:
-        table = np.fromfile(out / f"{number:05}.docs", dtype=DOCUMENT)
+    for number in shard_ids:
+        table = np.fromfile(out / f"{number:05}.docs", dtype=DOCUMENT_DTYPE)
         digest.update(table["hash"].tobytes())
         classes = max(classes, int(table["label"].max(initial=-1)) + 1)
         loss_mask = loss_mask or bool(table["skip"].any())
     if not any(entry.documents for entry in entries):
-        clear(out)
+        delete_corpus_files(out)
         out.rmdir()
-        raise InputError(f"data source {recipe.corpus.name!r} is empty: it holds no document with text")
-    manifest = Manifest(
-        source=recipe.corpus.name,
+        raise InputError(f"data source {spec.corpus.name!r} is empty: it holds no document with text")
+    manifest = CorpusManifest(
+        source=spec.corpus.name,
         recipe=plan.recipe,
         tokenizer=plan.tokenizer,
         sentinels=plan.sentinels,
-        vocab_size=recipe.tokenizer.vocab_size,
+        vocab_size=spec.tokenizer.vocab_size,
         dtype=plan.dtype,
         documents=sum(entry.documents for entry in entries),
         tokens=sum(entry.tokens for entry in entries),
         corpus_hash=digest.hexdigest(),
         loss_mask=loss_mask,
         classes=classes,
-        shards=tuple(ShardEntry(**asdict(entry)) for entry in entries),
+        shards=tuple(CorpusShardEntry(**asdict(entry)) for entry in entries),
     )
-    write_json(out / "manifest.json", manifest.to_json())
+    write_json_atomically(out / "manifest.json", manifest.to_json())
     for path in [out / "plan.json", *out.glob("*.done"), *out.glob("*.tmp")]:
         path.unlink(missing_ok=True)
     return manifest

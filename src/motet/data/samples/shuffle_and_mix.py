@@ -13,18 +13,18 @@ from numpy.typing import NDArray
 
 from motet.core.errors import InputError
 from motet.core.seeds import derive_seed
-from motet.data.draws import keys, mix
+from motet.data.samples.counter_rng import derive_keys, splitmix64_hash
 
-Places = NDArray[np.int64]
+StreamPositions = NDArray[np.int64]
 
-PATTERN = 1000
+MIXTURE_PERIOD = 1000
 """Samples after which the pattern of a mixture repeats: weights hold exactly to a thousandth over each of them."""
 
-_ROUNDS = 4
-_BLOCK = 4096
+_FEISTEL_ROUNDS = 4
+_BLOCK_SIZE = 4096
 
 
-def permute(places: Places, size: int, seed: int) -> Places:
+def permute(positions: StreamPositions, size: int, seed: int) -> StreamPositions:
     """Where each place of 0..size-1 goes in the permutation of this seed, without storing the permutation.
 
     A Feistel network with modular addition on a grid a x b that is barely larger than `size`; what falls outside
@@ -32,8 +32,8 @@ def permute(places: Places, size: int, seed: int) -> Places:
     """
     a = math.isqrt(size - 1) + 1
     b = -(-size // a)
-    round_keys = keys(seed, np.arange(2 * _ROUNDS))
-    result = _feistel(places.astype(np.uint64), a, b, round_keys)
+    round_keys = derive_keys(seed, np.arange(2 * _FEISTEL_ROUNDS))
+    result = _feistel(positions.astype(np.uint64), a, b, round_keys)
     while (outside := result >= size).any():
         result[outside] = _feistel(result[outside], a, b, round_keys)
     return result.astype(np.int64)
@@ -42,70 +42,70 @@ def permute(places: Places, size: int, seed: int) -> Places:
 def _feistel(words: NDArray[np.uint64], a: int, b: int, round_keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
     height, width = np.uint64(a), np.uint64(b)
     high, low = words // width, words % width
-    for left, right in round_keys.reshape(_ROUNDS, 2):
-        high = (high + mix(low + left) % height) % height
-        low = (low + mix(high + right) % width) % width
+    for left, right in round_keys.reshape(_FEISTEL_ROUNDS, 2):
+        high = (high + splitmix64_hash(low + left) % height) % height
+        low = (low + splitmix64_hash(high + right) % width) % width
     return high * width + low
 
 
-def samples_at(places: Places, size: int, seed: int) -> Places:
+def shuffled_samples(positions: StreamPositions, size: int, seed: int) -> StreamPositions:
     """The samples at these places of the endless stream of epochs over `size` samples."""
-    epochs, within = np.divmod(places, size)
-    blocks, inside = np.divmod(within, _BLOCK)
-    samples = np.empty_like(places)
+    epochs, position_in_epoch = np.divmod(positions, size)
+    blocks, position_in_block = np.divmod(position_in_epoch, _BLOCK_SIZE)
+    samples = np.empty_like(positions)
     for epoch, block in set(zip(epochs.tolist(), blocks.tolist(), strict=True)):
-        here = (epochs == epoch) & (blocks == block)
-        samples[here] = _block(epoch, block, size, seed)[inside[here]]
+        is_in_block = (epochs == epoch) & (blocks == block)
+        samples[is_in_block] = _permuted_block(epoch, block, size, seed)[position_in_block[is_in_block]]
     return samples
 
 
 @lru_cache(maxsize=64)
-def _block(epoch: int, block: int, size: int, seed: int) -> Places:
+def _permuted_block(epoch: int, block: int, size: int, seed: int) -> StreamPositions:
     """A stretch of an epoch: to permute 16 places costs nearly as much as 4096, which then serve the next steps."""
-    places = np.arange(block * _BLOCK, min((block + 1) * _BLOCK, size))
-    samples = permute(places, size, derive_seed(seed, "epoch", epoch))
+    positions = np.arange(block * _BLOCK_SIZE, min((block + 1) * _BLOCK_SIZE, size))
+    samples = permute(positions, size, derive_seed(seed, "epoch", epoch))
     samples.flags.writeable = False
     return samples
 
 
 @dataclass(frozen=True)
-class Mixture:
+class DataMixtureSchedule:
     """A pattern of `PATTERN` slots that repeats for ever."""
 
-    corpus: Places
+    corpus_of_slot: StreamPositions
     """[PATTERN] the corpus of each slot."""
-    rank: Places
+    occurrence_of_slot: StreamPositions
     """[PATTERN] how many slots of the same corpus come before it in the pattern."""
-    counts: Places
+    slots_per_corpus: StreamPositions
     """[corpora] slots of each corpus."""
 
-    def locate(self, places: Places) -> tuple[Places, Places]:
+    def locate(self, positions: StreamPositions) -> tuple[StreamPositions, StreamPositions]:
         """For each place of the global stream: its corpus, and the place in the stream of that corpus."""
-        rounds, slots = np.divmod(places, len(self.corpus))
-        corpus = self.corpus[slots]
-        return corpus, rounds * self.counts[corpus] + self.rank[slots]
+        periods, slots = np.divmod(positions, len(self.corpus_of_slot))
+        corpus = self.corpus_of_slot[slots]
+        return corpus, periods * self.slots_per_corpus[corpus] + self.occurrence_of_slot[slots]
 
 
-def mixture_of(weights: list[float]) -> Mixture:
+def build_mixture_schedule(weights: list[float]) -> DataMixtureSchedule:
     """The pattern for these weights: counts by largest remainder, each corpus spread evenly over the pattern."""
     if len(weights) == 1:
         zero = np.zeros(1, dtype=np.int64)
-        return Mixture(zero, zero, np.ones(1, dtype=np.int64))
-    shares = np.array(weights, dtype=np.float64) / math.fsum(weights) * PATTERN
-    worst = int(np.argmin(shares))
-    if shares[worst] < 1 - 1e-9:
+        return DataMixtureSchedule(zero, zero, np.ones(1, dtype=np.int64))
+    exact_counts = np.array(weights, dtype=np.float64) / math.fsum(weights) * MIXTURE_PERIOD
+    smallest = int(np.argmin(exact_counts))
+    if exact_counts[smallest] < 1 - 1e-9:
         raise InputError(
-            f"data.mixture: weight {weights[worst]:g} of source {worst + 1} is less than 1/{PATTERN} of the sum "
+            f"data.mixture: weight {weights[smallest]:g} of source {smallest + 1} is less than 1/{MIXTURE_PERIOD} of the sum "
             f"{math.fsum(weights):g}; raise it or leave the source out"
         )
-    counts = np.floor(shares + 1e-9).astype(np.int64)
-    order = np.argsort(-(shares - counts), kind="stable")
-    counts[order[: PATTERN - int(counts.sum())]] += 1
+    counts = np.floor(exact_counts + 1e-9).astype(np.int64)
+    order = np.argsort(-(exact_counts - counts), kind="stable")
+    counts[order[: MIXTURE_PERIOD - int(counts.sum())]] += 1
     corpus = np.repeat(np.arange(len(weights)), counts)
-    rank = np.concatenate([np.arange(count) for count in counts])
-    when = (rank + 0.5) / counts[corpus]
-    spread = np.lexsort((corpus, when))
-    return Mixture(corpus[spread], rank[spread], counts)
+    occurrence = np.concatenate([np.arange(count) for count in counts])
+    slot_time = (occurrence + 0.5) / counts[corpus]
+    slot_order = np.lexsort((corpus, slot_time))
+    return DataMixtureSchedule(corpus[slot_order], occurrence[slot_order], counts)
 
 
 def samples_for_epochs(epochs: float, samples: int) -> int:

@@ -13,26 +13,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motet.core.errors import InputError
-from motet.data.draws import keys
-from motet.data.store import DOCUMENT, TokenStore, map_tokens
+from motet.data.corpus.token_store import DOCUMENT_DTYPE, TokenStore, map_tokens
+from motet.data.samples.counter_rng import derive_keys
 
 MAGIC = b"MMIDIDX\x00\x00"
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
 
 _HEADER = struct.Struct("<9sQBQQ")
-_SAMPLE = 1 << 20
+_FINGERPRINT_BYTES = 1 << 20
 
 
-def find_prefix(source: str) -> Path | None:
+def find_megatron_prefix(source: str) -> Path | None:
     """The prefix of a Megatron corpus, given as PREFIX, PREFIX.bin or PREFIX.idx; None when it is none."""
     path = Path(source).expanduser()
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-    parts = [Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx")]
-    found = [part for part in parts if part.is_file()]
-    if len(found) == 2:
+    files = [Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx")]
+    existing_files = [part for part in files if part.is_file()]
+    if len(existing_files) == 2:
         return prefix
-    if path.suffix in (".bin", ".idx") or (found and not path.exists()):
-        missing = next(part for part in parts if part not in found)
+    if path.suffix in (".bin", ".idx") or (existing_files and not path.exists()):
+        missing = next(part for part in files if part not in existing_files)
         raise InputError(f"data source {source!r} is a Megatron corpus, but {missing} does not exist")
     return None
 
@@ -51,10 +51,10 @@ def open_megatron(prefix: Path) -> TokenStore:
         raise InputError(f"data source {prefix} is empty (0 tokens)")
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     sizes = np.diff(ends[borders])
-    documents = np.zeros(int(np.count_nonzero(sizes)), DOCUMENT)
+    documents = np.zeros(int(np.count_nonzero(sizes)), DOCUMENT_DTYPE)
     documents["length"] = sizes[sizes > 0]
     # Contents are not read: the split goes by the document's number, which later documents do not change.
-    documents["hash"] = keys(0, np.arange(len(documents)))
+    documents["hash"] = derive_keys(0, np.arange(len(documents)))
     documents["label"] = -1
     return TokenStore(
         name=str(prefix),
@@ -63,7 +63,7 @@ def open_megatron(prefix: Path) -> TokenStore:
         documents=documents,
         loss_mask=False,
         classes=0,
-        corpus_hash=(ends_hash := _fingerprint(index, tokens)),
+        corpus_hash=(ends_hash := _content_fingerprint(index, tokens)),
         fingerprint=ends_hash,
     )
 
@@ -88,27 +88,27 @@ def _read_index(
             f"{path} is cut short: {len(content)} bytes where {sequences} sequences and {borders} borders need {needed}"
         )
     lengths = np.frombuffer(content, "<i4", sequences, _HEADER.size)
-    places = np.frombuffer(content, "<i8", sequences, _HEADER.size + sequences * 4)
-    at = np.frombuffer(content, "<i8", borders, _HEADER.size + sequences * 12)
+    byte_offsets = np.frombuffer(content, "<i8", sequences, _HEADER.size + sequences * 4)
+    border_sequences = np.frombuffer(content, "<i8", borders, _HEADER.size + sequences * 12)
     gapless = np.cumsum(lengths, dtype=np.int64) * np.dtype(DTYPES[code]).itemsize
-    if (lengths < 0).any() or (sequences and places[0] != 0) or (places[1:] != gapless[:-1]).any():
+    if (lengths < 0).any() or (sequences and byte_offsets[0] != 0) or (byte_offsets[1:] != gapless[:-1]).any():
         raise InputError(
             f"{path}: the sequences do not follow one another without gaps in the .bin; write the corpus again"
         )
-    if (np.diff(at) < 0).any() or (at > sequences).any() or (at < 0).any():
+    if (np.diff(border_sequences) < 0).any() or (border_sequences > sequences).any() or (border_sequences < 0).any():
         raise InputError(
             f"{path}: the document borders do not ascend within the {sequences} sequences; write the corpus again"
         )
     # A writer that never ends a document leaves the borders out: then all is covered anyhow.
-    return DTYPES[code], lengths, np.unique(np.concatenate([[0], at, [sequences]]))
+    return DTYPES[code], lengths, np.unique(np.concatenate([[0], border_sequences, [sequences]]))
 
 
-def _fingerprint(index: Path, tokens: Path) -> str:
+def _content_fingerprint(index: Path, tokens: Path) -> str:
     """Of the whole index and the ends of the tokens: to read all of a large corpus at each start takes too long."""
     digest = hashlib.blake2b(index.read_bytes(), digest_size=16)
     size = tokens.stat().st_size
     with tokens.open("rb") as file:
-        digest.update(file.read(_SAMPLE))
-        file.seek(max(0, size - _SAMPLE))
+        digest.update(file.read(_FINGERPRINT_BYTES))
+        file.seek(max(0, size - _FINGERPRINT_BYTES))
         digest.update(file.read())
     return digest.hexdigest()

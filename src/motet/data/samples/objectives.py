@@ -1,0 +1,96 @@
+"""From windows of tokens to what a model reads and predicts: the next token, masked tokens, or a class.
+
+Arrays only, so that it can be read and tested without torch; the loader turns them into tensors.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from motet.data.samples.counter_rng import UInt64Array, uniform_floats
+from motet.data.samples.packing import IntArray, TokenWindows
+
+
+@dataclass(frozen=True)
+class BatchArrays:
+    """The fields of a `core.batch.Batch`, whose meaning they share."""
+
+    tokens: IntArray
+    targets: IntArray
+    weights: NDArray[np.bool_]
+    documents: IntArray | None = None
+    positions: IntArray | None = None
+    source: IntArray | None = None
+    source_documents: IntArray | None = None
+
+
+def causal_objective(rows: TokenWindows, isolate_documents: bool) -> BatchArrays:
+    """The next token. With `restart` the end of a document does not predict the start of another one."""
+    tokens, targets, weights = rows.tokens[:, :-1], rows.tokens[:, 1:], rows.eligible[:, 1:]
+    if not isolate_documents:
+        return BatchArrays(tokens, targets, weights)
+    segment = rows.segment
+    weights = weights & (segment[:, 1:] == segment[:, :-1])
+    # What fills up a row comes after all targets: causal attention needs no border before it.
+    is_token = np.arange(tokens.shape[1]) < rows.size[:, None]
+    has_borders = (segment[:, :-1] * is_token).any(axis=1, keepdims=True)
+    if not has_borders.any():
+        return BatchArrays(tokens, targets, weights)
+    documents = segment[:, :-1] * has_borders
+    return BatchArrays(tokens, targets, weights, documents=documents, positions=positions_within_documents(documents))
+
+
+@dataclass(frozen=True)
+class TokenMaskingRule:
+    """How masked-token training alters a row: of the chosen tokens 80 % are masked, 10 % replaced, 10 % kept."""
+
+    fraction: float
+    mask_id: int
+    vocab_size: int
+    never_masked_ids: tuple[int, ...]
+    """Special tokens, which are not chosen."""
+
+
+def masked_objective(
+    rows: TokenWindows, row_keys: UInt64Array, masking: TokenMaskingRule, isolate_documents: bool
+) -> BatchArrays:
+    """The original of some tokens, chosen one by one; which ones depends on the row's key alone."""
+    width = rows.tokens.shape[1]
+    choice_draw, replacement_draw, random_token_draw = (uniform_floats(row_keys, width, stream) for stream in range(3))
+    is_chosen = rows.eligible & (choice_draw < masking.fraction) & ~np.isin(rows.tokens, masking.never_masked_ids)
+    replaced = np.where(
+        replacement_draw < 0.8, masking.mask_id, (random_token_draw * masking.vocab_size).astype(np.int64)
+    )
+    tokens = np.where(is_chosen & (replacement_draw < 0.9), replaced, rows.tokens)
+    documents, positions = documents_and_positions(rows, isolate_documents)
+    return BatchArrays(tokens, rows.tokens, is_chosen, documents, positions)
+
+
+def classification_objective(rows: TokenWindows, first_id: int | None) -> BatchArrays:
+    """The class of each row, to be read from its first token: `first_id`, unless the text starts with a special one."""
+    tokens, size = rows.tokens, rows.size
+    if first_id is not None:
+        tokens = np.concatenate([np.full((len(tokens), 1), first_id), tokens], axis=1)
+        size = size + 1
+    padding = (np.arange(tokens.shape[1]) >= size[:, None]).astype(np.int64)
+    return BatchArrays(tokens, rows.label, np.ones(len(tokens), np.bool_), documents=padding if padding.any() else None)
+
+
+def documents_and_positions(rows: TokenWindows, isolate_documents: bool) -> tuple[IntArray | None, IntArray | None]:
+    """Documents and positions for attention in both directions, where what fills up a row must not be seen."""
+    segment: Any = rows.segment
+    if not isolate_documents:
+        segment = (np.arange(segment.shape[1]) >= rows.size[:, None]).astype(np.int64)
+    if not segment.any():
+        return None, None
+    return segment, positions_within_documents(segment) if isolate_documents else None
+
+
+def positions_within_documents(segment: IntArray) -> IntArray:
+    """Places counted anew wherever the number changes."""
+    position = np.broadcast_to(np.arange(segment.shape[1]), segment.shape)
+    start = np.zeros(segment.shape, np.int64)
+    start[:, 1:] = np.where(segment[:, 1:] != segment[:, :-1], position[:, 1:], 0)
+    return position - np.maximum.accumulate(start, axis=1)

@@ -1,0 +1,160 @@
+"""Span corruption (T5): spans of a text are cut out, each leaves a sentinel, and the decoder writes them down.
+
+    raw     a b c d e f g h          source  a b <0> e f <1> END
+    spans       c d     g h          targets <0> c d <1> g h END
+
+All rows have the same number of tokens, spans and cut-out tokens, so the shapes are fixed.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from motet.core.errors import InputError
+from motet.data.samples.counter_rng import UInt64Array, uniform_floats
+from motet.data.samples.objectives import BatchArrays, positions_within_documents
+from motet.data.samples.packing import IntArray, TokenWindows
+
+MEAN_SPAN_TOKENS = 3
+"""Tokens of a span on average, as T5 uses; more when there are fewer sentinels than that needs."""
+
+
+@dataclass(frozen=True)
+class SpanCorruptionLengths:
+    """Lengths of a row, in tokens."""
+
+    raw_tokens: int
+    """Text that the row is made from."""
+    noise_tokens: int
+    noise_spans: int
+
+    @property
+    def source_tokens(self) -> int:
+        """What the encoder reads, with the end."""
+        return self.raw_tokens - self.noise_tokens + self.noise_spans + 1
+
+    @property
+    def target_tokens(self) -> int:
+        """What the decoder writes, with the end."""
+        return self.noise_tokens + self.noise_spans + 1
+
+
+def span_corruption_lengths(sequence_length: int, fraction: float, sentinels: int) -> SpanCorruptionLengths:
+    """The longest raw text whose source and targets both fit into `sequence_length`."""
+    lengths = _lengths_for_raw(2, fraction, sentinels)
+    if max(lengths.source_tokens, lengths.target_tokens) > sequence_length:
+        raise InputError(
+            f"data.sequence_length = {sequence_length} is too short for spans; use at least {lengths.source_tokens}"
+        )
+    while (
+        max(
+            (longer_lengths := _lengths_for_raw(lengths.raw_tokens + 1, fraction, sentinels)).source_tokens,
+            longer_lengths.target_tokens,
+        )
+        <= sequence_length
+    ):
+        lengths = longer_lengths
+    return lengths
+
+
+def _lengths_for_raw(raw_tokens: int, fraction: float, sentinels: int) -> SpanCorruptionLengths:
+    noise_tokens = min(max(1, round(raw_tokens * fraction)), raw_tokens - 1)
+    noise_spans = min(
+        max(1, round(noise_tokens / MEAN_SPAN_TOKENS)), noise_tokens, raw_tokens - noise_tokens, sentinels
+    )
+    return SpanCorruptionLengths(raw_tokens, noise_tokens, noise_spans)
+
+
+@dataclass(frozen=True)
+class SpanCorruptionTokens:
+    """The tokens that span corruption puts in."""
+
+    sentinel_ids: tuple[int, ...]
+    end_id: int
+    start_id: int
+    """What the decoder reads first."""
+
+
+def corrupt_spans(
+    rows: TokenWindows,
+    row_keys: UInt64Array,
+    lengths: SpanCorruptionLengths,
+    special_tokens: SpanCorruptionTokens,
+    isolate_documents: bool,
+) -> BatchArrays:
+    """Which spans are cut out depends on the row's key alone.
+
+    With `restart`, a span belongs to the document that it starts in, and what it holds of the next one is no target.
+    """
+    count, spans = len(rows.tokens), lengths.noise_spans
+    noise_length = _random_partition(row_keys, lengths.noise_tokens, spans, stream=0)
+    kept_length = _random_partition(row_keys, lengths.raw_tokens - lengths.noise_tokens, spans, stream=1)
+    before = np.cumsum(noise_length, axis=1) - noise_length
+    start = np.cumsum(kept_length, axis=1) + before
+    row = np.arange(count)[:, None]
+    starts = np.zeros((count, lengths.raw_tokens), np.int64)
+    starts[row, start] = 1
+    step = starts.copy()
+    step[row, (start + noise_length)[:, :-1]] = -1  # the last span ends with the row
+    is_noise = np.cumsum(step, axis=1) > 0
+    span = np.cumsum(starts, axis=1) - 1
+    sentinels = np.array(special_tokens.sentinel_ids[:spans])
+
+    segment = rows.segment if isolate_documents else np.zeros_like(rows.segment)
+    in_source = ~is_noise | (starts > 0)
+    source_tokens = np.where(starts > 0, sentinels[span], rows.tokens)
+    source = _append_end_id(source_tokens[in_source].reshape(count, -1), special_tokens.end_id)
+    source_segment = segment[in_source].reshape(count, -1)
+    source_segment = np.append(source_segment, source_segment[:, -1:], axis=1)
+
+    targets = np.empty((count, lengths.target_tokens), np.int64)
+    target_documents = np.empty_like(targets)
+    weights = np.ones(targets.shape, np.bool_)
+    span_segment = segment[row, start]
+    noise_span = span[is_noise].reshape(count, -1)
+    target_position = np.arange(lengths.noise_tokens) + noise_span + 1
+    targets[row, target_position] = rows.tokens[is_noise].reshape(count, -1)
+    target_documents[row, target_position] = span_segment[row, noise_span]
+    weights[row, target_position] = segment[is_noise].reshape(count, -1) == target_documents[row, target_position]
+    sentinel_position = before + np.arange(spans)
+    targets[row, sentinel_position] = sentinels
+    target_documents[row, sentinel_position] = span_segment
+    targets[:, -1] = special_tokens.end_id
+    target_documents[:, -1] = span_segment[:, -1]
+    return _shift_targets_right(
+        BatchArrays(targets, targets, weights, target_documents, None, source, source_segment), special_tokens.start_id
+    )
+
+
+def _shift_targets_right(arrays: BatchArrays, start_id: int) -> BatchArrays:
+    """The decoder reads the targets one place later; at the start of each document it reads `start_id`."""
+    targets, target_documents = arrays.targets, arrays.documents
+    assert target_documents is not None and arrays.source_documents is not None
+    tokens = np.full_like(targets, start_id)
+    tokens[:, 1:] = np.where(target_documents[:, 1:] == target_documents[:, :-1], targets[:, :-1], start_id)
+    has_borders = bool(target_documents.any() or arrays.source_documents.any())
+    return BatchArrays(
+        tokens=tokens,
+        targets=targets,
+        weights=arrays.weights,
+        documents=target_documents if has_borders else None,
+        positions=positions_within_documents(target_documents) if has_borders else None,
+        source=arrays.source,
+        source_documents=arrays.source_documents if has_borders else None,
+    )
+
+
+def _append_end_id(tokens: IntArray, end_id: int) -> IntArray:
+    return np.append(tokens, np.full((len(tokens), 1), end_id), axis=1)
+
+
+def _random_partition(row_keys: UInt64Array, total: int, num_parts: int, stream: int) -> IntArray:
+    """[R, parts] lengths of at least 1 that sum to `total`, each way of cutting equally likely."""
+    if num_parts == 1:
+        return np.full((len(row_keys), 1), total)
+    scores = uniform_floats(row_keys, total - 1, stream)
+    cuts = np.sort(scores.argpartition(num_parts - 2, axis=1)[:, : num_parts - 1], axis=1) + 1
+    edges = np.full((len(row_keys), num_parts + 1), total)
+    edges[:, 0] = 0
+    edges[:, 1:-1] = cuts
+    return np.diff(edges, axis=1)
