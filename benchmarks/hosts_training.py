@@ -9,7 +9,7 @@ over the link:
     communication  each message as the Programs that carry it, on a cluster that is calibrated by messages alone
     agreements     a sum of a few numbers over all ranks, measured
 
-and put together by motet/parallel/graph.py. Then the ways take turns.
+and put together by motet/parallel/step_plan/timeline.py. Then the ways take turns.
 
     python benchmarks/hosts_training.py [--rounds 5] [--steps 3] [--length 64] [--only ring DiLoCo] [--page]
 
@@ -167,7 +167,7 @@ def expect(way: "Way", engine: "Engine", predicted: "Predicted", alone: "dict[st
 
     sent = way.sent(engine, WORLD)
     if way.period > 1:  # replicas meet once, and send nothing in between
-        masters = sum(master.numel() for master in engine.updater.spread.masters)
+        masters = sum(master.numel() for master in engine.updater.spread.local_masters)
         whole = Hop("all-reduce", way.settings.all_reduce, (tuple(range(WORLD)),), masters, 4)
         sent = [Travel("masters", reduced=(whole,))]
     host = tuple(range(RANKS_PER_HOST))
@@ -200,12 +200,12 @@ def time_of_agreements() -> float:
 
 
 def check_traffic(way: "Way", engine: "Engine", rank: int) -> None:
-    """What is costed is what motet/parallel/placement.py says is sent, to the byte."""
-    from motet.parallel.placement import traffic
+    """What is costed is what motet/parallel/data_parallel/zero.py says is sent, to the byte."""
+    from motet.parallel.data_parallel.zero import sent_bytes_per_step
     from motet.precision.recipe import RECIPES
 
-    portions = engine.updater.spread.portions
-    said = traffic(portions, way.resolved(WORLD), RECIPES["fp32"], way.settings, rank).total
+    portions = engine.updater.spread.comm_units
+    said = sent_bytes_per_step(portions, way.resolved(WORLD), RECIPES["fp32"], way.settings, rank).total
     costed = sum(hop.sent_bytes(rank) for travel in way.sent(engine, WORLD) for hop in travel.hops)
     assert costed == said, (way.name, costed, said)
 

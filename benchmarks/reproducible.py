@@ -23,7 +23,7 @@ from parts.tables import quartiles
 
 if TYPE_CHECKING:
     from motet.core.batch import Batch
-    from motet.parallel.group import Group
+    from motet.parallel.process.process_group import RankGroup
 
 PAGE = DOCS / "reproducible.md"
 ROWS, VOCABULARY = 16, 4096
@@ -85,14 +85,14 @@ def take_turns(steps: dict[str, Callable[[], float]], options: argparse.Namespac
     return times
 
 
-def stepper(way: str, stage: int, length: int, group: "Group") -> Callable[[], float]:
+def stepper(way: str, stage: int, length: int, group: "RankGroup") -> Callable[[], float]:
     """Does one step, and says how long it took."""
     import torch
 
     from motet import load_job
     from motet.models.build import build_trainable_model
-    from motet.parallel.communication import CommunicationSettings
-    from motet.parallel.full import FullSpread
+    from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
+    from motet.parallel.data_parallel.fsdp import FSDP2DataParallel
     from motet.parallel.layout import LayoutSettings, resolve_layout
     from motet.precision.recipe import RECIPES
     from motet.train.engine import Engine
@@ -106,8 +106,8 @@ def stepper(way: str, stage: int, length: int, group: "Group") -> Callable[[], f
     layout = resolve_layout(settings, group.world, ROWS, way == REPRODUCIBLE)
     optimizer = OptimizerSettings()
     updater = make_updater(trainee.module, optimizer, RECIPES["fp32"], group, layout, CommunicationSettings())
-    if isinstance(updater.spread, FullSpread):
-        trainee = replace(trainee, loss_sum=updater.spread.calling(trainee.loss_sum))
+    if isinstance(updater.spread, FSDP2DataParallel):
+        trainee = replace(trainee, loss_sum=updater.spread.wrap_as_forward(trainee.loss_sum))
     engine = Engine(trainee.module, updater, group, optimizer.clip_norm, reproducible=way == REPRODUCIBLE)
     whole = Stepper(trainee, Tokens(length), engine, layout, ROWS)
 

@@ -5,7 +5,7 @@ a link of 200 Mbit/s both ways. The model has 9 MB of parameters, and its comput
 (parts/sleeper.py): 0.24 s forward and 0.48 s backward. So two cores can stand for seven hosts, and slow workers are as
 slow as they should be.
 
-Predicted is what motet/parallel/server/simulate.py says for the same pieces, links and times: the protocol itself,
+Predicted is what motet/parallel/parameter_server/step_time_simulation.py says for the same pieces, links and times: the protocol itself,
 played on links. It goes by the measured rate of one connection and the measured time of an update; nothing is fitted.
 
     python benchmarks/servers.py [--rounds 3] [--steps 12] [--only NAME ...] [--page]
@@ -245,17 +245,19 @@ def plan_bytes(way: Way) -> tuple[list[tuple[int, int, int, str]], int]:
     plan = plan_of(module, job)
     layers = {"embedding": 0, "head": LAYERS - 1}
     found = []
-    for piece in plan.pieces:
+    for piece in plan.slices:
         members = [
-            m for m in plan.buckets[piece.bucket].members if m.start < piece.place.stop and m.stop > piece.place.start
+            m
+            for m in plan.buckets[piece.bucket_id].members
+            if m.start < piece.flat_range.stop and m.stop > piece.flat_range.start
         ]
         at = [layers.get(m.name.split(".")[0], int(m.name.split(".")[1]) if "blocks" in m.name else 0) for m in members]
         sizes = [
             codec.wire_bytes([piece.numel], "float32") if codec else 4 * piece.numel
-            for codec in (plan.packing.push, plan.packing.pull)
+            for codec in (plan.compression.push_codec, plan.compression.pull_codec)
         ]
-        found.append((sizes[0], sizes[1], min(at), f"s{piece.server}"))
-    assert plan.gradient == torch.float32
+        found.append((sizes[0], sizes[1], min(at), f"s{piece.server_index}"))
+    assert plan.gradient_dtype == torch.float32
     return found, 4 * sum(p.numel() for p in module.parameters())
 
 
@@ -263,15 +265,19 @@ def predict(way: Way, rate: float, update_s: float, steps: int) -> float:
     """Of the same steps, in which the same workers are slow."""
     if not way.servers:
         return ring(way, rate, steps)
-    from motet.parallel.server.protocol import Rule
-    from motet.parallel.server.settings import ServerSettings, rule_of
-    from motet.parallel.server.simulate import Load, Play, Setting
+    from motet.parallel.parameter_server.protocol.messages import ConsistencyPolicy
+    from motet.parallel.parameter_server.server_settings import ParameterServerSettings, consistency_policy
+    from motet.parallel.parameter_server.step_time_simulation import (
+        ParameterServerSimulation,
+        ServerSimulationCosts,
+        SimulatedParameterSlice,
+    )
 
     pieces, _ = plan_bytes(way)
-    loads = [Load(push, pull, (server,), layer) for push, pull, layer, server in pieces]
+    loads = [SimulatedParameterSlice(push, pull, (server,), layer) for push, pull, layer, server in pieces]
     given: dict[str, object] = dict(setting.split("=") for setting in way.settings)
-    settings = ServerSettings.model_validate({k: int(v) if str(v).isdigit() else v for k, v in given.items()})
-    rule: Rule = rule_of(settings, WORKERS, steps)
+    settings = ParameterServerSettings.model_validate({k: int(v) if str(v).isdigit() else v for k, v in given.items()})
+    rule: ConsistencyPolicy = consistency_policy(settings, WORKERS, steps)
     begun: dict[int, list[int]] = {}
 
     def slow(worker: int, share: int) -> float:
@@ -282,8 +288,12 @@ def predict(way: Way, rate: float, update_s: float, steps: int) -> float:
         return slowness(slow_of(way, f"w{worker}"), mine.index(share))
 
     computing = (FORWARD_S,) * LAYERS, (BACKWARD_S,) * LAYERS
-    setting = Setting(rate, HANDLING_S, *computing, update_s, slow)
-    return Play(rule, loads, WORKERS, setting, settings.order == "need").run().seconds_per_step(SKIP)
+    setting = ServerSimulationCosts(rate, HANDLING_S, *computing, update_s, slow)
+    return (
+        ParameterServerSimulation(rule, loads, WORKERS, setting, settings.send_order == "need")
+        .run()
+        .seconds_per_step(SKIP)
+    )
 
 
 def ring(way: Way, rate: float, steps: int) -> float:
@@ -309,24 +319,24 @@ def seconds_of_update() -> float:
     """Of a byte of gradients, on a server: its norm, its update, and what is published."""
     import torch
 
-    from motet.parallel.buckets import cut_buckets
-    from motet.parallel.server.pieces import ServedPiece
-    from motet.parallel.server.shelf import Plan, Shelf, as_bytes
+    from motet.parallel.data_parallel.buckets import build_buckets
+    from motet.parallel.parameter_server.process.parameter_store import ParameterPartition, ParameterStore, tensor_bytes
+    from motet.parallel.parameter_server.protocol.parameter_slices import ParameterSlice
     from motet.precision.recipe import RECIPES
     from motet.train.optimizer import make_optimizer
     from motet.train.settings import OptimizerSettings
 
     torch.set_num_threads(1)
     numel = 2**17
-    buckets = cut_buckets({"w": (0, numel)}, 1, numel)
-    plan = Plan(buckets, (ServedPiece(0, slice(0, numel), 0),), RECIPES["fp32"], ((1.0, 0.1),))
-    shelf = Shelf(plan, lambda groups: make_optimizer(groups, OptimizerSettings()))
+    buckets = build_buckets({"w": (0, numel)}, 1, numel)
+    plan = ParameterPartition(buckets, (ParameterSlice(0, slice(0, numel), 0),), RECIPES["fp32"], ((1.0, 0.1),))
+    shelf = ParameterStore(plan, lambda groups: make_optimizer(groups, OptimizerSettings()))
     times = []
     for share in range(20):
-        shelf.hold(0, share, bytearray(as_bytes(torch.randn(numel))))
+        shelf.add_push(0, share, bytearray(tensor_bytes(torch.randn(numel))))
         start = time.perf_counter()
-        shelf.squares(0, [share])
-        shelf.apply(0, [share], 1e-3, 1.0)
+        shelf.squared_norm(0, [share])
+        shelf.apply_update(0, [share], 1e-3, 1.0)
         times.append((time.perf_counter() - start) / (4 * numel))
     return statistics.median(times)
 

@@ -185,16 +185,16 @@ def motet_runner(model: str, dtype: str) -> Runner:
 
     from motet.core.batch import Batch
     from motet.models.build import build_trainable_model
-    from motet.parallel.communication import CommunicationSettings
-    from motet.parallel.group import Group
+    from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
     from motet.parallel.layout import Layout
+    from motet.parallel.process.process_group import RankGroup
     from motet.precision.recipe import RECIPES
     from motet.train.engine import Engine
     from motet.train.optimizer import make_updater
     from motet.train.settings import OptimizerSettings
     from motet.train.step import Stepper
 
-    group = Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, torch.device("cpu"))
+    group = RankGroup(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, torch.device("cpu"))
     trainee = build_trainable_model(settings_of(model), 0, torch.float32, group.device)
     layout = Layout(group.world, 1)
     updater = make_updater(trainee.module, OptimizerSettings(), RECIPES[dtype], group, layout, CommunicationSettings())

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from parts.ranks import joined, on_ranks, parser_of
 
 if TYPE_CHECKING:
-    from motet.parallel.group import Group
+    from motet.parallel.process.process_group import RankGroup
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def measure(options: argparse.Namespace) -> None:
             one_layout(options, group, layout)
 
 
-def one_layout(options: argparse.Namespace, group: "Group", layout: str) -> None:
+def one_layout(options: argparse.Namespace, group: "RankGroup", layout: str) -> None:
     from motet.monitor.events import RanksCompared
     from motet.train.assemble import build_parts, numerics
     from motet.train.job import load_job

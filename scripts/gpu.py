@@ -23,8 +23,8 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from motet.parallel.group import pick_device, start_group  # noqa: E402
-from motet.parallel.place import Place  # noqa: E402
+from motet.parallel.process.launch_environment import RankEnvironment  # noqa: E402
+from motet.parallel.process.process_group import pick_device, start_process_group  # noqa: E402
 from motet.train.job import Job  # noqa: E402
 from ranks import RankFailureError, Ranks  # noqa: E402
 from train.runs import Trained, same_bits, saved_tensors, small_job, train, worst_difference  # noqa: E402
@@ -67,9 +67,9 @@ def ranks_for(devices: int) -> int:
 # --- parity ----------------------------------------------------------------------------------------
 
 
-def train_on(place: Place, kind: Kind, job: Job) -> Trained:
+def train_on(place: RankEnvironment, kind: Kind, job: Job) -> Trained:
     """The first steps of a job on this rank's device."""
-    with warnings.catch_warnings(), start_group(place, pick_device(kind, place), timeout_s=120) as group:
+    with warnings.catch_warnings(), start_process_group(place, pick_device(kind, place), timeout_s=120) as group:
         warnings.simplefilter("default")  # in tests they are errors; what is asked here is whether the numbers agree
         return train(group, job, PARITY_STEPS)
 

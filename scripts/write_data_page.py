@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from motet.cli.show_step import timed
-from motet.parallel.buckets import cut_buckets
-from motet.parallel.communication import CommunicationSettings
-from motet.parallel.graph_draw import svg
+from motet.parallel.data_parallel.buckets import build_buckets
+from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
+from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits, FSDPUnit, model_state_memory, sent_bytes_per_step
 from motet.parallel.layout import Layout, resolve_layout
-from motet.parallel.peak import peak
-from motet.parallel.placement import Portions, Unit, memory, traffic
+from motet.parallel.step_plan.draw import draw_svg
+from motet.parallel.step_plan.memory import peak_transient_bytes
 from motet.precision.recipe import RECIPES
 from motet.train.job import load_job
 
@@ -47,16 +47,18 @@ def traffic_table() -> str:
     return "\n".join(rows)
 
 
-def _portions(layout: Layout) -> Portions:
+def _portions(layout: Layout) -> BucketsAndFSDPUnits:
     """At stage 3 each matrix is a block."""
     if layout.zero == 3:
-        return Portions(units=(*(Unit(((ROWS, NUMEL // ROWS),)) for _ in range(MATRICES)), Unit((), is_block=False)))
-    return Portions(cut_buckets({f"w{i}": (0, NUMEL) for i in range(MATRICES)}, layout.shards, 4 * NUMEL))
+        return BucketsAndFSDPUnits(
+            units=(*(FSDPUnit(((ROWS, NUMEL // ROWS),)) for _ in range(MATRICES)), FSDPUnit((), is_block=False))
+        )
+    return BucketsAndFSDPUnits(build_buckets({f"w{i}": (0, NUMEL) for i in range(MATRICES)}, layout.shards, 4 * NUMEL))
 
 
 def _sent(layout: Layout, recipe: str, settings: CommunicationSettings = RINGS) -> int:
     ranks = range(layout.ranks)
-    found = {traffic(_portions(layout), layout, RECIPES[recipe], settings, rank).total for rank in ranks}
+    found = {sent_bytes_per_step(_portions(layout), layout, RECIPES[recipe], settings, rank).total for rank in ranks}
     assert len(found) == 1
     return found.pop()
 
@@ -78,7 +80,7 @@ def quantised_table() -> str:
     plain = _sent(Layout(16, 1, 3, 16), "bf16")
     for name, (settings, near) in QUANTISED.items():
         how = RINGS.model_copy(update=settings)
-        layouts = [Layout(ranks, 1, 3, ranks, secondary=near if near != ranks else None) for ranks in (4, 8, 16)]
+        layouts = [Layout(ranks, 1, 3, ranks, secondary_shards=near if near != ranks else None) for ranks in (4, 8, 16)]
         sent = [_sent(layout, "bf16", how) for layout in layouts]
         cells = " | ".join(f"{bytes_ / (MATRICES * NUMEL):.3f}" for bytes_ in sent)
         rows.append(f"| {name} | {cells} | {sent[-1] / plain:.1%} |")
@@ -90,9 +92,9 @@ def memory_table() -> str:
     for recipe in ("fp32", "bf16"):
         for zero in (0, 1, 2, 3):
             layout = Layout(8, 1, zero, 8 if zero else 1)
-            kept = memory(_portions(layout), layout, RECIPES[recipe], 2, rank=0)
+            kept = model_state_memory(_portions(layout), layout, RECIPES[recipe], 2, rank=0)
             cells = (kept.parameters, kept.masters, kept.gradients, kept.moments, kept.total)
-            most = kept.total + peak(_portions(layout), layout, RECIPES[recipe], RINGS)
+            most = kept.total + peak_transient_bytes(_portions(layout), layout, RECIPES[recipe], RINGS)
             shares = " | ".join(f"{cell / (MATRICES * NUMEL):.4g}" for cell in (*cells, most))
             rows.append(f"| `{recipe}`, stage {zero} | {shares} |")
     return "\n".join(rows)
@@ -127,7 +129,7 @@ def pictures() -> Iterator[tuple[str, str]]:
         note = (
             "the job tiny on 4 ranks at stage 0; an all-reduce of all gradients takes 0.6 of the time to compute a step"
         )
-        yield name, svg(nodes, times, title, note, longest)
+        yield name, draw_svg(nodes, times, title, note, longest)
 
 
 if __name__ == "__main__":

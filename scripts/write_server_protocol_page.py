@@ -19,7 +19,7 @@ from server.systems import LARGE, RULES, SMALL, WRONG, alike, mistake_row, row, 
 INTRODUCTION = """# The protocol of the parameter server
 
 A [parameter server](../guide/parameter-server.md) is a desk, servers and workers. What each of them does with a
-message is a function of what it knows: `motet.parallel.server.desk`, `keeper` and `client` are state machines without
+message is a function of what it knows: `motet.parallel.parameter_server.protocol.coordinator_state_machine`, `keeper` and `client` are state machines without
 tensors, clocks or sockets, and `protocol` is what they say to each other. So a test can try everything that may happen
 to a small system, with the code that runs. This page says what is promised, and what was tried.
 

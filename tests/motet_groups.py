@@ -8,11 +8,11 @@ import pytest
 import torch.distributed as dist
 
 from motet.collectives.shm_backend.transport import rendezvous
-from motet.parallel.place import Place
+from motet.parallel.process.launch_environment import RankEnvironment
 
 
 @contextmanager
-def motet_group(place: Place, timeout_s: float = 20.0) -> Iterator[dist.ProcessGroup]:
+def motet_group(place: RankEnvironment, timeout_s: float = 20.0) -> Iterator[dist.ProcessGroup]:
     """Every `place.local_world` ranks claim a host of their own."""
     identity = f"host {place.rank // place.local_world}"
     with pytest.MonkeyPatch.context() as patch:
@@ -22,7 +22,7 @@ def motet_group(place: Place, timeout_s: float = 20.0) -> Iterator[dist.ProcessG
 
 
 @contextmanager
-def _group(place: Place, timeout_s: float) -> Iterator[dist.ProcessGroup]:
+def _group(place: RankEnvironment, timeout_s: float) -> Iterator[dist.ProcessGroup]:
     store = dist.FileStore(place.rendezvous.removeprefix("file://"), place.world)
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group("cpu:motet", store=store, rank=place.rank, world_size=place.world, timeout=timeout)

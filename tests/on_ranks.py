@@ -8,7 +8,7 @@ from torch import Tensor
 
 from motet.collectives import Program
 from motet.collectives.execute.rank_plan import chunk_lengths
-from motet.parallel.group import Group
+from motet.parallel.process.process_group import RankGroup
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Counter:
         self.counts[name] = self.counts.get(name, 0) + value
 
 
-def group_of(group: Group) -> dist.ProcessGroup:
+def group_of(group: RankGroup) -> dist.ProcessGroup:
     assert group.process_group is not None
     return group.process_group
 

@@ -16,7 +16,7 @@ import torch
 from _pytest.assertion.rewrite import rewrite_asserts
 from torch.distributed import distributed_c10d
 
-from motet.parallel.group import start_group
+from motet.parallel.process.process_group import start_process_group
 from motet.train.faults import Record, guarded
 from ranks import Call
 
@@ -64,7 +64,7 @@ def _call(call: Call) -> Any:
     arguments = pickle.loads(call.arguments)
     if not call.with_group:
         return function(call.place, *arguments)
-    with start_group(call.place, "cpu", call.timeout_s, call.backend) as group:
+    with start_process_group(call.place, "cpu", call.timeout_s, call.backend) as group:
         return function(group, *arguments)
 
 

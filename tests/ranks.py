@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from environment import uncounted
-from motet.parallel.group import CpuBackend
-from motet.parallel.place import Place
+from motet.parallel.process.launch_environment import RankEnvironment
+from motet.parallel.process.process_group import CpuBackend
 from motet.train.faults import Record, first_cause
 
 TESTS = Path(__file__).parent
@@ -42,7 +42,7 @@ class Call:
     module: str
     name: str
     arguments: bytes
-    place: Place
+    place: RankEnvironment
     with_group: bool
     backend: CpuBackend
     timeout_s: float
@@ -140,7 +140,7 @@ class Ranks:
         assert file is not None
         with tempfile.TemporaryDirectory(prefix="motet-store-") as folder:
             for rank, worker in enumerate(self._workers[:world]):
-                place = Place(rank, world, rank, world, attempt=0, rendezvous=f"file://{folder}/store")
+                place = RankEnvironment(rank, world, rank, world, attempt=0, rendezvous=f"file://{folder}/store")
                 call = Call(
                     file,
                     function.__module__,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from environment import uncounted
 from motet.core.errors import TrainingDivergedError
-from motet.parallel.place import Place
+from motet.parallel.process.launch_environment import RankEnvironment
 from motet.train.faults import StopFlag
 from motet.train.launch import Launch, launch
 
@@ -25,26 +25,26 @@ def launch_of(ranks: int, logs: Path, work: str, *arguments: str, restarts: int 
     return Launch(command, ranks, environment, logs, restarts)
 
 
-def _all_are_here(place: Place, folder: str) -> None:
+def _all_are_here(place: RankEnvironment, folder: str) -> None:
     """Wait until every rank stands at this point of this attempt, and leave its process id behind."""
     (Path(folder) / f"pid-{place.attempt}-{place.rank}").write_text(str(os.getpid()))
     while len(list(Path(folder).glob(f"pid-{place.attempt}-*"))) < place.world:
         time.sleep(0.01)
 
 
-def finish(place: Place, stop: StopFlag, folder: str) -> int:
+def finish(place: RankEnvironment, stop: StopFlag, folder: str) -> int:
     _all_are_here(place, folder)
     sys.stdout.write(f"rank {place.rank} of {place.world}, attempt {place.attempt}\n")
     return 0
 
 
-def sleep(place: Place, stop: StopFlag, folder: str) -> int:
+def sleep(place: RankEnvironment, stop: StopFlag, folder: str) -> int:
     _all_are_here(place, folder)
     time.sleep(600)
     return 0
 
 
-def steps(place: Place, stop: StopFlag, folder: str) -> int:
+def steps(place: RankEnvironment, stop: StopFlag, folder: str) -> int:
     """Stops when asked, as the training loop does."""
     _all_are_here(place, folder)
     while not stop.requested:
@@ -53,7 +53,7 @@ def steps(place: Place, stop: StopFlag, folder: str) -> int:
     return 130
 
 
-def heed(place: Place, stop: StopFlag, folder: str) -> int:
+def heed(place: RankEnvironment, stop: StopFlag, folder: str) -> int:
     """Is asked to stop when its work is done already."""
     _all_are_here(place, folder)
     while not stop.requested:
@@ -61,13 +61,13 @@ def heed(place: Place, stop: StopFlag, folder: str) -> int:
     return 0
 
 
-def unready(place: Place, stop: StopFlag, folder: str) -> int:
+def unready(place: RankEnvironment, stop: StopFlag, folder: str) -> int:
     """As a rank is before it has got hold of its signals."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return sleep(place, stop, folder)
 
 
-def asked_before(place: Place, stop: StopFlag, folder: str) -> int:
+def asked_before(place: RankEnvironment, stop: StopFlag, folder: str) -> int:
     """Has nothing to save, and was asked to stop while it still imported what it needs."""
     _all_are_here(place, folder)
     while not stop.requested:
@@ -76,29 +76,29 @@ def asked_before(place: Place, stop: StopFlag, folder: str) -> int:
     return sleep(place, stop, folder)
 
 
-def deaf(place: Place, stop: StopFlag, folder: str) -> int:
+def deaf(place: RankEnvironment, stop: StopFlag, folder: str) -> int:
     """Never looks at the flag, and hangs in its own handler of SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: time.sleep(600))
     return sleep(place, stop, folder)
 
 
-def raise_on_one(place: Place, stop: StopFlag, folder: str) -> int:
+def raise_on_one(place: RankEnvironment, stop: StopFlag, folder: str) -> int:
     if place.rank == 1:
         _all_are_here(place, folder)
         raise KeyError("the reason")
     return sleep(place, stop, folder)
 
 
-def raise_beside_deaf(place: Place, stop: StopFlag, folder: str) -> int:
+def raise_beside_deaf(place: RankEnvironment, stop: StopFlag, folder: str) -> int:
     return raise_on_one(place, stop, folder) if place.rank == 1 else deaf(place, stop, folder)
 
 
-def diverge(place: Place, stop: StopFlag, folder: str) -> int:
+def diverge(place: RankEnvironment, stop: StopFlag, folder: str) -> int:
     _all_are_here(place, folder)
     raise TrainingDivergedError("the loss is nan")
 
 
-def leave(place: Place, stop: StopFlag, folder: str, how: str, code: str) -> int:
+def leave(place: RankEnvironment, stop: StopFlag, folder: str, how: str, code: str) -> int:
     """Rank 1 leaves by `sys.exit` or `os._exit`."""
     if place.rank == 1:
         _all_are_here(place, folder)
@@ -108,14 +108,14 @@ def leave(place: Place, stop: StopFlag, folder: str, how: str, code: str) -> int
     return sleep(place, stop, folder)
 
 
-def kill_self(place: Place, stop: StopFlag, folder: str, number: str) -> int:
+def kill_self(place: RankEnvironment, stop: StopFlag, folder: str, number: str) -> int:
     if place.rank == 1:
         _all_are_here(place, folder)
         os.kill(os.getpid(), int(number))
     return sleep(place, stop, folder)
 
 
-def fail_until(place: Place, stop: StopFlag, folder: str, attempt: str) -> int:
+def fail_until(place: RankEnvironment, stop: StopFlag, folder: str, attempt: str) -> int:
     """The attempts before `attempt` fail."""
     if place.attempt < int(attempt) and place.rank == 0:
         _all_are_here(place, folder)
@@ -123,14 +123,14 @@ def fail_until(place: Place, stop: StopFlag, folder: str, attempt: str) -> int:
     return finish(place, stop, folder) if place.attempt == int(attempt) else sleep(place, stop, folder)
 
 
-def all_reduce(place: Place, stop: StopFlag, folder: str) -> int:
+def all_reduce(place: RankEnvironment, stop: StopFlag, folder: str) -> int:
     """Rank 1 is killed while the others wait for it in a real collective."""
     import torch
     import torch.distributed as dist
 
-    from motet.parallel.group import start_group
+    from motet.parallel.process.process_group import start_process_group
 
-    with start_group(place, "cpu", 60.0):
+    with start_process_group(place, "cpu", 60.0):
         dist.all_reduce(torch.ones(1))
         _all_are_here(place, folder)
         if place.rank == 1:

@@ -10,34 +10,34 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from motet.parallel.group import Group
-from motet.parallel.place import Place
+from motet.parallel.process.launch_environment import RankEnvironment
+from motet.parallel.process.process_group import RankGroup
 from ranks import RankFailureError, Ranks
 
 
-def total(group: Group, value: float) -> float:
+def total(group: RankGroup, value: float) -> float:
     tensor = torch.tensor([value * (group.rank + 1)])
     if group.process_group is not None:
         dist.all_reduce(tensor, group=group.process_group)
     return tensor.item()
 
 
-def identity(group: Group) -> tuple[int, int, int]:
+def identity(group: RankGroup) -> tuple[int, int, int]:
     return os.getpid(), torch.get_num_threads(), dist.get_world_size()
 
 
-def where(place: Place) -> tuple[Place, bool]:
+def where(place: RankEnvironment) -> tuple[RankEnvironment, bool]:
     return place, dist.is_initialized()
 
 
-def wrong_on_one(group: Group) -> None:
+def wrong_on_one(group: RankGroup) -> None:
     if group.rank == 1:
         answer = 6 * 9
         assert answer == 42, "base thirteen"
     total(group, 1.0)
 
 
-def hang_on_one(group: Group) -> None:
+def hang_on_one(group: RankGroup) -> None:
     if group.rank == 1:
         wait_for_nothing()
     total(group, 1.0)
@@ -47,26 +47,26 @@ def wait_for_nothing() -> None:
     time.sleep(600)
 
 
-def die_on_one(group: Group) -> None:
+def die_on_one(group: RankGroup) -> None:
     if group.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     total(group, 1.0)
 
 
-def leave_on_one(group: Group) -> None:
+def leave_on_one(group: RankGroup) -> None:
     if group.rank == 1:
         sys.exit(0)
 
 
-def warn(group: Group) -> None:
+def warn(group: RankGroup) -> None:
     warnings.warn("careful", UserWarning, stacklevel=1)
 
 
-def spoil_defaults(group: Group) -> None:
+def spoil_defaults(group: RankGroup) -> None:
     torch.set_default_dtype(torch.float64)
 
 
-def defaults(group: Group) -> tuple[torch.dtype, float]:
+def defaults(group: RankGroup) -> tuple[torch.dtype, float]:
     return torch.get_default_dtype(), torch.rand(1).item()
 
 

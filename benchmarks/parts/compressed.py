@@ -51,14 +51,14 @@ COMPRESSED = Study(
 
 
 def bytes_per_parameter(settings: list[str]) -> float:
-    """What a rank sends in a step, on average, by ring algorithms, as `motet.parallel.placement.traffic` says."""
+    """What a rank sends in a step, on average, by ring algorithms, as `motet.parallel.data_parallel.zero.traffic` says."""
     import torch
 
     from motet import load_job
     from motet.models.build import build_trainable_model
-    from motet.parallel.communication import CommunicationSettings
+    from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
+    from motet.parallel.data_parallel.zero import sent_bytes_per_step
     from motet.parallel.layout import resolve_layout
-    from motet.parallel.placement import traffic
     from motet.precision.recipe import RECIPES
 
     job = load_job("tiny", settings)
@@ -68,25 +68,27 @@ def bytes_per_parameter(settings: list[str]) -> float:
     module = build_trainable_model(job.model, 0, torch.float32, torch.device("cpu")).module
     numel = sum(p.numel() for p in module.parameters())
     portions = _portions(module, job, layout)
-    sent = fmean(traffic(portions, layout, RECIPES[job.precision.recipe], manner, r).total for r in range(RANKS))
+    sent = fmean(
+        sent_bytes_per_step(portions, layout, RECIPES[job.precision.recipe], manner, r).total for r in range(RANKS)
+    )
     return sent / numel / (job.outer.every or 1)  # a meeting sends what a step sends at stage 0: masters in float32
 
 
 def _portions(module: Any, job: Any, layout: Any) -> Any:
     """As training cuts the model."""
-    from motet.parallel.buckets import cut_buckets
-    from motet.parallel.placement import Portions
+    from motet.parallel.data_parallel.buckets import build_buckets
+    from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits
     from motet.train.optimizer import group_parameters
 
     named = dict(module.named_parameters())
     if layout.zero == 3:
-        from motet.parallel.full import describe
-        from motet.parallel.wrap import blocks_of
+        from motet.parallel.data_parallel.fsdp import describe_fsdp_units
+        from motet.parallel.data_parallel.wrap_policy import find_blocks
 
-        return Portions(units=describe(module, blocks_of(module), set()))
+        return BucketsAndFSDPUnits(units=describe_fsdp_units(module, find_blocks(module), set()))
     groups = group_parameters(named, job.optimizer)
     place = {name: number for number, members in enumerate(groups.values()) for name in members}
     mib = 2**20 // 4
     limits = int(job.communication.bucket_mib * mib), int(job.communication.first_bucket_mib * mib)
-    buckets = cut_buckets({name: (place[name], p.numel()) for name, p in named.items()}, layout.shards, *limits)
-    return Portions(buckets, shapes={name: tuple(p.shape) for name, p in named.items()})
+    buckets = build_buckets({name: (place[name], p.numel()) for name, p in named.items()}, layout.shards, *limits)
+    return BucketsAndFSDPUnits(buckets, shapes={name: tuple(p.shape) for name, p in named.items()})

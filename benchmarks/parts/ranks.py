@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from motet.parallel.group import Group
+    from motet.parallel.process.process_group import RankGroup
 
 
 def parser_of(about: str | None, rounds: int) -> argparse.ArgumentParser:
@@ -31,19 +31,19 @@ def on_ranks(measure: Callable[[argparse.Namespace], None], options: argparse.Na
 
 
 @contextmanager
-def joined(threads: int) -> "Iterator[Group]":
+def joined(threads: int) -> "Iterator[RankGroup]":
     """The group of all ranks, on motet's backend, with the settings of training."""
     import torch
     import torch.distributed as dist
 
     import motet.collectives.shm_backend  # noqa: F401  (registers it)
     from motet.cluster.malloc_tuning import keep_freed_memory
-    from motet.parallel.group import Group
+    from motet.parallel.process.process_group import RankGroup
 
     torch.set_num_threads(threads)
     keep_freed_memory()
     dist.init_process_group("cpu:motet")
-    yield Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, torch.device("cpu"))
+    yield RankGroup(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, torch.device("cpu"))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -77,15 +77,15 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
 
 def make_motet(contender: Contender, dtype: str, group: dist.ProcessGroup) -> Trainer:
     """What `motet.parallelize` gives, on a process group that need not be the default one."""
-    from motet.parallel.communication import CommunicationSettings
-    from motet.parallel.group import Group
+    from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
     from motet.parallel.layout import LayoutSettings, resolve_layout
+    from motet.parallel.process.process_group import RankGroup
     from motet.precision.recipe import RECIPES
     from motet.train.engine import Engine
     from motet.train.optimizer import make_updater
     from motet.train.settings import OptimizerSettings
 
-    ranks = Group(dist.get_rank(), dist.get_world_size(), group, torch.device("cpu"))
+    ranks = RankGroup(dist.get_rank(), dist.get_world_size(), group, torch.device("cpu"))
     settings = OptimizerSettings(learning_rate=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
     layout = resolve_layout(LayoutSettings(zero=contender.stage), ranks.world, ranks.world)
     manner = CommunicationSettings(overlap=contender.overlap)  # type: ignore[arg-type]

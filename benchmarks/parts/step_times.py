@@ -15,11 +15,22 @@ from motet.collectives.cost.alpha_beta import estimate_cost
 from motet.collectives.execute.rank_plan import elements_sent
 from motet.collectives.program import Program
 from motet.core.dtypes import DTYPE_BYTES
-from motet.parallel.communication import CommunicationSettings, compression
-from motet.parallel.graph import Message, Node, Stretch, schedule, step_graph
+from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings, resolve_codecs
+from motet.parallel.data_parallel.communication.powersgd_matrices import (
+    MatrixView,
+    ReductionBufferSpec,
+    bucket_reduction_specs,
+    row_shard_reduction_specs,
+)
+from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits, padded_shard_numel
 from motet.parallel.layout import Layout
-from motet.parallel.matrices import Matrix, Sum, sums_of_buckets, sums_of_rows
-from motet.parallel.placement import Portions, cut_into_rows
+from motet.parallel.step_plan.timeline import (
+    CommUnitVolume,
+    ModelSegment,
+    TimelineNode,
+    build_step_graph,
+    compute_node_times,
+)
 
 DTYPE = "float32"
 WIDTH = DTYPE_BYTES[DTYPE]
@@ -112,7 +123,7 @@ class Travel:
 
 @dataclass(frozen=True)
 class Paths:
-    """How sums and gathers of a layout become hops: as motet/parallel/carry.py does them."""
+    """How sums and gathers of a layout become hops: as motet/parallel/data_parallel/communication/communicator.py does them."""
 
     layout: Layout
     settings: CommunicationSettings
@@ -125,11 +136,11 @@ class Paths:
         object.__setattr__(self, "shards", rows)
         object.__setattr__(self, "replicas", tuple(tuple(range(first, world, size)) for first in range(size)))
 
-    def scattered(self, whole: Sum) -> list[Hop]:
-        codec = compression(self.settings, self.layout).shards
+    def scattered(self, whole: ReductionBufferSpec) -> list[Hop]:
+        codec = resolve_codecs(self.settings, self.layout).shard_gradients
         if codec is None:
             return [Hop("reduce-scatter", self.settings.reduce_scatter, self.shards, whole.numel, WIDTH)]
-        near = self.layout.secondary
+        near = self.layout.secondary_shards
         assert isinstance(codec, BlockwiseCodecOptions) and near is not None
         ranks, part = self.layout.shards, whole.numel // self.layout.shards
         far = ranks // near
@@ -138,13 +149,13 @@ class Paths:
             Hop("all-to-all", "pairwise", self._far, far * codec.wire_bytes([part], DTYPE), 1),
         ]
 
-    def summed(self, part: Sum) -> list[Hop]:
+    def summed(self, part: ReductionBufferSpec) -> list[Hop]:
         """Over the replicas. PowerSGD: what is no matrix, all P, all Q."""
-        codec, name = compression(self.settings, self.layout).replicas, self.settings.all_reduce
+        codec, name = resolve_codecs(self.settings, self.layout).replica_gradients, self.settings.all_reduce
         if codec is None:
             return [Hop("all-reduce", name, self.replicas, part.numel, WIDTH)]
         assert isinstance(codec, PowerSGDCodecOptions)
-        found = [m for m in part.cut(codec, DTYPE) if isinstance(m, Matrix)]
+        found = [m for m in part.split_for_powersgd(codec, DTYPE) if isinstance(m, MatrixView)]
         ranked = [(m.rows, m.columns, min(codec.rank, m.rows, m.columns)) for m in found]
         rest = part.numel - sum(rows * columns for rows, columns, _ in ranked)
         factors = [sum(size[side] * size[2] for size in ranked) for side in (0, 1)]
@@ -152,7 +163,11 @@ class Paths:
         return [Hop("all-reduce", name, self.replicas, count, width) for count, width in counts]
 
     def gathered(self, numel: int, near: bool = False) -> Hop:
-        name, codec, shards = self.settings.all_gather, compression(self.settings, self.layout).parameters, self.shards
+        name, codec, shards = (
+            self.settings.all_gather,
+            resolve_codecs(self.settings, self.layout).parameters,
+            self.shards,
+        )
         if near:
             return Hop("all-gather", name, self._near, numel, WIDTH)
         if codec is None:
@@ -162,25 +177,25 @@ class Paths:
 
     @property
     def _near(self) -> tuple[Ranks, ...]:
-        near = self.layout.secondary or 1
+        near = self.layout.secondary_shards or 1
         return tuple(row[first : first + near] for row in self.shards for first in range(0, len(row), near))
 
     @property
     def _far(self) -> tuple[Ranks, ...]:
-        near = self.layout.secondary or 1
+        near = self.layout.secondary_shards or 1
         return tuple(row[place::near] for row in self.shards for place in range(near))
 
 
-def travels(portions: Portions, layout: Layout, settings: CommunicationSettings) -> list[Travel]:
+def travels(portions: BucketsAndFSDPUnits, layout: Layout, settings: CommunicationSettings) -> list[Travel]:
     """All that a step sends but for agreements on a few numbers, in the order of backward; float32 throughout."""
     paths = Paths(layout, settings)
     return [*_buckets(portions, paths), *_units(portions, paths)]
 
 
-def _buckets(portions: Portions, paths: Paths) -> Iterator[Travel]:
+def _buckets(portions: BucketsAndFSDPUnits, paths: Paths) -> Iterator[Travel]:
     gathers = paths.layout.zero > 0
-    wholes = sums_of_buckets(portions.buckets, None, portions.shapes, DTYPE).each
-    parts = sums_of_buckets(portions.buckets, 0, portions.shapes, DTYPE).each
+    wholes = bucket_reduction_specs(portions.buckets, None, portions.shapes, DTYPE).buffers
+    parts = bucket_reduction_specs(portions.buckets, 0, portions.shapes, DTYPE).buffers
     for number, (bucket, whole, part) in enumerate(zip(portions.buckets, wholes, parts, strict=True)):
         reduced = (*(paths.scattered(whole) if gathers else ()), *paths.summed(part))
         gathered = (paths.gathered(whole.numel),) if gathers else ()
@@ -188,12 +203,14 @@ def _buckets(portions: Portions, paths: Paths) -> Iterator[Travel]:
         yield Travel(f"bucket {number}", names, reduced, gathered, whole.numel)
 
 
-def _units(portions: Portions, paths: Paths) -> Iterator[Travel]:
+def _units(portions: BucketsAndFSDPUnits, paths: Paths) -> Iterator[Travel]:
     shards = paths.layout.shards
-    wholes, parts = (found.each for found in sums_of_rows([unit.trainable for unit in portions.units], shards, DTYPE))
+    wholes, parts = (
+        found.buffers for found in row_shard_reduction_specs([unit.trainable for unit in portions.units], shards, DTYPE)
+    )
     for number, (unit, whole, part) in enumerate(zip(portions.units, wholes, parts, strict=True)):
-        numel = shards * cut_into_rows(unit.trainable + unit.frozen, shards)
-        from_all, from_near = unit.gathers(paths.layout)
+        numel = shards * padded_shard_numel(unit.trainable + unit.frozen, shards)
+        from_all, from_near = unit.gather_counts(paths.layout)
         gathered = (*[paths.gathered(numel)] * from_all, *[paths.gathered(numel, near=True)] * from_near)
         reduced = (*paths.scattered(whole), *paths.summed(part))
         yield Travel(f"unit {number}", frozenset(), reduced, gathered, numel)
@@ -217,7 +234,7 @@ class Predicted:
     """What a step is made of."""
 
     cluster: Cluster
-    stretches: Sequence[Stretch]
+    stretches: Sequence[ModelSegment]
     agree_s: float
     """To agree on a few numbers, all that a step does of it."""
 
@@ -229,29 +246,29 @@ class Predicted:
         self, sent: Sequence[Travel], layout: Layout, settings: CommunicationSettings, alone: Alone, coding_s: float
     ) -> float:
         """Stages 0 to 2: until the next forward may begin. `coding_s` goes on beside backward, as messages do."""
-        messages = [Message(t.name, t.parameters, t.elements, t.elements) for t in sent]
-        nodes = step_graph(self.stretches, messages, layout, settings)
+        messages = [CommUnitVolume(t.name, t.parameters, t.elements, t.elements) for t in sent]
+        nodes = build_step_graph(self.stretches, messages, layout, settings)
         flops = sum(stretch.flops for stretch in self.stretches)
         by_name = {travel.name: travel for travel in sent}
         coding = {t.name: coding_s * t.elements / sum(other.elements for other in sent) for t in sent}
 
-        def seconds(node: Node) -> float:
+        def seconds(node: TimelineNode) -> float:
             match node.kind:
                 case "forward":
                     return alone.forward_s * node.work / flops
                 case "backward":
                     return alone.backward_s * node.work / (2 * flops)
                 case "reduce":
-                    return self._seconds(by_name[node.of].reduced) + coding[node.of]
+                    return self._seconds(by_name[node.label].reduced) + coding[node.label]
                 case "gather":
-                    return self._seconds(by_name[node.of].gathered)
+                    return self._seconds(by_name[node.label].gathered)
                 case "agree":
                     return self.agree_s
                 case "update":
                     return alone.rest_s
 
-        times = schedule(nodes, seconds)
-        return min(times[node.name][0] for node in nodes if node.of.endswith("of the next step"))
+        times = compute_node_times(nodes, seconds)
+        return min(times[node.name][0] for node in nodes if node.label.endswith("of the next step"))
 
     def meeting(self, alone: Alone, sent: Sequence[Travel], every: int) -> float:
         """DiLoCo, the mean of a period: steps apart, and then what is sent once."""

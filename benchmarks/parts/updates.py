@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from motet.collectives.execute.api import all_gather, all_reduce, reduce_scatter
-from motet.parallel.group import Group
+from motet.parallel.process.process_group import RankGroup
 
 GRADIENT, LEARNING_RATE = 1e-3, 1e-3
 LARGEST_DIFFERENCE = 1e-6
@@ -36,7 +36,7 @@ class Times:
 class Way:
     """Parameters, gradients and an optimizer, cut into buckets; all of them, or a share of each bucket, is updated."""
 
-    def __init__(self, numel: int, recipe: str, bucket: int, shards: int, group: Group) -> None:
+    def __init__(self, numel: int, recipe: str, bucket: int, shards: int, group: RankGroup) -> None:
         self._group, self._shards = group, shards
         unit = group.world * ALIGN_ELEMENTS
         numel, bucket = -(-numel // unit) * unit, -(-bucket // unit) * unit
@@ -85,7 +85,7 @@ class Way:
 
 def take_turns(numel: int, recipe: str, rounds: int, bucket: int) -> Times:
     """The first round warms up. Raises where the two ways come to different parameters."""
-    group = Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, torch.device("cpu"))
+    group = RankGroup(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, torch.device("cpu"))
     ways = {name: Way(numel, recipe, bucket, n, group) for name, n in (("everywhere", 1), ("sharded", group.world))}
     times = Times()
     for number in range(rounds + 1):
@@ -100,7 +100,7 @@ def take_turns(numel: int, recipe: str, rounds: int, bucket: int) -> Times:
     return times
 
 
-def one_round(way: Way, group: Group) -> dict[str, float]:
+def one_round(way: Way, group: RankGroup) -> dict[str, float]:
     """A step as a whole, then one part by part."""
     seconds = {}
     way.begin()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import motet
 from motet.core import trace
-from motet.parallel.communication import CommunicationSettings
+from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.layout import Layout, parse_layout, resolve_layout
 from motet.train.engine import Engine
 
@@ -47,7 +47,7 @@ class Way:
         return resolve_layout(parse_layout(self.layout), ranks, ranks)
 
     def sent(self, engine: Engine, ranks: int) -> list[Travel]:
-        return travels(engine.updater.spread.portions, self.resolved(ranks), self.settings)
+        return travels(engine.updater.spread.comm_units, self.resolved(ranks), self.settings)
 
     def silent(self) -> "Way":
         """On a backend that sends nothing, and knows no algorithms."""

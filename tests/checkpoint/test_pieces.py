@@ -10,7 +10,7 @@ from motet.checkpoint.load import load_checkpoint
 from motet.checkpoint.manifest import Manifest
 from motet.checkpoint.pieces import StoredPiece, boxes
 from motet.checkpoint.save import save_checkpoint
-from motet.parallel.group import Group
+from motet.parallel.process.process_group import RankGroup
 from ranks import Ranks
 
 SHAPES = [(), (7,), (3, 4), (2, 3, 4), (1, 5, 1), (2, 2, 2, 2), (3, 1, 2)]
@@ -34,7 +34,7 @@ def _whole(name: str) -> torch.Tensor:
     return torch.arange(prod(SAVED[name]), dtype=torch.float32).view(SAVED[name]) + ord(name)
 
 
-def _pieces(group: Group, filled: bool) -> dict[str, torch.Tensor]:
+def _pieces(group: RankGroup, filled: bool) -> dict[str, torch.Tensor]:
     """Cut into runs of unequal length; of `d` all is on the last rank."""
     made: dict[str, torch.Tensor] = {}
     for name, shape in SAVED.items():
@@ -59,26 +59,26 @@ def _manifest(state: dict[str, torch.Tensor]) -> Manifest:
     )
 
 
-def save_pieces(group: Group, folder: str) -> None:
+def save_pieces(group: RankGroup, folder: str) -> None:
     state = _pieces(group, filled=True)
     save_checkpoint(Path(folder), state, _manifest(state), 1, group.process_group)
 
 
-def load_pieces(group: Group, where: str) -> None:
+def load_pieces(group: RankGroup, where: str) -> None:
     state = _pieces(group, filled=False)
     load_checkpoint(Path(where), state, group.process_group)
     for name, wanted in _pieces(group, filled=True).items():
         assert torch.equal(state[name].as_subclass(torch.Tensor), wanted.as_subclass(torch.Tensor)), name
 
 
-def load_whole(group: Group, where: str) -> None:
+def load_whole(group: RankGroup, where: str) -> None:
     state = {name: torch.zeros(shape) for name, shape in SAVED.items()}
     load_checkpoint(Path(where), state, group.process_group)
     for name, tensor in state.items():
         assert torch.equal(tensor, _whole(name)), name
 
 
-def save_whole(group: Group, folder: str) -> None:
+def save_whole(group: RankGroup, folder: str) -> None:
     state = {name: _whole(name) for name in SAVED}
     save_checkpoint(Path(folder), state, _manifest(state), 1, group.process_group)
 

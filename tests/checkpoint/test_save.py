@@ -14,7 +14,7 @@ from motet.checkpoint.load import load_checkpoint
 from motet.checkpoint.manifest import Manifest, read_manifest, whole_checkpoints
 from motet.checkpoint.save import save_checkpoint
 from motet.core.errors import CheckpointSaveError, InputError
-from motet.parallel.group import Group
+from motet.parallel.process.process_group import RankGroup
 from ranks import Ranks
 
 
@@ -26,7 +26,9 @@ def _state(value: float = 1.0, size: int = 6) -> dict[str, torch.Tensor]:
     }
 
 
-def _save(folder: Path, step: int, state: dict[str, torch.Tensor], keep: int = 2, group: Group | None = None) -> Path:
+def _save(
+    folder: Path, step: int, state: dict[str, torch.Tensor], keep: int = 2, group: RankGroup | None = None
+) -> Path:
     manifest = Manifest(
         step, 1, 1, torch.__version__, "data", {n: list(t.shape) for n, t in state.items()}, dict.fromkeys(state, "")
     )
@@ -57,7 +59,7 @@ def test_remains_of_a_killed_save_are_ignored_and_cleared(tmp_path: Path) -> Non
     assert not remains.exists()
 
 
-def _save_with_a_slow_removal_of_remains(group: Group, folder: Path) -> None:
+def _save_with_a_slow_removal_of_remains(group: RankGroup, folder: Path) -> None:
     def remove_slowly(path: Path) -> None:
         remove(path)
         time.sleep(0.3)

@@ -21,7 +21,7 @@ from motet.checkpoint.manifest import whole_checkpoints
 from motet.cli.main import main
 from motet.core.errors import EXIT_CODES
 from motet.monitor.events import RunEnded, StepDone, read_events
-from motet.parallel.place import ALONE
+from motet.parallel.process.launch_environment import SINGLE_RANK
 from motet.train.faults import StopFlag, guarded
 from motet.train.launch import Ended, Launch
 from motet.train.work import train_rank
@@ -74,7 +74,7 @@ class Done:
 
 def in_this_process(start: Launch, tell: Callable[[str], None]) -> Ended:
     """What the supervisor makes of one rank."""
-    record = guarded(0, lambda: train_rank(ALONE, StopFlag(), start.command[-1]))
+    record = guarded(0, lambda: train_rank(SINGLE_RANK, StopFlag(), start.command[-1]))
     return Ended(record.exit_code, record.message, record.traceback)
 
 

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from motet.cli.show import app
 from motet.parallel.layout import parse_layout, resolve_layout
-from motet.parallel.proof import UnprovenLayoutError
+from motet.parallel.step_plan.check import InvalidStepPlanError
 
 
 def shown(*arguments: str) -> str:
@@ -36,7 +36,7 @@ def test_its_json_has_what_each_rank_updates_and_reads() -> None:
     layout = resolve_layout(parse_layout("zero=1 microbatches=2"), 4, 16)
     assert sum(rank["updates"] for rank in found["ranks"]) == found["proof"]["elements"]
     assert found["ranks"][3]["rows"] == [[12, 14], [14, 16]]
-    assert found["course"][0] == {"verb": "scatter", "sets": [list(ranks) for ranks in layout.rows]}
+    assert found["course"][0] == {"verb": "scatter", "sets": [list(ranks) for ranks in layout.shard_groups]}
     assert found["keeps"] == {"parameters": "whole", "gradients": "whole", "states": "its share"}
 
 
@@ -53,8 +53,8 @@ def test_of_many_ranks_the_first_are_shown() -> None:
 
 def test_what_is_not_right_is_no_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(plan: object) -> None:
-        raise UnprovenLayoutError("nobody updates element 0 of w")
+        raise InvalidStepPlanError("nobody updates element 0 of w")
 
-    monkeypatch.setattr("motet.parallel.proof.prove_plan", wrong)
+    monkeypatch.setattr("motet.parallel.step_plan.check.prove_plan", wrong)
     result = CliRunner().invoke(app, ["layout", "dp=2"])
     assert isinstance(result.exception, AssertionError)

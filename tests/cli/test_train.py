@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from motet.cli.main import main
-from motet.parallel.place import Place
+from motet.parallel.process.launch_environment import RankEnvironment
 from motet.train.assemble import run_rank
 from motet.train.faults import StopFlag
 from motet.train.job import Job, builtin_jobs, load_job
@@ -205,7 +205,7 @@ def test_an_error_on_a_rank_is_told_once(motet: Callable[..., Done]) -> None:
     assert "in forward" in Path("runs/failing-001/logs/failure.txt").read_text()
 
 
-def without_a_break(place: Place, job: Job, folder: Path) -> int:
+def without_a_break(place: RankEnvironment, job: Job, folder: Path) -> int:
     return run_rank(job, place, folder, StopFlag()).steps
 
 

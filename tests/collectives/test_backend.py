@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from motet.parallel.place import Place
+from motet.parallel.process.launch_environment import RankEnvironment
 from motet_groups import motet_group
 from ranks import Ranks
 
@@ -32,7 +32,7 @@ def values(rank: int, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return made.abs().to(dtype) if dtype in (torch.uint8, torch.uint16) else made.to(dtype)
 
 
-def reductions(place: Place) -> None:
+def reductions(place: RankEnvironment) -> None:
     with motet_group(place):
         for count in SIZES:
             everybody = torch.stack([values(rank, count) for rank in range(place.world)]).double()
@@ -52,7 +52,7 @@ def reductions(place: Place) -> None:
                 torch.testing.assert_close(mine, result.float() if place.rank == 1 else values(place.rank, count))
 
 
-def dtypes(place: Place) -> None:
+def dtypes(place: RankEnvironment) -> None:
     with motet_group(place):
         for dtype in DTYPES:
             mine = values(place.rank, 1000, dtype)
@@ -75,7 +75,7 @@ def dtypes(place: Place) -> None:
         assert torch.equal(numbers, torch.full((3,), complex(sum(range(place.world)), place.world)))
 
 
-def low_precision(place: Place) -> None:
+def low_precision(place: RankEnvironment) -> None:
     with motet_group(place):
         for dtype in (torch.bfloat16, torch.float16):
             for count in (1000, 400_000):
@@ -91,7 +91,7 @@ def low_precision(place: Place) -> None:
                 torch.testing.assert_close(mine, once, rtol=2**-7, atol=2**-9)
 
 
-def same_bits(place: Place) -> None:
+def same_bits(place: RankEnvironment) -> None:
     with motet_group(place):
         for count in (1000, 400_000):
             mine = torch.randn(count, generator=torch.Generator().manual_seed(place.rank))
@@ -101,7 +101,7 @@ def same_bits(place: Place) -> None:
             assert all(torch.equal(mine, other) for other in theirs)
 
 
-def moves(place: Place) -> None:
+def moves(place: RankEnvironment) -> None:
     rank, world = place.rank, place.world
     with motet_group(place):
         for count in SIZES:
@@ -133,7 +133,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if a.numel() else a.numel() == b.numel()
 
 
-def scattered_sums(place: Place) -> None:
+def scattered_sums(place: RankEnvironment) -> None:
     rank, world = place.rank, place.world
     with motet_group(place):
         for count in SIZES:
@@ -148,7 +148,7 @@ def scattered_sums(place: Place) -> None:
             torch.testing.assert_close(out, expected / world)
 
 
-def uneven_swap(place: Place) -> None:
+def uneven_swap(place: RankEnvironment) -> None:
     rank, world = place.rank, place.world
     with motet_group(place):
         sizes = [[(3 * source + target) % 5 for target in range(world)] for source in range(world)]
@@ -163,7 +163,7 @@ def uneven_swap(place: Place) -> None:
         assert torch.equal(torch.cat(outs), expected)
 
 
-def scattered_memory(place: Place) -> None:
+def scattered_memory(place: RankEnvironment) -> None:
     """Tensors that are not contiguous, and gradients' tensors."""
     with motet_group(place):
         mine = torch.arange(12.0).view(3, 4).t()
@@ -177,7 +177,7 @@ def scattered_memory(place: Place) -> None:
         assert torch.equal(whole, torch.arange(float(place.world)).expand(4, -1))
 
 
-def at_once(place: Place) -> None:
+def at_once(place: RankEnvironment) -> None:
     """Asynchronous ones in a row, several groups, coalesced, objects, and futures."""
     rank, world = place.rank, place.world
     with motet_group(place):
@@ -213,7 +213,7 @@ def at_once(place: Place) -> None:
         assert mine.item() == len([r for r in range(world) if r % 2 == rank % 2])
 
 
-def called_when_done(place: Place) -> None:
+def called_when_done(place: RankEnvironment) -> None:
     """What hangs on a future may itself call a collective, and wait for it."""
     with motet_group(place):
 
@@ -231,7 +231,7 @@ def called_when_done(place: Place) -> None:
         assert after.wait()[0].tolist() == [float(total)] * 4
 
 
-def messages(place: Place) -> None:
+def messages(place: RankEnvironment) -> None:
     rank, world = place.rank, place.world
     after, before = (rank + 1) % world, (rank - 1) % world
     with motet_group(place):
@@ -264,7 +264,7 @@ def messages(place: Place) -> None:
         assert first.tolist() == [float(before)] * 4
 
 
-def a_message_meets_a_collective(place: Place) -> None:
+def a_message_meets_a_collective(place: RankEnvironment) -> None:
     """A large send under way does not keep its rank from a collective, though nobody waits for it."""
     with motet_group(place):
         if place.rank == 0:
@@ -279,7 +279,7 @@ def a_message_meets_a_collective(place: Place) -> None:
             dist.barrier()
 
 
-def alone(place: Place) -> None:
+def alone(place: RankEnvironment) -> None:
     """A group of one rank inside another."""
     with motet_group(place):
         groups = [dist.new_group([rank]) for rank in range(place.world)]
@@ -313,7 +313,7 @@ def test_operations(ranks: Ranks, function: Any, world: int) -> None:
     ranks.run_places(world, function)
 
 
-def on_hosts(place: Place, name: str, each: int) -> None:
+def on_hosts(place: RankEnvironment, name: str, each: int) -> None:
     globals()[name](replace(place, local_world=each))
 
 

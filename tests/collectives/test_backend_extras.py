@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from motet.collectives.shm_backend import CollectiveError, PeerLostError
 from motet.core.errors import InputError
-from motet.parallel.place import Place
+from motet.parallel.process.launch_environment import RankEnvironment
 from motet_groups import motet_group
 from ranks import Ranks
 
 
-def barriers(place: Place, absent: list[int]) -> str:
+def barriers(place: RankEnvironment, absent: list[int]) -> str:
     with motet_group(place) as made:
         group: Any = made
         for number in range(3):
@@ -45,7 +45,7 @@ def test_a_monitored_barrier_names_who_does_not_come(ranks: Ranks, world: int, l
         assert f"rank {rank} came to the barrier, but rank 0 did not answer" in messages[rank]
 
 
-def first_missing(place: Place) -> str:
+def first_missing(place: RankEnvironment) -> str:
     with motet_group(place) as made:
         group: Any = made
         message = ""
@@ -74,7 +74,7 @@ def own_part(rank: int, dense: tuple[int, ...] = ()) -> Tensor:
     return torch.sparse_coo_tensor(places, values, (5, 3, *dense), check_invariants=True)
 
 
-def sparse_sums(place: Place) -> None:
+def sparse_sums(place: RankEnvironment) -> None:
     with motet_group(place):
         for dense in ((), (2,), (2, 3)):
             expected = sum(own_part(rank, dense).to_dense() for rank in range(place.world))
@@ -93,7 +93,7 @@ def test_sparse_tensors_are_added_up(ranks: Ranks, world: int) -> None:
     ranks.run_places(world, sparse_sums)
 
 
-def unlike_shapes(place: Place) -> None:
+def unlike_shapes(place: RankEnvironment) -> None:
     with pytest.raises(CollectiveError, match="all-reduce of sparse tensors"), motet_group(place):
         dist.all_reduce(torch.sparse_coo_tensor([[0]], [1.0], (3 + place.rank,), check_invariants=True))
 
@@ -102,7 +102,7 @@ def test_sparse_tensors_of_unlike_shapes_are_refused(ranks: Ranks) -> None:
     ranks.run_places(2, unlike_shapes)
 
 
-def factors(place: Place, kind: str) -> None:
+def factors(place: RankEnvironment, kind: str) -> None:
     """Every rank has a factor of its own."""
     world = place.world
     each = [torch.arange(6 * world, dtype=torch.float64) + rank for rank in range(world)]
@@ -131,7 +131,7 @@ def test_contributions_are_multiplied_before_the_sum(ranks: Ranks, world: int, k
     ranks.run_places(world, factors, kind)
 
 
-def divided(place: Place) -> None:
+def divided(place: RankEnvironment) -> None:
     """Small integers, so float32 is exact: FSDP multiplies before the sum in this dtype alone."""
     with motet_group(place):
         layer = nn.Linear(4, 6, bias=False)

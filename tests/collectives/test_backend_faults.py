@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from motet.collectives.shm_backend import CollectiveError, PeerLostError
 from motet.core.errors import InputError
-from motet.parallel.place import Place
+from motet.parallel.process.launch_environment import RankEnvironment
 from motet_groups import motet_group
 from ranks import RankFailureError, Ranks
 
@@ -41,7 +41,7 @@ def receive(count: int) -> None:
 OPERATIONS = {"all-reduce": reduce_all, "all-reduce ": reduce_later, "all-gather": gather_all, "receives": receive}
 
 
-def until_the_last_is_killed(place: Place, name: str, count: int, each: int, notes: str) -> None:
+def until_the_last_is_killed(place: RankEnvironment, name: str, count: int, each: int, notes: str) -> None:
     place = replace(place, local_world=each)
     operation = OPERATIONS[name]
     # The last thing in the group is a barrier.
@@ -85,7 +85,7 @@ def test_a_killed_peer_is_named(ranks: Ranks, tmp_path: Path, world: int, killed
         assert f"rank {world - 1}" in sentence
 
 
-def all_killed(place: Place) -> None:
+def all_killed(place: RankEnvironment) -> None:
     with motet_group(place):
         for _ in range(3):
             dist.all_reduce(torch.ones(1_000_000))
@@ -104,7 +104,7 @@ def test_nothing_stays_when_all_are_killed(ranks: Ranks) -> None:
 Calls = dict[int, Callable[[], Any]]
 
 
-def differing(place: Place, case: str, each: int) -> str:
+def differing(place: RankEnvironment, case: str, each: int) -> str:
     place = replace(place, local_world=each)
     rank, world = place.rank, place.world
     ones = torch.ones(4, 2)
@@ -149,7 +149,7 @@ def test_calls_that_differ_are_told_apart(ranks: Ranks, case: str, called: list[
     assert f"called {called[1]}" in first
 
 
-def one_waits(place: Place) -> str:
+def one_waits(place: RankEnvironment) -> str:
     with motet_group(place, timeout_s=0.4):
         dist.all_reduce(torch.ones(2))
         dist.barrier()
@@ -173,7 +173,7 @@ def test_a_timeout_says_whom_it_waits_for(ranks: Ranks) -> None:
     ) in str(raised.value)
 
 
-def one_receives(place: Place) -> None:
+def one_receives(place: RankEnvironment) -> None:
     with motet_group(place):
         if place.rank == 0:
             work = dist.irecv(torch.empty(3), src=1, tag=5)
@@ -201,7 +201,7 @@ def test_messages_that_do_not_come_or_do_not_fit(ranks: Ranks) -> None:
     ranks.run_places(2, one_receives)
 
 
-def uneven(place: Place) -> str:
+def uneven(place: RankEnvironment) -> str:
     with pytest.raises(CollectiveError) as raised, motet_group(place):
         sizes = [2, 2] if place.rank else [1, 3]
         dist.all_to_all_single(torch.empty(4), torch.ones(4), sizes, [2, 2])
@@ -213,7 +213,7 @@ def test_split_sizes_that_do_not_match(ranks: Ranks) -> None:
     assert sentences[0] == "rank 0 in all-to-all: rank 0 has 2 numbers for it, where it expects 1"
 
 
-def refused(place: Place) -> None:
+def refused(place: RankEnvironment) -> None:
     ones = torch.ones(4)
     with motet_group(place):
         for call, sentence in (

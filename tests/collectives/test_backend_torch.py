@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import motet.collectives.shm_backend  # noqa: F401  (registers it)
-from motet.parallel.place import Place
+from motet.parallel.process.launch_environment import RankEnvironment
 from ranks import Ranks
 
 Results = dict[str, Tensor]
@@ -120,7 +120,7 @@ def saved_and_loaded(rank: int, world: int, folder: str) -> Results:
     return {"x": x.to_local(), "step": step}
 
 
-def on_both(place: Place, function: Callable[..., Results], *args: Any) -> None:
+def on_both(place: RankEnvironment, function: Callable[..., Results], *args: Any) -> None:
     found = {}
     for backend in ("gloo", "cpu:motet"):
         store = dist.FileStore(f"{place.rendezvous.removeprefix('file://')}-{backend[-5:]}", place.world)

@@ -9,7 +9,7 @@ from motet.collectives import program
 from motet.collectives.cost.alpha_beta import estimate_cost
 from motet.collectives.cost.link_calibration import calibrate_cluster, fit_alpha_beta
 from motet.core.errors import InputError
-from motet.parallel.group import Group
+from motet.parallel.process.process_group import RankGroup
 from on_ranks import group_of
 from ranks import Ranks
 
@@ -29,7 +29,7 @@ def test_no_line_starts_below_zero() -> None:
     assert fit_alpha_beta([1000], [1e-3]) == (0, pytest.approx(1e6))
 
 
-def calibrated(group: Group, devices_per_host: int) -> dict[str, Any]:
+def calibrated(group: RankGroup, devices_per_host: int) -> dict[str, Any]:
     return calibrate_cluster(group_of(group), devices_per_host, sizes=(1 << 10, 1 << 16), repeats=3)
 
 
@@ -50,7 +50,7 @@ def test_hosts_must_be_full(ranks: Ranks) -> None:
     ] * 3  # fmt: skip
 
 
-def refused(group: Group) -> str:
+def refused(group: RankGroup) -> str:
     with pytest.raises(InputError) as raised:
         calibrated(group, 2)
     return str(raised.value)

@@ -12,7 +12,7 @@ from motet.collectives.compression.encode_decode import decode
 from motet.collectives.compression.error_feedback import ErrorFeedback
 from motet.core.errors import InputError
 from motet.core.seeds import derive_seed
-from motet.parallel.group import Group
+from motet.parallel.process.process_group import RankGroup
 from ranks import Ranks
 
 TEXTS = [
@@ -43,7 +43,7 @@ def test_sent_plus_last_error_is_given(text: str) -> None:
     assert exactly([*sent, feedback.errors["w"]]) == exactly([gradient(step) for step in range(6)])
 
 
-def all_reduces(group: Group, text: str, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+def all_reduces(group: RankGroup, text: str, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
     feedback = ErrorFeedback(parse_codec(text), seed=1)
     totals = [
         feedback.all_reduce("w", gradient(step, group.rank).to(dtype), group, step).clone().double()
@@ -66,7 +66,7 @@ def test_over_ranks_totals_plus_last_errors_are_given(ranks: Ranks, text: str, d
         assert all(torch.equal(a, b) for a, b in zip(other, totals, strict=True))
 
 
-def resumed(group: Group, text: str) -> bool:
+def resumed(group: RankGroup, text: str) -> bool:
     whole = ErrorFeedback(parse_codec(text), seed=1)
     expected = [whole.all_reduce("w", gradient(step, group.rank).float(), group, step) for step in range(6)]
     first = ErrorFeedback(parse_codec(text), seed=1)
@@ -102,7 +102,7 @@ def test_state_has_plain_names() -> None:
     assert torch.equal(other.errors["layers/0.w"], feedback.errors["layers/0.w"])
 
 
-def after_a_bad_step(group: Group, text: str) -> tuple[bool, bool]:
+def after_a_bad_step(group: RankGroup, text: str) -> tuple[bool, bool]:
     feedback = ErrorFeedback(parse_codec(text), seed=1)
     feedback.all_reduce("w", gradient(0, group.rank), group, 0)
     before = {name: tensor.clone() for name, tensor in feedback.state_dict().items()}
@@ -130,7 +130,7 @@ def test_what_cannot_work_is_refused() -> None:
         feedback.load_state_dict({"momentum/w": torch.zeros(3)})
 
 
-def regression(group: Group, text: str, feed_back: bool) -> float:
+def regression(group: RankGroup, text: str, feed_back: bool) -> float:
     """Least squares by gradient descent; each rank has rows of its own, and large gradients that cancel."""
     draw = torch.Generator().manual_seed(0)
     inputs, solution = torch.randn(group.world, 40, 20, generator=draw), torch.randn(20, generator=draw)

@@ -15,7 +15,7 @@ from motet.collectives.compression.codec_options import (
 )
 from motet.core import trace
 from motet.core.errors import InputError
-from motet.parallel.group import Group
+from motet.parallel.process.process_group import RankGroup
 from ranks import Ranks
 
 TEXTS = [
@@ -50,7 +50,7 @@ Case = tuple[str, tuple[int, ...], torch.dtype]
 Result = tuple[Tensor, Tensor, dict[str, int]]
 
 
-def reduce_all(group: Group, cases: list[Case]) -> list[Result]:
+def reduce_all(group: RankGroup, cases: list[Case]) -> list[Result]:
     """(total, error, bytes counted) of each case."""
     results = []
     for text, shape, dtype in cases:
@@ -89,7 +89,7 @@ def test_nearly_the_sum(ranks: Ranks, world: int) -> None:
         check(*case, of_ranks)
 
 
-def alone(group: Group) -> None:
+def alone(group: RankGroup) -> None:
     tensor = given_by(0, (10,), torch.bfloat16)
     for text in TEXTS:
         (total, error, counted), *_ = reduce_all(group, [(text, (10,), torch.bfloat16)])
@@ -103,7 +103,7 @@ def test_a_group_of_one_loses_nothing(ranks: Ranks) -> None:
     ranks.run(1, alone)
 
 
-def with_one_bad(group: Group) -> list[bool]:
+def with_one_bad(group: RankGroup) -> list[bool]:
     finite = []
     for bad in (float("nan"), float("inf")):
         for text in TEXTS:
@@ -120,7 +120,7 @@ def test_what_is_not_finite_on_one_rank_reaches_all(ranks: Ranks) -> None:
     assert ranks.run(3, with_one_bad) == [[False] * 2 * len(TEXTS)] * 3
 
 
-def infinities_cancel(group: Group) -> list[bool]:
+def infinities_cancel(group: RankGroup) -> list[bool]:
     tensor = torch.ones(8)
     tensor[3] = float("inf") * (-1) ** group.rank
     return [
@@ -133,7 +133,7 @@ def test_opposite_infinities_do_not_cancel(ranks: Ranks) -> None:
     assert ranks.run(2, infinities_cancel) == [[False] * len(TEXTS)] * 2
 
 
-def error_of_the_same(group: Group) -> Tensor:
+def error_of_the_same(group: RankGroup) -> Tensor:
     """What stochastic rounding loses of a tensor that all ranks give alike, in the slice that rank 0 sums."""
     return compressed_collectives.all_reduce(
         given_by(0, (300,)), parse_codec("int4:rounding=stochastic"), group, seed=4
@@ -145,7 +145,7 @@ def test_ranks_round_independently(ranks: Ranks) -> None:
     assert not torch.equal(one, two)
 
 
-def power_iterations(group: Group) -> list[float]:
+def power_iterations(group: RankGroup) -> list[float]:
     """What is lost of a sum that stays the same: from the random basis, from one of zeros, and after ten steps."""
     codec, tensor = parse_codec("powersgd:rank=2"), given_by(group.rank, (40, 30))
     exact = sum_of(group.world, (40, 30), torch.float32).float()
@@ -165,7 +165,7 @@ def test_power_sgd_goes_on_from_its_basis(ranks: Ranks) -> None:
         assert later > 1 - 1e-4
 
 
-def halves(group: Group) -> list[tuple[Tensor, Tensor, Tensor]]:
+def halves(group: RankGroup) -> list[tuple[Tensor, Tensor, Tensor]]:
     results = []
     for text in ("int8", "int4:rounding=stochastic", "sign"):
         codec = parse_codec(text)
@@ -187,7 +187,7 @@ def test_the_two_halves_of_a_blockwise_sum(ranks: Ranks) -> None:
         assert (of_ranks[0][2] - scattered).norm() < scattered.norm()
 
 
-def sparse_sums(group: Group, cases: list[tuple[list[int], int]]) -> list[tuple[Tensor, dict[str, int]]]:
+def sparse_sums(group: RankGroup, cases: list[tuple[list[int], int]]) -> list[tuple[Tensor, dict[str, int]]]:
     """Rank r gives counts[r] elements; one index is given by all."""
     results = []
     for counts, numel in cases:
@@ -215,7 +215,7 @@ def test_sparse_sums_of_any_counts(ranks: Ranks) -> None:
             assert counted == (dense if sent is None else {"all_gather_bytes": told + sent})
 
 
-def refused(group: Group) -> str:
+def refused(group: RankGroup) -> str:
     with pytest.raises(InputError) as raised:
         compressed_collectives.all_reduce(torch.zeros(3, dtype=torch.int64), parse_codec("int8"), group, seed=0)
     return str(raised.value)

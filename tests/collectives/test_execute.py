@@ -11,7 +11,7 @@ from motet.collectives.algorithms import find_algorithm
 from motet.collectives.execute.program_runner import run_program
 from motet.collectives.execute.rank_plan import chunk_lengths
 from motet.core.trace import install_sink
-from motet.parallel.group import Group
+from motet.parallel.process.process_group import RankGroup
 from on_ranks import Counter, end_of, group_of, start_of
 from ranks import Ranks
 
@@ -25,7 +25,7 @@ class Told(NamedTuple):
     messages: float
 
 
-def every_algorithm(group: Group) -> list[Told]:
+def every_algorithm(group: RankGroup) -> list[Told]:
     told = []
     for collective in collectives():
         for name in algorithms(collective):

@@ -27,7 +27,7 @@ from motet.collectives.execute.api import (
 from motet.collectives.execute.reduce_ops import REDUCE_OP_NAMES
 from motet.core.errors import InputError
 from motet.core.trace import install_sink
-from motet.parallel.group import CpuBackend, Group
+from motet.parallel.process.process_group import CpuBackend, RankGroup
 from on_ranks import Counter, group_of
 from ranks import Ranks
 
@@ -46,7 +46,7 @@ def numbers(rank: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tenso
     return torch.randint(1, 4, shape, generator=generator).to(dtype)
 
 
-def every_call(group: Group) -> None:
+def every_call(group: RankGroup) -> None:
     rank, world = group.rank, group.world
     everyone = torch.stack([numbers(r, 5, 3) for r in range(world)])
     for how in HOW:
@@ -76,7 +76,7 @@ def every_call(group: Group) -> None:
             assert torch.equal(gathered, everyone.view(-1, 3))
 
 
-def roots_and_parts(group: Group) -> None:
+def roots_and_parts(group: RankGroup) -> None:
     rank, world = group.rank, group.world
     everyone = torch.stack([numbers(r, 2) for r in range(world)])
     for algorithm in (None, "flat", "tree"):
@@ -127,7 +127,7 @@ REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def every_dtype(group: Group, algorithm: str | None) -> list[tuple[str, str]]:
+def every_dtype(group: RankGroup, algorithm: str | None) -> list[tuple[str, str]]:
     """All operators where they make sense, and plain movement for all."""
     refused = []
     everyone = torch.stack([numbers(r, 7) for r in range(group.world)])
@@ -161,7 +161,7 @@ def test_every_dtype_and_operator(ranks: Ranks, backend: CpuBackend, algorithm: 
     assert ("bool", "sum of bool: use max for any, or min for all; or convert it to an integer") in refused[0]
 
 
-def low_precision(group: Group) -> tuple[list[float], list[float]]:
+def low_precision(group: RankGroup) -> tuple[list[float], list[float]]:
     """256 + 1 + 1: bfloat16 has no 257, but 258."""
     found = []
     for algorithm in ("naive", "flat"):
@@ -176,7 +176,7 @@ def test_sums_of_a_step_are_rounded_once(ranks: Ranks) -> None:
     assert ranks.run(3, low_precision) == [([258.0], [256.0])] * 3
 
 
-def groups_at_once(group: Group) -> None:
+def groups_at_once(group: RankGroup) -> None:
     """Overlapping sub-groups whose ranks are in no simple relation to the global ones, all underway together."""
     members = [[1, 3], [3, 0, 2], [2, 1, 0, 3]]
     groups = [(ranks, dist.new_group(ranks, sort_ranks=False)) for ranks in members]
@@ -205,7 +205,7 @@ def test_groups_at_once(ranks: Ranks) -> None:
     ranks.run(4, groups_at_once)
 
 
-def in_order(group: Group) -> list[int]:
+def in_order(group: RankGroup) -> list[int]:
     """Asynchronous and synchronous ones keep their order, though some are done by a thread."""
     tensor = torch.ones(50_000, dtype=torch.int64)
     works = [all_reduce(tensor, group, algorithm="ring", async_op=True) for _ in range(5)]
@@ -223,7 +223,7 @@ def test_order(ranks: Ranks) -> None:
     assert ranks.run(2, in_order) == [[2**6]] * 2
 
 
-def counted(group: Group) -> dict[str, float]:
+def counted(group: RankGroup) -> dict[str, float]:
     counter = Counter()
     with install_sink(counter):
         all_reduce(torch.zeros(6), group, algorithm="ring")
@@ -254,7 +254,7 @@ def test_a_rank_alone() -> None:
     assert api.sum_scalars([1.5, 2.0], alone, torch.device("cpu")) == [1.5, 2.0]
 
 
-def ours_and_the_backends(group: Group) -> None:
+def ours_and_the_backends(group: RankGroup) -> None:
     for op in ("sum", "min", "max", "product"):  # Gloo has no average
         ours, theirs = (torch.randn(1001, generator=torch.Generator().manual_seed(group.rank)) for _ in range(2))
         all_reduce(ours, group, algorithm="ring", op=op)

@@ -23,13 +23,13 @@ from motet.collectives.execute.send_receive import (
 from motet.collectives.execute.work_queue import FifoWorkQueue
 from motet.collectives.program import ChunkTransfer, Program
 from motet.core.errors import InputError
-from motet.parallel.group import CpuBackend, Group, start_group
-from motet.parallel.place import Place
+from motet.parallel.process.launch_environment import RankEnvironment
+from motet.parallel.process.process_group import CpuBackend, RankGroup, start_process_group
 from on_ranks import group_of
 from ranks import Ranks
 
 
-def refusals(group: Group) -> list[str]:
+def refusals(group: RankGroup) -> list[str]:
     """Each is raised on all ranks, and nothing is left behind: the next one works."""
     odd = group.rank == 1
     other = program("all-reduce", "ring", 3)
@@ -64,7 +64,7 @@ def refusals(group: Group) -> list[str]:
     return said
 
 
-def _overlapping(group: Group) -> None:
+def _overlapping(group: RankGroup) -> None:
     memory = torch.ones(7)
     run_program(program("all-reduce", "ring", 3), memory[1:], memory[:-1], group_of(group))
 
@@ -109,7 +109,7 @@ WRONG = Program(
 )
 
 
-def own_programs(group: Group) -> list[str]:
+def own_programs(group: RankGroup) -> list[str]:
     said = []
     for call in (
         lambda: all_reduce(torch.ones(4), group, algorithm=WRONG),
@@ -135,11 +135,11 @@ def test_programs_that_cannot_be_meant(ranks: Ranks) -> None:
     assert sizes.startswith("sizes: all-to-all/pairwise of 2 ranks needs 2 rows of 2 counts")
 
 
-def one_is_missing(place: Place, asynchronous: bool, backend: CpuBackend) -> str:
+def one_is_missing(place: RankEnvironment, asynchronous: bool, backend: CpuBackend) -> str:
     """Rank 1 does not come to the second of two; on rank 0 it is underway already."""
     said = ""
     # No farewell in a broken group.
-    with contextlib.suppress(RuntimeError), start_group(place, "cpu", 3.0, backend) as group:
+    with contextlib.suppress(RuntimeError), start_process_group(place, "cpu", 3.0, backend) as group:
         all_reduce(torch.ones(4), group, algorithm="ring")
         try:
             if group.rank == 1:
@@ -163,7 +163,7 @@ def test_a_rank_that_does_not_come_is_named(ranks: Ranks, asynchronous: bool, ba
     assert second.startswith("rank 1 waited for rank 0 in vain in an exchange")
 
 
-def exchanges(group: Group) -> list[str]:
+def exchanges(group: RankGroup) -> list[str]:
     rank, world, whole = group.rank, group.world, group_of(group)
     left, right = (rank - 1) % world, (rank + 1) % world
     outgoing, incoming = [torch.full([5], 10.0 * rank + i) for i in range(2)], [torch.empty(5) for _ in range(3)]

@@ -8,11 +8,11 @@ from motet.collectives.algorithms import algorithm_names, build, collective_name
 from motet.collectives.execute.measure import CollectiveMeasurement, _expected_result, measure_program
 from motet.collectives.program import ChunkTransfer, Program
 from motet.core.errors import MotetError
-from motet.parallel.group import Group
+from motet.parallel.process.process_group import RankGroup
 from ranks import Ranks
 
 
-def measured(group: Group) -> list[tuple[str, CollectiveMeasurement]]:
+def measured(group: RankGroup) -> list[tuple[str, CollectiveMeasurement]]:
     """All that so many ranks can do."""
     assert group.process_group is not None
     names = [
@@ -22,7 +22,7 @@ def measured(group: Group) -> list[tuple[str, CollectiveMeasurement]]:
     return [(str(one), measure_program(one, group.process_group, 1000, 2)) for one in made]
 
 
-def wrong(group: Group) -> str:
+def wrong(group: RankGroup) -> str:
     """A ring that forgets one addition, told to be proven."""
     assert group.process_group is not None
     made = build("all-reduce", "ring", group.world)

@@ -23,18 +23,18 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from motet.collectives.shm_backend import MotetProcessGroup
-from motet.parallel.place import Place
+from motet.parallel.process.launch_environment import RankEnvironment
 
 WORLD = 4
 """The smallest at which torch leaves no test out for the number of ranks."""
 ALSO = "Only MPI supports"
 
 
-def names(place: Place) -> list[str]:
+def names(place: RankEnvironment) -> list[str]:
     return list(unittest.TestLoader().getTestCaseNames(_suite()[1]))
 
 
-def run(place: Place, name: str) -> str:
+def run(place: RankEnvironment, name: str) -> str:
     """Run one test on this rank, and return why torch leaves it out, or nothing."""
     module, suite = _suite()
     # Torch's runner looks at this before it starts ranks; the function itself does not.

@@ -39,7 +39,7 @@ def loss_sum(module: nn.Module, x: Tensor) -> tuple[Tensor, int]:
 def held(engine: Engine) -> dict[str, tuple[int, Tensor]]:
     """What this rank keeps of each parameter: from where on, and the numbers."""
     spread = engine.updater.spread
-    return {n: (piece.start, piece.values.clone()) for n, piece in spread.pieces(spread.masters).items()}
+    return {n: (piece.start, piece.values.clone()) for n, piece in spread.local_shards(spread.local_masters).items()}
 
 
 STREAMING = {**DILOCO, "fragments": 2, "delay": 3, "mix": 0.3}

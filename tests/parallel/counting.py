@@ -8,11 +8,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from motet.core.trace import install_sink
-from motet.parallel.data import FlatSpread
-from motet.parallel.full import FullSpread
-from motet.parallel.group import Group
-from motet.parallel.placement import memory, traffic
-from motet.parallel.spread import Spread
+from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
+from motet.parallel.data_parallel.fsdp import FSDP2DataParallel
+from motet.parallel.data_parallel.sharded_parameters import ShardedParameters
+from motet.parallel.data_parallel.zero import model_state_memory, sent_bytes_per_step
+from motet.parallel.process.process_group import RankGroup
 from motet.precision.recipe import RECIPES
 from motet.train.assemble import build_parts, numerics
 from motet.train.job import Job
@@ -20,7 +20,7 @@ from motet.train.optimizer import Updater
 from on_ranks import Counter
 
 
-def count_bytes(group: Group, job: Job) -> tuple[int, int, int, int]:
+def count_bytes(group: RankGroup, job: Job) -> tuple[int, int, int, int]:
     """Sent in two steps, and what was said; kept after them, and what was said."""
     with numerics(job), tempfile.TemporaryDirectory() as folder:
         parts = build_parts(job, group, Path(folder))
@@ -30,11 +30,11 @@ def count_bytes(group: Group, job: Job) -> tuple[int, int, int, int]:
         with install_sink(counter):
             for step in range(2):
                 stepper.step(step, 0.001)
-            spread.settle()
-        said = traffic(spread.portions, parts.layout, recipe, job.communication, group.rank)
-        held = [*_computed_with(spread), *spread.masters, *spread.gradients(), *_moments(parts.updater)]
+            spread.wait_for_pending()
+        said = sent_bytes_per_step(spread.comm_units, parts.layout, recipe, job.communication, group.rank)
+        held = [*_computed_with(spread), *spread.local_masters, *spread.local_gradients(), *_moments(parts.updater)]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
-        kept = memory(spread.portions, parts.layout, recipe, 2, group.rank)
+        kept = model_state_memory(spread.comm_units, parts.layout, recipe, 2, group.rank)
     return int(counter.counts.get("sent_bytes", 0)), 2 * said.total, sum(storages.values()), kept.total
 
 
@@ -43,11 +43,11 @@ def _moments(updater: Updater) -> list[torch.Tensor]:
     return [t for state in updater._optimizer.state.values() for t in state.values() if t.ndim]
 
 
-def _computed_with(spread: Spread) -> Iterator[torch.Tensor]:
+def _computed_with(spread: ShardedParameters) -> Iterator[torch.Tensor]:
     """What the model has of its parameters between steps."""
-    if isinstance(spread, FlatSpread):
-        yield spread.weights.compute
-    if isinstance(spread, FullSpread):
+    if isinstance(spread, BucketedDataParallel):
+        yield spread.flat_parameters.compute
+    if isinstance(spread, FSDP2DataParallel):
         yield from (p.to_local() for p in spread.root.parameters() if isinstance(p, DTensor))
-        if spread.rest:
-            yield from _computed_with(spread.rest)
+        if spread.unsharded:
+            yield from _computed_with(spread.unsharded)

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import motet
-from motet.parallel.data import FlatSpread
-from motet.parallel.group import Group
+from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
+from motet.parallel.process.process_group import RankGroup
 from motet.precision.promote import float64_mode
 from motet.train.engine import Engine, Loss
 from ranks import Ranks
@@ -47,18 +47,18 @@ def batch(step: int, rank: int) -> Tensor:
     return torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def underway(group: Group, zero: int) -> tuple[list[list[str]], list[Tensor]]:
+def underway(group: RankGroup, zero: int) -> tuple[list[list[str]], list[Tensor]]:
     """The parameters that are underway after each of three steps, in order; and what the module is in the end."""
     engine = engine_of(zero, group.rank)
     spread = engine.updater.spread
-    assert isinstance(spread, FlatSpread)
-    names = [[member.name for member in bucket.members] for bucket in spread.weights.buckets]
+    assert isinstance(spread, BucketedDataParallel)
+    names = [[member.name for member in bucket.members] for bucket in spread.flat_parameters.buckets]
     found = []
     for step in range(3):
         engine.step(batch(step, group.rank))
-        found.append([name for number in spread._arriving for name in names[number]])
+        found.append([name for number in spread._pending_gathers for name in names[number]])
     engine.settle()
-    assert not spread._arriving
+    assert not spread._pending_gathers
     return found, [p.detach().clone() for p in engine.module.parameters()]
 
 
@@ -86,7 +86,7 @@ def test_parameters_arrive_in_the_order_of_the_forward(ranks: Ranks, zero: int) 
         torch.testing.assert_close(parameters, alone(inside), rtol=1e-12, atol=1e-14)
 
 
-def uses_early(group: Group) -> str:
+def uses_early(group: RankGroup) -> str:
     """A loss that from the second step on uses a weight before the module that it was seen in."""
     engine = engine_of(1, group.rank)
     engine.step(batch(0, group.rank))
@@ -103,7 +103,7 @@ def outside(net: nn.Module, x: Tensor) -> tuple[Tensor, int]:
     return net(x + net.last.weight[0] + net.middle.bias).square().sum(), len(x)
 
 
-def reads_outside(group: Group) -> list[Tensor]:
+def reads_outside(group: RankGroup) -> list[Tensor]:
     engine = engine_of(1, group.rank)
     engine.loss = outside
     for step in range(3):
@@ -122,7 +122,7 @@ def test_what_was_used_too_early_is_noticed(ranks: Ranks) -> None:
         assert "modified by an inplace operation" in said
 
 
-def one_step(group: Group) -> int:
+def one_step(group: RankGroup) -> int:
     """How many modes are left on torch's stack after the step in which uses are found out."""
     engine = engine_of(1, group.rank)
     with float64_mode():

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import motet
-from motet.parallel.data import FlatSpread
-from motet.parallel.group import Group
-from motet.parallel.spread import Piece
+from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
+from motet.parallel.data_parallel.sharded_parameters import LocalShard
+from motet.parallel.process.process_group import RankGroup
 from motet.train.engine import Engine
 from motet.train.state import newest_checkpoint
 from ranks import Ranks
@@ -59,7 +59,7 @@ def engine_of(case: Case, precision: str = "fp32") -> Engine:
     )
 
 
-def steps(engine: Engine, group: Group, first: int, count: int) -> list[Tensor]:
+def steps(engine: Engine, group: RankGroup, first: int, count: int) -> list[Tensor]:
     """What the model of this rank answers after each step."""
     answers = []
     for step in range(first, first + count):
@@ -69,7 +69,7 @@ def steps(engine: Engine, group: Group, first: int, count: int) -> list[Tensor]:
     return answers
 
 
-def trained(group: Group, cases: list[Case], precision: str = "fp32", count: int = 3) -> list[list[Tensor]]:
+def trained(group: RankGroup, cases: list[Case], precision: str = "fp32", count: int = 3) -> list[list[Tensor]]:
     return [steps(engine_of(case, precision), group, 0, count) for case in cases]
 
 
@@ -142,14 +142,14 @@ def test_one_rank_has_nothing_to_compress(ranks: Ranks) -> None:
 # --- what is lost, and given again -----------------------------------------------------------------
 
 
-def sent_and_owed(group: Group, case: Case, parts: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def sent_and_owed(group: RankGroup, case: Case, parts: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """(all sums that were handed out, all gradients, all errors at the end), summed over steps and ranks."""
     engine = engine_of(case, "fp64")
     spread = engine.updater.spread
-    assert isinstance(spread, FlatSpread)
+    assert isinstance(spread, BucketedDataParallel)
     named = dict(engine.module.named_parameters())
-    where = {m.name: slice(m.start, m.stop) for bucket in spread.weights.buckets for m in bucket.members}
-    length = spread.weights.buckets[-1].stop
+    where = {m.name: slice(m.start, m.stop) for bucket in spread.flat_parameters.buckets for m in bucket.members}
+    length = spread.flat_parameters.buckets[-1].stop
     out, true, owed = (torch.zeros(length, dtype=torch.float64) for _ in range(3))
     for step in range(count):
         engine.begin()
@@ -160,10 +160,14 @@ def sent_and_owed(group: Group, case: Case, parts: int, count: int) -> tuple[Ten
                 true[where[name]] += slope.flatten()
             loss = sum(((p * slopes[n]).sum() for n, p in named.items()), torch.zeros(()))
             engine.backward(loss, part == 0, part == parts - 1)
-        for name, piece in spread.pieces(spread.gradients()).items():
+        for name, piece in spread.local_shards(spread.local_gradients()).items():
             first = where[name].start + piece.start
             out[first : first + piece.values.numel()] += piece.values
-    rows = [part.values for name, part in spread.carried().items() if isinstance(part, Piece) and "errors" in name]
+    rows = [
+        part.values
+        for name, part in spread.compression_state().items()
+        if isinstance(part, LocalShard) and "errors" in name
+    ]
     owed += rows[0] if rows else 0
     for total in (true, owed, *([out] if "zero=0" not in case[0] else [])):
         dist.all_reduce(total)
@@ -184,7 +188,7 @@ def test_what_was_not_sent_is_owed(ranks: Ranks, codec: str) -> None:
     assert (out - true).norm() > 1e-3 * true.norm()
 
 
-def arrivals(group: Group, feeds_back: bool) -> int:
+def arrivals(group: RankGroup, feeds_back: bool) -> int:
     """How many numbers of a gradient that stays the same have arrived after some steps, of 960."""
     module = nn.Linear(40, 24, bias=False)
     slope = torch.arange(960.0).view(24, 40) + 960
@@ -205,15 +209,15 @@ def test_without_feedback_small_numbers_never_arrive(ranks: Ranks) -> None:
     assert ranks.run(2, arrivals, False) == [96, 96]
 
 
-def after_a_bad_step(group: Group) -> list[bool]:
+def after_a_bad_step(group: RankGroup) -> list[bool]:
     finite = []
     for codec in ("int8", "topk:keep=0.1", "powersgd:rank=1"):
         engine = engine_of(("zero=1", {"compress_gradients": codec}))
         for step in range(3):
             x = given(group.rank, step)
             finite.append(engine.step(x * float("inf") if step == 1 and group.rank == 0 else x).finite)
-        kept = engine.updater.spread.carried().values()
-        finite.append(all(part.values.isfinite().all() for part in kept if isinstance(part, Piece)))
+        kept = engine.updater.spread.compression_state().values()
+        finite.append(all(part.values.isfinite().all() for part in kept if isinstance(part, LocalShard)))
     return finite
 
 
@@ -239,7 +243,7 @@ ERRORS: list[Case] = [
 ]
 
 
-def interrupted(group: Group, folder: str) -> list[bool]:
+def interrupted(group: RankGroup, folder: str) -> list[bool]:
     same = []
     for number, case in enumerate(ERRORS):
         whole = steps(engine_of(case), group, 0, 5)
@@ -252,7 +256,7 @@ def interrupted(group: Group, folder: str) -> list[bool]:
     return same
 
 
-def elsewhere(group: Group, folder: str) -> list[list[str]]:
+def elsewhere(group: RankGroup, folder: str) -> list[list[str]]:
     """What is said when the checkpoints are read in another layout, or by other means."""
     said = []
     for number, case in enumerate([("zero=2", ERRORS[0][1]), ("zero=1", {}), ERRORS[2], ("zero=2", {}), ("", {})]):

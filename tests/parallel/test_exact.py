@@ -7,11 +7,11 @@ from fractions import Fraction
 import pytest
 import torch
 
-from motet.parallel.exact import HIGH_BITS, LOW_BITS, exact_sum, sum_of_squares
-from motet.parallel.group import Group
+from motet.parallel.process.process_group import RankGroup
+from motet.parallel.reproducible.exact_norm import HIGH_BITS, LOW_BITS, exact_squared_norm, exact_sum
 from ranks import Ranks
 
-ALONE = Group(0, 1, None, torch.device("cpu"))
+ALONE = RankGroup(0, 1, None, torch.device("cpu"))
 
 
 def exact(tensor: torch.Tensor) -> Fraction:
@@ -31,7 +31,7 @@ def made(kind: str, dtype: torch.dtype, count: int = 3000) -> torch.Tensor:
 def test_it_is_as_close_as_it_says(kind: str, dtype: torch.dtype) -> None:
     x = made(kind, dtype)
     x = x[x.isfinite()]
-    found, right = Fraction(sum_of_squares([x], ALONE)), exact(x)
+    found, right = Fraction(exact_squared_norm([x], ALONE)), exact(x)
     bound = Fraction(len(x), 2 ** (HIGH_BITS + LOW_BITS - 2)) + Fraction(1, 2**52)
     assert abs(found - right) <= bound * right
 
@@ -39,31 +39,31 @@ def test_it_is_as_close_as_it_says(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_it_is_the_sum_of_python_where_nothing_is_cut_off(dtype: torch.dtype) -> None:
     x = torch.randint(-1000, 1000, (5000,), generator=torch.Generator().manual_seed(1)).to(dtype) / 1024
-    assert sum_of_squares([x], ALONE) == math.fsum(v * v for v in x.tolist())
+    assert exact_squared_norm([x], ALONE) == math.fsum(v * v for v in x.tolist())
 
 
 def test_neither_order_nor_cuts_nor_ranks_change_a_bit(ranks: Ranks) -> None:
     x = made("like", torch.float32)
-    whole = sum_of_squares([x], ALONE)
+    whole = exact_squared_norm([x], ALONE)
     draw = random.Random(3)
     for _ in range(5):
         shuffled = x[torch.randperm(len(x))]
         cuts = sorted(draw.sample(range(len(x)), 4))
-        assert sum_of_squares(shuffled.tensor_split(cuts), ALONE) == whole
+        assert exact_squared_norm(shuffled.tensor_split(cuts), ALONE) == whole
     for world in (2, 3):
         assert ranks.run(world, _of_rank, x) == [whole] * world
-    assert sum_of_squares([x[1:]], ALONE) != whole
+    assert exact_squared_norm([x[1:]], ALONE) != whole
 
 
-def _of_rank(group: Group, x: torch.Tensor) -> float:
+def _of_rank(group: RankGroup, x: torch.Tensor) -> float:
     """The last rank has nothing."""
     own = [] if group.rank == group.world - 1 else x.tensor_split([100] * (group.world > 2))[group.rank :]
-    return sum_of_squares([own[0]] if own else [], group)
+    return exact_squared_norm([own[0]] if own else [], group)
 
 
 @pytest.mark.parametrize(("bad", "found"), [(math.nan, math.inf), (math.inf, math.inf), (0.0, 0.0), (1e200, math.inf)])
 def test_what_is_not_finite_is_told(bad: float, found: float) -> None:
-    assert sum_of_squares([torch.tensor([0.0, bad], dtype=torch.float64)], ALONE) == found
+    assert exact_squared_norm([torch.tensor([0.0, bad], dtype=torch.float64)], ALONE) == found
 
 
 def test_losses_are_added_without_order() -> None:

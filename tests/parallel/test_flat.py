@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import nn
 
 from motet.core.errors import InputError
-from motet.parallel.buckets import cut_buckets
-from motet.parallel.communication import CommunicationSettings, check_communication
-from motet.parallel.data import agree_on_values
-from motet.parallel.group import Group
+from motet.parallel.data_parallel.bucketed_zero import broadcast_parameters_and_buffers
+from motet.parallel.data_parallel.buckets import build_buckets
+from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings, check_communication
+from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits, sent_bytes_per_step
 from motet.parallel.layout import Layout, LayoutSettings, resolve_layout
-from motet.parallel.placement import Portions, traffic
+from motet.parallel.process.process_group import RankGroup
 from motet.precision.recipe import RECIPES
 from motet.train.assemble import build_parts, numerics
 from motet.train.job import Job
@@ -122,9 +122,9 @@ def test_the_textbook_holds_where_everything_divides() -> None:
     for world in (2, 4, 8):
         for zero, bytes_each in ((0, 2 * 4), (1, 4 + 2), (2, 4 + 2)):
             layout = Layout(world, 1, zero, world if zero else 1)
-            buckets = cut_buckets(sizes, layout.shards, 8192)
+            buckets = build_buckets(sizes, layout.shards, 8192)
             for rank in range(world):
-                sent = traffic(Portions(buckets), layout, recipe, settings, rank)
+                sent = sent_bytes_per_step(BucketsAndFSDPUnits(buckets), layout, recipe, settings, rank)
                 assert sent.total * world == bytes_each * 6 * 4096 * (world - 1)
 
 
@@ -141,11 +141,11 @@ class Branches(nn.Module):
         return self.shared(used(x) + used(x).relu()).sum()
 
 
-def branches(group: Group, zero: int, parts: int) -> dict[str, torch.Tensor]:
+def branches(group: RankGroup, zero: int, parts: int) -> dict[str, torch.Tensor]:
     """Gradients summed over ranks whose backward had different parameters."""
     torch.manual_seed(0)
     module = Branches().double()
-    agree_on_values(module, group)
+    broadcast_parameters_and_buffers(module, group)
     layout = resolve_layout(LayoutSettings(zero=zero, microbatches=parts), group.world, group.world * parts)
     settings = CommunicationSettings(bucket_mib=1e-4, first_bucket_mib=1e-4)
     updater = make_updater(module, OptimizerSettings(name="sgd"), RECIPES["fp64"], group, layout, settings)
@@ -157,7 +157,7 @@ def branches(group: Group, zero: int, parts: int) -> dict[str, torch.Tensor]:
             updater.spread.end_backward()
     flat = {name: torch.zeros(piece.shape.numel(), dtype=torch.float64) for name, piece in found(updater).items()}
     for name, piece in found(updater).items():
-        if updater.spread.counts:
+        if updater.spread.contributes_to_norm:
             flat[name][piece.start : piece.start + piece.values.numel()] = piece.values
         if group.process_group is not None and zero:
             dist.all_reduce(flat[name], group=group.process_group)
@@ -165,7 +165,7 @@ def branches(group: Group, zero: int, parts: int) -> dict[str, torch.Tensor]:
 
 
 def found(updater: Updater) -> dict[str, Any]:
-    return updater.spread.pieces(updater.spread.gradients())
+    return updater.spread.local_shards(updater.spread.local_gradients())
 
 
 def inputs(rank: int, part: int) -> torch.Tensor:
@@ -187,7 +187,7 @@ def test_ranks_may_use_other_parameters_than_their_peers(ranks: Ranks, zero: int
     assert got["never.weight"].abs().max() == 0 < got["either.weight"].abs().max()
 
 
-def save_at(group: Group, job: Job, folder: str, steps: int) -> None:
+def save_at(group: RankGroup, job: Job, folder: str, steps: int) -> None:
     with numerics(job):
         parts = build_parts(job, group, Path(folder))
         stepper = parts.stepper(job)
@@ -196,7 +196,7 @@ def save_at(group: Group, job: Job, folder: str, steps: int) -> None:
         parts.state.save(steps)
 
 
-def go_on_at(group: Group, job: Job, folder: str, steps: int) -> Trained:
+def go_on_at(group: RankGroup, job: Job, folder: str, steps: int) -> Trained:
     """From the checkpoint, some steps more."""
     with numerics(job):
         parts = build_parts(job, group, Path(folder))

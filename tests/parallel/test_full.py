@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from motet.parallel.group import Group
-from motet.parallel.place import Place
+from motet.parallel.process.launch_environment import RankEnvironment
+from motet.parallel.process.process_group import RankGroup
 from motet.train.assemble import build_parts, numerics, run_rank
 from motet.train.faults import StopFlag
 from motet.train.job import Job
@@ -87,11 +87,11 @@ def test_every_world_and_choice(ranks: Ranks, tmp_path: Path, model: str) -> Non
                     assert worst < 1e-12, f"{model} {world} ranks {settings}, rank {rank}: {worst:.2e}"
 
 
-def _train(place: Place, job: Job, folder: Path) -> int:
+def _train(place: RankEnvironment, job: Job, folder: Path) -> int:
     return run_rank(job, place, folder, StopFlag()).steps
 
 
-def _load_and_save(group: Group, job: Job, found: Path, folder: Path) -> None:
+def _load_and_save(group: RankGroup, job: Job, found: Path, folder: Path) -> None:
     """In another layout, into another folder."""
     with numerics(job):
         state = build_parts(job, group, folder).state

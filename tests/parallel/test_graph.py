@@ -10,27 +10,33 @@ from typer.testing import CliRunner
 
 from motet.cli.show import app
 from motet.cli.show_step import parts_of
-from motet.parallel.communication import CommunicationSettings
-from motet.parallel.data import FlatSpread
-from motet.parallel.graph import Message, Node, Stretch, schedule, step_graph
-from motet.parallel.group import Group
+from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
+from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.layout import Layout
+from motet.parallel.process.process_group import RankGroup
+from motet.parallel.step_plan.timeline import (
+    CommUnitVolume,
+    ModelSegment,
+    TimelineNode,
+    build_step_graph,
+    compute_node_times,
+)
 from motet.train.assemble import build_parts, numerics
 from train.runs import small_job
 
 STRETCHES = [
-    Stretch("embedding", 1.0, frozenset({"table"})),
-    *(Stretch(f"block {i}", 4.0, frozenset({f"{i}.a", f"{i}.b"})) for i in range(3)),
-    Stretch("head", 2.0, frozenset({"norm"})),
+    ModelSegment("embedding", 1.0, frozenset({"table"})),
+    *(ModelSegment(f"block {i}", 4.0, frozenset({f"{i}.a", f"{i}.b"})) for i in range(3)),
+    ModelSegment("head", 2.0, frozenset({"norm"})),
 ]
 BUCKETS = [
-    Message("bucket 0", frozenset({"norm", "2.b"}), 3.0, 3.0),
-    Message("bucket 1", frozenset({"2.a", "1.b", "1.a", "0.b"}), 5.0, 5.0),
-    Message("bucket 2", frozenset({"0.a", "table"}), 4.0, 4.0),
+    CommUnitVolume("bucket 0", frozenset({"norm", "2.b"}), 3.0, 3.0),
+    CommUnitVolume("bucket 1", frozenset({"2.a", "1.b", "1.a", "0.b"}), 5.0, 5.0),
+    CommUnitVolume("bucket 2", frozenset({"0.a", "table"}), 4.0, 4.0),
 ]
 UNITS = [
-    *(Message(f"block {i}", STRETCHES[i + 1].parameters, 4.0, 2.0, is_block=True) for i in (2, 1, 0)),
-    Message("the rest", frozenset({"table", "norm"}), 3.0, 1.5),
+    *(CommUnitVolume(f"block {i}", STRETCHES[i + 1].parameters, 4.0, 2.0, is_block=True) for i in (2, 1, 0)),
+    CommUnitVolume("the rest", frozenset({"table", "norm"}), 3.0, 1.5),
 ]
 LAYOUTS = [
     Layout(4, parts, zero, 4 if zero else 1, regather)
@@ -38,23 +44,23 @@ LAYOUTS = [
 ]
 
 
-def made(layout: Layout, overlap: str) -> dict[str, Node]:
+def made(layout: Layout, overlap: str) -> dict[str, TimelineNode]:
     settings = CommunicationSettings.model_validate({"overlap": overlap})
-    nodes = step_graph(STRETCHES, UNITS if layout.zero == 3 else BUCKETS, layout, settings)
-    found: dict[str, Node] = {}
+    nodes = build_step_graph(STRETCHES, UNITS if layout.zero == 3 else BUCKETS, layout, settings)
+    found: dict[str, TimelineNode] = {}
     for node in nodes:
         assert node.name not in found
-        assert all(name in found for name in node.after), node
+        assert all(name in found for name in node.depends_on), node
         found[node.name] = node
     return found
 
 
-def before(name: str, nodes: dict[str, Node]) -> set[str]:
+def before(name: str, nodes: dict[str, TimelineNode]) -> set[str]:
     """All that is done when a node begins."""
     done: set[str] = set()
     waiting = [name]
     while waiting:
-        new = set(nodes[waiting.pop()].after) - done
+        new = set(nodes[waiting.pop()].depends_on) - done
         done |= new
         waiting += new
     return done
@@ -99,7 +105,7 @@ def test_stage_3_gathers_before_it_computes(layout: Layout) -> None:
     for stretch, message, part in product(STRETCHES, UNITS, names_of_parts(layout)):
         if message.parameters & stretch.parameters:
             assert f"gather {message.name} for forward{part}" in before(f"forward {stretch.name}{part}", nodes)
-            way = "backward" if message.is_block and layout.regather else "forward"
+            way = "backward" if message.is_block and layout.reshard_after_forward else "forward"
             assert f"gather {message.name} for {way}{part}" in before(f"backward {stretch.name}{part}", nodes)
 
 
@@ -108,7 +114,7 @@ def test_overlap_makes_a_step_shorter_and_never_longer(zero: int) -> None:
     layout = Layout(4, 2, zero, 4 if zero else 1)
     ends = []
     for overlap in ("none", "backward", "forward"):
-        times = schedule(list(made(layout, overlap).values()), lambda node: node.work)
+        times = compute_node_times(list(made(layout, overlap).values()), lambda node: node.work)
         ends.append(max(stop for _, stop in times.values()))
     assert ends[0] > ends[1] > ends[2]
 
@@ -119,16 +125,16 @@ def complete_in_order(job_folder: Path) -> tuple[list[int], list[frozenset[str]]
     job = small_job(job_folder, *small)
     order: list[int] = []
     with numerics(job):
-        parts = build_parts(job, Group(0, 1, None, torch.device("cpu")), job_folder)
+        parts = build_parts(job, RankGroup(0, 1, None, torch.device("cpu")), job_folder)
         spread = parts.updater.spread
-        assert isinstance(spread, FlatSpread)
-        spread.weights.gradients.on_complete = order.append
+        assert isinstance(spread, BucketedDataParallel)
+        spread.flat_parameters.gradients.on_bucket_ready = order.append
         parts.stepper(job).step(0, 0.001)
         stretches, messages = parts_of(job, parts.layout)
-    nodes = step_graph(stretches, messages, parts.layout, job.communication)
-    said = [node.of for node in nodes if node.kind == "reduce"]
+    nodes = build_step_graph(stretches, messages, parts.layout, job.communication)
+    said = [node.label for node in nodes if node.kind == "reduce"]
     assert [message.parameters for message in messages] == [
-        frozenset(member.name for member in bucket.members) for bucket in spread.weights.buckets
+        frozenset(member.name for member in bucket.members) for bucket in spread.flat_parameters.buckets
     ]
     return order, [message.parameters for message in messages], said
 

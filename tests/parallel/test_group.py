@@ -7,47 +7,54 @@ import torch
 import torch.distributed as dist
 
 from motet.core.errors import InputError
-from motet.parallel.group import Group, agree, answer, meeting, pick_device, start_group
-from motet.parallel.place import ALONE, Place
+from motet.parallel.process.launch_environment import SINGLE_RANK, RankEnvironment
+from motet.parallel.process.process_group import (
+    RankGroup,
+    broadcast_decision,
+    pick_device,
+    read_decision,
+    rendezvous_store,
+    start_process_group,
+)
 from motet.train.faults import guarded
 from ranks import Ranks
 from waiting import free_port
 
 
-def total(group: Group) -> float:
+def total(group: RankGroup) -> float:
     tensor = torch.tensor([group.rank + 1.0])
     if group.process_group is not None:
         dist.all_reduce(tensor, group=group.process_group)
     return tensor.item()
 
 
-def over_tcp(place: Place, port: int) -> float:
+def over_tcp(place: RankEnvironment, port: int) -> float:
     """As under srun: rank 0 serves the store, on which the run folder is agreed first."""
-    with meeting(replace(place, rendezvous=f"tcp://127.0.0.1:{port}"), 30.0) as (place, store):
-        assert agree(store, place.rank, "folder", lambda: "runs/x-001") == "runs/x-001"
-        with start_group(place, "cpu", 30.0) as group:
+    with rendezvous_store(replace(place, rendezvous=f"tcp://127.0.0.1:{port}"), 30.0) as (place, store):
+        assert broadcast_decision(store, place.rank, "folder", lambda: "runs/x-001") == "runs/x-001"
+        with start_process_group(place, "cpu", 30.0) as group:
             return total(group)
 
 
-def attempts_on_one_store(place: Place) -> list[float]:
+def attempts_on_one_store(place: RankEnvironment) -> list[float]:
     """As under torchrun after a restart: the store is still there, with what the attempt before has left."""
     sums = []
-    with meeting(place, 30.0) as (_, store):  # a FileStore is gone with the last that has it open
+    with rendezvous_store(place, 30.0) as (_, store):  # a FileStore is gone with the last that has it open
         for attempt in range(3):
-            with start_group(replace(place, attempt=attempt), "cpu", 30.0) as group:
+            with start_process_group(replace(place, attempt=attempt), "cpu", 30.0) as group:
                 sums.append(total(group))
-        agree(store, place.rank, "left-0", lambda: "by attempt 0")
-        assert answer(store, "left-0") == "by attempt 0"
+        broadcast_decision(store, place.rank, "left-0", lambda: "by attempt 0")
+        assert read_decision(store, "left-0") == "by attempt 0"
     return sums
 
 
-def one_cannot_decide(place: Place) -> tuple[int, str, bool]:
+def one_cannot_decide(place: RankEnvironment) -> tuple[int, str, bool]:
     def fail() -> str:
         raise InputError("runs/ is not writable")
 
     def work() -> int:
-        with meeting(place, 30.0) as (_, store):
-            agree(store, place.rank, "folder", fail)
+        with rendezvous_store(place, 30.0) as (_, store):
+            broadcast_decision(store, place.rank, "folder", fail)
         return 0
 
     record = guarded(place.rank, work)
@@ -55,8 +62,8 @@ def one_cannot_decide(place: Place) -> tuple[int, str, bool]:
 
 
 def test_a_world_of_one_needs_no_process_group() -> None:
-    with start_group(ALONE, "cpu", 1.0) as group:
-        assert group == Group(0, 1, None, torch.device("cpu"))
+    with start_process_group(SINGLE_RANK, "cpu", 1.0) as group:
+        assert group == RankGroup(0, 1, None, torch.device("cpu"))
         assert not dist.is_initialized()
 
 
@@ -81,7 +88,7 @@ def test_when_rank_0_cannot_decide_it_alone_is_the_cause(ranks: Ranks) -> None:
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = Place(3, 8, 1, 2, 0, "tcp://x:1")
+    here = RankEnvironment(3, 8, 1, 2, 0, "tcp://x:1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert pick_device("cpu", here) == torch.device("cpu")

@@ -4,16 +4,16 @@ import pytest
 
 from motet.core.errors import InputError
 from motet.parallel.layout import LayoutSettings, resolve_layout
-from motet.parallel.shares import shares_of_rank
+from motet.parallel.row_assignment import microbatches_of_rank
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 def test_ranks_and_microbatches_cover_the_batch_once(ranks: int, microbatches: int) -> None:
     layout = resolve_layout(LayoutSettings(microbatches=microbatches), ranks, 48)
-    rows = [row for rank in range(ranks) for share in shares_of_rank(layout, rank, 48) for row in share.rows]
+    rows = [row for rank in range(ranks) for share in microbatches_of_rank(layout, rank, 48) for row in share.rows]
     assert rows == list(range(48))
-    assert {len(share.rows) for rank in range(ranks) for share in shares_of_rank(layout, rank, 48)} == {
+    assert {len(share.rows) for rank in range(ranks) for share in microbatches_of_rank(layout, rank, 48)} == {
         48 // ranks // microbatches
     }
 

@@ -10,11 +10,11 @@ from torch import Tensor
 import motet
 from motet.core.errors import InputError
 from motet.core.trace import install_sink
-from motet.parallel.communication import CommunicationSettings
-from motet.parallel.differences import Differences
-from motet.parallel.group import Group
+from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.layout import Layout
-from motet.parallel.meetings import Schedule, cut_fragments
+from motet.parallel.local_sgd.pseudo_gradients import PseudoGradientReducer
+from motet.parallel.local_sgd.schedule import FragmentSyncSchedule, split_into_fragments
+from motet.parallel.process.process_group import RankGroup
 from motet.train.engine import Update
 from on_ranks import Counter
 from parallel.apart import (
@@ -38,7 +38,7 @@ from ranks import Ranks
 
 
 def train(
-    group: Group,
+    group: RankGroup,
     layout: str,
     outer: dict[str, Any],
     optimizer: dict[str, Any],
@@ -146,7 +146,7 @@ def test_what_was_underway_is_merged_after_the_delay(
 # --- what is sent ----------------------------------------------------------------------------------
 
 
-def bytes_of_steps(group: Group, layout: str, outer: dict[str, Any]) -> list[dict[str, float]]:
+def bytes_of_steps(group: RankGroup, layout: str, outer: dict[str, Any]) -> list[dict[str, float]]:
     """Per step: what was sent by Programs, and the sizes of all collectives."""
     ring = {"all_reduce": "ring", "reduce_scatter": "ring", "all_gather": "ring"}
     engine = motet.parallelize(
@@ -184,7 +184,7 @@ def test_between_meetings_bytes_stay_inside_a_replica(ranks: Ranks) -> None:
     assert sum(shares[:2]) == sum(shares[2:]) == 8 * (36 + 6 + 36 + 6)
 
 
-def compressed(group: Group, layout: str, outer: dict[str, Any], codec: str, folder: str) -> list[Any]:
+def compressed(group: RankGroup, layout: str, outer: dict[str, Any], codec: str, folder: str) -> list[Any]:
     """Sizes of messages, and what this rank keeps, after each step; the last ones after a checkpoint."""
     how = {"compress_gradients": codec, "compress_over": "replicas"}
     engine, found = engine_of(layout, outer, how), []
@@ -224,24 +224,24 @@ def test_differences_may_be_compressed(
 
 
 def test_differences_are_no_matrices() -> None:
-    alone, how = Group(0, 1, None, torch.device("cpu")), CommunicationSettings(compress_gradients="powersgd")
+    alone, how = RankGroup(0, 1, None, torch.device("cpu")), CommunicationSettings(compress_gradients="powersgd")
     with pytest.raises(InputError, match=r"compress_gradients = 'powersgd' is for matrices, .* use another codec"):
-        Differences(how, Layout(2, 1), alone, [])
+        PseudoGradientReducer(how, Layout(2, 1), alone, [])
 
 
 def test_fragments_are_runs_of_about_equal_size() -> None:
     sizes = {f"p{i}": 10 for i in range(10)}
-    assert [len(names) for names in cut_fragments(sizes, 4)] == [2, 3, 2, 3]
-    assert cut_fragments({"table": 1000, "a": 1, "b": 1}, 3) == [["table"], ["a"], ["b"]]
-    assert cut_fragments({"a": 1, "b": 1, "table": 1000}, 3) == [["a"], ["b"], ["table"]]
+    assert [len(names) for names in split_into_fragments(sizes, 4)] == [2, 3, 2, 3]
+    assert split_into_fragments({"table": 1000, "a": 1, "b": 1}, 3) == [["table"], ["a"], ["b"]]
+    assert split_into_fragments({"a": 1, "b": 1, "table": 1000}, 3) == [["a"], ["b"], ["table"]]
 
 
 def test_each_fragment_has_its_turn_between_two_meetings() -> None:
-    when = Schedule(every=6, fragments=4, delay=5)
-    turns = {done: when.leaving(done) for done in range(1, 13)}
+    when = FragmentSyncSchedule(every=6, fragments=4, delay=5)
+    turns = {done: when.due_fragments(done) for done in range(1, 13)}
     assert turns == {1: [0], 3: [1], 4: [2], 6: [3], 7: [0], 9: [1], 10: [2], 12: [3], 2: [], 5: [], 8: [], 11: []}
-    assert when.underway(7) == [(3, [1]), (4, [2]), (6, [3]), (7, [0])]
-    assert Schedule(2, 1, 0).underway(2) == []
+    assert when.in_flight(7) == [(3, [1]), (4, [2]), (6, [3]), (7, [0])]
+    assert FragmentSyncSchedule(2, 1, 0).in_flight(2) == []
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import motet
-from motet.parallel.group import Group
+from motet.parallel.process.process_group import RankGroup
 from motet.train.engine import Engine
 from parallel.apart import (
     DILOCO,
@@ -27,7 +27,7 @@ from ranks import Ranks
 # --- checkpoints -----------------------------------------------------------------------------------
 
 
-def interrupted(group: Group, layout: str, outer: dict[str, Any], folder: str, at: int) -> list[bool]:
+def interrupted(group: RankGroup, layout: str, outer: dict[str, Any], folder: str, at: int) -> list[bool]:
     """Whether a run that goes on from a checkpoint has the same bits as one that was never stopped, step by step."""
     first = engine_of(layout, outer)
     for step in range(at):
@@ -59,7 +59,9 @@ def test_a_run_goes_on_bit_for_bit(
         assert all(found), found
 
 
-def save_at(group: Group, layout: str, outer: dict[str, Any], folder: str, at: int) -> dict[str, tuple[int, Tensor]]:
+def save_at(
+    group: RankGroup, layout: str, outer: dict[str, Any], folder: str, at: int
+) -> dict[str, tuple[int, Tensor]]:
     """What the replicas have agreed on."""
     engine = engine_of(layout, outer)
     for step in range(at):
@@ -70,7 +72,7 @@ def save_at(group: Group, layout: str, outer: dict[str, Any], folder: str, at: i
 
 
 def go_on_from(
-    group: Group, layout: str, outer: dict[str, Any], folder: str
+    group: RankGroup, layout: str, outer: dict[str, Any], folder: str
 ) -> tuple[dict[str, tuple[int, Tensor]], list[str], bool]:
     engine = engine_of(layout, outer)
     _, changes = engine._state(folder).restore(Path(folder) / "step-00000006")
@@ -115,11 +117,11 @@ def test_replicas_go_out_from_a_checkpoint_of_data_parallelism(ranks: Ranks, tmp
 def spoil(engine: Engine) -> None:
     """The parameters of this rank are lost."""
     spread = engine.updater.spread
-    for piece in spread.pieces(spread.masters).values():
+    for piece in spread.local_shards(spread.local_masters).values():
         piece.values.fill_(float("inf"))
 
 
-def lost(group: Group, layout: str, outer: dict[str, Any]) -> tuple[list[tuple[bool, int]], list[bool]]:
+def lost(group: RankGroup, layout: str, outer: dict[str, Any]) -> tuple[list[tuple[bool, int]], list[bool]]:
     """(finite, skipped) after each step, and whether masters are: the last rank has a bad batch, then bad masters."""
     engine = engine_of(layout, outer)
     told, whole = [], []
@@ -131,7 +133,7 @@ def lost(group: Group, layout: str, outer: dict[str, Any]) -> tuple[list[tuple[b
             spoil(engine)
         done = engine.step(x)
         told.append((done.finite, done.skipped))
-        whole.append(all(bool(m.isfinite().all()) for m in engine.updater.spread.masters))
+        whole.append(all(bool(m.isfinite().all()) for m in engine.updater.spread.local_masters))
     return told, whole
 
 
@@ -157,7 +159,7 @@ def test_what_a_lost_replica_has_learned_is_left_out(ranks: Ranks) -> None:
             torch.testing.assert_close(values, alone.anchor[name].flatten(), rtol=1e-12, atol=1e-12)
 
 
-def train_with_a_lost_replica(group: Group) -> dict[str, tuple[int, Tensor]]:
+def train_with_a_lost_replica(group: RankGroup) -> dict[str, tuple[int, Tensor]]:
     engine = engine_of("", DILOCO)
     for step in range(4):
         if group.rank == 2:
@@ -169,7 +171,7 @@ def train_with_a_lost_replica(group: Group) -> dict[str, tuple[int, Tensor]]:
 # --- one model of all ------------------------------------------------------------------------------
 
 
-def finished(group: Group, outer: dict[str, Any], steps: int) -> tuple[bool, dict[str, tuple[int, Tensor]]]:
+def finished(group: RankGroup, outer: dict[str, Any], steps: int) -> tuple[bool, dict[str, tuple[int, Tensor]]]:
     engine = engine_of("", outer)
     for step in range(steps):
         engine.step(batch(step, group.rank))
@@ -214,7 +216,7 @@ class Normed(nn.Module):
         return self.out(self.norm(x))
 
 
-def with_buffers(group: Group, layout: str) -> list[tuple[Tensor, Tensor, Tensor]]:
+def with_buffers(group: RankGroup, layout: str) -> list[tuple[Tensor, Tensor, Tensor]]:
     """The running mean after each step, while the replicas' common model is looked at, and after that."""
     torch.manual_seed(2)
     engine = motet.parallelize(Normed().double(), layout, loss=loss_sum, precision="fp64", outer={"every": 3})

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor, nn
 
 import motet
-from motet.parallel.communication import CommunicationSettings
-from motet.parallel.group import Group
+from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
+from motet.parallel.data_parallel.zero import model_state_memory
 from motet.parallel.layout import parse_layout, resolve_layout
-from motet.parallel.peak import peak
-from motet.parallel.placement import memory
+from motet.parallel.process.process_group import RankGroup
+from motet.parallel.step_plan.memory import peak_transient_bytes
 from motet.precision.recipe import RECIPES
 from parallel.storages import Storages
 from ranks import Ranks
@@ -46,7 +46,7 @@ class Net(nn.Module):
         return scores
 
 
-def measured(group: Group, layout: str, name: str, how: dict[str, object]) -> tuple[int, int, int, int]:
+def measured(group: RankGroup, layout: str, name: str, how: dict[str, object]) -> tuple[int, int, int, int]:
     """Kept and most bytes of a step, counted; and what is said of both."""
     settings, recipe = parse_layout(layout), RECIPES[name]
     communication = CommunicationSettings.model_validate(how)
@@ -70,8 +70,8 @@ def measured(group: Group, layout: str, name: str, how: dict[str, object]) -> tu
     with storages:
         engine.step(*batches)
     resolved = resolve_layout(settings, group.world, group.world * settings.microbatches)
-    said = memory(spread.portions, resolved, recipe, 2, group.rank).total
-    return kept, storages.peak, said, said + peak(spread.portions, resolved, recipe, communication)
+    said = model_state_memory(spread.portions, resolved, recipe, 2, group.rank).total
+    return kept, storages.peak, said, said + peak_transient_bytes(spread.portions, resolved, recipe, communication)
 
 
 @pytest.mark.parametrize(

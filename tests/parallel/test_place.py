@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.core.errors import InputError
-from motet.parallel.place import ALONE, Place, environment_of, first_host, place_from, threads_for
+from motet.parallel.process.launch_environment import (
+    SINGLE_RANK,
+    RankEnvironment,
+    environment_variables_for,
+    first_host,
+    read_rank_environment,
+    threads_for,
+)
 
 TORCHRUN = {
     "RANK": "5",
@@ -33,20 +40,22 @@ SLURM = {
 
 
 def test_no_launcher() -> None:
-    assert place_from({"HOME": "/root", "MASTER_ADDR": "left over", "MASTER_PORT": "1"}) is None
+    assert read_rank_environment({"HOME": "/root", "MASTER_ADDR": "left over", "MASTER_PORT": "1"}) is None
 
 
 @given(st.integers(1, 5000), st.data(), st.integers(0, 9))
 def test_our_own_comes_back(world: int, data: st.DataObject, attempt: int) -> None:
     rank = data.draw(st.integers(0, world - 1))
-    place = Place(rank, world, rank, world, attempt, "file:///tmp/a folder/store")
-    assert place_from({**TORCHRUN, **SLURM, **environment_of(place)}) == place
+    place = RankEnvironment(rank, world, rank, world, attempt, "file:///tmp/a folder/store")
+    assert read_rank_environment({**TORCHRUN, **SLURM, **environment_variables_for(place)}) == place
 
 
 def test_torchrun() -> None:
-    assert place_from({**SLURM, **TORCHRUN}) == Place(5, 8, 1, 4, 2, "tcp://host-a:29500", served=True)
+    assert read_rank_environment({**SLURM, **TORCHRUN}) == RankEnvironment(
+        5, 8, 1, 4, 2, "tcp://host-a:29500", store_exists=True
+    )
     plain = {name: value for name, value in TORCHRUN.items() if not name.startswith("TORCHELASTIC")}
-    assert place_from({**plain, "MASTER_ADDR": "::1"}) == Place(5, 8, 1, 4, 0, "tcp://[::1]:29500")
+    assert read_rank_environment({**plain, "MASTER_ADDR": "::1"}) == RankEnvironment(5, 8, 1, 4, 0, "tcp://[::1]:29500")
 
 
 @pytest.mark.parametrize(
@@ -55,7 +64,7 @@ def test_torchrun() -> None:
 def test_half_of_torchrun_is_refused(missing: str) -> None:
     half = {name: value for name, value in TORCHRUN.items() if name != missing}
     with pytest.raises(InputError, match=rf"^{missing} is not set, .*unset them and use `motet train --ranks N`$"):
-        place_from(half)
+        read_rank_environment(half)
 
 
 @pytest.mark.parametrize(
@@ -70,23 +79,27 @@ def test_half_of_torchrun_is_refused(missing: str) -> None:
 )
 def test_impossible_places_are_refused(name: str, value: str, sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
-        place_from({**TORCHRUN, name: value})
+        read_rank_environment({**TORCHRUN, name: value})
 
 
 def test_slurm() -> None:
-    place = place_from(SLURM)
-    assert place == Place(5, 6, 1, 2, 0, f"tcp://node07:{15000 + 12345 * 31 % 15000}")
-    again = place_from({**SLURM, "SLURM_RESTART_COUNT": "1", "SLURM_CPUS_PER_TASK": "12", "SLURM_STEP_ID": "1"})
+    place = read_rank_environment(SLURM)
+    assert place == RankEnvironment(5, 6, 1, 2, 0, f"tcp://node07:{15000 + 12345 * 31 % 15000}")
+    again = read_rank_environment(
+        {**SLURM, "SLURM_RESTART_COUNT": "1", "SLURM_CPUS_PER_TASK": "12", "SLURM_STEP_ID": "1"}
+    )
     assert again is not None
     assert (again.attempt, again.cores) == (1, 12)
     assert again.rendezvous != place.rendezvous
-    ours = place_from({**SLURM, "MASTER_ADDR": "boss", "MASTER_PORT": "777"})
+    ours = read_rank_environment({**SLURM, "MASTER_ADDR": "boss", "MASTER_PORT": "777"})
     assert ours == replace(place, rendezvous="tcp://boss:777")
 
 
 def test_a_step_counts_more_than_its_allocation() -> None:
     step = {"SLURM_STEP_NUM_TASKS": "12", "SLURM_STEP_NODELIST": "b[1,4]", "SLURM_STEP_TASKS_PER_NODE": "2(x2),8"}
-    assert place_from({**SLURM, **step}) == Place(5, 12, 1, 8, 0, f"tcp://b1:{15000 + 12345 * 31 % 15000}")
+    assert read_rank_environment({**SLURM, **step}) == RankEnvironment(
+        5, 12, 1, 8, 0, f"tcp://b1:{15000 + 12345 * 31 % 15000}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,7 +110,7 @@ def test_a_step_counts_more_than_its_allocation() -> None:
     ],
 )
 def test_a_shell_of_slurm_is_no_rank(shell: dict[str, str]) -> None:
-    assert place_from(shell) is None
+    assert read_rank_environment(shell) is None
 
 
 @pytest.mark.parametrize(
@@ -112,7 +125,7 @@ def test_a_shell_of_slurm_is_no_rank(shell: dict[str, str]) -> None:
 )
 def test_half_of_slurm_is_refused(name: str, value: str, sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
-        place_from({**SLURM, name: value})
+        read_rank_environment({**SLURM, name: value})
 
 
 @pytest.mark.parametrize(
@@ -150,9 +163,9 @@ def test_any_text_is_a_host_or_a_sentence(text: str) -> None:
 
 
 def test_threads_are_set_given_or_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("motet.parallel.place.usable_cores", lambda: 7)
-    assert threads_for(ALONE, None) == 7
-    assert threads_for(replace(ALONE, local_world=2), None) == 3
-    assert threads_for(replace(ALONE, local_world=9), None) == 1
-    assert threads_for(replace(ALONE, local_world=2, cores=5), None) == 5
-    assert threads_for(replace(ALONE, local_world=2, cores=5), 2) == 2
+    monkeypatch.setattr("motet.parallel.process.launch_environment.usable_cores", lambda: 7)
+    assert threads_for(SINGLE_RANK, None) == 7
+    assert threads_for(replace(SINGLE_RANK, local_world=2), None) == 3
+    assert threads_for(replace(SINGLE_RANK, local_world=9), None) == 1
+    assert threads_for(replace(SINGLE_RANK, local_world=2, cores=5), None) == 5
+    assert threads_for(replace(SINGLE_RANK, local_world=2, cores=5), 2) == 2

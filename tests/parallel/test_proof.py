@@ -12,10 +12,15 @@ from proof_plans import SHAPES, SMALL, plan, servers
 
 from motet.collectives import Program
 from motet.core.errors import InputError
-from motet.parallel.communication import CommunicationSettings
-from motet.parallel.course import Parameters, held, plan_of
+from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.layout import Layout, parse_layout, resolve_layout
-from motet.parallel.proof import UnprovenLayoutError, prove_held, prove_plan, prove_programs
+from motet.parallel.step_plan.check import (
+    InvalidStepPlanError,
+    check_rank_matches_plan,
+    prove_collective_programs,
+    prove_step_plan,
+)
+from motet.parallel.step_plan.plan import ParameterInventory, make_step_plan, updated_ranges
 from motet.precision.recipe import RECIPES
 
 
@@ -34,9 +39,9 @@ def test_every_layout_is_right(ranks: int) -> None:
             made = plan(" ".join(words), ranks, overlap)
         except InputError:
             continue
-        proof = prove_plan(made)
-        assert proof.rows == 48 and proof.elements == sum(map(prod, SHAPES.values()))
-        assert proof.copies == (ranks if zero == 0 else ranks // (group or ranks))
+        check = prove_step_plan(made)
+        assert check.rows == 48 and check.elements == sum(map(prod, SHAPES.values()))
+        assert check.copies == (ranks if zero == 0 else ranks // (group or ranks))
         tried += 1
     assert tried >= (20 if 48 % ranks == 0 else 0)
 
@@ -44,16 +49,16 @@ def test_every_layout_is_right(ranks: int) -> None:
 @pytest.mark.parametrize(("ranks", "count"), [(2, 1), (4, 1), (4, 3), (6, 6)])
 def test_servers_among_the_ranks_are_right(ranks: int, count: int) -> None:
     made = plan(servers(count), ranks)
-    assert prove_plan(made).copies == 1
-    owned = {part for portion in made.portions for part in portion.cut}
+    assert prove_step_plan(made).copies == 1
+    owned = {part for portion in made.comm_units for part in portion.shard_ranges}
     assert (0, 0) in owned  # some rank has nothing of some bucket
 
 
 @pytest.mark.parametrize("layout", ["", "zero=1 shard_group=2", "zero=3 shard_group=3"])
 def test_replicas_that_train_apart_are_right(layout: str) -> None:
     made = plan(layout, 6, apart=True)
-    assert prove_plan(made).ranks == {"": 1, "zero=1 shard_group=2": 2}.get(layout, 3)
-    assert len(made.rows) == 6
+    assert prove_step_plan(made).ranks == {"": 1, "zero=1 shard_group=2": 2}.get(layout, 3)
+    assert len(made.rows_by_rank) == 6
 
 
 SHAPE = st.lists(st.integers(0, 9), max_size=3).map(tuple)
@@ -74,30 +79,30 @@ def test_odd_shapes_are_right(shapes: list[tuple[int, ...]], ranks: int, stage: 
     except InputError:
         return
     how = SMALL.model_copy(update={"overlap": overlap})
-    proof = prove_plan(plan_of(Parameters(named, {"p1": 1}), layout, RECIPES["bf16"], how, ranks))
-    assert proof.parameters == len(shapes)
+    check = prove_step_plan(make_step_plan(ParameterInventory(named, {"p1": 1}), layout, RECIPES["bf16"], how, ranks))
+    assert check.parameters == len(shapes)
 
 
 def test_programs_are_proven_for_the_ranks_of_their_groups() -> None:
     layout = resolve_layout(parse_layout("zero=2 shard_group=2"), 6, 6)
     named = CommunicationSettings(all_reduce="ring", reduce_scatter="ring", all_gather="ring")
-    played = {(one.collective, one.ranks) for one in prove_programs(layout, named)}
+    played = {(one.collective, one.ranks) for one in prove_collective_programs(layout, named)}
     assert played == {("reduce-scatter", 2), ("all-reduce", 3), ("all-gather", 2)}
     owned = resolve_layout(parse_layout(servers(2)), 3, 3)
-    assert {one.collective for one in prove_programs(owned, SMALL)} == {"reduce", "broadcast"}
+    assert {one.collective for one in prove_collective_programs(owned, SMALL)} == {"reduce", "broadcast"}
 
 
 def test_a_wrong_program_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     from motet.collectives.algorithms import build
-    from motet.parallel import proof
+    from motet.parallel.step_plan import check
 
     def broken(*given: Any, **options: Any) -> Program:
         made = build(*given, **options)
         return replace(made, steps=made.steps[:-1])
 
-    monkeypatch.setattr(proof, "program", broken)
-    with pytest.raises(UnprovenLayoutError, match=r"all-reduce/ring.* is wrong"):
-        prove_programs(Layout(4, 1), CommunicationSettings(all_reduce="ring"))
+    monkeypatch.setattr(check, "program", broken)
+    with pytest.raises(InvalidStepPlanError, match=r"all-reduce/ring.* is wrong"):
+        prove_collective_programs(Layout(4, 1), CommunicationSettings(all_reduce="ring"))
 
 
 def test_a_thousand_ranks_are_looked_at_by_their_classes() -> None:
@@ -106,10 +111,10 @@ def test_a_thousand_ranks_are_looked_at_by_their_classes() -> None:
     how = CommunicationSettings()
     for words in ("zero=0", "zero=1", "zero=2 shard_group=8", "zero=3", "zero=3 shard_group=8 secondary_group=2"):
         layout = resolve_layout(parse_layout(words), 1024, 1024)
-        found = plan_of(Parameters(shapes, {}), layout, RECIPES["bf16"], how, 1024)
-        assert prove_plan(found).ranks == 1024
-        assert len({id(portion.cut) for portion in found.portions}) <= 8
-        assert len({id(portion.course) for portion in found.portions}) == 1
+        found = make_step_plan(ParameterInventory(shapes, {}), layout, RECIPES["bf16"], how, 1024)
+        assert prove_step_plan(found).ranks == 1024
+        assert len({id(portion.shard_ranges) for portion in found.comm_units}) <= 8
+        assert len({id(portion.schedule) for portion in found.comm_units}) == 1
 
 
 @pytest.mark.parametrize("layout", ["", "zero=1", "zero=2 shard_group=2", "zero=3", servers(3)])
@@ -117,15 +122,21 @@ def test_a_thousand_ranks_are_looked_at_by_their_classes() -> None:
 def test_ranks_are_held_to_their_plan(layout: str, overlap: str) -> None:
     made = plan(layout, 4, overlap)
     counting = {
-        rank for move in made.portions[0].course if move.verb == "norm" for ranks in move.sets for rank in ranks
+        rank
+        for move in made.comm_units[0].schedule
+        if move.kind == "norm"
+        for ranks in move.rank_groups
+        for rank in ranks
     }
     for rank in range(4):
-        prove_held(made, rank, held(made, rank) | {"none": (0, 0)}, rank in counting)
-        with pytest.raises(UnprovenLayoutError, match=f"rank {rank} (counts|does not count) in the norm"):
-            prove_held(made, rank, held(made, rank), rank not in counting)
-    name, (first, stop) = next(iter(held(made, 0).items()))
+        check_rank_matches_plan(made, rank, updated_ranges(made, rank) | {"none": (0, 0)}, rank in counting)
+        with pytest.raises(InvalidStepPlanError, match=f"rank {rank} (counts|does not count) in the norm"):
+            check_rank_matches_plan(made, rank, updated_ranges(made, rank), rank not in counting)
+    name, (first, stop) = next(iter(updated_ranges(made, 0).items()))
     one_less = f"elements? {first}( to {stop - 2})? of {name}"
-    with pytest.raises(UnprovenLayoutError, match=f"rank 0 updates {one_less}, where its plan says element"):
-        prove_held(made, 0, held(made, 0) | {name: (first, stop - 1)}, counts=True)
-    with pytest.raises(UnprovenLayoutError, match=f"rank 0 updates nothing of {name}, where its plan says"):
-        prove_held(made, 0, {n: part for n, part in held(made, 0).items() if n != name}, counts=True)
+    with pytest.raises(InvalidStepPlanError, match=f"rank 0 updates {one_less}, where its plan says element"):
+        check_rank_matches_plan(made, 0, updated_ranges(made, 0) | {name: (first, stop - 1)}, contributes_to_norm=True)
+    with pytest.raises(InvalidStepPlanError, match=f"rank 0 updates nothing of {name}, where its plan says"):
+        check_rank_matches_plan(
+            made, 0, {n: part for n, part in updated_ranges(made, 0).items() if n != name}, contributes_to_norm=True
+        )

@@ -6,65 +6,65 @@ from dataclasses import replace
 import pytest
 from proof_plans import plan, servers
 
-from motet.parallel.course import Move, Plan, Portion, Verb
 from motet.parallel.layout import Layout
-from motet.parallel.proof import UnprovenLayoutError, prove_plan
+from motet.parallel.step_plan.check import InvalidStepPlanError, prove_step_plan
+from motet.parallel.step_plan.plan import ActionKind, CommUnit, CommUnitAction, StepPlan
 
-Change = Callable[[Plan], Plan]
+Change = Callable[[StepPlan], StepPlan]
 
 
-def of_portion(name: str, change: Callable[[Portion], Portion]) -> Change:
+def of_portion(name: str, change: Callable[[CommUnit], CommUnit]) -> Change:
     """Plant it into the portion that has this parameter."""
 
-    def planted(good: Plan) -> Plan:
+    def planted(good: StepPlan) -> StepPlan:
         return replace(
             good,
-            portions=tuple(change(p) if name in {m.name for m in p.members} else p for p in good.portions),
+            portions=tuple(change(p) if name in {m.name for m in p.members} else p for p in good.comm_units),
         )
 
     return planted
 
 
-def moves(change: Callable[[Move], list[Move]], name: str = "w") -> Change:
-    return of_portion(name, lambda p: replace(p, course=tuple(new for move in p.course for new in change(move))))
+def moves(change: Callable[[CommUnitAction], list[CommUnitAction]], name: str = "w") -> Change:
+    return of_portion(name, lambda p: replace(p, course=tuple(new for move in p.schedule for new in change(move))))
 
 
-def over(verb: Verb, sets: tuple[tuple[int, ...], ...], name: str = "w") -> Change:
+def over(verb: ActionKind, sets: tuple[tuple[int, ...], ...], name: str = "w") -> Change:
     """Other ranks do it together."""
-    return moves(lambda move: [Move(verb, sets) if move.verb == verb else move], name)
+    return moves(lambda move: [CommUnitAction(verb, sets) if move.kind == verb else move], name)
 
 
-def without(verb: Verb) -> Change:
-    return moves(lambda move: [] if move.verb == verb else [move])
+def without(verb: ActionKind) -> Change:
+    return moves(lambda move: [] if move.kind == verb else [move])
 
 
-def twice(verb: Verb) -> Change:
-    return moves(lambda move: [move, move] if move.verb == verb else [move])
+def twice(verb: ActionKind) -> Change:
+    return moves(lambda move: [move, move] if move.kind == verb else [move])
 
 
 def shard(number: int, first: int, stop: int, name: str = "w") -> Change:
     """Move the bounds of a shard."""
 
-    def moved(portion: Portion) -> Portion:
-        cut = list(portion.cut)
+    def moved(portion: CommUnit) -> CommUnit:
+        cut = list(portion.shard_ranges)
         cut[number] = cut[number][0] + first, cut[number][1] + stop
         return replace(portion, cut=tuple(cut))
 
     return of_portion(name, moved)
 
 
-def member(change: Callable[[Portion], Portion], name: str = "w") -> Change:
+def member(change: Callable[[CommUnit], CommUnit], name: str = "w") -> Change:
     return of_portion(name, change)
 
 
-def placed(portion: Portion, **fields: int) -> Portion:
+def placed(portion: CommUnit, **fields: int) -> CommUnit:
     first, *others = portion.members
     return replace(portion, members=(replace(first, **fields), *others))
 
 
 def rows(change: Callable[[list[list[range]]], None]) -> Change:
-    def planted(good: Plan) -> Plan:
-        read = [list(parts) for parts in good.rows]
+    def planted(good: StepPlan) -> StepPlan:
+        read = [list(parts) for parts in good.rows_by_rank]
         change(read)
         return replace(good, rows=tuple(map(tuple, read)))
 
@@ -175,7 +175,7 @@ PLANTED: dict[str, tuple[str, Change, str]] = {
     "the norm leaves shards out": (HYBRID, over("norm", ((0,),)), "the norm leaves elements 0 to 9 of b out"),
     "the norm of unfinished sums": (
         HYBRID,
-        moves(lambda m: {"sum": [Move("norm", ((0, 1),)), m], "norm": []}.get(m.verb, [m])),
+        moves(lambda m: {"sum": [CommUnitAction("norm", ((0, 1),)), m], "norm": []}.get(m.kind, [m])),
         r"lacks .* ranks 2, 3",
     ),
     "gathered over the columns": (
@@ -200,12 +200,12 @@ PLANTED: dict[str, tuple[str, Change, str]] = {
     ),
     "gathered before the update": (
         "zero=1",
-        moves(lambda m: {"update": [Move("gather", ALL), m], "gather": []}.get(m.verb, [m])),
+        moves(lambda m: {"update": [CommUnitAction("gather", ALL), m], "gather": []}.get(m.kind, [m])),
         "two of the copy of ranks 0 to 3 update elements 0 to 39 of w: ranks 0 and 1",
     ),
     "a second copy among strangers": (
         "zero=3 shard_group=2",
-        moves(lambda m: [m, Move("keep", COLUMNS)] if m.verb == "gather" else [m]),
+        moves(lambda m: [m, CommUnitAction("keep", COLUMNS)] if m.kind == "gather" else [m]),
         "ranks 0 and 2 share a second copy of elements 0 to 39 of w, but not a first",
     ),
     "two levels in another order": (
@@ -235,12 +235,12 @@ PLANTED: dict[str, tuple[str, Change, str]] = {
     ),
     "a bucket is lost": (
         "zero=1",
-        lambda good: replace(good, portions=tuple(p for p in good.portions if p.members[0].name != "w")),
+        lambda good: replace(good, portions=tuple(p for p in good.comm_units if p.members[0].name != "w")),
         "nobody updates elements 0 to 39 of w",
     ),
     "a parameter is in two buckets": (
         "zero=1",
-        lambda good: replace(good, portions=(*good.portions, replace(good.portions[-1], name="bucket 9"))),
+        lambda good: replace(good, portions=(*good.comm_units, replace(good.comm_units[-1], name="bucket 9"))),
         r"element 0 of w stands in bucket . and again in bucket 9",
     ),
     "rows are lost": ("", read(2, 0, range(24, 35)), "nobody reads row 35 of the global batch"),
@@ -262,7 +262,7 @@ PLANTED: dict[str, tuple[str, Change, str]] = {
     ),
     "a micro-batch is not sent": (
         "zero=2 microbatches=3",
-        lambda good: replace(good, sends=good.sends[:-1]),
+        lambda good: replace(good, sends=good.reduce_after[:-1]),
         "element 0 of w: gradients of micro-batch 2 are in no sum",
     ),
     "what is kept is sent after each micro-batch": (
@@ -277,15 +277,15 @@ PLANTED: dict[str, tuple[str, Change, str]] = {
 def test_a_planted_mistake_is_located(what: str) -> None:
     layout, change, sentence = PLANTED[what]
     good = plan(layout)
-    prove_plan(good)
-    with pytest.raises(UnprovenLayoutError, match=sentence):
-        prove_plan(change(good))
+    prove_step_plan(good)
+    with pytest.raises(InvalidStepPlanError, match=sentence):
+        prove_step_plan(change(good))
 
 
 def test_replicas_that_meet_with_unlike_shards_are_found() -> None:
     good = plan("zero=1 shard_group=2", apart=True)
-    with pytest.raises(UnprovenLayoutError, match="element 0 of w: ranks 0 and 1 meet, with unlike shards"):
-        prove_plan(replace(good, meetings=(*good.meetings[::-1], (0, 1))))
+    with pytest.raises(InvalidStepPlanError, match="element 0 of w: ranks 0 and 1 meet, with unlike shards"):
+        prove_step_plan(replace(good, meetings=(*good.outer_groups[::-1], (0, 1))))
 
 
 # --- mistakes in what the engine reads -------------------------------------------------------------
@@ -307,20 +307,25 @@ def unpadded(length: int, shards: int, index: int, owner: int | None = None) -> 
 
 
 def neighbours(layout: Layout) -> tuple[tuple[int, ...], ...]:
-    return layout.rows
+    return layout.shard_groups
 
 
 @pytest.mark.parametrize(
     ("layout", "where", "wrong", "sentence"),
     [
-        ("zero=3", "motet.parallel.course.part_of_rows", floor_rows, "nobody .* updates elements 32 to 39 of w"),
+        (
+            "zero=3",
+            "motet.parallel.step_plan.plan.part_of_rows",
+            floor_rows,
+            "nobody .* updates elements 32 to 39 of w",
+        ),
         (
             "microbatches=2",
-            "motet.parallel.course.rows_of_rank",
+            "motet.parallel.step_plan.plan.rows_of_rank",
             same_rows,
             "both read rows 0 to 11 of the global batch",
         ),
-        ("zero=1", "motet.parallel.course.part_of_bucket", unpadded, "nobody .* updates elements .* of "),
+        ("zero=1", "motet.parallel.step_plan.plan.part_of_bucket", unpadded, "nobody .* updates elements .* of "),
         (HYBRID, "motet.parallel.layout.Layout.columns", property(neighbours), "rank 0 adds .* to another shard"),
     ],
 )
@@ -328,5 +333,5 @@ def test_a_mistake_in_what_the_engine_reads_is_located(
     layout: str, where: str, wrong: object, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(where, wrong)
-    with pytest.raises(UnprovenLayoutError, match=sentence):
-        prove_plan(plan(layout))
+    with pytest.raises(InvalidStepPlanError, match=sentence):
+        prove_step_plan(plan(layout))

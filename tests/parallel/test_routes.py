@@ -10,9 +10,9 @@ from motet.collectives.cost.alpha_beta import estimate_cost
 from motet.collectives.cost.cheapest_algorithm import cheapest, even_host_groups
 from motet.collectives.program import Program
 from motet.core.errors import InputError
-from motet.parallel.communication import CommunicationSettings, check_communication
+from motet.parallel.data_parallel.communication.algorithm_choice import CollectiveAlgorithmSelector, GroupName
+from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings, check_communication
 from motet.parallel.layout import Layout
-from motet.parallel.routes import Over, Routes
 from parallel.counting import count_bytes
 from ranks import Ranks
 from train.runs import small_job, train, worst_difference
@@ -30,7 +30,7 @@ def crossing(found: Program, members: tuple[int, ...], per_host: int) -> int:
 
 def test_across_slow_links_as_little_is_sent_as_can_be() -> None:
     for hosts in (2, 4):
-        routes = Routes(AUTO, Layout(2 * hosts, 1))
+        routes = CollectiveAlgorithmSelector(AUTO, Layout(2 * hosts, 1))
         found = routes.program("all-reduce", "replicas", 16 * MIB)
         assert found is not None
         least = 2 * (hosts - 1) * found.message_size_units  # every host's sum out once and in once
@@ -43,11 +43,15 @@ def test_a_name_has_the_hosts_of_the_cluster() -> None:
     """8 ranks on 4 hosts: without a cluster nobody can know that there are not 2."""
     for collective, field in (("all-reduce", "all_reduce"), ("all-gather", "all_gather")):
         layout = Layout(8, 1, 1, 8) if field == "all_gather" else Layout(8, 1)
-        over: Over = "shards" if field == "all_gather" else "replicas"
+        over: GroupName = "shards" if field == "all_gather" else "replicas"
         named = CommunicationSettings.model_validate({field: "hierarchical"})
         on = named.model_copy(update={"cluster": SLOW})
-        assert Routes(named, layout).program(collective, over, MIB) == build(collective, "hierarchical", 8)
-        assert Routes(on, layout).program(collective, over, MIB) == build(collective, "hierarchical", 8, hosts=4)
+        assert CollectiveAlgorithmSelector(named, layout).program(collective, over, MIB) == build(
+            collective, "hierarchical", 8
+        )
+        assert CollectiveAlgorithmSelector(on, layout).program(collective, over, MIB) == build(
+            collective, "hierarchical", 8, hosts=4
+        )
 
 
 def test_what_all_sets_do_at_once_shares_their_links() -> None:
@@ -111,6 +115,8 @@ def test_replicas_that_train_apart_tell_each_other_all_of_it() -> None:
     """Whatever runs beside the next forward inside of a replica."""
     ahead = CommunicationSettings(all_reduce="hierarchical-sharded", overlap="forward")
     with pytest.raises(InputError, match=r"all_reduce = 'hierarchical-sharded'.* 3 ranks"):
-        check_communication(ahead, Layout(3, 1), apart=True)
-    check_communication(ahead, Layout(4, 1), apart=True)
-    check_communication(CommunicationSettings(compress_gradients="int8", overlap="forward"), Layout(2, 1), apart=True)
+        check_communication(ahead, Layout(3, 1), independent_replicas=True)
+    check_communication(ahead, Layout(4, 1), independent_replicas=True)
+    check_communication(
+        CommunicationSettings(compress_gradients="int8", overlap="forward"), Layout(2, 1), independent_replicas=True
+    )

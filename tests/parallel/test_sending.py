@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from motet.core.errors import InputError
-from motet.parallel.buckets import Bucket, Member, cut_buckets
-from motet.parallel.communication import CommunicationSettings, check_communication
-from motet.parallel.group import Group
+from motet.parallel.data_parallel.buckets import Bucket, BucketParameter, build_buckets
+from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings, check_communication
+from motet.parallel.data_parallel.communication.powersgd_matrices import bucket_reduction_specs
+from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits, FSDPUnit, model_state_memory
 from motet.parallel.layout import Layout, LayoutSettings, resolve_layout
-from motet.parallel.matrices import sums_of_buckets
-from motet.parallel.placement import Portions, Unit, memory
+from motet.parallel.process.process_group import RankGroup
 from motet.precision.recipe import RECIPES
 from motet.train.job import Job
 from parallel.counting import count_bytes
@@ -42,7 +42,7 @@ def messages_counted(sent: list[int]) -> Iterator[None]:
         yield
 
 
-def bytes_of_jobs(group: Group, jobs: list[Job]) -> list[tuple[int, int]]:
+def bytes_of_jobs(group: RankGroup, jobs: list[Job]) -> list[tuple[int, int]]:
     """Sent in two steps, and promised."""
     found = []
     for job in jobs:
@@ -100,25 +100,29 @@ def test_bytes_of_replicas_and_of_second_copies_are_too(ranks: Ranks, tmp_path: 
 
 
 def test_memory_counts_what_is_owed_and_masters_that_are_apart() -> None:
-    portions = Portions(cut_buckets({"w": (0, 1000), "v": (0, 24)}, 2, 1024))
+    portions = BucketsAndFSDPUnits(build_buckets({"w": (0, 1000), "v": (0, 24)}, 2, 1024))
     how = CommunicationSettings(compress_gradients="int8", compress_parameters="int8")
-    kept = memory(portions, Layout(4, 1, 2, 2), RECIPES["fp32"], 2, 0, how)
-    assert (kept.parameters, kept.masters, kept.errors) == (1088 * 4, 544 * 4, (1088 + 544) * 4)
-    rows = Portions(units=(Unit(((10, 3), (7,))),))
-    assert memory(rows, Layout(4, 1, 3, 2), RECIPES["fp64"], 2, 0, how).errors == (5 * 3 + 4) * 8
+    kept = model_state_memory(portions, Layout(4, 1, 2, 2), RECIPES["fp32"], 2, 0, how)
+    assert (kept.parameters, kept.masters, kept.compression_errors) == (1088 * 4, 544 * 4, (1088 + 544) * 4)
+    rows = BucketsAndFSDPUnits(units=(FSDPUnit(((10, 3), (7,))),))
+    assert (
+        model_state_memory(rows, Layout(4, 1, 3, 2), RECIPES["fp64"], 2, 0, how).compression_errors == (5 * 3 + 4) * 8
+    )
     off = how.model_copy(update={"error_feedback": False})
-    assert memory(rows, Layout(4, 1, 3, 2), RECIPES["fp64"], 2, 0, off).errors == 0
+    assert model_state_memory(rows, Layout(4, 1, 3, 2), RECIPES["fp64"], 2, 0, off).compression_errors == 0
 
 
 def test_the_matrices_of_a_part_are_its_whole_rows() -> None:
-    bucket = Bucket((Member("a", 0, 32, 35), Member("b", 0, 96, 6), Member("c", 0, 128, 24)), 32, 128, 4)
+    bucket = Bucket(
+        (BucketParameter("a", 0, 32, 35), BucketParameter("b", 0, 96, 6), BucketParameter("c", 0, 128, 24)), 32, 128, 4
+    )
     shapes = {"a": (5, 7), "b": (6,), "c": (4, 3, 2)}
-    (whole,) = sums_of_buckets([bucket], None, shapes, "float32").each
+    (whole,) = bucket_reduction_specs([bucket], None, shapes, "float32").buffers
     assert whole == (128, ((0, 5, 7), (96, 4, 6)), ((35, 64), (70, 96), (120, 128)))
-    parts = [sums_of_buckets([bucket], shard, shapes, "float32").each[0] for shard in range(4)]
+    parts = [bucket_reduction_specs([bucket], shard, shapes, "float32").buffers[0] for shard in range(4)]
     # Of the 35 numbers of "a" the first 32 are in the first part: four whole rows, and four numbers of the fifth.
     assert [part.matrices for part in parts] == [((0, 4, 7),), (), (), ((0, 4, 6),)]
-    assert [part.gaps for part in parts] == [(), ((3, 32),), ((6, 32),), ((24, 32),)]
+    assert [part.padding for part in parts] == [(), ((3, 32),), ((6, 32),), ((24, 32),)]
 
 
 @pytest.mark.parametrize(
@@ -175,6 +179,8 @@ def test_a_second_copy_must_fit_the_first() -> None:
         resolve_layout(wanted.model_copy(update={"shard_group": 4}), 8, 8)
     with pytest.raises(InputError, match=r"secondary_group = 3 has no effect with layout\.regather = false"):
         resolve_layout(wanted.model_copy(update={"regather": False}), 6, 6)
-    assert resolve_layout(wanted, 6, 6).secondary == 3
-    assert resolve_layout(LayoutSettings(zero=3, secondary_group=1), 6, 6) == Layout(6, 1, 3, 6, regather=False)
+    assert resolve_layout(wanted, 6, 6).secondary_shards == 3
+    assert resolve_layout(LayoutSettings(zero=3, secondary_group=1), 6, 6) == Layout(
+        6, 1, 3, 6, reshard_after_forward=False
+    )
     assert resolve_layout(LayoutSettings(zero=3, secondary_group=6), 6, 6) == Layout(6, 1, 3, 6)

@@ -6,8 +6,8 @@ import pytest
 
 from motet.core.errors import InputError
 from motet.parallel.layout import Layout, LayoutSettings, resolve_layout
-from motet.parallel.shares import shares_of_rank, told_by_rank, told_by_replica
-from motet.parallel.tree import Forest, Node, largest_within
+from motet.parallel.reproducible.summation_tree import PartialTreeSums, SummationTreeNode, maximal_subtrees
+from motet.parallel.row_assignment import microbatches_of_rank, partial_sums_sent_by_rank, partial_sums_sent_by_replica
 
 LAYOUTS = [
     (dp, zero, group) for dp in range(1, 7) for zero in range(4) for group in range(1, dp + 1)
@@ -23,13 +23,13 @@ def expression(first: int, stop: int) -> str:
     return f"({expression(first, middle)}+{expression(middle, stop)})"
 
 
-def forest(count: int) -> Forest[str]:
-    return Forest(count, lambda left, right: f"({left}+{right})")
+def forest(count: int) -> PartialTreeSums[str]:
+    return PartialTreeSums(count, lambda left, right: f"({left}+{right})")
 
 
 def layout_of(dp: int, zero: int, group: int, rows: int) -> Layout:
     settings = LayoutSettings(zero=zero, **({"shard_group": group} if zero else {}))
-    return resolve_layout(settings, dp, rows, by_tree=True)
+    return resolve_layout(settings, dp, rows, reproducible=True)
 
 
 @pytest.mark.parametrize("count", range(1, 17))
@@ -39,9 +39,9 @@ def test_any_order_gives_one_expression(count: int) -> None:
         rows, sums = list(range(count)), forest(count)
         draw.shuffle(rows)
         for row in rows:
-            sums.feed(Node(row, row + 1), str(row))
-        assert sums.take() == {Node(0, count): expression(0, count)}
-        assert not sums.waiting
+            sums.add(SummationTreeNode(row, row + 1), str(row))
+        assert sums.pop_all() == {SummationTreeNode(0, count): expression(0, count)}
+        assert not sums.pending
 
 
 @pytest.mark.parametrize("count", range(1, 17))
@@ -50,9 +50,9 @@ def test_what_a_range_has_is_added_within_it_and_is_the_most_that_can_be(count: 
         for stop in range(first + 1, count + 1):
             sums = forest(count)
             for row in range(first, stop):
-                sums.feed(Node(row, row + 1), str(row))
-            nodes = largest_within(range(first, stop), count)
-            assert sums.take() == {node: expression(*node) for node in nodes}
+                sums.add(SummationTreeNode(row, row + 1), str(row))
+            nodes = maximal_subtrees(range(first, stop), count)
+            assert sums.pop_all() == {node: expression(*node) for node in nodes}
             assert [row for node in nodes for row in range(*node)] == list(range(first, stop))
 
 
@@ -63,38 +63,38 @@ def test_whatever_ranks_tell_each_other_comes_to_one_expression(dp: int, zero: i
         whole = forest(count)
         for replica in range(dp // layout.shards):
             told = sums_of_replica(layout, replica, count)
-            assert list(told) == told_by_replica(layout, replica)
+            assert list(told) == partial_sums_sent_by_replica(layout, replica)
             for node, value in told.items():
-                whole.feed(node, value)
-        assert whole.take() == {Node(0, count): expression(0, count)}
+                whole.add(node, value)
+        assert whole.pop_all() == {SummationTreeNode(0, count): expression(0, count)}
 
 
-def sums_of_replica(layout: Layout, replica: int, count: int) -> dict[Node, str]:
+def sums_of_replica(layout: Layout, replica: int, count: int) -> dict[SummationTreeNode, str]:
     """What its ranks come to, part after part."""
     together = forest(count)
     mates = range(replica * layout.shards, (replica + 1) * layout.shards)
     own = {mate: forest(count) for mate in mates}
     for part in range(layout.microbatches):
         for mate in mates:
-            rows, counts = shares_of_rank(layout, mate, count)[part]
+            rows, counts = microbatches_of_rank(layout, mate, count)[part]
             if counts:
-                own[mate].feed(Node(rows.start, rows.stop), str(rows.start))
-            told = told_by_rank(layout, mate)[part]
+                own[mate].add(SummationTreeNode(rows.start, rows.stop), str(rows.start))
+            told = partial_sums_sent_by_rank(layout, mate)[part]
             if told:
-                given = own[mate].take()
+                given = own[mate].pop_all()
                 assert list(given) == told
                 for node, value in given.items():
-                    together.feed(node, value)
-    return together.take()
+                    together.add(node, value)
+    return together.pop_all()
 
 
 @pytest.mark.parametrize(("dp", "zero", "group"), LAYOUTS)
 def test_every_row_counts_once_and_all_ranks_compute_equally_often(dp: int, zero: int, group: int) -> None:
     for count in range(dp, 17):
         layout = layout_of(dp, zero, group, count)
-        shares = [shares_of_rank(layout, rank, count) for rank in range(dp)]
+        shares = [microbatches_of_rank(layout, rank, count) for rank in range(dp)]
         assert {len(of_rank) for of_rank in shares} == {-(-count // dp)}
-        counting = [row for of_rank in shares for share in of_rank if share.counts for row in share.rows]
+        counting = [row for of_rank in shares for share in of_rank if share.contributes_gradients for row in share.rows]
         assert sorted(counting) == list(range(count))
         assert all(len(share.rows) == 1 for of_rank in shares for share in of_rank)
 
@@ -105,9 +105,9 @@ def test_at_stages_2_and_3_a_few_shards_wait_at_any_time() -> None:
     sums, most = forest(256), 0
     for part in range(layout.microbatches):
         for rank in range(8):
-            for node in told_by_rank(layout, rank)[part]:
-                sums.feed(node, "")
-        most = max(most, len(sums.waiting))
+            for node in partial_sums_sent_by_rank(layout, rank)[part]:
+                sums.add(node, "")
+        most = max(most, len(sums.pending))
     assert most == 5  # 256 = 2^8 rows, 2^3 of which come together
 
 

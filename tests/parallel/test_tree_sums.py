@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from motet.parallel import tree_sums
-from motet.parallel.group import Group
-from motet.parallel.placement import traffic
+from motet.parallel.data_parallel.zero import sent_bytes_per_step
+from motet.parallel.process.process_group import RankGroup
+from motet.parallel.reproducible import tree_reduce
 from motet.precision.recipe import RECIPES
 from motet.train.assemble import build_parts
 from motet.train.job import Job
@@ -31,22 +31,24 @@ def test_bytes(ranks: Ranks, tmp_path: Path, world: int, batch: int, layout: str
         assert kept == said_kept
 
 
-def _count(group: Group, job: Job, folder: str) -> tuple[int, ...]:
+def _count(group: RankGroup, job: Job, folder: str) -> tuple[int, ...]:
     """By sums, in two steps, and what was said; by Programs, and what was said of all; kept, and what was said."""
     given = [0]
     with pytest.MonkeyPatch.context() as inside:
         for name, is_cut in (("all_to_all", True), ("all_gather", False)):
-            inside.setattr(tree_sums, name, _counting(getattr(tree_sums, name), given, is_cut))
+            inside.setattr(tree_reduce, name, _counting(getattr(tree_reduce, name), given, is_cut))
         programs, whole, kept, said_kept = count_bytes(group, job)
     parts = build_parts(job, group, Path(folder))
-    said = traffic(parts.updater.spread.portions, parts.layout, RECIPES["fp32"], job.communication, group.rank)
+    said = sent_bytes_per_step(
+        parts.updater.spread.comm_units, parts.layout, RECIPES["fp32"], job.communication, group.rank
+    )
     return given[0], 2 * (said.reduce_scatter + said.all_reduce), programs, whole, kept, said_kept
 
 
 def _counting(collective: Callable[..., Any], given: list[int], is_cut: bool) -> Callable[..., Any]:
     """What is cut over ranks stays with this one in part; what is gathered goes to each of the others."""
 
-    def call(output: Any, input: Any, ranks: Group, *args: Any, **kwargs: Any) -> Any:
+    def call(output: Any, input: Any, ranks: RankGroup, *args: Any, **kwargs: Any) -> Any:
         given[0] += input.nbytes * (ranks.world - 1) // (ranks.world if is_cut else 1)
         return collective(output, input, ranks, *args, **kwargs)
 

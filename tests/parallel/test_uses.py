@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from motet.parallel.uses import Uses
+from motet.parallel.data_parallel.forward_prefetch import ParameterUsageTracker
 
 
 class Scores(nn.Module):
@@ -39,13 +39,13 @@ def test_modules_wait_for_what_they_use() -> None:
     names = [name for name, _ in model.named_parameters()]
     numbers = {parameter: number for number, parameter in enumerate(model.parameters())}
     asked: list[int] = []
-    uses = Uses(model, numbers, asked.append)
-    uses.begin()
+    uses = ParameterUsageTracker(model, numbers, asked.append)
+    uses.begin_step()
     model(torch.tensor([1, 2]))
     assert not asked
-    uses.end()
+    uses.finish_recording()
     unseen = {"never.weight", "never.bias", "raw.bias"}
-    order = [names[number] for number in uses.order]
+    order = [names[number] for number in uses.first_use_order]
     assert set(order[:3]) == unseen
     assert order[3:] == [
         "table.weight", "used.weight", "used.bias", "raw.weight", "scores.parts.0", "scores.parts.1",
@@ -86,40 +86,40 @@ def test_what_is_read_between_modules_is_there() -> None:
         parameters[number].copy_(values[number])
 
     for together in (1, 2, 3):  # so many parameters travel together
-        uses = Uses(model, {p: n // together for n, p in enumerate(parameters)}, lambda n, k=together: [
+        uses = ParameterUsageTracker(model, {p: n // together for n, p in enumerate(parameters)}, lambda n, k=together: [
             arrive(i) for i in range(len(parameters)) if i // k == n
         ])  # fmt: skip
-        uses.begin()
+        uses.begin_step()
         wanted = model.loss(torch.ones(2, 3)).item()
-        uses.end()
+        uses.finish_recording()
         for _ in range(2):
             with torch.no_grad():
                 for parameter in parameters:
                     parameter.fill_(torch.nan)
-            uses.begin()
+            uses.begin_step()
             assert model.loss(torch.ones(2, 3)).item() == wanted
         assert torch._C._len_torch_function_stack() == 0
 
 
 def test_a_forward_that_fails_leaves_no_watch_behind() -> None:
     model = Model()
-    uses = Uses(model, dict.fromkeys(model.parameters(), 0), lambda number: None)
-    uses.begin()
+    uses = ParameterUsageTracker(model, dict.fromkeys(model.parameters(), 0), lambda number: None)
+    uses.begin_step()
     with pytest.raises(RuntimeError):
         model(torch.ones(2))  # no tokens
-    uses.begin()
+    uses.begin_step()
     model(torch.tensor([1]))
-    uses.end()
+    uses.finish_recording()
     assert torch._C._len_torch_function_stack() == 0
 
 
 def test_another_mode_that_was_entered_later_is_left_first() -> None:
     model = Model()
-    uses = Uses(model, dict.fromkeys(model.parameters(), 0), lambda number: None)
-    uses.begin()
+    uses = ParameterUsageTracker(model, dict.fromkeys(model.parameters(), 0), lambda number: None)
+    uses.begin_step()
     with torch.device("cpu"):
         model(torch.tensor([1]))
-        uses.end()
+        uses.finish_recording()
         assert torch._C._len_torch_function_stack() == 2
-    uses.begin()
+    uses.begin_step()
     assert torch._C._len_torch_function_stack() == 0

@@ -6,29 +6,29 @@ What a process does with a message is computed once, and remembered for all stat
 from copy import deepcopy
 from itertools import permutations
 
-from motet.parallel.server.client import Client
-from motet.parallel.server.desk import Desk
-from motet.parallel.server.keeper import Keeper, Kept
-from motet.parallel.server.protocol import (
-    DESK,
-    Ack,
-    Apply,
-    Close,
-    Compute,
-    Decide,
-    Joined,
+from motet.parallel.parameter_server.protocol.coordinator_state_machine import CoordinatorStateMachine
+from motet.parallel.parameter_server.protocol.messages import (
+    COORDINATOR,
+    ApplyUpdate,
+    DecidedWorkItems,
+    GradientNormRequest,
+    GradientPush,
+    GradientPushAck,
+    GradientsReady,
     Message,
-    Owners,
-    Pull,
-    Push,
-    Ready,
-    Sent,
-    Settled,
-    Stand,
-    Ticket,
-    Value,
-    View,
+    OutgoingMessages,
+    ParameterPlacement,
+    ParameterPull,
+    ParameterPullReply,
+    ParameterReplicas,
+    ParametersReady,
+    ParameterStateAssignment,
+    UpdateDecision,
+    WorkAssignment,
+    WorkerJoined,
 )
+from motet.parallel.parameter_server.protocol.server_state_machine import ServerSliceState, ServerStateMachine
+from motet.parallel.parameter_server.protocol.worker_state_machine import WorkerStateMachine
 from server.numbered import Numbered
 from server.promises import Promises
 from server.stale import is_answered, is_ignored, is_known
@@ -36,7 +36,7 @@ from server.system import NONE, Left, Machine, Machines, Reading, State, System,
 
 Taken = tuple[int, Underway, Underway, tuple[Message, ...]]
 """(what a machine is then, what it sends but for values, the values that it sends, what it says by that)"""
-FORGOTTEN = Decide(0, (), 0)
+FORGOTTEN = UpdateDecision(0, (), 0)
 
 
 class Crew:
@@ -48,10 +48,10 @@ class Crew:
         """(to, from, what)"""
         self.servers = [f"s{i}" for i in range(s.servers)]
         self.workers = [f"w{i}" for i in range(s.workers)]
-        self.names = [DESK, *self.servers, *self.workers, "new"]
+        self.names = [COORDINATOR, *self.servers, *self.workers, "new"]
         self.places = {name: place for place, name in enumerate(self.names)}
         self.owners = tuple(
-            Owners(tuple(self.servers[(piece + copy) % s.servers] for copy in range(s.copies)))
+            ParameterReplicas(tuple(self.servers[(piece + copy) % s.servers] for copy in range(s.copies)))
             for piece in range(s.servers)
         )
         self.promises = Promises(system, self.machines, self.places)
@@ -73,28 +73,34 @@ class Crew:
 
     def start(self) -> State:
         s = self.system
-        view = View(0, self.owners)
-        desk = s.desk(s.rule, view, list(self.servers), s.copies).begin(s.first)
+        view = ParameterPlacement(0, self.owners)
+        desk = s.desk(s.rule, view, list(self.servers), s.copies).resume_after(s.first)
         if s.owned:
-            desk.until, desk.closes = s.first, False
+            desk.step_limit, desk.ends_at_step_limit = s.first, False
         machines: list[Machine] = [desk]
         for name in self.servers:
             own = [piece for piece, owned in enumerate(self.owners) if name in owned.servers]
-            kept = Kept(there=False) if s.told else Kept(desk.first, desk.settled)
+            kept = (
+                ServerSliceState(is_initialized=False)
+                if s.told
+                else ServerSliceState(desk.first_logged_update, desk.decided)
+            )
             machines.append(s.keeper(name, view, {piece: deepcopy(kept) for piece in own}))
         machines += [s.client(name, view) for name in self.workers]
-        underway = [self.number(DESK, name, Joined(name)) for name in self.workers]
-        known = desk.first, desk.settled
-        underway += [m for keeper in machines if isinstance(keeper, Keeper) for m in self.stands(keeper, *known)]
+        underway = [self.number(COORDINATOR, name, WorkerJoined(name)) for name in self.workers]
+        known = desk.first_logged_update, desk.decided
+        underway += [
+            m for keeper in machines if isinstance(keeper, ServerStateMachine) for m in self.stands(keeper, *known)
+        ]
         left = s.doubles, s.crashes, s.cuts, s.stops
         return self.state((*map(self.machines.number, machines), NONE), tuple(underway), left)
 
-    def stands(self, keeper: Keeper, version: int, settled: Settled) -> Underway:
+    def stands(self, keeper: ServerStateMachine, version: int, settled: DecidedWorkItems) -> Underway:
         """What the desk's owner tells a server that is connected, and has not begun."""
-        if all(kept.there for kept in keeper.pieces.values()):
+        if all(kept.is_initialized for kept in keeper.slice_states.values()):
             return ()
-        stands = [Stand(piece, version, settled) for piece in keeper.pieces]
-        return tuple(self.number(keeper.name, DESK, stand) for stand in stands)
+        stands = [ParameterStateAssignment(piece, version, settled) for piece in keeper.slice_states]
+        return tuple(self.number(keeper.name, COORDINATOR, stand) for stand in stands)
 
     def number(self, to: str, sender: str, message: Message | Reading) -> int:
         number = self.messages.number((to, sender, message))
@@ -104,7 +110,7 @@ class Crew:
     def _find_routes(self) -> None:
         for number in range(len(self._routes), len(self.messages)):
             to, _, message = self.messages[number]
-            asks = isinstance(message, Pull | Push) and not self.all_of_it
+            asks = isinstance(message, ParameterPull | GradientPush) and not self.all_of_it
             self._routes.append((self.places[to], self.places[message.worker] if asks else 0))
 
     # --- what a process does -----------------------------------------------------------------------
@@ -117,10 +123,10 @@ class Crew:
         if key not in self._known:
             now = deepcopy(self.machines[machines[to]])
             assert now is not None and not isinstance(message, Reading)
-            if isinstance(message, Ready):
+            if isinstance(message, GradientsReady):
                 self.promises.of_gradient(now, message)
             before = deepcopy(now)
-            sent = now.take(message)
+            sent = now.handle(message)
             self.promises.of_updates(before, now, sent)
             self._known[key] = self._told(now, to, sent)
         then, sent, values, said = self._known[key]
@@ -130,58 +136,70 @@ class Crew:
 
     def resume(self, machine: int, here: int, there: int) -> tuple[int, Underway]:
         now = deepcopy(self.machines[machine])
-        assert isinstance(now, Keeper | Client)
-        then, sent, values, _ = self._told(now, here, now.resume(self.names[there]))
+        assert isinstance(now, ServerStateMachine | WorkerStateMachine)
+        then, sent, values, _ = self._told(now, here, now.messages_on_connect(self.names[there]))
         return then, sent + values
 
     def go_on(self, machines: Machines, until: int, closes: bool) -> tuple[Machines, Underway]:
         desk = deepcopy(self.machines[machines[0]])
-        assert isinstance(desk, Desk)
-        number, sent, _, said = self._told(desk, 0, desk.go_on(until, closes))
+        assert isinstance(desk, CoordinatorStateMachine)
+        number, sent, _, said = self._told(desk, 0, desk.extend_to_step(until, closes))
         following = (number, *machines[1:])
         self.promises.of_step(following, 0, said)
         return following, sent
 
-    def _told(self, now: Machine, here: int, sent: Sent) -> Taken:
+    def _told(self, now: Machine, here: int, sent: OutgoingMessages) -> Taken:
         name, pieces = self.names[here], tuple(range(self.system.servers))
-        for _, computed in [m for m in sent if isinstance(m[1], Compute)]:
-            assert isinstance(now, Client) and isinstance(computed, Compute)
-            number = computed.ticket.number
+        for _, computed in [m for m in sent if isinstance(m[1], ParametersReady)]:
+            assert isinstance(now, WorkerStateMachine) and isinstance(computed, ParametersReady)
+            number = computed.assignment.assignment_id
             if self.system.by_piece:
-                sent += [(name, Ready(number, (piece,))) for piece in pieces]
+                sent += [(name, GradientsReady(number, (piece,))) for piece in pieces]
             else:
-                sent += now.take(Ready(number, pieces))
-        said = tuple(m for _, m in sent if isinstance(m, Ack | Ticket | Close | Decide | Value | Apply))
-        out = [(to, m) for to, m in sent if not isinstance(m, Apply | Compute)]
-        others = tuple(self.number(to, name, m) for to, m in out if not isinstance(m, Value))
-        values = tuple(self.number(to, name, self._underway(m)) for to, m in out if isinstance(m, Value))
+                sent += now.handle(GradientsReady(number, pieces))
+        said = tuple(
+            m
+            for _, m in sent
+            if isinstance(
+                m,
+                GradientPushAck
+                | WorkAssignment
+                | GradientNormRequest
+                | UpdateDecision
+                | ParameterPullReply
+                | ApplyUpdate,
+            )
+        )
+        out = [(to, m) for to, m in sent if not isinstance(m, ApplyUpdate | ParametersReady)]
+        others = tuple(self.number(to, name, m) for to, m in out if not isinstance(m, ParameterPullReply))
+        values = tuple(self.number(to, name, self._underway(m)) for to, m in out if isinstance(m, ParameterPullReply))
         return self.machines.number(self._without_history(now)), others, values, said
 
-    def _underway(self, value: Value) -> Value | Reading:
+    def _underway(self, value: ParameterPullReply) -> ParameterPullReply | Reading:
         return Reading(value) if self.system.in_parts else value
 
     def _without_history(self, machine: Machine) -> Machine:
         """What nothing will ask for is forgotten."""
-        if isinstance(machine, Desk) and self._forgets:
-            machine.log = [FORGOTTEN] * len(machine.log)
-            if self.system.rule.closes == self.system.rule.shares:
-                machine.done = dict(sorted(machine.done.items()))
+        if isinstance(machine, CoordinatorStateMachine) and self._forgets:
+            machine.decision_log = [FORGOTTEN] * len(machine.decision_log)
+            if self.system.rule.quorum == self.system.rule.work_items_per_step:
+                machine.completed_reports = dict(sorted(machine.completed_reports.items()))
         return machine
 
     def _as_good(self, machines: Machines, number: int) -> int:
         """A value whose version is within the bound is as good as the oldest that is."""
         to, sender, message = self.messages[number]
         worker = machines[self.places[to]]
-        if self.all_of_it or not isinstance(message, Value) or worker == NONE:
+        if self.all_of_it or not isinstance(message, ParameterPullReply) or worker == NONE:
             return number
         key = worker, number
         if key not in self._within:
             client = self.machines[worker]
-            assert isinstance(client, Client)
+            assert isinstance(client, WorkerStateMachine)
             self._within[key] = number
-            if client.ticket.number == message.ticket:
+            if client.assignment.assignment_id == message.assignment_id:
                 self.promises.of_value(client, message)
-                self._within[key] = self.number(to, sender, message._replace(version=client.ticket.least))
+                self._within[key] = self.number(to, sender, message._replace(version=client.assignment.min_version))
         return self._within[key]
 
     # --- states that are the same ------------------------------------------------------------------
@@ -207,15 +225,15 @@ class Crew:
         is_lasting = self.system.copies > 1 or not self.system.returns
         if self._routes[number][1]:
             client = self._client(worker)
-            assert isinstance(machine, Keeper) and isinstance(message, Pull | Push)
-            if isinstance(message, Pull):
+            assert isinstance(machine, ServerStateMachine) and isinstance(message, ParameterPull | GradientPush)
+            if isinstance(message, ParameterPull):
                 return is_answered(machine, client, message)
             return is_known(machine, client, message, is_lasting)
         return is_ignored(machine, message, is_lasting)
 
-    def _client(self, number: int) -> Client | None:
+    def _client(self, number: int) -> WorkerStateMachine | None:
         client = self.machines[number]
-        assert client is None or isinstance(client, Client)
+        assert client is None or isinstance(client, WorkerStateMachine)
         return client
 
     def _without_pulls(self, machines: Machines) -> Machines:
@@ -231,12 +249,16 @@ class Crew:
 
     def _without_answered(self, number: int, *clients: int) -> int:
         keeper = self.machines[number]
-        if not isinstance(keeper, Keeper) or not any(kept.waiting for kept in keeper.pieces.values()):
+        if not isinstance(keeper, ServerStateMachine) or not any(
+            kept.waiting_pulls for kept in keeper.slice_states.values()
+        ):
             return number
         by_name = dict(zip(self.workers, map(self._client, clients), strict=True))
         keeper = deepcopy(keeper)
-        for kept in keeper.pieces.values():
-            kept.waiting = [pull for pull in kept.waiting if not is_answered(keeper, by_name[pull.worker], pull)]
+        for kept in keeper.slice_states.values():
+            kept.waiting_pulls = [
+                pull for pull in kept.waiting_pulls if not is_answered(keeper, by_name[pull.worker], pull)
+            ]
         return self.machines.number(keeper)
 
     def canonical(self, state: State) -> State:

@@ -23,24 +23,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import combinations, product
 
-from motet.parallel.server.client import Client
-from motet.parallel.server.desk import Desk
-from motet.parallel.server.keeper import Keeper
-from motet.parallel.server.protocol import (
-    DESK,
-    Ack,
-    Copied,
-    Decide,
-    Lost,
+from motet.parallel.parameter_server.protocol.coordinator_state_machine import CoordinatorStateMachine
+from motet.parallel.parameter_server.protocol.messages import (
+    COORDINATOR,
+    BackupPushAck,
+    DecidedWorkItems,
+    GradientPushAck,
+    GradientsReady,
     Message,
-    Offered,
-    Pull,
-    Ready,
-    Settled,
-    Ticket,
-    Value,
-    View,
+    ParameterPlacement,
+    ParameterPull,
+    ParameterPullReply,
+    ProcessLost,
+    ServerTakeoverOffer,
+    UpdateDecision,
+    WorkAssignment,
 )
+from motet.parallel.parameter_server.protocol.server_state_machine import ServerStateMachine
+from motet.parallel.parameter_server.protocol.worker_state_machine import WorkerStateMachine
 from server.crew import Crew
 from server.system import (
     CRASHES,
@@ -115,9 +115,9 @@ class Explorer:
             return None
         for index, number in enumerate(underway):
             to, sender, message = self.crew.messages[number]
-            if isinstance(message, Ticket):
+            if isinstance(message, WorkAssignment):
                 return index
-            if isinstance(message, Value):
+            if isinstance(message, ParameterPullReply):
                 is_urgent = not (left[CRASHES] and self._may_end(machines, self.crew.places[sender]))
             else:
                 is_urgent = self._is_urgent(state, machines[self.crew.places[to]], message)
@@ -126,33 +126,39 @@ class Explorer:
         return None
 
     def _is_urgent(self, state: State, receiver: int, message: Message | Reading) -> bool:
-        if not isinstance(message, Ack | Pull | Decide | Copied):
+        if not isinstance(message, GradientPushAck | ParameterPull | UpdateDecision | BackupPushAck):
             return False
         machine = self.crew.machines[receiver]
         match message:
-            case Pull(piece=piece):
-                return isinstance(machine, Keeper) and piece in machine.pieces
-            case Ack():
+            case ParameterPull(slice_id=piece):
+                return isinstance(machine, ServerStateMachine) and piece in machine.slice_states
+            case GradientPushAck():
                 return self._knows_all_views(state, machine)
-            case Decide():
+            case UpdateDecision():
                 is_early = not self._is_needed(message) and not self.system.is_late
                 return is_early and not self.system.returns and not self.system.told
         return not (self.system.returns or self.system.told) and self._knows_all_views(state, machine)
 
-    def _is_needed(self, decision: Decide) -> bool:
+    def _is_needed(self, decision: UpdateDecision) -> bool:
         """Some share will be computed with what was decided, at least until then."""
         rule = self.system.rule
-        return rule.ahead is not None and decision.floor // rule.shares > rule.step(decision.shares[0])
+        return rule.max_staleness is not None and decision.decided_floor // rule.work_items_per_step > rule.step_of(
+            decision.work_items[0]
+        )
 
     def _knows_all_views(self, state: State, machine: Machine | None) -> bool:
         _, underway, left = state
         if not self._may_lose_servers:
             return True
         desk = self.crew.machines[state[0][0]]
-        assert isinstance(machine, Client | Keeper) and isinstance(desk, Desk)
+        assert isinstance(machine, WorkerStateMachine | ServerStateMachine) and isinstance(
+            desk, CoordinatorStateMachine
+        )
         messages = (self.crew.messages[number][2] for number in underway)
-        is_calm = not left[CRASHES] and not any(isinstance(message, Lost | Offered) for message in messages)
-        return is_calm and machine.view.epoch == desk.view.epoch
+        is_calm = not left[CRASHES] and not any(
+            isinstance(message, ProcessLost | ServerTakeoverOffer) for message in messages
+        )
+        return is_calm and machine.placement.epoch == desk.placement.epoch
 
     def _arrive(self, state: State, index: int) -> Iterator[State]:
         machines, underway, left = state
@@ -165,7 +171,7 @@ class Explorer:
         now, sent = self.crew.take(machines, number)
         once = self.crew.state(now, rest + sent, left)
         yield once
-        if left[DOUBLES] and not isinstance(message, Ready | Lost):
+        if left[DOUBLES] and not isinstance(message, GradientsReady | ProcessLost):
             twice = self.crew.state(now, underway + sent, _less(left, DOUBLES))
             if self.all_of_it or twice[1] != once[1]:
                 yield twice
@@ -176,8 +182,8 @@ class Explorer:
         assert isinstance(reading, Reading)
         value, first = reading
         keeper, version = self.crew.machines[machines[self.crew.places[sender]]], value.version
-        if self.system.in_place and isinstance(keeper, Keeper):
-            version = keeper.pieces[value.piece].version
+        if self.system.in_place and isinstance(keeper, ServerStateMachine):
+            version = keeper.slice_states[value.slice_id].version
         if first is None:
             return self.crew.number(to, sender, Reading(value, version))
         demand(first == version, f"{value} is torn: its first part is of version {first}, the other of {version}")
@@ -200,17 +206,17 @@ class Explorer:
                 sent += said
         desk, keeper = crew.machines[machines[one]], crew.machines[machines[other]]
         left = _less(left, CUTS)
-        if not (isinstance(desk, Desk) and isinstance(keeper, Keeper)):
+        if not (isinstance(desk, CoordinatorStateMachine) and isinstance(keeper, ServerStateMachine)):
             yield crew.state(tuple(now), kept + sent, left)
             return
         for version, settled in self._known(desk):
             yield crew.state(tuple(now), kept + sent + crew.stands(keeper, version, settled), left)
 
-    def _known(self, desk: Desk) -> Iterator[tuple[int, Settled]]:
+    def _known(self, desk: CoordinatorStateMachine) -> Iterator[tuple[int, DecidedWorkItems]]:
         """What the desk's owner may have of the parameters: those of the beginning, or of a rest."""
-        yield desk.first, Settled(self.system.first * self.system.rule.shares)
-        if self.system.owned and desk.is_resting:
-            yield desk.updates, desk.settled
+        yield desk.first_logged_update, DecidedWorkItems(self.system.first * self.system.rule.work_items_per_step)
+        if self.system.owned and desk.is_quiescent:
+            yield desk.update_count, desk.decided
 
     @property
     def _may_lose_servers(self) -> bool:
@@ -229,12 +235,12 @@ class Explorer:
         name, machine = crew.names[place], crew.machines[machines[place]]
         left = _less(left, CRASHES)
         gone = (*machines[:place], NONE, *machines[place + 1 :])
-        lost = crew.number(DESK, name, Lost(name))
+        lost = crew.number(COORDINATOR, name, ProcessLost(name))
         others = tuple(m for m in underway if crew.messages[m][1] != name)
         own = Counter(m for m in underway if crew.messages[m][1] == name)
         for counts in product(*(range(count + 1) for count in own.values())):
             kept = others + tuple(m for m, count in zip(own, counts, strict=True) for _ in range(count))
-            if not (isinstance(machine, Keeper) and self.system.returns):
+            if not (isinstance(machine, ServerStateMachine) and self.system.returns):
                 now, sent = crew.take(gone, lost)
                 yield crew.state(now, kept + sent, left)
                 continue
@@ -243,26 +249,28 @@ class Explorer:
                     now, sent = crew.take((*gone[:-1], new), heard)
                     yield crew.state(now, (*kept, *sent, unheard), left)
 
-    def _offers(self, lost: Keeper) -> Iterator[tuple[int, int]]:
+    def _offers(self, lost: ServerStateMachine) -> Iterator[tuple[int, int]]:
         """(a server that comes instead, what it says)"""
         for older in (0, 1) if self.system.copies == 1 else (0,):
-            snapshot = tuple((p, k.version - older) for p, k in lost.pieces.items()) if self.system.copies == 1 else ()
-            new = self.crew.machines.number(self.system.keeper("new", View(-1, self.crew.owners)))
-            yield new, self.crew.number(DESK, "new", Offered("new", lost.name, snapshot))
+            snapshot = (
+                tuple((p, k.version - older) for p, k in lost.slice_states.items()) if self.system.copies == 1 else ()
+            )
+            new = self.crew.machines.number(self.system.keeper("new", ParameterPlacement(-1, self.crew.owners)))
+            yield new, self.crew.number(COORDINATOR, "new", ServerTakeoverOffer("new", lost.name, snapshot))
 
     def _owner(self, state: State) -> Iterator[State]:
         machines, _, left = state
         desk = self.crew.machines[machines[0]]
-        assert isinstance(desk, Desk)
-        if not self.system.owned or desk.closes:
+        assert isinstance(desk, CoordinatorStateMachine)
+        if not self.system.owned or desk.ends_at_step_limit:
             return
-        rule, step = self.system.rule, self.system.rule.step(desk.settled.floor)
+        rule, step = self.system.rule, self.system.rule.step_of(desk.decided.floor)
         if left[STOPS] and step < rule.steps:
-            begun = -(-desk.fresh // rule.shares)
+            begun = -(-desk.next_work_item // rule.work_items_per_step)
             yield self._go_on(state, min(rule.steps, max(step + 1, begun)), False, _less(left, STOPS))
-        if desk.is_resting and left[STOPS] == self.system.stops and step < rule.steps:
+        if desk.is_quiescent and left[STOPS] == self.system.stops and step < rule.steps:
             yield self._go_on(state, step + 1, False, left)
-        elif desk.is_resting:
+        elif desk.is_quiescent:
             yield self._go_on(state, step, True, left)
 
     def _go_on(self, state: State, until: int, closes: bool, left: Left) -> State:

@@ -3,18 +3,18 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from motet.parallel.server.client import Client
-from motet.parallel.server.desk import Desk
-from motet.parallel.server.keeper import Keeper
-from motet.parallel.server.protocol import Rule, Value
+from motet.parallel.parameter_server.protocol.coordinator_state_machine import CoordinatorStateMachine
+from motet.parallel.parameter_server.protocol.messages import ConsistencyPolicy, ParameterPullReply
+from motet.parallel.parameter_server.protocol.server_state_machine import ServerStateMachine
+from motet.parallel.parameter_server.protocol.worker_state_machine import WorkerStateMachine
 
-Machine = Desk | Keeper | Client
+Machine = CoordinatorStateMachine | ServerStateMachine | WorkerStateMachine
 
 
 class Reading(NamedTuple):
     """A value underway, of which a part was read at a version."""
 
-    value: Value
+    value: ParameterPullReply
     first: int | None = None
 
 
@@ -22,7 +22,7 @@ class Reading(NamedTuple):
 class System:
     """What is explored."""
 
-    rule: Rule
+    rule: ConsistencyPolicy
     workers: int
     servers: int
     copies: int = 1
@@ -51,9 +51,9 @@ class System:
     """The desk goes on from step to step when its owner says so."""
     stops: int = 0
     """And may be told to end with the steps that were begun."""
-    desk: type[Desk] = Desk
-    keeper: type[Keeper] = Keeper
-    client: type[Client] = Client
+    desk: type[CoordinatorStateMachine] = CoordinatorStateMachine
+    keeper: type[ServerStateMachine] = ServerStateMachine
+    client: type[WorkerStateMachine] = WorkerStateMachine
 
 
 class BrokenPromiseError(AssertionError):

@@ -3,25 +3,34 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from motet.parallel.server.client import Client
-from motet.parallel.server.desk import Desk
-from motet.parallel.server.keeper import Keeper
-from motet.parallel.server.protocol import Copy, Done, Message, Pull, Push, Rule, Sent, View
+from motet.parallel.parameter_server.protocol.coordinator_state_machine import CoordinatorStateMachine
+from motet.parallel.parameter_server.protocol.messages import (
+    BackupPush,
+    ConsistencyPolicy,
+    GradientPush,
+    Message,
+    OutgoingMessages,
+    ParameterPlacement,
+    ParameterPull,
+    WorkItemCompleted,
+)
+from motet.parallel.parameter_server.protocol.server_state_machine import ServerStateMachine
+from motet.parallel.parameter_server.protocol.worker_state_machine import WorkerStateMachine
 from server.explore import Found
 from server.system import System
 
 RULES = ("sync", "first-k", "async", "bounded")
 
 
-def rule(name: str, shares: int, steps: int, first: int = 0) -> Rule:
+def rule(name: str, shares: int, steps: int, first: int = 0) -> ConsistencyPolicy:
     """The first shares but one make an update; or each does, and where there are steps enough one more may be begun."""
     closes = {"first-k": max(1, shares - 1), "bounded": 1, "async": 1}.get(name, shares)
     ahead = {"bounded": int(steps - first > 2), "async": None}.get(name, 0)
-    return Rule(shares, steps, closes, ahead, alone=name in ("bounded", "async"))
+    return ConsistencyPolicy(shares, steps, closes, ahead, has_per_item_updates=name in ("bounded", "async"))
 
 
 def with_rule(system: System, name: str) -> System:
-    return replace(system, rule=rule(name, system.rule.shares, system.rule.steps, system.first))
+    return replace(system, rule=rule(name, system.rule.work_items_per_step, system.rule.steps, system.first))
 
 
 def _of(workers: int, servers: int, steps: int, shares: int = 0, **others: Any) -> System:
@@ -64,10 +73,10 @@ LARGE = {
 
 def rules_of(system: System) -> list[str]:
     """Those that differ for it: with one step bounded is async, and with one worker first-k is sync."""
-    different: dict[Rule, str] = {}
+    different: dict[ConsistencyPolicy, str] = {}
     for name in RULES:
         asked = with_rule(system, name).rule
-        is_free = asked.alone and asked.steps - system.first == 1
+        is_free = asked.has_per_item_updates and asked.steps - system.first == 1
         different.setdefault(asked._replace(ahead=None) if is_free else asked, name)
     return list(different.values())
 
@@ -89,114 +98,114 @@ def alike(line: str) -> str:
 # --- what is wrong ---------------------------------------------------------------------------------
 
 
-class AsksOnce(Client):
+class AsksOnce(WorkerStateMachine):
     """A worker does not say again what was lost with a connection."""
 
-    def resume(self, peer: str) -> Sent:
+    def resume(self, peer: str) -> OutgoingMessages:
         return []
 
 
-class AcknowledgesAtOnce(Keeper):
+class AcknowledgesAtOnce(ServerStateMachine):
     """A server acknowledges a push before the second server of the piece has it."""
 
-    def _copy(self, piece: int, share: int, pushes: frozenset[Push]) -> Sent:
-        return self._acks(pushes) + super()._copy(piece, share, pushes)
+    def _copy(self, piece: int, share: int, pushes: frozenset[GradientPush]) -> OutgoingMessages:
+        return self._push_acks(pushes) + super()._replicate_push(piece, share, pushes)
 
 
-class AnswersAnyPull(Keeper):
+class AnswersAnyPull(ServerStateMachine):
     """A server answers with what it has, however old."""
 
-    def _pull(self, pull: Pull) -> Sent:
-        return super()._pull(pull._replace(least=0))
+    def _pull(self, pull: ParameterPull) -> OutgoingMessages:
+        return super()._handle_pull(pull._replace(least=0))
 
 
-class ForgetsTheSum(Keeper):
+class ForgetsTheSum(ServerStateMachine):
     """A server that becomes the first of a piece does not tell the norm that the one before it owed."""
 
-    def _look(self, view: View) -> Sent:
-        closing, self.closing = self.closing, None
-        sent = super()._look(view)
-        self.closing = closing
+    def _look(self, view: ParameterPlacement) -> OutgoingMessages:
+        closing, self.norm_request = self.norm_request, None
+        sent = super()._change_placement(view)
+        self.norm_request = closing
         return sent
 
 
-class SkipsDecisions(Keeper):
+class SkipsDecisions(ServerStateMachine):
     """A server does the update that it hears of, and not the one before that it has not heard of."""
 
-    def _apply(self) -> Sent:
-        for kept in self.pieces.values():
-            if kept.there and self.decisions:
+    def _apply(self) -> OutgoingMessages:
+        for kept in self.slice_states.values():
+            if kept.is_initialized and self.decisions:
                 kept.version = max(kept.version, min(self.decisions))
-        return super()._apply()
+        return super()._apply_decisions()
 
 
-class DropsShares(Desk):
+class DropsShares(CoordinatorStateMachine):
     """The desk takes all shares for done that come before one that is."""
 
-    def _decide(self, shares: tuple[int, ...]) -> Sent:
-        self.settled = self.settled.with_(tuple(range(min(shares))), self.settled.floor)
-        return super()._decide(shares)
+    def _decide(self, shares: tuple[int, ...]) -> OutgoingMessages:
+        self.decided = self.decided.with_decided(tuple(range(min(shares))), self.decided.floor)
+        return super()._decide_update(shares)
 
 
-class CountsTwice(Desk):
+class CountsTwice(CoordinatorStateMachine):
     """The desk makes an update of a share again whose end it hears of again."""
 
-    def _finish(self, done: Done) -> None:
-        super()._finish(done)
-        if self.settled.has(done.share) and done.worker not in self.current:
-            self.done[done.share] = done.report
+    def _finish(self, done: WorkItemCompleted) -> None:
+        super()._complete_work_item(done)
+        if self.decided.has(done.work_item) and done.worker not in self.current_assignments:
+            self.completed_reports[done.work_item] = done.report
 
 
-class RunsAhead(Desk):
+class RunsAhead(CoordinatorStateMachine):
     """The desk lets workers begin a step more than the bound allows."""
 
-    def begin(self, done: int) -> Desk:
-        self.rule = self.rule._replace(ahead=(self.rule.ahead or 0) + 1)
-        return super().begin(done)
+    def begin(self, done: int) -> CoordinatorStateMachine:
+        self.policy = self.policy._replace(ahead=(self.policy.max_staleness or 0) + 1)
+        return super().resume_after(done)
 
 
-class ForgetsWorkers(Desk):
+class ForgetsWorkers(CoordinatorStateMachine):
     """The desk does not give the share of a lost worker to another."""
 
-    def _lose(self, name: str) -> Sent:
-        sent = super()._lose(name)
-        self.again.clear()
+    def _lose(self, name: str) -> OutgoingMessages:
+        sent = super()._remove_process(name)
+        self.orphaned_work_items.clear()
         return sent
 
 
-class BelievesTheLost(Desk):
+class BelievesTheLost(CoordinatorStateMachine):
     """The desk takes a share for done whose pushes were lost since."""
 
-    def _finish(self, done: Done) -> None:
-        super()._finish(done._replace(epoch=self.view.epoch))
+    def _finish(self, done: WorkItemCompleted) -> None:
+        super()._complete_work_item(done._replace(epoch=self.placement.epoch))
 
 
-class WaitsForOld(Client):
+class WaitsForOld(WorkerStateMachine):
     """A worker does not ask the server again that took the place of a lost one."""
 
-    def _look(self, view: View) -> Sent:
-        self.view = view
+    def _look(self, view: ParameterPlacement) -> OutgoingMessages:
+        self.placement = view
         return []
 
 
-class KeepsLateCopies(Keeper):
+class KeepsLateCopies(ServerStateMachine):
     """A server that becomes the first of a piece keeps what the one before it still copies, and tells no second one."""
 
     takes_copy = False
 
     def _is_first(self, piece: int) -> bool:
-        return not self.takes_copy and super()._is_first(piece)
+        return not self.takes_copy and super()._is_primary(piece)
 
-    def take(self, message: Message) -> Sent:
-        self.takes_copy = isinstance(message, Copy)
-        return super().take(message)
+    def take(self, message: Message) -> OutgoingMessages:
+        self.takes_copy = isinstance(message, BackupPush)
+        return super().handle(message)
 
 
-class ForgetsDecisions(Keeper):
+class ForgetsDecisions(ServerStateMachine):
     """A new server forgets decisions that a piece needs of which it has not heard yet."""
 
     def _oldest(self) -> int:
-        return min((kept.version if kept.there else 0 for kept in self.pieces.values()), default=0)
+        return min((kept.version if kept.is_initialized else 0 for kept in self.slice_states.values()), default=0)
 
 
 @dataclass(frozen=True)
@@ -210,7 +219,9 @@ class Mistake:
         if self.system.in_place:
             return "An update writes over parameters that are being sent."
         kinds = (self.system.desk, self.system.keeper, self.system.client)
-        (kind,) = (kind for kind in kinds if kind not in (Desk, Keeper, Client))
+        (kind,) = (
+            kind for kind in kinds if kind not in (CoordinatorStateMachine, ServerStateMachine, WorkerStateMachine)
+        )
         return (kind.__doc__ or "").strip()
 
 

@@ -9,23 +9,28 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from motet.parallel.server.post import HELLO, Delivery, Post
-from motet.parallel.server.protocol import Ack, Norm, Push, Refused
-from motet.parallel.server.wire import PART, PART_BYTES
+from motet.parallel.parameter_server.process.tcp_transport import HANDSHAKE_FRAME, TcpTransport, TransportEvent
+from motet.parallel.parameter_server.protocol.message_framing import FRAME_HEADER, MAX_FRAME_BYTES
+from motet.parallel.parameter_server.protocol.messages import (
+    ConnectionRejected,
+    GradientNormReply,
+    GradientPush,
+    GradientPushAck,
+)
 
 WAIT_S = 20.0
 
 
 @contextmanager
-def posts(*names: str, limit_s: float = WAIT_S) -> Iterator[list[Post]]:
+def posts(*names: str, limit_s: float = WAIT_S) -> Iterator[list[TcpTransport]]:
     with ExitStack() as stack:
-        made = [Post(name, {"run": "run"}, limit_s, "127.0.0.1") for name in names]
+        made = [TcpTransport(name, {"run": "run"}, limit_s, "127.0.0.1") for name in names]
         for post in made:
             stack.callback(post.close)
         yield made
 
 
-def arrived(post: Post, kind: type | None = None) -> Delivery:
+def arrived(post: TcpTransport, kind: type | None = None) -> TransportEvent:
     """The next message of a kind, or the next connection made or lost."""
     while True:
         delivery = post.inbox.get(timeout=WAIT_S)
@@ -51,36 +56,40 @@ def is_closed(connection: socket.socket) -> bool:
 def stranger(name: str, run: str) -> bytes:
     """What a process of another run says."""
     hello = json.dumps([name, {"run": run}, ""]).encode()
-    return PART.pack(0, HELLO, len(hello)) + hello
+    return FRAME_HEADER.pack(0, HANDSHAKE_FRAME, len(hello)) + hello
 
 
 def test_messages_and_payloads_arrive_both_ways() -> None:
     payload = bytes(range(256)) * 4000
     with posts("server", "worker") as (server, worker):
         worker.connect("server", server.address)
-        assert arrived(server) == Delivery("worker", None, connected=True)
+        assert arrived(server) == TransportEvent("worker", None, is_connected=True)
         assert arrived(worker).sender == "server"
-        worker.send("server", Push("worker", 1, 2, 3), memoryview(payload), urgency=5)
-        came = arrived(server, Push)
-        assert came.sender == "worker" and came.message == Push("worker", 1, 2, 3) and bytes(came.payload) == payload
-        server.send("worker", Ack("server", 1, 2))
-        assert arrived(worker, Ack).message == Ack("server", 1, 2)
-        until(lambda: worker.traffic["server"].sent == server.traffic["worker"].received > len(payload))
-        assert worker.waiting("server") == 0
+        worker.send("server", GradientPush("worker", 1, 2, 3), memoryview(payload), priority=5)
+        came = arrived(server, GradientPush)
+        assert (
+            came.sender == "worker"
+            and came.message == GradientPush("worker", 1, 2, 3)
+            and bytes(came.payload) == payload
+        )
+        server.send("worker", GradientPushAck("server", 1, 2))
+        assert arrived(worker, GradientPushAck).message == GradientPushAck("server", 1, 2)
+        until(lambda: worker.traffic["server"].sent_bytes == server.traffic["worker"].received_bytes > len(payload))
+        assert worker.queued_bytes("server") == 0
 
 
 def test_what_is_urgent_overtakes() -> None:
     """A payload that no buffer of the kernel holds is underway; what is more urgent arrives before its end."""
-    large = memoryview(bytearray(400 * PART_BYTES))
+    large = memoryview(bytearray(400 * MAX_FRAME_BYTES))
     with posts("server", "worker") as (server, worker):
         worker.connect("server", server.address)
         arrived(worker)
         for share in range(3):
-            worker.send("server", Push("worker", 1, 0, share), large, urgency=9)
-        worker.send("server", Push("worker", 1, 1, 7), large[:10], urgency=2)
-        worker.send("server", Norm(1, 1, 0.5))
+            worker.send("server", GradientPush("worker", 1, 0, share), large, priority=9)
+        worker.send("server", GradientPush("worker", 1, 1, 7), large[:10], priority=2)
+        worker.send("server", GradientNormReply(1, 1, 0.5))
         order = [server.inbox.get(timeout=WAIT_S).message for _ in range(6)][1:]
-        kinds = [message.share if isinstance(message, Push) else "norm" for message in order]
+        kinds = [message.work_item if isinstance(message, GradientPush) else "norm" for message in order]
         assert kinds.index("norm") < kinds.index(1) and kinds.index(7) < kinds.index(1)
 
 
@@ -89,10 +98,10 @@ def test_a_lost_connection_is_made_again() -> None:
         worker.connect("server", server.address)
         arrived(worker)
         arrived(server)
-        worker._lines["server"].connection.shutdown(socket.SHUT_RDWR)
-        assert {arrived(worker).connected, arrived(worker).connected} == {False, True}
-        worker.send("server", Ack("s", 1, 1))
-        assert arrived(server, Ack).message == Ack("s", 1, 1)
+        worker._connections["server"].tcp_socket.shutdown(socket.SHUT_RDWR)
+        assert {arrived(worker).is_connected, arrived(worker).is_connected} == {False, True}
+        worker.send("server", GradientPushAck("s", 1, 1))
+        assert arrived(server, GradientPushAck).message == GradientPushAck("s", 1, 1)
 
 
 def test_silence_is_a_loss_and_beats_are_none() -> None:
@@ -104,7 +113,7 @@ def test_silence_is_a_loss_and_beats_are_none() -> None:
         with socket.create_connection(server.address) as mute:
             until(lambda: is_closed(mute))
         worker.close()
-        assert arrived(server) == Delivery("worker", None, connected=False)
+        assert arrived(server) == TransportEvent("worker", None, is_connected=False)
 
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", stranger("name", "other")])
@@ -118,11 +127,12 @@ def test_strangers_are_turned_away(said: bytes) -> None:
 
 def test_who_connects_with_other_data_is_told() -> None:
     with posts("server") as (server,):
-        other = Post("worker", {"run": "run", "data": "b"}, WAIT_S)
-        server.same = {"run": "run", "data": "a"}
+        other = TcpTransport("worker", {"run": "run", "data": "b"}, WAIT_S)
+        server.handshake = {"run": "run", "data": "a"}
         other.connect("server", server.address)
         assert (
-            "the data of worker is not that of the server (b here, a there)" in arrived(other, Refused).message.sentence
+            "the data of worker is not that of the server (b here, a there)"
+            in arrived(other, ConnectionRejected).message.reason
         )
         other.close()
         assert server.inbox.empty()
@@ -133,7 +143,7 @@ def test_nobody_is_left_when_it_is_closed() -> None:
     before = set(threading.enumerate())
     with posts("a", "b") as (a, b):
         b.connect("a", a.address)
-        until(lambda: b.peers == ["a"])
+        until(lambda: b.connected_peers == ["a"])
         for piece in range(50):
-            b.send("a", Push("b", 1, piece, piece), memoryview(bytes(PART_BYTES)))
+            b.send("a", GradientPush("b", 1, piece, piece), memoryview(bytes(MAX_FRAME_BYTES)))
     assert set(threading.enumerate()) <= before

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from motet.parallel.server.desk import Desk
-from motet.parallel.server.protocol import Rule
+from motet.parallel.parameter_server.protocol.coordinator_state_machine import CoordinatorStateMachine
+from motet.parallel.parameter_server.protocol.messages import ConsistencyPolicy
 from server.explore import Explorer, Found, Ways, explore
 from server.numbered import key_of, with_names
 from server.system import NONE, System
 from server.systems import LARGE, SMALL, WRONG, alike, mistake_row, row, rules_of, with_rule
 
 PAGE = Path(__file__).parents[2] / "docs/reference/server-protocol.md"
-SYNC = Rule(2, 1, 2, 0)
+SYNC = ConsistencyPolicy(2, 1, 2, 0)
 UNEQUAL = "run scripts/write_server_protocol_page.py"
 
 
@@ -92,6 +92,9 @@ def _ends(system: System, all_of_it: bool) -> set[tuple[str, ...]]:
     for state in explorer.states():
         if explorer.is_end(state):
             machines = [explorer.crew.machines[number] for number in state[0] if number != NONE]
-            known = [replace(machine, log=[]) if isinstance(machine, Desk) else machine for machine in machines]
+            known = [
+                replace(machine, log=[]) if isinstance(machine, CoordinatorStateMachine) else machine
+                for machine in machines
+            ]
             found.add(min(tuple(sorted(repr(key_of(with_names(m, names))) for m in known)) for names in orders))
     return found

@@ -8,38 +8,46 @@ from torch import Tensor
 
 from motet.collectives.compression.codec_options import parse_codec
 from motet.core.errors import InputError
-from motet.parallel.buckets import cut_buckets
-from motet.parallel.server.packing import Packer, unpack_gradient, unpack_parameters
-from motet.parallel.server.pieces import cut_pieces
-from motet.parallel.server.settings import Packing, ServerSettings, check_packing
-from motet.parallel.server.shelf import Plan, Shelf, as_bytes
+from motet.parallel.data_parallel.buckets import build_buckets
+from motet.parallel.parameter_server.process.parameter_store import ParameterPartition, ParameterStore, tensor_bytes
+from motet.parallel.parameter_server.process.push_pull_compression import (
+    PushPullCompressor,
+    decompress_gradient,
+    decompress_parameters,
+)
+from motet.parallel.parameter_server.protocol.parameter_slices import partition_buckets
+from motet.parallel.parameter_server.server_settings import (
+    ParameterServerSettings,
+    PushPullCompression,
+    check_compression,
+)
 from motet.precision.recipe import RECIPES
 from motet.train.optimizer import make_optimizer
 from motet.train.settings import OptimizerSettings
 
 SIZE, RATE = 512, 0.1
 SGD = OptimizerSettings(name="sgd", learning_rate=RATE, weight_decay=0.0)
-BUCKETS = cut_buckets({"w": (0, SIZE)}, 1, SIZE)
-PLAN = Plan(BUCKETS, cut_pieces(BUCKETS, SIZE, 1), RECIPES["fp64"], ((1.0, 0.0),))
+BUCKETS = build_buckets({"w": (0, SIZE)}, 1, SIZE)
+PLAN = ParameterPartition(BUCKETS, partition_buckets(BUCKETS, SIZE, 1), RECIPES["fp64"], ((1.0, 0.0),))
 
 
 def drawn(seed: int) -> Tensor:
     return torch.randn(SIZE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def shelf_of(plan: Plan, settings: OptimizerSettings = SGD) -> Shelf:
-    shelf = Shelf(plan, lambda groups: make_optimizer(groups, settings))
-    shelf.load(0, {"master": drawn(0)})
+def shelf_of(plan: ParameterPartition, settings: OptimizerSettings = SGD) -> ParameterStore:
+    shelf = ParameterStore(plan, lambda groups: make_optimizer(groups, settings))
+    shelf.load_slice_state(0, {"master": drawn(0)})
     return shelf
 
 
-def pulled(plan: Plan, shelf: Shelf) -> Tensor:
-    return unpack_parameters(plan.packing, bytearray(shelf.value(0, "w0")), drawn(0))
+def pulled(plan: ParameterPartition, shelf: ParameterStore) -> Tensor:
+    return decompress_parameters(plan.compression, bytearray(shelf.value_for_worker(0, "w0")), drawn(0))
 
 
-def push(shelf: Shelf, share: int, gradient: Tensor, factor: float = 1.0) -> None:
-    shelf.hold(0, share, bytearray(as_bytes(gradient)), "w0")
-    shelf.apply(0, [share], RATE, factor)
+def push(shelf: ParameterStore, share: int, gradient: Tensor, factor: float = 1.0) -> None:
+    shelf.add_push(0, share, bytearray(tensor_bytes(gradient)), "w0")
+    shelf.apply_update(0, [share], RATE, factor)
 
 
 @pytest.mark.parametrize(
@@ -47,25 +55,25 @@ def push(shelf: Shelf, share: int, gradient: Tensor, factor: float = 1.0) -> Non
 )
 def test_what_a_push_loses_comes_with_a_later_one(codec: str) -> None:
     """The sum of all that arrives is the sum of all that was given, but for what the last one lost."""
-    packing = Packing(push=parse_codec(codec), seed=5)
-    packer = Packer(parse_codec(codec), packing)
+    packing = PushPullCompression(push_codec=parse_codec(codec), seed=5)
+    packer = PushPullCompressor(parse_codec(codec), packing)
     given, arrived = torch.zeros_like(drawn(0)), torch.zeros_like(drawn(0))
     for share in range(30):
         gradient = drawn(share)
         given += gradient
-        message = bytearray(as_bytes(packer.pack(3, share, gradient)))
+        message = bytearray(tensor_bytes(packer.compress(3, share, gradient)))
         assert len(message) == parse_codec(codec).wire_bytes([SIZE], "float64")
-        arrived += unpack_gradient(packing, message, 3, share, gradient)
-    (error,) = packer.error(3).values()
+        arrived += decompress_gradient(packing, message, 3, share, gradient)
+    (error,) = packer.error_feedback_state(3).values()
     assert torch.allclose(arrived + error, given, atol=1e-4 * float(given.abs().max()))
-    without = Packer(parse_codec(codec), replace(packing, feedback=False))
-    assert without.error(3) == {}
+    without = PushPullCompressor(parse_codec(codec), replace(packing, feedback=False))
+    assert without.error_feedback_state(3) == {}
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "float8"])
 def test_pulled_parameters_are_right_on_average(codec: str) -> None:
     """They stay where they are while nothing is learned; what is pulled goes around them."""
-    plan = replace(PLAN, packing=Packing(pull=parse_codec(codec)))
+    plan = replace(PLAN, packing=PushPullCompression(pull_codec=parse_codec(codec)))
     shelf = shelf_of(plan)
     found = []
     for share in range(40):
@@ -77,20 +85,20 @@ def test_pulled_parameters_are_right_on_average(codec: str) -> None:
 
 
 def test_a_second_server_goes_on_with_the_same_bits() -> None:
-    plan = replace(PLAN, packing=Packing(parse_codec("int8"), parse_codec("int4")))
-    packer = Packer(parse_codec("int8"), plan.packing)
+    plan = replace(PLAN, packing=PushPullCompression(parse_codec("int8"), parse_codec("int4")))
+    packer = PushPullCompressor(parse_codec("int8"), plan.compression)
     first = shelf_of(plan)
     for share in range(3):
-        push(first, share, packer.pack(0, share, drawn(share)))
+        push(first, share, packer.compress(0, share, drawn(share)))
     second = shelf_of(plan)
-    second.load(0, {name: tensor.clone() for name, tensor in first.whole(0).items()})
+    second.load_slice_state(0, {name: tensor.clone() for name, tensor in first.full_slice_state(0).items()})
     for share in range(3, 6):
-        assert bytes(first.value(0)) == bytes(second.value(0))
-        message = packer.pack(0, share, drawn(share))
+        assert bytes(first.value_for_worker(0)) == bytes(second.value_for_worker(0))
+        message = packer.compress(0, share, drawn(share))
         push(first, share, message)
         push(second, share, message)
-    assert torch.equal(first.state(0)["master"], second.state(0)["master"])
-    assert bytes(first.value(0)) == bytes(second.value(0))
+    assert torch.equal(first.slice_state(0)["master"], second.slice_state(0)["master"])
+    assert bytes(first.value_for_worker(0)) == bytes(second.value_for_worker(0))
 
 
 def test_a_late_gradient_is_corrected() -> None:
@@ -98,25 +106,28 @@ def test_a_late_gradient_is_corrected() -> None:
     plan = replace(PLAN, compensation=0.5)
     shelf = shelf_of(plan)
     before = pulled(plan, shelf)
-    shelf.hold(0, 0, bytearray(as_bytes(drawn(7))), "another")
-    shelf.apply(0, [0], RATE, 1.0)
-    now = shelf.state(0)["master"].clone()
+    shelf.add_push(0, 0, bytearray(tensor_bytes(drawn(7))), "another")
+    shelf.apply_update(0, [0], RATE, 1.0)
+    now = shelf.slice_state(0)["master"].clone()
     assert torch.allclose(now, before - RATE * drawn(7)), "nothing is known of what this worker had"
     push(shelf, 1, drawn(8), factor=0.25)
     mean = 0.25 * drawn(8)
     wanted = now - RATE * (mean + 0.5 * mean.square() * (now - before))
-    assert torch.allclose(shelf.state(0)["master"], wanted, rtol=1e-14)
+    assert torch.allclose(shelf.slice_state(0)["master"], wanted, rtol=1e-14)
 
 
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        (ServerSettings(compress="zip"), "layout.server.compress = 'zip': .* there is no codec 'zip'"),
-        (ServerSettings(compress="powersgd"), "takes whole matrices, and servers have pieces"),
-        (ServerSettings(compress="randomk"), "error feedback would make its errors grow"),
-        (ServerSettings(compress_pulls="topk"), "layout.server.compress_pulls = 'topk' would leave most of a param"),
+        (ParameterServerSettings(compress_pushes="zip"), "layout.server.compress = 'zip': .* there is no codec 'zip'"),
+        (ParameterServerSettings(compress_pushes="powersgd"), "takes whole matrices, and servers have pieces"),
+        (ParameterServerSettings(compress_pushes="randomk"), "error feedback would make its errors grow"),
+        (
+            ParameterServerSettings(compress_pulls="topk"),
+            "layout.server.compress_pulls = 'topk' would leave most of a param",
+        ),
     ],
 )
-def test_codecs_that_do_not_fit_are_refused(settings: ServerSettings, sentence: str) -> None:
+def test_codecs_that_do_not_fit_are_refused(settings: ParameterServerSettings, sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
-        check_packing(settings)
+        check_compression(settings)

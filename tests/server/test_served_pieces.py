@@ -5,33 +5,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.core.errors import InputError
-from motet.parallel.buckets import ALIGN_ELEMENTS, cut_buckets
-from motet.parallel.server.pieces import cut_pieces
+from motet.parallel.data_parallel.buckets import ALIGN_ELEMENTS, build_buckets
+from motet.parallel.parameter_server.protocol.parameter_slices import partition_buckets
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=20), st.integers(64, 3000), st.integers(1, 5))
 def test_pieces_are_all_of_it_and_servers_have_nearly_as_much(sizes: list[int], most: int, servers: int) -> None:
-    buckets = cut_buckets({f"p{i}": (i % 2, size) for i, size in enumerate(sizes)}, 1, most)
+    buckets = build_buckets({f"p{i}": (i % 2, size) for i, size in enumerate(sizes)}, 1, most)
     try:
-        pieces = cut_pieces(buckets, most, servers)
+        pieces = partition_buckets(buckets, most, servers)
     except InputError as error:
         assert f"layout.server.count = {servers} is more than the pieces" in str(error)
         return
     at = 0
     held = [0] * servers
     for piece in pieces:
-        bucket = buckets[piece.bucket]
-        assert piece.place.start == at and bucket.start <= at and piece.place.stop <= bucket.stop
+        bucket = buckets[piece.bucket_id]
+        assert piece.flat_range.start == at and bucket.start <= at and piece.flat_range.stop <= bucket.stop
         assert piece.numel <= most + ALIGN_ELEMENTS * len(sizes)
-        at = piece.place.stop
-        held[piece.server] += piece.numel
+        at = piece.flat_range.stop
+        held[piece.server_index] += piece.numel
     assert at == buckets[-1].stop
     assert max(held) - min(held) <= max(piece.numel for piece in pieces)
     assert min(held) > 0
 
 
 def test_more_servers_than_pieces_are_refused() -> None:
-    buckets = cut_buckets({"w": (0, 100)}, 1, 1000)
+    buckets = build_buckets({"w": (0, 100)}, 1, 1000)
     with pytest.raises(InputError, match=r"layout.server.count = 2 is more than the pieces .*, 1; take fewer servers"):
-        cut_pieces(buckets, 1000, 2)
+        partition_buckets(buckets, 1000, 2)

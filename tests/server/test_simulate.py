@@ -4,25 +4,30 @@ from collections.abc import Callable
 
 import pytest
 
-from motet.parallel.server.protocol import Rule
-from motet.parallel.server.simulate import SMALL_BYTES, Load, Play, Setting
+from motet.parallel.parameter_server.protocol.messages import ConsistencyPolicy
+from motet.parallel.parameter_server.step_time_simulation import (
+    MESSAGE_BYTES,
+    ParameterServerSimulation,
+    ServerSimulationCosts,
+    SimulatedParameterSlice,
+)
 
 STEPS, WORKERS, LAYERS, BYTES, RATE = 12, 3, 6, 6e6, 25e6
 F, B = 0.02, 0.04
-SYNC = Rule(WORKERS, STEPS, WORKERS, 0)
+SYNC = ConsistencyPolicy(WORKERS, STEPS, WORKERS, 0)
 
 
 def play(
     servers: int = 1,
-    rule: Rule = SYNC,
+    rule: ConsistencyPolicy = SYNC,
     by_need: bool = True,
     rate: float = RATE,
     slow: Callable[[int, int], float] = lambda worker, share: 1.0,
-) -> Play:
+) -> ParameterServerSimulation:
     each = BYTES / LAYERS
-    loads = [Load(each, each, (f"s{layer % servers}",), layer) for layer in reversed(range(LAYERS))]
-    setting = Setting(rate, 1e-4, (F,) * LAYERS, (B,) * LAYERS, slowness=slow)
-    return Play(rule, loads, WORKERS, setting, by_need).run()
+    loads = [SimulatedParameterSlice(each, each, (f"s{layer % servers}",), layer) for layer in reversed(range(LAYERS))]
+    setting = ServerSimulationCosts(rate, 1e-4, (F,) * LAYERS, (B,) * LAYERS, slowdown=slow)
+    return ParameterServerSimulation(rule, loads, WORKERS, setting, by_need).run()
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3])
@@ -31,7 +36,7 @@ def test_a_server_moves_twice_what_all_workers_have_of_it(servers: int) -> None:
     found = play(servers)
     for server in range(servers):
         moved = (found.bytes_in[f"s{server}"] + found.bytes_out[f"s{server}"]) / STEPS
-        assert 0 <= moved - 2 * WORKERS * BYTES / servers < 100 * SMALL_BYTES
+        assert 0 <= moved - 2 * WORKERS * BYTES / servers < 100 * MESSAGE_BYTES
 
 
 def test_without_waiting_a_step_is_its_computing() -> None:
@@ -53,10 +58,13 @@ def test_who_waits_for_a_slow_worker() -> None:
     def slow(worker: int, share: int) -> float:
         return 4.0 if worker == 0 else 1.0
 
-    def seconds(rule: Rule) -> float:
+    def seconds(rule: ConsistencyPolicy) -> float:
         return play(rule=rule, rate=1e15, slow=slow).seconds_per_step()
 
     assert seconds(SYNC) == pytest.approx(4 * LAYERS * (F + B), rel=0.01)
-    assert seconds(Rule(WORKERS, STEPS, 2, 0)) == pytest.approx(LAYERS * (F + B), rel=0.05)
-    for rule in (Rule(WORKERS, STEPS, 1, 3, alone=True), Rule(WORKERS, STEPS, 1, None, alone=True)):
+    assert seconds(ConsistencyPolicy(WORKERS, STEPS, 2, 0)) == pytest.approx(LAYERS * (F + B), rel=0.05)
+    for rule in (
+        ConsistencyPolicy(WORKERS, STEPS, 1, 3, has_per_item_updates=True),
+        ConsistencyPolicy(WORKERS, STEPS, 1, None, has_per_item_updates=True),
+    ):
         assert LAYERS * (F + B) < seconds(rule) < 1.7 * LAYERS * (F + B)

@@ -9,25 +9,36 @@ import torch
 from torch import Tensor, nn
 
 import motet
-from motet.parallel.buckets import cut_buckets
-from motet.parallel.flat import FlatWeights, Gradients
-from motet.parallel.server.attend import Attendant
-from motet.parallel.server.client import Client
-from motet.parallel.server.desk import Desk
-from motet.parallel.server.keeper import Keeper, Kept
-from motet.parallel.server.office import Office
-from motet.parallel.server.pieces import cut_pieces
-from motet.parallel.server.post import Post
-from motet.parallel.server.protocol import DESK, Numbers, Owners, Rule, View
-from motet.parallel.server.serve import Server
-from motet.parallel.server.shelf import Plan, Shelf, pack, unpack
+from motet.parallel.data_parallel.buckets import build_buckets
+from motet.parallel.data_parallel.flat_parameters import FlatParameters, GradientBuffer
+from motet.parallel.parameter_server.process.coordinator_process import CoordinatorProcess
+from motet.parallel.parameter_server.process.parameter_store import (
+    ParameterPartition,
+    ParameterStore,
+    deserialize_tensors,
+    serialize_tensors,
+)
+from motet.parallel.parameter_server.process.server_process import ParameterServerProcess
+from motet.parallel.parameter_server.process.tcp_transport import TcpTransport
+from motet.parallel.parameter_server.process.worker_client import ParameterServerClient
+from motet.parallel.parameter_server.protocol.coordinator_state_machine import CoordinatorStateMachine
+from motet.parallel.parameter_server.protocol.messages import (
+    COORDINATOR,
+    ConsistencyPolicy,
+    OpaqueScalars,
+    ParameterPlacement,
+    ParameterReplicas,
+)
+from motet.parallel.parameter_server.protocol.parameter_slices import partition_buckets
+from motet.parallel.parameter_server.protocol.server_state_machine import ServerSliceState, ServerStateMachine
+from motet.parallel.parameter_server.protocol.worker_state_machine import WorkerStateMachine
 from motet.precision.recipe import RECIPES
 from motet.train.optimizer import group_parameters, make_optimizer
 from motet.train.settings import OptimizerSettings
 from waiting import until
 
 STEPS, LIMIT_S, RATE = 20, 30.0, 0.01
-Found = dict[str, tuple[Keeper, Shelf]]
+Found = dict[str, tuple[ServerStateMachine, ParameterStore]]
 """What the servers have."""
 SETTINGS = OptimizerSettings(learning_rate=RATE, clip_norm=0.5)
 
@@ -53,67 +64,79 @@ def squares(module: nn.Module, x: Tensor) -> tuple[Tensor, int]:
     return module(x).square().sum(), len(x)
 
 
-def plan_of(module: nn.Module, servers: int) -> Plan:
+def plan_of(module: nn.Module, servers: int) -> ParameterPartition:
     named = dict(module.named_parameters())
     groups = group_parameters(named, SETTINGS)
     numbers = {name: number for number, members in enumerate(groups.values()) for name in members}
-    buckets = cut_buckets({name: (numbers[name], p.numel()) for name, p in named.items()}, 1, 1000, 500)
-    return Plan(buckets, cut_pieces(buckets, 512, servers), RECIPES["fp64"], tuple(groups))
+    buckets = build_buckets({name: (numbers[name], p.numel()) for name, p in named.items()}, 1, 1000, 500)
+    return ParameterPartition(buckets, partition_buckets(buckets, 512, servers), RECIPES["fp64"], tuple(groups))
 
 
-def judge(number: int, reports: dict[int, Numbers], norms: dict[int, float]) -> Numbers:
+def judge(number: int, reports: dict[int, OpaqueScalars], norms: dict[int, float]) -> OpaqueScalars:
     count = sum(report[1] for report in reports.values())
     norm = math.sqrt(sum(norms[piece] for piece in sorted(norms))) / count
     return (RATE, min(1.0, 0.5 / norm) / count, 1.0)
 
 
-def view_of(plan: Plan, copies: int, servers: int) -> View:
-    return View(
+def view_of(plan: ParameterPartition, copies: int, servers: int) -> ParameterPlacement:
+    return ParameterPlacement(
         0,
-        tuple(Owners(tuple(f"s{(p.server + copy) % servers}" for copy in range(copies))) for p in plan.pieces),
+        tuple(
+            ParameterReplicas(tuple(f"s{(p.server_index + copy) % servers}" for copy in range(copies)))
+            for p in plan.slices
+        ),
     )
 
 
 def serve(
-    name: str, view: View, desk: tuple[str, int], end: threading.Event, found: dict[str, dict[int, Tensor]]
+    name: str,
+    view: ParameterPlacement,
+    desk: tuple[str, int],
+    end: threading.Event,
+    found: dict[str, dict[int, Tensor]],
 ) -> None:
     module = small()
-    plan = plan_of(module, len({owned.servers[0] for owned in view.owners}))
-    mine = [piece for piece, owned in enumerate(view.owners) if name in owned.servers]
-    post = Post(name, {"run": "run"}, LIMIT_S, "127.0.0.1")
-    shelf = Shelf(plan, lambda groups: make_optimizer(groups, SETTINGS))
-    keeper = Keeper(name, view, {piece: Kept(there=False) for piece in mine})
+    plan = plan_of(module, len({owned.servers[0] for owned in view.replicas}))
+    mine = [piece for piece, owned in enumerate(view.replicas) if name in owned.servers]
+    post = TcpTransport(name, {"run": "run"}, LIMIT_S, "127.0.0.1")
+    shelf = ParameterStore(plan, lambda groups: make_optimizer(groups, SETTINGS))
+    keeper = ServerStateMachine(name, view, {piece: ServerSliceState(is_initialized=False) for piece in mine})
     found[name] = keeper, shelf
-    server = Server(keeper, shelf, post, LIMIT_S)
-    post.connect(DESK, desk)
+    server = ParameterServerProcess(keeper, shelf, post, LIMIT_S)
+    post.connect(COORDINATOR, desk)
     watch = threading.Thread(target=lambda: (end.wait(), setattr(server, "ended", True)), daemon=True)
     watch.start()
     server.run()
     post.close()
 
 
-def flat_of(module: nn.Module, plan: Plan) -> FlatWeights:
-    gradients = Gradients(plan.buckets, 0, torch.float64, torch.device("cpu"), keep=True)
+def flat_of(module: nn.Module, plan: ParameterPartition) -> FlatParameters:
+    gradients = GradientBuffer(plan.buckets, 0, torch.float64, torch.device("cpu"), keeps_full_gradients=True)
     held = [slice(b.start, b.start) for b in plan.buckets]
-    return FlatWeights(dict(module.named_parameters()), plan.buckets, held, plan.recipe, gradients)
+    return FlatParameters(dict(module.named_parameters()), plan.buckets, held, plan.recipe, gradients)
 
 
-def work(name: str, view: View, desk: tuple[str, int], rule: Rule) -> None:
+def work(name: str, view: ParameterPlacement, desk: tuple[str, int], rule: ConsistencyPolicy) -> None:
     module = small()
-    plan = plan_of(module, len({owned.servers[0] for owned in view.owners}))
+    plan = plan_of(module, len({owned.servers[0] for owned in view.replicas}))
     weights = flat_of(module, plan)
     with torch.no_grad():
         weights.compute.fill_(math.nan)
-    post = Post(name, {"run": "run"}, LIMIT_S)
-    attendant = Attendant(Client(name, view), plan, weights, post, (LIMIT_S, LIMIT_S))
-    post.connect(DESK, desk)
-    while (ticket := attendant.next()) is not None:
+    post = TcpTransport(name, {"run": "run"}, LIMIT_S)
+    attendant = ParameterServerClient(WorkerStateMachine(name, view), plan, weights, post, (LIMIT_S, LIMIT_S))
+    post.connect(COORDINATOR, desk)
+    while (ticket := attendant.next_assignment()) is not None:
         for bucket in range(len(plan.buckets)):
-            attendant.need(bucket)
-        loss, count = squares(module, rows(rule.step(ticket.share)).chunk(rule.shares)[ticket.share % rule.shares])
+            attendant.wait_for_bucket(bucket)
+        loss, count = squares(
+            module,
+            rows(rule.step_of(ticket.work_item)).chunk(rule.work_items_per_step)[
+                ticket.work_item % rule.work_items_per_step
+            ],
+        )
         report = (loss.item(), float(count))
-        weights.gradients.on_complete = lambda bucket, report=report: attendant.ready(bucket, report)
-        weights.gradients.begin()
+        weights.gradients.on_bucket_ready = lambda bucket, report=report: attendant.push_bucket(bucket, report)
+        weights.gradients.begin_step()
         weights.gradients.begin_backward()
         loss.backward()
     attendant.close()
@@ -125,12 +148,17 @@ def train(workers: int, servers: int, copies: int = 1) -> dict[str, Tensor]:
     module = small()
     plan = plan_of(module, servers)
     view = view_of(plan, copies, servers)
-    rule = Rule(workers, STEPS, workers, 0)
+    rule = ConsistencyPolicy(workers, STEPS, workers, 0)
     names = [f"s{i}" for i in range(servers)]
-    post = Post(DESK, {"run": "run"}, LIMIT_S, "127.0.0.1")
+    post = TcpTransport(COORDINATOR, {"run": "run"}, LIMIT_S, "127.0.0.1")
     begin = flat_of(module, plan).compute.clone()
-    desk = Desk(rule, view, names, copies, judge=judge)
-    office = Office(desk, post, (LIMIT_S, LIMIT_S), lambda piece: pack({"master": begin[plan.pieces[piece].place]}))
+    desk = CoordinatorStateMachine(rule, view, names, copies, update_rule=judge)
+    office = CoordinatorProcess(
+        desk,
+        post,
+        (LIMIT_S, LIMIT_S),
+        lambda piece: serialize_tensors({"master": begin[plan.slices[piece].flat_range]}),
+    )
     end = threading.Event()
     found: Found = {}
     threads = [threading.Thread(target=serve, args=(n, view, post.address, end, found)) for n in names]
@@ -138,20 +166,20 @@ def train(workers: int, servers: int, copies: int = 1) -> dict[str, Tensor]:
     for thread in threads + attending:
         thread.start()
     office.run(lambda: desk.is_finished, "training")
-    fetched = {piece: unpack(content)["master"] for piece, content in office.fetch().items()}
+    fetched = {piece: deserialize_tensors(content)["master"] for piece, content in office.fetch_slice_states().items()}
     office.run(lambda: not any(thread.is_alive() for thread in attending), "ending")
-    until(lambda: all(kept.version == STEPS for keeper, _ in found.values() for kept in keeper.pieces.values()))
+    until(lambda: all(kept.version == STEPS for keeper, _ in found.values() for kept in keeper.slice_states.values()))
     end.set()
     for thread in threads:
         thread.join()
     post.close()
     weights = flat_of(module, plan)
-    for number, piece in enumerate(plan.pieces):
-        first, *others = [found[name][1].state(number)["master"] for name in view.owners[number].servers]
+    for number, piece in enumerate(plan.slices):
+        first, *others = [found[name][1].slice_state(number)["master"] for name in view.replicas[number].servers]
         assert torch.equal(first, fetched[number])
         assert all(torch.equal(first, other) for other in others)
         with torch.no_grad():
-            weights.compute[piece.place] = first
+            weights.compute[piece.flat_range] = first
     return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 

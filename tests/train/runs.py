@@ -11,9 +11,9 @@ import torch
 from motet.checkpoint.load import load_checkpoint
 from motet.checkpoint.manifest import read_manifest
 from motet.collectives.execute.api import all_reduce
-from motet.parallel.full import kept
-from motet.parallel.group import Group
-from motet.parallel.spread import Piece
+from motet.parallel.data_parallel.fsdp import local_shard
+from motet.parallel.data_parallel.sharded_parameters import LocalShard
+from motet.parallel.process.process_group import RankGroup
 from motet.train.assemble import Parts, build_parts, numerics
 from motet.train.job import Job, load_job
 from motet.train.schedule import learning_rate_factor
@@ -93,7 +93,7 @@ class Trained:
     """The parameters as the optimizer has them."""
 
 
-def train(group: Group, job: Job, steps: int | None = None) -> Trained:
+def train(group: RankGroup, job: Job, steps: int | None = None) -> Trained:
     """The first steps of a job on this rank, or all of them, without files."""
     with numerics(job), tempfile.TemporaryDirectory() as folder:
         parts = build_parts(job, group, Path(folder))
@@ -106,20 +106,28 @@ def train(group: Group, job: Job, steps: int | None = None) -> Trained:
             norms.append(result.grad_norm)
             rates += rate
         spread = parts.updater.spread
-        masters = {n: _whole(p, group, spread.counts) for n, p in spread.pieces(spread.masters).items()}
+        masters = {
+            n: _whole(p, group, spread.contributes_to_norm)
+            for n, p in spread.local_shards(spread.local_masters).items()
+        }
         return Trained(losses, norms, *parameters_and_gradients(parts), rates, masters)
 
 
 def parameters_and_gradients(parts: Parts) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """As they are after a step, put together from what ranks have of them."""
     spread, group = parts.updater.spread, parts.group
-    spread.settle()
-    parameters = {n: _whole(kept(p), group, spread.counts) for n, p in parts.model.module.named_parameters()}
-    gradients = {n: _whole(piece, group, spread.counts) for n, piece in spread.pieces(spread.gradients()).items()}
+    spread.wait_for_pending()
+    parameters = {
+        n: _whole(local_shard(p), group, spread.contributes_to_norm) for n, p in parts.model.module.named_parameters()
+    }
+    gradients = {
+        n: _whole(piece, group, spread.contributes_to_norm)
+        for n, piece in spread.local_shards(spread.local_gradients()).items()
+    }
     return parameters, gradients
 
 
-def _whole(piece: Piece, group: Group, counts: bool) -> torch.Tensor:
+def _whole(piece: LocalShard, group: RankGroup, counts: bool) -> torch.Tensor:
     """What this rank may have a part of; `counts`: nobody else gives the same part."""
     everywhere = torch.tensor(int(piece.values.numel() == piece.shape.numel()))
     all_reduce(everywhere, group, op="min")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import motet
 from motet.core.errors import InputError
-from motet.parallel.group import Group
+from motet.parallel.process.process_group import RankGroup
 from ranks import Ranks
 
 
@@ -57,7 +57,7 @@ EDITS = {"scale": scale, "load": load, "assign": assign, "swap": swap, "nothing"
 SGD = {"name": "sgd", "learning_rate": 0.01, "clip_norm": None}
 
 
-def train(group: Group, layout: str, precision: str, edit: str, communication: dict[str, str]) -> list[Tensor]:
+def train(group: RankGroup, layout: str, precision: str, edit: str, communication: dict[str, str]) -> list[Tensor]:
     """The masters after three steps, the last of which comes after an edit, if any."""
     module = small().double() if precision == "fp64" else small()
     engine = motet.parallelize(
@@ -97,7 +97,7 @@ def test_masters_apart_from_the_model_follow_it(ranks: Ranks, layout: str) -> No
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def renormalised(group: Group, limit: float | None) -> list[Tensor]:
+def renormalised(group: RankGroup, limit: float | None) -> list[Tensor]:
     """A module that changes its own weights in forward is no edit of a user."""
     torch.manual_seed(1)
     module = nn.Embedding(5, 3, max_norm=limit)
@@ -115,7 +115,7 @@ def test_a_module_may_change_its_weights_in_forward(ranks: Ranks) -> None:
         assert all(not torch.equal(master, master.bfloat16().float()) for master in masters if master.any())
 
 
-def underway(group: Group) -> str:
+def underway(group: RankGroup) -> str:
     module = small()
     engine = motet.parallelize(module, "zero=1", loss=squares, communication={"overlap": "forward"})
     for _ in range(2):
@@ -197,7 +197,7 @@ def test_parameters_may_get_other_names() -> None:
     assert engine.step(torch.ones(2, 4)).finite
 
 
-def freeze_one(group: Group, layout: str) -> str:
+def freeze_one(group: RankGroup, layout: str) -> str:
     module = small()
     engine = motet.parallelize(module, layout, loss=squares)
     engine.step(torch.ones(2, 4))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from environment import uncounted
 from motet.monitor.events import Event, RunEnded, StepDone, Warned, read_events
-from motet.parallel.place import Place
+from motet.parallel.process.launch_environment import RankEnvironment
 from motet.train.assemble import run_rank
 from motet.train.faults import StopFlag
 from motet.train.job import Job
@@ -228,5 +228,5 @@ def furthest(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     return max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
 
 
-def alone(place: Place, job: Job, folder: Path) -> int:
+def alone(place: RankEnvironment, job: Job, folder: Path) -> int:
     return run_rank(job, place, folder, StopFlag()).steps

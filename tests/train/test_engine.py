@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import motet
 from motet.core.errors import InputError
-from motet.parallel.group import Group
+from motet.parallel.process.process_group import RankGroup
 from ranks import Ranks
 
 ROWS = 11
@@ -50,7 +50,7 @@ def data(step: int) -> Tensor:
     return torch.randint(0, 13, (ROWS, 5), generator=torch.Generator().manual_seed(step))
 
 
-def share(group: Group, step: int) -> list[Tensor]:
+def share(group: RankGroup, step: int) -> list[Tensor]:
     """Rank r gets r + 1 rows at a time; the last ranks run out of them first."""
     rest = data(step)
     found: list[Tensor] = []
@@ -62,7 +62,7 @@ def share(group: Group, step: int) -> list[Tensor]:
     return found
 
 
-def losses_of(group: Group, layout: str, folder: str = "") -> tuple[list[float], dict[str, Tensor]]:
+def losses_of(group: RankGroup, layout: str, folder: str = "") -> tuple[list[float], dict[str, Tensor]]:
     """Four steps; with a folder, the last two by a fresh engine from the checkpoint of the second."""
     engine = motet.parallelize(tower(), layout, loss=loss_sum, optimizer=OPTIMIZER, precision="fp64")
     losses = []
@@ -96,7 +96,7 @@ def test_uneven_shares_of_the_batch_give_what_one_rank_gives(ranks: Ranks, tmp_p
         torch.testing.assert_close(found, parameter, rtol=1e-12, atol=1e-14)
 
 
-def by_hand(group: Group) -> float:
+def by_hand(group: RankGroup) -> float:
     """The loop of the guide, with torch's optimizer beside it."""
     ours, theirs = tower(), tower()
     engine = motet.parallelize(ours, "zero=1", optimizer={**OPTIMIZER, "weight_decay": 0.0}, precision="fp64")
@@ -120,7 +120,7 @@ def test_the_parts_of_a_step_by_hand(ranks: Ranks) -> None:
     assert max(ranks.run(2, by_hand)) < 1e-12
 
 
-def uneven_at_stage_3(group: Group) -> str:
+def uneven_at_stage_3(group: RankGroup) -> str:
     engine = motet.parallelize(tower(), "zero=3", loss=loss_sum, precision="fp64")
     engine.step(data(0))
     try:

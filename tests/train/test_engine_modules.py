@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import motet
 from motet.core.errors import InputError, PeerFailedError
-from motet.parallel.group import Group
+from motet.parallel.process.process_group import RankGroup
 from ranks import Ranks
 
 
@@ -47,7 +47,7 @@ def squares(module: nn.Module, x: Tensor) -> tuple[Tensor, int]:
     return module(x).square().sum(), len(x)
 
 
-def train_odd(group: Group, layout: str) -> list[Tensor]:
+def train_odd(group: RankGroup, layout: str) -> list[Tensor]:
     """The parameters after three steps; each rank has its part of four rows."""
     module = Odd().double()
     assert not any(t.is_contiguous() for t in (module.turned, module.conv.weight, module.frozen, module.shift))
@@ -79,7 +79,7 @@ class Given:
     precision: str = "fp32"
 
 
-def told(group: Group, *ranks: Given) -> str:
+def told(group: RankGroup, *ranks: Given) -> str:
     """What each of these ranks is told."""
     given = ranks[group.rank]
     try:
@@ -131,7 +131,7 @@ class Sparse(nn.Module):
         self.table = nn.Embedding(6, 4, sparse=True)
 
 
-def sparse_at_stage_3(group: Group) -> str:
+def sparse_at_stage_3(group: RankGroup) -> str:
     try:
         motet.parallelize(Sparse(), "zero=3")
     except InputError as error:

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from motet.core.errors import InputError, PeerFailedError, TrainingDivergedError
-from motet.parallel.group import CpuBackend, start_group
-from motet.parallel.place import Place
+from motet.parallel.process.launch_environment import RankEnvironment
+from motet.parallel.process.process_group import CpuBackend, start_process_group
 from motet.train import faults
 from motet.train.faults import Record, StopFlag, first_cause, guarded, is_secondary, read_record, stop_on_signals
 from ranks import Ranks
@@ -161,10 +161,10 @@ def collective(how: str, world: int) -> int:
     return 0
 
 
-def lose_rank_1(place: Place, how: str, backend: CpuBackend) -> tuple[str, bool] | None:
+def lose_rank_1(place: RankEnvironment, how: str, backend: CpuBackend) -> tuple[str, bool] | None:
     """Rank 1 leaves the group while the others are in a collective with it."""
     record = None
-    with contextlib.suppress(LeaveError), start_group(place, "cpu", 30.0, backend) as group:
+    with contextlib.suppress(LeaveError), start_process_group(place, "cpu", 30.0, backend) as group:
         dist.barrier()  # nobody leaves before the others have met
         if place.rank != 1:
             record = guarded(place.rank, lambda: collective(how, group.world))
@@ -180,10 +180,10 @@ def test_what_is_said_when_a_rank_is_gone(ranks: Ranks, how: str, backend: CpuBa
     assert all(sentence and secondary for sentence, secondary in (first, last)), (first, last)
 
 
-def wait_in_vain(place: Place, backend: CpuBackend) -> tuple[str, bool] | None:
+def wait_in_vain(place: RankEnvironment, backend: CpuBackend) -> tuple[str, bool] | None:
     """Rank 1 lives, but does not come to the collective in time."""
     record = None
-    with contextlib.suppress(LeaveError), start_group(place, "cpu", 0.5, backend) as group:
+    with contextlib.suppress(LeaveError), start_process_group(place, "cpu", 0.5, backend) as group:
         if place.rank == 0:
             record = guarded(place.rank, lambda: collective("all_reduce", group.world))
         else:

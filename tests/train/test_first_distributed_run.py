@@ -16,7 +16,7 @@ import pytest
 
 from environment import uncounted
 from motet.monitor.events import read_steps
-from motet.parallel.place import Place
+from motet.parallel.process.launch_environment import RankEnvironment
 from motet.train.job import load_job
 from namespaces import Host, missing, two_hosts
 from ranks import Ranks
@@ -89,7 +89,7 @@ def same(losses: list[float], alone: list[float]) -> bool:
     return len(losses) == len(alone) and max(abs(a - b) / b for a, b in zip(losses, alone, strict=True)) < 1e-12
 
 
-def run_script_alone(_: Place, path: str) -> list[float]:
+def run_script_alone(_: RankEnvironment, path: str) -> list[float]:
     """As the only rank, in this process."""
     variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:

@@ -8,8 +8,8 @@ import torch
 
 from motet.core.errors import InputError, TrainingDivergedError
 from motet.monitor.events import EvaluationDone, StepDone, read_events
-from motet.parallel.group import Group
-from motet.parallel.place import ALONE, Place
+from motet.parallel.process.launch_environment import SINGLE_RANK, RankEnvironment
+from motet.parallel.process.process_group import RankGroup
 from motet.train.assemble import run_rank
 from motet.train.faults import StopFlag
 from motet.train.job import Job
@@ -21,7 +21,7 @@ def _job(folder: Path, factory: str, *overrides: str) -> Job:
     return small_job(folder, "run.steps=6", f"model={{factory='train.foreign_models:{factory}'}}", *overrides)
 
 
-def _run(place: Place, job: Job, folder: Path) -> int:
+def _run(place: RankEnvironment, job: Job, folder: Path) -> int:
     return run_rank(job, place, folder, StopFlag()).steps
 
 
@@ -30,7 +30,7 @@ def test_replicas_start_from_the_same_values(ranks: Ranks, tmp_path: Path) -> No
     assert all(torch.equal(value, second.parameters[name]) for name, value in first.parameters.items())
 
 
-def _train_on_its_own_data(group: Group, folder: Path) -> None:
+def _train_on_its_own_data(group: RankGroup, folder: Path) -> None:
     text = folder / f"{group.rank}.txt"
     text.write_text("one two three four " * (200 + group.rank))
     train(group, small_job(folder, f"data.source={text}"), 1)
@@ -52,7 +52,7 @@ def test_two_halves_are_the_whole(ranks: Ranks, tmp_path: Path, factory: str) ->
 
 def test_a_skipped_step_leaves_nothing_behind(tmp_path: Path) -> None:
     job = _job(tmp_path, "normed", "run.on_nan=skip", "model.arguments={nan_at=2}")
-    run_rank(job, ALONE, tmp_path / "run", StopFlag())
+    run_rank(job, SINGLE_RANK, tmp_path / "run", StopFlag())
     events = read_events(tmp_path / "run/events.jsonl")
     assert [e.skipped for e in events if isinstance(e, StepDone)] == [False, False, True, False, False, False]
     assert all(math.isfinite(e.loss) for e in events if isinstance(e, EvaluationDone))
@@ -65,18 +65,18 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
     with pytest.raises(
         TrainingDivergedError, match="stopped at step 1: the parameters are not finite after it, so they"
     ):
-        run_rank(job, ALONE, tmp_path / "run", StopFlag())
+        run_rank(job, SINGLE_RANK, tmp_path / "run", StopFlag())
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
 
 
 def test_state_that_would_be_lost_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="keeps state in get_extra_state, which is not saved; keep it in a buffer"):
-        run_rank(_job(tmp_path, "hidden_state"), ALONE, tmp_path / "run", StopFlag())
+        run_rank(_job(tmp_path, "hidden_state"), SINGLE_RANK, tmp_path / "run", StopFlag())
 
 
 @pytest.mark.parametrize(
     "change", ["optimizer.weight_decay=0.0", "optimizer.learning_rate=0.001", "layout.microbatches=3"]
 )
 def test_what_may_change_on_resume_may(tmp_path: Path, change: str) -> None:
-    run_rank(small_job(tmp_path, "run.steps=4", "run.stop_at=2"), ALONE, tmp_path / "run", StopFlag())
-    assert run_rank(small_job(tmp_path, "run.steps=4", change), ALONE, tmp_path / "run", StopFlag()).steps == 4
+    run_rank(small_job(tmp_path, "run.steps=4", "run.stop_at=2"), SINGLE_RANK, tmp_path / "run", StopFlag())
+    assert run_rank(small_job(tmp_path, "run.steps=4", change), SINGLE_RANK, tmp_path / "run", StopFlag()).steps == 4

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from motet.core.errors import InputError
-from motet.parallel.communication import CommunicationSettings
-from motet.parallel.group import Group
+from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
+from motet.parallel.data_parallel.sharded_parameters import LocalShard
 from motet.parallel.layout import Layout
-from motet.parallel.spread import Piece
+from motet.parallel.process.process_group import RankGroup
 from motet.precision.recipe import RECIPES
 from motet.train.optimizer import Updater, group_parameters, make_updater
 from motet.train.settings import OptimizerSettings
@@ -39,13 +39,13 @@ def _settings(**changes: object) -> OptimizerSettings:
 
 
 def _updater(net: nn.Module, settings: OptimizerSettings, recipe: str = "fp64") -> Updater:
-    alone = Group(0, 1, None, torch.device("cpu"))
+    alone = RankGroup(0, 1, None, torch.device("cpu"))
     return make_updater(net, settings, RECIPES[recipe], alone, Layout(1, 1), CommunicationSettings())
 
 
 def _begin(updater: Updater) -> None:
     updater.spread.begin_step()
-    updater.spread.begin_backward(first=True, last=True)
+    updater.spread.begin_backward(is_first=True, is_last=True)
 
 
 def _torch_optimizer(net: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
@@ -90,7 +90,7 @@ def test_a_gradient_of_the_step_before_is_not_used_again() -> None:
         _begin(updater)
         (net(torch.arange(3)) if module is net else net.unused(torch.ones(3, dtype=torch.float64)).sum()).backward()
         updater.spread.end_backward()
-    grads = updater.spread.pieces(updater.spread.gradients())
+    grads = updater.spread.local_shards(updater.spread.local_gradients())
     assert grads["table.weight"].values.abs().max() == 0 and grads["unused.weight"].values.abs().min() == 1
 
 
@@ -104,13 +104,13 @@ def test_bfloat16_keeps_small_updates_in_the_master() -> None:
         net(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
         updater.spread.end_backward()
         updater.update(1e-3)  # below half a unit in the last place of bfloat16 at 1.0
-    master = updater.spread.pieces(updater.spread.masters)["weight"].values
+    master = updater.spread.local_shards(updater.spread.local_masters)["weight"].values
     torch.testing.assert_close(master, torch.full((16,), 1 - 4e-3), rtol=0, atol=1e-6)
     assert net.weight.dtype == torch.bfloat16 and net.weight.max() < 1  # four of them together are seen
-    assert updater.spread.gradients()[0].dtype == torch.float32
+    assert updater.spread.local_gradients()[0].dtype == torch.float32
 
 
-def _values(part: Piece | torch.Tensor) -> torch.Tensor:
+def _values(part: LocalShard | torch.Tensor) -> torch.Tensor:
     return part if isinstance(part, torch.Tensor) else part.values
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from motet.parallel.group import Group
+from motet.parallel.process.process_group import RankGroup
 from motet.train.assemble import build_parts
 from motet.train.job import Job
 from ranks import Ranks
@@ -61,7 +61,7 @@ def test_so_does_each_objective_and_what_is_trained(ranks: Ranks, tmp_path: Path
         assert ranks.run(1, _last_targets, job(1)) == [(FEW_STEPS, 8.0)]
 
 
-def _last_targets(group: Group, job: Job) -> tuple[int, float]:
+def _last_targets(group: RankGroup, job: Job) -> tuple[int, float]:
     """How many steps the run has, and the targets of its last one."""
     with tempfile.TemporaryDirectory() as folder:
         parts = build_parts(job, group, Path(folder))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from motet.monitor.events import EvaluationDone, read_events, read_steps
-from motet.parallel.place import Place
+from motet.parallel.process.launch_environment import RankEnvironment
 from motet.train.assemble import run_rank
 from motet.train.faults import StopFlag
 from motet.train.job import Job
@@ -16,7 +16,7 @@ STREAMING = ["outer.every=4", "outer.fragments=2", "outer.delay=1", "run.steps=1
 NORMED = "model={factory='train.batch_norm_model:WithBatchNorm', arguments={vocab_size=260}, vocab_size=260}"
 
 
-def _train(place: Place, job: Job, folder: Path, stops: int = -1) -> int:
+def _train(place: RankEnvironment, job: Job, folder: Path, stops: int = -1) -> int:
     """`stops`: the rank that is asked to stop at its start."""
     stop = StopFlag()
     stop.requested = place.rank == stops

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from motet.monitor.events import EvaluationDone, Event, StepDone, Warned, read_events
-from motet.parallel.place import Place
+from motet.parallel.process.launch_environment import RankEnvironment
 from motet.train.assemble import run_rank
 from motet.train.faults import StopFlag
 from motet.train.job import Job
@@ -114,7 +114,7 @@ def test_a_run_goes_on_with_the_same_bits_in_another_layout(ranks: Ranks, tmp_pa
     assert not [event for event in told if isinstance(event, Warned) and "bit for bit" in event.text]
 
 
-def _run(place: Place, job: Job, folder: Path) -> int:
+def _run(place: RankEnvironment, job: Job, folder: Path) -> int:
     return run_rank(job, place, folder, StopFlag()).steps
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from motet.monitor.events import read_steps
-from motet.parallel.place import Place
+from motet.parallel.process.launch_environment import RankEnvironment
 from motet.train.assemble import run_rank
 from motet.train.faults import StopFlag
 from motet.train.job import Job
@@ -38,7 +38,7 @@ class _KillsItself(StopFlag):
         return False
 
 
-def _train(place: Place, job: Job, folder: Path, killed: tuple[int, int] | None = None) -> int:
+def _train(place: RankEnvironment, job: Job, folder: Path, killed: tuple[int, int] | None = None) -> int:
     """`killed`: (rank, step)."""
     stop = _KillsItself(killed[1]) if killed and killed[0] == place.rank else StopFlag()
     return run_rank(job, place, folder, stop).steps
@@ -123,7 +123,7 @@ def test_all_ranks_stop_at_the_same_step_and_save(ranks: Ranks, tmp_path: Path) 
     assert (tmp_path / "run/checkpoints/step-00000005/manifest.json").is_file()
 
 
-def _train_asked_to_stop(place: Place, job: Job, folder: Path) -> int:
+def _train_asked_to_stop(place: RankEnvironment, job: Job, folder: Path) -> int:
     """Only rank 1 gets the signal, after four steps."""
     stop = _RequestedLater(4) if place.rank == 1 else StopFlag()
     return run_rank(job, place, folder, stop).steps

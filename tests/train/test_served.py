@@ -8,9 +8,14 @@ import torch
 from motet.core.errors import InputError, PeerFailedError
 from motet.monitor.callback import Callback
 from motet.monitor.events import EvaluationDone, StepDone, read_events, read_steps
-from motet.parallel.place import Place
-from motet.parallel.server.protocol import Rule
-from motet.parallel.server.settings import ServerSettings, check_server, helpers, rule_of
+from motet.parallel.parameter_server.protocol.messages import ConsistencyPolicy
+from motet.parallel.parameter_server.server_settings import (
+    ParameterServerSettings,
+    check_server_settings,
+    consistency_policy,
+    extra_process_count,
+)
+from motet.parallel.process.launch_environment import RankEnvironment
 from motet.train.assemble import run_rank
 from motet.train.faults import StopFlag
 from motet.train.job import Job
@@ -24,11 +29,11 @@ from train.runs import saved_tensors, small_job
 SERVED = "layout.data=parameter_server"
 
 
-def serve(place: Place, job: Job, folder: Path) -> int:
+def serve(place: RankEnvironment, job: Job, folder: Path) -> int:
     return run_served(job, place, folder, StopFlag()).steps
 
 
-def alone(place: Place, job: Job, folder: Path) -> int:
+def alone(place: RankEnvironment, job: Job, folder: Path) -> int:
     return run_rank(job, place, folder, StopFlag()).steps
 
 
@@ -65,7 +70,7 @@ def test_synchronous_training_is_that_of_one_rank(
     job = small_job(tmp_path, *judged, model=model)
     ranks.run_places(1, alone, job, tmp_path / "alone")
     apart = small_job(tmp_path, SERVED, "layout.server.piece_mib=0.02", *judged, *more, model=model)
-    world = workers + helpers(apart.layout.server)
+    world = workers + extra_process_count(apart.layout.server)
     assert ranks.run_places(world, serve, apart, tmp_path / "served")[0] == steps
     assert close(losses(tmp_path / "served"), losses(tmp_path / "alone"))
     found, wanted = saved_tensors(tmp_path / "served"), saved_tensors(tmp_path / "alone")
@@ -107,35 +112,40 @@ def test_every_mode_learns(ranks: Ranks, tmp_path: Path, mode: list[str]) -> Non
 
 def test_how_far_behind_a_version_is() -> None:
     """Two shares a step; the first of step 1 is there before the last of step 0."""
-    whole = Whole(Rule(2, 9, 1, 1, alone=True), done=0)
+    whole = Whole(ConsistencyPolicy(2, 9, 1, 1, has_per_item_updates=True), done=0)
     for number, share in enumerate([0, 2, 1, 3, 5, 4]):
         whole.tell(number, [share])
     assert [whole.steps(updates) for updates in range(7)] == [0, 0, 0, 1, 2, 2, 3]
-    first = Whole(Rule(3, 9, 2, 0), done=4)
+    first = Whole(ConsistencyPolicy(3, 9, 2, 0), done=4)
     first.tell(4, [12, 14])
     assert [first.steps(updates) for updates in (4, 5)] == [4, 5]
 
 
 def test_what_modes_ask_for() -> None:
-    assert rule_of(ServerSettings(mode="sync"), 3, 7)[:4] == (3, 7, 3, 0)
-    assert rule_of(ServerSettings(mode="bounded", staleness=2), 3, 7) == (3, 7, 1, 2, True)
-    assert rule_of(ServerSettings(mode="bounded", staleness=0), 3, 7) == rule_of(ServerSettings(), 3, 7)
-    assert rule_of(ServerSettings(mode="first-k", first=2), 3, 7)[:4] == (3, 7, 2, 0)
-    assert rule_of(ServerSettings(mode="async"), 3, 7) == (3, 7, 1, None, True)
+    assert consistency_policy(ParameterServerSettings(mode="sync"), 3, 7)[:4] == (3, 7, 3, 0)
+    assert consistency_policy(ParameterServerSettings(mode="bounded", staleness=2), 3, 7) == (3, 7, 1, 2, True)
+    assert consistency_policy(ParameterServerSettings(mode="bounded", staleness=0), 3, 7) == consistency_policy(
+        ParameterServerSettings(), 3, 7
+    )
+    assert consistency_policy(ParameterServerSettings(mode="first-k", first_k=2), 3, 7)[:4] == (3, 7, 2, 0)
+    assert consistency_policy(ParameterServerSettings(mode="async"), 3, 7) == (3, 7, 1, None, True)
 
 
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        (ServerSettings(mode="first-k"), "layout.server.mode = 'first-k' needs to know how many"),
-        (ServerSettings(mode="bounded"), "layout.server.mode = 'bounded' needs a bound"),
-        (ServerSettings(mode="first-k", first=3), "layout.server.first = 3 of 2 shares; set it to 2 at most"),
-        (ServerSettings(copies=2), "layout.server.copies = 2, but there is 1 server"),
+        (ParameterServerSettings(mode="first-k"), "layout.server.mode = 'first-k' needs to know how many"),
+        (ParameterServerSettings(mode="bounded"), "layout.server.mode = 'bounded' needs a bound"),
+        (
+            ParameterServerSettings(mode="first-k", first_k=3),
+            "layout.server.first = 3 of 2 shares; set it to 2 at most",
+        ),
+        (ParameterServerSettings(copies=2), "layout.server.copies = 2, but there is 1 server"),
     ],
 )
-def test_what_is_refused(settings: ServerSettings, sentence: str) -> None:
+def test_what_is_refused(settings: ParameterServerSettings, sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
-        check_server(settings, 2)
+        check_server_settings(settings, 2)
 
 
 class StopsAfter(Callback):
@@ -147,7 +157,7 @@ class StopsAfter(Callback):
             self.stop.request()
 
 
-def serve_until(place: Place, job: Job, folder: Path, step: int) -> int:
+def serve_until(place: RankEnvironment, job: Job, folder: Path, step: int) -> int:
     stop = StopFlag()
     return run_served(job, place, folder, stop, [StopsAfter(stop, step)]).steps
 
@@ -165,7 +175,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on(ranks: Ranks, tmp_path: P
         assert close(losses(tmp_path / "run"), losses(tmp_path / "alone"))
 
 
-def with_other_data(place: Place, job: Job, folder: Path) -> str:
+def with_other_data(place: RankEnvironment, job: Job, folder: Path) -> str:
     data = job.data.model_copy(update={"restart_documents": place.rank != 2})
     try:
         run_served(job.model_copy(update={"data": data}), place, folder, StopFlag())

@@ -7,7 +7,7 @@ import pytest
 import motet
 from motet.monitor.events import RunEnded, StepDone, read_events
 from motet.monitor.summary import read_summary
-from motet.parallel.place import Place
+from motet.parallel.process.launch_environment import RankEnvironment
 from motet.train.ending import remember
 from motet.train.faults import Record
 from motet.train.job import Job
@@ -84,7 +84,7 @@ def test_files_are_put_back_byte_by_byte(tmp_path: Path) -> None:
     assert contents(tmp_path) == {**there, str(tmp_path / "events.jsonl"): b""}
 
 
-def _joined(place: Place, job: Job) -> tuple[Record, list[str]]:
+def _joined(place: RankEnvironment, job: Job) -> tuple[Record, list[str]]:
     told: list[str] = []
     return join(Request(job, None, []), place, told.append), told
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from motet.core.batch import Batch
 from motet.core.errors import InputError, NumericalMismatchError
 from motet.monitor.events import RanksCompared, RunEnded, read_events
-from motet.parallel.full import kept
-from motet.parallel.group import Group
-from motet.parallel.place import Place
-from motet.parallel.spread import Piece
+from motet.parallel.data_parallel.fsdp import local_shard
+from motet.parallel.data_parallel.sharded_parameters import LocalShard
+from motet.parallel.process.launch_environment import RankEnvironment
+from motet.parallel.process.process_group import RankGroup
 from motet.train import watch
 from motet.train.assemble import Parts, build_parts, numerics, run_rank
 from motet.train.engine import Update
@@ -34,7 +34,7 @@ FP32 = "precision.recipe=fp32"
 
 
 def watched(
-    group: Group, job: Job, plant: str = "", on: int | None = 1
+    group: RankGroup, job: Job, plant: str = "", on: int | None = 1
 ) -> tuple[list[RanksCompared], dict[str, Tensor]]:
     """What ranks find in three steps, into the second of which something is planted on one rank, or on all."""
     with numerics(job), tempfile.TemporaryDirectory() as folder:
@@ -46,7 +46,7 @@ def watched(
             compared = stepper.step(number, 1e-3, last=number == STEPS - 1).compared
             found += [compared] if compared else []
         parts.engine.settle()
-        return found, {name: kept(p).values.clone() for name, p in parts.model.module.named_parameters()}
+        return found, {name: local_shard(p).values.clone() for name, p in parts.model.module.named_parameters()}
 
 
 def job_of(folder: Path, *overrides: str, model: str = "decoder", every: str = "monitor.watch_every=1") -> Job:
@@ -175,7 +175,7 @@ def parameter_flips(parts: Parts, stepper: Stepper) -> Stepper:
 
 def moment_flips(parts: Parts, stepper: Stepper) -> Stepper:
     state = parts.updater.state()
-    moments = (part for name, part in state.items() if name.startswith("exp_avg/") and isinstance(part, Piece))
+    moments = (part for name, part in state.items() if name.startswith("exp_avg/") and isinstance(part, LocalShard))
     flipped(next(part.values for part in moments if part.values.numel() > 3), 3)
     return stepper
 
@@ -234,7 +234,7 @@ def other_sums(parts: Parts, stepper: Stepper) -> Stepper:
 
     def end_backward() -> None:
         right()
-        parts.updater.spread.reduced()[0].view(-1)[:1].add_(2**-10)
+        parts.updater.spread.reduced_gradients()[0].view(-1)[:1].add_(2**-10)
 
     vars(parts.updater.spread)["end_backward"] = end_backward
     return stepper
@@ -301,9 +301,9 @@ def test_what_is_broken_is_found_and_named(
 # --- what a run does then --------------------------------------------------------------------------
 
 
-def broken_run(group: Group, job: Job, folder: Path) -> str:
+def broken_run(group: RankGroup, job: Job, folder: Path) -> str:
     """A whole run, whose rank 1 has a bit flipped in the second step. How it ends."""
-    right, place = Stepper.step, Place(group.rank, group.world, group.rank, group.world, 0, "")
+    right, place = Stepper.step, RankEnvironment(group.rank, group.world, group.rank, group.world, 0, "")
 
     def step(stepper: Stepper, number: int, *given: Any, **named: Any) -> Any:
         if number == 1 and group.rank == 1:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from motet.core.batch import Batch
 from motet.data.samples.loader import BatchLoader
-from motet.parallel.flat import Gradients
+from motet.parallel.data_parallel.flat_parameters import GradientBuffer
 from verify.planting import GRADIENT, fault, nothing, replaced
 
 Patch = AbstractContextManager[object]
@@ -51,7 +51,7 @@ def a_rank_adds_its_share_of_the_step_before(rank: int) -> Patch:
     kept: dict[int, Tensor] = {}
 
     def wrong(own: Any) -> Any:
-        def fill(self: Gradients, number: int) -> None:
+        def fill(self: GradientBuffer, number: int) -> None:
             own(self, number)
             bucket = self.bucket(number)
             before, kept[number] = kept.get(number, bucket), bucket.clone()
@@ -59,4 +59,4 @@ def a_rank_adds_its_share_of_the_step_before(rank: int) -> Patch:
 
         return fill
 
-    return replaced(Gradients, "fill", wrong) if rank == 1 else nothing()
+    return replaced(GradientBuffer, "zero_missing", wrong) if rank == 1 else nothing()

@@ -7,8 +7,8 @@ import torch
 
 from motet.core.batch import Batch
 from motet.data.samples.loader import BatchLoader
-from motet.parallel.carry import Carry
-from motet.parallel.full import FullSpread
+from motet.parallel.data_parallel.communication.communicator import DataParallelCommunicator
+from motet.parallel.data_parallel.fsdp import FSDP2DataParallel
 from motet.train import assemble, engine, evaluate, state
 from motet.train.optimizer import Updater
 from verify.planted_states import with_groups
@@ -102,13 +102,13 @@ def a_rank_is_told_the_learning_rate_late(rank: int) -> Patch:
 @fault("dp=3 zero=2", first=GRADIENT, cause="the share of rank 2 was rounded to bfloat16")
 def a_rank_rounds_what_it_sends(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
-        def sent(self: Carry, number: int, shard: torch.Tensor, whole: torch.Tensor) -> Any:
+        def sent(self: DataParallelCommunicator, number: int, shard: torch.Tensor, whole: torch.Tensor) -> Any:
             whole.copy_(whole.to(torch.bfloat16))
             return own(self, number, shard, whole)
 
         return sent
 
-    return replaced(Carry, "reduce_scatter", wrong) if rank == 2 else nothing()
+    return replaced(DataParallelCommunicator, "reduce_scatter", wrong) if rank == 2 else nothing()
 
 
 @fault("dp=3 zero=2", "dp=2 zero=1", first="gradient norm", cause="of what rank . has alone")
@@ -126,9 +126,9 @@ def each_rank_clips_by_a_norm_of_its_own(rank: int) -> Patch:
 @fault("dp=2 zero=3 whole_below=100", first="gradient norm", cause="it has .*norm.* twice")
 def what_stays_whole_is_in_the_norm_twice(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
-        def reduced(self: FullSpread) -> Any:
-            return [*own(self), *(self.rest.reduced() if self.rest else ())]
+        def reduced(self: FSDP2DataParallel) -> Any:
+            return [*own(self), *(self.unsharded.reduced_gradients() if self.unsharded else ())]
 
         return reduced
 
-    return replaced(FullSpread, "reduced", wrong)
+    return replaced(FSDP2DataParallel, "reduced_gradients", wrong)

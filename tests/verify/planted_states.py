@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from motet.collectives.execute.work_queue import CompletedWork
-from motet.parallel.carry import Carry
-from motet.parallel.data import FlatSpread
-from motet.parallel.flat import Gradients
-from motet.parallel.full import FullSpread
+from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
+from motet.parallel.data_parallel.communication.communicator import DataParallelCommunicator
+from motet.parallel.data_parallel.flat_parameters import GradientBuffer
+from motet.parallel.data_parallel.fsdp import FSDP2DataParallel
 from motet.train import optimizer
 from motet.train.engine import Engine
 from motet.train.optimizer import Updater
@@ -23,7 +23,7 @@ Patch = AbstractContextManager[object]
 
 def _times(factor: float) -> Any:
     def wrong(own: Any) -> Any:
-        def fill(self: Gradients, number: int) -> None:
+        def fill(self: GradientBuffer, number: int) -> None:
             own(self, number)
             self.bucket(number).mul_(factor)
 
@@ -34,17 +34,17 @@ def _times(factor: float) -> Any:
 
 @fault("dp=3 zero=0", "dp=3 zero=2", first=GRADIENT, cause="-1 times that of rank 1")
 def a_rank_has_the_wrong_sign(rank: int) -> Patch:
-    return replaced(Gradients, "fill", _times(-1.0)) if rank == 1 else nothing()
+    return replaced(GradientBuffer, "zero_missing", _times(-1.0)) if rank == 1 else nothing()
 
 
 @fault("dp=3 zero=0", "dp=2 zero=1", first=GRADIENT, cause="has the share of rank 1 twice")
 def a_rank_counts_twice(rank: int) -> Patch:
-    return replaced(Gradients, "fill", _times(2.0)) if rank == 1 else nothing()
+    return replaced(GradientBuffer, "zero_missing", _times(2.0)) if rank == 1 else nothing()
 
 
 @fault("dp=3 zero=1", "dp=4 zero=2", first=GRADIENT, cause="lacks the share of rank 0")
 def a_rank_gives_nothing(rank: int) -> Patch:
-    return replaced(Gradients, "fill", _times(0.0)) if rank == 0 else nothing()
+    return replaced(GradientBuffer, "zero_missing", _times(0.0)) if rank == 0 else nothing()
 
 
 SERVERS = "dp=3 data=parameter_server server.transport=programs server.count=2"
@@ -52,18 +52,20 @@ SERVERS = "dp=3 data=parameter_server server.transport=programs server.count=2"
 
 @fault(SERVERS, first="parameter .*", cause="not updated")
 def a_server_keeps_what_it_has_updated(rank: int) -> Patch:
-    return replaced(Carry, "broadcast", lambda own: lambda self, whole, owner: CompletedWork())
+    return replaced(DataParallelCommunicator, "broadcast", lambda own: lambda self, whole, owner: CompletedWork())
 
 
 @fault(SERVERS, first=GRADIENT, cause="share of rank . alone")
 def a_server_hears_of_nobody(rank: int) -> Patch:
-    return replaced(Carry, "reduce", lambda own: lambda self, whole, owner: CompletedWork())
+    return replaced(DataParallelCommunicator, "reduce", lambda own: lambda self, whole, owner: CompletedWork())
 
 
 @fault("dp=4 zero=3 secondary_group=2", first="activation gradient .*", cause="step before")
 def second_copies_are_of_the_step_before(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
-        def gather(self: Carry, number: int, whole: torch.Tensor, own_part: torch.Tensor, near: bool = False) -> Any:
+        def gather(
+            self: DataParallelCommunicator, number: int, whole: torch.Tensor, own_part: torch.Tensor, near: bool = False
+        ) -> Any:
             if not near:
                 return own(self, number, whole, own_part, near)
             held = self.__dict__.setdefault("held", {})
@@ -73,7 +75,7 @@ def second_copies_are_of_the_step_before(rank: int) -> Patch:
 
         return gather
 
-    return replaced(Carry, "all_gather", wrong)
+    return replaced(DataParallelCommunicator, "all_gather", wrong)
 
 
 @fault(
@@ -150,9 +152,9 @@ def checkpoints_have_fewer_bits(rank: int) -> Patch:
 @fault("dp=2 zero=0 communication.overlap=forward", first=GRADIENT, cause="no rank has it")
 def a_bucket_that_arrives_late_is_not_updated(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
-        def need(self: FlatSpread, number: int) -> None:
-            if number == 0 and self._optimizer is not None and self._order:
-                work = self._arriving.pop(number, None)
+        def need(self: BucketedDataParallel, number: int) -> None:
+            if number == 0 and self._pending_update is not None and self._gather_order:
+                work = self._pending_gathers.pop(number, None)
                 if work is not None:
                     work.wait()
                 return
@@ -160,17 +162,17 @@ def a_bucket_that_arrives_late_is_not_updated(rank: int) -> Patch:
 
         return need
 
-    return replaced(FlatSpread, "_need", wrong)
+    return replaced(BucketedDataParallel, "_wait_for_bucket", wrong)
 
 
 @fault("dp=3 zero=3 microbatches=2", first=GRADIENT, cause="lacks the share of micro-batch 0 of ranks 0, 1 and 2")
 def stage_3_replaces_microbatches(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
-        def begin(self: FullSpread, first: bool, last: bool) -> None:
+        def begin(self: FSDP2DataParallel, first: bool, last: bool) -> None:
             own(self, first, last)
             for parameter in self._parameters:
                 parameter.grad = None
 
         return begin
 
-    return replaced(FullSpread, "begin_backward", wrong)
+    return replaced(FSDP2DataParallel, "begin_backward", wrong)

@@ -11,7 +11,7 @@ from torch import Tensor
 from motet.core.batch import Batch
 from motet.data.samples.loader import BatchLoader
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
-from motet.parallel.shares import Share
+from motet.parallel.row_assignment import MicroBatchRows
 from motet.train import engine, evaluate, optimizer, step
 from motet.train.engine import Engine
 from motet.train.optimizer import Updater
@@ -47,7 +47,9 @@ UNEVEN = ("run.reproducible=layout", "data.batch_sequences=13")
     settings=UNEVEN,
 )
 def a_row_that_is_computed_once_more_is_counted_again(rank: int) -> Patch:
-    return replaced(step, "shares_of_rank", lambda own: lambda *given: [Share(share.rows) for share in own(*given)])
+    return replaced(
+        step, "shares_of_rank", lambda own: lambda *given: [MicroBatchRows(share.rows) for share in own(*given)]
+    )
 
 
 @fault("dp=2 zero=1", "dp=3 zero=3", first="sample .*", cause="of rows .* of the step after")
@@ -284,9 +286,9 @@ def a_number_is_not_finite(rank: int) -> Patch:
 
         return spoil
 
-    from motet.parallel.data import FlatSpread
+    from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 
-    return replaced(FlatSpread, "gradients", wrong)
+    return replaced(BucketedDataParallel, "local_gradients", wrong)
 
 
 @fault("dp=2 zero=0", first="sample targets", cause="what tokens should be")

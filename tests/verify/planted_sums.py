@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from motet.collectives.execute.work_queue import CompletedWork
-from motet.parallel import full
-from motet.parallel.carry import Carry
-from motet.parallel.data import FlatSpread
-from motet.parallel.flat import Gradients
+from motet.parallel.data_parallel import fsdp
+from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
+from motet.parallel.data_parallel.communication.communicator import DataParallelCommunicator
+from motet.parallel.data_parallel.flat_parameters import GradientBuffer
 from motet.train.optimizer import Updater
 from verify.planting import GRADIENT, all_of, fault, replaced
 
@@ -19,74 +19,76 @@ Patch = AbstractContextManager[object]
 
 @fault("dp=2 zero=0", "dp=3 zero=0", first=GRADIENT, cause=ALONE)
 def the_sum_over_replicas_is_missing(rank: int) -> Patch:
-    return replaced(Carry, "all_reduce", lambda own: lambda self, number, shard: CompletedWork())
+    return replaced(DataParallelCommunicator, "all_reduce", lambda own: lambda self, number, shard: CompletedWork())
 
 
 @fault("dp=2 zero=1", "dp=3 zero=2", "dp=2 zero=3", first=GRADIENT, cause=ALONE)
 def the_sum_over_shards_is_missing(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
-        def scatter(self: Carry, number: int, shard: torch.Tensor, whole: torch.Tensor) -> CompletedWork:
-            shard.view(-1).copy_(whole.view(self.mesh.shards.world, -1)[self.mesh.shards.rank])
+        def scatter(
+            self: DataParallelCommunicator, number: int, shard: torch.Tensor, whole: torch.Tensor
+        ) -> CompletedWork:
+            shard.view(-1).copy_(whole.view(self.mesh.shard_group.world, -1)[self.mesh.shard_group.rank])
             return CompletedWork()
 
         return scatter
 
-    return replaced(Carry, "reduce_scatter", wrong)
+    return replaced(DataParallelCommunicator, "reduce_scatter", wrong)
 
 
 @fault("dp=3 zero=0", "dp=2 zero=0 microbatches=2", first=GRADIENT, cause=r"is [23] times.*dp")
 def replicas_are_summed_twice(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
-        def twice(self: Carry, number: int, shard: torch.Tensor) -> Any:
+        def twice(self: DataParallelCommunicator, number: int, shard: torch.Tensor) -> Any:
             own(self, number, shard).wait()
             return own(self, number, shard)
 
         return twice
 
-    return replaced(Carry, "all_reduce", wrong)
+    return replaced(DataParallelCommunicator, "all_reduce", wrong)
 
 
 @fault("dp=3 zero=0", "dp=4 zero=2 shard_group=2", first=GRADIENT, cause=r"divided by.*(dp|replicas)")
 def replicas_are_averaged(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
-        def mean(self: Carry, number: int, shard: torch.Tensor) -> Any:
+        def mean(self: DataParallelCommunicator, number: int, shard: torch.Tensor) -> Any:
             own(self, number, shard).wait()
-            shard.div_(self.mesh.replicas.world)
+            shard.div_(self.mesh.replica_group.world)
             return CompletedWork()
 
         return mean
 
-    return replaced(Carry, "all_reduce", wrong)
+    return replaced(DataParallelCommunicator, "all_reduce", wrong)
 
 
 @fault("dp=4 zero=1 shard_group=2", "dp=4 zero=3 shard_group=2", first=GRADIENT, cause=r"lacks the share of rank")
 def a_hybrid_forgets_its_replicas(rank: int) -> Patch:
-    return replaced(Carry, "all_reduce", lambda own: lambda self, number, shard: CompletedWork())
+    return replaced(DataParallelCommunicator, "all_reduce", lambda own: lambda self, number, shard: CompletedWork())
 
 
 @fault("dp=4 zero=1 shard_group=2", first=GRADIENT, cause="changed while it was summed")
 def a_hybrid_sums_over_the_wrong_ranks(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
-        def other(self: Carry, number: int, shard: torch.Tensor) -> Any:
+        def other(self: DataParallelCommunicator, number: int, shard: torch.Tensor) -> Any:
             from motet.collectives.execute import api
 
-            return api.all_reduce(shard, self.mesh.shards, async_op=True)
+            return api.all_reduce(shard, self.mesh.shard_group, async_op=True)
 
         return other
 
-    return replaced(Carry, "all_reduce", wrong)
+    return replaced(DataParallelCommunicator, "all_reduce", wrong)
 
 
 @fault("dp=2 zero=1", "dp=3 zero=2", first=GRADIENT, cause="belongs at element .* of gradient")
 def a_rank_gets_the_shard_of_another(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
-        def shifted(self: Carry, number: int, shard: torch.Tensor, whole: torch.Tensor) -> Any:
-            world = self.mesh.shards.world
+        def shifted(self: DataParallelCommunicator, number: int, shard: torch.Tensor, whole: torch.Tensor) -> Any:
+            world = self.mesh.shard_group.world
             return own(self, number, shard, whole.view(world, -1).roll(1, 0).reshape(-1).contiguous())
 
         return shifted
 
-    return replaced(Carry, "reduce_scatter", wrong)
+    return replaced(DataParallelCommunicator, "reduce_scatter", wrong)
 
 
 SMALL = ("communication.bucket_mib=0.01", "communication.first_bucket_mib=0.01")
@@ -95,21 +97,24 @@ SMALL = ("communication.bucket_mib=0.01", "communication.first_bucket_mib=0.01")
 @fault("dp=2 zero=0", "dp=2 zero=2", first=GRADIENT, cause=ALONE, settings=SMALL)
 def one_bucket_is_not_summed(rank: int) -> Patch:
     def scatter(own: Any) -> Any:
-        def some(self: Carry, number: int, *tensors: torch.Tensor) -> Any:
+        def some(self: DataParallelCommunicator, number: int, *tensors: torch.Tensor) -> Any:
             if number != 1:
                 return own(self, number, *tensors)
             if len(tensors) == 2:
-                tensors[0].copy_(tensors[1].view(self.mesh.shards.world, -1)[self.mesh.shards.rank])
+                tensors[0].copy_(tensors[1].view(self.mesh.shard_group.world, -1)[self.mesh.shard_group.rank])
             return CompletedWork()
 
         return some
 
-    return all_of(replaced(Carry, "reduce_scatter", scatter), replaced(Carry, "all_reduce", scatter))
+    return all_of(
+        replaced(DataParallelCommunicator, "reduce_scatter", scatter),
+        replaced(DataParallelCommunicator, "all_reduce", scatter),
+    )
 
 
 @fault("dp=2 zero=1", "dp=3 zero=2", first="parameter .*", cause="not updated, though its master was")
 def what_others_updated_is_not_gathered(rank: int) -> Patch:
-    return replaced(FlatSpread, "_gather", lambda own: lambda self, buckets: None)
+    return replaced(BucketedDataParallel, "_start_gathers", lambda own: lambda self, buckets: None)
 
 
 @fault(
@@ -120,82 +125,82 @@ def what_others_updated_is_not_gathered(rank: int) -> Patch:
 )
 def only_the_last_microbatch_counts(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
-        def forgets(self: Gradients) -> None:
+        def forgets(self: GradientBuffer) -> None:
             own(self)
-            self.begin()
+            self.begin_step()
 
         return forgets
 
-    return replaced(Gradients, "begin_backward", wrong)
+    return replaced(GradientBuffer, "begin_backward", wrong)
 
 
 @fault("dp=2 zero=2 microbatches=2", first=GRADIENT, cause="lacks the share of micro-batch")
 def shards_of_microbatches_replace_each_other(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
-        def first(self: FlatSpread, first: bool, last: bool) -> None:
+        def first(self: BucketedDataParallel, first: bool, last: bool) -> None:
             own(self, first, last)
-            self._first = True
+            self._is_first_microbatch = True
 
         return first
 
-    return replaced(FlatSpread, "begin_backward", wrong)
+    return replaced(BucketedDataParallel, "begin_backward", wrong)
 
 
 @fault("dp=2 zero=0", first=GRADIENT, cause="times the clipped gradient of the step before too much")
 def gradients_are_not_cleared(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
-        def keep(self: Gradients) -> None:
+        def keep(self: GradientBuffer) -> None:
             if not vars(self).setdefault("begun", False):
                 vars(self)["begun"] = True
                 own(self)
 
         return keep
 
-    return replaced(Gradients, "begin", wrong)
+    return replaced(GradientBuffer, "begin_step", wrong)
 
 
 @fault("dp=2 zero=3", "dp=3 zero=3", first=GRADIENT, cause="divided by.*dp")
 def torch_averages_at_stage_3(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
-        def communicate(unit: Any, number: int, carry: Carry) -> Any:
+        def communicate(unit: Any, number: int, carry: DataParallelCommunicator) -> Any:
             found = own(unit, number, carry)
-            unit.set_gradient_divide_factor(float(carry.mesh.shards.world))
+            unit.set_gradient_divide_factor(float(carry.mesh.shard_group.world))
             return found
 
         return communicate
 
-    return replaced(full, "_communicate", wrong)
+    return replaced(fsdp, "_install_collectives", wrong)
 
 
 @fault("dp=4 zero=3 shard_group=2", first=GRADIENT, cause="lacks the share of rank")
 def stage_3_forgets_its_replicas(rank: int) -> Patch:
-    return replaced(full._ReplicaSum, "__call__", lambda own: lambda self, shard: None)
+    return replaced(fsdp._HSDPAllReduceHook, "__call__", lambda own: lambda self, shard: None)
 
 
 @fault("dp=2 zero=1", "dp=2 zero=0", first=GRADIENT, cause="in float32")
 def gradients_are_summed_in_fewer_bits(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
-        def fill(self: Gradients, number: int) -> None:
+        def fill(self: GradientBuffer, number: int) -> None:
             own(self, number)
             whole = self.bucket(number)
             whole.copy_(whole.float())
 
         return fill
 
-    return replaced(Gradients, "fill", wrong)
+    return replaced(GradientBuffer, "zero_missing", wrong)
 
 
 @fault("dp=2 zero=0", "dp=2 zero=1", first=GRADIENT, cause="belongs 1 element before")
 def a_gradient_lands_beside_its_place(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
-        def fill(self: Gradients, number: int) -> None:
+        def fill(self: GradientBuffer, number: int) -> None:
             own(self, number)
             whole = self.bucket(number)
             whole.copy_(whole.roll(1))
 
         return fill
 
-    return replaced(Gradients, "fill", wrong)
+    return replaced(GradientBuffer, "zero_missing", wrong)
 
 
 @fault("dp=2 zero=1", "dp=3 zero=2", first="activation .*", cause="step before")
@@ -229,9 +234,9 @@ def a_forward_computes_with_parameters_that_others_updated_later(rank: int) -> P
         return arrive
 
     return all_of(
-        replaced(FlatSpread, "update", update),
-        replaced(FlatSpread, "begin_step", begin),
-        replaced(FlatSpread, "end_backward", end),
+        replaced(BucketedDataParallel, "update", update),
+        replaced(BucketedDataParallel, "begin_step", begin),
+        replaced(BucketedDataParallel, "end_backward", end),
     )
 
 

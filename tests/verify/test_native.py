@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from motet.collectives.execute import api
-from motet.parallel.group import Group
+from motet.parallel.process.process_group import RankGroup
 from motet.train import engine
 from motet.train.job import Job
 from motet.train.optimizer import Updater
@@ -38,7 +38,7 @@ def referred(recipe: str, *settings: str) -> Native:
     return refer_native(JobTrial(job), folder, set())
 
 
-def step_on_a_rank(group: Group, job: Job, folder: Path, plant: Plant) -> list[Seen]:
+def step_on_a_rank(group: RankGroup, job: Job, folder: Path, plant: Plant) -> list[Seen]:
     with plant():
         return native_step(JobTrial(job), group, folder)
 
@@ -49,7 +49,7 @@ def judged(
     native = referred(recipe, *settings)
     candidate = laid_out(native.trial.job, layout)
     seen = ranks.run(candidate.world, step_on_a_rank, candidate.job, native.folder, plant, timeout_s=120)
-    parts = candidate.job.resolved(candidate.world).sequences or candidate.parts
+    parts = candidate.job.resolved(candidate.world).reproducible_batch_size or candidate.parts
     return native.judge(parts, seen)
 
 
@@ -72,7 +72,7 @@ def _masters_updated(spoilt: Callable[[Tensor], Tensor]) -> AbstractContextManag
     def wrong(own: Any) -> Any:
         def update(self: Updater, learning_rate: float) -> None:
             own(self, learning_rate)
-            for master in self.spread.masters:
+            for master in self.spread.local_masters:
                 master.copy_(spoilt(master))
 
         return update
@@ -121,7 +121,7 @@ def masters_of_rounded_values() -> AbstractContextManager[object]:
     def wrong(own: Any) -> Any:
         def make(*given: Any, **more: Any) -> Updater:
             updater: Updater = own(*given, **more)
-            for master in updater.spread.masters:
+            for master in updater.spread.local_masters:
                 master.copy_(master.bfloat16())
             return updater
 

@@ -49,7 +49,7 @@ def test_one_device_that_is_not_restored_is_no_measure(tmp_path: Path) -> None:
     def wrong(own: Any) -> Any:
         def restore(self: RunState, *given: Any) -> Any:
             found = own(self, *given)
-            next(iter(self.updater.spread.masters)).add_(1e-6)
+            next(iter(self.updater.spread.local_masters)).add_(1e-6)
             return found
 
         return restore

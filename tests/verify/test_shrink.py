@@ -56,7 +56,7 @@ def test_the_last_step_has_a_learning_rate(tmp_path: Path) -> None:
 
 def test_a_model_has_pieces_for_all_servers_and_several_buckets() -> None:
     small = shrink(load_job("tiny"), ROWS, STEPS)
-    assert laid_out(small, "dp=2 data=parameter_server server.count=2").job.layout.server.piece_mib < 0.1
+    assert laid_out(small, "dp=2 data=parameter_server server.count=2").job.layout.server.slice_mib < 0.1
     assert small.communication.bucket_mib <= 0.5
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from motet.parallel.place import Place
+from motet.parallel.process.launch_environment import RankEnvironment
 from motet.train.faults import StopFlag
 from motet.train.folder import JOB_FILE
 from motet.train.job import load_job
@@ -19,7 +19,7 @@ def test_groups_of_other_sizes_meet_in_other_files(tmp_path: Path, monkeypatch: 
     """The one that is left last removes the file, which may be when others have opened it again."""
     met: list[tuple[int, str]] = []
 
-    def start_group(place: Place, *how: Any) -> Any:
+    def start_group(place: RankEnvironment, *how: Any) -> Any:
         met.append((place.world, place.rendezvous))
         return nullcontext()
 
@@ -31,7 +31,7 @@ def test_groups_of_other_sizes_meet_in_other_files(tmp_path: Path, monkeypatch: 
     (tmp_path / JOB_FILE).write_text(to_toml(job.model_dump(exclude_none=True, exclude_unset=True)))
     for number in range(3):
         done_file(tmp_path, number, 0).touch()
-    place = Place(1, 4, 1, 4, 0, f"file://{tmp_path}/store")
+    place = RankEnvironment(1, 4, 1, 4, 0, f"file://{tmp_path}/store")
     assert layout_rank(place, StopFlag(), str(tmp_path), "dp=2", "dp=2 zero=1", "dp=3", "dp=4") == 0
     assert [world for world, _ in met] == [2, 3, 4]
     assert len({file for _, file in met}) == 3

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 
-from motet.parallel.group import Group
+from motet.parallel.process.process_group import RankGroup
 from motet.train.job import Job
 from motet.verify.explain import verdict_on
 from motet.verify.layouts import laid_out
@@ -51,7 +51,7 @@ def subject(model: str, settings: tuple[str, ...] = ()) -> Subject:
 Walked = list[tuple[str, int, list[Seen]]]
 
 
-def walk_rank(group: Group, job: Job, folder: Path, own: str, name: str) -> Walked:
+def walk_rank(group: RankGroup, job: Job, folder: Path, own: str, name: str) -> Walked:
     """On a rank: all that it has seen."""
     trial = JobTrial(job)
     with FAULTS[name].plant(group.rank) if name else nullcontext(), trial.numerics():

@@ -13,7 +13,7 @@ from motet.cli.collectives_limits import whole
 if TYPE_CHECKING:
     from motet.cluster.cluster import Cluster
     from motet.collectives.program import Program
-    from motet.parallel.place import Place
+    from motet.parallel.process.launch_environment import RankEnvironment
     from motet.train.faults import StopFlag
 
 _MOST_RANKS = 32
@@ -113,7 +113,12 @@ def _carried_out(program: Program, size: int, repeats: int, backend: str) -> dic
 
 
 def measure_rank(
-    place: Place, stop: StopFlag, folder: str, size: str, repeats: str, backend: Literal["auto", "motet", "gloo"]
+    place: RankEnvironment,
+    stop: StopFlag,
+    folder: str,
+    size: str,
+    repeats: str,
+    backend: Literal["auto", "motet", "gloo"],
 ) -> int:
     """What each rank does."""
     from dataclasses import asdict
@@ -122,11 +127,11 @@ def measure_rank(
 
     from motet.cli.amounts import read_program
     from motet.collectives.execute.measure import measure_program
-    from motet.parallel.group import start_group
+    from motet.parallel.process.process_group import start_process_group
 
     stop.end_this_process()
     torch.set_num_threads(1)
-    with start_group(place, "cpu", _TIMEOUT_S, backend) as group:
+    with start_process_group(place, "cpu", _TIMEOUT_S, backend) as group:
         assert group.process_group is not None
         found = measure_program(
             read_program(str(Path(folder) / _PROGRAM)), group.process_group, int(size), int(repeats)

@@ -3,14 +3,14 @@
 import sys
 
 from motet.cli.environment import read_environment
-from motet.parallel.place import place_from
+from motet.parallel.process.launch_environment import read_rank_environment
 from motet.train.rank import serve_supervisor
 
 
 def main() -> int:
     """Do the work of the rank whose place is in the environment."""
     environment = read_environment()
-    place = place_from(environment)
+    place = read_rank_environment(environment)
     assert place is not None, "started by hand: use `motet train`"
     return serve_supervisor(place, int(environment["MOTET_SUPERVISOR"]), sys.argv[1], sys.argv[2:])
 

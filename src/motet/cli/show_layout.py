@@ -9,8 +9,8 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from motet.parallel.course import Plan
     from motet.parallel.layout import Layout
+    from motet.parallel.step_plan.plan import StepPlan
     from motet.train.job import Job
 
 SHOWN = 16
@@ -28,22 +28,22 @@ def layout(
     """Who keeps, sums and gathers what in a layout, and a proof that every element and row counts once."""
     from motet.core.errors import InputError
     from motet.monitor.console import console, print_json
-    from motet.parallel.proof import prove_plan, prove_programs
+    from motet.parallel.step_plan.check import prove_collective_programs, prove_step_plan
     from motet.train.job import load_job
     from motet.train.preflight import check_job
 
     found = load_job(job, [*(f"layout.{word}" for word in words.split()), *(overrides or [])])
     if found.layout.dp is None:
         raise InputError(f"layout {words!r} does not say for how many ranks; add dp=8, say")
-    if found.layout.has_desk:
+    if found.layout.uses_server_processes:
         raise InputError(
             "layout.data = 'parameter_server' with layout.server.transport = 'messages' has no plan beforehand, since "
             "whoever is there does the work; set layout.server.transport=programs, or leave layout.data out"
         )
     made = check_job(found, found.layout.dp)
     plan = _plan(found, made)
-    proof = prove_plan(plan)
-    programs = sorted({str(one) for one in prove_programs(made, found.communication)})
+    proof = prove_step_plan(plan)
+    programs = sorted({str(one) for one in prove_collective_programs(made, found.communication)})
     answer = {"job": found.name, **_answer(plan, made), "proof": vars(proof), "programs": programs}
     if json:
         print_json(answer)
@@ -52,35 +52,35 @@ def layout(
     console().print(_sentences(answer), highlight=False)
 
 
-def _plan(job: Job, made: Layout) -> Plan:
+def _plan(job: Job, made: Layout) -> StepPlan:
     from motet.models.spec.model_spec import spec_from_settings
-    from motet.parallel.course import Parameters, plan_of
+    from motet.parallel.step_plan.plan import ParameterInventory, make_step_plan
     from motet.precision.recipe import RECIPES
 
     shapes = {p.name: p.shape for p in spec_from_settings(job.model).named_parameters()}
-    parameters = Parameters(shapes, {name: len(shape) < 2 for name, shape in shapes.items()})
+    parameters = ParameterInventory(shapes, {name: len(shape) < 2 for name, shape in shapes.items()})
     recipe, apart = RECIPES[job.precision.recipe], job.outer.every is not None
-    return plan_of(parameters, made, recipe, job.communication, job.data.batch_sequences, apart)
+    return make_step_plan(parameters, made, recipe, job.communication, job.data.batch_sequences, apart)
 
 
-def _answer(plan: Plan, made: Layout) -> dict[str, Any]:
-    from motet.parallel.course import held
-    from motet.parallel.placement import PLACEMENTS
+def _answer(plan: StepPlan, made: Layout) -> dict[str, Any]:
+    from motet.parallel.data_parallel.zero import ZERO_STAGES
+    from motet.parallel.step_plan.plan import updated_ranges
 
-    shares = vars(PLACEMENTS[made.zero])
+    shares = vars(ZERO_STAGES[made.zero])
     return {
         "zero": made.zero,
-        "owned": made.owners is not None,
+        "owned": made.bucket_owners is not None,
         "keeps": {what: "its share" if of_all and made.shards > 1 else "whole" for what, of_all in shares.items()},
-        "course": [{"verb": move.verb, "sets": move.sets} for move in plan.portions[0].course],
-        "meetings": plan.meetings,
+        "course": [{"verb": move.kind, "sets": move.rank_groups} for move in plan.comm_units[0].schedule],
+        "meetings": plan.outer_groups,
         "ranks": [
             {
                 "rank": rank,
-                "updates": sum(stop - first for first, stop in held(plan, rank % plan.ranks).values()),
+                "updates": sum(stop - first for first, stop in updated_ranges(plan, rank % plan.ranks).values()),
                 "rows": [[part.start, part.stop] for part in parts],
             }
-            for rank, parts in enumerate(plan.rows)
+            for rank, parts in enumerate(plan.rows_by_rank)
         ],
     }
 

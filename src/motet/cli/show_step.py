@@ -12,8 +12,8 @@ from motet.cli.collectives import check_writable, save, say
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from motet.parallel.graph import Message, Node, Stretch
     from motet.parallel.layout import Layout
+    from motet.parallel.step_plan.timeline import CommUnitVolume, ModelSegment, TimelineNode
     from motet.train.job import Job
 
 
@@ -34,7 +34,7 @@ def step(
 ) -> None:
     """What waits for what in a step: gradients, messages, updates, and the next forward."""
     from motet.monitor.console import console, print_json
-    from motet.parallel import graph_draw
+    from motet.parallel.step_plan import draw
     from motet.train.job import load_job
     from motet.train.preflight import check_job
 
@@ -45,33 +45,35 @@ def step(
     title = f"{job.name}: zero = {layout.zero}, {ranks} ranks, overlap = {job.communication.overlap!r}"
     note = f"drawn for a network that all-reduces the gradients in {communication:g} of the time to compute a step"
     if svg is not None:
-        save(svg, graph_draw.svg(nodes, times, title, note))
+        save(svg, draw.draw_svg(nodes, times, title, note))
     if json:
         print_json({"job": job.name, "ranks": ranks, "communication": communication, "nodes": _rows(nodes, times)})
     elif svg is not None:
         say(f"{svg} is written")
     else:
-        console().print(f"{title}; {note}\n\n{graph_draw.text(nodes, times)}", markup=False, highlight=False)
+        console().print(f"{title}; {note}\n\n{draw.draw_text(nodes, times)}", markup=False, highlight=False)
 
 
-def timed(job: Job, layout: Layout, communication: float) -> tuple[tuple[Node, ...], dict[str, tuple[float, float]]]:
+def timed(
+    job: Job, layout: Layout, communication: float
+) -> tuple[tuple[TimelineNode, ...], dict[str, tuple[float, float]]]:
     """The graph, and when each node begins and ends, in steps' worth of computing."""
-    from motet.parallel.graph import schedule, step_graph
+    from motet.parallel.step_plan.timeline import build_step_graph, compute_node_times
 
     stretches, messages = parts_of(job, layout)
-    nodes = step_graph(stretches, messages, layout, job.communication)
+    nodes = build_step_graph(stretches, messages, layout, job.communication)
     flops = 3 * sum(stretch.flops for stretch in stretches) * layout.microbatches
     rates = {"compute": 1 / flops, "network": communication / _all_reduced(job)}
-    return nodes, schedule(nodes, lambda node: node.work * rates[node.lane])
+    return nodes, compute_node_times(nodes, lambda node: node.work * rates[node.resource])
 
 
-def _rows(nodes: Sequence[Node], times: dict[str, tuple[float, float]]) -> list[dict[str, object]]:
+def _rows(nodes: Sequence[TimelineNode], times: dict[str, tuple[float, float]]) -> list[dict[str, object]]:
     return [
         {
             "name": node.name,
             "kind": node.kind,
-            "lane": node.lane,
-            "after": list(node.after),
+            "lane": node.resource,
+            "after": list(node.depends_on),
             "start": times[node.name][0],
             "stop": times[node.name][1],
         }
@@ -79,15 +81,15 @@ def _rows(nodes: Sequence[Node], times: dict[str, tuple[float, float]]) -> list[
     ]
 
 
-def parts_of(job: Job, layout: Layout) -> tuple[list[Stretch], list[Message]]:
+def parts_of(job: Job, layout: Layout) -> tuple[list[ModelSegment], list[CommUnitVolume]]:
     """The stretches are the repetitions of the model's blocks, as far as they compute or have parameters."""
     from motet.models.spec.model_spec import spec_from_settings
-    from motet.parallel.graph import Stretch
+    from motet.parallel.step_plan.timeline import ModelSegment
     from motet.train.flops import shape_of
 
     spec = spec_from_settings(job.model)
     shape = shape_of(job, layout.rows_per_microbatch(job.data.batch_sequences))
-    stretches: list[Stretch] = []
+    stretches: list[ModelSegment] = []
     sizes: dict[str, int] = {}
     blocks: set[str] = set()
     for block in spec.blocks:
@@ -96,7 +98,7 @@ def parts_of(job: Job, layout: Layout) -> tuple[list[Stretch], list[Message]]:
         for i in range(block.repeat):
             name = block.name if block.repeat == 1 else f"{block.name} {block.first_index + i}"
             own = {p.name: p.numel for p in parameters[i * each : (i + 1) * each]}
-            stretches.append(Stretch(name, block.forward_flops(shape), frozenset(own)))
+            stretches.append(ModelSegment(name, block.forward_flops(shape), frozenset(own)))
             sizes |= own
             if block.repeat > 1:
                 blocks.add(name)
@@ -112,33 +114,35 @@ def _all_reduced(job: Job) -> float:
     return 2.0 * DTYPE_BYTES[RECIPES[job.precision.recipe].reduce] * spec_from_settings(job.model).parameter_count
 
 
-def _buckets(job: Job, layout: Layout, sizes: dict[str, int]) -> list[Message]:
+def _buckets(job: Job, layout: Layout, sizes: dict[str, int]) -> list[CommUnitVolume]:
     from motet.core.dtypes import DTYPE_BYTES
-    from motet.parallel.graph import Message
-    from motet.parallel.placement import buckets_of
+    from motet.parallel.data_parallel.zero import make_buckets
+    from motet.parallel.step_plan.timeline import CommUnitVolume
     from motet.precision.recipe import RECIPES
 
     recipe = RECIPES[job.precision.recipe]
     width = DTYPE_BYTES[recipe.reduce]
     gathered = width if layout.zero == 0 else DTYPE_BYTES[recipe.compute]
-    found = buckets_of({name: (0, size) for name, size in sizes.items()}, layout, recipe, job.communication)
+    found = make_buckets({name: (0, size) for name, size in sizes.items()}, layout, recipe, job.communication)
     return [
-        Message(f"bucket {i}", frozenset(m.name for m in b.members), width * b.length, gathered * b.length)
+        CommUnitVolume(f"bucket {i}", frozenset(m.name for m in b.members), width * b.length, gathered * b.length)
         for i, b in enumerate(found)
     ]
 
 
-def _units(job: Job, stretches: Sequence[Stretch], sizes: dict[str, int], blocks: set[str]) -> list[Message]:
+def _units(
+    job: Job, stretches: Sequence[ModelSegment], sizes: dict[str, int], blocks: set[str]
+) -> list[CommUnitVolume]:
     """Stage 3: each block, and all else; the last used is sent first."""
     from motet.core.dtypes import DTYPE_BYTES
-    from motet.parallel.graph import Message
+    from motet.parallel.step_plan.timeline import CommUnitVolume
     from motet.precision.recipe import RECIPES
 
     recipe = RECIPES[job.precision.recipe]
 
-    def message(name: str, parameters: frozenset[str], is_block: bool) -> Message:
+    def message(name: str, parameters: frozenset[str], is_block: bool) -> CommUnitVolume:
         count = sum(sizes[parameter] for parameter in parameters)
-        return Message(
+        return CommUnitVolume(
             name, parameters, DTYPE_BYTES[recipe.reduce] * count, DTYPE_BYTES[recipe.compute] * count, is_block
         )
 

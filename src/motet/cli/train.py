@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from motet.parallel.place import Place
+    from motet.parallel.process.launch_environment import RankEnvironment
     from motet.train.faults import Record
     from motet.train.job import Job
     from motet.train.launch import Ended
@@ -87,12 +87,12 @@ def _train(request: "Request", ranks: int | None, json: bool) -> int:
     from motet.cli.progress import shown_progress
     from motet.core.errors import InputError
     from motet.monitor.console import errors
-    from motet.parallel.place import place_from
+    from motet.parallel.process.launch_environment import read_rank_environment
     from motet.train.faults import STOPPED
     from motet.train.start import Outside, join, supervise
 
     environment = read_environment()
-    place = place_from(environment)
+    place = read_rank_environment(environment)
 
     def tell(text: str) -> None:
         errors().print(text, highlight=False)
@@ -118,11 +118,11 @@ def _join(request: "Request", desk: str) -> int:
     from motet.cli.progress import shown_progress
     from motet.core.errors import InputError
     from motet.monitor.console import errors
-    from motet.parallel.place import place_from
+    from motet.parallel.process.launch_environment import read_rank_environment
     from motet.train.start import Outside, join_run
 
     environment = read_environment()
-    if place_from(environment) is not None:
+    if read_rank_environment(environment) is not None:
         raise InputError("--join starts workers of its own; give their number with --ranks, without torchrun or srun")
 
     def tell(text: str) -> None:
@@ -157,7 +157,7 @@ def _tell_end(path: Path, ended: "Ended", json: bool) -> int:
     return ended.exit_code
 
 
-def _tell_record(record: "Record", place: "Place") -> int:
+def _tell_record(record: "Record", place: "RankEnvironment") -> int:
     """What one rank among those of a launcher says at its end: all, one line, or nothing."""
     from motet.monitor.console import errors
     from motet.train.rank import leave_now

@@ -14,7 +14,7 @@ from motet.collectives.cost.alpha_beta import RankGroups
 from motet.core.base_settings import FrozenSettings
 from motet.core.config_loading import settings_from_dict
 from motet.core.errors import InputError
-from motet.parallel.server.settings import ServerSettings
+from motet.parallel.parameter_server.server_settings import ParameterServerSettings
 
 
 class LayoutSettings(FrozenSettings):
@@ -25,9 +25,9 @@ class LayoutSettings(FrozenSettings):
     zero: Annotated[int, Field(ge=0, le=3)] = 0
     """What ranks share instead of keeping all of it: 0 nothing, 1 masters and optimizer states, 2 gradients too,
     3 parameters too."""
-    regather: bool = True
+    reshard_after_forward: bool = True
     """Stage 3: gather parameters again for backward, instead of keeping them after forward."""
-    whole_below: Annotated[int, Field(ge=0)] = 0
+    min_shard_numel: Annotated[int, Field(ge=0)] = 0
     """Stage 3: parameters of fewer numbers stay whole, and their gradients travel together."""
     shard_group: Annotated[int, Field(ge=1)] | None = None
     """Neighbouring ranks that share one copy of what is sharded; all of `dp` when not given."""
@@ -38,28 +38,28 @@ class LayoutSettings(FrozenSettings):
     """Parts that a rank cuts its share of the batch into, one forward and backward each."""
     data: Literal["all_reduce", "parameter_server"] = "all_reduce"
     """How gradients come together: ranks exchange them, or push them to servers that keep the parameters."""
-    server: ServerSettings = ServerSettings()
+    server: ParameterServerSettings = ParameterServerSettings()
 
     @property
-    def has_desk(self) -> bool:
+    def uses_server_processes(self) -> bool:
         """Servers are processes beside the workers, with a desk."""
         return self.data == "parameter_server" and self.server.transport == "messages"
 
     @property
-    def has_owners(self) -> bool:
+    def uses_server_collectives(self) -> bool:
         """Some of the ranks are servers, too."""
         return self.data == "parameter_server" and self.server.transport == "programs"
 
 
 @dataclass(frozen=True)
-class Owners:
+class BucketOwners:
     """The first `count` ranks keep and update whole buckets of parameters of up to so many MiB."""
 
     count: int
-    mib: float
-    reduce: str
+    bucket_mib: float
+    reduce_algorithm: str
     """The algorithm by which the gradients of a bucket come to its owner."""
-    broadcast: str
+    broadcast_algorithm: str
     """That by which what it has updated gets to all."""
 
 
@@ -72,15 +72,15 @@ class Layout:
     zero: int = 0
     shards: int = 1
     """Ranks that share one copy of what is sharded."""
-    regather: bool = True
+    reshard_after_forward: bool = True
     """Stage 3: parameters are gathered again for backward."""
-    secondary: int | None = None
+    secondary_shards: int | None = None
     """Stage 3: so many neighbours share a copy between forward and backward, where that is fewer than `shards`."""
-    whole_below: int = 0
+    min_shard_numel: int = 0
     """Stage 3: parameters of fewer numbers stay whole."""
-    owners: Owners | None = None
+    bucket_owners: BucketOwners | None = None
     """Buckets of parameters are kept by some of the ranks."""
-    sequences: int | None = None
+    reproducible_batch_size: int | None = None
     """Of a global batch, if gradients are summed by one tree over them: each is a micro-batch. Some rank has as many as
     there are micro-batches, others may have one less."""
 
@@ -89,90 +89,99 @@ class Layout:
         return self.dp
 
     @property
-    def rows(self) -> RankGroups:
+    def shard_groups(self) -> RankGroups:
         """The ranks that share a copy: neighbours."""
-        return _runs(range(self.dp), self.shards)
+        return _consecutive_groups(range(self.dp), self.shards)
 
     @property
-    def columns(self) -> RankGroups:
+    def replica_groups(self) -> RankGroups:
         """The ranks that hold the same shard."""
         return tuple(tuple(range(first, self.dp, self.shards)) for first in range(self.shards))
 
     @property
-    def near(self) -> RankGroups:
+    def secondary_shard_groups(self) -> RankGroups:
         """The ranks that share a second copy; none if there is none."""
-        return _runs(range(self.dp), self.secondary) if self.secondary else ()
+        return _consecutive_groups(range(self.dp), self.secondary_shards) if self.secondary_shards else ()
 
     @property
-    def far(self) -> RankGroups:
+    def secondary_replica_groups(self) -> RankGroups:
         """Of those that share a copy, the ranks that hold the same part of a second one."""
-        return tuple(row[place :: self.secondary] for row in self.rows for place in range(self.secondary or 0))
+        return tuple(
+            row[place :: self.secondary_shards]
+            for row in self.shard_groups
+            for place in range(self.secondary_shards or 0)
+        )
 
     def rows_per_microbatch(self, batch_sequences: int) -> int:
-        return 1 if self.sequences else batch_sequences // (self.dp * self.microbatches)
+        return 1 if self.reproducible_batch_size else batch_sequences // (self.dp * self.microbatches)
 
 
-def _runs(ranks: range, length: int) -> RankGroups:
+def _consecutive_groups(ranks: range, length: int) -> RankGroups:
     return tuple(tuple(ranks[first : first + length]) for first in range(0, len(ranks), length))
 
 
-def resolve_layout(settings: LayoutSettings, ranks: int, batch_sequences: int, by_tree: bool = False) -> Layout:
+def resolve_layout(settings: LayoutSettings, ranks: int, batch_sequences: int, reproducible: bool = False) -> Layout:
     """The layout for so many ranks, or a sentence about why there is none. `by_tree`: see `Layout.sequences`."""
     dp = settings.dp if settings.dp is not None else ranks
     if dp != ranks:
         raise InputError(
             f"layout.dp = {dp} does not match {ranks} ranks; start {dp} ranks (--ranks {dp}) or leave layout.dp out"
         )
-    if by_tree:
-        return _by_tree(settings, dp, batch_sequences)
-    parts = dp * settings.microbatches
-    if batch_sequences % parts:
-        below, above = batch_sequences // parts * parts, -(-batch_sequences // parts) * parts
+    if reproducible:
+        return _reproducible_layout(settings, dp, batch_sequences)
+    microbatch_count = dp * settings.microbatches
+    if batch_sequences % microbatch_count:
+        below, above = (
+            batch_sequences // microbatch_count * microbatch_count,
+            -(-batch_sequences // microbatch_count) * microbatch_count,
+        )
         choices = f"{above}" if below == 0 else f"{below} or {above}"
         raise InputError(
             f"data.batch_sequences = {batch_sequences} cannot be cut evenly over {dp} ranks x {settings.microbatches} "
-            f"micro-batches = {parts}; use data.batch_sequences = {choices}, or another number of ranks"
+            f"micro-batches = {microbatch_count}; use data.batch_sequences = {choices}, or another number of ranks"
         )
-    if settings.has_owners:
-        owners = _owners(settings.server, dp)
-        return Layout(dp, settings.microbatches, int(dp > 1), dp, owners=owners if dp > 1 else None)
-    return _all_reduced(settings, dp)
+    if settings.uses_server_collectives:
+        bucket_owners = _bucket_owners(settings.server, dp)
+        return Layout(dp, settings.microbatches, int(dp > 1), dp, bucket_owners=bucket_owners if dp > 1 else None)
+    return _all_reduce_layout(settings, dp)
 
 
-def _by_tree(settings: LayoutSettings, dp: int, batch_sequences: int) -> Layout:
+def _reproducible_layout(settings: LayoutSettings, dp: int, batch_sequences: int) -> Layout:
     if batch_sequences < dp:
         raise InputError(
             f"data.batch_sequences = {batch_sequences} leaves some of {dp} ranks without a sequence; use "
             f"data.batch_sequences = {dp} or more, or {batch_sequences} ranks at most"
         )
-    layout = _all_reduced(settings, dp)
+    layout = _all_reduce_layout(settings, dp)
     return replace(layout, microbatches=-(-batch_sequences // dp), sequences=batch_sequences)
 
 
-def _all_reduced(settings: LayoutSettings, dp: int) -> Layout:
-    shards = _shards(settings, dp)
-    secondary = _secondary(settings, shards)
-    regather = settings.regather
+def _all_reduce_layout(settings: LayoutSettings, dp: int) -> Layout:
+    shards = _shard_count(settings, dp)
+    secondary = _secondary_shard_count(settings, shards)
+    reshard_after_forward = settings.reshard_after_forward
     if secondary == 1:  # whole parameters
-        regather, secondary = False, None
-    return Layout(dp, settings.microbatches, settings.zero, shards, regather, secondary, settings.whole_below)
+        reshard_after_forward, secondary = False, None
+    return Layout(
+        dp, settings.microbatches, settings.zero, shards, reshard_after_forward, secondary, settings.min_shard_numel
+    )
 
 
-def _owners(server: ServerSettings, dp: int) -> Owners:
+def _bucket_owners(server: ParameterServerSettings, dp: int) -> BucketOwners:
     if server.count > dp:
         raise InputError(
             f"layout.server.count = {server.count} servers among {dp} ranks; with layout.server.transport = 'programs' "
             f"the servers are workers, too: set layout.server.count={dp} at most"
         )
-    for collective, name in (("reduce", server.reduce), ("broadcast", server.broadcast)):
+    for collective, name in (("reduce", server.reduce_algorithm), ("broadcast", server.broadcast_algorithm)):
         try:
             find_algorithm(collective, name).check_ranks(dp)
         except InputError as error:
             raise InputError(f"layout.server.{collective} = {name!r}: {error}") from None
-    return Owners(server.count, server.piece_mib, server.reduce, server.broadcast)
+    return BucketOwners(server.count, server.slice_mib, server.reduce_algorithm, server.broadcast_algorithm)
 
 
-def _shards(settings: LayoutSettings, dp: int) -> int:
+def _shard_count(settings: LayoutSettings, dp: int) -> int:
     size = settings.shard_group
     if settings.zero == 0:
         return 1
@@ -186,7 +195,7 @@ def _shards(settings: LayoutSettings, dp: int) -> int:
     return size
 
 
-def _secondary(settings: LayoutSettings, shards: int) -> int | None:
+def _secondary_shard_count(settings: LayoutSettings, shards: int) -> int | None:
     size = settings.secondary_group
     if size is None or settings.zero < 3 or size == shards:
         return None
@@ -196,7 +205,7 @@ def _secondary(settings: LayoutSettings, shards: int) -> int | None:
             f"layout.secondary_group = {size} does not divide the {shards} ranks that share a copy; "
             f"use one of {fitting}"
         )
-    if not settings.regather:
+    if not settings.reshard_after_forward:
         raise InputError(
             f"layout.secondary_group = {size} has no effect with layout.regather = false, which keeps whole parameters "
             "for backward; leave one of them out"

@@ -21,12 +21,12 @@ from motet.models.runtime_checks import DataRequirements
 from motet.monitor.callback import Callback
 from motet.monitor.events import RunStarted, SampleText, Warned
 from motet.monitor.monitor import Monitor, open_monitor
-from motet.parallel.alike import described, refuse_unlike
-from motet.parallel.data import agree_on_buffers, agree_on_values
-from motet.parallel.full import FullSpread
-from motet.parallel.group import Group, pick_device, start_group
+from motet.parallel.data_parallel.bucketed_zero import broadcast_buffers, broadcast_parameters_and_buffers
+from motet.parallel.data_parallel.fsdp import FSDP2DataParallel
 from motet.parallel.layout import Layout
-from motet.parallel.place import Place, threads_for
+from motet.parallel.process.launch_environment import RankEnvironment, threads_for
+from motet.parallel.process.process_group import RankGroup, pick_device, start_process_group
+from motet.parallel.process.rank_consistency import check_same_on_all_ranks, described
 from motet.precision.master import cast_frozen
 from motet.precision.promote import float64_mode
 from motet.precision.recipe import RECIPES
@@ -63,7 +63,7 @@ class Outcome:
 class Parts:
     """What a run on one rank is made of."""
 
-    group: Group
+    group: RankGroup
     layout: Layout
     data: BatchLoader
     model: TrainableModel
@@ -87,14 +87,16 @@ class Parts:
         return Stepper(*parts, rows, Watch(*parts, rows, job.communication, every) if every else None)
 
 
-def run_rank(job: Job, place: Place, folder: Path, stop: StopFlag, callbacks: Sequence[Callback] = ()) -> Outcome:
+def run_rank(
+    job: Job, place: RankEnvironment, folder: Path, stop: StopFlag, callbacks: Sequence[Callback] = ()
+) -> Outcome:
     """Train on this rank, from the newest checkpoint in the run folder or else from the start."""
     device = pick_device(job.run.device, place)
     keep_freed_memory()
     if job.run.reproducible and device.type == "cuda":
         torch.use_deterministic_algorithms(True)
     torch.set_num_threads(threads_for(place, job.run.threads_wanted))
-    with start_group(place, device, job.run.timeout_s, job.run.cpu_backend) as group, numerics(job):
+    with start_process_group(place, device, job.run.timeout_s, job.run.cpu_backend) as group, numerics(job):
         parts = build_parts(job, group, folder)
         restored = restore(parts)  # before anybody hears of a start, which may be refused here
         with monitoring(job, group, folder, callbacks) as monitor:
@@ -118,21 +120,21 @@ def build_model(job: Job, device: torch.device) -> tuple[BatchLoader, TrainableM
     return data, model
 
 
-def build_parts(job: Job, group: Group, folder: Path) -> Parts:
+def build_parts(job: Job, group: RankGroup, folder: Path) -> Parts:
     """Data, model and optimizer at step 0, the same for every layout."""
     recipe = RECIPES[job.precision.recipe]
     layout = job.resolved(group.world)
     data, model = build_model(job, group.device)
-    refuse_unlike(described(model.module), group)
-    agree_on_values(model.module, group)
+    check_same_on_all_ranks(described(model.module), group)
+    broadcast_parameters_and_buffers(model.module, group)
     _agree_on_data(data, group)
     cast_frozen(model.module, recipe)
     manner = Manner(job.optimizer, job.communication, job.outer)
     updater, outer = make_updaters(model.module, recipe, group, layout, manner, job.data.batch_sequences)
     bits = job.run.reproducible
     engine = Engine(model.module, updater, group, job.optimizer.clip_norm, outer=outer, reproducible=bits is not None)
-    if isinstance(updater.spread, FullSpread):
-        calling = updater.spread.calling
+    if isinstance(updater.spread, FSDP2DataParallel):
+        calling = updater.spread.wrap_as_forward
         model = replace(model, loss_sum=calling(model.loss_sum), logits=calling(model.logits))
     kept, saved = job.checkpoint.keep, folder / "checkpoints"
     state = RunState(model.module, updater, group, saved, kept, data.fingerprint, outer, bits)
@@ -140,7 +142,7 @@ def build_parts(job: Job, group: Group, folder: Path) -> Parts:
     return Parts(group, layout, data, model, engine, state, steps)
 
 
-def _agree_on_data(data: BatchLoader, group: Group) -> None:
+def _agree_on_data(data: BatchLoader, group: RankGroup) -> None:
     """Machines with other files would train on samples that do not belong together."""
     mine = derive_seed(data.fingerprint)
     first = torch.tensor([mine], device=group.device)
@@ -152,7 +154,7 @@ def _agree_on_data(data: BatchLoader, group: Group) -> None:
         )
 
 
-def monitoring(job: Job, group: Group, folder: Path, callbacks: Sequence[Callback]) -> Monitor:
+def monitoring(job: Job, group: RankGroup, folder: Path, callbacks: Sequence[Callback]) -> Monitor:
     """Rank 0 tells; the others keep silent."""
     if group.rank != 0:
         return Monitor([])
@@ -226,7 +228,7 @@ def evaluate_split(job: Job, parts: Parts, split: str, data: Splits | None = Non
     """None when the job keeps nothing apart to judge on. `data`: what is judged on, if not that of the run."""
     if not parts.data.evaluation_batches(split):
         return None
-    agree_on_buffers(parts.model.module, parts.engine.peers)
+    broadcast_buffers(parts.model.module, parts.engine.peers)
     shares = (parts.group, parts.layout, job.data.batch_sequences)
     with parts.engine.agreed():
         return evaluate(parts.model, data or parts.data, split, job.monitor.evaluate_batches, shares)

@@ -21,17 +21,25 @@ from motet.core.config_loading import settings_from_dict
 from motet.core.errors import InputError
 from motet.core.trace import span
 from motet.models.user_module import check_parameters
-from motet.parallel.alike import described, refuse_unlike
-from motet.parallel.communication import CommunicationSettings, check_communication, undeferred
-from motet.parallel.course import plan_of
-from motet.parallel.data import agree_on_buffers, agree_on_values, saved_buffers
-from motet.parallel.exact import exact_sum
-from motet.parallel.full import FullSpread
-from motet.parallel.group import Group
+from motet.parallel.data_parallel.bucketed_zero import (
+    broadcast_buffers,
+    broadcast_parameters_and_buffers,
+    persistent_buffers,
+)
+from motet.parallel.data_parallel.communication.communication_settings import (
+    CommunicationSettings,
+    check_communication,
+    without_forward_overlap,
+)
+from motet.parallel.data_parallel.fsdp import FSDP2DataParallel
 from motet.parallel.layout import Layout, LayoutSettings, parse_layout, resolve_layout
-from motet.parallel.meetings import OuterSettings
-from motet.parallel.outer import Agreement, Outer, set_apart
-from motet.parallel.proof import prove_held, prove_plan, prove_programs
+from motet.parallel.local_sgd.outer_optimizer import OuterOptimizer, OuterStepStatus, split_into_replicas
+from motet.parallel.local_sgd.schedule import LocalSGDSettings
+from motet.parallel.process.process_group import RankGroup
+from motet.parallel.process.rank_consistency import check_same_on_all_ranks, described
+from motet.parallel.reproducible.exact_norm import exact_sum
+from motet.parallel.step_plan.check import check_rank_matches_plan, prove_collective_programs, prove_step_plan
+from motet.parallel.step_plan.plan import make_step_plan
 from motet.precision.master import cast_frozen
 from motet.precision.recipe import RECIPES, PrecisionSettings, Recipe
 from motet.train.idle import refuse_idle
@@ -69,12 +77,12 @@ class Engine:
 
     module: nn.Module
     updater: Updater
-    group: Group
+    group: RankGroup
     clip_norm: float | None = None
     loss: Loss | None = None
     learning_rate: float = 0.0
     """What `step` takes when it is given none."""
-    outer: Outer | None = None
+    outer: OuterOptimizer | None = None
     """Replicas train apart, and meet by its rule."""
     reproducible: bool = False
     """Every layout is to have the same bits."""
@@ -86,9 +94,9 @@ class Engine:
         self._trained = self._trainable()
 
     @property
-    def peers(self) -> Group:
+    def peers(self) -> RankGroup:
         """The ranks that take a step together."""
-        return self.group if self.outer is None else self.outer.replicas.mesh.shards
+        return self.group if self.outer is None else self.outer.replicas.mesh.shard_group
 
     def step(self, *batches: Any, learning_rate: float | None = None) -> Update:
         """One update from this rank's micro-batches; a rank may have fewer than others."""
@@ -113,8 +121,8 @@ class Engine:
                 f"parameter {name} was replaced, added, frozen or released after the module was parallelized; do that "
                 "before, and change values in place afterwards"
             )
-        agree_on_buffers(self.module, self.peers)
-        self.buffers = {name: buffer.clone() for name, buffer in saved_buffers(self.module).items()}
+        broadcast_buffers(self.module, self.peers)
+        self.buffers = {name: buffer.clone() for name, buffer in persistent_buffers(self.module).items()}
         self.updater.spread.begin_step()
 
     def backward(self, loss: Tensor | None, first: bool = True, last: bool = True) -> None:
@@ -151,24 +159,24 @@ class Engine:
             if finite:
                 self.updater.update(learning_rate)
             else:
-                for name, buffer in saved_buffers(self.module).items():
+                for name, buffer in persistent_buffers(self.module).items():
                     buffer.data.copy_(self.buffers[name])
         agreed = self._advance(finite, stops > 0)
         others = tuple(sums[len(parts) :])
-        return Update(total / divisor, norm, count, finite, others, agreed.stop, agreed.skipped)
+        return Update(total / divisor, norm, count, finite, others, agreed.stop_requested, agreed.max_consecutive_skips)
 
     def scale_of(self, norm: float, count: float) -> float:
         """What sums of gradients are multiplied by to be the clipped gradient of the mean."""
         clipped = 1.0 if self.clip_norm is None or norm <= self.clip_norm else self.clip_norm / norm
         return clipped / count if count > 0 else clipped
 
-    def finish(self) -> Agreement | None:
+    def finish(self) -> OuterStepStatus | None:
         """After the last step of all: with `outer`, the replicas meet once more and are one model then."""
         return None if self.outer is None else self.outer.finish()
 
     def settle(self) -> None:
         """Until the module is what the last step made it: with `overlap = "forward"` some of it may be underway."""
-        self.updater.spread.settle()
+        self.updater.spread.wait_for_pending()
 
     def adopt(self) -> None:
         """Train on from values that you have assigned to parameters, on all ranks alike, since the last step.
@@ -180,26 +188,26 @@ class Engine:
                 "adopt: replicas that train apart (outer.every) would take it for something that they have learned; "
                 "assign values before parallelize"
             )
-        self.updater.spread.adopt()
+        self.updater.spread.load_assigned_values()
 
     def agreed(self) -> AbstractContextManager[None]:
         """Inside, the module is the same on all ranks: with `outer`, what the replicas agreed on last."""
         self.settle()
-        return nullcontext() if self.outer is None else self.outer.at_anchor()
+        return nullcontext() if self.outer is None else self.outer.using_outer_parameters()
 
-    def _advance(self, finite: bool, stop: bool) -> Agreement:
+    def _advance(self, finite: bool, stop: bool) -> OuterStepStatus:
         """What is known after the step."""
         if self.outer is not None:
             with span("meet"):
-                return self.outer.advance(finite, stop) or Agreement(False, 0)
+                return self.outer.advance(finite, stop) or OuterStepStatus(False, 0)
         self._skipped = 0 if finite else self._skipped + 1
-        return Agreement(stop, self._skipped)
+        return OuterStepStatus(stop, self._skipped)
 
     def _refuse_changed_buffers(self) -> None:
         """A buffer that follows what one rank computes follows the layout."""
         if not self.reproducible:
             return
-        for name, buffer in saved_buffers(self.module).items():
+        for name, buffer in persistent_buffers(self.module).items():
             if not torch.equal(buffer, self.buffers[name]):
                 raise InputError(
                     f"run.reproducible = 'layout', but training changes the buffer {name!r} (running statistics, say), "
@@ -224,7 +232,7 @@ class Engine:
     def _trainable(self) -> dict[object, str]:
         """Each parameter, and its name. Of what stage 3 cuts into rows modules have another one while it is whole."""
         spread = self.updater.spread
-        cut = spread.sharded if isinstance(spread, FullSpread) else {}
+        cut = spread.sharded_parameters if isinstance(spread, FSDP2DataParallel) else {}
         return {n if n in cut else p: n for n, p in self.module.named_parameters() if p.requires_grad}
 
     def _most(self, batches: int) -> int:
@@ -232,7 +240,7 @@ class Engine:
         bounds = torch.tensor([batches, -batches], device=self.peers.device)
         all_reduce(bounds, self.peers, op="max")
         most, fewest = int(bounds[0]), -int(bounds[1])
-        if fewest < max(1, most) and isinstance(self.updater.spread, FullSpread):
+        if fewest < max(1, most) and isinstance(self.updater.spread, FSDP2DataParallel):
             raise InputError(
                 f"step: a rank has {fewest} micro-batches and another {most}; at stage 3 every rank runs "
                 "forward equally often, and at least once, so give all of them as many or use zero=2"
@@ -248,7 +256,7 @@ def parallelize(  # noqa: PLR0913  # sections of a job, by name
     optimizer: Mapping[str, Any] | OptimizerSettings | None = None,
     precision: str = "fp32",
     communication: Mapping[str, Any] | CommunicationSettings | None = None,
-    outer: Mapping[str, Any] | OuterSettings | None = None,
+    outer: Mapping[str, Any] | LocalSGDSettings | None = None,
 ) -> Engine:
     """Spread a module over the ranks of the process group, as a layout like "zero=2 shard_group=4" says.
 
@@ -256,7 +264,7 @@ def parallelize(  # noqa: PLR0913  # sections of a job, by name
     one rank.
     """
     settings = layout if isinstance(layout, LayoutSettings) else parse_layout(layout)
-    if settings.has_desk:
+    if settings.uses_server_processes:
         raise InputError(
             f"layout.data = {settings.data!r} is for `motet train`, which starts the servers; in a loop of your own "
             "leave it out"
@@ -265,15 +273,15 @@ def parallelize(  # noqa: PLR0913  # sections of a job, by name
     if "schedule" in how.model_fields_set:
         raise InputError("optimizer.schedule has no effect in a loop of your own; give step a learning_rate=...")
     manner = _settings(CommunicationSettings, communication, "communication")
-    meeting = _settings(OuterSettings, outer, "outer")
+    meeting = _settings(LocalSGDSettings, outer, "outer")
     sections = Sections(settings, how, manner, meeting)
     refuse_idle(sections, "parallelize")
     recipe = RECIPES[_settings(PrecisionSettings, {"recipe": precision}, "precision").recipe]
     group = _group(module)
     resolved = resolve_layout(settings, group.world, group.world * settings.microbatches)
-    check_communication(manner, resolved, apart=meeting.every is not None)
-    refuse_unlike([f"precision = {precision!r}", *sections.lines(), *described(module)], group)
-    agree_on_values(module, group)
+    check_communication(manner, resolved, independent_replicas=meeting.every is not None)
+    check_same_on_all_ranks([f"precision = {precision!r}", *sections.lines(), *described(module)], group)
+    broadcast_parameters_and_buffers(module, group)
     cast_frozen(module, recipe)
     updater, outside = make_updaters(
         module, recipe, group, resolved, Manner(how, manner, meeting), group.world * settings.microbatches
@@ -292,7 +300,7 @@ class Sections(NamedTuple):
     layout: LayoutSettings
     optimizer: OptimizerSettings
     communication: CommunicationSettings
-    outer: OuterSettings
+    outer: LocalSGDSettings
 
     def lines(self) -> list[str]:
         """One for each setting."""
@@ -305,28 +313,32 @@ class Manner(NamedTuple):
 
     optimizer: OptimizerSettings
     communication: CommunicationSettings
-    outer: OuterSettings
+    outer: LocalSGDSettings
 
 
 def make_updaters(
-    module: nn.Module, recipe: Recipe, group: Group, layout: Layout, manner: Manner, batch_sequences: int
-) -> tuple[Updater, Outer | None]:
+    module: nn.Module, recipe: Recipe, group: RankGroup, layout: Layout, manner: Manner, batch_sequences: int
+) -> tuple[Updater, OuterOptimizer | None]:
     """Spread the trainable parameters, over all ranks or over those of each replica that trains apart.
 
     What will be done is proven first: by the first rank for all, and then by each rank that it keeps what it should.
     """
     communication, apart = manner.communication, manner.outer.every is not None
-    plan = plan_of(parameters_of(module, manner.optimizer), layout, recipe, communication, batch_sequences, apart)
+    plan = make_step_plan(
+        parameters_of(module, manner.optimizer), layout, recipe, communication, batch_sequences, apart
+    )
     if group.rank == 0:
-        prove_plan(plan)
-        prove_programs(layout, undeferred(communication) if apart else communication)
-    replicas = set_apart(group, layout, communication) if apart else None
-    ranks, own = replicas.own if replicas else (group, layout)
+        prove_step_plan(plan)
+        prove_collective_programs(layout, without_forward_overlap(communication) if apart else communication)
+    replicas = split_into_replicas(group, layout, communication) if apart else None
+    ranks, own = replicas.local_group_and_layout if replicas else (group, layout)
     updater = make_updater(module, manner.optimizer, recipe, ranks, own, communication)
     spread = updater.spread
-    kept = {name: (p.start, p.start + p.values.numel()) for name, p in spread.pieces(spread.masters).items()}
-    prove_held(plan, ranks.rank, kept, spread.counts)
-    return updater, Outer(module, spread, replicas, manner.outer, communication) if replicas else None
+    kept = {
+        name: (p.start, p.start + p.values.numel()) for name, p in spread.local_shards(spread.local_masters).items()
+    }
+    check_rank_matches_plan(plan, ranks.rank, kept, spread.contributes_to_norm)
+    return updater, OuterOptimizer(module, spread, replicas, manner.outer, communication) if replicas else None
 
 
 def loss_and_count(found: Any, who: str = "step") -> tuple[Tensor, float]:
@@ -350,7 +362,7 @@ def _settings(kind: type[SettingsOf], given: Mapping[str, Any] | SettingsOf | No
     return given if isinstance(given, kind) else settings_from_dict(kind, dict(given or {}), name)
 
 
-def _group(module: nn.Module) -> Group:
+def _group(module: nn.Module) -> RankGroup:
     """The ranks of the process group, on the device where the module is."""
     places = {str(p.device): name for name, p in module.named_parameters()}
     if len(places) > 1:
@@ -363,5 +375,5 @@ def _group(module: nn.Module) -> Group:
     check_parameters({name: p for name, p in module.named_parameters() if p.requires_grad}, "parallelize")
     device = next(module.parameters()).device
     if not dist.is_initialized():
-        return Group(0, 1, None, device)
-    return Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, device)
+        return RankGroup(0, 1, None, device)
+    return RankGroup(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, device)

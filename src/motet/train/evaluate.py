@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from motet.collectives.execute.api import sum_scalars
 from motet.core.batch import Batch
 from motet.models.arch.loss import cross_entropy
-from motet.parallel.exact import exact_sum
-from motet.parallel.group import Group
 from motet.parallel.layout import Layout
-from motet.parallel.shares import shares_of_rank
+from motet.parallel.process.process_group import RankGroup
+from motet.parallel.reproducible.exact_norm import exact_sum
+from motet.parallel.row_assignment import microbatches_of_rank
 from motet.train.step import Model
 
 
@@ -53,12 +53,12 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: Judged, data: Splits, split: str, most_batches: int, shares: tuple[Group, Layout, int]
+    model: Judged, data: Splits, split: str, most_batches: int, shares: tuple[RankGroup, Layout, int]
 ) -> Evaluation:
     """Up to `most_batches` global batches of a split. `shares`: the group, its layout, sequences in a batch."""
     group, layout, batch_sequences = shares
     batches = min(most_batches, data.evaluation_batches(split))
-    losses = [0.0] * (batches * batch_sequences if layout.sequences else 1)
+    losses = [0.0] * (batches * batch_sequences if layout.reproducible_batch_size else 1)
     """Those of all rows one by one, where they are to be added in one way."""
     sums = torch.zeros(2, dtype=torch.float64)
     classes = False
@@ -66,12 +66,14 @@ def evaluate(
     model.module.eval()
     try:
         for index in range(batches):
-            for share in shares_of_rank(layout, group.rank, batch_sequences):
+            for share in microbatches_of_rank(layout, group.rank, batch_sequences):
                 batch = data.evaluation_batch(split, index, share.rows).to(group.device)
                 classes = batch.targets.ndim == 1 and not model.own_loss
                 judged = _judge_classes(model, batch) if classes else _judge_tokens(model, batch)
-                if share.counts:
-                    losses[index * batch_sequences + share.rows.start if layout.sequences else 0] += judged[0].item()
+                if share.contributes_gradients:
+                    losses[index * batch_sequences + share.rows.start if layout.reproducible_batch_size else 0] += (
+                        judged[0].item()
+                    )
                     sums += judged[1:]
     finally:
         model.module.train(was_training)

@@ -16,9 +16,9 @@ from motet.core.errors import InputError
 from motet.data.settings import DataSettings
 from motet.models.settings import ModelSettings
 from motet.monitor.settings import MonitorSettings
-from motet.parallel.communication import CommunicationSettings
+from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.layout import Layout, LayoutSettings, resolve_layout
-from motet.parallel.meetings import OuterSettings
+from motet.parallel.local_sgd.schedule import LocalSGDSettings
 from motet.precision.recipe import PrecisionSettings
 from motet.train.idle import drop_replaced, refuse_idle
 from motet.train.reproducible import conflicts
@@ -33,7 +33,7 @@ class Job(FrozenSettings):
     data: DataSettings = DataSettings()
     layout: LayoutSettings = LayoutSettings()
     communication: CommunicationSettings = CommunicationSettings()
-    outer: OuterSettings = OuterSettings()
+    outer: LocalSGDSettings = LocalSGDSettings()
     precision: PrecisionSettings = PrecisionSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()

@@ -17,7 +17,11 @@ from pathlib import Path
 from types import FrameType
 
 from motet.core.errors import RankFailedError
-from motet.parallel.place import Place, desk_file, environment_of
+from motet.parallel.process.launch_environment import (
+    RankEnvironment,
+    coordinator_address_file,
+    environment_variables_for,
+)
 from motet.train.faults import STOPPED, STOPPED_AT_ONCE, Record, StopFlag, first_cause, read_record
 
 POLL_S = 0.03
@@ -188,7 +192,9 @@ class _Group:
 
     def begin(self) -> None:
         if self.start.desk:
-            desk_file(_place(self.start, self.attempt, 0, self.folder)).write_text(self.start.desk, encoding="utf-8")
+            coordinator_address_file(_place(self.start, self.attempt, 0, self.folder)).write_text(
+                self.start.desk, encoding="utf-8"
+            )
         for rank in range(self.start.ranks):
             self.ranks.append(_start_rank(self.start, self.attempt, rank, self.folder))
 
@@ -228,8 +234,8 @@ class _Group:
                 self.ranks.remove(rank)
 
 
-def _place(start: Launch, attempt: int, rank: int, folder: Path) -> Place:
-    return Place(rank, start.ranks, rank, start.ranks, attempt, f"file://{folder}/store")
+def _place(start: Launch, attempt: int, rank: int, folder: Path) -> RankEnvironment:
+    return RankEnvironment(rank, start.ranks, rank, start.ranks, attempt, f"file://{folder}/store")
 
 
 def _start_rank(start: Launch, attempt: int, rank: int, folder: Path, life: int = 0) -> _Rank:
@@ -239,7 +245,7 @@ def _start_rank(start: Launch, attempt: int, rank: int, folder: Path, life: int 
         log = None if rank == 0 and not start.desk else files.enter_context(path.open("ab"))
         process = subprocess.Popen(
             start.command,
-            env={**start.environment, **environment_of(place), "MOTET_SUPERVISOR": str(os.getpid())},
+            env={**start.environment, **environment_variables_for(place), "MOTET_SUPERVISOR": str(os.getpid())},
             stdin=subprocess.DEVNULL,
             stdout=log or start.output,
             stderr=log,

@@ -10,17 +10,20 @@ from torch import Tensor, nn
 
 from motet.checkpoint.manifest import CARRIED
 from motet.core.errors import InputError
-from motet.parallel.communication import CommunicationSettings, joined
-from motet.parallel.course import Parameters
-from motet.parallel.data import spread_flat
-from motet.parallel.exact import sum_of_squares
-from motet.parallel.full import spread_full
-from motet.parallel.group import Group
+from motet.parallel.data_parallel.bucketed_zero import build_bucketed_data_parallel
+from motet.parallel.data_parallel.communication.communication_settings import (
+    CommunicationSettings,
+    resolve_communication_groups,
+)
+from motet.parallel.data_parallel.communication.shard_replica_mesh import make_mesh
+from motet.parallel.data_parallel.fsdp import apply_fsdp
+from motet.parallel.data_parallel.sharded_parameters import LocalShard, ShardedParameters
+from motet.parallel.data_parallel.zero import uses_row_shards
 from motet.parallel.layout import Layout
-from motet.parallel.mesh import make_mesh
-from motet.parallel.placement import has_rows
-from motet.parallel.spread import Piece, Spread
-from motet.parallel.squares import squares_of
+from motet.parallel.process.process_group import RankGroup
+from motet.parallel.reproducible.accurate_norm import squared_norm
+from motet.parallel.reproducible.exact_norm import exact_squared_norm
+from motet.parallel.step_plan.plan import ParameterInventory
 from motet.precision.recipe import Recipe
 from motet.train.elementwise import Elementwise
 from motet.train.settings import OptimizerSettings
@@ -53,19 +56,19 @@ def group_parameters(
     return groups
 
 
-def parameters_of(module: nn.Module, settings: OptimizerSettings) -> Parameters:
+def parameters_of(module: nn.Module, settings: OptimizerSettings) -> ParameterInventory:
     """What is trained, as values."""
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     groups = enumerate(group_parameters(named, settings).values())
     numbers = {name: number for number, members in groups for name in members}
-    return Parameters({name: tuple(p.shape) for name, p in named.items()}, numbers)
+    return ParameterInventory({name: tuple(p.shape) for name, p in named.items()}, numbers)
 
 
 def make_updater(
     module: nn.Module,
     settings: OptimizerSettings,
     recipe: Recipe,
-    group: Group,
+    group: RankGroup,
     layout: Layout,
     communication: CommunicationSettings,
 ) -> "Updater":
@@ -73,31 +76,37 @@ def make_updater(
     groups = group_parameters({name: p for name, p in module.named_parameters() if p.requires_grad}, settings)
     numbered = {name: (number, p) for number, members in enumerate(groups.values()) for name, p in members.items()}
     in_order = {name: numbered[name] for name, p in module.named_parameters() if p.requires_grad}
-    mesh = make_mesh(group, joined(communication, layout))
-    if has_rows(layout):
-        spread: Spread = spread_full(module, in_order, recipe, mesh, layout, communication)
+    mesh = make_mesh(group, resolve_communication_groups(communication, layout))
+    if uses_row_shards(layout):
+        spread: ShardedParameters = apply_fsdp(module, in_order, recipe, mesh, layout, communication)
     else:
-        spread = flat = spread_flat(in_order, recipe, mesh, layout, communication)
+        spread = flat = build_bucketed_data_parallel(in_order, recipe, mesh, layout, communication)
         if communication.overlap == "forward":
-            flat.run_ahead(module)
-    return Updater(spread, list(groups), settings, group if layout.sequences else None)
+            flat.enable_forward_prefetch(module)
+    return Updater(spread, list(groups), settings, group if layout.reproducible_batch_size else None)
 
 
 class Updater:
     """The optimizer of this rank's shards of the weights."""
 
     def __init__(
-        self, spread: Spread, keys: Sequence[GroupKey], settings: OptimizerSettings, exactly: Group | None = None
+        self,
+        spread: ShardedParameters,
+        keys: Sequence[GroupKey],
+        settings: OptimizerSettings,
+        exactly: RankGroup | None = None,
     ) -> None:
         """`exactly`: the ranks, where every layout is to have the same bits."""
         self.spread = spread
         self._exactly = exactly
         self._settings = settings
         self._scales = [scale for scale, _ in keys]
-        self._tensors = [nn.Parameter(master, requires_grad=False) for master in spread.masters]
+        self._tensors = [nn.Parameter(master, requires_grad=False) for master in spread.local_masters]
         groups = [
             {
-                "params": [t for t, group in zip(self._tensors, spread.groups, strict=True) if group == number],
+                "params": [
+                    t for t, group in zip(self._tensors, spread.optimizer_groups, strict=True) if group == number
+                ],
                 "weight_decay": decay,
             }
             for number, (_, decay) in enumerate(keys)
@@ -109,16 +118,18 @@ class Updater:
     def squares(self) -> float:
         """What this rank adds to the square of the norm of all gradients; where that must be exact, one adds it all."""
         if self._exactly:
-            total = sum_of_squares(self.spread.reduced() if self.spread.counts else [], self._exactly)
+            total = exact_squared_norm(
+                self.spread.reduced_gradients() if self.spread.contributes_to_norm else [], self._exactly
+            )
             return total if self._exactly.rank == 0 else 0.0
-        return self.own_squares() if self.spread.counts else 0.0
+        return self.own_squares() if self.spread.contributes_to_norm else 0.0
 
     def own_squares(self) -> float:
         """What this rank has of it, whether it counts or a replica's does."""
-        return float(sum(map(squares_of, self.spread.reduced())))
+        return float(sum(map(squared_norm, self.spread.reduced_gradients())))
 
     def scale_gradients(self, factor: float) -> None:
-        torch._foreach_mul_(list(self.spread.reduced()), factor)
+        torch._foreach_mul_(list(self.spread.reduced_gradients()), factor)
 
     def update(self, learning_rate: float) -> None:
         """One step of the optimizer on the masters, and the result handed to the model."""
@@ -144,24 +155,24 @@ class Updater:
             handle.remove()
 
     def _update(self, numbers: Sequence[int]) -> None:
-        gradients = self.spread.gradients()
+        gradients = self.spread.local_gradients()
         for number in numbers:
             self._tensors[number].grad = gradients[number]
         self._optimizer.step()
         for number in numbers:
             self._tensors[number].grad = None
 
-    def state(self) -> dict[str, Piece | Tensor]:
+    def state(self) -> dict[str, LocalShard | Tensor]:
         """Masters and moments by name, as views: reading gives the state, writing in place restores it."""
-        self.spread.settle()
-        state: dict[str, Piece | Tensor] = dict(self._pieces("master", self.spread.masters))
+        self.spread.wait_for_pending()
+        state: dict[str, LocalShard | Tensor] = dict(self._pieces("master", self.spread.local_masters))
         moments = [self._moments(tensor) for tensor in self._tensors]
         for kind, first in moments[0].items():
             if first.ndim == 0:
                 state[kind] = first  # the count of steps: all tensors take theirs together
             else:
                 state |= self._pieces(kind, [kinds[kind] for kinds in moments])
-        return state | {f"{CARRIED}{name}": part for name, part in self.spread.carried().items()}
+        return state | {f"{CARRIED}{name}": part for name, part in self.spread.compression_state().items()}
 
     def publish(self) -> None:
         """After `state()` was written to."""
@@ -169,10 +180,10 @@ class Updater:
         for count in others:
             if count is not None and first is not None:
                 count.copy_(first)
-        self.spread.publish()
+        self.spread.sync_parameters()
 
-    def _pieces(self, kind: str, tensors: Sequence[Tensor]) -> dict[str, Piece]:
-        return {f"{kind}/{name}": piece for name, piece in self.spread.pieces(tensors).items()}
+    def _pieces(self, kind: str, tensors: Sequence[Tensor]) -> dict[str, LocalShard]:
+        return {f"{kind}/{name}": piece for name, piece in self.spread.local_shards(tensors).items()}
 
     def _moments(self, parameter: Tensor) -> dict[str, Tensor]:
         """The optimizer's own tensors of one tensor, made now if no step was taken yet."""

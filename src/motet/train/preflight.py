@@ -8,9 +8,9 @@ from motet.core.units import format_bytes
 from motet.data.corpus.prepared_data import PreparedData
 from motet.models.settings import EncoderSettings, UserModuleSettings, check_can_be_trained
 from motet.models.spec.model_spec import spec_from_settings
-from motet.parallel.communication import check_communication
+from motet.parallel.data_parallel.communication.communication_settings import check_communication
 from motet.parallel.layout import Layout
-from motet.parallel.server.settings import check_server
+from motet.parallel.parameter_server.server_settings import check_server_settings
 from motet.precision.recipe import RECIPES
 from motet.train.job import Job
 
@@ -21,12 +21,12 @@ TORCH_BYTES = 64 << 20
 def check_job(job: Job, ranks: int) -> Layout:
     """The layout in which so many ranks can train this job."""
     check_model(job)
-    served = job.layout.has_desk
-    parts = (job.layout.server.shares if served else None) or ranks
+    served = job.layout.uses_server_processes
+    parts = (job.layout.server.work_items_per_step if served else None) or ranks
     layout = job.resolved(parts)
-    check_communication(job.communication, layout, apart=job.outer.every is not None)
+    check_communication(job.communication, layout, independent_replicas=job.outer.every is not None)
     if served:
-        check_server(job.layout.server, ranks)
+        check_server_settings(job.layout.server, ranks)
         if job.monitor.watch_every is not None:
             raise InputError(
                 f"monitor.watch_every = {job.monitor.watch_every} compares ranks that take a step together, which "

@@ -14,13 +14,13 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-from motet.parallel.place import Place
+from motet.parallel.process.launch_environment import RankEnvironment
 from motet.train.faults import Record, guarded, stop_on_signals
 
 Work = Callable[..., int]
 
 
-def run_work(place: Place, work: Work, *arguments: str) -> Record:
+def run_work(place: RankEnvironment, work: Work, *arguments: str) -> Record:
     """Do the work of this rank; a request to stop reaches it as a flag."""
     with stop_on_signals() as stop:
         return guarded(place.rank, lambda: work(place, stop, *arguments))
@@ -33,7 +33,7 @@ def named_work(name: str) -> Work:
     return work
 
 
-def serve_supervisor(place: Place, supervisor: int, name: str, arguments: list[str]) -> int:
+def serve_supervisor(place: RankEnvironment, supervisor: int, name: str, arguments: list[str]) -> int:
     """Everything that a process started by our supervisor does. Returns its exit code, or ends the process."""
     die_with(supervisor)
 

@@ -18,9 +18,9 @@ from motet.data.corpus.build import ProgressCallback
 from motet.data.corpus.prepare import prepare_data
 from motet.monitor.callback import Callback
 from motet.monitor.console import errors
-from motet.parallel.place import ALONE, Place, threads_for
-from motet.parallel.server.settings import address_of
-from motet.parallel.server.settings import helpers as beside_workers
+from motet.parallel.parameter_server.server_settings import extra_process_count as beside_workers
+from motet.parallel.parameter_server.server_settings import parse_address
+from motet.parallel.process.launch_environment import SINGLE_RANK, RankEnvironment, threads_for
 from motet.train.ending import Before, remember, write_end
 from motet.train.faults import STOPPED, Record, StopFlag, stop_on_signals
 from motet.train.folder import LOGS, Choice, choose_folder, choose_resumed, held, write_start
@@ -67,7 +67,7 @@ def supervise(request: Request, outside: Outside) -> tuple[Path, Ended]:
     choice = _choose(request)
     with outside.progress() as progress:
         check_data(job, prepare_data(job.data, progress))
-    threads = threads_for(Place(0, ranks, 0, ranks, 0, ""), job.run.threads_wanted)
+    threads = threads_for(RankEnvironment(0, ranks, 0, ranks, 0, ""), job.run.threads_wanted)
     with _opened(request, choice, ranks, threads, outside.tell) as before:
         path = before.path
         start = Launch(
@@ -90,24 +90,26 @@ def _elastic(job: Job) -> Elastic | None:
     if not beside:
         return None
     return Elastic(
-        range(1, 1 + job.layout.server.count), range(beside, beside + job.run.ranks), job.layout.server.spares
+        range(1, 1 + job.layout.server.count),
+        range(beside, beside + job.run.ranks),
+        job.layout.server.max_process_restarts,
     )
 
 
 def join_run(request: Request, desk: str, outside: Outside) -> Ended:
     """Work for a run that goes on elsewhere, with local workers of our own."""
     job = request.job
-    if not job.layout.has_desk:
+    if not job.layout.uses_server_processes:
         raise InputError(
             "--join is for runs with a parameter server; give the same job and settings as there, with "
             "layout.data=parameter_server"
         )
-    address_of(desk, "--join")
+    parse_address(desk, "--join")
     check_model(job)
     check_memory(job, job.run.ranks)
     with outside.progress() as progress:
         check_data(job, prepare_data(job.data, progress))
-    threads = threads_for(Place(0, job.run.ranks, 0, job.run.ranks, 0, ""), job.run.threads_wanted)
+    threads = threads_for(RankEnvironment(0, job.run.ranks, 0, job.run.ranks, 0, ""), job.run.threads_wanted)
     outside.tell(f"joining the run at {desk} with {job.run.ranks} worker{'s' * (job.run.ranks > 1)}")
     with tempfile.TemporaryDirectory(prefix="motet-") as folder:
         write_start(Path(folder), job, describe_start(job.run.ranks, threads, request.command_line))
@@ -117,7 +119,9 @@ def join_run(request: Request, desk: str, outside: Outside) -> Ended:
             ranks=job.run.ranks,
             environment=rank_environment(outside.environment, threads),
             logs=Path(folder) / LOGS,
-            elastic=Elastic(workers=range(job.run.ranks), spares=job.layout.server.spares, has_desk=False),
+            elastic=Elastic(
+                workers=range(job.run.ranks), spares=job.layout.server.max_process_restarts, has_desk=False
+            ),
             desk=desk,
             farewell="leaving the run after this share",
         )
@@ -126,7 +130,7 @@ def join_run(request: Request, desk: str, outside: Outside) -> Ended:
 
 def helpers(job: Job) -> int:
     """Ranks beside those that compute: the desk of a parameter server, and its servers."""
-    return beside_workers(job.layout.server) if job.layout.has_desk else 0
+    return beside_workers(job.layout.server) if job.layout.uses_server_processes else 0
 
 
 def run(job: Job, callbacks: Sequence[Callback] = ()) -> "tuple[Path, Outcome]":
@@ -136,7 +140,7 @@ def run(job: Job, callbacks: Sequence[Callback] = ()) -> "tuple[Path, Outcome]":
     """
     from motet.train.assemble import run_rank  # torch is loaded here
 
-    if job.layout.has_desk:
+    if job.layout.uses_server_processes:
         raise InputError(
             f"layout.data = {job.layout.data!r} takes processes of its own; use `motet train`, or leave it out here"
         )
@@ -151,14 +155,14 @@ def run(job: Job, callbacks: Sequence[Callback] = ()) -> "tuple[Path, Outcome]":
         errors().print(text, highlight=False)
 
     with (
-        _opened(request, choice, 1, threads_for(ALONE, job.run.threads_wanted), tell) as before,
+        _opened(request, choice, 1, threads_for(SINGLE_RANK, job.run.threads_wanted), tell) as before,
         _taken_back(before),
         stop_on_signals() as stop,
     ):
-        return before.path, run_rank(job, ALONE, before.path, stop, callbacks)
+        return before.path, run_rank(job, SINGLE_RANK, before.path, stop, callbacks)
 
 
-def join(request: Request, place: Place, tell: Tell) -> Record:
+def join(request: Request, place: RankEnvironment, tell: Tell) -> Record:
     """Be one rank of a group that torchrun or srun started."""
     beside = helpers(request.job)
     workers = place.world - beside
@@ -178,18 +182,22 @@ def join(request: Request, place: Place, tell: Tell) -> Record:
     return replace(record, sentence="")
 
 
-def _join(request: Request, place: Place, stop: StopFlag, tell: Tell) -> int:
-    from motet.parallel.group import agree, answer, meeting  # torch is loaded here, after the signals are in place
+def _join(request: Request, place: RankEnvironment, stop: StopFlag, tell: Tell) -> int:
+    from motet.parallel.process.process_group import (  # torch is loaded here, after the signals are in place
+        broadcast_decision,
+        read_decision,
+        rendezvous_store,
+    )
     from motet.train.work import train_in
 
     job = request.job
     with ExitStack() as stack:
-        place, store = stack.enter_context(meeting(place, job.run.timeout_s))
+        place, store = stack.enter_context(rendezvous_store(place, job.run.timeout_s))
 
         def decide() -> str:
             before = f"folder-{place.attempt - 1}"
             if place.attempt and store.check([before]):  # torchrun started the ranks again: the same run goes on
-                path = answer(store, before)
+                path = read_decision(store, before)
                 stack.enter_context(held(Path(path)))
                 return path
             threads = threads_for(place, job.run.threads_wanted)
@@ -198,7 +206,7 @@ def _join(request: Request, place: Place, stop: StopFlag, tell: Tell) -> int:
                 stack.enter_context(_taken_back(opened))
             return str(opened.path.resolve())
 
-        path = Path(agree(store, place.rank, f"folder-{place.attempt}", decide))
+        path = Path(broadcast_decision(store, place.rank, f"folder-{place.attempt}", decide))
         code = train_in(job, place, path, stop)
         if code == STOPPED and place.rank == 0:
             tell(f"continue with the same command and --resume-from {path}")

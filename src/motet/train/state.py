@@ -12,11 +12,11 @@ from motet.checkpoint.pieces import StoredPiece
 from motet.checkpoint.save import save_checkpoint
 from motet.collectives.execute.api import sum_scalars
 from motet.core.errors import InputError, TrainingDivergedError
-from motet.parallel.data import agree_on_buffers, saved_buffers
-from motet.parallel.full import kept
-from motet.parallel.group import Group
-from motet.parallel.outer import Outer
-from motet.parallel.spread import Piece
+from motet.parallel.data_parallel.bucketed_zero import broadcast_buffers, persistent_buffers
+from motet.parallel.data_parallel.fsdp import local_shard
+from motet.parallel.data_parallel.sharded_parameters import LocalShard
+from motet.parallel.local_sgd.outer_optimizer import OuterOptimizer
+from motet.parallel.process.process_group import RankGroup
 from motet.train.optimizer import Updater
 
 
@@ -26,12 +26,12 @@ class RunState:
 
     module: nn.Module
     updater: Updater
-    group: Group
+    group: RankGroup
     folder: Path
     """Of the checkpoints."""
     keep: int
     data_fingerprint: str
-    outer: Outer | None = None
+    outer: OuterOptimizer | None = None
     reproducible: str | None = None
     """What the bits of the run do not depend on."""
 
@@ -42,16 +42,16 @@ class RunState:
 
     def save(self, step: int) -> tuple[Path, int]:
         """The folder of the checkpoint, and its bytes."""
-        self.updater.spread.settle()
-        wrong = float(not all(master.isfinite().all() for master in self.updater.spread.masters))
+        self.updater.spread.wait_for_pending()
+        wrong = float(not all(master.isfinite().all() for master in self.updater.spread.local_masters))
         if sum_scalars([wrong], self.group, self.group.device)[0]:
             raise TrainingDivergedError(
                 f"stopped at step {step}: the parameters are not finite after it, so they are not saved; lower "
                 "optimizer.learning_rate or lengthen the warm-up, then start again (--resume continues from the last "
                 "checkpoint, if there is one)"
             )
-        ranks = self.group if self.outer is None else self.outer.replicas.mesh.shards
-        agree_on_buffers(self.module, ranks)
+        ranks = self.group if self.outer is None else self.outer.replicas.mesh.shard_group
+        broadcast_buffers(self.module, ranks)
         tensors = self.tensors()
         manifest = Manifest(
             step=step,
@@ -61,7 +61,7 @@ class RunState:
             data_fingerprint=self.data_fingerprint,
             shapes={name: list(t.size()) for name, t in tensors.items()},
             dtypes={name: str(t.dtype).removeprefix("torch.") for name, t in tensors.items()},
-            outer={} if self.outer is None else {**self.outer.stands(), "steps": self.outer.steps},
+            outer={} if self.outer is None else {**self.outer.schedule_state(), "steps": self.outer.steps},
             reproducible=self.reproducible,
         )
         path = save_checkpoint(self.folder, tensors, manifest, self.keep, self.group.process_group)
@@ -72,7 +72,7 @@ class RunState:
         manifest = read_manifest(where)
         goes_on = self.outer is not None and self._fits(manifest)
         if self.outer is not None and goes_on:
-            self.outer.stand_at(manifest.outer["steps"], manifest.shapes)
+            self.outer.restore_schedule(manifest.outer["steps"], manifest.shapes)
         load_checkpoint(where, self.tensors() if goes_on else self._from(manifest), self.group.process_group)
         if manifest.data_fingerprint != self.data_fingerprint:
             raise InputError(
@@ -82,20 +82,20 @@ class RunState:
             )
         self.updater.publish()
         if self.outer is not None and not goes_on:
-            self.outer.set_out(manifest.outer.get("steps", manifest.step))
+            self.outer.reset_from_masters(manifest.outer.get("steps", manifest.step))
         return manifest.step, self._changes(manifest)
 
-    def _own(self) -> dict[str, Piece | Tensor]:
+    def _own(self) -> dict[str, LocalShard | Tensor]:
         """What replicas that train apart have one each of."""
-        carried = {} if self.outer is None else self.outer.carried()
+        carried = {} if self.outer is None else self.outer.compression_state()
         return (
             self.updater.state()
-            | {f"buffer/{n}": b.detach() for n, b in saved_buffers(self.module).items()}
+            | {f"buffer/{n}": b.detach() for n, b in persistent_buffers(self.module).items()}
             | {f"{CARRIED}outer/{n}": piece for n, piece in carried.items()}
         )
 
-    def _frozen(self) -> dict[str, Piece]:
-        return {f"frozen/{n}": kept(p) for n, p in self.module.named_parameters() if not p.requires_grad}
+    def _frozen(self) -> dict[str, LocalShard]:
+        return {f"frozen/{n}": local_shard(p) for n, p in self.module.named_parameters() if not p.requires_grad}
 
     def _from(self, manifest: Manifest) -> dict[str, Tensor]:
         """What a run takes that goes on without the replicas of a checkpoint: where they met last."""
@@ -108,7 +108,7 @@ class RunState:
     def _fits(self, manifest: Manifest) -> bool:
         """Whether replicas of a checkpoint can go on as ours."""
         steps = {"steps": manifest.outer.get("steps", 0)}
-        return manifest.outer == ({} if self.outer is None else self.outer.stands() | steps)
+        return manifest.outer == ({} if self.outer is None else self.outer.schedule_state() | steps)
 
     def _changes(self, manifest: Manifest) -> list[str]:
         """What changed that alters the order of additions, and so the last bits."""
@@ -147,26 +147,28 @@ class RunState:
         ]
 
 
-def _apart(own: dict[str, Piece | Tensor], outer: Outer) -> dict[str, Piece | Tensor]:
+def _apart(own: dict[str, LocalShard | Tensor], outer: OuterOptimizer) -> dict[str, LocalShard | Tensor]:
     """The state of every replica; who knows nothing of them finds the anchors, and the moments of the first.
 
     All ranks name the same tensors, but have elements only in those of their own replica.
     """
-    held: dict[str, Piece | Tensor] = dict(outer.state())
+    held: dict[str, LocalShard | Tensor] = dict(outer.state())
     for replica in range(outer.replicas.count):
         for name, part in own.items():
             alone = replica == 0 and not name.startswith("master/")
-            held[name if alone else f"replica-{replica}/{name}"] = part if replica == outer.replicas.me else _none(part)
+            held[name if alone else f"replica-{replica}/{name}"] = (
+                part if replica == outer.replicas.replica_index else _none(part)
+            )
     return held
 
 
-def _none(part: Piece | Tensor) -> Piece:
+def _none(part: LocalShard | Tensor) -> LocalShard:
     """No elements of the same whole."""
-    values = part.values if isinstance(part, Piece) else part.detach().view(-1)
-    return Piece(part.shape, 0, values[:0])
+    values = part.values if isinstance(part, LocalShard) else part.detach().view(-1)
+    return LocalShard(part.shape, 0, values[:0])
 
 
-def _stored(part: Piece | Tensor) -> Tensor:
+def _stored(part: LocalShard | Tensor) -> Tensor:
     if isinstance(part, Tensor):
         return part
     if part.values.numel() == part.shape.numel():

@@ -16,7 +16,7 @@ from motet.core.batch import Batch
 from motet.core.trace import span
 from motet.monitor.events import RanksCompared, ServerWork
 from motet.parallel.layout import Layout
-from motet.parallel.shares import Share, shares_of_rank
+from motet.parallel.row_assignment import MicroBatchRows, microbatches_of_rank
 from motet.train.engine import Engine, Update
 
 
@@ -107,7 +107,10 @@ class Stepper:
         compared = watcher.compare(number, seen, done) if watcher else None
         met = self.engine.finish() if last else None
         total_tokens = int(done.sums[0]) * self._replicas
-        stopped, skipped = done.stop or (met is not None and met.stop), max(done.skipped, met.skipped if met else 0)
+        stopped, skipped = (
+            done.stop or (met is not None and met.stop_requested),
+            max(done.skipped, met.max_consecutive_skips if met else 0),
+        )
         result = StepResult(
             done.loss, done.grad_norm, done.count, total_tokens, learning_rate, done.finite, stopped, skipped
         )
@@ -122,11 +125,11 @@ class Stepper:
         """Gradients are summed over micro-batches and ranks. `keep`: what was read."""
         losses, targets, tokens, kept = [], 0.0, 0, []
         group = self.engine.group
-        shares = shares_of_rank(self.layout, group.rank, self.batch_sequences)
+        shares = microbatches_of_rank(self.layout, group.rank, self.batch_sequences)
         for part, share in enumerate(shares):
             with span("read"):
                 batch = self.samples.batch(number, share.rows)
-                if share.counts:
+                if share.contributes_gradients:
                     targets += batch.weights.sum(dtype=torch.float64).item()
                     tokens += batch.tokens.numel()
                     kept += [batch] if keep else []
@@ -140,12 +143,12 @@ class Stepper:
         found = torch.stack(losses).to(torch.float64)
         return Done(self._loss_sums(found, shares), targets, tokens, kept, found[0].item() if keep else 0.0)
 
-    def _loss_sums(self, losses: Tensor, shares: list[Share]) -> list[float]:
+    def _loss_sums(self, losses: Tensor, shares: list[MicroBatchRows]) -> list[float]:
         """One, or one for each row of the global batch, so that all can be added in one way."""
-        if self.layout.sequences is None:
+        if self.layout.reproducible_batch_size is None:
             return [losses.sum().item()]
-        sums = [0.0] * self.layout.sequences
+        sums = [0.0] * self.layout.reproducible_batch_size
         for loss, share in zip(losses.tolist(), shares, strict=True):
-            if share.counts:
+            if share.contributes_gradients:
                 sums[share.rows.start] = loss
         return sums

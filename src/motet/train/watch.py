@@ -22,11 +22,14 @@ from motet.core.batch import Batch
 from motet.core.seeds import derive_seed
 from motet.core.trace import span
 from motet.monitor.events import RanksCompared
-from motet.parallel.communication import CommunicationSettings, joined
-from motet.parallel.group import Group
+from motet.parallel.data_parallel.communication.communication_settings import (
+    CommunicationSettings,
+    resolve_communication_groups,
+)
+from motet.parallel.data_parallel.sharded_parameters import LocalShard
 from motet.parallel.layout import Layout
-from motet.parallel.shares import rows_of_rank
-from motet.parallel.spread import Piece
+from motet.parallel.process.process_group import RankGroup
+from motet.parallel.row_assignment import contributing_rows_of_rank
 from motet.train.compared import MEANS, Broken, Expected, Report, bits_of, broken, odd_ones, rows_digest, wrapped
 from motet.train.engine import Engine, Update
 from motet.train.step import Done, Model, Samples
@@ -80,7 +83,9 @@ class Watch:
                 neighbour_batches=_read(again),
                 targets=bits_of(done.targets),
                 neighbour_targets=bits_of(sum(b.weights.sum(dtype=torch.float64).item() for b in again)),
-                gradients=derive_seed(*digests(dict(enumerate(self.engine.updater.spread.reduced()))).values()),
+                gradients=derive_seed(
+                    *digests(dict(enumerate(self.engine.updater.spread.reduced_gradients()))).values()
+                ),
                 norm=0,
                 squares=bits_of(self.engine.updater.own_squares()),
                 loss=loss,
@@ -108,7 +113,7 @@ class Watch:
         )
 
     def _rows(self, rank: int) -> list[range]:
-        return rows_of_rank(self.layout, rank, self.batch_sequences)
+        return contributing_rows_of_rank(self.layout, rank, self.batch_sequences)
 
     def _machine(self) -> tuple[str, ...]:
         kernels = torch.backends.cpu.get_cpu_capability()
@@ -123,17 +128,17 @@ class Watch:
         """What this rank keeps of masters and moments."""
         state = self.engine.updater.state()
         found = {name: part for name, part in state.items() if not name.startswith(CARRIED)}
-        return {name: part.values if isinstance(part, Piece) else part for name, part in found.items()}
+        return {name: part.values if isinstance(part, LocalShard) else part for name, part in found.items()}
 
     def _expected(self, targets: float) -> Expected:
         apart = self.engine.outer is not None
         layout = replace(self.layout, dp=self.layout.shards) if apart else self.layout
-        together = joined(self.communication, layout)
+        together = resolve_communication_groups(self.communication, layout)
         first = self.engine.group.rank - self.engine.peers.rank
         rows = [part for rank in range(first, first + layout.dp) for part in self._rows(rank)]
-        states = (tuple(range(layout.dp)),) if together.deferred else together.replicas
+        states = (tuple(range(layout.dp)),) if together.gathers_gradients else together.replica_groups
         read = range(min(part.start for part in rows), max(part.stop for part in rows))
-        return Expected(together.replicas, states, read, targets, norm_again=not self.engine.reproducible)
+        return Expected(together.replica_groups, states, read, targets, norm_again=not self.engine.reproducible)
 
     def _losses(self, number: int, done: Done, other: Batch) -> tuple[int, int]:
         """Of this rank's first micro-batch, and of its neighbour's, computed here without gradients.
@@ -225,7 +230,7 @@ def _read(batches: Iterable[Batch]) -> int:
     return derive_seed(*(word for pair in digests(tensors).items() for word in pair))
 
 
-def gathered(numbers: list[int], ranks: Group) -> list[list[int]]:
+def gathered(numbers: list[int], ranks: RankGroup) -> list[list[int]]:
     """The numbers of all ranks."""
     mine = torch.tensor(numbers, dtype=torch.int64, device=ranks.device)
     everyone = mine.new_empty(ranks.world, len(numbers))

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from motet.core.errors import InputError
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
-from motet.parallel.group import Group
 from motet.parallel.layout import Layout, LayoutSettings, parse_layout, resolve_layout
-from motet.parallel.shares import rows_of_rank
+from motet.parallel.process.process_group import RankGroup
+from motet.parallel.row_assignment import contributing_rows_of_rank
 from motet.precision.promote import float64_mode
 from motet.train.engine import Engine, loss_and_count, parallelize
 from motet.train.settings import OptimizerSettings
@@ -58,7 +58,7 @@ class GivenTrial:
     def numerics(self) -> AbstractContextManager[None]:
         return float64_mode()
 
-    def build(self, group: Group, folder: Path) -> "GivenBuilt":
+    def build(self, group: RankGroup, folder: Path) -> "GivenBuilt":
         how = self.optimizer.model_dump(exclude_unset=True)
         engine = parallelize(self.module(), self.layout, optimizer=how, precision="fp64")
         state = RunState(engine.module, engine.updater, group, folder / "checkpoints", 2**31, "")
@@ -95,7 +95,7 @@ class GivenBuilt:
 
     def step(self, number: int, recorder: Recorder) -> None:
         whole, engine = self.trial.batch(number), self.engine
-        work = rows_of_rank(self.layout, engine.group.rank, self.trial.rows)
+        work = contributing_rows_of_rank(self.layout, engine.group.rank, self.trial.rows)
         total, count = 0.0, 0.0
         engine.begin()
         for part, rows in enumerate(work):

@@ -75,7 +75,7 @@ class Candidate:
     def parts(self) -> int:
         """Micro-batches that the batch is cut into over all ranks."""
         layout = self.job.layout
-        shares = (layout.server.shares or self.world) if layout.has_desk else self.world
+        shares = (layout.server.work_items_per_step or self.world) if layout.uses_server_processes else self.world
         return shares * layout.microbatches
 
 
@@ -92,7 +92,7 @@ def laid_out(job: Job, layout: str) -> Candidate:
     source = f"layout {layout!r}"
     refuse_idle(changed(bare_of(job), overrides, source), source)
     found = changed(job, overrides, source)
-    if found.layout.has_desk and found.layout.server.mode != "sync":
+    if found.layout.uses_server_processes and found.layout.server.mode != "sync":
         raise InputError(
             f"{source}: with layout.server.mode = {found.layout.server.mode!r} gradients are of other parameters than "
             "on one device, so numbers differ by design; verify server.mode=sync"
@@ -103,7 +103,7 @@ def laid_out(job: Job, layout: str) -> Candidate:
 def _in_small_pieces(job: Job) -> Job:
     """A small model has enough of them for all servers."""
     server = job.layout.server
-    small = server.model_copy(update={"piece_mib": min(server.piece_mib, PIECE_MIB)})
+    small = server.model_copy(update={"piece_mib": min(server.slice_mib, PIECE_MIB)})
     return job.model_copy(update={"layout": job.layout.model_copy(update={"server": small})})
 
 

@@ -14,8 +14,8 @@ from torch import nn
 from motet.core.config_loading import settings_from_dict
 from motet.core.errors import InputError
 from motet.models.layout_invariant_dropout import has_dropout
-from motet.parallel.group import Group
 from motet.parallel.layout import Layout, resolve_layout
+from motet.parallel.process.process_group import RankGroup
 from motet.train.settings import OptimizerSettings
 from motet.verify.explain import verdict_on
 from motet.verify.given import GivenBatch, GivenTrial, Loss, default_loss
@@ -93,13 +93,13 @@ class _Case:
     layout: Layout
     own: Parallel | None = None
 
-    def work(self, group: Group, folder: Path) -> None:
+    def work(self, group: RankGroup, folder: Path) -> None:
         """On a rank: leave what it has seen."""
         with self.trial.numerics():
             for phase, step, seen in self._walk(group, folder):
                 leave_seen(seen, seen_file(folder, self.number, (phase, step), group.rank))
 
-    def _walk(self, group: Group, folder: Path) -> Iterator[tuple[str, int, list[Seen]]]:
+    def _walk(self, group: RankGroup, folder: Path) -> Iterator[tuple[str, int, list[Seen]]]:
         if self.own is None:
             yield from walk(self.trial, group, folder, f"layout-{self.number}")
             return
@@ -125,7 +125,7 @@ class _Case:
 def _case(trial: GivenTrial, layout: str | Parallel | tuple[str, Parallel], ranks: int, number: int) -> _Case:
     text, own = layout if isinstance(layout, tuple) else (layout, None) if isinstance(layout, str) else ("", layout)
     inside = trial.in_layout(with_ranks(text, ranks))
-    if inside.layout.has_desk:
+    if inside.layout.uses_server_processes:
         raise InputError(f"layout {text!r}: servers are processes of a job; use `motet verify JOB --layout ...`")
     world = inside.layout.dp or ranks
     name = text if own is None else f"{getattr(own, '__name__', type(own).__name__)} on {world} ranks"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from motet.parallel.group import Group
+from motet.parallel.process.process_group import RankGroup
 from motet.precision.recipe import RECIPES
 from motet.verify.compare import EPSILON, Difference, Reference, compare, reference_of
 from motet.verify.parts import Site, Whole
@@ -197,7 +197,7 @@ def _orders(rows: int, parts: int) -> list[list[int]]:
     return [batches[torch.randperm(parts, generator=generator)].flatten().tolist() for generator in generators]
 
 
-def native_step(trial: JobTrial, group: Group, folder: Path) -> list[Seen]:
+def native_step(trial: JobTrial, group: RankGroup, folder: Path) -> list[Seen]:
     """What a rank of a layout has seen in the step."""
     with trial.numerics():
         built = trial.build(group, folder)

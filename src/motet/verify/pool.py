@@ -16,12 +16,12 @@ from multiprocessing.process import BaseProcess
 import torch
 
 from motet.core.errors import InputError, RankFailedError
-from motet.parallel.group import Group, start_group
-from motet.parallel.place import Place
+from motet.parallel.process.launch_environment import RankEnvironment
+from motet.parallel.process.process_group import RankGroup, start_process_group
 from motet.train.rank import die_with
 
 TIMEOUT_S = 1800.0
-Work = Callable[[Group], None]
+Work = Callable[[RankGroup], None]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Pool:
     def run(self, world: int, name: str) -> None:
         """Work of this name on the first ranks."""
         with tempfile.TemporaryDirectory(prefix="motet-store-") as folder:
-            places = [Place(rank, world, rank, world, 0, f"file://{folder}/store") for rank in range(world)]
+            places = [RankEnvironment(rank, world, rank, world, 0, f"file://{folder}/store") for rank in range(world)]
             for place, (_, pipe) in zip(places, self.workers, strict=False):
                 pipe.send((name, place))
             self._wait(world)
@@ -85,7 +85,7 @@ def _serve(pipe: Connection, works: Mapping[str, Work], parent: int) -> None:
     while True:
         name, place = pipe.recv()
         try:
-            with start_group(place, "cpu", TIMEOUT_S) as group:
+            with start_process_group(place, "cpu", TIMEOUT_S) as group:
                 works[name](group)
             pipe.send(None)
         except InputError as error:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from motet.parallel.group import Group, start_group
-from motet.parallel.place import Place
+from motet.parallel.process.launch_environment import RankEnvironment
+from motet.parallel.process.process_group import RankGroup, start_process_group
 from motet.train.faults import StopFlag
 from motet.train.folder import stored_job
 from motet.verify.layouts import Candidate, laid_out
@@ -25,7 +25,7 @@ NATIVE = ("in its own precision", 0)
 """After all phases in float64."""
 
 
-def layout_rank(place: Place, stop: StopFlag, folder: str, *layouts: str) -> int:
+def layout_rank(place: RankEnvironment, stop: StopFlag, folder: str, *layouts: str) -> int:
     """What a rank does that verifies layouts, one after another; each leaves what it has seen of each step."""
     stop.end_this_process()
     torch.set_num_threads(1)
@@ -39,13 +39,13 @@ def layout_rank(place: Place, stop: StopFlag, folder: str, *layouts: str) -> int
         while first and not done_file(Path(folder), first - 1, 0).exists():  # longer than a group has patience
             time.sleep(POLL_S)
         here = replace(place, world=world, local_world=world, rendezvous=f"{place.rendezvous}-{world}")
-        with start_group(here, "cpu", job.run.timeout_s, job.run.cpu_backend) as group:
+        with start_process_group(here, "cpu", job.run.timeout_s, job.run.cpu_backend) as group:
             for number, candidate in mine:
                 _verify(candidate, group, Path(folder), number)
     return 0
 
 
-def _verify(candidate: Candidate, group: Group, folder: Path, number: int) -> None:
+def _verify(candidate: Candidate, group: RankGroup, folder: Path, number: int) -> None:
     _leave(JobTrial(candidate.job), group, folder, number)
     if (own := native_folder(folder)).exists():
         seen = native_step(JobTrial(laid_out(stored_job(own), candidate.text).job), group, own)
@@ -53,7 +53,7 @@ def _verify(candidate: Candidate, group: Group, folder: Path, number: int) -> No
     done_file(folder, number, group.rank).touch()
 
 
-def _leave(trial: JobTrial, group: Group, folder: Path, number: int) -> None:
+def _leave(trial: JobTrial, group: RankGroup, folder: Path, number: int) -> None:
     """All phases of a layout, for whoever compares."""
     with trial.numerics():
         for phase, step, seen in walk(trial, group, folder, f"layout-{number}"):

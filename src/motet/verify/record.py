@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from motet.collectives.compression.byte_messages import codec_numerics
-from motet.parallel.data import saved_buffers
-from motet.parallel.full import kept
-from motet.parallel.spread import Piece
-from motet.parallel.squares import squares_of
+from motet.parallel.data_parallel.bucketed_zero import persistent_buffers
+from motet.parallel.data_parallel.fsdp import local_shard
+from motet.parallel.data_parallel.sharded_parameters import LocalShard
+from motet.parallel.reproducible.accurate_norm import squared_norm
 from motet.train.engine import Engine, Update
 from motet.verify.fold import folded_part, folded_rows
 
@@ -104,19 +104,19 @@ class Recorder:
     def add_whole(self, kind: Kind, name: str, value: float) -> None:
         self._add(Seen(kind, name, torch.tensor(value, dtype=torch.float64)))
 
-    def add_piece(self, kind: Kind, name: str, piece: Piece | Tensor) -> None:
+    def add_piece(self, kind: Kind, name: str, piece: LocalShard | Tensor) -> None:
         with codec_numerics():
-            self._add_piece(kind, name, Piece(piece.shape, 0, piece) if isinstance(piece, Tensor) else piece)
+            self._add_piece(kind, name, LocalShard(piece.shape, 0, piece) if isinstance(piece, Tensor) else piece)
 
-    def _add_piece(self, kind: Kind, name: str, found: Piece) -> None:
+    def _add_piece(self, kind: Kind, name: str, found: LocalShard) -> None:
         values = found.values.detach().cpu().reshape(-1)
         short = folded_part(values, found.start) if self.folds else values
         seen = Seen(kind, name, short.clone(), start=found.start, numel=values.numel(), shape=tuple(found.shape))
-        squares = squares_of(values) if kind == "gradient" else 0.0
+        squares = squared_norm(values) if kind == "gradient" else 0.0
         told = seen._replace(dtype=_dtype(values), bits=bits_of(values), folded=short is not values, squares=squares)
         self._add(told)
 
-    def add_pieces(self, kind: Kind, pieces: Mapping[str, Piece | Tensor]) -> None:
+    def add_pieces(self, kind: Kind, pieces: Mapping[str, LocalShard | Tensor]) -> None:
         """In the order in which backward came to them."""
         first = [name for name in self.arrived if name in pieces]
         for name in [*first, *(name for name in pieces if name not in first)]:
@@ -212,12 +212,14 @@ def _overheard(engine: Engine, recorder: Recorder) -> Iterator[None]:
 
     def update(*args: Any, **kwargs: Any) -> Update:
         spread = engine.updater.spread
-        summed: dict[str, Piece] = {} if spread.arrives_late else _copies(spread.pieces(spread.gradients()))
+        summed: dict[str, LocalShard] = (
+            {} if spread.updates_on_arrival else _copies(spread.local_shards(spread.local_gradients()))
+        )
         with engine.updater.overheard() as given:
             done = plain(*args, **kwargs)
-            spread.settle()
-            clipped = spread.pieces(given) if given else {}
-        if spread.arrives_late:  # what was scaled and sent is scaled back
+            spread.wait_for_pending()
+            clipped = spread.local_shards(given) if given else {}
+        if spread.updates_on_arrival:  # what was scaled and sent is scaled back
             scale = engine.scale_of(done.grad_norm, done.count)
             summed = {name: piece._replace(values=piece.values / scale) for name, piece in clipped.items()}
         recorder.add_pieces("gradient", summed)
@@ -244,17 +246,17 @@ def instead(engine: Engine, name: str, method: Callable[..., Any]) -> Iterator[N
         del vars(engine)[name]
 
 
-def _copies(pieces: Mapping[str, Piece]) -> dict[str, Piece]:
+def _copies(pieces: Mapping[str, LocalShard]) -> dict[str, LocalShard]:
     return {name: piece._replace(values=piece.values.clone()) for name, piece in pieces.items()}
 
 
 def recorded(engine: Engine, recorder: Recorder, step: Callable[[], None]) -> None:
     """`step` is a step of the engine."""
     for name, parameter in engine.module.named_parameters():
-        recorder.add_piece("starting parameter", name, kept(parameter))
+        recorder.add_piece("starting parameter", name, local_shard(parameter))
     with recorder.watching(engine.module), _overheard(engine, recorder):
         step()
     for name, parameter in engine.module.named_parameters():
-        recorder.add_piece("parameter", name, kept(parameter))
-    for name, buffer in saved_buffers(engine.module).items():
+        recorder.add_piece("parameter", name, local_shard(parameter))
+    for name, buffer in persistent_buffers(engine.module).items():
         recorder.add_piece("buffer", name, buffer)

@@ -10,12 +10,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from motet.collectives.compression.byte_messages import codec_numerics
-from motet.parallel.group import Group
+from motet.parallel.process.process_group import RankGroup
 from motet.verify.compare import Difference, Reference, compare, reference_of, varying
 from motet.verify.record import Recorder, Seen, recorded
 from motet.verify.trial import Built, Trial
 
-ALONE = Group(0, 1, None, torch.device("cpu"))
+ALONE = RankGroup(0, 1, None, torch.device("cpu"))
 PERTURBED = 2
 """References that begin with parameters a rounding away."""
 ALONE_FROM, FREE, AGAIN = "from the state of one device", "in a row", "from its own checkpoint"
@@ -109,7 +109,7 @@ def _restart(built: Built, folder: Path, number: int, seed: int) -> None:
     built.state.restore(state_file(folder, number))
     generator = torch.Generator().manual_seed(seed)
     updater = built.engine.updater
-    for master in updater.spread.masters:
+    for master in updater.spread.local_masters:
         up = torch.rand(master.shape, generator=generator) < 0.5
         towards = torch.where(up, torch.inf, -torch.inf).to(master.dtype)
         master.copy_(torch.nextafter(master, towards))
@@ -160,7 +160,7 @@ def state_file(folder: Path, number: int) -> Path:
     return folder / "checkpoints" / f"step-{number:08d}"
 
 
-def walk(trial: Trial, group: Group, folder: Path, own: str) -> Iterator[tuple[str, int, list[Seen]]]:
+def walk(trial: Trial, group: RankGroup, folder: Path, own: str) -> Iterator[tuple[str, int, list[Seen]]]:
     """All phases of a layout. `own`: the folder inside of `folder` for its own checkpoints."""
     last = trial.steps - 1
     built = trial.build(group, folder / own)
@@ -177,7 +177,7 @@ def walk(trial: Trial, group: Group, folder: Path, own: str) -> Iterator[tuple[s
     built = trial.build(group, folder / own)
     built.state.restore(state_file(folder / own, last))
     yield AGAIN, last, again(built, last, judged=True)
-    if built.engine.updater.spread.arrives_late:  # to look at parameters is to wait for them
+    if built.engine.updater.spread.updates_on_arrival:  # to look at parameters is to wait for them
         built = trial.build(group, folder / own)
         for step in range(last):
             built.step(step, Recorder())

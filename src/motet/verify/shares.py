@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from motet.parallel.layout import Layout
-from motet.parallel.shares import rows_of_rank
+from motet.parallel.row_assignment import contributing_rows_of_rank
 from motet.verify.compare import reference_of
 from motet.verify.parts import Site, Whole
 from motet.verify.record import Seen, instead
@@ -106,7 +106,7 @@ class WhatIf:
     def cut_alike(self) -> dict[Site, list[Seen]]:
         """This step, with the batch cut into as many micro-batches as the layout has over all ranks."""
         with self.trial.numerics():
-            parts = self.layout.sequences or self.layout.dp * self.layout.microbatches
+            parts = self.layout.reproducible_batch_size or self.layout.dp * self.layout.microbatches
             built = self.trial.cut(parts).build(ALONE, self.referred.folder)
             built.state.restore(state_file(self.referred.folder, self.step))
             seen = again(built, self.step)
@@ -123,7 +123,7 @@ class WhatIf:
 
     def _work(self) -> Iterator[tuple[int, int, range]]:
         for rank in range(self.layout.dp):
-            for number, rows in enumerate(rows_of_rank(self.layout, rank, self.trial.rows)):
+            for number, rows in enumerate(contributing_rows_of_rank(self.layout, rank, self.trial.rows)):
                 yield rank, number, rows
 
     def _compute(self, rank: int, number: int, rows: range) -> Computed:

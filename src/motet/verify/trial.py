@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from motet.core.batch import Batch
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
-from motet.parallel.group import Group
 from motet.parallel.layout import LayoutSettings
-from motet.parallel.shares import shares_of_rank
+from motet.parallel.process.process_group import RankGroup
+from motet.parallel.row_assignment import microbatches_of_rank
 from motet.train.assemble import Parts, build_parts, evaluate_split, numerics
 from motet.train.engine import Engine
 from motet.train.job import Job
@@ -66,7 +66,7 @@ class Trial(Protocol):
     def numerics(self) -> AbstractContextManager[None]:
         """Inside it, numbers are what the precision says."""
 
-    def build(self, group: Group, folder: Path) -> Built: ...
+    def build(self, group: RankGroup, folder: Path) -> Built: ...
 
     def cut(self, parts: int) -> Self:
         """On one device, which cuts the batch into so many micro-batches."""
@@ -94,7 +94,7 @@ class JobTrial:
     def numerics(self) -> AbstractContextManager[None]:
         return numerics(self.job)
 
-    def build(self, group: Group, folder: Path) -> "JobBuilt":
+    def build(self, group: RankGroup, folder: Path) -> "JobBuilt":
         return JobBuilt(self.job, build_parts(self.job, group, folder))
 
     def cut(self, parts: int) -> "JobTrial":
@@ -125,8 +125,8 @@ class JobBuilt:
 
     def step(self, number: int, recorder: Recorder) -> None:
         stepper = self.parts.stepper(self.job)
-        shares = shares_of_rank(stepper.layout, self.engine.group.rank, stepper.batch_sequences)
-        heard = _Samples(self._samples, recorder, self.order, (share.counts for share in shares))
+        shares = microbatches_of_rank(stepper.layout, self.engine.group.rank, stepper.batch_sequences)
+        heard = _Samples(self._samples, recorder, self.order, (share.contributes_gradients for share in shares))
         replace(stepper, model=_Model(stepper.model, recorder), samples=heard).step(number, self.rate(number))
 
     def loss(self, number: int, rows: range) -> tuple[Tensor, float]:

@@ -127,11 +127,11 @@ def verify(subject: Subject, environment: Mapping[str, str], tell: Tell, show: S
             native = refer_native(trial, native_folder(folder), referred.single[0].varying)
         tell(f"one device: {STEPS} steps, and again from perturbed parameters: {time.perf_counter() - start_s:.1f} s")
         runs = _Runs(referred, native, environment, tell, found)
-        recorded = [candidate for candidate in subject.candidates if not candidate.job.layout.has_desk]
+        recorded = [candidate for candidate in subject.candidates if not candidate.job.layout.uses_server_processes]
         runs.judge(recorded)
         servers = Servers(subject.job, referred, environment)
         for candidate in subject.candidates:
-            if candidate.job.layout.has_desk:
+            if candidate.job.layout.uses_server_processes:
                 start_s = time.perf_counter()
                 found(replace(servers.verdict(candidate), seconds=time.perf_counter() - start_s))
         return shown
@@ -218,5 +218,5 @@ class _Runs:
             verdict = verdict_on(candidate.text, what_if, self.referred, walked, seen)
             if not verdict.ok or self.native is None:
                 return verdict
-            parts = layout.sequences or candidate.parts
+            parts = layout.reproducible_batch_size or candidate.parts
             return in_own_precision(verdict, *self.native.judge(parts, seen(*NATIVE)))

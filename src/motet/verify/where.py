@@ -95,7 +95,7 @@ class Where:
         for c in self.what_if.computed:
             targets[c.rank] += c.targets
         rows = self.what_if.trial.rows
-        parts = layout.sequences or layout.dp * layout.microbatches
+        parts = layout.reproducible_batch_size or layout.dp * layout.microbatches
         return {
             "dp": float(layout.dp),
             "micro-batches of a rank": float(layout.microbatches),

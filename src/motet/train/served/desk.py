@@ -10,15 +10,15 @@ import torch
 from motet.core.errors import InputError
 from motet.monitor.callback import Callback
 from motet.monitor.events import Warned
-from motet.parallel.data import FlatSpread, saved_buffers
-from motet.parallel.group import Group
+from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel, persistent_buffers
 from motet.parallel.layout import LayoutSettings
-from motet.parallel.server.desk import Desk
-from motet.parallel.server.office import Office
-from motet.parallel.server.post import Post
-from motet.parallel.server.protocol import DESK, View
-from motet.parallel.server.settings import helpers, owners_of, rule_of
-from motet.parallel.server.shelf import Plan
+from motet.parallel.parameter_server.process.coordinator_process import CoordinatorProcess
+from motet.parallel.parameter_server.process.parameter_store import ParameterPartition
+from motet.parallel.parameter_server.process.tcp_transport import TcpTransport
+from motet.parallel.parameter_server.protocol.coordinator_state_machine import CoordinatorStateMachine
+from motet.parallel.parameter_server.protocol.messages import COORDINATOR, ParameterPlacement
+from motet.parallel.parameter_server.server_settings import assign_replicas, consistency_policy, extra_process_count
+from motet.parallel.process.process_group import RankGroup
 from motet.train.assemble import Outcome, Parts, Restored, build_parts, monitoring, restore, train
 from motet.train.faults import StopFlag
 from motet.train.served.meet import SHARES, Seat, posted, same_of
@@ -39,9 +39,9 @@ def run_desk(seat: Seat, beside: Beside) -> Outcome:
     job = seat.job
     device = torch.device("cpu")
     alone = job.model_copy(update={"layout": LayoutSettings(microbatches=job.layout.microbatches)})
-    workers = seat.place.world - helpers(job.layout.server)
-    parts = replace(build_parts(alone, Group(0, 1, None, device), beside.folder), workers=workers)
-    if saved_buffers(parts.model.module):
+    workers = seat.place.world - extra_process_count(job.layout.server)
+    parts = replace(build_parts(alone, RankGroup(0, 1, None, device), beside.folder), workers=workers)
+    if persistent_buffers(parts.model.module):
         raise InputError(
             "layout.data = 'parameter_server' has no place for the buffers that this model keeps (running statistics); "
             "use a norm without them, or layout.data=all_reduce"
@@ -49,31 +49,41 @@ def run_desk(seat: Seat, beside: Beside) -> Outcome:
     plan = plan_of(parts.model.module, job)
     restored = restore(parts)
     forget_old(beside.folder, seat.place)
-    shares = rule_of(job.layout.server, workers, parts.steps).shares
+    shares = consistency_policy(job.layout.server, workers, parts.steps).work_items_per_step
     same = same_of(job, parts.model.module, plan, parts.data) | {SHARES: str(shares)}
-    with posted(seat, DESK, same) as post:
+    with posted(seat, COORDINATOR, same) as post:
         office, steps, mirror = _opened(seat, parts, restored, (plan, post))
         spread = parts.updater.spread
-        assert isinstance(spread, FlatSpread)
-        spread.refresh = mirror.refresh
+        assert isinstance(spread, BucketedDataParallel)
+        spread.fetch_updates = mirror.refresh
         with monitoring(job, parts.group, beside.folder, beside.callbacks) as monitor:
-            office.tell = lambda text: monitor.on_event(Warned(text=text))
+            office.log_membership = lambda text: monitor.on_event(Warned(text=text))
             outcome = train(job, parts, restored, monitor, beside.stop, steps)
             office.close([f"s{number}" for number in range(job.layout.server.count)] + _names("w", workers))
         return outcome
 
 
-def _opened(seat: Seat, parts: Parts, restored: Restored, known: tuple[Plan, Post]) -> tuple[Office, Steps, Mirror]:
+def _opened(
+    seat: Seat, parts: Parts, restored: Restored, known: tuple[ParameterPartition, TcpTransport]
+) -> tuple[CoordinatorProcess, Steps, Mirror]:
     job, done, (plan, post) = seat.job, restored[1], known
     server = job.layout.server
     assert parts.workers
-    rule = rule_of(server, parts.workers, parts.steps)
+    rule = consistency_policy(server, parts.workers, parts.steps)
     steps = Steps(job, rule, parts.steps, Whole(rule, done))
-    view = View(0, owners_of([piece.server for piece in plan.pieces], server))
-    desk = Desk(rule, view, _names("s", server.count), server.copies, judge=steps.judge, until=done, closes=False)
-    desk.begin(done)
+    view = ParameterPlacement(0, assign_replicas([piece.server_index for piece in plan.slices], server))
+    desk = CoordinatorStateMachine(
+        rule,
+        view,
+        _names("s", server.count),
+        server.copies,
+        update_rule=steps.judge,
+        step_limit=done,
+        ends_at_step_limit=False,
+    )
+    desk.resume_after(done)
     mirror = Mirror(plan, parts.updater)
-    office = Office(desk, post, (job.run.timeout_s, server.patience_s), mirror.piece)
+    office = CoordinatorProcess(desk, post, (job.run.timeout_s, server.eviction_timeout_s), mirror.piece)
     steps.office = office
     mirror.follow(office)
     return office, steps, mirror

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from motet.monitor.callback import Callback
-from motet.parallel.place import Place, threads_for
-from motet.parallel.server.protocol import DESK
+from motet.parallel.parameter_server.protocol.messages import COORDINATOR
+from motet.parallel.process.launch_environment import RankEnvironment, threads_for
 from motet.train.assemble import Outcome, numerics
 from motet.train.faults import StopFlag
 from motet.train.job import Job
@@ -18,11 +18,13 @@ from motet.train.served.server import run_server
 from motet.train.served.worker import run_worker
 
 
-def run_served(job: Job, place: Place, folder: Path, stop: StopFlag, callbacks: Sequence[Callback] = ()) -> Outcome:
+def run_served(
+    job: Job, place: RankEnvironment, folder: Path, stop: StopFlag, callbacks: Sequence[Callback] = ()
+) -> Outcome:
     return run_seat(seat_of(job, place), folder, stop, callbacks)
 
 
-def run_joined(job: Job, place: Place, host: str, stop: StopFlag) -> None:
+def run_joined(job: Job, place: RankEnvironment, host: str, stop: StopFlag) -> None:
     """Be a worker more of a run that goes on elsewhere; `host` tells its name from those of others."""
     run_seat(Seat(job, place, f"{host}/w{place.rank}"), Path(), stop)
 
@@ -30,7 +32,7 @@ def run_joined(job: Job, place: Place, host: str, stop: StopFlag) -> None:
 def run_seat(seat: Seat, folder: Path, stop: StopFlag, callbacks: Sequence[Callback] = ()) -> Outcome:
     torch.set_num_threads(threads_for(among_workers(seat), seat.job.run.threads))
     with numerics(seat.job):
-        if seat.role == DESK:
+        if seat.role == COORDINATOR:
             return run_desk(seat, Beside(folder, stop, callbacks))
         if not seat.is_worker:
             run_server(seat, folder)

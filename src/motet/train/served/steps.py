@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from motet.monitor.events import ServerWork
-from motet.parallel.server.office import Office
-from motet.parallel.server.protocol import Numbers, Rule
+from motet.parallel.parameter_server.process.coordinator_process import CoordinatorProcess
+from motet.parallel.parameter_server.protocol.messages import ConsistencyPolicy, OpaqueScalars
 from motet.train.job import Job
 from motet.train.schedule import learning_rate_factor
 from motet.train.step import StepResult
@@ -41,7 +41,7 @@ class Update(NamedTuple):
 class Whole:
     """The steps that updates have all of."""
 
-    rule: Rule
+    rule: ConsistencyPolicy
     done: int
     """Steps before the first update that is told of."""
     seen: Counter[int] = field(default_factory=Counter)
@@ -51,8 +51,8 @@ class Whole:
 
     def tell(self, number: int, shares: Iterable[int]) -> None:
         """What an update has."""
-        self.seen.update(map(self.rule.step, shares))
-        whole = self.rule.shares if self.rule.alone else self.rule.closes
+        self.seen.update(map(self.rule.step_of, shares))
+        whole = self.rule.work_items_per_step if self.rule.has_per_item_updates else self.rule.quorum
         while self.seen[self.done + len(self.ends)] == whole:
             del self.seen[self.done + len(self.ends)]
             self.ends.append(number + 1)
@@ -66,38 +66,42 @@ class Steps:
     """The steps of a run, which others do. Judges each update."""
 
     job: Job
-    rule: Rule
+    rule: ConsistencyPolicy
     steps: int
     whole: Whole
-    office: Office | None = None
+    office: CoordinatorProcess | None = None
     results: list[Update] = field(default_factory=list)
     """Of each update that is in no step yet."""
     skipped: int = 0
     moved: tuple[int, int] = (0, 0)
     """What all servers have sent and received, as told before."""
 
-    def judge(self, number: int, reports: dict[int, Numbers], squares: dict[int, float]) -> Numbers:
+    def judge(self, number: int, reports: dict[int, OpaqueScalars], squares: dict[int, float]) -> OpaqueScalars:
         """(learning rate, factor, whether it is to be applied)"""
         numbers = sorted(reports)
         shares = [Share(*reports[share]) for share in numbers]
         count = sum(share.targets for share in shares)
         divisor = count if count > 0 else 1.0
-        total = math.fsum(share.squares for share in shares) if self.rule.alone else math.fsum(squares.values())
+        total = (
+            math.fsum(share.squares for share in shares)
+            if self.rule.has_per_item_updates
+            else math.fsum(squares.values())
+        )
         norm = math.sqrt(total) / divisor
         finite = math.isfinite(norm) and all(math.isfinite(share.loss) for share in shares)
         stale = [number - int(share.version) for share in shares]
         whole = [self.whole.steps(int(share.version)) for share in shares]
-        behind = [self.rule.step(share) - steps for share, steps in zip(numbers, whole, strict=True)]
+        behind = [self.rule.step_of(share) - steps for share, steps in zip(numbers, whole, strict=True)]
         self.whole.tell(number, numbers)
         self.results.append(Update(shares, stale, behind, norm, finite))
         clip = self.job.optimizer.clip_norm
         clipped = 1.0 if clip is None or norm <= clip else clip / norm
-        rate = self.rate(number // self.rule.shares if self.rule.alone else number)
+        rate = self.rate(number // self.rule.work_items_per_step if self.rule.has_per_item_updates else number)
         late = sum(stale) / len(stale)
-        if self.rule.alone:  # as many updates as shares make the progress of one step
-            rate /= self.rule.shares
-            late /= self.rule.shares
-        if self.job.layout.server.rate == "by-staleness":
+        if self.rule.has_per_item_updates:  # as many updates as shares make the progress of one step
+            rate /= self.rule.work_items_per_step
+            late /= self.rule.work_items_per_step
+        if self.job.layout.server.learning_rate_scaling == "by-staleness":
             rate /= max(1.0, late)
         return (rate, clipped / divisor, 1.0) if finite else (0.0, 0.0, 0.0)
 
@@ -109,9 +113,9 @@ class Steps:
         office = self.office
         assert office is not None
         until = max(number + 1, self._begun) if stop else self._boundary(number)
-        if until != office.desk.until:
-            office.go_on(until)
-        updates = self.rule.shares if self.rule.alone else 1
+        if until != office.state_machine.step_limit:
+            office.extend_to_step(until)
+        updates = self.rule.work_items_per_step if self.rule.has_per_item_updates else 1
         office.run(lambda: len(self.results) >= updates, f"at step {number + 1}")
         now, self.results = self.results[:updates], self.results[updates:]
         return self._result(now, learning_rate, stop and until == number + 1)
@@ -120,7 +124,7 @@ class Steps:
     def _begun(self) -> int:
         """Steps of which a share was handed out."""
         assert self.office is not None
-        return -(-self.office.desk.fresh // self.rule.shares)
+        return -(-self.office.state_machine.next_work_item // self.rule.work_items_per_step)
 
     def _boundary(self, number: int) -> int:
         """The next step after which the parameters are looked at."""
@@ -150,7 +154,7 @@ class Steps:
 
     def _work(self, updates: list[Update]) -> ServerWork:
         assert self.office is not None
-        loads = self.office.loads.values()
+        loads = self.office.traffic_reports.values()
         before, self.moved = (
             self.moved,
             (
@@ -161,10 +165,10 @@ class Steps:
         return ServerWork(
             staleness=_counts(late for update in updates for late in update.stale),
             behind=_counts(late for update in updates for late in update.behind),
-            workers=len(self.office.desk.workers),
+            workers=len(self.office.state_machine.workers),
             sent_bytes=self.moved[0] - before[0],
             received_bytes=self.moved[1] - before[1],
-            waiting_bytes=sum(load.waiting_bytes for load in loads),
+            waiting_bytes=sum(load.queued_bytes for load in loads),
         )
 
 

@@ -1,0 +1,369 @@
+"""Stage 3 of data parallelism, on torch's FSDP2: a rank keeps some rows of each parameter, master and gradient.
+
+The parameters of a block are gathered when it is called, and again for its backward; what belongs to no block is held
+from the first forward to the end of backward. What has no rows, a single number, or is small, stays
+whole and is spread flat.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, wraps
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+from torch.distributed.tensor import DTensor
+
+from motet.core.errors import InputError
+from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel, build_bucketed_data_parallel
+from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
+from motet.parallel.data_parallel.communication.communicator import DataParallelCommunicator
+from motet.parallel.data_parallel.communication.powersgd_matrices import row_shard_reduction_specs
+from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh
+from motet.parallel.data_parallel.sharded_parameters import LocalShard
+from motet.parallel.data_parallel.wrap_policy import find_blocks
+from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits, FSDPUnit, is_replicated, shard_rows
+from motet.parallel.layout import Layout
+from motet.precision.recipe import Recipe
+
+
+def apply_fsdp(
+    module: nn.Module,
+    parameters: Mapping[str, tuple[int, nn.Parameter]],
+    recipe: Recipe,
+    mesh: ShardReplicaMesh,
+    layout: Layout,
+    settings: CommunicationSettings,
+) -> "FSDP2DataParallel":
+    """Shard a module, whose trainable `parameters` are name -> (optimizer group, parameter)."""
+    assert mesh.shard_group.process_group is not None
+    replicated = {p for p in module.parameters() if is_replicated(tuple(p.shape), layout) or not p.is_floating_point()}
+    row_sharded = {parameter for _, parameter in parameters.values()} - replicated
+    for name, inner in module.named_modules():
+        if isinstance(inner, nn.Embedding | nn.EmbeddingBag) and inner.sparse and inner.weight in row_sharded:
+            raise InputError(
+                f"{type(inner).__name__} {name!r} has sparse gradients, which layout.zero = 3 cannot cut into rows; "
+                "make it without sparse=True, or use layout.zero = 2"
+            )
+    bucketed = {name: given for name, given in parameters.items() if given[1] in replicated}
+    root = _FSDPRootModule(module)
+    fsdp_options: dict[str, Any] = {
+        "mesh": DeviceMesh.from_group(mesh.shard_group.process_group, mesh.shard_group.device.type),
+        "mp_policy": MixedPrecisionPolicy(
+            getattr(torch, recipe.compute), getattr(torch, recipe.reduce), cast_forward_inputs=False
+        ),
+        "ignored_params": replicated,
+    }
+    block_modules = find_blocks(module)
+    units = describe_fsdp_units(module, block_modules, replicated)
+    fsdp_blocks = [
+        fully_shard(b, reshard_after_forward=layout.reshard_after_forward, **fsdp_options) for b in block_modules
+    ]
+    fsdp_modules = [*fsdp_blocks, fully_shard(root, reshard_after_forward=False, **fsdp_options)]
+    if layout.secondary_shards:
+        _install_secondary_shards(fsdp_blocks, mesh)
+    unit_specs, shard_specs = row_shard_reduction_specs(
+        [unit.trainable for unit in units], layout.shards, recipe.reduce
+    )
+    communicator = DataParallelCommunicator(mesh, layout, settings, unit_specs, [shard_specs] * layout.shards)
+    replica_hooks = [_install_collectives(unit, number, communicator) for number, unit in enumerate(fsdp_modules)]
+    named = dict(module.named_parameters())  # other objects than those that were given
+    sharded_parameters = {name: (group, named[name]) for name, (group, _) in parameters.items() if name not in bucketed}
+    uncompressed = settings.model_copy(update={"compress_gradients": None, "compress_parameters": None})
+    unsharded = build_bucketed_data_parallel(bucketed, recipe, mesh, layout, uncompressed) if bucketed else None
+    fsdp = FSDP2DataParallel(root, fsdp_modules, units, sharded_parameters, communicator, replica_hooks, unsharded)
+    module.forward = fsdp.wrap_as_forward(module.forward)
+    return fsdp
+
+
+def describe_fsdp_units(
+    module: nn.Module, blocks: Sequence[nn.Module], replicated: Collection[nn.Parameter]
+) -> tuple[FSDPUnit, ...]:
+    """The units of a module before it is sharded; each parameter is in the first that has it."""
+    assigned = set(replicated)
+    units = []
+    parameters = [p for _, p in module.named_parameters(remove_duplicate=False)]
+    block_parameters = {p for block in blocks for p in block.parameters()}
+    last_block_index = max((place for place, p in enumerate(parameters) if p in block_parameters), default=-1)
+    after_blocks = set(parameters[last_block_index + 1 :]) - block_parameters
+    for unit in (*blocks, module):
+        new = [p for p in unit.parameters() if p not in assigned]
+        assigned.update(new)
+        trainable, frozen = ([tuple(p.shape) for p in new if p.requires_grad == which] for which in (True, False))
+        late = tuple(tuple(p.shape) for p in new if unit is module and p.requires_grad and p in after_blocks)
+        units.append(FSDPUnit(tuple(trainable), tuple(frozen), unit is not module, late))
+    return tuple(units)
+
+
+def local_shard(parameter: Tensor, values: Tensor | None = None) -> LocalShard:
+    """What this rank keeps of a parameter, sharded or not; or of `values` that belong to it."""
+    if not isinstance(parameter, DTensor):
+        return LocalShard(parameter.shape, 0, parameter.detach() if values is None else values)
+    shape, mesh = parameter.shape, parameter.device_mesh
+    coordinate = mesh.get_coordinate()  # never by its group, which may be one of these ranks that has ended: see _local
+    assert coordinate is not None
+    first, _ = shard_rows(shape[0], mesh.size(), coordinate[0])
+    return LocalShard(shape, first * prod(shape[1:]), _local_rows(parameter) if values is None else values)
+
+
+@dataclass
+class FSDP2DataParallel:
+    """A sharded module. Outside of its forward, and of what else `calling` gives, it has shards only."""
+
+    root: "_FSDPRootModule"
+    fsdp_modules: Sequence[FSDPModule]
+    """What is gathered as one: the blocks, and the root with what is in none."""
+    fsdp_units: tuple[FSDPUnit, ...]
+    """The same as values."""
+    sharded_parameters: Mapping[str, tuple[int, nn.Parameter]]
+    """Name -> (optimizer group, parameter)."""
+    communicator: DataParallelCommunicator
+    replica_hooks: Sequence["_HSDPAllReduceHook"]
+    unsharded: BucketedDataParallel | None
+    """Of what stays whole."""
+
+    def wrap_as_forward(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function of the module, which may use its parameters outside of a forward."""
+
+        @wraps(compute)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.root.is_computing:
+                return compute(*args, **kwargs)
+            try:
+                result = self.root(partial(compute, *args, **kwargs))
+            except RuntimeError as error:
+                if "mixed torch.Tensor and DTensor" not in str(error):
+                    raise
+                raise InputError(
+                    "layout.zero = 3 gathers the parameters of a block when it is called, but "
+                    f"{type(self.root.module).__name__} uses some of one in another way; use layout.zero = 2"
+                ) from error
+            if not torch.is_grad_enabled():  # no backward will free them
+                for unit in self.fsdp_modules:
+                    unit.reshard()
+            return result
+
+        return call
+
+    @property
+    def comm_units(self) -> BucketsAndFSDPUnits:
+        return BucketsAndFSDPUnits(self.unsharded.flat_parameters.buckets if self.unsharded else (), self.fsdp_units)
+
+    @property
+    def optimizer_groups(self) -> Sequence[int]:
+        return [
+            *(group for group, _ in self.sharded_parameters.values()),
+            *(self.unsharded.optimizer_groups if self.unsharded else ()),
+        ]
+
+    @property
+    def local_masters(self) -> Sequence[Tensor]:
+        return [*map(_local_rows, self._parameters), *(self.unsharded.local_masters if self.unsharded else ())]
+
+    @property
+    def contributes_to_norm(self) -> bool:
+        return self.communicator.mesh.contributes_to_norm
+
+    @property
+    def updates_on_arrival(self) -> bool:
+        return False
+
+    def begin_step(self) -> None:
+        self.communicator.begin_step()
+        for parameter in self._parameters:
+            parameter.grad = None
+        if self.unsharded:
+            self.unsharded.begin_step()
+
+    def begin_backward(self, is_first: bool, is_last: bool) -> None:
+        self.communicator.begin_backward(is_first)
+        for replica_hook in self.replica_hooks:
+            replica_hook.is_last_microbatch = is_last
+        if self.unsharded:
+            self.unsharded.begin_backward(is_first, is_last)
+
+    def end_backward(self) -> None:
+        assert not any(s.is_last_microbatch and s.accumulated is not None for s in self.replica_hooks), (
+            "a block had no last backward"
+        )
+        self.communicator.end_backward()
+        if (
+            self.communicator.mesh.secondary_shard_group
+        ):  # a block without a backward still has its second copy, which is out of date now
+            for unit in self.fsdp_modules:
+                unit.reshard()
+        if self.unsharded:
+            self.unsharded.end_backward()
+
+    def local_gradients(self) -> Sequence[Tensor]:
+        grads = [torch.zeros_like(_local_rows(p)) if p.grad is None else _local_rows(p.grad) for p in self._parameters]
+        return [*grads, *(self.unsharded.local_gradients() if self.unsharded else ())]
+
+    def reduced_gradients(self) -> Sequence[Tensor]:
+        return self.local_gradients()
+
+    def update(self, update_masters: Callable[[Sequence[int]], None]) -> None:
+        update_masters(range(len(self.local_masters)))
+        self.sync_parameters()
+
+    def wait_for_pending(self) -> None:
+        """Nothing of it is underway between steps."""
+
+    def load_assigned_values(self) -> None:
+        """The rows of this rank are masters themselves."""
+        if self.unsharded:
+            self.unsharded.load_assigned_values()
+
+    def sync_parameters(self) -> None:
+        """Blocks gather what the masters are, when they are called."""
+        if self.unsharded:
+            self.unsharded.sync_parameters()
+
+    def local_shards(self, tensors: Sequence[Tensor]) -> dict[str, LocalShard]:
+        count = len(self.sharded_parameters)
+        shards = {
+            name: local_shard(p, t)
+            for (name, (_, p)), t in zip(self.sharded_parameters.items(), tensors[:count], strict=True)
+        }
+        return shards | (self.unsharded.local_shards(tensors[count:]) if self.unsharded else {})
+
+    def compression_state(self) -> dict[str, LocalShard | Tensor]:
+        return self.communicator.compression_state()
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for _, parameter in self.sharded_parameters.values()]
+
+
+class _FSDPRootModule(nn.Module):
+    """Makes one forward of whatever is computed with a module: FSDP2 gathers, reduces and frees around forwards."""
+
+    module: nn.Module
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.is_computing = False
+
+    def forward(self, compute: Callable[[], Any]) -> Any:
+        self.is_computing = True
+        try:
+            return compute()
+        finally:
+            self.is_computing = False
+
+
+def _local_rows(tensor: Tensor) -> Tensor:
+    """The rows of this rank one after another, as a view.
+
+    No operation is done on the DTensor: torch keeps what it has found out for meshes of these ranks, with their groups,
+    beyond the end of a group.
+    """
+    assert isinstance(tensor, DTensor)
+    local: Tensor = tensor.to_local()
+    return local.detach().view(-1)
+
+
+# --- communication ---------------------------------------------------------------------------------
+
+
+def _install_collectives(
+    unit: FSDPModule, unit_id: int, communicator: DataParallelCommunicator
+) -> "_HSDPAllReduceHook":
+    """Sums instead of means, carried as all others are."""
+    unit.set_gradient_divide_factor(1.0)
+    unit.set_force_sum_reduction_for_comms(True)
+    unit.set_custom_all_gather(_FSDPAllGather(communicator, unit_id))  # type: ignore[arg-type]  # its base is private
+    unit.set_custom_reduce_scatter(_FSDPReduceScatter(communicator, unit_id))  # type: ignore[arg-type]
+    if hasattr(unit, "set_reduce_scatter_unused_params"):
+        # Since torch 2.13. Before it, a parameter must be used on all ranks and in all micro-batches or in none.
+        unit.set_reduce_scatter_unused_params(True, recurse=False)
+    replica_hook = _HSDPAllReduceHook(communicator, unit_id)
+    if communicator.mesh.replica_group.world > 1:
+        unit.set_all_reduce_hook(replica_hook)
+    return replica_hook
+
+
+def _install_secondary_shards(blocks: Sequence[FSDPModule], mesh: ShardReplicaMesh) -> None:
+    """What an integer `reshard_after_forward` of FSDP2 does.
+
+    Given the integer, FSDP2 would make process groups for every block, and wrong ones where ranks are several replicas.
+    """
+    intra, inter, shards = (
+        group.process_group
+        for group in (mesh.secondary_shard_group, mesh.secondary_replica_group, mesh.shard_group)
+        if group
+    )
+    assert intra is not None and inter is not None and shards is not None
+    ranks = torch.tensor(dist.get_process_group_ranks(shards)).view(inter.size(), intra.size())
+    mesh_2d = DeviceMesh.from_group(
+        [inter, intra], mesh.shard_group.device.type, mesh=ranks, mesh_dim_names=("far", "near")
+    )
+    info = HSDPMeshInfo(mesh_2d, shard_mesh_dim=1, replicate_mesh_dim=0)
+    for block in blocks:
+        state: Any = block._get_fsdp_state()
+        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        for group in groups:
+            group.post_forward_mesh_info = info
+            for parameter in group.fsdp_params:
+                parameter.post_forward_mesh_info = info
+                unsharded = torch.empty(parameter._orig_size, device="meta")
+                parameter._init_sharded_post_forward_param_metadata(unsharded)
+
+
+@dataclass(frozen=True)
+class _FSDPCustomCollective:
+    """A collective of FSDP2, which overlaps them by streams: the current one has waited when a call returns."""
+
+    communicator: DataParallelCommunicator
+    unit_id: int
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _FSDPAllGather(_FSDPCustomCollective):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        from_secondary = dist.get_world_size(group) < self.communicator.mesh.shard_group.world
+        self.communicator.all_gather(self.unit_id, output_tensor, input_tensor, from_secondary).wait()
+
+
+class _FSDPReduceScatter(_FSDPCustomCollective):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        assert op == dist.ReduceOp.SUM, op
+        if (
+            self.communicator.uses_summation_tree
+        ):  # FSDP2 adds micro-batches up; the sum of all of them comes with the last
+            output_tensor.zero_()
+        self.communicator.reduce_scatter(self.unit_id, output_tensor, input_tensor).wait()
+
+
+@dataclass
+class _HSDPAllReduceHook:
+    """Called with a unit's shard of the gradients of a backward: sums it over the replicas, once a step."""
+
+    communicator: DataParallelCommunicator
+    unit_id: int
+    is_last_microbatch: bool = True
+    """The micro-batch is the last of the step."""
+    accumulated: Tensor | None = None
+    """The sum over those before it."""
+
+    def __call__(self, shard: Tensor) -> None:
+        if not self.is_last_microbatch:
+            self.accumulated = shard.clone() if self.accumulated is None else self.accumulated.add_(shard)
+            shard.zero_()
+            return
+        if self.accumulated is not None:
+            shard.add_(self.accumulated)
+            self.accumulated = None
+        self.communicator.all_reduce(self.unit_id, shard).wait()

@@ -1,0 +1,79 @@
+"""Sums of differences over replicas that train apart: as they are, or by a codec, which gives again what it lost."""
+
+from collections.abc import Sequence
+from functools import partial
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+from motet.collectives.compression import compressed_collectives
+from motet.collectives.compression.byte_messages import codec_numerics, to_accumulation_dtype
+from motet.collectives.compression.codec_options import PowerSGDCodecOptions
+from motet.collectives.execute.api import CollectiveOptions, WorkHandle, all_reduce
+from motet.collectives.execute.work_queue import CompletedWork, FifoWorkQueue
+from motet.core.errors import InputError
+from motet.core.seeds import derive_seed
+from motet.parallel.data_parallel.communication.algorithm_choice import CollectiveAlgorithmSelector
+from motet.parallel.data_parallel.communication.communication_settings import (
+    CommunicationSettings,
+    resolve_codecs,
+    without_forward_overlap,
+)
+from motet.parallel.layout import Layout
+from motet.parallel.process.process_group import RankGroup
+
+
+class PseudoGradientReducer:
+    """Sums over replicas, numbered, of tensors that are always of the same sizes."""
+
+    def __init__(
+        self, settings: CommunicationSettings, layout: Layout, replicas: RankGroup, templates: Sequence[Tensor]
+    ) -> None:
+        codecs = resolve_codecs(settings, layout)
+        if isinstance(codecs.replica_gradients, PowerSGDCodecOptions):
+            raise InputError(
+                f"communication.compress_gradients = {settings.compress_gradients!r} is for matrices, and what "
+                "replicas tell each other with outer.every is none; use another codec, or "
+                "communication.compress_over=shards"
+            )
+        self._codec = codecs.replica_gradients
+        self._compress_after = settings.compress_after
+        self._algorithms = CollectiveAlgorithmSelector(without_forward_overlap(settings), layout)
+        self._replicas = replicas
+        self._check_next_call = True
+        self.compression_errors = (
+            [torch.zeros_like(to_accumulation_dtype(t)) for t in templates] if codecs.has_replica_error_feedback else []
+        )
+        """What was lost and is not given again yet, on this rank."""
+        self._work_queue = FifoWorkQueue()
+        finalize(self, self._work_queue.close)
+
+    def start(self, fragment_id: int, tensor: Tensor, step: int) -> WorkHandle:
+        """Sum in place, in the course of what comes. Every rank starts the same ones in one order."""
+        algorithm = self._algorithms.program("all-reduce", "replicas", tensor.nbytes)
+        options: CollectiveOptions = {"async_op": True, "algorithm": algorithm, "check": self._check_next_call}
+        self._check_next_call = False
+        if not tensor.numel():
+            return CompletedWork()
+        if self._codec is None or step <= self._compress_after or self._replicas.world == 1:
+            return all_reduce(tensor, self._replicas, **options)
+        task = partial(self._all_reduce_compressed, fragment_id, tensor, derive_seed(step, fragment_id, "outer"))
+        if tensor.device.type == "cpu":
+            return self._work_queue.submit(task)
+        task()  # it is queued behind what the stream has to do, and the host goes on
+        return CompletedWork()
+
+    def _all_reduce_compressed(self, fragment_id: int, tensor: Tensor, seed: int) -> None:
+        assert self._codec is not None
+        with codec_numerics():
+            corrected = (
+                (tensor + self.compression_errors[fragment_id]).to(tensor.dtype) if self.compression_errors else tensor
+            )
+            compressed_sum = compressed_collectives.all_reduce(corrected, self._codec, self._replicas, seed)
+            if self.compression_errors:
+                is_finite = compressed_sum.error.isfinite().all()
+                self.compression_errors[fragment_id].copy_(
+                    torch.where(is_finite, compressed_sum.error, self.compression_errors[fragment_id])
+                )
+            tensor.copy_(compressed_sum.total)

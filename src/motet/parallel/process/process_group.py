@@ -1,0 +1,130 @@
+"""The group of ranks that a process belongs to: how it is started, agreed with, and left.
+
+A world of one has no process group at all. Every attempt of a restarted group meets on a key prefix of its own, because
+a store that outlives its ranks still holds the addresses of dead ones.
+"""
+
+import json
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+
+from motet.core.errors import InputError, MotetError, PeerFailedError
+from motet.parallel.process.launch_environment import RankEnvironment
+
+CpuBackend = Literal["auto", "motet", "gloo"]
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """The ranks that work together, as this one sees them."""
+
+    rank: int
+    world: int
+    process_group: dist.ProcessGroup | None
+    """None in a world of one."""
+    device: torch.device
+
+
+def pick_device(kind: Literal["auto", "cpu", "cuda"], rank_env: RankEnvironment) -> torch.device:
+    """The device of this rank; `auto` takes CUDA when every local rank can have a device of its own."""
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind == "cpu" or (kind == "auto" and devices < rank_env.local_world):
+        return torch.device("cpu")
+    if not devices:
+        raise InputError("run.device = 'cuda', but torch finds no CUDA device on this machine; use run.device=cpu")
+    if devices < rank_env.local_world:
+        raise InputError(
+            f"run.device = 'cuda', but this machine has {devices} CUDA devices for {rank_env.local_world} local ranks; "
+            f"start {devices} ranks here or use run.device=cpu"
+        )
+    return torch.device("cuda", rank_env.local_rank)
+
+
+@contextmanager
+def start_process_group(
+    rank_env: RankEnvironment, device: torch.device | str, timeout_s: float, cpu_backend: CpuBackend = "auto"
+) -> Iterator[RankGroup]:
+    """Join the others, and leave quietly at the end. `timeout_s` bounds each wait for another rank."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if rank_env.world == 1:
+        yield RankGroup(0, 1, None, device)
+        return
+    dist.init_process_group(
+        backend=_backend_names(device, cpu_backend),
+        store=PrefixStore(f"motet-{rank_env.attempt}", _open_store(rank_env, timeout_s)),
+        rank=rank_env.rank,
+        world_size=rank_env.world,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+    try:
+        yield RankGroup(rank_env.rank, rank_env.world, dist.group.WORLD, device)
+        # Whoever leaves first closes its connections: not before everybody has received what it was sent.
+        dist.all_reduce(torch.zeros(1, device=device))
+    finally:
+        dist.destroy_process_group()
+
+
+def _backend_names(device: torch.device, cpu_backend: CpuBackend) -> str:
+    if device.type == "cuda":  # small agreements (the step to stop at, names of folders) stay on the CPU
+        return "cpu:gloo,cuda:nccl"
+    if cpu_backend == "auto":
+        cpu_backend = "motet" if sys.platform == "linux" and platform.machine() == "x86_64" else "gloo"
+    if cpu_backend == "motet":
+        from motet.collectives import shm_backend
+    return f"cpu:{cpu_backend}"
+
+
+@contextmanager
+def rendezvous_store(rank_env: RankEnvironment, timeout_s: float) -> Iterator[tuple[RankEnvironment, Store]]:
+    """A store that all ranks share before their group starts, and the place with which to start the group then.
+
+    torchrun's store outlives the ranks, so that what one attempt left there can be read by the next.
+    """
+    store = _open_store(rank_env, timeout_s)
+    yield replace(rank_env, served=True), store
+
+
+def broadcast_decision(store: Store, rank: int, key: str, decide: Callable[[], str]) -> str:
+    """What rank 0 decides, on every rank. When it fails with a MotetError, the others end with a PeerError."""
+    if rank != 0:
+        return read_decision(store, key)
+    try:
+        value = decide()
+    except MotetError as error:
+        store.set(key, json.dumps({"failed": str(error)}))
+        raise
+    store.set(key, json.dumps({"value": value}))
+    return value
+
+
+def read_decision(store: Store, key: str) -> str:
+    """What rank 0 has decided under this key; waits for it."""
+    decision = json.loads(store.get(key))
+    if "failed" in decision:
+        raise PeerFailedError(f"rank 0 failed: {decision['failed']}")
+    return str(decision["value"])
+
+
+def _open_store(rank_env: RankEnvironment, timeout_s: float) -> Store:
+    timeout = timedelta(seconds=timeout_s)
+    if rank_env.rendezvous.startswith("file://"):
+        store = FileStore(rank_env.rendezvous.removeprefix("file://"), rank_env.world)
+        store.set_timeout(timeout)
+        return store
+    host, _, port = rank_env.rendezvous.removeprefix("tcp://").rpartition(":")
+    is_master = rank_env.rank == 0 and not rank_env.store_exists
+    return TCPStore(
+        host.strip("[]"), int(port), rank_env.world, is_master=is_master, timeout=timeout, wait_for_workers=False
+    )
