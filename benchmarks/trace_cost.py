@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 from motet.core import trace
-from motet.monitor.spans import SpanCollector
+from motet.monitor.span_collector import SpanCollector
 
 USES = 20_000
 ROUNDS = 31

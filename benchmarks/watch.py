@@ -35,7 +35,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def one_layout(options: argparse.Namespace, group: "RankGroup", layout: str) -> None:
-    from motet.monitor.events import RanksCompared
+    from motet.monitor.events import ReplicaCheckDone
     from motet.train.assemble import build_parts, numerics
     from motet.train.job import load_job
 
@@ -59,8 +59,8 @@ def one_layout(options: argparse.Namespace, group: "RankGroup", layout: str) -> 
             for place in range(length):
                 stepper = watched if watch and place == length - 1 else plain
                 result = stepper.step(done % parts.steps, 1e-5)
-                found: RanksCompared | None = result.compared
-                assert found is None or not found.broken, found
+                found: ReplicaCheckDone | None = result.compared
+                assert found is None or not found.violations, found
                 done += 1
             return time.perf_counter() - start
 

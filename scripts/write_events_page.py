@@ -75,7 +75,7 @@ def page() -> str:
     for kind in get_args(events.Event):
         lines += [f"## `{kind.model_fields['event'].default}`", "", inspect.cleandoc(kind.__doc__), ""]
         lines += [*table(model_rows(kind)), ""]
-    work = events.ServerWork
+    work = events.ParameterServerStepStats
     lines += ["## Parameter servers", "", inspect.cleandoc(work.__doc__ or ""), "", *table(model_rows(work)), ""]
     lines += ["## Spans", "", inspect.cleandoc(TraceSpan.__doc__ or ""), ""]
     docs = attribute_docs(TraceSpan)

@@ -45,16 +45,16 @@ def served_of(steps: Sequence["StepDone"], bound: int | None) -> Served | None:
     if len(works) != len(steps):
         raise SystemExit(f"only {len(works)} of {len(steps)} steps say how stale they were")
     for step, work in works:
-        if bound is not None and len(work.behind) - 1 > bound:
+        if bound is not None and len(work.steps_behind_histogram) - 1 > bound:
             raise SystemExit(
-                f"step {step} has a gradient {len(work.behind) - 1} behind, above the bound {bound}: {work}"
+                f"step {step} has a gradient {len(work.steps_behind_histogram) - 1} behind, above the bound {bound}: {work}"
             )
-    staleness = added([work.staleness for _, work in works])
+    staleness = added([work.staleness_histogram for _, work in works])
     return Served(
         events=len(works),
         largest=len(staleness) - 1,
         staleness=staleness,
-        behind=added([work.behind for _, work in works]),
+        behind=added([work.steps_behind_histogram for _, work in works]),
         tokens=sum(event.tokens for event in steps),
         pulled_bytes=sum(work.sent_bytes for _, work in works),
         pushed_bytes=sum(work.received_bytes for _, work in works),

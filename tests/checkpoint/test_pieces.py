@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from motet.checkpoint.load import load_checkpoint
-from motet.checkpoint.manifest import Manifest
-from motet.checkpoint.pieces import StoredPiece, boxes
+from motet.checkpoint.manifest import CheckpointManifest
 from motet.checkpoint.save import save_checkpoint
+from motet.checkpoint.shard_boxes import CheckpointShard, boxes_of_range
 from motet.parallel.process.process_group import RankGroup
 from ranks import Ranks
 
@@ -21,7 +21,7 @@ def test_boxes_hold_the_elements_in_order(shape: tuple[int, ...]) -> None:
     whole = torch.arange(prod(shape)).view(shape)
     for start in range(whole.numel() + 1):
         for stop in range(start, whole.numel() + 1):
-            found = list(boxes(shape, start, stop))
+            found = list(boxes_of_range(shape, start, stop))
             cut = [whole[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].flatten() for box in found]
             assert torch.cat([*cut, whole.flatten()[:0]]).tolist() == list(range(start, stop))
             assert len(found) <= max(1, 2 * len(shape) - 1)
@@ -43,12 +43,14 @@ def _pieces(group: RankGroup, filled: bool) -> dict[str, torch.Tensor]:
         if name == "d":
             cuts = [0] * group.world + [total]
         run = _whole(name).flatten()[cuts[group.rank] : cuts[group.rank + 1]]
-        made[name] = StoredPiece.of(run.clone() if filled else torch.zeros_like(run), shape, cuts[group.rank])
+        made[name] = CheckpointShard.from_values(
+            run.clone() if filled else torch.zeros_like(run), shape, cuts[group.rank]
+        )
     return made
 
 
-def _manifest(state: dict[str, torch.Tensor]) -> Manifest:
-    return Manifest(
+def _manifest(state: dict[str, torch.Tensor]) -> CheckpointManifest:
+    return CheckpointManifest(
         step=1,
         ranks=1,
         threads=1,

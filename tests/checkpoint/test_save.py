@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from motet.checkpoint.load import load_checkpoint
-from motet.checkpoint.manifest import Manifest, read_manifest, whole_checkpoints
+from motet.checkpoint.manifest import CheckpointManifest, complete_checkpoints, read_manifest
 from motet.checkpoint.save import save_checkpoint
 from motet.core.errors import CheckpointSaveError, InputError
 from motet.parallel.process.process_group import RankGroup
@@ -29,7 +29,7 @@ def _state(value: float = 1.0, size: int = 6) -> dict[str, torch.Tensor]:
 def _save(
     folder: Path, step: int, state: dict[str, torch.Tensor], keep: int = 2, group: RankGroup | None = None
 ) -> Path:
-    manifest = Manifest(
+    manifest = CheckpointManifest(
         step, 1, 1, torch.__version__, "data", {n: list(t.shape) for n, t in state.items()}, dict.fromkeys(state, "")
     )
     return save_checkpoint(folder, state, manifest, keep, group.process_group if group else None)
@@ -46,7 +46,7 @@ def test_what_is_saved_comes_back_in_place(tmp_path: Path) -> None:
 def test_only_the_newest_stay_and_the_same_step_is_replaced(tmp_path: Path) -> None:
     for step in (1, 2, 3, 3):
         _save(tmp_path, step, _state(float(step)))
-    assert [step for step, _ in whole_checkpoints(tmp_path)] == [2, 3]
+    assert [step for step, _ in complete_checkpoints(tmp_path)] == [2, 3]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
 
 
@@ -54,7 +54,7 @@ def test_remains_of_a_killed_save_are_ignored_and_cleared(tmp_path: Path) -> Non
     _save(tmp_path, 1, _state())
     remains = tmp_path / "step-00000002.partial"
     shutil.copytree(tmp_path / "step-00000001", remains)
-    assert [step for step, _ in whole_checkpoints(tmp_path)] == [1]
+    assert [step for step, _ in complete_checkpoints(tmp_path)] == [1]
     _save(tmp_path, 3, _state())
     assert not remains.exists()
 
@@ -131,7 +131,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_whole(small_disk: Path) -> Non
         CheckpointSaveError, match=r"step-00000002 \(No space left on device\): it needs 8 MiB and .* free"
     ):
         _save(folder, 2, {"w": torch.zeros(2**21)})
-    assert [path for _, path in whole_checkpoints(folder)] == [before]
+    assert [path for _, path in complete_checkpoints(folder)] == [before]
     state = {"w": torch.zeros(2**18)}
     load_checkpoint(before, state, None)
     assert state["w"].eq(1).all()

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from bad_input_cases import CASES, FINISHED, MODELS, RUN, CannotBeTriedError
 
-from motet.checkpoint.manifest import whole_checkpoints
+from motet.checkpoint.manifest import complete_checkpoints
 from motet.cli.main import main
 from motet.core.errors import EXIT_CODES
 from motet.monitor.events import RunEnded, StepDone, read_events
@@ -164,12 +164,12 @@ def no_such_step_was_applied(before: dict[str, bytes], done: Done) -> None:
     assert isinstance(events[-1], RunEnded) and events[-1].reason == "diverged"
     assert [event.skipped for event in steps] == [event.step > 2 for event in steps]
     assert {tensor.item() for name, tensor in saved_tensors(run).items() if name == "step"} == {2.0}
-    last = whole_checkpoints(run / "checkpoints")[-1][0]
+    last = complete_checkpoints(run / "checkpoints")[-1][0]
     assert f"continue from step {last} with: motet train --resume-from {run}" in done.err
 
 
 def earlier_checkpoints_are_whole(before: dict[str, bytes], done: Done) -> None:
-    whole = whole_checkpoints(Path("disk/run/checkpoints"))
+    whole = complete_checkpoints(Path("disk/run/checkpoints"))
     assert {path.name for _, path in whole} == {path.name for path in Path("disk/run/checkpoints").iterdir()}
     assert all(tensor.isfinite().all() for tensor in saved_tensors(Path("disk/run")).values())
     assert f"continue from step {whole[-1][0]} with: motet train --resume-from disk/run" in done.err

@@ -11,7 +11,7 @@ from motet.models.arch.decoder import CausalDecoder
 from motet.models.arch.encoder import BidirectionalEncoder
 from motet.models.arch.encoder_decoder import EncoderDecoderModel
 from motet.models.settings import DecoderSettings, EncoderDecoderSettings, EncoderSettings, RopeScalingSettings
-from motet.precision.promote import float64_mode
+from motet.precision.float64_mode import use_float64
 
 transformers = pytest.importorskip("transformers")
 
@@ -23,7 +23,7 @@ Weights = dict[str, Tensor]
 def in_float64() -> Iterator[None]:
     torch.manual_seed(0)
     transformers.utils.logging.set_verbosity_error()
-    with float64_mode():
+    with use_float64():
         yield
 
 

@@ -15,7 +15,7 @@ from motet.models.build import TrainableModel, build_module, build_trainable_mod
 from motet.models.hf import hf_model
 from motet.models.hf.hf_config import read_config
 from motet.models.settings import AdapterSettings, UserModuleSettings
-from motet.precision.promote import float64_mode
+from motet.precision.float64_mode import use_float64
 
 transformers = pytest.importorskip("transformers")
 
@@ -113,7 +113,7 @@ def packed(batches: list[Batch]) -> Batch:
 
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_packed_documents_are_as_the_documents_alone(tmp_path: Path, name: str) -> None:
-    with float64_mode():
+    with use_float64():
         model = trainee(folder(tmp_path, CONFIGS[name]))
         batches = [one(6, 1), one(4, 2), one(5, 3)]
         alone = torch.stack([model.loss_sum(b) for b in batches]).sum()
@@ -320,7 +320,7 @@ def test_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_gpt2_with_its_default_dropout_does_not_depend_on_the_split_of_the_batch(tmp_path: Path) -> None:
-    with float64_mode():
+    with use_float64():
         model = trainee(folder(tmp_path, dict(model_type="gpt2", **GPT2)))
         assert model.module.config.attn_pdrop == 0.1
         torch.manual_seed(0)

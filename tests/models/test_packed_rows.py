@@ -9,7 +9,7 @@ from torch import Tensor
 from motet.core.batch import Batch
 from motet.models.build import TrainableModel, build_trainable_model
 from motet.models.settings import DecoderSettings, EncoderDecoderSettings, EncoderSettings, ModelSettings
-from motet.precision.promote import float64_mode
+from motet.precision.float64_mode import use_float64
 
 SIZES = {"vocab_size": 30, "context": 16, "layers": 2, "hidden": 16, "heads": 4, "ffn_hidden": 24, "init_std": 0.3}
 MODELS: dict[str, ModelSettings] = {
@@ -64,7 +64,7 @@ def packed(batches: list[Batch], filling: int) -> Batch:
 @pytest.mark.parametrize("filling", [0, 3])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_packed_documents_are_as_the_documents_alone(name: str, filling: int) -> None:
-    with float64_mode():
+    with use_float64():
         model = trained(MODELS[name])
         batches = documents_of(1)
         alone = torch.stack([model.loss_sum(b) for b in batches]).sum()
@@ -81,7 +81,7 @@ def test_packed_documents_are_as_the_documents_alone(name: str, filling: int) ->
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_loss_is_the_weighted_sum_of_the_logits_cross_entropies(name: str) -> None:
-    with float64_mode():
+    with use_float64():
         model = trained(MODELS[name])
         batch = documents_of(2)[0]
         logits = model.logits(batch)
@@ -101,7 +101,7 @@ def test_a_batch_without_targets_has_loss_and_gradients_of_zero(name: str) -> No
 
 
 def test_a_class_of_each_row() -> None:
-    with float64_mode():
+    with use_float64():
         settings = EncoderSettings(**SIZES, head="classify", classes=3)
         model = trained(settings)
         torch.manual_seed(0)

@@ -12,7 +12,7 @@ from motet.core.errors import InputError
 from motet.models.build import TrainableModel, build_trainable_model
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode, has_dropout
 from motet.models.settings import DecoderSettings, EncoderDecoderSettings, EncoderSettings, ModelSettings
-from motet.precision.promote import float64_mode
+from motet.precision.float64_mode import use_float64
 
 ROWS = torch.tensor([4, 9, 2, 7])
 SIZES = {
@@ -171,7 +171,7 @@ def check_layouts_agree(model: TrainableModel, vocab: int) -> None:
     ids=["decoder", "encoder", "encoder-decoder"],
 )
 def test_our_models_do_not_depend_on_the_split_of_the_batch(settings: ModelSettings) -> None:
-    with float64_mode():
+    with use_float64():
         check_layouts_agree(build_trainable_model(settings, 1, torch.float64, torch.device("cpu")), 30)
 
 

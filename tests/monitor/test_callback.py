@@ -5,17 +5,17 @@ from typing import get_args
 from made import ended, evaluated, started, step
 
 from motet.monitor.callback import Callback
-from motet.monitor.events import CheckpointSaved, Event, ProfileSaved, RanksCompared, SampleText, Warned
+from motet.monitor.events import CheckpointSaved, Event, ProfileSaved, ReplicaCheckDone, TextSampled, WarningIssued
 
 ONE_OF_EACH = {
     "on_start": started(),
     "on_step": step(1),
     "on_evaluation": evaluated(1),
     "on_checkpoint": CheckpointSaved(step=1, path="c", size_bytes=1, duration_s=0.1),
-    "on_sample": SampleText(step=1, prompt="a", text="b"),
-    "on_comparison": RanksCompared(step=1, ranks=2, same_machines=True, broken=(), duration_s=0.1),
+    "on_sample": TextSampled(step=1, prompt="a", text="b"),
+    "on_comparison": ReplicaCheckDone(step=1, ranks=2, same_machines=True, violations=(), duration_s=0.1),
     "on_profile": ProfileSaved(first_step=1, last_step=2, path="p"),
-    "on_warning": Warned(text="w"),
+    "on_warning": WarningIssued(text="w"),
     "on_end": ended(),
 }
 

@@ -8,7 +8,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.monitor.console import console, errors, finite, print_json
+from motet.monitor.console import encode_nonfinite_floats, print_json, stderr_console, stdout_console
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -17,16 +17,16 @@ PLAIN = st.recursive(
 
 
 def test_results_and_errors_go_their_own_ways_with_their_brackets(capsys):
-    console().print("[model] has [bold]no[/bold] key :smile:")
-    errors().print("x" * 300)
+    stdout_console().print("[model] has [bold]no[/bold] key :smile:")
+    stderr_console().print("x" * 300)
     out, err = capsys.readouterr()
     assert (out, err) == ("[model] has [bold]no[/bold] key :smile:\n", "x" * 300 + "\n")
 
 
 def test_a_stream_that_is_exchanged_is_followed(capsys):
-    console().print("first")
+    stdout_console().print("first")
     assert capsys.readouterr().out == "first\n"
-    console().print("second")
+    stdout_console().print("second")
     assert capsys.readouterr().out == "second\n"
 
 
@@ -38,7 +38,7 @@ def test_json_is_printed_as_one_document(capsys):
 
 @given(PLAIN)
 def test_whatever_is_printed_is_strict_json_that_float_reads_back(value):
-    text = json.dumps(finite(value), allow_nan=False)
+    text = json.dumps(encode_nonfinite_floats(value), allow_nan=False)
     if isinstance(value, float):
         assert repr(float(json.loads(text))) == repr(value)
 

@@ -8,10 +8,10 @@ from made import ended, evaluated, started, step
 from motet.core import trace
 from motet.core.errors import CheckpointSaveError, InputError, TrainingDivergedError
 from motet.monitor.callback import Callback
-from motet.monitor.events import Warned, read_events
-from motet.monitor.monitor import Monitor, open_monitor
+from motet.monitor.event_dispatcher import EventDispatcher, open_event_dispatcher
+from motet.monitor.events import WarningIssued, read_events
 from motet.monitor.settings import MonitorSettings
-from motet.monitor.spans import SpanCollector
+from motet.monitor.span_collector import SpanCollector
 from motet.monitor.summary import read_summary
 
 QUIET = MonitorSettings(tensorboard=False)
@@ -45,7 +45,7 @@ class Broken(Callback):
 
 def told_steps(every, steps, last_step=None):
     heard = Heard()
-    with Monitor([heard], every) as monitor:
+    with EventDispatcher([heard], every) as monitor:
         monitor.on_event(started(last_step=last_step or len(steps)))
         for event in steps:
             monitor.on_event(event)
@@ -69,7 +69,7 @@ def test_the_last_step_before_a_stop_is_told_before_the_end():
 
 def test_spans_and_counters_come_with_their_step_alone():
     heard = Heard()
-    with Monitor([heard], collector=SpanCollector()) as monitor:
+    with EventDispatcher([heard], collector=SpanCollector()) as monitor:
         with trace.span("setup"):
             pass
         monitor.on_event(started())
@@ -89,7 +89,7 @@ def test_spans_and_counters_come_with_their_step_alone():
 
 def test_a_callback_that_raises_is_told_once_and_left_out():
     heard, broken = Heard(), Broken(ValueError("no such board"))
-    with Monitor([heard, broken]) as monitor:
+    with EventDispatcher([heard, broken]) as monitor:
         for event in (started(), step(1), step(2), ended()):
             monitor.on_event(event)
     kinds = [event.event for event in heard.events]
@@ -100,7 +100,7 @@ def test_a_callback_that_raises_is_told_once_and_left_out():
 
 def test_one_that_breaks_over_the_warning_about_another_is_left_out_too():
     heard = Heard()
-    with Monitor([Broken(ValueError("a")), Broken(KeyError("b"), on=("warned",)), heard]) as monitor:
+    with EventDispatcher([Broken(ValueError("a")), Broken(KeyError("b"), on=("warned",)), heard]) as monitor:
         monitor.on_event(started())
         monitor.on_event(step(1))
     assert [event.text.split(" (")[0].split(": ", 1)[1] for event in heard.events if event.event == "warned"] == [
@@ -111,7 +111,7 @@ def test_one_that_breaks_over_the_warning_about_another_is_left_out_too():
 
 def test_an_error_for_the_user_ends_the_run_after_all_were_told():
     heard, broken = Heard(), Broken(CheckpointSaveError("disk full"))
-    with Monitor([broken, heard]) as monitor:
+    with EventDispatcher([broken, heard]) as monitor:
         monitor.on_event(started())
         with pytest.raises(CheckpointSaveError, match="disk full"):
             monitor.on_event(step(1))
@@ -122,7 +122,7 @@ def test_an_error_for_the_user_ends_the_run_after_all_were_told():
 
 def test_a_callback_that_does_not_close_is_told_to_those_still_open():
     heard = Heard()
-    with Monitor([heard, Broken(OSError("gone"), on=("close",))]) as monitor:
+    with EventDispatcher([heard, Broken(OSError("gone"), on=("close",))]) as monitor:
         monitor.on_event(started())
     assert "Broken did not close: OSError: gone" in heard.events[-1].text
     assert heard.closed == 1
@@ -130,14 +130,14 @@ def test_a_callback_that_does_not_close_is_told_to_those_still_open():
 
 def test_an_error_of_the_run_passes_and_everyone_is_closed():
     heard, broken = Heard(), Broken(ValueError("x"), on=("run_started", "close"))
-    with pytest.raises(TrainingDivergedError), Monitor([heard, broken]) as monitor:
+    with pytest.raises(TrainingDivergedError), EventDispatcher([heard, broken]) as monitor:
         monitor.on_event(started())
         raise TrainingDivergedError("loss is nan")
     assert (heard.closed, broken.closed) == (1, 1)
 
 
 def test_a_monitor_for_nobody_does_nothing():
-    with Monitor() as monitor:
+    with EventDispatcher() as monitor:
         for event in (step(1), started(), ended()):
             monitor.on_event(event)
 
@@ -148,7 +148,7 @@ def test_a_profiler_that_breaks_is_left_out():
             raise RuntimeError("no profiler here")
 
     heard = Heard()
-    with Monitor([heard], profiler=BrokenProfiler()) as monitor:
+    with EventDispatcher([heard], profiler=BrokenProfiler()) as monitor:
         for event in (started(), step(1), ended()):
             monitor.on_event(event)
     assert [event.event for event in heard.events] == ["run_started", "warned", "step_done", "run_ended"]
@@ -156,7 +156,7 @@ def test_a_profiler_that_breaks_is_left_out():
 
 def test_an_opened_monitor_keeps_events_and_outcome_and_prints(tmp_path, capsys):
     heard = Heard()
-    with open_monitor(QUIET, tmp_path, callbacks=[heard]) as monitor:
+    with open_event_dispatcher(QUIET, tmp_path, callbacks=[heard]) as monitor:
         for event in (started(), *(step(n) for n in range(1, 5)), evaluated(4), ended()):
             monitor.on_event(event)
     assert [event.event for event in read_events(tmp_path / "events.jsonl")] == [e.event for e in heard.events]
@@ -167,7 +167,7 @@ def test_an_opened_monitor_keeps_events_and_outcome_and_prints(tmp_path, capsys)
 
 def test_settings_choose_the_rest(tmp_path, capsys):
     settings = MonitorSettings(spans=False, profile_from=2, profile_steps=1, every=10)
-    with open_monitor(settings, tmp_path) as monitor:
+    with open_event_dispatcher(settings, tmp_path) as monitor:
         for event in (started(), *(step(n) for n in range(1, 5)), ended()):
             monitor.on_event(event)
     told = read_events(tmp_path / "events.jsonl")
@@ -179,13 +179,13 @@ def test_settings_choose_the_rest(tmp_path, capsys):
 
 def test_wandb_that_is_not_there_is_told_before_anything_is_written(tmp_path):
     with pytest.raises(InputError, match=r"monitor\.wandb = 'offline' needs the package wandb.*pip install"):
-        open_monitor(MonitorSettings(wandb="offline", tensorboard=False), tmp_path)
+        open_event_dispatcher(MonitorSettings(wandb="offline", tensorboard=False), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_warning_is_part_of_the_record(tmp_path, capsys):
-    with open_monitor(QUIET, tmp_path, callbacks=[Broken(ValueError("x"), on=("run_ended",))]) as monitor:
+    with open_event_dispatcher(QUIET, tmp_path, callbacks=[Broken(ValueError("x"), on=("run_ended",))]) as monitor:
         for event in (started(), step(1), ended(steps=1)):
             monitor.on_event(event)
-    assert isinstance(read_events(tmp_path / "events.jsonl")[-1], Warned)
+    assert isinstance(read_events(tmp_path / "events.jsonl")[-1], WarningIssued)
     assert read_summary(tmp_path).exit_reason == "finished"

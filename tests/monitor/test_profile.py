@@ -5,9 +5,9 @@ import json
 import torch
 
 from motet.core import trace
-from motet.monitor.events import ProfileSaved, Warned
-from motet.monitor.profile import Profiler
-from motet.monitor.spans import SpanCollector
+from motet.monitor.events import ProfileSaved, WarningIssued
+from motet.monitor.profile import TorchProfilerWindow
+from motet.monitor.span_collector import SpanCollector
 
 
 def run(profiler, steps):
@@ -28,7 +28,7 @@ def names(path):
 
 
 def test_the_window_holds_its_steps_and_no_other(tmp_path):
-    (event,) = run(Profiler(tmp_path, 2, 2), range(1, 6))
+    (event,) = run(TorchProfilerWindow(tmp_path, 2, 2), range(1, 6))
     assert isinstance(event, ProfileSaved)
     assert (event.first_step, event.last_step, event.path) == (2, 3, "profile-steps-2-3.json")
     found = names(tmp_path / event.path)
@@ -37,16 +37,16 @@ def test_the_window_holds_its_steps_and_no_other(tmp_path):
 
 
 def test_a_window_at_the_end_or_entered_by_a_resume_is_kept_as_far_as_it_goes(tmp_path):
-    (event,) = run(Profiler(tmp_path, 3, 10), range(1, 5))
+    (event,) = run(TorchProfilerWindow(tmp_path, 3, 10), range(1, 5))
     assert (event.first_step, event.last_step) == (3, 4)
-    (event,) = run(Profiler(tmp_path, 3, 4), range(5, 9))
+    (event,) = run(TorchProfilerWindow(tmp_path, 3, 4), range(5, 9))
     assert (event.first_step, event.last_step) == (5, 6)
     assert {"work 5", "work 6"} <= names(tmp_path / event.path)
 
 
 def test_a_window_that_was_not_reached_is_told(tmp_path):
     for steps in (range(1, 3), range(20, 22)):
-        (event,) = run(Profiler(tmp_path, 10, 3), steps)
-        assert isinstance(event, Warned)
+        (event,) = run(TorchProfilerWindow(tmp_path, 10, 3), steps)
+        assert isinstance(event, WarningIssued)
         assert "monitor.profile_from = 10, and no step from there to 12 was done" in event.text
     assert list(tmp_path.iterdir()) == []

@@ -3,7 +3,7 @@
 import threading
 
 from motet.core import trace
-from motet.monitor.spans import SpanCollector
+from motet.monitor.span_collector import SpanCollector
 
 
 def test_nested_spans_come_in_order_of_start_and_keyed():
@@ -13,7 +13,7 @@ def test_nested_spans_come_in_order_of_start_and_keyed():
             pass
         with trace.span("log"):
             pass
-    spans, _ = collector.take(7)
+    spans, _ = collector.drain(7)
     assert [(span.step, span.rank, span.action, span.depth) for span in spans] == [
         (7, 3, "step", 0),
         (7, 3, "forward", 1),
@@ -30,9 +30,9 @@ def test_each_span_is_handed_over_once_and_an_open_one_with_the_next_step():
         with trace.span("forward"):
             pass
         with trace.span("log"):
-            first, _ = collector.take(1)
-        second, _ = collector.take(2)
-    third, _ = collector.take(3)
+            first, _ = collector.drain(1)
+        second, _ = collector.drain(2)
+    third, _ = collector.drain(3)
     assert [[span.action for span in spans] for spans in (first, second, third)] == [["forward"], ["log"], []]
 
 
@@ -42,10 +42,10 @@ def test_counters_add_up_within_a_step_and_start_anew():
         trace.count("bytes", 3)
         trace.count("bytes", 4)
         trace.count("samples", 1)
-        assert collector.take(1)[1] == {"bytes": 7, "samples": 1}
+        assert collector.drain(1)[1] == {"bytes": 7, "samples": 1}
         trace.count("bytes", 5)
-        assert collector.take(2)[1] == {"bytes": 5}
-    assert collector.take(3)[1] == {}
+        assert collector.drain(2)[1] == {"bytes": 5}
+    assert collector.drain(3)[1] == {}
 
 
 def test_no_count_of_several_threads_is_lost():
@@ -61,6 +61,6 @@ def test_no_count_of_several_threads_is_lost():
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
-            taken.append(collector.take(len(taken))[1])
-        taken.append(collector.take(len(taken))[1])
+            taken.append(collector.drain(len(taken))[1])
+        taken.append(collector.drain(len(taken))[1])
     assert sum(counters.get("samples", 0) for counters in taken) == 8000

@@ -8,7 +8,7 @@ from made import ended, evaluated, started, step, whole_run
 
 from motet.core.errors import CheckpointSaveError, InputError
 from motet.monitor import summary as module
-from motet.monitor.events import Warned
+from motet.monitor.events import WarningIssued
 from motet.monitor.summary import read_summary, summarize, write_summary
 
 
@@ -24,7 +24,7 @@ def test_the_outcome_of_a_whole_run():
 def test_medians_and_peaks_are_over_all_steps():
     steps = [step(n, tokens_per_s=n * 100.0, memory_bytes=10 * n, flops_share=0.1 * n) for n in (1, 2, 4)]
     result = summarize([started(), *steps])
-    assert (result.tokens_per_s, result.peak_bytes, result.flops_share) == (200.0, 40, 0.2)
+    assert (result.tokens_per_s, result.peak_bytes, result.mfu) == (200.0, 40, 0.2)
 
 
 def test_steps_between_those_that_are_told_count_too():
@@ -45,7 +45,7 @@ def test_the_last_evaluation_of_each_split_counts():
 def test_an_attempt_that_does_not_end_is_running_and_one_that_fails_says_why():
     killed_then_resumed = [started(), step(1), ended(reason="stopped", steps=1), started(first_step=2)]
     assert summarize(killed_then_resumed).exit_reason == "running"
-    failed = [started(), step(1), ended(reason="diverged", steps=1, message="loss nan"), Warned(text="late")]
+    failed = [started(), step(1), ended(reason="diverged", steps=1, message="loss nan"), WarningIssued(text="late")]
     result = summarize(failed)
     assert (result.exit_reason, result.finished, result.message, result.steps) == ("diverged", False, "loss nan", 1)
 

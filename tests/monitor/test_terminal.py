@@ -8,9 +8,9 @@ import sys
 from made import ended, evaluated, started, step
 from rich.console import Console
 
-from motet.monitor.events import CheckpointSaved, ProfileSaved, RanksCompared, SampleText, Warned
-from motet.monitor.record import JsonlSink
-from motet.monitor.terminal import ConsoleSink, seconds_left, start_lines, step_line
+from motet.monitor.console_sink import ConsoleSink, seconds_left, start_lines, step_line
+from motet.monitor.events import CheckpointSaved, ProfileSaved, ReplicaCheckDone, TextSampled, WarningIssued
+from motet.monitor.run_files import JsonlSink
 
 
 def run(folder, events, screen=None):
@@ -86,13 +86,13 @@ def test_a_pipe_gets_one_plain_line_per_told_step(tmp_path, capsys):
 def test_everything_else_is_told_as_it_is(tmp_path, capsys):
     happened = [
         started(outcomes=None, ranks=1, first_step=3, resumed_from="checkpoints/step-00000002"),
-        Warned(text="data.workers = [cpu] is [bold]odd[/bold] :smile:"),
+        WarningIssued(text="data.workers = [cpu] is [bold]odd[/bold] :smile:"),
         step(3, skipped=True, loss=float("nan")),
         CheckpointSaved(step=3, path="checkpoints/step-00000003", size_bytes=3 * 1024**2, duration_s=0.25),
-        RanksCompared(step=3, ranks=2, same_machines=True, broken=("rank 1 has [other] rows",), duration_s=0.1),
+        ReplicaCheckDone(step=3, ranks=2, same_machines=True, violations=("rank 1 has [other] rows",), duration_s=0.1),
         ProfileSaved(first_step=3, last_step=3, path="profile-steps-3-3.json"),
         evaluated(3, perplexity=148.41, accuracy=0.5),
-        SampleText(step=3, prompt="Once [upon]", text=" a time\nthere"),
+        TextSampled(step=3, prompt="Once [upon]", text=" a time\nthere"),
         ended(reason="save_failed", steps=3),
     ]
     run(tmp_path, happened)
@@ -139,7 +139,7 @@ def test_a_terminal_shows_the_newest_step_below_prints_and_logs(tmp_path, monkey
         sink.on_event(step(2, time=1001.0))
         sys.stdout.write("a print\n")
         logger.warning("a log")
-        sink.on_event(Warned(text="a warning"))
+        sink.on_event(WarningIssued(text="a warning"))
         sink.on_event(step(3, time=1001.01))  # too soon to be drawn
         shown = [line for line in on_screen(stream.getvalue()) if line]
         assert shown[-5:-2] == ["a print", "a log", "warning: a warning"]

@@ -8,7 +8,7 @@ from made import ended, evaluated, started, step
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from motet.core.errors import InputError
-from motet.monitor.events import SampleText
+from motet.monitor.events import TextSampled
 from motet.monitor.trackers import TensorBoardSink, WandbSink
 
 
@@ -27,7 +27,9 @@ def read(folder):
 
 def test_tensorboard_reads_back_what_was_told(tmp_path):
     steps = [step(1, flops_share=0.5), step(2, flops_share=0.25)]
-    board(tmp_path, [started(), *steps, evaluated(2, accuracy=0.75), SampleText(step=2, prompt="a", text="b"), ended()])
+    board(
+        tmp_path, [started(), *steps, evaluated(2, accuracy=0.75), TextSampled(step=2, prompt="a", text="b"), ended()]
+    )
     found = read(tmp_path)
     assert sorted(found.Tags()["scalars"]) == [
         "memory/peak_bytes",

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 import motet
 from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 from motet.parallel.process.process_group import RankGroup
-from motet.precision.promote import float64_mode
+from motet.precision.float64_mode import use_float64
 from motet.train.engine import Engine, Loss
 from ranks import Ranks
 
@@ -125,7 +125,7 @@ def test_what_was_used_too_early_is_noticed(ranks: Ranks) -> None:
 def one_step(group: RankGroup) -> int:
     """How many modes are left on torch's stack after the step in which uses are found out."""
     engine = engine_of(1, group.rank)
-    with float64_mode():
+    with use_float64():
         engine.step(batch(0, group.rank))
         engine.settle()
     return torch._C._len_torch_function_stack()

@@ -2,12 +2,12 @@
 
 import torch
 
-from motet.precision.promote import float64_mode
+from motet.precision.float64_mode import use_float64
 
 
 def test_every_way_to_ask_for_float32_gives_float64() -> None:
     x = torch.ones(2, 3, dtype=torch.float64)
-    with float64_mode():
+    with use_float64():
         asked = [
             x.float(),
             x.to(torch.float32),
@@ -27,13 +27,13 @@ def test_every_way_to_ask_for_float32_gives_float64() -> None:
 def test_nothing_is_lost_on_the_way_through_float32() -> None:
     x = torch.tensor([1.0 + 2.0**-40], dtype=torch.float64)
     assert x.float().double().item() == 1.0
-    with float64_mode():
+    with use_float64():
         assert x.float().double().item() == 1.0 + 2.0**-40
 
 
 def test_the_default_dtype_comes_back_after_an_error() -> None:
     try:
-        with float64_mode():
+        with use_float64():
             raise KeyError
     except KeyError:
         assert torch.get_default_dtype() == torch.float32
@@ -41,6 +41,6 @@ def test_the_default_dtype_comes_back_after_an_error() -> None:
 
 
 def test_whole_numbers_and_16_bits_are_left_alone() -> None:
-    with float64_mode():
+    with use_float64():
         assert torch.ones(1, dtype=torch.bfloat16).dtype == torch.bfloat16
         assert torch.ones(1, dtype=torch.int64).dtype == torch.int64

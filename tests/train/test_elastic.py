@@ -15,7 +15,7 @@ import pytest
 from torch import Tensor
 
 from environment import uncounted
-from motet.monitor.events import Event, RunEnded, StepDone, Warned, read_events
+from motet.monitor.events import Event, RunEnded, StepDone, WarningIssued, read_events
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.train.assemble import run_rank
 from motet.train.faults import StopFlag
@@ -83,7 +83,7 @@ class Town:
         return [event for event in self.events() if isinstance(event, StepDone)]
 
     def said(self) -> str:
-        return "\n".join(event.text for event in self.events() if isinstance(event, Warned))
+        return "\n".join(event.text for event in self.events() if isinstance(event, WarningIssued))
 
     def until(self, condition: Callable[[], bool]) -> None:
         end = time.monotonic() + LIMIT_S

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from motet.monitor.events import EvaluationDone, Event, StepDone, Warned, read_events
+from motet.monitor.events import EvaluationDone, Event, StepDone, WarningIssued, read_events
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.train.assemble import run_rank
 from motet.train.faults import StopFlag
@@ -111,7 +111,7 @@ def test_a_run_goes_on_with_the_same_bits_in_another_layout(ranks: Ranks, tmp_pa
     told, whole = (read_events(tmp_path / run / "events.jsonl") for run in ("run", "whole"))
     assert _curves(told) == _curves(whole)
     assert len(_curves(whole)) == 8 + 3
-    assert not [event for event in told if isinstance(event, Warned) and "bit for bit" in event.text]
+    assert not [event for event in told if isinstance(event, WarningIssued) and "bit for bit" in event.text]
 
 
 def _run(place: RankEnvironment, job: Job, folder: Path) -> int:

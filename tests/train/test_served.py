@@ -106,7 +106,7 @@ def test_every_mode_learns(ranks: Ranks, tmp_path: Path, mode: list[str]) -> Non
     assert found[-1] < found[0] - 0.5
     work = [step.server for step in read_steps(tmp_path / "run" / "events.jsonl")]
     latest = {"mode=bounded": 2, "mode=first-k": 0}.get(mode[0], 60)
-    assert all(step and len(step.behind) - 1 <= latest for step in work)
+    assert all(step and len(step.steps_behind_histogram) - 1 <= latest for step in work)
     assert sum(step.received_bytes for step in work if step) > 0
 
 

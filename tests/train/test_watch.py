@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from motet.core.batch import Batch
 from motet.core.errors import InputError, NumericalMismatchError
-from motet.monitor.events import RanksCompared, RunEnded, read_events
+from motet.monitor.events import ReplicaCheckDone, RunEnded, read_events
 from motet.parallel.data_parallel.fsdp import local_shard
 from motet.parallel.data_parallel.sharded_parameters import LocalShard
 from motet.parallel.process.launch_environment import RankEnvironment
@@ -35,7 +35,7 @@ FP32 = "precision.recipe=fp32"
 
 def watched(
     group: RankGroup, job: Job, plant: str = "", on: int | None = 1
-) -> tuple[list[RanksCompared], dict[str, Tensor]]:
+) -> tuple[list[ReplicaCheckDone], dict[str, Tensor]]:
     """What ranks find in three steps, into the second of which something is planted on one rank, or on all."""
     with numerics(job), tempfile.TemporaryDirectory() as folder:
         parts = build_parts(job, group, Path(folder))
@@ -339,8 +339,8 @@ def test_a_run_stops_with_a_sentence_or_warns(ranks: Ranks, tmp_path: Path) -> N
 
     warning = job.model_copy(update={"monitor": job.monitor.model_copy(update={"watch": "warn"})})
     assert ranks.run(2, broken_run, warning, warns) == ["", ""]
-    compared = [event for event in read_events(warns / "events.jsonl") if isinstance(event, RanksCompared)]
-    assert [(one.step, bool(one.broken)) for one in compared] == [(2, True), (4, True)]
+    compared = [event for event in read_events(warns / "events.jsonl") if isinstance(event, ReplicaCheckDone)]
+    assert [(one.step, bool(one.violations)) for one in compared] == [(2, True), (4, True)]
 
 
 def test_workers_of_a_parameter_server_are_not_compared(tmp_path: Path) -> None:

@@ -15,21 +15,21 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from motet.checkpoint.manifest import PARTIAL, Manifest, checkpoint_name, whole_checkpoints
+from motet.checkpoint.manifest import PARTIAL_SUFFIX, CheckpointManifest, checkpoint_name, complete_checkpoints
 from motet.core.errors import CheckpointSaveError
 from motet.core.units import format_bytes
 
 
 def save_checkpoint(
-    folder: Path, state: dict[str, Tensor], manifest: Manifest, keep: int, group: dist.ProcessGroup | None
+    folder: Path, state: dict[str, Tensor], manifest: CheckpointManifest, keep: int, group: dist.ProcessGroup | None
 ) -> Path:
     """Called by every rank with the same state. Returns the folder of the finished checkpoint."""
     final = folder / checkpoint_name(manifest.step)
-    partial = final.with_name(final.name + PARTIAL)
-    leads = group is None or dist.get_rank(group) == 0
+    partial = final.with_name(final.name + PARTIAL_SUFFIX)
+    is_rank_zero = group is None or dist.get_rank(group) == 0
     size = sum(t.nbytes for t in state.values())
-    with _told_as_save_error(final, size):
-        if leads:
+    with _convert_to_save_error(final, size):
+        if is_rank_zero:
             _clear(folder, partial)
         if group is not None:
             dist.barrier(group)  # nobody writes into a folder that is still being cleared
@@ -38,31 +38,31 @@ def save_checkpoint(
                 # Without a process group DCP says that it assumes one process, which is the case.
                 warnings.filterwarnings("ignore", message=".*torch.distributed is.*")
                 save(state, checkpoint_id=str(partial), process_group=group, no_dist=group is None)
-            if leads:
+            if is_rank_zero:
                 manifest.write(partial)
-                _finish(partial, final)
+                _commit(partial, final)
         except BaseException:
-            if leads:
+            if is_rank_zero:
                 shutil.rmtree(partial, ignore_errors=True)  # room for whatever else must be written
             raise
-    if leads:
+    if is_rank_zero:
         _delete_old(folder, keep)
     return final
 
 
 def _clear(folder: Path, partial: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for remains in folder.glob(f"*{PARTIAL}"):
-        shutil.rmtree(remains)
+    for leftover in folder.glob(f"*{PARTIAL_SUFFIX}"):
+        shutil.rmtree(leftover)
     partial.mkdir()
 
 
-def _finish(partial: Path, final: Path) -> None:
+def _commit(partial: Path, final: Path) -> None:
     """Flush the manifest and the names to disk, then give the checkpoint its name in one stroke."""
     _flush(partial / "manifest.json")
     _flush(partial)
     if final.exists():  # a step that was saved before, e.g. at the end of a run that is then extended
-        old = final.with_name(f"{final.name}.old{PARTIAL}")
+        old = final.with_name(f"{final.name}.old{PARTIAL_SUFFIX}")
         final.rename(old)
         shutil.rmtree(old)
     partial.rename(final)
@@ -78,14 +78,14 @@ def _flush(path: Path) -> None:
 
 
 def _delete_old(folder: Path, keep: int) -> None:
-    for _, old in whole_checkpoints(folder)[:-keep]:
-        doomed = old.with_name(old.name + PARTIAL)  # half deleted, it must not look whole
+    for _, old in complete_checkpoints(folder)[:-keep]:
+        doomed = old.with_name(old.name + PARTIAL_SUFFIX)  # half deleted, it must not look whole
         old.rename(doomed)
         shutil.rmtree(doomed)
 
 
 @contextmanager
-def _told_as_save_error(final: Path, size: int) -> Iterator[None]:
+def _convert_to_save_error(final: Path, size: int) -> Iterator[None]:
     """Whatever the operating system refuses becomes one sentence."""
     try:
         yield

@@ -120,7 +120,7 @@ def draw(
     """Who sends which chunk to whom in each step, and what each rank then holds."""
     from motet.cli.amounts import one_program
     from motet.collectives.draw.frames import program_text
-    from motet.monitor.console import console
+    from motet.monitor.console import stdout_console
 
     check_writable(svg, html)
     program = one_program(words, ranks, 4)
@@ -130,9 +130,9 @@ def draw(
             if not json:
                 say(f"{path} is written")
     if json:
-        console().out(program.to_json(), end="", highlight=False)
+        stdout_console().out(program.to_json(), end="", highlight=False)
     elif svg is None and html is None:
-        console().print(marked(program_text(program)), soft_wrap=True)
+        stdout_console().print(marked(program_text(program)), soft_wrap=True)
 
 
 def _svg(program: Program) -> str:
@@ -184,10 +184,10 @@ def _writing(path: Path) -> Iterator[None]:
 
 def say(*lines: str) -> None:
     """Print lines as they are, however wide the terminal is: columns stay under each other."""
-    from motet.monitor.console import console
+    from motet.monitor.console import stdout_console
 
     for line in lines:
-        console().print(line, highlight=False, soft_wrap=True)
+        stdout_console().print(line, highlight=False, soft_wrap=True)
 
 
 def marked(text: str) -> Any:

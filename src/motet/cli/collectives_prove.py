@@ -47,7 +47,7 @@ def prove(
     from motet.cli.collectives import say
     from motet.cli.progress import shown_progress
     from motet.core.errors import InputError, MotetError
-    from motet.monitor.console import console, print_json
+    from motet.monitor.console import print_json, stdout_console
 
     if words and everything:
         raise InputError(f"--all beside {words[0]!r}: --all proves every collective; leave one of the two out")
@@ -63,7 +63,7 @@ def prove(
     else:
         say(*_told(proven, planted), *remarks, *(row["message"] for row in rows[1:]))
         if first:
-            console().print(_drawn(first), soft_wrap=True)
+            stdout_console().print(_drawn(first), soft_wrap=True)
     if first:
         raise first.error
     if planted["missed"]:

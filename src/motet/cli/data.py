@@ -33,7 +33,7 @@ def build(
     """Turn text into tokens. The same command continues a build that was broken off."""
     from motet.cli.progress import shown_progress
     from motet.data.corpus.prepare import build_corpus_folder
-    from motet.monitor.console import console, print_json
+    from motet.monitor.console import print_json, stdout_console
 
     fields, settings = _settings(source, options or [], tokenizer, workers)
     with shown_progress() as progress:
@@ -41,7 +41,7 @@ def build(
     if json:
         print_json(manifest.to_json())
     else:
-        console().print(f"{out}: {manifest.summary}")
+        stdout_console().print(f"{out}: {manifest.summary}")
 
 
 @app.command()
@@ -54,7 +54,7 @@ def show(
     from motet.core.errors import InputError
     from motet.data.corpus.prepare import load_corpus_tokenizer
     from motet.data.corpus.token_store import find_damage, open_built_corpus, read_corpus_manifest
-    from motet.monitor.console import console, print_json
+    from motet.monitor.console import print_json, stdout_console
 
     manifest = read_corpus_manifest(folder)
     if problem := find_damage(folder, manifest, checksums=verify):
@@ -65,7 +65,7 @@ def show(
     if json:
         print_json({**manifest.to_json(), "sample": sample})
         return
-    screen = console()
+    screen = stdout_console()
     shown: dict[str, Any] = {**manifest.to_json(), "shards": len(manifest.shards)}
     for name, value in shown.items():
         screen.print(f"{name:>12}  {value}", highlight=False)

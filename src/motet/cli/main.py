@@ -50,10 +50,10 @@ def main() -> None:
         app()
     except MotetError as error:
         from motet.cli.environment import read_environment
-        from motet.monitor.console import errors
+        from motet.monitor.console import stderr_console
 
         # Of many ranks with the same complaint, one on each machine tells it.
         environment = read_environment()
         if environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", "0")) == "0":
-            errors().print(f"motet: {error}", highlight=False)
+            stderr_console().print(f"motet: {error}", highlight=False)
         sys.exit(error.exit_code)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from motet.monitor.console import errors
+from motet.monitor.console import stderr_console
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -15,7 +15,7 @@ def shown_progress() -> Iterator[Callable[[str, int, int], None]]:
     """Hands out `(what, done, total)`; the bars vanish at the end."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    screen = errors()
+    screen = stderr_console()
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     parts: dict[str, TaskID] = {}
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bars:

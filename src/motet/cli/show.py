@@ -47,15 +47,15 @@ def model(
 ) -> None:
     """Parameters, FLOPs and saved activations of each block of a model."""
     from motet.models.spec.model_spec import spec_from_settings
-    from motet.monitor.console import console, print_json
+    from motet.monitor.console import print_json, stdout_console
 
     job = _job(source, overrides or [], sequence_length)
     found = {"source": source, **_sizes(job, spec_from_settings(job.model), attention)}
     if json:
         print_json(found)
     else:
-        console().print(_table(found))
-        console().print(_sentence(found))
+        stdout_console().print(_table(found))
+        stdout_console().print(_sentence(found))
 
 
 def _job(source: str, overrides: list[str], sequence_length: int | None) -> Job:

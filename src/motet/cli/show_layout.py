@@ -27,7 +27,7 @@ def layout(
 ) -> None:
     """Who keeps, sums and gathers what in a layout, and a proof that every element and row counts once."""
     from motet.core.errors import InputError
-    from motet.monitor.console import console, print_json
+    from motet.monitor.console import print_json, stdout_console
     from motet.parallel.step_plan.check import prove_collective_programs, prove_step_plan
     from motet.train.job import load_job
     from motet.train.preflight import check_job
@@ -48,8 +48,8 @@ def layout(
     if json:
         print_json(answer)
         return
-    console().print(_table(answer))
-    console().print(_sentences(answer), highlight=False)
+    stdout_console().print(_table(answer))
+    stdout_console().print(_sentences(answer), highlight=False)
 
 
 def _plan(job: Job, made: Layout) -> StepPlan:

@@ -33,7 +33,7 @@ def step(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """What waits for what in a step: gradients, messages, updates, and the next forward."""
-    from motet.monitor.console import console, print_json
+    from motet.monitor.console import print_json, stdout_console
     from motet.parallel.step_plan import draw
     from motet.train.job import load_job
     from motet.train.preflight import check_job
@@ -51,7 +51,7 @@ def step(
     elif svg is not None:
         say(f"{svg} is written")
     else:
-        console().print(f"{title}; {note}\n\n{draw.draw_text(nodes, times)}", markup=False, highlight=False)
+        stdout_console().print(f"{title}; {note}\n\n{draw.draw_text(nodes, times)}", markup=False, highlight=False)
 
 
 def timed(

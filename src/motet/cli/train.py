@@ -86,7 +86,7 @@ def _train(request: "Request", ranks: int | None, json: bool) -> int:
     from motet.cli.environment import read_environment
     from motet.cli.progress import shown_progress
     from motet.core.errors import InputError
-    from motet.monitor.console import errors
+    from motet.monitor.console import stderr_console
     from motet.parallel.process.launch_environment import read_rank_environment
     from motet.train.faults import STOPPED
     from motet.train.start import Outside, join, supervise
@@ -95,7 +95,7 @@ def _train(request: "Request", ranks: int | None, json: bool) -> int:
     place = read_rank_environment(environment)
 
     def tell(text: str) -> None:
-        errors().print(text, highlight=False)
+        stderr_console().print(text, highlight=False)
 
     if place is None:
         outside = Outside(environment, tell, shown_progress, STDERR if json else None)
@@ -117,7 +117,7 @@ def _join(request: "Request", desk: str) -> int:
     from motet.cli.environment import read_environment
     from motet.cli.progress import shown_progress
     from motet.core.errors import InputError
-    from motet.monitor.console import errors
+    from motet.monitor.console import stderr_console
     from motet.parallel.process.launch_environment import read_rank_environment
     from motet.train.start import Outside, join_run
 
@@ -126,7 +126,7 @@ def _join(request: "Request", desk: str) -> int:
         raise InputError("--join starts workers of its own; give their number with --ranks, without torchrun or srun")
 
     def tell(text: str) -> None:
-        errors().print(text, highlight=False)
+        stderr_console().print(text, highlight=False)
 
     ended = join_run(request, desk, Outside(environment, tell, shown_progress))
     for text in (ended.message, ended.traceback):
@@ -138,12 +138,12 @@ def _join(request: "Request", desk: str) -> int:
 def _tell_end(path: Path, ended: "Ended", json: bool) -> int:
     """The one message about a run that did not come to its end, and the summary when JSON is asked for."""
     from motet.core.errors import InputError
-    from motet.monitor.console import errors, print_json
+    from motet.monitor.console import print_json, stderr_console
     from motet.monitor.summary import SUMMARY_FILE, read_summary
     from motet.train.folder import newest_step
 
     summary = read_summary(path) if (path / SUMMARY_FILE).is_file() else None
-    screen = errors()
+    screen = stderr_console()
     screen.show_cursor(True)  # a rank that was killed in the midst of drawing left it hidden
     if ended.message:
         screen.print(ended.message, highlight=False)
@@ -159,22 +159,26 @@ def _tell_end(path: Path, ended: "Ended", json: bool) -> int:
 
 def _tell_record(record: "Record", place: "RankEnvironment") -> int:
     """What one rank among those of a launcher says at its end: all, one line, or nothing."""
-    from motet.monitor.console import errors
+    from motet.monitor.console import stderr_console
     from motet.train.rank import leave_now
 
     who = f"rank {place.rank} of {place.world}"
     if record.secondary:
-        errors().print(f"{who} ends because another rank did: {record.sentence.splitlines()[0]}", highlight=False)
+        stderr_console().print(
+            f"{who} ends because another rank did: {record.sentence.splitlines()[0]}", highlight=False
+        )
         time.sleep(CAUSE_SPEAKS_S)
     elif record.sentence:
-        errors().print("\n".join(filter(None, [f"{who} failed: {record.sentence}", record.traceback])), highlight=False)
+        stderr_console().print(
+            "\n".join(filter(None, [f"{who} failed: {record.sentence}", record.traceback])), highlight=False
+        )
     if record.sentence:
         leave_now(record.exit_code)
     return record.exit_code
 
 
 def _list_jobs(json: bool) -> None:
-    from motet.monitor.console import console, print_json
+    from motet.monitor.console import print_json, stdout_console
     from motet.train.job import builtin_jobs
 
     about = {name: _first_sentence(text) for name, text in builtin_jobs().items()}
@@ -183,7 +187,7 @@ def _list_jobs(json: bool) -> None:
         return
     width = max(map(len, about))
     for name, text in about.items():
-        console().print(f"{name:{width}}  {text}", highlight=False)
+        stdout_console().print(f"{name:{width}}  {text}", highlight=False)
 
 
 def _first_sentence(text: str) -> str:
@@ -194,11 +198,11 @@ def _first_sentence(text: str) -> str:
 
 
 def _print_job(job: "Job", json: bool) -> None:
-    from motet.monitor.console import console, print_json
+    from motet.monitor.console import print_json, stdout_console
     from motet.train.folder import job_tree
     from motet.train.toml import to_toml
 
     if json:
         print_json(job_tree(job))
     else:
-        console().out(to_toml(job_tree(job)), end="", highlight=False)
+        stdout_console().out(to_toml(job_tree(job)), end="", highlight=False)

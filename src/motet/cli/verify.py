@@ -54,7 +54,7 @@ def verify(
 def _verified(job: Job, layouts: list[str], json: bool) -> int:
     """Returns the exit code."""
     from motet.cli.environment import read_environment
-    from motet.monitor.console import console, errors, print_json
+    from motet.monitor.console import print_json, stderr_console, stdout_console
     from motet.train.faults import STOPPED
     from motet.verify.verdict import Verdict, exit_code_of
     from motet.verify.verify import subjects_of
@@ -64,7 +64,7 @@ def _verified(job: Job, layouts: list[str], json: bool) -> int:
 
     def show(verdict: Verdict) -> None:
         verdicts.append(verdict)
-        (errors() if json else console()).print(str(verdict), highlight=False, soft_wrap=True)
+        (stderr_console() if json else stdout_console()).print(str(verdict), highlight=False, soft_wrap=True)
 
     try:
         with redirect_stdout(sys.stderr) if json else nullcontext(), _ends_alike():
@@ -80,9 +80,9 @@ def _verified(job: Job, layouts: list[str], json: bool) -> int:
 
 
 def _tell(text: str) -> None:
-    from motet.monitor.console import errors
+    from motet.monitor.console import stderr_console
 
-    errors().print(text, highlight=False)
+    stderr_console().print(text, highlight=False)
 
 
 @contextmanager

@@ -9,12 +9,12 @@ from motet.monitor.events import (
     EvaluationDone,
     Event,
     ProfileSaved,
-    RanksCompared,
+    ReplicaCheckDone,
     RunEnded,
     RunStarted,
-    SampleText,
     StepDone,
-    Warned,
+    TextSampled,
+    WarningIssued,
 )
 
 
@@ -32,13 +32,13 @@ class Callback:
                 self.on_evaluation(event)
             case CheckpointSaved():
                 self.on_checkpoint(event)
-            case SampleText():
+            case TextSampled():
                 self.on_sample(event)
-            case RanksCompared():
-                self.on_comparison(event)
+            case ReplicaCheckDone():
+                self.on_replica_check(event)
             case ProfileSaved():
                 self.on_profile(event)
-            case Warned():
+            case WarningIssued():
                 self.on_warning(event)
             case RunEnded():
                 self.on_end(event)
@@ -52,13 +52,13 @@ class Callback:
 
     def on_checkpoint(self, event: CheckpointSaved) -> None: ...
 
-    def on_sample(self, event: SampleText) -> None: ...
+    def on_sample(self, event: TextSampled) -> None: ...
 
-    def on_comparison(self, event: RanksCompared) -> None: ...
+    def on_replica_check(self, event: ReplicaCheckDone) -> None: ...
 
     def on_profile(self, event: ProfileSaved) -> None: ...
 
-    def on_warning(self, event: Warned) -> None: ...
+    def on_warning(self, event: WarningIssued) -> None: ...
 
     def on_end(self, event: RunEnded) -> None: ...
 

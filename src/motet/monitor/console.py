@@ -26,83 +26,83 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-_CLOSED_PIPE = 141
+_CLOSED_PIPE_EXIT_CODE = 141
 
 
-def console() -> Console:
+def stdout_console() -> Console:
     """The console on stdout."""
     if sys.stdout is None:
         raise CheckpointSaveError("cannot print: standard output is closed; send it to a file, or to /dev/null")
-    return _console(_lenient(sys.stdout).isatty(), False)
+    return _make_console(_replace_unencodable(sys.stdout).isatty(), False)
 
 
-def errors() -> Console:
+def stderr_console() -> Console:
     """The console on stderr."""
-    return _console(sys.stderr is not None and _lenient(sys.stderr).isatty(), True)
+    return _make_console(sys.stderr is not None and _replace_unencodable(sys.stderr).isatty(), True)
 
 
 def print_json(value: object) -> None:
     """One JSON document on stdout, the same bytes on a terminal and in a pipe."""
-    console().out(json.dumps(finite(value), indent=2, allow_nan=False), highlight=False)
+    stdout_console().out(json.dumps(encode_nonfinite_floats(value), indent=2, allow_nan=False), highlight=False)
 
 
-def finite(value: Any) -> Any:
+def encode_nonfinite_floats(value: Any) -> Any:
     """`value` where a float that JSON cannot hold is text that `float` reads back: NaN, Infinity, -Infinity."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: encode_nonfinite_floats(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
+        return [encode_nonfinite_floats(item) for item in value]
     return value
 
 
 @functools.cache
-def _console(terminal: bool, stderr: bool) -> Console:
+def _make_console(terminal: bool, stderr: bool) -> Console:
     # rich asks for sys.stdout anew at each print, so a redirected stream is followed. In a pipe nothing is wrapped:
     # a path or a number that is cut at column 80 could not be searched for.
     from rich.console import Console
 
-    class Told(Console):
+    class BrokenPipeSafeConsole(Console):
         """What cannot be printed is told in one sentence."""
 
         def print(self, *args: Any, **options: Any) -> None:
-            with _told(self.stderr):
+            with _convert_print_errors(self.stderr):
                 super().print(*args, **options)
 
         def out(self, *args: Any, **options: Any) -> None:
-            with _told(self.stderr):
+            with _convert_print_errors(self.stderr):
                 super().out(*args, **options)
 
         def on_broken_pipe(self) -> None:
-            _give_up(self.stderr)
-            raise SystemExit(_CLOSED_PIPE)
+            _redirect_to_devnull(self.stderr)
+            raise SystemExit(_CLOSED_PIPE_EXIT_CODE)
 
-    return Told(stderr=stderr, soft_wrap=not terminal, markup=False, emoji=False)
+    return BrokenPipeSafeConsole(stderr=stderr, soft_wrap=not terminal, markup=False, emoji=False)
 
 
-def _lenient(stream: TextIO) -> TextIO:
+def _replace_unencodable(stream: TextIO) -> TextIO:
     if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
         stream.reconfigure(errors="backslashreplace")
     return stream
 
 
 @contextmanager
-def _told(stderr: bool) -> Iterator[None]:
+def _convert_print_errors(stderr: bool) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        _give_up(stderr)
+        _redirect_to_devnull(stderr)
         if not stderr:
             raise CheckpointSaveError(
                 f"cannot print: {error.strerror}; free some space, or send it elsewhere"
             ) from None
 
 
-def _give_up(stderr: bool) -> None:
+def _redirect_to_devnull(stderr: bool) -> None:
     """Python would try to write what is left at its end, and rich at the next print."""
-    _console.cache_clear()
+    _make_console.cache_clear()
     with suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, (sys.stderr if stderr else sys.stdout).fileno())
-        os.close(nowhere)
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, (sys.stderr if stderr else sys.stdout).fileno())
+        os.close(devnull)

@@ -19,7 +19,7 @@ from motet.core.trace import TraceSpan
 EVENTS_FILE = "events.jsonl"
 
 
-class _Event(BaseModel):
+class _RunEventBase(BaseModel):
     """What every event has."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings", use_attribute_docstrings=True)
@@ -32,7 +32,7 @@ class _Event(BaseModel):
         return self.model_dump_json()
 
 
-class RunStarted(_Event):
+class RunStarted(_RunEventBase):
     """An attempt at the run begins; after it was resumed, a further one."""
 
     event: Literal["run_started"] = "run_started"
@@ -53,18 +53,18 @@ class RunStarted(_Event):
     """The step at which the run is finished."""
     resumed_from: str | None = None
     """The checkpoint, as a path within the run folder."""
-    outcomes: int | None = None
+    num_classes: int | None = None
     """What each target is one of: the vocabulary, or the classes. A model that knows nothing has loss ln(outcomes)."""
 
 
-class ServerWork(BaseModel):
+class ParameterServerStepStats(BaseModel):
     """What a parameter server did in a step."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    staleness: tuple[int, ...]
+    staleness_histogram: tuple[int, ...]
     """How many shares were computed with parameters that lacked 0, 1, 2 and so on of the updates before theirs."""
-    behind: tuple[int, ...]
+    steps_behind_histogram: tuple[int, ...]
     """How many shares were computed with all of the steps before theirs, all but the last one, and so on: it is this
     that `layout.server.staleness` bounds."""
     workers: int
@@ -76,7 +76,7 @@ class ServerWork(BaseModel):
     """In the queues of the servers, when they told last."""
 
 
-class StepDone(_Event):
+class StepDone(_RunEventBase):
     """A step of the optimizer is done."""
 
     event: Literal["step_done"] = "step_done"
@@ -96,7 +96,7 @@ class StepDone(_Event):
     step_time_s: float
     tokens_per_s: float
     """By all ranks together."""
-    flops_share: float | None = None
+    mfu: float | None = None
     """The model's arithmetic as a share of what the devices could do at their peak; 1 is all of it."""
     memory_bytes: int
     """The most that rank 0 has held so far: allocated on a CUDA device, resident on the CPU."""
@@ -104,13 +104,13 @@ class StepDone(_Event):
     """Passes over the training split so far."""
     spans: tuple[TraceSpan, ...] = ()
     """What rank 0 did since the step before was told, in order of start."""
-    server: ServerWork | None = None
+    server: ParameterServerStepStats | None = None
     """Of a run with a parameter server."""
     counters: dict[str, float] = Field(default_factory=dict)
     """What rank 0 counted meanwhile, such as bytes sent."""
 
 
-class EvaluationDone(_Event):
+class EvaluationDone(_RunEventBase):
     """The model was judged on text that it is not trained on."""
 
     event: Literal["evaluation_done"] = "evaluation_done"
@@ -125,7 +125,7 @@ class EvaluationDone(_Event):
     """Share of the targets that the model puts first."""
 
 
-class CheckpointSaved(_Event):
+class CheckpointSaved(_RunEventBase):
     """A whole checkpoint is on disk."""
 
     event: Literal["checkpoint_saved"] = "checkpoint_saved"
@@ -136,7 +136,7 @@ class CheckpointSaved(_Event):
     duration_s: float
 
 
-class SampleText(_Event):
+class TextSampled(_RunEventBase):
     """Text that the model wrote."""
 
     event: Literal["sample_text"] = "sample_text"
@@ -145,7 +145,7 @@ class SampleText(_Event):
     text: str
 
 
-class RanksCompared(_Event):
+class ReplicaCheckDone(_RunEventBase):
     """In a watched step ranks have compared what must be the same on them, or must add up."""
 
     event: Literal["ranks_compared"] = "ranks_compared"
@@ -155,12 +155,12 @@ class RanksCompared(_Event):
     same_machines: bool
     """All compute with the same device, threads and torch. If not, losses are not compared, as their last bits may
     differ."""
-    broken: tuple[str, ...]
+    violations: tuple[str, ...]
     """What does not hold, and what it may mean; empty when all holds."""
     duration_s: float
 
 
-class ProfileSaved(_Event):
+class ProfileSaved(_RunEventBase):
     """The window of torch.profiler is on disk."""
 
     event: Literal["profile_saved"] = "profile_saved"
@@ -170,21 +170,21 @@ class ProfileSaved(_Event):
     """Within the run folder; chrome://tracing and ui.perfetto.dev open it."""
 
 
-class Warned(_Event):
+class WarningIssued(_RunEventBase):
     """Something that a person should know, and that does not end the run."""
 
     event: Literal["warned"] = "warned"
     text: str
 
 
-Reason = Literal["finished", "stopped", "diverged", "disagreed", "save_failed", "failed"]
+RunEndReason = Literal["finished", "stopped", "diverged", "disagreed", "save_failed", "failed"]
 
 
-class RunEnded(_Event):
+class RunEnded(_RunEventBase):
     """The attempt ends. When it is missing, the attempt was killed or is still running."""
 
     event: Literal["run_ended"] = "run_ended"
-    reason: Reason
+    reason: RunEndReason
     """`finished` alone means that the run reached its last step; `stopped` is Ctrl-C or SIGTERM, `disagreed` what
     `monitor.watch_every` has found."""
     steps: int
@@ -198,18 +198,18 @@ Event = (
     | StepDone
     | EvaluationDone
     | CheckpointSaved
-    | SampleText
-    | RanksCompared
+    | TextSampled
+    | ReplicaCheckDone
     | ProfileSaved
-    | Warned
+    | WarningIssued
     | RunEnded
 )
-_ADAPTER: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
+_EVENT_ADAPTER: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
 
 
 def parse_event(line: str | bytes) -> Event:
     """The event of one line of `events.jsonl`; a ValueError when it is none."""
-    return _ADAPTER.validate_json(line)
+    return _EVENT_ADAPTER.validate_json(line)
 
 
 def read_events(path: Path) -> list[Event]:

@@ -7,51 +7,51 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from motet.core import trace
-from motet.monitor.events import ProfileSaved, Warned
+from motet.monitor.events import ProfileSaved, WarningIssued
 
 
-class Profiler:
+class TorchProfilerWindow:
     """Records the steps from `first_step` on, `steps` of them or as many as there are."""
 
     def __init__(self, folder: Path, first_step: int, steps: int) -> None:
         self._folder = folder
-        self._first = first_step
-        self._end = first_step + steps
-        self._at = 0
-        self._begun: int | None = None
+        self._first_step = first_step
+        self._end_step = first_step + steps
+        self._current_step = 0
+        self._window_start: int | None = None
         self._profile: profile | None = None
-        self._open = ExitStack()
+        self._exit_stack = ExitStack()
 
     def step(self, step: int) -> ProfileSaved | None:
         """Step `step` is about to begin: opens the window, or closes it and says so."""
-        self._at = step
-        if self._profile is not None and step >= self._end:
+        self._current_step = step
+        if self._profile is not None and step >= self._end_step:
             return self._save()
-        if self._profile is None and self._begun is None and self._first <= step < self._end:
-            self._begun = step
+        if self._profile is None and self._window_start is None and self._first_step <= step < self._end_step:
+            self._window_start = step
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():
                 activities.append(ProfilerActivity.CUDA)
-            self._profile = self._open.enter_context(profile(activities=activities))
-            self._open.enter_context(trace.profiler_ranges(record_function))
+            self._profile = self._exit_stack.enter_context(profile(activities=activities))
+            self._exit_stack.enter_context(trace.profiler_ranges(record_function))
         return None
 
-    def close(self) -> ProfileSaved | Warned | None:
+    def close(self) -> ProfileSaved | WarningIssued | None:
         """The run is over: saves a window that is still open, or tells that none was."""
         if self._profile is not None:
             return self._save()
-        if self._begun is None:
-            return Warned(
-                text=f"nothing was profiled: monitor.profile_from = {self._first}, and no step from there to "
-                f"{self._end - 1} was done; choose a step that is still to come"
+        if self._window_start is None:
+            return WarningIssued(
+                text=f"nothing was profiled: monitor.profile_from = {self._first_step}, and no step from there to "
+                f"{self._end_step - 1} was done; choose a step that is still to come"
             )
         return None
 
     def _save(self) -> ProfileSaved:
-        assert self._profile is not None and self._begun is not None
+        assert self._profile is not None and self._window_start is not None
         recorded, self._profile = self._profile, None
-        self._open.close()
-        last = self._at - 1
-        path = self._folder / f"profile-steps-{self._begun}-{last}.json"
+        self._exit_stack.close()
+        last = self._current_step - 1
+        path = self._folder / f"profile-steps-{self._window_start}-{last}.json"
         recorded.export_chrome_trace(str(path))
-        return ProfileSaved(first_step=self._begun, last_step=last, path=path.name)
+        return ProfileSaved(first_step=self._window_start, last_step=last, path=path.name)

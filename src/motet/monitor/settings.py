@@ -18,9 +18,9 @@ class MonitorSettings(FrozenSettings):
     wandb: Literal["off", "online", "offline"] = "off"
     """Weights & Biases; `offline` needs no network, and `wandb sync` sends it later."""
     wandb_project: str = "motet"
-    watch_every: Annotated[int, Field(ge=1)] | None = None
+    replica_check_every: Annotated[int, Field(ge=1)] | None = None
     """Steps between two in which ranks compare what must be the same on them or must add up; never when not given."""
-    watch: Literal["stop", "warn"] = "stop"
+    replica_check_action: Literal["stop", "warn"] = "stop"
     """What to do when it does not hold: end the run with a sentence, or warn and go on."""
     profile_from: Annotated[int, Field(ge=1)] | None = None
     """First step of a torch.profiler window; the trace is written to the run folder."""

@@ -18,8 +18,8 @@ from motet.core.errors import CheckpointSaveError, InputError
 from motet.monitor.events import (
     EvaluationDone,
     Event,
-    Reason,
     RunEnded,
+    RunEndReason,
     RunStarted,
     StepDone,
     effective_events,
@@ -28,7 +28,7 @@ from motet.monitor.events import (
 SUMMARY_FILE = "summary.json"
 
 
-class Evaluation(BaseModel):
+class EvaluationSummary(BaseModel):
     """The last evaluation on one split."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
@@ -40,7 +40,7 @@ class Evaluation(BaseModel):
     accuracy: float | None
 
 
-class Summary(BaseModel):
+class RunSummary(BaseModel):
     """The outcome of a run over all its attempts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings", use_attribute_docstrings=True)
@@ -48,7 +48,7 @@ class Summary(BaseModel):
     name: str
     finished: bool
     """The last step was reached."""
-    exit_reason: Reason | Literal["running"]
+    exit_reason: RunEndReason | Literal["running"]
     message: str
     steps: int
     last_step: int
@@ -61,18 +61,18 @@ class Summary(BaseModel):
     """Read by the model. A step that no event tells of counts as many as the next one that is told."""
     tokens_per_s: float | None
     """Median over the steps."""
-    flops_share: float | None
+    mfu: float | None
     """Median over the steps."""
     ranks: int
     parameters: int
     peak_bytes: int | None
     """The most that rank 0 held."""
     attempts: int
-    evaluations: dict[str, Evaluation]
+    evaluations: dict[str, EvaluationSummary]
     """By split."""
 
 
-def summarize(events: Iterable[Event]) -> Summary:
+def summarize(events: Iterable[Event]) -> RunSummary:
     """The outcome that these events tell of. They begin with a `RunStarted`."""
     run = effective_events(events)
     starts = [event for event in run if isinstance(event, RunStarted)]
@@ -83,33 +83,33 @@ def summarize(events: Iterable[Event]) -> Summary:
     last = next(event for event in reversed(run) if isinstance(event, RunStarted | RunEnded))
     end = last if isinstance(last, RunEnded) else None
     reason = end.reason if end else "running"
-    told = steps[-1].step if steps else start.first_step - 1
-    return Summary(
+    last_reported_step = steps[-1].step if steps else start.first_step - 1
+    return RunSummary(
         name=start.name,
         finished=reason == "finished",
         exit_reason=reason,
         message=end.message if end else "",
-        steps=end.steps if end else told,
+        steps=end.steps if end else last_reported_step,
         last_step=start.last_step,
         first_loss=steps[0].loss if steps and steps[0].step == 1 else None,
         final_loss=steps[-1].loss if steps else None,
-        uniform_loss=math.log(start.outcomes) if start.outcomes else None,
-        tokens=_tokens(steps),
+        uniform_loss=math.log(start.num_classes) if start.num_classes else None,
+        tokens=_count_tokens(steps),
         tokens_per_s=_median(step.tokens_per_s for step in steps),
-        flops_share=_median(step.flops_share for step in steps),
+        mfu=_median(step.mfu for step in steps),
         ranks=start.ranks,
         parameters=start.parameters,
         peak_bytes=max((step.memory_bytes for step in steps), default=None),
         attempts=len(starts),
         evaluations={
-            event.split: Evaluation(**event.model_dump(include=set(Evaluation.model_fields)))
+            event.split: EvaluationSummary(**event.model_dump(include=set(EvaluationSummary.model_fields)))
             for event in run
             if isinstance(event, EvaluationDone)
         },
     )
 
 
-def write_summary(summary: Summary, folder: Path) -> None:
+def write_summary(summary: RunSummary, folder: Path) -> None:
     """Replace `summary.json` in one go, or raise and leave the old one whole."""
     path = folder / SUMMARY_FILE
     partial = path.with_name(f".{path.name}.partial")
@@ -126,20 +126,22 @@ def write_summary(summary: Summary, folder: Path) -> None:
         ) from error
 
 
-def read_summary(folder: Path) -> Summary:
+def read_summary(folder: Path) -> RunSummary:
     """The summary of a run folder."""
     path = folder / SUMMARY_FILE
     try:
-        return Summary.model_validate_json(path.read_bytes())
+        return RunSummary.model_validate_json(path.read_bytes())
     except (OSError, ValueError) as error:
-        what: object = error
+        reason: object = error
         if isinstance(error, ValidationError):
             detail = error.errors(include_url=False)[0]
-            what = ": ".join([*map(str, detail["loc"]), detail["msg"]])
-        raise InputError(f"{path} is not the summary of a run ({what}); remove it, for a run writes it anew") from None
+            reason = ": ".join([*map(str, detail["loc"]), detail["msg"]])
+        raise InputError(
+            f"{path} is not the summary of a run ({reason}); remove it, for a run writes it anew"
+        ) from None
 
 
-def _tokens(steps: list[StepDone]) -> int:
+def _count_tokens(steps: list[StepDone]) -> int:
     if not steps:
         return 0
     first = steps[0].tokens * steps[0].step

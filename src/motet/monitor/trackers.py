@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from motet.core.errors import InputError
 from motet.monitor.callback import Callback
-from motet.monitor.events import EvaluationDone, RunStarted, SampleText, StepDone
+from motet.monitor.events import EvaluationDone, RunStarted, StepDone, TextSampled
 
 _STEP_SCALARS = {
     "train/loss": "loss",
@@ -26,13 +26,13 @@ class TensorBoardSink(Callback):
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._open = SummaryWriter
+        self._make_writer = SummaryWriter
         self._folder = folder / "tensorboard"
         self._writer: SummaryWriter | None = None
 
     def on_start(self, event: RunStarted) -> None:
         purge = event.first_step if event.first_step > 1 else None
-        self._writer = self._open(str(self._folder), purge_step=purge, flush_secs=10)
+        self._writer = self._make_writer(str(self._folder), purge_step=purge, flush_secs=10)
 
     def on_step(self, event: StepDone) -> None:
         self._add(step_scalars(event), event)
@@ -40,7 +40,7 @@ class TensorBoardSink(Callback):
     def on_evaluation(self, event: EvaluationDone) -> None:
         self._add(evaluation_scalars(event), event)
 
-    def on_sample(self, event: SampleText) -> None:
+    def on_sample(self, event: TextSampled) -> None:
         assert self._writer is not None, "events begin with RunStarted"
         self._writer.add_text("sample", event.prompt + event.text, event.step, event.time)
 

@@ -14,7 +14,7 @@ class PrecisionSettings(FrozenSettings):
 
 
 @dataclass(frozen=True)
-class Recipe:
+class PrecisionRecipe:
     """Names of dtypes (core.dtypes)."""
 
     compute: str
@@ -27,8 +27,8 @@ class Recipe:
     """What the optimizer's moments are kept in."""
 
 
-RECIPES: dict[str, Recipe] = {
-    "fp64": Recipe(compute="float64", master="float64", reduce="float64", state="float64"),
-    "fp32": Recipe(compute="float32", master="float32", reduce="float32", state="float32"),
-    "bf16": Recipe(compute="bfloat16", master="float32", reduce="float32", state="float32"),
+RECIPES: dict[str, PrecisionRecipe] = {
+    "fp64": PrecisionRecipe(compute="float64", master="float64", reduce="float64", state="float64"),
+    "fp32": PrecisionRecipe(compute="float32", master="float32", reduce="float32", state="float32"),
+    "bf16": PrecisionRecipe(compute="bfloat16", master="float32", reduce="float32", state="float32"),
 }

@@ -19,16 +19,16 @@ from motet.models.build import TrainableModel, build_trainable_model
 from motet.models.generate import generate_tokens
 from motet.models.runtime_checks import DataRequirements
 from motet.monitor.callback import Callback
-from motet.monitor.events import RunStarted, SampleText, Warned
-from motet.monitor.monitor import Monitor, open_monitor
+from motet.monitor.event_dispatcher import EventDispatcher, open_event_dispatcher
+from motet.monitor.events import RunStarted, TextSampled, WarningIssued
 from motet.parallel.data_parallel.bucketed_zero import broadcast_buffers, broadcast_parameters_and_buffers
 from motet.parallel.data_parallel.fsdp import FSDP2DataParallel
 from motet.parallel.layout import Layout
 from motet.parallel.process.launch_environment import RankEnvironment, threads_for
 from motet.parallel.process.process_group import RankGroup, pick_device, start_process_group
 from motet.parallel.process.rank_consistency import check_same_on_all_ranks, described
-from motet.precision.master import cast_frozen
-from motet.precision.promote import float64_mode
+from motet.precision.cast_frozen import cast_frozen_parameters
+from motet.precision.float64_mode import use_float64
 from motet.precision.recipe import RECIPES
 from motet.train.engine import Engine, Manner, make_updaters
 from motet.train.evaluate import Evaluation, Splits, evaluate
@@ -82,7 +82,7 @@ class Parts:
         return self.engine.updater
 
     def stepper(self, job: Job) -> Stepper:
-        rows, every = job.data.batch_sequences, job.monitor.watch_every
+        rows, every = job.data.batch_sequences, job.monitor.replica_check_every
         parts = self.model, self.data, self.engine, self.layout
         return Stepper(*parts, rows, Watch(*parts, rows, job.communication, every) if every else None)
 
@@ -105,7 +105,7 @@ def run_rank(
 
 def numerics(job: Job) -> AbstractContextManager[None]:
     """Inside it, numbers are what the job's recipe says."""
-    return float64_mode() if job.precision.recipe == "fp64" else nullcontext()
+    return use_float64() if job.precision.recipe == "fp64" else nullcontext()
 
 
 def build_model(job: Job, device: torch.device) -> tuple[BatchLoader, TrainableModel]:
@@ -128,7 +128,7 @@ def build_parts(job: Job, group: RankGroup, folder: Path) -> Parts:
     check_same_on_all_ranks(described(model.module), group)
     broadcast_parameters_and_buffers(model.module, group)
     _agree_on_data(data, group)
-    cast_frozen(model.module, recipe)
+    cast_frozen_parameters(model.module, recipe)
     manner = Manner(job.optimizer, job.communication, job.outer)
     updater, outer = make_updaters(model.module, recipe, group, layout, manner, job.data.batch_sequences)
     bits = job.run.reproducible
@@ -154,11 +154,11 @@ def _agree_on_data(data: BatchLoader, group: RankGroup) -> None:
         )
 
 
-def monitoring(job: Job, group: RankGroup, folder: Path, callbacks: Sequence[Callback]) -> Monitor:
+def monitoring(job: Job, group: RankGroup, folder: Path, callbacks: Sequence[Callback]) -> EventDispatcher:
     """Rank 0 tells; the others keep silent."""
     if group.rank != 0:
-        return Monitor([])
-    return open_monitor(job.monitor, folder, job.model_dump(mode="json"), callbacks)
+        return EventDispatcher([])
+    return open_event_dispatcher(job.monitor, folder, job.model_dump(mode="json"), callbacks)
 
 
 def restore(parts: Parts) -> Restored:
@@ -170,7 +170,7 @@ def train(
     job: Job,
     parts: Parts,
     restored: Restored,
-    monitor: Monitor,
+    monitor: EventDispatcher,
     stop: StopFlag,
     stepper: Steps | None = None,
 ) -> Outcome:
@@ -181,7 +181,7 @@ def train(
     resumed = f"checkpoints/{newest.name}" if newest else None
     monitor.on_event(_started(job, parts, this, done, resumed))
     for text in [*changes, *bfloat16_warnings(this)]:
-        monitor.on_event(Warned(text=text))
+        monitor.on_event(WarningIssued(text=text))
     progress = Progress(done, parts.steps)
     with told_to_the_end(monitor.on_event, progress):
         Loop(
@@ -210,7 +210,7 @@ def _started(job: Job, parts: Parts, this: LocalDevice, done: int, resumed_from:
         first_step=done + 1,
         last_step=parts.steps,
         resumed_from=resumed_from,
-        outcomes=parts.model.num_classes,
+        num_classes=parts.model.num_classes,
     )
 
 
@@ -234,7 +234,7 @@ def evaluate_split(job: Job, parts: Parts, split: str, data: Splits | None = Non
         return evaluate(parts.model, data or parts.data, split, job.monitor.evaluate_batches, shares)
 
 
-def _sample(job: Job, parts: Parts, done: int, monitor: Monitor) -> None:
+def _sample(job: Job, parts: Parts, done: int, monitor: EventDispatcher) -> None:
     """Text from the trained model, where it can write any. All ranks write, since each may have a part of the model."""
     if not job.monitor.sample_tokens or not parts.model.is_autoregressive:
         return
@@ -245,4 +245,4 @@ def _sample(job: Job, parts: Parts, done: int, monitor: Monitor) -> None:
         written = generate_tokens(
             parts.model, prompt, monitored.sample_tokens, job.run.seed, monitored.sample_temperature
         )
-    monitor.on_event(SampleText(step=done, prompt=job.monitor.sample_prompt, text=tokenizer.decode(written)))
+    monitor.on_event(TextSampled(step=done, prompt=job.monitor.sample_prompt, text=tokenizer.decode(written)))

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from motet.core.errors import CheckpointSaveError, InputError, NumericalMismatchError, TrainingDivergedError
-from motet.monitor.events import EVENTS_FILE, Event, Reason, RunEnded, StepDone, parse_event, read_events
-from motet.monitor.record import JsonlSink, SummarySink
+from motet.monitor.events import EVENTS_FILE, Event, RunEnded, RunEndReason, StepDone, parse_event, read_events
+from motet.monitor.run_files import JsonlSink, SummarySink
 from motet.monitor.summary import SUMMARY_FILE, summarize
 from motet.train.faults import STOPPED, STOPPED_AT_ONCE
 from motet.train.folder import JOB_FILE, LOGS, VERSIONS_FILE, replace_file
 from motet.train.launch import Ended
 
 _WRITTEN_ANEW = (JOB_FILE, VERSIONS_FILE, SUMMARY_FILE)
-_REASONS: dict[int, Reason] = {
+_REASONS: dict[int, RunEndReason] = {
     STOPPED: "stopped",
     STOPPED_AT_ONCE: "stopped",
     TrainingDivergedError.exit_code: "diverged",

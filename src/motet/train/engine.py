@@ -40,8 +40,8 @@ from motet.parallel.process.rank_consistency import check_same_on_all_ranks, des
 from motet.parallel.reproducible.exact_norm import exact_sum
 from motet.parallel.step_plan.check import check_rank_matches_plan, prove_collective_programs, prove_step_plan
 from motet.parallel.step_plan.plan import make_step_plan
-from motet.precision.master import cast_frozen
-from motet.precision.recipe import RECIPES, PrecisionSettings, Recipe
+from motet.precision.cast_frozen import cast_frozen_parameters
+from motet.precision.recipe import RECIPES, PrecisionRecipe, PrecisionSettings
 from motet.train.idle import refuse_idle
 from motet.train.optimizer import Updater, make_updater, parameters_of
 from motet.train.settings import OptimizerSettings
@@ -282,7 +282,7 @@ def parallelize(  # noqa: PLR0913  # sections of a job, by name
     check_communication(manner, resolved, independent_replicas=meeting.every is not None)
     check_same_on_all_ranks([f"precision = {precision!r}", *sections.lines(), *described(module)], group)
     broadcast_parameters_and_buffers(module, group)
-    cast_frozen(module, recipe)
+    cast_frozen_parameters(module, recipe)
     updater, outside = make_updaters(
         module, recipe, group, resolved, Manner(how, manner, meeting), group.world * settings.microbatches
     )
@@ -317,7 +317,7 @@ class Manner(NamedTuple):
 
 
 def make_updaters(
-    module: nn.Module, recipe: Recipe, group: RankGroup, layout: Layout, manner: Manner, batch_sequences: int
+    module: nn.Module, recipe: PrecisionRecipe, group: RankGroup, layout: Layout, manner: Manner, batch_sequences: int
 ) -> tuple[Updater, OuterOptimizer | None]:
     """Spread the trainable parameters, over all ranks or over those of each replica that trains apart.
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from motet.checkpoint.manifest import whole_checkpoints
+from motet.checkpoint.manifest import complete_checkpoints
 from motet.core.errors import InputError
 from motet.train.idle import drop_idle
 from motet.train.job import Job, is_file, job_from_tree
@@ -226,7 +226,7 @@ def held(path: Path) -> Iterator[None]:
 
 def newest_step(path: Path) -> int | None:
     """The step of the newest whole checkpoint of a run."""
-    whole = whole_checkpoints(path / CHECKPOINTS)
+    whole = complete_checkpoints(path / CHECKPOINTS)
     return whole[-1][0] if whole else None
 
 

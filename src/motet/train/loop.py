@@ -94,8 +94,8 @@ class Loop:
         if result.compared is None:
             return
         self.tell(result.compared)
-        if result.compared.broken and self.job.monitor.watch == "stop":
-            first, *others = result.compared.broken
+        if result.compared.violations and self.job.monitor.replica_check_action == "stop":
+            first, *others = result.compared.violations
             more = f" (events.jsonl has {len(others)} more of this step)" if others else ""
             raise NumericalMismatchError(
                 f"stopped at step {done}, which is not saved: {first}{more}; try other devices, or `motet verify` with "

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from motet.checkpoint.manifest import CARRIED
+from motet.checkpoint.manifest import COMPRESSION_STATE_PREFIX
 from motet.core.errors import InputError
 from motet.parallel.data_parallel.bucketed_zero import build_bucketed_data_parallel
 from motet.parallel.data_parallel.communication.communication_settings import (
@@ -24,7 +24,7 @@ from motet.parallel.process.process_group import RankGroup
 from motet.parallel.reproducible.accurate_norm import squared_norm
 from motet.parallel.reproducible.exact_norm import exact_squared_norm
 from motet.parallel.step_plan.plan import ParameterInventory
-from motet.precision.recipe import Recipe
+from motet.precision.recipe import PrecisionRecipe
 from motet.train.elementwise import Elementwise
 from motet.train.settings import OptimizerSettings
 
@@ -67,7 +67,7 @@ def parameters_of(module: nn.Module, settings: OptimizerSettings) -> ParameterIn
 def make_updater(
     module: nn.Module,
     settings: OptimizerSettings,
-    recipe: Recipe,
+    recipe: PrecisionRecipe,
     group: RankGroup,
     layout: Layout,
     communication: CommunicationSettings,
@@ -172,7 +172,9 @@ class Updater:
                 state[kind] = first  # the count of steps: all tensors take theirs together
             else:
                 state |= self._pieces(kind, [kinds[kind] for kinds in moments])
-        return state | {f"{CARRIED}{name}": part for name, part in self.spread.compression_state().items()}
+        return state | {
+            f"{COMPRESSION_STATE_PREFIX}{name}": part for name, part in self.spread.compression_state().items()
+        }
 
     def publish(self) -> None:
         """After `state()` was written to."""

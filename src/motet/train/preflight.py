@@ -27,9 +27,9 @@ def check_job(job: Job, ranks: int) -> Layout:
     check_communication(job.communication, layout, independent_replicas=job.outer.every is not None)
     if served:
         check_server_settings(job.layout.server, ranks)
-        if job.monitor.watch_every is not None:
+        if job.monitor.replica_check_every is not None:
             raise InputError(
-                f"monitor.watch_every = {job.monitor.watch_every} compares ranks that take a step together, which "
+                f"monitor.watch_every = {job.monitor.replica_check_every} compares ranks that take a step together, which "
                 "workers of a parameter server do not; leave it out, or set layout.server.transport=programs"
             )
     return layout

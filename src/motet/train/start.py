@@ -17,7 +17,7 @@ from motet.core.errors import InputError
 from motet.data.corpus.build import ProgressCallback
 from motet.data.corpus.prepare import prepare_data
 from motet.monitor.callback import Callback
-from motet.monitor.console import errors
+from motet.monitor.console import stderr_console
 from motet.parallel.parameter_server.server_settings import extra_process_count as beside_workers
 from motet.parallel.parameter_server.server_settings import parse_address
 from motet.parallel.process.launch_environment import SINGLE_RANK, RankEnvironment, threads_for
@@ -152,7 +152,7 @@ def run(job: Job, callbacks: Sequence[Callback] = ()) -> "tuple[Path, Outcome]":
     check_data(job, prepare_data(job.data))
 
     def tell(text: str) -> None:
-        errors().print(text, highlight=False)
+        stderr_console().print(text, highlight=False)
 
     with (
         _opened(request, choice, 1, threads_for(SINGLE_RANK, job.run.threads_wanted), tell) as before,

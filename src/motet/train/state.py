@@ -7,9 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from motet.checkpoint.load import load_checkpoint
-from motet.checkpoint.manifest import CARRIED, Manifest, is_carried, read_manifest, whole_checkpoints
-from motet.checkpoint.pieces import StoredPiece
+from motet.checkpoint.manifest import (
+    COMPRESSION_STATE_PREFIX,
+    CheckpointManifest,
+    complete_checkpoints,
+    is_compression_state,
+    read_manifest,
+)
 from motet.checkpoint.save import save_checkpoint
+from motet.checkpoint.shard_boxes import CheckpointShard
 from motet.collectives.execute.api import sum_scalars
 from motet.core.errors import InputError, TrainingDivergedError
 from motet.parallel.data_parallel.bucketed_zero import broadcast_buffers, persistent_buffers
@@ -53,7 +59,7 @@ class RunState:
         ranks = self.group if self.outer is None else self.outer.replicas.mesh.shard_group
         broadcast_buffers(self.module, ranks)
         tensors = self.tensors()
-        manifest = Manifest(
+        manifest = CheckpointManifest(
             step=step,
             ranks=self.group.world,
             threads=torch.get_num_threads(),
@@ -91,26 +97,26 @@ class RunState:
         return (
             self.updater.state()
             | {f"buffer/{n}": b.detach() for n, b in persistent_buffers(self.module).items()}
-            | {f"{CARRIED}outer/{n}": piece for n, piece in carried.items()}
+            | {f"{COMPRESSION_STATE_PREFIX}outer/{n}": piece for n, piece in carried.items()}
         )
 
     def _frozen(self) -> dict[str, LocalShard]:
         return {f"frozen/{n}": local_shard(p) for n, p in self.module.named_parameters() if not p.requires_grad}
 
-    def _from(self, manifest: Manifest) -> dict[str, Tensor]:
+    def _from(self, manifest: CheckpointManifest) -> dict[str, Tensor]:
         """What a run takes that goes on without the replicas of a checkpoint: where they met last."""
         agreed = {} if self.outer is None else self.outer.state()
         met = {n: part for n, part in agreed.items() if n.startswith("outer/") and n in manifest.shapes}
         found = self._own() | self._frozen() | met
         apart = bool(agreed or manifest.outer)  # what one replica carries is not for others
-        return {name: _stored(part) for name, part in found.items() if not (apart and is_carried(name))}
+        return {name: _stored(part) for name, part in found.items() if not (apart and is_compression_state(name))}
 
-    def _fits(self, manifest: Manifest) -> bool:
+    def _fits(self, manifest: CheckpointManifest) -> bool:
         """Whether replicas of a checkpoint can go on as ours."""
         steps = {"steps": manifest.outer.get("steps", 0)}
         return manifest.outer == ({} if self.outer is None else self.outer.schedule_state() | steps)
 
-    def _changes(self, manifest: Manifest) -> list[str]:
+    def _changes(self, manifest: CheckpointManifest) -> list[str]:
         """What changed that alters the order of additions, and so the last bits."""
         now = {
             "ranks": self.group.world,
@@ -137,9 +143,11 @@ class RunState:
             ]
         )
 
-    def _left_out(self, manifest: Manifest) -> list[str]:
+    def _left_out(self, manifest: CheckpointManifest) -> list[str]:
         ours = {name: list(t.size()) for name, t in self.tensors().items()}
-        if all(ours.get(name) == shape for name, shape in manifest.shapes.items() if shape and is_carried(name)):
+        if all(
+            ours.get(name) == shape for name, shape in manifest.shapes.items() if shape and is_compression_state(name)
+        ):
             return []
         return [
             "the checkpoint was made with other ranks, buckets or compression: what was to be given again of "
@@ -173,10 +181,10 @@ def _stored(part: LocalShard | Tensor) -> Tensor:
         return part
     if part.values.numel() == part.shape.numel():
         return part.values.view(part.shape)
-    return StoredPiece.of(part.values, part.shape, part.start)
+    return CheckpointShard.from_values(part.values, part.shape, part.start)
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """The last whole checkpoint in a run's folder of checkpoints."""
-    whole = whole_checkpoints(folder)
+    whole = complete_checkpoints(folder)
     return whole[-1][1] if whole else None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from motet.core.batch import Batch
 from motet.core.trace import span
-from motet.monitor.events import RanksCompared, ServerWork
+from motet.monitor.events import ParameterServerStepStats, ReplicaCheckDone
 from motet.parallel.layout import Layout
 from motet.parallel.row_assignment import MicroBatchRows, microbatches_of_rank
 from motet.train.engine import Engine, Update
@@ -51,9 +51,9 @@ class StepResult:
     """Some rank was asked to stop, and all know it."""
     skipped: int
     """Steps in a row that were not applied, as far as all know it."""
-    server: ServerWork | None = None
+    server: ParameterServerStepStats | None = None
     """Of a run with a parameter server."""
-    compared: RanksCompared | None = None
+    compared: ReplicaCheckDone | None = None
     """Of a step that is watched."""
 
 
@@ -82,7 +82,7 @@ class Watcher(Protocol[Seen]):
     def look(self, number: int, done: Done) -> Seen:
         """Before the update."""
 
-    def compare(self, number: int, seen: Seen, update: Update) -> RanksCompared:
+    def compare(self, number: int, seen: Seen, update: Update) -> ReplicaCheckDone:
         """After it."""
 
 

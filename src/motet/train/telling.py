@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from motet.core.errors import CheckpointSaveError, MotetError, NumericalMismatchError, TrainingDivergedError
-from motet.monitor.events import Event, Reason, RunEnded, StepDone
+from motet.monitor.events import Event, RunEnded, RunEndReason, StepDone
 from motet.train.step import StepResult
 
 
@@ -41,7 +41,7 @@ class Describer:
             skipped=not result.finite,
             step_time_s=seconds,
             tokens_per_s=result.tokens / seconds,
-            flops_share=share,
+            mfu=share,
             memory_bytes=self.memory_bytes(),
             epoch=self.epoch_at(done),
             server=result.server,
@@ -56,7 +56,7 @@ class Progress:
     steps: int
 
 
-_REASONS: dict[type[MotetError], Reason] = {
+_REASONS: dict[type[MotetError], RunEndReason] = {
     TrainingDivergedError: "diverged",
     NumericalMismatchError: "disagreed",
     CheckpointSaveError: "save_failed",

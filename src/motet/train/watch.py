@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from motet.checkpoint.manifest import CARRIED
+from motet.checkpoint.manifest import COMPRESSION_STATE_PREFIX
 from motet.cluster.local_device import device_name
 from motet.collectives.execute.api import all_gather
 from motet.core.batch import Batch
 from motet.core.seeds import derive_seed
 from motet.core.trace import span
-from motet.monitor.events import RanksCompared
+from motet.monitor.events import ReplicaCheckDone
 from motet.parallel.data_parallel.communication.communication_settings import (
     CommunicationSettings,
     resolve_communication_groups,
@@ -93,7 +93,7 @@ class Watch:
             )
         return Seen(report, parameters, time.perf_counter() - start_s)
 
-    def compare(self, number: int, seen: Seen, update: Update) -> RanksCompared:
+    def compare(self, number: int, seen: Seen, update: Update) -> ReplicaCheckDone:
         """After the update."""
         start_s = time.perf_counter()
         with span("watch"):
@@ -104,11 +104,11 @@ class Watch:
             found = broken(reports, self._expected(update.count))
             tensors = {"parameters": seen.parameters, "states": states}
             told = [(one, self._first_unlike(one, tensors[one.what]) if one.what in tensors else "") for one in found]
-        return RanksCompared(
+        return ReplicaCheckDone(
             step=number + 1,
             ranks=peers.world,
             same_machines=len({report.machine for report in reports}) == 1,
-            broken=tuple(_sentence(one, tensor) for one, tensor in told),
+            violations=tuple(_sentence(one, tensor) for one, tensor in told),
             duration_s=seen.seconds + time.perf_counter() - start_s,
         )
 
@@ -127,7 +127,7 @@ class Watch:
     def _states(self) -> dict[str, Tensor]:
         """What this rank keeps of masters and moments."""
         state = self.engine.updater.state()
-        found = {name: part for name, part in state.items() if not name.startswith(CARRIED)}
+        found = {name: part for name, part in state.items() if not name.startswith(COMPRESSION_STATE_PREFIX)}
         return {name: part.values if isinstance(part, LocalShard) else part for name, part in found.items()}
 
     def _expected(self, targets: float) -> Expected:

@@ -16,7 +16,7 @@ from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
 from motet.parallel.layout import Layout, LayoutSettings, parse_layout, resolve_layout
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.row_assignment import contributing_rows_of_rank
-from motet.precision.promote import float64_mode
+from motet.precision.float64_mode import use_float64
 from motet.train.engine import Engine, loss_and_count, parallelize
 from motet.train.settings import OptimizerSettings
 from motet.train.state import RunState
@@ -56,7 +56,7 @@ class GivenTrial:
         return batch
 
     def numerics(self) -> AbstractContextManager[None]:
-        return float64_mode()
+        return use_float64()
 
     def build(self, group: RankGroup, folder: Path) -> "GivenBuilt":
         how = self.optimizer.model_dump(exclude_unset=True)

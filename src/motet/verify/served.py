@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from motet.checkpoint.load import load_checkpoint
-from motet.checkpoint.manifest import is_carried, read_manifest
+from motet.checkpoint.manifest import is_compression_state, read_manifest
 from motet.core.errors import RankFailedError
 from motet.monitor.events import EVENTS_FILE, StepDone, read_events
 from motet.train.job import Job, changed
@@ -110,7 +110,7 @@ def _left(path: Path, event: StepDone, recorder: Recorder) -> list[Seen]:
     recorder.add_whole("norm", "gradient norm", event.grad_norm or 0.0)
     where = state_file(path, event.step)
     manifest = read_manifest(where)
-    named = {name: shape for name, shape in manifest.shapes.items() if not is_carried(name)}
+    named = {name: shape for name, shape in manifest.shapes.items() if not is_compression_state(name)}
     state = {name: torch.empty(shape, dtype=getattr(torch, manifest.dtypes[name])) for name, shape in named.items()}
     load_checkpoint(where, state, None)
     for name in sorted(state, key=lambda name: name.startswith("master/")):

@@ -27,12 +27,12 @@ from motet.parallel.data_parallel.forward_prefetch import ParameterUsageTracker
 from motet.parallel.data_parallel.sharded_parameters import LocalShard
 from motet.parallel.data_parallel.zero import ZERO_STAGES, BucketsAndFSDPUnits, make_buckets
 from motet.parallel.layout import Layout
-from motet.precision.recipe import Recipe
+from motet.precision.recipe import PrecisionRecipe
 
 
 def build_bucketed_data_parallel(
     parameters: Mapping[str, tuple[int, nn.Parameter]],
-    recipe: Recipe,
+    recipe: PrecisionRecipe,
     mesh: ShardReplicaMesh,
     layout: Layout,
     settings: CommunicationSettings,

@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 from motet.core.errors import InputError
 from motet.parallel.data_parallel.buckets import Bucket, BucketParameter
 from motet.parallel.data_parallel.sharded_parameters import LocalShard
-from motet.precision.recipe import Recipe
+from motet.precision.recipe import PrecisionRecipe
 
 
 class OptimizerSlice(NamedTuple):
@@ -39,7 +39,7 @@ class FlatParameters:
         parameters: Mapping[str, nn.Parameter],
         buckets: Sequence[Bucket],
         updated_slices: Sequence[slice],
-        recipe: Recipe,
+        recipe: PrecisionRecipe,
         gradients: "GradientBuffer",
         separate_masters: bool = False,
     ) -> None:

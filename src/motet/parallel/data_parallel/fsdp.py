@@ -29,13 +29,13 @@ from motet.parallel.data_parallel.sharded_parameters import LocalShard
 from motet.parallel.data_parallel.wrap_policy import find_blocks
 from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits, FSDPUnit, is_replicated, shard_rows
 from motet.parallel.layout import Layout
-from motet.precision.recipe import Recipe
+from motet.precision.recipe import PrecisionRecipe
 
 
 def apply_fsdp(
     module: nn.Module,
     parameters: Mapping[str, tuple[int, nn.Parameter]],
-    recipe: Recipe,
+    recipe: PrecisionRecipe,
     mesh: ShardReplicaMesh,
     layout: Layout,
     settings: CommunicationSettings,

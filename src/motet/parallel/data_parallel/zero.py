@@ -35,7 +35,7 @@ from motet.parallel.data_parallel.communication.powersgd_matrices import (
 from motet.parallel.layout import Layout
 from motet.parallel.row_assignment import partial_sums_sent_by_rank, partial_sums_sent_by_replica
 from motet.parallel.step_plan.traffic import CollectiveTrafficModel
-from motet.precision.recipe import Recipe
+from motet.precision.recipe import PrecisionRecipe
 
 MIB = 2**20
 
@@ -115,7 +115,7 @@ def is_replicated(shape: Shape, layout: Layout) -> bool:
 
 
 def make_buckets(
-    sizes: Mapping[str, tuple[int, int]], layout: Layout, recipe: Recipe, settings: CommunicationSettings
+    sizes: Mapping[str, tuple[int, int]], layout: Layout, recipe: PrecisionRecipe, settings: CommunicationSettings
 ) -> tuple[Bucket, ...]:
     """`sizes`: name -> (optimizer group, numel), in the order of use."""
     width, shards = DTYPE_BYTES[recipe.reduce], len(resolve_communication_groups(settings, layout).shard_groups[0])
@@ -153,7 +153,7 @@ class _CommUnitTraffic(NamedTuple):
 
 
 def sent_bytes_per_step(
-    comm_units: BucketsAndFSDPUnits, layout: Layout, recipe: Recipe, settings: CommunicationSettings, rank: int
+    comm_units: BucketsAndFSDPUnits, layout: Layout, recipe: PrecisionRecipe, settings: CommunicationSettings, rank: int
 ) -> StepTrafficBytes:
     """Of a rank, with the algorithms and codecs that are named in the settings, in a step after the warm-up."""
     gathers_gradients = uses_gradient_gather(settings, layout)
@@ -246,7 +246,7 @@ class ModelStateMemory:
 def model_state_memory(
     comm_units: BucketsAndFSDPUnits,
     layout: Layout,
-    recipe: Recipe,
+    recipe: PrecisionRecipe,
     moments_per_parameter: int,
     rank: int,
     settings: CommunicationSettings | None = None,

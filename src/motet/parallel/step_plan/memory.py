@@ -15,11 +15,11 @@ from motet.parallel.data_parallel.communication.communication_settings import Co
 from motet.parallel.data_parallel.communication.powersgd_matrices import Shape
 from motet.parallel.data_parallel.zero import ZERO_STAGES, BucketsAndFSDPUnits, FSDPUnit, padded_shard_numel
 from motet.parallel.layout import Layout
-from motet.precision.recipe import Recipe
+from motet.precision.recipe import PrecisionRecipe
 
 
 def peak_transient_bytes(
-    comm_units: BucketsAndFSDPUnits, layout: Layout, recipe: Recipe, settings: CommunicationSettings
+    comm_units: BucketsAndFSDPUnits, layout: Layout, recipe: PrecisionRecipe, settings: CommunicationSettings
 ) -> int:
     """Beyond what `memory` says is kept. Uncompressed, each block called once, and without what algorithms need.
 
@@ -30,7 +30,7 @@ def peak_transient_bytes(
     return _peak_of_buckets(comm_units.buckets, layout, recipe, settings.overlap != "none")
 
 
-def _peak_of_buckets(buckets: Sequence[Bucket], layout: Layout, recipe: Recipe, overlaps: bool) -> int:
+def _peak_of_buckets(buckets: Sequence[Bucket], layout: Layout, recipe: PrecisionRecipe, overlaps: bool) -> int:
     """A gradient as autograd has it; at stage 2 also whole buckets, of which one is filled while another travels."""
     compute, reduce = DTYPE_BYTES[recipe.compute], DTYPE_BYTES[recipe.reduce]
     largest_gradients = [compute * max(member.numel for member in bucket.members) for bucket in buckets]
@@ -51,7 +51,7 @@ def _peak_of_buckets(buckets: Sequence[Bucket], layout: Layout, recipe: Recipe, 
     )
 
 
-def _peak_of_units(units: Sequence[FSDPUnit], layout: Layout, recipe: Recipe) -> int:
+def _peak_of_units(units: Sequence[FSDPUnit], layout: Layout, recipe: PrecisionRecipe) -> int:
     """Gradients of the step before are freed when a step begins; those of its first micro-batch take their place.
 
     Where there are replicas, sums over micro-batches wait for the last one beside the gradients that they are part of.
@@ -74,7 +74,7 @@ def _peak_of_units(units: Sequence[FSDPUnit], layout: Layout, recipe: Recipe) ->
 
 
 def _live_bytes(
-    units: Sequence[FSDPUnit], layout: Layout, recipe: Recipe, summed: int, waiting: int, grows: int
+    units: Sequence[FSDPUnit], layout: Layout, recipe: PrecisionRecipe, summed: int, waiting: int, grows: int
 ) -> Iterator[int]:
     """What there is of a micro-batch besides masters and moments of the optimizer."""
     compute, reduce, shards = DTYPE_BYTES[recipe.compute], DTYPE_BYTES[recipe.reduce], layout.shards

@@ -22,7 +22,7 @@ from motet.parallel.data_parallel.communication.powersgd_matrices import Shape
 from motet.parallel.data_parallel.zero import ZERO_STAGES, is_replicated, make_buckets, shard_rows, uses_row_shards
 from motet.parallel.layout import Layout
 from motet.parallel.row_assignment import contributing_rows_of_rank
-from motet.precision.recipe import Recipe
+from motet.precision.recipe import PrecisionRecipe
 
 ActionKind = Literal["scatter", "sum", "norm", "update", "gather", "keep", "levels"]
 
@@ -96,7 +96,7 @@ class ParameterInventory:
 def make_step_plan(
     parameters: ParameterInventory,
     layout: Layout,
-    recipe: Recipe,
+    recipe: PrecisionRecipe,
     settings: CommunicationSettings,
     batch_sequences: int,
     independent_replicas: bool = False,
@@ -145,7 +145,7 @@ def updated_ranges(plan: StepPlan, rank: int) -> dict[str, tuple[int, int]]:
 
 
 def make_comm_units(
-    parameters: ParameterInventory, layout: Layout, recipe: Recipe, settings: CommunicationSettings
+    parameters: ParameterInventory, layout: Layout, recipe: PrecisionRecipe, settings: CommunicationSettings
 ) -> tuple[CommUnit, ...]:
     """Of all parameters; rows first."""
     groups = resolve_communication_groups(settings, layout)

@@ -9,7 +9,7 @@ import torch
 
 from motet.core.errors import InputError
 from motet.monitor.callback import Callback
-from motet.monitor.events import Warned
+from motet.monitor.events import WarningIssued
 from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel, persistent_buffers
 from motet.parallel.layout import LayoutSettings
 from motet.parallel.parameter_server.process.coordinator_process import CoordinatorProcess
@@ -57,7 +57,7 @@ def run_desk(seat: Seat, beside: Beside) -> Outcome:
         assert isinstance(spread, BucketedDataParallel)
         spread.fetch_updates = mirror.refresh
         with monitoring(job, parts.group, beside.folder, beside.callbacks) as monitor:
-            office.log_membership = lambda text: monitor.on_event(Warned(text=text))
+            office.log_membership = lambda text: monitor.on_event(WarningIssued(text=text))
             outcome = train(job, parts, restored, monitor, beside.stop, steps)
             office.close([f"s{number}" for number in range(job.layout.server.count)] + _names("w", workers))
         return outcome

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from motet.monitor.events import ServerWork
+from motet.monitor.events import ParameterServerStepStats
 from motet.parallel.parameter_server.process.coordinator_process import CoordinatorProcess
 from motet.parallel.parameter_server.protocol.messages import ConsistencyPolicy, OpaqueScalars
 from motet.train.job import Job
@@ -152,7 +152,7 @@ class Steps:
             server=self._work(updates),
         )
 
-    def _work(self, updates: list[Update]) -> ServerWork:
+    def _work(self, updates: list[Update]) -> ParameterServerStepStats:
         assert self.office is not None
         loads = self.office.traffic_reports.values()
         before, self.moved = (
@@ -162,9 +162,9 @@ class Steps:
                 sum(load.received_bytes for load in loads),
             ),
         )
-        return ServerWork(
-            staleness=_counts(late for update in updates for late in update.stale),
-            behind=_counts(late for update in updates for late in update.behind),
+        return ParameterServerStepStats(
+            staleness_histogram=_counts(late for update in updates for late in update.stale),
+            steps_behind_histogram=_counts(late for update in updates for late in update.behind),
             workers=len(self.office.state_machine.workers),
             sent_bytes=self.moved[0] - before[0],
             received_bytes=self.moved[1] - before[1],

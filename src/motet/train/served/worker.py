@@ -20,7 +20,7 @@ from motet.parallel.parameter_server.server_settings import assign_replicas, has
 from motet.parallel.process.process_group import pick_device
 from motet.parallel.reproducible.accurate_norm import squared_norm
 from motet.parallel.row_assignment import microbatches_of_rank
-from motet.precision.master import cast_frozen
+from motet.precision.cast_frozen import cast_frozen_parameters
 from motet.precision.recipe import RECIPES
 from motet.train.assemble import build_model
 from motet.train.faults import StopFlag
@@ -38,7 +38,7 @@ def run_worker(seat: Seat, stop: StopFlag) -> None:
     recipe = RECIPES[job.precision.recipe]
     plan = plan_of(model.module, job)
     same = same_of(job, model.module, plan, data)
-    cast_frozen(model.module, recipe)
+    cast_frozen_parameters(model.module, recipe)
     named = {n: p for n, p in model.module.named_parameters() if p.requires_grad}
     gradients = GradientBuffer(plan.buckets, 0, plan.gradient_dtype, device, keeps_full_gradients=True)
     weights = FlatParameters(named, plan.buckets, [slice(b.start, b.start) for b in plan.buckets], recipe, gradients)

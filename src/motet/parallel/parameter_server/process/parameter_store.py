@@ -23,7 +23,7 @@ from motet.parallel.parameter_server.process.push_pull_compression import (
 from motet.parallel.parameter_server.protocol.parameter_slices import ParameterSlice
 from motet.parallel.parameter_server.server_settings import NO_COMPRESSION, PushPullCompression
 from motet.parallel.reproducible.accurate_norm import squared_norm
-from motet.precision.recipe import Recipe
+from motet.precision.recipe import PrecisionRecipe
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -34,7 +34,7 @@ class ParameterPartition:
 
     buckets: tuple[Bucket, ...]
     slices: tuple[ParameterSlice, ...]
-    recipe: Recipe
+    recipe: PrecisionRecipe
     optimizer_groups: tuple[tuple[float, float], ...]
     """Of the optimizer: (scale of the learning rate, weight decay)."""
     compression: PushPullCompression = NO_COMPRESSION

@@ -4,10 +4,10 @@ import torch
 from torch import nn
 
 from motet.core.errors import InputError
-from motet.precision.recipe import Recipe
+from motet.precision.recipe import PrecisionRecipe
 
 
-def cast_frozen(module: nn.Module, recipe: Recipe) -> None:
+def cast_frozen_parameters(module: nn.Module, recipe: PrecisionRecipe) -> None:
     """Parameters that are not trained go to the compute dtype, and so do the running statistics of a norm.
 
     Other buffers stay: a rotary table needs its bits.

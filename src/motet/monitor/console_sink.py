@@ -15,28 +15,28 @@ from typing import TYPE_CHECKING, Any
 
 from motet.core.units import format_bytes, format_count, format_duration
 from motet.monitor.callback import Callback
-from motet.monitor.console import console
+from motet.monitor.console import stdout_console
 from motet.monitor.events import (
     EVENTS_FILE,
     CheckpointSaved,
     EvaluationDone,
+    ParameterServerStepStats,
     ProfileSaved,
-    RanksCompared,
+    ReplicaCheckDone,
     RunEnded,
     RunStarted,
-    SampleText,
-    ServerWork,
     StepDone,
-    Warned,
+    TextSampled,
+    WarningIssued,
     read_events,
 )
-from motet.monitor.summary import Summary, summarize
+from motet.monitor.summary import RunSummary, summarize
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
     from rich.live import Live
 
-_TRAIL = 20
+_STEP_LINES_KEPT = 20
 """How many lines of steps a run leaves on a terminal."""
 _REFRESH_S = 0.1
 
@@ -46,72 +46,72 @@ class ConsoleSink(Callback):
 
     def __init__(self, folder: Path, screen: Console | None = None) -> None:
         self._folder = folder
-        self._screen = screen or console()
+        self._screen = screen or stdout_console()
         self._start: RunStarted | None = None
-        self._first: StepDone | None = None
+        self._first_step: StepDone | None = None
         self._drawn_at = -math.inf
-        self._trail_at = 0
+        self._twentieths_done = 0
         self._live: Live | None = None
-        self._open = ExitStack()
+        self._exit_stack = ExitStack()
 
     def on_start(self, event: RunStarted) -> None:
-        self._start, self._first = event, None
+        self._start, self._first_step = event, None
         for line in start_lines(event):
-            self._say(line)
+            self._print(line)
         if self._screen.is_interactive:
-            self._live = self._open.enter_context(_at_the_bottom(self._screen))
+            self._live = self._exit_stack.enter_context(_live_display(self._screen))
 
     def on_step(self, event: StepDone) -> None:
         assert self._start is not None, "events begin with RunStarted"
-        self._first = self._first or event
+        self._first_step = self._first_step or event
         last = self._start.last_step
-        line = step_line(event, last, seconds_left(self._first, event, last))
+        line = step_line(event, last, seconds_left(self._first_step, event, last))
         if self._live is None:
-            self._say(line)
+            self._print(line)
             return
         due = event.time - self._drawn_at >= _REFRESH_S
         self._drawn_at = event.time if due else self._drawn_at
         self._live.update(_progress(event.step, last, line), refresh=due)
         # Twentieths that are behind us; the first step of the attempt is at least the one before it.
-        trail_at = 1 + event.step * _TRAIL // last
-        if trail_at > self._trail_at or event.skipped:
-            self._trail_at = trail_at
+        twentieths_done = 1 + event.step * _STEP_LINES_KEPT // last
+        if twentieths_done > self._twentieths_done or event.skipped:
+            self._twentieths_done = twentieths_done
             self._screen.print(line, no_wrap=True, overflow="ellipsis", highlight=False)
 
     def on_evaluation(self, event: EvaluationDone) -> None:
-        self._say(f"{event.split} after step {event.step}: {evaluation_text(event)}")
+        self._print(f"{event.split} after step {event.step}: {evaluation_text(event)}")
 
     def on_checkpoint(self, event: CheckpointSaved) -> None:
         size, took = format_bytes(event.size_bytes), format_duration(event.duration_s)
-        self._say(f"saved {event.path} ({size} in {took})")
+        self._print(f"saved {event.path} ({size} in {took})")
 
-    def on_sample(self, event: SampleText) -> None:
-        self._say(f"sample after step {event.step}:")
-        self._say(f"{event.prompt}{event.text}", style="italic")
+    def on_sample(self, event: TextSampled) -> None:
+        self._print(f"sample after step {event.step}:")
+        self._print(f"{event.prompt}{event.text}", style="italic")
 
-    def on_comparison(self, event: RanksCompared) -> None:
-        for text in event.broken:
-            self._say(f"step {event.step}: {text}", style="yellow")
+    def on_replica_check(self, event: ReplicaCheckDone) -> None:
+        for text in event.violations:
+            self._print(f"step {event.step}: {text}", style="yellow")
 
     def on_profile(self, event: ProfileSaved) -> None:
-        self._say(f"profile of steps {event.first_step} to {event.last_step}: {event.path}")
+        self._print(f"profile of steps {event.first_step} to {event.last_step}: {event.path}")
 
-    def on_warning(self, event: Warned) -> None:
-        self._say(f"warning: {event.text}", style="yellow")
+    def on_warning(self, event: WarningIssued) -> None:
+        self._print(f"warning: {event.text}", style="yellow")
 
     def on_end(self, event: RunEnded) -> None:
         self.close()
         rows = summary_rows(summarize(read_events(self._folder / EVENTS_FILE)), self._folder)
         width = max(len(name) for name, _ in rows) + 3
-        self._say("")
+        self._print("")
         for name, value in rows:
-            self._say(f"{name:{width}}{value}")
+            self._print(f"{name:{width}}{value}")
 
     def close(self) -> None:
-        self._open.close()
+        self._exit_stack.close()
         self._live = None
 
-    def _say(self, text: str, style: str | None = None) -> None:
+    def _print(self, text: str, style: str | None = None) -> None:
         self._screen.print(text, style=style, highlight=False)
 
 
@@ -121,8 +121,8 @@ def start_lines(event: RunStarted) -> list[str]:
         f"{event.ranks} rank{'s' if event.ranks > 1 else ''} x {event.threads} thread{'s' if event.threads > 1 else ''}"
     )
     lines = [f"{event.name}: {format_count(event.parameters)} parameters on {ranks}, {event.device}"]
-    if event.outcomes:
-        lines.append(f"a model that knows nothing has loss ln({event.outcomes}) = {math.log(event.outcomes):.4f}")
+    if event.num_classes:
+        lines.append(f"a model that knows nothing has loss ln({event.num_classes}) = {math.log(event.num_classes):.4f}")
     if event.resumed_from is not None:
         lines.append(f"resumed from {event.resumed_from}; next is step {event.first_step} of {event.last_step}")
     return lines
@@ -134,23 +134,23 @@ def step_line(event: StepDone, last_step: int, left_s: float) -> str:
         f"step {event.step:>{len(str(last_step))}}/{last_step}",
         f"loss {event.loss:.4f}" + (" (skipped)" if event.skipped else ""),
         f"{format_count(event.tokens_per_s)} tokens/s",
-        "" if event.flops_share is None else f"{event.flops_share:.1%} of peak",
+        "" if event.mfu is None else f"{event.mfu:.1%} of peak",
         format_bytes(event.memory_bytes),
         f"{format_duration(left_s)} left" if event.step < last_step else "",
         "" if event.grad_norm is None else f"grad {event.grad_norm:.3g}",
         f"lr {event.learning_rate:.2e}",
-        "" if event.server is None else server_text(event.server),
+        "" if event.server is None else parameter_server_text(event.server),
     ]
     return "  ".join(part for part in parts if part)
 
 
-def server_text(work: ServerWork) -> str:
+def parameter_server_text(stats: ParameterServerStepStats) -> str:
     """What a parameter server did in a step, in few words."""
-    shares = sum(work.staleness)
-    mean = sum(late * count for late, count in enumerate(work.staleness)) / shares if shares else 0.0
-    moved = format_bytes(work.sent_bytes + work.received_bytes)
-    stale = f"stale {mean:.1f}, at most {len(work.staleness) - 1} ({len(work.behind) - 1} steps)"
-    return f"{stale}  servers {moved}, {format_bytes(work.waiting_bytes)} queued"
+    work_items = sum(stats.staleness_histogram)
+    mean = sum(late * count for late, count in enumerate(stats.staleness_histogram)) / work_items if work_items else 0.0
+    traffic = format_bytes(stats.sent_bytes + stats.received_bytes)
+    staleness = f"stale {mean:.1f}, at most {len(stats.staleness_histogram) - 1} ({len(stats.steps_behind_histogram) - 1} steps)"
+    return f"{staleness}  servers {traffic}, {format_bytes(stats.waiting_bytes)} queued"
 
 
 def seconds_left(first: StepDone, now: StepDone, last_step: int) -> float:
@@ -170,23 +170,23 @@ def evaluation_text(event: EvaluationDone) -> str:
     return ", ".join(parts)
 
 
-def summary_rows(summary: Summary, folder: Path) -> list[tuple[str, str]]:
+def summary_rows(summary: RunSummary, folder: Path) -> list[tuple[str, str]]:
     """The table that a run ends with."""
     rows = [(summary.exit_reason.replace("_", " "), f"{summary.steps} of {summary.last_step} steps")]
     if summary.first_loss is not None or summary.final_loss is not None:
         losses = [f"{loss:.4f}" for loss in (summary.first_loss, summary.final_loss) if loss is not None]
-        known = (
+        uniform = (
             ""
             if summary.uniform_loss is None
             else f"   (ln({math.exp(summary.uniform_loss):.0f}) = {summary.uniform_loss:.4f})"
         )
-        rows.append(("loss", " -> ".join(losses) + known))
+        rows.append(("loss", " -> ".join(losses) + uniform))
     for split, result in summary.evaluations.items():
         event = EvaluationDone(split=split, **result.model_dump())
         rows.append((split, evaluation_text(event)))
     if summary.tokens_per_s is not None:
-        share = "" if summary.flops_share is None else f", {summary.flops_share:.1%} of peak"
-        rows.append(("median", f"{format_count(summary.tokens_per_s)} tokens/s{share}"))
+        mfu = "" if summary.mfu is None else f", {summary.mfu:.1%} of peak"
+        rows.append(("median", f"{format_count(summary.tokens_per_s)} tokens/s{mfu}"))
     if summary.tokens:
         rows.append(("tokens", format_count(summary.tokens)))
     if summary.peak_bytes is not None:
@@ -203,7 +203,7 @@ def _progress(step: int, last_step: int, line: str) -> Group:
 
 
 @contextmanager
-def _at_the_bottom(screen: Console) -> Iterator[Live]:
+def _live_display(screen: Console) -> Iterator[Live]:
     """A live display that everything else in this process scrolls above: prints, warnings and logs."""
     from rich.live import Live
 

@@ -20,7 +20,7 @@ class JsonlSink(Callback):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a+b", buffering=0)
-            _cut_torn_line(self._path)
+            _truncate_torn_line(self._path)
         except OSError as error:
             raise self._error(error) from error
 
@@ -55,8 +55,8 @@ class SummarySink(Callback):
         write_summary(summarize(read_events(self._folder / EVENTS_FILE)), self._folder)
 
 
-def _cut_torn_line(path: Path) -> None:
+def _truncate_torn_line(path: Path) -> None:
     content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        os.truncate(path, whole)
+    complete_bytes = content.rfind(b"\n") + 1
+    if complete_bytes < len(content):
+        os.truncate(path, complete_bytes)

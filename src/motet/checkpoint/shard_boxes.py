@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
+ShardBox = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and lengths along the dimensions of the whole."""
 
 
-def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[ShardBox]:
     """What the elements from `start` to `stop` of a tensor in row-major order are: at most 2 x dimensions - 1 boxes."""
     if start >= stop:
         return
@@ -25,30 +25,30 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
         return
     row = prod(shape[1:])
     first, last = -(-start // row), stop // row  # whole rows
-    cuts = [start, *({first * row, last * row} if first <= last else ()), stop]
-    for begin, end in pairwise(sorted(set(cuts))):
+    boundaries = [start, *({first * row, last * row} if first <= last else ()), stop]
+    for begin, end in pairwise(sorted(set(boundaries))):
         if begin % row == 0 and end % row == 0:
             yield (begin // row, *(0 for _ in shape[1:])), ((end - begin) // row, *shape[1:])
             continue
         base = begin // row * row
-        for offsets, lengths in boxes(shape[1:], begin - base, end - base):
+        for offsets, lengths in boxes_of_range(shape[1:], begin - base, end - base):
             yield (begin // row, *offsets), (1, *lengths)
 
 
-class StoredPiece(Tensor):
+class CheckpointShard(Tensor):
     """The elements of a whole of `shape` from `start` on. Saved from and loaded into the memory of `values`."""
 
-    shape_of_whole: tuple[int, ...]
+    full_shape: tuple[int, ...]
     start: int
 
     @staticmethod
-    def of(values: Tensor, shape: tuple[int, ...], start: int) -> "StoredPiece":
-        piece = values.detach().as_subclass(StoredPiece)
-        piece.shape_of_whole, piece.start = shape, start
-        return piece
+    def from_values(values: Tensor, shape: tuple[int, ...], start: int) -> "CheckpointShard":
+        shard = values.detach().as_subclass(CheckpointShard)
+        shard.full_shape, shard.start = shape, start
+        return shard
 
     def size(self) -> torch.Size:  # type: ignore[override]  # what DCP compares with what is stored
-        return torch.Size(self.shape_of_whole)
+        return torch.Size(self.full_shape)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(lengths)) for offsets, lengths in self._boxes()]
@@ -60,7 +60,7 @@ class StoredPiece(Tensor):
                 index=MetadataIndex(name, chunk.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk, TensorProperties.create_from_tensor(values), torch.Size(self.shape_of_whole)
+                    chunk, TensorProperties.create_from_tensor(values), torch.Size(self.full_shape)
                 ),
             )
             for chunk in self.__create_chunk_list__()
@@ -75,5 +75,5 @@ class StoredPiece(Tensor):
             before += count
         raise ValueError(f"{index}: this rank does not have it")
 
-    def _boxes(self) -> list[Box]:
-        return list(boxes(self.shape_of_whole, self.start, self.start + self.numel()))
+    def _boxes(self) -> list[ShardBox]:
+        return list(boxes_of_range(self.full_shape, self.start, self.start + self.numel()))

@@ -15,27 +15,27 @@ class SpanCollector:
         self._zero_s = time.perf_counter()
         self._spans: list[tuple[str, float, float, int]] = []
         self._counters: defaultdict[str, float] = defaultdict(float)
-        self._counting = threading.Lock()  # += is two operations; a loader thread may count too
+        self._counters_lock = threading.Lock()  # += is two operations; a loader thread may count too
 
     def on_span(self, action: str, start_s: float, duration_s: float, depth: int) -> None:
         self._spans.append((action, start_s, duration_s, depth))
 
     def on_count(self, name: str, value: float) -> None:
-        with self._counting:
+        with self._counters_lock:
             self._counters[name] += value
 
-    def take(self, step: int) -> tuple[tuple[TraceSpan, ...], dict[str, float]]:
+    def drain(self, step: int) -> tuple[tuple[TraceSpan, ...], dict[str, float]]:
         """What ended since the last call, in order of start, with that call as zero of the clock.
 
         So what is still open while a step is handed over (the writing of its own report) belongs to the next step.
         """
         spans, self._spans = self._spans, []
-        with self._counting:
+        with self._counters_lock:
             counters, self._counters = self._counters, defaultdict(float)
         zero_s, self._zero_s = self._zero_s, time.perf_counter()
         ordered = sorted(spans, key=lambda span: (span[1], span[3]))
-        keyed = (
+        step_spans = (
             TraceSpan(step, self._rank, action, start_s - zero_s, duration_s, depth)
             for action, start_s, duration_s, depth in ordered
         )
-        return tuple(keyed), dict(counters)
+        return tuple(step_spans), dict(counters)

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-_ALIASES: dict[Any, Any] = {
+_FLOAT64_EQUIVALENTS: dict[Any, Any] = {
     torch.Tensor.float: torch.Tensor.double,
     torch.float32: torch.float64,
     "torch.FloatTensor": "torch.DoubleTensor",
 }
 
 
-class _Promote(TorchFunctionMode):
+class _Float32ToFloat64Mode(TorchFunctionMode):
     """Replaces float32 in the arguments of every torch function, and `.float()` by `.double()`."""
 
     def __torch_function__(
@@ -28,21 +28,23 @@ class _Promote(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        func = _ALIASES.get(func, func)
-        return func(*map(_promoted, args), **{key: _promoted(value) for key, value in (kwargs or {}).items()})
+        func = _FLOAT64_EQUIVALENTS.get(func, func)
+        return func(*map(_to_float64, args), **{key: _to_float64(value) for key, value in (kwargs or {}).items()})
 
 
-def _promoted(value: Any) -> Any:
-    return _ALIASES[value] if isinstance(value, torch.dtype | str) and value in _ALIASES else value
+def _to_float64(value: Any) -> Any:
+    return (
+        _FLOAT64_EQUIVALENTS[value] if isinstance(value, torch.dtype | str) and value in _FLOAT64_EQUIVALENTS else value
+    )
 
 
 @contextmanager
-def float64_mode() -> Iterator[None]:
+def use_float64() -> Iterator[None]:
     """Everything computed inside is computed in float64 (but for what is asked for in 16 bits)."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with _Promote():
+        with _Float32ToFloat64Mode():
             yield
     finally:
         torch.set_default_dtype(before)
