@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from parts.step_times import Alone, Predicted, Travel
     from parts.ways import Batches, Way
 
-    from motet.train.engine import Engine
+    from motet.train.engine import TrainingEngine
 
 WORLD = HOSTS * RANKS_PER_HOST
 PAGE = Path(__file__).parents[1] / "docs/benchmarks/hosts-training.md"
@@ -118,13 +118,13 @@ def timed(step: Callable[[], Any], steps: int) -> float:
     return float(mean)
 
 
-def stepping(engine: "Engine", data: "Batches") -> Callable[[], float]:
+def stepping(engine: "TrainingEngine", data: "Batches") -> Callable[[], float]:
     """A step on this rank's next batch; its loss."""
     at = iter(range(2**31))
 
     def step() -> float:
         done = engine.step(data(next(at)))
-        if not done.finite:
+        if not done.is_finite:
             raise SystemExit("a loss or gradient is not finite; such a step is left out, and its time says nothing")
         return done.loss
 
@@ -162,12 +162,12 @@ class Expected:
     """Over the link, out of the first host, in a step."""
 
 
-def expect(way: "Way", engine: "Engine", predicted: "Predicted", alone: "dict[str, Alone]") -> Expected:
+def expect(way: "Way", engine: "TrainingEngine", predicted: "Predicted", alone: "dict[str, Alone]") -> Expected:
     from parts.step_times import Hop, Travel
 
     sent = way.sent(engine, WORLD)
     if way.period > 1:  # replicas meet once, and send nothing in between
-        masters = sum(master.numel() for master in engine.updater.spread.local_masters)
+        masters = sum(master.numel() for master in engine.optimizer.sharded_parameters.local_masters)
         whole = Hop("all-reduce", way.settings.all_reduce, (tuple(range(WORLD)),), masters, 4)
         sent = [Travel("masters", reduced=(whole,))]
     host = tuple(range(RANKS_PER_HOST))
@@ -199,12 +199,12 @@ def time_of_agreements() -> float:
     return statistics.median(timed(both, 1) for _ in range(20))
 
 
-def check_traffic(way: "Way", engine: "Engine", rank: int) -> None:
+def check_traffic(way: "Way", engine: "TrainingEngine", rank: int) -> None:
     """What is costed is what motet/parallel/data_parallel/zero.py says is sent, to the byte."""
     from motet.parallel.data_parallel.zero import sent_bytes_per_step
     from motet.precision.recipe import RECIPES
 
-    portions = engine.updater.spread.comm_units
+    portions = engine.optimizer.sharded_parameters.comm_units
     said = sent_bytes_per_step(portions, way.resolved(WORLD), RECIPES["fp32"], way.settings, rank).total
     costed = sum(hop.sent_bytes(rank) for travel in way.sent(engine, WORLD) for hop in travel.hops)
     assert costed == said, (way.name, costed, said)
@@ -212,8 +212,8 @@ def check_traffic(way: "Way", engine: "Engine", rank: int) -> None:
 
 def take_turns(
     ways: "list[Way]",
-    quiet: "dict[str, Engine]",
-    engines: "dict[str, Engine]",
+    quiet: "dict[str, TrainingEngine]",
+    engines: "dict[str, TrainingEngine]",
     data: "Batches",
     options: argparse.Namespace,
 ) -> "tuple[dict[str, Alone], dict[str, list[float]]]":

@@ -95,21 +95,23 @@ def stepper(way: str, stage: int, length: int, group: "RankGroup") -> Callable[[
     from motet.parallel.data_parallel.fsdp import FSDP2DataParallel
     from motet.parallel.layout import LayoutSettings, resolve_layout
     from motet.precision.recipe import RECIPES
-    from motet.train.engine import Engine
-    from motet.train.optimizer import make_updater
-    from motet.train.settings import OptimizerSettings
-    from motet.train.step import Stepper
+    from motet.train.engine import TrainingEngine
+    from motet.train.optimizer.optimizer_settings import OptimizerSettings
+    from motet.train.optimizer.sharded_optimizer import build_sharded_optimizer
+    from motet.train.step import TrainStep
 
     trainee = build_trainable_model(load_job("tiny").model, 0, torch.float32, group.device)
     parts = ROWS // group.world if way == ONE_BY_ONE else 1
     settings = LayoutSettings(zero=stage, microbatches=parts)
     layout = resolve_layout(settings, group.world, ROWS, way == REPRODUCIBLE)
     optimizer = OptimizerSettings()
-    updater = make_updater(trainee.module, optimizer, RECIPES["fp32"], group, layout, CommunicationSettings())
-    if isinstance(updater.spread, FSDP2DataParallel):
-        trainee = replace(trainee, loss_sum=updater.spread.wrap_as_forward(trainee.loss_sum))
-    engine = Engine(trainee.module, updater, group, optimizer.clip_norm, reproducible=way == REPRODUCIBLE)
-    whole = Stepper(trainee, Tokens(length), engine, layout, ROWS)
+    updater = build_sharded_optimizer(
+        trainee.module, optimizer, RECIPES["fp32"], group, layout, CommunicationSettings()
+    )
+    if isinstance(updater.sharded_parameters, FSDP2DataParallel):
+        trainee = replace(trainee, loss_sum=updater.sharded_parameters.wrap_as_forward(trainee.loss_sum))
+    engine = TrainingEngine(trainee.module, updater, group, optimizer.clip_norm, reproducible=way == REPRODUCIBLE)
+    whole = TrainStep(trainee, Tokens(length), engine, layout, ROWS)
 
     def step() -> float:
         start = time.perf_counter()

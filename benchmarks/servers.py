@@ -236,13 +236,13 @@ def plan_bytes(way: Way) -> tuple[list[tuple[int, int, int, str]], int]:
     from parts.sleeper import Sleeper
 
     from motet.train.job import load_job
-    from motet.train.served.mirror import plan_of
+    from motet.train.parameter_server.coordinator_parameters import build_partition
 
     with tempfile.TemporaryDirectory() as folder:
         served = way if way.servers else Way("", 1)
         job = load_job(str(job_file(Path(folder))), settings_of(served, 1))
     module = Sleeper(WIDTH, LAYERS)
-    plan = plan_of(module, job)
+    plan = build_partition(module, job)
     layers = {"embedding": 0, "head": LAYERS - 1}
     found = []
     for piece in plan.slices:
@@ -323,14 +323,14 @@ def seconds_of_update() -> float:
     from motet.parallel.parameter_server.process.parameter_store import ParameterPartition, ParameterStore, tensor_bytes
     from motet.parallel.parameter_server.protocol.parameter_slices import ParameterSlice
     from motet.precision.recipe import RECIPES
-    from motet.train.optimizer import make_optimizer
-    from motet.train.settings import OptimizerSettings
+    from motet.train.optimizer.optimizer_settings import OptimizerSettings
+    from motet.train.optimizer.sharded_optimizer import make_torch_optimizer
 
     torch.set_num_threads(1)
     numel = 2**17
     buckets = build_buckets({"w": (0, numel)}, 1, numel)
     plan = ParameterPartition(buckets, (ParameterSlice(0, slice(0, numel), 0),), RECIPES["fp32"], ((1.0, 0.1),))
-    shelf = ParameterStore(plan, lambda groups: make_optimizer(groups, OptimizerSettings()))
+    shelf = ParameterStore(plan, lambda groups: make_torch_optimizer(groups, OptimizerSettings()))
     times = []
     for share in range(20):
         shelf.add_push(0, share, bytearray(tensor_bytes(torch.randn(numel))))

@@ -189,15 +189,17 @@ def motet_runner(model: str, dtype: str) -> Runner:
     from motet.parallel.layout import Layout
     from motet.parallel.process.process_group import RankGroup
     from motet.precision.recipe import RECIPES
-    from motet.train.engine import Engine
-    from motet.train.optimizer import make_updater
-    from motet.train.settings import OptimizerSettings
-    from motet.train.step import Stepper
+    from motet.train.engine import TrainingEngine
+    from motet.train.optimizer.optimizer_settings import OptimizerSettings
+    from motet.train.optimizer.sharded_optimizer import build_sharded_optimizer
+    from motet.train.step import TrainStep
 
     group = RankGroup(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, torch.device("cpu"))
     trainee = build_trainable_model(settings_of(model), 0, torch.float32, group.device)
     layout = Layout(group.world, 1)
-    updater = make_updater(trainee.module, OptimizerSettings(), RECIPES[dtype], group, layout, CommunicationSettings())
+    updater = build_sharded_optimizer(
+        trainee.module, OptimizerSettings(), RECIPES[dtype], group, layout, CommunicationSettings()
+    )
 
     class Samples:
         tokens: Any = None
@@ -207,7 +209,7 @@ def motet_runner(model: str, dtype: str) -> Runner:
             return Batch(self.tokens[:, :-1], self.tokens[:, 1:], weights, torch.arange(rows.start, rows.stop))
 
     samples = Samples()
-    stepper = Stepper(trainee, samples, Engine(trainee.module, updater, group, CLIP_NORM), layout, ROWS)
+    stepper = TrainStep(trainee, samples, TrainingEngine(trainee.module, updater, group, CLIP_NORM), layout, ROWS)
 
     def step(tokens: Any) -> float:
         samples.tokens = tokens

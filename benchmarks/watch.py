@@ -36,7 +36,7 @@ def measure(options: argparse.Namespace) -> None:
 
 def one_layout(options: argparse.Namespace, group: "RankGroup", layout: str) -> None:
     from motet.monitor.events import ReplicaCheckDone
-    from motet.train.assemble import build_parts, numerics
+    from motet.train.build import build_components, precision_context
     from motet.train.job import load_job
 
     job = load_job(
@@ -47,9 +47,9 @@ def one_layout(options: argparse.Namespace, group: "RankGroup", layout: str) -> 
             f"data.sequence_length={options.length}",
         ],
     )
-    with tempfile.TemporaryDirectory() as folder, numerics(job):
-        parts = build_parts(job, group, Path(folder))
-        watched = parts.stepper(job)
+    with tempfile.TemporaryDirectory() as folder, precision_context(job):
+        parts = build_components(job, group, Path(folder))
+        watched = parts.make_train_step(job)
         plain = watched.__class__(parts.model, parts.data, parts.engine, parts.layout, job.data.batch_sequences)
         done = 0
 
@@ -58,8 +58,8 @@ def one_layout(options: argparse.Namespace, group: "RankGroup", layout: str) -> 
             start = time.perf_counter()
             for place in range(length):
                 stepper = watched if watch and place == length - 1 else plain
-                result = stepper.step(done % parts.steps, 1e-5)
-                found: ReplicaCheckDone | None = result.compared
+                result = stepper.step(done % parts.total_steps, 1e-5)
+                found: ReplicaCheckDone | None = result.replica_check
                 assert found is None or not found.violations, found
                 done += 1
             return time.perf_counter() - start

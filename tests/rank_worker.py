@@ -17,7 +17,7 @@ from _pytest.assertion.rewrite import rewrite_asserts
 from torch.distributed import distributed_c10d
 
 from motet.parallel.process.process_group import start_process_group
-from motet.train.faults import Record, guarded
+from motet.train.launch.failures import RankExitRecord, run_and_record
 from ranks import Call
 
 
@@ -38,7 +38,7 @@ def serve(handle: int) -> None:
         pipe.send(_answer(call))
 
 
-def _answer(call: Call) -> bytes | Record:
+def _answer(call: Call) -> bytes | RankExitRecord:
     result: bytes = b""
 
     def work() -> int:
@@ -53,8 +53,8 @@ def _answer(call: Call) -> bytes | Record:
         # A group that failed to start (the peer had failed at once) has counted: its successor would be "1", and "0"
         # to the peer, and each would wait for the other's address under its own name.
         distributed_c10d._world.group_count = 0
-        record = guarded(call.place.rank, work)
-    return record if record.sentence else result
+        record = run_and_record(call.place.rank, work)
+    return record if record.error_message else result
 
 
 def _call(call: Call) -> Any:

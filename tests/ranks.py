@@ -23,7 +23,7 @@ from typing import Any
 from environment import uncounted
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.parallel.process.process_group import CpuBackend
-from motet.train.faults import Record, first_cause
+from motet.train.launch.failures import RankExitRecord, root_cause
 
 TESTS = Path(__file__).parent
 GRACE_S = 2.0
@@ -171,7 +171,7 @@ class Ranks:
 
     def _collect(self, world: int, timeout_s: float) -> list[Any]:
         results: dict[int, Any] = {}
-        failures: list[Record] = []
+        failures: list[RankExitRecord] = []
         deadline = time.monotonic() + timeout_s
         waiting = set(range(world))
         while waiting and time.monotonic() < deadline:
@@ -179,7 +179,7 @@ class Ranks:
             for rank in [rank for rank in waiting if self._workers[rank].pipe in ready]:
                 waiting.discard(rank)
                 answer = self._answer(rank)
-                if isinstance(answer, Record):
+                if isinstance(answer, RankExitRecord):
                     failures.append(answer)
                     deadline = min(deadline, time.monotonic() + GRACE_S)
                 else:
@@ -188,22 +188,22 @@ class Ranks:
             raise self._failure(failures, sorted(waiting), timeout_s)
         return [results[rank] for rank in range(world)]
 
-    def _answer(self, rank: int) -> bytes | Record:
+    def _answer(self, rank: int) -> bytes | RankExitRecord:
         with contextlib.suppress(EOFError, ConnectionError):
-            answer: bytes | Record = self._workers[rank].pipe.recv()
+            answer: bytes | RankExitRecord = self._workers[rank].pipe.recv()
             return answer
         worker = self._workers[rank]
         code = worker.process.wait()
         self._replace(rank)
-        return Record(rank, time.time(), 3, f"the process ended with code {code}", worker.tail())
+        return RankExitRecord(rank, time.time(), 3, f"the process ended with code {code}", worker.tail())
 
-    def _failure(self, failures: list[Record], stuck: list[int], timeout_s: float) -> RankFailureError:
+    def _failure(self, failures: list[RankExitRecord], stuck: list[int], timeout_s: float) -> RankFailureError:
         stands = [f"--- rank {rank} stands here\n{self._workers[rank].stands()}" for rank in stuck]
         for rank in stuck:
             self._replace(rank)
         if failures:
-            cause = first_cause(failures)
-            return RankFailureError(f"rank {cause.rank} failed: {cause.sentence}\n{cause.traceback}")
+            cause = root_cause(failures)
+            return RankFailureError(f"rank {cause.rank} failed: {cause.error_message}\n{cause.traceback}")
         names = " and ".join(map(str, stuck))
         return RankFailureError("\n".join([f"rank {names} did not end within {timeout_s} s", *stands]))
 

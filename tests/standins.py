@@ -12,17 +12,17 @@ from pathlib import Path
 from environment import uncounted
 from motet.core.errors import TrainingDivergedError
 from motet.parallel.process.launch_environment import RankEnvironment
-from motet.train.faults import StopFlag
-from motet.train.launch import Launch, launch
+from motet.train.launch.failures import StopFlag
+from motet.train.launch.supervisor import LaunchSpec, launch_ranks
 
 TESTS = Path(__file__).parent
 
 
-def launch_of(ranks: int, logs: Path, work: str, *arguments: str, restarts: int = 0) -> Launch:
+def launch_of(ranks: int, logs: Path, work: str, *arguments: str, restarts: int = 0) -> LaunchSpec:
     """A supervised run of one of the functions below."""
     command = (sys.executable, "-m", "motet.cli.rank", f"standins:{work}", *arguments)
     environment = {**uncounted(), "PYTHONPATH": str(TESTS), "PYTHONFAULTHANDLER": "1"}
-    return Launch(command, ranks, environment, logs, restarts)
+    return LaunchSpec(command, ranks, environment, logs, restarts)
 
 
 def _all_are_here(place: RankEnvironment, folder: str) -> None:
@@ -72,7 +72,7 @@ def asked_before(place: RankEnvironment, stop: StopFlag, folder: str) -> int:
     _all_are_here(place, folder)
     while not stop.requested:
         time.sleep(0.01)
-    stop.end_this_process()
+    stop.exit_on_sigterm()
     return sleep(place, stop, folder)
 
 
@@ -143,7 +143,7 @@ def supervise() -> int:
     """What `motet train` does around a launch, without the training."""
     ranks, restarts, logs, work, *arguments = sys.argv[1:]
     start = launch_of(int(ranks), Path(logs), work, *arguments, restarts=int(restarts))
-    ended = launch(start, lambda text: sys.stdout.write(f"{text}\n") and sys.stdout.flush())
+    ended = launch_ranks(start, lambda text: sys.stdout.write(f"{text}\n") and sys.stdout.flush())
     sys.stdout.write("\n".join([ended.message, ended.traceback]))
     return ended.exit_code
 

@@ -78,7 +78,7 @@ def _portions(module: Any, job: Any, layout: Any) -> Any:
     """As training cuts the model."""
     from motet.parallel.data_parallel.buckets import build_buckets
     from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits
-    from motet.train.optimizer import group_parameters
+    from motet.train.optimizer.sharded_optimizer import group_parameters
 
     named = dict(module.named_parameters())
     if layout.zero == 3:

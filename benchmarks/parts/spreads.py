@@ -81,17 +81,17 @@ def make_motet(contender: Contender, dtype: str, group: dist.ProcessGroup) -> Tr
     from motet.parallel.layout import LayoutSettings, resolve_layout
     from motet.parallel.process.process_group import RankGroup
     from motet.precision.recipe import RECIPES
-    from motet.train.engine import Engine
-    from motet.train.optimizer import make_updater
-    from motet.train.settings import OptimizerSettings
+    from motet.train.engine import TrainingEngine
+    from motet.train.optimizer.optimizer_settings import OptimizerSettings
+    from motet.train.optimizer.sharded_optimizer import build_sharded_optimizer
 
     ranks = RankGroup(dist.get_rank(), dist.get_world_size(), group, torch.device("cpu"))
     settings = OptimizerSettings(learning_rate=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
     layout = resolve_layout(LayoutSettings(zero=contender.stage), ranks.world, ranks.world)
     manner = CommunicationSettings(overlap=contender.overlap)  # type: ignore[arg-type]
     module = make_module()
-    updater = make_updater(module, settings, RECIPES[dtype], ranks, layout, manner)
-    engine = Engine(module, updater, ranks, CLIP_NORM, loss_sum, LEARNING_RATE)
+    updater = build_sharded_optimizer(module, settings, RECIPES[dtype], ranks, layout, manner)
+    engine = TrainingEngine(module, updater, ranks, CLIP_NORM, loss_sum, LEARNING_RATE)
     return lambda tokens: engine.step(tokens).loss
 
 

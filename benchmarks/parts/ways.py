@@ -13,7 +13,7 @@ import motet
 from motet.core import trace
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.layout import Layout, parse_layout, resolve_layout
-from motet.train.engine import Engine
+from motet.train.engine import TrainingEngine
 
 RING = {"all_reduce": "ring", "reduce_scatter": "ring", "all_gather": "ring"}
 BACKEND = dict.fromkeys(RING, "backend")
@@ -46,14 +46,14 @@ class Way:
     def resolved(self, ranks: int) -> Layout:
         return resolve_layout(parse_layout(self.layout), ranks, ranks)
 
-    def sent(self, engine: Engine, ranks: int) -> list[Travel]:
-        return travels(engine.updater.spread.comm_units, self.resolved(ranks), self.settings)
+    def sent(self, engine: TrainingEngine, ranks: int) -> list[Travel]:
+        return travels(engine.optimizer.sharded_parameters.comm_units, self.resolved(ranks), self.settings)
 
     def silent(self) -> "Way":
         """On a backend that sends nothing, and knows no algorithms."""
         return replace(self, communication=dict(self.communication) | BACKEND)
 
-    def engine(self) -> Engine:
+    def engine(self) -> TrainingEngine:
         """Over the ranks of the default group."""
         outer = {"outer": dict(self.outer)} if self.outer else {}
         return motet.parallelize(

@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "Job": "motet.train.job",
     "load_job": "motet.train.job",
-    "run": "motet.train.start",
+    "run": "motet.train.launch.entry_points",
     "parallelize": "motet.train.engine",
     "Callback": "motet.monitor.callback",
     "read_steps": "motet.monitor.events",

@@ -22,9 +22,9 @@ from motet.cli.main import main
 from motet.core.errors import EXIT_CODES
 from motet.monitor.events import RunEnded, StepDone, read_events
 from motet.parallel.process.launch_environment import SINGLE_RANK
-from motet.train.faults import StopFlag, guarded
-from motet.train.launch import Ended, Launch
-from motet.train.work import train_rank
+from motet.train.launch.failures import StopFlag, run_and_record
+from motet.train.launch.rank_main import train_rank
+from motet.train.launch.supervisor import LaunchExitStatus, LaunchSpec
 from train.runs import saved_tensors
 
 PAGE = Path(__file__).parents[2] / "docs/reference/bad-input.md"
@@ -72,10 +72,10 @@ class Done:
     err: str
 
 
-def in_this_process(start: Launch, tell: Callable[[str], None]) -> Ended:
+def in_this_process(start: LaunchSpec, tell: Callable[[str], None]) -> LaunchExitStatus:
     """What the supervisor makes of one rank."""
-    record = guarded(0, lambda: train_rank(SINGLE_RANK, StopFlag(), start.command[-1]))
-    return Ended(record.exit_code, record.message, record.traceback)
+    record = run_and_record(0, lambda: train_rank(SINGLE_RANK, StopFlag(), start.command[-1]))
+    return LaunchExitStatus(record.exit_code, record.message, record.traceback)
 
 
 def call(monkeypatch: pytest.MonkeyPatch, command: str) -> int:
@@ -86,7 +86,7 @@ def call(monkeypatch: pytest.MonkeyPatch, command: str) -> int:
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", words[start:])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr("motet.train.start.launch", in_this_process)
+    monkeypatch.setattr("motet.train.launch.entry_points.launch", in_this_process)
     monkeypatch.delitem(sys.modules, "models", raising=False)
     with pytest.raises(SystemExit) as done:
         main()

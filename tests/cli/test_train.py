@@ -17,9 +17,9 @@ import pytest
 
 from motet.cli.main import main
 from motet.parallel.process.launch_environment import RankEnvironment
-from motet.train.assemble import run_rank
-from motet.train.faults import StopFlag
+from motet.train.build import run_rank
 from motet.train.job import Job, builtin_jobs, load_job
+from motet.train.launch.failures import StopFlag
 from ranks import Ranks
 from train.runs import same_bits, saved_tensors
 from waiting import free_port, until
@@ -206,7 +206,7 @@ def test_an_error_on_a_rank_is_told_once(motet: Callable[..., Done]) -> None:
 
 
 def without_a_break(place: RankEnvironment, job: Job, folder: Path) -> int:
-    return run_rank(job, place, folder, StopFlag()).steps
+    return run_rank(job, place, folder, StopFlag()).completed_steps
 
 
 def test_killed_from_outside_and_resumed_is_bit_for_bit_the_same(
@@ -335,7 +335,7 @@ def test_ctrl_c_before_ranks_start(refused: Callable[..., Done], monkeypatch: py
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("motet.train.start.prepare", interrupted)
+    monkeypatch.setattr("motet.train.launch.entry_points.prepare", interrupted)
     done = refused("small.toml")
     assert done == Done(130, "", "stopped before any rank was started\n")
     assert not Path("runs").exists()

@@ -107,5 +107,5 @@ def test_a_package_does_not_reach_further_than_its_parts() -> None:
     """The walk itself: a file of the torch half is seen as such, through others too."""
     assert needs_torch("motet.parallel.process.process_group")
     assert not needs_torch("motet.parallel.process.launch_environment")
-    assert needs_torch("motet.train.assemble")
-    assert "motet.core.errors" in reached("motet.train.folder")
+    assert needs_torch("motet.train.build")
+    assert "motet.core.errors" in reached("motet.train.launch.run_folder")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import motet
-from motet.train.engine import Engine
+from motet.train.engine import TrainingEngine
 
 RATE, CLIP, STEPS = 0.02, 0.4, 13
 ADAMW = {"learning_rate": RATE, "clip_norm": CLIP}
@@ -36,16 +36,16 @@ def loss_sum(module: nn.Module, x: Tensor) -> tuple[Tensor, int]:
     return (module(x) - x.flip(1)).square().sum(), len(x)
 
 
-def held(engine: Engine) -> dict[str, tuple[int, Tensor]]:
+def held(engine: TrainingEngine) -> dict[str, tuple[int, Tensor]]:
     """What this rank keeps of each parameter: from where on, and the numbers."""
-    spread = engine.updater.spread
+    spread = engine.optimizer.sharded_parameters
     return {n: (piece.start, piece.values.clone()) for n, piece in spread.local_shards(spread.local_masters).items()}
 
 
 STREAMING = {**DILOCO, "fragments": 2, "delay": 3, "mix": 0.3}
 
 
-def engine_of(layout: str, outer: dict[str, Any], communication: dict[str, Any] | None = None) -> Engine:
+def engine_of(layout: str, outer: dict[str, Any], communication: dict[str, Any] | None = None) -> TrainingEngine:
     return motet.parallelize(
         net(),
         layout,

@@ -14,31 +14,31 @@ from motet.parallel.data_parallel.sharded_parameters import ShardedParameters
 from motet.parallel.data_parallel.zero import model_state_memory, sent_bytes_per_step
 from motet.parallel.process.process_group import RankGroup
 from motet.precision.recipe import RECIPES
-from motet.train.assemble import build_parts, numerics
+from motet.train.build import build_components, precision_context
 from motet.train.job import Job
-from motet.train.optimizer import Updater
+from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
 from on_ranks import Counter
 
 
 def count_bytes(group: RankGroup, job: Job) -> tuple[int, int, int, int]:
     """Sent in two steps, and what was said; kept after them, and what was said."""
-    with numerics(job), tempfile.TemporaryDirectory() as folder:
-        parts = build_parts(job, group, Path(folder))
-        spread = parts.updater.spread
-        stepper, counter = parts.stepper(job), Counter()
+    with precision_context(job), tempfile.TemporaryDirectory() as folder:
+        parts = build_components(job, group, Path(folder))
+        spread = parts.optimizer.sharded_parameters
+        stepper, counter = parts.make_train_step(job), Counter()
         recipe = RECIPES[job.precision.recipe]
         with install_sink(counter):
             for step in range(2):
                 stepper.step(step, 0.001)
             spread.wait_for_pending()
         said = sent_bytes_per_step(spread.comm_units, parts.layout, recipe, job.communication, group.rank)
-        held = [*_computed_with(spread), *spread.local_masters, *spread.local_gradients(), *_moments(parts.updater)]
+        held = [*_computed_with(spread), *spread.local_masters, *spread.local_gradients(), *_moments(parts.optimizer)]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
         kept = model_state_memory(spread.comm_units, parts.layout, recipe, 2, group.rank)
     return int(counter.counts.get("sent_bytes", 0)), 2 * said.total, sum(storages.values()), kept.total
 
 
-def _moments(updater: Updater) -> list[torch.Tensor]:
+def _moments(updater: ShardedOptimizer) -> list[torch.Tensor]:
     """All tensors of the optimizer but the counts of steps."""
     return [t for state in updater._optimizer.state.values() for t in state.values() if t.ndim]
 

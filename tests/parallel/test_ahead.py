@@ -9,7 +9,7 @@ import motet
 from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 from motet.parallel.process.process_group import RankGroup
 from motet.precision.float64_mode import use_float64
-from motet.train.engine import Engine, Loss
+from motet.train.engine import LossFunction, TrainingEngine
 from ranks import Ranks
 
 HOW = {"overlap": "forward", "bucket_mib": 0.0001, "first_bucket_mib": 0.0001}
@@ -31,7 +31,7 @@ def inside(net: nn.Module, x: Tensor) -> tuple[Tensor, int]:
     return net(x).square().sum(), len(x)
 
 
-def engine_of(zero: int, rank: int) -> Engine:
+def engine_of(zero: int, rank: int) -> TrainingEngine:
     torch.manual_seed(0)
     return motet.parallelize(
         Net().double(),
@@ -50,19 +50,19 @@ def batch(step: int, rank: int) -> Tensor:
 def underway(group: RankGroup, zero: int) -> tuple[list[list[str]], list[Tensor]]:
     """The parameters that are underway after each of three steps, in order; and what the module is in the end."""
     engine = engine_of(zero, group.rank)
-    spread = engine.updater.spread
+    spread = engine.optimizer.sharded_parameters
     assert isinstance(spread, BucketedDataParallel)
     names = [[member.name for member in bucket.members] for bucket in spread.flat_parameters.buckets]
     found = []
     for step in range(3):
         engine.step(batch(step, group.rank))
         found.append([name for number in spread._pending_gathers for name in names[number]])
-    engine.settle()
+    engine.synchronize()
     assert not spread._pending_gathers
     return found, [p.detach().clone() for p in engine.module.parameters()]
 
 
-def alone(loss: Loss) -> list[Tensor]:
+def alone(loss: LossFunction) -> list[Tensor]:
     torch.manual_seed(0)
     net = Net().double()
     optimizer = torch.optim.AdamW(
@@ -90,7 +90,7 @@ def uses_early(group: RankGroup) -> str:
     """A loss that from the second step on uses a weight before the module that it was seen in."""
     engine = engine_of(1, group.rank)
     engine.step(batch(0, group.rank))
-    engine.loss = lambda module, x: F.linear(x.requires_grad_(), module.last.weight).sum() + module(x).sum()
+    engine.loss_function = lambda module, x: F.linear(x.requires_grad_(), module.last.weight).sum() + module(x).sum()
     try:
         engine.step(batch(1, group.rank))
     except RuntimeError as error:
@@ -105,10 +105,10 @@ def outside(net: nn.Module, x: Tensor) -> tuple[Tensor, int]:
 
 def reads_outside(group: RankGroup) -> list[Tensor]:
     engine = engine_of(1, group.rank)
-    engine.loss = outside
+    engine.loss_function = outside
     for step in range(3):
         engine.step(batch(step, group.rank))
-    engine.settle()
+    engine.synchronize()
     return [p.detach().clone() for p in engine.module.parameters()]
 
 
@@ -127,7 +127,7 @@ def one_step(group: RankGroup) -> int:
     engine = engine_of(1, group.rank)
     with use_float64():
         engine.step(batch(0, group.rank))
-        engine.settle()
+        engine.synchronize()
     return torch._C._len_torch_function_stack()
 
 

@@ -12,7 +12,7 @@ import motet
 from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 from motet.parallel.data_parallel.sharded_parameters import LocalShard
 from motet.parallel.process.process_group import RankGroup
-from motet.train.engine import Engine
+from motet.train.engine import TrainingEngine
 from motet.train.state import newest_checkpoint
 from ranks import Ranks
 
@@ -45,7 +45,7 @@ def given(rank: int, step: int) -> Tensor:
     return torch.randn(6, 7, generator=torch.Generator().manual_seed(100 * rank + step))
 
 
-def engine_of(case: Case, precision: str = "fp32") -> Engine:
+def engine_of(case: Case, precision: str = "fp32") -> TrainingEngine:
     layout, communication = case
     torch.manual_seed(5)
     sections = BUCKETS if "zero=3" not in layout else {}
@@ -59,7 +59,7 @@ def engine_of(case: Case, precision: str = "fp32") -> Engine:
     )
 
 
-def steps(engine: Engine, group: RankGroup, first: int, count: int) -> list[Tensor]:
+def steps(engine: TrainingEngine, group: RankGroup, first: int, count: int) -> list[Tensor]:
     """What the model of this rank answers after each step."""
     answers = []
     for step in range(first, first + count):
@@ -145,14 +145,14 @@ def test_one_rank_has_nothing_to_compress(ranks: Ranks) -> None:
 def sent_and_owed(group: RankGroup, case: Case, parts: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """(all sums that were handed out, all gradients, all errors at the end), summed over steps and ranks."""
     engine = engine_of(case, "fp64")
-    spread = engine.updater.spread
+    spread = engine.optimizer.sharded_parameters
     assert isinstance(spread, BucketedDataParallel)
     named = dict(engine.module.named_parameters())
     where = {m.name: slice(m.start, m.stop) for bucket in spread.flat_parameters.buckets for m in bucket.members}
     length = spread.flat_parameters.buckets[-1].stop
     out, true, owed = (torch.zeros(length, dtype=torch.float64) for _ in range(3))
     for step in range(count):
-        engine.begin()
+        engine.begin_step()
         for part in range(parts):
             draw = torch.Generator().manual_seed(1000 * step + 10 * group.rank + part)
             slopes = {n: torch.randn(p.shape, generator=draw, dtype=p.dtype) for n, p in named.items()}
@@ -215,8 +215,8 @@ def after_a_bad_step(group: RankGroup) -> list[bool]:
         engine = engine_of(("zero=1", {"compress_gradients": codec}))
         for step in range(3):
             x = given(group.rank, step)
-            finite.append(engine.step(x * float("inf") if step == 1 and group.rank == 0 else x).finite)
-        kept = engine.updater.spread.compression_state().values()
+            finite.append(engine.step(x * float("inf") if step == 1 and group.rank == 0 else x).is_finite)
+        kept = engine.optimizer.sharded_parameters.compression_state().values()
         finite.append(all(part.values.isfinite().all() for part in kept if isinstance(part, LocalShard)))
     return finite
 
@@ -263,7 +263,7 @@ def elsewhere(group: RankGroup, folder: str) -> list[list[str]]:
         where = newest_checkpoint(Path(folder) / f"{number}")
         assert where is not None
         engine = engine_of(case)
-        said.append(engine._state(folder).restore(where)[1])
+        said.append(engine._training_state(folder).restore(where)[1])
         steps(engine, group, 3, 1)
     return said
 

@@ -16,10 +16,10 @@ from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits, sent_bytes_pe
 from motet.parallel.layout import Layout, LayoutSettings, resolve_layout
 from motet.parallel.process.process_group import RankGroup
 from motet.precision.recipe import RECIPES
-from motet.train.assemble import build_parts, numerics
+from motet.train.build import build_components, precision_context
 from motet.train.job import Job
-from motet.train.optimizer import Updater, make_updater
-from motet.train.settings import OptimizerSettings
+from motet.train.optimizer.optimizer_settings import OptimizerSettings
+from motet.train.optimizer.sharded_optimizer import ShardedOptimizer, build_sharded_optimizer
 from parallel.counting import count_bytes
 from ranks import Ranks
 from train.runs import Trained, parameters_and_gradients, small_job, train, worst_difference
@@ -148,24 +148,24 @@ def branches(group: RankGroup, zero: int, parts: int) -> dict[str, torch.Tensor]
     broadcast_parameters_and_buffers(module, group)
     layout = resolve_layout(LayoutSettings(zero=zero, microbatches=parts), group.world, group.world * parts)
     settings = CommunicationSettings(bucket_mib=1e-4, first_bucket_mib=1e-4)
-    updater = make_updater(module, OptimizerSettings(name="sgd"), RECIPES["fp64"], group, layout, settings)
+    updater = build_sharded_optimizer(module, OptimizerSettings(name="sgd"), RECIPES["fp64"], group, layout, settings)
     for _ in range(2):  # nothing is left over from the step before
-        updater.spread.begin_step()
+        updater.sharded_parameters.begin_step()
         for part in range(parts):
-            updater.spread.begin_backward(part == 0, part == parts - 1)
+            updater.sharded_parameters.begin_backward(part == 0, part == parts - 1)
             module(inputs(group.rank, part), (group.rank + part) % 2).backward()
-            updater.spread.end_backward()
+            updater.sharded_parameters.end_backward()
     flat = {name: torch.zeros(piece.shape.numel(), dtype=torch.float64) for name, piece in found(updater).items()}
     for name, piece in found(updater).items():
-        if updater.spread.contributes_to_norm:
+        if updater.sharded_parameters.contributes_to_norm:
             flat[name][piece.start : piece.start + piece.values.numel()] = piece.values
         if group.process_group is not None and zero:
             dist.all_reduce(flat[name], group=group.process_group)
     return flat
 
 
-def found(updater: Updater) -> dict[str, Any]:
-    return updater.spread.local_shards(updater.spread.local_gradients())
+def found(updater: ShardedOptimizer) -> dict[str, Any]:
+    return updater.sharded_parameters.local_shards(updater.sharded_parameters.local_gradients())
 
 
 def inputs(rank: int, part: int) -> torch.Tensor:
@@ -188,9 +188,9 @@ def test_ranks_may_use_other_parameters_than_their_peers(ranks: Ranks, zero: int
 
 
 def save_at(group: RankGroup, job: Job, folder: str, steps: int) -> None:
-    with numerics(job):
-        parts = build_parts(job, group, Path(folder))
-        stepper = parts.stepper(job)
+    with precision_context(job):
+        parts = build_components(job, group, Path(folder))
+        stepper = parts.make_train_step(job)
         for step in range(steps):
             stepper.step(step, 0.003)
         parts.state.save(steps)
@@ -198,10 +198,10 @@ def save_at(group: RankGroup, job: Job, folder: str, steps: int) -> None:
 
 def go_on_at(group: RankGroup, job: Job, folder: str, steps: int) -> Trained:
     """From the checkpoint, some steps more."""
-    with numerics(job):
-        parts = build_parts(job, group, Path(folder))
+    with precision_context(job):
+        parts = build_components(job, group, Path(folder))
         done, _ = parts.state.restore(Path(folder) / "checkpoints" / "step-00000002")
-        stepper, losses, norms = parts.stepper(job), [], []
+        stepper, losses, norms = parts.make_train_step(job), [], []
         for step in range(done, done + steps):
             result = stepper.step(step, 0.003)
             losses.append(result.loss)

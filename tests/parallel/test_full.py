@@ -6,9 +6,9 @@ import pytest
 
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.parallel.process.process_group import RankGroup
-from motet.train.assemble import build_parts, numerics, run_rank
-from motet.train.faults import StopFlag
+from motet.train.build import build_components, precision_context, run_rank
 from motet.train.job import Job
+from motet.train.launch.failures import StopFlag
 from motet.train.state import newest_checkpoint
 from parallel.counting import count_bytes
 from ranks import Ranks
@@ -88,13 +88,13 @@ def test_every_world_and_choice(ranks: Ranks, tmp_path: Path, model: str) -> Non
 
 
 def _train(place: RankEnvironment, job: Job, folder: Path) -> int:
-    return run_rank(job, place, folder, StopFlag()).steps
+    return run_rank(job, place, folder, StopFlag()).completed_steps
 
 
 def _load_and_save(group: RankGroup, job: Job, found: Path, folder: Path) -> None:
     """In another layout, into another folder."""
-    with numerics(job):
-        state = build_parts(job, group, folder).state
+    with precision_context(job):
+        state = build_components(job, group, folder).state
         newest = newest_checkpoint(found / "checkpoints")
         assert newest is not None
         step, _ = state.restore(newest)

@@ -21,7 +21,7 @@ from motet.parallel.step_plan.timeline import (
     build_step_graph,
     compute_node_times,
 )
-from motet.train.assemble import build_parts, numerics
+from motet.train.build import build_components, precision_context
 from train.runs import small_job
 
 STRETCHES = [
@@ -124,12 +124,12 @@ def complete_in_order(job_folder: Path) -> tuple[list[int], list[frozenset[str]]
     small = ("communication.bucket_mib=0.02", "communication.first_bucket_mib=0.001")
     job = small_job(job_folder, *small)
     order: list[int] = []
-    with numerics(job):
-        parts = build_parts(job, RankGroup(0, 1, None, torch.device("cpu")), job_folder)
-        spread = parts.updater.spread
+    with precision_context(job):
+        parts = build_components(job, RankGroup(0, 1, None, torch.device("cpu")), job_folder)
+        spread = parts.optimizer.sharded_parameters
         assert isinstance(spread, BucketedDataParallel)
         spread.flat_parameters.gradients.on_bucket_ready = order.append
-        parts.stepper(job).step(0, 0.001)
+        parts.make_train_step(job).step(0, 0.001)
         stretches, messages = parts_of(job, parts.layout)
     nodes = build_step_graph(stretches, messages, parts.layout, job.communication)
     said = [node.label for node in nodes if node.kind == "reduce"]

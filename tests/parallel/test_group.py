@@ -16,7 +16,7 @@ from motet.parallel.process.process_group import (
     rendezvous_store,
     start_process_group,
 )
-from motet.train.faults import guarded
+from motet.train.launch.failures import run_and_record
 from ranks import Ranks
 from waiting import free_port
 
@@ -57,8 +57,8 @@ def one_cannot_decide(place: RankEnvironment) -> tuple[int, str, bool]:
             broadcast_decision(store, place.rank, "folder", fail)
         return 0
 
-    record = guarded(place.rank, work)
-    return record.exit_code, record.sentence, record.secondary
+    record = run_and_record(place.rank, work)
+    return record.exit_code, record.error_message, record.caused_by_peer
 
 
 def test_a_world_of_one_needs_no_process_group() -> None:

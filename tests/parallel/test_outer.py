@@ -15,7 +15,7 @@ from motet.parallel.layout import Layout
 from motet.parallel.local_sgd.pseudo_gradients import PseudoGradientReducer
 from motet.parallel.local_sgd.schedule import FragmentSyncSchedule, split_into_fragments
 from motet.parallel.process.process_group import RankGroup
-from motet.train.engine import Update
+from motet.train.engine import StepStats
 from on_ranks import Counter
 from parallel.apart import (
     ADAMW,
@@ -44,7 +44,7 @@ def train(
     optimizer: dict[str, Any],
     even: bool = False,
     communication: dict[str, Any] | None = None,
-) -> tuple[list[Update], list[dict[str, tuple[int, Tensor]]]]:
+) -> tuple[list[StepStats], list[dict[str, tuple[int, Tensor]]]]:
     """After each step, what it told and what this rank keeps."""
     engine = motet.parallelize(
         net(),

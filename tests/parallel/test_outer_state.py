@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import motet
 from motet.parallel.process.process_group import RankGroup
-from motet.train.engine import Engine
+from motet.train.engine import TrainingEngine
 from parallel.apart import (
     DILOCO,
     HALVES,
@@ -67,7 +67,7 @@ def save_at(
     for step in range(at):
         engine.step(batch(step, group.rank))
     engine.save(folder, at)
-    with engine.agreed():
+    with engine.consensus_parameters():
         return held(engine)
 
 
@@ -75,9 +75,9 @@ def go_on_from(
     group: RankGroup, layout: str, outer: dict[str, Any], folder: str
 ) -> tuple[dict[str, tuple[int, Tensor]], list[str], bool]:
     engine = engine_of(layout, outer)
-    _, changes = engine._state(folder).restore(Path(folder) / "step-00000006")
+    _, changes = engine._training_state(folder).restore(Path(folder) / "step-00000006")
     start = held(engine)
-    finite = [engine.step(batch(step, group.rank)).finite for step in range(6, 12)]
+    finite = [engine.step(batch(step, group.rank)).is_finite for step in range(6, 12)]
     return start, changes, all(finite)
 
 
@@ -114,9 +114,9 @@ def test_replicas_go_out_from_a_checkpoint_of_data_parallelism(ranks: Ranks, tmp
 # --- what goes wrong -------------------------------------------------------------------------------
 
 
-def spoil(engine: Engine) -> None:
+def spoil(engine: TrainingEngine) -> None:
     """The parameters of this rank are lost."""
-    spread = engine.updater.spread
+    spread = engine.optimizer.sharded_parameters
     for piece in spread.local_shards(spread.local_masters).values():
         piece.values.fill_(float("inf"))
 
@@ -132,8 +132,8 @@ def lost(group: RankGroup, layout: str, outer: dict[str, Any]) -> tuple[list[tup
         if group.rank == group.world - 1 and step == 5:
             spoil(engine)
         done = engine.step(x)
-        told.append((done.finite, done.skipped))
-        whole.append(all(bool(m.isfinite().all()) for m in engine.updater.spread.local_masters))
+        told.append((done.is_finite, done.skipped_steps))
+        whole.append(all(bool(m.isfinite().all()) for m in engine.optimizer.sharded_parameters.local_masters))
     return told, whole
 
 
@@ -175,9 +175,9 @@ def finished(group: RankGroup, outer: dict[str, Any], steps: int) -> tuple[bool,
     engine = engine_of("", outer)
     for step in range(steps):
         engine.step(batch(step, group.rank))
-    engine.finish()
+    engine.finalize()
     end = held(engine)
-    with engine.agreed():
+    with engine.consensus_parameters():
         return same_bits(end, held(engine)), end
 
 

@@ -10,7 +10,7 @@ from motet.parallel.data_parallel.zero import sent_bytes_per_step
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.reproducible import tree_reduce
 from motet.precision.recipe import RECIPES
-from motet.train.assemble import build_parts
+from motet.train.build import build_components
 from motet.train.job import Job
 from parallel.counting import count_bytes
 from ranks import Ranks
@@ -38,9 +38,9 @@ def _count(group: RankGroup, job: Job, folder: str) -> tuple[int, ...]:
         for name, is_cut in (("all_to_all", True), ("all_gather", False)):
             inside.setattr(tree_reduce, name, _counting(getattr(tree_reduce, name), given, is_cut))
         programs, whole, kept, said_kept = count_bytes(group, job)
-    parts = build_parts(job, group, Path(folder))
+    parts = build_components(job, group, Path(folder))
     said = sent_bytes_per_step(
-        parts.updater.spread.comm_units, parts.layout, RECIPES["fp32"], job.communication, group.rank
+        parts.optimizer.sharded_parameters.comm_units, parts.layout, RECIPES["fp32"], job.communication, group.rank
     )
     return given[0], 2 * (said.reduce_scatter + said.all_reduce), programs, whole, kept, said_kept
 

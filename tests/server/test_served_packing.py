@@ -22,8 +22,8 @@ from motet.parallel.parameter_server.server_settings import (
     check_compression,
 )
 from motet.precision.recipe import RECIPES
-from motet.train.optimizer import make_optimizer
-from motet.train.settings import OptimizerSettings
+from motet.train.optimizer.optimizer_settings import OptimizerSettings
+from motet.train.optimizer.sharded_optimizer import make_torch_optimizer
 
 SIZE, RATE = 512, 0.1
 SGD = OptimizerSettings(name="sgd", learning_rate=RATE, weight_decay=0.0)
@@ -36,7 +36,7 @@ def drawn(seed: int) -> Tensor:
 
 
 def shelf_of(plan: ParameterPartition, settings: OptimizerSettings = SGD) -> ParameterStore:
-    shelf = ParameterStore(plan, lambda groups: make_optimizer(groups, settings))
+    shelf = ParameterStore(plan, lambda groups: make_torch_optimizer(groups, settings))
     shelf.load_slice_state(0, {"master": drawn(0)})
     return shelf
 

@@ -33,8 +33,8 @@ from motet.parallel.parameter_server.protocol.parameter_slices import partition_
 from motet.parallel.parameter_server.protocol.server_state_machine import ServerSliceState, ServerStateMachine
 from motet.parallel.parameter_server.protocol.worker_state_machine import WorkerStateMachine
 from motet.precision.recipe import RECIPES
-from motet.train.optimizer import group_parameters, make_optimizer
-from motet.train.settings import OptimizerSettings
+from motet.train.optimizer.optimizer_settings import OptimizerSettings
+from motet.train.optimizer.sharded_optimizer import group_parameters, make_torch_optimizer
 from waiting import until
 
 STEPS, LIMIT_S, RATE = 20, 30.0, 0.01
@@ -99,7 +99,7 @@ def serve(
     plan = plan_of(module, len({owned.servers[0] for owned in view.replicas}))
     mine = [piece for piece, owned in enumerate(view.replicas) if name in owned.servers]
     post = TcpTransport(name, {"run": "run"}, LIMIT_S, "127.0.0.1")
-    shelf = ParameterStore(plan, lambda groups: make_optimizer(groups, SETTINGS))
+    shelf = ParameterStore(plan, lambda groups: make_torch_optimizer(groups, SETTINGS))
     keeper = ServerStateMachine(name, view, {piece: ServerSliceState(is_initialized=False) for piece in mine})
     found[name] = keeper, shelf
     server = ParameterServerProcess(keeper, shelf, post, LIMIT_S)

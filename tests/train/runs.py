@@ -14,9 +14,9 @@ from motet.collectives.execute.api import all_reduce
 from motet.parallel.data_parallel.fsdp import local_shard
 from motet.parallel.data_parallel.sharded_parameters import LocalShard
 from motet.parallel.process.process_group import RankGroup
-from motet.train.assemble import Parts, build_parts, numerics
+from motet.train.build import TrainingComponents, build_components, precision_context
 from motet.train.job import Job, load_job
-from motet.train.schedule import learning_rate_factor
+from motet.train.optimizer.lr_schedule import learning_rate_factor
 from motet.train.state import newest_checkpoint
 
 TEXT = Path(__file__).parent.parent / "data" / "small.txt"
@@ -95,17 +95,17 @@ class Trained:
 
 def train(group: RankGroup, job: Job, steps: int | None = None) -> Trained:
     """The first steps of a job on this rank, or all of them, without files."""
-    with numerics(job), tempfile.TemporaryDirectory() as folder:
-        parts = build_parts(job, group, Path(folder))
-        stepper, losses, norms, rates = parts.stepper(job), [], [], 0.0
-        steps = parts.steps if steps is None else steps
+    with precision_context(job), tempfile.TemporaryDirectory() as folder:
+        parts = build_components(job, group, Path(folder))
+        stepper, losses, norms, rates = parts.make_train_step(job), [], [], 0.0
+        steps = parts.total_steps if steps is None else steps
         for step in range(steps):
             rate = job.optimizer.learning_rate * learning_rate_factor(job.optimizer.schedule, step, steps)
             result = stepper.step(step, rate)
             losses.append(result.loss)
             norms.append(result.grad_norm)
             rates += rate
-        spread = parts.updater.spread
+        spread = parts.optimizer.sharded_parameters
         masters = {
             n: _whole(p, group, spread.contributes_to_norm)
             for n, p in spread.local_shards(spread.local_masters).items()
@@ -113,9 +113,9 @@ def train(group: RankGroup, job: Job, steps: int | None = None) -> Trained:
         return Trained(losses, norms, *parameters_and_gradients(parts), rates, masters)
 
 
-def parameters_and_gradients(parts: Parts) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def parameters_and_gradients(parts: TrainingComponents) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """As they are after a step, put together from what ranks have of them."""
-    spread, group = parts.updater.spread, parts.group
+    spread, group = parts.optimizer.sharded_parameters, parts.group
     spread.wait_for_pending()
     parameters = {
         n: _whole(local_shard(p), group, spread.contributes_to_norm) for n, p in parts.model.module.named_parameters()

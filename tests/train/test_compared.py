@@ -7,41 +7,50 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.train.compared import Expected, Report, bits_of, broken, float_of, named, odd_ones, rows_digest
+from motet.train.replica_check.invariants import (
+    ExpectedInvariants,
+    RankDigestReport,
+    bits_to_float,
+    find_violations,
+    float_to_bits,
+    format_ranks,
+    outliers,
+    rows_digest,
+)
 
 RANKS = 4
 HYBRID = ((0, 2), (1, 3))
-EXPECTED = Expected(HYBRID, HYBRID, range(8), 40.0)
+EXPECTED = ExpectedInvariants(HYBRID, HYBRID, range(8), 40.0)
 
 
-def report(rank: int, **changes: int) -> Report:
+def report(rank: int, **changes: int) -> RankDigestReport:
     """Of one of four ranks, two of which share a copy; all is right."""
     before = (rank - 1) % RANKS
-    right = Report(
-        machine=1,
+    right = RankDigestReport(
+        machine_digest=1,
         parameters=2,
         states=rank % 2,
         rows=rows_digest(range(2 * rank, 2 * rank + 2)),
         row_count=2,
         batches=100 + rank,
         neighbour_batches=100 + before,
-        targets=bits_of(10.0),
-        neighbour_targets=bits_of(10.0),
+        targets=float_to_bits(10.0),
+        neighbour_targets=float_to_bits(10.0),
         gradients=rank % 2,
-        norm=bits_of(5.0 / 40),
-        squares=bits_of((9.0, 16.0)[rank % 2]),
-        loss=bits_of(3.5 + rank),
-        neighbour_loss=bits_of(3.5 + before),
+        norm=float_to_bits(5.0 / 40),
+        squared_norm=float_to_bits((9.0, 16.0)[rank % 2]),
+        loss=float_to_bits(3.5 + rank),
+        neighbour_loss=float_to_bits(3.5 + before),
     )
     return right._replace(**changes)
 
 
 def found(
-    changed: int | None = None, expected: Expected = EXPECTED, **changes: int
+    changed: int | None = None, expected: ExpectedInvariants = EXPECTED, **changes: int
 ) -> list[tuple[str, tuple[int, ...]]]:
     """(what, ranks) of what is told when one rank, or every rank, reports something else."""
     reports = [report(rank, **(changes if changed in (rank, None) else {})) for rank in range(RANKS)]
-    return [(one.what, one.ranks) for one in broken(reports, expected)]
+    return [(one.invariant, one.ranks) for one in find_violations(reports, expected)]
 
 
 def test_what_is_right_is_not_told() -> None:
@@ -57,13 +66,13 @@ def test_what_is_right_is_not_told() -> None:
         ({"row_count": 3}, [("rows", (0, 1, 2, 3))]),
         ({"batches": 7}, [("batches", (2, 3))]),
         ({"neighbour_batches": 7}, [("batches", (1, 2))]),
-        ({"neighbour_targets": bits_of(9.0)}, [("targets", (1, 2))]),
-        ({"targets": bits_of(9.0)}, [("targets", (2, 3)), ("targets", (0, 1, 2, 3))]),
-        ({"norm": bits_of(5.0 / 40 * (1 + 2**-52))}, [("norm", (2,))]),
+        ({"neighbour_targets": float_to_bits(9.0)}, [("targets", (1, 2))]),
+        ({"targets": float_to_bits(9.0)}, [("targets", (2, 3)), ("targets", (0, 1, 2, 3))]),
+        ({"norm": float_to_bits(5.0 / 40 * (1 + 2**-52))}, [("norm", (2,))]),
         ({"gradients": 7}, [("gradients", (0, 2))]),
-        ({"squares": bits_of(9.0 + 2**-40)}, [("norm", (2, 3))]),
-        ({"loss": bits_of(5.5 + 2**-50)}, [("loss", (2, 3))]),
-        ({"neighbour_loss": bits_of(math.inf)}, [("loss", (1, 2))]),
+        ({"squares": float_to_bits(9.0 + 2**-40)}, [("norm", (2, 3))]),
+        ({"loss": float_to_bits(5.5 + 2**-50)}, [("loss", (2, 3))]),
+        ({"neighbour_loss": float_to_bits(math.inf)}, [("loss", (1, 2))]),
     ],
 )
 def test_what_is_broken_on_a_rank_is_told(changes: dict[str, int], told: list[tuple[str, tuple[int, ...]]]) -> None:
@@ -77,28 +86,28 @@ def test_the_step_may_have_counted_wrongly() -> None:
 def test_rows_that_others_have_read_are_not_made_up_for_by_their_number() -> None:
     reports = [report(rank) for rank in range(RANKS)]
     reports[1] = reports[1]._replace(rows=reports[0].rows)
-    assert [one.what for one in broken(reports, EXPECTED)] == ["rows"]
+    assert [one.invariant for one in find_violations(reports, EXPECTED)] == ["rows"]
 
 
 def test_other_machines_may_have_other_last_bits() -> None:
-    assert found(2, machine=5, loss=bits_of(5.25)) == []
+    assert found(2, machine=5, loss=float_to_bits(5.25)) == []
     assert found(2, machine=5, gradients=7) == [("gradients", (0, 2))]
     assert found(2, machine=5, parameters=7) == [("parameters", (2,))]
 
 
 def test_what_is_not_finite_is_the_same_everywhere() -> None:
-    assert bits_of(math.nan) == bits_of(-math.nan)
-    assert found(norm=bits_of(math.nan), squares=bits_of(math.nan)) == []
+    assert float_to_bits(math.nan) == float_to_bits(-math.nan)
+    assert found(norm=float_to_bits(math.nan), squares=float_to_bits(math.nan)) == []
 
 
 def test_ranks_are_named_as_long_as_they_are_few() -> None:
-    assert (named([3]), named([0, 1, 2])) == ("rank 3", "ranks 0, 1 and 2")
-    assert named(range(20)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
+    assert (format_ranks([3]), format_ranks([0, 1, 2])) == ("rank 3", "ranks 0, 1 and 2")
+    assert format_ranks(range(20)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=9))
 def test_those_that_are_unlike_most_are_named(values: list[int]) -> None:
-    odd = odd_ones(dict(enumerate(values)))
+    odd = outliers(dict(enumerate(values)))
     rest = {value for rank, value in enumerate(values) if rank not in odd}
     assert len(rest) <= 1 and (len(set(values)) > 1) == bool(odd)
     assert len(rest) == 0 or all(values.count(next(iter(rest))) > values.count(values[rank]) for rank in odd)
@@ -106,4 +115,4 @@ def test_those_that_are_unlike_most_are_named(values: list[int]) -> None:
 
 @given(st.floats(allow_nan=False))
 def test_bits_are_of_one_float(value: float) -> None:
-    assert float_of(bits_of(value)) == value
+    assert bits_to_float(float_to_bits(value)) == value

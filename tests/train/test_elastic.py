@@ -15,12 +15,12 @@ import pytest
 from torch import Tensor
 
 from environment import uncounted
+from motet.core.toml_writer import to_toml
 from motet.monitor.events import Event, RunEnded, StepDone, WarningIssued, read_events
 from motet.parallel.process.launch_environment import RankEnvironment
-from motet.train.assemble import run_rank
-from motet.train.faults import StopFlag
+from motet.train.build import run_rank
 from motet.train.job import Job
-from motet.train.toml import to_toml
+from motet.train.launch.failures import StopFlag
 from namespaces import Host, missing, two_hosts
 from ranks import TESTS, Ranks
 from train.runs import saved_tensors, small_job
@@ -229,4 +229,4 @@ def furthest(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 
 
 def alone(place: RankEnvironment, job: Job, folder: Path) -> int:
-    return run_rank(job, place, folder, StopFlag()).steps
+    return run_rank(job, place, folder, StopFlag()).completed_steps

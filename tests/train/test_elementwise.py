@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from motet.train.elementwise import Elementwise
-from motet.train.optimizer import make_optimizer
-from motet.train.settings import OptimizerSettings
+from motet.train.optimizer.bitwise_reproducible_optimizer import BitwiseReproducibleOptimizer
+from motet.train.optimizer.optimizer_settings import OptimizerSettings
+from motet.train.optimizer.sharded_optimizer import make_torch_optimizer
 
 KINDS = {
     "adamw": OptimizerSettings(weight_decay=0.1),
@@ -26,7 +26,7 @@ def stepped(
     start, *gradients = (torch.randn(COUNT, generator=draw, dtype=dtype) for _ in range(1 + STEPS))
     parameters = [torch.nn.Parameter(part.clone()) for part in start.tensor_split(list(cuts))]
     group = [{"params": parameters, "weight_decay": settings.weight_decay, "lr": 0.003}]
-    optimizer = make_optimizer(group, settings) if torchs else Elementwise(group, settings)
+    optimizer = make_torch_optimizer(group, settings) if torchs else BitwiseReproducibleOptimizer(group, settings)
     for parameter in [] if torchs else parameters:
         names = ["momentum_buffer"] if settings.name == "sgd" else ["exp_avg", "exp_avg_sq"]
         optimizer.state[parameter].update({name: torch.zeros_like(parameter) for name in names}, step=torch.zeros(()))

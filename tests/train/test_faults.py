@@ -14,14 +14,22 @@ import torch.distributed as dist
 from motet.core.errors import InputError, PeerFailedError, TrainingDivergedError
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.parallel.process.process_group import CpuBackend, start_process_group
-from motet.train import faults
-from motet.train.faults import Record, StopFlag, first_cause, guarded, is_secondary, read_record, stop_on_signals
+from motet.train.launch import failures
+from motet.train.launch.failures import (
+    RankExitRecord,
+    StopFlag,
+    is_caused_by_peer,
+    read_exit_record,
+    root_cause,
+    run_and_record,
+    stop_on_signals,
+)
 from ranks import Ranks
 
 
 def test_the_first_request_counts_and_its_echo_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(faults.time, "monotonic", lambda: now)
+    monkeypatch.setattr(failures.time, "monotonic", lambda: now)
     flag = StopFlag()
     assert not flag.requested
     assert not flag.request()
@@ -42,15 +50,15 @@ def test_signals_set_the_flag_and_a_second_one_ends_at_once(monkeypatch: pytest.
         assert flag.requested
         os.kill(os.getpid(), number)
         assert codes == []
-        flag.first_s = time.monotonic() - 1.0
+        flag.first_request_s = time.monotonic() - 1.0
         os.kill(os.getpid(), number)
         assert codes == [137]
     assert signal.getsignal(number) == before
 
 
 def test_work_that_is_done() -> None:
-    record = guarded(3, lambda: 130)
-    assert (record.rank, record.exit_code, record.sentence, record.traceback) == (3, 130, "", "")
+    record = run_and_record(3, lambda: 130)
+    assert (record.rank, record.exit_code, record.error_message, record.traceback) == (3, 130, "", "")
 
 
 def fail() -> int:
@@ -89,24 +97,24 @@ def diverge() -> int:
 def test_whatever_ends_a_rank_is_recorded(
     tmp_path: Path, work: Callable[[], int], code: int, sentence: str, tracebacks: int
 ) -> None:
-    record = guarded(1, work)
-    assert (record.exit_code, record.sentence, record.secondary) == (code, sentence, False)
+    record = run_and_record(1, work)
+    assert (record.exit_code, record.error_message, record.caused_by_peer) == (code, sentence, False)
     assert record.traceback.count("Traceback") == tracebacks
     assert (f"in {work.__name__}" in record.traceback) == bool(tracebacks)
     assert "guarded" not in record.traceback
     record.write(tmp_path)
-    assert read_record(tmp_path, 1) == record
-    assert read_record(tmp_path, 0) is None
+    assert read_exit_record(tmp_path, 1) == record
+    assert read_exit_record(tmp_path, 0) is None
     assert [path.name for path in tmp_path.iterdir()] == ["rank-1.json"]
 
 
-def record(rank: int, time_s: float, secondary: bool = False) -> Record:
-    return Record(rank, time_s, 3, "x", secondary=secondary)
+def record(rank: int, time_s: float, secondary: bool = False) -> RankExitRecord:
+    return RankExitRecord(rank, time_s, 3, "x", caused_by_peer=secondary)
 
 
 def test_the_cause_is_the_earliest_that_is_not_secondary() -> None:
-    assert first_cause([record(0, 1.0, True), record(1, 3.0), record(2, 2.0)]).rank == 2
-    assert first_cause([record(0, 2.0, True), record(1, 1.0, True)]).rank == 1
+    assert root_cause([record(0, 1.0, True), record(1, 3.0), record(2, 2.0)]).rank == 2
+    assert root_cause([record(0, 2.0, True), record(1, 1.0, True)]).rank == 1
 
 
 @pytest.mark.parametrize(
@@ -125,7 +133,7 @@ def test_the_cause_is_the_earliest_that_is_not_secondary() -> None:
     ],
 )
 def test_what_only_follows_from_another_rank(error: BaseException | None, expected: bool) -> None:
-    assert is_secondary(error) == expected
+    assert is_caused_by_peer(error) == expected
 
 
 def test_what_was_raised_from_a_lost_connection_follows_too() -> None:
@@ -135,7 +143,7 @@ def test_what_was_raised_from_a_lost_connection_follows_too() -> None:
         except RuntimeError as error:
             raise InputError("could not save") from error
 
-    assert guarded(0, work).secondary
+    assert run_and_record(0, work).caused_by_peer
 
 
 BACKENDS: tuple[CpuBackend, ...] = ("motet", "gloo")
@@ -167,9 +175,9 @@ def lose_rank_1(place: RankEnvironment, how: str, backend: CpuBackend) -> tuple[
     with contextlib.suppress(LeaveError), start_process_group(place, "cpu", 30.0, backend) as group:
         dist.barrier()  # nobody leaves before the others have met
         if place.rank != 1:
-            record = guarded(place.rank, lambda: collective(how, group.world))
+            record = run_and_record(place.rank, lambda: collective(how, group.world))
         raise LeaveError
-    return record and (record.sentence, record.secondary)
+    return record and (record.error_message, record.caused_by_peer)
 
 
 @pytest.mark.parametrize("how", ["all_reduce", "all_gather", "broadcast", "object", "barrier"])
@@ -185,11 +193,11 @@ def wait_in_vain(place: RankEnvironment, backend: CpuBackend) -> tuple[str, bool
     record = None
     with contextlib.suppress(LeaveError), start_process_group(place, "cpu", 0.5, backend) as group:
         if place.rank == 0:
-            record = guarded(place.rank, lambda: collective("all_reduce", group.world))
+            record = run_and_record(place.rank, lambda: collective("all_reduce", group.world))
         else:
             time.sleep(1.0)
         raise LeaveError
-    return record and (record.sentence, record.secondary)
+    return record and (record.error_message, record.caused_by_peer)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -4,25 +4,27 @@ import motet
 from motet.data.samples.span_corruption import span_corruption_lengths
 from motet.models.spec.flops_and_memory import MicroBatchShape
 from motet.models.spec.model_spec import spec_from_settings
-from motet.train.flops import shape_of, training_flops
+from motet.train.flops import batch_shape, training_flops
 from motet.train.job import job_from_tree
 
 
 def test_a_decoder_reads_and_predicts_every_token() -> None:
     job = motet.load_job("tiny")
-    assert shape_of(job, 3) == MicroBatchShape(rows=3, length=256)
+    assert batch_shape(job, 3) == MicroBatchShape(rows=3, length=256)
     assert training_flops(job) == spec_from_settings(job.model).training_flops(MicroBatchShape(16, 256))
 
 
 def test_masked_tokens_alone_reach_the_head() -> None:
     job = motet.load_job("bert-tiny", ["data.mask_fraction=0.25"])
-    assert shape_of(job, 2) == MicroBatchShape(rows=2, length=128, targets=64)
+    assert batch_shape(job, 2) == MicroBatchShape(rows=2, length=128, targets=64)
 
 
 def test_spans_are_split_between_source_and_tokens() -> None:
     values = ["data.objective=spans", "data.sequence_length=64", "data.mask_fraction=0.2"]
     spans = span_corruption_lengths(64, 0.2, 100)
-    assert shape_of(motet.load_job("tiny", values), 2) == MicroBatchShape(2, spans.target_tokens, spans.source_tokens)
+    assert batch_shape(motet.load_job("tiny", values), 2) == MicroBatchShape(
+        2, spans.target_tokens, spans.source_tokens
+    )
 
 
 def test_a_module_of_the_users_own_has_no_known_cost() -> None:

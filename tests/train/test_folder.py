@@ -9,20 +9,20 @@ import pytest
 from motet.core.errors import InputError
 from motet.monitor.events import RunEnded, RunStarted
 from motet.monitor.summary import summarize, write_summary
-from motet.train.folder import (
-    RESUME_RULES,
-    Choice,
-    choose_folder,
-    choose_resumed,
-    compare_for_resume,
-    find_run,
-    held,
-    job_tree,
-    newest_step,
-    stored_job,
-    write_start,
-)
 from motet.train.job import Job, load_job
+from motet.train.launch.run_folder import (
+    RESUME_RULES,
+    RunFolderChoice,
+    check_resume,
+    choose_resumed_run,
+    choose_run_folder,
+    find_newest_run,
+    job_to_tree,
+    lock_run_folder,
+    newest_checkpoint_step,
+    read_stored_job,
+    write_run_start,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +36,8 @@ def job(*overrides: str) -> Job:
 
 def start(started: Job) -> Path:
     """As far as a run gets before its ranks start."""
-    path = choose_folder(started).make()
-    write_start(path, started, {"host": "here"})
+    path = choose_run_folder(started).create()
+    write_run_start(path, started, {"host": "here"})
     return path
 
 
@@ -61,8 +61,8 @@ def test_without_a_folder_runs_are_numbered() -> None:
 
 def test_runs_that_start_together_get_different_numbers() -> None:
     made: list[Path] = []
-    choice = choose_folder(job())
-    threads = [threading.Thread(target=lambda: made.append(choice.make())) for _ in range(16)]
+    choice = choose_run_folder(job())
+    threads = [threading.Thread(target=lambda: made.append(choice.create())) for _ in range(16)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -71,14 +71,14 @@ def test_runs_that_start_together_get_different_numbers() -> None:
 
 
 def test_choosing_makes_nothing() -> None:
-    choose_folder(job())
-    choose_folder(job("run.folder=a/b"))
+    choose_run_folder(job())
+    choose_run_folder(job("run.folder=a/b"))
     assert not list(Path().iterdir())
 
 
 def test_a_named_folder_is_made() -> None:
     assert start(job("run.folder=a/b")) == Path("a/b")
-    assert stored_job(Path("a/b")) == job("run.folder=a/b")
+    assert read_stored_job(Path("a/b")) == job("run.folder=a/b")
     assert Path("a/b/logs").is_dir()
 
 
@@ -87,35 +87,35 @@ def test_an_empty_folder_is_taken(inside: list[str]) -> None:
     Path("a").mkdir()
     for name in inside:
         (Path("a") / name).touch()
-    assert choose_folder(job("run.folder=a", "run.existing=refuse")) == Choice(Path("a"))
+    assert choose_run_folder(job("run.folder=a", "run.existing=refuse")) == RunFolderChoice(Path("a"))
 
 
 def test_a_folder_of_something_else_is_left_alone() -> None:
     Path("a").mkdir()
     (Path("a") / "thesis.tex").touch()
     with pytest.raises(InputError, match=r"a is no run folder, for it has no job\.toml; give another folder"):
-        choose_folder(job("run.folder=a"))
+        choose_run_folder(job("run.folder=a"))
 
 
 def test_a_file_is_no_folder() -> None:
     Path("a").touch()
     with pytest.raises(InputError, match=r"run\.folder = a is a file"):
-        choose_folder(job("run.folder=a"))
+        choose_run_folder(job("run.folder=a"))
     with pytest.raises(InputError, match=r"cannot write run folder a/b: Not a directory; .* --run-folder"):
-        choose_folder(job("run.folder=a/b")).make()
+        choose_run_folder(job("run.folder=a/b")).create()
 
 
 def test_a_folder_without_permission(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("a").mkdir()
     monkeypatch.setattr("os.access", lambda path, mode: False)  # tests may run as root, who may write everywhere
     with pytest.raises(InputError, match="cannot write run folder a: no permission to write"):
-        choose_folder(job("run.folder=a")).make()
+        choose_run_folder(job("run.folder=a")).create()
 
 
 def test_runs_that_cannot_be_made() -> None:
     Path("runs").touch()
     with pytest.raises(InputError, match=r"cannot write run folder runs/tiny: File exists"):
-        choose_folder(job()).make()
+        choose_run_folder(job()).create()
 
 
 # --- a folder that holds a run ---------------------------------------------------------------------
@@ -124,9 +124,9 @@ def test_runs_that_cannot_be_made() -> None:
 def test_an_unfinished_run_is_resumed_refused_or_numbered() -> None:
     start(job("run.folder=a"))
     begins = "a holds no checkpoint yet: the run begins at its first step"
-    assert choose_folder(job("run.folder=a")) == Choice(Path("a"), resumes=True, remarks=(begins,))
+    assert choose_run_folder(job("run.folder=a")) == RunFolderChoice(Path("a"), is_resumed=True, remarks=(begins,))
     with pytest.raises(InputError, match=r"run\.folder = a exists already; .*run\.existing to resume or number"):
-        choose_folder(job("run.folder=a", "run.existing=refuse"))
+        choose_run_folder(job("run.folder=a", "run.existing=refuse"))
     numbered = job("run.folder=a", "run.existing=number")
     assert [start(numbered), start(numbered)] == [Path("a-002"), Path("a-003")]
 
@@ -135,9 +135,9 @@ def test_a_finished_run_needs_more_to_do() -> None:
     path = start(job("run.folder=a", "run.steps=40"))
     finish(path, 40)
     with pytest.raises(InputError, match=r"holds a finished run \(run\.steps = 40\); give a larger run\.steps"):
-        choose_folder(job("run.folder=a", "run.steps=40"))
-    choice = choose_folder(job("run.folder=a", "run.steps=50"))
-    assert choice.resumes
+        choose_run_folder(job("run.folder=a", "run.steps=40"))
+    choice = choose_run_folder(job("run.folder=a", "run.steps=50"))
+    assert choice.is_resumed
     assert choice.remarks[0] == "run.steps was 40 in a and is 50 now: a schedule that ends with the run is stretched"
 
 
@@ -159,7 +159,7 @@ def test_a_finished_run_needs_more_to_do() -> None:
 )
 def test_what_makes_it_another_run_is_refused(override: str, sentence: str) -> None:
     with pytest.raises(InputError) as caught:
-        compare_for_resume(job(), job(override), Path("a"))
+        check_resume(job(), job(override), Path("a"))
     assert sentence in str(caught.value)
 
 
@@ -184,7 +184,7 @@ def test_what_makes_it_another_run_is_refused(override: str, sentence: str) -> N
     ],
 )
 def test_what_may_change_is_free_or_told(override: str, remarks: int) -> None:
-    assert len(compare_for_resume(job(), job(override), Path("a"))) == remarks
+    assert len(check_resume(job(), job(override), Path("a"))) == remarks
 
 
 def test_the_table_names_settings_that_exist() -> None:
@@ -208,25 +208,25 @@ def test_the_table_names_settings_that_exist() -> None:
 
 def test_the_newest_run_of_a_job_or_of_any() -> None:
     with pytest.raises(InputError, match=r"no run to resume in runs/"):
-        find_run(None)
+        find_newest_run(None)
     first, second = start(job()), start(job("name=other"))
-    assert (find_run(None), find_run("tiny"), find_run("other")) == (second, first, second)
+    assert (find_newest_run(None), find_newest_run("tiny"), find_newest_run("other")) == (second, first, second)
     with pytest.raises(InputError, match=r"no run of job 'third' to resume in runs/; .*--resume-from"):
-        find_run("third")
-    write_start(first, job(), {})  # continued since
-    assert find_run(None) == first
+        find_newest_run("third")
+    write_run_start(first, job(), {})  # continued since
+    assert find_newest_run(None) == first
     (second / "job.toml").write_text("damaged")
-    assert find_run("tiny") == first
+    assert find_newest_run("tiny") == first
 
 
 def test_a_damaged_run_is_a_sentence() -> None:
     path = start(job("run.folder=a"))
     (path / "job.toml").write_text("[")
     with pytest.raises(InputError, match=r"cannot read a/job\.toml"):
-        choose_resumed(job(), path)
+        choose_resumed_run(job(), path)
     (path / "versions.json").write_text("[")
     with pytest.raises(InputError, match=r"versions\.json is damaged"):
-        write_start(path, job(), {})
+        write_run_start(path, job(), {})
 
 
 def test_a_full_disk_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,34 +236,34 @@ def test_a_full_disk_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     path = start(job("run.folder=a"))
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(InputError, match="cannot write run folder a: No space left on device"):
-        write_start(path, job("run.threads=3"), {})
-    assert stored_job(path) == job("run.folder=a")
+        write_run_start(path, job("run.threads=3"), {})
+    assert read_stored_job(path) == job("run.folder=a")
 
 
 def test_every_start_adds_its_versions() -> None:
     path = start(job())
-    write_start(path, job("run.ranks=4"), {"host": "there"})
+    write_run_start(path, job("run.ranks=4"), {"host": "there"})
     assert [entry["host"] for entry in json.loads((path / "versions.json").read_text())] == ["here", "there"]
-    assert stored_job(path).run.ranks == 4
+    assert read_stored_job(path).run.ranks == 4
 
 
 def test_one_at_a_time() -> None:
     path = start(job())
-    with held(path), pytest.raises(InputError, match="is in use by another motet"), held(path):
+    with lock_run_folder(path), pytest.raises(InputError, match="is in use by another motet"), lock_run_folder(path):
         pass
-    with held(path):
+    with lock_run_folder(path):
         pass
 
 
 def test_the_newest_whole_checkpoint() -> None:
     path = start(job())
-    assert newest_step(path) is None
+    assert newest_checkpoint_step(path) is None
     for name in ("step-00000020", "step-00000040", "step-00000060.partial"):
         (path / "checkpoints" / name).mkdir(parents=True)
-    assert newest_step(path) == 40
+    assert newest_checkpoint_step(path) == 40
 
 
 def test_a_job_as_a_tree_has_no_none() -> None:
-    tree = job_tree(job("optimizer.clip_norm=false"))
+    tree = job_to_tree(job("optimizer.clip_norm=false"))
     assert tree["optimizer"]["clip_norm"] is False
     assert "folder" not in tree["run"]

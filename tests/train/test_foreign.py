@@ -10,9 +10,9 @@ from motet.core.errors import InputError, TrainingDivergedError
 from motet.monitor.events import EvaluationDone, StepDone, read_events
 from motet.parallel.process.launch_environment import SINGLE_RANK, RankEnvironment
 from motet.parallel.process.process_group import RankGroup
-from motet.train.assemble import run_rank
-from motet.train.faults import StopFlag
+from motet.train.build import run_rank
 from motet.train.job import Job
+from motet.train.launch.failures import StopFlag
 from ranks import Ranks
 from train.runs import same_bits, saved_tensors, small_job, train
 
@@ -22,7 +22,7 @@ def _job(folder: Path, factory: str, *overrides: str) -> Job:
 
 
 def _run(place: RankEnvironment, job: Job, folder: Path) -> int:
-    return run_rank(job, place, folder, StopFlag()).steps
+    return run_rank(job, place, folder, StopFlag()).completed_steps
 
 
 def test_replicas_start_from_the_same_values(ranks: Ranks, tmp_path: Path) -> None:
@@ -79,4 +79,7 @@ def test_state_that_would_be_lost_is_refused(tmp_path: Path) -> None:
 )
 def test_what_may_change_on_resume_may(tmp_path: Path, change: str) -> None:
     run_rank(small_job(tmp_path, "run.steps=4", "run.stop_at=2"), SINGLE_RANK, tmp_path / "run", StopFlag())
-    assert run_rank(small_job(tmp_path, "run.steps=4", change), SINGLE_RANK, tmp_path / "run", StopFlag()).steps == 4
+    assert (
+        run_rank(small_job(tmp_path, "run.steps=4", change), SINGLE_RANK, tmp_path / "run", StopFlag()).completed_steps
+        == 4
+    )

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from motet.core.errors import InputError
-from motet.train.folder import compare_for_resume, job_tree
-from motet.train.idle import NEEDS
+from motet.core.toml_writer import to_toml
+from motet.train.config_rules import SETTING_REQUIREMENTS
 from motet.train.job import Job, builtin_jobs, job_from_tree, load_job
-from motet.train.toml import to_toml
+from motet.train.launch.run_folder import check_resume, job_to_tree
 
 SMALL = {"vocab_size": 260, "context": 32, "layers": 1, "hidden": 16, "heads": 2, "ffn_hidden": 16}
 
@@ -72,7 +72,7 @@ def test_what_has_an_effect_may_be_set(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", builtin_jobs())
 def test_a_resolved_job_says_only_what_has_an_effect(name: str) -> None:
     whole = load_job(name)
-    tree = job_tree(whole)
+    tree = job_to_tree(whole)
     assert job_from_tree(tree) == whole
     assert "final_fraction" in to_toml(tree)
     assert ("betas" in tree["optimizer"], "momentum" in tree["optimizer"]) == (True, False)
@@ -90,12 +90,12 @@ def test_an_override_takes_away_what_it_makes_idle() -> None:
 
 def test_another_optimizer_is_named_first_when_a_run_is_resumed() -> None:
     with pytest.raises(InputError, match=r"^optimizer\.name was 'adamw' in run and is 'sgd' now"):
-        compare_for_resume(load_job("tiny"), load_job("tiny", ["optimizer.name=sgd"]), Path("run"))
+        check_resume(load_job("tiny"), load_job("tiny", ["optimizer.name=sgd"]), Path("run"))
 
 
 def test_the_table_speaks_of_settings_that_there_are() -> None:
     schema = Job.model_json_schema()
     fields = {name for kind in schema["$defs"].values() for name in kind.get("properties", {})}
-    for needs in NEEDS:
-        keys = needs.setting, *needs.key.split(" or ")
+    for needs in SETTING_REQUIREMENTS:
+        keys = needs.setting, *needs.depends_on.split(" or ")
         assert {key.rpartition(".")[2] for key in keys} <= fields

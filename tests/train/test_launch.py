@@ -12,14 +12,16 @@ from threading import Thread
 import psutil
 import pytest
 
-from motet.train.launch import Ended, launch
+from motet.train.launch.supervisor import LaunchExitStatus, launch_ranks
 from standins import TESTS, launch_of
 from waiting import until
 
 
-def run(tmp_path: Path, work: str, *arguments: str, ranks: int = 2, restarts: int = 0) -> tuple[Ended, list[str]]:
+def run(
+    tmp_path: Path, work: str, *arguments: str, ranks: int = 2, restarts: int = 0
+) -> tuple[LaunchExitStatus, list[str]]:
     told: list[str] = []
-    ended = launch(launch_of(ranks, tmp_path, work, str(tmp_path), *arguments, restarts=restarts), told.append)
+    ended = launch_ranks(launch_of(ranks, tmp_path, work, str(tmp_path), *arguments, restarts=restarts), told.append)
     return ended, told
 
 
@@ -28,7 +30,7 @@ def pids(folder: Path, ranks: int = 2, attempt: int = 0) -> list[int]:
 
 
 def test_ranks_finish_and_only_rank_0_is_heard(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(tmp_path, "finish", ranks=3) == (Ended(0), [])
+    assert run(tmp_path, "finish", ranks=3) == (LaunchExitStatus(0), [])
     assert capfd.readouterr().out == "rank 0 of 3, attempt 0\n"
     assert [(tmp_path / f"rank-{rank}.txt").exists() for rank in range(3)] == [False, True, True]
     assert (tmp_path / "rank-2.txt").read_text() == "rank 2 of 3, attempt 0\n"
@@ -88,7 +90,7 @@ def test_the_killed_rank_is_the_cause_not_those_who_lost_it(tmp_path: Path, capf
 
 def test_restarts_begin_a_fresh_attempt(tmp_path: Path) -> None:
     ended, told = run(tmp_path, "fail_until", "2", restarts=2)
-    assert ended == Ended(0)
+    assert ended == LaunchExitStatus(0)
     assert told == [
         f"rank 0 failed: ValueError: attempt {attempt}; starting again from the last checkpoint ({attempt + 1} of 2)"
         for attempt in (0, 1)
@@ -165,8 +167,8 @@ def test_a_request_is_known_even_if_all_ranks_came_to_their_end(tmp_path: Path) 
     thread.join()
     assert (ended.exit_code, ended.stop_requested) == (0, True)
     with pytest.raises(KeyboardInterrupt):
-        ended.pass_on_stop()
-    Ended(0).pass_on_stop()
+        ended.raise_if_stopped()
+    LaunchExitStatus(0).raise_if_stopped()
 
 
 def test_a_second_request_stops_at_once(supervise: Callable[..., Supervisor]) -> None:

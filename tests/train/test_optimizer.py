@@ -12,8 +12,8 @@ from motet.parallel.data_parallel.sharded_parameters import LocalShard
 from motet.parallel.layout import Layout
 from motet.parallel.process.process_group import RankGroup
 from motet.precision.recipe import RECIPES
-from motet.train.optimizer import Updater, group_parameters, make_updater
-from motet.train.settings import OptimizerSettings
+from motet.train.optimizer.optimizer_settings import OptimizerSettings
+from motet.train.optimizer.sharded_optimizer import ShardedOptimizer, build_sharded_optimizer, group_parameters
 
 
 class _Net(nn.Module):
@@ -38,14 +38,14 @@ def _settings(**changes: object) -> OptimizerSettings:
     return OptimizerSettings.model_validate({"learning_rate": 0.01, **changes})
 
 
-def _updater(net: nn.Module, settings: OptimizerSettings, recipe: str = "fp64") -> Updater:
+def _updater(net: nn.Module, settings: OptimizerSettings, recipe: str = "fp64") -> ShardedOptimizer:
     alone = RankGroup(0, 1, None, torch.device("cpu"))
-    return make_updater(net, settings, RECIPES[recipe], alone, Layout(1, 1), CommunicationSettings())
+    return build_sharded_optimizer(net, settings, RECIPES[recipe], alone, Layout(1, 1), CommunicationSettings())
 
 
-def _begin(updater: Updater) -> None:
-    updater.spread.begin_step()
-    updater.spread.begin_backward(is_first=True, is_last=True)
+def _begin(updater: ShardedOptimizer) -> None:
+    updater.sharded_parameters.begin_step()
+    updater.sharded_parameters.begin_backward(is_first=True, is_last=True)
 
 
 def _torch_optimizer(net: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
@@ -70,13 +70,13 @@ def test_equals_torch_over_several_steps(changes: dict[str, object]) -> None:
         _begin(updater)
         for _ in range(2):  # two micro-batches
             ours(tokens).backward()
-        updater.spread.end_backward()
+        updater.sharded_parameters.end_backward()
         optimizer.zero_grad(set_to_none=False)
         for parameter in theirs.parameters():
             parameter.grad = torch.zeros_like(parameter)
         (2 * theirs(tokens)).backward()
         expected = math.sqrt(sum(p.grad.norm().item() ** 2 for p in theirs.parameters() if p.grad is not None))
-        assert math.sqrt(updater.squares()) == pytest.approx(expected, rel=1e-14)
+        assert math.sqrt(updater.squared_norm()) == pytest.approx(expected, rel=1e-14)
         updater.update(0.01)
         optimizer.step()
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -89,8 +89,8 @@ def test_a_gradient_of_the_step_before_is_not_used_again() -> None:
     for module in (net, net.unused):
         _begin(updater)
         (net(torch.arange(3)) if module is net else net.unused(torch.ones(3, dtype=torch.float64)).sum()).backward()
-        updater.spread.end_backward()
-    grads = updater.spread.local_shards(updater.spread.local_gradients())
+        updater.sharded_parameters.end_backward()
+    grads = updater.sharded_parameters.local_shards(updater.sharded_parameters.local_gradients())
     assert grads["table.weight"].values.abs().max() == 0 and grads["unused.weight"].values.abs().min() == 1
 
 
@@ -102,12 +102,12 @@ def test_bfloat16_keeps_small_updates_in_the_master() -> None:
     for _ in range(4):
         _begin(updater)
         net(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
-        updater.spread.end_backward()
+        updater.sharded_parameters.end_backward()
         updater.update(1e-3)  # below half a unit in the last place of bfloat16 at 1.0
-    master = updater.spread.local_shards(updater.spread.local_masters)["weight"].values
+    master = updater.sharded_parameters.local_shards(updater.sharded_parameters.local_masters)["weight"].values
     torch.testing.assert_close(master, torch.full((16,), 1 - 4e-3), rtol=0, atol=1e-6)
     assert net.weight.dtype == torch.bfloat16 and net.weight.max() < 1  # four of them together are seen
-    assert updater.spread.local_gradients()[0].dtype == torch.float32
+    assert updater.sharded_parameters.local_gradients()[0].dtype == torch.float32
 
 
 def _values(part: LocalShard | torch.Tensor) -> torch.Tensor:
@@ -119,10 +119,10 @@ def test_state_restores_bit_for_bit() -> None:
     net = _net()
     updater = _updater(net, settings)
 
-    def step(module: nn.Module, its: Updater) -> None:
+    def step(module: nn.Module, its: ShardedOptimizer) -> None:
         _begin(its)
         module(torch.arange(4)).backward()
-        its.spread.end_backward()
+        its.sharded_parameters.end_backward()
         its.update(0.01)
 
     step(net, updater)
@@ -134,7 +134,7 @@ def test_state_restores_bit_for_bit() -> None:
     assert state.keys() == saved.keys()
     for name, part in state.items():
         _values(part).copy_(saved[name])
-    fresh.publish()
+    fresh.sync_parameters()
     step(other, fresh)
     for a, b in zip(net.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from motet.parallel.process.process_group import RankGroup
-from motet.train.assemble import build_parts
+from motet.train.build import build_components
 from motet.train.job import Job
 from ranks import Ranks
 from train.runs import Trained, small_job, train, worst_difference
@@ -64,9 +64,9 @@ def test_so_does_each_objective_and_what_is_trained(ranks: Ranks, tmp_path: Path
 def _last_targets(group: RankGroup, job: Job) -> tuple[int, float]:
     """How many steps the run has, and the targets of its last one."""
     with tempfile.TemporaryDirectory() as folder:
-        parts = build_parts(job, group, Path(folder))
-        batch = parts.data.batch(parts.steps - 1, range(job.data.batch_sequences))
-    return parts.steps, batch.weights.sum().item()
+        parts = build_components(job, group, Path(folder))
+        batch = parts.data.batch(parts.total_steps - 1, range(job.data.batch_sequences))
+    return parts.total_steps, batch.weights.sum().item()
 
 
 @pytest.mark.parametrize(("world", "servers", "model"), [(2, 1, "decoder"), (3, 2, "t5"), (4, 3, "gpt2")])

@@ -7,7 +7,7 @@ import pytest
 from motet.core.errors import InputError
 from motet.data.corpus.prepared_data import PreparedData
 from motet.train.job import Job, builtin_jobs, load_job
-from motet.train.preflight import check_data, check_job
+from motet.train.launch.preflight import check_data, check_job
 
 DATA = PreparedData(corpora=(), tokenizer="bytes", sentinels=0, vocab_size=260, classes=2, train_samples=9)
 

@@ -6,9 +6,9 @@ import pytest
 
 from motet.monitor.events import EvaluationDone, read_events, read_steps
 from motet.parallel.process.launch_environment import RankEnvironment
-from motet.train.assemble import run_rank
-from motet.train.faults import StopFlag
+from motet.train.build import run_rank
 from motet.train.job import Job
+from motet.train.launch.failures import StopFlag
 from ranks import RankFailureError, Ranks
 from train.runs import same_bits, saved_tensors, small_job
 
@@ -20,7 +20,7 @@ def _train(place: RankEnvironment, job: Job, folder: Path, stops: int = -1) -> i
     """`stops`: the rank that is asked to stop at its start."""
     stop = StopFlag()
     stop.requested = place.rank == stops
-    return run_rank(job, place, folder, stop).steps
+    return run_rank(job, place, folder, stop).completed_steps
 
 
 def _judged(folder: Path) -> dict[int, float]:

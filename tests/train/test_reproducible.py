@@ -7,9 +7,9 @@ import torch
 
 from motet.monitor.events import EvaluationDone, Event, StepDone, WarningIssued, read_events
 from motet.parallel.process.launch_environment import RankEnvironment
-from motet.train.assemble import run_rank
-from motet.train.faults import StopFlag
+from motet.train.build import run_rank
 from motet.train.job import Job
+from motet.train.launch.failures import StopFlag
 from ranks import RankFailureError, Ranks
 from train.runs import Trained, same_bits, saved_tensors, small_job, train
 
@@ -115,7 +115,7 @@ def test_a_run_goes_on_with_the_same_bits_in_another_layout(ranks: Ranks, tmp_pa
 
 
 def _run(place: RankEnvironment, job: Job, folder: Path) -> int:
-    return run_rank(job, place, folder, StopFlag()).steps
+    return run_rank(job, place, folder, StopFlag()).completed_steps
 
 
 def _curves(events: list[Event]) -> list[tuple[int, float, float | None]]:

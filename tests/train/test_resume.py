@@ -12,9 +12,9 @@ import torch
 
 from motet.monitor.events import read_steps
 from motet.parallel.process.launch_environment import RankEnvironment
-from motet.train.assemble import run_rank
-from motet.train.faults import StopFlag
+from motet.train.build import run_rank
 from motet.train.job import Job
+from motet.train.launch.failures import StopFlag
 from ranks import RankFailureError, Ranks
 from train.runs import same_bits, saved_tensors, small_job
 
@@ -41,7 +41,7 @@ class _KillsItself(StopFlag):
 def _train(place: RankEnvironment, job: Job, folder: Path, killed: tuple[int, int] | None = None) -> int:
     """`killed`: (rank, step)."""
     stop = _KillsItself(killed[1]) if killed and killed[0] == place.rank else StopFlag()
-    return run_rank(job, place, folder, stop).steps
+    return run_rank(job, place, folder, stop).completed_steps
 
 
 def _curve(folder: Path) -> list[tuple[float, float | None]]:
@@ -126,7 +126,7 @@ def test_all_ranks_stop_at_the_same_step_and_save(ranks: Ranks, tmp_path: Path) 
 def _train_asked_to_stop(place: RankEnvironment, job: Job, folder: Path) -> int:
     """Only rank 1 gets the signal, after four steps."""
     stop = _RequestedLater(4) if place.rank == 1 else StopFlag()
-    return run_rank(job, place, folder, stop).steps
+    return run_rank(job, place, folder, stop).completed_steps
 
 
 class _RequestedLater(StopFlag):

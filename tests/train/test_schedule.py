@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.train.schedule import learning_rate_factor
-from motet.train.settings import ScheduleSettings
+from motet.train.optimizer.lr_schedule import learning_rate_factor
+from motet.train.optimizer.optimizer_settings import LearningRateScheduleSettings
 
 KINDS = ["constant", "linear", "cosine", "warmup-stable-decay"]
 
 
 def _curve(steps: int, **settings: object) -> list[float]:
-    schedule = ScheduleSettings.model_validate(settings)
+    schedule = LearningRateScheduleSettings.model_validate(settings)
     return [learning_rate_factor(schedule, step, steps) for step in range(steps)]
 
 

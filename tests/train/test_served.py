@@ -16,13 +16,13 @@ from motet.parallel.parameter_server.server_settings import (
     extra_process_count,
 )
 from motet.parallel.process.launch_environment import RankEnvironment
-from motet.train.assemble import run_rank
-from motet.train.faults import StopFlag
+from motet.train.build import run_rank
 from motet.train.job import Job
-from motet.train.served.meet import same_of
-from motet.train.served.mirror import plan_of
-from motet.train.served.run import run_served
-from motet.train.served.steps import Whole
+from motet.train.launch.failures import StopFlag
+from motet.train.parameter_server.coordinator_parameters import build_partition
+from motet.train.parameter_server.coordinator_step import StepCompletionTracker
+from motet.train.parameter_server.process_roles import build_handshake
+from motet.train.parameter_server.role_main import run_parameter_server_rank
 from ranks import Ranks
 from train.runs import saved_tensors, small_job
 
@@ -30,11 +30,11 @@ SERVED = "layout.data=parameter_server"
 
 
 def serve(place: RankEnvironment, job: Job, folder: Path) -> int:
-    return run_served(job, place, folder, StopFlag()).steps
+    return run_parameter_server_rank(job, place, folder, StopFlag()).completed_steps
 
 
 def alone(place: RankEnvironment, job: Job, folder: Path) -> int:
-    return run_rank(job, place, folder, StopFlag()).steps
+    return run_rank(job, place, folder, StopFlag()).completed_steps
 
 
 def losses(folder: Path) -> list[float]:
@@ -112,13 +112,13 @@ def test_every_mode_learns(ranks: Ranks, tmp_path: Path, mode: list[str]) -> Non
 
 def test_how_far_behind_a_version_is() -> None:
     """Two shares a step; the first of step 1 is there before the last of step 0."""
-    whole = Whole(ConsistencyPolicy(2, 9, 1, 1, has_per_item_updates=True), done=0)
+    whole = StepCompletionTracker(ConsistencyPolicy(2, 9, 1, 1, has_per_item_updates=True), first_step=0)
     for number, share in enumerate([0, 2, 1, 3, 5, 4]):
-        whole.tell(number, [share])
-    assert [whole.steps(updates) for updates in range(7)] == [0, 0, 0, 1, 2, 2, 3]
-    first = Whole(ConsistencyPolicy(3, 9, 2, 0), done=4)
-    first.tell(4, [12, 14])
-    assert [first.steps(updates) for updates in (4, 5)] == [4, 5]
+        whole.add_update(number, [share])
+    assert [whole.completed_steps(updates) for updates in range(7)] == [0, 0, 0, 1, 2, 2, 3]
+    first = StepCompletionTracker(ConsistencyPolicy(3, 9, 2, 0), first_step=4)
+    first.add_update(4, [12, 14])
+    assert [first.completed_steps(updates) for updates in (4, 5)] == [4, 5]
 
 
 def test_what_modes_ask_for() -> None:
@@ -159,7 +159,7 @@ class StopsAfter(Callback):
 
 def serve_until(place: RankEnvironment, job: Job, folder: Path, step: int) -> int:
     stop = StopFlag()
-    return run_served(job, place, folder, stop, [StopsAfter(stop, step)]).steps
+    return run_parameter_server_rank(job, place, folder, stop, [StopsAfter(stop, step)]).completed_steps
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on(ranks: Ranks, tmp_path: P
 def with_other_data(place: RankEnvironment, job: Job, folder: Path) -> str:
     data = job.data.model_copy(update={"restart_documents": place.rank != 2})
     try:
-        run_served(job.model_copy(update={"data": data}), place, folder, StopFlag())
+        run_parameter_server_rank(job.model_copy(update={"data": data}), place, folder, StopFlag())
     except (InputError, PeerFailedError) as error:
         return str(error)
     return "nothing"
@@ -188,7 +188,7 @@ def test_a_worker_of_another_bound_does_not_belong(tmp_path: Path) -> None:
     """By it updates are made of single shares or of steps."""
     apart = [small_job(tmp_path, SERVED, "layout.server.mode=bounded", f"layout.server.staleness={s}") for s in (0, 2)]
     module = torch.nn.Linear(2, 2)
-    one, other = (same_of(job, module, plan_of(module, job), None) for job in apart)
+    one, other = (build_handshake(job, module, build_partition(module, job), None) for job in apart)
     assert one["model"] == other["model"] and one["layout"] != other["layout"]
 
 

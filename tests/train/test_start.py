@@ -8,10 +8,10 @@ import motet
 from motet.monitor.events import RunEnded, StepDone, read_events
 from motet.monitor.summary import read_summary
 from motet.parallel.process.launch_environment import RankEnvironment
-from motet.train.ending import remember
-from motet.train.faults import Record
 from motet.train.job import Job
-from motet.train.start import Request, join
+from motet.train.launch.entry_points import TrainRequest, run_launched_rank
+from motet.train.launch.failures import RankExitRecord
+from motet.train.launch.run_cleanup import snapshot_run_folder
 from ranks import Ranks
 from train.runs import TEXT, small_job
 
@@ -64,29 +64,29 @@ def test_a_run_that_is_refused_on_its_way_leaves_the_folder_as_it_was(tmp_path: 
 
 def test_what_was_trained_is_not_taken_back(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    before = [remember(folder)]
+    before = [snapshot_run_folder(folder)]
     for stop in (2, 3):
         motet.run(small_job(tmp_path, "run.steps=4", f"run.folder={folder}", f"run.stop_at={stop}"))
-        before.append(remember(folder))
+        before.append(snapshot_run_folder(folder))
     after = contents(folder)
-    assert [start.was_run for start in before] == [False, True, True]
-    assert [start.undo_unless_trained() for start in before] == [False, False, True]
+    assert [start.had_run for start in before] == [False, True, True]
+    assert [start.restore_unless_trained() for start in before] == [False, False, True]
     assert contents(folder) == after
 
 
 def test_files_are_put_back_byte_by_byte(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_bytes(b"name = 'x'\r\n")
     (tmp_path / "versions.json").write_bytes(b"\xff damaged")
-    before, there = remember(tmp_path), contents(tmp_path)
+    before, there = snapshot_run_folder(tmp_path), contents(tmp_path)
     for name in ("job.toml", "versions.json", "summary.json", "events.jsonl"):
         (tmp_path / name).write_bytes(b"")
-    assert before.undo_unless_trained()
+    assert before.restore_unless_trained()
     assert contents(tmp_path) == {**there, str(tmp_path / "events.jsonl"): b""}
 
 
-def _joined(place: RankEnvironment, job: Job) -> tuple[Record, list[str]]:
+def _joined(place: RankEnvironment, job: Job) -> tuple[RankExitRecord, list[str]]:
     told: list[str] = []
-    return join(Request(job, None, []), place, told.append), told
+    return run_launched_rank(TrainRequest(job, None, []), place, told.append), told
 
 
 def test_a_refusal_under_a_launcher_leaves_the_folder_as_it_was(ranks: Ranks, tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.train.folder import job_tree
+from motet.core.toml_writer import to_toml
 from motet.train.job import builtin_jobs, job_from_tree, load_job
-from motet.train.toml import to_toml
+from motet.train.launch.run_folder import job_to_tree
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 leaf = text | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False)
@@ -39,7 +39,7 @@ def test_what_toml_cannot_hold_is_refused() -> None:
 @pytest.mark.parametrize("name", builtin_jobs())
 def test_built_in_jobs_come_back_the_same(name: str) -> None:
     job = load_job(name)
-    assert job_from_tree(tomllib.loads(to_toml(job_tree(job)))) == job
+    assert job_from_tree(tomllib.loads(to_toml(job_to_tree(job)))) == job
 
 
 def test_a_job_with_everything_comes_back_the_same(tmp_path: Any) -> None:
@@ -54,6 +54,6 @@ def test_a_job_with_everything_comes_back_the_same(tmp_path: Any) -> None:
             "optimizer.eps=1e-300",
         ],
     )
-    (tmp_path / "job.toml").write_text(to_toml(job_tree(job)))
+    (tmp_path / "job.toml").write_text(to_toml(job_to_tree(job)))
     assert load_job(str(tmp_path / "job.toml")) == job
     assert job.optimizer.clip_norm is None

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import motet
-from motet.train.versions import describe_start
+from motet.train.launch.provenance import collect_provenance
 
 
 def git(*arguments: str) -> None:
@@ -17,7 +17,7 @@ def git(*arguments: str) -> None:
 def test_outside_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    found = describe_start(2, 3, ["motet", "train"])
+    found = collect_provenance(2, 3, ["motet", "train"])
     assert (found["ranks"], found["threads"], found["command_line"]) == (2, 3, ["motet", "train"])
     assert (found["motet"], found["git"]) == (motet.__version__, None)
     assert found["torch"][0].isdigit()
@@ -30,12 +30,12 @@ def test_the_state_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     git("add", "a")
     git("commit", "-q", "-m", "first")
     Path("untracked").touch()
-    clean = describe_start(1, 1, [])["git"]
+    clean = collect_provenance(1, 1, [])["git"]
     assert (len(clean["commit"]), clean["dirty"]) == (40, False)
     Path("a").write_text("2")
-    assert describe_start(1, 1, [])["git"] == {"commit": clean["commit"], "dirty": True}
+    assert collect_provenance(1, 1, [])["git"] == {"commit": clean["commit"], "dirty": True}
 
 
 def test_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert describe_start(1, 1, [])["git"] is None
+    assert collect_provenance(1, 1, [])["git"] is None

@@ -19,13 +19,13 @@ from motet.parallel.data_parallel.fsdp import local_shard
 from motet.parallel.data_parallel.sharded_parameters import LocalShard
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.parallel.process.process_group import RankGroup
-from motet.train import watch
-from motet.train.assemble import Parts, build_parts, numerics, run_rank
-from motet.train.engine import Update
-from motet.train.faults import StopFlag
+from motet.train.build import TrainingComponents, build_components, precision_context, run_rank
+from motet.train.engine import StepStats
 from motet.train.job import Job
-from motet.train.preflight import check_job
-from motet.train.step import Stepper
+from motet.train.launch.failures import StopFlag
+from motet.train.launch.preflight import check_job
+from motet.train.replica_check import checker
+from motet.train.step import TrainStep
 from ranks import Ranks
 from train.runs import same_bits, small_job
 
@@ -37,15 +37,15 @@ def watched(
     group: RankGroup, job: Job, plant: str = "", on: int | None = 1
 ) -> tuple[list[ReplicaCheckDone], dict[str, Tensor]]:
     """What ranks find in three steps, into the second of which something is planted on one rank, or on all."""
-    with numerics(job), tempfile.TemporaryDirectory() as folder:
-        parts = build_parts(job, group, Path(folder))
-        found, stepper = [], parts.stepper(job)
+    with precision_context(job), tempfile.TemporaryDirectory() as folder:
+        parts = build_components(job, group, Path(folder))
+        found, stepper = [], parts.make_train_step(job)
         for number in range(STEPS):
             if plant and number == 1 and on in (None, group.rank):
                 stepper = PLANTS[plant](parts, stepper)
-            compared = stepper.step(number, 1e-3, last=number == STEPS - 1).compared
+            compared = stepper.step(number, 1e-3, last=number == STEPS - 1).replica_check
             found += [compared] if compared else []
-        parts.engine.settle()
+        parts.engine.synchronize()
         return found, {name: local_shard(p).values.clone() for name, p in parts.model.module.named_parameters()}
 
 
@@ -116,16 +116,16 @@ def test_buffers_that_each_rank_changes_are_none_of_it(ranks: Ranks, tmp_path: P
         assert [one.broken for one in found] == [(), (), ()]
 
 
-def other_without_gradients(parts: Parts, stepper: Stepper) -> Stepper:
+def other_without_gradients(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
     """As where kernels are chosen by whether there will be a backward."""
     right = stepper.model.loss_sum
 
     def loss_sum(batch: Batch) -> Tensor:
         return right(batch) if torch.is_grad_enabled() else right(batch) * (1 + 2**-9)
 
-    assert stepper.watcher is not None
+    assert stepper.rank_comparer is not None
     model = replace(stepper.model, loss_sum=loss_sum)
-    return replace(stepper, model=model, watcher=replace(stepper.watcher, model=model))
+    return replace(stepper, model=model, watcher=replace(stepper.rank_comparer, model=model))
 
 
 @pytest.mark.parametrize("on", [None, 1])
@@ -139,22 +139,22 @@ def test_a_forward_may_have_other_bits_without_gradients(on: int | None, ranks: 
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 7, 8, 9, 64 * 8, 3 * 64 * 8 + 5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.bool])
 def test_a_digest_is_of_every_bit(size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "CHUNK", 64)
+    monkeypatch.setattr(checker, "DIGEST_CHUNK_WORDS", 64)
     tensor = torch.ones(size + 1).to(dtype)[1:]  # at an odd place in memory
-    whole = watch.digests({"t": tensor})["t"]
-    assert watch.digests({"t": tensor.clone()})["t"] == whole
+    whole = checker.digest_tensors({"t": tensor})["t"]
+    assert checker.digest_tensors({"t": tensor.clone()})["t"] == whole
     for place in {0, size // 2, size - 1} if size else ():
         for byte in range(tensor.element_size()):
             other = tensor.clone()
             other.view(torch.uint8)[place * tensor.element_size() + byte] ^= 1
-            assert watch.digests({"t": other})["t"] != whole
+            assert checker.digest_tensors({"t": other})["t"] != whole
 
 
 def test_a_digest_tells_places_apart() -> None:
     tensor = torch.arange(100.0)
     swapped = tensor.clone()
     swapped[[3, 90]] = tensor[[90, 3]]
-    assert watch.digests({"t": tensor}) != watch.digests({"t": swapped})
+    assert checker.digest_tensors({"t": tensor}) != checker.digest_tensors({"t": swapped})
 
 
 # --- planted faults --------------------------------------------------------------------------------
@@ -167,14 +167,14 @@ def flipped(tensor: Tensor, place: int) -> None:
         words[1] ^= 1
 
 
-def parameter_flips(parts: Parts, stepper: Stepper) -> Stepper:
+def parameter_flips(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
     named = dict(parts.model.module.named_parameters())
     flipped(named["blocks.1.ffn.down.weight"], 7)
     return stepper
 
 
-def moment_flips(parts: Parts, stepper: Stepper) -> Stepper:
-    state = parts.updater.state()
+def moment_flips(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
+    state = parts.optimizer.state()
     moments = (part for name, part in state.items() if name.startswith("exp_avg/") and isinstance(part, LocalShard))
     flipped(next(part.values for part in moments if part.values.numel() > 3), 3)
     return stepper
@@ -183,23 +183,25 @@ def moment_flips(parts: Parts, stepper: Stepper) -> Stepper:
 class Samples:
     """Reads what it is told to, and changes it."""
 
-    def __init__(self, parts: Parts, change: Callable[[Batch], Batch], rows: Callable[[range], range]) -> None:
+    def __init__(
+        self, parts: TrainingComponents, change: Callable[[Batch], Batch], rows: Callable[[range], range]
+    ) -> None:
         self._parts, self._change, self._rows = parts, change, rows
 
     def batch(self, step: int, rows: range) -> Batch:
         return self._change(self._parts.data.batch(step, self._rows(rows)))
 
 
-def reads(stepper: Stepper, samples: Any) -> Stepper:
+def reads(stepper: TrainStep, samples: Any) -> TrainStep:
     """The rank reads other things in its steps, and the right ones when it looks at its neighbour's."""
     return replace(stepper, samples=samples)
 
 
-def other_rows(parts: Parts, stepper: Stepper) -> Stepper:
+def other_rows(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
     return reads(stepper, Samples(parts, lambda batch: batch, lambda rows: range(rows.start - 1, rows.stop - 1)))
 
 
-def other_files(parts: Parts, stepper: Stepper) -> Stepper:
+def other_files(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
     def changed(batch: Batch) -> Batch:
         tokens = batch.tokens.clone()
         tokens[0, 0] += 1
@@ -208,7 +210,7 @@ def other_files(parts: Parts, stepper: Stepper) -> Stepper:
     return reads(stepper, Samples(parts, changed, lambda rows: rows))
 
 
-def fewer_targets(parts: Parts, stepper: Stepper) -> Stepper:
+def fewer_targets(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
     def changed(batch: Batch) -> Batch:
         weights = batch.weights.clone()
         weights[0] = 0
@@ -217,11 +219,11 @@ def fewer_targets(parts: Parts, stepper: Stepper) -> Stepper:
     return reads(stepper, Samples(parts, changed, lambda rows: rows))
 
 
-def other_norm(parts: Parts, stepper: Stepper) -> Stepper:
+def other_norm(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
     engine = parts.engine
     right = engine.update
 
-    def update(*given: Any, **named: Any) -> Update:
+    def update(*given: Any, **named: Any) -> StepStats:
         done = right(*given, **named)
         return replace(done, grad_norm=done.grad_norm * (1 + 2**-52))
 
@@ -229,25 +231,25 @@ def other_norm(parts: Parts, stepper: Stepper) -> Stepper:
     return stepper
 
 
-def other_sums(parts: Parts, stepper: Stepper) -> Stepper:
-    right = parts.updater.spread.end_backward
+def other_sums(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
+    right = parts.optimizer.sharded_parameters.end_backward
 
     def end_backward() -> None:
         right()
-        parts.updater.spread.reduced_gradients()[0].view(-1)[:1].add_(2**-10)
+        parts.optimizer.sharded_parameters.reduced_gradients()[0].view(-1)[:1].add_(2**-10)
 
-    vars(parts.updater.spread)["end_backward"] = end_backward
+    vars(parts.optimizer.sharded_parameters)["end_backward"] = end_backward
     return stepper
 
 
-def wrong_arithmetic(parts: Parts, stepper: Stepper) -> Stepper:
+def wrong_arithmetic(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
     """A linear layer of this rank is off by a five-hundredth."""
     linear = next(m for m in parts.model.module.modules() if isinstance(m, nn.Linear))
     linear.register_forward_hook(lambda module, given, result: result * (1 + 2**-9))
     return stepper
 
 
-PLANTS: dict[str, Callable[[Parts, Stepper], Stepper]] = {
+PLANTS: dict[str, Callable[[TrainingComponents, TrainStep], TrainStep]] = {
     plant.__name__: plant
     for plant in (
         parameter_flips, moment_flips, other_rows, other_files, fewer_targets, other_norm, other_sums, wrong_arithmetic,
@@ -303,17 +305,17 @@ def test_what_is_broken_is_found_and_named(
 
 def broken_run(group: RankGroup, job: Job, folder: Path) -> str:
     """A whole run, whose rank 1 has a bit flipped in the second step. How it ends."""
-    right, place = Stepper.step, RankEnvironment(group.rank, group.world, group.rank, group.world, 0, "")
+    right, place = TrainStep.step, RankEnvironment(group.rank, group.world, group.rank, group.world, 0, "")
 
-    def step(stepper: Stepper, number: int, *given: Any, **named: Any) -> Any:
+    def step(stepper: TrainStep, number: int, *given: Any, **named: Any) -> Any:
         if number == 1 and group.rank == 1:
             parameter = next(iter(stepper.engine.module.parameters()))
             flipped(parameter, 0)
         return right(stepper, number, *given, **named)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Stepper, "step", step)
-        patch.setattr("motet.train.assemble.start_group", lambda *given: nullcontext(group))
+        patch.setattr(TrainStep, "step", step)
+        patch.setattr("motet.train.build.start_group", lambda *given: nullcontext(group))
         try:
             run_rank(job, place, folder, StopFlag())
         except NumericalMismatchError as error:

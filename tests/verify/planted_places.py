@@ -9,8 +9,8 @@ from motet.core.batch import Batch
 from motet.data.samples.loader import BatchLoader
 from motet.parallel.data_parallel.communication.communicator import DataParallelCommunicator
 from motet.parallel.data_parallel.fsdp import FSDP2DataParallel
-from motet.train import assemble, engine, evaluate, state
-from motet.train.optimizer import Updater
+from motet.train import build, engine, evaluation, state
+from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
 from verify.planted_states import with_groups
 from verify.planted_steps import Patch
 from verify.planting import GRADIENT, all_of, fault, nothing, replaced
@@ -22,7 +22,7 @@ def each_rank_has_initial_values_of_its_own(rank: int) -> Patch:
         return lambda settings, seed, *rest: own(settings, seed + rank, *rest)
 
     return all_of(
-        replaced(assemble, "build_trainee", other), replaced(assemble, "agree_on_values", lambda own: lambda *_: None)
+        replaced(build, "build_trainee", other), replaced(build, "agree_on_values", lambda own: lambda *_: None)
     )
 
 
@@ -61,7 +61,7 @@ def _evaluated(change: Any) -> Patch:
 
         return judged
 
-    return replaced(assemble, "evaluate", wrong)
+    return replaced(build, "evaluate", wrong)
 
 
 @fault("dp=2 zero=1", first="random mask .*step 2, steps in a row", cause="no rank draws it for rows", model="bert")
@@ -78,7 +78,7 @@ def a_rank_is_judged_as_it_trains(rank: int) -> Patch:
 
         return judged
 
-    return replaced(evaluate, "_judge_tokens", wrong) if rank else nothing()
+    return replaced(evaluation, "_token_loss_sums", wrong) if rank else nothing()
 
 
 @fault("dp=3 zero=2", "dp=2 zero=3", first="state master/.*", cause="with eps = ")
@@ -89,14 +89,14 @@ def eps_grows_with_the_ranks(rank: int) -> Patch:
 @fault("dp=2 zero=1", "dp=2 zero=3", first="state master/.*step 2", cause="learning rate of the step before")
 def a_rank_is_told_the_learning_rate_late(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
-        def update(self: Updater, learning_rate: float) -> None:
+        def update(self: ShardedOptimizer, learning_rate: float) -> None:
             now = self.__dict__.get("told", learning_rate)
             self.__dict__["told"] = learning_rate
             own(self, now)
 
         return update
 
-    return replaced(Updater, "update", wrong) if rank else nothing()
+    return replaced(ShardedOptimizer, "update", wrong) if rank else nothing()
 
 
 @fault("dp=3 zero=2", first=GRADIENT, cause="the share of rank 2 was rounded to bfloat16")

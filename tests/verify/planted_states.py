@@ -12,10 +12,10 @@ from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 from motet.parallel.data_parallel.communication.communicator import DataParallelCommunicator
 from motet.parallel.data_parallel.flat_parameters import GradientBuffer
 from motet.parallel.data_parallel.fsdp import FSDP2DataParallel
-from motet.train import optimizer
-from motet.train.engine import Engine
-from motet.train.optimizer import Updater
-from motet.train.state import RunState
+from motet.train.engine import TrainingEngine
+from motet.train.optimizer import sharded_optimizer
+from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
+from motet.train.state import TrainingState
 from verify.planting import GRADIENT, fault, nothing, replaced
 
 Patch = AbstractContextManager[object]
@@ -100,7 +100,7 @@ def with_groups(change: Callable[[dict[str, Any]], None]) -> Patch:
 
         return make
 
-    return replaced(optimizer, "make_optimizer", wrong)
+    return replaced(sharded_optimizer, "make_torch_optimizer", wrong)
 
 
 @fault("dp=2 zero=1", "dp=2 zero=3", first="state exp_avg/.*", cause="the gradient counts 1/2 times")
@@ -111,42 +111,42 @@ def moments_have_the_betas_of_each_other(rank: int) -> Patch:
 @fault("dp=2 zero=2", first="state master/.*", cause="as in step 2 of the optimizer, not 1")
 def the_bias_is_corrected_as_one_step_later(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
-        def update(self: Updater, numbers: Any) -> None:
-            for tensor in self._tensors:
+        def update(self: ShardedOptimizer, numbers: Any) -> None:
+            for tensor in self._master_parameters:
                 self._optimizer.state[tensor]["step"].add_(1) if "step" in self._optimizer.state[tensor] else None
             own(self, numbers)
-            for tensor in self._tensors:
+            for tensor in self._master_parameters:
                 self._optimizer.state[tensor]["step"].sub_(1)
 
         return update
 
-    return replaced(Updater, "_update", wrong)
+    return replaced(ShardedOptimizer, "_update_masters", wrong)
 
 
 @fault("dp=2 zero=1", "dp=3 zero=3", first="state master/.*", cause="all of it counts 1/2 times")
 def a_rank_has_half_the_learning_rate(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
-        def update(self: Engine, learning_rate: float, *given: Any, **more: Any) -> Any:
+        def update(self: TrainingEngine, learning_rate: float, *given: Any, **more: Any) -> Any:
             return own(self, learning_rate / 2, *given, **more)
 
         return update
 
-    return replaced(Engine, "update", wrong) if rank == 1 else nothing()
+    return replaced(TrainingEngine, "update", wrong) if rank == 1 else nothing()
 
 
 @fault("dp=2 zero=1", "dp=2 zero=3", first="starting parameter .*, step 3, steps in a row", cause="rounded to bfloat16")
 def checkpoints_have_fewer_bits(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
-        def save(self: RunState, step: int) -> Any:
+        def save(self: TrainingState, step: int) -> Any:
             for name, tensor in self.tensors().items():
                 if name.startswith("master/"):
                     tensor.copy_(tensor.bfloat16())  # float32 would be promoted here
-            self.updater.publish()
+            self.optimizer.sync_parameters()
             return own(self, step)
 
         return save
 
-    return replaced(RunState, "save", wrong)
+    return replaced(TrainingState, "save", wrong)
 
 
 @fault("dp=2 zero=0 communication.overlap=forward", first=GRADIENT, cause="no rank has it")

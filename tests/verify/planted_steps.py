@@ -12,11 +12,12 @@ from motet.core.batch import Batch
 from motet.data.samples.loader import BatchLoader
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
 from motet.parallel.row_assignment import MicroBatchRows
-from motet.train import engine, evaluate, optimizer, step
-from motet.train.engine import Engine
-from motet.train.optimizer import Updater
-from motet.train.state import RunState
-from motet.train.step import Stepper
+from motet.train import engine, evaluation, step
+from motet.train.engine import TrainingEngine
+from motet.train.optimizer import sharded_optimizer
+from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
+from motet.train.state import TrainingState
+from motet.train.step import TrainStep
 from verify.planting import GRADIENT, fault, nothing, replaced
 
 Patch = AbstractContextManager[object]
@@ -124,7 +125,7 @@ def sites_of_dropout_are_counted_on(rank: int) -> Patch:
 )
 def losses_are_divided_by_the_microbatches(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
-        def scaled(self: Stepper, *given: Any, **more: Any) -> Any:
+        def scaled(self: TrainStep, *given: Any, **more: Any) -> Any:
             plain = self.model.loss_sum
             object.__setattr__(self.model, "loss_sum", lambda batch: plain(batch) / self.layout.microbatches)
             try:
@@ -134,7 +135,7 @@ def losses_are_divided_by_the_microbatches(rank: int) -> Patch:
 
         return scaled
 
-    return replaced(Stepper, "_forward_and_backward", wrong)
+    return replaced(TrainStep, "_forward_and_backward", wrong)
 
 
 @fault("dp=2 zero=0", "dp=3 zero=2", first="activation gradient .*", cause="divided by.*target tokens")
@@ -142,7 +143,7 @@ def each_rank_divides_by_its_own_count(rank: int) -> Patch:
     """And so the mean of the means of ranks is learned from."""
 
     def wrong(own: Any) -> Any:
-        def mean(self: Stepper, *given: Any, **more: Any) -> Any:
+        def mean(self: TrainStep, *given: Any, **more: Any) -> Any:
             plain = self.model.loss_sum
             object.__setattr__(self.model, "loss_sum", lambda batch: plain(batch) / batch.weights.sum())
             try:
@@ -152,7 +153,7 @@ def each_rank_divides_by_its_own_count(rank: int) -> Patch:
 
         return mean
 
-    return replaced(Stepper, "_forward_and_backward", wrong)
+    return replaced(TrainStep, "_forward_and_backward", wrong)
 
 
 @fault("dp=2 zero=0", "dp=3 zero=3", first="target tokens", cause="rank . alone: the sum over the ranks is missing")
@@ -184,7 +185,7 @@ def nothing_is_clipped(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         return lambda self, norm, count: 1.0 / count
 
-    return replaced(Engine, "scale_of", wrong)
+    return replaced(TrainingEngine, "gradient_scale", wrong)
 
 
 @fault("dp=2 zero=1", first="clipped gradient .*", cause="clipped twice")
@@ -192,7 +193,7 @@ def gradients_are_clipped_twice(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         return lambda self, norm, count: own(self, norm, count) * min(1.0, self.clip_norm / norm)
 
-    return replaced(Engine, "scale_of", wrong)
+    return replaced(TrainingEngine, "gradient_scale", wrong)
 
 
 @fault("dp=2 zero=0", "dp=3 zero=3", first="clipped gradient .*, step 2", cause="the norm of the step before")
@@ -200,18 +201,18 @@ def gradients_are_clipped_by_the_norm_before(rank: int) -> Patch:
     """Which is known without waiting for all ranks."""
 
     def wrong(own: Any) -> Any:
-        def late(self: Engine, norm: float, count: float) -> float:
+        def late(self: TrainingEngine, norm: float, count: float) -> float:
             before, self.__dict__["before"] = self.__dict__.get("before", norm), norm
             return float(own(self, before, count))
 
         return late
 
-    return replaced(Engine, "scale_of", wrong)
+    return replaced(TrainingEngine, "gradient_scale", wrong)
 
 
 def _restored_without(moment: str) -> Patch:
     def wrong(own: Any) -> Any:
-        def forget(self: RunState, where: Any) -> Any:
+        def forget(self: TrainingState, where: Any) -> Any:
             found = own(self, where)
             for name, tensor in self.tensors().items():
                 if name.startswith(moment):
@@ -220,7 +221,7 @@ def _restored_without(moment: str) -> Patch:
 
         return forget
 
-    return replaced(RunState, "restore", wrong)
+    return replaced(TrainingState, "restore", wrong)
 
 
 @fault("dp=2 zero=2", "dp=2 zero=3", first="state .*", cause="what it was before is missing")
@@ -242,14 +243,14 @@ def momentum_is_not_restored(rank: int) -> Patch:
 @fault("dp=2 zero=1", "dp=2 zero=3", first="state step", cause="counts 1 steps, where one device has 2")
 def steps_are_counted_from_a_restore(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
-        def forget(self: Updater) -> None:
-            for master in self._tensors:
+        def forget(self: ShardedOptimizer) -> None:
+            for master in self._master_parameters:
                 self._optimizer.state[master]["step"].zero_()
             own(self)
 
         return forget
 
-    return replaced(Updater, "publish", wrong)
+    return replaced(ShardedOptimizer, "sync_parameters", wrong)
 
 
 @fault(*LAYOUTS, first="state master/.*", cause="weight decay")
@@ -261,18 +262,18 @@ def everything_is_decayed(rank: int) -> Patch:
 
         return all_of
 
-    return replaced(optimizer, "group_parameters", wrong)
+    return replaced(sharded_optimizer, "group_parameters", wrong)
 
 
 @fault("dp=3 zero=1", "dp=2 zero=3", first="state master/.*", cause="multiplied by.*dp")
 def the_learning_rate_grows_with_the_ranks(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
-        def update(self: Engine, learning_rate: float, *given: Any, **more: Any) -> Any:
+        def update(self: TrainingEngine, learning_rate: float, *given: Any, **more: Any) -> Any:
             return own(self, learning_rate * self.group.world, *given, **more)
 
         return update
 
-    return replaced(Engine, "update", wrong)
+    return replaced(TrainingEngine, "update", wrong)
 
 
 @fault("dp=2 zero=1", "dp=3 zero=2", first=GRADIENT, cause="1 of its .* not finite, .*in element 3 of")
@@ -313,4 +314,4 @@ def evaluation_means_the_means(rank: int) -> Patch:
 
         return means
 
-    return replaced(evaluate, "sum_scalars", wrong)
+    return replaced(evaluation, "sum_scalars", wrong)

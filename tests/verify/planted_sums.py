@@ -10,7 +10,7 @@ from motet.parallel.data_parallel import fsdp
 from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 from motet.parallel.data_parallel.communication.communicator import DataParallelCommunicator
 from motet.parallel.data_parallel.flat_parameters import GradientBuffer
-from motet.train.optimizer import Updater
+from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
 from verify.planting import GRADIENT, all_of, fault, replaced
 
 ALONE = r"share of rank \d alone"
@@ -245,7 +245,7 @@ def the_norm_counts_every_replica(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         return lambda self: float(sum(part.square().sum() for part in self.spread.reduced()))
 
-    return replaced(Updater, "squares", wrong)
+    return replaced(ShardedOptimizer, "squared_norm", wrong)
 
 
 @fault("dp=2 zero=3 secondary_group=1", "dp=2 zero=3", first="gradient norm, ", cause="of what rank . has alone")
@@ -253,4 +253,4 @@ def shards_of_other_ranks_are_left_out_of_the_norm(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         return lambda self: own(self) if rank == 0 else 0.0
 
-    return replaced(Updater, "squares", wrong)
+    return replaced(ShardedOptimizer, "squared_norm", wrong)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from motet.train.settings import OptimizerSettings
+from motet.train.optimizer.optimizer_settings import OptimizerSettings
 from motet.verify.causes import Case, cause
 from motet.verify.numbers import cause_of_number, other_counts
 from motet.verify.shares import Computed

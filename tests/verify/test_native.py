@@ -17,7 +17,7 @@ from motet.collectives.execute import api
 from motet.parallel.process.process_group import RankGroup
 from motet.train import engine
 from motet.train.job import Job
-from motet.train.optimizer import Updater
+from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
 from motet.verify.layouts import laid_out
 from motet.verify.native import Native, Unlikely, native_step, refer_native
 from motet.verify.record import Seen
@@ -49,7 +49,7 @@ def judged(
     native = referred(recipe, *settings)
     candidate = laid_out(native.trial.job, layout)
     seen = ranks.run(candidate.world, step_on_a_rank, candidate.job, native.folder, plant, timeout_s=120)
-    parts = candidate.job.resolved(candidate.world).reproducible_batch_size or candidate.parts
+    parts = candidate.job.layout_for(candidate.world).reproducible_batch_size or candidate.parts
     return native.judge(parts, seen)
 
 
@@ -70,14 +70,14 @@ def sums_in_bfloat16() -> AbstractContextManager[object]:
 
 def _masters_updated(spoilt: Callable[[Tensor], Tensor]) -> AbstractContextManager[object]:
     def wrong(own: Any) -> Any:
-        def update(self: Updater, learning_rate: float) -> None:
+        def update(self: ShardedOptimizer, learning_rate: float) -> None:
             own(self, learning_rate)
-            for master in self.spread.local_masters:
+            for master in self.sharded_parameters.local_masters:
                 master.copy_(spoilt(master))
 
         return update
 
-    return replaced(Updater, "update", wrong)
+    return replaced(ShardedOptimizer, "update", wrong)
 
 
 def masters_in_bfloat16() -> AbstractContextManager[object]:
@@ -119,9 +119,9 @@ def masters_of_rounded_values() -> AbstractContextManager[object]:
     """As they are made; they are float32 from then on."""
 
     def wrong(own: Any) -> Any:
-        def make(*given: Any, **more: Any) -> Updater:
-            updater: Updater = own(*given, **more)
-            for master in updater.spread.local_masters:
+        def make(*given: Any, **more: Any) -> ShardedOptimizer:
+            updater: ShardedOptimizer = own(*given, **more)
+            for master in updater.sharded_parameters.local_masters:
                 master.copy_(master.bfloat16())
             return updater
 

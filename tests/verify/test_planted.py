@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from motet.train.state import RunState
+from motet.train.state import TrainingState
 from motet.verify.runs import refer
 from motet.verify.trial import JobTrial
 from motet.verify.verdict import of_one_device
@@ -47,15 +47,15 @@ def test_one_device_that_is_not_restored_is_no_measure(tmp_path: Path) -> None:
     """Its noise would be as large as the mistake."""
 
     def wrong(own: Any) -> Any:
-        def restore(self: RunState, *given: Any) -> Any:
+        def restore(self: TrainingState, *given: Any) -> Any:
             found = own(self, *given)
-            next(iter(self.updater.spread.local_masters)).add_(1e-6)
+            next(iter(self.optimizer.sharded_parameters.local_masters)).add_(1e-6)
             return found
 
         return restore
 
     job = small_job(tmp_path, "run.steps=3", "checkpoint.keep=10")
-    with replaced(RunState, "restore", wrong):
+    with replaced(TrainingState, "restore", wrong):
         referred = refer(JobTrial(job), tmp_path)
     assert referred.differs is not None
     verdict = of_one_device("dp=2 zero=1", *referred.differs)

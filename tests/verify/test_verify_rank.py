@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from motet.core.toml_writer import to_toml
 from motet.parallel.process.launch_environment import RankEnvironment
-from motet.train.faults import StopFlag
-from motet.train.folder import JOB_FILE
 from motet.train.job import load_job
-from motet.train.toml import to_toml
+from motet.train.launch.failures import StopFlag
+from motet.train.launch.run_folder import JOB_FILE
 from motet.verify import rank
 from motet.verify.rank import done_file, layout_rank
 
@@ -26,7 +26,7 @@ def test_groups_of_other_sizes_meet_in_other_files(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(rank, "start_group", start_group)
     monkeypatch.setattr(rank, "_verify", lambda *given: None)
     monkeypatch.setattr(rank.torch, "set_num_threads", lambda count: None)
-    monkeypatch.setattr(StopFlag, "end_this_process", lambda flag: None)
+    monkeypatch.setattr(StopFlag, "exit_on_sigterm", lambda flag: None)
     job = load_job("tiny")
     (tmp_path / JOB_FILE).write_text(to_toml(job.model_dump(exclude_none=True, exclude_unset=True)))
     for number in range(3):

@@ -68,6 +68,6 @@ def verified(ranks: Ranks, of: Subject, layout: str, name: str = "") -> Verdict:
     def seen(phase: str, step: int) -> list[list[Seen]]:
         return [next(each for at, number, each in rank if (at, number) == (phase, step)) for rank in walked]
 
-    what_if = partial(WhatIf, JobTrial(job), job.resolved(world), of.referred)
+    what_if = partial(WhatIf, JobTrial(job), job.layout_for(world), of.referred)
     done = [at for at in phases(STEPS) if at in {(phase, number) for phase, number, _ in walked[0]}]
     return verdict_on(layout, what_if, of.referred, done, seen)

@@ -163,11 +163,11 @@ def check_writable(*paths: Path | None) -> None:
 
 def save(path: Path, text: str) -> None:
     """Write a file, whole or not at all."""
-    from motet.train.folder import replace_file
+    from motet.train.launch.run_folder import write_file_atomically
 
     with _writing(path):
         if path.is_file() or not path.exists():
-            replace_file(path.resolve(), text.encode())
+            write_file_atomically(path.resolve(), text.encode())
         else:  # a device or a pipe stays what it is
             path.write_text(text, encoding="utf-8")
 

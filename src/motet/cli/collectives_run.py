@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from motet.cluster.cluster import Cluster
     from motet.collectives.program import Program
     from motet.parallel.process.launch_environment import RankEnvironment
-    from motet.train.faults import StopFlag
+    from motet.train.launch.failures import StopFlag
 
 _MOST_RANKS = 32
 """On one machine: each is a process with torch in it."""
@@ -93,16 +93,18 @@ def _carried_out(program: Program, size: int, repeats: int, backend: str) -> dic
 
     from motet.cli.environment import read_environment
     from motet.core.errors import InputError, MotetError, RankFailedError
-    from motet.train.launch import Launch, launch, rank_environment
+    from motet.train.launch.supervisor import LaunchSpec, launch_ranks, rank_environment
 
     with tempfile.TemporaryDirectory(prefix="motet-run-") as name:
         folder = Path(name)
         (folder / _PROGRAM).write_text(program.to_json(), encoding="utf-8")
         work = "motet.cli.collectives_run:measure_rank"
         command = (sys.executable, "-m", "motet.cli.rank", work, name, str(size), str(repeats), backend)
-        start = Launch(command, program.ranks, rank_environment(read_environment(), 1), folder, farewell="stopping")
-        ended = launch(start, lambda text: None)
-        ended.pass_on_stop()
+        start = LaunchSpec(
+            command, program.ranks, rank_environment(read_environment(), 1), folder, stop_message="stopping"
+        )
+        ended = launch_ranks(start, lambda text: None)
+        ended.raise_if_stopped()
         if ended.message:
             kind = {InputError.exit_code: InputError, RankFailedError.exit_code: RankFailedError}.get(
                 ended.exit_code, MotetError
@@ -129,7 +131,7 @@ def measure_rank(
     from motet.collectives.execute.measure import measure_program
     from motet.parallel.process.process_group import start_process_group
 
-    stop.end_this_process()
+    stop.exit_on_sigterm()
     torch.set_num_threads(1)
     with start_process_group(place, "cpu", _TIMEOUT_S, backend) as group:
         assert group.process_group is not None

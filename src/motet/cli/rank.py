@@ -4,7 +4,7 @@ import sys
 
 from motet.cli.environment import read_environment
 from motet.parallel.process.launch_environment import read_rank_environment
-from motet.train.rank import serve_supervisor
+from motet.train.launch.rank_process import run_supervised_rank
 
 
 def main() -> int:
@@ -12,7 +12,7 @@ def main() -> int:
     environment = read_environment()
     place = read_rank_environment(environment)
     assert place is not None, "started by hand: use `motet train`"
-    return serve_supervisor(place, int(environment["MOTET_SUPERVISOR"]), sys.argv[1], sys.argv[2:])
+    return run_supervised_rank(place, int(environment["MOTET_SUPERVISOR"]), sys.argv[1], sys.argv[2:])
 
 
 if __name__ == "__main__":

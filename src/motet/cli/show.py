@@ -90,9 +90,9 @@ def _job(source: str, overrides: list[str], sequence_length: int | None) -> Job:
 def _sizes(job: Job, spec: ModelSpec, attention: Literal["causal", "full"]) -> dict[str, Any]:
     """Per block, of one repetition; then of the whole model."""
     from motet.precision.recipe import RECIPES
-    from motet.train.flops import shape_of
+    from motet.train.flops import batch_shape
 
-    one, two, dtype = shape_of(job, 1), shape_of(job, 2), RECIPES[job.precision.recipe].compute
+    one, two, dtype = batch_shape(job, 1), batch_shape(job, 2), RECIPES[job.precision.recipe].compute
     tokens = one.length + one.source_length
 
     def row(part: BlockSpec | ModelSpec) -> dict[str, Any]:

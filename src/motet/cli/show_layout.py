@@ -30,7 +30,7 @@ def layout(
     from motet.monitor.console import print_json, stdout_console
     from motet.parallel.step_plan.check import prove_collective_programs, prove_step_plan
     from motet.train.job import load_job
-    from motet.train.preflight import check_job
+    from motet.train.launch.preflight import check_job
 
     found = load_job(job, [*(f"layout.{word}" for word in words.split()), *(overrides or [])])
     if found.layout.dp is None:

@@ -36,7 +36,7 @@ def step(
     from motet.monitor.console import print_json, stdout_console
     from motet.parallel.step_plan import draw
     from motet.train.job import load_job
-    from motet.train.preflight import check_job
+    from motet.train.launch.preflight import check_job
 
     check_writable(svg)
     job = load_job(source, overrides or [])
@@ -85,10 +85,10 @@ def parts_of(job: Job, layout: Layout) -> tuple[list[ModelSegment], list[CommUni
     """The stretches are the repetitions of the model's blocks, as far as they compute or have parameters."""
     from motet.models.spec.model_spec import spec_from_settings
     from motet.parallel.step_plan.timeline import ModelSegment
-    from motet.train.flops import shape_of
+    from motet.train.flops import batch_shape
 
     spec = spec_from_settings(job.model)
-    shape = shape_of(job, layout.rows_per_microbatch(job.data.batch_sequences))
+    shape = batch_shape(job, layout.rows_per_microbatch(job.data.batch_sequences))
     stretches: list[ModelSegment] = []
     sizes: dict[str, int] = {}
     blocks: set[str] = set()

@@ -13,10 +13,10 @@ import typer
 
 if TYPE_CHECKING:
     from motet.parallel.process.launch_environment import RankEnvironment
-    from motet.train.faults import Record
     from motet.train.job import Job
-    from motet.train.launch import Ended
-    from motet.train.start import Request
+    from motet.train.launch.entry_points import TrainRequest
+    from motet.train.launch.failures import RankExitRecord
+    from motet.train.launch.supervisor import LaunchExitStatus
 
 DEFAULT_JOB = "tiny"
 STDERR = 2
@@ -63,33 +63,39 @@ def train(  # noqa: PLR0913 - a command's options
             raise typer.Exit(_train(request, ranks, json) if join is None else _join(request, join))
 
 
-def _request(words: list[str], given: list[str], resume: bool, resume_from: str | None) -> "Request":
+def _request(words: list[str], given: list[str], resume: bool, resume_from: str | None) -> "TrainRequest":
     """The job and the run that the command line speaks of."""
-    from motet.train.folder import JOB_FILE, find_run, run_at
-    from motet.train.job import load_job, split_words
-    from motet.train.start import Request
+    from motet.train.job import load_job, split_job_and_overrides
+    from motet.train.launch.entry_points import TrainRequest
+    from motet.train.launch.run_folder import JOB_FILE, existing_run_folder, find_newest_run
 
-    name, settings = split_words(words)
+    name, settings = split_job_and_overrides(words)
     overrides = [*settings, *given]
     if name is not None or not (resume or resume_from):
         job = load_job(name or DEFAULT_JOB, overrides)
-    run = run_at(resume_from) if resume_from else find_run(job.name if name else None) if resume else None
+    run = (
+        existing_run_folder(resume_from)
+        if resume_from
+        else find_newest_run(job.name if name else None)
+        if resume
+        else None
+    )
     if run is not None and name is None:  # the run goes on with the job that it has
         job = load_job(str(run / JOB_FILE), overrides)
         if not any(override.startswith("run.stop_at") for override in overrides):
             job = job.model_copy(update={"run": job.run.model_copy(update={"stop_at": None})})
-    return Request(job, run, sys.argv)
+    return TrainRequest(job, run, sys.argv)
 
 
-def _train(request: "Request", ranks: int | None, json: bool) -> int:
+def _train(request: "TrainRequest", ranks: int | None, json: bool) -> int:
     """Start or join the ranks, and tell how it ended. Returns the exit code."""
     from motet.cli.environment import read_environment
     from motet.cli.progress import shown_progress
     from motet.core.errors import InputError
     from motet.monitor.console import stderr_console
     from motet.parallel.process.launch_environment import read_rank_environment
-    from motet.train.faults import STOPPED
-    from motet.train.start import Outside, join, supervise
+    from motet.train.launch.entry_points import SupervisorIO, run_launched_rank, supervise_local_ranks
+    from motet.train.launch.failures import STOPPED_EXIT_CODE
 
     environment = read_environment()
     place = read_rank_environment(environment)
@@ -98,28 +104,28 @@ def _train(request: "Request", ranks: int | None, json: bool) -> int:
         stderr_console().print(text, highlight=False)
 
     if place is None:
-        outside = Outside(environment, tell, shown_progress, STDERR if json else None)
+        outside = SupervisorIO(environment, tell, shown_progress, STDERR if json else None)
         try:
-            path, ended = supervise(request, outside)
+            path, ended = supervise_local_ranks(request, outside)
         except KeyboardInterrupt:
             tell("stopped before any rank was started")
-            return STOPPED
+            return STOPPED_EXIT_CODE
         return _tell_end(path, ended, json)
     if ranks not in (None, place.world):
         raise InputError(f"--ranks {ranks}, but the launcher started {place.world} ranks; leave --ranks out")
     run = request.job.run.model_copy(update={"ranks": place.world})
     job = request.job.model_copy(update={"run": run})
-    return _tell_record(join(replace(request, job=job), place, tell), place)
+    return _tell_record(run_launched_rank(replace(request, job=job), place, tell), place)
 
 
-def _join(request: "Request", desk: str) -> int:
+def _join(request: "TrainRequest", desk: str) -> int:
     """Work for a run that goes on elsewhere. Returns the exit code."""
     from motet.cli.environment import read_environment
     from motet.cli.progress import shown_progress
     from motet.core.errors import InputError
     from motet.monitor.console import stderr_console
     from motet.parallel.process.launch_environment import read_rank_environment
-    from motet.train.start import Outside, join_run
+    from motet.train.launch.entry_points import SupervisorIO, join_remote_run
 
     environment = read_environment()
     if read_rank_environment(environment) is not None:
@@ -128,19 +134,19 @@ def _join(request: "Request", desk: str) -> int:
     def tell(text: str) -> None:
         stderr_console().print(text, highlight=False)
 
-    ended = join_run(request, desk, Outside(environment, tell, shown_progress))
+    ended = join_remote_run(request, desk, SupervisorIO(environment, tell, shown_progress))
     for text in (ended.message, ended.traceback):
         if text:
             tell(text)
     return ended.exit_code
 
 
-def _tell_end(path: Path, ended: "Ended", json: bool) -> int:
+def _tell_end(path: Path, ended: "LaunchExitStatus", json: bool) -> int:
     """The one message about a run that did not come to its end, and the summary when JSON is asked for."""
     from motet.core.errors import InputError
     from motet.monitor.console import print_json, stderr_console
     from motet.monitor.summary import SUMMARY_FILE, read_summary
-    from motet.train.folder import newest_step
+    from motet.train.launch.run_folder import newest_checkpoint_step
 
     summary = read_summary(path) if (path / SUMMARY_FILE).is_file() else None
     screen = stderr_console()
@@ -149,7 +155,7 @@ def _tell_end(path: Path, ended: "Ended", json: bool) -> int:
         screen.print(ended.message, highlight=False)
     if ended.traceback:
         screen.print(ended.traceback, highlight=False)
-    step = newest_step(path)
+    step = newest_checkpoint_step(path)
     if step is not None and not (summary and summary.finished) and ended.exit_code != InputError.exit_code:
         screen.print(f"continue from step {step} with: motet train --resume-from {path}", highlight=False)
     if json and summary:
@@ -157,23 +163,23 @@ def _tell_end(path: Path, ended: "Ended", json: bool) -> int:
     return ended.exit_code
 
 
-def _tell_record(record: "Record", place: "RankEnvironment") -> int:
+def _tell_record(record: "RankExitRecord", place: "RankEnvironment") -> int:
     """What one rank among those of a launcher says at its end: all, one line, or nothing."""
     from motet.monitor.console import stderr_console
-    from motet.train.rank import leave_now
+    from motet.train.launch.rank_process import hard_exit
 
     who = f"rank {place.rank} of {place.world}"
-    if record.secondary:
+    if record.caused_by_peer:
         stderr_console().print(
-            f"{who} ends because another rank did: {record.sentence.splitlines()[0]}", highlight=False
+            f"{who} ends because another rank did: {record.error_message.splitlines()[0]}", highlight=False
         )
         time.sleep(CAUSE_SPEAKS_S)
-    elif record.sentence:
+    elif record.error_message:
         stderr_console().print(
-            "\n".join(filter(None, [f"{who} failed: {record.sentence}", record.traceback])), highlight=False
+            "\n".join(filter(None, [f"{who} failed: {record.error_message}", record.traceback])), highlight=False
         )
-    if record.sentence:
-        leave_now(record.exit_code)
+    if record.error_message:
+        hard_exit(record.exit_code)
     return record.exit_code
 
 
@@ -198,11 +204,11 @@ def _first_sentence(text: str) -> str:
 
 
 def _print_job(job: "Job", json: bool) -> None:
+    from motet.core.toml_writer import to_toml
     from motet.monitor.console import print_json, stdout_console
-    from motet.train.folder import job_tree
-    from motet.train.toml import to_toml
+    from motet.train.launch.run_folder import job_to_tree
 
     if json:
-        print_json(job_tree(job))
+        print_json(job_to_tree(job))
     else:
-        stdout_console().out(to_toml(job_tree(job)), end="", highlight=False)
+        stdout_console().out(to_toml(job_to_tree(job)), end="", highlight=False)

@@ -36,13 +36,13 @@ def verify(
 ) -> None:
     """Compare layouts with one device in float64, on a small version of the job; say where they begin to differ."""
     from motet.core.errors import InputError
-    from motet.train.job import load_job, split_words
+    from motet.train.job import load_job, split_job_and_overrides
     from motet.verify.layouts import layouts_for, with_ranks
     from motet.verify.verify import possible
 
     if layout and everything:
         raise InputError("--all beside --layout: --all takes all layouts; leave one of the two out")
-    name, settings = split_words(words or [])
+    name, settings = split_job_and_overrides(words or [])
     job = load_job(name or "tiny", settings)
     if everything:
         layouts = possible(job, layouts_for(ranks or RANKS), _tell)
@@ -55,7 +55,7 @@ def _verified(job: Job, layouts: list[str], json: bool) -> int:
     """Returns the exit code."""
     from motet.cli.environment import read_environment
     from motet.monitor.console import print_json, stderr_console, stdout_console
-    from motet.train.faults import STOPPED
+    from motet.train.launch.failures import STOPPED_EXIT_CODE
     from motet.verify.verdict import Verdict, exit_code_of
     from motet.verify.verify import subjects_of
     from motet.verify.verify import verify as verified
@@ -73,7 +73,7 @@ def _verified(job: Job, layouts: list[str], json: bool) -> int:
         code = exit_code_of(verdicts)
     except KeyboardInterrupt:
         _tell(f"stopped; {len(verdicts)} of {len(layouts)} layouts were verified")
-        code = STOPPED
+        code = STOPPED_EXIT_CODE
     if json:
         print_json({"layouts": [verdict.as_json() for verdict in verdicts]})
     return code

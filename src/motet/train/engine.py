@@ -42,18 +42,18 @@ from motet.parallel.step_plan.check import check_rank_matches_plan, prove_collec
 from motet.parallel.step_plan.plan import make_step_plan
 from motet.precision.cast_frozen import cast_frozen_parameters
 from motet.precision.recipe import RECIPES, PrecisionRecipe, PrecisionSettings
-from motet.train.idle import refuse_idle
-from motet.train.optimizer import Updater, make_updater, parameters_of
-from motet.train.settings import OptimizerSettings
-from motet.train.state import RunState, newest_checkpoint
+from motet.train.config_rules import check_no_unused_settings
+from motet.train.optimizer.optimizer_settings import OptimizerSettings
+from motet.train.optimizer.sharded_optimizer import ShardedOptimizer, build_sharded_optimizer, trainable_parameters
+from motet.train.state import TrainingState, newest_checkpoint
 
-SettingsOf = TypeVar("SettingsOf", bound=FrozenSettings)
-Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]]
+SettingsT = TypeVar("SettingsOf", bound=FrozenSettings)
+LossFunction = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]]
 """(module, batch) -> the sum of the losses and how many there are; or their mean, and then every batch counts alike."""
 
 
 @dataclass(frozen=True)
-class Update:
+class StepStats:
     """How a step ended. The same on every rank of a replica; without `outer`, these are all ranks."""
 
     loss: float
@@ -61,154 +61,169 @@ class Update:
     grad_norm: float
     """Before clipping."""
     count: float
-    finite: bool
+    is_finite: bool
     """False: the loss or a gradient is not finite, and nothing was updated."""
-    sums: tuple[float, ...]
+    extra_sums: tuple[float, ...]
     """Of whatever else was to be added up over the ranks."""
-    stop: bool
+    stop_requested: bool
     """Some rank was asked to stop; with `outer`, replicas learn it when they meet."""
-    skipped: int
+    skipped_steps: int
     """Steps in a row that updated nothing; with `outer`, the most of any replica, and 0 when they do not meet."""
 
 
 @dataclass
-class Engine:
+class TrainingEngine:
     """A module, its optimizer, and the ranks that train it together."""
 
     module: nn.Module
-    updater: Updater
+    optimizer: ShardedOptimizer
     group: RankGroup
     clip_norm: float | None = None
-    loss: Loss | None = None
+    loss_function: LossFunction | None = None
     learning_rate: float = 0.0
     """What `step` takes when it is given none."""
-    outer: OuterOptimizer | None = None
+    outer_optimizer: OuterOptimizer | None = None
     """Replicas train apart, and meet by its rule."""
     reproducible: bool = False
     """Every layout is to have the same bits."""
-    buffers: dict[str, Tensor] = field(default_factory=dict)
+    buffers_at_step_start: dict[str, Tensor] = field(default_factory=dict)
     """As the step began with them, on all ranks alike."""
-    _skipped: int = 0
+    _skipped_steps: int = 0
 
     def __post_init__(self) -> None:
-        self._trained = self._trainable()
+        self._initial_parameters = self._trainable_parameters()
 
     @property
-    def peers(self) -> RankGroup:
+    def step_group(self) -> RankGroup:
         """The ranks that take a step together."""
-        return self.group if self.outer is None else self.outer.replicas.mesh.shard_group
+        return self.group if self.outer_optimizer is None else self.outer_optimizer.replicas.mesh.shard_group
 
-    def step(self, *batches: Any, learning_rate: float | None = None) -> Update:
+    def step(self, *batches: Any, learning_rate: float | None = None) -> StepStats:
         """One update from this rank's micro-batches; a rank may have fewer than others."""
-        if self.loss is None:
+        if self.loss_function is None:
             raise InputError("step: there is no loss; give parallelize a loss=..., or use begin, backward and update")
-        self.begin()
-        total, count, most = 0.0, 0.0, self._most(len(batches))
-        for number in range(most):
-            value: Tensor | None = None
-            if number < len(batches):
-                value, share = loss_and_count(self.loss(self.module, batches[number]))
-                total, count = total + float(value.detach()), count + float(share)
-            self.backward(value, number == 0, number == most - 1)
+        self.begin_step()
+        total, count, max_microbatches = 0.0, 0.0, self._max_microbatches(len(batches))
+        for microbatch in range(max_microbatches):
+            loss: Tensor | None = None
+            if microbatch < len(batches):
+                loss, microbatch_count = loss_and_count(self.loss_function(self.module, batches[microbatch]))
+                total, count = total + float(loss.detach()), count + float(microbatch_count)
+            self.backward(loss, microbatch == 0, microbatch == max_microbatches - 1)
         return self.update(self.learning_rate if learning_rate is None else learning_rate, total, count)
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Of a step."""
-        now = self._trainable()
-        if other := now.keys() ^ self._trained.keys():
-            name = next(named[key] for named in (now, self._trained) for key in named if key in other)
+        parameters = self._trainable_parameters()
+        if changed_keys := parameters.keys() ^ self._initial_parameters.keys():
+            name = next(
+                named[key] for named in (parameters, self._initial_parameters) for key in named if key in changed_keys
+            )
             raise InputError(
                 f"parameter {name} was replaced, added, frozen or released after the module was parallelized; do that "
                 "before, and change values in place afterwards"
             )
-        broadcast_buffers(self.module, self.peers)
-        self.buffers = {name: buffer.clone() for name, buffer in persistent_buffers(self.module).items()}
-        self.updater.spread.begin_step()
+        broadcast_buffers(self.module, self.step_group)
+        self.buffers_at_step_start = {name: buffer.clone() for name, buffer in persistent_buffers(self.module).items()}
+        self.optimizer.sharded_parameters.begin_step()
 
     def backward(self, loss: Tensor | None, first: bool = True, last: bool = True) -> None:
         """Of the sum of the losses of a micro-batch; None where this rank has none. Ranks must agree on the last."""
-        self.updater.spread.begin_backward(first, last)
+        self.optimizer.sharded_parameters.begin_backward(first, last)
         with span("backward"):
             if loss is not None:
                 loss.backward()
-        self.updater.spread.end_backward()
+        self.optimizer.sharded_parameters.end_backward()
 
     def update(
-        self, learning_rate: float, loss: float | Sequence[float], count: float, *others: float, stop: bool = False
-    ) -> Update:
+        self,
+        learning_rate: float,
+        loss: float | Sequence[float],
+        count: float,
+        *extra_values: float,
+        stop: bool = False,
+    ) -> StepStats:
         """Divide what was summed by the count over all ranks, clip, and update, unless something is not finite.
 
         `loss`: summed on this rank, or in as many parts as on all others; parts are added up in the end, exactly.
         """
-        peers = self.peers
-        self._refuse_changed_buffers()
-        parts = loss if isinstance(loss, Sequence) else [loss]
+        group = self.step_group
+        self._check_buffers_unchanged()
+        loss_parts = loss if isinstance(loss, Sequence) else [loss]
         with span("norm"):
-            squares = self.updater.squares()
+            squared_norm = self.optimizer.squared_norm()
         with span("agree"):
-            given = [count, squares, float(stop), *parts, *others]
-            count, squares, stops, *sums = sum_scalars(given, peers, peers.device)
-            total = exact_sum(sums[: len(parts)])
+            local_sums = [count, squared_norm, float(stop), *loss_parts, *extra_values]
+            count, squared_norm, stop_count, *sums = sum_scalars(local_sums, group, group.device)
+            total = exact_sum(sums[: len(loss_parts)])
         with span("clip"):
             divisor = count if count > 0 else 1.0  # a step without anything to learn from has loss and gradient zero
-            norm = math.sqrt(squares) / divisor
-            finite = math.isfinite(total) and math.isfinite(norm)
-            if finite:
-                self.updater.scale_gradients(self.scale_of(norm, count))
+            norm = math.sqrt(squared_norm) / divisor
+            is_finite = math.isfinite(total) and math.isfinite(norm)
+            if is_finite:
+                self.optimizer.scale_gradients(self.gradient_scale(norm, count))
         with span("update"):
-            if finite:
-                self.updater.update(learning_rate)
+            if is_finite:
+                self.optimizer.update(learning_rate)
             else:
                 for name, buffer in persistent_buffers(self.module).items():
-                    buffer.data.copy_(self.buffers[name])
-        agreed = self._advance(finite, stops > 0)
-        others = tuple(sums[len(parts) :])
-        return Update(total / divisor, norm, count, finite, others, agreed.stop_requested, agreed.max_consecutive_skips)
+                    buffer.data.copy_(self.buffers_at_step_start[name])
+        agreement = self._advance_step(is_finite, stop_count > 0)
+        extra_values = tuple(sums[len(loss_parts) :])
+        return StepStats(
+            total / divisor,
+            norm,
+            count,
+            is_finite,
+            extra_values,
+            agreement.stop_requested,
+            agreement.max_consecutive_skips,
+        )
 
-    def scale_of(self, norm: float, count: float) -> float:
+    def gradient_scale(self, norm: float, count: float) -> float:
         """What sums of gradients are multiplied by to be the clipped gradient of the mean."""
-        clipped = 1.0 if self.clip_norm is None or norm <= self.clip_norm else self.clip_norm / norm
-        return clipped / count if count > 0 else clipped
+        clip_factor = 1.0 if self.clip_norm is None or norm <= self.clip_norm else self.clip_norm / norm
+        return clip_factor / count if count > 0 else clip_factor
 
-    def finish(self) -> OuterStepStatus | None:
+    def finalize(self) -> OuterStepStatus | None:
         """After the last step of all: with `outer`, the replicas meet once more and are one model then."""
-        return None if self.outer is None else self.outer.finish()
+        return None if self.outer_optimizer is None else self.outer_optimizer.finish()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Until the module is what the last step made it: with `overlap = "forward"` some of it may be underway."""
-        self.updater.spread.wait_for_pending()
+        self.optimizer.sharded_parameters.wait_for_pending()
 
-    def adopt(self) -> None:
+    def load_assigned_values(self) -> None:
         """Train on from values that you have assigned to parameters, on all ranks alike, since the last step.
 
         With masters of a higher precision than the model's, or after `p.data = ...`, they would be lost otherwise.
         """
-        if self.outer is not None:
+        if self.outer_optimizer is not None:
             raise InputError(
                 "adopt: replicas that train apart (outer.every) would take it for something that they have learned; "
                 "assign values before parallelize"
             )
-        self.updater.spread.load_assigned_values()
+        self.optimizer.sharded_parameters.load_assigned_values()
 
-    def agreed(self) -> AbstractContextManager[None]:
+    def consensus_parameters(self) -> AbstractContextManager[None]:
         """Inside, the module is the same on all ranks: with `outer`, what the replicas agreed on last."""
-        self.settle()
-        return nullcontext() if self.outer is None else self.outer.using_outer_parameters()
+        self.synchronize()
+        return nullcontext() if self.outer_optimizer is None else self.outer_optimizer.using_outer_parameters()
 
-    def _advance(self, finite: bool, stop: bool) -> OuterStepStatus:
+    def _advance_step(self, is_finite: bool, stop: bool) -> OuterStepStatus:
         """What is known after the step."""
-        if self.outer is not None:
+        if self.outer_optimizer is not None:
             with span("meet"):
-                return self.outer.advance(finite, stop) or OuterStepStatus(False, 0)
-        self._skipped = 0 if finite else self._skipped + 1
-        return OuterStepStatus(stop, self._skipped)
+                return self.outer_optimizer.advance(is_finite, stop) or OuterStepStatus(False, 0)
+        self._skipped_steps = 0 if is_finite else self._skipped_steps + 1
+        return OuterStepStatus(stop, self._skipped_steps)
 
-    def _refuse_changed_buffers(self) -> None:
+    def _check_buffers_unchanged(self) -> None:
         """A buffer that follows what one rank computes follows the layout."""
         if not self.reproducible:
             return
         for name, buffer in persistent_buffers(self.module).items():
-            if not torch.equal(buffer, self.buffers[name]):
+            if not torch.equal(buffer, self.buffers_at_step_start[name]):
                 raise InputError(
                     f"run.reproducible = 'layout', but training changes the buffer {name!r} (running statistics, say), "
                     "which follows what a rank has computed; use a model without such buffers, or leave "
@@ -217,84 +232,103 @@ class Engine:
 
     def save(self, folder: str | Path, step: int) -> Path:
         """Write a checkpoint, which any layout can read; called by every rank."""
-        return self._state(folder).save(step)[0]
+        return self._training_state(folder).save(step)[0]
 
     def restore(self, folder: str | Path) -> int:
         """Read the newest checkpoint of the folder; the step after which it was written, or 0 if there is none."""
         newest = newest_checkpoint(Path(folder))
-        return self._state(folder).restore(newest)[0] if newest else 0
+        return self._training_state(folder).restore(newest)[0] if newest else 0
 
-    def _state(self, folder: str | Path) -> RunState:
-        return RunState(
-            self.module, self.updater, self.group, Path(folder), keep=2**31, data_fingerprint="", outer=self.outer
+    def _training_state(self, folder: str | Path) -> TrainingState:
+        return TrainingState(
+            self.module,
+            self.optimizer,
+            self.group,
+            Path(folder),
+            keep_newest=2**31,
+            data_fingerprint="",
+            outer_optimizer=self.outer_optimizer,
         )
 
-    def _trainable(self) -> dict[object, str]:
+    def _trainable_parameters(self) -> dict[object, str]:
         """Each parameter, and its name. Of what stage 3 cuts into rows modules have another one while it is whole."""
-        spread = self.updater.spread
-        cut = spread.sharded_parameters if isinstance(spread, FSDP2DataParallel) else {}
-        return {n if n in cut else p: n for n, p in self.module.named_parameters() if p.requires_grad}
+        sharded_parameters = self.optimizer.sharded_parameters
+        row_sharded = sharded_parameters.sharded_parameters if isinstance(sharded_parameters, FSDP2DataParallel) else {}
+        return {n if n in row_sharded else p: n for n, p in self.module.named_parameters() if p.requires_grad}
 
-    def _most(self, batches: int) -> int:
+    def _max_microbatches(self, local_microbatches: int) -> int:
         """The most micro-batches of any rank: those that have fewer take part in the sums all the same."""
-        bounds = torch.tensor([batches, -batches], device=self.peers.device)
-        all_reduce(bounds, self.peers, op="max")
-        most, fewest = int(bounds[0]), -int(bounds[1])
-        if fewest < max(1, most) and isinstance(self.updater.spread, FSDP2DataParallel):
+        bounds = torch.tensor([local_microbatches, -local_microbatches], device=self.step_group.device)
+        all_reduce(bounds, self.step_group, op="max")
+        max_count, min_count = int(bounds[0]), -int(bounds[1])
+        if min_count < max(1, max_count) and isinstance(self.optimizer.sharded_parameters, FSDP2DataParallel):
             raise InputError(
-                f"step: a rank has {fewest} micro-batches and another {most}; at stage 3 every rank runs "
+                f"step: a rank has {min_count} micro-batches and another {max_count}; at stage 3 every rank runs "
                 "forward equally often, and at least once, so give all of them as many or use zero=2"
             )
-        return max(1, most)
+        return max(1, max_count)
 
 
 def parallelize(  # noqa: PLR0913  # sections of a job, by name
     module: nn.Module,
     layout: str | LayoutSettings = "",
     *,
-    loss: Loss | None = None,
+    loss: LossFunction | None = None,
     optimizer: Mapping[str, Any] | OptimizerSettings | None = None,
     precision: str = "fp32",
     communication: Mapping[str, Any] | CommunicationSettings | None = None,
     outer: Mapping[str, Any] | LocalSGDSettings | None = None,
-) -> Engine:
+) -> TrainingEngine:
     """Spread a module over the ranks of the process group, as a layout like "zero=2 shard_group=4" says.
 
     `optimizer`, `communication` and `outer` are the sections of a job of these names. Without a process group it is
     one rank.
     """
-    settings = layout if isinstance(layout, LayoutSettings) else parse_layout(layout)
-    if settings.uses_server_processes:
+    layout_settings = layout if isinstance(layout, LayoutSettings) else parse_layout(layout)
+    if layout_settings.uses_server_processes:
         raise InputError(
-            f"layout.data = {settings.data!r} is for `motet train`, which starts the servers; in a loop of your own "
+            f"layout.data = {layout_settings.data!r} is for `motet train`, which starts the servers; in a loop of your own "
             "leave it out"
         )
-    how = _settings(OptimizerSettings, optimizer, "optimizer")
-    if "schedule" in how.model_fields_set:
+    optimizer_settings = _to_settings(OptimizerSettings, optimizer, "optimizer")
+    if "schedule" in optimizer_settings.model_fields_set:
         raise InputError("optimizer.schedule has no effect in a loop of your own; give step a learning_rate=...")
-    manner = _settings(CommunicationSettings, communication, "communication")
-    meeting = _settings(LocalSGDSettings, outer, "outer")
-    sections = Sections(settings, how, manner, meeting)
-    refuse_idle(sections, "parallelize")
-    recipe = RECIPES[_settings(PrecisionSettings, {"recipe": precision}, "precision").recipe]
-    group = _group(module)
-    resolved = resolve_layout(settings, group.world, group.world * settings.microbatches)
-    check_communication(manner, resolved, independent_replicas=meeting.every is not None)
-    check_same_on_all_ranks([f"precision = {precision!r}", *sections.lines(), *described(module)], group)
+    communication_settings = _to_settings(CommunicationSettings, communication, "communication")
+    outer_settings = _to_settings(LocalSGDSettings, outer, "outer")
+    all_settings = ParallelizeSettings(layout_settings, optimizer_settings, communication_settings, outer_settings)
+    check_no_unused_settings(all_settings, "parallelize")
+    recipe = RECIPES[_to_settings(PrecisionSettings, {"recipe": precision}, "precision").recipe]
+    group = _default_group(module)
+    resolved_layout = resolve_layout(layout_settings, group.world, group.world * layout_settings.microbatches)
+    check_communication(communication_settings, resolved_layout, independent_replicas=outer_settings.every is not None)
+    check_same_on_all_ranks([f"precision = {precision!r}", *all_settings.setting_lines(), *described(module)], group)
     broadcast_parameters_and_buffers(module, group)
     cast_frozen_parameters(module, recipe)
-    updater, outside = make_updaters(
-        module, recipe, group, resolved, Manner(how, manner, meeting), group.world * settings.microbatches
+    sharded_optimizer, outer_optimizer = build_optimizers(
+        module,
+        recipe,
+        group,
+        resolved_layout,
+        UpdateSettings(optimizer_settings, communication_settings, outer_settings),
+        group.world * layout_settings.microbatches,
     )
-    _SPREAD.update(module.modules())
-    return Engine(module, updater, group, how.clip_norm, loss, how.learning_rate, outside)
+    _PARALLELIZED_MODULES.update(module.modules())
+    return TrainingEngine(
+        module,
+        sharded_optimizer,
+        group,
+        optimizer_settings.clip_norm,
+        loss,
+        optimizer_settings.learning_rate,
+        outer_optimizer,
+    )
 
 
-_SPREAD: WeakSet[nn.Module] = WeakSet()
+_PARALLELIZED_MODULES: WeakSet[nn.Module] = WeakSet()
 """What was parallelized."""
 
 
-class Sections(NamedTuple):
+class ParallelizeSettings(NamedTuple):
     """What is set."""
 
     layout: LayoutSettings
@@ -302,13 +336,13 @@ class Sections(NamedTuple):
     communication: CommunicationSettings
     outer: LocalSGDSettings
 
-    def lines(self) -> list[str]:
+    def setting_lines(self) -> list[str]:
         """One for each setting."""
         named = zip(self._fields, self, strict=True)
         return [f"{section}.{key} = {value!r}" for section, settings in named for key, value in settings]
 
 
-class Manner(NamedTuple):
+class UpdateSettings(NamedTuple):
     """The sections of a job that say how parameters are updated."""
 
     optimizer: OptimizerSettings
@@ -316,61 +350,76 @@ class Manner(NamedTuple):
     outer: LocalSGDSettings
 
 
-def make_updaters(
-    module: nn.Module, recipe: PrecisionRecipe, group: RankGroup, layout: Layout, manner: Manner, batch_sequences: int
-) -> tuple[Updater, OuterOptimizer | None]:
+def build_optimizers(
+    module: nn.Module,
+    recipe: PrecisionRecipe,
+    group: RankGroup,
+    layout: Layout,
+    settings: UpdateSettings,
+    batch_sequences: int,
+) -> tuple[ShardedOptimizer, OuterOptimizer | None]:
     """Spread the trainable parameters, over all ranks or over those of each replica that trains apart.
 
     What will be done is proven first: by the first rank for all, and then by each rank that it keeps what it should.
     """
-    communication, apart = manner.communication, manner.outer.every is not None
+    communication, independent_replicas = settings.communication, settings.outer.every is not None
     plan = make_step_plan(
-        parameters_of(module, manner.optimizer), layout, recipe, communication, batch_sequences, apart
+        trainable_parameters(module, settings.optimizer),
+        layout,
+        recipe,
+        communication,
+        batch_sequences,
+        independent_replicas,
     )
     if group.rank == 0:
         prove_step_plan(plan)
-        prove_collective_programs(layout, without_forward_overlap(communication) if apart else communication)
-    replicas = split_into_replicas(group, layout, communication) if apart else None
-    ranks, own = replicas.local_group_and_layout if replicas else (group, layout)
-    updater = make_updater(module, manner.optimizer, recipe, ranks, own, communication)
-    spread = updater.spread
-    kept = {
-        name: (p.start, p.start + p.values.numel()) for name, p in spread.local_shards(spread.local_masters).items()
+        prove_collective_programs(
+            layout, without_forward_overlap(communication) if independent_replicas else communication
+        )
+    replicas = split_into_replicas(group, layout, communication) if independent_replicas else None
+    step_group, step_layout = replicas.local_group_and_layout if replicas else (group, layout)
+    optimizer = build_sharded_optimizer(module, settings.optimizer, recipe, step_group, step_layout, communication)
+    sharded_parameters = optimizer.sharded_parameters
+    held_ranges = {
+        name: (p.start, p.start + p.values.numel())
+        for name, p in sharded_parameters.local_shards(sharded_parameters.local_masters).items()
     }
-    check_rank_matches_plan(plan, ranks.rank, kept, spread.contributes_to_norm)
-    return updater, OuterOptimizer(module, spread, replicas, manner.outer, communication) if replicas else None
+    check_rank_matches_plan(plan, step_group.rank, held_ranges, sharded_parameters.contributes_to_norm)
+    return optimizer, OuterOptimizer(
+        module, sharded_parameters, replicas, settings.outer, communication
+    ) if replicas else None
 
 
-def loss_and_count(found: Any, who: str = "step") -> tuple[Tensor, float]:
+def loss_and_count(loss_output: Any, caller: str = "step") -> tuple[Tensor, float]:
     """Of what a loss function gives; the count is 1 where it gives none."""
-    value, count = found if isinstance(found, tuple) and len(found) == 2 else (found, 1.0)
-    for name, each, kinds in (("loss", value, Tensor), ("count beside the loss", count, Tensor | float | int)):
-        if not isinstance(each, kinds) or (isinstance(each, Tensor) and each.numel() != 1):
-            what = f"of shape {list(each.shape)}" if isinstance(each, Tensor) else f"a {type(each).__name__}"
+    value, count = loss_output if isinstance(loss_output, tuple) and len(loss_output) == 2 else (loss_output, 1.0)
+    for name, item, allowed_types in (("loss", value, Tensor), ("count beside the loss", count, Tensor | float | int)):
+        if not isinstance(item, allowed_types) or (isinstance(item, Tensor) and item.numel() != 1):
+            description = f"of shape {list(item.shape)}" if isinstance(item, Tensor) else f"a {type(item).__name__}"
             raise InputError(
-                f"{who}: the {name} is {what}; give a tensor of one number, their sum say, and how many there are"
+                f"{caller}: the {name} is {description}; give a tensor of one number, their sum say, and how many there are"
             )
     if not value.requires_grad:
         raise InputError(
-            f"{who}: the loss depends on no parameter that is trained (it was detached, or made under no_grad); return "
+            f"{caller}: the loss depends on no parameter that is trained (it was detached, or made under no_grad); return "
             "what autograd can follow"
         )
     return value, float(count)
 
 
-def _settings(kind: type[SettingsOf], given: Mapping[str, Any] | SettingsOf | None, name: str) -> SettingsOf:
-    return given if isinstance(given, kind) else settings_from_dict(kind, dict(given or {}), name)
+def _to_settings(settings_class: type[SettingsT], value: Mapping[str, Any] | SettingsT | None, name: str) -> SettingsT:
+    return value if isinstance(value, settings_class) else settings_from_dict(settings_class, dict(value or {}), name)
 
 
-def _group(module: nn.Module) -> RankGroup:
+def _default_group(module: nn.Module) -> RankGroup:
     """The ranks of the process group, on the device where the module is."""
-    places = {str(p.device): name for name, p in module.named_parameters()}
-    if len(places) > 1:
-        found = ", ".join(f"{name} on {place}" for place, name in places.items())
-        raise InputError(f"the parameters of the module are on several devices ({found}); move it to one")
+    devices = {str(p.device): name for name, p in module.named_parameters()}
+    if len(devices) > 1:
+        device_names = ", ".join(f"{name} on {place}" for place, name in devices.items())
+        raise InputError(f"the parameters of the module are on several devices ({device_names}); move it to one")
     if not any(p.requires_grad for p in module.parameters()):
         raise InputError("the module has no parameter that requires a gradient; there is nothing to train")
-    if any(inner in _SPREAD for inner in module.modules()):
+    if any(inner in _PARALLELIZED_MODULES for inner in module.modules()):
         raise InputError("the module, or a part of it, is parallelized already; go on with the engine that it has")
     check_parameters({name: p for name, p in module.named_parameters() if p.requires_grad}, "parallelize")
     device = next(module.parameters()).device

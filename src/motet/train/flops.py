@@ -8,7 +8,7 @@ from motet.models.spec.model_spec import spec_from_settings
 from motet.train.job import Job
 
 
-def shape_of(job: Job, rows: int) -> MicroBatchShape:
+def batch_shape(job: Job, rows: int) -> MicroBatchShape:
     """What a model is given in `rows` sequences. How many tokens are masked is drawn: it is taken as on average."""
     data = job.data
     if data.objective == "spans":
@@ -27,4 +27,4 @@ def training_flops(job: Job) -> float | None:
         spec = spec_from_settings(job.model)
     except InputError:
         return None
-    return float(spec.training_flops(shape_of(job, job.data.batch_sequences)))
+    return float(spec.training_flops(batch_shape(job, job.data.batch_sequences)))

@@ -20,9 +20,9 @@ from motet.parallel.data_parallel.communication.communication_settings import Co
 from motet.parallel.layout import Layout, LayoutSettings, resolve_layout
 from motet.parallel.local_sgd.schedule import LocalSGDSettings
 from motet.precision.recipe import PrecisionSettings
-from motet.train.idle import drop_replaced, refuse_idle
-from motet.train.reproducible import conflicts
-from motet.train.settings import OptimizerSettings, RunSettings
+from motet.train.config_rules import check_no_unused_settings, drop_replaced_settings
+from motet.train.optimizer.optimizer_settings import OptimizerSettings, RunSettings
+from motet.train.reproducibility_rules import reproducibility_conflicts
 
 
 class Job(FrozenSettings):
@@ -43,21 +43,21 @@ class Job(FrozenSettings):
     @model_validator(mode="after")
     def _length_is_given_once(self) -> "Job":
         if (self.run.steps is None) == (self.run.epochs is None):
-            given = (
+            length_text = (
                 f"both run.steps = {self.run.steps} and run.epochs = {self.run.epochs}" if self.run.steps else "neither"
             )
-            raise ValueError(f"a run needs either run.steps or run.epochs; {given} given")
+            raise ValueError(f"a run needs either run.steps or run.epochs; {length_text} given")
         return self
 
     @model_validator(mode="after")
-    def _is_as_reproducible_as_asked(self) -> "Job":
-        for sentence in conflicts(self) if self.run.reproducible else ():
+    def _has_no_reproducibility_conflict(self) -> "Job":
+        for sentence in reproducibility_conflicts(self) if self.run.reproducible else ():
             raise ValueError(sentence)
         return self
 
-    def resolved(self, parts: int) -> Layout:
+    def layout_for(self, dp_size: int) -> Layout:
         """The layout of so many ranks, or shares of a parameter server."""
-        return resolve_layout(self.layout, parts, self.data.batch_sequences, bool(self.run.reproducible))
+        return resolve_layout(self.layout, dp_size, self.data.batch_sequences, bool(self.run.reproducible))
 
 
 def builtin_jobs() -> dict[str, str]:
@@ -70,22 +70,22 @@ def load_job(source: str, overrides: list[str] | None = None) -> Job:
 
     Here a person has written each setting, so one that does nothing is refused.
     """
-    is_run = is_file(f"{source}/job.toml")
+    is_run = is_existing_file(f"{source}/job.toml")
     hint = f"to continue the run in this folder, say --resume-from {source};" if is_run else ""
     tree = read_toml("job", source, builtin_jobs(), hint)
     tree.setdefault("name", Path(source).stem)
-    overridden = [_override(tree, override) for override in overrides or []]
-    drop_replaced(tree, overridden)
+    overridden = [_apply_override(tree, override) for override in overrides or []]
+    drop_replaced_settings(tree, overridden)
     job = job_from_tree(tree, source)
-    refuse_idle(job, source)
+    check_no_unused_settings(job, source)
     return job
 
 
-def changed(job: Job, overrides: list[str], source: str) -> Job:
+def with_overrides(job: Job, overrides: list[str], source: str) -> Job:
     """The same job, but for some `section.key=value`."""
     tree = job.model_dump(mode="json", exclude_unset=True)
     for override in overrides:
-        _override(tree, override)
+        _apply_override(tree, override)
     return job_from_tree(tree, source)
 
 
@@ -100,7 +100,7 @@ def job_from_tree(tree: dict[str, Any], source: str = "job") -> Job:
     return settings_from_dict(Job, tree, source)
 
 
-def is_file(text: str) -> bool:
+def is_existing_file(text: str) -> bool:
     """Whether a word of the command line names a file; `Path.is_file` raises at what no file can be called."""
     try:
         return Path(text).is_file()
@@ -108,13 +108,13 @@ def is_file(text: str) -> bool:
         return False
 
 
-def split_words(words: list[str]) -> tuple[str | None, list[str]]:
+def split_job_and_overrides(words: list[str]) -> tuple[str | None, list[str]]:
     """What a command line says first, if it names a job, and the settings after it."""
-    is_named = bool(words) and ("=" not in words[0] or is_file(words[0]))
+    is_named = bool(words) and ("=" not in words[0] or is_existing_file(words[0]))
     return (words[0], words[1:]) if is_named else (None, words)
 
 
-def _override(tree: dict[str, Any], override: str) -> str:
+def _apply_override(tree: dict[str, Any], override: str) -> str:
     """Put one value into the tree, and say at which key."""
     key, equals, text = override.partition("=")
     path = key.strip().split(".")
@@ -125,13 +125,13 @@ def _override(tree: dict[str, Any], override: str) -> str:
         node = node.setdefault(part, {})
         if not isinstance(node, dict):
             raise InputError(f"override {override!r}: {part!r} is a value, not a section")
-    node[path[-1]] = _value(text.strip())
+    node[path[-1]] = _parse_value(text.strip())
     if path in (["run", "steps"], ["run", "epochs"]):  # the length given last is the one that counts
         node.pop("epochs" if path[-1] == "steps" else "steps", None)
     return ".".join(path)
 
 
-def _value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     """A TOML value, or the text itself where it is none (so that no shell needs nested quotes)."""
     try:
         return tomllib.loads(f"value = {text}")["value"]

@@ -17,10 +17,10 @@ from motet.core.trace import span
 from motet.monitor.events import ParameterServerStepStats, ReplicaCheckDone
 from motet.parallel.layout import Layout
 from motet.parallel.row_assignment import MicroBatchRows, microbatches_of_rank
-from motet.train.engine import Engine, Update
+from motet.train.engine import StepStats, TrainingEngine
 
 
-class Model(Protocol):
+class StepModel(Protocol):
     """What a step needs of a model; `models.build.Trainee` is one."""
 
     @property
@@ -30,7 +30,7 @@ class Model(Protocol):
     def randomness(self) -> Callable[[int, Tensor], AbstractContextManager[object]]: ...
 
 
-class Samples(Protocol):
+class BatchSource(Protocol):
     """What a step needs of the data; `data.loader.Loader` is one."""
 
     def batch(self, step: int, rows: range) -> Batch: ...
@@ -45,23 +45,23 @@ class StepResult:
     targets: float
     tokens: int
     learning_rate: float
-    finite: bool
+    is_finite: bool
     """False: the update was not applied."""
     stop_requested: bool
     """Some rank was asked to stop, and all know it."""
-    skipped: int
+    skipped_steps: int
     """Steps in a row that were not applied, as far as all know it."""
-    server: ParameterServerStepStats | None = None
+    server_work: ParameterServerStepStats | None = None
     """Of a run with a parameter server."""
-    compared: ReplicaCheckDone | None = None
+    replica_check: ReplicaCheckDone | None = None
     """Of a step that is watched."""
 
 
 @dataclass(frozen=True)
-class Done:
+class LocalStepResult:
     """What a rank has done in a step before the update."""
 
-    losses: list[float]
+    loss_sums: list[float]
     """Sums over its targets: one, or one for each row of the global batch."""
     targets: float
     tokens: int
@@ -71,84 +71,99 @@ class Done:
     """Sum over the targets of the first."""
 
 
-Seen = TypeVar("Seen")
+DigestsT = TypeVar("Seen")
 
 
-class Watcher(Protocol[Seen]):
+class RankComparer(Protocol[DigestsT]):
     """Compares ranks in some steps; `watch.Watch` is one."""
 
-    def due(self, number: int) -> bool: ...
+    def is_due(self, step: int) -> bool: ...
 
-    def look(self, number: int, done: Done) -> Seen:
+    def digest_before_update(self, step: int, local_step: LocalStepResult) -> DigestsT:
         """Before the update."""
 
-    def compare(self, number: int, seen: Seen, update: Update) -> ReplicaCheckDone:
+    def compare_ranks(self, step: int, pre_update: DigestsT, stats: StepStats) -> ReplicaCheckDone:
         """After it."""
 
 
 @dataclass(frozen=True)
-class Stepper:
+class TrainStep:
     """What the steps of a run have in common."""
 
-    model: Model
-    samples: Samples
-    engine: Engine
+    model: StepModel
+    batch_source: BatchSource
+    engine: TrainingEngine
     layout: Layout
     batch_sequences: int
-    watcher: Watcher[Any] | None = None
+    rank_comparer: RankComparer[Any] | None = None
 
-    def step(self, number: int, learning_rate: float, stop: bool = False, last: bool = False) -> StepResult:
+    def step(self, step: int, learning_rate: float, stop: bool = False, last: bool = False) -> StepResult:
         """Do step `number` (from 0), the last of the run maybe. What is not finite updates nothing."""
-        watcher = self.watcher if self.watcher is not None and self.watcher.due(number) else None
-        self.engine.begin()
-        own = self._forward_and_backward(number, keep=watcher is not None)
-        seen = watcher.look(number, own) if watcher else None
-        done = self.engine.update(learning_rate, own.losses, own.targets, float(own.tokens), stop=stop)
-        compared = watcher.compare(number, seen, done) if watcher else None
-        met = self.engine.finish() if last else None
-        total_tokens = int(done.sums[0]) * self._replicas
-        stopped, skipped = (
-            done.stop or (met is not None and met.stop_requested),
-            max(done.skipped, met.max_consecutive_skips if met else 0),
+        comparer = self.rank_comparer if self.rank_comparer is not None and self.rank_comparer.is_due(step) else None
+        self.engine.begin_step()
+        local_step = self._forward_and_backward(step, keep_batches=comparer is not None)
+        pre_update = comparer.digest_before_update(step, local_step) if comparer else None
+        stats = self.engine.update(
+            learning_rate, local_step.loss_sums, local_step.targets, float(local_step.tokens), stop=stop
+        )
+        replica_check = comparer.compare_ranks(step, pre_update, stats) if comparer else None
+        agreement = self.engine.finalize() if last else None
+        total_tokens = int(stats.extra_sums[0]) * self._replica_count
+        stop_requested, skipped_steps = (
+            stats.stop_requested or (agreement is not None and agreement.stop_requested),
+            max(stats.skipped_steps, agreement.max_consecutive_skips if agreement else 0),
         )
         result = StepResult(
-            done.loss, done.grad_norm, done.count, total_tokens, learning_rate, done.finite, stopped, skipped
+            stats.loss,
+            stats.grad_norm,
+            stats.count,
+            total_tokens,
+            learning_rate,
+            stats.is_finite,
+            stop_requested,
+            skipped_steps,
         )
-        return replace(result, compared=compared)
+        return replace(result, compared=replica_check)
 
     @property
-    def _replicas(self) -> int:
+    def _replica_count(self) -> int:
         """Of those that train apart. They read equally many rows, so the tokens of one say those of all."""
-        return self.engine.outer.replicas.count if self.engine.outer else 1
+        return self.engine.outer_optimizer.replicas.count if self.engine.outer_optimizer else 1
 
-    def _forward_and_backward(self, number: int, keep: bool) -> Done:
+    def _forward_and_backward(self, step: int, keep_batches: bool) -> LocalStepResult:
         """Gradients are summed over micro-batches and ranks. `keep`: what was read."""
-        losses, targets, tokens, kept = [], 0.0, 0, []
+        losses, targets, tokens, kept_batches = [], 0.0, 0, []
         group = self.engine.group
-        shares = microbatches_of_rank(self.layout, group.rank, self.batch_sequences)
-        for part, share in enumerate(shares):
+        microbatches = microbatches_of_rank(self.layout, group.rank, self.batch_sequences)
+        for index, microbatch in enumerate(microbatches):
             with span("read"):
-                batch = self.samples.batch(number, share.rows)
-                if share.contributes_gradients:
+                batch = self.batch_source.batch(step, microbatch.rows)
+                if microbatch.contributes_gradients:
                     targets += batch.weights.sum(dtype=torch.float64).item()
                     tokens += batch.tokens.numel()
-                    kept += [batch] if keep else []
+                    kept_batches += [batch] if keep_batches else []
             with span("move"):
                 batch = batch.to(group.device)
-            with self.model.randomness(number, batch.rows):
+            with self.model.randomness(step, batch.rows):
                 with span("forward"):
                     loss = self.model.loss_sum(batch)
-                self.engine.backward(loss, part == 0, part == len(shares) - 1)
+                self.engine.backward(loss, index == 0, index == len(microbatches) - 1)
             losses.append(loss.detach())
-        found = torch.stack(losses).to(torch.float64)
-        return Done(self._loss_sums(found, shares), targets, tokens, kept, found[0].item() if keep else 0.0)
+        stacked_losses = torch.stack(losses).to(torch.float64)
+        return LocalStepResult(
+            self._loss_sums(stacked_losses, microbatches),
+            targets,
+            tokens,
+            kept_batches,
+            stacked_losses[0].item() if keep_batches else 0.0,
+        )
 
-    def _loss_sums(self, losses: Tensor, shares: list[MicroBatchRows]) -> list[float]:
+    def _loss_sums(self, losses: Tensor, microbatches: list[MicroBatchRows]) -> list[float]:
         """One, or one for each row of the global batch, so that all can be added in one way."""
         if self.layout.reproducible_batch_size is None:
             return [losses.sum().item()]
         sums = [0.0] * self.layout.reproducible_batch_size
-        for loss, share in zip(losses.tolist(), shares, strict=True):
-            if share.contributes_gradients:
-                sums[share.rows.start] = loss
+        for loss, microbatch in zip(losses.tolist(), microbatches, strict=True):
+            if microbatch.contributes_gradients:
+                sums[microbatch.rows.start] = loss
         return sums

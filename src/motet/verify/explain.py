@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from motet.train.optimizer import group_parameters
+from motet.train.optimizer.sharded_optimizer import group_parameters
 from motet.verify.causes import NOT_UPDATED, Case, cause
 from motet.verify.compare import Reference, compare, sites_of
 from motet.verify.equations import fits

@@ -17,9 +17,9 @@ from motet.parallel.layout import Layout, LayoutSettings, parse_layout, resolve_
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.row_assignment import contributing_rows_of_rank
 from motet.precision.float64_mode import use_float64
-from motet.train.engine import Engine, loss_and_count, parallelize
-from motet.train.settings import OptimizerSettings
-from motet.train.state import RunState
+from motet.train.engine import TrainingEngine, loss_and_count, parallelize
+from motet.train.optimizer.optimizer_settings import OptimizerSettings
+from motet.train.state import TrainingState
 from motet.verify.record import Recorder
 from motet.verify.trial import masks_told
 
@@ -61,7 +61,7 @@ class GivenTrial:
     def build(self, group: RankGroup, folder: Path) -> "GivenBuilt":
         how = self.optimizer.model_dump(exclude_unset=True)
         engine = parallelize(self.module(), self.layout, optimizer=how, precision="fp64")
-        state = RunState(engine.module, engine.updater, group, folder / "checkpoints", 2**31, "")
+        state = TrainingState(engine.module, engine.optimizer, group, folder / "checkpoints", 2**31, "")
         return GivenBuilt(self, engine, state, resolve_layout(self.layout, group.world, self.rows))
 
     def cut(self, parts: int) -> "GivenTrial":
@@ -86,8 +86,8 @@ class GivenBuilt:
     """On one rank."""
 
     trial: GivenTrial
-    engine: Engine
-    state: RunState
+    engine: TrainingEngine
+    state: TrainingState
     layout: Layout
 
     def rate(self, number: int) -> float:
@@ -97,7 +97,7 @@ class GivenBuilt:
         whole, engine = self.trial.batch(number), self.engine
         work = contributing_rows_of_rank(self.layout, engine.group.rank, self.trial.rows)
         total, count = 0.0, 0.0
-        engine.begin()
+        engine.begin_step()
         for part, rows in enumerate(work):
             places = torch.arange(rows.start, rows.stop)
             recorder.begin_part(rows)

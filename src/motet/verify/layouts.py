@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from motet.core.errors import InputError
 from motet.parallel.layout import LayoutSettings
-from motet.train.idle import refuse_idle
-from motet.train.job import Job, changed, job_from_tree
+from motet.train.config_rules import check_no_unused_settings
+from motet.train.job import Job, job_from_tree, with_overrides
 
 FLAT = ("zero=0", "zero=1", "zero=2")
 MORE_FLAT = (
@@ -90,8 +90,8 @@ def laid_out(job: Job, layout: str) -> Candidate:
         if word.startswith("communication.compress_"):
             raise InputError(f"layout {layout!r}: {word} loses bits by design; leave it out to verify the rest")
     source = f"layout {layout!r}"
-    refuse_idle(changed(bare_of(job), overrides, source), source)
-    found = changed(job, overrides, source)
+    check_no_unused_settings(with_overrides(bare_of(job), overrides, source), source)
+    found = with_overrides(job, overrides, source)
     if found.layout.uses_server_processes and found.layout.server.mode != "sync":
         raise InputError(
             f"{source}: with layout.server.mode = {found.layout.server.mode!r} gradients are of other parameters than "

@@ -16,7 +16,7 @@ from motet.core.errors import InputError
 from motet.models.layout_invariant_dropout import has_dropout
 from motet.parallel.layout import Layout, resolve_layout
 from motet.parallel.process.process_group import RankGroup
-from motet.train.settings import OptimizerSettings
+from motet.train.optimizer.optimizer_settings import OptimizerSettings
 from motet.verify.explain import verdict_on
 from motet.verify.given import GivenBatch, GivenTrial, Loss, default_loss
 from motet.verify.layouts import with_ranks

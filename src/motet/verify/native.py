@@ -149,7 +149,7 @@ def refer_native(trial: JobTrial, folder: Path, varying: set[Site]) -> Native:
 def _first_values(built: JobBuilt, folds: bool = True) -> list[Seen]:
     """Masters as they are made, which no order of sums changes."""
     recorder = Recorder(folds=folds)
-    for name, piece in built.engine.updater.state().items():
+    for name, piece in built.engine.optimizer.state().items():
         if name.startswith(MASTER):
             recorder.add_piece("starting parameter", name, piece)
     return recorder.seen

@@ -18,7 +18,7 @@ import torch
 from motet.core.errors import InputError, RankFailedError
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.parallel.process.process_group import RankGroup, start_process_group
-from motet.train.rank import die_with
+from motet.train.launch.rank_process import exit_with_parent
 
 TIMEOUT_S = 1800.0
 Work = Callable[[RankGroup], None]
@@ -78,7 +78,7 @@ def started(ranks: int, works: Mapping[str, Work]) -> Iterator[Pool]:
 
 
 def _serve(pipe: Connection, works: Mapping[str, Work], parent: int) -> None:
-    die_with(parent)
+    exit_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one that asked, which ends this process
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*returned a view tensor.*")  # of stage 3; nobody writes to it here

@@ -12,8 +12,8 @@ import torch
 
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.parallel.process.process_group import RankGroup, start_process_group
-from motet.train.faults import StopFlag
-from motet.train.folder import stored_job
+from motet.train.launch.failures import StopFlag
+from motet.train.launch.run_folder import read_stored_job
 from motet.verify.layouts import Candidate, laid_out
 from motet.verify.native import native_step
 from motet.verify.record import Seen
@@ -27,9 +27,9 @@ NATIVE = ("in its own precision", 0)
 
 def layout_rank(place: RankEnvironment, stop: StopFlag, folder: str, *layouts: str) -> int:
     """What a rank does that verifies layouts, one after another; each leaves what it has seen of each step."""
-    stop.end_this_process()
+    stop.exit_on_sigterm()
     torch.set_num_threads(1)
-    job = stored_job(Path(folder))
+    job = read_stored_job(Path(folder))
     candidates = [laid_out(job, layout) for layout in layouts]
     for world, same in groupby(enumerate(candidates), lambda each: each[1].world):
         if place.rank >= world:  # it waits for the next ones, or is done
@@ -48,7 +48,7 @@ def layout_rank(place: RankEnvironment, stop: StopFlag, folder: str, *layouts: s
 def _verify(candidate: Candidate, group: RankGroup, folder: Path, number: int) -> None:
     _leave(JobTrial(candidate.job), group, folder, number)
     if (own := native_folder(folder)).exists():
-        seen = native_step(JobTrial(laid_out(stored_job(own), candidate.text).job), group, own)
+        seen = native_step(JobTrial(laid_out(read_stored_job(own), candidate.text).job), group, own)
         leave_seen(seen, seen_file(folder, number, NATIVE, group.rank))
     done_file(folder, number, group.rank).touch()
 

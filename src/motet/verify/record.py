@@ -15,7 +15,7 @@ from motet.parallel.data_parallel.bucketed_zero import persistent_buffers
 from motet.parallel.data_parallel.fsdp import local_shard
 from motet.parallel.data_parallel.sharded_parameters import LocalShard
 from motet.parallel.reproducible.accurate_norm import squared_norm
-from motet.train.engine import Engine, Update
+from motet.train.engine import StepStats, TrainingEngine
 from motet.verify.fold import folded_part, folded_rows
 
 Kind = Literal[
@@ -206,28 +206,28 @@ ENOUGH = 64
 
 
 @contextmanager
-def _overheard(engine: Engine, recorder: Recorder) -> Iterator[None]:
+def _overheard(engine: TrainingEngine, recorder: Recorder) -> Iterator[None]:
     """What it sums and updates is told. It stays the same engine: what it keeps from step to step is looked at too."""
     plain = engine.update
 
-    def update(*args: Any, **kwargs: Any) -> Update:
-        spread = engine.updater.spread
+    def update(*args: Any, **kwargs: Any) -> StepStats:
+        spread = engine.optimizer.sharded_parameters
         summed: dict[str, LocalShard] = (
             {} if spread.updates_on_arrival else _copies(spread.local_shards(spread.local_gradients()))
         )
-        with engine.updater.overheard() as given:
+        with engine.optimizer.capture_gradients() as given:
             done = plain(*args, **kwargs)
             spread.wait_for_pending()
             clipped = spread.local_shards(given) if given else {}
         if spread.updates_on_arrival:  # what was scaled and sent is scaled back
-            scale = engine.scale_of(done.grad_norm, done.count)
+            scale = engine.gradient_scale(done.grad_norm, done.count)
             summed = {name: piece._replace(values=piece.values / scale) for name, piece in clipped.items()}
         recorder.add_pieces("gradient", summed)
         recorder.add_whole("sum", "target tokens", done.count)
         recorder.add_whole("sum", "mean loss", done.loss)
         recorder.add_whole("norm", "gradient norm", done.grad_norm)
         recorder.add_pieces("clipped gradient", clipped)
-        state = engine.updater.state()  # masters are updated last
+        state = engine.optimizer.state()  # masters are updated last
         for name in sorted(state, key=lambda name: name.startswith("master/")):
             recorder.add_piece("state", name, state[name])
         return done
@@ -237,7 +237,7 @@ def _overheard(engine: Engine, recorder: Recorder) -> Iterator[None]:
 
 
 @contextmanager
-def instead(engine: Engine, name: str, method: Callable[..., Any]) -> Iterator[None]:
+def instead(engine: TrainingEngine, name: str, method: Callable[..., Any]) -> Iterator[None]:
     """Of a method of this engine."""
     vars(engine)[name] = method
     try:
@@ -250,7 +250,7 @@ def _copies(pieces: Mapping[str, LocalShard]) -> dict[str, LocalShard]:
     return {name: piece._replace(values=piece.values.clone()) for name, piece in pieces.items()}
 
 
-def recorded(engine: Engine, recorder: Recorder, step: Callable[[], None]) -> None:
+def recorded(engine: TrainingEngine, recorder: Recorder, step: Callable[[], None]) -> None:
     """`step` is a step of the engine."""
     for name, parameter in engine.module.named_parameters():
         recorder.add_piece("starting parameter", name, local_shard(parameter))

@@ -108,12 +108,12 @@ def _restart(built: Built, folder: Path, number: int, seed: int) -> None:
     """Move each master to one of its neighbours, up or down."""
     built.state.restore(state_file(folder, number))
     generator = torch.Generator().manual_seed(seed)
-    updater = built.engine.updater
-    for master in updater.spread.local_masters:
+    updater = built.engine.optimizer
+    for master in updater.sharded_parameters.local_masters:
         up = torch.rand(master.shape, generator=generator) < 0.5
         towards = torch.where(up, torch.inf, -torch.inf).to(master.dtype)
         master.copy_(torch.nextafter(master, towards))
-    updater.publish()
+    updater.sync_parameters()
 
 
 def again(built: Built, number: int, folds: bool = True, judged: bool = False) -> list[Seen]:
@@ -177,7 +177,7 @@ def walk(trial: Trial, group: RankGroup, folder: Path, own: str) -> Iterator[tup
     built = trial.build(group, folder / own)
     built.state.restore(state_file(folder / own, last))
     yield AGAIN, last, again(built, last, judged=True)
-    if built.engine.updater.spread.updates_on_arrival:  # to look at parameters is to wait for them
+    if built.engine.optimizer.sharded_parameters.updates_on_arrival:  # to look at parameters is to wait for them
         built = trial.build(group, folder / own)
         for step in range(last):
             built.step(step, Recorder())

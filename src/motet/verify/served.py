@@ -14,9 +14,9 @@ from motet.checkpoint.load import load_checkpoint
 from motet.checkpoint.manifest import is_compression_state, read_manifest
 from motet.core.errors import RankFailedError
 from motet.monitor.events import EVENTS_FILE, StepDone, read_events
-from motet.train.job import Job, changed
-from motet.train.launch import Ended
-from motet.train.start import Outside, Request, supervise
+from motet.train.job import Job, with_overrides
+from motet.train.launch.entry_points import SupervisorIO, TrainRequest, supervise_local_ranks
+from motet.train.launch.supervisor import LaunchExitStatus
 from motet.verify.causes import Case, cause
 from motet.verify.compare import Reference, reference_of
 from motet.verify.fold import folded_part
@@ -83,7 +83,7 @@ class Servers:
 
 def _trained(
     job: Job, ranks: int, environment: Mapping[str, str], folds: bool = True
-) -> tuple[list[list[Seen]], Ended]:
+) -> tuple[list[list[Seen]], LaunchExitStatus]:
     """What a run leaves after each step, if it comes to its end."""
     with tempfile.TemporaryDirectory(prefix="motet-verify-run-") as name, Path(os.devnull).open("wb") as quiet:
         folder = Path(name) / "run"
@@ -94,10 +94,10 @@ def _trained(
             "monitor.tensorboard=false",
             "run.device=cpu",
         ]
-        asked = changed(job, settings, "verify")
-        outside = Outside(environment, lambda text: None, lambda: nullcontext(lambda *_: None), quiet.fileno())
-        path, ended = supervise(Request(asked, None, ["motet", "verify"]), outside)
-        ended.pass_on_stop()
+        asked = with_overrides(job, settings, "verify")
+        outside = SupervisorIO(environment, lambda text: None, lambda: nullcontext(lambda *_: None), quiet.fileno())
+        path, ended = supervise_local_ranks(TrainRequest(asked, None, ["motet", "verify"]), outside)
+        ended.raise_if_stopped()
         if ended.message:
             return [], ended
         steps = [event for event in read_events(path / EVENTS_FILE) if isinstance(event, StepDone)]

@@ -14,13 +14,13 @@ from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
 from motet.parallel.layout import LayoutSettings
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.row_assignment import microbatches_of_rank
-from motet.train.assemble import Parts, build_parts, evaluate_split, numerics
-from motet.train.engine import Engine
+from motet.train.build import TrainingComponents, build_components, evaluate_split, precision_context
+from motet.train.engine import TrainingEngine
 from motet.train.job import Job
-from motet.train.schedule import learning_rate_factor
-from motet.train.settings import OptimizerSettings
-from motet.train.state import RunState
-from motet.train.step import Model, Samples
+from motet.train.optimizer.lr_schedule import learning_rate_factor
+from motet.train.optimizer.optimizer_settings import OptimizerSettings
+from motet.train.state import TrainingState
+from motet.train.step import BatchSource, StepModel
 from motet.verify.record import Recorder
 from motet.verify.uneven import Ordered, Uneven, telling
 
@@ -29,10 +29,10 @@ class Built(Protocol):
     """A trial on one rank."""
 
     @property
-    def engine(self) -> Engine: ...
+    def engine(self) -> TrainingEngine: ...
 
     @property
-    def state(self) -> RunState: ...
+    def state(self) -> TrainingState: ...
 
     def rate(self, number: int) -> float:
         """The learning rate of a step."""
@@ -92,10 +92,10 @@ class JobTrial:
         return self.job.run.steps
 
     def numerics(self) -> AbstractContextManager[None]:
-        return numerics(self.job)
+        return precision_context(self.job)
 
     def build(self, group: RankGroup, folder: Path) -> "JobBuilt":
-        return JobBuilt(self.job, build_parts(self.job, group, folder))
+        return JobBuilt(self.job, build_components(self.job, group, folder))
 
     def cut(self, parts: int) -> "JobTrial":
         usual = self.job.run.model_copy(update={"reproducible": None})
@@ -107,24 +107,24 @@ class JobBuilt:
     """A job on one rank."""
 
     job: Job
-    parts: Parts
+    parts: TrainingComponents
     order: Sequence[int] | None = None
     """Of the rows of a batch."""
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> TrainingEngine:
         return self.parts.engine
 
     @property
-    def state(self) -> RunState:
+    def state(self) -> TrainingState:
         return self.parts.state
 
     def rate(self, number: int) -> float:
         settings = self.job.optimizer
-        return settings.learning_rate * learning_rate_factor(settings.schedule, number, self.parts.steps)
+        return settings.learning_rate * learning_rate_factor(settings.schedule, number, self.parts.total_steps)
 
     def step(self, number: int, recorder: Recorder) -> None:
-        stepper = self.parts.stepper(self.job)
+        stepper = self.parts.make_train_step(self.job)
         shares = microbatches_of_rank(stepper.layout, self.engine.group.rank, stepper.batch_sequences)
         heard = _Samples(self._samples, recorder, self.order, (share.contributes_gradients for share in shares))
         replace(stepper, model=_Model(stepper.model, recorder), samples=heard).step(number, self.rate(number))
@@ -152,7 +152,7 @@ class JobBuilt:
         return replace(self, order=order)
 
     @property
-    def _samples(self) -> Samples:
+    def _samples(self) -> BatchSource:
         return self._read if self.order is None else Ordered(self._read, self.order)
 
     @property
@@ -164,7 +164,7 @@ class JobBuilt:
 class _Samples:
     """Rows are told as they are read."""
 
-    inner: Samples
+    inner: BatchSource
     recorder: Recorder
     order: Sequence[int] | None
     counts: Iterator[bool]
@@ -193,7 +193,7 @@ def _spelled_out(batch: Batch) -> dict[str, Tensor]:
 class _Model:
     """Masks and losses are told as they are computed."""
 
-    inner: Model
+    inner: StepModel
     recorder: Recorder
 
     def randomness(self, step: int, rows: Tensor) -> AbstractContextManager[None]:

@@ -17,10 +17,10 @@ from motet.data.samples.dataset import MixtureDataset
 from motet.data.samples.loader import BatchLoader
 from motet.data.samples.packing import IntArray, TokenWindows
 from motet.train import step as read
-from motet.train.evaluate import Splits
+from motet.train.evaluation import EvaluationBatchSource
 
 
-class Read(read.Samples, Splits, Protocol):
+class Read(read.BatchSource, EvaluationBatchSource, Protocol):
     """What there is to read."""
 
 
@@ -76,7 +76,7 @@ def _parted(rows: TokenWindows, places: IntArray) -> TokenWindows:
 class Ordered:
     """The rows of a batch in another order; each keeps its number."""
 
-    inner: read.Samples
+    inner: read.BatchSource
     order: Sequence[int]
 
     def batch(self, step: int, rows: range) -> Batch:

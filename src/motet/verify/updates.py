@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from motet.train.settings import OptimizerSettings
+from motet.train.optimizer.optimizer_settings import OptimizerSettings
 from motet.verify.causes import Case, Ingredient, cause, made_of
 from motet.verify.equations import FITS, meaning, number, relative
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from threading import Event
 
 from motet.core.errors import InputError
-from motet.train.folder import JOB_FILE
+from motet.core.toml_writer import to_toml
 from motet.train.job import Job
-from motet.train.launch import Ended, Launch, launch, rank_environment
-from motet.train.preflight import check_job
-from motet.train.toml import to_toml
+from motet.train.launch.preflight import check_job
+from motet.train.launch.run_folder import JOB_FILE
+from motet.train.launch.supervisor import LaunchExitStatus, LaunchSpec, launch_ranks, rank_environment
 from motet.verify.explain import verdict_on
 from motet.verify.layouts import Candidate, laid_out
 from motet.verify.native import Native, in_own_precision, refer_native
@@ -161,31 +161,31 @@ class _Runs:
         """Layouts that ranks do one after another, those with few ranks first."""
         while left:
             count, ended = self._run(left)
-            ended.pass_on_stop()
+            ended.raise_if_stopped()
             left = left[count:]
             if left:  # the first that is left ended the others with it
                 if ended.traceback:
                     self.tell(ended.traceback)
                 self.found(failed(left.pop(0).text, ended.message or "its ranks ended", ended.exit_code))
 
-    def _run(self, candidates: Sequence[Candidate]) -> tuple[int, Ended]:
+    def _run(self, candidates: Sequence[Candidate]) -> tuple[int, LaunchExitStatus]:
         """How many came to their end; each is judged while the ranks do the next one."""
         folder = self.referred.folder
         for old in folder.glob("layout-*"):
             shutil.rmtree(old) if old.is_dir() else old.unlink()
-        start = Launch(
+        start = LaunchSpec(
             command=(sys.executable, "-m", "motet.cli.rank", WORK, str(folder), *(each.text for each in candidates)),
             ranks=max(each.world for each in candidates),
             environment=rank_environment(self.environment, 1),
-            logs=folder / "logs",
-            output=STDERR,
-            farewell="stopping",
+            log_folder=folder / "logs",
+            stdout_fd=STDERR,
+            stop_message="stopping",
         )
         over = Event()
         with ThreadPoolExecutor(1) as pool:  # not the ranks there: signals reach the main thread
             try:
                 judging = pool.submit(self._judge_as_they_come, candidates, over)
-                ended = launch(start, self.tell)
+                ended = launch_ranks(start, self.tell)
             finally:
                 over.set()
             return judging.result(), ended
@@ -211,7 +211,7 @@ class _Runs:
 
     def _verdict(self, candidate: Candidate, number: int) -> Verdict:
         seen = partial(read_seen, self.referred.folder, number, candidate.world)
-        layout = candidate.job.resolved(candidate.world)
+        layout = candidate.job.layout_for(candidate.world)
         what_if = partial(WhatIf, JobTrial(candidate.job), layout, self.referred)
         with one_thread():
             walked = walked_by(self.referred.folder, number, STEPS)

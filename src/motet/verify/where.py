@@ -117,4 +117,4 @@ class Where:
         """What sums of gradients are multiplied by, before an update."""
         engine = self.what_if.built.engine
         norm, count = (self.reference.tensor(site) for site in (("norm", "gradient norm"), ("sum", "target tokens")))
-        return 1.0 if norm is None or count is None else engine.scale_of(float(norm), float(count))
+        return 1.0 if norm is None or count is None else engine.gradient_scale(float(norm), float(count))

@@ -25,18 +25,18 @@ from motet.parallel.reproducible.accurate_norm import squared_norm
 from motet.parallel.reproducible.exact_norm import exact_squared_norm
 from motet.parallel.step_plan.plan import ParameterInventory
 from motet.precision.recipe import PrecisionRecipe
-from motet.train.elementwise import Elementwise
-from motet.train.settings import OptimizerSettings
+from motet.train.optimizer.bitwise_reproducible_optimizer import BitwiseReproducibleOptimizer
+from motet.train.optimizer.optimizer_settings import OptimizerSettings
 
-GroupKey = tuple[float, float]
+ParameterGroupKey = tuple[float, float]
 """(learning-rate scale, weight decay): parameters that agree in both share one flat tensor."""
 
 
 def group_parameters(
     named: dict[str, nn.Parameter], settings: OptimizerSettings
-) -> dict[GroupKey, dict[str, nn.Parameter]]:
+) -> dict[ParameterGroupKey, dict[str, nn.Parameter]]:
     """Sort parameters by what their update needs, in the order of the module."""
-    groups: dict[GroupKey, dict[str, nn.Parameter]] = {}
+    groups: dict[ParameterGroupKey, dict[str, nn.Parameter]] = {}
     unmatched = {pattern for group in settings.groups for pattern in group.match}
     for name, parameter in named.items():
         scale, decay = 1.0, settings.weight_decay if parameter.ndim > 1 else 0.0
@@ -56,138 +56,154 @@ def group_parameters(
     return groups
 
 
-def parameters_of(module: nn.Module, settings: OptimizerSettings) -> ParameterInventory:
+def trainable_parameters(module: nn.Module, settings: OptimizerSettings) -> ParameterInventory:
     """What is trained, as values."""
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     groups = enumerate(group_parameters(named, settings).values())
-    numbers = {name: number for number, members in groups for name in members}
-    return ParameterInventory({name: tuple(p.shape) for name, p in named.items()}, numbers)
+    group_ids = {name: number for number, members in groups for name in members}
+    return ParameterInventory({name: tuple(p.shape) for name, p in named.items()}, group_ids)
 
 
-def make_updater(
+def build_sharded_optimizer(
     module: nn.Module,
     settings: OptimizerSettings,
     recipe: PrecisionRecipe,
     group: RankGroup,
     layout: Layout,
     communication: CommunicationSettings,
-) -> "Updater":
+) -> "ShardedOptimizer":
     """Spread the trainable parameters of a module over the ranks, with an optimizer for what this one keeps."""
     groups = group_parameters({name: p for name, p in module.named_parameters() if p.requires_grad}, settings)
-    numbered = {name: (number, p) for number, members in enumerate(groups.values()) for name, p in members.items()}
-    in_order = {name: numbered[name] for name, p in module.named_parameters() if p.requires_grad}
+    grouped_parameters = {
+        name: (number, p) for number, members in enumerate(groups.values()) for name, p in members.items()
+    }
+    in_order = {name: grouped_parameters[name] for name, p in module.named_parameters() if p.requires_grad}
     mesh = make_mesh(group, resolve_communication_groups(communication, layout))
     if uses_row_shards(layout):
-        spread: ShardedParameters = apply_fsdp(module, in_order, recipe, mesh, layout, communication)
+        sharded_parameters: ShardedParameters = apply_fsdp(module, in_order, recipe, mesh, layout, communication)
     else:
-        spread = flat = build_bucketed_data_parallel(in_order, recipe, mesh, layout, communication)
+        sharded_parameters = bucketed = build_bucketed_data_parallel(in_order, recipe, mesh, layout, communication)
         if communication.overlap == "forward":
-            flat.enable_forward_prefetch(module)
-    return Updater(spread, list(groups), settings, group if layout.reproducible_batch_size else None)
+            bucketed.enable_forward_prefetch(module)
+    return ShardedOptimizer(
+        sharded_parameters, list(groups), settings, group if layout.reproducible_batch_size else None
+    )
 
 
-class Updater:
+class ShardedOptimizer:
     """The optimizer of this rank's shards of the weights."""
 
     def __init__(
         self,
-        spread: ShardedParameters,
-        keys: Sequence[GroupKey],
+        sharded_parameters: ShardedParameters,
+        group_keys: Sequence[ParameterGroupKey],
         settings: OptimizerSettings,
-        exactly: RankGroup | None = None,
+        reproducible_group: RankGroup | None = None,
     ) -> None:
         """`exactly`: the ranks, where every layout is to have the same bits."""
-        self.spread = spread
-        self._exactly = exactly
+        self.sharded_parameters = sharded_parameters
+        self._reproducible_group = reproducible_group
         self._settings = settings
-        self._scales = [scale for scale, _ in keys]
-        self._tensors = [nn.Parameter(master, requires_grad=False) for master in spread.local_masters]
+        self._learning_rate_scales = [scale for scale, _ in group_keys]
+        self._master_parameters = [
+            nn.Parameter(master, requires_grad=False) for master in sharded_parameters.local_masters
+        ]
         groups = [
             {
                 "params": [
-                    t for t, group in zip(self._tensors, spread.optimizer_groups, strict=True) if group == number
+                    t
+                    for t, group in zip(self._master_parameters, sharded_parameters.optimizer_groups, strict=True)
+                    if group == number
                 ],
                 "weight_decay": decay,
             }
-            for number, (_, decay) in enumerate(keys)
+            for number, (_, decay) in enumerate(group_keys)
         ]
-        self._optimizer = Elementwise(groups, settings) if exactly else make_optimizer(groups, settings)
-        for tensor in self._tensors if exactly else ():
-            self._moments(tensor)
+        self._optimizer = (
+            BitwiseReproducibleOptimizer(groups, settings)
+            if reproducible_group
+            else make_torch_optimizer(groups, settings)
+        )
+        for tensor in self._master_parameters if reproducible_group else ():
+            self._optimizer_state(tensor)
 
-    def squares(self) -> float:
+    def squared_norm(self) -> float:
         """What this rank adds to the square of the norm of all gradients; where that must be exact, one adds it all."""
-        if self._exactly:
+        if self._reproducible_group:
             total = exact_squared_norm(
-                self.spread.reduced_gradients() if self.spread.contributes_to_norm else [], self._exactly
+                self.sharded_parameters.reduced_gradients() if self.sharded_parameters.contributes_to_norm else [],
+                self._reproducible_group,
             )
-            return total if self._exactly.rank == 0 else 0.0
-        return self.own_squares() if self.spread.contributes_to_norm else 0.0
+            return total if self._reproducible_group.rank == 0 else 0.0
+        return self.local_squared_norm() if self.sharded_parameters.contributes_to_norm else 0.0
 
-    def own_squares(self) -> float:
+    def local_squared_norm(self) -> float:
         """What this rank has of it, whether it counts or a replica's does."""
-        return float(sum(map(squared_norm, self.spread.reduced_gradients())))
+        return float(sum(map(squared_norm, self.sharded_parameters.reduced_gradients())))
 
     def scale_gradients(self, factor: float) -> None:
-        torch._foreach_mul_(list(self.spread.reduced_gradients()), factor)
+        torch._foreach_mul_(list(self.sharded_parameters.reduced_gradients()), factor)
 
     def update(self, learning_rate: float) -> None:
         """One step of the optimizer on the masters, and the result handed to the model."""
-        for group, scale in zip(self._optimizer.param_groups, self._scales, strict=True):
+        for group, scale in zip(self._optimizer.param_groups, self._learning_rate_scales, strict=True):
             group["lr"] = learning_rate * scale
-        self.spread.update(self._update)
+        self.sharded_parameters.update(self._update_masters)
 
     @contextmanager
-    def overheard(self) -> Iterator[list[Tensor]]:
+    def capture_gradients(self) -> Iterator[list[Tensor]]:
         """The gradients that the optimizer is given inside, one for each master; nothing where it is not called."""
-        given: list[Tensor] = []
+        captured: list[Tensor] = []
 
-        def listen(*_: Any) -> None:
-            given.extend(torch.zeros_like(master) for master in self._tensors[len(given) :])
-            for number, master in enumerate(self._tensors):
+        def record_gradients(*_: Any) -> None:
+            captured.extend(torch.zeros_like(master) for master in self._master_parameters[len(captured) :])
+            for index, master in enumerate(self._master_parameters):
                 if master.grad is not None:
-                    given[number] = master.grad.clone()
+                    captured[index] = master.grad.clone()
 
-        handle = self._optimizer.register_step_pre_hook(listen)
+        handle = self._optimizer.register_step_pre_hook(record_gradients)
         try:
-            yield given
+            yield captured
         finally:
             handle.remove()
 
-    def _update(self, numbers: Sequence[int]) -> None:
-        gradients = self.spread.local_gradients()
-        for number in numbers:
-            self._tensors[number].grad = gradients[number]
+    def _update_masters(self, indices: Sequence[int]) -> None:
+        gradients = self.sharded_parameters.local_gradients()
+        for index in indices:
+            self._master_parameters[index].grad = gradients[index]
         self._optimizer.step()
-        for number in numbers:
-            self._tensors[number].grad = None
+        for index in indices:
+            self._master_parameters[index].grad = None
 
     def state(self) -> dict[str, LocalShard | Tensor]:
         """Masters and moments by name, as views: reading gives the state, writing in place restores it."""
-        self.spread.wait_for_pending()
-        state: dict[str, LocalShard | Tensor] = dict(self._pieces("master", self.spread.local_masters))
-        moments = [self._moments(tensor) for tensor in self._tensors]
+        self.sharded_parameters.wait_for_pending()
+        state: dict[str, LocalShard | Tensor] = dict(
+            self._named_shards("master", self.sharded_parameters.local_masters)
+        )
+        moments = [self._optimizer_state(tensor) for tensor in self._master_parameters]
         for kind, first in moments[0].items():
             if first.ndim == 0:
                 state[kind] = first  # the count of steps: all tensors take theirs together
             else:
-                state |= self._pieces(kind, [kinds[kind] for kinds in moments])
+                state |= self._named_shards(kind, [kinds[kind] for kinds in moments])
         return state | {
-            f"{COMPRESSION_STATE_PREFIX}{name}": part for name, part in self.spread.compression_state().items()
+            f"{COMPRESSION_STATE_PREFIX}{name}": part
+            for name, part in self.sharded_parameters.compression_state().items()
         }
 
-    def publish(self) -> None:
+    def sync_parameters(self) -> None:
         """After `state()` was written to."""
-        first, *others = [self._moments(tensor).get("step") for tensor in self._tensors]
-        for count in others:
-            if count is not None and first is not None:
-                count.copy_(first)
-        self.spread.sync_parameters()
+        first_count, *other_counts = [self._optimizer_state(tensor).get("step") for tensor in self._master_parameters]
+        for count in other_counts:
+            if count is not None and first_count is not None:
+                count.copy_(first_count)
+        self.sharded_parameters.sync_parameters()
 
-    def _pieces(self, kind: str, tensors: Sequence[Tensor]) -> dict[str, LocalShard]:
-        return {f"{kind}/{name}": piece for name, piece in self.spread.local_shards(tensors).items()}
+    def _named_shards(self, kind: str, tensors: Sequence[Tensor]) -> dict[str, LocalShard]:
+        return {f"{kind}/{name}": piece for name, piece in self.sharded_parameters.local_shards(tensors).items()}
 
-    def _moments(self, parameter: Tensor) -> dict[str, Tensor]:
+    def _optimizer_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """The optimizer's own tensors of one tensor, made now if no step was taken yet."""
         moments: dict[str, Any] = self._optimizer.state[parameter]
         if self._settings.name == "adamw" and not moments:
@@ -200,7 +216,7 @@ class Updater:
         return {kind: value for kind, value in moments.items() if isinstance(value, Tensor)}
 
 
-def make_optimizer(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:
+def make_torch_optimizer(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:
     if settings.name == "adamw":
         return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps, fused=True)
     return torch.optim.SGD(

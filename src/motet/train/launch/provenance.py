@@ -9,7 +9,7 @@ from typing import Any
 import motet
 
 
-def describe_start(ranks: int, threads: int, command_line: list[str]) -> dict[str, Any]:
+def collect_provenance(ranks: int, threads: int, command_line: list[str]) -> dict[str, Any]:
     """Versions, place and command of one start. `git` is about the current folder, None outside of a repository."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -36,7 +36,7 @@ def _git_state() -> dict[str, Any] | None:
 def _git(*arguments: str) -> str | None:
     """What git says; None when there is no git, no repository, or no answer in time."""
     try:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=5, check=True)
+        completed = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return completed.stdout.strip()

@@ -15,36 +15,38 @@ from importlib import import_module
 from pathlib import Path
 
 from motet.parallel.process.launch_environment import RankEnvironment
-from motet.train.faults import Record, guarded, stop_on_signals
+from motet.train.launch.failures import RankExitRecord, run_and_record, stop_on_signals
 
-Work = Callable[..., int]
+RankEntryPoint = Callable[..., int]
 
 
-def run_work(place: RankEnvironment, work: Work, *arguments: str) -> Record:
+def run_rank_function(rank_env: RankEnvironment, function: RankEntryPoint, *arguments: str) -> RankExitRecord:
     """Do the work of this rank; a request to stop reaches it as a flag."""
     with stop_on_signals() as stop:
-        return guarded(place.rank, lambda: work(place, stop, *arguments))
+        return run_and_record(rank_env.rank, lambda: function(rank_env, stop, *arguments))
 
 
-def named_work(name: str) -> Work:
+def import_rank_function(name: str) -> RankEntryPoint:
     """`package.module:function` as the function."""
     module, _, function = name.partition(":")
-    work: Work = getattr(import_module(module), function)
-    return work
+    rank_function: RankEntryPoint = getattr(import_module(module), function)
+    return rank_function
 
 
-def serve_supervisor(place: RankEnvironment, supervisor: int, name: str, arguments: list[str]) -> int:
+def run_supervised_rank(
+    rank_env: RankEnvironment, supervisor_pid: int, function_name: str, arguments: list[str]
+) -> int:
     """Everything that a process started by our supervisor does. Returns its exit code, or ends the process."""
-    die_with(supervisor)
+    exit_with_parent(supervisor_pid)
 
-    record = run_work(place, lambda *given: named_work(name)(*given), *arguments)
-    record.write(Path(place.rendezvous.removeprefix("file://")).parent)
-    if record.sentence:
-        leave_now(record.exit_code)
+    record = run_rank_function(rank_env, lambda *given: import_rank_function(function_name)(*given), *arguments)
+    record.write(Path(rank_env.rendezvous.removeprefix("file://")).parent)
+    if record.error_message:
+        hard_exit(record.exit_code)
     return record.exit_code
 
 
-def leave_now(exit_code: int) -> None:
+def hard_exit(exit_code: int) -> None:
     """End the process without taking anything apart: after a failure, a group that is half gone may wait for ever."""
     logging.shutdown()
     sys.stdout.flush()
@@ -52,19 +54,19 @@ def leave_now(exit_code: int) -> None:
     os._exit(exit_code)
 
 
-def die_with(parent: int) -> None:
+def exit_with_parent(parent_pid: int) -> None:
     """End this process when `parent` is gone, even if that was killed."""
     if sys.platform == "linux":
         set_death_signal = 1  # PR_SET_PDEATHSIG
         if ctypes.CDLL(None, use_errno=True).prctl(set_death_signal, signal.SIGKILL) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     else:
-        threading.Thread(target=_watch, args=[parent], daemon=True).start()
-    if os.getppid() != parent:  # it was gone before we asked
+        threading.Thread(target=_exit_when_orphaned, args=[parent_pid], daemon=True).start()
+    if os.getppid() != parent_pid:  # it was gone before we asked
         os._exit(1)
 
 
-def _watch(parent: int) -> None:
-    while os.getppid() == parent:
+def _exit_when_orphaned(parent_pid: int) -> None:
+    while os.getppid() == parent_pid:
         time.sleep(0.5)
     os._exit(1)

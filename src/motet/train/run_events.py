@@ -11,13 +11,13 @@ from motet.monitor.events import Event, RunEnded, RunEndReason, StepDone
 from motet.train.step import StepResult
 
 
-def parameter_count(module: nn.Module) -> int:
+def count_parameters(module: nn.Module) -> int:
     """Each tensor once, however often the module uses it."""
     return sum(p.numel() for p in module.parameters())
 
 
 @dataclass(frozen=True)
-class Describer:
+class StepEventMaker:
     """Turns the result of a step into its event."""
 
     flops_per_step: float | None
@@ -28,9 +28,9 @@ class Describer:
     epoch_at: Callable[[int], float]
 
     def __call__(self, done: int, result: StepResult, seconds: float) -> StepDone:
-        share = None
+        flops_fraction = None
         if self.flops_per_step is not None and self.peak_flops is not None:
-            share = self.flops_per_step / (seconds * self.peak_flops)
+            flops_fraction = self.flops_per_step / (seconds * self.peak_flops)
         return StepDone(
             step=done,
             loss=result.loss,
@@ -38,22 +38,22 @@ class Describer:
             tokens=result.tokens,
             learning_rate=result.learning_rate,
             grad_norm=result.grad_norm,
-            skipped=not result.finite,
+            skipped=not result.is_finite,
             step_time_s=seconds,
             tokens_per_s=result.tokens / seconds,
-            mfu=share,
+            mfu=flops_fraction,
             memory_bytes=self.memory_bytes(),
             epoch=self.epoch_at(done),
-            server=result.server,
+            server=result.server_work,
         )
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """How far the run is; the loop moves it on."""
 
-    done: int
-    steps: int
+    completed_steps: int
+    total_steps: int
 
 
 _REASONS: dict[type[MotetError], RunEndReason] = {
@@ -64,7 +64,7 @@ _REASONS: dict[type[MotetError], RunEndReason] = {
 
 
 @contextmanager
-def told_to_the_end(tell: Callable[[Event], None], progress: Progress) -> Iterator[None]:
+def report_run_end(emit_event: Callable[[Event], None], progress: RunProgress) -> Iterator[None]:
     """Whatever ends the run, the last event says so."""
     try:
         yield
@@ -72,6 +72,11 @@ def told_to_the_end(tell: Callable[[Event], None], progress: Progress) -> Iterat
         reason = next((reason for kind, reason in _REASONS.items() if isinstance(error, kind)), "failed")
         message = str(error) if isinstance(error, MotetError) else f"{type(error).__name__}: {error}"
         with suppress(MotetError):  # that this could not be written is not what ended the run
-            tell(RunEnded(reason=reason, steps=progress.done, message=message))
+            emit_event(RunEnded(reason=reason, steps=progress.completed_steps, message=message))
         raise
-    tell(RunEnded(reason="finished" if progress.done >= progress.steps else "stopped", steps=progress.done))
+    emit_event(
+        RunEnded(
+            reason="finished" if progress.completed_steps >= progress.total_steps else "stopped",
+            steps=progress.completed_steps,
+        )
+    )

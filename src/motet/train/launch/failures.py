@@ -24,11 +24,11 @@ from motet.core.errors import (
     TrainingDivergedError,
 )
 
-STOPPED = 130
-STOPPED_AT_ONCE = 137
+STOPPED_EXIT_CODE = 130
+KILLED_EXIT_CODE = 137
 
 # One Ctrl-C may arrive twice (from the terminal and from a launcher); what comes later than this is a second one.
-ECHO_S = 0.3
+SIGNAL_DEBOUNCE_S = 0.3
 
 
 @dataclass
@@ -36,16 +36,16 @@ class StopFlag:
     """Set from outside when the run should stop; the loop reads it once a step, on every rank together."""
 
     requested: bool = False
-    first_s: float = 0.0
+    first_request_s: float = 0.0
 
     def request(self) -> bool:
         """Note one request to stop; True when it is a second one."""
         if not self.requested:
-            self.requested, self.first_s = True, time.monotonic()
+            self.requested, self.first_request_s = True, time.monotonic()
             return False
-        return time.monotonic() - self.first_s >= ECHO_S
+        return time.monotonic() - self.first_request_s >= SIGNAL_DEBOUNCE_S
 
-    def end_this_process(self) -> None:
+    def exit_on_sigterm(self) -> None:
         """For work that has nothing to save: SIGTERM is its end from here on, or now if it has come already."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self.requested:
@@ -59,40 +59,44 @@ def stop_on_signals() -> Iterator[StopFlag]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         if flag.request():
-            os._exit(STOPPED_AT_ONCE)
+            os._exit(KILLED_EXIT_CODE)
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous_handlers = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield flag
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
 @dataclass(frozen=True)
-class Record:
+class RankExitRecord:
     """How the work of one rank ended."""
 
     rank: int
     time_s: float
     """Seconds of the machine's clock, to tell which failure came first."""
     exit_code: int
-    sentence: str = ""
+    error_message: str = ""
     """What went wrong; empty when nothing did."""
     traceback: str = ""
     """Empty when the sentence is all that the user needs."""
-    secondary: bool = False
+    caused_by_peer: bool = False
     """It failed only because another rank did."""
 
     @property
-    def agreed(self) -> bool:
+    def is_unanimous(self) -> bool:
         """Every rank saw the same numbers and came to this end together: none is to blame."""
         return self.exit_code in (TrainingDivergedError.exit_code, NumericalMismatchError.exit_code)
 
     @property
     def message(self) -> str:
         """The sentence, with the rank that it is about."""
-        return self.sentence if self.agreed or not self.sentence else f"rank {self.rank} failed: {self.sentence}"
+        return (
+            self.error_message
+            if self.is_unanimous or not self.error_message
+            else f"rank {self.rank} failed: {self.error_message}"
+        )
 
     def write(self, folder: Path) -> None:
         """Leave the record where the supervisor looks, whole or not at all."""
@@ -101,59 +105,64 @@ class Record:
         partial.rename(folder / f"rank-{self.rank}.json")
 
 
-def read_record(folder: Path, rank: int) -> Record | None:
+def read_exit_record(folder: Path, rank: int) -> RankExitRecord | None:
     """The record that a rank left, if it did."""
     path = folder / f"rank-{rank}.json"
-    return Record(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+    return RankExitRecord(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
 
 
-def guarded(rank: int, work: Callable[[], int]) -> Record:
+def run_and_record(rank: int, function: Callable[[], int]) -> RankExitRecord:
     """Do the work, which returns its exit code, and say how it ended, whatever it raised."""
     try:
-        return Record(rank, time.time(), work())
+        return RankExitRecord(rank, time.time(), function())
     except MotetError as error:
-        return Record(rank, time.time(), error.exit_code, str(error), secondary=is_secondary(error))
+        return RankExitRecord(rank, time.time(), error.exit_code, str(error), caused_by_peer=is_caused_by_peer(error))
     except SystemExit as error:
-        sentence = f"the code of this rank called sys.exit({error.code!r}) before its work was done"
-        return Record(rank, time.time(), RankFailedError.exit_code, sentence, _traceback_of(error))
+        error_message = f"the code of this rank called sys.exit({error.code!r}) before its work was done"
+        return RankExitRecord(rank, time.time(), RankFailedError.exit_code, error_message, _format_traceback(error))
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank is told
-        sentence = "".join(traceback.format_exception_only(error)).strip()
-        return Record(
-            rank, time.time(), RankFailedError.exit_code, sentence, _traceback_of(error), secondary=is_secondary(error)
+        error_message = "".join(traceback.format_exception_only(error)).strip()
+        return RankExitRecord(
+            rank,
+            time.time(),
+            RankFailedError.exit_code,
+            error_message,
+            _format_traceback(error),
+            caused_by_peer=is_caused_by_peer(error),
         )
 
 
 # What Gloo, NCCL and the stores say when the other side is gone or does not come (torch 2.11 to 2.13).
-_LOST = re.compile(
+_PEER_LOST_PATTERN = re.compile(
     r"connection (closed|reset|refused|was closed)|closed by peer|broken pipe|socket closed|remote process exited"
     r"|timed out waiting|application timeout|pair closure|timed? ?out after|ncclRemoteError|ncclSystemError"
     r"|(recv|send)value failed|failed to recv|remote peer|gloo connectfullmesh failed|no route to host",
     re.IGNORECASE,
 )
-_LOST_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
+_PEER_LOST_ERROR_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 
 
-def is_secondary(error: BaseException | None) -> bool:
+def is_caused_by_peer(error: BaseException | None) -> bool:
     """Whether an error only says that another rank is gone or late."""
     if error is None:
         return False
-    if isinstance(error, PeerFailedError) or type(error).__name__ in _LOST_TYPES:
+    if isinstance(error, PeerFailedError) or type(error).__name__ in _PEER_LOST_ERROR_TYPES:
         return True
-    if type(error) in (RuntimeError, ConnectionError) and _LOST.search(str(error)):
+    if type(error) in (RuntimeError, ConnectionError) and _PEER_LOST_PATTERN.search(str(error)):
         return True
-    return is_secondary(error.__cause__)
+    return is_caused_by_peer(error.__cause__)
 
 
-def first_cause(records: Sequence[Record]) -> Record:
+def root_cause(records: Sequence[RankExitRecord]) -> RankExitRecord:
     """The failure that the others follow from: the earliest that is a cause of its own, or else the earliest."""
-    return min(records, key=lambda record: (record.secondary, record.time_s))
+    return min(records, key=lambda record: (record.caused_by_peer, record.time_s))
 
 
-_CALLERS = {f"motet.train.{name}" for name in ("faults", "rank", "start", "work")}
+_WRAPPER_MODULES = {f"motet.train.{name}" for name in ("faults", "rank", "start", "work")}
 
 
-def _traceback_of(error: BaseException) -> str:
+def _format_traceback(error: BaseException) -> str:
     frames = error.__traceback__
-    while frames and frames.tb_frame.f_globals.get("__name__") in _CALLERS:
+    while frames and frames.tb_frame.f_globals.get("__name__") in _WRAPPER_MODULES:
         frames = frames.tb_next  # how a rank comes to its work is no news
     return "".join(traceback.format_exception(type(error), error, frames)).rstrip()

@@ -16,23 +16,23 @@ from typing import Any, Literal
 
 from motet.checkpoint.manifest import complete_checkpoints
 from motet.core.errors import InputError
-from motet.train.idle import drop_idle
-from motet.train.job import Job, is_file, job_from_tree
-from motet.train.toml import to_toml
+from motet.core.toml_writer import to_toml
+from motet.train.config_rules import drop_unused_settings
+from motet.train.job import Job, is_existing_file, job_from_tree
 
-RUNS = Path("runs")
+RUNS_FOLDER = Path("runs")
 JOB_FILE = "job.toml"
 VERSIONS_FILE = "versions.json"
-CHECKPOINTS = "checkpoints"
-LOGS = "logs"
-LOCK = "run.lock"
+CHECKPOINTS_FOLDER = "checkpoints"
+LOGS_FOLDER = "logs"
+LOCK_FILE = "run.lock"
 
-Rule = Literal["free", "told", "longer", "fixed"]
+ResumeRule = Literal["free", "told", "longer", "fixed"]
 
 # What may be another when a run is continued; the longest name that fits counts. `free` changes nothing about what is
 # computed (a checkpoint tells by itself when other ranks, threads or versions change the last bits), `told` does and is
 # said, `longer` may only grow, and `fixed` would make it another run.
-RESUME_RULES: dict[str, Rule] = {
+RESUME_RULES: dict[str, ResumeRule] = {
     "": "fixed",
     "checkpoint": "free",
     "monitor": "free",
@@ -59,28 +59,28 @@ RESUME_RULES: dict[str, Rule] = {
 
 
 @dataclass(frozen=True)
-class Choice:
+class RunFolderChoice:
     """The folder that a job is going to run in; nothing was made yet."""
 
     path: Path
     """Without its number when `numbered`."""
-    numbered: bool = False
+    is_numbered: bool = False
     first_number: int = 1
-    resumes: bool = False
+    is_resumed: bool = False
     remarks: tuple[str, ...] = ()
     """What the user should know about continuing there."""
 
-    def make(self) -> Path:
+    def create(self) -> Path:
         """Make the folder, or take the next free number. Two runs that start together get two numbers."""
         try:
-            if not self.numbered:
+            if not self.is_numbered:
                 self.path.mkdir(parents=True, exist_ok=True)
                 if not os.access(self.path, os.W_OK | os.X_OK):
                     raise PermissionError(13, "no permission to write")
                 return self.path
             self.path.parent.mkdir(parents=True, exist_ok=True)
             while True:
-                path = _numbered(self.path, self.first_number)
+                path = _next_numbered(self.path, self.first_number)
                 with suppress(FileExistsError):
                     path.mkdir()
                     return path
@@ -90,41 +90,41 @@ class Choice:
             ) from None
 
 
-def choose_folder(job: Job) -> Choice:
+def choose_run_folder(job: Job) -> RunFolderChoice:
     """The folder for a new start of a job, by the rule of `run.folder` and `run.existing`."""
     if job.run.folder is None:
-        return Choice(RUNS / job.name, numbered=True)
+        return RunFolderChoice(RUNS_FOLDER / job.name, is_numbered=True)
     path = Path(job.run.folder)
     if path.exists() and not path.is_dir():
         raise InputError(f"run.folder = {path} is a file; give the name of a folder")
-    if not path.exists() or not any(file.name != LOCK for file in path.iterdir()):
-        return Choice(path)
+    if not path.exists() or not any(file.name != LOCK_FILE for file in path.iterdir()):
+        return RunFolderChoice(path)
     if job.run.existing == "number":
-        return Choice(path, numbered=True, first_number=2)
+        return RunFolderChoice(path, is_numbered=True, first_number=2)
     if job.run.existing == "refuse":
         raise InputError(
             f"run.folder = {path} exists already; remove it, give another one, or set run.existing to resume or number"
         )
-    return choose_resumed(job, path)
+    return choose_resumed_run(job, path)
 
 
-def run_at(text: str) -> Path:
+def existing_run_folder(text: str) -> Path:
     """The run folder that a person names."""
-    if not is_file(f"{text}/{JOB_FILE}"):
+    if not is_existing_file(f"{text}/{JOB_FILE}"):
         raise InputError(f"no run in {text!r} to resume, for there is no {JOB_FILE}; give the folder of a run")
     return Path(text)
 
 
-def choose_resumed(job: Job, path: Path) -> Choice:
+def choose_resumed_run(job: Job, path: Path) -> RunFolderChoice:
     """Continue the run in `path` with this job, or a sentence about why that cannot be."""
-    stored = stored_job(path)
-    remarks = compare_for_resume(stored, job, path)
-    step, stop = newest_step(path), job.run.stop_at
-    if step is not None and stop is not None and stop < step:
+    stored = read_stored_job(path)
+    remarks = check_resume(stored, job, path)
+    saved_step, stop_at = newest_checkpoint_step(path), job.run.stop_at
+    if saved_step is not None and stop_at is not None and stop_at < saved_step:
         raise InputError(
-            f"run.stop_at = {stop}, but {path} is at step {step} already; give a later one or leave it out"
+            f"run.stop_at = {stop_at}, but {path} is at step {saved_step} already; give a later one or leave it out"
         )
-    if step is None:
+    if saved_step is None:
         remarks.append(f"{path} holds no checkpoint yet: the run begins at its first step")
     length = (job.run.steps, job.run.epochs)
     if _is_finished(path) and length == (stored.run.steps, stored.run.epochs):
@@ -133,24 +133,24 @@ def choose_resumed(job: Job, path: Path) -> Choice:
             f"run folder {path} holds a finished run ({key} = {job.run.steps or job.run.epochs}); "
             f"give a larger {key} to train on, or another folder"
         )
-    return Choice(path, resumes=True, remarks=tuple(remarks))
+    return RunFolderChoice(path, is_resumed=True, remarks=tuple(remarks))
 
 
-def find_run(name: str | None, runs: Path = RUNS) -> Path:
+def find_newest_run(name: str | None, runs: Path = RUNS_FOLDER) -> Path:
     """The run that was started or continued last, of one job or of any."""
-    found = [path.parent for path in runs.glob(f"*/{JOB_FILE}") if name is None or _stored_name(path) == name]
-    if not found:
-        whose = f"of job {name!r} " if name else ""
-        raise InputError(f"no run {whose}to resume in {runs}/; start one, or name its folder with --resume-from")
-    return max(found, key=lambda path: ((path / JOB_FILE).stat().st_mtime_ns, path.name))
+    run_folders = [path.parent for path in runs.glob(f"*/{JOB_FILE}") if name is None or _stored_name(path) == name]
+    if not run_folders:
+        of_job = f"of job {name!r} " if name else ""
+        raise InputError(f"no run {of_job}to resume in {runs}/; start one, or name its folder with --resume-from")
+    return max(run_folders, key=lambda path: ((path / JOB_FILE).stat().st_mtime_ns, path.name))
 
 
-def stored_job(path: Path) -> Job:
+def read_stored_job(path: Path) -> Job:
     """The resolved job of a run folder."""
-    return job_from_tree(stored_tree(path), str(path / JOB_FILE))
+    return job_from_tree(read_stored_tree(path), str(path / JOB_FILE))
 
 
-def stored_tree(path: Path) -> dict[str, Any]:
+def read_stored_tree(path: Path) -> dict[str, Any]:
     """The resolved job of a run folder as plain nested values."""
     try:
         return tomllib.loads((path / JOB_FILE).read_text(encoding="utf-8"))
@@ -160,17 +160,17 @@ def stored_tree(path: Path) -> dict[str, Any]:
         raise InputError(f"cannot read {path / JOB_FILE}: {error}; mend it or give another folder") from None
 
 
-def compare_for_resume(old: Job, new: Job, path: Path) -> list[str]:
+def check_resume(old: Job, new: Job, path: Path) -> list[str]:
     """Remarks about what is told, or a sentence about the first setting that may not change."""
-    before, now = dict(_leaves(_whole_tree(old))), dict(_leaves(_whole_tree(new)))
+    old_values, new_values = dict(_flatten(_full_tree(old))), dict(_flatten(_full_tree(new)))
     remarks = []
-    for key in sorted(before.keys() | now.keys(), key=lambda key: (_rule(key) != "fixed", key)):
-        was, is_ = before.get(key), now.get(key)
-        if was == is_:
+    for key in sorted(old_values.keys() | new_values.keys(), key=lambda key: (_resume_rule(key) != "fixed", key)):
+        old_value, new_value = old_values.get(key), new_values.get(key)
+        if old_value == new_value:
             continue
-        change = f"{key} was {_shown(was)} in {path} and is {_shown(is_)} now"
-        rule = _rule(key)
-        if rule == "fixed" or (rule == "longer" and not _grows(was, is_)):
+        change = f"{key} was {_format_value(old_value)} in {path} and is {_format_value(new_value)} now"
+        rule = _resume_rule(key)
+        if rule == "fixed" or (rule == "longer" and not _grows(old_value, new_value)):
             allowed = "it can only grow" if rule == "longer" else "it cannot change"
             raise InputError(f"{change}: {allowed} when a run is resumed; start another run folder for it")
         if rule == "told":
@@ -180,14 +180,14 @@ def compare_for_resume(old: Job, new: Job, path: Path) -> list[str]:
     return remarks
 
 
-def job_tree(job: Job) -> dict[str, Any]:
+def job_to_tree(job: Job) -> dict[str, Any]:
     """A job as plain nested values from which `job_from_tree` makes the same job. What does nothing is left out."""
-    tree = _whole_tree(job)
-    drop_idle(tree)
+    tree = _full_tree(job)
+    drop_unused_settings(tree)
     return tree
 
 
-def _whole_tree(job: Job) -> dict[str, Any]:
+def _full_tree(job: Job) -> dict[str, Any]:
     """All settings but those that are None."""
     tree: dict[str, Any] = _without_none(job.model_dump())
     if job.optimizer.clip_norm is None:  # the one setting whose None is not its default
@@ -195,14 +195,14 @@ def _whole_tree(job: Job) -> dict[str, Any]:
     return tree
 
 
-def write_start(path: Path, job: Job, versions: dict[str, Any]) -> None:
+def write_run_start(path: Path, job: Job, versions: dict[str, Any]) -> None:
     """What a run folder gets before any rank starts: the resolved job, and a line more in versions.json."""
     try:
-        (path / LOGS).mkdir(exist_ok=True)
-        replace_file(path / JOB_FILE, to_toml(job_tree(job)).encode())
+        (path / LOGS_FOLDER).mkdir(exist_ok=True)
+        write_file_atomically(path / JOB_FILE, to_toml(job_to_tree(job)).encode())
         file = path / VERSIONS_FILE
         starts = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
-        replace_file(file, (json.dumps([*starts, versions], indent=2) + "\n").encode())
+        write_file_atomically(file, (json.dumps([*starts, versions], indent=2) + "\n").encode())
     except OSError as error:
         raise InputError(f"cannot write run folder {path}: {error.strerror}; free some space or mend it") from None
     except ValueError as error:
@@ -210,7 +210,7 @@ def write_start(path: Path, job: Job, versions: dict[str, Any]) -> None:
 
 
 @contextmanager
-def held(path: Path) -> Iterator[None]:
+def lock_run_folder(path: Path) -> Iterator[None]:
     """Nobody else trains in this folder while the block runs."""
     from filelock import FileLock, Timeout
 
@@ -218,19 +218,19 @@ def held(path: Path) -> Iterator[None]:
         # Some network file systems have no locks; there nobody is kept out.
         with suppress(NotImplementedError):
             try:
-                stack.enter_context(FileLock(path / LOCK, blocking=False))
+                stack.enter_context(FileLock(path / LOCK_FILE, blocking=False))
             except Timeout:
                 raise InputError(f"run folder {path} is in use by another motet; wait for it, or stop it") from None
         yield
 
 
-def newest_step(path: Path) -> int | None:
+def newest_checkpoint_step(path: Path) -> int | None:
     """The step of the newest whole checkpoint of a run."""
-    whole = complete_checkpoints(path / CHECKPOINTS)
-    return whole[-1][0] if whole else None
+    complete_checkpoints = complete_checkpoints(path / CHECKPOINTS_FOLDER)
+    return complete_checkpoints[-1][0] if complete_checkpoints else None
 
 
-def _numbered(stem: Path, first: int) -> Path:
+def _next_numbered(stem: Path, first: int) -> Path:
     pattern = re.compile(re.escape(stem.name) + r"-(\d{3,})")
     taken = [int(match[1]) for path in stem.parent.iterdir() if (match := pattern.fullmatch(path.name))]
     return stem.with_name(f"{stem.name}-{max([first - 1, *taken]) + 1:03d}")
@@ -244,29 +244,29 @@ def _is_finished(path: Path) -> bool:
 
 def _stored_name(path: Path) -> str | None:
     with suppress(InputError):
-        return str(stored_tree(path.parent).get("name"))
+        return str(read_stored_tree(path.parent).get("name"))
     return None
 
 
-def _rule(key: str) -> Rule:
+def _resume_rule(key: str) -> ResumeRule:
     while key not in RESUME_RULES:
         key = key.rpartition(".")[0]
     return RESUME_RULES[key]
 
 
-def _grows(was: Any, is_: Any) -> bool:
-    return was is not None and is_ is not None and is_ > was
+def _grows(old_value: Any, new_value: Any) -> bool:
+    return old_value is not None and new_value is not None and new_value > old_value
 
 
-def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "not given" if value is None else repr(value)
 
 
@@ -276,7 +276,7 @@ def _without_none(value: Any) -> Any:
     return [_without_none(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def replace_file(path: Path, content: bytes) -> None:
+def write_file_atomically(path: Path, content: bytes) -> None:
     """All of the new content, or the file as it was."""
     partial = path.with_name(f".{path.name}.partial")
     try:

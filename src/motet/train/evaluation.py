@@ -14,22 +14,22 @@ from motet.parallel.layout import Layout
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.reproducible.exact_norm import exact_sum
 from motet.parallel.row_assignment import microbatches_of_rank
-from motet.train.step import Model
+from motet.train.step import StepModel
 
 
-class Judged(Model, Protocol):
+class EvaluableModel(StepModel, Protocol):
     """A model that can be judged: it also gives its logits."""
 
     @property
     def module(self) -> nn.Module: ...
 
     @property
-    def own_loss(self) -> bool: ...
+    def has_own_loss(self) -> bool: ...
 
     def logits(self, batch: Batch, /) -> Tensor: ...
 
 
-class Splits(Protocol):
+class EvaluationBatchSource(Protocol):
     """What evaluation needs of the data; `data.loader.Loader` is one."""
 
     def evaluation_batches(self, split: str) -> int: ...
@@ -38,7 +38,7 @@ class Splits(Protocol):
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationResult:
     """The same on every rank."""
 
     loss: float
@@ -53,43 +53,49 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: Judged, data: Splits, split: str, most_batches: int, shares: tuple[RankGroup, Layout, int]
-) -> Evaluation:
+    model: EvaluableModel,
+    data: EvaluationBatchSource,
+    split: str,
+    max_batches: int,
+    partition: tuple[RankGroup, Layout, int],
+) -> EvaluationResult:
     """Up to `most_batches` global batches of a split. `shares`: the group, its layout, sequences in a batch."""
-    group, layout, batch_sequences = shares
-    batches = min(most_batches, data.evaluation_batches(split))
+    group, layout, batch_sequences = partition
+    batches = min(max_batches, data.evaluation_batches(split))
     losses = [0.0] * (batches * batch_sequences if layout.reproducible_batch_size else 1)
     """Those of all rows one by one, where they are to be added in one way."""
     sums = torch.zeros(2, dtype=torch.float64)
-    classes = False
+    has_classes = False
     was_training = model.module.training
     model.module.eval()
     try:
         for index in range(batches):
-            for share in microbatches_of_rank(layout, group.rank, batch_sequences):
-                batch = data.evaluation_batch(split, index, share.rows).to(group.device)
-                classes = batch.targets.ndim == 1 and not model.own_loss
-                judged = _judge_classes(model, batch) if classes else _judge_tokens(model, batch)
-                if share.contributes_gradients:
-                    losses[index * batch_sequences + share.rows.start if layout.reproducible_batch_size else 0] += (
-                        judged[0].item()
-                    )
-                    sums += judged[1:]
+            for microbatch in microbatches_of_rank(layout, group.rank, batch_sequences):
+                batch = data.evaluation_batch(split, index, microbatch.rows).to(group.device)
+                has_classes = batch.targets.ndim == 1 and not model.has_own_loss
+                microbatch_sums = _class_loss_sums(model, batch) if has_classes else _token_loss_sums(model, batch)
+                if microbatch.contributes_gradients:
+                    losses[
+                        index * batch_sequences + microbatch.rows.start if layout.reproducible_batch_size else 0
+                    ] += microbatch_sums[0].item()
+                    sums += microbatch_sums[1:]
     finally:
         model.module.train(was_training)
-    targets, right, *losses = sum_scalars([*sums.tolist(), *losses], group, group.device)
+    targets, correct, *losses = sum_scalars([*sums.tolist(), *losses], group, group.device)
     loss = exact_sum(losses)
-    return Evaluation(loss / max(targets, 1.0), targets, right / max(targets, 1.0) if classes else None)
+    return EvaluationResult(loss / max(targets, 1.0), targets, correct / max(targets, 1.0) if has_classes else None)
 
 
-def _judge_tokens(model: Judged, batch: Batch) -> Tensor:
+def _token_loss_sums(model: EvaluableModel, batch: Batch) -> Tensor:
     return torch.tensor(
         [model.loss_sum(batch).item(), batch.weights.sum(dtype=torch.float64).item(), 0.0], dtype=torch.float64
     )
 
 
-def _judge_classes(model: Judged, batch: Batch) -> Tensor:
+def _class_loss_sums(model: EvaluableModel, batch: Batch) -> Tensor:
     logits = model.logits(batch)
     loss = cross_entropy(logits, batch.targets, batch.weights)
-    right = ((logits.argmax(dim=-1) == batch.targets) * batch.weights).sum(dtype=torch.float64)
-    return torch.tensor([loss.item(), batch.weights.sum(dtype=torch.float64).item(), right.item()], dtype=torch.float64)
+    correct = ((logits.argmax(dim=-1) == batch.targets) * batch.weights).sum(dtype=torch.float64)
+    return torch.tensor(
+        [loss.item(), batch.weights.sum(dtype=torch.float64).item(), correct.item()], dtype=torch.float64
+    )

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from motet.core.base_settings import FilePathText, FrozenSettings
 
 
-class ScheduleSettings(FrozenSettings):
+class LearningRateScheduleSettings(FrozenSettings):
     """The learning rate over the steps, as a factor of `optimizer.learning_rate`."""
 
     kind: Literal["constant", "linear", "cosine", "warmup-stable-decay"] = "cosine"
@@ -19,7 +19,7 @@ class ScheduleSettings(FrozenSettings):
     """Where the fall ends, as a factor; of every kind but constant."""
 
 
-class GroupSettings(FrozenSettings):
+class ParameterGroupSettings(FrozenSettings):
     """Parameters whose names match get these instead; the first group that matches counts."""
 
     match: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -45,8 +45,8 @@ class OptimizerSettings(FrozenSettings):
     """sgd only."""
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """The global norm that gradients are cut down to; `clip_norm = false` switches it off."""
-    schedule: ScheduleSettings = ScheduleSettings()
-    groups: tuple[GroupSettings, ...] = ()
+    schedule: LearningRateScheduleSettings = LearningRateScheduleSettings()
+    groups: tuple[ParameterGroupSettings, ...] = ()
 
     @model_validator(mode="after")
     def _nesterov_needs_momentum(self) -> Self:
@@ -91,6 +91,6 @@ class RunSettings(FrozenSettings):
     """What carries the collectives of CPU ranks: `auto` takes `motet` on Linux on x86-64, and Gloo elsewhere."""
 
     @property
-    def threads_wanted(self) -> int | None:
+    def requested_threads(self) -> int | None:
         """Other numbers of threads add in other orders, so none is guessed from the machine where bits matter."""
         return self.threads or (1 if self.reproducible else None)

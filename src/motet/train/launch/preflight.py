@@ -14,18 +14,18 @@ from motet.parallel.parameter_server.server_settings import check_server_setting
 from motet.precision.recipe import RECIPES
 from motet.train.job import Job
 
-TORCH_BYTES = 64 << 20
+TORCH_PROCESS_BYTES = 64 << 20
 """What a process that has imported torch keeps for itself alone, at least (measured: 145 MiB on Linux)."""
 
 
 def check_job(job: Job, ranks: int) -> Layout:
     """The layout in which so many ranks can train this job."""
     check_model(job)
-    served = job.layout.uses_server_processes
-    parts = (job.layout.server.work_items_per_step if served else None) or ranks
-    layout = job.resolved(parts)
+    uses_server_processes = job.layout.uses_server_processes
+    dp_size = (job.layout.server.work_items_per_step if uses_server_processes else None) or ranks
+    layout = job.layout_for(dp_size)
     check_communication(job.communication, layout, independent_replicas=job.outer.every is not None)
-    if served:
+    if uses_server_processes:
         check_server_settings(job.layout.server, ranks)
         if job.monitor.replica_check_every is not None:
             raise InputError(
@@ -50,14 +50,14 @@ def check_model(job: Job) -> None:
 def check_memory(job: Job, local_ranks: int) -> None:
     """Refuse what this machine's memory cannot hold by any means: torch and all weights, once in every rank."""
     dtype = RECIPES[job.precision.recipe].master
-    count = 0 if isinstance(job.model, UserModuleSettings) else spec_from_settings(job.model).parameter_count
-    weights, there = count * DTYPE_BYTES[dtype], psutil.virtual_memory().total
-    needed = local_ranks * (weights + TORCH_BYTES)
-    if needed > there:
+    parameter_count = 0 if isinstance(job.model, UserModuleSettings) else spec_from_settings(job.model).parameter_count
+    weight_bytes, total_memory = parameter_count * DTYPE_BYTES[dtype], psutil.virtual_memory().total
+    needed_bytes = local_ranks * (weight_bytes + TORCH_PROCESS_BYTES)
+    if needed_bytes > total_memory:
         raise InputError(
-            f"job {job.name!r} takes {format_bytes(needed)} of memory at least: in each of {local_ranks} ranks "
-            f"{format_bytes(weights)} of {dtype} weights and {format_bytes(TORCH_BYTES)} of torch itself; this machine "
-            f"has {format_bytes(there)}, so take a smaller model or fewer ranks"
+            f"job {job.name!r} takes {format_bytes(needed_bytes)} of memory at least: in each of {local_ranks} ranks "
+            f"{format_bytes(weight_bytes)} of {dtype} weights and {format_bytes(TORCH_PROCESS_BYTES)} of torch itself; this machine "
+            f"has {format_bytes(total_memory)}, so take a smaller model or fewer ranks"
         )
 
 
@@ -78,7 +78,7 @@ def check_vocabulary(job: Job, tokens: int, vocab_size: int, key: str = "model.v
         )
 
 
-def check_huggingface(job: Job, data: PreparedData, objective: str, sizes: tuple[int | None, int | None]) -> None:
+def check_huggingface_model(job: Job, data: PreparedData, objective: str, sizes: tuple[int | None, int | None]) -> None:
     """What only transformers can tell of an `hf:` model: what it is for, and its vocabulary and outcomes."""
     vocab_size, outcomes = sizes
     if job.data.objective != objective:
@@ -102,10 +102,10 @@ def _check_objective(job: Job) -> None:
     if isinstance(job.model, UserModuleSettings):
         return
     objectives = {"decoder": "causal", "encoder-decoder": "spans"}
-    fits = job.model.head if isinstance(job.model, EncoderSettings) else objectives[job.model.family]
-    if job.data.objective != fits:
-        of = f" with head {job.model.head!r}" if isinstance(job.model, EncoderSettings) else ""
+    expected_objective = job.model.head if isinstance(job.model, EncoderSettings) else objectives[job.model.family]
+    if job.data.objective != expected_objective:
+        head_text = f" with head {job.model.head!r}" if isinstance(job.model, EncoderSettings) else ""
         raise InputError(
-            f"data.objective = {job.data.objective!r} does not fit a model of family {job.model.family!r}{of}; "
-            f"set data.objective={fits}"
+            f"data.objective = {job.data.objective!r} does not fit a model of family {job.model.family!r}{head_text}; "
+            f"set data.objective={expected_objective}"
         )

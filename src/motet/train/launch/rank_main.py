@@ -1,0 +1,37 @@
+"""The work of one rank: train the job of a run folder until its end, or until it is asked to stop."""
+
+from pathlib import Path
+
+from motet.parallel.process.launch_environment import RankEnvironment
+from motet.train.job import Job
+from motet.train.launch.failures import STOPPED_EXIT_CODE, StopFlag
+from motet.train.launch.run_folder import read_stored_job
+
+
+def train_rank(rank_env: RankEnvironment, stop: StopFlag, folder: str) -> int:
+    """What a supervised rank does: the folder holds the job."""
+    return train_in_run_folder(read_stored_job(Path(folder)), rank_env, Path(folder), stop)
+
+
+def join_rank(rank_env: RankEnvironment, stop: StopFlag, folder: str, host: str) -> int:
+    """Be a worker of a run that goes on elsewhere; the folder holds its job."""
+    from motet.train.parameter_server.role_main import (
+        run_late_worker,  # torch is loaded here, after the signals are in place
+    )
+
+    run_late_worker(read_stored_job(Path(folder)), rank_env, host, stop)
+    return STOPPED_EXIT_CODE if stop.requested else 0
+
+
+def train_in_run_folder(job: Job, rank_env: RankEnvironment, folder: Path, stop: StopFlag) -> int:
+    """Train, and return the exit code."""
+    if job.layout.uses_server_processes:
+        from motet.train.parameter_server.role_main import (
+            run_parameter_server_rank as run,  # torch is loaded here, after the signals are in place
+        )
+    else:
+        from motet.train.build import run_rank as run
+
+    outcome = run(job, rank_env, folder, stop)
+    reached_target = outcome.is_finished or outcome.completed_steps == job.run.stop_at
+    return 0 if reached_target else STOPPED_EXIT_CODE

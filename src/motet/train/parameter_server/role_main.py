@@ -1,0 +1,67 @@
+"""Be what a rank is in a run with a parameter server."""
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from motet.monitor.callback import Callback
+from motet.parallel.parameter_server.protocol.messages import COORDINATOR
+from motet.parallel.process.launch_environment import RankEnvironment, threads_for
+from motet.train.build import TrainingOutcome, precision_context
+from motet.train.job import Job
+from motet.train.launch.failures import StopFlag
+from motet.train.parameter_server.coordinator import CoordinatorRunContext, run_coordinator
+from motet.train.parameter_server.process_roles import ParameterServerRole, assign_role, rank_env_among_workers
+from motet.train.parameter_server.server import run_server
+from motet.train.parameter_server.worker import run_worker
+
+
+def run_parameter_server_rank(
+    job: Job, rank_env: RankEnvironment, folder: Path, stop: StopFlag, callbacks: Sequence[Callback] = ()
+) -> TrainingOutcome:
+    return run_role(assign_role(job, rank_env), folder, stop, callbacks)
+
+
+def run_late_worker(job: Job, rank_env: RankEnvironment, host: str, stop: StopFlag) -> None:
+    """Be a worker more of a run that goes on elsewhere; `host` tells its name from those of others."""
+    run_role(ParameterServerRole(job, rank_env, f"{host}/w{rank_env.rank}"), Path(), stop)
+
+
+def run_role(
+    role: ParameterServerRole, folder: Path, stop: StopFlag, callbacks: Sequence[Callback] = ()
+) -> TrainingOutcome:
+    torch.set_num_threads(threads_for(rank_env_among_workers(role), role.job.run.threads))
+    with precision_context(role.job):
+        if role.role_name == COORDINATOR:
+            return run_coordinator(role, CoordinatorRunContext(folder, stop, callbacks))
+        if not role.is_worker:
+            run_server(role, folder)
+        elif role.colocated_server is None:
+            run_worker(role, stop)
+        else:
+            _run_worker_with_server(role, role.colocated_server, folder, stop)
+    return TrainingOutcome(0, 0)
+
+
+def _run_worker_with_server(
+    role: ParameterServerRole, server: ParameterServerRole, folder: Path, stop: StopFlag
+) -> None:
+    """A worker with a server that is a thread beside it; whose failure is told is that of the server, if it has one."""
+
+    def run_server_thread() -> None:
+        try:
+            with precision_context(server.job):
+                run_server(server, folder)
+        except BaseException as error:  # noqa: BLE001  # told by the other thread
+            role.sibling_errors.append(error)
+
+    thread = threading.Thread(target=run_server_thread, daemon=True)
+    thread.start()
+    try:
+        run_worker(role, stop)
+        thread.join()
+    finally:
+        if role.sibling_errors:
+            raise role.sibling_errors[0]

@@ -1,0 +1,169 @@
+"""A worker of a run: does share after share, and joins anew when it was out of reach for too long."""
+
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from motet.data.samples.loader import BatchLoader
+from motet.models.build import TrainableModel
+from motet.parallel.data_parallel.flat_parameters import FlatParameters, GradientBuffer
+from motet.parallel.data_parallel.forward_prefetch import ParameterUsageTracker
+from motet.parallel.layout import Layout
+from motet.parallel.parameter_server.process.parameter_store import ParameterPartition
+from motet.parallel.parameter_server.process.worker_client import ParameterServerClient, WorkerEvictedError
+from motet.parallel.parameter_server.protocol.messages import ParameterPlacement, WorkAssignment
+from motet.parallel.parameter_server.protocol.worker_state_machine import WorkerStateMachine
+from motet.parallel.parameter_server.server_settings import assign_replicas, has_per_item_updates
+from motet.parallel.process.process_group import pick_device
+from motet.parallel.reproducible.accurate_norm import squared_norm
+from motet.parallel.row_assignment import microbatches_of_rank
+from motet.precision.cast_frozen import cast_frozen_parameters
+from motet.precision.recipe import RECIPES
+from motet.train.build import build_model
+from motet.train.job import Job
+from motet.train.launch.failures import StopFlag
+from motet.train.parameter_server.coordinator_parameters import build_partition
+from motet.train.parameter_server.coordinator_step import WorkItemReport
+from motet.train.parameter_server.process_roles import (
+    WORK_ITEMS_ENTRY,
+    ParameterServerRole,
+    build_handshake,
+    open_transport,
+    rank_env_among_workers,
+)
+
+
+def run_worker(role: ParameterServerRole, stop: StopFlag) -> None:
+    """Until the end; who has joined may leave earlier."""
+    job = role.job
+    device = pick_device(job.run.device, rank_env_among_workers(role))
+    data, model = build_model(job, device)
+    recipe = RECIPES[job.precision.recipe]
+    partition = build_partition(model.module, job)
+    handshake = build_handshake(job, model.module, partition, data)
+    cast_frozen_parameters(model.module, recipe)
+    named = {n: p for n, p in model.module.named_parameters() if p.requires_grad}
+    gradients = GradientBuffer(partition.buckets, 0, partition.gradient_dtype, device, keeps_full_gradients=True)
+    flat_parameters = FlatParameters(
+        named, partition.buckets, [slice(b.start, b.start) for b in partition.buckets], recipe, gradients
+    )
+    worker = ParameterServerWorker(
+        job, model, data, partition, flat_parameters, stop if role.has_joined_late else StopFlag()
+    )
+    bucket_ids: dict[Tensor, int] = {
+        named[m.name]: bucket_id for bucket_id, b in enumerate(partition.buckets) for m in b.members
+    }
+    parameter_usage = ParameterUsageTracker(model.module, bucket_ids, worker.wait_for_bucket)
+    placement = ParameterPlacement(
+        0, assign_replicas([slice_id.server_index for slice_id in partition.slices], job.layout.server)
+    )
+    timeouts_s = job.run.timeout_s, job.layout.server.eviction_timeout_s
+    for attempt in count():
+        name = f"{role.process_name}+{attempt}" if attempt else role.process_name
+        with open_transport(role, name, handshake) as transport:
+            client = ParameterServerClient(
+                WorkerStateMachine(name, placement), partition, flat_parameters, transport, timeouts_s
+            )
+            client.sibling_errors = role.sibling_errors
+            try:
+                worker.run(client, parameter_usage)
+                return
+            except WorkerEvictedError:
+                continue
+            finally:
+                client.close()
+
+
+@dataclass
+class ParameterServerWorker:
+    job: Job
+    model: TrainableModel
+    data: BatchLoader
+    partition: ParameterPartition
+    flat_parameters: FlatParameters
+    stop: StopFlag
+    client: ParameterServerClient | None = None
+    """Another one when it joins anew."""
+
+    def run(self, client: ParameterServerClient, parameter_usage: ParameterUsageTracker) -> None:
+        """Share after share, until the end."""
+        self.client = client
+        must_set_order = self.job.layout.server.send_order == "need"
+        layout: Layout | None = None
+        while not self.stop.requested and (assignment := client.next_assignment()) is not None:
+            if parameter_usage.first_use_order and must_set_order:
+                client.set_bucket_order(parameter_usage.first_use_order)
+                must_set_order = False
+            parameter_usage.begin_step()
+            if not parameter_usage.first_use_order:
+                for bucket_id in range(len(self.partition.buckets)):
+                    client.wait_for_bucket(bucket_id)
+            if layout is None:  # the desk says how a step is cut
+                work_items_per_step = int(client.coordinator_handshake[WORK_ITEMS_ENTRY])
+                layout = self.job.layout_for(work_items_per_step)
+            self._run_work_item(assignment, layout, parameter_usage)
+
+    def wait_for_bucket(self, bucket_id: int) -> None:
+        assert self.client
+        self.client.wait_for_bucket(bucket_id)
+
+    def _run_work_item(
+        self, assignment: WorkAssignment, layout: Layout, parameter_usage: ParameterUsageTracker
+    ) -> None:
+        client = self.client
+        assert client
+        step, index = divmod(assignment.work_item, layout.dp)
+        microbatch_rows = [
+            microbatch_share.rows
+            for microbatch_share in microbatches_of_rank(layout, index, self.job.data.batch_sequences)
+        ]
+        gradients = self.flat_parameters.gradients
+        gradients.begin_step()
+        loss_sum, target_count, token_count = 0.0, 0.0, 0.0
+        uses_per_item_updates = has_per_item_updates(self.job.layout.server)
+        for microbatch, rows in enumerate(microbatch_rows):
+            batch = self.data.batch(step, rows).to(self.flat_parameters.compute.device)
+            target_count += batch.weights.sum(dtype=torch.float64).item()
+            token_count += batch.tokens.numel()
+            with self.model.randomness(step, batch.rows):
+                loss = self.model.loss_sum(batch)
+            parameter_usage.finish_recording()
+            client.wait_for_all()
+            loss_sum += loss.item()
+            is_last = microbatch == len(microbatch_rows) - 1
+            report = WorkItemReport(loss_sum, target_count, token_count, 0.0, float(min(client.pulled_versions)))
+            pushed_buckets: set[int] = set()
+            # The norm of a share that is an update by itself is told with its last bucket.
+            max_pushed = len(self.flat_parameters.buckets) - uses_per_item_updates
+            gradients.on_bucket_ready = (
+                partial(self._push_bucket, report, pushed_buckets, max_pushed) if is_last else _ignore_bucket
+            )
+            gradients.begin_backward()
+            loss.backward()
+        buckets = range(len(self.flat_parameters.buckets))
+        for bucket_id in buckets:
+            gradients.zero_missing(bucket_id)
+        if uses_per_item_updates:
+            report = report._replace(squares=self._squared_norm())
+        for bucket_id in buckets:
+            if bucket_id not in pushed_buckets:
+                self._push_bucket(report, pushed_buckets, len(buckets), bucket_id)
+
+    def _squared_norm(self) -> float:
+        flat_gradient = self.flat_parameters.gradients.local_slice(slice(0, self.flat_parameters.buckets[-1].stop))
+        return squared_norm(flat_gradient)
+
+    def _push_bucket(self, report: WorkItemReport, pushed_buckets: set[int], max_pushed: int, bucket_id: int) -> None:
+        assert self.client
+        if len(pushed_buckets) >= max_pushed:
+            return
+        self.flat_parameters.gradients.zero_missing(bucket_id)
+        pushed_buckets.add(bucket_id)
+        self.client.push_bucket(bucket_id, report)
+
+
+def _ignore_bucket(bucket_id: int) -> None:
+    """Not yet."""
