@@ -136,7 +136,7 @@ def calibrated(options: argparse.Namespace) -> "Predicted":
     import torch.distributed as dist
     from parts.step_times import Predicted
 
-    from motet.cli.show_step import parts_of
+    from motet.cli.show.step import layers_and_messages
     from motet.cluster.cluster_toml import cluster_from_dict
     from motet.collectives.cost.link_calibration import calibrate_cluster
     from motet.parallel.layout import Layout
@@ -149,7 +149,7 @@ def calibrated(options: argparse.Namespace) -> "Predicted":
     if options.rank == 0:
         report_calibration(tree)
         print(f"agreeing on the loss and the norm: {agree_s * 1e3:.1f} ms\n", flush=True)
-    stretches, _ = parts_of(load_job("tiny", []), Layout(WORLD, 1))
+    stretches, _ = layers_and_messages(load_job("tiny", []), Layout(WORLD, 1))
     return Predicted(cluster_from_dict(tree, "two hosts in miniature"), stretches, agree_s)
 
 

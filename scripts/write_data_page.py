@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from motet.cli.show_step import timed
+from motet.cli.show.step import step_timeline
 from motet.parallel.data_parallel.buckets import build_buckets
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits, FSDPUnit, model_state_memory, sent_bytes_per_step
@@ -122,7 +122,7 @@ def pictures() -> Iterator[tuple[str, str]]:
     drawn = []
     for overlap, title in OVERLAPS.items():
         job = load_job("tiny", ["communication.bucket_mib=4", f"communication.overlap={overlap}"])
-        nodes, times = timed(job, resolve_layout(job.layout, 4, job.data.batch_sequences), 0.6)
+        nodes, times = step_timeline(job, resolve_layout(job.layout, 4, job.data.batch_sequences), 0.6)
         drawn.append((f"step-{overlap}.svg", nodes, times, title))
     longest = max(stop for _, _, times, _ in drawn for _, stop in times.values())
     for name, nodes, times, title in drawn:

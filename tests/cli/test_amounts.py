@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from motet.cli.amounts import parse_bytes, parse_counts, parse_options, parse_sizes, read_program
+from motet.cli.parse_sizes import parse_bytes, parse_options, parse_rank_counts, parse_size_range, read_program
 from motet.collectives import program
 from motet.core.errors import InputError
 
@@ -27,16 +27,16 @@ def test_what_is_no_number_of_bytes(text: str) -> None:
 
 
 def test_sizes() -> None:
-    assert parse_sizes("1KiB..16KiB") == [1024, 4096, 16384]
-    assert parse_sizes("1KiB..9KiB") == [1024, 4096, 9216]
-    assert parse_sizes("4KiB,1KiB") == [1024, 4096]
-    assert parse_sizes("7") == [7]
+    assert parse_size_range("1KiB..16KiB") == [1024, 4096, 16384]
+    assert parse_size_range("1KiB..9KiB") == [1024, 4096, 9216]
+    assert parse_size_range("4KiB,1KiB") == [1024, 4096]
+    assert parse_size_range("7") == [7]
 
 
 def test_counts() -> None:
-    assert parse_counts("2..5") == [2, 3, 4, 5]
-    assert parse_counts("8,4,2..3") == [2, 3, 4, 8]
-    assert parse_counts("7") == [7]
+    assert parse_rank_counts("2..5") == [2, 3, 4, 5]
+    assert parse_rank_counts("8,4,2..3") == [2, 3, 4, 8]
+    assert parse_rank_counts("7") == [7]
 
 
 def test_options() -> None:

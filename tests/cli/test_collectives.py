@@ -15,7 +15,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from environment import uncounted
-from motet.cli.collectives import app
+from motet.cli.collectives.list_algorithms import app
 from motet.cluster.cluster_toml import load_cluster
 from motet.collectives.algorithms import algorithm_names, build, closed_form, collective_names, find_algorithm
 from motet.collectives.cost.size_sweep import format_seconds
@@ -342,7 +342,7 @@ def test_a_proof_that_misses_something_is_a_defect(monkeypatch: pytest.MonkeyPat
 )
 def test_no_torch_is_loaded(arguments: str) -> None:
     code = (
-        "import sys\nfrom typer.testing import CliRunner\nfrom motet.cli.collectives import app\n"
+        "import sys\nfrom typer.testing import CliRunner\nfrom motet.cli.collectives.list_algorithms import app\n"
         f"assert CliRunner().invoke(app, {arguments.split()!r}).exit_code == 0\nassert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from motet.cli.show import app
+from motet.cli.show.model import app
 from motet.parallel.layout import parse_layout, resolve_layout
 from motet.parallel.step_plan.check import InvalidStepPlanError
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from motet.cli.show import app
-from motet.cli.show_step import parts_of
+from motet.cli.show.model import app
+from motet.cli.show.step import layers_and_messages
 from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.layout import Layout
@@ -130,7 +130,7 @@ def complete_in_order(job_folder: Path) -> tuple[list[int], list[frozenset[str]]
         assert isinstance(spread, BucketedDataParallel)
         spread.flat_parameters.gradients.on_bucket_ready = order.append
         parts.make_train_step(job).step(0, 0.001)
-        stretches, messages = parts_of(job, parts.layout)
+        stretches, messages = layers_and_messages(job, parts.layout)
     nodes = build_step_graph(stretches, messages, parts.layout, job.communication)
     said = [node.label for node in nodes if node.kind == "reduce"]
     assert [message.parameters for message in messages] == [

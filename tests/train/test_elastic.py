@@ -117,7 +117,7 @@ def supervisor(process: "subprocess.Popen[bytes]") -> psutil.Process:
 def kill(process: "subprocess.Popen[bytes]", rank: int) -> None:
     for child in psutil.Process(process.pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if child.environ().get("MOTET_RANK") == str(rank) and "motet.cli.rank" in child.cmdline():
+            if child.environ().get("MOTET_RANK") == str(rank) and "motet.cli.rank_main" in child.cmdline():
                 child.kill()
                 return
     raise AssertionError(f"there is no rank {rank}")

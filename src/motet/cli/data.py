@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Build corpora into tokens, and look into them.", no_args_is_help=True)
 
-_FIELDS = ("text_field", "prompt_field", "answer_field", "label_field")
+_FIELD_OPTIONS = ("text_field", "prompt_field", "answer_field", "label_field")
 _OBJECTIVES = ("causal", "masked", "spans", "classify")
 _SHOWN_TOKENS = 100
 
@@ -24,19 +24,19 @@ def build(
     out: Annotated[Path, typer.Option(help="The folder to build; what is finished in it is kept.")],
     options: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help=f"objective, {', '.join(_FIELDS)}: as in a job's [data]."),
+        typer.Argument(metavar="KEY=VALUE", help=f"objective, {', '.join(_FIELD_OPTIONS)}: as in a job's [data]."),
     ] = None,
     tokenizer: Annotated[str, typer.Option(help="bpe:SIZE, `bytes`, or a tokenizer.json or its folder.")] = "bpe:4096",
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; all cores when not given.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON; progress goes to stderr.")] = False,
 ) -> None:
     """Turn text into tokens. The same command continues a build that was broken off."""
-    from motet.cli.progress import shown_progress
+    from motet.cli.progress_bars import show_progress
     from motet.data.corpus.prepare import build_corpus_folder
     from motet.monitor.console import print_json, stdout_console
 
-    fields, settings = _settings(source, options or [], tokenizer, workers)
-    with shown_progress() as progress:
+    fields, settings = _parse_settings(source, options or [], tokenizer, workers)
+    with show_progress() as progress:
         manifest = build_corpus_folder(fields, settings, out, progress)
     if json:
         print_json(manifest.to_json())
@@ -73,7 +73,7 @@ def show(
     screen.print(sample, highlight=False)
 
 
-def _settings(
+def _parse_settings(
     source: str, options: list[str], tokenizer: str, workers: int | None
 ) -> tuple[DataSourceSettings, DataSettings]:
     """The settings that the command line stands for."""
@@ -85,9 +85,9 @@ def _settings(
     values = {"objective": "causal"}
     for option in options:
         key, equals, value = option.partition("=")
-        if not equals or key not in ("objective", *_FIELDS):
-            near = difflib.get_close_matches(key, ("objective", *_FIELDS), n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are objective, {', '.join(_FIELDS)}"
+        if not equals or key not in ("objective", *_FIELD_OPTIONS):
+            near = difflib.get_close_matches(key, ("objective", *_FIELD_OPTIONS), n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are objective, {', '.join(_FIELD_OPTIONS)}"
             raise InputError(f"option {option!r} is not KEY=VALUE with a known key; {hint}")
         values[key] = value
     objective = values.pop("objective")

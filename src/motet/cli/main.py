@@ -6,7 +6,9 @@ from typing import Annotated
 import typer
 
 import motet
-from motet.cli import collectives, data, show
+from motet.cli import data
+from motet.cli.collectives import list_algorithms
+from motet.cli.show import model
 from motet.cli.train import train
 from motet.cli.verify import verify
 
@@ -37,9 +39,9 @@ def root(
 
 app.command()(train)
 app.command()(verify)
-app.add_typer(collectives.app, name="collectives")
+app.add_typer(list_algorithms.app, name="collectives")
 app.add_typer(data.app, name="data")
-app.add_typer(show.app, name="show")
+app.add_typer(model.app, name="show")
 
 
 def main() -> None:

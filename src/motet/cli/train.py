@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from motet.train.launch.supervisor import LaunchExitStatus
 
 DEFAULT_JOB = "tiny"
-STDERR = 2
+STDERR_FD = 2
 
 # A launcher ends all ranks as soon as one has ended: the one that failed of itself is first given time to say why.
-CAUSE_SPEAKS_S = 2.0
+ROOT_CAUSE_WAIT_S = 2.0
 
 
 def train(  # noqa: PLR0913 - a command's options
@@ -55,22 +55,24 @@ def train(  # noqa: PLR0913 - a command's options
         print_json(Job.model_json_schema())
     else:
         options = {"run.ranks": ranks, "run.folder": run_folder}
-        given = [f"{key}={json_format.dumps(value)}" for key, value in options.items() if value is not None]
-        request = _request(words or [], given, resume, resume_from)
+        option_overrides = [f"{key}={json_format.dumps(value)}" for key, value in options.items() if value is not None]
+        request = _train_request(words or [], option_overrides, resume, resume_from)
         if print_job:
             _print_job(request.job, json)
         else:
-            raise typer.Exit(_train(request, ranks, json) if join is None else _join(request, join))
+            raise typer.Exit(_run_training(request, ranks, json) if join is None else _join_run(request, join))
 
 
-def _request(words: list[str], given: list[str], resume: bool, resume_from: str | None) -> "TrainRequest":
+def _train_request(
+    words: list[str], option_overrides: list[str], resume: bool, resume_from: str | None
+) -> "TrainRequest":
     """The job and the run that the command line speaks of."""
     from motet.train.job import load_job, split_job_and_overrides
     from motet.train.launch.entry_points import TrainRequest
     from motet.train.launch.run_folder import JOB_FILE, existing_run_folder, find_newest_run
 
     name, settings = split_job_and_overrides(words)
-    overrides = [*settings, *given]
+    overrides = [*settings, *option_overrides]
     if name is not None or not (resume or resume_from):
         job = load_job(name or DEFAULT_JOB, overrides)
     run = (
@@ -87,10 +89,10 @@ def _request(words: list[str], given: list[str], resume: bool, resume_from: str 
     return TrainRequest(job, run, sys.argv)
 
 
-def _train(request: "TrainRequest", ranks: int | None, json: bool) -> int:
+def _run_training(request: "TrainRequest", ranks: int | None, json: bool) -> int:
     """Start or join the ranks, and tell how it ended. Returns the exit code."""
     from motet.cli.environment import read_environment
-    from motet.cli.progress import shown_progress
+    from motet.cli.progress_bars import show_progress
     from motet.core.errors import InputError
     from motet.monitor.console import stderr_console
     from motet.parallel.process.launch_environment import read_rank_environment
@@ -98,30 +100,30 @@ def _train(request: "TrainRequest", ranks: int | None, json: bool) -> int:
     from motet.train.launch.failures import STOPPED_EXIT_CODE
 
     environment = read_environment()
-    place = read_rank_environment(environment)
+    rank_env = read_rank_environment(environment)
 
-    def tell(text: str) -> None:
+    def log(text: str) -> None:
         stderr_console().print(text, highlight=False)
 
-    if place is None:
-        outside = SupervisorIO(environment, tell, shown_progress, STDERR if json else None)
+    if rank_env is None:
+        supervisor_io = SupervisorIO(environment, log, show_progress, STDERR_FD if json else None)
         try:
-            path, ended = supervise_local_ranks(request, outside)
+            path, exit_status = supervise_local_ranks(request, supervisor_io)
         except KeyboardInterrupt:
-            tell("stopped before any rank was started")
+            log("stopped before any rank was started")
             return STOPPED_EXIT_CODE
-        return _tell_end(path, ended, json)
-    if ranks not in (None, place.world):
-        raise InputError(f"--ranks {ranks}, but the launcher started {place.world} ranks; leave --ranks out")
-    run = request.job.run.model_copy(update={"ranks": place.world})
+        return _report_run_end(path, exit_status, json)
+    if ranks not in (None, rank_env.world):
+        raise InputError(f"--ranks {ranks}, but the launcher started {rank_env.world} ranks; leave --ranks out")
+    run = request.job.run.model_copy(update={"ranks": rank_env.world})
     job = request.job.model_copy(update={"run": run})
-    return _tell_record(run_launched_rank(replace(request, job=job), place, tell), place)
+    return _report_rank_exit(run_launched_rank(replace(request, job=job), rank_env, log), rank_env)
 
 
-def _join(request: "TrainRequest", desk: str) -> int:
+def _join_run(request: "TrainRequest", coordinator_address: str) -> int:
     """Work for a run that goes on elsewhere. Returns the exit code."""
     from motet.cli.environment import read_environment
-    from motet.cli.progress import shown_progress
+    from motet.cli.progress_bars import show_progress
     from motet.core.errors import InputError
     from motet.monitor.console import stderr_console
     from motet.parallel.process.launch_environment import read_rank_environment
@@ -131,17 +133,17 @@ def _join(request: "TrainRequest", desk: str) -> int:
     if read_rank_environment(environment) is not None:
         raise InputError("--join starts workers of its own; give their number with --ranks, without torchrun or srun")
 
-    def tell(text: str) -> None:
+    def log(text: str) -> None:
         stderr_console().print(text, highlight=False)
 
-    ended = join_remote_run(request, desk, SupervisorIO(environment, tell, shown_progress))
-    for text in (ended.message, ended.traceback):
+    exit_status = join_remote_run(request, coordinator_address, SupervisorIO(environment, log, show_progress))
+    for text in (exit_status.message, exit_status.traceback):
         if text:
-            tell(text)
-    return ended.exit_code
+            log(text)
+    return exit_status.exit_code
 
 
-def _tell_end(path: Path, ended: "LaunchExitStatus", json: bool) -> int:
+def _report_run_end(path: Path, exit_status: "LaunchExitStatus", json: bool) -> int:
     """The one message about a run that did not come to its end, and the summary when JSON is asked for."""
     from motet.core.errors import InputError
     from motet.monitor.console import print_json, stderr_console
@@ -151,29 +153,29 @@ def _tell_end(path: Path, ended: "LaunchExitStatus", json: bool) -> int:
     summary = read_summary(path) if (path / SUMMARY_FILE).is_file() else None
     screen = stderr_console()
     screen.show_cursor(True)  # a rank that was killed in the midst of drawing left it hidden
-    if ended.message:
-        screen.print(ended.message, highlight=False)
-    if ended.traceback:
-        screen.print(ended.traceback, highlight=False)
+    if exit_status.message:
+        screen.print(exit_status.message, highlight=False)
+    if exit_status.traceback:
+        screen.print(exit_status.traceback, highlight=False)
     step = newest_checkpoint_step(path)
-    if step is not None and not (summary and summary.finished) and ended.exit_code != InputError.exit_code:
+    if step is not None and not (summary and summary.finished) and exit_status.exit_code != InputError.exit_code:
         screen.print(f"continue from step {step} with: motet train --resume-from {path}", highlight=False)
     if json and summary:
         print_json(summary.model_dump(mode="json"))
-    return ended.exit_code
+    return exit_status.exit_code
 
 
-def _tell_record(record: "RankExitRecord", place: "RankEnvironment") -> int:
+def _report_rank_exit(record: "RankExitRecord", rank_env: "RankEnvironment") -> int:
     """What one rank among those of a launcher says at its end: all, one line, or nothing."""
     from motet.monitor.console import stderr_console
     from motet.train.launch.rank_process import hard_exit
 
-    who = f"rank {place.rank} of {place.world}"
+    who = f"rank {rank_env.rank} of {rank_env.world}"
     if record.caused_by_peer:
         stderr_console().print(
             f"{who} ends because another rank did: {record.error_message.splitlines()[0]}", highlight=False
         )
-        time.sleep(CAUSE_SPEAKS_S)
+        time.sleep(ROOT_CAUSE_WAIT_S)
     elif record.error_message:
         stderr_console().print(
             "\n".join(filter(None, [f"{who} failed: {record.error_message}", record.traceback])), highlight=False
@@ -187,12 +189,12 @@ def _list_jobs(json: bool) -> None:
     from motet.monitor.console import print_json, stdout_console
     from motet.train.job import builtin_jobs
 
-    about = {name: _first_sentence(text) for name, text in builtin_jobs().items()}
+    descriptions = {name: _first_sentence(text) for name, text in builtin_jobs().items()}
     if json:
-        print_json(about)
+        print_json(descriptions)
         return
-    width = max(map(len, about))
-    for name, text in about.items():
+    width = max(map(len, descriptions))
+    for name, text in descriptions.items():
         stdout_console().print(f"{name:{width}}  {text}", highlight=False)
 
 

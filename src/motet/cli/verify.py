@@ -14,7 +14,7 @@ import typer
 if TYPE_CHECKING:
     from motet.train.job import Job
 
-RANKS = 4
+DEFAULT_RANKS = 4
 
 
 def verify(
@@ -30,7 +30,8 @@ def verify(
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="All layouts for up to --ranks ranks.")] = False,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help=f"Ranks of layouts that do not say dp, and the most with --all; {RANKS}.")
+        int | None,
+        typer.Option(min=1, help=f"Ranks of layouts that do not say dp, and the most with --all; {DEFAULT_RANKS}."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON; progress goes to stderr.")] = False,
 ) -> None:
@@ -45,13 +46,13 @@ def verify(
     name, settings = split_job_and_overrides(words or [])
     job = load_job(name or "tiny", settings)
     if everything:
-        layouts = possible(job, layouts_for(ranks or RANKS), _tell)
+        layouts = possible(job, layouts_for(ranks or DEFAULT_RANKS), _log)
     else:
-        layouts = [with_ranks(text, ranks or RANKS) for text in layout] if layout else [_own(job, ranks)]
-    raise typer.Exit(_verified(job, layouts, json))
+        layouts = [with_ranks(text, ranks or DEFAULT_RANKS) for text in layout] if layout else [_job_layout(job, ranks)]
+    raise typer.Exit(_verify_layouts(job, layouts, json))
 
 
-def _verified(job: Job, layouts: list[str], json: bool) -> int:
+def _verify_layouts(job: Job, layouts: list[str], json: bool) -> int:
     """Returns the exit code."""
     from motet.cli.environment import read_environment
     from motet.monitor.console import print_json, stderr_console, stdout_console
@@ -67,40 +68,40 @@ def _verified(job: Job, layouts: list[str], json: bool) -> int:
         (stderr_console() if json else stdout_console()).print(str(verdict), highlight=False, soft_wrap=True)
 
     try:
-        with redirect_stdout(sys.stderr) if json else nullcontext(), _ends_alike():
-            for subject in subjects_of(job, layouts, _tell):
-                verified(subject, read_environment(), _tell, show)
+        with redirect_stdout(sys.stderr) if json else nullcontext(), _signals_as_keyboard_interrupt():
+            for subject in subjects_of(job, layouts, _log):
+                verified(subject, read_environment(), _log, show)
         code = exit_code_of(verdicts)
     except KeyboardInterrupt:
-        _tell(f"stopped; {len(verdicts)} of {len(layouts)} layouts were verified")
+        _log(f"stopped; {len(verdicts)} of {len(layouts)} layouts were verified")
         code = STOPPED_EXIT_CODE
     if json:
         print_json({"layouts": [verdict.as_json() for verdict in verdicts]})
     return code
 
 
-def _tell(text: str) -> None:
+def _log(text: str) -> None:
     from motet.monitor.console import stderr_console
 
     stderr_console().print(text, highlight=False)
 
 
 @contextmanager
-def _ends_alike() -> Iterator[None]:
+def _signals_as_keyboard_interrupt() -> Iterator[None]:
     """SIGTERM and the end of the terminal are Ctrl-C, so that nothing is left behind."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    previous_handlers = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
-def _own(job: Job, ranks: int | None) -> str:
+def _job_layout(job: Job, ranks: int | None) -> str:
     """The layout of the job."""
     from motet.verify.layouts import described, with_ranks
 

@@ -174,7 +174,14 @@ class _Runs:
         for old in folder.glob("layout-*"):
             shutil.rmtree(old) if old.is_dir() else old.unlink()
         start = LaunchSpec(
-            command=(sys.executable, "-m", "motet.cli.rank", WORK, str(folder), *(each.text for each in candidates)),
+            command=(
+                sys.executable,
+                "-m",
+                "motet.cli.rank_main",
+                WORK,
+                str(folder),
+                *(each.text for each in candidates),
+            ),
             ranks=max(each.world for each in candidates),
             environment=rank_environment(self.environment, 1),
             log_folder=folder / "logs",

@@ -84,7 +84,7 @@ def supervise_local_ranks(request: TrainRequest, io: SupervisorIO) -> tuple[Path
     with _open_run_folder(request, folder_choice, ranks, threads, io.log) as snapshot:
         path = snapshot.path
         spec = LaunchSpec(
-            command=(sys.executable, "-m", "motet.cli.rank", "motet.train.launch.rank_main:train_rank", str(path)),
+            command=(sys.executable, "-m", "motet.cli.rank_main", "motet.train.launch.rank_main:train_rank", str(path)),
             ranks=ranks + server_process_count(job),
             environment=rank_environment(io.environment, threads),
             log_folder=path / LOGS_FOLDER,
@@ -128,7 +128,7 @@ def join_remote_run(request: TrainRequest, coordinator_address: str, io: Supervi
         write_run_start(Path(folder), job, collect_provenance(job.run.ranks, threads, request.command_line))
         function_name, host = "motet.train.launch.rank_main:join_rank", f"{socket.gethostname()}-{secrets.token_hex(3)}"
         spec = LaunchSpec(
-            command=(sys.executable, "-m", "motet.cli.rank", function_name, folder, host),
+            command=(sys.executable, "-m", "motet.cli.rank_main", function_name, folder, host),
             ranks=job.run.ranks,
             environment=rank_environment(io.environment, threads),
             log_folder=Path(folder) / LOGS_FOLDER,

@@ -1,4 +1,4 @@
-"""`python -m motet.cli.rank PACKAGE.MODULE:FUNCTION [ARGUMENT ...]`: one rank, as the supervisor starts it."""
+"""`python -m motet.cli.rank_main PACKAGE.MODULE:FUNCTION [ARGUMENT ...]`: one rank, as the supervisor starts it."""
 
 import sys
 
@@ -10,9 +10,9 @@ from motet.train.launch.rank_process import run_supervised_rank
 def main() -> int:
     """Do the work of the rank whose place is in the environment."""
     environment = read_environment()
-    place = read_rank_environment(environment)
-    assert place is not None, "started by hand: use `motet train`"
-    return run_supervised_rank(place, int(environment["MOTET_SUPERVISOR"]), sys.argv[1], sys.argv[2:])
+    rank_env = read_rank_environment(environment)
+    assert rank_env is not None, "started by hand: use `motet train`"
+    return run_supervised_rank(rank_env, int(environment["MOTET_SUPERVISOR"]), sys.argv[1], sys.argv[2:])
 
 
 if __name__ == "__main__":

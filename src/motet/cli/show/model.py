@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from motet.cli.collectives import draw
-from motet.cli.show_layout import layout
-from motet.cli.show_step import step
+from motet.cli.collectives.list_algorithms import draw
+from motet.cli.show.layout import layout
+from motet.cli.show.step import step
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,7 +25,7 @@ app = typer.Typer(no_args_is_help=True, help="Show what a run is made of.")
 
 
 @app.callback()
-def show() -> None:
+def show_callback() -> None:
     """Show what a run is made of."""
 
 
@@ -49,16 +49,16 @@ def model(
     from motet.models.spec.model_spec import spec_from_settings
     from motet.monitor.console import print_json, stdout_console
 
-    job = _job(source, overrides or [], sequence_length)
-    found = {"source": source, **_sizes(job, spec_from_settings(job.model), attention)}
+    job = _load_job_or_config(source, overrides or [], sequence_length)
+    report = {"source": source, **_model_sizes(job, spec_from_settings(job.model), attention)}
     if json:
-        print_json(found)
+        print_json(report)
     else:
-        stdout_console().print(_table(found))
-        stdout_console().print(_sentence(found))
+        stdout_console().print(_table(report))
+        stdout_console().print(_summary(report))
 
 
-def _job(source: str, overrides: list[str], sequence_length: int | None) -> Job:
+def _load_job_or_config(source: str, overrides: list[str], sequence_length: int | None) -> Job:
     """The job; of a config, one that trains its model as such models are trained."""
     from motet.core.errors import InputError
     from motet.models.hf.hf_config import read_config, settings_from_config
@@ -87,22 +87,26 @@ def _job(source: str, overrides: list[str], sequence_length: int | None) -> Job:
     return job
 
 
-def _sizes(job: Job, spec: ModelSpec, attention: Literal["causal", "full"]) -> dict[str, Any]:
+def _model_sizes(job: Job, spec: ModelSpec, attention: Literal["causal", "full"]) -> dict[str, Any]:
     """Per block, of one repetition; then of the whole model."""
     from motet.precision.recipe import RECIPES
     from motet.train.flops import batch_shape
 
-    one, two, dtype = batch_shape(job, 1), batch_shape(job, 2), RECIPES[job.precision.recipe].compute
-    tokens = one.length + one.source_length
+    single_sequence, two_sequences, dtype = (
+        batch_shape(job, 1),
+        batch_shape(job, 2),
+        RECIPES[job.precision.recipe].compute,
+    )
+    tokens = single_sequence.length + single_sequence.source_length
 
-    def row(part: BlockSpec | ModelSpec) -> dict[str, Any]:
-        flops, kept = part.forward_flops(one, attention), part.saved_bytes(one, dtype)
+    def row(layer: BlockSpec | ModelSpec) -> dict[str, Any]:
+        flops, saved_bytes = layer.forward_flops(single_sequence, attention), layer.saved_bytes(single_sequence, dtype)
         return {
             "forward_flops_per_token": flops / tokens,
             "training_flops_per_token": 3 * flops / tokens,
             # What one more sequence adds: some tensors are there once, however many sequences there are.
-            "saved_bytes_per_token": (part.saved_bytes(two, dtype) - kept) / tokens,
-            "saved_bytes_per_sequence": kept,
+            "saved_bytes_per_token": (layer.saved_bytes(two_sequences, dtype) - saved_bytes) / tokens,
+            "saved_bytes_per_sequence": saved_bytes,
         }
 
     blocks = [
@@ -127,7 +131,7 @@ def _sizes(job: Job, spec: ModelSpec, attention: Literal["causal", "full"]) -> d
     }
 
 
-def _table(found: dict[str, Any]) -> Table:
+def _table(report: dict[str, Any]) -> Table:
     from rich.table import Table
 
     from motet.core.units import format_bytes, format_count
@@ -139,26 +143,26 @@ def _table(found: dict[str, Any]) -> Table:
             format_bytes(row["saved_bytes_per_token"]),
         )
 
-    table = Table(title=found["source"], show_footer=True)
+    table = Table(title=report["source"], show_footer=True)
     table.add_column("block", footer="model")
     names = ("repeat", "parameters", "FLOPs per token", "saved per token")
-    for name, footer in zip(names, ("", *sizes(found)), strict=True):
+    for name, footer in zip(names, ("", *sizes(report)), strict=True):
         table.add_column(name, footer=footer, justify="right")
-    for block in found["blocks"]:
+    for block in report["blocks"]:
         table.add_row(block["name"], str(block["repeat"]), *sizes(block))
     return table
 
 
-def _sentence(found: dict[str, Any]) -> str:
+def _summary(report: dict[str, Any]) -> str:
     from motet.core.units import format_bytes
 
-    active = f"A token goes through {found['active_parameters']:,} parameters. "
-    pairs = "pairs that see each other" if found["attention"] == "causal" else "all pairs"
+    active = f"A token goes through {report['active_parameters']:,} parameters. "
+    pairs = "pairs that see each other" if report["attention"] == "causal" else "all pairs"
     return (
-        (active if found["active_parameters"] != found["parameters"] else "")
+        (active if report["active_parameters"] != report["parameters"] else "")
         + "A block's row is one repetition. FLOPs are of forward and backward in sequences of "
-        f"{found['tokens_per_sequence']:,} tokens, attention counted for {pairs}. Saved from forward to backward for "
-        f"one such sequence in {found['dtype']}, nothing recomputed: {format_bytes(found['saved_bytes_per_sequence'])}."
+        f"{report['tokens_per_sequence']:,} tokens, attention counted for {pairs}. Saved from forward to backward for "
+        f"one such sequence in {report['dtype']}, nothing recomputed: {format_bytes(report['saved_bytes_per_sequence'])}."
     )
 
 

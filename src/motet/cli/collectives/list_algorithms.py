@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from motet.cli.collectives_cost import cost
-from motet.cli.collectives_limits import MOST_RANKS, whole
-from motet.cli.collectives_prove import prove
-from motet.cli.collectives_run import run
+from motet.cli.collectives.cost import cost
+from motet.cli.collectives.option_limits import MAX_RANKS, integer_option
+from motet.cli.collectives.prove import prove
+from motet.cli.collectives.run import run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +25,7 @@ app = typer.Typer(no_args_is_help=True, help="Collectives: list, draw, prove, co
 
 
 @app.callback()
-def collectives() -> None:
+def collectives_callback() -> None:
     """Collectives: list, draw, prove, cost and run them."""
 
 
@@ -35,7 +35,10 @@ def show_list(
         str | None, typer.Argument(metavar="[COLLECTIVE]", help="Only this collective; else all.")
     ] = None,
     ranks: Annotated[
-        int, typer.Option(callback=whole("--ranks", 2, MOST_RANKS), help="For which rounds and traffic are counted.")
+        int,
+        typer.Option(
+            callback=integer_option("--ranks", 2, MAX_RANKS), help="For which rounds and traffic are counted."
+        ),
     ] = 8,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -48,32 +51,34 @@ def show_list(
     from motet.monitor.console import print_json
 
     names = collective_names() if collective is None else (collective,)
-    rows = [_row(find_algorithm(name, algorithm), ranks) for name in names for algorithm in algorithm_names(name)]
+    rows = [
+        _algorithm_row(find_algorithm(name, algorithm), ranks) for name in names for algorithm in algorithm_names(name)
+    ]
     if json:
         print_json({"ranks": ranks, "algorithms": rows})
         return
     for name in names:
-        mine = [row for row in rows if row["collective"] == name]
-        say(f"{name} of {ranks} ranks", *_lines(mine), "")
+        collective_rows = [row for row in rows if row["collective"] == name]
+        print_lines(f"{name} of {ranks} ranks", *_table_lines(collective_rows), "")
         if collective:
-            say(*(f"{row['algorithm']}: {row['summary']}" for row in mine))
+            print_lines(*(f"{row['algorithm']}: {row['summary']}" for row in collective_rows))
 
 
-def _row(algorithm: Algorithm, ranks: int) -> dict[str, Any]:
-    takes = [count for count in range(2, 65) if algorithm.supports(count)]
-    found = {
+def _algorithm_row(algorithm: Algorithm, ranks: int) -> dict[str, Any]:
+    supported_ranks = [count for count in range(2, 65) if algorithm.supports(count)]
+    row = {
         "collective": algorithm.collective,
         "algorithm": algorithm.name,
         "summary": algorithm.summary,
         "options": list(algorithm.options),
         "same_bits": algorithm.same_bits,
-        "takes_any": len(takes) == 63,
-        "takes_of_2_to_64": takes,
+        "takes_any": len(supported_ranks) == 63,
+        "takes_of_2_to_64": supported_ranks,
     }
-    return {**found, "at_these_ranks": _counted(algorithm, ranks) if algorithm.supports(ranks) else None}
+    return {**row, "at_these_ranks": _program_counts(algorithm, ranks) if algorithm.supports(ranks) else None}
 
 
-def _counted(algorithm: Algorithm, ranks: int) -> dict[str, Any]:
+def _program_counts(algorithm: Algorithm, ranks: int) -> dict[str, Any]:
     """What one Program does. Shares are parts of S."""
     from motet.collectives.algorithms import closed_form
 
@@ -89,19 +94,19 @@ def _counted(algorithm: Algorithm, ranks: int) -> dict[str, Any]:
     }
 
 
-def _lines(rows: list[dict[str, Any]]) -> list[str]:
+def _table_lines(rows: list[dict[str, Any]]) -> list[str]:
     from motet.collectives.draw.frames import align_columns
 
     lines = [["algorithm", "steps", "start-ups", "sent / S", "added / S", "ranks", "options"]]
     for row in rows:
         counted = row["at_these_ranks"]
-        numbers = (f"{counted[key]:.4g}" if counted else "-" for key in _NUMBERS)
+        numbers = (f"{counted[key]:.4g}" if counted else "-" for key in _NUMBER_KEYS)
         takes = "any" if row["takes_any"] else ", ".join([*map(str, row["takes_of_2_to_64"][:3]), "..."])
         lines.append([row["algorithm"], *numbers, takes, ", ".join(row["options"])])
     return align_columns(lines, right_aligned=range(1, 5))
 
 
-_NUMBERS = ("steps", "start_ups", "sent_in_turn_share", "added_in_turn_share")
+_NUMBER_KEYS = ("steps", "start_ups", "sent_in_turn_share", "added_in_turn_share")
 
 
 @app.command()
@@ -111,28 +116,28 @@ def draw(
         typer.Argument(metavar="COLLECTIVE ALGORITHM [NAME=VALUE]... or FILE.json", help="What to draw."),
     ],
     ranks: Annotated[
-        int | None, typer.Option(callback=whole("--ranks", 2, MOST_RANKS), help="How many; 4 when not given.")
+        int | None, typer.Option(callback=integer_option("--ranks", 2, MAX_RANKS), help="How many; 4 when not given.")
     ] = None,
     svg: Annotated[Path | None, typer.Option(help="Write a picture of all steps to this file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write an animated page to this file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the Program as JSON: docs/reference/program.md.")] = False,
 ) -> None:
     """Who sends which chunk to whom in each step, and what each rank then holds."""
-    from motet.cli.amounts import one_program
+    from motet.cli.parse_sizes import load_or_build_program
     from motet.collectives.draw.frames import program_text
     from motet.monitor.console import stdout_console
 
     check_writable(svg, html)
-    program = one_program(words, ranks, 4)
-    for path, drawn in ((svg, _svg), (html, _page)):
+    program = load_or_build_program(words, ranks, 4)
+    for path, drawn in ((svg, _svg), (html, _html)):
         if path is not None:
-            save(path, drawn(program))
+            write_output_file(path, drawn(program))
             if not json:
-                say(f"{path} is written")
+                print_lines(f"{path} is written")
     if json:
         stdout_console().out(program.to_json(), end="", highlight=False)
     elif svg is None and html is None:
-        stdout_console().print(marked(program_text(program)), soft_wrap=True)
+        stdout_console().print(highlight(program_text(program)), soft_wrap=True)
 
 
 def _svg(program: Program) -> str:
@@ -141,7 +146,7 @@ def _svg(program: Program) -> str:
     return program_svg(program)
 
 
-def _page(program: Program) -> str:
+def _html(program: Program) -> str:
     from motet.collectives.draw.html_animation import program_html
 
     return program_html(program)
@@ -152,7 +157,7 @@ def check_writable(*paths: Path | None) -> None:
     import tempfile
 
     for path in filter(None, paths):
-        with _writing(path):
+        with _report_write_errors(path):
             if path.is_dir():
                 raise IsADirectoryError(EISDIR, strerror(EISDIR))
             if path.exists():
@@ -161,11 +166,11 @@ def check_writable(*paths: Path | None) -> None:
                 tempfile.TemporaryFile(dir=path.resolve().parent).close()
 
 
-def save(path: Path, text: str) -> None:
+def write_output_file(path: Path, text: str) -> None:
     """Write a file, whole or not at all."""
     from motet.train.launch.run_folder import write_file_atomically
 
-    with _writing(path):
+    with _report_write_errors(path):
         if path.is_file() or not path.exists():
             write_file_atomically(path.resolve(), text.encode())
         else:  # a device or a pipe stays what it is
@@ -173,7 +178,7 @@ def save(path: Path, text: str) -> None:
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def _report_write_errors(path: Path) -> Iterator[None]:
     from motet.core.errors import InputError
 
     try:
@@ -182,7 +187,7 @@ def _writing(path: Path) -> Iterator[None]:
         raise InputError(f"cannot write {path}: {error.strerror}; give another file") from None
 
 
-def say(*lines: str) -> None:
+def print_lines(*lines: str) -> None:
     """Print lines as they are, however wide the terminal is: columns stay under each other."""
     from motet.monitor.console import stdout_console
 
@@ -190,14 +195,14 @@ def say(*lines: str) -> None:
         stdout_console().print(line, highlight=False, soft_wrap=True)
 
 
-def marked(text: str) -> Any:
+def highlight(text: str) -> Any:
     """With what a step has written in colour."""
     from rich.text import Text
 
-    found = Text(text)
-    found.highlight_regex(r"\[[0-9,\-x]+\]", "bold green")
-    found.highlight_regex(r"(?m)^(start|step \d+)$", "bold")
-    return found
+    highlighted = Text(text)
+    highlighted.highlight_regex(r"\[[0-9,\-x]+\]", "bold green")
+    highlighted.highlight_regex(r"(?m)^(start|step \d+)$", "bold")
+    return highlighted
 
 
 for _command in (prove, cost, run):

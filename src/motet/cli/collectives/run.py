@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from motet.cli.collectives_limits import whole
+from motet.cli.collectives.option_limits import integer_option
 
 if TYPE_CHECKING:
     from motet.cluster.cluster import Cluster
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from motet.parallel.process.launch_environment import RankEnvironment
     from motet.train.launch.failures import StopFlag
 
-_MOST_RANKS = 32
+_MAX_RANKS = 32
 """On one machine: each is a process with torch in it."""
-_MOST_BYTES = 2**32
+_MAX_BYTES = 2**32
 """Of S: each rank keeps several copies of it, some of them in float64."""
 _TIMEOUT_S = 120.0
-_PROGRAM, _ANSWER = "program.json", "answer.json"
+_PROGRAM_FILE, _MEASUREMENT_FILE = "program.json", "answer.json"
 
 
 def run(  # noqa: PLR0913 - options of a command
@@ -31,10 +31,12 @@ def run(  # noqa: PLR0913 - options of a command
     ],
     ranks: Annotated[
         int | None,
-        typer.Option(callback=whole("--ranks", 2), help="How many on this machine; 2 when not given."),
+        typer.Option(callback=integer_option("--ranks", 2), help="How many on this machine; 2 when not given."),
     ] = None,
     size: Annotated[str | None, typer.Option(help="S, for example 4KiB or 16MiB; 1MiB if not given.")] = None,
-    repeats: Annotated[int, typer.Option(callback=whole("--repeats", 1, 10_000), help="How often to measure.")] = 5,
+    repeats: Annotated[
+        int, typer.Option(callback=integer_option("--repeats", 1, 10_000), help="How often to measure.")
+    ] = 5,
     cluster: Annotated[str | None, typer.Option(help="A preset or TOML file, to predict the time on.")] = None,
     backend: Annotated[
         Literal["auto", "motet", "gloo"], typer.Option(help="What carries the messages; auto is motet on Linux x86-64.")
@@ -42,40 +44,42 @@ def run(  # noqa: PLR0913 - options of a command
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Carry a Program out on CPU ranks by messages: check the sums, count what is sent, and measure the time."""
-    from motet.cli.amounts import is_file, one_program, split_words
-    from motet.cli.collectives import say
-    from motet.cli.collectives_cost import sized_cluster
+    from motet.cli.collectives.cost import load_sized_cluster
+    from motet.cli.collectives.list_algorithms import print_lines
+    from motet.cli.parse_sizes import load_or_build_program, names_program_file, split_algorithm_words
     from motet.collectives.prove.program_checker import prove_program
     from motet.core.errors import InputError
     from motet.core.units import format_bytes
     from motet.monitor.console import print_json
 
-    program = one_program(words, ranks, 2)
-    if not 2 <= program.ranks <= _MOST_RANKS:
+    program = load_or_build_program(words, ranks, 2)
+    if not 2 <= program.ranks <= _MAX_RANKS:
         remedy = "more" if program.ranks < 2 else "fewer"
         raise InputError(
-            f"{program}: this machine carries out Programs of 2 to {_MOST_RANKS} ranks; give {remedy} ranks"
+            f"{program}: this machine carries out Programs of 2 to {_MAX_RANKS} ranks; give {remedy} ranks"
         )
     prove_program(program)
-    asked = _size(program, size)
-    if max(asked, 4 * program.message_size_units) > _MOST_BYTES:
+    message_bytes = _message_bytes(program, size)
+    if max(message_bytes, 4 * program.message_size_units) > _MAX_BYTES:
         raise InputError(
-            f"{program}: S of {format_bytes(max(asked, 4 * program.message_size_units))} is more than the "
-            f"{format_bytes(_MOST_BYTES)} that ranks of one machine carry out; give less, or smaller relative sizes"
+            f"{program}: S of {format_bytes(max(message_bytes, 4 * program.message_size_units))} is more than the "
+            f"{format_bytes(_MAX_BYTES)} that ranks of one machine carry out; give less, or smaller relative sizes"
         )
-    options = {} if is_file(words) else split_words(words)[2]
-    predicted_on = sized_cluster(cluster, program.ranks) if cluster else None  # a mistake in it is told at once
-    found = _record(program, options, _carried_out(program, asked, repeats, backend), predicted_on)
+    options = {} if names_program_file(words) else split_algorithm_words(words)[2]
+    prediction_cluster = (
+        load_sized_cluster(cluster, program.ranks) if cluster else None
+    )  # a mistake in it is told at once
+    result = _as_json(program, options, _run_ranks(program, message_bytes, repeats, backend), prediction_cluster)
     if json:
-        print_json(found)
+        print_json(result)
     else:
-        say(*_told(program, found))
-    _check_counts(program, found)
+        print_lines(*_result_lines(program, result))
+    _check_sent_counts(program, result)
 
 
-def _size(program: Program, text: str | None) -> int:
+def _message_bytes(program: Program, text: str | None) -> int:
     """S in bytes. What carries no data moves tokens, one number each."""
-    from motet.cli.amounts import parse_bytes
+    from motet.cli.parse_sizes import parse_bytes
     from motet.collectives.cost.alpha_beta import COLLECTIVES_WITHOUT_DATA
     from motet.core.errors import InputError
 
@@ -86,7 +90,7 @@ def _size(program: Program, text: str | None) -> int:
     return 4 * program.message_size_units
 
 
-def _carried_out(program: Program, size: int, repeats: int, backend: str) -> dict[str, Any]:
+def _run_ranks(program: Program, size: int, repeats: int, backend: str) -> dict[str, Any]:
     """Start the ranks, and take what rank 0 has written down."""
     import sys
     import tempfile
@@ -97,25 +101,25 @@ def _carried_out(program: Program, size: int, repeats: int, backend: str) -> dic
 
     with tempfile.TemporaryDirectory(prefix="motet-run-") as name:
         folder = Path(name)
-        (folder / _PROGRAM).write_text(program.to_json(), encoding="utf-8")
-        work = "motet.cli.collectives_run:measure_rank"
-        command = (sys.executable, "-m", "motet.cli.rank", work, name, str(size), str(repeats), backend)
-        start = LaunchSpec(
+        (folder / _PROGRAM_FILE).write_text(program.to_json(), encoding="utf-8")
+        function_name = "motet.cli.collectives.run:measure_rank"
+        command = (sys.executable, "-m", "motet.cli.rank_main", function_name, name, str(size), str(repeats), backend)
+        spec = LaunchSpec(
             command, program.ranks, rank_environment(read_environment(), 1), folder, stop_message="stopping"
         )
-        ended = launch_ranks(start, lambda text: None)
-        ended.raise_if_stopped()
-        if ended.message:
+        exit_status = launch_ranks(spec, lambda text: None)
+        exit_status.raise_if_stopped()
+        if exit_status.message:
             kind = {InputError.exit_code: InputError, RankFailedError.exit_code: RankFailedError}.get(
-                ended.exit_code, MotetError
+                exit_status.exit_code, MotetError
             )
-            raise kind("\n".join(filter(None, [ended.message, ended.traceback])))
-        found: dict[str, Any] = json_format.loads((folder / _ANSWER).read_text(encoding="utf-8"))
-    return found
+            raise kind("\n".join(filter(None, [exit_status.message, exit_status.traceback])))
+        measurement: dict[str, Any] = json_format.loads((folder / _MEASUREMENT_FILE).read_text(encoding="utf-8"))
+    return measurement
 
 
 def measure_rank(
-    place: RankEnvironment,
+    rank_env: RankEnvironment,
     stop: StopFlag,
     folder: str,
     size: str,
@@ -127,55 +131,55 @@ def measure_rank(
 
     import torch
 
-    from motet.cli.amounts import read_program
+    from motet.cli.parse_sizes import read_program
     from motet.collectives.execute.measure import measure_program
     from motet.parallel.process.process_group import start_process_group
 
     stop.exit_on_sigterm()
     torch.set_num_threads(1)
-    with start_process_group(place, "cpu", _TIMEOUT_S, backend) as group:
+    with start_process_group(rank_env, "cpu", _TIMEOUT_S, backend) as group:
         assert group.process_group is not None
-        found = measure_program(
-            read_program(str(Path(folder) / _PROGRAM)), group.process_group, int(size), int(repeats)
+        measurement = measure_program(
+            read_program(str(Path(folder) / _PROGRAM_FILE)), group.process_group, int(size), int(repeats)
         )
-    if place.rank == 0:
-        (Path(folder) / _ANSWER).write_text(json_format.dumps(asdict(found)), encoding="utf-8")
+    if rank_env.rank == 0:
+        (Path(folder) / _MEASUREMENT_FILE).write_text(json_format.dumps(asdict(measurement)), encoding="utf-8")
     return 0
 
 
-def _record(
-    program: Program, options: dict[str, object], found: dict[str, Any], cluster: Cluster | None
+def _as_json(
+    program: Program, options: dict[str, object], measurement: dict[str, Any], cluster: Cluster | None
 ) -> dict[str, Any]:
     """What is printed as JSON."""
     from statistics import median
 
     from motet.collectives.cost.alpha_beta import COLLECTIVES_WITHOUT_DATA, estimate_cost
 
-    seconds = found["seconds"]
-    carried = 0 if program.collective in COLLECTIVES_WITHOUT_DATA else found["size"]
+    seconds = measurement["seconds"]
+    message_bytes = 0 if program.collective in COLLECTIVES_WITHOUT_DATA else measurement["size"]
     sent = []
-    for rank, (count, messages) in enumerate(zip(found["sent_bytes"], found["messages"], strict=True)):
-        promised = _promised(program, rank, found["size"])
+    for rank, (count, messages) in enumerate(zip(measurement["sent_bytes"], measurement["messages"], strict=True)):
+        expected = _expected_traffic(program, rank, measurement["size"])
         sent.append(
-            {"bytes": count, "messages": messages, "program_bytes": promised[0], "program_messages": promised[1]}
+            {"bytes": count, "messages": messages, "program_bytes": expected[0], "program_messages": expected[1]}
         )
     return {
         "collective": program.collective,
         "algorithm": program.algorithm,
         "options": options,
         "ranks": program.ranks,
-        "size": found["size"],
-        "dtype": found["dtype"],
+        "size": measurement["size"],
+        "dtype": measurement["dtype"],
         "repeats": len(seconds),
         "seconds": {"median": median(seconds), "least": min(seconds), "most": max(seconds)},
-        "largest_error": found["largest_error"],
-        "allowed_error": found["allowed_error"],
+        "largest_error": measurement["largest_error"],
+        "allowed_error": measurement["allowed_error"],
         "sent": sent,
-        "predicted_seconds": float(estimate_cost(program, cluster).seconds(carried)) if cluster else None,
+        "predicted_seconds": float(estimate_cost(program, cluster).seconds(message_bytes)) if cluster else None,
     }
 
 
-def _promised(program: Program, rank: int, size: int) -> tuple[int, int]:
+def _expected_traffic(program: Program, rank: int, size: int) -> tuple[int, int]:
     """The bytes and messages that a rank sends by the Program. A message of empty chunks is not sent."""
     from motet.collectives.program import group_by_pair
 
@@ -184,42 +188,42 @@ def _promised(program: Program, rank: int, size: int) -> tuple[int, int]:
     return int(program.send_fraction(rank) * size), sum(weight > 0 for weight in weights)
 
 
-def _told(program: Program, found: dict[str, Any]) -> list[str]:
+def _result_lines(program: Program, result: dict[str, Any]) -> list[str]:
     from motet.collectives.cost.alpha_beta import COLLECTIVES_WITHOUT_DATA
     from motet.collectives.cost.size_sweep import format_seconds
     from motet.collectives.draw.frames import align_columns
     from motet.core.units import format_bytes
 
-    times = {name: format_seconds(value) for name, value in found["seconds"].items()}
-    time = f"time: {times['median']}, the median of {found['repeats']} ({times['least']} to {times['most']})"
+    times = {name: format_seconds(value) for name, value in result["seconds"].items()}
+    time = f"time: {times['median']}, the median of {result['repeats']} ({times['least']} to {times['most']})"
     if program.collective in COLLECTIVES_WITHOUT_DATA:
         lines = [str(program), "right: every token has arrived", time]
     else:
         lines = [
-            f"{program}, S = {format_bytes(found['size'])} of {found['dtype']}",
-            f"right: the largest error is {found['largest_error']:.3g}; "
-            f"rounding may come to {found['allowed_error']:.3g}",
-            f"{time}; {_speeds(program, found)}",
+            f"{program}, S = {format_bytes(result['size'])} of {result['dtype']}",
+            f"right: the largest error is {result['largest_error']:.3g}; "
+            f"rounding may come to {result['allowed_error']:.3g}",
+            f"{time}; {_bandwidth_text(program, result)}",
         ]
-    if found["predicted_seconds"] is not None:
-        lines.append(f"predicted: {format_seconds(found['predicted_seconds'])}")
+    if result["predicted_seconds"] is not None:
+        lines.append(f"predicted: {format_seconds(result['predicted_seconds'])}")
     rows = [["rank", "bytes sent", "by the Program", "messages", "by the Program"]]
     keys = ("bytes", "program_bytes", "messages", "program_messages")
-    rows += [[str(rank), *(str(row[key]) for key in keys)] for rank, row in enumerate(found["sent"])]
+    rows += [[str(rank), *(str(row[key]) for key in keys)] for rank, row in enumerate(result["sent"])]
     return [*lines, *align_columns(rows, right_aligned=range(5))]
 
 
-def _speeds(program: Program, found: dict[str, Any]) -> str:
+def _bandwidth_text(program: Program, result: dict[str, Any]) -> str:
     from motet.collectives.cost.alpha_beta import bus_bandwidth_factor
 
-    speed = found["size"] / found["seconds"]["median"] / 1e9
+    speed = result["size"] / result["seconds"]["median"] / 1e9
     bus = speed * float(bus_bandwidth_factor(program.collective, program.ranks))
     return f"algorithm bandwidth {speed:.3g} GB/s, bus bandwidth {bus:.3g} GB/s"
 
 
-def _check_counts(program: Program, found: dict[str, Any]) -> None:
+def _check_sent_counts(program: Program, result: dict[str, Any]) -> None:
     from motet.core.errors import MotetError
 
-    for rank, row in enumerate(found["sent"]):
+    for rank, row in enumerate(result["sent"]):
         if (row["bytes"], row["messages"]) != (row["program_bytes"], row["program_messages"]):
             raise MotetError(f"{program}: rank {rank} did not send what the Program says; that is a defect of motet")

@@ -11,20 +11,20 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def shown_progress() -> Iterator[Callable[[str, int, int], None]]:
+def show_progress() -> Iterator[Callable[[str, int, int], None]]:
     """Hands out `(what, done, total)`; the bars vanish at the end."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     screen = stderr_console()
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    parts: dict[str, TaskID] = {}
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bars:
+    task_ids: dict[str, TaskID] = {}
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:
 
-        def tell(what: str, done: int, total: int) -> None:
-            if what not in parts:
-                parts[what] = bars.add_task(what, total=total)
+        def update_bar(task: str, done: int, total: int) -> None:
+            if task not in task_ids:
+                task_ids[task] = progress.add_task(task, total=total)
                 if not screen.is_terminal:
-                    screen.print(what, highlight=False)
-            bars.update(parts[what], completed=done, total=total)
+                    screen.print(task, highlight=False)
+            progress.update(task_ids[task], completed=done, total=total)
 
-        yield tell
+        yield update_bar

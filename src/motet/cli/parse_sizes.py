@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from motet.cli.collectives_limits import MOST_RANKS
+from motet.cli.collectives.option_limits import MAX_RANKS
 from motet.collectives.algorithms import algorithm_names, build
 from motet.collectives.program import Program
 from motet.core.errors import InputError
@@ -22,24 +22,24 @@ _UNITS = {
 }
 
 
-_SHOWN = 40
+_MAX_SHOWN_CHARACTERS = 40
 """Characters of a size that are told again."""
 
 
 def parse_bytes(text: str) -> int:
     """64MiB, 1.5 GB, 4096 and 1e6 are numbers of bytes."""
-    found = re.fullmatch(r"([0-9]*\.?[0-9]+(?:e\+?[0-9]{1,2})?)\s*([a-z]*)", text.strip().lower())
-    shown = repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")
-    if not found or found[2] not in _UNITS:
-        raise InputError(f"size {shown} is no number of bytes; write it as 64MiB, 1e6 or 4096")
-    count = float(found[1]) * _UNITS[str(found[2])]
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+(?:e\+?[0-9]{1,2})?)\s*([a-z]*)", text.strip().lower())
+    shown_text = repr(text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}...")
+    if not match or match[2] not in _UNITS:
+        raise InputError(f"size {shown_text} is no number of bytes; write it as 64MiB, 1e6 or 4096")
+    count = float(match[1]) * _UNITS[str(match[2])]
     if not 0.5 < count <= 2**60:
-        told = "more than 2^60" if count > 2**60 else f"{count:.4g}"
-        raise InputError(f"size {shown} is {told} bytes; give 1 to 2^60")
+        size_text = "more than 2^60" if count > 2**60 else f"{count:.4g}"
+        raise InputError(f"size {shown_text} is {size_text} bytes; give 1 to 2^60")
     return round(count)
 
 
-def parse_sizes(text: str) -> list[int]:
+def parse_size_range(text: str) -> list[int]:
     """`1KiB..1GiB` in steps of four, `1KiB,1MiB` these, `64MiB` this one."""
     first, dots, last = text.partition("..")
     if not dots:
@@ -53,21 +53,21 @@ def parse_sizes(text: str) -> list[int]:
     return [*steps, high]
 
 
-def parse_counts(text: str) -> list[int]:
+def parse_rank_counts(text: str) -> list[int]:
     """Numbers of ranks: `2..64`, `4,8`, `7` or a mixture."""
-    found: set[int] = set()
+    rank_counts: set[int] = set()
     for part in text.split(","):
         first, dots, last = part.partition("..")
-        ends = [_whole("ranks", end) for end in ((first, last) if dots else (first,))]
-        if not 2 <= ends[0] <= ends[-1] <= MOST_RANKS:
-            raise InputError(f"ranks {part}: give 2 to {MOST_RANKS}, the smaller number first, as in 2..64 or 4,8")
-        found.update(range(ends[0], ends[-1] + 1))
-    return sorted(found)
+        ends = [_parse_integer("ranks", end) for end in ((first, last) if dots else (first,))]
+        if not 2 <= ends[0] <= ends[-1] <= MAX_RANKS:
+            raise InputError(f"ranks {part}: give 2 to {MAX_RANKS}, the smaller number first, as in 2..64 or 4,8")
+        rank_counts.update(range(ends[0], ends[-1] + 1))
+    return sorted(rank_counts)
 
 
 def parse_dims(text: str) -> tuple[int, ...]:
     """`4x4`"""
-    return tuple(_whole("dims", part) for part in text.split("x"))
+    return tuple(_parse_integer("dims", part) for part in text.split("x"))
 
 
 def parse_options(words: list[str]) -> dict[str, object]:
@@ -79,17 +79,17 @@ def parse_options(words: list[str]) -> dict[str, object]:
             raise InputError(f"option {word!r} is not of the form NAME=VALUE, as in pieces=4 or dims=4x4")
         if name in options:
             raise InputError(f"option {name} is given twice, the second time as {word!r}; give it once")
-        options[name] = parse_dims(value) if name == "dims" else _whole(name, value)
+        options[name] = parse_dims(value) if name == "dims" else _parse_integer(name, value)
     return options
 
 
-def _whole(name: str, text: str) -> int:
+def _parse_integer(name: str, text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", text.strip()):
         raise InputError(f"{name}: {text!r} is no whole number; write it as in {name}={'4x4' if name == 'dims' else 4}")
     return int(text)
 
 
-def is_file(words: list[str]) -> bool:
+def names_program_file(words: list[str]) -> bool:
     """Whether the words name a file with a Program, not an algorithm."""
     return bool(words) and (words[0].endswith(".json") or "/" in words[0] or Path(words[0]).is_file())
 
@@ -106,34 +106,34 @@ def read_program(path: str) -> Program:
     return from_json(text, path)
 
 
-def the_file(words: list[str]) -> str:
+def only_program_file(words: list[str]) -> str:
     """The only word that may be there if the first one is a file."""
     if len(words) > 1:
         raise InputError(f"{words[1]!r} after {words[0]}, which is a file: its Program takes no options; leave it out")
     return words[0]
 
 
-def one_program(words: list[str], ranks: int | None, default_ranks: int) -> Program:
+def load_or_build_program(words: list[str], ranks: int | None, default_ranks: int) -> Program:
     """The Program that `COLLECTIVE ALGORITHM [NAME=VALUE]...` or `FILE` stands for."""
-    if is_file(words):
-        found = read_program(the_file(words))
-        if ranks not in (None, found.ranks):
-            raise InputError(f"--ranks {ranks}, but {words[0]} is a Program of {found.ranks} ranks; leave --ranks out")
-        return found
-    collective, algorithm, options = split_words(words)
+    if names_program_file(words):
+        loaded = read_program(only_program_file(words))
+        if ranks not in (None, loaded.ranks):
+            raise InputError(f"--ranks {ranks}, but {words[0]} is a Program of {loaded.ranks} ranks; leave --ranks out")
+        return loaded
+    collective, algorithm, options = split_algorithm_words(words)
     if algorithm is None:
         raise InputError(f"which algorithm of {collective}? There are {', '.join(algorithm_names(collective))}")
     count = default_ranks if ranks is None else ranks
-    if count > MOST_RANKS:
-        raise InputError(f"ranks {count}: give 2 to {MOST_RANKS}")
+    if count > MAX_RANKS:
+        raise InputError(f"ranks {count}: give 2 to {MAX_RANKS}")
     return build(collective, algorithm, count, **options)
 
 
-def split_words(words: list[str]) -> tuple[str, str | None, dict[str, object]]:
+def split_algorithm_words(words: list[str]) -> tuple[str, str | None, dict[str, object]]:
     """The collective, the algorithm if one is named, and its options."""
-    plain = [word for word in words if "=" not in word]
-    if len(plain) > 2:
-        raise InputError(f"{plain[2]!r} is one word too many; give COLLECTIVE ALGORITHM and options as in pieces=4")
-    if not plain:
+    names = [word for word in words if "=" not in word]
+    if len(names) > 2:
+        raise InputError(f"{names[2]!r} is one word too many; give COLLECTIVE ALGORITHM and options as in pieces=4")
+    if not names:
         raise InputError(f"which collective? Give COLLECTIVE ALGORITHM before {words[0]!r}")
-    return plain[0], plain[1] if len(plain) > 1 else None, parse_options([word for word in words if "=" in word])
+    return names[0], names[1] if len(names) > 1 else None, parse_options([word for word in words if "=" in word])
