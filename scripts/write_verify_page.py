@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from motet.cli.environment import read_environment
+from motet.parity.candidate_layouts import layouts_up_to
+from motet.parity.layout_verdict import LayoutVerdict
+from motet.parity.verify_job import make_verification_plans, verify_job_layouts
 from motet.train.job import Job, load_job
-from motet.verify.layouts import layouts_for
-from motet.verify.verdict import Verdict
-from motet.verify.verify import subjects_of, verify
 
 ROOT = Path(__file__).parents[1]
 DATA, PAGE = ROOT / "docs" / "reference" / "verify-matrix.json", ROOT / "docs" / "reference" / "verify-matrix.md"
@@ -106,17 +106,17 @@ def judged(family: str) -> dict[str, dict[str, Any]]:
     """Layout -> what is known of it."""
     with tempfile.TemporaryDirectory() as name:
 
-        def show(verdict: Verdict) -> None:
+        def show(verdict: LayoutVerdict) -> None:
             print(f"{family}: {verdict}", flush=True)
 
         return {
             verdict.layout: _kept(verdict)
-            for subject in subjects_of(job_of(family, Path(name)), layouts_for(RANKS), print)
-            for verdict in verify(subject, read_environment(), print, show)
+            for subject in make_verification_plans(job_of(family, Path(name)), layouts_up_to(RANKS), print)
+            for verdict in verify_job_layouts(subject, read_environment(), print, show)
         }
 
 
-def _kept(verdict: Verdict) -> dict[str, Any]:
+def _kept(verdict: LayoutVerdict) -> dict[str, Any]:
     known = verdict.as_json()
     return {name: known[name] for name in KEPT}
 
@@ -124,7 +124,7 @@ def _kept(verdict: Verdict) -> dict[str, Any]:
 def page(data: dict[str, dict[str, Any]]) -> str:
     """The table. `data`: of each family, `commit` and `layouts`."""
     families = [family for family in FAMILIES if family in data]
-    layouts = [layout for layout in layouts_for(RANKS) if any(layout in data[name]["layouts"] for name in families)]
+    layouts = [layout for layout in layouts_up_to(RANKS) if any(layout in data[name]["layouts"] for name in families)]
     rows = [data[name]["layouts"][layout] for name in families for layout in layouts if layout in data[name]["layouts"]]
     worst = max((row["worst_relative"] or 0.0 for row in rows), default=0.0)
     worst_z = max((row["worst_z"] or 0.0 for row in rows), default=0.0)

@@ -14,7 +14,7 @@ import pytest
 
 from environment import uncounted
 from motet.core.errors import EXIT_CODES
-from motet.verify.verdict import Verdict, exit_code_of, failed
+from motet.parity.layout_verdict import LayoutVerdict, exit_code_for, failed_verdict
 from waiting import until
 
 TEXT = Path(__file__).parent.parent / "data" / "small.txt"
@@ -81,9 +81,9 @@ def test_what_is_the_same_what_is_wrong_and_what_fails(tmp_path: Path) -> None:
 
 
 def test_how_it_is_told() -> None:
-    same, broken = Verdict("dp=2", True, 1e-16, "loss, step 1"), failed("dp=3", "rank 1 failed: no", 3)
-    wrong = Verdict("dp=4", False, 0.5, "loss, step 1", "loss, step 1", 2, "halved")
-    assert [exit_code_of(each) for each in ([same], [same, broken], [broken, wrong])] == [0, 3, 6]
+    same, broken = LayoutVerdict("dp=2", True, 1e-16, "loss, step 1"), failed_verdict("dp=3", "rank 1 failed: no", 3)
+    wrong = LayoutVerdict("dp=4", False, 0.5, "loss, step 1", "loss, step 1", 2, "halved")
+    assert [exit_code_for(each) for each in ([same], [same, broken], [broken, wrong])] == [0, 3, 6]
     assert str(same).startswith("same   dp=2: worst 1.0e-16, loss, step 1 (")
     assert str(broken).startswith("FAILED dp=3: rank 1 failed: no (")
     assert str(wrong).startswith("WRONG  dp=4: first in loss, step 1 on rank 2: halved (")

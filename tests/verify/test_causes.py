@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from motet.parity.diagnose.contribution_hypotheses import MicroBatchContribution
+from motet.parity.diagnose.mismatch_hypotheses import TensorMismatch, explain_mismatch
+from motet.parity.diagnose.optimizer_hypotheses import ExpectedOptimizerUpdate, explain_update
+from motet.parity.diagnose.scalar_hypotheses import alternative_counts, explain_scalar
+from motet.parity.diagnose.single_device_recompute import MicroBatchResult
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
-from motet.verify.causes import Case, cause
-from motet.verify.numbers import cause_of_number, other_counts
-from motet.verify.shares import Computed
-from motet.verify.sums import Share
-from motet.verify.updates import Update, cause_of_update
 
 RECOUNTED = "rows that ranks compute once more, since others have more of them, are counted again"
 SIZES = {"dp": 4.0, "micro-batches": 2.0, "target tokens": 372.0}
@@ -22,21 +22,25 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-SHARES = [Share(rank, part, drawn(30, seed=2 * rank + part), 40.0 + rank) for rank in range(4) for part in range(2)]
+SHARES = [
+    MicroBatchContribution(rank, part, drawn(30, seed=2 * rank + part), 40.0 + rank)
+    for rank in range(4)
+    for part in range(2)
+]
 TOTAL = torch.stack([share.value for share in SHARES]).sum(0)
-SUM = Case(TOTAL, TOTAL, 1, SIZES, SHARES, {"what it was in the step before": drawn(30, seed=99)})
+SUM = TensorMismatch(TOTAL, TOTAL, 1, SIZES, SHARES, {"what it was in the step before": drawn(30, seed=99)})
 
 
 def without(rank: int, part: int | None = None) -> Tensor:
-    return TOTAL - sum(s.value for s in SHARES if s.rank == rank and part in (None, s.part))
+    return TOTAL - sum(s.value for s in SHARES if s.rank == rank and part in (None, s.microbatch))
 
 
 def own(rank: int) -> Tensor:
     return torch.stack([s.value for s in SHARES if s.rank == rank]).sum(0)
 
 
-def means(case: Case) -> Tensor:
-    counts = {rank: sum(s.targets for s in SHARES if s.rank == rank) for rank in range(4)}
+def means(case: TensorMismatch) -> Tensor:
+    counts = {rank: sum(s.target_count for s in SHARES if s.rank == rank) for rank in range(4)}
     return torch.stack([s.value / counts[s.rank] for s in SHARES]).sum(0)
 
 
@@ -63,37 +67,38 @@ def means(case: Case) -> Tensor:
     ],
 )
 def test_what_a_sum_is_made_of(value: Tensor, said: str) -> None:
-    found = cause(replace(SUM, value=value))
+    found = explain_mismatch(replace(SUM, value=value))
     assert (said in found) if said else not found, found
 
 
 def test_what_was_updated_otherwise() -> None:
     before, after = drawn(30, seed=5), drawn(30, seed=6)
-    case = Case(before, after, None, SIZES, before=before)
-    assert cause(case) == "it was not updated"
+    case = TensorMismatch(before, after, None, SIZES, value_before_step=before)
+    assert explain_mismatch(case) == "it was not updated"
     half = replace(case, value=before + 0.5 * (after - before))
-    assert cause(half).startswith("it was updated by 1/2 times what it should be")
+    assert explain_mismatch(half).startswith("it was updated by 1/2 times what it should be")
 
 
 def test_rows_of_others() -> None:
     batch = drawn(8, 5)
-    case = Case(batch[[0, 1]], batch[[2, 3]], 1, SIZES, batches={"the batch": batch})
-    assert cause(case) == "it is of rows 0 and 1 of the batch"
+    case = TensorMismatch(batch[[0, 1]], batch[[2, 3]], 1, SIZES, alternative_rows={"the batch": batch})
+    assert explain_mismatch(case) == "it is of rows 0 and 1 of the batch"
 
 
 @pytest.mark.parametrize("factor", [1.3, 17.0])
 def test_of_a_number_not_every_factor_is_a_cause(factor: float) -> None:
     one = torch.tensor(3.0, dtype=torch.float64)
-    assert not cause(Case(factor * one, one, 0, SIZES))
-    assert "divided by 4 = dp" in cause(Case(one / 4, one, 0, SIZES))
+    assert not explain_mismatch(TensorMismatch(factor * one, one, 0, SIZES))
+    assert "divided by 4 = dp" in explain_mismatch(TensorMismatch(one / 4, one, 0, SIZES))
 
 
 def test_a_number_lacks_a_share() -> None:
     shares = [
-        Share(rank, 0, torch.tensor(value, dtype=torch.float64), 1.0) for rank, value in enumerate([3.0, 5.5, 2.25])
+        MicroBatchContribution(rank, 0, torch.tensor(value, dtype=torch.float64), 1.0)
+        for rank, value in enumerate([3.0, 5.5, 2.25])
     ]
     one = torch.tensor(10.75, dtype=torch.float64)
-    assert cause(Case(one - 5.5, one, None, {}, shares)) == "it lacks the share of rank 1"
+    assert explain_mismatch(TensorMismatch(one - 5.5, one, None, {}, shares)) == "it lacks the share of rank 1"
 
 
 NOTHING = torch.zeros(30, dtype=torch.float64)
@@ -110,52 +115,64 @@ SOME = torch.stack([share.value for share in SPARSE]).sum(0)
     ],
 )
 def test_shares_that_are_nothing_are_not_named(value: Tensor, said: str) -> None:
-    found = cause(replace(SUM, value=value, expected=SOME, shares=SPARSE))
+    found = explain_mismatch(replace(SUM, value=value, expected=SOME, shares=SPARSE))
     assert said in found
     assert not re.search(r"ranks? (0 and )?1\b", found)
 
 
 def test_a_rank_in_the_place_of_another() -> None:
-    assert cause(replace(SUM, value=TOTAL - own(0) + own(3))).startswith("it is made of 0 times that of rank 0")
+    assert explain_mismatch(replace(SUM, value=TOTAL - own(0) + own(3))).startswith(
+        "it is made of 0 times that of rank 0"
+    )
 
 
 @pytest.mark.parametrize(("lost", "said"), [((2,), "rank 2"), ((0, 1, 2, 3), "micro-batch 1 of ranks 0, 1, 2 and 3")])
 def test_of_many_shares_of_few_numbers_one_is_missing(lost: tuple[int, ...], said: str) -> None:
-    few = [Share(rank, part, drawn(2, seed=3 * rank + part), 4.0) for rank in range(4) for part in range(3)]
+    few = [
+        MicroBatchContribution(rank, part, drawn(2, seed=3 * rank + part), 4.0)
+        for rank in range(4)
+        for part in range(3)
+    ]
     total = torch.stack([share.value for share in few]).sum(0)
-    gone = [s for s in few if s.rank in lost and (len(lost) == 1 or s.part == 1)]
+    gone = [s for s in few if s.rank in lost and (len(lost) == 1 or s.microbatch == 1)]
     value = total - torch.stack([share.value for share in gone]).sum(0)
-    assert cause(Case(value, total, 0, SIZES, few)) == f"it lacks the share of {said}"
+    assert explain_mismatch(TensorMismatch(value, total, 0, SIZES, few)) == f"it lacks the share of {said}"
 
 
 def test_what_is_as_far_off_as_rounding() -> None:
     expected, noise = drawn(200), drawn(200, seed=1)
-    assert "as much as what is computed in bfloat16" in cause(Case(expected * (1 + 1e-3 * noise), expected, 0, SIZES))
+    assert "as much as what is computed in bfloat16" in explain_mismatch(
+        TensorMismatch(expected * (1 + 1e-3 * noise), expected, 0, SIZES)
+    )
     smooth = expected * (1 + 1e-3 * torch.linspace(0.9, 1, 200, dtype=torch.float64))
-    assert cause(Case(smooth, expected, 0, SIZES)) == ""
-    assert cause(Case(expected[:9] * (1 + 1e-3 * noise[:9]), expected[:9], 0, SIZES)) == ""
+    assert explain_mismatch(TensorMismatch(smooth, expected, 0, SIZES)) == ""
+    assert explain_mismatch(TensorMismatch(expected[:9] * (1 + 1e-3 * noise[:9]), expected[:9], 0, SIZES)) == ""
 
 
 def test_what_is_0_is_not_that_of_another() -> None:
     other = {"that of pooler.bias": NOTHING}
-    assert cause(Case(NOTHING, TOTAL, 0, SIZES, others=other)) == "it is 0 throughout"
+    assert explain_mismatch(TensorMismatch(NOTHING, TOTAL, 0, SIZES, alternatives=other)) == "it is 0 throughout"
 
 
 def test_rows_that_are_all_alike_are_of_no_one_place() -> None:
     batch = torch.ones(8, 5)
     batch[5:] = drawn(3, 5)
     said = "each of its rows is like rows 0, 1, 2, 3 and 4 of the batch"
-    assert cause(Case(batch[:2], batch[5:7], 1, SIZES, batches={"the batch": batch})) == said
+    assert (
+        explain_mismatch(TensorMismatch(batch[:2], batch[5:7], 1, SIZES, alternative_rows={"the batch": batch})) == said
+    )
 
 
 def updated(kind: str, wrong: OptimizerSettings, right: OptimizerSettings) -> str:
     """What is said of an update with other settings than it should have."""
     moments = {"exp_avg": drawn(30, seed=1), "exp_avg_sq": drawn(30, seed=2).square()}
     moments["momentum_buffer"] = moments["exp_avg"]
-    update = Update(right, 1e-3, right.weight_decay, 3.0, drawn(30, seed=3), moments, drawn(30, seed=4))
+    update = ExpectedOptimizerUpdate(
+        right, 1e-3, right.weight_decay, 3.0, drawn(30, seed=3), moments, drawn(30, seed=4)
+    )
     other = replace(update, settings=wrong, decay=wrong.weight_decay)
-    case = Case(other.after()[kind], update.after()[kind], 0, SIZES)
-    return cause_of_update(case, update, kind, replace(case, shares=SHARES))
+    case = TensorMismatch(other.expected_state()[kind], update.expected_state()[kind], 0, SIZES)
+    return explain_update(case, update, kind, replace(case, shares=SHARES))
 
 
 def test_small_coefficients_are_not_missing() -> None:
@@ -177,8 +194,11 @@ def test_a_stretch_that_begins_too_early() -> None:
     late = whole[59:99].clone()
     late[0] = 0.0  # whatever stood before
     pool = {"w": whole}
-    assert cause(Case(late, whole[60:], 1, SIZES, pool=pool)) == "it is what belongs at element 59 of w"
-    assert cause(Case(drawn(40, seed=7), whole[60:], 1, SIZES, pool=pool)) == ""
+    assert (
+        explain_mismatch(TensorMismatch(late, whole[60:], 1, SIZES, source_tensors=pool))
+        == "it is what belongs at element 59 of w"
+    )
+    assert explain_mismatch(TensorMismatch(drawn(40, seed=7), whole[60:], 1, SIZES, source_tensors=pool)) == ""
 
 
 def test_what_is_where_it_belongs_is_not_elsewhere() -> None:
@@ -186,13 +206,15 @@ def test_what_is_where_it_belongs_is_not_elsewhere() -> None:
     wrong = right.clone()
     wrong[:, 3] = drawn(26, seed=1)  # one column
     pool = {"w": right.flatten()}
-    assert "belongs" not in cause(Case(wrong.flatten(), right.flatten(), 0, SIZES, pool=pool))
+    assert "belongs" not in explain_mismatch(
+        TensorMismatch(wrong.flatten(), right.flatten(), 0, SIZES, source_tensors=pool)
+    )
 
 
-def computed(*targets: list[float]) -> list[Computed]:
+def computed(*targets: list[float]) -> list[MicroBatchResult]:
     """By each rank, what its micro-batches have."""
     return [
-        Computed(rank, part, torch.tensor(1.0), count, {})
+        MicroBatchResult(rank, part, torch.tensor(1.0), count, {})
         for rank, counts in enumerate(targets)
         for part, count in enumerate(counts)
     ]
@@ -208,11 +230,11 @@ def computed(*targets: list[float]) -> list[Computed]:
         (85.0, computed([10.0], [30.0, 5.0], [15.0]), RECOUNTED),
     ],
 )
-def test_counts_have_causes(value: float, done: list[Computed], words: str) -> None:
-    total = sum(each.targets for each in done)
-    assert cause_of_number(value, total, other_counts(done, 0), SIZES) == words
+def test_counts_have_causes(value: float, done: list[MicroBatchResult], words: str) -> None:
+    total = sum(each.target_count for each in done)
+    assert explain_scalar(value, total, alternative_counts(done, 0), SIZES) == words
 
 
 def test_numbers_that_are_not_near_were_not_rounded() -> None:
-    assert cause_of_number(344.0, 301.0, iter(()), SIZES) == ""
-    assert cause_of_number(302.0, 301.3, iter(()), SIZES) == "it has no more bits than bfloat16 has"
+    assert explain_scalar(344.0, 301.0, iter(()), SIZES) == ""
+    assert explain_scalar(302.0, 301.3, iter(()), SIZES) == "it has no more bits than bfloat16 has"

@@ -15,13 +15,18 @@ from torch import Tensor
 
 from motet.collectives.execute import api
 from motet.parallel.process.process_group import RankGroup
+from motet.parity.candidate_layouts import make_candidate
+from motet.parity.compare.native_precision import (
+    DifferenceZScore,
+    NativePrecisionCheck,
+    record_native_step,
+    run_native_reference,
+)
+from motet.parity.record.tensor_recorder import RecordedTensor
+from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.train import engine
 from motet.train.job import Job
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
-from motet.verify.layouts import laid_out
-from motet.verify.native import Native, Unlikely, native_step, refer_native
-from motet.verify.record import Seen
-from motet.verify.trial import JobTrial
 from ranks import Ranks
 from train.runs import small_job
 from verify.planting import all_of, nothing, replaced
@@ -30,27 +35,27 @@ Plant = Callable[[], AbstractContextManager[object]]
 
 
 @lru_cache(maxsize=4)
-def referred(recipe: str, *settings: str) -> Native:
+def referred(recipe: str, *settings: str) -> NativePrecisionCheck:
     folder = Path(tempfile.mkdtemp(prefix="motet-native-"))
     atexit.register(shutil.rmtree, folder)
     common = ["run.steps=3", "checkpoint.keep=10", "model.dropout=0.1", *settings]
     job = small_job(folder, f"precision.recipe={recipe}", *common)
-    return refer_native(JobTrial(job), folder, set())
+    return run_native_reference(JobVerificationSubject(job), folder, set())
 
 
-def step_on_a_rank(group: RankGroup, job: Job, folder: Path, plant: Plant) -> list[Seen]:
+def step_on_a_rank(group: RankGroup, job: Job, folder: Path, plant: Plant) -> list[RecordedTensor]:
     with plant():
-        return native_step(JobTrial(job), group, folder)
+        return record_native_step(JobVerificationSubject(job), group, folder)
 
 
 def judged(
     ranks: Ranks, recipe: str, layout: str, plant: Plant = nothing, *settings: str
-) -> tuple[Unlikely | None, Unlikely | None]:
+) -> tuple[DifferenceZScore | None, DifferenceZScore | None]:
     native = referred(recipe, *settings)
-    candidate = laid_out(native.trial.job, layout)
+    candidate = make_candidate(native.subject.job, layout)
     seen = ranks.run(candidate.world, step_on_a_rank, candidate.job, native.folder, plant, timeout_s=120)
-    parts = candidate.job.layout_for(candidate.world).reproducible_batch_size or candidate.parts
-    return native.judge(parts, seen)
+    parts = candidate.job.layout_for(candidate.world).reproducible_batch_size or candidate.microbatches
+    return native.worst_and_first(parts, seen)
 
 
 def _rounds(own: Any) -> Any:
@@ -104,14 +109,14 @@ def test_rounding_is_as_likely_as_in_other_orders(ranks: Ranks, recipe: str, lay
 def test_a_sum_that_is_kept_too_short_is_found(ranks: Ranks, recipe: str, layout: str) -> None:
     _, first = judged(ranks, recipe, layout, sums_in_bfloat16)
     assert first is not None
-    assert first.difference.site[0] == "gradient"
+    assert first.difference.key[0] == "gradient"
     assert "rounded" in first.cause
 
 
 def test_masters_that_are_kept_too_short_are_found(ranks: Ranks) -> None:
     _, first = judged(ranks, "bf16", "dp=2 zero=1", masters_in_bfloat16)
     assert first is not None
-    assert first.difference.site[0] == "state"
+    assert first.difference.key[0] == "state"
     assert "bfloat16" in first.cause
 
 
@@ -133,7 +138,7 @@ def masters_of_rounded_values() -> AbstractContextManager[object]:
 def test_masters_that_are_made_of_rounded_values_are_found(ranks: Ranks) -> None:
     _, first = judged(ranks, "bf16", "dp=2 zero=1", masters_of_rounded_values)
     assert first is not None
-    assert first.difference.site[0] == "starting parameter"
+    assert first.difference.key[0] == "starting parameter"
     assert "bfloat16" in first.cause
 
 
@@ -143,7 +148,7 @@ def test_promised_bits_are_held_to(ranks: Ranks) -> None:
     assert judged(ranks, "fp32", "dp=3 zero=1", a_bit_in_a_master)[1] is None
     _, first = judged(ranks, "fp32", "dp=3 zero=1", a_bit_in_a_master, *promise)
     assert first is not None
-    assert first.difference.site[0] == "state"
+    assert first.difference.key[0] == "state"
     assert "it has not the bits that one device has" in first.cause
 
 

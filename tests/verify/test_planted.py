@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from motet.parity.compare.reference_runs import run_reference
+from motet.parity.layout_verdict import self_difference_verdict
+from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.train.state import TrainingState
-from motet.verify.runs import refer
-from motet.verify.trial import JobTrial
-from motet.verify.verdict import of_one_device
 from ranks import Ranks
 from train.runs import small_job
 from verify.planted_steps import UNEVEN
@@ -56,13 +56,13 @@ def test_one_device_that_is_not_restored_is_no_measure(tmp_path: Path) -> None:
 
     job = small_job(tmp_path, "run.steps=3", "checkpoint.keep=10")
     with replaced(TrainingState, "restore", wrong):
-        referred = refer(JobTrial(job), tmp_path)
-    assert referred.differs is not None
-    verdict = of_one_device("dp=2 zero=1", *referred.differs)
+        referred = run_reference(JobVerificationSubject(job), tmp_path)
+    assert referred.self_difference is not None
+    verdict = self_difference_verdict("dp=2 zero=1", *referred.self_difference)
     assert not verdict.ok
     assert verdict.first_difference is not None
     assert verdict.first_difference.startswith("starting parameter")
-    assert subject("decoder").referred.differs is None
+    assert subject("decoder").referred.self_difference is None
 
 
 def _judge(ranks: Ranks, fault: Fault, layout: str) -> None:

@@ -8,10 +8,10 @@ import pytest
 
 from motet.core.errors import InputError
 from motet.models.settings import TransformerSettings
+from motet.parity.candidate_layouts import layouts_up_to, make_candidate
+from motet.parity.shrink_job import make_small_job, shrink_heads, shrink_hf_config
+from motet.parity.verify_job import make_verification_plans, supported_layouts
 from motet.train.job import builtin_jobs, load_job
-from motet.verify.layouts import laid_out, layouts_for
-from motet.verify.shrink import heads_of, of_config, shrink
-from motet.verify.verify import possible, subjects_of
 
 ROWS, STEPS = 12, 3
 
@@ -19,7 +19,7 @@ ROWS, STEPS = 12, 3
 @pytest.mark.parametrize("name", [name for name in builtin_jobs() if name not in ("deepseek-v3", "mixtral-8x7b")])
 def test_every_built_in_job_is_small(name: str) -> None:
     job = load_job(name)
-    small = shrink(job, ROWS, STEPS)
+    small = make_small_job(job, ROWS, STEPS)
     assert small.run.steps == STEPS
     assert small.data.batch_sequences == ROWS
     assert small.precision.recipe == "fp64"
@@ -33,7 +33,7 @@ def test_every_built_in_job_is_small(name: str) -> None:
     ("heads", "shared", "fewer"), [(64, 8, (16, 2)), (32, 32, (4, 4)), (6, 2, (6, 2)), (3, 1, (3, 1))]
 )
 def test_ratios_of_heads_stay(heads: int, shared: int, fewer: tuple[int, int]) -> None:
-    assert heads_of(heads, shared) == fewer
+    assert shrink_heads(heads, shared) == fewer
 
 
 def test_one_layer_of_each_kind_stays() -> None:
@@ -42,7 +42,7 @@ def test_one_layer_of_each_kind_stays() -> None:
         "hidden_size": 2304, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
         "intermediate_size": 9216, "num_hidden_layers": 12, "layer_types": kinds, "sliding_window": 4096,
     }  # fmt: skip
-    small = of_config(config, 32)
+    small = shrink_hf_config(config, 32)
     assert small["layer_types"] == kinds[:6]
     assert small["num_hidden_layers"] == 6
     assert small["num_attention_heads"] / small["num_key_value_heads"] == 2
@@ -50,59 +50,59 @@ def test_one_layer_of_each_kind_stays() -> None:
 
 
 def test_the_last_step_has_a_learning_rate(tmp_path: Path) -> None:
-    small = shrink(load_job("bert-classify"), ROWS, STEPS)
+    small = make_small_job(load_job("bert-classify"), ROWS, STEPS)
     assert small.optimizer.schedule.final_fraction > 0
 
 
 def test_a_model_has_pieces_for_all_servers_and_several_buckets() -> None:
-    small = shrink(load_job("tiny"), ROWS, STEPS)
-    assert laid_out(small, "dp=2 data=parameter_server server.count=2").job.layout.server.slice_mib < 0.1
+    small = make_small_job(load_job("tiny"), ROWS, STEPS)
+    assert make_candidate(small, "dp=2 data=parameter_server server.count=2").job.layout.server.slice_mib < 0.1
     assert small.communication.bucket_mib <= 0.5
 
 
 def test_clipping_that_is_off_stays_off() -> None:
-    assert shrink(load_job("tiny", ["optimizer.clip_norm=false"]), ROWS, STEPS).optimizer.clip_norm is None
+    assert make_small_job(load_job("tiny", ["optimizer.clip_norm=false"]), ROWS, STEPS).optimizer.clip_norm is None
 
 
 def test_batches_can_be_cut_by_all_layouts() -> None:
-    (subject,) = subjects_of(load_job("tiny"), layouts_for(4), print)
-    assert all(subject.job.data.batch_sequences % candidate.parts == 0 for candidate in subject.candidates)
-    assert json.dumps(layouts_for(4)).count("dp=4") > 20
+    (subject,) = make_verification_plans(load_job("tiny"), layouts_up_to(4), print)
+    assert all(subject.job.data.batch_sequences % candidate.microbatches == 0 for candidate in subject.candidates)
+    assert json.dumps(layouts_up_to(4)).count("dp=4") > 20
 
 
 def test_layouts_for_many_ranks_have_several_small_batches() -> None:
-    subjects = subjects_of(load_job("tiny"), layouts_for(9), print)
+    subjects = make_verification_plans(load_job("tiny"), layouts_up_to(9), print)
     rows = [subject.job.data.batch_sequences for subject in subjects]
     assert len(rows) > 1
     assert max(rows) <= 64
-    assert sorted(layouts_for(9)) == sorted(each.text for subject in subjects for each in subject.candidates)
+    assert sorted(layouts_up_to(9)) == sorted(each.layout for subject in subjects for each in subject.candidates)
     for subject in subjects:
-        assert all(subject.job.data.batch_sequences % each.parts == 0 for each in subject.candidates)
-    (alone,) = subjects_of(load_job("tiny"), ["dp=40"], print)
+        assert all(subject.job.data.batch_sequences % each.microbatches == 0 for each in subject.candidates)
+    (alone,) = make_verification_plans(load_job("tiny"), ["dp=40"], print)
     assert alone.job.data.batch_sequences == 80
 
 
 def test_where_layouts_need_not_cut_evenly_none_does() -> None:
     layouts = ["dp=2", "dp=3 zero=3", "dp=4 zero=1"]
-    (subject,) = subjects_of(load_job("tiny", ["run.reproducible=layout"]), layouts, print)
+    (subject,) = make_verification_plans(load_job("tiny", ["run.reproducible=layout"]), layouts, print)
     assert all(subject.job.data.batch_sequences % each.world for each in subject.candidates)
 
 
 def test_layouts_that_a_job_cannot_have_are_left_out_of_all() -> None:
     told: list[str] = []
-    found = possible(load_job("tiny", ["run.reproducible=layout"]), layouts_for(3), told.append)
+    found = supported_layouts(load_job("tiny", ["run.reproducible=layout"]), layouts_up_to(3), told.append)
     assert "dp=3 zero=3" in found
     assert "dp=1 microbatches=2" not in found
-    assert len(told) == len(layouts_for(3)) - len(found)
+    assert len(told) == len(layouts_up_to(3)) - len(found)
     assert told[0].startswith("left out: dp=1 microbatches=2: ")
     with pytest.raises(InputError, match=r"outer\.every = 2"):
-        possible(load_job("tiny", ["outer.every=2"]), layouts_for(2), told.append)
+        supported_layouts(load_job("tiny", ["outer.every=2"]), layouts_up_to(2), told.append)
 
 
 def test_what_differs_by_design_is_left_out() -> None:
     told: list[str] = []
     job = load_job("tiny", ["communication.compress_gradients=int8"])
-    assert subjects_of(job, ["dp=2"], told.append)[0].job.communication.compress_gradients is None
+    assert make_verification_plans(job, ["dp=2"], told.append)[0].job.communication.compress_gradients is None
     assert "loses bits by design" in told[0]
     with pytest.raises(InputError, match=r"outer\.every = 2"):
-        subjects_of(load_job("tiny", ["outer.every=2"]), ["dp=2"], print)
+        make_verification_plans(load_job("tiny", ["outer.every=2"]), ["dp=2"], print)

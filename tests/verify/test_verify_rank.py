@@ -8,11 +8,11 @@ import pytest
 
 from motet.core.toml_writer import to_toml
 from motet.parallel.process.launch_environment import RankEnvironment
+from motet.parity import rank_main
+from motet.parity.rank_main import done_file, record_layouts_on_rank
 from motet.train.job import load_job
 from motet.train.launch.failures import StopFlag
 from motet.train.launch.run_folder import JOB_FILE
-from motet.verify import rank
-from motet.verify.rank import done_file, layout_rank
 
 
 def test_groups_of_other_sizes_meet_in_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,15 +23,15 @@ def test_groups_of_other_sizes_meet_in_other_files(tmp_path: Path, monkeypatch: 
         met.append((place.world, place.rendezvous))
         return nullcontext()
 
-    monkeypatch.setattr(rank, "start_group", start_group)
-    monkeypatch.setattr(rank, "_verify", lambda *given: None)
-    monkeypatch.setattr(rank.torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(rank_main, "start_group", start_group)
+    monkeypatch.setattr(rank_main, "_record_layout", lambda *given: None)
+    monkeypatch.setattr(rank_main.torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr(StopFlag, "exit_on_sigterm", lambda flag: None)
     job = load_job("tiny")
     (tmp_path / JOB_FILE).write_text(to_toml(job.model_dump(exclude_none=True, exclude_unset=True)))
     for number in range(3):
         done_file(tmp_path, number, 0).touch()
     place = RankEnvironment(1, 4, 1, 4, 0, f"file://{tmp_path}/store")
-    assert layout_rank(place, StopFlag(), str(tmp_path), "dp=2", "dp=2 zero=1", "dp=3", "dp=4") == 0
+    assert record_layouts_on_rank(place, StopFlag(), str(tmp_path), "dp=2", "dp=2 zero=1", "dp=3", "dp=4") == 0
     assert [world for world, _ in met] == [2, 3, 4]
     assert len({file for _, file in met}) == 3

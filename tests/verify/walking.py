@@ -10,14 +10,14 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 from motet.parallel.process.process_group import RankGroup
+from motet.parity.candidate_layouts import make_candidate
+from motet.parity.compare.reference_runs import ReferenceRuns, phases_and_steps, record_phases, run_reference
+from motet.parity.diagnose.explain_difference import make_layout_verdict
+from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute
+from motet.parity.layout_verdict import LayoutVerdict
+from motet.parity.record.tensor_recorder import RecordedTensor
+from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.train.job import Job
-from motet.verify.explain import verdict_on
-from motet.verify.layouts import laid_out
-from motet.verify.record import Seen
-from motet.verify.runs import Referred, phases, refer, walk
-from motet.verify.shares import WhatIf
-from motet.verify.trial import JobTrial
-from motet.verify.verdict import Verdict
 from ranks import Ranks
 from train.runs import small_job
 from verify import planted_data, planted_places, planted_states, planted_steps, planted_sums  # noqa: F401  # they register
@@ -32,7 +32,7 @@ class Subject:
     """A model, and what it computes on one device."""
 
     job: Job
-    referred: Referred
+    referred: ReferenceRuns
     folder: Path
 
 
@@ -45,29 +45,29 @@ def subject(model: str, settings: tuple[str, ...] = ()) -> Subject:
         "monitor.evaluate_batches=3", "data.validation_fraction=0.3", "optimizer.clip_norm=0.05", *settings,
         model=model,
     )  # fmt: skip
-    return Subject(job, refer(JobTrial(job), folder), folder)
+    return Subject(job, run_reference(JobVerificationSubject(job), folder), folder)
 
 
-Walked = list[tuple[str, int, list[Seen]]]
+Walked = list[tuple[str, int, list[RecordedTensor]]]
 
 
 def walk_rank(group: RankGroup, job: Job, folder: Path, own: str, name: str) -> Walked:
     """On a rank: all that it has seen."""
-    trial = JobTrial(job)
+    trial = JobVerificationSubject(job)
     with FAULTS[name].plant(group.rank) if name else nullcontext(), trial.numerics():
-        return list(walk(trial, group, folder, own))
+        return list(record_phases(trial, group, folder, own))
 
 
-def verified(ranks: Ranks, of: Subject, layout: str, name: str = "") -> Verdict:
+def verified(ranks: Ranks, of: Subject, layout: str, name: str = "") -> LayoutVerdict:
     """The verdict on a layout."""
     world = int(layout.split()[0].removeprefix("dp="))
-    job = laid_out(of.job, layout).job
+    job = make_candidate(of.job, layout).job
     own = tempfile.mkdtemp(dir=of.folder, prefix="own-")
     walked: Sequence[Walked] = ranks.run(world, walk_rank, job, of.folder, Path(own).name, name, timeout_s=120)
 
-    def seen(phase: str, step: int) -> list[list[Seen]]:
+    def seen(phase: str, step: int) -> list[list[RecordedTensor]]:
         return [next(each for at, number, each in rank if (at, number) == (phase, step)) for rank in walked]
 
-    what_if = partial(WhatIf, JobTrial(job), job.layout_for(world), of.referred)
-    done = [at for at in phases(STEPS) if at in {(phase, number) for phase, number, _ in walked[0]}]
-    return verdict_on(layout, what_if, of.referred, done, seen)
+    what_if = partial(SingleDeviceRecompute, JobVerificationSubject(job), job.layout_for(world), of.referred)
+    done = [at for at in phases_and_steps(STEPS) if at in {(phase, number) for phase, number, _ in walked[0]}]
+    return make_layout_verdict(layout, what_if, of.referred, done, seen)

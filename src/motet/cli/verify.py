@@ -37,18 +37,22 @@ def verify(
 ) -> None:
     """Compare layouts with one device in float64, on a small version of the job; say where they begin to differ."""
     from motet.core.errors import InputError
+    from motet.parity.candidate_layouts import layouts_up_to, with_default_ranks
+    from motet.parity.verify_job import supported_layouts
     from motet.train.job import load_job, split_job_and_overrides
-    from motet.verify.layouts import layouts_for, with_ranks
-    from motet.verify.verify import possible
 
     if layout and everything:
         raise InputError("--all beside --layout: --all takes all layouts; leave one of the two out")
     name, settings = split_job_and_overrides(words or [])
     job = load_job(name or "tiny", settings)
     if everything:
-        layouts = possible(job, layouts_for(ranks or DEFAULT_RANKS), _log)
+        layouts = supported_layouts(job, layouts_up_to(ranks or DEFAULT_RANKS), _log)
     else:
-        layouts = [with_ranks(text, ranks or DEFAULT_RANKS) for text in layout] if layout else [_job_layout(job, ranks)]
+        layouts = (
+            [with_default_ranks(text, ranks or DEFAULT_RANKS) for text in layout]
+            if layout
+            else [_job_layout(job, ranks)]
+        )
     raise typer.Exit(_verify_layouts(job, layouts, json))
 
 
@@ -56,22 +60,22 @@ def _verify_layouts(job: Job, layouts: list[str], json: bool) -> int:
     """Returns the exit code."""
     from motet.cli.environment import read_environment
     from motet.monitor.console import print_json, stderr_console, stdout_console
+    from motet.parity.layout_verdict import LayoutVerdict, exit_code_for
+    from motet.parity.verify_job import make_verification_plans
+    from motet.parity.verify_job import verify_job_layouts as verified
     from motet.train.launch.failures import STOPPED_EXIT_CODE
-    from motet.verify.verdict import Verdict, exit_code_of
-    from motet.verify.verify import subjects_of
-    from motet.verify.verify import verify as verified
 
-    verdicts: list[Verdict] = []
+    verdicts: list[LayoutVerdict] = []
 
-    def show(verdict: Verdict) -> None:
+    def show(verdict: LayoutVerdict) -> None:
         verdicts.append(verdict)
         (stderr_console() if json else stdout_console()).print(str(verdict), highlight=False, soft_wrap=True)
 
     try:
         with redirect_stdout(sys.stderr) if json else nullcontext(), _signals_as_keyboard_interrupt():
-            for subject in subjects_of(job, layouts, _log):
+            for subject in make_verification_plans(job, layouts, _log):
                 verified(subject, read_environment(), _log, show)
-        code = exit_code_of(verdicts)
+        code = exit_code_for(verdicts)
     except KeyboardInterrupt:
         _log(f"stopped; {len(verdicts)} of {len(layouts)} layouts were verified")
         code = STOPPED_EXIT_CODE
@@ -103,6 +107,6 @@ def _signals_as_keyboard_interrupt() -> Iterator[None]:
 
 def _job_layout(job: Job, ranks: int | None) -> str:
     """The layout of the job."""
-    from motet.verify.layouts import described, with_ranks
+    from motet.parity.candidate_layouts import layout_text, with_default_ranks
 
-    return with_ranks(described(job.layout), ranks or max(2, job.run.ranks))
+    return with_default_ranks(layout_text(job.layout), ranks or max(2, job.run.ranks))

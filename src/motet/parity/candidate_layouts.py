@@ -1,0 +1,115 @@
+"""The layouts that there are for a number of ranks: the one list that verification goes through.
+
+Who adds a capability adds its layouts here. A layout is written as on the command line, `dp=2 zero=1`; what is of
+another section of the job says so, as in `communication.overlap=forward`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from motet.core.errors import InputError
+from motet.parallel.layout import LayoutSettings
+from motet.train.config_rules import check_no_unused_settings
+from motet.train.job import Job, job_from_tree, with_overrides
+
+FLAT_ZERO_LAYOUTS = ("zero=0", "zero=1", "zero=2")
+MORE_FLAT_ZERO_LAYOUTS = (
+    "zero=0 microbatches=2",
+    "zero=2 microbatches=2",
+    "zero=0 communication.overlap=none",
+    "zero=1 communication.overlap=forward",
+    "zero=1 communication.bucket_mib=0.01 communication.first_bucket_mib=0.01",
+    "zero=2 communication.all_reduce=tree communication.reduce_scatter=ring communication.all_gather=ring",
+)
+ZERO3_LAYOUTS = ("zero=3", "zero=3 regather=false", "zero=3 whole_below=100", "zero=3 microbatches=2")
+SERVER_BY_COLLECTIVES = "data=parameter_server server.transport=programs"
+SERVER_BY_MESSAGES = "data=parameter_server"
+SMALL_KEY_MIB = 0.002
+OVERRIDABLE_SECTIONS = ("communication",)
+"""Beside that of the layout, those that a layout may say something of."""
+
+
+def layouts_up_to(ranks: int) -> list[str]:
+    """For each number of ranks up to these."""
+    return ["dp=1 microbatches=2", *(f"dp={dp} {layout}" for dp in range(2, ranks + 1) for layout in _layouts_with(dp))]
+
+
+def _layouts_with(dp: int) -> Iterator[str]:
+    yield from (*FLAT_ZERO_LAYOUTS, *MORE_FLAT_ZERO_LAYOUTS, *ZERO3_LAYOUTS)
+    for size in (size for size in range(2, dp) if dp % size == 0):
+        yield from (f"{zero} shard_group={size}" for zero in ("zero=1", "zero=2", "zero=3"))
+        yield f"zero=3 secondary_group={size}"
+    for count in range(1, dp + 1):
+        yield f"{SERVER_BY_COLLECTIVES} server.count={count}"
+    yield from (f"{SERVER_BY_MESSAGES} server.count=1", f"{SERVER_BY_MESSAGES} server.count=2")
+
+
+def layout_text(layout: LayoutSettings) -> str:
+    """The layout of a job, as on the command line."""
+    words = []
+    for key, value in layout.model_dump(mode="json", exclude_unset=True).items():
+        pairs = {f"{key}.{name}": inner for name, inner in value.items()} if isinstance(value, dict) else {key: value}
+        words += [f"{name}={str(each).lower() if isinstance(each, bool) else each}" for name, each in pairs.items()]
+    return " ".join(words)
+
+
+def with_default_ranks(layout: str, ranks: int) -> str:
+    """A layout that says how many ranks it is for."""
+    return layout if any(word.startswith("dp=") for word in layout.split()) else f"dp={ranks} {layout}".strip()
+
+
+@dataclass(frozen=True)
+class CandidateLayout:
+    """A layout that is to be verified, and the job in it."""
+
+    layout: str
+    job: Job
+
+    @property
+    def world(self) -> int:
+        """Ranks that compute."""
+        assert self.job.layout.dp is not None, "with_ranks"
+        return self.job.layout.dp
+
+    @property
+    def microbatches(self) -> int:
+        """Micro-batches that the batch is cut into over all ranks."""
+        layout = self.job.layout
+        work_items = (layout.server.work_items_per_step or self.world) if layout.uses_server_processes else self.world
+        return work_items * layout.microbatches
+
+
+def make_candidate(job: Job, layout: str) -> CandidateLayout:
+    """The job with a layout; what the layout does not make sense with is refused."""
+    overrides = [word if word.startswith(OVERRIDABLE_SECTIONS) else f"layout.{word}" for word in layout.split()]
+    for word in overrides:
+        if "=" not in word:
+            raise InputError(
+                f"layout {layout!r}: {word.rpartition('.')[2]!r} is not of the form key=value, e.g. zero=2"
+            )
+        if word.startswith("communication.compress_"):
+            raise InputError(f"layout {layout!r}: {word} loses bits by design; leave it out to verify the rest")
+    source = f"layout {layout!r}"
+    check_no_unused_settings(with_overrides(without_layout(job), overrides, source), source)
+    laid_out_job = with_overrides(job, overrides, source)
+    if laid_out_job.layout.uses_server_processes and laid_out_job.layout.server.mode != "sync":
+        raise InputError(
+            f"{source}: with layout.server.mode = {laid_out_job.layout.server.mode!r} gradients are of other parameters than "
+            "on one device, so numbers differ by design; verify server.mode=sync"
+        )
+    return CandidateLayout(layout, _with_small_keys(laid_out_job))
+
+
+def _with_small_keys(job: Job) -> Job:
+    """A small model has enough of them for all servers."""
+    server = job.layout.server
+    small_server = server.model_copy(update={"piece_mib": min(server.slice_mib, SMALL_KEY_MIB)})
+    return job.model_copy(update={"layout": job.layout.model_copy(update={"server": small_server})})
+
+
+def without_layout(job: Job) -> Job:
+    """Without what sections say that a layout may say something of."""
+    tree = job.model_dump(mode="json", exclude_unset=True)
+    return job_from_tree(
+        {key: value for key, value in tree.items() if key not in (*OVERRIDABLE_SECTIONS, "layout", "outer")}
+    )

@@ -1,0 +1,102 @@
+"""Rank processes that are copies of this one, so that they have the caller's functions, wherever these were defined."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+
+import torch
+
+from motet.core.errors import InputError, RankFailedError
+from motet.parallel.process.launch_environment import RankEnvironment
+from motet.parallel.process.process_group import RankGroup, start_process_group
+from motet.train.launch.rank_process import exit_with_parent
+
+TIMEOUT_S = 1800.0
+GroupFunction = Callable[[RankGroup], None]
+
+
+@dataclass(frozen=True)
+class ForkedRankPool:
+    """They are made before this process computes anything, and wait: who has computed should not be copied."""
+
+    workers: list[tuple[BaseProcess, Connection]]
+
+    def run(self, world: int, name: str) -> None:
+        """Work of this name on the first ranks."""
+        with tempfile.TemporaryDirectory(prefix="motet-store-") as folder:
+            rank_envs = [
+                RankEnvironment(rank, world, rank, world, 0, f"file://{folder}/store") for rank in range(world)
+            ]
+            for rank_env, (_, pipe) in zip(rank_envs, self.workers, strict=False):
+                pipe.send((name, rank_env))
+            self._wait(world)
+
+    def _wait(self, world: int) -> None:
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self.workers[:world])}
+        while waiting:
+            ready = wait(list(waiting), timeout=TIMEOUT_S)
+            if not ready:
+                raise RankFailedError(f"rank {min(waiting.values())} did not end within {TIMEOUT_S:g} s")
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
+                try:
+                    error = pipe.recv()
+                except EOFError:
+                    raise RankFailedError(f"the process of rank {rank} ended") from None
+                if error is not None:
+                    raise error
+
+
+@contextmanager
+def fork_rank_pool(ranks: int, functions: Mapping[str, GroupFunction]) -> Iterator[ForkedRankPool]:
+    """`works`: by the names by which they are asked for."""
+    if "fork" not in multiprocessing.get_all_start_methods():
+        raise InputError(f"verify: ranks are copies of this process, which {sys.platform} cannot make; use Linux")
+    context = multiprocessing.get_context("fork")
+    workers: list[tuple[BaseProcess, Connection]] = []
+    try:
+        for _ in range(ranks):
+            parent_end, child_end = context.Pipe()
+            process: BaseProcess = context.Process(
+                target=_serve_requests, args=(child_end, functions, os.getpid()), daemon=True
+            )
+            process.start()
+            child_end.close()
+            workers.append((process, parent_end))
+        yield ForkedRankPool(workers)
+    finally:
+        for process, pipe in workers:
+            pipe.close()
+            process.kill()  # whatever the caller's program does with other signals
+            process.join()
+
+
+def _serve_requests(pipe: Connection, functions: Mapping[str, GroupFunction], parent: int) -> None:
+    exit_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one that asked, which ends this process
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message=".*returned a view tensor.*")  # of stage 3; nobody writes to it here
+    while True:
+        name, rank_env = pipe.recv()
+        try:
+            with start_process_group(rank_env, "cpu", TIMEOUT_S) as group:
+                functions[name](group)
+            pipe.send(None)
+        except InputError as error:
+            pipe.send(error)
+            return
+        except Exception as error:  # noqa: BLE001  # told by the process that asked
+            last_frame = traceback.extract_tb(error.__traceback__)[-1]
+            message = f"rank {rank_env.rank} failed: {type(error).__name__}: {error} ({last_frame.filename}:{last_frame.lineno})"
+            pipe.send(RankFailedError(message))
+            return

@@ -1,0 +1,47 @@
+"""Large tensors made short: sums of their elements with pseudo-random signs, which differ where the tensors do.
+
+It is linear, so what holds of sums of tensors holds of what they are folded to, and norms stay about what they are.
+"""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+MAX_SHARD_NUMEL, SHARD_SKETCH_WIDTH = 2**18, 4096
+"""A part of a parameter of more elements than the first becomes one of the second."""
+MAX_ROW_NUMEL, ROW_SKETCH_WIDTH = 2048, 512
+"""The same for what belongs to one index of the first dimension of an activation."""
+
+
+def sketch_shard(values: Tensor, start: int) -> Tensor:
+    """`values` stand at `start` in the whole. Those of parts of a whole add up to that of the whole."""
+    return values if values.numel() <= MAX_SHARD_NUMEL else _sketch(values.view(1, -1), start, SHARD_SKETCH_WIDTH)[0]
+
+
+def sketch_rows(tensor: Tensor) -> Tensor:
+    """Each index of the first dimension by itself."""
+    if tensor.ndim < 2 or tensor.shape[0] == 0 or tensor[0].numel() <= MAX_ROW_NUMEL:
+        return tensor
+    return _sketch(tensor.reshape(tensor.shape[0], -1), 0, ROW_SKETCH_WIDTH)
+
+
+def _sketch(rows: Tensor, start: int, width: int) -> Tensor:
+    count = rows.shape[1]
+    signs = _random_signs(start, count)
+    padding_before, padding_after = start % width, -(start + count) % width
+    signed = torch.nn.functional.pad(rows.double() * signs, (padding_before, padding_after))
+    return signed.view(rows.shape[0], -1, width).sum(1)
+
+
+@lru_cache(maxsize=16)
+def _random_signs(start: int, count: int) -> Tensor:
+    return (1 - 2 * (_hash_indices(torch.arange(start, start + count)) & 1)).to(torch.int8)
+
+
+def _hash_indices(indices: Tensor) -> Tensor:
+    """Bits that look random (the finaliser of SplitMix64, with arithmetic shifts)."""
+    hashed = indices * -7046029254386353131
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        hashed = (hashed ^ (hashed >> shift)) * factor
+    return (hashed ^ (hashed >> 31)) >> 17

@@ -1,0 +1,180 @@
+"""A model and batches of the caller's own, as a trial: no job, no files."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from motet.core.errors import InputError
+from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
+from motet.parallel.layout import Layout, LayoutSettings, parse_layout, resolve_layout
+from motet.parallel.process.process_group import RankGroup
+from motet.parallel.row_assignment import contributing_rows_of_rank
+from motet.parity.record.tensor_recorder import TensorRecorder
+from motet.parity.subjects.job_subject import recording_dropout_masks
+from motet.precision.float64_mode import use_float64
+from motet.train.engine import TrainingEngine, loss_and_count, parallelize
+from motet.train.optimizer.optimizer_settings import OptimizerSettings
+from motet.train.state import TrainingState
+
+UserBatch = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
+LossFunction = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]]
+SEED = 0
+
+
+_BUILT_MODULES: WeakSet[nn.Module] = WeakSet()
+"""Modules that are trained already."""
+
+
+@dataclass(frozen=True)
+class ModuleVerificationSubject:
+    """What the caller gives."""
+
+    model_fn: Callable[[], nn.Module]
+    batch_fn: Callable[[int], UserBatch]
+    """Step -> the batch of all ranks; the first dimension of each tensor is its rows."""
+    loss_fn: LossFunction
+    """Of a module and some rows of a batch: the mean of the losses of rows, or their sum and how many there are."""
+    optimizer: OptimizerSettings
+    steps: int
+    layout: LayoutSettings = field(default_factory=LayoutSettings)
+
+    @cached_property
+    def batch_rows(self) -> int:
+        return count_rows(self.batch_fn(0))
+
+    def batch(self, step: int) -> UserBatch:
+        batch = self.batch_fn(step)
+        if (rows := count_rows(batch)) != self.batch_rows:
+            raise InputError(
+                f"verify: batch {step} has {rows} rows, and batch 0 has {self.batch_rows}; give all as many"
+            )
+        return batch
+
+    def numerics(self) -> AbstractContextManager[None]:
+        return use_float64()
+
+    def build(self, group: RankGroup, folder: Path) -> "ModuleVerificationSubjectOnRank":
+        optimizer_settings = self.optimizer.model_dump(exclude_unset=True)
+        engine = parallelize(self.make_module(), self.layout, optimizer=optimizer_settings, precision="fp64")
+        state = TrainingState(engine.module, engine.optimizer, group, folder / "checkpoints", 2**31, "")
+        return ModuleVerificationSubjectOnRank(
+            self, engine, state, resolve_layout(self.layout, group.world, self.batch_rows)
+        )
+
+    def with_microbatches(self, microbatches: int) -> "ModuleVerificationSubject":
+        return replace(self, layout=LayoutSettings(microbatches=microbatches))
+
+    def with_layout(self, layout: str) -> "ModuleVerificationSubject":
+        return replace(self, layout=parse_layout(layout))
+
+    def make_module(self) -> nn.Module:
+        """With the same values every time."""
+        torch.manual_seed(SEED)
+        module = self.model_fn()
+        if not isinstance(module, nn.Module) or module in _BUILT_MODULES:
+            description = "the same module again" if isinstance(module, nn.Module) else f"a {type(module).__name__}"
+            raise InputError(f"verify: model_fn gives {description}; let it make a new module in each call")
+        _BUILT_MODULES.add(module)
+        return module.double().train()
+
+
+@dataclass(frozen=True)
+class ModuleVerificationSubjectOnRank:
+    """On one rank."""
+
+    subject: ModuleVerificationSubject
+    engine: TrainingEngine
+    state: TrainingState
+    layout: Layout
+
+    def learning_rate(self, step: int) -> float:
+        return self.subject.optimizer.learning_rate
+
+    def step(self, step: int, recorder: TensorRecorder) -> None:
+        global_batch, engine = self.subject.batch(step), self.engine
+        row_ranges = contributing_rows_of_rank(self.layout, engine.group.rank, self.subject.batch_rows)
+        total, count = 0.0, 0.0
+        engine.begin_step()
+        for microbatch, rows in enumerate(row_ranges):
+            row_indices = torch.arange(rows.start, rows.stop)
+            recorder.begin_microbatch(rows)
+            batch = select_rows(global_batch, rows)
+            for name, tensor in named_tensors(batch):
+                recorder.add("sample", name, tensor)
+            with recording_dropout_masks(self._randomness.for_rows(step, row_indices), recorder):
+                loss, targets = self._loss_sum_and_count(batch)
+            recorder.add("loss", "loss", loss)
+            engine.backward(loss, microbatch == 0, microbatch == len(row_ranges) - 1)
+            total, count = total + float(loss.detach()), count + targets
+        engine.update(self.learning_rate(step), total, count)
+
+    def loss_of_rows(self, step: int, rows: range) -> tuple[Tensor, float]:
+        with self._randomness.for_rows(step, torch.arange(rows.start, rows.stop)):
+            return self._loss_sum_and_count(select_rows(self.subject.batch(step), rows))
+
+    def evaluation_metrics(self) -> dict[str, float]:
+        return {}
+
+    def evaluation_losses(self, rows: range) -> list[tuple[Tensor, float]]:
+        raise AssertionError("nothing is evaluated")
+
+    @property
+    def _randomness(self) -> LayoutInvariantDropoutMode:
+        return LayoutInvariantDropoutMode(SEED)
+
+    def _loss_sum_and_count(self, batch: UserBatch) -> tuple[Tensor, float]:
+        """Their sum, and how many."""
+        output = self.subject.loss_fn(self.engine.module, batch)
+        value, count = loss_and_count(output, "verify")
+        return (value, count) if isinstance(output, tuple) else (value * count_rows(batch), float(count_rows(batch)))
+
+
+def default_loss(module: nn.Module, batch: Any) -> Any:
+    """What the module gives for the batch, or its `loss`."""
+    if isinstance(batch, Mapping):
+        output = module(**batch)
+    else:
+        output = module(batch) if isinstance(batch, Tensor) else module(*batch)
+    return output["loss"] if isinstance(output, Mapping) else getattr(output, "loss", output)
+
+
+def named_tensors(batch: UserBatch) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(batch, Tensor):
+        yield "batch", batch
+        return
+    if not isinstance(batch, Mapping | Sequence):
+        raise InputError(f"verify: a batch is a {type(batch).__name__}; give a tensor, or some by name or in order")
+    yield from batch.items() if isinstance(batch, Mapping) else ((str(n), each) for n, each in enumerate(batch))
+
+
+def count_rows(batch: UserBatch) -> int:
+    for name, tensor in named_tensors(batch):
+        if not isinstance(tensor, Tensor):
+            raise InputError(f"verify: {name} of a batch is a {type(tensor).__name__}; give tensors")
+    row_counts = {name: len(tensor) if tensor.ndim else 0 for name, tensor in named_tensors(batch)}
+    if len(set(row_counts.values())) != 1 or 0 in row_counts.values():
+        raise InputError(
+            f"verify: the tensors of a batch have {row_counts} rows; give tensors with one first dimension, the rows"
+        )
+    return next(iter(row_counts.values()))
+
+
+def select_rows(batch: UserBatch, rows: range) -> Any:
+    """Some of its rows; what is of floating point in float64."""
+    selected = {name: to_float64(tensor[rows.start : rows.stop]) for name, tensor in named_tensors(batch)}
+    if isinstance(batch, Tensor):
+        return selected["batch"]
+    if isinstance(batch, Mapping):
+        return selected
+    return type(batch)(*selected.values()) if hasattr(batch, "_fields") else tuple(selected.values())
+
+
+def to_float64(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor

@@ -1,0 +1,94 @@
+"""Samples with fewer targets in some rows than in others: only so can be seen who divides by the wrong count.
+
+And with borders of documents in some, and in another order.
+"""
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, fields, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from motet.core.batch import Batch
+from motet.data.samples.dataset import MixtureDataset
+from motet.data.samples.loader import BatchLoader
+from motet.data.samples.packing import IntArray, TokenWindows
+from motet.train import step as read
+from motet.train.evaluation import EvaluationBatchSource
+
+
+class TrainAndEvaluationSamples(read.BatchSource, EvaluationBatchSource, Protocol):
+    """What there is to read."""
+
+
+@dataclass(frozen=True)
+class UnevenTargetSamples:
+    """Up to half of the targets of a row count for nothing, at its end; of classes, every fifth row."""
+
+    inner: TrainAndEvaluationSamples
+
+    def batch(self, step: int, rows: range) -> Batch:
+        batch = self.inner.batch(step, rows)
+        return replace(batch, weights=_zero_some_weights(batch.weights, torch.tensor(rows), step))
+
+    def evaluation_batches(self, split: str) -> int:
+        return self.inner.evaluation_batches(split)
+
+    def evaluation_batch(self, split: str, index: int, rows: range) -> Batch:
+        batch = self.inner.evaluation_batch(split, index, rows)
+        return replace(batch, weights=_zero_some_weights(batch.weights, torch.tensor(rows), index))
+
+
+def with_extra_boundaries(loader: BatchLoader, rows: int) -> BatchLoader:
+    """Samples that show more. Windows of a few tokens seldom have a border of documents in them; here two of three have
+    one more, so that what comes of borders is looked at: positions that begin anew, and who sees whom. And what is held
+    out is two batches, of which the last one is not full."""
+    wrapped_loader = copy(loader)
+    sample_fields = {each.name: getattr(loader.samples, each.name) for each in fields(MixtureDataset)}
+    wrapped_loader.samples = _ExtraDocumentBoundarySamples(**sample_fields, max_evaluation_rows=2 * rows - 1)
+    return wrapped_loader
+
+
+@dataclass(frozen=True)
+class _ExtraDocumentBoundarySamples(MixtureDataset):
+    max_evaluation_rows: int
+
+    def count(self, split: str) -> int:
+        return super().count(split) if split == "train" else min(super().count(split), self.max_evaluation_rows)
+
+    def training_windows(self, positions: IntArray) -> TokenWindows:
+        return _add_boundaries(super().training_windows(positions), positions)
+
+    def held_out_windows(self, split: str, positions: IntArray) -> TokenWindows:
+        return _add_boundaries(super().held_out_windows(split, positions), positions)
+
+
+def _add_boundaries(rows: TokenWindows, positions: IntArray) -> TokenWindows:
+    width = rows.segment.shape[1]
+    border = np.where(positions % 3 == 2, width, 1 + 7 * positions % width)
+    return replace(rows, segment=rows.segment + (np.arange(width) >= border[:, None]))
+
+
+@dataclass(frozen=True)
+class ReorderedRowSamples:
+    """The rows of a batch in another order; each keeps its number."""
+
+    inner: read.BatchSource
+    row_order: Sequence[int]
+
+    def batch(self, step: int, rows: range) -> Batch:
+        batch = self.inner.batch(step, range(len(self.row_order)))
+        row_indices = torch.tensor(self.row_order[rows.start : rows.stop])
+        tensors = {part.name: value for part in fields(batch) if (value := getattr(batch, part.name)) is not None}
+        return replace(batch, **{name: value[row_indices] for name, value in tensors.items()})
+
+
+def _zero_some_weights(weights: Tensor, rows: Tensor, step: int) -> Tensor:
+    if weights.ndim == 1:
+        return weights * ((rows + step) % 5 != 3)
+    positions = torch.arange(weights.shape[1])
+    zeroed_count = (5 * rows + 3 * step) % (weights.shape[1] // 2 + 1)
+    return weights * (positions[None, :] < weights.shape[1] - zeroed_count[:, None])
