@@ -114,7 +114,7 @@ def measure_as_rank(options: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from motet.cluster.cluster_toml import cluster_from_dict
-    from motet.collectives import program
+    from motet.collectives import build
     from motet.collectives.cost.alpha_beta import estimate_cost
     from motet.collectives.cost.link_calibration import calibrate_cluster
     from motet.collectives.execute.measure import measure_program
@@ -127,7 +127,7 @@ def measure_as_rank(options: argparse.Namespace) -> None:
     assert group is not None
     tree = calibrate_cluster(group, RANKS_PER_HOST)
     cluster = cluster_from_dict(tree, "two hosts in miniature")
-    programs = {name: program("all-reduce", name, world, **choices) for name, choices in ALGORITHMS.items()}
+    programs = {name: build("all-reduce", name, world, **choices) for name, choices in ALGORITHMS.items()}
     if options.rank == 0:
         report_calibration(tree)
         print(f"  {'MiB':>4} {'algorithm':22} {'measured':>10} {'spread':>17} {'predicted':>10} {'error':>7} ring is")

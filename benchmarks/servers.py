@@ -212,7 +212,7 @@ def settings_of(way: Way, steps: int) -> list[str]:
             "communication.bucket_mib=1",
             "run.cpu_backend=gloo",
         ]
-    server = [f"count={way.servers}", "piece_mib=0.5", *way.settings]
+    server = [f"count={way.servers}", "slice_mib=0.5", *way.settings]
     return [f"run.steps={steps}", "layout.data=parameter_server", *(f"layout.server.{s}" for s in server)]
 
 
@@ -290,7 +290,7 @@ def predict(way: Way, rate: float, update_s: float, steps: int) -> float:
     computing = (FORWARD_S,) * LAYERS, (BACKWARD_S,) * LAYERS
     setting = ServerSimulationCosts(rate, HANDLING_S, *computing, update_s, slow)
     return (
-        ParameterServerSimulation(rule, loads, WORKERS, setting, settings.send_order == "need")
+        ParameterServerSimulation(rule, loads, WORKERS, setting, settings.send_order == "priority")
         .run()
         .seconds_per_step(SKIP)
     )

@@ -1,4 +1,4 @@
-"""What watching costs (`monitor.watch_every`): steps with it beside steps without, in one run of the same ranks.
+"""What watching costs (`monitor.replica_check_every`): steps with it beside steps without, in one run of the same ranks.
 
 Blocks of so many steps, of which one is watched, take turns with blocks in which none is; a round gives one ratio, and
 medians and quartiles over the rounds are printed. Nothing else differs: training is the same, bit for bit.
@@ -43,7 +43,7 @@ def one_layout(options: argparse.Namespace, group: "RankGroup", layout: str) -> 
         "tiny",
         [
             *(f"layout.{word}" for word in layout.split()),
-            "monitor.watch_every=1",
+            "monitor.replica_check_every=1",
             f"data.sequence_length={options.length}",
         ],
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from motet.cluster.cluster_toml import load_cluster
-from motet.collectives import algorithms, closed_form, collectives, program
+from motet.collectives import algorithm_names, build, closed_form, collective_names
 from motet.collectives.algorithms import find_algorithm
 from motet.collectives.algorithms.program_builders import (
     doubling_rounds,
@@ -198,7 +198,7 @@ def letters(name: str, ranks: int) -> dict[str, int]:
         found |= {"X": rows, "a": _line(rows), "c": _line(columns)}
     elif "double-tree" in name:
         found["p"] = 1 if ranks == 2 else 2
-        found["f"] = len(program(*name.split("/"), ranks, pieces=1).steps) // 2 - (2 * found["q"] - 1)
+        found["f"] = len(build(*name.split("/"), ranks, pieces=1).steps) // 2 - (2 * found["q"] - 1)
         assert found["f"] in (0, 1)
     return found
 
@@ -229,12 +229,12 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 def all_reduce_table() -> str:
     """What the all-reduces cost at 8 and at 64 ranks, from `closed_form` and from their Programs."""
     rows = []
-    for name in algorithms("all-reduce"):
+    for name in algorithm_names("all-reduce"):
         cells = [f"`{name}`"]
         known = find_algorithm("all-reduce", name)
         for ranks in (8, 64):
             if known.supports(ranks):
-                made = program("all-reduce", name, ranks)
+                made = build("all-reduce", name, ranks)
                 cells += [str(len(made.steps)), _part(max(map(made.sent, range(ranks)))), _cost(name, ranks)]
             else:
                 cells += ["", "", ""]
@@ -257,7 +257,7 @@ def identities_table() -> str:
     """An all-reduce against the two halves that it is made of."""
     rows = []
     for ranks in (4, 8, 64):
-        made = [program(c, "ring", ranks) for c in ("reduce-scatter", "all-gather", "all-reduce")]
+        made = [build(c, "ring", ranks) for c in ("reduce-scatter", "all-gather", "all-reduce")]
         rows.append([str(ranks), *(f"{len(p.steps)} rounds, {_part(p.sent(0))}" for p in made)])
     return _table(["N", "reduce-scatter", "all-gather", "all-reduce"], rows)
 
@@ -265,9 +265,9 @@ def identities_table() -> str:
 def closed_forms() -> str:
     """All closed forms, a table for each collective."""
     parts = []
-    for collective in collectives():
+    for collective in collective_names():
         rows = []
-        for name in algorithms(collective):
+        for name in algorithm_names(collective):
             formula = FORMULAS[f"{collective}/{name}"]
             rows.append([f"`{name}`", *map(_shown, formula[:3]), formula.why])
         parts.append(f"## {collective}\n\n{_table(['algorithm', ALPHA, BETA, GAMMA, 'why'], rows)}")
@@ -276,12 +276,12 @@ def closed_forms() -> str:
 
 def example() -> str:
     """A Program as JSON."""
-    return f"```json\n{program('all-reduce', 'ring', 2).to_json()}```\n"
+    return f"```json\n{build('all-reduce', 'ring', 2).to_json()}```\n"
 
 
 def drawn() -> str:
     """What `motet collectives draw` prints."""
-    return f"```\n{program_text(program('all-reduce', 'ring', 3))}```\n"
+    return f"```\n{program_text(build('all-reduce', 'ring', 3))}```\n"
 
 
 # --- pictures and pages ----------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ def drawn() -> str:
 
 def pictures() -> Iterator[tuple[str, str]]:
     """Name and content of every file in docs/pictures."""
-    ring = program("all-reduce", "ring", 4)
+    ring = build("all-reduce", "ring", 4)
     yield "ring.svg", program_svg(ring)
     yield "ring-first-steps.svg", program_svg(ring, only_steps=(-1, 0))
     for name, options in (
@@ -303,8 +303,8 @@ def pictures() -> Iterator[tuple[str, str]]:
         ("hierarchical", {"hosts": 2}),
         ("hierarchical-sharded", {"hosts": 2}),
     ):
-        yield f"{name}.svg", program_svg(program("all-reduce", name, 4, **options))
-    yield "all-gather-bruck.svg", program_svg(program("all-gather", "bruck", 5))
+        yield f"{name}.svg", program_svg(build("all-reduce", name, 4, **options))
+    yield "all-gather-bruck.svg", program_svg(build("all-gather", "bruck", 5))
     yield "cost.svg", cost_picture()
 
 
@@ -313,7 +313,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     from mkdocs.structure.files import File
 
     for name, ranks in (("ring", 4), ("halving-doubling", 8)):
-        drawn = program_html(program("all-reduce", name, ranks))
+        drawn = program_html(build("all-reduce", name, ranks))
         files.append(File.generated(config, f"pictures/{name}.html", content=drawn))
     return files
 

@@ -42,7 +42,7 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "classifier": (
         [
             f"model={{family='encoder', {OWN}, head='classify', classes=2, dropout=0.1}}",
-            *("data.objective=classify", "data.source=made:majority", "data.samples=200"),
+            *("data.objective=classify", "data.source=synthetic:majority", "data.samples=200"),
         ],
         {},
     ),

@@ -98,7 +98,7 @@ def make_motet(contender: Contender, dtype: str, group: dist.ProcessGroup) -> Tr
 def make_peer(contender: Contender, dtype: str, group: dist.ProcessGroup) -> Trainer:
     """torch's own: DDP, with a sharded optimizer at stage 1, and FSDP2."""
     if contender.stage >= 2:
-        return _loop(*_fsdp2(dtype, group, regather=contender.stage == 3), autocast=False)
+        return _loop(*_fsdp2(dtype, group, reshard_after_forward=contender.stage == 3), autocast=False)
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
 
@@ -112,7 +112,7 @@ def make_peer(contender: Contender, dtype: str, group: dist.ProcessGroup) -> Tra
     return _loop(module, optimizer, autocast=dtype == "bf16")
 
 
-def _fsdp2(dtype: str, group: dist.ProcessGroup, regather: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _fsdp2(dtype: str, group: dist.ProcessGroup, reshard_after_forward: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -120,8 +120,8 @@ def _fsdp2(dtype: str, group: dist.ProcessGroup, regather: bool) -> tuple[nn.Mod
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if dtype == "bf16" else MixedPrecisionPolicy()
     ways: dict[str, Any] = {"mesh": DeviceMesh.from_group(group, "cpu"), "mp_policy": policy}
     for block in module.blocks:
-        fully_shard(block, reshard_after_forward=regather, **ways)
-    fully_shard(module, reshard_after_forward=regather, **ways)
+        fully_shard(block, reshard_after_forward=reshard_after_forward, **ways)
+    fully_shard(module, reshard_after_forward=reshard_after_forward, **ways)
     return module, adamw(module)
 
 

@@ -16,10 +16,11 @@ _EXPORTS = {
     "Callback": "motet.monitor.callback",
     "read_steps": "motet.monitor.events",
     "MotetError": "motet.core.errors",
+    "verify": "motet.parity.api",
 }
 
-# Rooms whose names are public, too.
-_PUBLIC_PACKAGES = ("collectives", "verify")
+# Packages whose names are public, too.
+_PUBLIC_PACKAGES = ("collectives",)
 
 __all__ = ["__version__", *_EXPORTS, *_PUBLIC_PACKAGES]
 

@@ -195,9 +195,9 @@ def gathering(*transfers: object) -> str:
 
 def less() -> str:
     """An all-reduce whose rank 1 need not end with the sum."""
-    from motet.collectives import program
+    from motet.collectives import build
 
-    ring = program("all-reduce", "ring", 2)
+    ring = build("all-reduce", "ring", 2)
     return replace(ring, final=(ring.final[0], {})).to_json()
 
 

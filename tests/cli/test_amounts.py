@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from motet.cli.parse_sizes import parse_bytes, parse_options, parse_rank_counts, parse_size_range, read_program
-from motet.collectives import program
+from motet.collectives import build
 from motet.core.errors import InputError
 
 
@@ -46,6 +46,6 @@ def test_options() -> None:
 
 
 def test_a_file_that_holds_a_program(tmp_path: Path) -> None:
-    ring = program("all-reduce", "ring", 2)
+    ring = build("all-reduce", "ring", 2)
     (tmp_path / "whole.json").write_text(ring.to_json())
     assert read_program(str(tmp_path / "whole.json")) == ring

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from motet.cli.collectives.list_algorithms import app
-from motet.collectives import program
+from motet.collectives import build
 from motet.core.errors import InputError
 
 MOTET = f"{sys.executable} -m motet collectives"
@@ -52,7 +52,7 @@ def test_a_reader_who_goes_away_ends_it_quietly() -> None:
 
 
 def test_what_the_encoding_lacks_is_escaped(tmp_path: Path) -> None:
-    text = program("all-reduce", "ring", 2).to_json().replace('"ring"', '"gr\N{LATIN SMALL LETTER U WITH DIAERESIS}n"')
+    text = build("all-reduce", "ring", 2).to_json().replace('"ring"', '"gr\N{LATIN SMALL LETTER U WITH DIAERESIS}n"')
     (tmp_path / "green.json").write_text(text, encoding="utf-8")
     done = shell(f"{MOTET} draw {tmp_path}/green.json", PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")

@@ -42,7 +42,7 @@ def test_its_json_has_what_each_rank_updates_and_reads() -> None:
 
 def test_replicas_that_train_apart_and_owners_are_told() -> None:
     assert "Replicas meet over ranks 0 2 | 1 3." in shown("dp=4 zero=2 shard_group=2", "outer.every=5")
-    owners = shown("dp=4 data=parameter_server server.transport=programs server.count=2")
+    owners = shown("dp=4 data=parameter_server server.transport=collectives server.count=2")
     assert "the owner of a bucket all of it" in owners and "broadcast/tree of 4 ranks" in owners
 
 

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from motet.collectives import algorithms, collectives, program
+from motet.collectives import algorithm_names, build, collective_names
 from motet.collectives.algorithms import find_algorithm
 from motet.collectives.program import ChunkTransfer, Program
 from motet.collectives.shm_backend.rank_schedule import (
@@ -48,12 +48,12 @@ def played(score: Program) -> list[Held]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6])
-@pytest.mark.parametrize("collective", sorted({*collectives()} - {"send", "copy", "signal"}))
+@pytest.mark.parametrize("collective", sorted({*collective_names()} - {"send", "copy", "signal"}))
 def test_every_program_ends_as_promised(collective: str, ranks: int) -> None:
-    taken = [name for name in algorithms(collective) if find_algorithm(collective, name).supports(ranks)]
+    taken = [name for name in algorithm_names(collective) if find_algorithm(collective, name).supports(ranks)]
     assert taken
     for name in taken:
-        score = program(collective, name, ranks)
+        score = build(collective, name, ranks)
         for rank, held in enumerate(played(score)):
             for chunk, contributors in score.final[rank].items():
                 assert sorted(held[chunk].elements()) == list(contributors), f"{score}, rank {rank}, chunk {chunk}"
@@ -72,7 +72,7 @@ def test_every_program_ends_as_promised(collective: str, ranks: int) -> None:
 )
 def test_steps_that_need_not_wait_are_one(collective: str, name: str, steps: int, messages: int) -> None:
     """And what rank 0 puts out for several ranks, it puts out once."""
-    lowered = make_rank_schedule(program(collective, name, 4), 0)
+    lowered = make_rank_schedule(build(collective, name, 4), 0)
     assert len(lowered.steps) == steps
     assert sum(len(part.published) for part in lowered.steps) == messages
 
@@ -90,7 +90,7 @@ def test_a_step_that_replaces_what_came_waits() -> None:
 
 def test_only_sums_passed_on_are_widened() -> None:
     widened = {
-        name: make_rank_schedule(program("all-reduce", name, 4), 0).needs_wider_dtype
+        name: make_rank_schedule(build("all-reduce", name, 4), 0).needs_wider_dtype
         for name in ("naive", "direct", "flat", "ring")
     }
     assert widened == {"naive": False, "direct": False, "flat": False, "ring": True}
@@ -100,7 +100,7 @@ def test_only_sums_passed_on_are_widened() -> None:
 def test_ranks_of_other_hosts_are_sent_what_they_fetch(name: str) -> None:
     hosts = ({0: 0, 1: 1}, {2: 0, 3: 1})
     lowered = [
-        use_host_local_ranks(make_rank_schedule(program("all-reduce", name, 4), rank), hosts[rank // 2])
+        use_host_local_ranks(make_rank_schedule(build("all-reduce", name, 4), rank), hosts[rank // 2])
         for rank in range(4)
     ]
     for number in range(len(lowered[0].steps)):

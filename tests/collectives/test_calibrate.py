@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from motet.cluster.cluster_toml import cluster_from_dict
-from motet.collectives import program
+from motet.collectives import build
 from motet.collectives.cost.alpha_beta import estimate_cost
 from motet.collectives.cost.link_calibration import calibrate_cluster, fit_alpha_beta
 from motet.core.errors import InputError
@@ -40,7 +40,7 @@ def test_a_cluster_comes_of_it(ranks: Ranks, world: int, devices_per_host: int) 
     cluster = cluster_from_dict(trees[0], "here")
     assert (cluster.ranks, cluster.hosts) == (world, world // devices_per_host)
     assert cluster.gamma_s_per_byte.origin == "measured"
-    predicted = estimate_cost(program("all-reduce", "ring", world), cluster)
+    predicted = estimate_cost(build("all-reduce", "ring", world), cluster)
     assert 0 < predicted.seconds(1 << 20) < predicted.seconds(1 << 24) < 60
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from motet.collectives import algorithms, collectives, program
+from motet.collectives import algorithm_names, build, collective_names
 from motet.collectives.algorithms import find_algorithm
 from motet.collectives.execute.program_runner import run_program
 from motet.collectives.execute.rank_plan import chunk_lengths
@@ -27,10 +27,10 @@ class Told(NamedTuple):
 
 def every_algorithm(group: RankGroup) -> list[Told]:
     told = []
-    for collective in collectives():
-        for name in algorithms(collective):
+    for collective in collective_names():
+        for name in algorithm_names(collective):
             if find_algorithm(collective, name).supports(group.world):
-                even = program(collective, name, group.world)
+                even = build(collective, name, group.world)
                 # Twice as much as there are chunks, one more, and so little that most chunks are empty.
                 for numel in (2 * even.chunks, even.chunks + 1, 1):
                     made = replace(even, sizes=chunk_lengths(even, numel))
@@ -51,7 +51,7 @@ def test_every_algorithm(ranks: Ranks, world: int) -> None:
     told = ranks.run(world, every_algorithm, timeout_s=120)
     assert len(told[0]) > 30
     for of_ranks in zip(*told, strict=True):
-        made = program(of_ranks[0].collective, of_ranks[0].algorithm, world)
+        made = build(of_ranks[0].collective, of_ranks[0].algorithm, world)
         size = 2 * made.whole * 8
         assert [one.sent_bytes for one in of_ranks] == [made.sent(rank) * size for rank in range(world)], made
         assert sum(one.messages for one in of_ranks) == made.messages, made

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from motet.cluster.cluster import uniform_cluster
-from motet.collectives import program
+from motet.collectives import build
 from motet.collectives.execute import api
 from motet.collectives.execute.api import (
     all_gather,
@@ -36,7 +36,7 @@ HOW = [
     {"algorithm": "ring"},
     {"algorithm": "auto", "cluster": uniform_cluster(4, 1e-5, 1e9)},
     {"algorithm": "halving-doubling", "check": False},
-    {"algorithm": program("all-reduce", "double-tree", 4, pieces=3), "async_op": True},
+    {"algorithm": build("all-reduce", "double-tree", 4, pieces=3), "async_op": True},
 ]
 
 

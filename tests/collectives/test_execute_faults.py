@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from motet.collectives import program
+from motet.collectives import build
 from motet.collectives.execute.api import all_gather, all_reduce, all_to_all, broadcast
 from motet.collectives.execute.p2p import PeerTransferError
 from motet.collectives.execute.program_runner import run_program
@@ -32,7 +32,7 @@ from ranks import Ranks
 def refusals(group: RankGroup) -> list[str]:
     """Each is raised on all ranks, and nothing is left behind: the next one works."""
     odd = group.rank == 1
-    other = program("all-reduce", "ring", 3)
+    other = build("all-reduce", "ring", 3)
     other = replace(other, steps=other.steps[:2] + other.steps[2:][::-1])
     calls = [
         lambda: all_reduce(torch.ones(3 + odd), group, algorithm="ring"),
@@ -40,14 +40,14 @@ def refusals(group: RankGroup) -> list[str]:
         lambda: all_reduce(torch.ones(4, dtype=torch.float16 if odd else torch.float32), group, algorithm="ring"),
         lambda: all_reduce(torch.ones(4), group, algorithm="ring", op="max" if odd else "sum"),
         lambda: all_reduce(torch.ones(4), group, algorithm="tree" if odd else "ring"),
-        lambda: run_program(other if odd else program("all-reduce", "ring", 3), *[torch.ones(4)] * 2, group_of(group)),
+        lambda: run_program(other if odd else build("all-reduce", "ring", 3), *[torch.ones(4)] * 2, group_of(group)),
         lambda: broadcast(torch.ones(4), group, root=int(odd), algorithm="tree"),
         lambda: all_reduce(torch.ones(4, 4).T if odd else torch.ones(4, 4), group, algorithm="ring"),
         lambda: all_gather(torch.ones(7), torch.ones(3), group, algorithm="ring"),
-        lambda: run_program(program("all-reduce", "ring", 2), *[torch.ones(4)] * 2, group_of(group)),
-        lambda: run_program(program("all-reduce", "ring", 3), None, None, group_of(group)),
+        lambda: run_program(build("all-reduce", "ring", 2), *[torch.ones(4)] * 2, group_of(group)),
+        lambda: run_program(build("all-reduce", "ring", 3), None, None, group_of(group)),
         lambda: run_program(
-            program("all-reduce", "ring", 3), torch.ones(4), torch.ones(4, dtype=torch.int8), group_of(group)
+            build("all-reduce", "ring", 3), torch.ones(4), torch.ones(4, dtype=torch.int8), group_of(group)
         ),
         lambda: all_reduce(torch.ones(4), group, algorithm="ring", op="median"),
         lambda: _overlapping(group),
@@ -66,7 +66,7 @@ def refusals(group: RankGroup) -> list[str]:
 
 def _overlapping(group: RankGroup) -> None:
     memory = torch.ones(7)
-    run_program(program("all-reduce", "ring", 3), memory[1:], memory[:-1], group_of(group))
+    run_program(build("all-reduce", "ring", 3), memory[1:], memory[:-1], group_of(group))
 
 
 def test_ranks_that_do_not_agree_are_told_before_anything_moves(ranks: Ranks) -> None:
@@ -113,8 +113,8 @@ def own_programs(group: RankGroup) -> list[str]:
     said = []
     for call in (
         lambda: all_reduce(torch.ones(4), group, algorithm=WRONG),
-        lambda: all_reduce(torch.ones(4), group, algorithm=program("broadcast", "tree", 2)),
-        lambda: broadcast(torch.ones(4), group, algorithm=program("broadcast", "tree", 2, root=1)),
+        lambda: all_reduce(torch.ones(4), group, algorithm=build("broadcast", "tree", 2)),
+        lambda: broadcast(torch.ones(4), group, algorithm=build("broadcast", "tree", 2, root=1)),
         lambda: all_reduce(torch.ones(4), group, algorithm="auto"),
         lambda: all_reduce(torch.ones(4), group, algorithm="rings"),
         lambda: all_to_all(torch.ones(4), torch.ones(4), group, sizes=[[1, 2]], algorithm="pairwise"),

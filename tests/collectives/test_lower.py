@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from motet.collectives import algorithms, collectives, program
+from motet.collectives import algorithm_names, build, collective_names
 from motet.collectives.algorithms import find_algorithm
 from motet.collectives.execute.rank_plan import (
     BufferSlice,
@@ -26,10 +26,10 @@ Buffers = dict[str, np.ndarray]
 
 
 def every_program(ranks: int) -> Iterator[Program]:
-    for collective in collectives():
-        for name in algorithms(collective):
+    for collective in collective_names():
+        for name in algorithm_names(collective):
             if find_algorithm(collective, name).supports(ranks):
-                yield program(collective, name, ranks)
+                yield build(collective, name, ranks)
 
 
 @cache
@@ -128,25 +128,26 @@ def test_what_is_sent_is_what_the_program_sends(ranks: int) -> None:
 
 def test_scratch_of_the_ring() -> None:
     """A chunk that arrives cannot be added while it arrives; one that only passes through has to be somewhere."""
-    whole = [make_rank_plan(program("all-reduce", "ring", 4), rank, 400, True).scratch_elements for rank in range(4)]
+    whole = [make_rank_plan(build("all-reduce", "ring", 4), rank, 400, True).scratch_elements for rank in range(4)]
     assert whole == [100] * 4
     # The sum of the last step grows in the output, so that the one before it is all that is elsewhere.
     scatter = [
-        make_rank_plan(program("reduce-scatter", "ring", 4), rank, 400, False).scratch_elements for rank in range(4)
+        make_rank_plan(build("reduce-scatter", "ring", 4), rank, 400, False).scratch_elements for rank in range(4)
     ]
     assert scatter == [200] * 4
-    assert make_rank_plan(program("reduce-scatter", "ring", 2), 0, 400, False).scratch_elements == 0
+    assert make_rank_plan(build("reduce-scatter", "ring", 2), 0, 400, False).scratch_elements == 0
     # Sums start in the input, so the first reduce lands in the output: nothing else is needed.
-    assert [
-        make_rank_plan(program("all-reduce", "ring", 2), rank, 400, False).scratch_elements for rank in range(2)
-    ] == [0, 0]
+    assert [make_rank_plan(build("all-reduce", "ring", 2), rank, 400, False).scratch_elements for rank in range(2)] == [
+        0,
+        0,
+    ]
 
 
-@pytest.mark.parametrize("name", algorithms("all-gather"))
+@pytest.mark.parametrize("name", algorithm_names("all-gather"))
 def test_copies_land_in_place(name: str) -> None:
     for ranks in (4, 8):
         for rank in range(ranks):
-            part = make_rank_plan(program("all-gather", name, ranks), rank, 64 * ranks, False)
+            part = make_rank_plan(build("all-gather", name, ranks), rank, 64 * ranks, False)
             packed = max((sum(pack.target.elements for pack in act.packs) for act in part.steps), default=0)
             landed = max(
                 (
@@ -170,14 +171,14 @@ def test_a_chunk_that_is_sent_is_not_written_while_it_leaves() -> None:
 
 
 def test_elements_follow_from_what_a_rank_has() -> None:
-    gather = program("all-gather", "ring", 3)
+    gather = build("all-gather", "ring", 3)
     assert chunk_lengths(gather, 10) == (3, 3, 4)
     assert total_elements(gather, 2, 4, 10) == 10
     with pytest.raises(InputError, match=r"the input of rank 2 has 3 elements; it must have 4"):
         total_elements(gather, 2, 3, 10)
-    scatter = program("scatter", "flat", 3)
+    scatter = build("scatter", "flat", 3)
     assert [total_elements(scatter, 0, 12, 4), total_elements(scatter, 1, 0, 4)] == [12, 12]
-    send = program("send", "direct", 3, src=0, dst=2)
+    send = build("send", "direct", 3, src=0, dst=2)
     assert [total_elements(send, 0, 5, 5), total_elements(send, 1, 0, 0), total_elements(send, 2, 0, 5)] == [5, None, 5]
     with pytest.raises(InputError, match=r"the output of rank 1 has 1 elements; it must have 0"):
         total_elements(send, 1, 0, 1)
@@ -185,12 +186,12 @@ def test_elements_follow_from_what_a_rank_has() -> None:
 
 def test_uneven_exchange() -> None:
     sizes = (0, 5, 1, 2, 0, 7, 3, 0, 4)
-    for name in algorithms("all-to-all"):
+    for name in algorithm_names("all-to-all"):
         if find_algorithm("all-to-all", name).supports(3):
-            made = replace(program("all-to-all", name, 3), sizes=sizes)
+            made = replace(build("all-to-all", name, 3), sizes=sizes)
             parts = play(made, sum(sizes), in_place=False)
             if name == "pairwise":
                 assert [part.elements_sent for part in parts] == [6, 9, 3]
             assert total_elements(made, 0, 6, 5) == sum(sizes)
     with pytest.raises(InputError, match=r"5 elements on rank 0 cannot be 6 of 22 equal parts"):
-        total_elements(replace(program("all-to-all", "pairwise", 3), sizes=sizes), 0, 5, 5)
+        total_elements(replace(build("all-to-all", "pairwise", 3), sizes=sizes), 0, 5, 5)

@@ -5,23 +5,23 @@ from typing import Any
 
 import pytest
 
-from motet.collectives import Program, algorithms, collectives, program
+from motet.collectives import Program, algorithm_names, build, collective_names
 from motet.collectives.algorithms import find_algorithm
 from motet.collectives.prove.program_checker import prove_program
 from motet.core.errors import InputError
 
 
 def test_every_program_survives_being_written() -> None:
-    for collective in collectives():
-        for name in algorithms(collective):
+    for collective in collective_names():
+        for name in algorithm_names(collective):
             ranks = next(filter(find_algorithm(collective, name).supports, range(4, 65)))
-            built = program(collective, name, ranks)
+            built = build(collective, name, ranks)
             assert Program.from_json(built.to_json()) == built
             assert Program.from_json(json.loads(built.to_json())) == built
 
 
 def test_the_fields_are_those_of_version_1() -> None:
-    record = json.loads(program("all-reduce", "ring", 2).to_json())
+    record = json.loads(build("all-reduce", "ring", 2).to_json())
     assert record == {
         "version": 1,
         "collective": "all-reduce",
@@ -64,16 +64,16 @@ def test_a_program_of_another_tool_is_proven() -> None:
 
 
 def _ring(**changes: Any) -> dict[str, Any]:
-    return {**json.loads(program("all-reduce", "ring", 3).to_json()), **changes}
+    return {**json.loads(build("all-reduce", "ring", 3).to_json()), **changes}
 
 
 def _text() -> str:
-    return program("all-reduce", "ring", 3).to_json()
+    return build("all-reduce", "ring", 3).to_json()
 
 
 def test_a_byte_order_mark_is_passed_over() -> None:
     marked = "\ufeff" + _text()
-    assert Program.from_json(marked) == Program.from_json(marked.encode()) == program("all-reduce", "ring", 3)
+    assert Program.from_json(marked) == Program.from_json(marked.encode()) == build("all-reduce", "ring", 3)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def mixed(tmp_path: Path, documents: Path, **values: Any) -> DataSettings:
 
 def given_for(objective: str, tmp_path: Path, documents: Path) -> DataSettings:
     if objective == "classify":
-        return settings(tmp_path, source="made:majority", objective="classify", samples=50)
+        return settings(tmp_path, source="synthetic:majority", objective="classify", samples=50)
     return mixed(tmp_path, documents, objective=objective)
 
 

@@ -17,7 +17,7 @@ BYTES = load_tokenizer("bytes")
 
 def made(seed: int = 0, width: int = 31, **settings: Any) -> SyntheticClassificationData:
     given = DataSettings(objective="classify", tokenizer="bytes", **settings)
-    return open_synthetic_source("made:majority", given, BYTES, seed, width)
+    return open_synthetic_source("synthetic:majority", given, BYTES, seed, width)
 
 
 @given(st.integers(0, 2**60), st.integers(3, 80))
@@ -66,9 +66,9 @@ def test_counts() -> None:
 @pytest.mark.parametrize(
     ("source", "settings", "message"),
     [
-        ("made:minority", {"objective": "classify"}, r"there is no rule 'minority'; known: majority"),
-        ("made:majority", {}, r"makes samples with a class, but data\.objective = 'causal'"),
-        ("made:majority", {"objective": "classify", "sequence_length": 3}, "is too short for 'made:majority'; use at"),
+        ("synthetic:minority", {"objective": "classify"}, r"there is no rule 'minority'; known: majority"),
+        ("synthetic:majority", {}, r"makes samples with a class, but data\.objective = 'causal'"),
+        ("synthetic:majority", {"objective": "classify", "sequence_length": 3}, "is too short for 'synthetic:majority'; use at"),
     ],
 )
 def test_refused(source: str, settings: dict[str, Any], message: str) -> None:

@@ -149,9 +149,9 @@ def test_one_tokenizer_is_trained_on_the_whole_mixture(tmp_path: Path) -> None:
     [
         ({"source": "nowhere"}, "data source 'nowhere' does not exist"),
         ({"sequence_length": 5000}, r"sequence_length = 5000 is longer than the corpus: .* and one sample needs 5001"),
-        ({"source": "made:majority"}, r"data\.objective = 'causal'; set data\.objective = \"classify\""),
+        ({"source": "synthetic:majority"}, r"data\.objective = 'causal'; set data\.objective = \"classify\""),
         (
-            {"source": "made:majority", "objective": "classify", "tokenizer": "bpe:300"},
+            {"source": "synthetic:majority", "objective": "classify", "tokenizer": "bpe:300"},
             "no source holds text",
         ),
         ({"tokenizer": "nowhere.json"}, r"there is no nowhere\.json; give bpe:SIZE"),

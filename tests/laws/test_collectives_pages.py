@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from motet.collectives import algorithms, closed_form, collectives
+from motet.collectives import algorithm_names, closed_form, collective_names
 from motet.collectives.algorithms import AlphaBetaGammaCost, find_algorithm
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = runpy.run_path(str(ROOT / "scripts/write_collectives_page.py"))
-NAMES = [f"{collective}/{name}" for collective in collectives() for name in algorithms(collective)]
+NAMES = [f"{collective}/{name}" for collective in collective_names() for name in algorithm_names(collective)]
 
 
 def test_every_algorithm_has_a_formula() -> None:

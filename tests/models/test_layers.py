@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from motet.models.arch.activations import ACTIVATIONS, activate, gated_activation
+from motet.models.arch.activations import ACTIVATIONS, apply_activation, gated_activation
 from motet.models.arch.amx_attention import tiled_attention
 from motet.models.arch.attention import AttentionMask, bidirectional_mask, causal_mask, dot_product_attention
 from motet.models.arch.norms import LayerNorm, rms_norm
@@ -72,17 +72,17 @@ def test_norms_in_bfloat16_have_statistics_in_float32(norm: str) -> None:
 def test_gated_activation(name: ActivationName) -> None:
     x = doubles(3, 4, 10)
     first, second = x.chunk(2, -1)
-    assert (gated_activation(x, name) - activate(first, name) * second).abs().max() < 1e-15
+    assert (gated_activation(x, name) - apply_activation(first, name) * second).abs().max() < 1e-15
     assert torch.autograd.gradcheck(lambda x: gated_activation(x, name), (x,))
 
 
 def test_activations_are_what_their_names_say() -> None:
     x = doubles(50, grad=False)
-    assert torch.equal(activate(x, "silu"), F.silu(x))
-    assert torch.equal(activate(x, "gelu"), F.gelu(x))
-    assert torch.equal(activate(x, "gelu_tanh"), F.gelu(x, approximate="tanh"))
-    assert torch.equal(activate(x, "relu"), x.clamp(min=0))
-    assert torch.equal(activate(x, "relu_squared"), x.clamp(min=0) ** 2)
+    assert torch.equal(apply_activation(x, "silu"), F.silu(x))
+    assert torch.equal(apply_activation(x, "gelu"), F.gelu(x))
+    assert torch.equal(apply_activation(x, "gelu_tanh"), F.gelu(x, approximate="tanh"))
+    assert torch.equal(apply_activation(x, "relu"), x.clamp(min=0))
+    assert torch.equal(apply_activation(x, "relu_squared"), x.clamp(min=0) ** 2)
 
 
 # --- rotary positions --------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from motet.monitor.events import EvaluationDone, RunEnded, RunStarted, StepDone
 
 def started(**changes):
     values = {"name": "tiny", "ranks": 2, "threads": 1, "device": "a CPU", "parameters": 4_212_736, "data": "d1"}
-    return RunStarted(**{**values, "last_step": 4, "outcomes": 4096, "time": 1000.0, **changes})
+    return RunStarted(**{**values, "last_step": 4, "num_classes": 4096, "time": 1000.0, **changes})
 
 
 def step(number, **changes):

@@ -22,7 +22,7 @@ def test_the_outcome_of_a_whole_run():
 
 
 def test_medians_and_peaks_are_over_all_steps():
-    steps = [step(n, tokens_per_s=n * 100.0, memory_bytes=10 * n, flops_share=0.1 * n) for n in (1, 2, 4)]
+    steps = [step(n, tokens_per_s=n * 100.0, memory_bytes=10 * n, mfu=0.1 * n) for n in (1, 2, 4)]
     result = summarize([started(), *steps])
     assert (result.tokens_per_s, result.peak_bytes, result.mfu) == (200.0, 40, 0.2)
 

@@ -60,7 +60,7 @@ def terminal(monkeypatch, width=100):
 
 def test_a_pipe_gets_one_plain_line_per_told_step(tmp_path, capsys):
     long = tmp_path / ("a-long-name-" * 8)
-    events = [started(), *(step(n, flops_share=0.412, grad_norm=1.25) for n in range(1, 5)), evaluated(4), ended()]
+    events = [started(), *(step(n, mfu=0.412, grad_norm=1.25) for n in range(1, 5)), evaluated(4), ended()]
     run(long, events)
     out, err = capsys.readouterr()
     assert err == ""

@@ -26,14 +26,14 @@ def read(folder):
 
 
 def test_tensorboard_reads_back_what_was_told(tmp_path):
-    steps = [step(1, flops_share=0.5), step(2, flops_share=0.25)]
+    steps = [step(1, mfu=0.5), step(2, mfu=0.25)]
     board(
         tmp_path, [started(), *steps, evaluated(2, accuracy=0.75), TextSampled(step=2, prompt="a", text="b"), ended()]
     )
     found = read(tmp_path)
     assert sorted(found.Tags()["scalars"]) == [
         "memory/peak_bytes",
-        "speed/flops_share",
+        "speed/mfu",
         "speed/step_time_s",
         "speed/tokens_per_s",
         "train/epoch",
@@ -43,7 +43,7 @@ def test_tensorboard_reads_back_what_was_told(tmp_path):
         "validation/loss",
     ]
     assert [(e.step, e.value, e.wall_time) for e in found.Scalars("train/loss")] == [(1, 7.5, 1002.0), (2, 6.5, 1004.0)]
-    assert [e.value for e in found.Scalars("speed/flops_share")] == [0.5, 0.25]
+    assert [e.value for e in found.Scalars("speed/mfu")] == [0.5, 0.25]
     assert [e.value for e in found.Scalars("validation/accuracy")] == [0.75]
     assert found.Tensors("sample/text_summary")[0].tensor_proto.string_val == [b"ab"]
 

@@ -20,4 +20,4 @@ def plan(
 
 
 def servers(count: int) -> str:
-    return f"data=parameter_server server={{count={count},transport='programs',piece_mib=0.0005}}"
+    return f"data=parameter_server server={{count={count},transport='collectives',slice_mib=0.0005}}"

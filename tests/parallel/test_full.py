@@ -50,8 +50,8 @@ def _alone(ranks: Ranks, folder: Path, model: str, changes: list[str]) -> Traine
 CASES = [
     (1, [], "decoder", []),
     (2, ["layout.microbatches=3"], "decoder", []),
-    (3, ["layout.regather=false", "layout.microbatches=2"], "decoder", []),
-    (4, [*HYBRID, *NAMED, "layout.whole_below=100"], "decoder", []),
+    (3, ["layout.reshard_after_forward=false", "layout.microbatches=2"], "decoder", []),
+    (4, [*HYBRID, *NAMED, "layout.min_shard_numel=100"], "decoder", []),
     (2, [], "bert", []),
     (2, [], "t5", []),
     (2, [], "gpt2", []),
@@ -75,9 +75,9 @@ def test_it_computes_what_one_rank_computes(
 def test_every_world_and_choice(ranks: Ranks, tmp_path: Path, model: str) -> None:
     alone = _alone(ranks, tmp_path, model, [])
     for world in (1, 2, 3, 4):
-        layouts = [[], ["layout.regather=false"]]
+        layouts = [[], ["layout.reshard_after_forward=false"]]
         if world == 4:
-            layouts += [["layout.shard_group=2"], ["layout.shard_group=2", "layout.regather=false"]]
+            layouts += [["layout.shard_group=2"], ["layout.shard_group=2", "layout.reshard_after_forward=false"]]
         for layout in layouts:
             for parts in (1, 2 if world == 3 else 3):
                 settings = ["layout.zero=3", *layout, f"layout.microbatches={parts}"]
@@ -110,10 +110,10 @@ def test_a_checkpoint_is_that_of_every_layout(ranks: Ranks, tmp_path: Path, mode
 
     cycle: list[tuple[int, list[str]]] = [
         (1, []),
-        (3, ["layout.zero=3", "layout.whole_below=100"]),
+        (3, ["layout.zero=3", "layout.min_shard_numel=100"]),
         (4, ["layout.zero=3", "layout.shard_group=2"]),
         (2, ["layout.zero=2"]),
-        (2, ["layout.zero=3", "layout.regather=false"]),
+        (2, ["layout.zero=3", "layout.reshard_after_forward=false"]),
     ]
     ranks.run_places(2, _train, job("layout.zero=3", "run.stop_at=2"), tmp_path / "0", timeout_s=120)
     first = saved_tensors(tmp_path / "0")
@@ -128,10 +128,10 @@ def test_a_checkpoint_is_that_of_every_layout(ranks: Ranks, tmp_path: Path, mode
     ("world", "settings", "model"),
     [
         (2, [], "decoder"),
-        (3, ["layout.microbatches=2", "layout.regather=false"], "decoder"),
+        (3, ["layout.microbatches=2", "layout.reshard_after_forward=false"], "decoder"),
         (4, ["layout.shard_group=2", "layout.microbatches=3"], "decoder"),
         (3, [], "adapters"),
-        (2, ["layout.whole_below=100", "layout.microbatches=2"], "decoder"),
+        (2, ["layout.min_shard_numel=100", "layout.microbatches=2"], "decoder"),
     ],
 )
 def test_bytes_sent_and_kept_are_those_that_are_promised(

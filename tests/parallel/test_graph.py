@@ -39,8 +39,8 @@ UNITS = [
     CommUnitVolume("the rest", frozenset({"table", "norm"}), 3.0, 1.5),
 ]
 LAYOUTS = [
-    Layout(4, parts, zero, 4 if zero else 1, regather)
-    for zero, parts, regather in product(range(4), (1, 3), (True, False))
+    Layout(4, parts, zero, 4 if zero else 1, reshard_after_forward)
+    for zero, parts, reshard_after_forward in product(range(4), (1, 3), (True, False))
 ]
 
 

@@ -85,11 +85,11 @@ def measured(group: RankGroup, layout: str, name: str, how: dict[str, object]) -
         (4, "zero=2 shard_group=2 microbatches=2", BUCKETS, "bf16"),
         (2, "zero=3", RINGS, "fp32"),
         (3, "zero=3 microbatches=2", RINGS, "bf16"),
-        (2, "zero=3 regather=false", RINGS, "fp32"),
+        (2, "zero=3 reshard_after_forward=false", RINGS, "fp32"),
         (4, "zero=3 shard_group=2", RINGS, "bf16"),
-        (2, "zero=3 regather=false microbatches=2", RINGS, "fp32"),
+        (2, "zero=3 reshard_after_forward=false microbatches=2", RINGS, "fp32"),
         (4, "zero=3 shard_group=2 microbatches=2", RINGS, "bf16"),
-        (4, "zero=3 shard_group=2 regather=false microbatches=3", RINGS, "fp32"),
+        (4, "zero=3 shard_group=2 reshard_after_forward=false microbatches=3", RINGS, "fp32"),
     ],
 )
 def test_the_most_bytes_are_those_that_are_said(

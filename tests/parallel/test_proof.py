@@ -32,7 +32,7 @@ def test_every_layout_is_right(ranks: int) -> None:
     ):
         if 48 % (ranks * parts) or (zero == 0 and group) or (zero < 3 and (near or whole)):
             continue
-        words = [f"zero={zero}", f"microbatches={parts}", f"whole_below={whole}"]
+        words = [f"zero={zero}", f"microbatches={parts}", f"min_shard_numel={whole}"]
         words += [f"shard_group={group}"] if group else []
         words += [f"secondary_group={near}"] if near else []
         try:
@@ -68,7 +68,7 @@ SHAPE = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 @given(
     st.lists(SHAPE, min_size=1, max_size=8),
     st.integers(1, 8),
-    st.sampled_from(["zero=0", "zero=1", "zero=2", "zero=3", "zero=3 whole_below=20", servers(1)]),
+    st.sampled_from(["zero=0", "zero=1", "zero=2", "zero=3", "zero=3 min_shard_numel=20", servers(1)]),
     st.sampled_from(["", " shard_group=2", " shard_group=3", " shard_group=4 secondary_group=2"]),
     st.sampled_from(["forward", "backward"]),
 )

@@ -19,14 +19,14 @@ def of_portion(name: str, change: Callable[[CommUnit], CommUnit]) -> Change:
     def planted(good: StepPlan) -> StepPlan:
         return replace(
             good,
-            portions=tuple(change(p) if name in {m.name for m in p.members} else p for p in good.comm_units),
+            comm_units=tuple(change(p) if name in {m.name for m in p.members} else p for p in good.comm_units),
         )
 
     return planted
 
 
 def moves(change: Callable[[CommUnitAction], list[CommUnitAction]], name: str = "w") -> Change:
-    return of_portion(name, lambda p: replace(p, course=tuple(new for move in p.schedule for new in change(move))))
+    return of_portion(name, lambda p: replace(p, schedule=tuple(new for move in p.schedule for new in change(move))))
 
 
 def over(verb: ActionKind, sets: tuple[tuple[int, ...], ...], name: str = "w") -> Change:
@@ -48,7 +48,7 @@ def shard(number: int, first: int, stop: int, name: str = "w") -> Change:
     def moved(portion: CommUnit) -> CommUnit:
         cut = list(portion.shard_ranges)
         cut[number] = cut[number][0] + first, cut[number][1] + stop
-        return replace(portion, cut=tuple(cut))
+        return replace(portion, shard_ranges=tuple(cut))
 
     return of_portion(name, moved)
 
@@ -66,7 +66,7 @@ def rows(change: Callable[[list[list[range]]], None]) -> Change:
     def planted(good: StepPlan) -> StepPlan:
         read = [list(parts) for parts in good.rows_by_rank]
         change(read)
-        return replace(good, rows=tuple(map(tuple, read)))
+        return replace(good, rows_by_rank=tuple(map(tuple, read)))
 
     return planted
 
@@ -235,12 +235,12 @@ PLANTED: dict[str, tuple[str, Change, str]] = {
     ),
     "a bucket is lost": (
         "zero=1",
-        lambda good: replace(good, portions=tuple(p for p in good.comm_units if p.members[0].name != "w")),
+        lambda good: replace(good, comm_units=tuple(p for p in good.comm_units if p.members[0].name != "w")),
         "nobody updates elements 0 to 39 of w",
     ),
     "a parameter is in two buckets": (
         "zero=1",
-        lambda good: replace(good, portions=(*good.comm_units, replace(good.comm_units[-1], name="bucket 9"))),
+        lambda good: replace(good, comm_units=(*good.comm_units, replace(good.comm_units[-1], name="bucket 9"))),
         r"element 0 of w stands in bucket . and again in bucket 9",
     ),
     "rows are lost": ("", read(2, 0, range(24, 35)), "nobody reads row 35 of the global batch"),
@@ -262,12 +262,12 @@ PLANTED: dict[str, tuple[str, Change, str]] = {
     ),
     "a micro-batch is not sent": (
         "zero=2 microbatches=3",
-        lambda good: replace(good, sends=good.reduce_after[:-1]),
+        lambda good: replace(good, reduce_after=good.reduce_after[:-1]),
         "element 0 of w: gradients of micro-batch 2 are in no sum",
     ),
     "what is kept is sent after each micro-batch": (
         "zero=1 microbatches=3",
-        lambda good: replace(good, sends=((0,), (0, 1), (0, 1, 2))),
+        lambda good: replace(good, reduce_after=((0,), (0, 1), (0, 1, 2))),
         "element 0 of w: gradients of micro-batch 0 are summed 3 times",
     ),
 }
@@ -285,7 +285,7 @@ def test_a_planted_mistake_is_located(what: str) -> None:
 def test_replicas_that_meet_with_unlike_shards_are_found() -> None:
     good = plan("zero=1 shard_group=2", apart=True)
     with pytest.raises(InvalidStepPlanError, match="element 0 of w: ranks 0 and 1 meet, with unlike shards"):
-        prove_step_plan(replace(good, meetings=(*good.outer_groups[::-1], (0, 1))))
+        prove_step_plan(replace(good, outer_groups=(*good.outer_groups[::-1], (0, 1))))
 
 
 # --- mistakes in what the engine reads -------------------------------------------------------------

@@ -77,7 +77,7 @@ def rules_of(system: System) -> list[str]:
     for name in RULES:
         asked = with_rule(system, name).rule
         is_free = asked.has_per_item_updates and asked.steps - system.first == 1
-        different.setdefault(asked._replace(ahead=None) if is_free else asked, name)
+        different.setdefault(asked._replace(max_staleness=None) if is_free else asked, name)
     return list(different.values())
 
 
@@ -101,28 +101,28 @@ def alike(line: str) -> str:
 class AsksOnce(WorkerStateMachine):
     """A worker does not say again what was lost with a connection."""
 
-    def resume(self, peer: str) -> OutgoingMessages:
+    def messages_on_connect(self, peer: str) -> OutgoingMessages:
         return []
 
 
 class AcknowledgesAtOnce(ServerStateMachine):
     """A server acknowledges a push before the second server of the piece has it."""
 
-    def _copy(self, piece: int, share: int, pushes: frozenset[GradientPush]) -> OutgoingMessages:
+    def _replicate_push(self, piece: int, share: int, pushes: frozenset[GradientPush]) -> OutgoingMessages:
         return self._push_acks(pushes) + super()._replicate_push(piece, share, pushes)
 
 
 class AnswersAnyPull(ServerStateMachine):
     """A server answers with what it has, however old."""
 
-    def _pull(self, pull: ParameterPull) -> OutgoingMessages:
-        return super()._handle_pull(pull._replace(least=0))
+    def _handle_pull(self, pull: ParameterPull) -> OutgoingMessages:
+        return super()._handle_pull(pull._replace(min_version=0))
 
 
 class ForgetsTheSum(ServerStateMachine):
     """A server that becomes the first of a piece does not tell the norm that the one before it owed."""
 
-    def _look(self, view: ParameterPlacement) -> OutgoingMessages:
+    def _change_placement(self, view: ParameterPlacement) -> OutgoingMessages:
         closing, self.norm_request = self.norm_request, None
         sent = super()._change_placement(view)
         self.norm_request = closing
@@ -132,7 +132,7 @@ class ForgetsTheSum(ServerStateMachine):
 class SkipsDecisions(ServerStateMachine):
     """A server does the update that it hears of, and not the one before that it has not heard of."""
 
-    def _apply(self) -> OutgoingMessages:
+    def _apply_decisions(self) -> OutgoingMessages:
         for kept in self.slice_states.values():
             if kept.is_initialized and self.decisions:
                 kept.version = max(kept.version, min(self.decisions))
@@ -142,7 +142,7 @@ class SkipsDecisions(ServerStateMachine):
 class DropsShares(CoordinatorStateMachine):
     """The desk takes all shares for done that come before one that is."""
 
-    def _decide(self, shares: tuple[int, ...]) -> OutgoingMessages:
+    def _decide_update(self, shares: tuple[int, ...]) -> OutgoingMessages:
         self.decided = self.decided.with_decided(tuple(range(min(shares))), self.decided.floor)
         return super()._decide_update(shares)
 
@@ -150,7 +150,7 @@ class DropsShares(CoordinatorStateMachine):
 class CountsTwice(CoordinatorStateMachine):
     """The desk makes an update of a share again whose end it hears of again."""
 
-    def _finish(self, done: WorkItemCompleted) -> None:
+    def _complete_work_item(self, done: WorkItemCompleted) -> None:
         super()._complete_work_item(done)
         if self.decided.has(done.work_item) and done.worker not in self.current_assignments:
             self.completed_reports[done.work_item] = done.report
@@ -159,15 +159,15 @@ class CountsTwice(CoordinatorStateMachine):
 class RunsAhead(CoordinatorStateMachine):
     """The desk lets workers begin a step more than the bound allows."""
 
-    def begin(self, done: int) -> CoordinatorStateMachine:
-        self.policy = self.policy._replace(ahead=(self.policy.max_staleness or 0) + 1)
+    def resume_after(self, done: int) -> CoordinatorStateMachine:
+        self.policy = self.policy._replace(max_staleness=(self.policy.max_staleness or 0) + 1)
         return super().resume_after(done)
 
 
 class ForgetsWorkers(CoordinatorStateMachine):
     """The desk does not give the share of a lost worker to another."""
 
-    def _lose(self, name: str) -> OutgoingMessages:
+    def _remove_process(self, name: str) -> OutgoingMessages:
         sent = super()._remove_process(name)
         self.orphaned_work_items.clear()
         return sent
@@ -176,14 +176,14 @@ class ForgetsWorkers(CoordinatorStateMachine):
 class BelievesTheLost(CoordinatorStateMachine):
     """The desk takes a share for done whose pushes were lost since."""
 
-    def _finish(self, done: WorkItemCompleted) -> None:
+    def _complete_work_item(self, done: WorkItemCompleted) -> None:
         super()._complete_work_item(done._replace(epoch=self.placement.epoch))
 
 
 class WaitsForOld(WorkerStateMachine):
     """A worker does not ask the server again that took the place of a lost one."""
 
-    def _look(self, view: ParameterPlacement) -> OutgoingMessages:
+    def _change_placement(self, view: ParameterPlacement) -> OutgoingMessages:
         self.placement = view
         return []
 
@@ -193,10 +193,10 @@ class KeepsLateCopies(ServerStateMachine):
 
     takes_copy = False
 
-    def _is_first(self, piece: int) -> bool:
+    def _is_primary(self, piece: int) -> bool:
         return not self.takes_copy and super()._is_primary(piece)
 
-    def take(self, message: Message) -> OutgoingMessages:
+    def handle(self, message: Message) -> OutgoingMessages:
         self.takes_copy = isinstance(message, BackupPush)
         return super().handle(message)
 
@@ -204,7 +204,7 @@ class KeepsLateCopies(ServerStateMachine):
 class ForgetsDecisions(ServerStateMachine):
     """A new server forgets decisions that a piece needs of which it has not heard yet."""
 
-    def _oldest(self) -> int:
+    def _oldest_version(self) -> int:
         return min((kept.version if kept.is_initialized else 0 for kept in self.slice_states.values()), default=0)
 
 

@@ -63,11 +63,11 @@ def test_what_is_wrong_is_found_with_nothing_left_out(wrong: str) -> None:
 ALIKE = ["each piece has two servers", "a worker ends"]
 ALIKE_LARGE = {
     "a message comes twice, one server": System(SYNC._replace(steps=2), 2, 1, doubles=1),
-    "a server ends": System(SYNC._replace(steps=2, shares=1, closes=1), 1, 2, copies=2, crashes=1),
+    "a server ends": System(SYNC._replace(steps=2, work_items_per_step=1, quorum=1), 1, 2, copies=2, crashes=1),
     "a message comes twice, and a worker ends": System(SYNC, 2, 2, doubles=1, crashes=1),
     "a worker or a server ends": System(SYNC, 2, 2, copies=2, crashes=1),
     "a message comes twice": System(SYNC, 2, 2, copies=2, doubles=1),
-    "a server comes with nothing": System(SYNC._replace(shares=1, closes=1), 1, 2, copies=2, crashes=1, returns=True),
+    "a server comes with nothing": System(SYNC._replace(work_items_per_step=1, quorum=1), 1, 2, copies=2, crashes=1, returns=True),
 }
 
 
@@ -93,7 +93,7 @@ def _ends(system: System, all_of_it: bool) -> set[tuple[str, ...]]:
         if explorer.is_end(state):
             machines = [explorer.crew.machines[number] for number in state[0] if number != NONE]
             known = [
-                replace(machine, log=[]) if isinstance(machine, CoordinatorStateMachine) else machine
+                replace(machine, decision_log=[]) if isinstance(machine, CoordinatorStateMachine) else machine
                 for machine in machines
             ]
             found.add(min(tuple(sorted(repr(key_of(with_names(m, names))) for m in known)) for names in orders))

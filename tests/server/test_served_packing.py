@@ -66,14 +66,14 @@ def test_what_a_push_loses_comes_with_a_later_one(codec: str) -> None:
         arrived += decompress_gradient(packing, message, 3, share, gradient)
     (error,) = packer.error_feedback_state(3).values()
     assert torch.allclose(arrived + error, given, atol=1e-4 * float(given.abs().max()))
-    without = PushPullCompressor(parse_codec(codec), replace(packing, feedback=False))
+    without = PushPullCompressor(parse_codec(codec), replace(packing, has_error_feedback=False))
     assert without.error_feedback_state(3) == {}
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "float8"])
 def test_pulled_parameters_are_right_on_average(codec: str) -> None:
     """They stay where they are while nothing is learned; what is pulled goes around them."""
-    plan = replace(PLAN, packing=PushPullCompression(pull_codec=parse_codec(codec)))
+    plan = replace(PLAN, compression=PushPullCompression(pull_codec=parse_codec(codec)))
     shelf = shelf_of(plan)
     found = []
     for share in range(40):
@@ -85,7 +85,7 @@ def test_pulled_parameters_are_right_on_average(codec: str) -> None:
 
 
 def test_a_second_server_goes_on_with_the_same_bits() -> None:
-    plan = replace(PLAN, packing=PushPullCompression(parse_codec("int8"), parse_codec("int4")))
+    plan = replace(PLAN, compression=PushPullCompression(parse_codec("int8"), parse_codec("int4")))
     packer = PushPullCompressor(parse_codec("int8"), plan.compression)
     first = shelf_of(plan)
     for share in range(3):
@@ -103,7 +103,7 @@ def test_a_second_server_goes_on_with_the_same_bits() -> None:
 
 def test_a_late_gradient_is_corrected() -> None:
     """By its square times what has become of the parameters since the worker pulled them (arXiv:1609.08326)."""
-    plan = replace(PLAN, compensation=0.5)
+    plan = replace(PLAN, delay_compensation=0.5)
     shelf = shelf_of(plan)
     before = pulled(plan, shelf)
     shelf.add_push(0, 0, bytearray(tensor_bytes(drawn(7))), "another")
@@ -119,7 +119,7 @@ def test_a_late_gradient_is_corrected() -> None:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        (ParameterServerSettings(compress_pushes="zip"), "layout.server.compress = 'zip': .* there is no codec 'zip'"),
+        (ParameterServerSettings(compress_pushes="zip"), "layout.server.compress_pushes = 'zip': .* there is no codec 'zip'"),
         (ParameterServerSettings(compress_pushes="powersgd"), "takes whole matrices, and servers have pieces"),
         (ParameterServerSettings(compress_pushes="randomk"), "error feedback would make its errors grow"),
         (

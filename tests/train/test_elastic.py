@@ -34,7 +34,7 @@ ADDRESS = "10.78.0.1:4007"
 UNHURRIED = "model={factory='train.foreign_models:unhurried'}"
 """Processes that start meanwhile need the processors."""
 SERVED = [
-    *("layout.data=parameter_server", "layout.server.patience_s=3", "layout.server.piece_mib=0.02", "run.threads=1"),
+    *("layout.data=parameter_server", "layout.server.eviction_timeout_s=3", "layout.server.slice_mib=0.02", "run.threads=1"),
     *(
         UNHURRIED,
         f"layout.server.listen='{ADDRESS}'",
@@ -147,7 +147,7 @@ def learns_on(town: Town) -> None:
 
 
 def test_a_late_joiner_and_the_end_of_a_worker(town: Town) -> None:
-    job = small_job(town.folder, *SERVED, "layout.server.mode=async", "layout.server.spares=0")
+    job = small_job(town.folder, *SERVED, "layout.server.mode=async", "layout.server.max_process_restarts=0")
     first = town.train(0, job, "--ranks", "1")
     town.until(lambda: len(town.steps()) > 5)
     joined = town.train(1, job, "--join", ADDRESS, "--ranks", "2")
@@ -165,7 +165,7 @@ def test_a_late_joiner_and_the_end_of_a_worker(town: Town) -> None:
 
 
 def test_a_link_is_cut_and_healed(town: Town) -> None:
-    bound = ["layout.server.mode=bounded", "layout.server.staleness=2", "layout.server.shares=2"]
+    bound = ["layout.server.mode=bounded", "layout.server.staleness=2", "layout.server.work_items_per_step=2"]
     job = small_job(town.folder, *SERVED, *bound)
     first = town.train(0, job, "--ranks", "1")
     town.until(lambda: len(town.steps()) > 5)
@@ -189,7 +189,7 @@ def test_a_link_is_cut_and_healed(town: Town) -> None:
 
 
 def test_nobody_is_there_to_join(town: Town) -> None:
-    job = small_job(town.folder, *SERVED, "layout.server.patience_s=1")
+    job = small_job(town.folder, *SERVED, "layout.server.eviction_timeout_s=1")
     joined = town.train(1, job, "--join", ADDRESS, "--ranks", "2")
     assert joined.wait(LIMIT_S) == 2
     said = town.output(1).read_text()

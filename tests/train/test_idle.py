@@ -43,8 +43,8 @@ def job(folder: Path, **sections: dict[str, object]) -> Job:
         ("model", {"norm_bias": True}, r"model\.norm_bias = true has no effect with model\.norm = 'rms'"),
         (
             "layout",
-            {"zero": 2, "regather": False},
-            r"layout\.regather = false .* layout\.zero = 2; .* set layout\.zero=3$",
+            {"zero": 2, "reshard_after_forward": False},
+            r"layout\.reshard_after_forward = false .* layout\.zero = 2; .* set layout\.zero=3$",
         ),
         ("model", {"family": "encoder", "classes": 3}, r"model\.classes = 3 .* model\.head = 'masked'; leave it out"),
     ],

@@ -20,7 +20,7 @@ CASES = [  # model, recipe, batch, (ranks, settings of the layout)
     ("decoder", "fp32", 10, [(2, "zero=0"), (3, "zero=1"), (4, "zero=2"), (3, "zero=3")]),
     ("decoder", "bf16", 10, [(3, "zero=0"), (4, "zero=3")]),
     ("decoder", "fp32", 9, [(4, "zero=1 shard_group=2"), (4, "zero=2 shard_group=2"), (4, "zero=3 shard_group=2")]),
-    ("gpt2", "fp32", 7, [(3, "zero=2"), (4, "zero=3 secondary_group=2 whole_below=100")]),
+    ("gpt2", "fp32", 7, [(3, "zero=2"), (4, "zero=3 secondary_group=2 min_shard_numel=100")]),
     ("classify", "fp32", 5, [(2, "zero=0")]),
     (NOISY, "fp32", 5, [(2, "zero=1"), (3, "zero=2")]),
 ]

@@ -54,7 +54,7 @@ def close(found: list[float], wanted: list[float]) -> bool:
     )
 
 
-COLOCATED = ["layout.server.place=workers", "layout.server.count=2"]
+COLOCATED = ["layout.server.placement=colocated", "layout.server.count=2"]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_synchronous_training_is_that_of_one_rank(
     steps = 8 if model == "classify" else 20
     job = small_job(tmp_path, *judged, model=model)
     ranks.run_places(1, alone, job, tmp_path / "alone")
-    apart = small_job(tmp_path, SERVED, "layout.server.piece_mib=0.02", *judged, *more, model=model)
+    apart = small_job(tmp_path, SERVED, "layout.server.slice_mib=0.02", *judged, *more, model=model)
     world = workers + extra_process_count(apart.layout.server)
     assert ranks.run_places(world, serve, apart, tmp_path / "served")[0] == steps
     assert close(losses(tmp_path / "served"), losses(tmp_path / "alone"))
@@ -93,9 +93,9 @@ def test_checkpoints_are_those_of_every_layout(ranks: Ranks, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "mode",
     [
-        ["mode=bounded", "staleness=2", "compress=int4", "rate=by-staleness"],
-        ["mode=first-k", "first=1", "compress_pulls=int8", "copies=2", "count=2", "piece_mib=0.05"],
-        ["mode=async", "compress='topk:keep=0.1'", "delay_compensation=0.04", "shares=3"],
+        ["mode=bounded", "staleness=2", "compress_pushes=int4", "learning_rate_scaling=by-staleness"],
+        ["mode=first-k", "first_k=1", "compress_pulls=int8", "copies=2", "count=2", "slice_mib=0.05"],
+        ["mode=async", "compress_pushes='topk:keep=0.1'", "delay_compensation=0.04", "work_items_per_step=3"],
     ],
     ids=lambda mode: mode[0],
 )
@@ -138,7 +138,7 @@ def test_what_modes_ask_for() -> None:
         (ParameterServerSettings(mode="bounded"), "layout.server.mode = 'bounded' needs a bound"),
         (
             ParameterServerSettings(mode="first-k", first_k=3),
-            "layout.server.first = 3 of 2 shares; set it to 2 at most",
+            "layout.server.first_k = 3 of 2 shares; set it to 2 at most",
         ),
         (ParameterServerSettings(copies=2), "layout.server.copies = 2, but there is 1 server"),
     ],

@@ -49,7 +49,7 @@ def watched(
         return found, {name: local_shard(p).values.clone() for name, p in parts.model.module.named_parameters()}
 
 
-def job_of(folder: Path, *overrides: str, model: str = "decoder", every: str = "monitor.watch_every=1") -> Job:
+def job_of(folder: Path, *overrides: str, model: str = "decoder", every: str = "monitor.replica_check_every=1") -> Job:
     return small_job(folder, *([every] if every else []), *overrides, model=model)
 
 
@@ -61,12 +61,12 @@ CLEAN: dict[str, tuple[int, str, list[str]]] = {
     "stage 1, bf16": (2, "bert", ["layout.zero=1", "precision.recipe=bf16"]),
     "stage 2": (3, "t5", ["layout.zero=2", "layout.microbatches=2"]),
     "stage 2, hybrid": (4, "bert", ["layout.zero=2", "layout.shard_group=2", "communication.overlap=forward"]),
-    "stage 3": (2, "bert", ["layout.zero=3", "layout.whole_below=100", "precision.recipe=bf16"]),
+    "stage 3": (2, "bert", ["layout.zero=3", "layout.min_shard_numel=100", "precision.recipe=bf16"]),
     "stage 3, hybrid": (4, "t5", ["layout.zero=3", "layout.shard_group=2", "precision.recipe=fp32"]),
     "stage 3, second copies": (4, "decoder", ["layout.zero=3", "layout.secondary_group=2"]),
     "compressed": (2, "decoder", ["layout.zero=2", "communication.compress_gradients=int8"]),
     "classes": (2, "classify", []),
-    "servers": (2, "bert", ["layout.data=parameter_server", "layout.server.transport=programs"]),
+    "servers": (2, "bert", ["layout.data=parameter_server", "layout.server.transport=collectives"]),
     "apart": (4, "bert", ["layout.zero=1", "layout.shard_group=2", "outer.every=2"]),
     "apart, alone": (2, "bert", ["outer.every=3"]),
     "one rank": (1, "gpt2", []),
@@ -98,7 +98,7 @@ def test_training_goes_on_as_if_nothing_had_been(
     model: str, overrides: list[str], ranks: Ranks, tmp_path: Path
 ) -> None:
     job = job_of(tmp_path, *overrides, model=model)
-    plain = job.model_copy(update={"monitor": job.monitor.model_copy(update={"watch_every": None})})
+    plain = job.model_copy(update={"monitor": job.monitor.model_copy(update={"replica_check_every": None})})
     with_watch, without = (ranks.run(2, watched, one) for one in (job, plain))
     for (found, mine), (nothing, theirs) in zip(with_watch, without, strict=True):
         assert len(found) == STEPS and nothing == []
@@ -125,7 +125,7 @@ def other_without_gradients(parts: TrainingComponents, stepper: TrainStep) -> Tr
 
     assert stepper.rank_comparer is not None
     model = replace(stepper.model, loss_sum=loss_sum)
-    return replace(stepper, model=model, watcher=replace(stepper.rank_comparer, model=model))
+    return replace(stepper, model=model, rank_comparer=replace(stepper.rank_comparer, model=model))
 
 
 @pytest.mark.parametrize("on", [None, 1])
@@ -194,7 +194,7 @@ class Samples:
 
 def reads(stepper: TrainStep, samples: Any) -> TrainStep:
     """The rank reads other things in its steps, and the right ones when it looks at its neighbour's."""
-    return replace(stepper, samples=samples)
+    return replace(stepper, batch_source=samples)
 
 
 def other_rows(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
@@ -324,7 +324,7 @@ def broken_run(group: RankGroup, job: Job, folder: Path) -> str:
 
 
 def test_a_run_stops_with_a_sentence_or_warns(ranks: Ranks, tmp_path: Path) -> None:
-    job = job_of(tmp_path, FP32, "run.steps=4", "checkpoint.every=1", every="monitor.watch_every=2")
+    job = job_of(tmp_path, FP32, "run.steps=4", "checkpoint.every=1", every="monitor.replica_check_every=2")
     stops, warns = tmp_path / "stops", tmp_path / "warns"
     for folder in (stops, warns):
         folder.mkdir()
@@ -339,7 +339,7 @@ def test_a_run_stops_with_a_sentence_or_warns(ranks: Ranks, tmp_path: Path) -> N
     assert isinstance(end, RunEnded) and (end.reason, end.message) == ("disagreed", told[0])
     assert [path.name for path in (stops / "checkpoints").iterdir()] == ["step-00000001"]
 
-    warning = job.model_copy(update={"monitor": job.monitor.model_copy(update={"watch": "warn"})})
+    warning = job.model_copy(update={"monitor": job.monitor.model_copy(update={"replica_check_action": "warn"})})
     assert ranks.run(2, broken_run, warning, warns) == ["", ""]
     compared = [event for event in read_events(warns / "events.jsonl") if isinstance(event, ReplicaCheckDone)]
     assert [(one.step, bool(one.violations)) for one in compared] == [(2, True), (4, True)]
@@ -347,5 +347,5 @@ def test_a_run_stops_with_a_sentence_or_warns(ranks: Ranks, tmp_path: Path) -> N
 
 def test_workers_of_a_parameter_server_are_not_compared(tmp_path: Path) -> None:
     job = job_of(tmp_path, "layout.data=parameter_server")
-    with pytest.raises(InputError, match=r"monitor.watch_every = 1 compares ranks that take a step together"):
+    with pytest.raises(InputError, match=r"monitor.replica_check_every = 1 compares ranks that take a step together"):
         check_job(job, 2)

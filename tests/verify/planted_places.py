@@ -123,7 +123,7 @@ def each_rank_clips_by_a_norm_of_its_own(rank: int) -> Patch:
     return replaced(engine, "sum_scalars", wrong)
 
 
-@fault("dp=2 zero=3 whole_below=100", first="gradient norm", cause="it has .*norm.* twice")
+@fault("dp=2 zero=3 min_shard_numel=100", first="gradient norm", cause="it has .*norm.* twice")
 def what_stays_whole_is_in_the_norm_twice(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def reduced(self: FSDP2DataParallel) -> Any:

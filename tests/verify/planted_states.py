@@ -47,7 +47,7 @@ def a_rank_gives_nothing(rank: int) -> Patch:
     return replaced(GradientBuffer, "zero_missing", _times(0.0)) if rank == 0 else nothing()
 
 
-SERVERS = "dp=3 data=parameter_server server.transport=programs server.count=2"
+SERVERS = "dp=3 data=parameter_server server.transport=collectives server.count=2"
 
 
 @fault(SERVERS, first="parameter .*", cause="not updated")

@@ -115,7 +115,7 @@ SOME = torch.stack([share.value for share in SPARSE]).sum(0)
     ],
 )
 def test_shares_that_are_nothing_are_not_named(value: Tensor, said: str) -> None:
-    found = explain_mismatch(replace(SUM, value=value, expected=SOME, shares=SPARSE))
+    found = explain_mismatch(replace(SUM, value=value, expected=SOME, contributions=SPARSE))
     assert said in found
     assert not re.search(r"ranks? (0 and )?1\b", found)
 
@@ -170,9 +170,9 @@ def updated(kind: str, wrong: OptimizerSettings, right: OptimizerSettings) -> st
     update = ExpectedOptimizerUpdate(
         right, 1e-3, right.weight_decay, 3.0, drawn(30, seed=3), moments, drawn(30, seed=4)
     )
-    other = replace(update, settings=wrong, decay=wrong.weight_decay)
+    other = replace(update, settings=wrong, weight_decay=wrong.weight_decay)
     case = TensorMismatch(other.expected_state()[kind], update.expected_state()[kind], 0, SIZES)
-    return explain_update(case, update, kind, replace(case, shares=SHARES))
+    return explain_update(case, update, kind, replace(case, contributions=SHARES))
 
 
 def test_small_coefficients_are_not_missing() -> None:

@@ -1,20 +1,20 @@
 """Collective communication as values that are executed, costed, proven and drawn.
 
-`program(collective, algorithm, ranks)` gives the Program of an algorithm, `algorithms(collective)` the names to choose
-from. Names are loaded on first use, and these without torch.
+`build(collective, algorithm, ranks)` makes the Program of an algorithm, and `algorithm_names(collective)` lists the
+algorithms. Names are loaded on first use, and these without torch.
 """
 
 from importlib import import_module
 
 # Exported name -> the module that owns it.
 _EXPORTS = {
+    "ChunkTransfer": "motet.collectives.program",
     "Program": "motet.collectives.program",
-    "Transfer": "motet.collectives.program",
     "algorithm": "motet.collectives.algorithms",
-    "algorithms": "motet.collectives.algorithms",
+    "algorithm_names": "motet.collectives.algorithms",
+    "build": "motet.collectives.algorithms",
     "closed_form": "motet.collectives.algorithms",
-    "collectives": "motet.collectives.algorithms",
-    "program": "motet.collectives.algorithms",
+    "collective_names": "motet.collectives.algorithms",
 }
 
 __all__ = sorted(_EXPORTS)

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from motet.core.errors import InputError
 
-SettingsT = TypeVar("Group", bound=BaseModel)
+SettingsT = TypeVar("SettingsT", bound=BaseModel)
 
 
 def builtin_texts(package: str, folder: str) -> dict[str, str]:

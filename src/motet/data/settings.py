@@ -13,7 +13,7 @@ class DataSourceSettings(FrozenSettings):
     """One corpus, and its share in the mixture."""
 
     source: FilePathText
-    """`stdlib`; `made:RULE`; a file, folder or pattern of .txt .md .py .jsonl .parquet; a folder made by
+    """`stdlib`; `synthetic:RULE`; a file, folder or pattern of .txt .md .py .jsonl .parquet; a folder made by
     `motet data build`; a Megatron `.bin` prefix; `hf:NAME`."""
     weight: Annotated[float, Field(gt=0)] = 1.0
     text_field: str = "text"
@@ -44,7 +44,7 @@ class DataSettings(FrozenSettings):
     mask_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """`masked` and `spans`: the share of tokens that are to be predicted."""
     samples: Annotated[int, Field(ge=1)] | None = None
-    """Train on only so many samples of each corpus; the number to make for `made:` sources (10,000 when not given)."""
+    """Train on only so many samples of each corpus; the number to make for `synthetic:` sources (10,000 when not given)."""
     workers: Annotated[int, Field(ge=1)] | None = None
     """Processes that tokenise; all cores when not given."""
     cache: FilePathText | None = None

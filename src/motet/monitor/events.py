@@ -186,7 +186,7 @@ class RunEnded(_RunEventBase):
     event: Literal["run_ended"] = "run_ended"
     reason: RunEndReason
     """`finished` alone means that the run reached its last step; `stopped` is Ctrl-C or SIGTERM, `disagreed` what
-    `monitor.watch_every` has found."""
+    `monitor.replica_check_every` has found."""
     steps: int
     """How many steps the run has done, in all attempts."""
     message: str = ""

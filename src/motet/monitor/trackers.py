@@ -15,7 +15,7 @@ _STEP_SCALARS = {
     "train/epoch": "epoch",
     "speed/step_time_s": "step_time_s",
     "speed/tokens_per_s": "tokens_per_s",
-    "speed/flops_share": "flops_share",
+    "speed/mfu": "mfu",
     "memory/peak_bytes": "memory_bytes",
 }
 

@@ -43,12 +43,12 @@ class LayoutSettings(FrozenSettings):
     @property
     def uses_server_processes(self) -> bool:
         """Servers are processes beside the workers, with a desk."""
-        return self.data == "parameter_server" and self.server.transport == "messages"
+        return self.data == "parameter_server" and self.server.transport == "point-to-point"
 
     @property
     def uses_server_collectives(self) -> bool:
         """Some of the ranks are servers, too."""
-        return self.data == "parameter_server" and self.server.transport == "programs"
+        return self.data == "parameter_server" and self.server.transport == "collectives"
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def _reproducible_layout(settings: LayoutSettings, dp: int, batch_sequences: int
             f"data.batch_sequences = {dp} or more, or {batch_sequences} ranks at most"
         )
     layout = _all_reduce_layout(settings, dp)
-    return replace(layout, microbatches=-(-batch_sequences // dp), sequences=batch_sequences)
+    return replace(layout, microbatches=-(-batch_sequences // dp), reproducible_batch_size=batch_sequences)
 
 
 def _all_reduce_layout(settings: LayoutSettings, dp: int) -> Layout:
@@ -170,7 +170,7 @@ def _all_reduce_layout(settings: LayoutSettings, dp: int) -> Layout:
 def _bucket_owners(server: ParameterServerSettings, dp: int) -> BucketOwners:
     if server.count > dp:
         raise InputError(
-            f"layout.server.count = {server.count} servers among {dp} ranks; with layout.server.transport = 'programs' "
+            f"layout.server.count = {server.count} servers among {dp} ranks; with layout.server.transport = 'collectives' "
             f"the servers are workers, too: set layout.server.count={dp} at most"
         )
     for collective, name in (("reduce", server.reduce_algorithm), ("broadcast", server.broadcast_algorithm)):
@@ -207,7 +207,7 @@ def _secondary_shard_count(settings: LayoutSettings, shards: int) -> int | None:
         )
     if not settings.reshard_after_forward:
         raise InputError(
-            f"layout.secondary_group = {size} has no effect with layout.regather = false, which keeps whole parameters "
+            f"layout.secondary_group = {size} has no effect with layout.reshard_after_forward = false, which keeps whole parameters "
             "for backward; leave one of them out"
         )
     return size

@@ -21,8 +21,8 @@ MORE_FLAT_ZERO_LAYOUTS = (
     "zero=1 communication.bucket_mib=0.01 communication.first_bucket_mib=0.01",
     "zero=2 communication.all_reduce=tree communication.reduce_scatter=ring communication.all_gather=ring",
 )
-ZERO3_LAYOUTS = ("zero=3", "zero=3 regather=false", "zero=3 whole_below=100", "zero=3 microbatches=2")
-SERVER_BY_COLLECTIVES = "data=parameter_server server.transport=programs"
+ZERO3_LAYOUTS = ("zero=3", "zero=3 reshard_after_forward=false", "zero=3 min_shard_numel=100", "zero=3 microbatches=2")
+SERVER_BY_COLLECTIVES = "data=parameter_server server.transport=collectives"
 SERVER_BY_MESSAGES = "data=parameter_server"
 SMALL_KEY_MIB = 0.002
 OVERRIDABLE_SECTIONS = ("communication",)
@@ -103,7 +103,7 @@ def make_candidate(job: Job, layout: str) -> CandidateLayout:
 def _with_small_keys(job: Job) -> Job:
     """A small model has enough of them for all servers."""
     server = job.layout.server
-    small_server = server.model_copy(update={"piece_mib": min(server.slice_mib, SMALL_KEY_MIB)})
+    small_server = server.model_copy(update={"slice_mib": min(server.slice_mib, SMALL_KEY_MIB)})
     return job.model_copy(update={"layout": job.layout.model_copy(update={"server": small_server})})
 
 

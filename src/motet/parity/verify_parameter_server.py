@@ -69,7 +69,7 @@ class ParameterServerVerifier:
             whole.record.flops_so_far for whole in self._reference_runs.trajectory_references[0].tensors.values()
         )
         return [
-            ReferenceStep(build_reference_tensors(each._replace(operations=total_flops) for each in one), rate, known)
+            ReferenceStep(build_reference_tensors(each._replace(flops_so_far=total_flops) for each in one), rate, known)
             for one, rate, known in zip(records_by_step, rates, noise, strict=True)
         ]
 

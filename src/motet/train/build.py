@@ -26,7 +26,7 @@ from motet.parallel.data_parallel.fsdp import FSDP2DataParallel
 from motet.parallel.layout import Layout
 from motet.parallel.process.launch_environment import RankEnvironment, threads_for
 from motet.parallel.process.process_group import RankGroup, pick_device, start_process_group
-from motet.parallel.process.rank_consistency import check_same_on_all_ranks, described
+from motet.parallel.process.rank_consistency import check_same_on_all_ranks, module_signature
 from motet.precision.cast_frozen import cast_frozen_parameters
 from motet.precision.float64_mode import use_float64
 from motet.precision.recipe import RECIPES
@@ -131,7 +131,7 @@ def build_components(job: Job, group: RankGroup, folder: Path) -> TrainingCompon
     recipe = RECIPES[job.precision.recipe]
     layout = job.layout_for(group.world)
     data, model = build_model(job, group.device)
-    check_same_on_all_ranks(described(model.module), group)
+    check_same_on_all_ranks(module_signature(model.module), group)
     broadcast_parameters_and_buffers(model.module, group)
     _check_same_data(data, group)
     cast_frozen_parameters(model.module, recipe)

@@ -51,7 +51,7 @@ _ALL_REDUCE_SETTINGS = (
     "compress_parameters compress_over compress_after error_feedback"
 )
 
-_MESSAGES_TRANSPORT = ("messages",)
+_MESSAGES_TRANSPORT = ("point-to-point",)
 
 SETTING_REQUIREMENTS: tuple[SettingRequirement, ...] = (
     *_requirements("model", "rope_theta rotary_fraction rope_scaling", "positions", ("rotary",)),
@@ -66,22 +66,22 @@ SETTING_REQUIREMENTS: tuple[SettingRequirement, ...] = (
     *_requirements("optimizer.schedule", "final_fraction", "kind", ("linear", "cosine", "warmup-stable-decay")),
     *_requirements("layout", "zero", "data", ("all_reduce",)),
     *_requirements("layout", "shard_group", "zero", "given"),
-    *_requirements("layout", "regather whole_below secondary_group", "zero", (3,)),
+    *_requirements("layout", "reshard_after_forward min_shard_numel secondary_group", "zero", (3,)),
     *_requirements("layout", "secondary_group", "outer.every", "absent"),
     *_requirements("layout", "server", "data", ("parameter_server",)),
     *_requirements(
-        "layout.server", "mode order copies shares compress compress_pulls place", "transport", _MESSAGES_TRANSPORT
+        "layout.server", "mode send_order copies work_items_per_step compress_pushes compress_pulls placement", "transport", _MESSAGES_TRANSPORT
     ),
     *_requirements(
-        "layout.server", "error_feedback snapshot_every listen patience_s spares", "transport", _MESSAGES_TRANSPORT
+        "layout.server", "error_feedback snapshot_every listen eviction_timeout_s max_process_restarts", "transport", _MESSAGES_TRANSPORT
     ),
     *_requirements(
-        "layout.server", "error_feedback", "layout.server.compress or layout.server.compress_pulls", "given"
+        "layout.server", "error_feedback", "layout.server.compress_pushes or layout.server.compress_pulls", "given"
     ),
-    *_requirements("layout.server", "reduce broadcast", "transport", ("programs",)),
-    *_requirements("layout.server", "first", "mode", ("first-k",)),
+    *_requirements("layout.server", "reduce_algorithm broadcast_algorithm", "transport", ("collectives",)),
+    *_requirements("layout.server", "first_k", "mode", ("first-k",)),
     *_requirements("layout.server", "staleness", "mode", ("bounded",)),
-    *_requirements("layout.server", "rate", "mode", ("bounded", "async")),
+    *_requirements("layout.server", "learning_rate_scaling", "mode", ("bounded", "async")),
     *_requirements("layout.server", "delay_compensation", "mode", ("bounded", "async")),
     *_requirements("layout.server", "snapshot_every", "copies", (1,)),
     *_requirements("communication", _ALL_REDUCE_SETTINGS, "layout.data", ("all_reduce",)),
@@ -91,10 +91,10 @@ SETTING_REQUIREMENTS: tuple[SettingRequirement, ...] = (
     *_requirements("communication", "compress_parameters", "layout.zero", (1, 2, 3)),
     *_requirements("layout", "microbatches", "run.reproducible", "absent"),
     *_requirements("communication", "all_reduce reduce_scatter", "run.reproducible", "absent"),
-    *_requirements("outer", "optimizer learning_rate momentum fragments delay mix", "every", "given"),
+    *_requirements("outer", "optimizer learning_rate momentum fragments delay mixing_factor", "every", "given"),
     *_requirements("outer", "learning_rate momentum", "optimizer", ("nesterov",)),
-    *_requirements("outer", "mix", "delay", "given"),
-    *_requirements("monitor", "watch", "watch_every", "given"),
+    *_requirements("outer", "mixing_factor", "delay", "given"),
+    *_requirements("monitor", "replica_check_action", "replica_check_every", "given"),
     *_requirements("monitor", "wandb_project", "wandb", ("online", "offline")),
     *_requirements("monitor", "profile_steps", "profile_from", "given"),
     *_requirements("monitor", "sample_prompt sample_temperature", "sample_tokens", "given"),

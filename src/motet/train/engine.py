@@ -36,7 +36,7 @@ from motet.parallel.layout import Layout, LayoutSettings, parse_layout, resolve_
 from motet.parallel.local_sgd.outer_optimizer import OuterOptimizer, OuterStepStatus, split_into_replicas
 from motet.parallel.local_sgd.schedule import LocalSGDSettings
 from motet.parallel.process.process_group import RankGroup
-from motet.parallel.process.rank_consistency import check_same_on_all_ranks, described
+from motet.parallel.process.rank_consistency import check_same_on_all_ranks, module_signature
 from motet.parallel.reproducible.exact_norm import exact_sum
 from motet.parallel.step_plan.check import check_rank_matches_plan, prove_collective_programs, prove_step_plan
 from motet.parallel.step_plan.plan import make_step_plan
@@ -47,7 +47,7 @@ from motet.train.optimizer.optimizer_settings import OptimizerSettings
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer, build_sharded_optimizer, trainable_parameters
 from motet.train.state import TrainingState, newest_checkpoint
 
-SettingsT = TypeVar("SettingsOf", bound=FrozenSettings)
+SettingsT = TypeVar("SettingsT", bound=FrozenSettings)
 LossFunction = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]]
 """(module, batch) -> the sum of the losses and how many there are; or their mean, and then every batch counts alike."""
 
@@ -301,7 +301,9 @@ def parallelize(  # noqa: PLR0913  # sections of a job, by name
     group = _default_group(module)
     resolved_layout = resolve_layout(layout_settings, group.world, group.world * layout_settings.microbatches)
     check_communication(communication_settings, resolved_layout, independent_replicas=outer_settings.every is not None)
-    check_same_on_all_ranks([f"precision = {precision!r}", *all_settings.setting_lines(), *described(module)], group)
+    check_same_on_all_ranks(
+        [f"precision = {precision!r}", *all_settings.setting_lines(), *module_signature(module)], group
+    )
     broadcast_parameters_and_buffers(module, group)
     cast_frozen_parameters(module, recipe)
     sharded_optimizer, outer_optimizer = build_optimizers(

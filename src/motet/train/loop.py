@@ -102,7 +102,7 @@ class TrainingLoop:
             remaining_text = f" (events.jsonl has {len(others)} more of this step)" if others else ""
             raise NumericalMismatchError(
                 f"stopped at step {done}, which is not saved: {first}{remaining_text}; try other devices, or `motet verify` with "
-                "this job and layout, and continue from the last checkpoint with --resume; monitor.watch=warn goes on"
+                "this job and layout, and continue from the last checkpoint with --resume; monitor.replica_check_action=warn goes on"
             )
 
     def _evaluate(self, done: int, split: str) -> None:

@@ -71,7 +71,7 @@ class LocalStepResult:
     """Sum over the targets of the first."""
 
 
-DigestsT = TypeVar("Seen")
+DigestsT = TypeVar("DigestsT")
 
 
 class RankComparer(Protocol[DigestsT]):
@@ -123,7 +123,7 @@ class TrainStep:
             stop_requested,
             skipped_steps,
         )
-        return replace(result, compared=replica_check)
+        return replace(result, replica_check=replica_check)
 
     @property
     def _replica_count(self) -> int:

@@ -1,0 +1,1 @@
+"""The commands `motet collectives list | draw | prove | cost | run`."""

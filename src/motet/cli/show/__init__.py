@@ -1,0 +1,1 @@
+"""The commands `motet show model | layout | step`."""

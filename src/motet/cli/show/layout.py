@@ -37,8 +37,8 @@ def layout(
         raise InputError(f"layout {words!r} does not say for how many ranks; add dp=8, say")
     if loaded_job.layout.uses_server_processes:
         raise InputError(
-            "layout.data = 'parameter_server' with layout.server.transport = 'messages' has no plan beforehand, since "
-            "whoever is there does the work; set layout.server.transport=programs, or leave layout.data out"
+            "layout.data = 'parameter_server' with layout.server.transport = 'point-to-point' has no plan beforehand, since "
+            "whoever is there does the work; set layout.server.transport=collectives, or leave layout.data out"
         )
     resolved_layout = check_job(loaded_job, loaded_job.layout.dp)
     plan = _step_plan(loaded_job, resolved_layout)

@@ -14,7 +14,16 @@ from motet.collectives.algorithms.registry import (
 )
 
 # In the order in which lists show their algorithms.
-for _file in ("flat", "ring", "tree", "double_tree", "butterfly", "hierarchical", "torus", "point"):
+for _file in (
+    "direct",
+    "ring",
+    "tree",
+    "double_binary_tree",
+    "recursive_doubling",
+    "hierarchical",
+    "torus",
+    "point_to_point",
+):
     import_module(f"motet.collectives.algorithms.{_file}")
 
 __all__ = [

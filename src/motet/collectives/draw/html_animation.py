@@ -39,7 +39,7 @@ def program_html(program: Program) -> str:
         *steps,
         '<g id="chips"></g></g></svg>',
     ]
-    html = files("motet.collectives").joinpath("draw_page.html").read_text(encoding="utf-8")
+    html = files("motet.collectives.draw").joinpath("draw_page.html").read_text(encoding="utf-8")
     replacements = {
         "title": escape(program_title(program)),
         "colours": str(len(COLOURS)),

@@ -1,0 +1,1 @@
+"""Programs and backend calls executed on tensors over a torch.distributed process group."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from motet.collectives.execute.call_consistency import Intent, check_same_call
+from motet.collectives.execute.call_consistency import CollectiveCallSignature, check_same_call
 from motet.collectives.execute.cuda_stream import CudaStreamWork, run_on_stream
 from motet.collectives.execute.interpreter import RankCollectiveExecution, execute_plan
 from motet.collectives.execute.p2p import P2PChannel, dtype_and_device, flatten_contiguous
@@ -171,7 +171,7 @@ def _is_in_place(program: Program, rank: int, total: int, flat_tensors: dict[Buf
 
 def _call_signature(
     request: _CollectiveProgramRequest, execution: RankCollectiveExecution | None, rejection: InputError | None
-) -> Intent:
+) -> CollectiveCallSignature:
     """What all ranks must agree on."""
     properties = _program_properties(CollectiveProgramKey(request.program))
     operation = f"{request.program} ({request.op})" if properties.has_reductions else str(request.program)
@@ -186,7 +186,7 @@ def _call_signature(
         )
         shape = "" if full_tensor is None else f" of shape {tuple(full_tensor.shape)}"
         tensor_description = f"{execution.total_numel} {dtype_and_device(execution.buffers['output'])}{shape}"
-    return Intent(operation, properties.digest, tensor_description, str(rejection or ""))
+    return CollectiveCallSignature(operation, properties.digest, tensor_description, str(rejection or ""))
 
 
 def _start_execution(execution: RankCollectiveExecution, async_op: bool) -> WorkHandle:

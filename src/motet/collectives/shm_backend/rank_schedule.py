@@ -114,7 +114,7 @@ def make_rank_schedule(program: Program, rank: int) -> RankSchedule:
 
 def use_host_local_ranks(schedule: RankSchedule, local: Mapping[int, int]) -> RankSchedule:
     """Ranks of this host by their numbers there; other ranks, as sources, by the complement of their rank."""
-    return replace(schedule, parts=tuple(_step_with_local_ranks(part, local) for part in schedule.steps))
+    return replace(schedule, steps=tuple(_step_with_local_ranks(part, local) for part in schedule.steps))
 
 
 def _step_with_local_ranks(step: RankScheduleStep, local: Mapping[int, int]) -> RankScheduleStep:
@@ -131,9 +131,9 @@ def _step_with_local_ranks(step: RankScheduleStep, local: Mapping[int, int]) -> 
     return step._replace(
         readers=tuple(local[reader] for reader in step.readers if reader in local),
         sources=tuple(local[source] for source in step.sources if source in local),
-        arrivals=tuple(received),
-        posts=tuple(socket_sends),
-        fetches=tuple(sorted(socket_receives)),
+        received=tuple(received),
+        socket_sends=tuple(socket_sends),
+        socket_receives=tuple(sorted(socket_receives)),
     )
 
 

@@ -1,0 +1,1 @@
+"""Text and records tokenised once into memory-mapped shards of tokens."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import filelock
 
 from motet.core.errors import InputError
-from motet.data.corpus.bpe_training import Text, bpe_vocab_size, train_bpe
+from motet.data.corpus.bpe_training import TrainingText, bpe_vocab_size, train_bpe
 from motet.data.corpus.build import CorpusBuildSpec, ProgressCallback, build_corpus, check_output_folder
 from motet.data.corpus.discover import CorpusFiles, discover_corpus
 from motet.data.corpus.megatron import find_megatron_prefix
@@ -84,7 +84,7 @@ def build_corpus_folder(
 
 def _describe_corpus(kind: CorpusKind, location: str, weight: float) -> tuple[PreparedCorpus, int]:
     """A corpus that is ready to be read, and its classes."""
-    if kind == "made":
+    if kind == "synthetic":
         return PreparedCorpus(kind, location, weight, "", 0, 0), NUM_CLASSES
     store = open_token_store(kind, location)
     size = (len(store.documents), int(store.first_token[-1]))
@@ -94,9 +94,9 @@ def _describe_corpus(kind: CorpusKind, location: str, weight: float) -> tuple[Pr
 def resolve_source(source: DataSourceSettings, settings: DataSettings) -> ResolvedSource:
     """What a source is: a rule, a built folder, a Megatron corpus, or text."""
     name = source.source
-    if name.startswith("made:"):
+    if name.startswith("synthetic:"):
         check_synthetic_source(name, settings)
-        return ResolvedSource(source, "made", name)
+        return ResolvedSource(source, "synthetic", name)
     if name != "stdlib" and not name.startswith("hf:"):
         path = Path(name).expanduser()
         if is_built_corpus(path):
@@ -118,7 +118,7 @@ def num_workers(settings: DataSettings) -> int:
 
 
 def tokenizer_from_settings(
-    settings: DataSettings, texts: list[Text], progress: ProgressCallback
+    settings: DataSettings, texts: list[TrainingText], progress: ProgressCallback
 ) -> tuple[Tokenizer, int]:
     """The tokenizer that the settings name, trained on the texts where it must be, and the sentinels reserved in it."""
     sentinels = NUM_SENTINELS if settings.objective == "spans" else 0
@@ -184,7 +184,7 @@ def check_tokenizer_for_objective(tokenizer: Tokenizer, settings: DataSettings) 
 
 
 def _cached_tokenizer_folder(
-    settings: DataSettings, texts: list[Text], cache: Path, progress: ProgressCallback
+    settings: DataSettings, texts: list[TrainingText], cache: Path, progress: ProgressCallback
 ) -> Path:
     """The folder of the tokenizer trained on these texts, from the cache or new."""
     names = [

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-CorpusKind = Literal["built", "megatron", "made"]
+CorpusKind = Literal["built", "megatron", "synthetic"]
 
 
 @dataclass(frozen=True)
@@ -12,7 +12,7 @@ class PreparedCorpus:
 
     kind: CorpusKind
     location: str
-    """A built folder, a Megatron prefix, or `made:RULE`."""
+    """A built folder, a Megatron prefix, or `synthetic:RULE`."""
     weight: float
     corpus_hash: str
     """Of the documents' contents (of index and ends for Megatron)."""

@@ -86,7 +86,7 @@ class Tokenizer:
 def load_tokenizer(spec: str, sentinels: int = 0) -> Tokenizer:
     """The tokenizer `bytes` (with so many sentinels), or that of a tokenizer.json or its folder."""
     if spec == "bytes":
-        return replace(resolve_special_tokens(_byte_backend(sentinels), {}, spec), plain_bytes=True)
+        return replace(resolve_special_tokens(_byte_backend(sentinels), {}, spec), is_byte_level=True)
     tokenizer_path = Path(spec).expanduser()
     path = tokenizer_path / "tokenizer.json" if tokenizer_path.is_dir() else tokenizer_path
     if not path.is_file():

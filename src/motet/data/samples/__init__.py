@@ -1,0 +1,1 @@
+"""Fixed-length training samples from shards of tokens: shuffling, packing, objectives, loading."""

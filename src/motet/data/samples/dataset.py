@@ -123,7 +123,7 @@ def open_mixture_dataset(
     stride, width = window_sizes(settings, tokenizer)
     sources: list[SampleSource] = []
     for corpus in corpora:
-        if corpus.kind == "made":
+        if corpus.kind == "synthetic":
             sources.append(open_synthetic_source(corpus.location, settings, tokenizer, seed, width))
         else:
             sources.append(

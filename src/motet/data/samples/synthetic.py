@@ -1,4 +1,4 @@
-"""Made classification samples, `made:RULE`: as many as wanted, whose class follows from a rule that can be learned.
+"""Made classification samples, `synthetic:RULE`: as many as wanted, whose class follows from a rule that can be learned.
 
 Sample i of a split depends on (seed, split, i) only, so held-out samples are as new as training samples, and a model
 that does well on them has learned the rule.
@@ -74,8 +74,8 @@ class SyntheticClassificationData:
 
 
 def check_synthetic_source(source: str, settings: DataSettings) -> str:
-    """The rule of `made:RULE`, or a sentence about what does not fit it."""
-    rule = source.removeprefix("made:")
+    """The rule of `synthetic:RULE`, or a sentence about what does not fit it."""
+    rule = source.removeprefix("synthetic:")
     if rule not in RULES:
         raise InputError(f"data source {source!r}: there is no rule {rule!r}; known: {', '.join(RULES)}")
     if settings.objective != "classify":
@@ -93,7 +93,7 @@ def check_synthetic_source(source: str, settings: DataSettings) -> str:
 def open_synthetic_source(
     source: str, settings: DataSettings, tokenizer: Tokenizer, seed: int, width: int
 ) -> SyntheticClassificationData:
-    """The samples of `made:RULE` in windows of `width` tokens."""
+    """The samples of `synthetic:RULE` in windows of `width` tokens."""
     num_samples = settings.samples or DEFAULT_SAMPLES
     fractions = {"validation": settings.validation_fraction, "test": settings.test_fraction}
     held_out = {name: max(1, round(num_samples * fraction)) if fraction else 0 for name, fraction in fractions.items()}

@@ -1,0 +1,1 @@
+"""The modules of our own architectures."""

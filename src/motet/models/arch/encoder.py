@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from motet.models.arch.activations import activate
+from motet.models.arch.activations import apply_activation
 from motet.models.arch.attention import AttentionMask, bidirectional_mask
 from motet.models.arch.decoder import check_sequence_length
 from motet.models.arch.layers import AttentionLayerConfig, FeedForward, FeedForwardConfig, OutputHeadBias, SelfAttention
@@ -60,7 +60,7 @@ class BidirectionalEncoder(nn.Module):
 
     def transform_features(self, features: Tensor) -> Tensor:
         """[..., H]: what the masked head's matrix reads."""
-        hidden: Tensor = self.transform_norm(activate(self.transform(features), self.settings.activation))
+        hidden: Tensor = self.transform_norm(apply_activation(self.transform(features), self.settings.activation))
         return hidden
 
     def head_weight(self) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from motet.models.arch.activations import activate, gated_activation
+from motet.models.arch.activations import apply_activation, gated_activation
 from motet.models.arch.attention import AttentionMask, dot_product_attention
 from motet.models.arch.norms import RMSNorm
 from motet.models.arch.rotary import apply_rotary
@@ -111,7 +111,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         s = self.config
-        inner = (gated_activation if s.gated else activate)(self.up(x), s.activation)
+        inner = (gated_activation if s.gated else apply_activation)(self.up(x), s.activation)
         y: Tensor = self.down(F.dropout(inner, s.dropout) if self.training and s.dropout else inner)
         return y
 

@@ -1,0 +1,1 @@
+"""Hugging Face models: configs read without transformers, and modules adapted for training."""

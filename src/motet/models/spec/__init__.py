@@ -1,0 +1,1 @@
+"""Sizes, FLOPs and saved activations of a model, from its settings alone."""

@@ -1,0 +1,1 @@
+"""Data parallelism: gradient buckets, ZeRO stages 0 to 2 on flat parameters, and stage 3 by FSDP2."""

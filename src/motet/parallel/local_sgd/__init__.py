@@ -1,0 +1,1 @@
+"""Replicas that take steps on their own between outer steps: local SGD and DiLoCo."""

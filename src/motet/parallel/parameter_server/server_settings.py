@@ -22,10 +22,10 @@ class ParameterServerSettings(FrozenSettings):
 
     count: Annotated[int, Field(ge=1)] = 1
     """Servers, each with its part of the parameters."""
-    transport: Literal["messages", "programs"] = "messages"
+    transport: Literal["point-to-point", "collectives"] = "point-to-point"
     """`messages` between workers and servers, any of them at any time; or, for `sync`, `programs` of the library of
     collectives, the first `count` ranks being the servers: gradients are reduced to them, parameters broadcast."""
-    placement: Literal["own", "workers"] = "own"
+    placement: Literal["dedicated", "colocated"] = "dedicated"
     """Servers are processes of their own, or threads of the first `count` workers."""
     reduce_algorithm: str = "tree"
     """The algorithm by which `programs` bring the gradients to a server, of `motet collectives list reduce`."""
@@ -40,7 +40,7 @@ class ParameterServerSettings(FrozenSettings):
     """Of `bounded`: step t is computed with all of the steps before t - staleness at least; 0 is `sync`."""
     copies: Literal[1, 2] = 1
     """Servers that keep each part; a push is acknowledged when all of them have it."""
-    send_order: Literal["need", "arrival"] = "need"
+    send_order: Literal["priority", "fifo"] = "priority"
     """What is sent first of what waits: what the next forward needs first, which overtakes what is underway; or what
     came first."""
     compress_pushes: str | None = None
@@ -49,7 +49,7 @@ class ParameterServerSettings(FrozenSettings):
     """`int8`, `int4` or `float8`, for parameters that are pulled; as they are when not given."""
     error_feedback: bool = True
     """Give what compression lost of a piece again with the next message about it."""
-    learning_rate_scaling: Literal["plain", "by-staleness"] = "plain"
+    learning_rate_scaling: Literal["none", "by-staleness"] = "none"
     """Of `bounded` and `async`: divide the learning rate of an update by its staleness in steps, where that is more
     than 1."""
     delay_compensation: Annotated[float, Field(ge=0)] = 0.0
@@ -72,7 +72,7 @@ class ParameterServerSettings(FrozenSettings):
 
 def extra_process_count(settings: ParameterServerSettings) -> int:
     """Processes beside the workers: the desk, and servers of their own."""
-    return 1 + (settings.count if settings.placement == "own" else 0)
+    return 1 + (settings.count if settings.placement == "dedicated" else 0)
 
 
 def consistency_policy(settings: ParameterServerSettings, workers: int, steps: int) -> ConsistencyPolicy:
@@ -96,18 +96,18 @@ def has_per_item_updates(settings: ParameterServerSettings) -> bool:
 def check_server_settings(settings: ParameterServerSettings, workers: int) -> None:
     """Refuse what so many workers cannot do."""
     if settings.mode == "first-k" and settings.first_k is None:
-        raise InputError("layout.server.mode = 'first-k' needs to know how many; set layout.server.first")
+        raise InputError("layout.server.mode = 'first-k' needs to know how many; set layout.server.first_k")
     if settings.mode == "bounded" and settings.staleness is None:
         raise InputError("layout.server.mode = 'bounded' needs a bound; set layout.server.staleness")
-    if settings.placement == "workers" and settings.count > workers:
+    if settings.placement == "colocated" and settings.count > workers:
         raise InputError(
-            f"layout.server.count = {settings.count} servers on {workers} workers; with layout.server.place = "
+            f"layout.server.count = {settings.count} servers on {workers} workers; with layout.server.placement = "
             f"'workers' set layout.server.count={workers} at most, or start more workers"
         )
     work_items = settings.work_items_per_step or workers
     if settings.first_k is not None and settings.first_k > work_items:
         raise InputError(
-            f"layout.server.first = {settings.first_k} of {work_items} shares; set it to {work_items} at most"
+            f"layout.server.first_k = {settings.first_k} of {work_items} shares; set it to {work_items} at most"
         )
     if settings.copies > settings.count:
         raise InputError(

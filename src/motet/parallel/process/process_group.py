@@ -93,7 +93,7 @@ def rendezvous_store(rank_env: RankEnvironment, timeout_s: float) -> Iterator[tu
     torchrun's store outlives the ranks, so that what one attempt left there can be read by the next.
     """
     store = _open_store(rank_env, timeout_s)
-    yield replace(rank_env, served=True), store
+    yield replace(rank_env, store_exists=True), store
 
 
 def broadcast_decision(store: Store, rank: int, key: str, decide: Callable[[], str]) -> str:

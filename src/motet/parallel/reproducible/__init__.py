@@ -1,0 +1,1 @@
+"""Reductions whose bits do not depend on the number of ranks."""

@@ -1,0 +1,1 @@
+"""What each rank communicates in a step, as a value that is checked, counted, timed and drawn."""

@@ -1,0 +1,1 @@
+"""Alignment of recorded shards with the single-device reference, and the bounds that they must meet."""

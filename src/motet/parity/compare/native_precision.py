@@ -223,7 +223,7 @@ def _record_last_step(
 
 def _bitwise_z_score(difference: TensorDifference) -> DifferenceZScore:
     reason = difference.reason or 'it has not the bits that one device has, as run.reproducible = "layout" promises'
-    return DifferenceZScore(difference._replace(what=reason), math.inf, 0.0)
+    return DifferenceZScore(difference._replace(reason=reason), math.inf, 0.0)
 
 
 def _log_error(difference: TensorDifference, reference_tensor: ReferenceTensor, compute_dtype: torch.dtype) -> float:

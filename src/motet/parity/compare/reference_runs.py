@@ -47,7 +47,7 @@ class ReferenceRuns:
         if phase != UNOBSERVED:
             return reference
         tensors = {site: whole for site, whole in reference.tensors.items() if site[0] != "starting parameter"}
-        return replace(reference, wholes=tensors)
+        return replace(reference, tensors=tensors)
 
 
 def phases_and_steps(steps: int) -> list[tuple[str, int]]:
@@ -68,13 +68,15 @@ def run_reference(subject: VerificationSubject, folder: Path) -> ReferenceRuns:
             rank_subject.state.save(step)
             step_references.append(_record_reference(rank_subject, step))
         rank_subject.state.save(subject.steps)
-        trajectory_references = [replace(reference, noise={}, varying=set()) for reference in step_references]
-        total_flops = max(whole.seen.operations for whole in step_references[-1].wholes.values())
+        trajectory_references = [
+            replace(reference, noise={}, microbatch_dependent=set()) for reference in step_references
+        ]
+        total_flops = max(whole.record.flops_so_far for whole in step_references[-1].tensors.values())
         evaluation_tensors = build_reference_tensors(
-            each._replace(operations=total_flops) for each in _record_evaluation(rank_subject)
+            each._replace(flops_so_far=total_flops) for each in _record_evaluation(rank_subject)
         )
         trajectory_references[-1] = replace(
-            trajectory_references[-1], wholes={**trajectory_references[-1].wholes, **evaluation_tensors}
+            trajectory_references[-1], tensors={**trajectory_references[-1].tensors, **evaluation_tensors}
         )
         if self_difference := _find_self_difference(rank_subject, step_references[-1], subject.steps - 1, folder):
             return ReferenceRuns(step_references, trajectory_references, folder, self_difference)

@@ -1,0 +1,1 @@
+"""The place and the likely cause of a difference from the reference."""

@@ -70,9 +70,9 @@ def explain_mismatch(mismatch: TensorMismatch, allows_rough_guess: bool = True) 
             mismatch,
             value=mismatch.value.double(),
             expected=mismatch.expected.double(),
-            others={words: other.double() for words, other in mismatch.alternatives.items()},
-            batches={words: batch.double() for words, batch in mismatch.alternative_rows.items()},
-            before=None if mismatch.value_before_step is None else mismatch.value_before_step.double(),
+            alternatives={words: other.double() for words, other in mismatch.alternatives.items()},
+            alternative_rows={words: batch.double() for words, batch in mismatch.alternative_rows.items()},
+            value_before_step=None if mismatch.value_before_step is None else mismatch.value_before_step.double(),
         )
     hypotheses = (
         _explain_not_finite, _explain_unchanged, _explain_rounded, _explain_swapped, _explain_wrong_rows, _explain_contributions, _explain_scaled_update, _explain_scaled, _explain_shifted, _explain_extra_term,

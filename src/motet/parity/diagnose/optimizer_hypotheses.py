@@ -83,7 +83,7 @@ class ExpectedOptimizerUpdate:
                 ExpectedSummand("the gradient", self.gradient, 1.0),
                 ExpectedSummand("weight decay", self.master, self.weight_decay),
             ]
-        without_decay = replace(self, decay=0.0)
+        without_decay = replace(self, weight_decay=0.0)
         change = without_decay.expected_state()["master"] - self.master
         return self.master, [
             ExpectedSummand(
@@ -103,11 +103,11 @@ class ExpectedOptimizerUpdate:
             if count != self.step_count:
                 yield (
                     f"as in step {count} of the optimizer, not {int(self.step_count)}",
-                    replace(self, count=float(count)),
+                    replace(self, step_count=float(count)),
                 )
         zero_moments = {name: torch.zeros_like(moment) for name, moment in self.moments.items()}
         yield "as if its moments had been 0 before, as in a first step", replace(self, moments=zero_moments)
-        yield "as if without bias correction", replace(self, count=math.inf)
+        yield "as if without bias correction", replace(self, step_count=math.inf)
         yield "with a gradient of 0", replace(self, gradient=torch.zeros_like(self.gradient))
 
 
@@ -122,7 +122,7 @@ def explain_update(
     base, summands = update.summands(state_name)
     for description, other_rate in update.alternative_rates.items():
         if other_rate != update.learning_rate and _matches_alternative(
-            mismatch, update, state_name, replace(update, rate=other_rate)
+            mismatch, update, state_name, replace(update, learning_rate=other_rate)
         ):
             factor = other_rate / update.learning_rate if update.learning_rate else 0.0
             meaning_text = factor_meaning(factor, mismatch.known_factors)
@@ -199,7 +199,11 @@ def _explain_implied(
     if decay_factor:
         implied_before = (mismatch.value - new_term) / decay_factor
         before_mismatch = replace(
-            mismatch, value=implied_before, expected=update.moments[state_name], shares=(), before=None
+            mismatch,
+            value=implied_before,
+            expected=update.moments[state_name],
+            contributions=(),
+            value_before_step=None,
         )
         if cause_text := explain_mismatch(before_mismatch, allows_rough_guess=False):
             return f"what it was before the step is wrong: {cause_text}"

@@ -103,7 +103,7 @@ class TensorRecorder:
     ) -> None:
         sketch = sketch_rows(value)
         record = RecordedTensor(kind, name, sketch.clone(), microbatch, rows, is_sketched=sketch is not value)
-        self._append(record._replace(dtype=_dtype_name(value), bits=count_significant_bits(value)))
+        self._append(record._replace(dtype=_dtype_name(value), significant_bits=count_significant_bits(value)))
 
     def add_scalar(self, kind: TensorKind, name: str, value: float) -> None:
         self._append(RecordedTensor(kind, name, torch.tensor(value, dtype=torch.float64)))
@@ -121,9 +121,9 @@ class TensorRecorder:
         squared_norm = squared_norm(values) if kind == "gradient" else 0.0
         full_record = record._replace(
             dtype=_dtype_name(values),
-            bits=count_significant_bits(values),
-            folded=sketch is not values,
-            squares=squared_norm,
+            significant_bits=count_significant_bits(values),
+            is_sketched=sketch is not values,
+            squared_norm=squared_norm,
         )
         self._append(full_record)
 
@@ -134,7 +134,7 @@ class TensorRecorder:
             self.add_shard(kind, name, shards[name])
 
     def _append(self, record: RecordedTensor) -> None:
-        self.records.append(record._replace(operations=float(self.flops_so_far())))
+        self.records.append(record._replace(flops_so_far=float(self.flops_so_far())))
 
     def begin_microbatch(self, rows: Sequence[int], is_recording: bool = True) -> None:
         """`rows`: that were asked for."""

@@ -95,7 +95,7 @@ def _with_mean_gradients(reference: ReferenceStep, recorded_keys: set[TensorKey]
         if key in recorded_keys:
             mean = reference_tensor.value / count if key[0] == "gradient" else reference_tensor.value
             tensors[key] = replace(reference_tensor, value=mean)
-    return replace(reference, wholes=tensors)
+    return replace(reference, tensors=tensors)
 
 
 class MeanGradientRecompute(SingleDeviceRecompute):

@@ -131,7 +131,7 @@ class JobVerificationSubjectOnRank:
         recording_samples = _RecordingSamples(
             self._ordered_samples, recorder, self.row_order, (share.contributes_gradients for share in microbatches)
         )
-        replace(stepper, model=_RecordingModel(stepper.model, recorder), samples=recording_samples).step(
+        replace(stepper, model=_RecordingModel(stepper.model, recorder), batch_source=recording_samples).step(
             step, self.learning_rate(step)
         )
 
@@ -159,7 +159,7 @@ class JobVerificationSubjectOnRank:
 
     def with_row_order(self, row_order: Sequence[int] | None) -> "JobVerificationSubjectOnRank":
         """Its batches have the same rows in another order."""
-        return replace(self, order=row_order)
+        return replace(self, row_order=row_order)
 
     @property
     def _ordered_samples(self) -> BatchSource:

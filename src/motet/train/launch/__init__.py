@@ -1,0 +1,1 @@
+"""How a run starts and ends: entry points, the supervisor of local ranks, run folders and failures."""

@@ -194,7 +194,7 @@ def run_launched_rank(request: TrainRequest, rank_env: RankEnvironment, log: Log
         return record
     if rank_env.rank == 0:
         log(record.message)
-    return replace(record, sentence="")
+    return replace(record, error_message="")
 
 
 def _train_launched_rank(request: TrainRequest, rank_env: RankEnvironment, stop: StopFlag, log: LogFunction) -> int:

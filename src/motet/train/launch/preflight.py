@@ -29,8 +29,8 @@ def check_job(job: Job, ranks: int) -> Layout:
         check_server_settings(job.layout.server, ranks)
         if job.monitor.replica_check_every is not None:
             raise InputError(
-                f"monitor.watch_every = {job.monitor.replica_check_every} compares ranks that take a step together, which "
-                "workers of a parameter server do not; leave it out, or set layout.server.transport=programs"
+                f"monitor.replica_check_every = {job.monitor.replica_check_every} compares ranks that take a step together, which "
+                "workers of a parameter server do not; leave it out, or set layout.server.transport=collectives"
             )
     return layout
 

@@ -254,7 +254,7 @@ def _rank_env(spec: LaunchSpec, attempt: int, rank: int, folder: Path) -> RankEn
 
 
 def _start_rank(spec: LaunchSpec, attempt: int, rank: int, folder: Path, incarnation: int = 0) -> _RankProcess:
-    rank_env = replace(_rank_env(spec, attempt, rank, folder), life=incarnation)
+    rank_env = replace(_rank_env(spec, attempt, rank, folder), incarnation=incarnation)
     path = spec.log_folder / f"rank-{rank}.txt"
     with ExitStack() as files:
         log = None if rank == 0 and not spec.coordinator_address else files.enter_context(path.open("ab"))
@@ -314,7 +314,7 @@ def _failure_record(rank: _RankProcess) -> RankExitRecord:
     record, code = rank.exit_record(), rank.poll()
     assert code is not None
     if record and record.error_message:
-        return replace(record, sentence=record.message)
+        return replace(record, error_message=record.message)
     if code < 0:
         names = [f" ({known.name})" for known in signal.Signals if known == -code]  # some have none
         sentence = f"rank {rank.rank} was killed by signal {-code}{''.join(names[:1])}"

@@ -1,0 +1,1 @@
+"""Optimizers on sharded master parameters, parameter groups, and the learning rate schedule."""

@@ -20,7 +20,7 @@ from motet.parallel.parameter_server.protocol.messages import COORDINATOR, Param
 from motet.parallel.parameter_server.server_settings import assign_replicas, consistency_policy, extra_process_count
 from motet.parallel.process.process_group import RankGroup
 from motet.train.build import (
-    Restored,
+    ResumePoint,
     TrainingComponents,
     TrainingOutcome,
     build_components,
@@ -54,7 +54,7 @@ def run_coordinator(role: ParameterServerRole, context: CoordinatorRunContext) -
     single_device_job = job.model_copy(update={"layout": LayoutSettings(microbatches=job.layout.microbatches)})
     workers = role.rank_env.world - extra_process_count(job.layout.server)
     training = replace(
-        build_components(single_device_job, RankGroup(0, 1, None, device), context.folder), workers=workers
+        build_components(single_device_job, RankGroup(0, 1, None, device), context.folder), worker_count=workers
     )
     if persistent_buffers(training.model.module):
         raise InputError(
@@ -87,7 +87,7 @@ def run_coordinator(role: ParameterServerRole, context: CoordinatorRunContext) -
 def _build_coordinator(
     role: ParameterServerRole,
     training: TrainingComponents,
-    resume_point: Restored,
+    resume_point: ResumePoint,
     partition_and_transport: tuple[ParameterPartition, TcpTransport],
 ) -> tuple[CoordinatorProcess, CoordinatorTrainStep, CoordinatorParameterCopy]:
     job, done_steps, (partition, transport) = role.job, resume_point[1], partition_and_transport

@@ -22,7 +22,7 @@ from motet.parallel.parameter_server.protocol.messages import COORDINATOR
 from motet.parallel.parameter_server.server_settings import extra_process_count, parse_address
 from motet.parallel.process.launch_environment import RankEnvironment, coordinator_address_file
 from motet.parallel.process.process_group import rendezvous_store
-from motet.parallel.process.rank_consistency import described
+from motet.parallel.process.rank_consistency import module_signature
 from motet.train.job import Job
 
 WORK_ITEMS_ENTRY = "shares"
@@ -49,7 +49,7 @@ class ParameterServerRole:
     @property
     def predecessor_name(self) -> str:
         """Whose place it takes."""
-        return replace(self, place=replace(self.rank_env, life=self.rank_env.incarnation - 1)).process_name
+        return replace(self, rank_env=replace(self.rank_env, incarnation=self.rank_env.incarnation - 1)).process_name
 
     @property
     def is_worker(self) -> bool:
@@ -65,12 +65,12 @@ class ParameterServerRole:
         """That of the server that is a thread of this worker, if one is."""
         server_index = self.rank_env.rank - 1
         if (
-            self.job.layout.server.placement == "own"
+            self.job.layout.server.placement == "dedicated"
             or self.has_joined_late
             or server_index >= self.job.layout.server.count
         ):
             return None
-        return replace(self, role=f"s{server_index}")
+        return replace(self, role_name=f"s{server_index}")
 
 
 def assign_role(job: Job, rank_env: RankEnvironment) -> ParameterServerRole:
@@ -108,7 +108,7 @@ def build_handshake(
     )
     layout = crc32(repr((shared_layout, server.count, server.copies, server.mode, server.staleness)).encode())
     frozen = [p.detach().cpu().contiguous().view(-1) for p in module.parameters() if not p.requires_grad]
-    digest = crc32(repr(described(module)).encode())
+    digest = crc32(repr(module_signature(module)).encode())
     for tensor in frozen:
         digest = crc32(tensor_bytes(tensor), digest)
     handshake = {"model": f"{digest:08x}", "layout": f"{layout:08x}"}

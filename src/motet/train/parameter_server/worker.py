@@ -91,7 +91,7 @@ class ParameterServerWorker:
     def run(self, client: ParameterServerClient, parameter_usage: ParameterUsageTracker) -> None:
         """Share after share, until the end."""
         self.client = client
-        must_set_order = self.job.layout.server.send_order == "need"
+        must_set_order = self.job.layout.server.send_order == "priority"
         layout: Layout | None = None
         while not self.stop.requested and (assignment := client.next_assignment()) is not None:
             if parameter_usage.first_use_order and must_set_order:
@@ -147,7 +147,7 @@ class ParameterServerWorker:
         for bucket_id in buckets:
             gradients.zero_missing(bucket_id)
         if uses_per_item_updates:
-            report = report._replace(squares=self._squared_norm())
+            report = report._replace(squared_norm=self._squared_norm())
         for bucket_id in buckets:
             if bucket_id not in pushed_buckets:
                 self._push_bucket(report, pushed_buckets, len(buckets), bucket_id)

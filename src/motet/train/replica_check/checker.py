@@ -1,4 +1,4 @@
-"""Watching a run (`monitor.watch_every`): now and then ranks compare what must be the same on them, or must add up.
+"""Watching a run (`monitor.replica_check_every`): now and then ranks compare what must be the same on them, or must add up.
 
 Each rank also does some of its neighbour's work again: it reads the same rows, and computes the loss of the first
 micro-batch, all ranks at once, so that it is possible at every stage. Training goes on as if nothing had been.

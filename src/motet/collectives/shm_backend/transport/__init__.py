@@ -1,0 +1,1 @@
+"""Shared memory and sockets that carry the bytes of the backend `motet`."""

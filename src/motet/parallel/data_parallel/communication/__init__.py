@@ -1,0 +1,1 @@
+"""The collectives of gradients and parameters: settings, groups, algorithms and compression."""

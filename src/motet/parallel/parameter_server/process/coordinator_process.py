@@ -218,7 +218,7 @@ class CoordinatorProcess:
         self._addresses.pop(name, None)
         self._initialized_servers.discard(name)
         if name in self.traffic_reports:
-            self.traffic_reports[name] = self.traffic_reports[name]._replace(waiting_bytes=0)
+            self.traffic_reports[name] = self.traffic_reports[name]._replace(queued_bytes=0)
 
     def _admit_server(self, offer: ServerTakeoverOffer) -> OutgoingMessages:
         """What its snapshot lacks, the desk has of the last time when it looked at the parameters."""
@@ -233,9 +233,9 @@ class CoordinatorProcess:
         ):  # they have nothing to go on with, and come again
             self._evict(other)
         versions = dict.fromkeys(range(len(self.state_machine.placement.replicas)), 0) | dict(snapshot)
-        offer = offer._replace(instead=replaced_server)
+        offer = offer._replace(replaced_server=replaced_server)
         self._forget_process(replaced_server)
-        outgoing = self.state_machine.handle(offer._replace(pieces=tuple(sorted(versions.items()))))
+        outgoing = self.state_machine.handle(offer._replace(snapshot_versions=tuple(sorted(versions.items()))))
         assigned_states = [
             message for to, message in outgoing if to == name and isinstance(message, ParameterStateAssignment)
         ]

@@ -42,6 +42,6 @@ def partition_buckets(buckets: Sequence[Bucket], max_numel: int, server_count: i
     if server_count > len(slices):
         raise InputError(
             f"layout.server.count = {server_count} is more than the pieces that parameters are cut into, {len(slices)}; take "
-            "fewer servers, or smaller pieces (layout.server.piece_mib)"
+            "fewer servers, or smaller pieces (layout.server.slice_mib)"
         )
     return tuple(slices)
