@@ -14,10 +14,10 @@ from motet.core.errors import InputError
 
 MANIFEST_FILE = "manifest.json"
 PARTIAL_SUFFIX = ".partial"
+# How names begin of what only replicas that train apart need; any other run may leave it there.
 REPLICA_PREFIXES = ("replica-", "outer/")
-"""How names begin of what only replicas that train apart need; any other run may leave it there."""
+# How names begin of what compression goes by: no other layout can read it, and none needs it.
 COMPRESSION_STATE_PREFIX = "carried/"
-"""How names begin of what compression goes by: no other layout can read it, and none needs it."""
 _CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -32,12 +32,11 @@ class CheckpointManifest:
     data_fingerprint: str
     shapes: dict[str, list[int]]
     dtypes: dict[str, str]
+    # How replicas that train apart meet, and the steps that they have taken; empty where none do.
     outer: dict[str, int] = field(default_factory=dict)
-    """How replicas that train apart meet, and the steps that they have taken; empty where none do."""
-    reproducible: str | None = None
-    """What its bits do not depend on (`run.reproducible`)."""
+    reproducible: str | None = None  # What its bits do not depend on (`run.reproducible`)
+    # CRC-32 of every other file of the checkpoint; filled in when it is written.
     checksums: dict[str, int] = field(default_factory=dict)
-    """CRC-32 of every other file of the checkpoint; filled in when it is written."""
 
     def write(self, folder: Path) -> None:
         checksums = {path.name: _checksum(path) for path in sorted(folder.iterdir())}

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-ShardBox = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and lengths along the dimensions of the whole."""
+ShardBox = tuple[tuple[int, ...], tuple[int, ...]]  # Offsets and lengths along the dimensions of the whole
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[ShardBox]:

@@ -22,8 +22,7 @@ _UNITS = {
 }
 
 
-_MAX_SHOWN_CHARACTERS = 40
-"""Characters of a size that are told again."""
+_MAX_SHOWN_CHARACTERS = 40  # Characters of a size that are told again
 
 
 def parse_bytes(text: str) -> int:

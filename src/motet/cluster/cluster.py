@@ -19,10 +19,8 @@ class Cluster:
     ranks: int
     devices_per_host: int
     network: NetworkTopology
-    gamma_s_per_byte: ValueWithOrigin
-    """Adding one byte that arrived to what is there."""
-    device: str = ""
-    """What each rank is: a name of the table of devices, or of one that is not in it."""
+    gamma_s_per_byte: ValueWithOrigin  # Adding one byte that arrived to what is there
+    device: str = ""  # What each rank is: a name of the table of devices, or of one that is not in it
 
     def __post_init__(self) -> None:
         if self.ranks < 1:

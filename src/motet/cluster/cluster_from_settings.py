@@ -15,8 +15,7 @@ from motet.cluster.network_link import NetworkLink, with_origin
 from motet.cluster.topology import FullMesh, NetworkTopology, SwitchLevel, SwitchTree, TorusNetwork, TwoLevelNetwork
 from motet.core.errors import InputError
 
-_MAX_RANKS = 2**17
-"""Each takes about a kilobyte here. The largest clusters in use have about as many."""
+_MAX_RANKS = 2**17  # Each takes about a kilobyte here. The largest clusters in use have about as many.
 
 
 def build_cluster(settings: ClusterSettings, name: str) -> Cluster:

@@ -28,13 +28,10 @@ class LocalDevice:
     """The device of one rank. `peak_flops` is by dtype."""
 
     name: str
-    kind: str
-    """`cpu` or `cuda`."""
+    kind: str  # `cpu` or `cuda`
     peak_flops: Mapping[str, ValueWithOrigin]
-    memory_bytes: int
-    """Of the whole device; of the whole machine for a CPU."""
-    threads: int
-    """What a matrix product on the CPU may use."""
+    memory_bytes: int  # Of the whole device; of the whole machine for a CPU
+    threads: int  # What a matrix product on the CPU may use
 
 
 def discover_device(device: torch.device | str, dtypes: Sequence[str] = ("float32",)) -> LocalDevice:

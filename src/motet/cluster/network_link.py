@@ -23,14 +23,11 @@ def with_origin(value: Number, origin: Origin = "assumed") -> ValueWithOrigin:
 class NetworkLink:
     """A resource that messages cross in one direction, or a shared one that they cross in any."""
 
-    alpha_s: ValueWithOrigin
-    """At a port the one-way start-up of each message; elsewhere the delay of passing through."""
+    alpha_s: ValueWithOrigin  # At a port the one-way start-up of each message; elsewhere the delay of passing through
+    # Of all lanes together.
     bandwidth_Bps: ValueWithOrigin  # noqa: N815 - a unit
-    """Of all lanes together."""
-    is_port: bool = False
-    """Belongs to one endpoint, which sends (or receives) its messages over it one after the other."""
-    hashed_paths: int = 1
-    """How many equal lanes flows are hashed onto, each flow onto one. 1: the load is always even."""
+    is_port: bool = False  # Belongs to one endpoint, which sends (or receives) its messages over it one after the other
+    hashed_paths: int = 1  # How many equal lanes flows are hashed onto, each flow onto one. 1: the load is always even.
 
     def __post_init__(self) -> None:
         if not self.bandwidth_Bps.value > 0:

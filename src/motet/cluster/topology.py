@@ -32,12 +32,10 @@ class SwitchLevel:
     """One layer of switches in a tree."""
 
     name: str
-    groups: tuple[int, ...]
-    """For each rank, the switch that it is under."""
+    groups: tuple[int, ...]  # For each rank, the switch that it is under
+    # What a message crosses that turns round at this switch. None: the switch is ideal.
     switch: NetworkLink | None = None
-    """What a message crosses that turns round at this switch. None: the switch is ideal."""
-    uplink: NetworkLink | None = None
-    """Up to the layer above, and as much again down from it. None: ideal."""
+    uplink: NetworkLink | None = None  # Up to the layer above, and as much again down from it. None: ideal.
 
 
 @dataclass(frozen=True)
@@ -105,8 +103,7 @@ class TorusNetwork:
     """
 
     dims: tuple[int, ...]
-    wrap: tuple[bool, ...]
-    """Whether the ends of each dimension are joined; nowhere: a mesh."""
+    wrap: tuple[bool, ...]  # Whether the ends of each dimension are joined; nowhere: a mesh
     port: NetworkLink
     wire: NetworkLink
 
@@ -164,8 +161,7 @@ class TwoLevelNetwork:
 
     hosts: int
     inside: NetworkTopology
-    between: NetworkTopology
-    """Its endpoints are the ranks of all hosts, or the hosts."""
+    between: NetworkTopology  # Its endpoints are the ranks of all hosts, or the hosts
 
     def __post_init__(self) -> None:
         assert self.between.ranks in (self.hosts, self.ranks)

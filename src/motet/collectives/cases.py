@@ -9,8 +9,8 @@ from motet.collectives.algorithms import Algorithm, algorithm_names, build, coll
 from motet.collectives.corrupt import MutationCheckResult, check_mutation, generate_mutations
 from motet.collectives.program import Program
 
+# A Program that is made when it is called for, since all at once would fill gigabytes. Its options are `keywords`.
 ProgramCase = partial[Program]
-"""A Program that is made when it is called for, since all at once would fill gigabytes. Its options are `keywords`."""
 
 
 def make_case(algorithm: Algorithm, ranks: int, options: dict[str, object]) -> ProgramCase:

@@ -31,12 +31,11 @@ class ChunkTransfer(NamedTuple):
         return f"{self.src} -> {self.dst}: {self.op} chunk {chunk_range}"
 
 
+# Transfers that happen together: each reads what was there before the step, and what arrives in one chunk is applied in
+# the order of the list.
 Step = tuple[ChunkTransfer, ...]
-"""Transfers that happen together: each reads what was there before the step, and what arrives in one chunk is applied
-in the order of the list."""
 
-Contributors = tuple[int, ...]
-"""The ranks, in order, whose contributions a chunk is made of."""
+Contributors = tuple[int, ...]  # The ranks, in order, whose contributions a chunk is made of
 
 
 @dataclass(frozen=True)
@@ -46,15 +45,12 @@ class Program:
     collective: str
     algorithm: str
     ranks: int
-    sizes: tuple[int, ...]
-    """The relative size of each chunk."""
-    initial: tuple[tuple[int, ...], ...]
-    """The chunks that each rank holds at the start."""
+    sizes: tuple[int, ...]  # The relative size of each chunk
+    initial: tuple[tuple[int, ...], ...]  # The chunks that each rank holds at the start
+    # The chunks that each rank must hold at the end, and the ranks that contribute to each.
     final: tuple[Mapping[int, Contributors], ...]
-    """The chunks that each rank must hold at the end, and the ranks that contribute to each."""
     steps: tuple[Step, ...]
-    ports: int = 1
-    """How many messages a rank may send, and receive, in one step."""
+    ports: int = 1  # How many messages a rank may send, and receive, in one step
 
     @property
     def chunks(self) -> int:

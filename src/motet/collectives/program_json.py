@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from motet.collectives.program import ChunkTransfer, Program, TransferOp
 from motet.core.errors import InputError
 
+# One spelling for each chunk, so that no two keys of an object can mean the same one.
 _CHUNK_KEY = re.compile("0|[1-9][0-9]{0,17}")
-"""One spelling for each chunk, so that no two keys of an object can mean the same one."""
 
 _MAX_TOTAL_SIZE = 2**60
 

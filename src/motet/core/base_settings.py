@@ -29,5 +29,5 @@ def _check_file_name(text: str) -> str:
 
 _MAX_NAME_BYTES = 255
 
+# The name of something on disk, or of what may be there.
 FilePathText = Annotated[str, AfterValidator(_check_file_name)]
-"""The name of something on disk, or of what may be there."""

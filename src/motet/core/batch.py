@@ -20,22 +20,16 @@ class Batch:
     weights; rows that only fill up an incomplete batch have weight 0 throughout.
     """
 
-    tokens: torch.Tensor
-    """[R, T] int64: what the model reads (the decoder's input in an encoder-decoder)."""
-    targets: torch.Tensor
-    """[R, T] int64 for token targets, [R] int64 for a class of the whole row."""
-    weights: torch.Tensor
-    """The shape of `targets`, float32."""
-    rows: torch.Tensor
-    """[R] int64: the place of each row in the global batch of its step. Random masks depend on it."""
-    positions: torch.Tensor | None = None
-    """[R, T] int64: the position within the document; None means 0..T-1."""
+    tokens: torch.Tensor  # [R, T] int64: what the model reads (the decoder's input in an encoder-decoder)
+    targets: torch.Tensor  # [R, T] int64 for token targets, [R] int64 for a class of the whole row
+    weights: torch.Tensor  # The shape of `targets`, float32
+    rows: torch.Tensor  # [R] int64: the place of each row in the global batch of its step. Random masks depend on it.
+    positions: torch.Tensor | None = None  # [R, T] int64: the position within the document; None means 0..T-1
+    # [R, T] int64: attention stays within equal numbers; None means that each row is one document.
     documents: torch.Tensor | None = None
-    """[R, T] int64: attention stays within equal numbers; None means that each row is one document."""
-    source: torch.Tensor | None = None
-    """[R, S] int64: what the encoder of an encoder-decoder reads."""
+    source: torch.Tensor | None = None  # [R, S] int64: what the encoder of an encoder-decoder reads
+    # [R, S] int64: as `documents`, for `source`; also used by cross attention against `documents`.
     source_documents: torch.Tensor | None = None
-    """[R, S] int64: as `documents`, for `source`; also used by cross attention against `documents`."""
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""

@@ -24,11 +24,9 @@ class TraceSpan:
     step: int
     rank: int
     action: str
-    start_s: float
-    """From the start of the step."""
+    start_s: float  # From the start of the step
     duration_s: float
-    depth: int = 0
-    """How many spans of the same thread were open around this one."""
+    depth: int = 0  # How many spans of the same thread were open around this one
 
 
 class TraceSink(Protocol):
@@ -40,8 +38,8 @@ class TraceSink(Protocol):
     def on_count(self, name: str, value: float) -> None: ...
 
 
+# Something else that brackets a piece of work by its name, such as torch.profiler.record_function.
 ProfilerRange = Callable[[str], AbstractContextManager[object]]
-"""Something else that brackets a piece of work by its name, such as torch.profiler.record_function."""
 
 
 class _OpenTraceSpan:

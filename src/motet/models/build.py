@@ -42,26 +42,18 @@ Randomness = Callable[[int, Tensor], AbstractContextManager[object]]
 class TrainableModel:
     """A model that is ready to be trained."""
 
-    module: nn.Module
-    """What has the parameters; single-device code."""
+    module: nn.Module  # What has the parameters; single-device code
+    # The weighted sum of the losses of a micro-batch: a scalar, in float32 at least.
     loss_sum: Callable[[Batch], Tensor]
-    """The weighted sum of the losses of a micro-batch: a scalar, in float32 at least."""
-    logits: Callable[[Batch], Tensor]
-    """[R, T, V], or [R, classes]."""
-    vocab_size: int | None
-    """Of what it reads; None: not known."""
-    num_classes: int | None
-    """How many a target is one of: the vocabulary or the classes; None: not known."""
+    logits: Callable[[Batch], Tensor]  # [R, T, V], or [R, classes]
+    vocab_size: int | None  # Of what it reads; None: not known
+    num_classes: int | None  # How many a target is one of: the vocabulary or the classes; None: not known
+    # `with randomness(step, rows): ...` around a forward, so that dropout does not depend on the layout.
     randomness: Randomness
-    """`with randomness(step, rows): ...` around a forward, so that dropout does not depend on the layout."""
-    context: int | None = None
-    """The longest sequence; None: not known."""
-    has_own_loss: bool = False
-    """The module has a loss of its own, which alone says what its outputs mean."""
-    is_autoregressive: bool = False
-    """Whether its logits are those of each next token, so that it can continue a text."""
-    objective: str | None = None
-    """What it is for, where it is somebody else's and says so."""
+    context: int | None = None  # The longest sequence; None: not known
+    has_own_loss: bool = False  # The module has a loss of its own, which alone says what its outputs mean
+    is_autoregressive: bool = False  # Whether its logits are those of each next token, so that it can continue a text
+    objective: str | None = None  # What it is for, where it is somebody else's and says so
 
 
 def build_module(settings: ModelSettings) -> nn.Module:

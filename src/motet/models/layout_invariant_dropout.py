@@ -28,8 +28,7 @@ class LayoutInvariantDropoutMode(TorchFunctionMode):
         self.step = 0
         self.rows: list[int] = []
         self.dropout_index = 0
-        self.on_mask: Callable[[int, Tensor], None] | None = None
-        """Told of each mask and its site."""
+        self.on_mask: Callable[[int, Tensor], None] | None = None  # Told of each mask and its site
 
     @contextmanager
     def for_rows(self, step: int, rows: Tensor) -> Iterator["LayoutInvariantDropoutMode"]:

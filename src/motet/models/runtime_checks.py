@@ -18,10 +18,8 @@ from motet.core.errors import InputError
 class DataRequirements:
     """What the data asks of a model."""
 
-    vocab_size: int
-    """That it must be able to read."""
-    num_classes: int | None = None
-    """That it must tell apart; None: its targets are tokens."""
+    vocab_size: int  # That it must be able to read
+    num_classes: int | None = None  # That it must tell apart; None: its targets are tokens
 
 
 def check_prediction_shape(predicted: torch.Size, batch: Batch, module: nn.Module) -> None:

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from rich.console import Console, Group
     from rich.live import Live
 
-_STEP_LINES_KEPT = 20
-"""How many lines of steps a run leaves on a terminal."""
+_STEP_LINES_KEPT = 20  # How many lines of steps a run leaves on a terminal
 _REFRESH_S = 0.1
 
 

@@ -57,10 +57,8 @@ class BucketOwners:
 
     count: int
     bucket_mib: float
-    reduce_algorithm: str
-    """The algorithm by which the gradients of a bucket come to its owner."""
-    broadcast_algorithm: str
-    """That by which what it has updated gets to all."""
+    reduce_algorithm: str  # The algorithm by which the gradients of a bucket come to its owner
+    broadcast_algorithm: str  # That by which what it has updated gets to all
 
 
 @dataclass(frozen=True)
@@ -70,19 +68,15 @@ class Layout:
     dp: int
     microbatches: int
     zero: int = 0
-    shards: int = 1
-    """Ranks that share one copy of what is sharded."""
-    reshard_after_forward: bool = True
-    """Stage 3: parameters are gathered again for backward."""
+    shards: int = 1  # Ranks that share one copy of what is sharded
+    reshard_after_forward: bool = True  # Stage 3: parameters are gathered again for backward
+    # Stage 3: so many neighbours share a copy between forward and backward, where that is fewer than `shards`.
     secondary_shards: int | None = None
-    """Stage 3: so many neighbours share a copy between forward and backward, where that is fewer than `shards`."""
-    min_shard_numel: int = 0
-    """Stage 3: parameters of fewer numbers stay whole."""
-    bucket_owners: BucketOwners | None = None
-    """Buckets of parameters are kept by some of the ranks."""
+    min_shard_numel: int = 0  # Stage 3: parameters of fewer numbers stay whole
+    bucket_owners: BucketOwners | None = None  # Buckets of parameters are kept by some of the ranks
+    # Of a global batch, if gradients are summed by one tree over them: each is a micro-batch. Some rank has as many as
+    # there are micro-batches, others may have one less.
     reproducible_batch_size: int | None = None
-    """Of a global batch, if gradients are summed by one tree over them: each is a micro-batch. Some rank has as many as
-    there are micro-batches, others may have one less."""
 
     @property
     def ranks(self) -> int:

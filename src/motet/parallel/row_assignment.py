@@ -16,8 +16,8 @@ class MicroBatchRows(NamedTuple):
     """The rows of one micro-batch."""
 
     rows: range
+    # False: they are computed once more, since the others have another row; nothing comes of it.
     contributes_gradients: bool = True
-    """False: they are computed once more, since the others have another row; nothing comes of it."""
 
 
 def microbatches_of_rank(layout: Layout, rank: int, batch_sequences: int) -> list[MicroBatchRows]:

@@ -33,8 +33,8 @@ from motet.parity.subjects.external_parallel_code import (
 from motet.parity.subjects.module_subject import LossFunction, ModuleVerificationSubject, UserBatch, default_loss
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 
+# Called on each rank with the module, in a process group; gives what does a step.
 ParallelizeFunction = Callable[[nn.Module], ExternalStepFunction]
-"""Called on each rank with the module, in a process group; gives what does a step."""
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,7 @@ ZERO3_LAYOUTS = ("zero=3", "zero=3 reshard_after_forward=false", "zero=3 min_sha
 SERVER_BY_COLLECTIVES = "data=parameter_server server.transport=collectives"
 SERVER_BY_MESSAGES = "data=parameter_server"
 SMALL_KEY_MIB = 0.002
-OVERRIDABLE_SECTIONS = ("communication",)
-"""Beside that of the layout, those that a layout may say something of."""
+OVERRIDABLE_SECTIONS = ("communication",)  # Beside that of the layout, those that a layout may say something of
 
 
 def layouts_up_to(ranks: int) -> list[str]:

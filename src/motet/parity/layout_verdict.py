@@ -11,8 +11,7 @@ from motet.parity.compare.reference_runs import FROM_REFERENCE
 from motet.parity.compare.tensor_differences import ReferenceStep, TensorDifference, compare_with_reference
 from motet.parity.record.tensor_recorder import RecordedTensor
 
-MAX_NOISE_BOUND = 1e-3
-"""Where rounding alone is more than this, a mistake may be less."""
+MAX_NOISE_BOUND = 1e-3  # Where rounding alone is more than this, a mistake may be less
 
 
 @dataclass(frozen=True)
@@ -21,26 +20,18 @@ class LayoutVerdict:
 
     layout: str
     ok: bool
-    worst_relative: float
-    """Of any tensor that is not the same but for rounding, or of all where there is none."""
+    worst_relative: float  # Of any tensor that is not the same but for rounding, or of all where there is none
     worst_tensor: str
-    first_difference: str | None = None
-    """The first tensor in the order of execution that is not the same."""
-    rank: int | None = None
-    """Whose part of it is furthest from what it should be; None: of all together, or of none."""
-    cause: str | None = None
-    """In words, where a likely one is found."""
+    first_difference: str | None = None  # The first tensor in the order of execution that is not the same
+    rank: int | None = None  # Whose part of it is furthest from what it should be; None: of all together, or of none
+    cause: str | None = None  # In words, where a likely one is found
     seconds: float = 0.0
+    # Of any tensor in the job's own precision, against steps of one device that add in other orders; None: not judged.
     worst_z: float | None = None
-    """Of any tensor in the job's own precision, against steps of one device that add in other orders; None: not
-    judged."""
     worst_z_tensor: str | None = None
-    noise_dominated: tuple[str, ...] = ()
-    """Tensors that rounding alone makes others."""
-    failed: bool = False
-    """Its ranks did not come to their end, which says nothing of their numbers; the cause is why."""
-    exit_code: int = NumericalMismatchError.exit_code
-    """Of the command, if it is not ok."""
+    noise_dominated: tuple[str, ...] = ()  # Tensors that rounding alone makes others
+    failed: bool = False  # Its ranks did not come to their end, which says nothing of their numbers; the cause is why
+    exit_code: int = NumericalMismatchError.exit_code  # Of the command, if it is not ok
 
     def as_json(self) -> dict[str, Any]:
         fields = asdict(self)

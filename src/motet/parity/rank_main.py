@@ -21,8 +21,7 @@ from motet.train.launch.failures import StopFlag
 from motet.train.launch.run_folder import read_stored_job
 
 POLL_S = 0.1
-NATIVE_PHASE = ("in its own precision", 0)
-"""After all phases in float64."""
+NATIVE_PHASE = ("in its own precision", 0)  # After all phases in float64
 
 
 def record_layouts_on_rank(rank_env: RankEnvironment, stop: StopFlag, folder: str, *layouts: str) -> int:

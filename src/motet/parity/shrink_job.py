@@ -9,11 +9,10 @@ from motet.models.settings import DecoderSettings, EncoderDecoderSettings, Trans
 from motet.train.job import Job, job_from_tree
 
 MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM, MAX_TOKENS = 2, 4, 16, 32
-SMALL_BUCKET_MIB = 0.5
-"""A small model has as many buckets as a large one, so that the second one is looked at too."""
+SMALL_BUCKET_MIB = 0.5  # A small model has as many buckets as a large one, so that the second one is looked at too
 HF_PREFIX = "hf:"
+# Of the learning rate, which the last step has: with 0 it would show no mistake of the optimizer.
 MIN_FINAL_LR_FRACTION = 0.1
-"""Of the learning rate, which the last step has: with 0 it would show no mistake of the optimizer."""
 LOSSY_SETTINGS = ("compress_gradients", "compress_parameters", "compress_over", "compress_after", "error_feedback")
 _LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers")
 _DECODER_LAYER_KEYS = ("num_decoder_layers", "decoder_layers")

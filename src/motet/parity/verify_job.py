@@ -31,8 +31,7 @@ from motet.train.launch.supervisor import LaunchExitStatus, LaunchSpec, launch_r
 
 STEPS = 3
 POLL_S = 0.1
-MIN_ROWS, MAX_ROWS = 8, 64
-"""Of a batch; more only if a layout by itself needs more."""
+MIN_ROWS, MAX_ROWS = 8, 64  # Of a batch; more only if a layout by itself needs more
 RANK_FUNCTION = "motet.parity.rank_main:layout_rank"
 LogFunction = Callable[[str], None]
 VerdictCallback = Callable[[LayoutVerdict], None]
@@ -43,11 +42,9 @@ STDERR_FD = 2
 class VerificationPlan:
     """A small job, and the layouts in which it is to compute what one device does."""
 
-    job: Job
-    """In float64."""
+    job: Job  # In float64
     candidates: Sequence[CandidateLayout]
-    native_job: Job
-    """The same in its own precision."""
+    native_job: Job  # The same in its own precision
 
 
 def make_verification_plans(job: Job, layouts: Sequence[str], log: LogFunction) -> list[VerificationPlan]:

@@ -17,14 +17,11 @@ class PrecisionSettings(FrozenSettings):
 class PrecisionRecipe:
     """Names of dtypes (core.dtypes)."""
 
-    compute: str
-    """What the model's parameters and activations are while it runs."""
+    compute: str  # What the model's parameters and activations are while it runs
+    # What the optimizer updates. When it differs from `compute`, parameters are cast from it after each update.
     master: str
-    """What the optimizer updates. When it differs from `compute`, parameters are cast from it after each update."""
-    reduce: str
-    """What gradients are summed in, over micro-batches and over ranks."""
-    state: str
-    """What the optimizer's moments are kept in."""
+    reduce: str  # What gradients are summed in, over micro-batches and over ranks
+    state: str  # What the optimizer's moments are kept in
 
 
 RECIPES: dict[str, PrecisionRecipe] = {

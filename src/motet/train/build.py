@@ -43,8 +43,8 @@ from motet.train.run_events import RunProgress, StepEventMaker, count_parameters
 from motet.train.state import TrainingState, newest_checkpoint
 from motet.train.step import TrainStep
 
+# The checkpoint that a run goes on from, the steps done by then, and what a person should know about it.
 ResumePoint = tuple[Path | None, int, list[str]]
-"""The checkpoint that a run goes on from, the steps done by then, and what a person should know about it."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,7 @@ class TrainingComponents:
     engine: TrainingEngine
     state: TrainingState
     total_steps: int
-    worker_count: int | None = None
-    """Ranks that compute, if they are not those of the group."""
+    worker_count: int | None = None  # Ranks that compute, if they are not those of the group
 
     @property
     def ranks(self) -> int:

@@ -18,8 +18,7 @@ class SettingRequirement:
     """A setting, and what another one, or one of several, must be for it to do anything."""
 
     setting: str
-    depends_on: str
-    """`section.name`, or several with ` or ` between them."""
+    depends_on: str  # `section.name`, or several with ` or ` between them
     accepted: tuple[str | int, ...] | Literal["given", "absent"]
 
     def is_met(self, value: object) -> bool:
@@ -70,10 +69,16 @@ SETTING_REQUIREMENTS: tuple[SettingRequirement, ...] = (
     *_requirements("layout", "secondary_group", "outer.every", "absent"),
     *_requirements("layout", "server", "data", ("parameter_server",)),
     *_requirements(
-        "layout.server", "mode send_order copies work_items_per_step compress_pushes compress_pulls placement", "transport", _MESSAGES_TRANSPORT
+        "layout.server",
+        "mode send_order copies work_items_per_step compress_pushes compress_pulls placement",
+        "transport",
+        _MESSAGES_TRANSPORT,
     ),
     *_requirements(
-        "layout.server", "error_feedback snapshot_every listen eviction_timeout_s max_process_restarts", "transport", _MESSAGES_TRANSPORT
+        "layout.server",
+        "error_feedback snapshot_every listen eviction_timeout_s max_process_restarts",
+        "transport",
+        _MESSAGES_TRANSPORT,
     ),
     *_requirements(
         "layout.server", "error_feedback", "layout.server.compress_pushes or layout.server.compress_pulls", "given"

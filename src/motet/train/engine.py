@@ -48,27 +48,22 @@ from motet.train.optimizer.sharded_optimizer import ShardedOptimizer, build_shar
 from motet.train.state import TrainingState, newest_checkpoint
 
 SettingsT = TypeVar("SettingsT", bound=FrozenSettings)
+# (module, batch) -> the sum of the losses and how many there are; or their mean, and then every batch counts alike.
 LossFunction = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]]
-"""(module, batch) -> the sum of the losses and how many there are; or their mean, and then every batch counts alike."""
 
 
 @dataclass(frozen=True)
 class StepStats:
     """How a step ended. The same on every rank of a replica; without `outer`, these are all ranks."""
 
-    loss: float
-    """Per count: the mean over all ranks and micro-batches."""
-    grad_norm: float
-    """Before clipping."""
+    loss: float  # Per count: the mean over all ranks and micro-batches
+    grad_norm: float  # Before clipping
     count: float
-    is_finite: bool
-    """False: the loss or a gradient is not finite, and nothing was updated."""
-    extra_sums: tuple[float, ...]
-    """Of whatever else was to be added up over the ranks."""
-    stop_requested: bool
-    """Some rank was asked to stop; with `outer`, replicas learn it when they meet."""
+    is_finite: bool  # False: the loss or a gradient is not finite, and nothing was updated
+    extra_sums: tuple[float, ...]  # Of whatever else was to be added up over the ranks
+    stop_requested: bool  # Some rank was asked to stop; with `outer`, replicas learn it when they meet
+    # Steps in a row that updated nothing; with `outer`, the most of any replica, and 0 when they do not meet.
     skipped_steps: int
-    """Steps in a row that updated nothing; with `outer`, the most of any replica, and 0 when they do not meet."""
 
 
 @dataclass
@@ -80,14 +75,11 @@ class TrainingEngine:
     group: RankGroup
     clip_norm: float | None = None
     loss_function: LossFunction | None = None
-    learning_rate: float = 0.0
-    """What `step` takes when it is given none."""
-    outer_optimizer: OuterOptimizer | None = None
-    """Replicas train apart, and meet by its rule."""
-    reproducible: bool = False
-    """Every layout is to have the same bits."""
+    learning_rate: float = 0.0  # What `step` takes when it is given none
+    outer_optimizer: OuterOptimizer | None = None  # Replicas train apart, and meet by its rule
+    reproducible: bool = False  # Every layout is to have the same bits
+    # As the step began with them, on all ranks alike.
     buffers_at_step_start: dict[str, Tensor] = field(default_factory=dict)
-    """As the step began with them, on all ranks alike."""
     _skipped_steps: int = 0
 
     def __post_init__(self) -> None:
@@ -326,8 +318,7 @@ def parallelize(  # noqa: PLR0913  # sections of a job, by name
     )
 
 
-_PARALLELIZED_MODULES: WeakSet[nn.Module] = WeakSet()
-"""What was parallelized."""
+_PARALLELIZED_MODULES: WeakSet[nn.Module] = WeakSet()  # What was parallelized
 
 
 class ParallelizeSettings(NamedTuple):

@@ -43,8 +43,7 @@ class EvaluationResult:
 
     loss: float
     targets: float
-    accuracy: float | None
-    """Share of rows whose class the model puts first; None when targets are tokens."""
+    accuracy: float | None  # Share of rows whose class the model puts first; None when targets are tokens
 
     @property
     def perplexity(self) -> float | None:
@@ -62,8 +61,8 @@ def evaluate(
     """Up to `most_batches` global batches of a split. `shares`: the group, its layout, sequences in a batch."""
     group, layout, batch_sequences = partition
     batches = min(max_batches, data.evaluation_batches(split))
+    # Those of all rows one by one, where they are to be added in one way.
     losses = [0.0] * (batches * batch_sequences if layout.reproducible_batch_size else 1)
-    """Those of all rows one by one, where they are to be added in one way."""
     sums = torch.zeros(2, dtype=torch.float64)
     has_classes = False
     was_training = model.module.training

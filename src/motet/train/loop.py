@@ -37,10 +37,9 @@ class TrainingLoop:
     step_runner: StepRunner
     state: TrainingState
     progress: RunProgress
-    evaluate: Callable[[str], EvaluationResult | None]
-    """Of a split; None when the job keeps nothing apart for it."""
+    evaluate: Callable[[str], EvaluationResult | None]  # Of a split; None when the job keeps nothing apart for it
+    # (step, result, seconds) -> the event, with what only the assembly knows (FLOPs, memory, spans).
     make_step_event: Callable[[int, StepResult, float], StepDone]
-    """(step, result, seconds) -> the event, with what only the assembly knows (FLOPs, memory, spans)."""
     emit_event: Callable[[Event], None]
     stop_requested: Callable[[], bool]
 

@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from operator import attrgetter
 
+# Settings, and why; they may have the values that they have when nobody gives any.
 _CONFLICTING_SETTINGS = {
     "layout.data": "servers add what workers push as it comes",
     "outer.every": "replicas that train apart are other training for every number of them",
     "communication.compress_gradients": "a codec rounds by what lies on one rank",
     "communication.compress_parameters": "a codec rounds by what lies on one rank",
 }
-"""Settings, and why; they may have the values that they have when nobody gives any."""
 
 
 def reproducibility_conflicts(job: object) -> Iterator[str]:

@@ -20,10 +20,8 @@ def count_parameters(module: nn.Module) -> int:
 class StepEventMaker:
     """Turns the result of a step into its event."""
 
-    flops_per_step: float | None
-    """Of the model's arithmetic, over the global batch; None when they are not known."""
-    peak_flops: float | None
-    """Of all ranks together."""
+    flops_per_step: float | None  # Of the model's arithmetic, over the global batch; None when they are not known
+    peak_flops: float | None  # Of all ranks together
     memory_bytes: Callable[[], int]
     epoch_at: Callable[[int], float]
 

@@ -33,13 +33,11 @@ class TrainingState:
     module: nn.Module
     optimizer: ShardedOptimizer
     group: RankGroup
-    checkpoint_folder: Path
-    """Of the checkpoints."""
+    checkpoint_folder: Path  # Of the checkpoints
     keep_newest: int
     data_fingerprint: str
     outer_optimizer: OuterOptimizer | None = None
-    reproducible: str | None = None
-    """What the bits of the run do not depend on."""
+    reproducible: str | None = None  # What the bits of the run do not depend on
 
     def tensors(self) -> dict[str, Tensor]:
         """By name, as views: reading them saves the run, writing to them restores it."""

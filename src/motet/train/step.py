@@ -45,30 +45,22 @@ class StepResult:
     targets: float
     tokens: int
     learning_rate: float
-    is_finite: bool
-    """False: the update was not applied."""
-    stop_requested: bool
-    """Some rank was asked to stop, and all know it."""
-    skipped_steps: int
-    """Steps in a row that were not applied, as far as all know it."""
-    server_work: ParameterServerStepStats | None = None
-    """Of a run with a parameter server."""
-    replica_check: ReplicaCheckDone | None = None
-    """Of a step that is watched."""
+    is_finite: bool  # False: the update was not applied
+    stop_requested: bool  # Some rank was asked to stop, and all know it
+    skipped_steps: int  # Steps in a row that were not applied, as far as all know it
+    server_work: ParameterServerStepStats | None = None  # Of a run with a parameter server
+    replica_check: ReplicaCheckDone | None = None  # Of a step that is watched
 
 
 @dataclass(frozen=True)
 class LocalStepResult:
     """What a rank has done in a step before the update."""
 
-    loss_sums: list[float]
-    """Sums over its targets: one, or one for each row of the global batch."""
+    loss_sums: list[float]  # Sums over its targets: one, or one for each row of the global batch
     targets: float
     tokens: int
-    batches: list[Batch]
-    """Micro-batches, as they were read; of a step that is watched."""
-    first_loss: float
-    """Sum over the targets of the first."""
+    batches: list[Batch]  # Micro-batches, as they were read; of a step that is watched
+    first_loss: float  # Sum over the targets of the first
 
 
 DigestsT = TypeVar("DigestsT")

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from motet.cluster.cluster import Cluster
     from motet.collectives.cost.size_sweep import AlgorithmCrossover, AlgorithmTimeCurve
 
-_PLOT_POINTS, _TERMINAL_COLUMNS = 81, 64
-"""Of a curve in the picture, and in the terminal."""
+_PLOT_POINTS, _TERMINAL_COLUMNS = 81, 64  # Of a curve in the picture, and in the terminal
 
 
 @dataclass(frozen=True)

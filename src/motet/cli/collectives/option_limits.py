@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 from motet.core.errors import InputError
 
-MAX_RANKS = 1024
-"""The steps of a ring of so many ranks are two million transfers."""
+MAX_RANKS = 1024  # The steps of a ring of so many ranks are two million transfers
 
 
 def integer_option(name: str, minimum: int, maximum: int | None = None) -> Callable[[int | None], int | None]:

@@ -16,10 +16,8 @@ if TYPE_CHECKING:
     from motet.parallel.process.launch_environment import RankEnvironment
     from motet.train.launch.failures import StopFlag
 
-_MAX_RANKS = 32
-"""On one machine: each is a process with torch in it."""
-_MAX_BYTES = 2**32
-"""Of S: each rank keeps several copies of it, some of them in float64."""
+_MAX_RANKS = 32  # On one machine: each is a process with torch in it
+_MAX_BYTES = 2**32  # Of S: each rank keeps several copies of it, some of them in float64
 _TIMEOUT_S = 120.0
 _PROGRAM_FILE, _MEASUREMENT_FILE = "program.json", "answer.json"
 

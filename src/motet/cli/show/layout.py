@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from motet.parallel.step_plan.plan import StepPlan
     from motet.train.job import Job
 
-MAX_SHOWN_RANKS = 16
-"""Ranks that the table has a line for."""
+MAX_SHOWN_RANKS = 16  # Ranks that the table has a line for
 
 
 def layout(

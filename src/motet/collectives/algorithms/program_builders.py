@@ -174,8 +174,7 @@ def check_pieces(pieces: int, ranks: int) -> None:
         )
 
 
-_MAX_TOTAL_PIECES = 2**18
-"""On all ranks together; each piece is a few transfers on each, and takes some hundred bytes."""
+_MAX_TOTAL_PIECES = 2**18  # On all ranks together; each piece is a few transfers on each, and takes some hundred bytes
 
 
 def fraction(count: int, of: int) -> Fraction:

@@ -15,8 +15,7 @@ from motet.core.errors import InputError
 
 Number = float | Fraction
 
-MAX_AXES = 6
-"""Of a grid whose number of dimensions is free: its data are in two parts for each."""
+MAX_AXES = 6  # Of a grid whose number of dimensions is free: its data are in two parts for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +60,10 @@ class Algorithm:
     collective: str
     name: str
     build: Build
-    cost: Cost
-    """The closed form on a network where every rank has one full-duplex port."""
+    cost: Cost  # The closed form on a network where every rank has one full-duplex port
     supports: RankCountCheck
     options: tuple[str, ...]
-    same_bits: bool
-    """Every rank adds in the same order."""
+    same_bits: bool  # Every rank adds in the same order
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -182,8 +179,8 @@ def _comma_separated(names: object) -> str:
     return ", ".join(names)
 
 
+# A Program has both ends in it: what other libraries call so is the other rank's half.
 _COUNTERPART_NAMES = {"receive": "send", "recv": "send", "wait": "signal"}
-"""A Program has both ends in it: what other libraries call so is the other rank's half."""
 
 
 def nearest_collective_hint(collective: str) -> str:

@@ -15,14 +15,11 @@ from typing import Any, ClassVar, Literal, get_args
 from motet.core.dtypes import DTYPE_BYTES
 from motet.core.errors import InputError
 
-SCALE_BYTES = 4
-"""A block's scale, and an element of PowerSGD's factors: float32, whatever the dtype of the tensor."""
+SCALE_BYTES = 4  # A block's scale, and an element of PowerSGD's factors: float32, whatever the dtype of the tensor
 
-FLOAT8_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
-"""The largest finite number of each format."""
+FLOAT8_MAX = {"e4m3": 448.0, "e5m2": 57344.0}  # The largest finite number of each format
 
-COMPRESSIBLE_DTYPES = ("float64", "float32", "bfloat16", "float16")
-"""What can be compressed."""
+COMPRESSIBLE_DTYPES = ("float64", "float32", "bfloat16", "float16")  # What can be compressed
 
 
 @dataclass(frozen=True)

@@ -42,20 +42,18 @@ from motet.collectives.execute import api
 from motet.collectives.execute.api import RankGroupLike
 from motet.core.seeds import derive_seed
 
+# An all-reduce in place of what travels as it is, or is coded so that it can be added: the values of random-k, say.
 DenseAllReduce = Callable[[Tensor, RankGroupLike], object]
-"""An all-reduce in place of what travels as it is, or is coded so that it can be added: the values of random-k, say."""
 
 
 @dataclass(frozen=True)
 class CompressedSum:
     """What an all-reduce gives one rank."""
 
-    total: Tensor
-    """The sum, nearly: in the shape and dtype of what was given, the same bits on every rank."""
+    total: Tensor  # The sum, nearly: in the shape and dtype of what was given, the same bits on every rank
+    # What this rank should give again. Those of all ranks add up to what the total lacks. float32 at least.
     error: Tensor
-    """What this rank should give again. Those of all ranks add up to what the total lacks. float32 at least."""
-    basis: Tensor | None = None
-    """PowerSGD's Q, from which the next step may start."""
+    basis: Tensor | None = None  # PowerSGD's Q, from which the next step may start
 
 
 def all_reduce(

@@ -33,8 +33,7 @@ class CollectiveStepCost:
     """What a step costs, for messages of any size."""
 
     latency_s: Number
-    busiest_links: tuple[LinkLoad, ...]
-    """Of the links that are the busiest at some size."""
+    busiest_links: tuple[LinkLoad, ...]  # Of the links that are the busiest at some size
     reduction_s_per_byte: Number
 
     def seconds(self, size: Number) -> Number:
@@ -59,8 +58,7 @@ class CollectiveCost:
         return Counter(self.steps)
 
 
-RankGroups = tuple[tuple[int, ...], ...]
-"""Equally many ranks of a cluster in each; no rank is in two."""
+RankGroups = tuple[tuple[int, ...], ...]  # Equally many ranks of a cluster in each; no rank is in two
 
 
 def estimate_cost(program: Program, cluster: Cluster, rank_groups: RankGroups | None = None) -> CollectiveCost:
@@ -77,8 +75,8 @@ def estimate_cost(program: Program, cluster: Cluster, rank_groups: RankGroups | 
     )
 
 
+# What a step moves: (src, dst, relative size, how much of it is added). Many steps move alike, with other chunks.
 _StepTraffic = tuple[tuple[int, int, int, int], ...]
-"""What a step moves: (src, dst, relative size, how much of it is added). Many steps move alike, with other chunks."""
 
 
 def _step_traffic(program: Program, step: Step, rank_groups: RankGroups) -> _StepTraffic:
@@ -143,8 +141,7 @@ def _upper_envelope(loads: list[LinkLoad]) -> tuple[LinkLoad, ...]:
     return tuple(envelope)
 
 
-COLLECTIVES_WITHOUT_DATA = ("barrier", "signal")
-"""Only tokens travel: these cost what a message of no bytes does."""
+COLLECTIVES_WITHOUT_DATA = ("barrier", "signal")  # Only tokens travel: these cost what a message of no bytes does
 
 
 def bus_bandwidth_factor(collective: str, ranks: int) -> Fraction:

@@ -13,12 +13,10 @@ from motet.collectives.cost.alpha_beta import COLLECTIVES_WITHOUT_DATA, Collecti
 from motet.collectives.program import Program
 from motet.core.errors import InputError
 
-PIECE_COUNTS = (1, 2, 4, 8, 16, 32, 64)
-"""The numbers of pieces that are tried where an algorithm can have any."""
+PIECE_COUNTS = (1, 2, 4, 8, 16, 32, 64)  # The numbers of pieces that are tried where an algorithm can have any
 
 
-TIE_RATIO = 1 + 1e-9
-"""Times whose ratio is no more than this differ by rounding only."""
+TIE_RATIO = 1 + 1e-9  # Times whose ratio is no more than this differ by rounding only
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ class CollectiveDecomposition:
         return f"{len(names)} x {names[0]}" if self.kind == "size" else ", ".join(names)
 
 
+# Each collective as two in a row.
 SUBSTITUTIONS: dict[str, tuple[tuple[str, str], ...]] = {
     "all-reduce": (("reduce-scatter", "all-gather"), ("reduce", "broadcast")),
     "broadcast": (("scatter", "all-gather"),),
@@ -62,7 +63,6 @@ SUBSTITUTIONS: dict[str, tuple[tuple[str, str], ...]] = {
     "all-gather": (("gather", "broadcast"),),
     "reduce-scatter": (("reduce", "scatter"),),
 }
-"""Each collective as two in a row."""
 
 
 def decompositions(

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from motet.collectives.execute.send_receive import TensorReceive, TensorSend, batch_send_receive
 from motet.core.errors import InputError
 
-MESSAGE_SIZES = (256 << 10, 2 << 20, 16 << 20)
-"""Bytes of the messages."""
+MESSAGE_SIZES = (256 << 10, 2 << 20, 16 << 20)  # Bytes of the messages
 _REPEATS = 7
 _REDUCTION_BYTES = 4 << 20
 
@@ -75,8 +74,8 @@ class _SendReceiveRound(NamedTuple):
     source: int | None
 
 
+# What each rank does again and again, turn by turn; the others wait.
 _TrafficPattern = dict[int, list[_SendReceiveRound]]
-"""What each rank does again and again, turn by turn; the others wait."""
 
 _BIDIRECTIONAL: _TrafficPattern = {0: [_SendReceiveRound(1, 1)], 1: [_SendReceiveRound(0, 0)]}
 _PING_PONG: _TrafficPattern = {

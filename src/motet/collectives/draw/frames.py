@@ -14,8 +14,7 @@ from motet.collectives.prove.contributions import (
     initial_contents,
 )
 
-_MAX_CHUNK_COLUMNS = 16
-"""Of more chunks than this the text names groups in place of columns."""
+_MAX_CHUNK_COLUMNS = 16  # Of more chunks than this the text names groups in place of columns
 
 
 @dataclass(frozen=True)
@@ -24,8 +23,7 @@ class CollectiveStepFrame:
 
     step: Step
     contents: tuple[Mapping[int, Contributors], ...]
-    error: str | None = None
-    """Why the step cannot be played; `held` is then what there was before it."""
+    error: str | None = None  # Why the step cannot be played; `held` is then what there was before it
 
     def written_chunks(self) -> set[tuple[int, int]]:
         """(rank, chunk) that the step wrote."""

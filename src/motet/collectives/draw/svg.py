@@ -19,11 +19,11 @@ from motet.collectives.draw.frames import (
 from motet.collectives.program import ChunkTransfer, Contributors, Program
 from motet.core.errors import InputError
 
+# Of the chunks in turn. White text on each has a contrast of at least 5 to 1.
 COLOURS = ("#1f5fbf", "#a84300", "#1a7439", "#7a3fb0", "#006b75", "#b3226b", "#7a5417", "#4c5a6b")
-"""Of the chunks in turn. White text on each has a contrast of at least 5 to 1."""
 
+# Of arrows on a dark page.
 DARK_MODE_COLOURS = ("#79aef2", "#f0924a", "#5cc27f", "#c39aec", "#4dc3cf", "#f285b6", "#d3a95c", "#a9b6c4")
-"""Of arrows on a dark page."""
 
 
 def _arrow_colours(colours: Sequence[str]) -> str:

@@ -58,14 +58,13 @@ class CollectiveOptions(CollectiveProgramOptions, total=False):
     """How a collective is to be done. `check` and `timeout_s` are for Programs; a backend has its own."""
 
     algorithm: str | Program | None
-    cluster: Cluster
-    """For "auto"."""
+    cluster: Cluster  # For "auto"
 
 
 RankGroupOrProcessGroup = RankGroupLike | dist.ProcessGroup
 
+# What is taken where no backend is asked.
 _DEFAULT_ALGORITHM = {"gather": "tree", "scatter": "tree", "barrier": "dissemination"}
-"""What is taken where no backend is asked."""
 
 
 def all_reduce(tensor: Tensor, ranks: RankGroupOrProcessGroup, **options: Unpack[CollectiveOptions]) -> WorkHandle:

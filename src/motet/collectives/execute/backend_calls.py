@@ -24,8 +24,8 @@ class CollectiveArguments:
     output: Tensor | None
     input: Tensor | None
     root: int | None = None
+    # All-to-all: elements that rank i has for rank j, where they are not all the same.
     sizes: tuple[tuple[int, ...], ...] | None = None
-    """All-to-all: elements that rank i has for rank j, where they are not all the same."""
 
 
 def call_backend(

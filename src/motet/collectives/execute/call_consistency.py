@@ -19,14 +19,10 @@ from motet.core.errors import InputError
 class CollectiveCallSignature:
     """What a rank is about to do."""
 
-    operation: str
-    """The Program, and what is done to the numbers."""
-    digest: int
-    """Tells Programs of one name apart."""
-    tensor_description: str = ""
-    """Elements and dtype; empty where a rank has no tensor in it, and any will do."""
-    rejection: str = ""
-    """Why it will not, which the others should hear too."""
+    operation: str  # The Program, and what is done to the numbers
+    digest: int  # Tells Programs of one name apart
+    tensor_description: str = ""  # Elements and dtype; empty where a rank has no tensor in it, and any will do
+    rejection: str = ""  # Why it will not, which the others should hear too
 
     def __str__(self) -> str:
         return f"{self.operation} on {self.tensor_description}" if self.tensor_description else self.operation

@@ -16,8 +16,7 @@ class RankCollectiveExecution:
 
     title: str
     plan: RankCollectivePlan
-    total_numel: int
-    """Of all chunks."""
+    total_numel: int  # Of all chunks
     buffers: dict[Buffer, Tensor]
     reduce_op: DtypeReduceOp
     channel: P2PChannel

@@ -22,16 +22,12 @@ class CollectiveMeasurement:
     """What the ranks of a group found out together."""
 
     dtype: str
-    size: int
-    """S in bytes: what was asked for, rounded up to whole numbers for every chunk."""
-    seconds: tuple[float, ...]
-    """Of each repeat, the slowest rank's."""
+    size: int  # S in bytes: what was asked for, rounded up to whole numbers for every chunk
+    seconds: tuple[float, ...]  # Of each repeat, the slowest rank's
     largest_error: float
-    allowed_error: float
-    """What rounding may come to, with the terms added in any order; 0 where data is only moved."""
+    allowed_error: float  # What rounding may come to, with the terms added in any order; 0 where data is only moved
     sent_bytes: tuple[int, ...]
-    messages: tuple[int, ...]
-    """Of each rank."""
+    messages: tuple[int, ...]  # Of each rank
 
 
 def measure_program(program: Program, group: dist.ProcessGroup, size: int, repeats: int) -> CollectiveMeasurement:

@@ -33,12 +33,9 @@ class P2PChannel:
     """Where messages of one kind travel."""
 
     group: dist.ProcessGroup
-    timeout: timedelta | None
-    """For each wait on a CPU. None: as long as the group waits."""
-    tag: int
-    """Keeps them apart from what others send in the group, on backends that know tags."""
-    is_check_traffic: bool = False
-    """The messages are not what the caller wants moved, and are counted apart."""
+    timeout: timedelta | None  # For each wait on a CPU. None: as long as the group waits.
+    tag: int  # Keeps them apart from what others send in the group, on backends that know tags
+    is_check_traffic: bool = False  # The messages are not what the caller wants moved, and are counted apart
 
 
 def flatten_contiguous(tensor: Tensor, owner: str) -> Tensor:

@@ -37,14 +37,10 @@ _MESSAGE_TAG = 0x6D6F00
 class CollectiveProgramOptions(TypedDict, total=False):
     """How a Program is carried out."""
 
-    op: ReduceOpName
-    """How contributions are joined; "sum" if nothing is said."""
-    async_op: bool
-    """Return at once; the tensors are not to be touched until the Work is done."""
-    check: bool
-    """First make sure that all ranks are about to do the same: one small all-gather, unless it is False."""
-    timeout_s: float | None
-    """How long to wait for each message on a CPU; otherwise as long as the group does."""
+    op: ReduceOpName  # How contributions are joined; "sum" if nothing is said
+    async_op: bool  # Return at once; the tensors are not to be touched until the Work is done
+    check: bool  # First make sure that all ranks are about to do the same: one small all-gather, unless it is False
+    timeout_s: float | None  # How long to wait for each message on a CPU; otherwise as long as the group does
 
 
 def run_program(
@@ -88,13 +84,10 @@ class _CollectiveProgramRequest(NamedTuple):
 class _CollectiveProgramProperties(NamedTuple):
     """What has to be known of a Program, and takes a while to find out."""
 
-    digest: int
-    """The same in every process, and another one for another Program, whatever its name."""
+    digest: int  # The same in every process, and another one for another Program, whatever its name
     has_reductions: bool
-    outputs_have_one_shape: bool
-    """All ranks end with all chunks, so that their outputs have one shape."""
-    inputs_have_one_shape: bool
-    """All ranks start with all chunks, so that their inputs have one shape."""
+    outputs_have_one_shape: bool  # All ranks end with all chunks, so that their outputs have one shape
+    inputs_have_one_shape: bool  # All ranks start with all chunks, so that their inputs have one shape
 
 
 @lru_cache(maxsize=256)
@@ -204,8 +197,8 @@ def _start_execution(execution: RankCollectiveExecution, async_op: bool) -> Work
 
 
 _ExecutionQueue = FifoWorkQueue | torch.cuda.Stream
+# Groups are torch's, so what belongs to one is kept beside it.
 _execution_queues: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, _ExecutionQueue]] = WeakKeyDictionary()
-"""Groups are torch's, so what belongs to one is kept beside it."""
 _queues_lock = threading.Lock()
 
 

@@ -42,8 +42,7 @@ class PlannedPeerMessage(NamedTuple):
 class ReceivedSlice(NamedTuple):
     """Some elements of what was received."""
 
-    receive_index: int
-    """Its number among the step's receives."""
+    receive_index: int  # Its number among the step's receives
     buffer_slice: BufferSlice
 
 
@@ -60,8 +59,7 @@ class LocalReduction(NamedTuple):
     target: BufferSlice
     local: BufferSlice | None
     received: tuple[ReceivedSlice, ...]
-    after_sends: bool
-    """The target is being sent in this step."""
+    after_sends: bool  # The target is being sent in this step
 
 
 class ContributorCount(NamedTuple):
@@ -75,8 +73,7 @@ class ContributorCount(NamedTuple):
 class RankCollectiveStep:
     """What one rank does in one step, in this order."""
 
-    packs: tuple[LocalCopy, ...]
-    """Bring together what is one message and does not lie together."""
+    packs: tuple[LocalCopy, ...]  # Bring together what is one message and does not lie together
     receives: tuple[PlannedPeerMessage, ...]
     sends: tuple[PlannedPeerMessage, ...]
     reductions: tuple[LocalReduction, ...]
@@ -86,14 +83,10 @@ class RankCollectiveStep:
 class RankCollectivePlan:
     """The part that one rank plays in a Program."""
 
-    steps: tuple[RankCollectiveStep, ...]
-    """One for each step of the Program, also where there is nothing to do."""
-    scratch_elements: int
-    """Elements."""
-    final_copies: tuple[LocalCopy, ...]
-    """At the end: what the rank had from the start and nobody has written."""
-    contributor_counts: tuple[ContributorCount, ...]
-    """For averages."""
+    steps: tuple[RankCollectiveStep, ...]  # One for each step of the Program, also where there is nothing to do
+    scratch_elements: int  # Elements
+    final_copies: tuple[LocalCopy, ...]  # At the end: what the rank had from the start and nobody has written
+    contributor_counts: tuple[ContributorCount, ...]  # For averages
 
     @cached_property
     def elements_sent(self) -> int:

@@ -20,10 +20,9 @@ ReduceOpName = Literal["sum", "avg", "product", "min", "max", "band", "bor", "bx
 REDUCE_OP_NAMES: tuple[str, ...] = get_args(ReduceOpName)
 
 _HALF_PRECISION = (torch.float16, torch.bfloat16)
+# Torch cannot add these; the bits of sums and products are those of signed numbers. Their order is numpy's to say.
 _SIGNED_VIEWS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-"""Torch cannot add these; the bits of sums and products are those of signed numbers. Their order is numpy's to say."""
-_WIDENED_ELEMENTS = 1 << 16
-"""Elements that are widened at a time: they stay in the cache."""
+_WIDENED_ELEMENTS = 1 << 16  # Elements that are widened at a time: they stay in the cache
 
 _TORCH_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,

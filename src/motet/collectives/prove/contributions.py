@@ -9,11 +9,9 @@ from collections.abc import Iterable, Sequence
 from motet.collectives.program import ChunkTransfer, Contributors, Step
 
 _FIELD_BITS = 16
-MAX_MULTIPLICITY = (1 << (_FIELD_BITS - 1)) - 1
-"""How often one contribution can be in a chunk."""
+MAX_MULTIPLICITY = (1 << (_FIELD_BITS - 1)) - 1  # How often one contribution can be in a chunk
 
-RankContents = list[dict[int, int]]
-"""For each rank the chunks that it holds, and what each is made of."""
+RankContents = list[dict[int, int]]  # For each rank the chunks that it holds, and what each is made of
 
 
 class InvalidCollectiveProgramError(ValueError):

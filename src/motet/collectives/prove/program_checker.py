@@ -21,9 +21,9 @@ from motet.collectives.prove.contributions import (
 from motet.collectives.prove.postconditions import missing_postcondition
 from motet.core.errors import InputError
 
+# How a rank issues a step: all its sends and receives as one operation, or first its sends, each of which waits for its
+# receiver, and then its receives.
 SendMode = Literal["grouped", "blocking"]
-"""How a rank issues a step: all its sends and receives as one operation, or first its sends, each of which waits for
-its receiver, and then its receives."""
 
 
 class UnprovenCollectiveError(InputError):
@@ -54,10 +54,8 @@ class CollectiveProof:
     ranks: int
     steps: int
     messages: int
-    same_bits: bool
-    """Every rank adds up a chunk in the same order, so that replicas get the same bits."""
-    supports_blocking_sends: bool
-    """It also runs when a rank sends before it receives and a send waits for its receiver."""
+    same_bits: bool  # Every rank adds up a chunk in the same order, so that replicas get the same bits
+    supports_blocking_sends: bool  # It also runs when a rank sends before it receives and a send waits for its receiver
 
 
 def prove_program(program: Program, send_mode: SendMode = "grouped") -> CollectiveProof:

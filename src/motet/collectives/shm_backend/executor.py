@@ -18,8 +18,8 @@ from motet.collectives.shm_backend.transport.shared_memory import BUFFER_BYTES, 
 from motet.collectives.shm_backend.transport.sockets import CollectivePeerSockets, memoryview_of
 
 SEGMENT_BYTES = 512 << 10
+# From so many on the first and last beats, in which only some do something, cost less than waiting.
 LAG_MIN_SEGMENTS = 4
-"""From so many on the first and last beats, in which only some do something, cost less than waiting."""
 
 
 @dataclass
@@ -29,18 +29,15 @@ class PreparedCollective:
     description: str
     signature: int
     schedule: RankSchedule
-    chunk_numels: tuple[int, ...]
-    """Numbers in each chunk."""
+    chunk_numels: tuple[int, ...]  # Numbers in each chunk
     dtype: torch.dtype
     reduce_op: DtypeReduceOp | None
-    divisor: int
-    """What sums are divided by in the end."""
-    segment_numel: int = field(init=False)
-    """Numbers that a tick moves of each chunk, at most."""
+    divisor: int  # What sums are divided by in the end
+    segment_numel: int = field(init=False)  # Numbers that a tick moves of each chunk, at most
     num_segments: int = field(init=False)
     slot_stride: int = field(init=False)
+    # Neighbours that read what this rank puts out, and those from which it reads.
     readers: tuple[int, ...] = field(init=False)
-    """Neighbours that read what this rank puts out, and those from which it reads."""
     sources: tuple[int, ...] = field(init=False)
     views: dict[tuple[int, int, int, int], Tensor] = field(init=False, default_factory=dict)
 
@@ -55,8 +52,8 @@ class PreparedCollective:
         self.sources = tuple({source for part in self.schedule.steps for source in part.sources})
 
 
+# A step, with the pieces of the chunks before it and in their place.
 ActiveStep = tuple[RankScheduleStep, Chunks, Chunks]
-"""A step, with the pieces of the chunks before it and in their place."""
 
 
 class CollectiveExecutor:

@@ -17,8 +17,7 @@ from motet.collectives.shm_backend.transport.local_peers import DESCRIPTION_INDE
 from motet.collectives.shm_backend.transport.shared_memory import DESCRIPTION_SLOTS
 from motet.core.errors import InputError
 
-_CHUNK_ALIGNMENT = 16
-"""Chunks begin at a multiple of so many numbers."""
+_CHUNK_ALIGNMENT = 16  # Chunks begin at a multiple of so many numbers
 
 
 class PreparedCollectiveCache:

@@ -16,8 +16,7 @@ class PublishedChunk(NamedTuple):
 
     chunk: int
     slot: int
-    is_initial_value: bool
-    """It is still what the rank began with."""
+    is_initial_value: bool  # It is still what the rank began with
     readers: tuple[int, ...]
 
 
@@ -26,14 +25,12 @@ class ReceivedChunk(NamedTuple):
 
     chunk: int
     op: TransferOp
+    # Rank and slot of each. A rank that also puts this chunk out in this step is among them, in order of rank, so that
+    # all who add the same parts get the same bits.
     sources: tuple[tuple[int, int], ...]
-    """Rank and slot of each. A rank that also puts this chunk out in this step is among them, in order of rank, so that
-    all who add the same parts get the same bits."""
     is_initial_value: bool
-    adds_local_value: bool
-    """What the rank has there comes first."""
-    is_last_contribution: bool
-    """With this, all contributions are there."""
+    adds_local_value: bool  # What the rank has there comes first
+    is_last_contribution: bool  # With this, all contributions are there
 
 
 class RankScheduleStep(NamedTuple):
@@ -43,10 +40,9 @@ class RankScheduleStep(NamedTuple):
     readers: tuple[int, ...]
     sources: tuple[int, ...]
     received: tuple[ReceivedChunk, ...]
+    # (rank on another host, slot, chunk), in the order in which they are sent.
     socket_sends: tuple[tuple[int, int, int], ...] = ()
-    """(rank on another host, slot, chunk), in the order in which they are sent."""
-    socket_receives: tuple[tuple[int, int, int], ...] = ()
-    """The same of what comes from other hosts."""
+    socket_receives: tuple[tuple[int, int, int], ...] = ()  # The same of what comes from other hosts
 
 
 @dataclass(frozen=True)
@@ -54,14 +50,10 @@ class RankSchedule:
     """What one rank does for a Program."""
 
     steps: tuple[RankScheduleStep, ...]
-    slots: int
-    """The most slots that any rank needs."""
-    unchanged_chunks: tuple[int, ...]
-    """Chunks that end as they began."""
-    scratch_chunks: tuple[int, ...]
-    """Chunks that are worked on here and needed elsewhere."""
-    needs_wider_dtype: bool
-    """Some rank passes on a partial sum, which a low precision would round on its way."""
+    slots: int  # The most slots that any rank needs
+    unchanged_chunks: tuple[int, ...]  # Chunks that end as they began
+    scratch_chunks: tuple[int, ...]  # Chunks that are worked on here and needed elsewhere
+    needs_wider_dtype: bool  # Some rank passes on a partial sum, which a low precision would round on its way
 
 
 def make_rank_schedule(program: Program, rank: int) -> RankSchedule:

@@ -11,11 +11,10 @@ from motet.collectives.algorithms import build
 from motet.collectives.program import Program
 from motet.collectives.shm_backend.rank_schedule import RankSchedule, make_rank_schedule, use_host_local_ranks
 
+# Up to here an all-reduce in one host goes in one step, in which everybody adds up everything.
 ONE_STEP_ALL_REDUCE_MAX_BYTES = 256 << 10
-"""Up to here an all-reduce in one host goes in one step, in which everybody adds up everything."""
 
-HostOfRank = tuple[int, ...]
-"""The host of each rank, as numbers."""
+HostOfRank = tuple[int, ...]  # The host of each rank, as numbers
 
 
 def select_program(collective: str, size_bytes: int, hosts: HostOfRank, root: int) -> Program:

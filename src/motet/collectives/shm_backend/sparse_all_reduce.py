@@ -9,8 +9,7 @@ from motet.collectives.shm_backend.errors import CollectiveError
 from motet.collectives.shm_backend.tensor_views import Factor, describe_tensor
 from motet.core.errors import InputError
 
-GatherStacked = Callable[[Tensor], Tensor]
-"""What all ranks have, stacked."""
+GatherStacked = Callable[[Tensor], Tensor]  # What all ranks have, stacked
 
 
 def check_sparse(reduction: str, factor: Factor) -> None:

@@ -7,11 +7,9 @@ from torch import Tensor
 
 from motet.core.errors import InputError
 
-Chunks = Sequence[Tensor | None]
-"""Flat tensors; None where a rank has nothing to do with a chunk."""
+Chunks = Sequence[Tensor | None]  # Flat tensors; None where a rank has nothing to do with a chunk
 Factor = float | Tensor | None
-CopyBack = Callable[[], None] | None
-"""Brings a result into the caller's tensor when that does not lie in one piece."""
+CopyBack = Callable[[], None] | None  # Brings a result into the caller's tensor when that does not lie in one piece
 
 
 def flatten(tensor: Tensor) -> Tensor:

@@ -16,10 +16,8 @@ import torch.distributed as dist
 
 from motet.collectives.shm_backend.errors import CollectiveError, PeerLostError
 
-_WORKER_JOIN_TIMEOUT_S = 5.0
-"""A worker that waits for a rank which does not come is left behind."""
-Future = Any
-"""torch.futures.Future of a list of tensors."""
+_WORKER_JOIN_TIMEOUT_S = 5.0  # A worker that waits for a rank which does not come is left behind
+Future = Any  # torch.futures.Future of a list of tensors
 
 
 class BackendWorkHandle(dist.Work):
@@ -107,8 +105,8 @@ class CollectiveJobQueue:
 
     def __init__(self, on_failure: Callable[[BaseException], None], reduce_spinning: Callable[[bool], None]) -> None:
         self._on_failure = on_failure
+        # Told whether the job is run by a worker, which must not keep other threads from running.
         self._reduce_spinning = reduce_spinning
-        """Told whether the job is run by a worker, which must not keep other threads from running."""
         self._run_lock = threading.Lock()
         self._jobs: deque[tuple[BackendWorkHandle, Callable[[], None]]] = deque()
         self._wakeups: SimpleQueue[bool] = SimpleQueue()

@@ -11,11 +11,11 @@ from motet.data.corpus.document_reader import read_documents
 from motet.data.corpus.tokenizer import Tokenizer, resolve_special_tokens, special_token_names
 from motet.data.settings import DataSourceSettings
 
+# A corpus, the names of its fields, and whether its records have labels.
 TrainingText = tuple[CorpusFiles, DataSourceSettings, bool]
-"""A corpus, the names of its fields, and whether its records have labels."""
 
+# Bytes of text that are looked at, evenly spread over a larger corpus; more hardly changes the merges.
 MAX_TRAINING_BYTES = 64 << 20
-"""Bytes of text that are looked at, evenly spread over a larger corpus; more hardly changes the merges."""
 
 
 def bpe_vocab_size(spec: str, sentinels: int) -> int | None:

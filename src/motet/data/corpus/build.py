@@ -34,11 +34,9 @@ from motet.data.corpus.tokenize_workers import build_in_processes, wait_for_orph
 from motet.data.corpus.tokenizer import Tokenizer
 from motet.data.settings import DataSourceSettings
 
-ProgressCallback = Callable[[str, int, int], None]
-"""Called with what is being done, and how many bytes of how many are."""
+ProgressCallback = Callable[[str, int, int], None]  # Called with what is being done, and how many bytes of how many are
 
-_IN_PROCESS_BYTES = 1 << 20
-"""Bytes of text below which starting a process takes longer than the work."""
+_IN_PROCESS_BYTES = 1 << 20  # Bytes of text below which starting a process takes longer than the work
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,9 @@ class FileRange:
 
     path: str
     format: FileFormat
-    start: int
-    """First byte of a JSONL file, row group of a Parquet file, or row of a dataset; 0 for text."""
+    start: int  # First byte of a JSONL file, row group of a Parquet file, or row of a dataset; 0 for text
     stop: int
-    size: int
-    """Bytes, roughly: for balance and progress."""
+    size: int  # Bytes, roughly: for balance and progress
 
 
 @dataclass(frozen=True)
@@ -45,8 +43,7 @@ class CorpusFiles:
 
     name: str
     file_ranges: tuple[FileRange, ...]
-    identity: str
-    """Changes when a file is added, removed, moved or written; compared with that of an earlier build."""
+    identity: str  # Changes when a file is added, removed, moved or written; compared with that of an earlier build
 
     @property
     def size(self) -> int:

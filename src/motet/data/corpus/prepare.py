@@ -30,8 +30,8 @@ from motet.data.samples.dataset import open_mixture_dataset, open_token_store
 from motet.data.samples.synthetic import NUM_CLASSES, check_synthetic_source
 from motet.data.settings import DataSettings, DataSourceSettings
 
+# Bytes up to which the content of a built folder is checked at each start, not only its sizes (about 1 GB/s).
 _MAX_CHECKSUM_BYTES = 256 << 20
-"""Bytes up to which the content of a built folder is checked at each start, not only its sizes (about 1 GB/s)."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,7 @@ class ResolvedSource:
     fields: DataSourceSettings
     kind: CorpusKind
     location: str
-    corpus: CorpusFiles | None = None
-    """The documents, where they are still to be tokenised."""
+    corpus: CorpusFiles | None = None  # The documents, where they are still to be tokenised
 
 
 def prepare_data(settings: DataSettings, progress: ProgressCallback | None = None) -> PreparedData:

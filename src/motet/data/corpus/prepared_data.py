@@ -11,11 +11,9 @@ class PreparedCorpus:
     """One corpus of the mixture."""
 
     kind: CorpusKind
-    location: str
-    """A built folder, a Megatron prefix, or `synthetic:RULE`."""
+    location: str  # A built folder, a Megatron prefix, or `synthetic:RULE`
     weight: float
-    corpus_hash: str
-    """Of the documents' contents (of index and ends for Megatron)."""
+    corpus_hash: str  # Of the documents' contents (of index and ends for Megatron)
     documents: int
     tokens: int
 
@@ -25,11 +23,8 @@ class PreparedData:
     """What `prepare` hands to the loader, to be sent to any process of the same machine."""
 
     corpora: tuple[PreparedCorpus, ...]
-    tokenizer: str
-    """`bytes`, or a folder with tokenizer.json."""
+    tokenizer: str  # `bytes`, or a folder with tokenizer.json
     sentinels: int
     vocab_size: int
-    classes: int
-    """The largest label and one; 0 without labels."""
-    train_samples: int
-    """Samples of one epoch."""
+    classes: int  # The largest label and one; 0 without labels
+    train_samples: int  # Samples of one epoch

@@ -18,10 +18,9 @@ from motet.data.corpus.token_store import DOCUMENT_DTYPE, CorpusShardEntry, shar
 from motet.data.corpus.tokenizer import Tokenizer
 from motet.data.settings import DataSourceSettings
 
+# Characters that are tokenised in one go: bounds the memory, feeds several threads, moves the progress bar.
 _CHARACTERS_PER_BATCH = 1 << 20
-"""Characters that are tokenised in one go: bounds the memory, feeds several threads, moves the progress bar."""
-_MAX_TEXT_CHARACTERS = 1 << 20
-"""Characters of one text given to the tokenizer; a longer one is cut where a line starts."""
+_MAX_TEXT_CHARACTERS = 1 << 20  # Characters of one text given to the tokenizer; a longer one is cut where a line starts
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from motet.core.units import format_count
 
 CORPUS_FORMAT, CORPUS_FORMAT_VERSION = "motet tokens", 1
 
+# Tokens; hash of the content, which decides the split; tokens at the start that are no targets; class, or -1.
 DOCUMENT_DTYPE = np.dtype([("length", "<u8"), ("hash", "<u8"), ("skip", "<u4"), ("label", "<i4")])
-"""Tokens; hash of the content, which decides the split; tokens at the start that are no targets; class, or -1."""
 
 _CORPUS_FILE_NAMES = re.compile(r"manifest\.json|plan\.json|tokenizer(_config)?\.json|\d{5,}\.(bin|docs|done)|.*\.tmp")
 
@@ -41,21 +41,16 @@ class CorpusManifest:
     """What manifest.json says."""
 
     source: str
-    recipe: str
-    """Changes with the files, fields and tokenizer that the folder was built from."""
-    tokenizer: str
-    """`bytes`, or the name of a file beside the manifest."""
+    recipe: str  # Changes with the files, fields and tokenizer that the folder was built from
+    tokenizer: str  # `bytes`, or the name of a file beside the manifest
     sentinels: int
     vocab_size: int
     dtype: str
     documents: int
     tokens: int
-    corpus_hash: str
-    """Of the documents' contents, whatever their files are called."""
-    loss_mask: bool
-    """Whether some tokens are no targets: prompts of fine-tuning data."""
-    classes: int
-    """The largest label and one; 0 without labels."""
+    corpus_hash: str  # Of the documents' contents, whatever their files are called
+    loss_mask: bool  # Whether some tokens are no targets: prompts of fine-tuning data
+    classes: int  # The largest label and one; 0 without labels
     shards: tuple[CorpusShardEntry, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -79,10 +74,8 @@ class TokenStore:
 
     name: str
     files: tuple[NDArray[Any], ...]
-    first_token: NDArray[np.int64]
-    """[files + 1] where each file starts in the stream of all tokens."""
-    documents: NDArray[Any]
-    """[documents] of `DOCUMENT`."""
+    first_token: NDArray[np.int64]  # [files + 1] where each file starts in the stream of all tokens
+    documents: NDArray[Any]  # [documents] of `DOCUMENT`
     loss_mask: bool
     classes: int
     corpus_hash: str

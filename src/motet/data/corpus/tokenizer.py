@@ -17,8 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from motet.core.errors import InputError
 
 END_TOKEN, MASK_TOKEN, PAD_TOKEN = "<|end|>", "<|mask|>", "<|pad|>"
-NUM_SENTINELS = 100
-"""Sentinels that our own tokenizers reserve for the objective `spans`; other objectives need none."""
+NUM_SENTINELS = 100  # Sentinels that our own tokenizers reserve for the objective `spans`; other objectives need none
 
 # What others call these tokens, for files that do not say so beside themselves.
 _KNOWN_END_TOKENS = (END_TOKEN, "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>", "[SEP]")
@@ -31,14 +30,11 @@ class Tokenizer:
     """A tokenizer whose special tokens are known."""
 
     backend: Any
-    end_id: int
-    """Ends every document."""
-    pad_id: int
-    """Fills up rows; never a target."""
+    end_id: int  # Ends every document
+    pad_id: int  # Fills up rows; never a target
     mask_id: int | None
     sentinel_ids: tuple[int, ...]
-    is_byte_level: bool = False
-    """A token is a byte: encoding then needs no library (measured: 1 MB/s with it)."""
+    is_byte_level: bool = False  # A token is a byte: encoding then needs no library (measured: 1 MB/s with it)
 
     @cached_property
     def vocab_size(self) -> int:

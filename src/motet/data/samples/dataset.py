@@ -49,8 +49,7 @@ class PackedTokenSource:
 
     store: TokenStore
     streams: dict[str, PackedTokenStream]
-    max_training_samples: int | None
-    """Training samples that are used at most."""
+    max_training_samples: int | None  # Training samples that are used at most
     pad_id: int
     vocab_size: int
 

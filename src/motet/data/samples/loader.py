@@ -41,10 +41,9 @@ class BatchLoader:
         self._settings = settings
         self._seed = seed
         self.samples = open_mixture_dataset(prepared.corpora, settings, self.tokenizer, seed)
+        # A hash over everything that decides the samples.
         self.fingerprint = dataset_fingerprint(self.samples, prepared.corpora, settings, self.tokenizer)
-        """A hash over everything that decides the samples."""
-        self.train_samples = self.samples.count("train")
-        """Samples of one epoch; for a mixture those of all its corpora."""
+        self.train_samples = self.samples.count("train")  # Samples of one epoch; for a mixture those of all its corpora
         self._num_stream_samples = None if epochs is None else samples_for_epochs(epochs, self.train_samples)
 
     def steps_for_epochs(self, epochs: float) -> int:

@@ -49,8 +49,7 @@ class TokenMaskingRule:
     fraction: float
     mask_id: int
     vocab_size: int
-    never_masked_ids: tuple[int, ...]
-    """Special tokens, which are not chosen."""
+    never_masked_ids: tuple[int, ...]  # Special tokens, which are not chosen
 
 
 def masked_objective(

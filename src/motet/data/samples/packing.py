@@ -21,16 +21,12 @@ IntArray = NDArray[np.int64]
 class TokenWindows:
     """Windows of tokens as the objectives take them; R rows of W places."""
 
-    tokens: IntArray
-    """[R, W]; what is behind the end of a window holds the pad token."""
-    size: IntArray
-    """[R] tokens that are there."""
+    tokens: IntArray  # [R, W]; what is behind the end of a window holds the pad token
+    size: IntArray  # [R] tokens that are there
+    # [R, W] the number of each place's document within its row, from 0; what is behind the end counts as one more.
     segment: IntArray
-    """[R, W] the number of each place's document within its row, from 0; what is behind the end counts as one more."""
-    eligible: NDArray[np.bool_]
-    """[R, W] whether the token may be a target."""
-    label: IntArray
-    """[R] the class of the first document."""
+    eligible: NDArray[np.bool_]  # [R, W] whether the token may be a target
+    label: IntArray  # [R] the class of the first document
 
 
 @dataclass(frozen=True)
@@ -38,14 +34,11 @@ class PackedTokenStream:
     """The segments of a split one after the other, and where each sample lies in them."""
 
     segments: DocumentSegments
-    window_begins: IntArray | None
-    """[samples] where each window begins; None when that is every `stride` tokens."""
+    window_begins: IntArray | None  # [samples] where each window begins; None when that is every `stride` tokens
     window_ends: IntArray | None
     stride: int
-    width: int
-    """Tokens of a full window; more than `stride` when a window looks at the first token of the next."""
-    num_samples: int
-    """Samples."""
+    width: int  # Tokens of a full window; more than `stride` when a window looks at the first token of the next
+    num_samples: int  # Samples
 
     @cached_property
     def segment_borders(self) -> IntArray:

@@ -17,8 +17,8 @@ from motet.data.samples.counter_rng import derive_keys, splitmix64_hash
 
 StreamPositions = NDArray[np.int64]
 
+# Samples after which the pattern of a mixture repeats: weights hold exactly to a thousandth over each of them.
 MIXTURE_PERIOD = 1000
-"""Samples after which the pattern of a mixture repeats: weights hold exactly to a thousandth over each of them."""
 
 _FEISTEL_ROUNDS = 4
 _BLOCK_SIZE = 4096
@@ -72,12 +72,9 @@ def _permuted_block(epoch: int, block: int, size: int, seed: int) -> StreamPosit
 class DataMixtureSchedule:
     """A pattern of `PATTERN` slots that repeats for ever."""
 
-    corpus_of_slot: StreamPositions
-    """[PATTERN] the corpus of each slot."""
-    occurrence_of_slot: StreamPositions
-    """[PATTERN] how many slots of the same corpus come before it in the pattern."""
-    slots_per_corpus: StreamPositions
-    """[corpora] slots of each corpus."""
+    corpus_of_slot: StreamPositions  # [PATTERN] the corpus of each slot
+    occurrence_of_slot: StreamPositions  # [PATTERN] how many slots of the same corpus come before it in the pattern
+    slots_per_corpus: StreamPositions  # [corpora] slots of each corpus
 
     def locate(self, positions: StreamPositions) -> tuple[StreamPositions, StreamPositions]:
         """For each place of the global stream: its corpus, and the place in the stream of that corpus."""

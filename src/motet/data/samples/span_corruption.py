@@ -15,16 +15,14 @@ from motet.data.samples.counter_rng import UInt64Array, uniform_floats
 from motet.data.samples.objectives import BatchArrays, positions_within_documents
 from motet.data.samples.packing import IntArray, TokenWindows
 
-MEAN_SPAN_TOKENS = 3
-"""Tokens of a span on average, as T5 uses; more when there are fewer sentinels than that needs."""
+MEAN_SPAN_TOKENS = 3  # Tokens of a span on average, as T5 uses; more when there are fewer sentinels than that needs
 
 
 @dataclass(frozen=True)
 class SpanCorruptionLengths:
     """Lengths of a row, in tokens."""
 
-    raw_tokens: int
-    """Text that the row is made from."""
+    raw_tokens: int  # Text that the row is made from
     noise_tokens: int
     noise_spans: int
 
@@ -71,8 +69,7 @@ class SpanCorruptionTokens:
 
     sentinel_ids: tuple[int, ...]
     end_id: int
-    start_id: int
-    """What the decoder reads first."""
+    start_id: int  # What the decoder reads first
 
 
 def corrupt_spans(

@@ -20,11 +20,9 @@ SPLITS = ("train", "validation", "test")
 class DocumentSegments:
     """Stretches of a corpus that make up a split: whole documents, but for one that was cut."""
 
-    start: NDArray[np.int64]
-    """Where each begins in the stream of all tokens."""
+    start: NDArray[np.int64]  # Where each begins in the stream of all tokens
     length: NDArray[np.int64]
-    skip: NDArray[np.int64]
-    """Tokens at its start that are no targets."""
+    skip: NDArray[np.int64]  # Tokens at its start that are no targets
     label: NDArray[np.int64]
 
     def __len__(self) -> int:

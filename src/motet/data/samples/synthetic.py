@@ -44,10 +44,8 @@ class SyntheticClassificationData:
     rule: str
     seed: int
     width: int
-    letter_ids: IntArray
-    """[52] the tokens of a-z and A-Z."""
-    begin_id: int | None
-    """A token that every sample starts with, where the tokenizer puts one."""
+    letter_ids: IntArray  # [52] the tokens of a-z and A-Z
+    begin_id: int | None  # A token that every sample starts with, where the tokenizer puts one
     samples_per_split: dict[str, int]
 
     @property

@@ -39,6 +39,7 @@ def _relu_squared_backward(grad: Tensor, x: Tensor) -> Tensor:
 
 
 _Backward = Callable[[Tensor, Tensor], Tensor]
+# Name -> the function, and the gradient of its input from that of its output and its input.
 ACTIVATIONS: dict[ActivationName, tuple[Callable[[Tensor], Tensor], _Backward]] = {
     "silu": (F.silu, _aten.silu_backward),
     "gelu": (F.gelu, _aten.gelu_backward),
@@ -46,7 +47,6 @@ ACTIVATIONS: dict[ActivationName, tuple[Callable[[Tensor], Tensor], _Backward]] 
     "relu": (F.relu, _relu_backward),
     "relu_squared": (_relu_squared, _relu_squared_backward),
 }
-"""Name -> the function, and the gradient of its input from that of its output and its input."""
 
 
 def apply_activation(x: Tensor, name: ActivationName) -> Tensor:

@@ -91,8 +91,7 @@ class _AttentionTile:
     k: Tensor
     v: Tensor
     bias: Tensor | None
-    causal_bias: Tensor | None
-    """[B, B]: hides the keys after each query of a block, if attention is causal."""
+    causal_bias: Tensor | None  # [B, B]: hides the keys after each query of a block, if attention is causal
     scale: float
 
     def gradients(self, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:

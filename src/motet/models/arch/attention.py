@@ -17,10 +17,9 @@ from motet.models.arch.amx_attention import is_amx_faster, tiled_attention
 class AttentionMask:
     """Which keys each query sees."""
 
-    causal: bool = False
-    """No query sees a key after it."""
+    causal: bool = False  # No query sees a key after it
+    # [R or 1, heads or 1, T, S], added to the scores; -inf hides a key. It says all, `causal` included.
     bias: Tensor | None = None
-    """[R or 1, heads or 1, T, S], added to the scores; -inf hides a key. It says all, `causal` included."""
 
     def with_bias(self, bias: Tensor) -> "AttentionMask":
         """With learned biases [1, heads, T, S] added to the scores of the keys that are seen."""

@@ -26,10 +26,8 @@ class AttentionLayerConfig:
     head_dim: int
     qkv_bias: bool = False
     output_bias: bool = False
-    query_key_norm_eps: float | None = None
-    """Norms of each query and key head, when given."""
-    scales_scores: bool = True
-    """Scores are divided by sqrt(head_dim)."""
+    query_key_norm_eps: float | None = None  # Norms of each query and key head, when given
+    scales_scores: bool = True  # Scores are divided by sqrt(head_dim)
     dropout: float = 0.0
 
     @property
@@ -95,8 +93,7 @@ class FeedForwardConfig:
     activation: ActivationName
     gated: bool
     bias: bool = False
-    dropout: float = 0.0
-    """Of the inner activations."""
+    dropout: float = 0.0  # Of the inner activations
 
 
 class FeedForward(nn.Module):

@@ -17,8 +17,7 @@ from motet.models.settings import RopeScalingSettings
 class RotaryEmbedding:
     """How fast each pair turns."""
 
-    rotary_dims: int
-    """The first so many components of a head are turned; even."""
+    rotary_dims: int  # The first so many components of a head are turned; even
     theta: float
     scaling: RopeScalingSettings | None = None
 

@@ -79,8 +79,7 @@ class _ModelTypeReader:
     read: Callable[[_HuggingFaceConfig], TransformerSettings]
     class_names: tuple[str, ...]
     defaults: dict[str, Any]
-    aliases: dict[str, str]
-    """Another name of a key -> the name it is read by."""
+    aliases: dict[str, str]  # Another name of a key -> the name it is read by
 
 
 def settings_from_config(config: dict[str, Any]) -> TransformerSettings:

@@ -12,13 +12,13 @@ from typing import Literal
 
 from motet.core.dtypes import DTYPE_BYTES
 
+# What a piece is there for: each token, each token of an encoder-decoder's source, each token that is to be predicted,
+# each row, each position (that all rows share, unless they hold several documents), or once.
 CountedPer = Literal["token", "source", "target", "row", "position", "step"]
-"""What a piece is there for: each token, each token of an encoder-decoder's source, each token that is to be predicted,
-each row, each position (that all rows share, unless they hold several documents), or once."""
 
+# How attention is counted. `causal`: only pairs of query and key that may see each other, as if half of a square were
+# on either side of its diagonal. `full`: all pairs, as many published FLOP rates have it.
 AttentionFlopsRule = Literal["causal", "full"]
-"""How attention is counted. `causal`: only pairs of query and key that may see each other, as if half of a square were
-on either side of its diagonal. `full`: all pairs, as many published FLOP rates have it."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,8 @@ class MicroBatchShape:
     rows: int
     length: int
     source_length: int = 0
-    packed: bool = False
-    """Rows hold several documents each, which do not see each other and count their positions anew."""
-    targets: int | None = None
-    """How many masked tokens an encoder is to predict; all tokens when not given."""
+    packed: bool = False  # Rows hold several documents each, which do not see each other and count their positions anew
+    targets: int | None = None  # How many masked tokens an encoder is to predict; all tokens when not given
 
     def length_of(self, per: CountedPer) -> int:
         return self.source_length if per == "source" else self.length
@@ -56,8 +54,8 @@ class ParameterSpec:
 
     name: str
     shape: tuple[int, ...]
+    # The part of it that one token goes through: less than all of it for experts.
     active_fraction: Fraction = Fraction(1)
-    """The part of it that one token goes through: less than all of it for experts."""
 
     @property
     def numel(self) -> int:
@@ -72,8 +70,7 @@ class MatmulSpec:
     in_features: int
     out_features: int
     per: CountedPer = "token"
-    uses_per_token: int = 1
-    """How often each token goes through one of this kind: the experts that it is sent to."""
+    uses_per_token: int = 1  # How often each token goes through one of this kind: the experts that it is sent to
 
     def flops(self, shape: MicroBatchShape, attention: AttentionFlopsRule) -> int:
         """2 n inner out."""
@@ -89,8 +86,7 @@ class AttentionSpec:
     key_dim: int
     value_dim: int
     causal: bool = False
-    window: int | None = None
-    """A query sees so many keys at most, itself included."""
+    window: int | None = None  # A query sees so many keys at most, itself included
     queries: CountedPer = "token"
     keys: CountedPer = "token"
 
@@ -112,8 +108,7 @@ class SavedActivation:
     name: str
     elements: int
     per: CountedPer = "token"
-    dtype: str = "compute"
-    """`compute`, `wide` (float32, or float64 if that is computed in), or a fixed dtype."""
+    dtype: str = "compute"  # `compute`, `wide` (float32, or float64 if that is computed in), or a fixed dtype
 
     def bytes(self, shape: MicroBatchShape, compute: str) -> int:
         return shape.count(self.per) * self.elements * _element_bytes(self.dtype, compute)
@@ -126,10 +121,10 @@ class SavedAttentionMatrix:
     name: str
     heads: int = 1
     window: int | None = None
+    # `usual`: where every query sees all keys, or all before it, which kernels know; `unusual`: anywhere else.
     when: Literal["always", "usual", "unusual"] = "always"
-    """`usual`: where every query sees all keys, or all before it, which kernels know; `unusual`: anywhere else."""
+    # For each row, for each only if rows hold several documents, or for all rows together.
     rows: Literal["all", "packed", "one"] = "one"
-    """For each row, for each only if rows hold several documents, or for all rows together."""
     queries: CountedPer = "token"
     keys: CountedPer = "token"
     dtype: str = "compute"
@@ -168,11 +163,9 @@ class BlockSpec:
 
     name: str
     layer: LayerSpec
-    prefix: str = ""
-    """What the names of its parameters begin with; `{i}` stands for the number of the repetition."""
+    prefix: str = ""  # What the names of its parameters begin with; `{i}` stands for the number of the repetition
     repeat: int = 1
-    first_index: int = 0
-    """The number of the first repetition."""
+    first_index: int = 0  # The number of the first repetition
 
     @property
     def parameter_count(self) -> int:

@@ -77,11 +77,9 @@ class _PendingBucketReduce:
     """Of one bucket, underway."""
 
     bucket_id: int
-    shard: Tensor
-    """Where the sum of this rank's shard arrives."""
+    shard: Tensor  # Where the sum of this rank's shard arrives
     work: WorkHandle | None = None
-    is_scattered: bool = False
-    """The shard is there; what is underway then is its sum over the replicas."""
+    is_scattered: bool = False  # The shard is there; what is underway then is its sum over the replicas
 
 
 @dataclass
@@ -94,27 +92,23 @@ class BucketedDataParallel:
     flat_parameters: FlatParameters
     mesh: ShardReplicaMesh
     communicator: DataParallelCommunicator
-    overlaps_backward: bool
-    """Buckets are sent during backward."""
+    overlaps_backward: bool  # Buckets are sent during backward
+    # Whole gradients are summed over the micro-batches, and sent once a step; else shards are, each time.
     keeps_full_gradients: bool
-    """Whole gradients are summed over the micro-batches, and sent once a step; else shards are, each time."""
+    # Shards of the sums are gathered, not of what is updated; every rank updates all of a bucket when it has it.
     gathers_gradients: bool
-    """Shards of the sums are gathered, not of what is updated; every rank updates all of a bucket when it has it."""
-    bucket_ids: Mapping[Tensor, int]
-    """The bucket of each parameter."""
-    fetch_updates: Callable[[], None] = lambda: None
-    """Brings what others have updated, where it is others that do."""
+    bucket_ids: Mapping[Tensor, int]  # The bucket of each parameter
+    fetch_updates: Callable[[], None] = lambda: None  # Brings what others have updated, where it is others that do
     _pending_reduces: list[_PendingBucketReduce] = field(default_factory=list)
     _ready_buckets: set[int] = field(default_factory=set)
     _next_bucket: int = 0
     _is_first_microbatch: bool = True
     _is_last_microbatch: bool = True
     _usage_tracker: ParameterUsageTracker | None = None
-    _gather_order: tuple[int, ...] = ()
-    """In which buckets are gathered beside the next forward, once that is known."""
+    _gather_order: tuple[int, ...] = ()  # In which buckets are gathered beside the next forward, once that is known
     _pending_gathers: dict[int, WorkHandle] = field(default_factory=dict)
+    # What is still to be done with gradients that arrive.
     _pending_update: Callable[[Sequence[int]], None] | None = None
-    """What is still to be done with gradients that arrive."""
 
     def __post_init__(self) -> None:
         self.flat_parameters.gradients.on_bucket_ready = self._on_bucket_ready

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from math import ceil
 
+# Each parameter and each shard starts on a multiple of this, so that every view is aligned for vector loads.
 ALIGN_ELEMENTS = 32
-"""Each parameter and each shard starts on a multiple of this, so that every view is aligned for vector loads."""
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,7 @@ class BucketParameter:
     """Where a parameter stands in the flat tensor."""
 
     name: str
-    optimizer_group: int
-    """Its optimizer group."""
+    optimizer_group: int  # Its optimizer group
     start: int
     numel: int
 
@@ -34,11 +33,9 @@ class Bucket:
 
     members: tuple[BucketParameter, ...]
     start: int
-    length: int
-    """With padding: a multiple of the number of shards."""
+    length: int  # With padding: a multiple of the number of shards
     shards: int
-    owner: int | None = None
-    """The one rank that updates all of it; without, each updates its shard."""
+    owner: int | None = None  # The one rank that updates all of it; without, each updates its shard
 
     @property
     def stop(self) -> int:

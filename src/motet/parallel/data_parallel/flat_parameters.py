@@ -26,8 +26,7 @@ class OptimizerSlice(NamedTuple):
 
     bucket_id: int
     optimizer_group: int
-    flat_slice: slice
-    """In the flat tensors."""
+    flat_slice: slice  # In the flat tensors
     master: Tensor
 
 
@@ -201,12 +200,10 @@ class GradientBuffer:
         self._offsets = starts
         size = buckets[-1].stop if keeps_full_gradients else starts[-1]
         self._flat = torch.zeros(size, dtype=dtype, device=device)
-        self._open_buckets: dict[int, Tensor] = {}
-        """Buckets in use, where only shards are kept."""
+        self._open_buckets: dict[int, Tensor] = {}  # Buckets in use, where only shards are kept
+        # Their members that have no gradient since the last `begin`; the first replaces what was there.
         self._unwritten: list[set[str]] = [set() for _ in buckets]
-        """Their members that have no gradient since the last `begin`; the first replaces what was there."""
-        self._missing: list[set[str]] = [set() for _ in buckets]
-        """Their members without a gradient in this backward."""
+        self._missing: list[set[str]] = [set() for _ in buckets]  # Their members without a gradient in this backward
         self.on_bucket_ready: Callable[[int], None] = lambda number: None
 
     def begin_step(self) -> None:

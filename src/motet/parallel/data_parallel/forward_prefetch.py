@@ -26,10 +26,9 @@ class ParameterUsageTracker:
         self._wait_for_bucket = wait_for_bucket
         self._bucket_ids = {id(parameter): number for parameter, number in bucket_ids.items()}
         self._recorder: _ParameterUsageRecorder | None = None
-        self._waited_at_step_start: tuple[int, ...] = ()
-        """What a step waits for when it begins."""
+        self._waited_at_step_start: tuple[int, ...] = ()  # What a step waits for when it begins
+        # All numbers, by the first use; what was not used comes first. Empty until a forward was watched.
         self.first_use_order: tuple[int, ...] = ()
-        """All numbers, by the first use; what was not used comes first. Empty until a forward was watched."""
 
     def begin_step(self) -> None:
         """Of a step. Watch what comes, if nothing was watched yet."""
@@ -79,6 +78,7 @@ class ParameterUsageTracker:
         return wait_before_forward
 
 
+# They see no values.
 _METADATA_FUNCTIONS = {
     *(
         getattr(Tensor, name).__get__
@@ -86,7 +86,6 @@ _METADATA_FUNCTIONS = {
     ),
     *(Tensor.size, Tensor.numel, Tensor.dim, Tensor.data_ptr, Tensor.is_floating_point, Tensor.is_complex),
 }
-"""They see no values."""
 
 
 class _ParameterUsageRecorder(TorchFunctionMode):
@@ -96,8 +95,7 @@ class _ParameterUsageRecorder(TorchFunctionMode):
         super().__init__()
         self._bucket_ids = bucket_ids
         self._active_modules: list[nn.Module] = []
-        self._last_module: nn.Module | None = None
-        """That was called while no other was at work."""
+        self._last_module: nn.Module | None = None  # That was called while no other was at work
         self.uses: dict[tuple[nn.Module | None, int], None] = {}
         self.used_parameters: set[int] = set()
         self._handles: list[RemovableHandle] = []

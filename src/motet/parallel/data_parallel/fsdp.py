@@ -116,16 +116,12 @@ class FSDP2DataParallel:
     """A sharded module. Outside of its forward, and of what else `calling` gives, it has shards only."""
 
     root: "_FSDPRootModule"
-    fsdp_modules: Sequence[FSDPModule]
-    """What is gathered as one: the blocks, and the root with what is in none."""
-    fsdp_units: tuple[FSDPUnit, ...]
-    """The same as values."""
-    sharded_parameters: Mapping[str, tuple[int, nn.Parameter]]
-    """Name -> (optimizer group, parameter)."""
+    fsdp_modules: Sequence[FSDPModule]  # What is gathered as one: the blocks, and the root with what is in none
+    fsdp_units: tuple[FSDPUnit, ...]  # The same as values
+    sharded_parameters: Mapping[str, tuple[int, nn.Parameter]]  # Name -> (optimizer group, parameter)
     communicator: DataParallelCommunicator
     replica_hooks: Sequence["_HSDPAllReduceHook"]
-    unsharded: BucketedDataParallel | None
-    """Of what stays whole."""
+    unsharded: BucketedDataParallel | None  # Of what stays whole
 
     def wrap_as_forward(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         """The same function of the module, which may use its parameters outside of a forward."""
@@ -353,10 +349,8 @@ class _HSDPAllReduceHook:
 
     communicator: DataParallelCommunicator
     unit_id: int
-    is_last_microbatch: bool = True
-    """The micro-batch is the last of the step."""
-    accumulated: Tensor | None = None
-    """The sum over those before it."""
+    is_last_microbatch: bool = True  # The micro-batch is the last of the step
+    accumulated: Tensor | None = None  # The sum over those before it
 
     def __call__(self, shard: Tensor) -> None:
         if not self.is_last_microbatch:

@@ -12,8 +12,7 @@ from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits
 class LocalShard(NamedTuple):
     """What a rank keeps of a parameter: its elements from `start` on, in a row."""
 
-    shape: torch.Size
-    """Of the whole."""
+    shape: torch.Size  # Of the whole
     start: int
     values: Tensor
 

@@ -63,10 +63,9 @@ class FSDPUnit:
 
     trainable: tuple[Shape, ...]
     frozen: tuple[Shape, ...] = ()
-    is_block: bool = True
-    """It is freed after its forward, where parameters are gathered again for backward."""
+    is_block: bool = True  # It is freed after its forward, where parameters are gathered again for backward
+    # Of what is in no block, trainable parameters that are used after the blocks: their gradients come first.
     used_after_blocks: tuple[Shape, ...] = ()
-    """Of what is in no block, trainable parameters that are used after the blocks: their gradients come first."""
 
     def gather_counts(self, layout: Layout) -> tuple[int, int]:
         """(from all shards, from a second copy), in a step in which it is called once in each forward."""
@@ -82,8 +81,7 @@ class BucketsAndFSDPUnits:
 
     buckets: tuple[Bucket, ...] = ()
     units: tuple[FSDPUnit, ...] = ()
-    shapes: Mapping[str, Shape] = field(default_factory=dict)
-    """Of what is in the buckets; only some codecs look at it."""
+    shapes: Mapping[str, Shape] = field(default_factory=dict)  # Of what is in the buckets; only some codecs look at it
 
 
 def padded_shard_numel(shapes: Iterable[Shape], shards: int) -> int:
@@ -145,11 +143,9 @@ class _CommUnitTraffic(NamedTuple):
     unsharded_gradients: ReductionBufferSpec
     sharded_gradients: ReductionBufferSpec
     codecs: CommunicationCodecs
-    gathered_numel: int
-    """Elements, padding included."""
+    gathered_numel: int  # Elements, padding included
     gather_count: int = 1
-    secondary_gather_count: int = 0
-    """Gathers of a second copy."""
+    secondary_gather_count: int = 0  # Gathers of a second copy
 
 
 def sent_bytes_per_step(
@@ -229,14 +225,12 @@ def _iter_unit_traffic(
 class ModelStateMemory:
     """Bytes that one rank keeps from step to step."""
 
+    # What the model computes with, padding included; at stage 3 nothing beside the masters and what is frozen.
     parameters: int
-    """What the model computes with, padding included; at stage 3 nothing beside the masters and what is frozen."""
-    masters: int
-    """What is updated, where that is not the parameters themselves."""
+    masters: int  # What is updated, where that is not the parameters themselves
     gradients: int
     moments: int
-    compression_errors: int = 0
-    """What compression has lost of gradients; PowerSGD's bases are not in it."""
+    compression_errors: int = 0  # What compression has lost of gradients; PowerSGD's bases are not in it
 
     @property
     def total(self) -> int:

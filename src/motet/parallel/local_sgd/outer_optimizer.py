@@ -37,8 +37,7 @@ class IndependentReplicas:
 
     all_ranks: RankGroup
     mesh: ShardReplicaMesh
-    full_layout: Layout
-    """Of everyone."""
+    full_layout: Layout  # Of everyone
 
     @property
     def count(self) -> int:
@@ -68,10 +67,8 @@ def split_into_replicas(group: RankGroup, layout: Layout, communication: Communi
 class OuterStepStatus(NamedTuple):
     """What all replicas know after a meeting."""
 
-    stop_requested: bool
-    """Some rank was asked to stop."""
-    max_consecutive_skips: int
-    """The most steps in a row that a replica has left out since the meeting before."""
+    stop_requested: bool  # Some rank was asked to stop
+    max_consecutive_skips: int  # The most steps in a row that a replica has left out since the meeting before
 
 
 class OuterOptimizer:
@@ -104,10 +101,9 @@ class OuterOptimizer:
             [torch.zeros_like(anchor) for anchor in self._outer_parameters] if self._momentum else []
         )
         self._pending_steps: list[_PendingOuterStep] = []
-        self._last_start_steps = [0] * settings.fragments
-        """The step after which each fragment left last."""
+        self._last_start_steps = [0] * settings.fragments  # The step after which each fragment left last
+        # Steps in a row that were left out: now, and at most since the last meeting.
         self._consecutive_skips = self._max_consecutive_skips = 0
-        """Steps in a row that were left out: now, and at most since the last meeting."""
 
     def advance(self, is_finite: bool, stop_requested: bool) -> OuterStepStatus | None:
         """Count a step, and do what is due after it. None when no meeting ends here."""
@@ -296,20 +292,15 @@ class OuterOptimizer:
 class _PendingOuterStep:
     """Of some fragments, underway or waiting to be merged."""
 
-    start_step: int
-    """The step after which it began."""
-    pseudo_gradients: dict[int, Tensor]
-    """Of differences, by fragment; their means once it is concluded."""
-    is_locally_finite: bool
-    """This replica's differences were."""
+    start_step: int  # The step after which it began
+    pseudo_gradients: dict[int, Tensor]  # Of differences, by fragment; their means once it is concluded
+    is_locally_finite: bool  # This replica's differences were
     works: Sequence[WorkHandle] = ()
+    # Of all ranks: asked to stop, most steps left out in a row, differences finite.
     gathered_status: Tensor | None = None
-    """Of all ranks: asked to stop, most steps left out in a row, differences finite."""
-    local_status: Tensor | None = None
-    """This rank's; kept while it travels."""
+    local_status: Tensor | None = None  # This rank's; kept while it travels
     status: OuterStepStatus | None = None
-    finite_replicas: int = 1
-    """Those that had something to say."""
+    finite_replicas: int = 1  # Those that had something to say
 
     def finish(self, replicas: IndependentReplicas) -> None:
         """Wait until everything has come."""

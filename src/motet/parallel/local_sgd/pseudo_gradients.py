@@ -42,10 +42,10 @@ class PseudoGradientReducer:
         self._algorithms = CollectiveAlgorithmSelector(without_forward_overlap(settings), layout)
         self._replicas = replicas
         self._check_next_call = True
+        # What was lost and is not given again yet, on this rank.
         self.compression_errors = (
             [torch.zeros_like(to_accumulation_dtype(t)) for t in templates] if codecs.has_replica_error_feedback else []
         )
-        """What was lost and is not given again yet, on this rank."""
         self._work_queue = FifoWorkQueue()
         finalize(self, self._work_queue.close)
 

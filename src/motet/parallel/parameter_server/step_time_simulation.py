@@ -34,10 +34,8 @@ from motet.parallel.parameter_server.protocol.messages import (
 from motet.parallel.parameter_server.protocol.server_state_machine import ServerSliceState, ServerStateMachine
 from motet.parallel.parameter_server.protocol.worker_state_machine import WorkerStateMachine
 
-IN_FLIGHT_FRAMES = 2
-"""Parts of a connection that are underway at a time."""
-MESSAGE_BYTES = 100
-"""A message without a payload."""
+IN_FLIGHT_FRAMES = 2  # Parts of a connection that are underway at a time
+MESSAGE_BYTES = 100  # A message without a payload
 
 
 @dataclass(frozen=True)
@@ -47,25 +45,21 @@ class SimulatedParameterSlice:
     push_bytes: float
     pull_bytes: float
     servers: tuple[str, ...]
+    # The first that uses it: its forward needs the piece, and its gradient is there after this layer's backward.
     layer: int = 0
-    """The first that uses it: its forward needs the piece, and its gradient is there after this layer's backward."""
 
 
 @dataclass(frozen=True)
 class ServerSimulationCosts:
     """Where it is played."""
 
-    link_bytes_per_s: float
-    """Bytes per second, of each process's link, each way."""
-    delay_s: float
-    """From one process to another, of any message, what handles it included."""
-    forward_s: tuple[float, ...]
-    """Of a share, by layer."""
+    link_bytes_per_s: float  # Bytes per second, of each process's link, each way
+    delay_s: float  # From one process to another, of any message, what handles it included
+    forward_s: tuple[float, ...]  # Of a share, by layer
     backward_s: tuple[float, ...]
-    update_s: float = 0.0
-    """Of a byte of gradients, at its server."""
+    update_s: float = 0.0  # Of a byte of gradients, at its server
+    # How many times as long a worker takes for a share.
     slowdown: Callable[[int, int], float] = lambda worker, share: 1.0
-    """How many times as long a worker takes for a share."""
 
 
 @dataclass

@@ -20,18 +20,13 @@ class RankEnvironment:
     rank: int
     world: int
     local_rank: int
-    local_world: int
-    """Ranks on this machine."""
-    attempt: int
-    """How often the group was started before; every attempt meets on fresh keys."""
-    rendezvous: str
-    """`file://PATH` of a store that every rank can open, or `tcp://HOST:PORT`; empty for a world of one."""
+    local_world: int  # Ranks on this machine
+    attempt: int  # How often the group was started before; every attempt meets on fresh keys
+    rendezvous: str  # `file://PATH` of a store that every rank can open, or `tcp://HOST:PORT`; empty for a world of one
+    # The store at `tcp://` is there already (torchrun's agent serves it); otherwise rank 0 serves it.
     store_exists: bool = False
-    """The store at `tcp://` is there already (torchrun's agent serves it); otherwise rank 0 serves it."""
-    incarnation: int = 0
-    """How many processes had this place before, while the others went on."""
-    cores: int | None = None
-    """Cores that the launcher gave to this rank alone, when it says so."""
+    incarnation: int = 0  # How many processes had this place before, while the others went on
+    cores: int | None = None  # Cores that the launcher gave to this rank alone, when it says so
 
 
 _LARGEST_PORT = 65535

@@ -29,8 +29,7 @@ class RankGroup:
 
     rank: int
     world: int
-    process_group: dist.ProcessGroup | None
-    """None in a world of one."""
+    process_group: dist.ProcessGroup | None  # None in a world of one
     device: torch.device
 
 

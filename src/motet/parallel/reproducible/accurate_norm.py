@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-BLOCK_ELEMENTS = 4096
-"""Numbers that are added in their own precision; these sums are added in float64."""
+BLOCK_ELEMENTS = 4096  # Numbers that are added in their own precision; these sums are added in float64
 
 
 def squared_norm(tensor: Tensor) -> float:

@@ -9,12 +9,9 @@ from torch import Tensor
 from motet.collectives.execute.api import all_reduce
 from motet.parallel.process.process_group import RankGroup
 
-HIGH_BITS, LOW_BITS = 38, 28
-"""What is looked at of a square that is scaled to be below 1, in two whole numbers."""
-LIMB_BITS, LIMBS = 31, 4
-"""As what sums of these are exchanged."""
-CHUNK_ELEMENTS = {"cpu": 1 << 15}
-"""What is worked on at once, so that it stays in the cache of a CPU."""
+HIGH_BITS, LOW_BITS = 38, 28  # What is looked at of a square that is scaled to be below 1, in two whole numbers
+LIMB_BITS, LIMBS = 31, 4  # As what sums of these are exchanged
+CHUNK_ELEMENTS = {"cpu": 1 << 15}  # What is worked on at once, so that it stays in the cache of a CPU
 DEFAULT_CHUNK_ELEMENTS = 1 << 24
 
 

@@ -30,17 +30,16 @@ class ReproducibleTreeReducer:
         self._batch_size = layout.reproducible_batch_size
         shard_group_ranks = [mesh.replica_group.rank * layout.shards + shard for shard in range(layout.shards)]
         self._microbatch_rows = microbatches_of_rank(layout, shard_group_ranks[mesh.shard_group.rank], self._batch_size)
+        # For each micro-batch: the sums that each rank gives.
         self._nodes_sent_by_rank = list(
             zip(*(partial_sums_sent_by_rank(layout, mate) for mate in shard_group_ranks), strict=True)
         )
-        """For each micro-batch: the sums that each rank gives."""
         self._nodes_sent_by_replica = [
             partial_sums_sent_by_replica(layout, replica) for replica in range(mesh.replica_group.world)
         ]
-        self._local_sums: dict[int, PartialTreeSums[Tensor]] = {}
-        """Of this rank's rows, of whole buckets."""
+        self._local_sums: dict[int, PartialTreeSums[Tensor]] = {}  # Of this rank's rows, of whole buckets
+        # Of the rows of the ranks that share a copy, of this rank's shards.
         self._shard_sums: dict[int, PartialTreeSums[Tensor]] = {}
-        """Of the rows of the ranks that share a copy, of this rank's shards."""
         self._microbatch = 0
         self._reduced_buckets: set[int] = set()
 
@@ -114,8 +113,7 @@ class _PendingPartialSumExchange:
     def __init__(self, work: WorkHandle, finish: Callable[[], None], message: Tensor) -> None:
         self._work: WorkHandle | None = work
         self._finish = finish
-        self._message: Tensor | None = message
-        """Nobody may use its memory until it is sent."""
+        self._message: Tensor | None = message  # Nobody may use its memory until it is sent
 
     def wait(self) -> None:
         if self._work is not None:

@@ -39,13 +39,11 @@ class StepPlanProof:
     """What is known of a plan that is right."""
 
     ranks: int
-    copies: int
-    """In each of which every element is updated once."""
+    copies: int  # In each of which every element is updated once
     parameters: int
     elements: int
     comm_units: int
-    rows: int
-    """Of the global batch, each read once."""
+    rows: int  # Of the global batch, each read once
     microbatches: int
 
 
@@ -99,8 +97,8 @@ def check_rank_matches_plan(
         )
 
 
+# Ranks of a Program that is proven here: a tenth of a second for a ring of so many, which grows as their cube.
 MAX_PROVEN_RANKS = 64
-"""Ranks of a Program that is proven here: a tenth of a second for a ring of so many, which grows as their cube."""
 
 
 def prove_collective_programs(layout: Layout, settings: CommunicationSettings) -> tuple[Program, ...]:

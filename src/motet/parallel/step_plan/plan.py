@@ -46,8 +46,7 @@ class CommUnitAction(NamedTuple):
 
 
 UnitSchedule = tuple[CommUnitAction, ...]
-ShardRanges = tuple[tuple[int, int], ...]
-"""(first, stop) of each shard of a portion, from its start."""
+ShardRanges = tuple[tuple[int, int], ...]  # (first, stop) of each shard of a portion, from its start
 
 
 @dataclass(frozen=True)
@@ -57,10 +56,8 @@ class CommUnit:
     name: str
     kind: Literal["rows", "bucket"]
     members: tuple[BucketParameter, ...]
-    start: int
-    """In the flat tensor of all of its kind."""
-    length: int
-    """With padding."""
+    start: int  # In the flat tensor of all of its kind
+    length: int  # With padding
     shard_ranges: ShardRanges
     schedule: UnitSchedule
 
@@ -69,19 +66,15 @@ class CommUnit:
 class StepPlan:
     """A step of a layout."""
 
-    shapes: Mapping[str, Shape]
-    """Of what is trained."""
+    shapes: Mapping[str, Shape]  # Of what is trained
     comm_units: tuple[CommUnit, ...]
-    ranks: int
-    """That take a step together."""
-    reduce_after: tuple[tuple[int, ...], ...]
-    """Each time that gradients travel: the micro-batches that they are of."""
+    ranks: int  # That take a step together
+    reduce_after: tuple[tuple[int, ...], ...]  # Each time that gradients travel: the micro-batches that they are of
     microbatches: int
+    # That each rank reads, by micro-batches; where replicas train apart, of all of them.
     rows_by_rank: tuple[tuple[range, ...], ...]
-    """That each rank reads, by micro-batches; where replicas train apart, of all of them."""
     batch_sequences: int
-    outer_groups: RankGroups = ()
-    """Ranks of replicas that train apart, whose masters meet."""
+    outer_groups: RankGroups = ()  # Ranks of replicas that train apart, whose masters meet
 
 
 @dataclass(frozen=True)
@@ -89,8 +82,7 @@ class ParameterInventory:
     """What is trained, in the order of use."""
 
     shapes: Mapping[str, Shape]
-    optimizer_groups: Mapping[str, int]
-    """The optimizer group of each; those that are not there are in the first."""
+    optimizer_groups: Mapping[str, int]  # The optimizer group of each; those that are not there are in the first
 
 
 def make_step_plan(

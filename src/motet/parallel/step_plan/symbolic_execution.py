@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.parallel.step_plan.plan import ActionKind, CommUnitAction, UnitSchedule
 
-HeldShard = tuple[int | None, int]
-"""The number of the shard that a rank has, None being all of it; and the rank."""
+HeldShard = tuple[int | None, int]  # The number of the shard that a rank has, None being all of it; and the rank
 
 
 class UnitScheduleError(Exception):
@@ -37,13 +36,13 @@ class SymbolicRankStates:
     """All ranks, as they stand."""
 
     shard_of_rank: list[int | None]
+    # What each has of the sums, as a number; those below the number of ranks are their own gradients.
     sum_of_rank: list[int]
-    """What each has of the sums, as a number; those below the number of ranks are their own gradients."""
     contributors: list[Counter[int]]
     sum_ids: dict[tuple[int, ...], int] = field(default_factory=dict)
     is_updated: bool = False
+    # By the shards that they have: ranks that have the same are asked once, for their update if there is one.
     coverage_requirements: dict[tuple[int | None, ...], ShardCoverageRequirement] = field(default_factory=dict)
-    """By the shards that they have: ranks that have the same are asked once, for their update if there is one."""
 
     def combine_sums(self, sums: Iterable[int]) -> int:
         key = tuple(sorted(sums))

@@ -21,8 +21,7 @@ class ModelSegment:
     """A part of the model that is computed as one."""
 
     name: str
-    flops: float
-    """Of a forward of a micro-batch; backward takes twice as many."""
+    flops: float  # Of a forward of a micro-batch; backward takes twice as many
     parameters: frozenset[str]
 
 
@@ -32,12 +31,9 @@ class CommUnitVolume:
 
     name: str
     parameters: frozenset[str]
-    reduce_bytes: float
-    """Bytes of its gradients."""
-    gather_bytes: float
-    """Bytes of its parameters, or at stage 0 of what of its gradients is gathered."""
-    is_block: bool = False
-    """Stage 3 frees it after forward, where parameters are gathered again."""
+    reduce_bytes: float  # Bytes of its gradients
+    gather_bytes: float  # Bytes of its parameters, or at stage 0 of what of its gradients is gathered
+    is_block: bool = False  # Stage 3 frees it after forward, where parameters are gathered again
 
 
 @dataclass(frozen=True)
@@ -46,8 +42,7 @@ class TimelineNode:
 
     kind: NodeKind
     label: str
-    work: float
-    """FLOPs, or bytes."""
+    work: float  # FLOPs, or bytes
     depends_on: tuple[str, ...]
 
     @property
@@ -92,11 +87,10 @@ class _StepGraphBuilder:
     ) -> None:
         self.nodes: list[TimelineNode] = []
         self._segments, self._units, self._layout, self._overlap = segments, units, layout, overlap
+        # An all-reduce sends everything there and back.
         self._reduce_factor = 2 if layout.zero == 0 and overlap != "forward" else 1
-        """An all-reduce sends everything there and back."""
         self._reduce_nodes: list[str] = []
-        self._compute_dependencies: tuple[str, ...] = ()
-        """What the next computation follows."""
+        self._compute_dependencies: tuple[str, ...] = ()  # What the next computation follows
 
     def add_microbatch(self, microbatch: int) -> None:
         suffix = f" of part {microbatch + 1}" if self._layout.microbatches > 1 else ""

@@ -11,20 +11,17 @@ from motet.parity.record.random_sign_sketch import sketch_rows, sketch_shard
 from motet.parity.record.tensor_recorder import RecordedTensor, TensorKind, count_significant_bits
 
 TensorKey = tuple[TensorKind, str]
-RankRecords = Sequence[tuple[int, RecordedTensor]]
-"""(rank, what it has)."""
+RankRecords = Sequence[tuple[int, RecordedTensor]]  # (rank, what it has)
 
 
 class AlignedTensorPair(NamedTuple):
     """What a rank has of a tensor, and what the reference has there."""
 
-    rank: int | None
-    """None: of all ranks together."""
+    rank: int | None  # None: of all ranks together
     value: Tensor
     expected: Tensor
     record: RecordedTensor | None = None
-    expected_bits: int = 0
-    """That the reference's numbers have there."""
+    expected_bits: int = 0  # That the reference's numbers have there
 
 
 @dataclass(frozen=True)
@@ -33,8 +30,7 @@ class ReferenceTensor:
 
     key: TensorKey
     value: Tensor
-    rows: tuple[int, ...]
-    """Of the batch."""
+    rows: tuple[int, ...]  # Of the batch
     record: RecordedTensor
 
 

@@ -33,18 +33,15 @@ from motet.parity.record.tensor_recorder import RecordedTensor, TensorRecorder
 from motet.parity.subjects.job_subject import JobVerificationSubject, JobVerificationSubjectOnRank
 from motet.precision.recipe import RECIPES
 
-ORDER_COUNT = 4
-"""Steps that tell how far apart they may be."""
+ORDER_COUNT = 4  # Steps that tell how far apart they may be
+# So many standard deviations above their mean is no accident: they are few, and their tails are not normal.
 MAX_Z_SCORE = 8.0
-"""So many standard deviations above their mean is no accident: they are few, and their tails are not normal."""
-MAX_FLIPPED_ROUNDINGS = 4
-"""So many numbers may be rounded the other way, by a kernel that goes another path."""
+MAX_FLIPPED_ROUNDINGS = 4  # So many numbers may be rounded the other way, by a kernel that goes another path
+# So often a float32 sum may be multiplied by what is itself rounded, the norm, say: no order of sums shows that.
 FLOAT32_ROUNDINGS = 8
-"""So often a float32 sum may be multiplied by what is itself rounded, the norm, say: no order of sums shows that."""
 MASTER_PREFIX = "master/"
 BITWISE_KINDS = ("norm", "state")
-MIN_LOG_STD = 0.1
-"""The standard deviation of a logarithm of distances is not believed to be less."""
+MIN_LOG_STD = 0.1  # The standard deviation of a logarithm of distances is not believed to be less
 
 
 class DifferenceZScore(NamedTuple):
@@ -52,8 +49,7 @@ class DifferenceZScore(NamedTuple):
 
     difference: TensorDifference
     z: float
-    typical_error: float
-    """The distance that other orders have, in the mean."""
+    typical_error: float  # The distance that other orders have, in the mean
 
     @property
     def is_rounding(self) -> bool:
@@ -73,10 +69,8 @@ class SummationOrderSpread:
     """A step of one device, and how far the same step with micro-batches in other orders is from it."""
 
     reference: ReferenceStep
-    log_errors: Mapping[TensorKey, Tensor]
-    """Of distances."""
-    pooled_log_std: Mapping[str, float]
-    """Kind -> the standard deviation of these, over all tensors of it."""
+    log_errors: Mapping[TensorKey, Tensor]  # Of distances
+    pooled_log_std: Mapping[str, float]  # Kind -> the standard deviation of these, over all tensors of it
     compute_dtype: torch.dtype
 
     def z_score_of(self, difference: TensorDifference) -> DifferenceZScore:
@@ -102,14 +96,10 @@ class NativePrecisionCheck:
     """Of a job in its own precision."""
 
     subject: JobVerificationSubject
-    folder: Path
-    """Of the state before the step."""
-    microbatch_dependent: set[TensorKey]
-    """Not compared."""
-    single_batch_tensors: Mapping[TensorKey, ReferenceTensor]
-    """What one device has that takes the batch at once."""
-    bitwise_reference: ReferenceStep | None
-    """What every layout has to the bit, where the job promises that."""
+    folder: Path  # Of the state before the step
+    microbatch_dependent: set[TensorKey]  # Not compared
+    single_batch_tensors: Mapping[TensorKey, ReferenceTensor]  # What one device has that takes the batch at once
+    bitwise_reference: ReferenceStep | None  # What every layout has to the bit, where the job promises that
     spread_by_microbatches: dict[int, SummationOrderSpread] = field(default_factory=dict)
 
     def worst_and_first(

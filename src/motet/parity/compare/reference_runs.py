@@ -22,12 +22,11 @@ from motet.parity.record.tensor_recorder import RecordedTensor, TensorRecorder, 
 from motet.parity.subjects.job_subject import VerificationSubject, VerificationSubjectOnRank
 
 SINGLE_RANK_GROUP = RankGroup(0, 1, None, torch.device("cpu"))
-PERTURBED_RUNS = 2
-"""References that begin with parameters a rounding away."""
+PERTURBED_RUNS = 2  # References that begin with parameters a rounding away
 FROM_REFERENCE, TRAJECTORY, RESUMED = "from the state of one device", "in a row", "from its own checkpoint"
+# How the steps of a layout begin: each from the state of the reference; one after another; the last once more, from the
+# checkpoint that the layout itself wrote before it; and after others of which some may be underway still.
 UNOBSERVED = "in a row without a look between them"
-"""How the steps of a layout begin: each from the state of the reference; one after another; the last once more, from
-the checkpoint that the layout itself wrote before it; and after others of which some may be underway still."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +34,10 @@ class ReferenceRuns:
     """What the steps of a layout are held against."""
 
     step_references: Sequence[ReferenceStep]
-    trajectory_references: Sequence[ReferenceStep]
-    """The same with the noise of all steps until then."""
-    folder: Path
-    """Of the states before each step, as checkpoints."""
+    trajectory_references: Sequence[ReferenceStep]  # The same with the noise of all steps until then
+    folder: Path  # Of the states before each step, as checkpoints
+    # A step that one device itself does not do again from its own checkpoint, and what is the first to differ.
     self_difference: tuple[int, TensorDifference] | None = None
-    """A step that one device itself does not do again from its own checkpoint, and what is the first to differ."""
 
     def reference_for(self, phase: str, step: int) -> ReferenceStep:
         reference = (self.step_references if phase == FROM_REFERENCE else self.trajectory_references)[step]

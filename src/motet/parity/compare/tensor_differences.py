@@ -22,31 +22,25 @@ from motet.parity.compare.align_with_reference import (
 from motet.parity.record.tensor_recorder import RecordedTensor, TensorKind
 
 FLOAT64_EPSILON = 2.0**-53
+# How many roundings of its size a number may be off for each square root of the operations behind it.
 ROUNDINGS_PER_SQRT_FLOP = 8.0
-"""How many roundings of its size a number may be off for each square root of the operations behind it."""
-NOISE_MARGIN = 64.0
-"""How many times as far from the reference as a perturbed reference is."""
-MIN_LOST_BITS = 8
-"""So many bits fewer than the reference's numbers have are no accident."""
-MIN_ROUNDED_BITS = 3
-"""Of a number that was rounded; ones and zeros were not."""
-MASK_FILL_MAGNITUDE = 1e30
-"""What masks places, as infinity does; nothing is measured by it."""
-OUTLIER_RATIO = 1e6
-"""So many times as large as most of its kind is no measure for them."""
+NOISE_MARGIN = 64.0  # How many times as far from the reference as a perturbed reference is
+MIN_LOST_BITS = 8  # So many bits fewer than the reference's numbers have are no accident
+MIN_ROUNDED_BITS = 3  # Of a number that was rounded; ones and zeros were not
+MASK_FILL_MAGNITUDE = 1e30  # What masks places, as infinity does; nothing is measured by it
+OUTLIER_RATIO = 1e6  # So many times as large as most of its kind is no measure for them
 
 
 @dataclass(frozen=True)
 class ReferenceStep:
     """A step on one device."""
 
-    tensors: Mapping[TensorKey, ReferenceTensor]
-    """In the order of execution."""
+    tensors: Mapping[TensorKey, ReferenceTensor]  # In the order of execution
     learning_rate: float
+    # How far a perturbed reference is from it, by the same measure.
     noise: dict[TensorKey, float] = field(default_factory=dict)
-    """How far a perturbed reference is from it, by the same measure."""
+    # Of no rows, and another for other micro-batches: nothing to compare it with.
     microbatch_dependent: set[TensorKey] = field(default_factory=set)
-    """Of no rows, and another for other micro-batches: nothing to compare it with."""
 
     @cached_property
     def typical_sizes(self) -> dict[str, float]:
@@ -69,10 +63,8 @@ class TensorDifference(NamedTuple):
     key: TensorKey
     relative_error: float
     bound: float
-    rank: int | None
-    """Whose part it is; None: of all together."""
-    reason: str = ""
-    """Where it is not by how much."""
+    rank: int | None  # Whose part it is; None: of all together
+    reason: str = ""  # Where it is not by how much
 
     @property
     def is_rounding(self) -> bool:

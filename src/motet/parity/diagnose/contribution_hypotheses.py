@@ -9,8 +9,7 @@ from torch import Tensor
 from motet.parity.compare.align_with_reference import join_numbers
 from motet.parity.diagnose.linear_fit import find_rounding_dtype, format_factor, is_about, solve_coefficients
 
-ENUMERATION_TOLERANCE = 1e-11
-"""How far from an equation rounding may be, where many are tried on few numbers."""
+ENUMERATION_TOLERANCE = 1e-11  # How far from an equation rounding may be, where many are tried on few numbers
 MAX_ENUMERATED = 8
 
 

@@ -515,8 +515,7 @@ class DifferenceExplainer(DifferenceLocator):
         )
 
 
-MEAN_OF_COUNT = {"target tokens": "mean loss", "evaluation targets": "evaluation loss"}
-"""And the mean over as many."""
+MEAN_OF_COUNT = {"target tokens": "mean loss", "evaluation targets": "evaluation loss"}  # And the mean over as many
 
 
 def _gradient_norm(reference: ReferenceStep) -> float:

@@ -7,14 +7,12 @@ from torch import Tensor
 
 from motet.parity.compare.tensor_differences import relative_distance
 
-FIT_TOLERANCE = 1e-9
-"""How far from an equation rounding may be; other mistakes are further away."""
-COEFFICIENT_TOLERANCE = 1e-7
-"""How far a coefficient may be from a number that has a meaning."""
+FIT_TOLERANCE = 1e-9  # How far from an equation rounding may be; other mistakes are further away
+COEFFICIENT_TOLERANCE = 1e-7  # How far a coefficient may be from a number that has a meaning
 TARGET_TOKENS = "target tokens"
 DTYPE_EPSILON = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+# How near what was lost is to what rounding loses; some elements may have been rounded the other way.
 ROUNDING_MATCH = 1e-3
-"""How near what was lost is to what rounding loses; some elements may have been rounded the other way."""
 
 
 def relative_error(value: Tensor, expected: Tensor) -> float:

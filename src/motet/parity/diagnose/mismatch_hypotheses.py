@@ -34,10 +34,8 @@ from motet.parity.diagnose.linear_fit import (
 )
 
 NOT_UPDATED = "it was not updated"
-MOSTLY_EQUAL_FRACTION = 0.9
-"""Of the elements of a tensor that is told by them."""
-MIN_ELEMENTS_FOR_ROUNDING = 16
-"""Numbers to tell rounding from other small mistakes."""
+MOSTLY_EQUAL_FRACTION = 0.9  # Of the elements of a tensor that is told by them
+MIN_ELEMENTS_FOR_ROUNDING = 16  # Numbers to tell rounding from other small mistakes
 
 
 @dataclass(frozen=True)
@@ -47,20 +45,15 @@ class TensorMismatch:
     value: Tensor
     expected: Tensor
     rank: int | None
-    known_factors: Mapping[str, float]
-    """What factors may come from: `dp` -> 4."""
-    contributions: Sequence[MicroBatchContribution] = ()
-    """That should make the sum."""
-    alternatives: Mapping[str, Tensor] = field(default_factory=dict)
-    """In words -> a tensor that it might be instead."""
-    value_before_step: Tensor | None = None
-    """What it was before the step."""
+    known_factors: Mapping[str, float]  # What factors may come from: `dp` -> 4
+    contributions: Sequence[MicroBatchContribution] = ()  # That should make the sum
+    alternatives: Mapping[str, Tensor] = field(default_factory=dict)  # In words -> a tensor that it might be instead
+    value_before_step: Tensor | None = None  # What it was before the step
+    # In words -> rows that those of the value might be, where it is of some.
     alternative_rows: Mapping[str, Tensor] = field(default_factory=dict)
-    """In words -> rows that those of the value might be, where it is of some."""
+    # Name -> flat tensor, a stretch of which the value might be.
     source_tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    """Name -> flat tensor, a stretch of which the value might be."""
-    previous_contributions: Sequence[MicroBatchContribution] = ()
-    """Shares of the step before."""
+    previous_contributions: Sequence[MicroBatchContribution] = ()  # Shares of the step before
 
 
 def explain_mismatch(mismatch: TensorMismatch, allows_rough_guess: bool = True) -> str:
@@ -236,8 +229,7 @@ class ExpectedSummand(NamedTuple):
 
     description: str
     value: Tensor
-    expected_factor: float
-    """How often it should be there."""
+    expected_factor: float  # How often it should be there
 
 
 def explain_sum(value: Tensor, summands: Sequence[ExpectedSummand], known_factors: Mapping[str, float]) -> str:

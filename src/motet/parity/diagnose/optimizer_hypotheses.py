@@ -12,8 +12,7 @@ from motet.parity.diagnose.linear_fit import FIT_TOLERANCE, factor_meaning, form
 from motet.parity.diagnose.mismatch_hypotheses import ExpectedSummand, TensorMismatch, explain_mismatch, explain_sum
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 
-MomentsByName = Mapping[str, Tensor]
-"""exp_avg, exp_avg_sq or momentum_buffer."""
+MomentsByName = Mapping[str, Tensor]  # exp_avg, exp_avg_sq or momentum_buffer
 
 
 @dataclass(frozen=True)
@@ -23,14 +22,11 @@ class ExpectedOptimizerUpdate:
     settings: OptimizerSettings
     learning_rate: float
     weight_decay: float
-    step_count: float
-    """Of steps, with this one."""
+    step_count: float  # Of steps, with this one
     master: Tensor
-    moments: MomentsByName
-    """Before it."""
+    moments: MomentsByName  # Before it
     gradient: Tensor
-    alternative_rates: Mapping[str, float] = field(default_factory=dict)
-    """In words -> that of another step."""
+    alternative_rates: Mapping[str, float] = field(default_factory=dict)  # In words -> that of another step
 
     def expected_state(self) -> dict[str, Tensor]:
         """By the formulas of AdamW (arXiv:1711.05101) or of SGD with momentum."""
@@ -149,8 +145,7 @@ def explain_update(
 
 
 FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
-UPDATE_TOLERANCE = 1e-6
-"""How near updates of masters are to each other, that are the same."""
+UPDATE_TOLERANCE = 1e-6  # How near updates of masters are to each other, that are the same
 
 
 def _matches_alternative(

@@ -19,8 +19,7 @@ from motet.parity.diagnose.single_device_recompute import MicroBatchResult
 from motet.parity.record.tensor_recorder import RecordedTensor
 
 SCALAR_TOLERANCE = 1e-10
-MAX_SUBSET_TENSORS = 16
-"""Of which any may be wrong; of more, one alone, or all that are smaller than one."""
+MAX_SUBSET_TENSORS = 16  # Of which any may be wrong; of more, one alone, or all that are smaller than one
 
 
 def is_near(a: float, b: float) -> bool:

@@ -38,8 +38,7 @@ class SingleDeviceRecompute:
     """One device, at one step of the reference."""
 
     subject: VerificationSubject
-    layout: Layout
-    """Whose shares of the work are asked for."""
+    layout: Layout  # Whose shares of the work are asked for
     reference_runs: ReferenceRuns
     step: int
 

@@ -8,10 +8,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+# A part of a parameter of more elements than the first becomes one of the second.
 MAX_SHARD_NUMEL, SHARD_SKETCH_WIDTH = 2**18, 4096
-"""A part of a parameter of more elements than the first becomes one of the second."""
+# The same for what belongs to one index of the first dimension of an activation.
 MAX_ROW_NUMEL, ROW_SKETCH_WIDTH = 2048, 512
-"""The same for what belongs to one index of the first dimension of an activation."""
 
 
 def sketch_shard(values: Tensor, start: int) -> Tensor:

@@ -18,6 +18,7 @@ from motet.parallel.reproducible.accurate_norm import squared_norm
 from motet.parity.record.random_sign_sketch import sketch_rows, sketch_shard
 from motet.train.engine import StepStats, TrainingEngine
 
+# In the order of a step; of what is of one kind, the order is that of execution on one device.
 TensorKind = Literal[
     "starting parameter",
     "sample",
@@ -34,7 +35,6 @@ TensorKind = Literal[
     "buffer",
     "evaluation",
 ]
-"""In the order of a step; of what is of one kind, the order is that of execution on one device."""
 
 
 class RecordedTensor(NamedTuple):
@@ -42,24 +42,17 @@ class RecordedTensor(NamedTuple):
 
     kind: TensorKind
     name: str
-    value: Tensor
-    """Folded, where it is large."""
-    microbatch: int = -1
-    """The micro-batch, in the order of this rank; -1: of the whole step."""
-    rows: tuple[int, ...] = ()
-    """Of the global batch, that it is of."""
+    value: Tensor  # Folded, where it is large
+    microbatch: int = -1  # The micro-batch, in the order of this rank; -1: of the whole step
+    rows: tuple[int, ...] = ()  # Of the global batch, that it is of
     start: int = 0
     numel: int = 0
-    unsharded_shape: tuple[int, ...] | None = None
-    """Of the whole, where it is `numel` of its elements from `start` on."""
+    unsharded_shape: tuple[int, ...] | None = None  # Of the whole, where it is `numel` of its elements from `start` on
     dtype: str = "float64"
     is_sketched: bool = False
-    significant_bits: int = 0
-    """Significant ones, of any of its numbers; 0 where it has too few numbers to tell."""
-    flops_so_far: float = 0.0
-    """Of floating point, until it was there, where they are counted."""
-    squared_norm: float = 0.0
-    """Of a summed gradient: its own, before it was folded."""
+    significant_bits: int = 0  # Significant ones, of any of its numbers; 0 where it has too few numbers to tell
+    flops_so_far: float = 0.0  # Of floating point, until it was there, where they are counted
+    squared_norm: float = 0.0  # Of a summed gradient: its own, before it was folded
 
 
 @dataclass
@@ -69,20 +62,15 @@ class TensorRecorder:
     records: list[RecordedTensor] = field(default_factory=list)
     microbatch: int = -1
     rows: tuple[int, ...] = ()
-    sketches_shards: bool = True
-    """Parts of parameters become short where they are long; rows of activations always."""
-    call_counts: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """In this micro-batch."""
-    flops_so_far: Callable[[], float] = lambda: 0.0
-    """So far."""
-    mask_count: int = 0
-    """In this micro-batch."""
-    is_recording: bool = True
-    """Whether something comes of this micro-batch; if not, it is not recorded."""
+    sketches_shards: bool = True  # Parts of parameters become short where they are long; rows of activations always
+    call_counts: Counter[tuple[str, str]] = field(default_factory=Counter)  # In this micro-batch
+    flops_so_far: Callable[[], float] = lambda: 0.0  # So far
+    mask_count: int = 0  # In this micro-batch
+    is_recording: bool = True  # Whether something comes of this micro-batch; if not, it is not recorded
+    # Names of parameters in the order in which backward had their gradients.
     gradient_order: list[str] = field(default_factory=list)
-    """Names of parameters in the order in which backward had their gradients."""
+    # On what modules gave; some of it may be a parameter, which stays.
     gradient_hooks: list[RemovableHandle] = field(default_factory=list)
-    """On what modules gave; some of it may be a parameter, which stays."""
 
     def add(self, kind: TensorKind, name: str, value: Tensor) -> None:
         """Of the micro-batch that is computed."""
@@ -212,8 +200,7 @@ def count_significant_bits(tensor: Tensor) -> int:
     return 53 - int(torch.log2(lowest_set_bits.double().min()))
 
 
-MIN_ELEMENTS_FOR_BITS = 64
-"""Numbers to tell from what they were rounded to."""
+MIN_ELEMENTS_FOR_BITS = 64  # Numbers to tell from what they were rounded to
 
 
 # --- a step that is recorded -----------------------------------------------------------------------

@@ -15,8 +15,8 @@ from motet.parity.diagnose.single_device_recompute import MicroBatchResult, Sing
 from motet.parity.record.tensor_recorder import RecordedTensor, TensorKind, TensorRecorder
 from motet.parity.subjects.module_subject import ModuleVerificationSubject, select_rows
 
+# A step with the batch of all ranks -> full tensors by name, the same on every rank.
 ExternalStepFunction = Callable[[Any], Mapping[str, Tensor]]
-"""A step with the batch of all ranks -> full tensors by name, the same on every rank."""
 SCALAR_KEYS: dict[str, TensorKey] = {"loss": ("sum", "mean loss"), "norm": ("norm", "gradient norm")}
 TENSOR_KINDS = ("gradient", "parameter", "activation")
 

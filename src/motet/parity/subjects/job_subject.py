@@ -110,8 +110,7 @@ class JobVerificationSubjectOnRank:
 
     job: Job
     context: TrainingComponents
-    row_order: Sequence[int] | None = None
-    """Of the rows of a batch."""
+    row_order: Sequence[int] | None = None  # Of the rows of a batch
 
     @property
     def engine(self) -> TrainingEngine:
@@ -181,8 +180,7 @@ class _RecordingSamples:
     inner: BatchSource
     recorder: TensorRecorder
     row_order: Sequence[int] | None
-    recording_flags: Iterator[bool]
-    """Whether something is to come of the next micro-batch."""
+    recording_flags: Iterator[bool]  # Whether something is to come of the next micro-batch
 
     def batch(self, step: int, rows: range) -> Batch:
         batch = self.inner.batch(step, rows)

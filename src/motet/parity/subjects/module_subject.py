@@ -28,8 +28,7 @@ LossFunction = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]
 SEED = 0
 
 
-_BUILT_MODULES: WeakSet[nn.Module] = WeakSet()
-"""Modules that are trained already."""
+_BUILT_MODULES: WeakSet[nn.Module] = WeakSet()  # Modules that are trained already
 
 
 @dataclass(frozen=True)
@@ -37,10 +36,10 @@ class ModuleVerificationSubject:
     """What the caller gives."""
 
     model_fn: Callable[[], nn.Module]
+    # Step -> the batch of all ranks; the first dimension of each tensor is its rows.
     batch_fn: Callable[[int], UserBatch]
-    """Step -> the batch of all ranks; the first dimension of each tensor is its rows."""
+    # Of a module and some rows of a batch: the mean of the losses of rows, or their sum and how many there are.
     loss_fn: LossFunction
-    """Of a module and some rows of a batch: the mean of the losses of rows, or their sum and how many there are."""
     optimizer: OptimizerSettings
     steps: int
     layout: LayoutSettings = field(default_factory=LayoutSettings)

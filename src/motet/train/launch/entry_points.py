@@ -54,8 +54,7 @@ class TrainRequest:
     """What the user asks for."""
 
     job: Job
-    resume_from: Path | None
-    """The folder of the run to continue; by the rule of `run.folder` when not given."""
+    resume_from: Path | None  # The folder of the run to continue; by the rule of `run.folder` when not given
     command_line: list[str]
 
 
@@ -65,10 +64,8 @@ class SupervisorIO:
 
     environment: Mapping[str, str]
     log: LogFunction
-    show_progress: Callable[[], AbstractContextManager[ProgressCallback]]
-    """Hears of data while it is prepared."""
-    stdout_fd: int | None = None
-    """File descriptor for the progress of training; stdout when not given."""
+    show_progress: Callable[[], AbstractContextManager[ProgressCallback]]  # Hears of data while it is prepared
+    stdout_fd: int | None = None  # File descriptor for the progress of training; stdout when not given
 
 
 def supervise_local_ranks(request: TrainRequest, io: SupervisorIO) -> tuple[Path, LaunchExitStatus]:

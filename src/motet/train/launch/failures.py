@@ -74,15 +74,11 @@ class RankExitRecord:
     """How the work of one rank ended."""
 
     rank: int
-    time_s: float
-    """Seconds of the machine's clock, to tell which failure came first."""
+    time_s: float  # Seconds of the machine's clock, to tell which failure came first
     exit_code: int
-    error_message: str = ""
-    """What went wrong; empty when nothing did."""
-    traceback: str = ""
-    """Empty when the sentence is all that the user needs."""
-    caused_by_peer: bool = False
-    """It failed only because another rank did."""
+    error_message: str = ""  # What went wrong; empty when nothing did
+    traceback: str = ""  # Empty when the sentence is all that the user needs
+    caused_by_peer: bool = False  # It failed only because another rank did
 
     @property
     def is_unanimous(self) -> bool:

@@ -14,8 +14,8 @@ from motet.parallel.parameter_server.server_settings import check_server_setting
 from motet.precision.recipe import RECIPES
 from motet.train.job import Job
 
+# What a process that has imported torch keeps for itself alone, at least (measured: 145 MiB on Linux).
 TORCH_PROCESS_BYTES = 64 << 20
-"""What a process that has imported torch keeps for itself alone, at least (measured: 145 MiB on Linux)."""
 
 
 def check_job(job: Job, ranks: int) -> Layout:

@@ -38,8 +38,7 @@ class RunFolderSnapshot:
     """A run folder as a start found it, so that bad input can leave it like that."""
 
     path: Path
-    contents: dict[str, bytes]
-    """Of the files that a start writes anew; without a job.toml it was no run yet."""
+    contents: dict[str, bytes]  # Of the files that a start writes anew; without a job.toml it was no run yet
     events_bytes: int
 
     @property

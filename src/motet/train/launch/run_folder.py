@@ -62,13 +62,11 @@ RESUME_RULES: dict[str, ResumeRule] = {
 class RunFolderChoice:
     """The folder that a job is going to run in; nothing was made yet."""
 
-    path: Path
-    """Without its number when `numbered`."""
+    path: Path  # Without its number when `numbered`
     is_numbered: bool = False
     first_number: int = 1
     is_resumed: bool = False
-    remarks: tuple[str, ...] = ()
-    """What the user should know about continuing there."""
+    remarks: tuple[str, ...] = ()  # What the user should know about continuing there
 
     def create(self) -> Path:
         """Make the folder, or take the next free number. Two runs that start together get two numbers."""

@@ -32,47 +32,35 @@ from motet.train.launch.failures import (
 )
 
 POLL_S = 0.03
-EXIT_RECORD_WAIT_S = 1.0
-"""How long the others may take to tell their side of a failure."""
-SIGTERM_GRACE_S = 0.5
-"""Between SIGTERM and SIGKILL for what is left of a failed group."""
+EXIT_RECORD_WAIT_S = 1.0  # How long the others may take to tell their side of a failure
+SIGTERM_GRACE_S = 0.5  # Between SIGTERM and SIGKILL for what is left of a failed group
 LOG_TAIL_LINES = 20
-COORDINATOR_EXIT_GRACE_S = 10.0
-"""How long the others may take to end after their desk."""
+COORDINATOR_EXIT_GRACE_S = 10.0  # How long the others may take to end after their desk
 
 
 @dataclass(frozen=True)
 class ElasticRankPolicy:
     """Ranks that may end while the others go on, unless they say that the work itself is wrong."""
 
-    servers: range = range(0)
-    """Each is needed, and another process may take its place."""
-    workers: range = range(0)
-    """The others do without it, if there is one left."""
-    spares: int = 0
-    """Processes that may take the place of another, in all."""
-    has_coordinator: bool = True
-    """Rank 0, by whose end the others end."""
+    servers: range = range(0)  # Each is needed, and another process may take its place
+    workers: range = range(0)  # The others do without it, if there is one left
+    spares: int = 0  # Processes that may take the place of another, in all
+    has_coordinator: bool = True  # Rank 0, by whose end the others end
 
 
 @dataclass(frozen=True)
 class LaunchSpec:
     """What to start on this machine."""
 
-    command: tuple[str, ...]
-    """Starts one rank, which finds its place in the environment and leaves a record."""
+    command: tuple[str, ...]  # Starts one rank, which finds its place in the environment and leaves a record
     ranks: int
     environment: Mapping[str, str]
-    log_folder: Path
-    """Where the output of all ranks but rank 0 goes."""
+    log_folder: Path  # Where the output of all ranks but rank 0 goes
     max_restarts: int = 0
-    stdout_fd: int | None = None
-    """File descriptor for the stdout of rank 0; our own when not given."""
+    stdout_fd: int | None = None  # File descriptor for the stdout of rank 0; our own when not given
     elastic_policy: ElasticRankPolicy | None = None
-    coordinator_address: str = ""
-    """HOST:PORT of a desk that is there already."""
-    stop_message: str = "stopping after this step and saving"
-    """What ranks do that are asked to stop."""
+    coordinator_address: str = ""  # HOST:PORT of a desk that is there already
+    stop_message: str = "stopping after this step and saving"  # What ranks do that are asked to stop
 
 
 @dataclass(frozen=True)
@@ -170,10 +158,8 @@ class _RankProcess:
     process: subprocess.Popen[bytes]
     records_folder: Path
     log_file: Path
-    log_offset: int
-    """Where the log began to be ours: earlier attempts stand before it."""
-    incarnation: int = 0
-    """How many processes had this place before."""
+    log_offset: int  # Where the log began to be ours: earlier attempts stand before it
+    incarnation: int = 0  # How many processes had this place before
     ended_at_s: float = 0.0
 
     def poll(self) -> int | None:
@@ -200,8 +186,7 @@ class _LaunchAttempt:
     attempt: int
     folder: Path
     ranks: list[_RankProcess] = field(default_factory=list)
-    used_spares: int = 0
-    """Spares that were started."""
+    used_spares: int = 0  # Spares that were started
 
     def start_ranks(self) -> None:
         if self.spec.coordinator_address:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 
-BLOCK_ELEMENTS = 1 << 16
-"""What is worked on at once, so that everything of it stays in the cache of a CPU."""
+BLOCK_ELEMENTS = 1 << 16  # What is worked on at once, so that everything of it stays in the cache of a CPU
 
 
 class BitwiseReproducibleOptimizer(torch.optim.Optimizer):

@@ -28,8 +28,8 @@ from motet.precision.recipe import PrecisionRecipe
 from motet.train.optimizer.bitwise_reproducible_optimizer import BitwiseReproducibleOptimizer
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 
+# (learning-rate scale, weight decay): parameters that agree in both share one flat tensor.
 ParameterGroupKey = tuple[float, float]
-"""(learning-rate scale, weight decay): parameters that agree in both share one flat tensor."""
 
 
 def group_parameters(

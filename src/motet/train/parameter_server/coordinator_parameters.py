@@ -43,10 +43,8 @@ class CoordinatorParameterCopy:
     partition: ParameterPartition
     optimizer: ShardedOptimizer
     _coordinator: CoordinatorProcess | None = None
-    _version: int = 0
-    """The updates in it."""
-    _skips_fetch: bool = False
-    """What it has is wanted, not what the servers have."""
+    _version: int = 0  # The updates in it
+    _skips_fetch: bool = False  # What it has is wanted, not what the servers have
 
     def attach(self, coordinator: CoordinatorProcess) -> None:
         """It is what the servers have begun with."""

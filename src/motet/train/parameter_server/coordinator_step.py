@@ -21,18 +21,14 @@ class WorkItemReport(NamedTuple):
     loss_sum: float
     targets: float
     tokens: float
-    squared_norm: float
-    """Of the norm of its gradient, where it is an update by itself; else 0."""
-    oldest_version: float
-    """The oldest of what it was computed with."""
+    squared_norm: float  # Of the norm of its gradient, where it is an update by itself; else 0
+    oldest_version: float  # The oldest of what it was computed with
 
 
 class ServerUpdateStats(NamedTuple):
     reports: list[WorkItemReport]
-    update_staleness: list[int]
-    """How many updates before it each lacked."""
-    step_staleness: list[int]
-    """How many steps before its own each lacked some of."""
+    update_staleness: list[int]  # How many updates before it each lacked
+    step_staleness: list[int]  # How many steps before its own each lacked some of
     grad_norm: float
     is_applied: bool
 
@@ -42,12 +38,10 @@ class StepCompletionTracker:
     """The steps that updates have all of."""
 
     policy: ConsistencyPolicy
-    first_step: int
-    """Steps before the first update that is told of."""
-    work_items_by_step: Counter[int] = field(default_factory=Counter)
-    """Shares of steps that are not whole."""
+    first_step: int  # Steps before the first update that is told of
+    work_items_by_step: Counter[int] = field(default_factory=Counter)  # Shares of steps that are not whole
+    # Of each step after `done`: updates that have all of it.
     updates_at_step_end: list[int] = field(default_factory=list)
-    """Of each step after `done`: updates that have all of it."""
 
     def add_update(self, update: int, work_items: Iterable[int]) -> None:
         """What an update has."""
@@ -70,11 +64,9 @@ class CoordinatorTrainStep:
     total_steps: int
     completion: StepCompletionTracker
     coordinator: CoordinatorProcess | None = None
-    unreported_updates: list[ServerUpdateStats] = field(default_factory=list)
-    """Of each update that is in no step yet."""
+    unreported_updates: list[ServerUpdateStats] = field(default_factory=list)  # Of each update that is in no step yet
     consecutive_skipped: int = 0
-    last_traffic_bytes: tuple[int, int] = (0, 0)
-    """What all servers have sent and received, as told before."""
+    last_traffic_bytes: tuple[int, int] = (0, 0)  # What all servers have sent and received, as told before
 
     def decide_update(
         self, update: int, reports: dict[int, OpaqueScalars], squared_norms: dict[int, float]

@@ -25,8 +25,7 @@ from motet.parallel.process.process_group import rendezvous_store
 from motet.parallel.process.rank_consistency import module_signature
 from motet.train.job import Job
 
-WORK_ITEMS_ENTRY = "shares"
-"""What the desk says of how a step is cut."""
+WORK_ITEMS_ENTRY = "shares"  # What the desk says of how a step is cut
 ADDRESS_POLL_INTERVAL_S = 0.05
 
 
@@ -36,10 +35,9 @@ class ParameterServerRole:
 
     job: Job
     rank_env: RankEnvironment
+    # `desk`, `s0` and so on, `w0` and so on; those of workers that joined begin with the name of their machine.
     role_name: str
-    """`desk`, `s0` and so on, `w0` and so on; those of workers that joined begin with the name of their machine."""
-    sibling_errors: list[BaseException] = field(default_factory=list)
-    """What a thread beside this one ended with."""
+    sibling_errors: list[BaseException] = field(default_factory=list)  # What a thread beside this one ended with
 
     @property
     def process_name(self) -> str:

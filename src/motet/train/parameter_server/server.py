@@ -19,8 +19,7 @@ from motet.train.optimizer.sharded_optimizer import make_torch_optimizer
 from motet.train.parameter_server.coordinator_parameters import build_partition
 from motet.train.parameter_server.process_roles import ParameterServerRole, build_handshake, open_transport
 
-SNAPSHOTS_FOLDER = "servers"
-"""In the run folder."""
+SNAPSHOTS_FOLDER = "servers"  # In the run folder
 
 
 def run_server(role: ParameterServerRole, folder: Path) -> None:

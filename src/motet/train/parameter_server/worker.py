@@ -85,8 +85,7 @@ class ParameterServerWorker:
     partition: ParameterPartition
     flat_parameters: FlatParameters
     stop: StopFlag
-    client: ParameterServerClient | None = None
-    """Another one when it joins anew."""
+    client: ParameterServerClient | None = None  # Another one when it joins anew
 
     def run(self, client: ParameterServerClient, parameter_usage: ParameterUsageTracker) -> None:
         """Share after share, until the end."""

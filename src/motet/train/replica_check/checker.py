@@ -44,8 +44,7 @@ from motet.train.replica_check.invariants import (
 )
 from motet.train.step import BatchSource, LocalStepResult, StepModel
 
-DIGEST_CHUNK_WORDS = 1 << 20
-"""Words that are looked at together."""
+DIGEST_CHUNK_WORDS = 1 << 20  # Words that are looked at together
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,7 @@ class ReplicaChecker:
     layout: Layout
     batch_sequences: int
     communication: CommunicationSettings
-    every_steps: int
-    """Steps."""
+    every_steps: int  # Steps
 
     def is_due(self, step: int) -> bool:
         return (step + 1) % self.every_steps == 0

@@ -21,58 +21,41 @@ _EPS = 2.0**-53
 class RankDigestReport(NamedTuple):
     """Of one rank. Its neighbour is the rank before it, whose work it does again."""
 
+    # Digest of device, threads and versions: where they are the same, so are the bits of what is computed.
     machine_digest: int
-    """Digest of device, threads and versions: where they are the same, so are the bits of what is computed."""
-    parameters: int
-    """Digest of what the model computed with, where every rank has all of it, and of its buffers."""
-    states: int
-    """Digest of masters and moments after the update."""
-    rows: int
-    """Digest of the numbers of the rows that were read, in any order."""
+    parameters: int  # Digest of what the model computed with, where every rank has all of it, and of its buffers
+    states: int  # Digest of masters and moments after the update
+    rows: int  # Digest of the numbers of the rows that were read, in any order
     row_count: int
-    batches: int
-    """Digest of what was read."""
-    neighbour_batches: int
-    """Digest of what the neighbour should have read."""
+    batches: int  # Digest of what was read
+    neighbour_batches: int  # Digest of what the neighbour should have read
     targets: int
     neighbour_targets: int
-    gradients: int
-    """Digest of this rank's share of the sums of gradients."""
-    norm: int
-    """Of all gradients, by which they are clipped."""
-    squared_norm: int
-    """Of the norm of that share."""
-    loss: int
-    """Of the first micro-batch."""
-    neighbour_loss: int
-    """Of the neighbour's first micro-batch, computed here."""
+    gradients: int  # Digest of this rank's share of the sums of gradients
+    norm: int  # Of all gradients, by which they are clipped
+    squared_norm: int  # Of the norm of that share
+    loss: int  # Of the first micro-batch
+    neighbour_loss: int  # Of the neighbour's first micro-batch, computed here
 
 
 @dataclass(frozen=True)
 class ExpectedInvariants:
     """What must come out."""
 
-    gradient_groups: RankGroups
-    """Ranks that have the same share of the sums of gradients."""
-    state_groups: RankGroups
-    """Ranks that keep the same masters."""
-    rows: range
-    """That these ranks read together."""
-    targets: float
-    """As the step has counted them, by which the sums were divided."""
+    gradient_groups: RankGroups  # Ranks that have the same share of the sums of gradients
+    state_groups: RankGroups  # Ranks that keep the same masters
+    rows: range  # That these ranks read together
+    targets: float  # As the step has counted them, by which the sums were divided
+    # The norm is what ranks find by themselves, but for rounding; not where it was summed up exactly.
     rechecks_norm: bool = True
-    """The norm is what ranks find by themselves, but for rounding; not where it was summed up exactly."""
 
 
 class InvariantViolation(NamedTuple):
     """An invariant that does not hold."""
 
-    invariant: str
-    """`parameters`, `states`, `rows`, `batches`, `targets`, `norm`, `gradients` or `loss`."""
-    ranks: tuple[int, ...]
-    """That are unlike most others; or all that differ, where no side has more."""
-    description: str
-    """How it shows; a clause."""
+    invariant: str  # `parameters`, `states`, `rows`, `batches`, `targets`, `norm`, `gradients` or `loss`
+    ranks: tuple[int, ...]  # That are unlike most others; or all that differ, where no side has more
+    description: str  # How it shows; a clause
 
 
 VIOLATION_CAUSES = {

@@ -9,10 +9,8 @@ from torch import Tensor
 from motet.collectives.shm_backend.transport.shared_memory import MESSAGE_RING_BYTES, SharedMemorySegment
 from motet.collectives.shm_backend.transport.sockets import PeerSocket, memoryview_of
 
-ALIGNMENT_BYTES = 64
-"""What lies in a ring begins on a cache line, so that a head never wraps around."""
-BURST_BYTES = 128 << 10
-"""The reader can start when so much has been written."""
+ALIGNMENT_BYTES = 64  # What lies in a ring begins on a cache line, so that a head never wraps around
+BURST_BYTES = 128 << 10  # The reader can start when so much has been written
 
 
 class ByteStream(Protocol):

@@ -22,8 +22,7 @@ from motet.collectives.shm_backend.transport.shared_memory import (
 )
 
 FUTEX_TIMEOUT_S = 0.002
-LIVENESS_CHECK_S = 0.02
-"""How often a rank that waits looks whether the others are still there."""
+LIVENESS_CHECK_S = 0.02  # How often a rank that waits looks whether the others are still there
 SPINS = 400
 YIELDS = 30
 DESCRIPTION_INDEX_BITS = 8
@@ -35,10 +34,8 @@ STATE_FAILED = 1
 class LocalPeerProcess:
     """A rank of this host."""
 
-    rank: int
-    """In the group."""
-    pidfd: int
-    """Readable when the process has ended."""
+    rank: int  # In the group
+    pidfd: int  # Readable when the process has ended
 
 
 class LocalPeerSync:

@@ -57,8 +57,8 @@ class IncomingMessage:
     length: int
     description: str
     source: int
+    # Where its bytes go; None until a receive is found for it, or it has to make room for others.
     data: Tensor | None = None
-    """Where its bytes go; None until a receive is found for it, or it has to make room for others."""
     received_bytes: int = 0
     receive: PostedReceive | None = None
 
@@ -74,8 +74,8 @@ class PeerMessageQueues:
     incoming: IncomingMessage | None = None
     header: Tensor = field(default_factory=lambda: torch.empty(ALIGNMENT_BYTES, dtype=torch.uint8))
     header_received_bytes: int = 0
+    # Messages that came before their receive and stood in the way of others.
     unexpected: list[IncomingMessage] = field(default_factory=list)
-    """Messages that came before their receive and stood in the way of others."""
 
     def open_receives(self) -> list[PostedReceive]:
         begun = [message.receive for message in [self.incoming, *self.unexpected] if message and message.receive]
@@ -96,8 +96,7 @@ class MessageMatcher:
         self.rank, self.timeout_s = rank, timeout_s
         self.peers = {other: PeerMessageQueues(other, lane) for other, lane in streams.items()}
         self._waiter = waiter
-        self._lost_reason = lost_reason
-        """Why nothing will come from a rank any more, or nothing."""
+        self._lost_reason = lost_reason  # Why nothing will come from a rank any more, or nothing
         self._any_source_receives: deque[PostedReceive] = deque()
         self._lock = threading.RLock()
         self._waiting_callers = 0

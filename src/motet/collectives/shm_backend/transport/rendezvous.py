@@ -31,8 +31,7 @@ class RankContactInfo:
 
     host: str
     pid: int
-    born: str
-    """When the process started, in the kernel's ticks: a number of a dead process may be used again."""
+    born: str  # When the process started, in the kernel's ticks: a number of a dead process may be used again
     addresses: tuple[str, ...] = ()
     port: int = 0
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 WORD_BYTES = 8
-CACHE_LINE_WORDS = 8
-"""Words between two counters, so that two writers never share a cache line."""
+CACHE_LINE_WORDS = 8  # Words between two counters, so that two writers never share a cache line
 
+# Counters of a rank: the beat it has put out and the one it has taken in, the collective it has begun and the last it
+# has finished, whether it has given up, and whether it sleeps (in a collective, or for a message).
 (
     PUBLISHED_ROUND,
     CONSUMED_ROUND,
@@ -24,21 +25,18 @@ CACHE_LINE_WORDS = 8
     COLLECTIVE_SLEEP_FLAG,
     MESSAGE_SLEEP_FLAG,
 ) = (CACHE_LINE_WORDS * i for i in range(7))
-"""Counters of a rank: the beat it has put out and the one it has taken in, the collective it has begun and the last it
-has finished, whether it has given up, and whether it sleeps (in a collective, or for a message)."""
 
 SIGNATURE_SLOTS = 64
 _SIGNATURES_OFFSET = CACHE_LINE_WORDS * 7
 _PAIR_COUNTERS_OFFSET = _SIGNATURES_OFFSET + SIGNATURE_SLOTS
 DESCRIPTION_BYTES = 256
+# Descriptions of collectives that a rank keeps; the last of them says why the rank has given up.
 DESCRIPTION_SLOTS = 128
-"""Descriptions of collectives that a rank keeps; the last of them says why the rank has given up."""
 
 BUFFERS_PER_RANK = 4
+# What a rank can put out in one beat; the buffers are used in turn, so that one is written while others are read.
 BUFFER_BYTES = 2 << 20
-"""What a rank can put out in one beat; the buffers are used in turn, so that one is written while others are read."""
-MESSAGE_RING_BYTES = 512 << 10
-"""Messages from one rank to another pass through a ring of so many bytes."""
+MESSAGE_RING_BYTES = 512 << 10  # Messages from one rank to another pass through a ring of so many bytes
 PAGE_BYTES = 4096
 
 

@@ -17,8 +17,8 @@ from motet.parallel.data_parallel.communication.communication_settings import (
 )
 from motet.parallel.layout import Layout
 
+# The ranks that share a copy, those that hold the same shard, and neighbours that share a second copy.
 GroupName = Literal["shards", "replicas", "near"]
-"""The ranks that share a copy, those that hold the same shard, and neighbours that share a second copy."""
 
 
 class CollectiveAlgorithmSelector:
@@ -33,8 +33,8 @@ class CollectiveAlgorithmSelector:
             "replicas": comm_groups.replica_groups,
             "near": comm_groups.secondary_shard_groups,
         }
+        # (collective, over which ranks, bytes of the whole) -> a Program, or None for the backend's own way.
         self.program: Callable[[str, GroupName, int], Program | None] = cache(self._select_program)
-        """(collective, over which ranks, bytes of the whole) -> a Program, or None for the backend's own way."""
 
     def group_size(self, group_name: GroupName) -> int:
         """How many do it together."""

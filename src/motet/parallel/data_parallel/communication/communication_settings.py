@@ -81,16 +81,12 @@ def uses_gradient_gather(settings: CommunicationSettings, layout: Layout) -> boo
 class CommunicationGroups:
     """Which ranks do the sums and gathers of a step together."""
 
+    # Sums are scattered over these, and gathered from them; the place of a rank among its own is that of its shard.
     shard_groups: RankGroups
-    """Sums are scattered over these, and gathered from them; the place of a rank among its own is that of its shard."""
-    replica_groups: RankGroups
-    """Those that have the same shard, whose sums are all-reduced."""
-    gathers_gradients: bool
-    """It is shards of the sums that are gathered, and then every rank updates everything."""
-    secondary_shard_groups: RankGroups = ()
-    """Of `shares`, those that share a second copy."""
-    secondary_replica_groups: RankGroups = ()
-    """Of `shares`, those that have the same part of a second copy."""
+    replica_groups: RankGroups  # Those that have the same shard, whose sums are all-reduced
+    gathers_gradients: bool  # It is shards of the sums that are gathered, and then every rank updates everything
+    secondary_shard_groups: RankGroups = ()  # Of `shares`, those that share a second copy
+    secondary_replica_groups: RankGroups = ()  # Of `shares`, those that have the same part of a second copy
 
 
 def resolve_communication_groups(settings: CommunicationSettings, layout: Layout) -> CommunicationGroups:
@@ -110,12 +106,9 @@ def resolve_communication_groups(settings: CommunicationSettings, layout: Layout
 class CommunicationCodecs:
     """What is compressed in a layout, and how."""
 
-    shard_gradients: CodecOptions | None = None
-    """Sums over the ranks that share a copy."""
-    replica_gradients: CodecOptions | None = None
-    """Sums over replicas."""
-    parameters: BlockwiseCodecOptions | None = None
-    """Gathering of parameters."""
+    shard_gradients: CodecOptions | None = None  # Sums over the ranks that share a copy
+    replica_gradients: CodecOptions | None = None  # Sums over replicas
+    parameters: BlockwiseCodecOptions | None = None  # Gathering of parameters
     has_shard_error_feedback: bool = False
     has_replica_error_feedback: bool = False
 

@@ -49,8 +49,8 @@ class CompressedGradientReducer:
         self.codec = codec
         self.group = group
         self._specs = specs[shard].buffers
+        # Of what the state is of, the same on all ranks.
         self._digest = crc32(repr((str(codec), group.world, specs)).encode())
-        """Of what the state is of, the same on all ranks."""
         dtype = getattr(torch, specs[shard].dtype)
         sizes = [s.numel if uses_error_feedback else 0 for s in self._specs]
         self.errors = torch.zeros(sum(sizes), dtype=dtype, device=group.device)
@@ -185,12 +185,10 @@ class DataParallelCommunicator:
         )
         self._parameter_codec = codecs.parameters
         self._tree_reducer = ReproducibleTreeReducer(mesh, layout) if layout.reproducible_batch_size else None
-        self._steps_begun = torch.zeros((), dtype=torch.int64)
-        """Begun since the first of the run."""
-        self._microbatch = 0
-        """The micro-batch."""
+        self._steps_begun = torch.zeros((), dtype=torch.int64)  # Begun since the first of the run
+        self._microbatch = 0  # The micro-batch
+        # That all ranks do the same is checked until the second step begins; every other is like the first.
         self._checks_calls = True
-        """That all ranks do the same is checked until the second step begins; every other is like the first."""
         self._has_begun = False
         device = mesh.shard_group.device
         self._stream = torch.cuda.Stream(device) if codecs != CommunicationCodecs() and device.type == "cuda" else None

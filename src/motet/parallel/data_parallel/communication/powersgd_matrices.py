@@ -27,8 +27,7 @@ class ReductionBufferSpec(NamedTuple):
 
     numel: int
     matrices: tuple[MatrixView, ...] = ()
-    padding: tuple[tuple[int, int], ...] = ()
-    """(start, stop) of what belongs to no parameter."""
+    padding: tuple[tuple[int, int], ...] = ()  # (start, stop) of what belongs to no parameter
 
     def split_for_powersgd(self, codec: PowerSGDCodecOptions, dtype: str) -> list[slice | MatrixView]:
         """In order: the matrices that the codec makes smaller, and what lies between."""

@@ -14,14 +14,12 @@ from motet.parallel.process.process_group import RankGroup
 class ShardReplicaMesh:
     """As one rank sees it. Neighbours share a copy: rank = replica x shards + shard."""
 
-    shard_group: RankGroup
-    """The ranks with which this one shares a copy of what is sharded."""
-    replica_group: RankGroup
-    """The ranks that hold the same shard as this one."""
+    shard_group: RankGroup  # The ranks with which this one shares a copy of what is sharded
+    replica_group: RankGroup  # The ranks that hold the same shard as this one
+    # Of `shards`, the neighbours that share a second copy between forward and backward.
     secondary_shard_group: RankGroup | None = None
-    """Of `shards`, the neighbours that share a second copy between forward and backward."""
+    # Of `shards`, those that hold the same part of such a copy as this one.
     secondary_replica_group: RankGroup | None = None
-    """Of `shards`, those that hold the same part of such a copy as this one."""
 
     @property
     def contributes_to_norm(self) -> bool:

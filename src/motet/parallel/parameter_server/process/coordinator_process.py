@@ -26,10 +26,8 @@ from motet.parallel.parameter_server.protocol.messages import (
     WorkItemCompleted,
 )
 
-REFETCH_INTERVAL_S = 0.05
-"""Before a server is asked again that has not come to the last update."""
-RECONNECT_GRACE_S = 3.0
-"""For whose connection was closed, as that of a process is that ends."""
+REFETCH_INTERVAL_S = 0.05  # Before a server is asked again that has not come to the last update
+RECONNECT_GRACE_S = 3.0  # For whose connection was closed, as that of a process is that ends
 
 
 class CoordinatorProcess:
@@ -50,22 +48,18 @@ class CoordinatorProcess:
         self._transport = transport
         self._timeout_s, self._eviction_timeout_s = timeouts_s
         self._stored_slice_state = stored_slice_state
+        # What `stored` is of: (updates, the shares in them).
         self._stored_version = state_machine.first_logged_update, state_machine.decided
-        """What `stored` is of: (updates, the shares in them)."""
         self._addresses: dict[str, tuple[str, int]] = {}
+        # Whose connection is lost: since when, and whether it fell silent.
         self._disconnected: dict[str, tuple[float, bool]] = {}
-        """Whose connection is lost: since when, and whether it fell silent."""
+        # What those that took the place of another were told, and whether with what is stored.
         self._assigned_states: dict[str, list[tuple[ParameterStateAssignment, bool]]] = {}
-        """What those that took the place of another were told, and whether with what is stored."""
         self._fetched_states: dict[int, bytearray] = {}
-        self._pending_fetches: set[int] = set()
-        """Pieces that were asked for."""
-        self._ever_connected: set[str] = set()
-        """Who was ever connected."""
-        self._stale_slices: set[int] = set()
-        """Those of which something older came."""
-        self._initialized_servers: set[str] = set()
-        """Servers that know what all their pieces are."""
+        self._pending_fetches: set[int] = set()  # Pieces that were asked for
+        self._ever_connected: set[str] = set()  # Who was ever connected
+        self._stale_slices: set[int] = set()  # Those of which something older came
+        self._initialized_servers: set[str] = set()  # Servers that know what all their pieces are
         self._is_closing = False
         self._has_sent_shutdown = False
 

@@ -35,11 +35,9 @@ class ParameterPartition:
     buckets: tuple[Bucket, ...]
     slices: tuple[ParameterSlice, ...]
     recipe: PrecisionRecipe
-    optimizer_groups: tuple[tuple[float, float], ...]
-    """Of the optimizer: (scale of the learning rate, weight decay)."""
+    optimizer_groups: tuple[tuple[float, float], ...]  # Of the optimizer: (scale of the learning rate, weight decay)
     compression: PushPullCompression = NO_COMPRESSION
-    delay_compensation: float = 0.0
-    """Of delays: how much of what has become of the parameters since."""
+    delay_compensation: float = 0.0  # Of delays: how much of what has become of the parameters since
 
     @property
     def gradient_dtype(self) -> torch.dtype:
@@ -64,18 +62,14 @@ class _ParameterSliceTensors:
 
     master: Tensor
     optimizer: torch.optim.Optimizer
-    optimizer_slices: list[tuple[slice, nn.Parameter]]
-    """(where in the piece, what is updated as one)"""
-    published_value: Tensor
-    """What is pulled: parameters, or a message about them."""
-    pushes: dict[int, bytearray] = field(default_factory=dict)
-    """By share, as it came."""
+    optimizer_slices: list[tuple[slice, nn.Parameter]]  # (where in the piece, what is updated as one)
+    published_value: Tensor  # What is pulled: parameters, or a message about them
+    pushes: dict[int, bytearray] = field(default_factory=dict)  # By share, as it came
+    # By worker, the parameters of its last pull, where delays are compensated for.
     pulled_by_worker: dict[str, Tensor] = field(default_factory=dict)
-    """By worker, the parameters of its last pull, where delays are compensated for."""
+    # By share, the parameters that it was computed with.
     parameters_at_pull: dict[int, Tensor] = field(default_factory=dict)
-    """By share, the parameters that it was computed with."""
-    summed_gradient: tuple[tuple[int, ...], Tensor] | None = None
-    """The sum over these shares."""
+    summed_gradient: tuple[tuple[int, ...], Tensor] | None = None  # The sum over these shares
 
 
 class ParameterStore:

@@ -13,8 +13,8 @@ from motet.collectives.compression.encode_decode import decode, encode
 from motet.collectives.compression.error_feedback import ErrorFeedback, message_seed
 from motet.parallel.parameter_server.server_settings import PushPullCompression
 
+# Of a piece, what a second server has to know beside masters and moments.
 ERROR_FEEDBACK_ENTRY, PUBLISHED_VALUE_ENTRY = "pull/error", "pull/message"
-"""Of a piece, what a second server has to know beside masters and moments."""
 
 
 class PushPullCompressor:

@@ -40,10 +40,8 @@ from motet.parallel.parameter_server.protocol.messages import (
 from motet.parallel.parameter_server.protocol.server_state_machine import ServerStateMachine
 
 PUSH_PREFIX = "given/"
-POLL_INTERVAL_S = 0.5
-"""How often it is looked whether there is an end."""
-TRAFFIC_REPORT_INTERVAL_S = 0.05
-"""How often the desk is told of traffic, at most."""
+POLL_INTERVAL_S = 0.5  # How often it is looked whether there is an end
+TRAFFIC_REPORT_INTERVAL_S = 0.05  # How often the desk is told of traffic, at most
 
 
 class ParameterServerProcess:
@@ -62,11 +60,9 @@ class ParameterServerProcess:
         self._snapshots = snapshots
         self._takeover_offer: ServerTakeoverOffer | None = None
         self.has_ended = False
-        self.is_evicted = False
-        """The desk has another one for its part."""
+        self.is_evicted = False  # The desk has another one for its part
         self._timeout_s = timeout_s
-        self._coordinator_lost_at_s: float | None = time.monotonic()
-        """When it was connected last; None while it is."""
+        self._coordinator_lost_at_s: float | None = time.monotonic()  # When it was connected last; None while it is
         self._last_traffic_report_s = 0.0
         self._known_servers: set[str] = set()
 

@@ -36,10 +36,8 @@ HEARTBEAT_FRAME = 2
 HANDSHAKE_FRAME = 3
 HEARTBEATS_PER_TIMEOUT = 4
 RECONNECT_INTERVAL_S = 0.2
-CONNECT_TIMEOUT_S = 3.0
-"""A connection that is not there by then is tried anew: the kernel tries ever less often."""
-TCP_NOTSENT_LOWAT = 25
-"""Of Linux: how much may wait in the kernel, where nothing can overtake it."""
+CONNECT_TIMEOUT_S = 3.0  # A connection that is not there by then is tried anew: the kernel tries ever less often
+TCP_NOTSENT_LOWAT = 25  # Of Linux: how much may wait in the kernel, where nothing can overtake it
 
 
 class TransportEvent(NamedTuple):
@@ -49,8 +47,8 @@ class TransportEvent(NamedTuple):
     message: Message | None
     payload: bytearray = bytearray()
     is_connected: bool = True
+    # It was lost because nothing came any more. Otherwise the other side closed it, as a process does that ends.
     has_timed_out: bool = False
-    """It was lost because nothing came any more. Otherwise the other side closed it, as a process does that ends."""
 
 
 @dataclass
@@ -75,15 +73,13 @@ class TcpTransport:
         self.handshake = handshake
         self.inbox: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
         self.traffic: dict[str, PeerTraffic] = {}
-        self.peer_handshakes: dict[str, Mapping[str, str]] = {}
-        """What others have said that must be the same, and more."""
+        self.peer_handshakes: dict[str, Mapping[str, str]] = {}  # What others have said that must be the same, and more
         self._instance_id = uuid4().hex
         self._peer_instance_ids: dict[str, str] = {}
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._connections: dict[str, _TcpConnection] = {}
-        self.peer_addresses: dict[str, tuple[str, int]] = {}
-        """To whom we want to be connected, and where that is."""
+        self.peer_addresses: dict[str, tuple[str, int]] = {}  # To whom we want to be connected, and where that is
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
         self._listener = _create_listener(host, port) if host is not None else None
@@ -280,8 +276,7 @@ class _TcpConnection:
     heartbeat_interval_s: float
     traffic: PeerTraffic
     queued_bytes: int = 0
-    has_timed_out: bool = False
-    """The other side does not take anything more."""
+    has_timed_out: bool = False  # The other side does not take anything more
     _send_heap: list[tuple[int, int, MessageFrameWriter]] = field(default_factory=list)
     _message_ids: "itertools.count[int]" = field(default_factory=itertools.count)
     _changed: threading.Condition = field(default_factory=threading.Condition)

@@ -53,22 +53,18 @@ class ParameterServerClient:
         self._transport = transport
         self._timeout_s, self._connect_timeout_s = timeouts_s
         self._changed = threading.Condition()
-        self._arrived_buckets: set[int] = set()
-        """Buckets whose parameters are those of the ticket."""
+        self._arrived_buckets: set[int] = set()  # Buckets whose parameters are those of the ticket
         self._is_coordinator_connected = False
-        self._current_assignment_id = 0
-        """The number of the last ticket that was begun."""
+        self._current_assignment_id = 0  # The number of the last ticket that was begun
         self._error: BaseException | None = None
-        self.sibling_errors: list[BaseException] = []
-        """What other threads of this process ended with."""
+        self.sibling_errors: list[BaseException] = []  # What other threads of this process ended with
         self._is_closed = False
         self._compressor = (
             PushPullCompressor(partition.compression.push_codec, partition.compression)
             if partition.compression.push_codec
             else None
         )
-        self._encoded_pushes: dict[int, Tensor] = {}
-        """What was pushed of this ticket, by piece."""
+        self._encoded_pushes: dict[int, Tensor] = {}  # What was pushed of this ticket, by piece
         self._known_servers: set[str] = set()
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()

@@ -26,10 +26,10 @@ from motet.parallel.parameter_server.protocol.messages import (
     WorkItemCompleted,
 )
 
+# Decisions that a server can have missed: one that is further behind was given up long ago.
 MAX_MISSED_DECISIONS = 2_000
-"""Decisions that a server can have missed: one that is further behind was given up long ago."""
+# (number of the update, reports of its shares, squares of its norm by piece) -> how it is to be done.
 UpdateRule = Callable[[int, dict[int, OpaqueScalars], dict[int, float]], OpaqueScalars]
-"""(number of the update, reports of its shares, squares of its norm by piece) -> how it is to be done."""
 
 
 def no_update_scalars(update: int, reports: dict[int, OpaqueScalars], squared_norms: dict[int, float]) -> OpaqueScalars:
@@ -43,38 +43,29 @@ class CoordinatorStateMachine:
     policy: ConsistencyPolicy
     placement: ParameterPlacement
     servers: list[str]
-    copies: int = 1
-    """Servers that a piece should have."""
-    first_logged_update: int = 0
-    """Updates that were done before this run, or so long ago that nobody asks for them."""
+    copies: int = 1  # Servers that a piece should have
+    first_logged_update: int = 0  # Updates that were done before this run, or so long ago that nobody asks for them
     update_rule: UpdateRule = no_update_scalars
     workers: list[str] = field(default_factory=list)
     lost_processes: set[str] = field(default_factory=set)
-    lost_epoch: int = 0
-    """The epoch in which pushes were lost last."""
+    lost_epoch: int = 0  # The epoch in which pushes were lost last
     assignment_count: int = 0
-    current_assignments: dict[str, WorkAssignment] = field(default_factory=dict)
-    """What each worker is at."""
+    current_assignments: dict[str, WorkAssignment] = field(default_factory=dict)  # What each worker is at
     idle_workers: list[str] = field(default_factory=list)
-    next_work_item: int = 0
-    """The first share that nobody has had."""
-    orphaned_work_items: set[int] = field(default_factory=set)
-    """Shares that somebody had who is lost."""
+    next_work_item: int = 0  # The first share that nobody has had
+    orphaned_work_items: set[int] = field(default_factory=set)  # Shares that somebody had who is lost
+    # Pushed, and not in an update yet: their reports, first come first.
     completed_reports: dict[int, OpaqueScalars] = field(default_factory=dict)
-    """Pushed, and not in an update yet: their reports, first come first."""
     decided: DecidedWorkItems = NONE_DECIDED
+    # Shares -> updates that have all of them, of those that a share may need.
     updates_covering: dict[int, int] = field(default_factory=lambda: {0: 0})
-    """Shares -> updates that have all of them, of those that a share may need."""
+    # Of `first-k`, who has done a share of the step that is to be decided next.
     workers_done_with_step: set[str] = field(default_factory=set)
-    """Of `first-k`, who has done a share of the step that is to be decided next."""
-    decision_log: list[UpdateDecision] = field(default_factory=list)
-    """From update `first` on."""
+    decision_log: list[UpdateDecision] = field(default_factory=list)  # From update `first` on
+    # The shares of the next update, while servers tell how large it is.
     next_update_items: tuple[int, ...] | None = None
-    """The shares of the next update, while servers tell how large it is."""
-    step_limit: int | None = None
-    """Steps from here on wait until this is raised; all may begin when not given."""
-    ends_at_step_limit: bool = True
-    """Who has nothing to do then is told that this is the end."""
+    step_limit: int | None = None  # Steps from here on wait until this is raised; all may begin when not given
+    ends_at_step_limit: bool = True  # Who has nothing to do then is told that this is the end
     norm_attempt: int = 0
     squared_norms: dict[int, float] = field(default_factory=dict)
 

@@ -15,10 +15,10 @@ from motet.parallel.parameter_server.protocol import messages
 
 FRAME_HEADER = struct.Struct("!IBI")
 MESSAGE_FRAME, PAYLOAD_FRAME = 0, 1
-MAX_FRAME_BYTES = 128 * 1024
-"""Of a payload, in one part: what something more urgent waits for at most."""
+MAX_FRAME_BYTES = 128 * 1024  # Of a payload, in one part: what something more urgent waits for at most
 MAX_MESSAGE_BYTES = 2**26
 
+# What a process says to itself alone.
 _LOCAL_MESSAGES = (
     messages.ConnectionRejected,
     messages.ProcessLost,
@@ -26,7 +26,6 @@ _LOCAL_MESSAGES = (
     messages.GradientsReady,
     messages.ApplyUpdate,
 )
-"""What a process says to itself alone."""
 _MESSAGE_TYPES = {kind.__name__: kind for kind in get_args(messages.Message) if kind not in _LOCAL_MESSAGES}
 _FIELD_TYPES = {kind: get_type_hints(kind) for kind in _MESSAGE_TYPES.values()}
 

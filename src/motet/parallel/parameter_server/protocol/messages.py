@@ -22,22 +22,18 @@ from functools import lru_cache
 from typing import NamedTuple
 
 COORDINATOR = "desk"
-NO_MORE_WORK = -1
-"""The share of a ticket that says that there is nothing more to do."""
-OpaqueScalars = tuple[float, ...]
-"""What the protocol only carries."""
+NO_MORE_WORK = -1  # The share of a ticket that says that there is nothing more to do
+OpaqueScalars = tuple[float, ...]  # What the protocol only carries
 
 
 class ConsistencyPolicy(NamedTuple):
     """What a mode asks for."""
 
-    work_items_per_step: int
-    """That a step is cut into."""
+    work_items_per_step: int  # That a step is cut into
     steps: int
-    quorum: int
-    """So many shares close a step; what comes later is dropped. With `alone` each is an update of its own."""
+    quorum: int  # So many shares close a step; what comes later is dropped. With `alone` each is an update of its own.
+    # A share of step t is computed with all of the steps before t - ahead; None: with whatever is there.
     max_staleness: int | None
-    """A share of step t is computed with all of the steps before t - ahead; None: with whatever is there."""
     has_per_item_updates: bool = False
 
     def step_of(self, work_item: int) -> int:
@@ -56,8 +52,7 @@ class ParameterReplicas(NamedTuple):
     """Who keeps a piece. The first answers pulls and takes pushes, and copies these to the second."""
 
     servers: tuple[str, ...]
-    incarnation: int = 0
-    """Grows when all that kept it were lost, and what they had been pushed."""
+    incarnation: int = 0  # Grows when all that kept it were lost, and what they had been pushed
 
 
 class ParameterPlacement(NamedTuple):
@@ -77,8 +72,7 @@ class WorkerJoined(NamedTuple):
 class WorkAssignment(NamedTuple):
     assignment_id: int
     work_item: int
-    min_version: int
-    """The updates that its parameters must have."""
+    min_version: int  # The updates that its parameters must have
 
 
 NO_ASSIGNMENT = WorkAssignment(0, NO_MORE_WORK, 0)
@@ -93,8 +87,7 @@ class EvictionNotice(NamedTuple):
 class WorkItemCompleted(NamedTuple):
     worker: str
     work_item: int
-    epoch: int
-    """Of the view by which all pushes were acknowledged."""
+    epoch: int  # Of the view by which all pushes were acknowledged
     report: OpaqueScalars = ()
 
 
@@ -105,10 +98,8 @@ class ParameterPull(NamedTuple):
     worker: str
     assignment_id: int
     slice_id: int
-    min_version: int
-    """The updates that it must have."""
-    priority: int = 0
-    """What has less is sent sooner."""
+    min_version: int  # The updates that it must have
+    priority: int = 0  # What has less is sent sooner
 
 
 class ParameterPullReply(NamedTuple):
@@ -181,18 +172,15 @@ class ServerTakeoverOffer(NamedTuple):
     """A server that is there now, with what it has from a snapshot."""
 
     server: str
-    replaced_server: str
-    """Of this one, which does not answer any more."""
-    snapshot_versions: tuple[tuple[int, int], ...] = ()
-    """(piece, version)"""
+    replaced_server: str  # Of this one, which does not answer any more
+    snapshot_versions: tuple[tuple[int, int], ...] = ()  # (piece, version)
 
 
 class DecisionReplayRequest(NamedTuple):
     """To the desk: what a server that is connected, or connected again, has not heard."""
 
     server: str
-    from_update: int
-    """It has all decisions before."""
+    from_update: int  # It has all decisions before
 
 
 class ParameterStateAssignment(NamedTuple):
@@ -204,8 +192,7 @@ class ParameterStateAssignment(NamedTuple):
 
 
 class GradientNormRequest(NamedTuple):
-    attempt: int
-    """Grows, also when the same update is tried again."""
+    attempt: int  # Grows, also when the same update is tried again
     update: int
     work_items: tuple[int, ...]
 
@@ -219,8 +206,7 @@ class GradientNormReply(NamedTuple):
 class UpdateDecision(NamedTuple):
     update: int
     work_items: tuple[int, ...]
-    decided_floor: int
-    """All shares below have been decided upon."""
+    decided_floor: int  # All shares below have been decided upon
     scalars: OpaqueScalars = ()
 
 
@@ -260,8 +246,7 @@ class ServerAddress(NamedTuple):
     server: str
     host: str
     port: int
-    is_initialized: bool
-    """It knows what its pieces are."""
+    is_initialized: bool  # It knows what its pieces are
 
 
 class ServerAddressBook(NamedTuple):
@@ -311,5 +296,4 @@ Message = (
     | GradientNormRequest | GradientNormReply | UpdateDecision | ParameterPlacement | ServerShutdown | ParameterStateRequest | ParameterStateReply | ServerTrafficReport | ServerAddress | ServerAddressBook | ConnectionRejected | ProcessLost | ParametersReady | GradientsReady
     | ApplyUpdate
 )  # fmt: skip
-OutgoingMessages = list[tuple[str, Message]]
-"""(to whom, what), in order."""
+OutgoingMessages = list[tuple[str, Message]]  # (to whom, what), in order

@@ -17,8 +17,7 @@ class ParameterSlice:
     """What is pushed and pulled as one."""
 
     bucket_id: int
-    flat_range: slice
-    """In the flat tensors."""
+    flat_range: slice  # In the flat tensors
     server_index: int
 
     @property

@@ -30,17 +30,13 @@ from motet.parallel.parameter_server.protocol.messages import (
 class ServerSliceState:
     """A piece, as a server has it."""
 
-    version: int = 0
-    """Updates that are done."""
-    decided: DecidedWorkItems = NONE_DECIDED
-    """The shares in them, and those that were dropped."""
-    pending_work_items: set[int] = field(default_factory=set)
-    """Shares that were pushed, and are in no update yet."""
+    version: int = 0  # Updates that are done
+    decided: DecidedWorkItems = NONE_DECIDED  # The shares in them, and those that were dropped
+    pending_work_items: set[int] = field(default_factory=set)  # Shares that were pushed, and are in no update yet
+    # By share: what is to be acknowledged once the second server has it.
     pushes_awaiting_backup: dict[int, frozenset[GradientPush]] = field(default_factory=dict)
-    """By share: what is to be acknowledged once the second server has it."""
     waiting_pulls: list[ParameterPull] = field(default_factory=list)
-    is_initialized: bool = True
-    """False until its first server has told what it is."""
+    is_initialized: bool = True  # False until its first server has told what it is
 
 
 @dataclass
@@ -51,8 +47,7 @@ class ServerStateMachine:
     placement: ParameterPlacement
     slice_states: dict[int, ServerSliceState] = field(default_factory=dict)
     norm_request: GradientNormRequest | None = None
-    decisions: dict[int, UpdateDecision] = field(default_factory=dict)
-    """By number, that some piece has not come to."""
+    decisions: dict[int, UpdateDecision] = field(default_factory=dict)  # By number, that some piece has not come to
 
     def handle(self, message: Message) -> OutgoingMessages:
         """What is to be sent and done, in this order."""

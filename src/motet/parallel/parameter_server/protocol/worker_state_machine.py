@@ -30,15 +30,12 @@ class WorkerStateMachine:
     name: str
     placement: ParameterPlacement
     assignment: WorkAssignment = NO_ASSIGNMENT
-    pulled_versions: dict[int, int] = field(default_factory=dict)
-    """Piece -> version."""
-    ready_slices: set[int] = field(default_factory=set)
-    """Pieces whose gradient is there."""
-    acknowledged_slices: set[int] = field(default_factory=set)
-    """Pieces whose gradient is known to be kept."""
+    pulled_versions: dict[int, int] = field(default_factory=dict)  # Piece -> version
+    ready_slices: set[int] = field(default_factory=set)  # Pieces whose gradient is there
+    acknowledged_slices: set[int] = field(default_factory=set)  # Pieces whose gradient is known to be kept
     report: OpaqueScalars = ()
+    # Of the values of pieces, once it is known which are needed first.
     priorities: dict[int, int] = field(default_factory=dict)
-    """Of the values of pieces, once it is known which are needed first."""
 
     def handle(self, message: Message) -> OutgoingMessages:
         match message:
