@@ -132,7 +132,7 @@ def speed(kind: Kind, world: int, folder: Path, *changes: str) -> Iterable[Row]:
     except RuntimeError as error:
         yield failed(check, str(error))
         return
-    share = told["flops_share"]
+    share = told["mfu"]
     yield Row(f"{check}: loss", f"{told['first_loss']:.3f} -> {told['final_loss']:.3f}", learns(told))
     yield Row(f"{check}: tokens/s", f"{told['tokens_per_s']:,.0f}", None)
     yield Row(f"{check}: share of peak", "peak of this device not known" if share is None else f"{share:.2%}", None)

@@ -40,7 +40,8 @@ def traffic_table() -> str:
     for recipe in ("fp32", "bf16"):
         for ranks in (2, 4, 8):
             layouts = (
-                Layout(ranks, parts, zero, ranks if zero else 1, reshard_after_forward) for zero, reshard_after_forward, parts in STAGES.values()
+                Layout(ranks, parts, zero, ranks if zero else 1, reshard_after_forward)
+                for zero, reshard_after_forward, parts in STAGES.values()
             )
             cells = " | ".join(f"{_sent(layout, recipe) / (MATRICES * NUMEL):g}" for layout in layouts)
             rows.append(f"| `{recipe}`, {ranks} ranks | {cells} |")

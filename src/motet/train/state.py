@@ -206,5 +206,5 @@ def _to_checkpoint_tensor(tensor: LocalShard | Tensor) -> Tensor:
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """The last whole checkpoint in a run's folder of checkpoints."""
-    complete_checkpoints = complete_checkpoints(folder)
-    return complete_checkpoints[-1][1] if complete_checkpoints else None
+    checkpoints = complete_checkpoints(folder)
+    return checkpoints[-1][1] if checkpoints else None

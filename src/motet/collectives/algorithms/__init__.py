@@ -31,8 +31,8 @@ __all__ = [
     "AlphaBetaGammaCost",
     "algorithm",
     "algorithm_names",
+    "build",
     "closed_form",
     "collective_names",
     "find_algorithm",
-    "build",
 ]

@@ -81,7 +81,7 @@ def _backend_names(device: torch.device, cpu_backend: CpuBackend) -> str:
     if cpu_backend == "auto":
         cpu_backend = "motet" if sys.platform == "linux" and platform.machine() == "x86_64" else "gloo"
     if cpu_backend == "motet":
-        from motet.collectives import shm_backend
+        from motet.collectives import shm_backend  # noqa: F401  (importing it registers the backend)
     return f"cpu:{cpu_backend}"
 
 

@@ -106,12 +106,11 @@ class TensorRecorder:
         record = RecordedTensor(
             kind, name, sketch.clone(), start=shard.start, numel=values.numel(), unsharded_shape=tuple(shard.shape)
         )
-        squared_norm = squared_norm(values) if kind == "gradient" else 0.0
         full_record = record._replace(
             dtype=_dtype_name(values),
             significant_bits=count_significant_bits(values),
             is_sketched=sketch is not values,
-            squared_norm=squared_norm,
+            squared_norm=squared_norm(values) if kind == "gradient" else 0.0,
         )
         self._append(full_record)
 

@@ -224,8 +224,8 @@ def lock_run_folder(path: Path) -> Iterator[None]:
 
 def newest_checkpoint_step(path: Path) -> int | None:
     """The step of the newest whole checkpoint of a run."""
-    complete_checkpoints = complete_checkpoints(path / CHECKPOINTS_FOLDER)
-    return complete_checkpoints[-1][0] if complete_checkpoints else None
+    checkpoints = complete_checkpoints(path / CHECKPOINTS_FOLDER)
+    return checkpoints[-1][0] if checkpoints else None
 
 
 def _next_numbered(stem: Path, first: int) -> Path:

@@ -1,0 +1,373 @@
+"""The rules of names, folders, prose and size that `make check` enforces; docs/glossary.md has the words.
+
+Each rule is a function from `Sources` to lines of text, one for each violation. The script exits with 1 and prints
+them all if there are any. tests/laws/test_source_rules.py plants a violation of each rule.
+"""
+
+import ast
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "src/motet"
+FOLDERS = ("src", "tests", "scripts", "benchmarks")
+FILE_LINES = 400
+FUNCTION_LINES = 60
+FOLDER_MODULES = 13
+POSITIONAL_PARAMETERS = 3
+
+# Kernels may be longer than a function may be, each by its name: "src/motet/folder/file.py:function".
+LONG_FUNCTIONS: frozenset[str] = frozenset()
+
+# Overrides of methods of torch, and kernels whose operands are positional in every library of this field.
+POSITIONAL_EXEMPT_FILE = Path(__file__).with_name("positional_exempt.txt")
+
+DOCSTRING_STARTS = frozenset(
+    ["Of", "That", "Those", "What", "Who", "By", "In", "As", "With", "To", "For", "From", "Where", "And"]
+)
+
+FORBIDDEN_LOCALS = frozenset(["found", "given", "told", "there", "one", "own", "mine", "whole", "apart"])
+
+# Each pattern is matched as whole words, in any case, in docs, docstrings, comments and messages.
+BANNED_WORDS = {
+    "mend": r"mend(s|ed|ing)?",
+    "bear": r"bear(s|ing)?|bore|borne",
+    "told of": r"(told|tells?|telling) of",
+    "lane": r"lanes?",
+    "desk": r"desks?",
+    "office": r"offices?",
+    "keeper": r"keepers?",
+    "shelf": r"shelf|shelves",
+    "attendant": r"attendants?",
+    "meeting": r"meetings?",
+    "anchor": r"anchors?",
+    "as it is": r"as (it is|they are)",
+    "so many": r"so many",
+    "what has become of": r"what (has|have|had) become of",
+    "those that": r"those (that|which|who)",
+    "of one's own": r"of (one's|its|their|your|his|our|my) own",
+    "at once": r"at once",
+    "lack": r"lack(s|ed|ing)?",
+    "judge": r"judg(e|es|ed|ing|ement|ements|ment|ments)",
+    "apart": r"apart",
+    "beside": r"beside",
+}
+_BANNED = {word: re.compile(rf"\b(?:{pattern})\b", re.IGNORECASE) for word, pattern in BANNED_WORDS.items()}
+
+# (path pattern, banned word) -> why that text may say it.
+BANNED_WORDS_ALLOWED: dict[tuple[str, str], str] = {}
+
+# Pages that are a record of the past, or lists that name the words.
+UNCHECKED_PAGES = ("CHANGELOG.md", "docs/log.md", "docs/glossary.md")
+
+
+class Sources:
+    """The text of every Python file and page that the rules look at, by its path from the root."""
+
+    def __init__(self, python: dict[str, str], pages: dict[str, str]) -> None:
+        self.python = python
+        self.pages = pages
+        self.trees = {path: ast.parse(text) for path, text in python.items()}
+        self.product = {path: tree for path, tree in self.trees.items() if path.startswith(f"{PACKAGE}/")}
+
+
+def read_sources(root: Path = ROOT) -> Sources:
+    """Every Python file of the project, and every page of its docs."""
+    python = [path for folder in FOLDERS for path in (root / folder).rglob("*.py")]
+    pages = [*root.glob("*.md"), *(root / "docs").rglob("*.md")]
+
+    def texts(paths: list[Path]) -> dict[str, str]:
+        return {path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in sorted(paths)}
+
+    return Sources(texts(python), texts(pages))
+
+
+def _top_package(path: str) -> str:
+    """`src/motet/train/launch/entry.py` -> `train`."""
+    parts = PurePosixPath(path).relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else ""
+
+
+def file_lengths(sources: Sources) -> Iterator[str]:
+    for path, text in sources.python.items():
+        lines = text.count("\n") + (not text.endswith("\n") and text != "")
+        if lines > FILE_LINES:
+            yield f"{path}: {lines} lines, {FILE_LINES} at most"
+
+
+def function_lengths(sources: Sources) -> Iterator[str]:
+    for path, tree in sources.trees.items():
+        for node in _functions(tree):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > FUNCTION_LINES and f"{path}:{node.name}" not in LONG_FUNCTIONS:
+                yield f"{path}:{node.lineno} {node.name}: {length} lines, {FUNCTION_LINES} at most"
+
+
+def folder_sizes(sources: Sources) -> Iterator[str]:
+    modules: dict[str, int] = defaultdict(int)
+    for path in sources.product:
+        if not path.endswith("/__init__.py"):
+            modules[path.rpartition("/")[0]] += 1
+    for folder, count in sorted(modules.items()):
+        if count > FOLDER_MODULES:
+            yield f"{folder}: {count} modules, {FOLDER_MODULES} at most; make a sub-package"
+
+
+def unique_class_names(sources: Sources) -> Iterator[str]:
+    places: dict[str, list[str]] = defaultdict(list)
+    for path, tree in sources.product.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(f"{path}:{node.lineno}")
+    for name, where in sorted(places.items()):
+        if len(where) > 1:
+            yield f"class {name} is defined {len(where)} times: {', '.join(where)}"
+
+
+def unique_file_names(sources: Sources) -> Iterator[str]:
+    places: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for path in sources.product:
+        name = path.rpartition("/")[2]
+        if name not in ("__init__.py", "__main__.py"):
+            places[_top_package(path), name].append(path)
+    for (package, name), where in sorted(places.items()):
+        if len(where) > 1:
+            yield f"{name} stands {len(where)} times in {package or 'motet'}: {', '.join(where)}"
+
+
+def docstring_starts(sources: Sources) -> Iterator[str]:
+    for path, tree in sources.trees.items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            words = (ast.get_docstring(node) or "").split()
+            if words and words[0].strip(",.:;`*") in DOCSTRING_STARTS:
+                name = getattr(node, "name", "module")
+                line = getattr(node, "lineno", 1)
+                yield f"{path}:{line} {name}: the docstring begins with {words[0]!r}; write a sentence or a noun phrase"
+
+
+def banned_words(sources: Sources) -> Iterator[str]:
+    for path, text in sources.pages.items():
+        if path not in UNCHECKED_PAGES:
+            for number, line in enumerate(text.splitlines(), 1):
+                yield from _banned_in(path, number, line)
+    for path, text in sources.python.items():
+        if path.startswith(f"{PACKAGE}/"):
+            yield from _banned_in_code(path, text)
+
+
+def _banned_in_code(path: str, text: str) -> Iterator[str]:
+    """Comments, docstrings, and strings of more than one word; a string of one word is a name."""
+    for number, line in enumerate(text.splitlines(), 1):
+        comment = re.search(r"(?:^|\s)#\s(.*)", line)
+        if comment:
+            yield from _banned_in(path, number, comment[1])
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value.strip():
+            for offset, line in enumerate(node.value.splitlines()):
+                yield from _banned_in(path, node.lineno + offset, line)
+
+
+def _banned_in(path: str, number: int, line: str) -> Iterator[str]:
+    for word, pattern in _BANNED.items():
+        match = pattern.search(re.sub(r"`[^`]*`", "", line))
+        if match and not any(
+            PurePosixPath(path).match(allowed) and word == banned for allowed, banned in BANNED_WORDS_ALLOWED
+        ):
+            yield f"{path}:{number}: {match[0]!r} is a banned word ({word}); docs/glossary.md has the field's"
+
+
+def forbidden_locals(sources: Sources) -> Iterator[str]:
+    for path, tree in sources.product.items():
+        in_comprehensions = {
+            id(name) for node in ast.walk(tree) if isinstance(node, ast.comprehension) for name in ast.walk(node.target)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and id(node) not in in_comprehensions:
+                name = node.id
+            elif isinstance(node, ast.arg):
+                name = node.arg
+            else:
+                continue
+            if name in FORBIDDEN_LOCALS:
+                yield f"{path}:{node.lineno}: a local is named {name!r}; name it after what it holds"
+
+
+def functions_named_like_modules(sources: Sources) -> Iterator[str]:
+    modules: dict[str, set[str]] = defaultdict(set)
+    for path in sources.product:
+        parts = PurePosixPath(path).with_suffix("").parts
+        if parts[-1] != "__init__":
+            modules["/".join(parts[:-1])].add(parts[-1])
+        for depth in range(2, len(parts) - 1):
+            modules["/".join(parts[:depth])].add(parts[depth])
+    for path, tree in sources.product.items():
+        folder = path.rpartition("/")[0]
+        names = modules[folder] | {folder.rpartition("/")[2]}
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name in names:
+                yield f"{path}:{node.lineno}: function {node.name} has the name of a module or package beside it"
+
+
+def import_cycles(sources: Sources) -> Iterator[str]:
+    """Imports of a module by another, wherever they stand: inside functions and under TYPE_CHECKING too."""
+    modules = {_module_name(path): tree for path, tree in sources.product.items()}
+    graph = {name: set(_imported(name, tree, modules)) for name, tree in modules.items()}
+    for cycle in _strongly_connected(graph):
+        yield f"import cycle: {' <-> '.join(sorted(cycle))}"
+
+
+def _module_name(path: str) -> str:
+    parts = PurePosixPath(path).relative_to("src").with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imported(importer: str, tree: ast.Module, modules: dict[str, ast.Module]) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            submodules = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in modules else node.module for name in submodules]
+        else:
+            continue
+        yield from (name for name in names if name in modules and name != importer)
+
+
+def _strongly_connected(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of more than one module that all reach one another (Tarjan's algorithm)."""
+    index: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    groups: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = lowest[name] = len(index)
+        stack.append(name)
+        for other in sorted(graph[name]):
+            if other not in index:
+                visit(other)
+                lowest[name] = min(lowest[name], lowest[other])
+            elif other in stack:
+                lowest[name] = min(lowest[name], index[other])
+        if lowest[name] == index[name]:
+            start = stack.index(name)
+            if len(stack) - start > 1:
+                groups.append(stack[start:])
+            del stack[start:]
+
+    for name in sorted(graph):
+        if name not in index:
+            visit(name)
+    return groups
+
+
+def private_torch_names(sources: Sources) -> Iterator[str]:
+    """A package that needs private names of torch keeps them in one file, where a new version of torch is looked at."""
+    users: dict[str, dict[str, str]] = defaultdict(dict)
+    for path, tree in sources.product.items():
+        for name in _private_torch(tree):
+            users[_top_package(path)].setdefault(path, name)
+    for package, files in sorted(users.items()):
+        if len(files) > 1:
+            places = ", ".join(f"{path} ({name})" for path, name in sorted(files.items()))
+            yield f"{package}: private names of torch stand in {len(files)} files, one is allowed: {places}"
+
+
+def _private_torch(tree: ast.Module) -> Iterator[str]:
+    aliases = dict(_torch_imports(tree))
+    names = list(aliases.values())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            head, _, rest = _dotted(node).partition(".")
+            if head in aliases:
+                names.append(f"{aliases[head]}.{rest}")
+    yield from (name for name in names if _is_private(name))
+
+
+def _torch_imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Each name that an import of torch binds, and what it stands for."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] == "torch":
+                    yield alias.asname or "torch", alias.name
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            for alias in node.names:
+                yield alias.asname or alias.name, f"{node.module}.{alias.name}"
+
+
+def _is_private(dotted: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in dotted.split("."))
+
+
+def _dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
+
+
+def positional_parameters(sources: Sources) -> Iterator[str]:
+    """A function takes at most three parameters by position, beyond `self`; the rest are named by the caller."""
+    exempt = set(POSITIONAL_EXEMPT_FILE.read_text(encoding="utf-8").split())
+    for path, tree in sources.product.items():
+        for name, node in _qualified_functions(tree, ""):
+            taken = [each.arg for each in (*node.args.posonlyargs, *node.args.args)]
+            count = len(taken) - (taken[:1] in (["self"], ["cls"]))
+            if count > POSITIONAL_PARAMETERS and f"{_module_name(path)}:{name}" not in exempt:
+                yield f"{path}:{node.lineno} {name}: {count} positional parameters, {POSITIONAL_PARAMETERS} at most"
+
+
+def _functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def _qualified_functions(tree: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield f"{prefix}{node.name}", node
+            yield from _qualified_functions(node, f"{prefix}{node.name}.")
+        elif isinstance(node, ast.ClassDef):
+            yield from _qualified_functions(node, f"{prefix}{node.name}.")
+        else:
+            yield from _qualified_functions(node, prefix)
+
+
+RULES: tuple[Callable[[Sources], Iterator[str]], ...] = (
+    file_lengths,
+    function_lengths,
+    folder_sizes,
+    unique_class_names,
+    unique_file_names,
+    docstring_starts,
+    banned_words,
+    forbidden_locals,
+    functions_named_like_modules,
+    import_cycles,
+    private_torch_names,
+    positional_parameters,
+)
+
+
+def main() -> int:
+    sources = read_sources()
+    chosen = [rule for rule in RULES if not sys.argv[1:] or rule.__name__ in sys.argv[1:]]
+    violations = {rule.__name__: list(rule(sources)) for rule in chosen}
+    for rule, lines in violations.items():
+        for line in lines:
+            print(f"{line}   [{rule}]")
+    if any(violations.values()):
+        print(", ".join(f"{rule}: {len(lines)}" for rule, lines in violations.items() if lines))
+        return 1
+    print(f"{len(sources.python)} Python files and {len(sources.pages)} pages keep {len(chosen)} rules")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
