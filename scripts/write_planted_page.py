@@ -1,4 +1,4 @@
-"""Plant every mistake of tests/verify/planted_*.py on each of its layouts, and write what the verifier says of it.
+"""Plant every mistake of tests/parity/planted_*.py on each of its layouts, and write what the verifier says of it.
 
 python scripts/write_planted_page.py     # takes minutes
 """
@@ -11,9 +11,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
+from parity.faults import FAULTS  # noqa: E402
+from parity.run_planted import subject, verified  # noqa: E402
 from ranks import Ranks  # noqa: E402  # of the tests
-from verify.planting import FAULTS  # noqa: E402
-from verify.walking import subject, verified  # noqa: E402
 
 PAGE = ROOT / "docs" / "reference" / "planted-mistakes.md"
 YES, NO = "yes", "**no**"
@@ -45,7 +45,7 @@ def _page(rows: list[str], marks: list[tuple[bool, bool, bool]]) -> str:
         "",
         f"{len(FAULTS)} mistakes that train on without a word, on {len(marks)} pairs of a mistake and a layout. Found:",
         f"{shares[0]}; the first tensor named rightly: {shares[1]}; the cause in words right: {shares[2]}. Each says",
-        "beforehand which tensor and words are right (`tests/verify/planted_*.py`), and the verifier knows none of",
+        "beforehand which tensor and words are right (`tests/parity/planted_*.py`), and the verifier knows none of",
         f"them. Made by `python scripts/write_planted_page.py` at commit {head.stdout.strip()}.",
         "",
         "| mistake | layout | first difference | cause | found | place | words |",

@@ -22,7 +22,7 @@ from motet.train.job import Job, load_job
 ROOT = Path(__file__).parents[1]
 DATA, PAGE = ROOT / "docs" / "reference" / "verify-matrix.json", ROOT / "docs" / "reference" / "verify-matrix.md"
 RANKS = 4
-KEPT = ("ok", "worst_relative", "worst_tensor", "worst_z", "first_difference", "cause", "unjudged", "failed")
+KEPT = ("ok", "worst_relative", "worst_tensor", "worst_z", "first_difference", "cause", "noise_dominated", "failed")
 OWN = "vocab_size=260, context=64, layers=2, hidden=32, heads=4, ffn_hidden=48"
 SMALL = {
     "hidden_size": 32,

@@ -112,7 +112,9 @@ def make_peer(contender: Contender, dtype: str, group: dist.ProcessGroup) -> Tra
     return _loop(module, optimizer, autocast=dtype == "bf16")
 
 
-def _fsdp2(dtype: str, group: dist.ProcessGroup, reshard_after_forward: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _fsdp2(
+    dtype: str, group: dist.ProcessGroup, reshard_after_forward: bool
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

@@ -68,7 +68,11 @@ def test_counts() -> None:
     [
         ("synthetic:minority", {"objective": "classify"}, r"there is no rule 'minority'; known: majority"),
         ("synthetic:majority", {}, r"makes samples with a class, but data\.objective = 'causal'"),
-        ("synthetic:majority", {"objective": "classify", "sequence_length": 3}, "is too short for 'synthetic:majority'; use at"),
+        (
+            "synthetic:majority",
+            {"objective": "classify", "sequence_length": 3},
+            "is too short for 'synthetic:majority'; use at",
+        ),
     ],
 )
 def test_refused(source: str, settings: dict[str, Any], message: str) -> None:

@@ -177,7 +177,9 @@ def test_a_second_copy_must_fit_the_first() -> None:
     wanted = LayoutSettings(zero=3, secondary_group=3)
     with pytest.raises(InputError, match=r"secondary_group = 3 does not divide the 4 ranks .* use one of 1, 2, 4"):
         resolve_layout(wanted.model_copy(update={"shard_group": 4}), 8, 8)
-    with pytest.raises(InputError, match=r"secondary_group = 3 has no effect with layout\.reshard_after_forward = false"):
+    with pytest.raises(
+        InputError, match=r"secondary_group = 3 has no effect with layout\.reshard_after_forward = false"
+    ):
         resolve_layout(wanted.model_copy(update={"reshard_after_forward": False}), 6, 6)
     assert resolve_layout(wanted, 6, 6).secondary_shards == 3
     assert resolve_layout(LayoutSettings(zero=3, secondary_group=1), 6, 6) == Layout(

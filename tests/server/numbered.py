@@ -41,7 +41,9 @@ def key_of(value: Any, ordered: bool = False) -> Any:
     """The same for values that are equal, and no others. Of what was done the order counts."""
     if is_dataclass(value):
         kept = ((f.name, getattr(value, f.name)) for f in fields(value))
-        return type(value).__name__, *(key_of(set(v) if name in UNORDERED else v, name == "completed_reports") for name, v in kept)
+        return type(value).__name__, *(
+            key_of(set(v) if name in UNORDERED else v, name == "completed_reports") for name, v in kept
+        )
     if isinstance(value, set):
         return "set", *sorted(value)
     if isinstance(value, dict):

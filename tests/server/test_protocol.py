@@ -67,7 +67,9 @@ ALIKE_LARGE = {
     "a message comes twice, and a worker ends": System(SYNC, 2, 2, doubles=1, crashes=1),
     "a worker or a server ends": System(SYNC, 2, 2, copies=2, crashes=1),
     "a message comes twice": System(SYNC, 2, 2, copies=2, doubles=1),
-    "a server comes with nothing": System(SYNC._replace(work_items_per_step=1, quorum=1), 1, 2, copies=2, crashes=1, returns=True),
+    "a server comes with nothing": System(
+        SYNC._replace(work_items_per_step=1, quorum=1), 1, 2, copies=2, crashes=1, returns=True
+    ),
 }
 
 

@@ -119,7 +119,10 @@ def test_a_late_gradient_is_corrected() -> None:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        (ParameterServerSettings(compress_pushes="zip"), "layout.server.compress_pushes = 'zip': .* there is no codec 'zip'"),
+        (
+            ParameterServerSettings(compress_pushes="zip"),
+            "layout.server.compress_pushes = 'zip': .* there is no codec 'zip'",
+        ),
         (ParameterServerSettings(compress_pushes="powersgd"), "takes whole matrices, and servers have pieces"),
         (ParameterServerSettings(compress_pushes="randomk"), "error feedback would make its errors grow"),
         (

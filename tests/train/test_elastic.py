@@ -34,7 +34,12 @@ ADDRESS = "10.78.0.1:4007"
 UNHURRIED = "model={factory='train.foreign_models:unhurried'}"
 """Processes that start meanwhile need the processors."""
 SERVED = [
-    *("layout.data=parameter_server", "layout.server.eviction_timeout_s=3", "layout.server.slice_mib=0.02", "run.threads=1"),
+    *(
+        "layout.data=parameter_server",
+        "layout.server.eviction_timeout_s=3",
+        "layout.server.slice_mib=0.02",
+        "run.threads=1",
+    ),
     *(
         UNHURRIED,
         f"layout.server.listen='{ADDRESS}'",

@@ -1,4 +1,4 @@
-"""`motet.parity(model_fn, layouts, batch_fn)`: layouts of a module of the caller's own, and parallel code of theirs."""
+"""`motet.verify(model_fn, layouts, batch_fn)`: layouts of a module of the caller's own, and parallel code of theirs."""
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -32,7 +32,7 @@ from motet.train.launch.supervisor import LaunchExitStatus, LaunchSpec, launch_r
 STEPS = 3
 POLL_S = 0.1
 MIN_ROWS, MAX_ROWS = 8, 64  # Of a batch; more only if a layout by itself needs more
-RANK_FUNCTION = "motet.parity.rank_main:layout_rank"
+RANK_FUNCTION = "motet.parity.rank_main:record_layouts_on_rank"
 LogFunction = Callable[[str], None]
 VerdictCallback = Callable[[LayoutVerdict], None]
 STDERR_FD = 2

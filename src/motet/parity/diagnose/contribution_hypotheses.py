@@ -148,7 +148,7 @@ def _multiplicities(contributions: Sequence[MicroBatchContribution]) -> Tensor:
     if count <= MAX_ENUMERATED:
         return torch.cartesian_prod(*[torch.arange(3.0, dtype=torch.float64)] * count).view(-1, count)
     groups = [{number} for number in range(count)]
-    for key in ("rank", "part"):
+    for key in ("rank", "microbatch"):
         for group_value in {getattr(share, key) for share in contributions}:
             groups.append({number for number, share in enumerate(contributions) if getattr(share, key) == group_value})
     inside_outside = [(0.0, 1.0), (2.0, 1.0), (1.0, 0.0)]

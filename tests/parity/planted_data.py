@@ -10,7 +10,7 @@ from torch import Tensor
 from motet.core.batch import Batch
 from motet.data.samples.loader import BatchLoader
 from motet.parallel.data_parallel.flat_parameters import GradientBuffer
-from verify.planting import GRADIENT, fault, nothing, replaced
+from parity.faults import GRADIENT, fault, nothing, replaced
 
 Patch = AbstractContextManager[object]
 

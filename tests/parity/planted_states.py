@@ -16,7 +16,7 @@ from motet.train.engine import TrainingEngine
 from motet.train.optimizer import sharded_optimizer
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
 from motet.train.state import TrainingState
-from verify.planting import GRADIENT, fault, nothing, replaced
+from parity.faults import GRADIENT, fault, nothing, replaced
 
 Patch = AbstractContextManager[object]
 

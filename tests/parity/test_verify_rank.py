@@ -23,7 +23,7 @@ def test_groups_of_other_sizes_meet_in_other_files(tmp_path: Path, monkeypatch: 
         met.append((place.world, place.rendezvous))
         return nullcontext()
 
-    monkeypatch.setattr(rank_main, "start_group", start_group)
+    monkeypatch.setattr(rank_main, "start_process_group", start_group)
     monkeypatch.setattr(rank_main, "_record_layout", lambda *given: None)
     monkeypatch.setattr(rank_main.torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr(StopFlag, "exit_on_sigterm", lambda flag: None)

@@ -11,9 +11,9 @@ from motet.parallel.data_parallel.communication.communicator import DataParallel
 from motet.parallel.data_parallel.fsdp import FSDP2DataParallel
 from motet.train import build, engine, evaluation, state
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
-from verify.planted_states import with_groups
-from verify.planted_steps import Patch
-from verify.planting import GRADIENT, all_of, fault, nothing, replaced
+from parity.faults import GRADIENT, all_of, fault, nothing, replaced
+from parity.planted_states import with_groups
+from parity.planted_steps import Patch
 
 
 @fault("dp=2 zero=0", "dp=2 zero=3", first="starting parameter .*in a row", cause="initial values .*rank 1 alone")
@@ -22,7 +22,8 @@ def each_rank_has_initial_values_of_its_own(rank: int) -> Patch:
         return lambda settings, seed, *rest: own(settings, seed + rank, *rest)
 
     return all_of(
-        replaced(build, "build_trainee", other), replaced(build, "agree_on_values", lambda own: lambda *_: None)
+        replaced(build, "build_trainable_model", other),
+        replaced(build, "broadcast_parameters_and_buffers", lambda own: lambda *_: None),
     )
 
 
@@ -31,12 +32,12 @@ def pieces_are_stored_at_the_place_of_each_other(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         class Mirrored:
             @staticmethod
-            def of(values: torch.Tensor, shape: tuple[int, ...], start: int) -> Any:
-                return own.of(values, shape, torch.Size(shape).numel() - values.numel() - start)
+            def from_values(values: torch.Tensor, shape: tuple[int, ...], start: int) -> Any:
+                return own.from_values(values, shape, torch.Size(shape).numel() - values.numel() - start)
 
         return Mirrored
 
-    return replaced(state, "StoredPiece", wrong)
+    return replaced(state, "CheckpointShard", wrong)
 
 
 @fault("dp=2 zero=1", "dp=3 zero=3", first="sample rows,", cause="of rows", model="bert")

@@ -11,7 +11,7 @@ from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 from motet.parallel.data_parallel.communication.communicator import DataParallelCommunicator
 from motet.parallel.data_parallel.flat_parameters import GradientBuffer
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
-from verify.planting import GRADIENT, all_of, fault, replaced
+from parity.faults import GRADIENT, all_of, fault, replaced
 
 ALONE = r"share of rank \d alone"
 Patch = AbstractContextManager[object]
@@ -209,19 +209,19 @@ def a_forward_computes_with_parameters_that_others_updated_later(rank: int) -> P
 
     def update(own: Any) -> Any:
         def remember(self: Any, *given: Any) -> None:
-            self.old = self.weights.compute.clone()
+            self.old = self.flat_parameters.compute.clone()
             own(self, *given)
 
         return remember
 
     def begin(own: Any) -> Any:
         def swap(self: Any) -> None:
-            self.fresh = self.weights.compute.clone()
+            self.fresh = self.flat_parameters.compute.clone()
             if hasattr(self, "old"):
-                mine = [(part.place, part.master.clone()) for part in self.weights.parts]
-                self.weights.compute.copy_(self.old)
+                mine = [(part.flat_slice, part.master.clone()) for part in self.flat_parameters.optimizer_slices]
+                self.flat_parameters.compute.copy_(self.old)
                 for place, values in mine:
-                    self.weights.compute[place] = values
+                    self.flat_parameters.compute[place] = values
             own(self)
 
         return swap
@@ -229,7 +229,7 @@ def a_forward_computes_with_parameters_that_others_updated_later(rank: int) -> P
     def end(own: Any) -> Any:
         def arrive(self: Any) -> None:
             own(self)
-            self.weights.compute.copy_(self.fresh)
+            self.flat_parameters.compute.copy_(self.fresh)
 
         return arrive
 
@@ -243,7 +243,7 @@ def a_forward_computes_with_parameters_that_others_updated_later(rank: int) -> P
 @fault("dp=2 zero=0", "dp=4 zero=2 shard_group=2", first="gradient norm, ", cause=r"counted 2 times.*(dp|replicas)")
 def the_norm_counts_every_replica(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
-        return lambda self: float(sum(part.square().sum() for part in self.spread.reduced()))
+        return lambda self: float(sum(part.square().sum() for part in self.sharded_parameters.reduced_gradients()))
 
     return replaced(ShardedOptimizer, "squared_norm", wrong)
 

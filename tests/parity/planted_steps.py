@@ -18,7 +18,7 @@ from motet.train.optimizer import sharded_optimizer
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
 from motet.train.state import TrainingState
 from motet.train.step import TrainStep
-from verify.planting import GRADIENT, fault, nothing, replaced
+from parity.faults import GRADIENT, fault, nothing, replaced
 
 Patch = AbstractContextManager[object]
 LAYOUTS = ("dp=2 zero=1", "dp=2 zero=3 microbatches=2")
@@ -26,7 +26,7 @@ LAYOUTS = ("dp=2 zero=1", "dp=2 zero=3 microbatches=2")
 
 @fault(*LAYOUTS, first="sample .*", cause="computed [24] times, by ranks 0 and 1")
 def every_rank_reads_the_rows_of_the_first(rank: int) -> Patch:
-    return replaced(step, "shares_of_rank", lambda own: lambda layout, rank, rows: own(layout, 0, rows))
+    return replaced(step, "microbatches_of_rank", lambda own: lambda layout, rank, rows: own(layout, 0, rows))
 
 
 @fault("dp=3 zero=3 microbatches=2", first="sample .*", cause="no rank computes rows")
@@ -34,7 +34,7 @@ def a_microbatch_is_lost(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         return lambda layout, rank, rows: own(layout, rank, rows)[1:] * 2
 
-    return replaced(step, "shares_of_rank", wrong) if rank == 1 else nothing()
+    return replaced(step, "microbatches_of_rank", wrong) if rank == 1 else nothing()
 
 
 UNEVEN = ("run.reproducible=layout", "data.batch_sequences=13")
@@ -49,7 +49,7 @@ UNEVEN = ("run.reproducible=layout", "data.batch_sequences=13")
 )
 def a_row_that_is_computed_once_more_is_counted_again(rank: int) -> Patch:
     return replaced(
-        step, "shares_of_rank", lambda own: lambda *given: [MicroBatchRows(share.rows) for share in own(*given)]
+        step, "microbatches_of_rank", lambda own: lambda *given: [MicroBatchRows(share.rows) for share in own(*given)]
     )
 
 

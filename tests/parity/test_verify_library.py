@@ -1,4 +1,4 @@
-"""`motet.parity` on modules and parallel code of the caller's own. The guide to silent bugs is run as it stands."""
+"""`motet.verify` on modules and parallel code of the caller's own. The guide to silent bugs is run as it stands."""
 
 import contextlib
 import io
@@ -45,7 +45,7 @@ def loss(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def test_layouts_of_a_module() -> None:
-    report = motet.parity(model, ["zero=1", "dp=3 zero=2 microbatches=2"], batch, loss=loss)
+    report = motet.verify(model, ["zero=1", "dp=3 zero=2 microbatches=2"], batch, loss=loss)
     assert report.ok, report
     assert [verdict.layout for verdict in report.verdicts] == ["zero=1", "dp=3 zero=2 microbatches=2"]
     assert all(0 < verdict.worst_relative < 1e-13 for verdict in report.verdicts)
@@ -65,7 +65,7 @@ class Batchy(nn.Module):
 
 
 def test_rows_that_depend_on_each_other_are_told() -> None:
-    report = motet.parity(Batchy, ["zero=1"], batch, loss=loss)
+    report = motet.verify(Batchy, ["zero=1"], batch, loss=loss)
     assert not report.ok
     assert report.verdicts[0].first_difference == "activation inner, step 1"
     assert "its rows depend on the other rows" in (report.verdicts[0].cause or "")
@@ -91,7 +91,7 @@ def test_rows_that_depend_on_each_other_are_told() -> None:
 )
 def test_what_cannot_be_verified(layouts: Any, batches: Any, said: str) -> None:
     with pytest.raises(InputError, match=re.escape(said)):
-        motet.parity(model, layouts, batches, loss=loss)
+        motet.verify(model, layouts, batches, loss=loss)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_what_cannot_be_verified(layouts: Any, batches: Any, said: str) -> None:
 )
 def test_what_own_steps_may_not_give(given: Any, said: str) -> None:
     with pytest.raises(InputError, match=re.escape(said)):
-        motet.parity(Batchy, [lambda module: lambda rows: given], batch, loss=loss)
+        motet.verify(Batchy, [lambda module: lambda rows: given], batch, loss=loss)
 
 
 @pytest.mark.parametrize(
@@ -118,13 +118,13 @@ def test_what_own_steps_may_not_give(given: Any, said: str) -> None:
 )
 def test_what_a_loss_may_not_be(wrong: Any, said: str) -> None:
     with pytest.raises(InputError, match=re.escape(said)):
-        motet.parity(model, ["zero=1"], batch, loss=wrong)
+        motet.verify(model, ["zero=1"], batch, loss=wrong)
 
 
 def test_a_module_that_is_given_twice() -> None:
     same = model()
     with pytest.raises(InputError, match="model_fn gives the same module again"):
-        motet.parity(lambda: same, ["zero=1"], batch, loss=loss)
+        motet.verify(lambda: same, ["zero=1"], batch, loss=loss)
 
 
 def test_batches_that_are_others_when_asked_for_again() -> None:
@@ -132,7 +132,7 @@ def test_batches_that_are_others_when_asked_for_again() -> None:
         return torch.randn(12, 6, generator=generator), torch.randn(12, 3, generator=generator)
 
     generator = torch.Generator()
-    report = motet.parity(model, ["zero=1"], unseeded, loss=loss)
+    report = motet.verify(model, ["zero=1"], unseeded, loss=loss)
     assert not report.ok
     assert "it is given other samples when it asks for the same step again" in (report.verdicts[0].cause or "")
 
@@ -177,18 +177,18 @@ def test_a_batch_may_have_names_of_its_own() -> None:
     def own(module: nn.Module, given: Pair) -> Tensor:
         return loss(module, (given.x, given.y))
 
-    report = motet.parity(lambda: nn.Linear(6, 3), ["zero=1"], lambda step: Pair(*batch(step)), loss=own)
+    report = motet.verify(lambda: nn.Linear(6, 3), ["zero=1"], lambda step: Pair(*batch(step)), loss=own)
     assert report.ok, report
 
 
 def test_unusual_modules_are_no_difference() -> None:
-    assert (report := motet.parity(Odd, ["zero=1", "zero=3"], batch, loss=loss)).ok, report
+    assert (report := motet.verify(Odd, ["zero=1", "zero=3"], batch, loss=loss)).ok, report
 
 
 def test_batch_norm_is_told() -> None:
     def normed() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, 3))
 
-    report = motet.parity(normed, ["zero=1"], batch, loss=loss)
+    report = motet.verify(normed, ["zero=1"], batch, loss=loss)
     assert report.verdicts[0].first_difference == "activation 1, step 1"
     assert "its rows depend on the other rows" in (report.verdicts[0].cause or "")

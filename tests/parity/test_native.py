@@ -27,9 +27,9 @@ from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.train import engine
 from motet.train.job import Job
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
+from parity.faults import all_of, nothing, replaced
 from ranks import Ranks
 from train.runs import small_job
-from verify.planting import all_of, nothing, replaced
 
 Plant = Callable[[], AbstractContextManager[object]]
 
@@ -132,7 +132,7 @@ def masters_of_rounded_values() -> AbstractContextManager[object]:
 
         return make
 
-    return replaced(engine, "make_updater", wrong)
+    return replaced(engine, "build_sharded_optimizer", wrong)
 
 
 def test_masters_that_are_made_of_rounded_values_are_found(ranks: Ranks) -> None:

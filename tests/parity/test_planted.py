@@ -10,11 +10,11 @@ from motet.parity.compare.reference_runs import run_reference
 from motet.parity.layout_verdict import self_difference_verdict
 from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.train.state import TrainingState
+from parity.faults import FAULTS, Fault, replaced
+from parity.planted_steps import UNEVEN
+from parity.run_planted import subject, verified
 from ranks import Ranks
 from train.runs import small_job
-from verify.planted_steps import UNEVEN
-from verify.planting import FAULTS, Fault, replaced
-from verify.walking import subject, verified
 
 QUICK = [
     "the sum over replicas is missing",

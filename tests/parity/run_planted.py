@@ -18,10 +18,10 @@ from motet.parity.layout_verdict import LayoutVerdict
 from motet.parity.record.tensor_recorder import RecordedTensor
 from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.train.job import Job
+from parity import planted_data, planted_places, planted_states, planted_steps, planted_sums  # noqa: F401  # they register
+from parity.faults import FAULTS
 from ranks import Ranks
 from train.runs import small_job
-from verify import planted_data, planted_places, planted_states, planted_steps, planted_sums  # noqa: F401  # they register
-from verify.planting import FAULTS
 
 STEPS = 3
 ROWS = 12
