@@ -20,7 +20,7 @@ from motet.cluster.cluster_toml import load_cluster
 from motet.collectives.algorithms import algorithm_names, build, closed_form, collective_names, find_algorithm
 from motet.collectives.cost.size_sweep import format_seconds
 from motet.collectives.program import Program
-from motet.core.errors import InputError, MotetError
+from motet.core.errors import InputError
 from waiting import until
 
 
@@ -114,17 +114,12 @@ def test_draw_writes_pictures(tmp_path: Path) -> None:
 
 
 def test_prove_everything_of_a_few_ranks() -> None:
-    found = answer("prove", "--all", "--ranks", "2,5,6", "--corruptions", "200")
+    found = answer("prove", "--all", "--ranks", "2,5,6")
     names = {(row["collective"], row["algorithm"]) for row in found["proven"]}
     assert len(names) >= 43
     assert {row["ranks"] for row in found["proven"]} == {2, 5, 6}
     assert {"hosts": 3} in [row["options"] for row in found["proven"]]
     assert (found["sends"], found["wrong"]) == ("grouped", [])
-    planted = found["corruptions"]
-    assert planted["made"] >= 190
-    assert planted["made"] == planted["rejected"] + len(planted["equivalent"])
-    assert planted["missed"] == []
-    assert planted["rejected"] > 100
 
 
 @pytest.mark.proof
@@ -132,9 +127,6 @@ def test_prove_everything_up_to_64_ranks() -> None:
     found = answer("prove", "--all", "--ranks", "2..64")
     assert found["wrong"] == []
     assert {row["ranks"] for row in found["proven"]} == set(range(2, 65))
-    planted = found["corruptions"]
-    assert planted["made"] >= 200
-    assert planted["missed"] == []
 
 
 def test_prove_of_one_collective_takes_the_counts_that_fit() -> None:
@@ -328,17 +320,9 @@ def test_a_file_of_another_count_is_refused(tmp_path: Path) -> None:
     assert "is a file, which says its ranks" in str(run("prove", str(broken(tmp_path)), "--ranks", "4").exception)
 
 
-def test_a_proof_that_misses_something_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("motet.collectives.corrupt.prove", lambda program: None)
-    result = run("prove", "all-reduce", "ring", "--ranks", "4", "--corruptions", "20", "--json")
-    assert json.loads(result.stdout)["corruptions"]["missed"]
-    assert isinstance(result.exception, MotetError) and result.exception.exit_code == 1
-    assert "that is a defect of motet" in str(result.exception)
-
-
 @pytest.mark.parametrize(
     "arguments",
-    ["list", "draw all-reduce ring", "prove all-reduce ring --ranks 4 --corruptions 3", "cost all-reduce --ranks 4"],
+    ["list", "draw all-reduce ring", "prove all-reduce ring --ranks 4", "cost all-reduce --ranks 4"],
 )
 def test_no_torch_is_loaded(arguments: str) -> None:
     code = (

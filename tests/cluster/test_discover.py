@@ -40,7 +40,7 @@ def test_a_cpu_is_measured_for_each_dtype_asked_for():
 
 def test_a_measurement_is_remembered(monkeypatch):
     first = discover_device("cpu").peak_flops["float32"]
-    monkeypatch.setattr(module, "_product_s", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(module, "_matmul_s", lambda *_: pytest.fail("measured again"))
     assert discover_device(torch.device("cpu")).peak_flops["float32"] == first
 
 

@@ -60,7 +60,7 @@ def test_a_program_of_another_tool_is_proven() -> None:
     }
     read = Program.from_json(record)
     assert prove_program(read).messages == 2 and read.ports == 1
-    assert read.whole == 4
+    assert read.message_size_units == 4
 
 
 def _ring(**changes: Any) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mutations import check_mutation, computes_correct_sums, generate_mutations
 
 from motet.collectives.algorithms import algorithm_names, build, collective_names, find_algorithm
-from motet.collectives.corrupt import check_mutation, computes_correct_sums, generate_mutations
 from motet.collectives.program import ChunkTransfer, Program, Step
 from motet.collectives.prove.program_checker import CollectiveProof, UnprovenCollectiveError, prove_program
 

@@ -1,4 +1,4 @@
-"""`motet collectives prove`: whether Programs do what they promise, and whether the proof would see it if not."""
+"""`motet collectives prove`: whether Programs do what their collective promises."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
-from motet.cli.collectives.option_limits import integer_option
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from motet.collectives.algorithms import Algorithm
-    from motet.collectives.cases import ProgramCase
     from motet.collectives.program import Program
+    from motet.collectives.prove.all_cases import ProgramCase
     from motet.collectives.prove.program_checker import SendMode, UnprovenCollectiveError
 
     ProgressReporter = Callable[[str, int, int], None]
-
-_MUTATIONS_WITH_ALL = 300
 
 
 def prove(
@@ -34,19 +30,12 @@ def prove(
         Literal["grouped", "blocking"],
         typer.Option(help="A rank sends and receives at once, or each send waits for its receiver."),
     ] = "grouped",
-    corruptions: Annotated[
-        int | None,
-        typer.Option(
-            callback=integer_option("--corruptions", 0),
-            help="Change so many Programs in one place, and see that the proof rejects them; with --all 300, else 0.",
-        ),
-    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON; progress goes to stderr.")] = False,
 ) -> None:
     """Prove that Programs do what their collective promises, for every input; where one does not, the step is drawn."""
     from motet.cli.collectives.list_algorithms import print_lines
     from motet.cli.progress_bars import show_progress
-    from motet.core.errors import InputError, MotetError
+    from motet.core.errors import InputError
     from motet.monitor.console import print_json, stdout_console
 
     if words and everything:
@@ -56,20 +45,15 @@ def prove(
     cases = list(_cases(words or [], ranks))
     with show_progress() as progress:
         proven, failures, first_failure = _prove_cases(cases, sends, progress)
-        mutations = _test_mutations(
-            cases, (_MUTATIONS_WITH_ALL if everything else 0) if corruptions is None else corruptions, progress
-        )
     remarks = _remarks(proven)
     if json:
-        print_json({"sends": sends, "proven": proven, "wrong": failures, "corruptions": mutations, "remarks": remarks})
+        print_json({"sends": sends, "proven": proven, "wrong": failures, "remarks": remarks})
     else:
-        print_lines(*_proof_lines(proven, mutations), *remarks, *(row["message"] for row in failures[1:]))
+        print_lines(*_proof_lines(proven), *remarks, *(row["message"] for row in failures[1:]))
         if first_failure:
             stdout_console().print(_draw_failure(first_failure), soft_wrap=True)
     if first_failure:
         raise first_failure.error
-    if mutations["missed"]:
-        raise MotetError(f"the proof let pass what is wrong: {mutations['missed'][0]}; that is a defect of motet")
 
 
 def _cases(words: list[str], ranks: str | None) -> list[ProgramCase]:
@@ -84,7 +68,7 @@ def _cases(words: list[str], ranks: str | None) -> list[ProgramCase]:
         split_algorithm_words,
     )
     from motet.collectives.algorithms import algorithm_names, find_algorithm
-    from motet.collectives.cases import all_cases, make_case
+    from motet.collectives.prove.all_cases import all_cases, make_case
     from motet.core.errors import InputError
 
     if names_program_file(words):
@@ -135,8 +119,7 @@ def _prove_cases(
     """What is proven, what is wrong, and the first that is: all wrong Programs at once might fill the memory."""
     from dataclasses import asdict
 
-    from motet.collectives.prove.program_checker import UnprovenCollectiveError
-    from motet.collectives.prove.program_checker import prove_program as proof_of
+    from motet.collectives.prove.program_checker import UnprovenCollectiveError, prove_program
 
     proven: list[dict[str, Any]] = []
     failures: list[dict[str, Any]] = []
@@ -145,27 +128,14 @@ def _prove_cases(
         program = case()
         name = {"collective": program.collective, "algorithm": program.algorithm, "options": case.keywords}
         try:
-            proven.append({**name, **asdict(proof_of(program, sends))})
+            proof = asdict(prove_program(program, sends))
+            proof["blocking"] = proof.pop("supports_blocking_sends")
+            proven.append({**name, **proof})
         except UnprovenCollectiveError as error:
             failures.append({**name, "ranks": program.ranks, "step": error.step, "message": str(error)})
             first_failure = first_failure or FailedProof(program, error)
         progress("proving", index, len(cases))
     return proven, failures, first_failure
-
-
-def _test_mutations(cases: list[ProgramCase], count: int, progress: ProgressReporter) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    from motet.collectives.cases import check_mutations
-
-    reports = []
-    for planted in check_mutations(cases, count):
-        reports.append(asdict(planted))
-        progress("judging corruptions", len(reports), count)
-    by_verdict = {
-        verdict: [row for row in reports if row["verdict"] == verdict] for verdict in ("equivalent", "missed")
-    }
-    return {"made": len(reports), "rejected": len(reports) - sum(map(len, by_verdict.values())), **by_verdict}
 
 
 def _remarks(proven: list[dict[str, Any]]) -> list[str]:
@@ -180,7 +150,7 @@ def _remarks(proven: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _proof_lines(proven: list[dict[str, Any]], mutations: dict[str, Any]) -> list[str]:
+def _proof_lines(proven: list[dict[str, Any]]) -> list[str]:
     """A line for each algorithm."""
     from motet.collectives.draw.frames import align_columns, format_ranges
 
@@ -191,12 +161,7 @@ def _proof_lines(proven: list[dict[str, Any]], mutations: dict[str, Any]) -> lis
     for name, rows in by_name.items():
         kept = (_all_or_some(rows, key) for key in ("same_bits", "blocking"))
         table.append([name, format_ranges({row["ranks"] for row in rows}), str(len(rows)), *kept])
-    lines = align_columns(table, right_aligned=[2]) if proven else []
-    if mutations["made"]:
-        equivalent = mutations["equivalent"]
-        lines.append(f"{mutations['made']} corruptions: {mutations['rejected']} rejected, {len(equivalent)} equivalent")
-        lines += [f"  equivalent: {row['program']}, {row['what']}" for row in equivalent]
-    return lines
+    return align_columns(table, right_aligned=[2]) if proven else []
 
 
 def _all_or_some(rows: list[dict[str, Any]], key: str) -> str:

@@ -233,12 +233,3 @@ def _deadlock_cycle(
     cycle = [*chain[chain.index(rank) :], rank]
     step = min(message_queues[member][positions[member]][0] for member in cycle)
     return step, f"with sends that wait for their receiver, ranks {' -> '.join(map(str, cycle))} wait in a circle"
-
-
-def is_proven(program: Program) -> bool:
-    """Whether the Program does what it promises."""
-    try:
-        prove_program(program)
-    except UnprovenCollectiveError:
-        return False
-    return True

@@ -1,7 +1,7 @@
-"""Planted faults: Programs with one thing changed, which the proof must reject.
+"""Programs with one thing changed, which the proof must reject.
 
-A change may happen to do no harm, as a copy of what is already there. That is not left to the proof to say: the changed
-Program is played on random numbers, by other code than the proof's, and must give the right sums.
+A change may be harmless, such as a copy of a chunk that has already arrived. The proof does not decide that: other code
+executes the changed Program on random numbers, and must get the right sums.
 """
 
 import random
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from motet.collectives.program import ChunkTransfer, Program, Step
+from motet.collectives.prove.all_cases import ProgramCase
 from motet.collectives.prove.program_checker import UnprovenCollectiveError, prove_program
 
 MutationOutcome = Literal["rejected", "equivalent", "missed"]
@@ -34,8 +35,16 @@ class MutationCheckResult:
     reason: str
 
 
+def spread_mutations(cases: Sequence[ProgramCase], count: int) -> Iterator[MutationCheckResult]:
+    """Check `count` mutations, spread evenly over the cases; fewer where a Program does not allow as many."""
+    for index, case in enumerate(cases):
+        of_case = count * (index + 1) // len(cases) - count * index // len(cases)
+        if of_case:
+            yield from map(check_mutation, generate_mutations(case(), of_case))
+
+
 def generate_mutations(program: Program, count: int, seed: int = 0) -> Iterator[MutatedCollectiveProgram]:
-    """So many different ones, or as many as are found; the same for the same seed."""
+    """`count` different mutations, or as many as there are; the same for the same seed."""
     rng = random.Random(f"{program} {seed}")
     seen_steps = {program.steps}
     for _ in range(20 * count if program.steps else 0):
@@ -54,7 +63,7 @@ def generate_mutations(program: Program, count: int, seed: int = 0) -> Iterator[
 
 
 def _describe_added_transfer(before: Sequence[Step], after: Sequence[Step]) -> str:
-    """What one step has that it had not, so that who reads it can make the same change."""
+    """The transfer that a step has gained, so that a reader can make the same change."""
     added = [
         f"; step {number} now has {transfer}"
         for number, (old, new) in enumerate(zip(before, after, strict=True))
@@ -64,7 +73,7 @@ def _describe_added_transfer(before: Sequence[Step], after: Sequence[Step]) -> s
 
 
 def check_mutation(mutation: MutatedCollectiveProgram) -> MutationCheckResult:
-    """What the proof says of it and, if that is nothing, whether it is right."""
+    """The proof's verdict and, where it accepts the Program, whether the sums are right."""
     try:
         prove_program(mutation.program)
     except UnprovenCollectiveError as error:
@@ -75,7 +84,7 @@ def check_mutation(mutation: MutatedCollectiveProgram) -> MutationCheckResult:
 
 
 def computes_correct_sums(program: Program, seed: int = 1) -> bool:
-    """Play it once on random whole numbers; that a wrong one passes has odds of about one to 2^60."""
+    """Execute the Program on random integers; a wrong one passes with a probability of about 2^-60."""
     rng = random.Random(seed)
     inputs = [[rng.getrandbits(61) for _ in range(program.chunks)] for _ in range(program.ranks)]
     contents = [{c: inputs[rank][c] for c in chunks} for rank, chunks in enumerate(program.initial)]
@@ -105,7 +114,6 @@ def _drop_transfer(program: Program, step_index: int, transfer_index: int, rng: 
 
 
 def _repeat_transfer(program: Program, step_index: int, transfer_index: int, rng: random.Random) -> tuple[Step, ...]:
-    """Once more, in the same step or a later one."""
     later = rng.randrange(step_index, len(program.steps))
     return _replace_step(program, later, [*program.steps[later], program.steps[step_index][transfer_index]])
 
@@ -113,7 +121,6 @@ def _repeat_transfer(program: Program, step_index: int, transfer_index: int, rng
 def _redirect_transfer(
     program: Program, step_index: int, transfer_index: int, rng: random.Random
 ) -> tuple[Step, ...] | None:
-    """To another rank, or from another one."""
     step = list(program.steps[step_index])
     t = step[transfer_index]
     others = [rank for rank in range(program.ranks) if rank not in (t.src, t.dst)]
@@ -128,7 +135,6 @@ def _redirect_transfer(
 def _move_to_other_step(
     program: Program, step_index: int, transfer_index: int, rng: random.Random
 ) -> tuple[Step, ...] | None:
-    """Into another step."""
     others = [n for n in range(len(program.steps)) if n != step_index]
     if not others:
         return None
@@ -139,7 +145,6 @@ def _move_to_other_step(
 
 
 def _swap_steps(program: Program, step_index: int, transfer_index: int, rng: random.Random) -> tuple[Step, ...] | None:
-    """Two steps in each other's place."""
     other = rng.randrange(len(program.steps))
     steps = list(program.steps)
     steps[step_index], steps[other] = steps[other], steps[step_index]
@@ -149,7 +154,6 @@ def _swap_steps(program: Program, step_index: int, transfer_index: int, rng: ran
 def _shift_chunks(
     program: Program, step_index: int, transfer_index: int, rng: random.Random
 ) -> tuple[Step, ...] | None:
-    """The same with the chunks beside it."""
     step = list(program.steps[step_index])
     t = step[transfer_index]
     offset = rng.choice((-1, 1))
@@ -160,7 +164,6 @@ def _shift_chunks(
 
 
 def _flip_operation(program: Program, step_index: int, transfer_index: int, rng: random.Random) -> tuple[Step, ...]:
-    """Adding where it should replace, or the other way round."""
     step = list(program.steps[step_index])
     step[transfer_index] = step[transfer_index]._replace(op="copy" if step[transfer_index].op == "reduce" else "reduce")
     return _replace_step(program, step_index, step)
@@ -173,6 +176,6 @@ _MUTATIONS: tuple[tuple[str, _Mutation], ...] = (
     ("redirected", _redirect_transfer),
     ("moved to another step", _move_to_other_step),
     ("in a step that changed places with another", _swap_steps),
-    ("with the chunks beside it", _shift_chunks),
+    ("with the neighbouring chunks", _shift_chunks),
     ("with the other operation", _flip_operation),
 )
