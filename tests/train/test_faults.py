@@ -101,7 +101,7 @@ def test_whatever_ends_a_rank_is_recorded(
     assert (record.exit_code, record.error_message, record.caused_by_peer) == (code, sentence, False)
     assert record.traceback.count("Traceback") == tracebacks
     assert (f"in {work.__name__}" in record.traceback) == bool(tracebacks)
-    assert "guarded" not in record.traceback
+    assert "run_and_record" not in record.traceback
     record.write(tmp_path)
     assert read_exit_record(tmp_path, 1) == record
     assert read_exit_record(tmp_path, 0) is None

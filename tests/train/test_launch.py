@@ -43,7 +43,7 @@ def test_an_exception_is_told_once_and_ends_all(tmp_path: Path, work: str, capfd
     assert ended.message == "rank 1 failed: KeyError: 'the reason'"
     assert ended.traceback.count("Traceback") == 1
     assert "in raise_on_one" in ended.traceback
-    assert "faults.py" not in ended.traceback
+    assert "failures.py" not in ended.traceback
     assert capfd.readouterr() == ("", "")
     assert not any(psutil.pid_exists(pid) for pid in pids(tmp_path))
 

@@ -69,7 +69,7 @@ def _train_request(
     """The job and the run that the command line speaks of."""
     from motet.train.job import load_job, split_job_and_overrides
     from motet.train.launch.entry_points import TrainRequest
-    from motet.train.launch.run_folder import JOB_FILE, existing_run_folder, find_newest_run
+    from motet.train.launch.run_folder import existing_run_folder, find_newest_run, read_stored_job
 
     name, settings = split_job_and_overrides(words)
     overrides = [*settings, *option_overrides]
@@ -83,7 +83,7 @@ def _train_request(
         else None
     )
     if run is not None and name is None:  # the run goes on with the job that it has
-        job = load_job(str(run / JOB_FILE), overrides)
+        job = read_stored_job(run, overrides)
         if not any(override.startswith("run.stop_at") for override in overrides):
             job = job.model_copy(update={"run": job.run.model_copy(update={"stop_at": None})})
     return TrainRequest(job, run, sys.argv)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from motet.core.errors import InputError
 from motet.core.trace import TraceSpan
@@ -53,7 +53,7 @@ class RunStarted(_RunEventBase):
     """The step at which the run is finished."""
     resumed_from: str | None = None
     """The checkpoint, as a path within the run folder."""
-    num_classes: int | None = None
+    num_classes: int | None = Field(default=None, validation_alias=AliasChoices("num_classes", "outcomes"))
     """What each target is one of: the vocabulary, or the classes. A model that knows nothing has loss ln(outcomes)."""
 
 
@@ -62,9 +62,9 @@ class ParameterServerStepStats(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    staleness_histogram: tuple[int, ...]
+    staleness_histogram: tuple[int, ...] = Field(validation_alias=AliasChoices("staleness_histogram", "staleness"))
     """How many shares were computed with parameters that lacked 0, 1, 2 and so on of the updates before theirs."""
-    steps_behind_histogram: tuple[int, ...]
+    steps_behind_histogram: tuple[int, ...] = Field(validation_alias=AliasChoices("steps_behind_histogram", "behind"))
     """How many shares were computed with all of the steps before theirs, all but the last one, and so on: it is this
     that `layout.server.staleness` bounds."""
     workers: int
@@ -96,7 +96,7 @@ class StepDone(_RunEventBase):
     step_time_s: float
     tokens_per_s: float
     """By all ranks together."""
-    mfu: float | None = None
+    mfu: float | None = Field(default=None, validation_alias=AliasChoices("mfu", "flops_share"))
     """The model's arithmetic as a share of what the devices could do at their peak; 1 is all of it."""
     memory_bytes: int
     """The most that rank 0 has held so far: allocated on a CUDA device, resident on the CPU."""
@@ -155,7 +155,7 @@ class ReplicaCheckDone(_RunEventBase):
     same_machines: bool
     """All compute with the same device, threads and torch. If not, losses are not compared, as their last bits may
     differ."""
-    violations: tuple[str, ...]
+    violations: tuple[str, ...] = Field(validation_alias=AliasChoices("violations", "broken"))
     """What does not hold, and what it may mean; empty when all holds."""
     duration_s: float
 

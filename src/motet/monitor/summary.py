@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from motet.core.errors import CheckpointSaveError, InputError
 from motet.monitor.events import (
@@ -61,7 +61,7 @@ class RunSummary(BaseModel):
     """Read by the model. A step that no event tells of counts as many as the next one that is told."""
     tokens_per_s: float | None
     """Median over the steps."""
-    mfu: float | None
+    mfu: float | None = Field(validation_alias=AliasChoices("mfu", "flops_share"))  # New and old name
     """Median over the steps."""
     ranks: int
     parameters: int

@@ -22,6 +22,7 @@ from motet.parallel.local_sgd.schedule import LocalSGDSettings
 from motet.precision.recipe import PrecisionSettings
 from motet.train.config_rules import check_no_unused_settings, drop_replaced_settings
 from motet.train.optimizer.optimizer_settings import OptimizerSettings, RunSettings
+from motet.train.renamed_settings import check_no_renamed_settings
 from motet.train.reproducibility_rules import reproducibility_conflicts
 
 
@@ -66,15 +67,18 @@ def builtin_jobs() -> dict[str, str]:
 
 
 def load_job(source: str, overrides: list[str] | None = None) -> Job:
-    """The job of a TOML file or of a built-in name, with `section.key=value` overrides applied.
-
-    Here a person has written each setting, so one that does nothing is refused.
-    """
+    """The job of a TOML file or of a built-in name, with `section.key=value` overrides applied."""
     is_run = is_existing_file(f"{source}/job.toml")
     hint = f"to continue the run in this folder, say --resume-from {source};" if is_run else ""
     tree = read_toml("job", source, builtin_jobs(), hint)
     tree.setdefault("name", Path(source).stem)
-    overridden = [_apply_override(tree, override) for override in overrides or []]
+    return overridden_job(tree, overrides or [], source)
+
+
+def overridden_job(tree: dict[str, Any], overrides: list[str], source: str) -> Job:
+    """The job of plain nested values and overrides. A person wrote them, so a setting without effect is refused."""
+    overridden = [_apply_override(tree, override) for override in overrides]
+    check_no_renamed_settings(tree, source)
     drop_replaced_settings(tree, overridden)
     job = job_from_tree(tree, source)
     check_no_unused_settings(job, source)
@@ -82,10 +86,11 @@ def load_job(source: str, overrides: list[str] | None = None) -> Job:
 
 
 def with_overrides(job: Job, overrides: list[str], source: str) -> Job:
-    """The same job, but for some `section.key=value`."""
+    """The same job with some settings replaced by `section.key=value`."""
     tree = job.model_dump(mode="json", exclude_unset=True)
     for override in overrides:
         _apply_override(tree, override)
+    check_no_renamed_settings(tree, source)
     return job_from_tree(tree, source)
 
 

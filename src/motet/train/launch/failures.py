@@ -154,7 +154,7 @@ def root_cause(records: Sequence[RankExitRecord]) -> RankExitRecord:
     return min(records, key=lambda record: (record.caused_by_peer, record.time_s))
 
 
-_WRAPPER_MODULES = {f"motet.train.{name}" for name in ("faults", "rank", "start", "work")}
+_WRAPPER_MODULES = {f"motet.train.launch.{name}" for name in ("entry_points", "failures", "rank_main", "rank_process")}
 
 
 def _format_traceback(error: BaseException) -> str:

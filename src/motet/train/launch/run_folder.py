@@ -18,7 +18,8 @@ from motet.checkpoint.manifest import complete_checkpoints
 from motet.core.errors import InputError
 from motet.core.toml_writer import to_toml
 from motet.train.config_rules import drop_unused_settings
-from motet.train.job import Job, is_existing_file, job_from_tree
+from motet.train.job import Job, is_existing_file, job_from_tree, overridden_job
+from motet.train.renamed_settings import translate_renamed_settings
 
 RUNS_FOLDER = Path("runs")
 JOB_FILE = "job.toml"
@@ -143,19 +144,22 @@ def find_newest_run(name: str | None, runs: Path = RUNS_FOLDER) -> Path:
     return max(run_folders, key=lambda path: ((path / JOB_FILE).stat().st_mtime_ns, path.name))
 
 
-def read_stored_job(path: Path) -> Job:
-    """The resolved job of a run folder."""
-    return job_from_tree(read_stored_tree(path), str(path / JOB_FILE))
+def read_stored_job(path: Path, overrides: list[str] | None = None) -> Job:
+    """The resolved job of a run folder; with overrides, a setting that they leave without effect is refused."""
+    tree, source = read_stored_tree(path), str(path / JOB_FILE)
+    return job_from_tree(tree, source) if overrides is None else overridden_job(tree, overrides, source)
 
 
 def read_stored_tree(path: Path) -> dict[str, Any]:
-    """The resolved job of a run folder as plain nested values."""
+    """The resolved job of a run folder as plain nested values, with the names of this version."""
     try:
-        return tomllib.loads((path / JOB_FILE).read_text(encoding="utf-8"))
+        tree = tomllib.loads((path / JOB_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path} is no run folder, for it has no {JOB_FILE}; give another folder") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InputError(f"cannot read {path / JOB_FILE}: {error}; mend it or give another folder") from None
+        raise InputError(f"cannot read {path / JOB_FILE}: {error}; fix it or give another folder") from None
+    translate_renamed_settings(tree)
+    return tree
 
 
 def check_resume(old: Job, new: Job, path: Path) -> list[str]:

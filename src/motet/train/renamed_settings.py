@@ -1,0 +1,89 @@
+"""Settings and values that earlier versions called something else.
+
+A job with an old name is refused with the new one. The stored job of a run folder is translated, so that the run can
+be resumed.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from motet.core.errors import InputError
+
+
+@dataclass(frozen=True)
+class RenamedSetting:
+    """A setting whose name or values changed; `old` and `new` are both in `section`."""
+
+    section: str
+    old: str
+    new: str
+    values: dict[str, str] = field(default_factory=dict)  # Old -> new; what ends in `:` is a prefix
+
+    def translate(self, value: Any) -> Any:
+        if isinstance(value, str):
+            for old, new in self.values.items():
+                if value == old or (old.endswith(":") and value.startswith(old)):
+                    return new + value.removeprefix(old)
+        return value
+
+
+RENAMED_SETTINGS = (
+    RenamedSetting("layout", "regather", "reshard_after_forward"),
+    RenamedSetting("layout", "whole_below", "min_shard_numel"),
+    RenamedSetting("layout.server", "place", "placement", {"own": "dedicated", "workers": "colocated"}),
+    RenamedSetting(
+        "layout.server", "transport", "transport", {"messages": "point-to-point", "programs": "collectives"}
+    ),
+    RenamedSetting("layout.server", "reduce", "reduce_algorithm"),
+    RenamedSetting("layout.server", "broadcast", "broadcast_algorithm"),
+    RenamedSetting("layout.server", "first", "first_k"),
+    RenamedSetting("layout.server", "order", "send_order", {"need": "priority", "arrival": "fifo"}),
+    RenamedSetting("layout.server", "compress", "compress_pushes"),
+    RenamedSetting("layout.server", "rate", "learning_rate_scaling", {"plain": "none"}),
+    RenamedSetting("layout.server", "shares", "work_items_per_step"),
+    RenamedSetting("layout.server", "patience_s", "eviction_timeout_s"),
+    RenamedSetting("layout.server", "spares", "max_process_restarts"),
+    RenamedSetting("layout.server", "piece_mib", "slice_mib"),
+    RenamedSetting("monitor", "watch_every", "replica_check_every"),
+    RenamedSetting("monitor", "watch", "replica_check_action"),
+    RenamedSetting("outer", "mix", "mixing_factor"),
+    RenamedSetting("data", "source", "source", {"made:": "synthetic:"}),
+    RenamedSetting("data.mixture", "source", "source", {"made:": "synthetic:"}),
+)
+
+
+def check_no_renamed_settings(tree: dict[str, Any], source: str) -> None:
+    """Refuse a job, as plain nested values, that uses an old name or an old value."""
+    for setting, section in _uses(tree):
+        old_value, new_value = section[setting.old], setting.translate(section[setting.old])
+        old_text, new_text = ("", "") if old_value == new_value else (f" = {old_value!r}", f" = {new_value!r}")
+        old_name, new_name = f"{setting.section}.{setting.old}", f"{setting.section}.{setting.new}"
+        raise InputError(f"{source}: {old_name}{old_text} is now {new_name}{new_text}")
+
+
+def translate_renamed_settings(tree: dict[str, Any]) -> None:
+    """Give the settings of a stored job the names and values of today, in place."""
+    for setting, section in _uses(tree):
+        section[setting.new] = setting.translate(section.pop(setting.old))
+
+
+def _uses(tree: dict[str, Any]) -> Iterator[tuple[RenamedSetting, dict[str, Any]]]:
+    """Each use of an old name or value, with the section that holds it."""
+    for setting in RENAMED_SETTINGS:
+        for section in _sections(tree, setting.section.split(".")):
+            if setting.old in section and (
+                setting.old != setting.new or setting.translate(section[setting.old]) != section[setting.old]
+            ):
+                yield setting, section
+
+
+def _sections(value: Any, path: list[str]) -> Iterator[dict[str, Any]]:
+    """The sections at `path`: several where a list of them stands on the way."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _sections(item, path)
+    elif isinstance(value, dict) and path:
+        yield from _sections(value.get(path[0]), path[1:])
+    elif isinstance(value, dict):
+        yield value

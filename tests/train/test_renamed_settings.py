@@ -1,0 +1,124 @@
+"""Names of earlier versions: a job that uses one is refused, a run that was stored with them is resumed.
+
+tests/train/data/ holds a run of two ranks that the version before the renaming stopped after step 2 of 6, and the
+events of the same run without a stop.
+"""
+
+import copy
+import os
+import shutil
+import tomllib
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from motet.core.errors import InputError
+from motet.monitor.events import read_steps
+from motet.monitor.summary import read_summary
+from motet.train.job import job_from_tree, load_job, with_overrides
+from motet.train.launch.entry_points import SupervisorIO, TrainRequest, supervise_local_ranks
+from motet.train.launch.run_folder import read_stored_job
+from motet.train.renamed_settings import RENAMED_SETTINGS, translate_renamed_settings
+
+DATA = Path(__file__).parent / "data"
+
+REFUSALS = {
+    "layout.regather=false": "layout.regather is now layout.reshard_after_forward",
+    "layout.whole_below=7": "layout.whole_below is now layout.min_shard_numel",
+    "layout.server.place=own": "layout.server.place = 'own' is now layout.server.placement = 'dedicated'",
+    "layout.server.place=workers": "layout.server.place = 'workers' is now layout.server.placement = 'colocated'",
+    "layout.server.transport=messages": (
+        "layout.server.transport = 'messages' is now layout.server.transport = 'point-to-point'"
+    ),
+    "layout.server.transport=programs": (
+        "layout.server.transport = 'programs' is now layout.server.transport = 'collectives'"
+    ),
+    "layout.server.reduce=tree": "layout.server.reduce is now layout.server.reduce_algorithm",
+    "layout.server.broadcast=tree": "layout.server.broadcast is now layout.server.broadcast_algorithm",
+    "layout.server.first=1": "layout.server.first is now layout.server.first_k",
+    "layout.server.order=need": "layout.server.order = 'need' is now layout.server.send_order = 'priority'",
+    "layout.server.order=arrival": "layout.server.order = 'arrival' is now layout.server.send_order = 'fifo'",
+    "layout.server.compress=int8": "layout.server.compress is now layout.server.compress_pushes",
+    "layout.server.rate=plain": "layout.server.rate = 'plain' is now layout.server.learning_rate_scaling = 'none'",
+    "layout.server.rate=by-staleness": "layout.server.rate is now layout.server.learning_rate_scaling",
+    "layout.server.shares=3": "layout.server.shares is now layout.server.work_items_per_step",
+    "layout.server.patience_s=3.0": "layout.server.patience_s is now layout.server.eviction_timeout_s",
+    "layout.server.spares=3": "layout.server.spares is now layout.server.max_process_restarts",
+    "layout.server.piece_mib=3.0": "layout.server.piece_mib is now layout.server.slice_mib",
+    "monitor.watch_every=3": "monitor.watch_every is now monitor.replica_check_every",
+    "monitor.watch=warn": "monitor.watch is now monitor.replica_check_action",
+    "outer.mix=0.25": "outer.mix is now outer.mixing_factor",
+    "data.source=made:majority": "data.source = 'made:majority' is now data.source = 'synthetic:majority'",
+    "data.mixture=[{source='stdlib'}, {source='made:majority'}]": (
+        "data.mixture.source = 'made:majority' is now data.mixture.source = 'synthetic:majority'"
+    ),
+}
+
+
+def test_every_renamed_setting_is_among_the_refusals() -> None:
+    refused = {override.partition("=")[0] for override in REFUSALS}
+    names = {f"{setting.section}.{setting.old}" for setting in RENAMED_SETTINGS}
+    assert names == (refused - {"data.mixture"}) | {"data.mixture.source"}
+
+
+@pytest.mark.parametrize(("override", "sentence"), REFUSALS.items(), ids=REFUSALS)
+def test_a_job_with_an_old_name_is_refused(override: str, sentence: str) -> None:
+    with pytest.raises(InputError) as refusal:
+        load_job("tiny", [override])
+    assert (str(refusal.value), refusal.value.exit_code) == (f"tiny: {sentence}", 2)
+    with pytest.raises(InputError) as refusal:
+        with_overrides(load_job("tiny"), [override], "verify")
+    assert str(refusal.value) == f"verify: {sentence}"
+
+
+def test_a_file_with_an_old_name_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text("[model]\nlayers = 1\n[layout]\nzero = 3\nregather = false\n")
+    with pytest.raises(InputError) as refusal:
+        load_job(str(file))
+    assert str(refusal.value) == f"{file}: layout.regather is now layout.reshard_after_forward"
+
+
+@pytest.mark.parametrize("override", REFUSALS)
+def test_a_stored_job_with_an_old_name_has_the_new_one(override: str) -> None:
+    key, _, text = override.partition("=")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    tree: dict[str, Any] = {}
+    node = tree
+    *path, name = key.split(".")
+    for section in path:
+        node = node.setdefault(section, {})
+    node[name] = value
+    translate_renamed_settings(tree)
+    job_from_tree({"name": "x", "run": {"steps": 1}, "model": {"factory": "a:b"}, **tree})
+    again = copy.deepcopy(tree)
+    translate_renamed_settings(again)
+    assert again == tree
+
+
+def test_a_run_that_was_stored_with_old_names_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(DATA / "corpus.txt", tmp_path)
+    run = shutil.copytree(DATA / "run_with_old_names", tmp_path / "run")
+    summary = read_summary(run)
+    assert (summary.steps, summary.mfu is not None) == (2, True)
+    job = read_stored_job(run, ["run.stop_at=6", "run.folder=run"])
+    assert (job.layout.reshard_after_forward, job.layout.min_shard_numel) == (False, 16)
+    assert (job.monitor.replica_check_every, job.monitor.replica_check_action) == (2, "warn")
+    told: list[str] = []
+    supervisor_io = SupervisorIO(os.environ, told.append, lambda: nullcontext(lambda *_: None))
+    _, exit_status = supervise_local_ranks(TrainRequest(job, run, []), supervisor_io)
+    assert (exit_status.exit_code, exit_status.message, told) == (0, "", [])
+    curves = [
+        [(step.loss, step.grad_norm) for step in read_steps(file)]
+        for file in (run / "events.jsonl", DATA / "uninterrupted_events.jsonl")
+    ]
+    assert len(curves[0]) == len(curves[1]) == 6
+    for resumed, uninterrupted in zip(*curves, strict=True):
+        assert resumed == pytest.approx(uninterrupted, rel=1e-12)  # other processors round otherwise
+    assert read_summary(run).finished
