@@ -176,7 +176,7 @@ def expect(way: "Way", engine: "TrainingEngine", predicted: "Predicted", alone: 
 
 
 def seconds_of(way: "Way", predicted: "Predicted", sent: "list[Travel]", alone: "dict[str, Alone]") -> float:
-    own, layout = alone[way.name], way.resolved(WORLD)
+    own, layout = alone[way.name], way.layout_for(WORLD)
     if way.period > 1:
         return predicted.meeting(own, sent, way.period)
     if layout.zero == 3:
@@ -205,7 +205,7 @@ def check_traffic(way: "Way", engine: "TrainingEngine", rank: int) -> None:
     from motet.precision.recipe import RECIPES
 
     portions = engine.optimizer.sharded_parameters.comm_units
-    said = sent_bytes_per_step(portions, way.resolved(WORLD), RECIPES["fp32"], way.settings, rank).total
+    said = sent_bytes_per_step(portions, way.layout_for(WORLD), RECIPES["fp32"], way.settings, rank).total
     costed = sum(hop.sent_bytes(rank) for travel in way.sent(engine, WORLD) for hop in travel.hops)
     assert costed == said, (way.name, costed, said)
 

@@ -86,7 +86,7 @@ def call(monkeypatch: pytest.MonkeyPatch, command: str) -> int:
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", words[start:])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr("motet.train.launch.entry_points.launch", in_this_process)
+    monkeypatch.setattr("motet.train.launch.entry_points.launch_ranks", in_this_process)
     monkeypatch.delitem(sys.modules, "models", raising=False)
     with pytest.raises(SystemExit) as done:
         main()

@@ -168,7 +168,9 @@ def test_prove_says_that_a_name_promises_nothing(name: str, near: str, tmp_path:
 
 
 def test_prove_with_blocking_sends() -> None:
-    assert answer("prove", "broadcast", "tree", "--ranks", "9", "--sends", "blocking")["proven"][0]["blocking"]
+    assert answer("prove", "broadcast", "tree", "--ranks", "9", "--sends", "blocking")["proven"][0][
+        "supports_blocking_sends"
+    ]
     result = run("prove", "all-reduce", "ring", "--ranks", "4", "--sends", "blocking")
     assert "ranks 0 -> 1 -> 2 -> 3 -> 0 wait in a circle" in str(result.exception)
     assert "step 0" in result.stdout

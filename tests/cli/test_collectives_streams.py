@@ -82,7 +82,7 @@ def test_a_path_is_looked_at_before_the_work(command: str, tmp_path: Path, monke
     def work(*arguments: object, **options: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr("motet.cli.parse_sizes.one_program", work)
+    monkeypatch.setattr("motet.cli.parse_sizes.load_or_build_program", work)
     monkeypatch.setattr("motet.collectives.cost.size_sweep.curves", work)
     for path in (tmp_path, tmp_path / "nowhere" / "x.svg", tmp_path / ("x" * 300)):
         failed = CliRunner().invoke(app, [*command.split(), "--html", str(path)]).exception

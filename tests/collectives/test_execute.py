@@ -52,6 +52,6 @@ def test_every_algorithm(ranks: Ranks, world: int) -> None:
     assert len(told[0]) > 30
     for of_ranks in zip(*told, strict=True):
         made = build(of_ranks[0].collective, of_ranks[0].algorithm, world)
-        size = 2 * made.whole * 8
+        size = 2 * made.message_size_units * 8
         assert [one.sent_bytes for one in of_ranks] == [made.sent(rank) * size for rank in range(world)], made
         assert sum(one.messages for one in of_ranks) == made.messages, made

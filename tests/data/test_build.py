@@ -74,7 +74,7 @@ def test_processes_write_the_same_bytes(
 ) -> None:
     heard: list[int] = []
     build_corpus(recipe(records), tmp_path / "one", 1, silent)
-    monkeypatch.setattr(build_module, "_INLINE", 0)
+    monkeypatch.setattr(build_module, "_IN_PROCESS_BYTES", 0)
     build_corpus(recipe(records), tmp_path / "many", workers, lambda what, done, total: heard.append(done))
     assert content(tmp_path / "one") == content(tmp_path / "many")
     assert heard == sorted(heard)
@@ -83,9 +83,9 @@ def test_processes_write_the_same_bytes(
 
 KILLED = """
 import os, signal, sys
-from motet.data import build, corpus
+from motet.data.corpus import build, discover as corpus
 from test_build import Path, recipe
-build._INLINE, corpus._SMALLEST_PIECE = int(sys.argv[3]), 4000
+build._IN_PROCESS_BYTES, corpus._MIN_RANGE_BYTES = int(sys.argv[3]), 4000
 def kill(what, done, total):
     if done > total // 2:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -173,9 +173,9 @@ def test_a_disk_that_cannot_be_written(tmp_path: Path) -> None:
 FULL = """
 import resource, sys
 from motet.core.errors import InputError
-from motet.data import build, corpus
+from motet.data.corpus import build, discover as corpus
 from test_build import Path, recipe, silent
-build._INLINE, corpus._SMALLEST_PIECE = int(sys.argv[3]), 4000
+build._IN_PROCESS_BYTES, corpus._MIN_RANGE_BYTES = int(sys.argv[3]), 4000
 resource.setrlimit(resource.RLIMIT_FSIZE, (15_000, -1))
 try:
     build.build(recipe(Path(sys.argv[1])), Path(sys.argv[2]), 1, silent)
@@ -202,7 +202,7 @@ def test_a_disk_that_is_full(tmp_path: Path, inline: int) -> None:
 def test_bad_records_end_the_build_with_a_sentence(
     records: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inline: int
 ) -> None:
-    monkeypatch.setattr(build_module, "_INLINE", inline)
+    monkeypatch.setattr(build_module, "_IN_PROCESS_BYTES", inline)
     lines = records.read_text().splitlines()
     lines[700] = "{"
     records.write_text("\n".join(lines))
@@ -222,7 +222,7 @@ def test_documents_without_text_make_no_corpus(tmp_path: Path) -> None:
 
 
 def test_a_killed_worker_is_told(records: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_module, "_INLINE", 0)
+    monkeypatch.setattr(build_module, "_IN_PROCESS_BYTES", 0)
 
     def start_and_kill(folder: Path, threads: int, lock: int) -> "subprocess.Popen[str]":
         worker = _start_worker(folder, threads, lock)

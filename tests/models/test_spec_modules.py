@@ -221,7 +221,7 @@ def test_saved_bytes_are_those_that_autograd_keeps(dtype: torch.dtype, packed: b
 
 def test_saved_bytes_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """With torch's own attention, and RMS norms: on a CPU layer norms also keep their weights in float32."""
-    monkeypatch.setattr(attention, "tiles_help", lambda *_: False)
+    monkeypatch.setattr(attention, "is_amx_faster", lambda *_: False)
     for values in DECODERS:
         decoder = DecoderSettings(**SMALL, **{**values, "norm": "rms"})
         predicted = spec_from_settings(decoder).saved_bytes(SHAPE, "bfloat16")

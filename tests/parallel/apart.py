@@ -42,7 +42,7 @@ def held(engine: TrainingEngine) -> dict[str, tuple[int, Tensor]]:
     return {n: (piece.start, piece.values.clone()) for n, piece in spread.local_shards(spread.local_masters).items()}
 
 
-STREAMING = {**DILOCO, "fragments": 2, "delay": 3, "mix": 0.3}
+STREAMING = {**DILOCO, "fragments": 2, "delay": 3, "mixing_factor": 0.3}
 
 
 def engine_of(layout: str, outer: dict[str, Any], communication: dict[str, Any] | None = None) -> TrainingEngine:

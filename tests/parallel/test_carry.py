@@ -196,9 +196,11 @@ def arrivals(group: RankGroup, feeds_back: bool) -> int:
     engine = motet.parallelize(module, "zero=2", communication=how)
     seen = torch.zeros(960)
     for _ in range(20):
-        engine.begin()
+        engine.begin_step()
         engine.backward((module.weight * slope).sum())
-        for piece in engine.updater.spread.pieces(engine.updater.spread.gradients()).values():
+        for piece in engine.optimizer.sharded_parameters.local_shards(
+            engine.optimizer.sharded_parameters.local_gradients()
+        ).values():
             seen[piece.start : piece.start + piece.values.numel()] += piece.values.abs()
     dist.all_reduce(seen)
     return int(seen.count_nonzero())

@@ -58,7 +58,7 @@ def train(
     told, kept = [], []
     for step in range(STEPS):
         told.append(engine.step(batch(step, group.rank, even)))
-        engine.settle()
+        engine.synchronize()
         kept.append(held(engine))
     return told, kept
 

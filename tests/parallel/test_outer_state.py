@@ -225,7 +225,7 @@ def with_buffers(group: RankGroup, layout: str) -> list[tuple[Tensor, Tensor, Te
     for step in range(6):
         engine.step(batch(step, group.rank))
         before, own = held(engine), mean.clone()
-        with engine.agreed():
+        with engine.consensus_parameters():
             inside = mean.clone()
         assert same_bits(held(engine), before)
         found.append((own, inside, mean.clone()))

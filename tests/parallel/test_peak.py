@@ -60,9 +60,9 @@ def measured(group: RankGroup, layout: str, name: str, how: dict[str, object]) -
     batches = [torch.randn(1, WIDTH, dtype=getattr(torch, recipe.compute)) for _ in range(settings.microbatches)]
     for _ in range(2):
         engine.step(*batches)
-    storages, spread = Storages(), engine.updater.spread
-    held = [*spread.masters, *spread.gradients(), *(p.detach() for p in engine.module.parameters())]
-    held += [tensor for state in engine.updater._optimizer.state.values() for tensor in state.values()]
+    storages, spread = Storages(), engine.optimizer.sharded_parameters
+    held = [*spread.local_masters, *spread.local_gradients(), *(p.detach() for p in engine.module.parameters())]
+    held += [tensor for state in engine.optimizer._optimizer.state.values() for tensor in state.values()]
     for tensor in held:
         storages.count(getattr(tensor, "_local_tensor", tensor).untyped_storage())
     kept = storages.now
@@ -70,8 +70,8 @@ def measured(group: RankGroup, layout: str, name: str, how: dict[str, object]) -
     with storages:
         engine.step(*batches)
     resolved = resolve_layout(settings, group.world, group.world * settings.microbatches)
-    said = model_state_memory(spread.portions, resolved, recipe, 2, group.rank).total
-    return kept, storages.peak, said, said + peak_transient_bytes(spread.portions, resolved, recipe, communication)
+    said = model_state_memory(spread.comm_units, resolved, recipe, 2, group.rank).total
+    return kept, storages.peak, said, said + peak_transient_bytes(spread.comm_units, resolved, recipe, communication)
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_a_wrong_program_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         made = build(*given, **options)
         return replace(made, steps=made.steps[:-1])
 
-    monkeypatch.setattr(check, "program", broken)
+    monkeypatch.setattr(check, "build", broken)
     with pytest.raises(InvalidStepPlanError, match=r"all-reduce/ring.* is wrong"):
         prove_collective_programs(Layout(4, 1), CommunicationSettings(all_reduce="ring"))
 

@@ -68,11 +68,11 @@ def train(group: RankGroup, layout: str, precision: str, edit: str, communicatio
         rows = torch.randn(4, 4, generator=torch.Generator().manual_seed(step)).to(dtype)
         engine.step(rows.chunk(group.world)[group.rank])
         if step == 1 and edit:
-            engine.settle()
+            engine.synchronize()
             EDITS[edit](module)
-            engine.adopt()
-    with engine.agreed():
-        held = engine.updater.spread.pieces(engine.updater.spread.masters)
+            engine.load_assigned_values()
+    with engine.consensus_parameters():
+        held = engine.optimizer.sharded_parameters.local_shards(engine.optimizer.sharded_parameters.local_masters)
         return [*(p.detach().clone() for p in module.parameters()), *(piece.values.clone() for piece in held.values())]
 
 
@@ -106,8 +106,8 @@ def renormalised(group: RankGroup, limit: float | None) -> list[Tensor]:
     )
     for _ in range(4):
         engine.step(torch.arange(5))
-    engine.settle()
-    return list(engine.updater.spread.masters)
+    engine.synchronize()
+    return list(engine.optimizer.sharded_parameters.local_masters)
 
 
 def test_a_module_may_change_its_weights_in_forward(ranks: Ranks) -> None:
@@ -122,7 +122,7 @@ def underway(group: RankGroup) -> str:
         engine.step(torch.ones(2, 4))
     scale(module)
     try:
-        engine.adopt()
+        engine.load_assigned_values()
     except InputError as error:
         return str(error)
     return "nothing"
@@ -139,14 +139,14 @@ def test_other_memory_must_be_adopted() -> None:
     assign(module)
     with pytest.raises(InputError, match=r"parameter 2.weight was given other memory .*; call engine\.adopt\(\)"):
         engine.step(torch.ones(2, 4))
-    engine.adopt()
+    engine.load_assigned_values()
     assert engine.step(torch.ones(2, 4)).finite
 
 
 def test_replicas_apart_do_not_adopt() -> None:
     engine = motet.parallelize(small(), loss=squares, outer={"every": 2})
     with pytest.raises(InputError, match="adopt: replicas that train apart"):
-        engine.adopt()
+        engine.load_assigned_values()
 
 
 def replace(module: nn.Module) -> None:
@@ -187,7 +187,7 @@ def test_another_shape_is_refused() -> None:
     engine = motet.parallelize(module, loss=squares)
     resize(module)
     with pytest.raises(InputError, match=r"0.weight has become \[5, 5\] on cpu after .*, when it was \[5, 4"):
-        engine.adopt()
+        engine.load_assigned_values()
 
 
 def test_parameters_may_get_other_names() -> None:

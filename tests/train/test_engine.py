@@ -74,11 +74,11 @@ def losses_of(group: RankGroup, layout: str, folder: str = "") -> tuple[list[flo
         update = engine.step(*share(group, step))
         assert update.finite and update.count == ROWS * 4
         losses += [update.loss, update.grad_norm]
-    spread = engine.updater.spread
+    spread = engine.optimizer.sharded_parameters
     held = {}
-    for name, piece in spread.pieces(spread.masters).items():
+    for name, piece in spread.local_shards(spread.local_masters).items():
         held[name] = torch.zeros(piece.shape.numel(), dtype=torch.float64)
-        if spread.counts:
+        if spread.contributes_to_norm:
             held[name][piece.start : piece.start + piece.values.numel()] = piece.values
     return losses, held
 
@@ -103,7 +103,7 @@ def by_hand(group: RankGroup) -> float:
     trained = [p for p in theirs.parameters() if p.requires_grad]
     torch_adamw = torch.optim.AdamW(trained, 0.01, (0.9, 0.95), weight_decay=0.0)
     for step in range(3):
-        engine.begin()
+        engine.begin_step()
         value, count = loss_sum(ours, data(step)[group.rank :: group.world])
         engine.backward(value)
         engine.update(0.01, value.item(), count)

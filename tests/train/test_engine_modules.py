@@ -57,7 +57,7 @@ def train_odd(group: RankGroup, layout: str) -> list[Tensor]:
     for step in range(3):
         rows = torch.randn(4, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
         engine.step(rows.chunk(group.world)[group.rank])
-    with engine.agreed():
+    with engine.consensus_parameters():
         return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach().clone() for p in module.parameters()]
 
 

@@ -82,7 +82,7 @@ def test_nothing_is_found_where_all_is_right(case: str, ranks: Ranks, tmp_path: 
     world, model, overrides = CLEAN[case]
     results = ranks.run(world, watched, job_of(tmp_path, *overrides, model=model))
     for found, _ in results:
-        assert [(one.step, one.broken, one.same_machines) for one in found] == [(n, (), True) for n in (1, 2, 3)]
+        assert [(one.step, one.violations, one.same_machines) for one in found] == [(n, (), True) for n in (1, 2, 3)]
     assert results[0][0][0].ranks == {"apart": 2, "apart, alone": 1}.get(case, world)
 
 
@@ -113,7 +113,7 @@ def test_buffers_that_each_rank_changes_are_none_of_it(ranks: Ranks, tmp_path: P
         "precision.recipe=fp32",
     )
     for found, _ in ranks.run(2, watched, job):
-        assert [one.broken for one in found] == [(), (), ()]
+        assert [one.violations for one in found] == [(), (), ()]
 
 
 def other_without_gradients(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
@@ -132,7 +132,7 @@ def other_without_gradients(parts: TrainingComponents, stepper: TrainStep) -> Tr
 def test_a_forward_may_have_other_bits_without_gradients(on: int | None, ranks: Ranks, tmp_path: Path) -> None:
     """On all ranks; on one it is found."""
     found = ranks.run(3, watched, job_of(tmp_path, FP32), "other_without_gradients", on)[0][0]
-    loss = [any("has loss" in text for text in one.broken) for one in found]
+    loss = [any("has loss" in text for text in one.violations) for one in found]
     assert loss == [False, on is not None, on is not None]
 
 
@@ -294,7 +294,7 @@ def test_what_is_broken_is_found_and_named(
     plant: str, world: int, overrides: list[str], sentence: str, ranks: Ranks, tmp_path: Path
 ) -> None:
     results = ranks.run(world, watched, job_of(tmp_path, *overrides), plant)
-    told = [[one.broken for one in found] for found, _ in results]
+    told = [[one.violations for one in found] for found, _ in results]
     assert all(one == told[0] for one in told)  # every rank comes to the same judgement
     assert told[0][0] == ()
     assert any(re.search(sentence, text) for text in told[0][1]), told[0][1]
@@ -315,7 +315,7 @@ def broken_run(group: RankGroup, job: Job, folder: Path) -> str:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainStep, "step", step)
-        patch.setattr("motet.train.build.start_group", lambda *given: nullcontext(group))
+        patch.setattr("motet.train.build.start_process_group", lambda *given: nullcontext(group))
         try:
             run_rank(job, place, folder, StopFlag())
         except NumericalMismatchError as error:

@@ -159,7 +159,7 @@ def _proof_lines(proven: list[dict[str, Any]]) -> list[str]:
         by_name.setdefault(f"{row['collective']}/{row['algorithm']}", []).append(row)
     table = [["proven", "ranks", "Programs", "same bits", "blocking sends"]]
     for name, rows in by_name.items():
-        kept = (_all_or_some(rows, key) for key in ("same_bits", "blocking"))
+        kept = (_all_or_some(rows, key) for key in ("same_bits", "supports_blocking_sends"))
         table.append([name, format_ranges({row["ranks"] for row in rows}), str(len(rows)), *kept])
     return align_columns(table, right_aligned=[2]) if proven else []
 

@@ -209,7 +209,7 @@ class BucketedDataParallel:
         if self._pending_gathers:
             raise InputError(
                 'adopt: with communication.overlap = "forward" some values were still arriving, and may have replaced '
-                "what you assigned; call engine.settle() before you change any"
+                "what you assigned; call engine.synchronize() before you change any"
             )
         self.flat_parameters.load_assigned_values()
 

@@ -134,7 +134,7 @@ class FlatParameters:
             if self._parameters[name].data_ptr() != address:
                 raise InputError(
                     f"parameter {name} was given other memory after the module was parallelized (p.data = ..., or by "
-                    "its module), where updates do not reach it; call engine.adopt() after you have assigned values"
+                    "its module), where updates do not reach it; call engine.load_assigned_values() after you have assigned values"
                 )
 
     def _has_new_storage(self, member: BucketParameter, parameter: nn.Parameter) -> bool:

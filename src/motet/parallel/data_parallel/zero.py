@@ -218,7 +218,9 @@ def _iter_unit_traffic(
     )
     for unit, unsharded_gradients, sharded_gradients in zip(comm_units.units, *sums, strict=True):
         gathered_numel = shards * padded_shard_numel(unit.trainable + unit.frozen, shards)
-        yield _CommUnitTraffic(unsharded_gradients, sharded_gradients, codecs, gathered_numel, *unit.gathers(layout))
+        yield _CommUnitTraffic(
+            unsharded_gradients, sharded_gradients, codecs, gathered_numel, *unit.gather_counts(layout)
+        )
 
 
 @dataclass(frozen=True)

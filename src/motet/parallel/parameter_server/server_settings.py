@@ -148,7 +148,7 @@ def compression_from_settings(settings: ParameterServerSettings, seed: int) -> P
 
 def check_compression(settings: ParameterServerSettings) -> None:
     """Refuse codecs that do not exist, or not for this."""
-    for name in ("compress", "compress_pulls"):
+    for name in ("compress_pushes", "compress_pulls"):
         text = getattr(settings, name)
         key = f"layout.server.{name} = {text!r}"
         try:
