@@ -200,12 +200,13 @@ def time_of_agreements() -> float:
 
 
 def check_traffic(way: "Way", engine: "TrainingEngine", rank: int) -> None:
-    """What is costed is what motet/parallel/data_parallel/zero.py says is sent, to the byte."""
-    from motet.parallel.data_parallel.zero import sent_bytes_per_step
+    """What is costed is what motet/parallel/step_plan/traffic.py says is sent, to the byte."""
+    from motet.parallel.step_plan.traffic import sent_bytes_per_step
     from motet.precision.recipe import RECIPES
 
     portions = engine.optimizer.sharded_parameters.comm_units
-    said = sent_bytes_per_step(portions, way.layout_for(WORLD), RECIPES["fp32"], way.settings, rank).total
+    layout = way.layout_for(WORLD)
+    said = sent_bytes_per_step(portions, layout, RECIPES["fp32"], settings=way.settings, rank=rank).total
     costed = sum(hop.sent_bytes(rank) for travel in way.sent(engine, WORLD) for hop in travel.hops)
     assert costed == said, (way.name, costed, said)
 

@@ -6,10 +6,11 @@ from pathlib import Path
 from motet.cli.show.step import step_timeline
 from motet.parallel.data_parallel.buckets import build_buckets
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
-from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits, FSDPUnit, model_state_memory, sent_bytes_per_step
+from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits, FSDPUnit
 from motet.parallel.layout import Layout, resolve_layout
 from motet.parallel.step_plan.draw import draw_svg
-from motet.parallel.step_plan.memory import peak_transient_bytes
+from motet.parallel.step_plan.memory import model_state_memory, peak_transient_bytes
+from motet.parallel.step_plan.traffic import sent_bytes_per_step
 from motet.precision.recipe import RECIPES
 from motet.train.job import load_job
 
@@ -59,7 +60,10 @@ def _portions(layout: Layout) -> BucketsAndFSDPUnits:
 
 def _sent(layout: Layout, recipe: str, settings: CommunicationSettings = RINGS) -> int:
     ranks = range(layout.ranks)
-    found = {sent_bytes_per_step(_portions(layout), layout, RECIPES[recipe], settings, rank).total for rank in ranks}
+    found = {
+        sent_bytes_per_step(_portions(layout), layout, RECIPES[recipe], settings=settings, rank=rank).total
+        for rank in ranks
+    }
     assert len(found) == 1
     return found.pop()
 
@@ -93,9 +97,9 @@ def memory_table() -> str:
     for recipe in ("fp32", "bf16"):
         for zero in (0, 1, 2, 3):
             layout = Layout(8, 1, zero, 8 if zero else 1)
-            kept = model_state_memory(_portions(layout), layout, RECIPES[recipe], 2, rank=0)
+            kept = model_state_memory(_portions(layout), layout, RECIPES[recipe], moments_per_parameter=2, rank=0)
             cells = (kept.parameters, kept.masters, kept.gradients, kept.moments, kept.total)
-            most = kept.total + peak_transient_bytes(_portions(layout), layout, RECIPES[recipe], RINGS)
+            most = kept.total + peak_transient_bytes(_portions(layout), layout, RECIPES[recipe], settings=RINGS)
             shares = " | ".join(f"{cell / (MATRICES * NUMEL):.4g}" for cell in (*cells, most))
             rows.append(f"| `{recipe}`, stage {zero} | {shares} |")
     return "\n".join(rows)

@@ -51,14 +51,14 @@ COMPRESSED = Study(
 
 
 def bytes_per_parameter(settings: list[str]) -> float:
-    """What a rank sends in a step, on average, by ring algorithms, as `motet.parallel.data_parallel.zero.traffic` says."""
+    """What a rank sends in a step, on average, by ring algorithms, as `motet.parallel.step_plan.traffic` says."""
     import torch
 
     from motet import load_job
     from motet.models.build import build_trainable_model
     from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
-    from motet.parallel.data_parallel.zero import sent_bytes_per_step
     from motet.parallel.layout import resolve_layout
+    from motet.parallel.step_plan.traffic import sent_bytes_per_step
     from motet.precision.recipe import RECIPES
 
     job = load_job("tiny", settings)
@@ -69,7 +69,8 @@ def bytes_per_parameter(settings: list[str]) -> float:
     numel = sum(p.numel() for p in module.parameters())
     portions = _portions(module, job, layout)
     sent = fmean(
-        sent_bytes_per_step(portions, layout, RECIPES[job.precision.recipe], manner, r).total for r in range(RANKS)
+        sent_bytes_per_step(portions, layout, RECIPES[job.precision.recipe], settings=manner, rank=rank).total
+        for rank in range(RANKS)
     )
     return sent / numel / (job.outer.every or 1)  # a meeting sends what a step sends at stage 0: masters in float32
 
@@ -89,6 +90,9 @@ def _portions(module: Any, job: Any, layout: Any) -> Any:
     groups = group_parameters(named, job.optimizer)
     place = {name: number for number, members in enumerate(groups.values()) for name in members}
     mib = 2**20 // 4
-    limits = int(job.communication.bucket_mib * mib), int(job.communication.first_bucket_mib * mib)
-    buckets = build_buckets({name: (place[name], p.numel()) for name, p in named.items()}, layout.shards, *limits)
+    limit, first_limit = (
+        int(size * mib) for size in (job.communication.bucket_mib, job.communication.first_bucket_mib)
+    )
+    sizes = {name: (place[name], p.numel()) for name, p in named.items()}
+    buckets = build_buckets(sizes, layout.shards, limit, first_max_numel=first_limit)
     return BucketsAndFSDPUnits(buckets, shapes={name: tuple(p.shape) for name, p in named.items()})

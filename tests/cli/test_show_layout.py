@@ -36,8 +36,8 @@ def test_its_json_has_what_each_rank_updates_and_reads() -> None:
     layout = resolve_layout(parse_layout("zero=1 microbatches=2"), 4, 16)
     assert sum(rank["updates"] for rank in found["ranks"]) == found["proof"]["elements"]
     assert found["ranks"][3]["rows"] == [[12, 14], [14, 16]]
-    assert found["course"][0] == {"verb": "scatter", "sets": [list(ranks) for ranks in layout.shard_groups]}
-    assert found["keeps"] == {"parameters": "whole", "gradients": "whole", "states": "its share"}
+    assert found["course"][0] == {"verb": "reduce_scatter", "sets": [list(ranks) for ranks in layout.shard_groups]}
+    assert found["keeps"] == {"parameters": "whole", "gradients": "whole", "optimizer_states": "its share"}
 
 
 def test_replicas_that_train_apart_and_owners_are_told() -> None:
@@ -55,6 +55,6 @@ def test_what_is_not_right_is_no_bad_input(monkeypatch: pytest.MonkeyPatch) -> N
     def wrong(plan: object) -> None:
         raise InvalidStepPlanError("nobody updates element 0 of w")
 
-    monkeypatch.setattr("motet.parallel.step_plan.check.prove_plan", wrong)
+    monkeypatch.setattr("motet.parallel.step_plan.check.prove_step_plan", wrong)
     result = CliRunner().invoke(app, ["layout", "dp=2"])
     assert isinstance(result.exception, AssertionError)

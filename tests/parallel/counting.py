@@ -11,8 +11,9 @@ from motet.core.trace import install_sink
 from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 from motet.parallel.data_parallel.fsdp import FSDP2DataParallel
 from motet.parallel.data_parallel.sharded_parameters import ShardedParameters
-from motet.parallel.data_parallel.zero import model_state_memory, sent_bytes_per_step
 from motet.parallel.process.process_group import RankGroup
+from motet.parallel.step_plan.memory import model_state_memory
+from motet.parallel.step_plan.traffic import sent_bytes_per_step
 from motet.precision.recipe import RECIPES
 from motet.train.build import build_components, precision_context
 from motet.train.job import Job
@@ -31,10 +32,10 @@ def count_bytes(group: RankGroup, job: Job) -> tuple[int, int, int, int]:
             for step in range(2):
                 stepper.step(step, 0.001)
             spread.wait_for_pending()
-        said = sent_bytes_per_step(spread.comm_units, parts.layout, recipe, job.communication, group.rank)
+        said = sent_bytes_per_step(spread.comm_units, parts.layout, recipe, settings=job.communication, rank=group.rank)
         held = [*_computed_with(spread), *spread.local_masters, *spread.local_gradients(), *_moments(parts.optimizer)]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
-        kept = model_state_memory(spread.comm_units, parts.layout, recipe, 2, group.rank)
+        kept = model_state_memory(spread.comm_units, parts.layout, recipe, moments_per_parameter=2, rank=group.rank)
     return int(counter.counts.get("sent_bytes", 0)), 2 * said.total, sum(storages.values()), kept.total
 
 

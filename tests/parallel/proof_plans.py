@@ -16,7 +16,9 @@ def plan(
     how = SMALL.model_copy(update={"overlap": overlap})
     found = resolve_layout(parse_layout(layout), ranks, 48)
     parameters = ParameterInventory(shapes or SHAPES, {"b": 1, "scale": 1})
-    return make_step_plan(parameters, found, RECIPES["fp32"], how, 48, apart)
+    return make_step_plan(
+        parameters, found, RECIPES["fp32"], settings=how, batch_sequences=48, independent_replicas=apart
+    )
 
 
 def servers(count: int) -> str:

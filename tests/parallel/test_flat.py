@@ -12,7 +12,7 @@ from motet.core.errors import InputError
 from motet.parallel.data_parallel.bucketed_zero import broadcast_parameters_and_buffers
 from motet.parallel.data_parallel.buckets import build_buckets
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings, check_communication
-from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits, sent_bytes_per_step
+from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits
 from motet.parallel.layout import Layout, LayoutSettings, resolve_layout
 from motet.parallel.process.process_group import RankGroup
 from motet.precision.recipe import RECIPES
@@ -124,7 +124,7 @@ def test_the_textbook_holds_where_everything_divides() -> None:
             layout = Layout(world, 1, zero, world if zero else 1)
             buckets = build_buckets(sizes, layout.shards, 8192)
             for rank in range(world):
-                sent = sent_bytes_per_step(BucketsAndFSDPUnits(buckets), layout, recipe, settings, rank)
+                sent = sent_bytes_per_step(BucketsAndFSDPUnits(buckets), layout, recipe, settings=settings, rank=rank)
                 assert sent.total * world == bytes_each * 6 * 4096 * (world - 1)
 
 

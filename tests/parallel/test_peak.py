@@ -6,10 +6,9 @@ from torch import Tensor, nn
 
 import motet
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
-from motet.parallel.data_parallel.zero import model_state_memory
 from motet.parallel.layout import parse_layout, resolve_layout
 from motet.parallel.process.process_group import RankGroup
-from motet.parallel.step_plan.memory import peak_transient_bytes
+from motet.parallel.step_plan.memory import model_state_memory, peak_transient_bytes
 from motet.precision.recipe import RECIPES
 from parallel.storages import Storages
 from ranks import Ranks
@@ -70,8 +69,13 @@ def measured(group: RankGroup, layout: str, name: str, how: dict[str, object]) -
     with storages:
         engine.step(*batches)
     resolved = resolve_layout(settings, group.world, group.world * settings.microbatches)
-    said = model_state_memory(spread.comm_units, resolved, recipe, 2, group.rank).total
-    return kept, storages.peak, said, said + peak_transient_bytes(spread.comm_units, resolved, recipe, communication)
+    said = model_state_memory(spread.comm_units, resolved, recipe, moments_per_parameter=2, rank=group.rank).total
+    return (
+        kept,
+        storages.peak,
+        said,
+        said + peak_transient_bytes(spread.comm_units, resolved, recipe, settings=communication),
+    )
 
 
 @pytest.mark.parametrize(

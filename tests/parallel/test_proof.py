@@ -79,7 +79,11 @@ def test_odd_shapes_are_right(shapes: list[tuple[int, ...]], ranks: int, stage: 
     except InputError:
         return
     how = SMALL.model_copy(update={"overlap": overlap})
-    check = prove_step_plan(make_step_plan(ParameterInventory(named, {"p1": 1}), layout, RECIPES["bf16"], how, ranks))
+    check = prove_step_plan(
+        make_step_plan(
+            ParameterInventory(named, {"p1": 1}), layout, RECIPES["bf16"], settings=how, batch_sequences=ranks
+        )
+    )
     assert check.parameters == len(shapes)
 
 
@@ -111,7 +115,9 @@ def test_a_thousand_ranks_are_looked_at_by_their_classes() -> None:
     how = CommunicationSettings()
     for words in ("zero=0", "zero=1", "zero=2 shard_group=8", "zero=3", "zero=3 shard_group=8 secondary_group=2"):
         layout = resolve_layout(parse_layout(words), 1024, 1024)
-        found = make_step_plan(ParameterInventory(shapes, {}), layout, RECIPES["bf16"], how, 1024)
+        found = make_step_plan(
+            ParameterInventory(shapes, {}), layout, RECIPES["bf16"], settings=how, batch_sequences=1024
+        )
         assert prove_step_plan(found).ranks == 1024
         assert len({id(portion.shard_ranges) for portion in found.comm_units}) <= 8
         assert len({id(portion.schedule) for portion in found.comm_units}) == 1
@@ -129,9 +135,11 @@ def test_ranks_are_held_to_their_plan(layout: str, overlap: str) -> None:
         for rank in ranks
     }
     for rank in range(4):
-        check_rank_matches_plan(made, rank, updated_ranges(made, rank) | {"none": (0, 0)}, rank in counting)
+        check_rank_matches_plan(
+            made, rank, updated_ranges(made, rank) | {"none": (0, 0)}, contributes_to_norm=rank in counting
+        )
         with pytest.raises(InvalidStepPlanError, match=f"rank {rank} (counts|does not count) in the norm"):
-            check_rank_matches_plan(made, rank, updated_ranges(made, rank), rank not in counting)
+            check_rank_matches_plan(made, rank, updated_ranges(made, rank), contributes_to_norm=rank not in counting)
     name, (first, stop) = next(iter(updated_ranges(made, 0).items()))
     one_less = f"elements? {first}( to {stop - 2})? of {name}"
     with pytest.raises(InvalidStepPlanError, match=f"rank 0 updates {one_less}, where its plan says element"):

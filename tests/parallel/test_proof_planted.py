@@ -84,48 +84,48 @@ HYBRID = "zero=2 shard_group=2"
 PLANTED: dict[str, tuple[str, Change, str]] = {
     "a group is left out of the sums": (
         HYBRID,
-        over("scatter", ROWS[:1]),
-        "rank 0 adds elements 0 to 39 of w to another shard, which rank 2 has",
+        over("reduce_scatter", ROWS[:1]),
+        "rank 0 adds elements 0 to 39 of w to another shard, which rank 2 holds",
     ),
     "no sum over the replicas": (
         HYBRID,
-        without("sum"),
-        "the sum of elements 0 to 39 of w on rank 0 lacks the share of ranks 2, 3",
+        without("all_reduce"),
+        "the sum of elements 0 to 39 of w on rank 0 misses ranks 2, 3",
     ),
     "a replica is left out": (
         "zero=0",
-        over("sum", ((0, 1, 2), (3,))),
-        "the sum of elements 0 to 39 of w on rank 0 lacks the share of rank 3",
+        over("all_reduce", ((0, 1, 2), (3,))),
+        "the sum of elements 0 to 39 of w on rank 0 misses rank 3",
     ),
     "a rank is in a sum twice": (
         "zero=0",
-        over("sum", ((0, 1, 1, 2, 3),)),
-        "w on rank 0 has the share of rank 1 more than once",
+        over("all_reduce", ((0, 1, 1, 2, 3),)),
+        "w on rank 0 counts rank 1 more than once",
     ),
     "an all-reduce is done twice": (
         HYBRID,
-        twice("sum"),
-        "the sum of elements 0 to 39 of w on rank 0 has the share of ranks 0 to 3 more than once",
+        twice("all_reduce"),
+        "the sum of elements 0 to 39 of w on rank 0 counts ranks 0 to 3 more than once",
     ),
     "shards are summed again over the ranks that share a copy": (
         HYBRID,
-        over("sum", ROWS),
-        "rank 0 adds elements 0 to 39 of w to another shard, which rank 1 has",
+        over("all_reduce", ROWS),
+        "rank 0 adds elements 0 to 39 of w to another shard, which rank 1 holds",
     ),
     "sums are scattered over the columns": (
         HYBRID,
-        over("scatter", COLUMNS),
-        "rank 0 adds elements 0 to 39 of w to another shard, which rank 2 has",
+        over("reduce_scatter", COLUMNS),
+        "rank 0 adds elements 0 to 39 of w to another shard, which rank 2 holds",
     ),
     "sums are scattered and summed over each other's ranks": (
         HYBRID,
-        lambda good: over("sum", ROWS)(over("scatter", COLUMNS)(good)),
-        "rank 0 is given shard 0 of rank 1 in the place of elements 0 to 9 of b",
+        lambda good: over("all_reduce", ROWS)(over("reduce_scatter", COLUMNS)(good)),
+        "rank 0 gathers shard 0 of rank 1 in the place of elements 0 to 9 of b",
     ),
     "a scatter of what is scattered": (
         "zero=1",
-        twice("scatter"),
-        "rank 0 has a shard alone where all of elements 0 to",
+        twice("reduce_scatter"),
+        "rank 0 holds only a shard where all of elements 0 to",
     ),
     "shards overlap": (
         "zero=3",
@@ -152,8 +152,8 @@ PLANTED: dict[str, tuple[str, Change, str]] = {
     ),
     "a rank updates what another one does": (
         "zero=3",
-        lambda good: over("gather", ALONE)(over("scatter", ((0, 1, 2), (3,)))(good)),
-        "lacks the share of rank 3",
+        lambda good: over("all_gather", ALONE)(over("reduce_scatter", ((0, 1, 2), (3,)))(good)),
+        "misses rank 3",
     ),
     "nobody updates": ("zero=2", without("update"), "nobody updates elements 0 to 39 of w"),
     "updated twice": ("zero=2", twice("update"), "a step updates elements 0 to 39 of w twice"),
@@ -175,48 +175,48 @@ PLANTED: dict[str, tuple[str, Change, str]] = {
     "the norm leaves shards out": (HYBRID, over("norm", ((0,),)), "the norm leaves elements 0 to 9 of b out"),
     "the norm of unfinished sums": (
         HYBRID,
-        moves(lambda m: {"sum": [CommUnitAction("norm", ((0, 1),)), m], "norm": []}.get(m.kind, [m])),
-        r"lacks .* ranks 2, 3",
+        moves(lambda m: {"all_reduce": [CommUnitAction("norm", ((0, 1),)), m], "norm": []}.get(m.kind, [m])),
+        r"misses ranks 2, 3",
     ),
     "gathered over the columns": (
         HYBRID,
-        over("gather", COLUMNS),
-        "rank 0 is given shard 0 of rank 2 in the place of elements 0 to 9 of b",
+        over("all_gather", COLUMNS),
+        "rank 0 gathers shard 0 of rank 2 in the place of elements 0 to 9 of b",
     ),
     "gathered in another order": (
         "zero=1",
-        over("gather", ((0, 2, 1, 3),)),
-        "rank 0 is given shard 2 of rank 2 in the place of",
+        over("all_gather", ((0, 2, 1, 3),)),
+        "rank 0 gathers shard 2 of rank 2 in the place of",
     ),
     "not gathered": (
         "zero=1",
-        without("gather"),
-        "rank 0 is not given elements 0 to 39 of w as updated, but has its shar",
+        without("all_gather"),
+        "rank 0 does not get the updated elements 0 to 39 of w, but has only its shar",
     ),
     "a replica is not given what was updated": (
         HYBRID,
-        over("gather", ROWS[:1]),
-        "rank 2 is given elements 0 to 39 of w 0 times, not once",
+        over("all_gather", ROWS[:1]),
+        "rank 2 gathers elements 0 to 39 of w 0 times, not once",
     ),
     "gathered before the update": (
         "zero=1",
-        moves(lambda m: {"update": [CommUnitAction("gather", ALL), m], "gather": []}.get(m.kind, [m])),
+        moves(lambda m: {"update": [CommUnitAction("all_gather", ALL), m], "all_gather": []}.get(m.kind, [m])),
         "two of the copy of ranks 0 to 3 update elements 0 to 39 of w: ranks 0 and 1",
     ),
     "a second copy among strangers": (
         "zero=3 shard_group=2",
-        moves(lambda m: [m, CommUnitAction("keep", COLUMNS)] if m.kind == "gather" else [m]),
-        "ranks 0 and 2 share a second copy of elements 0 to 39 of w, but not a first",
+        moves(lambda m: [m, CommUnitAction("keep_secondary", COLUMNS)] if m.kind == "all_gather" else [m]),
+        "ranks 0 and 2 share a secondary copy of elements 0 to 39 of w, but not a primary one",
     ),
     "two levels in another order": (
         "zero=3 secondary_group=2",
-        over("levels", ((2, 0), (3, 1))),
+        over("two_level", ((2, 0), (3, 1))),
         "rank 2 gets another shard than elements 24 to 35 of w",
     ),
     "two levels without a group": (
         "zero=3 secondary_group=2",
-        over("levels", ALONE),
-        "w on rank 0 lacks the share of ranks 2, 3",
+        over("two_level", ALONE),
+        "w on rank 0 misses ranks 2, 3",
     ),
     "a member of a bucket is misplaced": (
         "zero=1",
@@ -226,7 +226,7 @@ PLANTED: dict[str, tuple[str, Change, str]] = {
     "two members have one place": (
         "zero=1",
         of_portion("b", lambda p: replace(p, members=tuple(replace(m, start=p.start) for m in p.members))),
-        "element 0 of b stands in bucket 3 where w does",
+        "element 0 of b is in bucket 3 where w is",
     ),
     "a member loses its last numbers": (
         "zero=1",
@@ -241,7 +241,7 @@ PLANTED: dict[str, tuple[str, Change, str]] = {
     "a parameter is in two buckets": (
         "zero=1",
         lambda good: replace(good, comm_units=(*good.comm_units, replace(good.comm_units[-1], name="bucket 9"))),
-        r"element 0 of w stands in bucket . and again in bucket 9",
+        r"element 0 of w is in bucket . and again in bucket 9",
     ),
     "rows are lost": ("", read(2, 0, range(24, 35)), "nobody reads row 35 of the global batch"),
     "rows are repeated": (
@@ -284,7 +284,7 @@ def test_a_planted_mistake_is_located(what: str) -> None:
 
 def test_replicas_that_meet_with_unlike_shards_are_found() -> None:
     good = plan("zero=1 shard_group=2", apart=True)
-    with pytest.raises(InvalidStepPlanError, match="element 0 of w: ranks 0 and 1 meet, with unlike shards"):
+    with pytest.raises(InvalidStepPlanError, match="element 0 of w: the outer step of ranks 0 and 1 mixes shards"):
         prove_step_plan(replace(good, outer_groups=(*good.outer_groups[::-1], (0, 1))))
 
 
@@ -301,7 +301,7 @@ def same_rows(layout: Layout, rank: int, batch_sequences: int) -> list[range]:
     return [range(rank * 12, rank * 12 + 12)] * layout.microbatches
 
 
-def unpadded(length: int, shards: int, index: int, owner: int | None = None) -> tuple[int, int]:
+def unpadded(length: int, shards: int, index: int, *, owner: int | None = None) -> tuple[int, int]:
     size = length // shards - 1
     return index * size, (index + 1) * size
 
@@ -315,18 +315,23 @@ def neighbours(layout: Layout) -> tuple[tuple[int, ...], ...]:
     [
         (
             "zero=3",
-            "motet.parallel.step_plan.plan.part_of_rows",
+            "motet.parallel.step_plan.plan.shard_rows",
             floor_rows,
             "nobody .* updates elements 32 to 39 of w",
         ),
         (
             "microbatches=2",
-            "motet.parallel.step_plan.plan.rows_of_rank",
+            "motet.parallel.step_plan.plan.contributing_rows_of_rank",
             same_rows,
             "both read rows 0 to 11 of the global batch",
         ),
-        ("zero=1", "motet.parallel.step_plan.plan.part_of_bucket", unpadded, "nobody .* updates elements .* of "),
-        (HYBRID, "motet.parallel.layout.Layout.columns", property(neighbours), "rank 0 adds .* to another shard"),
+        ("zero=1", "motet.parallel.step_plan.plan.shard_range", unpadded, "nobody .* updates elements .* of "),
+        (
+            HYBRID,
+            "motet.parallel.layout.Layout.replica_groups",
+            property(neighbours),
+            "rank 0 adds .* to another shard",
+        ),
     ],
 )
 def test_a_mistake_in_what_the_engine_reads_is_located(

@@ -15,9 +15,10 @@ from motet.core.errors import InputError
 from motet.parallel.data_parallel.buckets import Bucket, BucketParameter, build_buckets
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings, check_communication
 from motet.parallel.data_parallel.communication.powersgd_matrices import bucket_reduction_specs
-from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits, FSDPUnit, model_state_memory
+from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits, FSDPUnit
 from motet.parallel.layout import Layout, LayoutSettings, resolve_layout
 from motet.parallel.process.process_group import RankGroup
+from motet.parallel.step_plan.memory import model_state_memory
 from motet.precision.recipe import RECIPES
 from motet.train.job import Job
 from parallel.counting import count_bytes
@@ -102,14 +103,24 @@ def test_bytes_of_replicas_and_of_second_copies_are_too(ranks: Ranks, tmp_path: 
 def test_memory_counts_what_is_owed_and_masters_that_are_apart() -> None:
     portions = BucketsAndFSDPUnits(build_buckets({"w": (0, 1000), "v": (0, 24)}, 2, 1024))
     how = CommunicationSettings(compress_gradients="int8", compress_parameters="int8")
-    kept = model_state_memory(portions, Layout(4, 1, 2, 2), RECIPES["fp32"], 2, 0, how)
+    kept = model_state_memory(
+        portions, Layout(4, 1, 2, 2), RECIPES["fp32"], moments_per_parameter=2, rank=0, settings=how
+    )
     assert (kept.parameters, kept.masters, kept.compression_errors) == (1088 * 4, 544 * 4, (1088 + 544) * 4)
     rows = BucketsAndFSDPUnits(units=(FSDPUnit(((10, 3), (7,))),))
     assert (
-        model_state_memory(rows, Layout(4, 1, 3, 2), RECIPES["fp64"], 2, 0, how).compression_errors == (5 * 3 + 4) * 8
+        model_state_memory(
+            rows, Layout(4, 1, 3, 2), RECIPES["fp64"], moments_per_parameter=2, rank=0, settings=how
+        ).compression_errors
+        == (5 * 3 + 4) * 8
     )
     off = how.model_copy(update={"error_feedback": False})
-    assert model_state_memory(rows, Layout(4, 1, 3, 2), RECIPES["fp64"], 2, 0, off).compression_errors == 0
+    assert (
+        model_state_memory(
+            rows, Layout(4, 1, 3, 2), RECIPES["fp64"], moments_per_parameter=2, rank=0, settings=off
+        ).compression_errors
+        == 0
+    )
 
 
 def test_the_matrices_of_a_part_are_its_whole_rows() -> None:

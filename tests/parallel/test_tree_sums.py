@@ -1,4 +1,4 @@
-"""What sums by a tree send and keep is what placement.py says, to the byte."""
+"""What sums by a tree send and keep is what traffic.py says, to the byte."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from motet.parallel.data_parallel.zero import sent_bytes_per_step
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.reproducible import tree_reduce
+from motet.parallel.step_plan.traffic import sent_bytes_per_step
 from motet.precision.recipe import RECIPES
 from motet.train.build import build_components
 from motet.train.job import Job
@@ -40,7 +40,11 @@ def _count(group: RankGroup, job: Job, folder: str) -> tuple[int, ...]:
         programs, whole, kept, said_kept = count_bytes(group, job)
     parts = build_components(job, group, Path(folder))
     said = sent_bytes_per_step(
-        parts.optimizer.sharded_parameters.comm_units, parts.layout, RECIPES["fp32"], job.communication, group.rank
+        parts.optimizer.sharded_parameters.comm_units,
+        parts.layout,
+        RECIPES["fp32"],
+        settings=job.communication,
+        rank=group.rank,
     )
     return given[0], 2 * (said.reduce_scatter + said.all_reduce), programs, whole, kept, said_kept
 

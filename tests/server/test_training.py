@@ -68,7 +68,9 @@ def plan_of(module: nn.Module, servers: int) -> ParameterPartition:
     named = dict(module.named_parameters())
     groups = group_parameters(named, SETTINGS)
     numbers = {name: number for number, members in enumerate(groups.values()) for name in members}
-    buckets = build_buckets({name: (numbers[name], p.numel()) for name, p in named.items()}, 1, 1000, 500)
+    buckets = build_buckets(
+        {name: (numbers[name], p.numel()) for name, p in named.items()}, 1, 1000, first_max_numel=500
+    )
     return ParameterPartition(buckets, partition_buckets(buckets, 512, servers), RECIPES["fp64"], tuple(groups))
 
 

@@ -261,7 +261,7 @@ class TrainingEngine:
         return max(1, max_count)
 
 
-def parallelize(  # noqa: PLR0913  # sections of a job, by name
+def parallelize(  # sections of a job, by name
     module: nn.Module,
     layout: str | LayoutSettings = "",
     *,
@@ -360,9 +360,9 @@ def build_optimizers(
         trainable_parameters(module, settings.optimizer),
         layout,
         recipe,
-        communication,
-        batch_sequences,
-        independent_replicas,
+        settings=communication,
+        batch_sequences=batch_sequences,
+        independent_replicas=independent_replicas,
     )
     if group.rank == 0:
         prove_step_plan(plan)
@@ -377,7 +377,9 @@ def build_optimizers(
         name: (p.start, p.start + p.values.numel())
         for name, p in sharded_parameters.local_shards(sharded_parameters.local_masters).items()
     }
-    check_rank_matches_plan(plan, step_group.rank, held_ranges, sharded_parameters.contributes_to_norm)
+    check_rank_matches_plan(
+        plan, step_group.rank, held_ranges, contributes_to_norm=sharded_parameters.contributes_to_norm
+    )
     return optimizer, OuterOptimizer(
         module, sharded_parameters, replicas, settings.outer, communication
     ) if replicas else None

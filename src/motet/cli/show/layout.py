@@ -60,7 +60,12 @@ def _step_plan(job: Job, resolved_layout: Layout) -> StepPlan:
     parameters = ParameterInventory(shapes, {name: len(shape) < 2 for name, shape in shapes.items()})
     recipe, independent_replicas = RECIPES[job.precision.recipe], job.outer.every is not None
     return make_step_plan(
-        parameters, resolved_layout, recipe, job.communication, job.data.batch_sequences, independent_replicas
+        parameters,
+        resolved_layout,
+        recipe,
+        settings=job.communication,
+        batch_sequences=job.data.batch_sequences,
+        independent_replicas=independent_replicas,
     )
 
 
@@ -106,17 +111,17 @@ def _table(report: dict[str, Any]) -> Table:
 
 
 _COLLECTIVE_SENTENCES = {
-    "scatter": "Gradients are summed, a share to each{owner}, over ranks {sets}.",
-    "sum": "{what} are summed over ranks {sets}.",
+    "reduce_scatter": "Gradients are summed, a share to each{owner}, over ranks {sets}.",
+    "all_reduce": "{what} are summed over ranks {sets}.",
     "norm": "The norm counts the sums of ranks {sets}.",
-    "gather": "{what} come back from ranks {sets}.",
-    "keep": "Second copies are shared by ranks {sets}.",
+    "all_gather": "{what} come back from ranks {sets}.",
+    "keep_secondary": "Second copies are shared by ranks {sets}.",
 }
 
 
 def _sentences(report: dict[str, Any]) -> str:
     collectives = [move for move in report["course"] if move["verb"] == "norm" or len(move["sets"][0]) > 1]
-    subject = "Shares" if any(move["verb"] == "scatter" for move in collectives) else "Gradients"
+    subject = "Shares" if any(move["verb"] == "reduce_scatter" for move in collectives) else "Gradients"
     owner = ", the owner of a bucket all of it" * report["owned"]
     lines = [
         _COLLECTIVE_SENTENCES[move["verb"]].format(sets=_format_groups(move["sets"]), what=subject, owner=owner)

@@ -1,7 +1,7 @@
-"""Parameters cut into buckets, in the order in which backward has their gradients.
+"""Parameters grouped into buckets, in the order in which backward has their gradients.
 
-A bucket is what one collective carries. All lie one after another in one flat tensor; each is padded so that it cuts
-into equal shards, and within it the parameters of one optimizer group stand together.
+A bucket is the unit of one collective. The buckets follow one another in one flat tensor. Each is padded so that it
+divides into equal shards, and holds the parameters of one optimizer group side by side.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,10 +15,10 @@ ALIGN_ELEMENTS = 32
 
 @dataclass(frozen=True)
 class BucketParameter:
-    """Where a parameter stands in the flat tensor."""
+    """The range of one parameter in the flat tensor."""
 
     name: str
-    optimizer_group: int  # Its optimizer group
+    optimizer_group: int
     start: int
     numel: int
 
@@ -26,48 +26,54 @@ class BucketParameter:
     def stop(self) -> int:
         return self.start + self.numel
 
+    @property
+    def flat_slice(self) -> slice:
+        return slice(self.start, self.stop)
+
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some parameters, and the part of the flat tensor that they fill."""
+    """Some parameters, and the range of the flat tensor that they fill."""
 
     members: tuple[BucketParameter, ...]
     start: int
     length: int  # With padding: a multiple of the number of shards
     shards: int
-    owner: int | None = None  # The one rank that updates all of it; without, each updates its shard
+    owner: int | None = None  # The rank that updates all of the bucket; if None, each rank updates its shard
 
     @property
     def stop(self) -> int:
         return self.start + self.length
 
+    @property
+    def flat_slice(self) -> slice:
+        return slice(self.start, self.stop)
+
     def shard_slice(self, index: int) -> slice:
-        """The part of one shard, in the flat tensor."""
-        first, stop = shard_range(self.length, self.shards, index, self.owner)
+        """The range of one shard in the flat tensor."""
+        first, stop = shard_range(self.length, self.shards, index, owner=self.owner)
         return slice(self.start + first, self.start + stop)
 
     @property
     def padding(self) -> list[slice]:
-        """What belongs to no parameter, in the flat tensor."""
+        """Ranges of the flat tensor that belong to no parameter."""
         ends = [self.start, *(member.stop for member in self.members)]
         starts = [*(member.start for member in self.members), self.stop]
         return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
     def group_slices(self, flat_slice: slice) -> list[tuple[int, slice]]:
-        """(optimizer group, what of `part` belongs to it), in order; padding goes with what stands before it."""
-        groups = [
-            (group, next(members).start) for group, members in groupby(self.members, key=lambda m: m.optimizer_group)
-        ]
-        starts = [start for _, start in groups[1:]] + [self.stop]
+        """(optimizer group, its range within `flat_slice`), in order; padding goes with the parameter before it."""
+        groups = [(group, next(members).start) for group, members in groupby(self.members, lambda m: m.optimizer_group)]
+        stops = [start for _, start in groups[1:]] + [self.stop]
         slices = [
             (group, slice(max(start, flat_slice.start), min(stop, flat_slice.stop)))
-            for (group, start), stop in zip(groups, starts, strict=True)
+            for (group, start), stop in zip(groups, stops, strict=True)
         ]
-        return [(group, piece) for group, piece in slices if piece.start < piece.stop]
+        return [(group, clipped) for group, clipped in slices if clipped.start < clipped.stop]
 
 
-def shard_range(length: int, shards: int, index: int, owner: int | None = None) -> tuple[int, int]:
-    """(first, stop) of one of equal parts; or all of it for its owner."""
+def shard_range(length: int, shards: int, index: int, *, owner: int | None = None) -> tuple[int, int]:
+    """(first, stop) of one of equal shards; with an owner, the owner has everything."""
     if owner is not None:
         return 0, length if index == owner else 0
     size = length // shards
@@ -75,30 +81,38 @@ def shard_range(length: int, shards: int, index: int, owner: int | None = None) 
 
 
 def build_buckets(
-    sizes: Mapping[str, tuple[int, int]], shards: int, max_numel: int, first_max_numel: int | None = None
+    sizes: Mapping[str, tuple[int, int]], shards: int, max_numel: int, *, first_max_numel: int | None = None
 ) -> tuple[Bucket, ...]:
-    """`sizes`: name -> (optimizer group, numel), in the order of use; `most` numbers in a bucket.
+    """Buckets of at most `max_numel` elements; a larger parameter has a bucket to itself.
 
-    The last used comes first. A parameter of more than `most` has a bucket to itself. The first bucket may be smaller:
-    the earlier it is full, the earlier there is something to send.
+    `sizes` is name -> (optimizer group, elements), in the order of use. The parameter used last comes first. A smaller
+    first bucket is full earlier, so that communication starts earlier.
     """
-    buckets: list[Bucket] = []
-    pending: list[str] = []
-    limit, pending_numel = min(max_numel, first_max_numel or max_numel), 0
+    bucket_names: list[list[str]] = []
+    limit, filled = min(max_numel, first_max_numel or max_numel), 0
     for name in reversed(list(sizes)):
         numel = sizes[name][1]
-        if pending and pending_numel + numel > limit:
-            buckets.append(_make_bucket(pending, sizes, buckets[-1].stop if buckets else 0, shards))
-            pending, pending_numel, limit = [], 0, max_numel
-        pending.append(name)
-        pending_numel += numel
-    if pending:
-        buckets.append(_make_bucket(pending, sizes, buckets[-1].stop if buckets else 0, shards))
+        if bucket_names and filled + numel <= limit:
+            bucket_names[-1].append(name)
+            filled += numel
+        else:
+            limit = max_numel if bucket_names else limit
+            bucket_names.append([name])
+            filled = numel
+    buckets: list[Bucket] = []
+    for names in bucket_names:
+        start = offset = buckets[-1].stop if buckets else 0
+        members = []
+        for name in sorted(names, key=lambda name: sizes[name][0]):
+            group, numel = sizes[name]
+            members.append(BucketParameter(name, group, offset, numel))
+            offset += _round_up(numel, ALIGN_ELEMENTS)
+        buckets.append(Bucket(tuple(members), start, _round_up(offset - start, shards * ALIGN_ELEMENTS), shards))
     return tuple(buckets)
 
 
 def assign_owners(buckets: Sequence[Bucket], owner_count: int) -> tuple[Bucket, ...]:
-    """Each goes to the one of the first so many ranks that has least until then."""
+    """Give each bucket to that of the first `owner_count` ranks that has the fewest elements so far."""
     owned_numel = [0] * owner_count
     assigned = []
     for bucket in buckets:
@@ -106,16 +120,6 @@ def assign_owners(buckets: Sequence[Bucket], owner_count: int) -> tuple[Bucket, 
         owned_numel[owner] += bucket.length
         assigned.append(replace(bucket, owner=owner))
     return tuple(assigned)
-
-
-def _make_bucket(names: list[str], sizes: Mapping[str, tuple[int, int]], start: int, shards: int) -> Bucket:
-    members: list[BucketParameter] = []
-    offset = start
-    for name in sorted(names, key=lambda name: sizes[name][0]):
-        group, numel = sizes[name]
-        members.append(BucketParameter(name, group, offset, numel))
-        offset += _round_up(numel, ALIGN_ELEMENTS)
-    return Bucket(tuple(members), start, _round_up(offset - start, shards * ALIGN_ELEMENTS), shards)
 
 
 def _round_up(count: int, unit: int) -> int:

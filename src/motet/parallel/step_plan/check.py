@@ -1,12 +1,12 @@
-"""The proof that a layout trains every element as it should, from its plan alone: nothing is run.
+"""The proof that a step plan trains every element correctly; it needs the plan alone and runs nothing.
 
-Each portion's course is played on multisets of contributors, so that a share that is missing is seen as well as one
-that counts twice. Ranks that do the same are looked at once, and elements as intervals: a thousand parameters on a
-thousand ranks take some hundredths of a second. What is wrong is a mistake of motet, told by element and rank.
+Schedules are executed on multisets of contributors, so that a missing gradient is noticed as well as one that counts
+twice. Ranks in the same state are checked once, and elements as intervals: a thousand parameters on a thousand ranks
+take some hundredths of a second. A failure is a bug of motet; the message names the element and the rank.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -20,9 +20,8 @@ from motet.parallel.data_parallel.communication.communication_settings import (
     resolve_communication_groups,
 )
 from motet.parallel.layout import Layout
-from motet.parallel.step_plan.plan import CommUnit, ShardRanges, StepPlan, updated_ranges
+from motet.parallel.step_plan.plan import CommUnit, StepPlan, updated_ranges
 from motet.parallel.step_plan.symbolic_execution import (
-    HeldShard,
     ShardCoverageRequirement,
     SymbolicRankStates,
     UnitScheduleError,
@@ -31,12 +30,12 @@ from motet.parallel.step_plan.symbolic_execution import (
 
 
 class InvalidStepPlanError(AssertionError):
-    """A plan that would not train the model that it is given."""
+    """A plan that would not train the model correctly."""
 
 
 @dataclass(frozen=True)
 class StepPlanProof:
-    """What is known of a plan that is right."""
+    """Facts about a plan that was proven."""
 
     ranks: int
     copies: int  # In each of which every element is updated once
@@ -48,174 +47,172 @@ class StepPlanProof:
 
 
 def prove_step_plan(plan: StepPlan) -> StepPlanProof:
-    """Play a step; raise at the first thing that is wrong."""
+    """Check a plan and raise at the first mistake."""
     _check_rows(plan)
     _check_gradient_reductions(plan)
     _check_members(plan)
     _check_outer_groups(plan)
     executed: dict[int, SymbolicRankStates] = {}
-    seen: set[tuple[int, ...]] = set()
+    checked: set[tuple[int, ...]] = set()
     for unit in plan.comm_units:
-        schedule = id(unit.schedule)  # of what the plan holds: to compare the sets of a thousand ranks takes longer
+        schedule = id(unit.schedule)  # by identity: comparing the groups of a thousand ranks takes longer
         try:
             if schedule not in executed:
                 executed[schedule] = execute_symbolically(unit.schedule, plan.ranks)
-        except UnitScheduleError as fault:
-            raise InvalidStepPlanError(
-                str(fault).format(_describe_shard(_unit_with_shard(plan, unit, fault), fault.shard))
-            ) from None
+        except UnitScheduleError as error:
+            raise InvalidStepPlanError(str(error).format(_describe_shard(plan, unit, error.shard))) from None
         for index, requirement in enumerate(executed[schedule].coverage_requirements.values()):
             key = schedule, index, id(unit.shard_ranges), unit.length
-            if key not in seen:
+            if key not in checked:
                 _check_coverage(unit, requirement)
-                seen.add(key)
-    update = next(move for move in plan.comm_units[0].schedule if move.kind == "update")
-    elements = sum(map(prod, plan.shapes.values()))
-    sizes = plan.ranks, len(update.rank_groups), len(plan.shapes), elements, len(plan.comm_units)
-    return StepPlanProof(*sizes, plan.batch_sequences, plan.microbatches)
+                checked.add(key)
+    return StepPlanProof(
+        ranks=plan.ranks,
+        copies=len(next(action for action in plan.comm_units[0].schedule if action.kind == "update").rank_groups),
+        parameters=len(plan.shapes),
+        elements=sum(map(prod, plan.shapes.values())),
+        comm_units=len(plan.comm_units),
+        rows=plan.batch_sequences,
+        microbatches=plan.microbatches,
+    )
 
 
 def check_rank_matches_plan(
-    plan: StepPlan, rank: int, local_ranges: Mapping[str, tuple[int, int]], contributes_to_norm: bool
+    plan: StepPlan, rank: int, local_ranges: Mapping[str, tuple[int, int]], *, contributes_to_norm: bool
 ) -> None:
-    """That a rank does as its plan says. `kept`: (first, stop) of what it updates; `counts`: in the norm."""
-    planned, actual = (
-        updated_ranges(plan, rank),
-        {name: part for name, part in local_ranges.items() if part[0] < part[1]},
-    )
+    """Check that a rank updates the elements that its plan says, (first, stop) by name, and counts in the norm."""
+    planned = updated_ranges(plan, rank)
+    actual = {name: bounds for name, bounds in local_ranges.items() if bounds[0] < bounds[1]}
     for name in {**planned, **actual}:
         if planned.get(name) != actual.get(name):
-            first, stop = actual.get(name, (0, 0))
-            does = _format_range("element", first, stop) if first < stop else "nothing"
-            first, stop = planned.get(name, (0, 0))
-            should = _format_range("element", first, stop) if first < stop else "nothing"
+            does, should = (
+                _format_range("element", *ranges[name]) if name in ranges else "nothing" for ranges in (actual, planned)
+            )
             raise InvalidStepPlanError(f"rank {rank} updates {does} of {name}, where its plan says {should}")
-    norm = next(move for move in plan.comm_units[0].schedule if move.kind == "norm")
+    norm = next(action for action in plan.comm_units[0].schedule if action.kind == "norm")
     if contributes_to_norm != any(rank in ranks for ranks in norm.rank_groups):
-        raise InvalidStepPlanError(
-            f"rank {rank} {'counts' if contributes_to_norm else 'does not count'} in the norm, unlike its plan"
-        )
+        does = "counts" if contributes_to_norm else "does not count"
+        raise InvalidStepPlanError(f"rank {rank} {does} in the norm, unlike its plan")
 
 
-# Ranks of a Program that is proven here: a tenth of a second for a ring of so many, which grows as their cube.
+# A ring over this many ranks is proven in a tenth of a second; the time grows with the cube of the ranks.
 MAX_PROVEN_RANKS = 64
 
 
 def prove_collective_programs(layout: Layout, settings: CommunicationSettings) -> tuple[Program, ...]:
-    """Those that are named for the sums and gathers of a layout, proven for the ranks that do them together."""
-    groups = resolve_communication_groups(settings, layout)
-    wanted: set[tuple[str, str, int, int | None]] = set()
-    if layout.bucket_owners:
-        for root in range(layout.bucket_owners.count):
-            wanted.add(("reduce", layout.bucket_owners.reduce_algorithm, layout.dp, root))
-            wanted.add(("broadcast", layout.bucket_owners.broadcast_algorithm, layout.dp, root))
+    """Prove the algorithms that the settings name, for the number of ranks of each group of the layout."""
+    groups, owners = resolve_communication_groups(settings, layout), layout.bucket_owners
+    programs: set[tuple[str, str, int, int | None]] = set()
+    if owners:
+        for root in range(owners.count):
+            programs.add(("reduce", owners.reduce_algorithm, layout.dp, root))
+            programs.add(("broadcast", owners.broadcast_algorithm, layout.dp, root))
     else:
-        gathers = [groups.shard_groups, groups.secondary_shard_groups]
-        rank_groups_by_collective = {
-            "reduce-scatter": [groups.shard_groups],
-            "all-reduce": [groups.replica_groups],
-            "all-gather": gathers,
-        }
-        for collective, all_sets in rank_groups_by_collective.items():
+        for collective, rank_groups in (
+            ("reduce-scatter", groups.shard_groups),
+            ("all-reduce", groups.replica_groups),
+            ("all-gather", groups.shard_groups),
+            ("all-gather", groups.secondary_shard_groups),
+        ):
             name = settings.algorithm(collective)
-            sizes = {len(sets[0]) for sets in all_sets if sets and name not in (AUTO, BACKEND)}
-            wanted |= {(collective, name, ranks, None) for ranks in sizes}
-    programs = [
+            if rank_groups and name not in (AUTO, BACKEND):
+                programs.add((collective, name, len(rank_groups[0]), None))
+    built = [
         build(collective, name, ranks, **({} if root is None else {"root": root}))
-        for collective, name, ranks, root in sorted(wanted, key=str)
+        for collective, name, ranks, root in sorted(programs, key=str)
         if 1 < ranks <= MAX_PROVEN_RANKS
     ]
-    for candidate in programs:
+    for program in built:
         try:
-            prove_program(candidate)
+            prove_program(program)
         except UnprovenCollectiveError as error:
             raise InvalidStepPlanError(f"element 0 of every parameter: {error}") from None
-    return tuple(programs)
+    return tuple(built)
 
 
-# --- what is read and sent -------------------------------------------------------------------------
+# --- rows, micro-batches and parameters ------------------------------------------------------------
 
 
 def _check_rows(plan: StepPlan) -> None:
     """Each row of the global batch is read once."""
     rows_read = sorted(
-        (part.start, part.stop, rank, number)
-        for rank, parts in enumerate(plan.rows_by_rank)
-        for number, part in enumerate(parts)
-        if part
+        (rows.start, rows.stop, rank, microbatch)
+        for rank, row_ranges in enumerate(plan.rows_by_rank)
+        for microbatch, rows in enumerate(row_ranges)
+        if rows
     )
-    next_row, previous_reader = 0, ""
-    for start, stop, rank, number in rows_read:
-        reader = f"rank {rank} in micro-batch {number}"
+    next_row, previous = 0, ""
+    for start, stop, rank, microbatch in rows_read:
+        reader = f"rank {rank} in micro-batch {microbatch}"
         if start > next_row:
             raise InvalidStepPlanError(f"nobody reads {_format_range('row', next_row, start)} of the global batch")
         if start < next_row:
             twice = _format_range("row", start, min(next_row, stop))
-            raise InvalidStepPlanError(f"{previous_reader} and {reader} both read {twice} of the global batch")
-        next_row, previous_reader = stop, reader
-    if next_row < plan.batch_sequences:
-        raise InvalidStepPlanError(
-            f"nobody reads {_format_range('row', next_row, plan.batch_sequences)} of the global batch"
-        )
-    if next_row > plan.batch_sequences:
-        raise InvalidStepPlanError(
-            f"{previous_reader} reads up to row {next_row - 1} of a global batch of {plan.batch_sequences} rows"
-        )
+            raise InvalidStepPlanError(f"{previous} and {reader} both read {twice} of the global batch")
+        next_row, previous = stop, reader
+    count = plan.batch_sequences
+    if next_row < count:
+        raise InvalidStepPlanError(f"nobody reads {_format_range('row', next_row, count)} of the global batch")
+    if next_row > count:
+        raise InvalidStepPlanError(f"{previous} reads up to row {next_row - 1} of a global batch of {count} rows")
 
 
 def _check_gradient_reductions(plan: StepPlan) -> None:
-    """The gradients of each micro-batch travel once."""
-    times = Counter(microbatch for sent in plan.reduce_after for microbatch in sent)
-    for number in range(plan.microbatches):
-        if times[number] != 1:
-            problem = f"are summed {times[number]} times" if times[number] else "are in no sum"
-            raise InvalidStepPlanError(
-                f"element 0 of {next(iter(plan.shapes))}: gradients of micro-batch {number} {problem}"
-            )
+    """The gradients of each micro-batch are reduced once."""
+    times = Counter(microbatch for reduced in plan.reduce_after for microbatch in reduced)
+    for microbatch in range(plan.microbatches):
+        if times[microbatch] != 1:
+            problem = f"are summed {times[microbatch]} times" if times[microbatch] else "are in no sum"
+            name = next(iter(plan.shapes))
+            raise InvalidStepPlanError(f"element 0 of {name}: gradients of micro-batch {microbatch} {problem}")
 
 
 def _check_members(plan: StepPlan) -> None:
-    """Each parameter has one place, which nothing else has."""
-    places: dict[str, str] = {}
+    """Each parameter is in one unit, and overlaps with no other."""
+    unit_of: dict[str, str] = {}
     ends = {"rows": 0, "bucket": 0}
-    for unit in sorted(plan.comm_units, key=lambda portion: portion.start):
-        next_element, previous = max(ends[unit.kind], unit.start), "what stands before it"
+    for unit in sorted(plan.comm_units, key=lambda unit: unit.start):
+        next_element, previous = max(ends[unit.kind], unit.start), "the unit before it"
         for member in sorted(unit.members, key=lambda member: member.start):
-            other = places.setdefault(member.name, unit.name)
-            if other != unit.name or member.name == previous:
-                raise InvalidStepPlanError(f"element 0 of {member.name} stands in {other} and again in {unit.name}")
-            full_numel = prod(plan.shapes[member.name])
-            if member.numel != full_numel:
-                lost = _format_range("element", min(member.numel, full_numel), max(member.numel, full_numel))
-                raise InvalidStepPlanError(f"{lost} of {member.name}: {unit.name} has {member.numel} of {full_numel}")
+            name, numel = member.name, prod(plan.shapes[member.name])
+            other = unit_of.setdefault(name, unit.name)
+            if other != unit.name or name == previous:
+                raise InvalidStepPlanError(f"element 0 of {name} is in {other} and again in {unit.name}")
+            if member.numel != numel:
+                lost = _format_range("element", min(member.numel, numel), max(member.numel, numel))
+                raise InvalidStepPlanError(f"{lost} of {name}: {unit.name} has {member.numel} of {numel}")
             if member.numel and member.start < next_element:
-                raise InvalidStepPlanError(f"element 0 of {member.name} stands in {unit.name} where {previous} does")
+                raise InvalidStepPlanError(f"element 0 of {name} is in {unit.name} where {previous} is")
             if member.stop > unit.start + unit.length:
                 beyond = _format_range("element", max(0, unit.start + unit.length - member.start), member.numel)
-                raise InvalidStepPlanError(f"{beyond} of {member.name}: beyond the end of {unit.name}")
-            next_element, previous = max(next_element, member.stop), member.name
+                raise InvalidStepPlanError(f"{beyond} of {name}: beyond the end of {unit.name}")
+            next_element, previous = max(next_element, member.stop), name
         ends[unit.kind] = unit.start + unit.length
     for name, shape in plan.shapes.items():
-        if name not in places:
+        if name not in unit_of:
             raise InvalidStepPlanError(f"nobody updates {_format_range('element', 0, prod(shape))} of {name}")
 
 
 def _check_outer_groups(plan: StepPlan) -> None:
-    """Replicas that train apart tell each other about the same shards."""
-    for ranks in plan.outer_groups:
-        other = next((rank for rank in ranks if (rank - ranks[0]) % plan.ranks), None)
-        if other is not None:
-            name = next(iter(plan.shapes))
-            raise InvalidStepPlanError(f"element 0 of {name}: ranks {ranks[0]} and {other} meet, with unlike shards")
+    """Independent replicas average the same shards in an outer step."""
+    for first, *others in plan.outer_groups:
+        for rank in others:
+            if (rank - first) % plan.ranks:
+                name = next(iter(plan.shapes))
+                raise InvalidStepPlanError(
+                    f"element 0 of {name}: the outer step of ranks {first} and {rank} mixes shards"
+                )
 
 
 # --- elements --------------------------------------------------------------------------------------
 
 
 def _check_coverage(unit: CommUnit, requirement: ShardCoverageRequirement) -> None:
-    """Each element of a portion is of one of these ranks."""
+    """Each element of a unit is held by one of these ranks."""
+    ranges: dict[int | None, tuple[int, int]] = {None: (0, unit.length), **dict(enumerate(unit.shard_ranges))}
+    intervals = [(*ranges.get(shard, (0, 0)), rank) for shard, rank in requirement.held_shards]
     next_element, last_rank = 0, -1
-    for first, stop, rank in sorted(_held_intervals(unit.shard_ranges, unit.length, requirement.held_shards)):
+    for first, stop, rank in sorted(interval for interval in intervals if interval[0] < interval[1]):
         if first > next_element:
             raise InvalidStepPlanError(requirement.gap_message.format(_describe_elements(unit, next_element, first)))
         if first < next_element:
@@ -225,38 +222,24 @@ def _check_coverage(unit: CommUnit, requirement: ShardCoverageRequirement) -> No
     if next_element < unit.length:
         raise InvalidStepPlanError(requirement.gap_message.format(_describe_elements(unit, next_element, unit.length)))
     if next_element > unit.length:
-        raise InvalidStepPlanError(
-            f"rank {last_rank} has {next_element - unit.length} elements beyond the end of {unit.name}"
-        )
+        excess = next_element - unit.length
+        raise InvalidStepPlanError(f"rank {last_rank} has {excess} elements beyond the end of {unit.name}")
 
 
-def _held_intervals(
-    shard_ranges: ShardRanges, length: int, held_shards: Iterable[HeldShard]
-) -> Iterator[tuple[int, int, int]]:
-    for shard, rank in held_shards:
-        first, stop = (0, length) if shard is None else shard_ranges[shard] if shard < len(shard_ranges) else (0, 0)
-        if first < stop:
-            yield first, stop, rank
-
-
-def _unit_with_shard(plan: StepPlan, unit: CommUnit, fault: UnitScheduleError) -> CommUnit:
-    """One of this course that has elements in the shard."""
-    shard = fault.shard
-    alike = (other for other in plan.comm_units if other.schedule == unit.schedule)
+def _describe_shard(plan: StepPlan, unit: CommUnit, shard: int | None) -> str:
+    """Elements of a shard, of the first unit with this schedule in which it is not empty."""
     if shard is None:
-        return unit
-    return next(
-        (p for p in alike if shard < len(p.shard_ranges) and p.shard_ranges[shard][0] < p.shard_ranges[shard][1]), unit
-    )
-
-
-def _describe_shard(unit: CommUnit, shard: int | None) -> str:
-    is_unsharded = shard is None or shard >= len(unit.shard_ranges)
-    return _describe_elements(unit, *((0, unit.length) if is_unsharded or shard is None else unit.shard_ranges[shard]))
+        return _describe_elements(unit, 0, unit.length)
+    for other in plan.comm_units:
+        if other.schedule == unit.schedule and shard < len(other.shard_ranges):
+            first, stop = other.shard_ranges[shard]
+            if first < stop:
+                return _describe_elements(other, first, stop)
+    return _describe_elements(unit, *(unit.shard_ranges[shard] if shard < len(unit.shard_ranges) else (0, unit.length)))
 
 
 def _describe_elements(unit: CommUnit, first: int, stop: int) -> str:
-    """Elements of the first parameter that has some there."""
+    """Elements of the first parameter that has some in this range of a unit."""
     for member in sorted(unit.members, key=lambda member: member.start):
         start, end = max(member.start, unit.start + first), min(member.stop, unit.start + stop)
         if start < end:
@@ -264,5 +247,5 @@ def _describe_elements(unit: CommUnit, first: int, stop: int) -> str:
     return f"{_format_range('element', first, stop)} of {unit.name}, which are padding,"
 
 
-def _format_range(what: str, first: int, stop: int) -> str:
-    return f"{what} {first}" if stop - first < 2 else f"{what}s {first} to {stop - 1}"
+def _format_range(noun: str, first: int, stop: int) -> str:
+    return f"{noun} {first}" if stop - first < 2 else f"{noun}s {first} to {stop - 1}"

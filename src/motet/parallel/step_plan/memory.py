@@ -1,125 +1,169 @@
-"""How many bytes more than it keeps a rank needs at the worst moment of a step, activations apart.
+"""Memory of one rank in a step: the model state that it keeps, and the peak of what comes and goes beyond that.
 
-These are gradients before they are summed, and what stage 3 gathers. At stage 3 the moments are those of FSDP2 on CPU
-ranks: it gathers one block ahead in backward, holds what arrived of one unit until the next has arrived in forward, and
-holds what it sent of one unit until it sends the next.
+Activations are not included. The transient part is gradients before their reduction, and what stage 3 gathers. At stage
+3 the peak is that of FSDP2 on CPU ranks. FSDP2 prefetches one block in backward. In forward it frees the gathered
+buffer of a unit after the gather of the next unit, and in backward the sent buffer of a unit at the next reduction.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from typing import NamedTuple
 
 from motet.core.dtypes import DTYPE_BYTES
 from motet.parallel.data_parallel.buckets import Bucket
-from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
+from motet.parallel.data_parallel.communication.communication_settings import (
+    CommunicationCodecs,
+    CommunicationSettings,
+    resolve_codecs,
+)
 from motet.parallel.data_parallel.communication.powersgd_matrices import Shape
-from motet.parallel.data_parallel.zero import ZERO_STAGES, BucketsAndFSDPUnits, FSDPUnit, padded_shard_numel
+from motet.parallel.data_parallel.zero import (
+    ZERO_STAGES,
+    BucketsAndFSDPUnits,
+    FSDPUnit,
+    padded_shard_numel,
+    shard_numel,
+)
 from motet.parallel.layout import Layout
 from motet.precision.recipe import PrecisionRecipe
 
 
-def peak_transient_bytes(
-    comm_units: BucketsAndFSDPUnits, layout: Layout, recipe: PrecisionRecipe, settings: CommunicationSettings
-) -> int:
-    """Beyond what `memory` says is kept. Uncompressed, each block called once, and without what algorithms need.
+@dataclass(frozen=True)
+class ModelStateMemory:
+    """Bytes that one rank keeps from step to step."""
 
-    Gradients are taken one after another; where autograd has that of a bias after the next matrix's, it is one more.
+    parameters: int  # In the compute dtype, with padding; at stage 3 only buckets and frozen parameters
+    masters: int  # Zero where the parameters are their own masters
+    gradients: int
+    moments: int
+    compression_errors: int = 0  # Error feedback, without PowerSGD's bases
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.masters + self.gradients + self.moments + self.compression_errors
+
+
+def model_state_memory(
+    comm_units: BucketsAndFSDPUnits,
+    layout: Layout,
+    recipe: PrecisionRecipe,
+    *,
+    moments_per_parameter: int,
+    rank: int,
+    settings: CommunicationSettings | None = None,
+) -> ModelStateMemory:
+    """State of one rank. Frozen parameters count at stage 3 only."""
+    codecs = CommunicationCodecs() if settings is None else resolve_codecs(settings, layout)
+    shards_gradients, shards = ZERO_STAGES[layout.zero].gradients, layout.shards
+    master, compute, reduce = (DTYPE_BYTES[dtype] for dtype in (recipe.master, recipe.compute, recipe.reduce))
+    bucket_numel = sum(bucket.length for bucket in comm_units.buckets)
+    bucket_shard = bucket_numel // shards
+    row_shard = sum(padded_shard_numel(unit.trainable, shards) for unit in comm_units.units)
+    frozen_shard = sum(padded_shard_numel(unit.frozen, shards) for unit in comm_units.units)
+    updated_rows = sum(shard_numel(unit.trainable, shards, rank % shards) for unit in comm_units.units)
+    is_exact = layout.zero == 3 or codecs.parameters is None
+    separate_masters = 0 if recipe.master == recipe.compute and is_exact else bucket_shard
+    gradients = bucket_shard if shards_gradients or layout.reproducible_batch_size else bucket_numel
+    errors = bucket_numel * codecs.has_shard_error_feedback
+    errors += (row_shard if layout.zero == 3 else bucket_shard) * codecs.has_replica_error_feedback
+    return ModelStateMemory(
+        parameters=(bucket_numel + frozen_shard) * compute,
+        masters=(separate_masters + row_shard) * master,
+        gradients=gradients * reduce + row_shard * master,
+        moments=moments_per_parameter * (bucket_shard + updated_rows) * DTYPE_BYTES[recipe.state],
+        compression_errors=errors * reduce,
+    )
+
+
+def peak_transient_bytes(
+    comm_units: BucketsAndFSDPUnits, layout: Layout, recipe: PrecisionRecipe, *, settings: CommunicationSettings
+) -> int:
+    """Peak bytes beyond the model state, uncompressed, without buffers of algorithms; each block is called once.
+
+    Autograd is assumed to hold one gradient at a time; it holds two where a bias's gradient follows the next matrix's.
     """
     if comm_units.units:
         return _peak_of_units(comm_units.units, layout, recipe)
-    return _peak_of_buckets(comm_units.buckets, layout, recipe, settings.overlap != "none")
+    return _peak_of_buckets(comm_units.buckets, layout, recipe, overlaps=settings.overlap != "none")
 
 
-def _peak_of_buckets(buckets: Sequence[Bucket], layout: Layout, recipe: PrecisionRecipe, overlaps: bool) -> int:
-    """A gradient as autograd has it; at stage 2 also whole buckets, of which one is filled while another travels."""
+def _peak_of_buckets(buckets: Sequence[Bucket], layout: Layout, recipe: PrecisionRecipe, *, overlaps: bool) -> int:
+    """One gradient of autograd; at stage 2 also unsharded buckets: one is filled while another travels."""
     compute, reduce = DTYPE_BYTES[recipe.compute], DTYPE_BYTES[recipe.reduce]
-    largest_gradients = [compute * max(member.numel for member in bucket.members) for bucket in buckets]
+    gradients = [compute * max(member.numel for member in bucket.members) for bucket in buckets]
     if not ZERO_STAGES[layout.zero].gradients:
-        return max(largest_gradients)
-    bucket_bytes = [reduce * bucket.length for bucket in buckets]
-    arriving = [size // layout.shards if layout.microbatches > 1 else 0 for size in bucket_bytes]
+        return max(gradients)
+    sizes = [reduce * bucket.length for bucket in buckets]
+    arriving = [size // layout.shards if layout.microbatches > 1 else 0 for size in sizes]
     if not overlaps:
-        sending = (sum(bucket_bytes[i:]) + sum(arriving[i : i + 2]) for i in range(len(bucket_bytes)))
-        return max(*(sum(bucket_bytes[: i + 1]) + size for i, size in enumerate(largest_gradients)), *sending)
-    first_bucket_peak = bucket_bytes[0] + max(largest_gradients[0], arriving[0])
-    return max(
-        first_bucket_peak,
-        *(
-            bucket_bytes[i] + bucket_bytes[j] + arriving[i] + max(largest_gradients[j], arriving[j])
-            for i, j in pairwise(range(len(buckets)))
-        ),
-    )
+        filling = (sum(sizes[: i + 1]) + gradient for i, gradient in enumerate(gradients))
+        sending = (sum(sizes[i:]) + sum(arriving[i : i + 2]) for i in range(len(sizes)))
+        return max(*filling, *sending)
+    both = (sizes[i] + sizes[j] + arriving[i] + max(arriving[j], gradients[j]) for i, j in pairwise(range(len(sizes))))
+    return max([sizes[0] + max(gradients[0], arriving[0]), *both])
+
+
+class _AccumulationCase(NamedTuple):
+    """Gradient shards, in bytes, during one micro-batch."""
+
+    accumulated: int  # Kept from earlier micro-batches
+    waiting: int  # Copies that wait for the all-reduce over the replicas
+    growth: int  # Copies that each unit adds to those (1) or removes from them (-1)
 
 
 def _peak_of_units(units: Sequence[FSDPUnit], layout: Layout, recipe: PrecisionRecipe) -> int:
-    """Gradients of the step before are freed when a step begins; those of its first micro-batch take their place.
+    """Peak over the first, the middle and the last micro-batch.
 
-    Where there are replicas, sums over micro-batches wait for the last one beside the gradients that they are part of.
+    A step begins by freeing the gradients of the step before, so its first micro-batch reuses their memory. With
+    replicas, sums over micro-batches wait for the last one in addition to the gradients that they contribute to.
     """
-    last_microbatch = layout.microbatches - 1
-    has_replicas = layout.dp > layout.shards
-    gradient_shard_bytes = DTYPE_BYTES[recipe.master] * sum(
-        padded_shard_numel(unit.trainable, layout.shards) for unit in units
-    )
-    cases = [
-        (0, 0, 1 if has_replicas and last_microbatch else 0)
-    ]  # what is summed, what waits, and whether that grows with each unit
-    cases += [(gradient_shard_bytes, gradient_shard_bytes if has_replicas else 0, 0)] if last_microbatch > 1 else []
-    cases += (
-        [(gradient_shard_bytes, gradient_shard_bytes if has_replicas else 0, -1 if has_replicas else 0)]
-        if last_microbatch
-        else []
-    )
-    return max(max(_live_bytes(units, layout, recipe, *case)) for case in cases) - gradient_shard_bytes
+    last, has_replicas = layout.microbatches - 1, layout.dp > layout.shards
+    total = DTYPE_BYTES[recipe.master] * sum(padded_shard_numel(unit.trainable, layout.shards) for unit in units)
+    waiting = total * has_replicas
+    cases = [_AccumulationCase(0, 0, int(has_replicas and last > 0))]
+    cases += [_AccumulationCase(total, waiting, 0)] if last > 1 else []
+    cases += [_AccumulationCase(total, waiting, -int(has_replicas))] if last else []
+    return max(max(_live_bytes(units, layout, recipe, case=case)) for case in cases) - total
 
 
 def _live_bytes(
-    units: Sequence[FSDPUnit], layout: Layout, recipe: PrecisionRecipe, summed: int, waiting: int, grows: int
+    units: Sequence[FSDPUnit], layout: Layout, recipe: PrecisionRecipe, *, case: _AccumulationCase
 ) -> Iterator[int]:
-    """What there is of a micro-batch besides masters and moments of the optimizer."""
+    """Bytes that are live during a micro-batch, without masters and moments."""
     compute, reduce, shards = DTYPE_BYTES[recipe.compute], DTYPE_BYTES[recipe.reduce], layout.shards
+    reshards = layout.reshard_after_forward
     *blocks, root = units
 
     def unsharded_bytes(unit: FSDPUnit) -> int:
         return compute * shards * padded_shard_numel(unit.trainable + unit.frozen, shards)
 
-    kept = summed + waiting
-    yield 2 * unsharded_bytes(root) + kept  # as it arrives, and as it is used
-    gathered_bytes, previous_bytes = unsharded_bytes(root), unsharded_bytes(root)
-    for block in blocks:  # what arrived for the one before is freed after what arrives for this one
-        yield gathered_bytes + previous_bytes + 2 * unsharded_bytes(block) + kept
-        gathered_bytes, previous_bytes = (
-            gathered_bytes + (0 if layout.reshard_after_forward else unsharded_bytes(block)),
-            unsharded_bytes(block),
-        )
-    gathered_bytes += compute * _numel(root.used_after_blocks)
-    sent_bytes, prefetched_bytes = 0, 0
+    kept = case.accumulated + case.waiting
+    gathered = previous = unsharded_bytes(root)
+    yield 2 * gathered + kept  # the gathered buffer, and the parameters copied out of it
+    for block in blocks:  # the gathered buffer of the block before is freed after this gather
+        size = unsharded_bytes(block)
+        yield gathered + previous + 2 * size + kept
+        gathered, previous = gathered + (0 if reshards else size), size
+    gathered += compute * _numel(root.used_after_blocks)
+    sent = prefetched = 0
     for index, unit in enumerate((*reversed(blocks), root)):
-        if unit.is_block and layout.reshard_after_forward:
-            yield (
-                gathered_bytes + sent_bytes + kept + (prefetched_bytes or unsharded_bytes(unit)) + unsharded_bytes(unit)
-            )
-            gathered_bytes += unsharded_bytes(unit)
-            prefetched_bytes = unsharded_bytes(blocks[-2 - index]) if index + 1 < len(blocks) else 0
+        size = unsharded_bytes(unit)
+        if unit.is_block and reshards:
+            yield gathered + sent + kept + (prefetched or size) + size
+            gathered += size
+            prefetched = unsharded_bytes(blocks[-2 - index]) if index + 1 < len(blocks) else 0
         gradients = compute * _numel(unit.trainable)
         new_gradients = gradients if unit.is_block else gradients - compute * _numel(unit.used_after_blocks)
-        yield gathered_bytes + prefetched_bytes + sent_bytes + kept + new_gradients
-        gathered_bytes += new_gradients - unsharded_bytes(unit)  # it is freed before its gradients are sent
-        sent_bytes = reduce * shards * padded_shard_numel(unit.trainable, shards)
-        yield gathered_bytes + prefetched_bytes + sent_bytes + kept
-        gathered_bytes -= gradients
-        shard_bytes = sent_bytes // shards
-        last_gradient = compute * _numel(unit.trainable[-1:])
-        yield (
-            gathered_bytes
-            + prefetched_bytes
-            + sent_bytes
-            + kept
-            + shard_bytes
-            + max(grows, 0) * shard_bytes
-            + last_gradient
-        )
-        kept += (0 if summed else shard_bytes) + grows * shard_bytes
+        yield gathered + prefetched + sent + kept + new_gradients
+        gathered += new_gradients - size  # the unit is resharded before its gradients are sent
+        sent = reduce * shards * padded_shard_numel(unit.trainable, shards)
+        yield gathered + prefetched + sent + kept
+        gathered -= gradients
+        shard, last_gradient = sent // shards, compute * _numel(unit.trainable[-1:])
+        yield gathered + prefetched + sent + kept + (1 + max(case.growth, 0)) * shard + last_gradient
+        kept += (0 if case.accumulated else shard) + case.growth * shard
 
 
 def _numel(shapes: Iterable[Shape]) -> int:

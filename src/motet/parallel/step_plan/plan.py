@@ -1,7 +1,7 @@
-"""What a layout does in a step, as a value: who reads which rows, whose sums go where, who updates and who gets what.
+"""A step of a layout as a value: which rows each rank reads, over which ranks gradients are reduced, who updates what.
 
-It is made by the functions that the engine reads too: `joined` (the ranks of each sum and gather), `buckets_of` and
-`Bucket.shard` (what a shard has), `rows_of_rank`. Whether it is right is for `proof.py`.
+It is made by the functions that the engine reads too: `resolve_communication_groups` (ranks of each collective),
+`make_buckets` and `shard_range` (elements of a shard), `contributing_rows_of_rank`. check.py proves that it is right.
 """
 
 from collections.abc import Mapping
@@ -24,21 +24,21 @@ from motet.parallel.layout import Layout
 from motet.parallel.row_assignment import contributing_rows_of_rank
 from motet.precision.recipe import PrecisionRecipe
 
-ActionKind = Literal["scatter", "sum", "norm", "update", "gather", "keep", "levels"]
+ActionKind = Literal["reduce_scatter", "all_reduce", "norm", "update", "all_gather", "keep_secondary", "two_level"]
 
 
 class CommUnitAction(NamedTuple):
-    """What sets of ranks do at once with a portion.
+    """One action on a communication unit, by all groups in parallel.
 
-    | verb | each set |
+    | kind | in each group |
     |---|---|
-    | scatter | adds up what its ranks have of all of it; a rank gets the shard that its place in the set says |
-    | sum | adds up the shard that its ranks have, for each of them |
-    | norm | its ranks add what they have of the sums to the square of the norm |
-    | update | is one copy: its ranks update what they have of it |
-    | gather | each of its ranks gets all of it, the shards in the order of the set |
-    | keep | keeps a second copy of what was gathered, in parts, and gathers it once more |
-    | levels | has the same part of a second copy; a sum in two levels goes over those that share one, and then these |
+    | reduce_scatter | ranks sum the unsharded unit; each gets the shard of its position in the group |
+    | all_reduce | ranks sum the shard that they hold, and all of them get the sum |
+    | norm | ranks add the sums that they hold to the squared norm |
+    | update | the group is one copy of the model; its ranks update what they hold |
+    | all_gather | each rank gets the unsharded unit, from shards in the order of the group |
+    | keep_secondary | ranks keep secondary shards of what was gathered, and gather these for backward |
+    | two_level | ranks hold the same secondary shard; a two-level sum goes over keep_secondary's groups, then these |
     """
 
     kind: ActionKind
@@ -46,17 +46,17 @@ class CommUnitAction(NamedTuple):
 
 
 UnitSchedule = tuple[CommUnitAction, ...]
-ShardRanges = tuple[tuple[int, int], ...]  # (first, stop) of each shard of a portion, from its start
+ShardRanges = tuple[tuple[int, int], ...]  # (first, stop) of each shard, from the start of the unit
 
 
 @dataclass(frozen=True)
 class CommUnit:
-    """What is cut as one: a bucket of stages 0 to 2, or a parameter that stage 3 cuts into rows."""
+    """What is sharded as a whole: a bucket of stages 0 to 2, or a parameter that stage 3 cuts into rows."""
 
     name: str
     kind: Literal["rows", "bucket"]
     members: tuple[BucketParameter, ...]
-    start: int  # In the flat tensor of all of its kind
+    start: int  # In the flat tensor of all units of its kind
     length: int  # With padding
     shard_ranges: ShardRanges
     schedule: UnitSchedule
@@ -66,44 +66,43 @@ class CommUnit:
 class StepPlan:
     """A step of a layout."""
 
-    shapes: Mapping[str, Shape]  # Of what is trained
+    shapes: Mapping[str, Shape]  # Of the trainable parameters
     comm_units: tuple[CommUnit, ...]
-    ranks: int  # That take a step together
-    reduce_after: tuple[tuple[int, ...], ...]  # Each time that gradients travel: the micro-batches that they are of
+    ranks: int  # Ranks that take a step together
+    reduce_after: tuple[tuple[int, ...], ...]  # For each reduction of gradients: the micro-batches that it sums
     microbatches: int
-    # That each rank reads, by micro-batches; where replicas train apart, of all of them.
-    rows_by_rank: tuple[tuple[range, ...], ...]
+    rows_by_rank: tuple[tuple[range, ...], ...]  # By micro-batch; of all independent replicas where there are any
     batch_sequences: int
-    outer_groups: RankGroups = ()  # Ranks of replicas that train apart, whose masters meet
+    outer_groups: RankGroups = ()  # Ranks of independent replicas that average their masters in an outer step
 
 
 @dataclass(frozen=True)
 class ParameterInventory:
-    """What is trained, in the order of use."""
+    """The trainable parameters, in the order of use."""
 
     shapes: Mapping[str, Shape]
-    optimizer_groups: Mapping[str, int]  # The optimizer group of each; those that are not there are in the first
+    optimizer_groups: Mapping[str, int]  # A parameter that is not here is in group 0
 
 
 def make_step_plan(
     parameters: ParameterInventory,
     layout: Layout,
     recipe: PrecisionRecipe,
+    *,
     settings: CommunicationSettings,
     batch_sequences: int,
     independent_replicas: bool = False,
 ) -> StepPlan:
-    """Of a layout. `apart`: its replicas train apart; then each takes a step like the first, which it is of."""
+    """The plan of a layout; with independent replicas, that of the first replica, which all others follow."""
     full_layout = layout
     if independent_replicas:
         layout, settings = replace(layout, dp=layout.shards), without_forward_overlap(settings)
-    microbatches = range(layout.microbatches)
-    reduces_once = not ZERO_STAGES[layout.zero].gradients
+    microbatches = tuple(range(layout.microbatches))
     return StepPlan(
         parameters.shapes,
-        make_comm_units(parameters, layout, recipe, settings),
+        make_comm_units(parameters, layout, recipe, settings=settings),
         layout.dp,
-        (tuple(microbatches),) if reduces_once else tuple((number,) for number in microbatches),
+        tuple((i,) for i in microbatches) if ZERO_STAGES[layout.zero].gradients else (microbatches,),
         layout.microbatches,
         tuple(tuple(contributing_rows_of_rank(full_layout, rank, batch_sequences)) for rank in range(full_layout.dp)),
         batch_sequences,
@@ -112,80 +111,71 @@ def make_step_plan(
 
 
 def updated_ranges(plan: StepPlan, rank: int) -> dict[str, tuple[int, int]]:
-    """(first, stop) of the elements that a rank updates of each parameter; those that it has none of are left out."""
+    """(first, stop) of the elements that a rank updates of each parameter; parameters without any are left out."""
 
     def updated_shard(schedule: UnitSchedule) -> int | None:
-        """Its number; None when it updates all of what was gathered."""
-        reduce_scatter, *others = (action for action in schedule if action.kind in ("scatter", "gather", "update"))
-        gathers_first = others[0].kind == "gather"
-        return (
-            None if gathers_first else next(ranks.index(rank) for ranks in reduce_scatter.rank_groups if rank in ranks)
+        """Index of the shard, or None if the rank gathers first and updates everything."""
+        reduce_scatter, following, *_ = (
+            action for action in schedule if action.kind in ("reduce_scatter", "all_gather", "update")
         )
+        if following.kind == "all_gather":
+            return None
+        return next(ranks.index(rank) for ranks in reduce_scatter.rank_groups if rank in ranks)
 
     schedules = {id(unit.schedule): unit.schedule for unit in plan.comm_units}
-    shard_by_schedule = {key: updated_shard(course) for key, course in schedules.items()}
+    shard_by_schedule = {key: updated_shard(schedule) for key, schedule in schedules.items()}
     ranges = {}
-    for portion in plan.comm_units:
-        shard = shard_by_schedule[id(portion.schedule)]
-        first, stop = (0, portion.length) if shard is None else portion.shard_ranges[shard]
-        for member in portion.members:
-            start = max(0, portion.start + first - member.start)
-            end = min(member.numel, portion.start + stop - member.start)
+    for unit in plan.comm_units:
+        shard = shard_by_schedule[id(unit.schedule)]
+        first, stop = (0, unit.length) if shard is None else unit.shard_ranges[shard]
+        for member in unit.members:
+            start = max(0, unit.start + first - member.start)
+            end = min(member.numel, unit.start + stop - member.start)
             if start < end:
                 ranges[member.name] = start, end
     return ranges
 
 
 def make_comm_units(
-    parameters: ParameterInventory, layout: Layout, recipe: PrecisionRecipe, settings: CommunicationSettings
+    parameters: ParameterInventory, layout: Layout, recipe: PrecisionRecipe, *, settings: CommunicationSettings
 ) -> tuple[CommUnit, ...]:
-    """Of all parameters; rows first."""
+    """Units of all parameters; those that are cut into rows come first."""
     groups = resolve_communication_groups(settings, layout)
-    schedule, shards = make_unit_schedule(groups, layout), len(groups.shard_groups[0])
+    schedule, shards = make_unit_schedule(groups, layout), range(len(groups.shard_groups[0]))
     rows = {n: s for n, s in parameters.shapes.items() if uses_row_shards(layout) and not is_replicated(s, layout)}
     sizes = {n: (parameters.optimizer_groups.get(n, 0), prod(s)) for n, s in parameters.shapes.items() if n not in rows}
 
     @cache
     def row_shard_ranges(shape: Shape) -> ShardRanges:
-        width, row_ranges = prod(shape[1:]), (shard_rows(shape[0], shards, shard) for shard in range(shards))
+        width, row_ranges = prod(shape[1:]), (shard_rows(shape[0], len(shards), shard) for shard in shards)
         return tuple((first * width, stop * width) for first, stop in row_ranges)
 
     @cache
     def bucket_shard_ranges(length: int, owner: int | None) -> ShardRanges:
-        return tuple(shard_range(length, shards, shard, owner) for shard in range(shards))
+        return tuple(shard_range(length, len(shards), shard, owner=owner) for shard in shards)
 
-    units, start = [], 0
+    units: list[CommUnit] = []
     for name, shape in rows.items():
-        numel = prod(shape)
-        units.append(
-            CommUnit(
-                name, "rows", (BucketParameter(name, 0, start, numel),), start, numel, row_shard_ranges(shape), schedule
-            )
-        )
-        start += numel
-    for bucket_id, bucket in enumerate(make_buckets(sizes, layout, recipe, settings)):
-        shard_ranges = bucket_shard_ranges(bucket.length, bucket.owner)
-        units.append(
-            CommUnit(
-                f"bucket {bucket_id}", "bucket", bucket.members, bucket.start, bucket.length, shard_ranges, schedule
-            )
-        )
+        start, numel = units[-1].start + units[-1].length if units else 0, prod(shape)
+        members = (BucketParameter(name, 0, start, numel),)
+        units.append(CommUnit(name, "rows", members, start, numel, row_shard_ranges(shape), schedule))
+    for i, bucket in enumerate(make_buckets(sizes, layout, recipe, settings)):
+        ranges = bucket_shard_ranges(bucket.length, bucket.owner)
+        units.append(CommUnit(f"bucket {i}", "bucket", bucket.members, bucket.start, bucket.length, ranges, schedule))
     return tuple(units)
 
 
 def make_unit_schedule(groups: CommunicationGroups, layout: Layout) -> UnitSchedule:
-    """Of any portion of a layout."""
-    reduce_actions = (CommUnitAction("scatter", groups.shard_groups), CommUnitAction("sum", groups.replica_groups))
-    norm = CommUnitAction("norm", (tuple(ranks[0] for ranks in groups.replica_groups),))
-    update, gather = CommUnitAction("update", layout.shard_groups), CommUnitAction("gather", groups.shard_groups)
-    if groups.gathers_gradients:
-        return (*reduce_actions, norm, gather, update)
-    secondary_actions = (
-        (
-            CommUnitAction("keep", groups.secondary_shard_groups),
-            CommUnitAction("levels", groups.secondary_replica_groups),
-        )
-        if groups.secondary_shard_groups
-        else ()
+    """The actions of every unit of a layout."""
+    update, gather = CommUnitAction("update", layout.shard_groups), CommUnitAction("all_gather", groups.shard_groups)
+    secondary = (
+        CommUnitAction("keep_secondary", groups.secondary_shard_groups),
+        CommUnitAction("two_level", groups.secondary_replica_groups),
     )
-    return (*reduce_actions, norm, update, gather, *secondary_actions)
+    return (
+        CommUnitAction("reduce_scatter", groups.shard_groups),
+        CommUnitAction("all_reduce", groups.replica_groups),
+        CommUnitAction("norm", (tuple(ranks[0] for ranks in groups.replica_groups),)),
+        *((gather, update) if groups.gathers_gradients else (update, gather)),
+        *(secondary if groups.secondary_shard_groups else ()),
+    )

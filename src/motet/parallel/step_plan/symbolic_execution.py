@@ -1,6 +1,6 @@
-"""The course of a portion, played on multisets of contributors: each rank has a shard of it or all, and sums of some.
+"""Execution of a unit's schedule on multisets of contributors: each rank holds one shard or all, and sums of some ranks.
 
-What is wrong is a `FaultError`, which does not know yet what elements the portion has.
+A mistake is a `UnitScheduleError`, which does not know yet which elements the unit has.
 """
 
 from collections import Counter
@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from motet.collectives.cost.alpha_beta import RankGroups
-from motet.parallel.step_plan.plan import ActionKind, CommUnitAction, UnitSchedule
+from motet.parallel.step_plan.plan import ActionKind, UnitSchedule
 
-HeldShard = tuple[int | None, int]  # The number of the shard that a rank has, None being all of it; and the rank
+HeldShard = tuple[int | None, int]  # (shard that a rank holds, None for all of the unit; the rank)
 
 
 class UnitScheduleError(Exception):
-    """What is wrong with a course, whatever the portion. `{}` in the text stands for what of it is concerned."""
+    """A mistake in a schedule, whatever the unit; `{}` in the text stands for the elements of the shard."""
 
     def __init__(self, shard: int | None, text: str) -> None:
         self.shard = shard
@@ -23,7 +23,7 @@ class UnitScheduleError(Exception):
 
 @dataclass(frozen=True)
 class ShardCoverageRequirement:
-    """Some ranks that together have each element once; what is wrong otherwise."""
+    """Ranks that together must hold each element once, and the messages otherwise."""
 
     action_kind: ActionKind
     held_shards: tuple[HeldShard, ...]
@@ -33,198 +33,183 @@ class ShardCoverageRequirement:
 
 @dataclass
 class SymbolicRankStates:
-    """All ranks, as they stand."""
+    """The states of all ranks."""
 
     shard_of_rank: list[int | None]
-    # What each has of the sums, as a number; those below the number of ranks are their own gradients.
-    sum_of_rank: list[int]
+    sum_of_rank: list[int]  # Index into `contributors`; those below the number of ranks are local gradients
     contributors: list[Counter[int]]
     sum_ids: dict[tuple[int, ...], int] = field(default_factory=dict)
     is_updated: bool = False
-    # By the shards that they have: ranks that have the same are asked once, for their update if there is one.
+    # By the shards that the ranks hold: ranks that hold the same are checked once, for their update if there is one.
     coverage_requirements: dict[tuple[int | None, ...], ShardCoverageRequirement] = field(default_factory=dict)
 
-    def combine_sums(self, sums: Iterable[int]) -> int:
-        key = tuple(sorted(sums))
+    def combine_sums(self, ranks: Iterable[int]) -> int:
+        """Index of the sum of what these ranks hold."""
+        key = tuple(sorted(self.sum_of_rank[rank] for rank in ranks))
         if key not in self.sum_ids:
             total: Counter[int] = Counter()
-            for content in key:
-                total.update(self.contributors[content])
+            for index in key:
+                total.update(self.contributors[index])
             self.sum_ids[key] = len(self.contributors)
             self.contributors.append(total)
         return self.sum_ids[key]
 
     def require_coverage(
-        self, action_kind: ActionKind, ranks: Sequence[int], gap_message: str, overlap_message: str
+        self, action_kind: ActionKind, ranks: Sequence[int], *, gap_message: str, overlap_message: str
     ) -> None:
-        """That these ranks have each element once."""
+        """Require that these ranks hold each element once."""
         key = tuple(self.shard_of_rank[rank] for rank in ranks)
-        if (
-            key not in self.coverage_requirements
-            or self.coverage_requirements[key].action_kind != action_kind == "update"
-        ):
+        known = self.coverage_requirements.get(key)
+        if known is None or known.action_kind != action_kind == "update":
+            held_shards = tuple(zip(key, ranks, strict=True))
             self.coverage_requirements[key] = ShardCoverageRequirement(
-                action_kind, tuple(zip(key, ranks, strict=True)), gap_message, overlap_message
+                action_kind, held_shards, gap_message, overlap_message
             )
+
+    def require_each_rank_once(self, groups: RankGroups, predicate: str) -> None:
+        times = Counter(rank for ranks in groups for rank in ranks)
+        for rank, shard in enumerate(self.shard_of_rank):
+            if times[rank] != 1:
+                raise UnitScheduleError(shard, f"rank {rank} {predicate} {times[rank]} times, not once")
+
+    def require_complete_sums(self, ranks: Iterable[int]) -> None:
+        """Require that what these ranks hold is the sum over all ranks, each once."""
+        checked: set[int] = set()
+        for rank in ranks:
+            index, everyone = self.sum_of_rank[rank], range(len(self.shard_of_rank))
+            if index not in checked:
+                checked.add(index)
+                _require_all_contributors(self.contributors[index], everyone, rank=rank, shard=self.shard_of_rank[rank])
 
 
 def execute_symbolically(schedule: UnitSchedule, ranks: int) -> SymbolicRankStates:
+    """Execute the actions of a schedule in order; raise at the first mistake."""
     states = SymbolicRankStates([None] * ranks, list(range(ranks)), [Counter([rank]) for rank in range(ranks)])
     for index, action in enumerate(schedule):
-        _ACTIONS[action.kind](states, action, schedule[:index])
-    stale_rank = next((rank for rank, number in enumerate(states.shard_of_rank) if number is not None), None)
-    if stale_rank is not None:
-        raise UnitScheduleError(
-            None,
-            f"rank {stale_rank} is not given {{}} as updated, but has its shard {states.shard_of_rank[stale_rank]} alone",
-        )
+        _ACTIONS[action.kind](states, action.rank_groups, schedule[:index])
+    for rank, shard in enumerate(states.shard_of_rank):
+        if shard is not None:
+            raise UnitScheduleError(None, f"rank {rank} does not get the updated {{}}, but has only its shard {shard}")
     if not states.is_updated:
         raise UnitScheduleError(None, "nobody updates {}")
     return states
 
 
-def _reduce_scatter(states: SymbolicRankStates, action: CommUnitAction, earlier: UnitSchedule) -> None:
-    for ranks, total in _sum_each_group(states, action.rank_groups):
+def _reduce_scatter(states: SymbolicRankStates, groups: RankGroups, earlier: UnitSchedule) -> None:
+    for ranks, total in [(ranks, states.combine_sums(ranks)) for ranks in groups]:
         for shard, rank in enumerate(ranks):
-            if states.shard_of_rank[rank] is not None:
-                raise UnitScheduleError(
-                    states.shard_of_rank[rank], f"rank {rank} has a shard alone where all of {{}} is to be summed"
-                )
+            held = states.shard_of_rank[rank]
+            if held is not None:
+                raise UnitScheduleError(held, f"rank {rank} holds only a shard where all of {{}} is to be summed")
             states.shard_of_rank[rank], states.sum_of_rank[rank] = shard, total
 
 
-def _all_reduce(states: SymbolicRankStates, action: CommUnitAction, earlier: UnitSchedule) -> None:
-    for ranks, total in _sum_each_group(states, action.rank_groups):
+def _all_reduce(states: SymbolicRankStates, groups: RankGroups, earlier: UnitSchedule) -> None:
+    for ranks, total in [(ranks, states.combine_sums(ranks)) for ranks in groups]:
+        shard = states.shard_of_rank[ranks[0]]
         for rank in ranks:
-            if states.shard_of_rank[rank] != states.shard_of_rank[ranks[0]]:
-                text = f"rank {ranks[0]} adds {{}} to another shard, which rank {rank} has"
-                raise UnitScheduleError(states.shard_of_rank[ranks[0]], text)
+            if states.shard_of_rank[rank] != shard:
+                raise UnitScheduleError(shard, f"rank {ranks[0]} adds {{}} to another shard, which rank {rank} holds")
             states.sum_of_rank[rank] = total
 
 
-def _sum_each_group(states: SymbolicRankStates, groups: RankGroups) -> list[tuple[tuple[int, ...], int]]:
-    """(ranks, what they have together)"""
-    return [(ranks, states.combine_sums([states.sum_of_rank[rank] for rank in ranks])) for ranks in groups]
+def _count_in_norm(states: SymbolicRankStates, groups: RankGroups, earlier: UnitSchedule) -> None:
+    ranks = [rank for ranks in groups for rank in ranks]
+    states.require_complete_sums(ranks)
+    states.require_coverage(
+        "norm", ranks, gap_message="the norm leaves {} out", overlap_message="the norm counts {} twice"
+    )
 
 
-def _count_in_norm(states: SymbolicRankStates, action: CommUnitAction, earlier: UnitSchedule) -> None:
-    ranks = [rank for ranks in action.rank_groups for rank in ranks]
-    _require_complete_sums(states, ranks)
-    states.require_coverage("norm", ranks, "the norm leaves {} out", "the norm counts {} twice")
-
-
-def _update(states: SymbolicRankStates, action: CommUnitAction, earlier: UnitSchedule) -> None:
+def _update(states: SymbolicRankStates, groups: RankGroups, earlier: UnitSchedule) -> None:
     if states.is_updated:
         raise UnitScheduleError(None, "a step updates {} twice")
-    _require_each_rank_once(states, action.rank_groups, "updates {}")
-    _require_complete_sums(states, range(len(states.shard_of_rank)))
-    for ranks in action.rank_groups:
+    states.require_each_rank_once(groups, "updates {}")
+    states.require_complete_sums(range(len(states.shard_of_rank)))
+    for ranks in groups:
         copy = f"of the copy of {format_ranks(ranks)}"
-        states.require_coverage("update", ranks, f"nobody {copy} updates {{}}", f"two {copy} update {{}}")
+        states.require_coverage(
+            "update", ranks, gap_message=f"nobody {copy} updates {{}}", overlap_message=f"two {copy} update {{}}"
+        )
     states.is_updated = True
 
 
-def _all_gather(states: SymbolicRankStates, action: CommUnitAction, earlier: UnitSchedule) -> None:
-    """Of what was updated, or of sums that everybody is to update with."""
-    _require_each_rank_once(states, action.rank_groups, "is given {}")
+def _all_gather(states: SymbolicRankStates, groups: RankGroups, earlier: UnitSchedule) -> None:
+    """Gathers updated parameters, or sums with which every rank then updates everything."""
+    states.require_each_rank_once(groups, "gathers {}")
     if not states.is_updated:
-        _require_complete_sums(states, range(len(states.shard_of_rank)))
-    for ranks in action.rank_groups:
-        for shard, rank in enumerate(ranks):
-            if states.shard_of_rank[rank] != shard:
-                text = (
-                    f"rank {ranks[0]} is given shard {states.shard_of_rank[rank]} of rank {rank} in the place of {{}}"
+        states.require_complete_sums(range(len(states.shard_of_rank)))
+    for ranks in groups:
+        for position, rank in enumerate(ranks):
+            shard = states.shard_of_rank[rank]
+            if shard != position:
+                raise UnitScheduleError(
+                    position, f"rank {ranks[0]} gathers shard {shard} of rank {rank} in the place of {{}}"
                 )
-                raise UnitScheduleError(shard, text)
+        names = format_ranks(ranks)
         states.require_coverage(
-            "gather", ranks, f"{format_ranks(ranks)} are not given {{}}", f"{format_ranks(ranks)} are given {{}} twice"
+            "all_gather", ranks, gap_message=f"{names} do not gather {{}}", overlap_message=f"{names} gather {{}} twice"
         )
         for rank in ranks:
             states.shard_of_rank[rank] = None
 
 
-def _keep_secondary(states: SymbolicRankStates, action: CommUnitAction, earlier_actions: UnitSchedule) -> None:
-    _require_each_rank_once(states, action.rank_groups, "has a part of a second copy of {}")
-    shard_group_of = {
-        rank: ranks
-        for earlier in earlier_actions
-        if earlier.kind == "gather"
-        for ranks in earlier.rank_groups
-        for rank in ranks
-    }
-    for ranks in action.rank_groups:
-        stranger = next((rank for rank in ranks if shard_group_of[rank] != shard_group_of[ranks[0]]), None)
-        if stranger is not None:
-            raise UnitScheduleError(
-                None, f"ranks {ranks[0]} and {stranger} share a second copy of {{}}, but not a first"
-            )
+def _positions(earlier: UnitSchedule, kind: ActionKind) -> dict[int, tuple[tuple[int, ...], int]]:
+    """Rank -> (its group in the last earlier action of a kind, its position there)."""
+    groups = {action.kind: action.rank_groups for action in earlier}[kind]
+    return {rank: (ranks, position) for ranks in groups for position, rank in enumerate(ranks)}
 
 
-def _two_level_reduce(states: SymbolicRankStates, action: CommUnitAction, earlier_actions: UnitSchedule) -> None:
-    """Over those that share a second copy, then over these: each rank gets the sum of all, of its own shard."""
-    groups_by_kind = {earlier.kind: earlier.rank_groups for earlier in earlier_actions}
-    secondary_position = {rank: (ranks, place) for ranks in groups_by_kind["keep"] for place, rank in enumerate(ranks)}
-    shard_position = {rank: (ranks, place) for ranks in groups_by_kind["gather"] for place, rank in enumerate(ranks)}
-    _require_each_rank_once(states, action.rank_groups, "sums {} in two levels")
-    for ranks in action.rank_groups:
-        everyone, shard = shard_position[ranks[0]]
-        _require_all_contributors(
-            ranks[0], shard, Counter(other for rank in ranks for other in secondary_position[rank][0]), everyone
-        )
-        for place, rank in enumerate(ranks):
-            others, secondary_index = secondary_position[rank]
-            if place * len(others) + secondary_index != shard_position[rank][1]:
+def _keep_secondary(states: SymbolicRankStates, groups: RankGroups, earlier: UnitSchedule) -> None:
+    states.require_each_rank_once(groups, "keeps a secondary shard of {}")
+    gathered = _positions(earlier, "all_gather")
+    for first, *others in groups:
+        for rank in others:
+            if gathered[rank][0] != gathered[first][0]:
                 raise UnitScheduleError(
-                    shard_position[rank][1], f"rank {rank} gets another shard than {{}} of a sum in two levels"
+                    None, f"ranks {first} and {rank} share a secondary copy of {{}}, but not a primary one"
                 )
 
 
+def _two_level_reduce(states: SymbolicRankStates, groups: RankGroups, earlier: UnitSchedule) -> None:
+    """Sums over the secondary shard groups, then over these groups; each rank gets the total of its shard."""
+    secondary, gathered = _positions(earlier, "keep_secondary"), _positions(earlier, "all_gather")
+    states.require_each_rank_once(groups, "sums {} in two levels")
+    for ranks in groups:
+        everyone, shard = gathered[ranks[0]]
+        contributors = Counter(other for rank in ranks for other in secondary[rank][0])
+        _require_all_contributors(contributors, everyone, rank=ranks[0], shard=shard)
+        for position, rank in enumerate(ranks):
+            others, secondary_position = secondary[rank]
+            shard = gathered[rank][1]
+            if position * len(others) + secondary_position != shard:
+                raise UnitScheduleError(shard, f"rank {rank} gets another shard than {{}} of a two-level sum")
+
+
 _ACTIONS = {
-    "scatter": _reduce_scatter,
-    "sum": _all_reduce,
+    "reduce_scatter": _reduce_scatter,
+    "all_reduce": _all_reduce,
     "norm": _count_in_norm,
     "update": _update,
-    "gather": _all_gather,
-    "keep": _keep_secondary,
-    "levels": _two_level_reduce,
+    "all_gather": _all_gather,
+    "keep_secondary": _keep_secondary,
+    "two_level": _two_level_reduce,
 }
 
 
-def _require_each_rank_once(states: SymbolicRankStates, groups: RankGroups, what: str) -> None:
-    times = Counter(rank for ranks in groups for rank in ranks)
-    for rank, shard in enumerate(states.shard_of_rank):
-        if times[rank] != 1:
-            raise UnitScheduleError(shard, f"rank {rank} {what} {times[rank]} times, not once")
-
-
-def _require_complete_sums(states: SymbolicRankStates, ranks: Iterable[int]) -> None:
-    """What these have is the sum of what all ranks give, each once."""
-    checked_sums: set[int] = set()
-    all_ranks = range(len(states.shard_of_rank))
-    for rank in ranks:
-        if states.sum_of_rank[rank] not in checked_sums:
-            _require_all_contributors(
-                rank, states.shard_of_rank[rank], states.contributors[states.sum_of_rank[rank]], all_ranks
-            )
-            checked_sums.add(states.sum_of_rank[rank])
-
-
 def _require_all_contributors(
-    rank: int, shard: int | None, contributors: Counter[int], all_ranks: Sequence[int]
+    contributors: Counter[int], everyone: Sequence[int], *, rank: int, shard: int | None
 ) -> None:
-    if len(contributors) == len(all_ranks) and all(contributors[one] == 1 for one in all_ranks):
+    if len(contributors) == len(everyone) and all(contributors[other] == 1 for other in everyone):
         return
-    missing = [one for one in all_ranks if not contributors[one]]
-    repeated = [one for one, times in sorted(contributors.items()) if times > 1]
-    text = (
-        f"lacks the share of {format_ranks(missing)}"
-        if missing
-        else f"has the share of {format_ranks(repeated)} more than once"
-    )
-    raise UnitScheduleError(shard, f"the sum of {{}} on rank {rank} {text}")
+    missing = [other for other in everyone if not contributors[other]]
+    repeated = [other for other, times in sorted(contributors.items()) if times > 1]
+    problem = f"misses {format_ranks(missing)}" if missing else f"counts {format_ranks(repeated)} more than once"
+    raise UnitScheduleError(shard, f"the sum of {{}} on rank {rank} {problem}")
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0 to 7`, or a list that is cut after eight ranks."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
