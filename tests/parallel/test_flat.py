@@ -15,6 +15,7 @@ from motet.parallel.data_parallel.communication.communication_settings import Co
 from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits
 from motet.parallel.layout import Layout, LayoutSettings, resolve_layout
 from motet.parallel.process.process_group import RankGroup
+from motet.parallel.step_plan.traffic import sent_bytes_per_step
 from motet.precision.recipe import RECIPES
 from motet.train.build import build_components, precision_context
 from motet.train.job import Job

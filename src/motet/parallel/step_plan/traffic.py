@@ -117,7 +117,6 @@ def _unit_traffic(
     )
     for unsharded_gradients, sharded_gradients in zip(unsharded, sharded, strict=True):
         yield _CommUnitTraffic(unsharded_gradients, sharded_gradients, bucket_codecs, unsharded_gradients.numel)
-    specs = row_shard_reduction_specs([unit.trainable for unit in comm_units.units], shards, dtype)
     unit_specs, shard_specs = row_shard_reduction_specs([unit.trainable for unit in comm_units.units], shards, dtype)
     for unit, unsharded_gradients, sharded_gradients in zip(
         comm_units.units, unit_specs.buffers, shard_specs.buffers, strict=True
