@@ -55,7 +55,7 @@ class VerificationReport:
         return {"layouts": [verdict.as_json() for verdict in self.verdicts]}
 
 
-def verify(  # noqa: PLR0913  # what a training step is made of, by name
+def verify(  # what a training step is made of, by name
     model_fn: Callable[[], nn.Module],
     layouts: Sequence[str | ParallelizeFunction | tuple[str, ParallelizeFunction]],
     batch_fn: Callable[[int], UserBatch],

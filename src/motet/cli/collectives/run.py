@@ -22,7 +22,7 @@ _TIMEOUT_S = 120.0
 _PROGRAM_FILE, _MEASUREMENT_FILE = "program.json", "answer.json"
 
 
-def run(  # noqa: PLR0913 - options of a command
+def run(
     words: Annotated[
         list[str],
         typer.Argument(metavar="COLLECTIVE ALGORITHM [NAME=VALUE]... or FILE.json", help="What to carry out."),

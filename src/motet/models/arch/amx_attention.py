@@ -45,7 +45,7 @@ def tiled_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal
 
 class _TiledAttentionFunction(torch.autograd.Function):
     @staticmethod
-    def forward(  # noqa: PLR0913  # the signature of an autograd function is that of the operation
+    def forward(  # the signature of an autograd function is that of the operation
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, bias)
