@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from motet.cluster.cluster_toml import load_cluster
 from motet.collectives import algorithm_names, build, closed_form, collective_names
 from motet.collectives.algorithms import find_algorithm
-from motet.collectives.algorithms.program_builders import (
+from motet.collectives.algorithms.rank_grouping import (
     doubling_rounds,
     floor_power_of_two,
     hosts_and_ranks_per_host,
     split_over_hosts,
 )
-from motet.collectives.algorithms.program_builders import grid_dims as lengths_of
+from motet.collectives.algorithms.rank_grouping import grid_dims as lengths_of
 from motet.collectives.cost.size_sweep import crossovers, log_spaced_sizes, time_curves
 from motet.collectives.draw.cost_plot import cost_plot_svg
 from motet.collectives.draw.frames import program_text
@@ -235,7 +235,7 @@ def all_reduce_table() -> str:
         for ranks in (8, 64):
             if known.supports(ranks):
                 made = build("all-reduce", name, ranks)
-                cells += [str(len(made.steps)), _part(max(map(made.sent, range(ranks)))), _cost(name, ranks)]
+                cells += [str(len(made.steps)), _part(max(map(made.send_fraction, range(ranks)))), _cost(name, ranks)]
             else:
                 cells += ["", "", ""]
         rows.append(cells)

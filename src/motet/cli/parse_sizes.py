@@ -95,14 +95,13 @@ def names_program_file(words: list[str]) -> bool:
 
 def read_program(path: str) -> Program:
     """The Program that a file holds."""
-    from motet.collectives.program_json import from_json
 
     try:
         text = Path(path).read_bytes()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError(f"cannot read {path}: {reason}; give a file that holds a Program") from None
-    return from_json(text, path)
+    return Program.from_json(text, path)
 
 
 def only_program_file(words: list[str]) -> str:

@@ -1,20 +1,21 @@
 """A collective as a value: who sends which chunk to whom in which step, where chunks start and where they must end.
 
-From this one value come the execution (`execute.py`), the proof (`prove.py`), the cost (`cost.py`) and the picture
-(`draw.py`) of a collective. It is written as JSON by `record.py`.
+From this one value come the execution (`execute/`), the proof (`prove/`), the cost (`cost/`) and the picture (`draw/`).
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from itertools import accumulate, chain
 from typing import Any, Literal, NamedTuple
 
 TransferOp = Literal["copy", "reduce"]
 
 
 class ChunkTransfer(NamedTuple):
-    """The chunks `first` to `last`, both included, go from one rank to another and replace or add to what is there."""
+    """Chunks `first` to `last`, both included, that travel between two ranks and replace or add to the receiver's."""
 
     src: int
     dst: int
@@ -31,26 +32,24 @@ class ChunkTransfer(NamedTuple):
         return f"{self.src} -> {self.dst}: {self.op} chunk {chunk_range}"
 
 
-# Transfers that happen together: each reads what was there before the step, and what arrives in one chunk is applied in
-# the order of the list.
+# Simultaneous transfers: each reads the state before the step. Arrivals in one chunk are applied in the list's order.
 Step = tuple[ChunkTransfer, ...]
 
-Contributors = tuple[int, ...]  # The ranks, in order, whose contributions a chunk is made of
+Contributors = tuple[int, ...]  # Ascending ranks whose contributions a chunk consists of
 
 
 @dataclass(frozen=True)
 class Program:
-    """A collective. A chunk keeps its index on every rank; for all-to-all chunk `i * ranks + j` is what i has for j."""
+    """A collective. A chunk has the same index on every rank; chunk `i * ranks + j` of an all-to-all goes from i to j."""
 
     collective: str
     algorithm: str
     ranks: int
     sizes: tuple[int, ...]  # The relative size of each chunk
     initial: tuple[tuple[int, ...], ...]  # The chunks that each rank holds at the start
-    # The chunks that each rank must hold at the end, and the ranks that contribute to each.
-    final: tuple[Mapping[int, Contributors], ...]
+    final: tuple[Mapping[int, Contributors], ...]  # The chunks that each rank must hold at the end, with contributors
     steps: tuple[Step, ...]
-    ports: int = 1  # How many messages a rank may send, and receive, in one step
+    ports: int = 1  # Messages that a rank may send, and receive, in one step
 
     @property
     def chunks(self) -> int:
@@ -58,41 +57,33 @@ class Program:
 
     @cached_property
     def message_size_units(self) -> int:
-        """What the sizes of chunks are relative to: the most that any rank holds at the start or must hold at the end.
-
-        It stands for "the size of the message", S, the way nccl-tests counts it: the larger of the two buffers.
-        """
-        return max(sum(map(self.sizes.__getitem__, chunks)) for place in (self.initial, self.final) for chunks in place)
+        """The message size S in the units of `sizes`, as nccl-tests counts it: the largest buffer of any rank."""
+        return max(sum(map(self.sizes.__getitem__, chunks)) for chunks in chain(self.initial, self.final))
 
     def message_fraction(self, chunks: Iterable[int]) -> Fraction:
-        """The part of S that these chunks are."""
+        """The size of these chunks as a fraction of S."""
         return Fraction(sum(self.sizes[chunk] for chunk in chunks), self.message_size_units)
 
     def relative_size(self, transfer: ChunkTransfer) -> int:
-        """The relative size of what a transfer moves."""
+        """The relative size of the chunks that a transfer moves."""
         return self._size_prefix_sums[transfer.last + 1] - self._size_prefix_sums[transfer.first]
 
     @cached_property
     def _size_prefix_sums(self) -> tuple[int, ...]:
-        """The relative size of all chunks before each one."""
-        sums = [0]
-        for size in self.sizes:
-            sums.append(sums[-1] + size)
-        return tuple(sums)
+        return tuple(accumulate(self.sizes, initial=0))
 
     @cached_property
     def message_count(self) -> int:
-        """How many messages are sent in all."""
+        """The number of messages in all steps."""
         return sum(len({(src, dst) for src, dst, _, _, _ in step}) for step in self.steps)
 
     def send_fraction(self, rank: int) -> Fraction:
-        """What a rank sends in all, as a part of S."""
+        """The bytes that a rank sends in all steps, as a fraction of S."""
         return Fraction(self._sent_sizes[rank], self.message_size_units)
 
     @cached_property
     def _sent_sizes(self) -> tuple[int, ...]:
-        """The relative size of what each rank sends, counted in one go: there may be millions of transfers."""
-        sums = [0] * self.ranks
+        sums = [0] * self.ranks  # one pass, because there may be millions of transfers
         prefix_sums = self._size_prefix_sums
         for step in self.steps:
             for src, _, first, last, _ in step:
@@ -100,24 +91,48 @@ class Program:
         return tuple(sums)
 
     def to_json(self) -> str:
-        """The Program as text that other tools can read: docs/reference/program.md."""
-        from motet.collectives.program_json import to_json
-
-        return to_json(self)
+        """The Program as JSON of docs/reference/program.md, with one line per step for human readers."""
+        head = {
+            "version": 1,
+            "collective": self.collective,
+            "algorithm": self.algorithm,
+            "ranks": self.ranks,
+            "chunks": self.chunks,
+            "sizes": self.sizes,
+            "initial": self.initial,
+            "final": [dict(held) for held in self.final],
+            "ports": self.ports,
+        }
+        lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
+        records = (
+            [{"src": t.src, "dst": t.dst, "chunk": [t.first, t.last], "op": t.op} for t in step] for step in self.steps
+        )
+        steps = ",\n  ".join(map(json.dumps, records))
+        return "{" + ",\n ".join([*lines, f'"steps": [\n  {steps}]']) + "}\n"
 
     @staticmethod
-    def from_json(record: str | bytes | Mapping[str, Any]) -> "Program":
-        """The Program that was written so; a sentence if it makes no sense."""
-        from motet.collectives.program_json import from_json
+    def from_json(text: str | bytes | Mapping[str, Any], source: str = "the Program") -> "Program":
+        """The Program of a JSON record; an `InputError` that names `source` if the record makes no sense."""
+        from motet.collectives.program_json import read_program_record
 
-        return from_json(record)
+        record = read_program_record(text, source)
+        return Program(
+            record.collective,
+            record.algorithm,
+            record.ranks,
+            tuple(record.sizes),
+            tuple(tuple(sorted(chunks)) for chunks in record.initial),
+            tuple({int(chunk): tuple(sorted(ranks)) for chunk, ranks in held.items()} for held in record.final),
+            tuple(tuple(ChunkTransfer(t.src, t.dst, *t.chunk, t.op) for t in step) for step in record.steps),
+            record.ports,
+        )
 
     def __str__(self) -> str:
         return f"{self.collective}/{self.algorithm} of {self.ranks} rank{'' if self.ranks == 1 else 's'}"
 
 
 def group_by_pair(step: Step) -> dict[tuple[int, int], list[ChunkTransfer]]:
-    """What travels together: all that goes from one rank to another in a step is one message."""
+    """The messages of a step: everything that one rank sends to another in a step is one message."""
     by_pair: dict[tuple[int, int], list[ChunkTransfer]] = {}
     for transfer in step:
         by_pair.setdefault((transfer.src, transfer.dst), []).append(transfer)
@@ -125,7 +140,7 @@ def group_by_pair(step: Step) -> dict[tuple[int, int], list[ChunkTransfer]]:
 
 
 def contiguous_ranges(chunks: Iterable[int]) -> list[tuple[int, int]]:
-    """Chunk numbers as ranges of neighbours, both ends included: 1 2 3 7 -> (1, 3) (7, 7)."""
+    """Runs of consecutive chunks, both ends included: 1 2 3 7 -> (1, 3) (7, 7)."""
     ranges: list[tuple[int, int]] = []
     for chunk in sorted(chunks):
         if ranges and ranges[-1][1] == chunk - 1:
@@ -133,6 +148,11 @@ def contiguous_ranges(chunks: Iterable[int]) -> list[tuple[int, int]]:
         else:
             ranges.append((chunk, chunk))
     return ranges
+
+
+def copy_chunk(src: int, dst: int, chunk: int) -> ChunkTransfer:
+    """The copy of one chunk."""
+    return ChunkTransfer(src, dst, chunk, chunk, "copy")
 
 
 def transfers_for(src: int, dst: int, chunks: Iterable[int], op: TransferOp = "copy") -> list[ChunkTransfer]:

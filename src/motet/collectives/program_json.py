@@ -1,19 +1,18 @@
-"""Programs as JSON, for other tools to read and write: version 1, which docs/reference/program.md describes."""
+"""Programs that other tools wrote as JSON, version 1 of docs/reference/program.md: read and checked for sense."""
 
 import json
 import re
 from codecs import BOM_UTF8
 from collections import Counter
-from collections.abc import Mapping
-from itertools import pairwise
+from collections.abc import Iterator, Mapping
+from itertools import chain, pairwise
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from motet.collectives.program import ChunkTransfer, Program, TransferOp
 from motet.core.errors import InputError
 
-# One spelling for each chunk, so that no two keys of an object can mean the same one.
+# One spelling for each chunk, so that no two keys of an object can mean the same chunk.
 _CHUNK_KEY = re.compile("0|[1-9][0-9]{0,17}")
 
 _MAX_TOTAL_SIZE = 2**60
@@ -23,14 +22,16 @@ class _StrictJsonModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class _ChunkTransferJson(_StrictJsonModel):
+class _TransferRecord(_StrictJsonModel):
     src: int
     dst: int
     chunk: tuple[int, int]
-    op: TransferOp
+    op: Literal["copy", "reduce"]
 
 
-class _CollectiveProgramJson(_StrictJsonModel):
+class ProgramRecord(_StrictJsonModel):
+    """The fields of a Program as JSON has them."""
+
     version: Literal[1]
     collective: str
     algorithm: str
@@ -40,136 +41,96 @@ class _CollectiveProgramJson(_StrictJsonModel):
     initial: list[list[int]]
     final: list[dict[str, list[int]]]
     ports: int = 1
-    steps: list[list[_ChunkTransferJson]]
+    steps: list[list[_TransferRecord]]
 
 
-def to_json(program: Program) -> str:
-    """One line per step, so that people can read it too."""
-    head = {
-        "version": 1,
-        "collective": program.collective,
-        "algorithm": program.algorithm,
-        "ranks": program.ranks,
-        "chunks": program.chunks,
-        "sizes": program.sizes,
-        "initial": program.initial,
-        "final": [dict(held) for held in program.final],
-        "ports": program.ports,
-    }
-    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
-    steps = ",\n  ".join(json.dumps([_transfer_to_json(transfer) for transfer in step]) for step in program.steps)
-    return "{" + ",\n ".join([*lines, f'"steps": [\n  {steps}]']) + "}\n"
-
-
-def _transfer_to_json(transfer: ChunkTransfer) -> dict[str, object]:
-    return {"src": transfer.src, "dst": transfer.dst, "chunk": [transfer.first, transfer.last], "op": transfer.op}
-
-
-def from_json(record: str | bytes | Mapping[str, Any], source: str = "the Program") -> Program:
-    """The Program that was written so, checked as far as it makes sense at all; whether it is right `prove` says."""
-    text = _to_bytes(record, source)
+def read_program_record(text: str | bytes | Mapping[str, Any], source: str) -> ProgramRecord:
+    """The record, if it describes a Program at all; the proof says whether the Program is right."""
+    encoded = _to_bytes(text, source)
     try:
-        parsed = _CollectiveProgramJson.model_validate_json(text)
+        record = ProgramRecord.model_validate_json(encoded)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise InputError(f"{source}: {where}: {first['msg']}; docs/reference/program.md lists the fields") from None
-    duplicate = _duplicate_key(text)
-    if duplicate is not None:
-        raise InputError(f"{source}: the key {duplicate!r} is given twice in one object; leave one out")
-    for rank, held in enumerate(parsed.final):
-        for chunk in held:
-            if not _CHUNK_KEY.fullmatch(chunk):
-                raise InputError(f"{source}: final[{rank}]: {chunk!r} is not the number of a chunk")
-    program = Program(
-        parsed.collective,
-        parsed.algorithm,
-        parsed.ranks,
-        tuple(parsed.sizes),
-        tuple(tuple(sorted(chunks)) for chunks in parsed.initial),
-        tuple({int(chunk): tuple(sorted(ranks)) for chunk, ranks in held.items()} for held in parsed.final),
-        tuple(tuple(ChunkTransfer(t.src, t.dst, *t.chunk, t.op) for t in step) for step in parsed.steps),
-        parsed.ports,
-    )
-    problem = _find_structural_error(program, parsed.chunks)
-    if problem:
+    checks = (_bad_chunk_keys, _size_problems, _bad_buffers, _bad_transfers)
+    problem = next(chain(_repeated_keys(encoded), *(check(record) for check in checks)), None)
+    if problem is not None:
         raise InputError(f"{source}: {problem}")
-    return program
+    return record
 
 
 def _to_bytes(record: str | bytes | Mapping[str, Any], source: str) -> bytes:
     """The record as UTF-8 without a byte order mark."""
     try:
-        if isinstance(record, Mapping):
-            return json.dumps(record).encode()
-        if isinstance(record, str | bytes):
-            return (record.encode() if isinstance(record, str) else record).removeprefix(BOM_UTF8)
-    except (TypeError, ValueError) as error:  # values that JSON has not, or halves of characters
+        match record:
+            case Mapping():
+                return json.dumps(record).encode()
+            case str():
+                return record.encode().removeprefix(BOM_UTF8)
+            case bytes():
+                return record.removeprefix(BOM_UTF8)
+    except (TypeError, ValueError) as error:  # values that JSON cannot hold, or half of a surrogate pair
         raise InputError(f"{source}: {error}; docs/reference/program.md lists the fields") from None
     raise InputError(f"{source}: {record!r} is no Program; give its JSON as text, as bytes or as a mapping")
 
 
-def _duplicate_key(text: str | bytes) -> str | None:
-    """A key that an object has twice, of which readers of JSON keep the last one without a word."""
-    duplicates: list[str] = []
+def _repeated_keys(text: bytes) -> Iterator[str]:
+    """JSON readers silently keep the last of two equal keys."""
+    repeated: list[str] = []
 
-    def record_duplicates(pairs: list[tuple[str, Any]]) -> None:
+    def record_repeated(pairs: list[tuple[str, Any]]) -> None:
         if len(dict(pairs)) < len(pairs):
-            duplicates.append(Counter(key for key, _ in pairs).most_common(1)[0][0])
+            repeated.append(Counter(key for key, _ in pairs).most_common(1)[0][0])
 
-    json.loads(text, object_pairs_hook=record_duplicates)
-    return duplicates[0] if duplicates else None
-
-
-def _find_structural_error(program: Program, declared_chunks: int) -> str | None:
-    """What makes a Program no Program at all, if anything does."""
-    ranks = program.ranks
-    if ranks < 1 or program.ports < 1:
-        return f"ranks {ranks}, ports {program.ports}: both are at least 1"
-    if declared_chunks < 1 or declared_chunks != program.chunks:
-        return f"chunks {declared_chunks}: there are {program.chunks} sizes, and at least 1 chunk"
-    if min(program.sizes) < 0 or not sum(program.sizes):
-        return "sizes: none may be negative, and not all 0"
-    if sum(program.sizes) > _MAX_TOTAL_SIZE:
-        return "sizes: together they are more than 2^60; they are relative, so give smaller ones"
-    if not str(program).isprintable():
-        return f"{str(program)!r}: collective and algorithm are names, of one line without control characters"
-    if len(program.initial) != ranks or len(program.final) != ranks:
-        return f"initial and final have {len(program.initial)} and {len(program.final)} entries for {ranks} ranks"
-    if program.collective == "all-to-all" and declared_chunks != ranks**2:
-        return f"chunks {declared_chunks}: all-to-all among {ranks} ranks has {ranks**2}"
-    return _find_out_of_range_index(program) or _find_repeated_initial_chunk(program) or _find_missing_data(program)
+    json.loads(text, object_pairs_hook=record_repeated)
+    yield from (f"the key {key!r} is given twice in one object; leave one out" for key in repeated)
 
 
-def _find_out_of_range_index(program: Program) -> str | None:
-    last_rank, last_chunk = program.ranks - 1, program.chunks - 1
-    for rank, (start, end) in enumerate(zip(program.initial, program.final, strict=True)):
-        for chunk in (*start, *end):
-            if not 0 <= chunk <= last_chunk:
-                return f"rank {rank} holds chunk {chunk}; the last one is {last_chunk}"
-        for source in {source for sources in end.values() for source in sources}:
-            if not 0 <= source <= last_rank:
-                return f"final[{rank}] names rank {source}; the last one is {last_rank}"
-    for step_index, step in enumerate(program.steps):
-        for t in step:
-            if not (0 <= t.src <= last_rank and 0 <= t.dst <= last_rank) or t.src == t.dst:
-                return (
-                    f"step {step_index}: from rank {t.src} to {t.dst}; they are two different ones of 0 to {last_rank}"
-                )
-            if not 0 <= t.first <= t.last <= last_chunk:
-                return f"step {step_index}: chunks {t.first} to {t.last}; they go up from 0 to at most {last_chunk}"
-    return None
+def _bad_chunk_keys(record: ProgramRecord) -> Iterator[str]:
+    for rank, held in enumerate(record.final):
+        bad_keys = (key for key in held if not _CHUNK_KEY.fullmatch(key))
+        yield from (f"final[{rank}]: {key!r} is not the number of a chunk" for key in bad_keys)
 
 
-def _find_repeated_initial_chunk(program: Program) -> str | None:
-    for rank, start in enumerate(program.initial):
-        for chunk, next_chunk in pairwise(start):
-            if chunk == next_chunk:
-                return f"initial[{rank}] names chunk {chunk} twice"
-    return None
+def _size_problems(record: ProgramRecord) -> Iterator[str]:
+    ranks, chunks, sizes = record.ranks, record.chunks, record.sizes
+    name = f"{record.collective}/{record.algorithm}"
+    entries = len(record.initial), len(record.final)
+    problems = {
+        f"ranks {ranks}, ports {record.ports}: both are at least 1": ranks < 1 or record.ports < 1,
+        f"chunks {chunks}: there are {len(sizes)} sizes, and at least 1 chunk": chunks < 1 or chunks != len(sizes),
+        "sizes: none may be negative, and not all 0": min(sizes, default=0) < 0 or not sum(sizes),
+        "sizes: together they are more than 2^60; they are relative, so give smaller ones": sum(sizes)
+        > _MAX_TOTAL_SIZE,
+        f"{name!r}: collective and algorithm are names, of one line without control characters": not name.isprintable(),
+        f"initial and final have {entries[0]} and {entries[1]} entries for {ranks} ranks": entries != (ranks, ranks),
+        f"chunks {chunks}: all-to-all among {ranks} ranks has {ranks**2}": record.collective == "all-to-all"
+        and chunks != ranks**2,
+    }
+    yield from (sentence for sentence, is_wrong in problems.items() if is_wrong)
 
 
-def _find_missing_data(program: Program) -> str | None:
-    if program.message_size_units:
-        return None
-    return "no rank holds anything, or must in the end: S, what sizes are relative to, would be 0"
+def _bad_buffers(record: ProgramRecord) -> Iterator[str]:
+    last_rank, last_chunk = record.ranks - 1, record.chunks - 1
+    held_chunks = [[*sorted(start), *map(int, end)] for start, end in zip(record.initial, record.final, strict=True)]
+    for rank, (chunks, end) in enumerate(zip(held_chunks, record.final, strict=True)):
+        beyond = (chunk for chunk in chunks if not 0 <= chunk <= last_chunk)
+        yield from (f"rank {rank} holds chunk {chunk}; the last one is {last_chunk}" for chunk in beyond)
+        absent = (source for source in chain.from_iterable(end.values()) if not 0 <= source <= last_rank)
+        yield from (f"final[{rank}] names rank {source}; the last one is {last_rank}" for source in absent)
+    for rank, start in enumerate(record.initial):
+        repeated = (chunk for chunk, following in pairwise(sorted(start)) if chunk == following)
+        yield from (f"initial[{rank}] names chunk {chunk} twice" for chunk in repeated)
+    if not any(record.sizes[chunk] for chunk in chain.from_iterable(held_chunks)):
+        yield "no rank holds anything, or must in the end: S, what sizes are relative to, would be 0"
+
+
+def _bad_transfers(record: ProgramRecord) -> Iterator[str]:
+    last_rank, last_chunk = record.ranks - 1, record.chunks - 1
+    for index, t in ((index, t) for index, step in enumerate(record.steps) for t in step):
+        first, last = t.chunk
+        if not (0 <= t.src <= last_rank and 0 <= t.dst <= last_rank) or t.src == t.dst:
+            yield f"step {index}: from rank {t.src} to {t.dst}; they are two different ones of 0 to {last_rank}"
+        if not 0 <= first <= last <= last_chunk:
+            yield f"step {index}: chunks {first} to {last}; they go up from 0 to at most {last_chunk}"

@@ -1,4 +1,4 @@
-"""The library of collectives. One file holds one idea; importing this fills the table of `registry`."""
+"""The library of collective algorithms. Its import fills the table of `registry`."""
 
 from importlib import import_module
 
@@ -14,17 +14,18 @@ from motet.collectives.algorithms.registry import (
 )
 
 # In the order in which lists show their algorithms.
-for _file in (
+for _module in (
     "direct",
     "ring",
     "tree",
     "double_binary_tree",
     "recursive_doubling",
+    "bruck",
     "hierarchical",
     "torus",
     "point_to_point",
 ):
-    import_module(f"motet.collectives.algorithms.{_file}")
+    import_module(f"motet.collectives.algorithms.{_module}")
 
 __all__ = [
     "Algorithm",

@@ -1,17 +1,16 @@
-"""Two binary trees at once, each for half of the data: whoever is inside one is a leaf of the other.
+"""Two simultaneous binary trees, each for half of the data: an inner rank of one tree is a leaf of the other.
 
-So every rank sends and receives all the time, as in a ring, and distances grow with the logarithm of the ranks, as in a
-tree. After Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (2009).
+Every rank sends and receives all the time, as in a ring, and distances grow with log(ranks), as in a tree. After Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (2009).
 """
 
 from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
-from motet.collectives.algorithms.program_builders import check_pieces
+from motet.collectives.algorithms.rank_grouping import check_pieces
 from motet.collectives.algorithms.registry import AlphaBetaGammaCost, algorithm
 from motet.collectives.compose import concatenate, reverse
-from motet.collectives.program import ChunkTransfer, Program, Step
+from motet.collectives.program import ChunkTransfer, Program, copy_chunk
 
 
 class _BinaryTreeEdge(NamedTuple):
@@ -21,7 +20,7 @@ class _BinaryTreeEdge(NamedTuple):
 
 
 def _parent(label: int, last_label: int) -> int:
-    """In a binary tree over 1 .. last whose odd labels are leaves: numbers between a node's children are below it."""
+    """The parent in a binary search tree over 1 .. last whose odd labels are leaves; 0 for the root."""
     bit = label & -label
     parent = (label ^ bit) | (bit << 1)
     return parent if parent <= last_label else label ^ bit
@@ -31,10 +30,9 @@ def _edges(ranks: int) -> tuple[list[_BinaryTreeEdge], tuple[int, int]]:
     """The edges of both trees, parents before their children, and the two roots."""
     edges: list[_BinaryTreeEdge] = []
     roots = [0, 0]
-    # The second tree is the mirror image, or shifted by one where a mirror would keep leaves leaves.
-    rank_of_label = {
-        label: (label - 1, ranks - label if ranks % 2 == 0 else label % ranks) for label in range(1, ranks + 1)
-    }
+    # The second tree is the mirror image, or shifted by one if a mirror image would have the same leaves.
+    is_even = ranks % 2 == 0
+    rank_of_label = {label: (label - 1, ranks - label if is_even else label % ranks) for label in range(1, ranks + 1)}
     for label in sorted(rank_of_label, key=lambda label: _level(label, ranks)):
         parent = _parent(label, ranks)
         for tree in (0, 1):
@@ -51,10 +49,10 @@ def _level(label: int, last_label: int) -> int:
 
 
 def _edge_colours(edges: list[_BinaryTreeEdge]) -> dict[_BinaryTreeEdge, int]:
-    """In even steps the edges of colour 0 are used, in odd ones those of colour 1.
+    """Edges of colour 0 are used in even steps, edges of colour 1 in odd steps.
 
-    No rank sends, or receives, over two edges of one colour: every rank has at most two of each kind, so the edges that
-    meet form paths and circles of even length, which are coloured in turn.
+    No rank sends, or receives, over two edges of one colour. A rank has at most two edges of each kind, so edges that
+    share a rank form paths and circles of even length, whose colours alternate.
     """
     edges_by_port: dict[tuple[str, int], list[_BinaryTreeEdge]] = {}
     for edge in edges:
@@ -75,7 +73,7 @@ def _edge_colours(edges: list[_BinaryTreeEdge]) -> dict[_BinaryTreeEdge, int]:
 
 @lru_cache(maxsize=256)
 def _first_crossing_steps(ranks: int) -> dict[_BinaryTreeEdge, int]:
-    """The step in which the first piece crosses each edge; the others follow, one `_pace` apart."""
+    """The step in which the first piece crosses each edge; the others follow every `_steps_between_pieces`."""
     edges, roots = _edges(ranks)
     colours = _edge_colours(edges)
     arrival = dict.fromkeys(enumerate(roots), -1)
@@ -88,45 +86,39 @@ def _first_crossing_steps(ranks: int) -> dict[_BinaryTreeEdge, int]:
 
 
 def _steps_one_way(ranks: int, pieces: int) -> int:
-    """Steps in one direction: the depth, at most twice the levels of the tree, and the pace for each more piece."""
+    """Steps in one direction: the depth, at most twice the levels of the tree, and the delay of the later pieces."""
     return max(_first_crossing_steps(ranks).values()) + 1 + _steps_between_pieces(ranks) * (pieces - 1)
 
 
 def _steps_between_pieces(ranks: int) -> int:
-    """A piece follows the one before it when the colour of its edge comes again; two ranks need one colour only."""
+    """A piece waits for the next step of its edge's colour; two ranks need only one colour."""
     return 1 if ranks == 2 else 2
 
 
 def _double_tree_cost(ranks: int, pieces: int = 8) -> AlphaBetaGammaCost:
-    """Up and down; in each step every port carries at most one of the 2 * pieces parts."""
+    """The cost of both directions; in each step a port carries at most one of the 2 * pieces parts."""
     steps = _steps_one_way(ranks, pieces)
     return AlphaBetaGammaCost(2 * steps, Fraction(2 * steps, 2 * pieces), Fraction(steps, 2 * pieces))
 
 
 @algorithm("all-reduce", "double-tree", cost=_double_tree_cost)
 def all_reduce_double_tree(ranks: int, pieces: int = 8) -> Program:
-    """Up and down two complementary binary trees, each with half of the data, cut in pieces that follow each other."""
+    """Up and down two complementary binary trees, each with half of the data, in pieces that follow each other."""
     check_pieces(pieces, ranks)
     down = _broadcast_down_trees(ranks, pieces)
     return concatenate(reverse(down, "reduce"), down, "all-reduce", "double-tree")
 
 
 def _broadcast_down_trees(ranks: int, pieces: int) -> Program:
-    """A broadcast of the first half of the chunks from one root, and of the second from the other."""
+    """A broadcast of the first half of the chunks from one root, and of the second half from the other."""
     _, roots = _edges(ranks)
+    pace = _steps_between_pieces(ranks)
     steps: list[list[ChunkTransfer]] = [[] for _ in range(_steps_one_way(ranks, pieces))]
     for edge, first in _first_crossing_steps(ranks).items():
         for piece in range(pieces):
-            chunk = edge.tree * pieces + piece
-            steps[first + _steps_between_pieces(ranks) * piece].append(
-                ChunkTransfer(edge.parent, edge.child, chunk, chunk, "copy")
-            )
-    halves = tuple(range(pieces)), tuple(range(pieces, 2 * pieces))
-    initial = [
-        tuple(c for half, root in zip(halves, roots, strict=True) if root == r for c in half) for r in range(ranks)
-    ]
-    source = {chunk: (roots[chunk // pieces],) for chunk in range(2 * pieces)}
-    program_steps: tuple[Step, ...] = tuple(tuple(step) for step in steps)
-    return Program(
-        "broadcast", "double-tree", ranks, (1,) * (2 * pieces), tuple(initial), (source,) * ranks, program_steps
-    )
+            steps[first + pace * piece].append(copy_chunk(edge.parent, edge.child, edge.tree * pieces + piece))
+    chunks = range(2 * pieces)
+    source = {chunk: (roots[chunk // pieces],) for chunk in chunks}
+    initial = tuple(tuple(chunk for chunk in chunks if source[chunk] == (rank,)) for rank in range(ranks))
+    frozen_steps = tuple(map(tuple, steps))
+    return Program("broadcast", "double-tree", ranks, (1,) * len(chunks), initial, (source,) * ranks, frozen_steps)

@@ -1,9 +1,10 @@
-"""Two ranks, and the barrier that all of them meet at."""
+"""Messages between two ranks, and the barrier of all ranks."""
 
-from motet.collectives.algorithms.program_builders import all_gather_program, check_root, doubling_rounds, fraction
-from motet.collectives.algorithms.recursive_doubling import bruck_steps
-from motet.collectives.algorithms.registry import AlphaBetaGammaCost, algorithm, one_message
-from motet.collectives.program import ChunkTransfer, Program
+from motet.collectives.algorithms.bruck import bruck_steps
+from motet.collectives.algorithms.program_builders import collective_program
+from motet.collectives.algorithms.rank_grouping import check_root
+from motet.collectives.algorithms.registry import algorithm, doubling_cost, messages
+from motet.collectives.program import Program, copy_chunk
 from motet.core.errors import InputError
 
 
@@ -19,32 +20,29 @@ def _single_transfer_program(collective: str, ranks: int, src: int, dst: int) ->
         sizes=(1,),
         initial=tuple((0,) if rank == src else () for rank in range(ranks)),
         final=tuple({0: (src,)} if rank in (src, dst) else {} for rank in range(ranks)),
-        steps=((ChunkTransfer(src, dst, 0, 0, "copy"),),),
+        steps=((copy_chunk(src, dst, 0),),),
     )
 
 
-@algorithm("send", "direct", cost=lambda n: one_message())
+@algorithm("send", "direct", cost=lambda n: messages(1))
 def send(ranks: int, src: int = 0, dst: int = 1) -> Program:
     """One rank sends, another receives."""
     return _single_transfer_program("send", ranks, src, dst)
 
 
-@algorithm("copy", "direct", cost=lambda n: one_message())
+@algorithm("copy", "direct", cost=lambda n: messages(1))
 def copy(ranks: int, src: int = 0, dst: int = 1) -> Program:
-    """What one rank holds appears on another, which need not ask: a put."""
+    """A put: the data of one rank appear on another without its call."""
     return _single_transfer_program("copy", ranks, src, dst)
 
 
-@algorithm("signal", "direct", cost=lambda n: one_message())
+@algorithm("signal", "direct", cost=lambda n: messages(1))
 def signal(ranks: int, src: int = 0, dst: int = 1) -> Program:
-    """A token without content that another rank waits for."""
+    """An empty token that another rank waits for."""
     return _single_transfer_program("signal", ranks, src, dst)
 
 
-@algorithm("barrier", "dissemination", cost=lambda n: AlphaBetaGammaCost(doubling_rounds(n), fraction(n - 1, n)))
+@algorithm("barrier", "dissemination", cost=doubling_cost)
 def barrier(ranks: int) -> Program:
-    """Tokens spread over ever larger distances; who has all of them knows that everybody is there."""
-    gathered = all_gather_program("dissemination", ranks, bruck_steps(ranks))
-    return Program(
-        "barrier", gathered.algorithm, ranks, gathered.sizes, gathered.initial, gathered.final, gathered.steps
-    )
+    """Tokens spread over ever larger distances; a rank with all tokens knows that every rank has arrived."""
+    return collective_program("barrier", "dissemination", ranks, bruck_steps(ranks))

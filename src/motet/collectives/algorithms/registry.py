@@ -1,7 +1,6 @@
-"""The table of algorithms: each a function from a number of ranks to a Program, with the closed form of its cost.
+"""The table of algorithms: functions from a number of ranks to a Program, with the closed form of their cost.
 
-`@algorithm(collective, name, cost)` puts a function in the table; from then on it can be executed, costed, proven,
-drawn and benchmarked.
+A function decorated with `@algorithm(collective, name, cost)` can be executed, costed, proven, drawn and benchmarked.
 """
 
 import difflib
@@ -9,13 +8,14 @@ import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import TypeVar
 
 from motet.collectives.program import Program
 from motet.core.errors import InputError
 
 Number = float | Fraction
 
-MAX_AXES = 6  # Of a grid whose number of dimensions is free: its data are in two parts for each
+MAX_AXES = 6  # The most dimensions of a torus with a free number of them, which cuts the data in two parts for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,31 +31,39 @@ class AlphaBetaGammaCost:
 
     @property
     def with_reduction(self) -> "AlphaBetaGammaCost":
-        """The same, where all that arrives is added."""
+        """The cost if the receiver adds all that arrives."""
         return replace(self, gamma=self.beta)
 
     def seconds(self, alpha_s: Number, beta_s: Number, gamma_s: Number) -> Number:
-        """With the start-up of a message, and the times of S bytes on the wire and in the adder."""
+        """The time, from the start-up of a message and the times to send and to add S bytes."""
         return self.alpha * alpha_s + self.beta * beta_s + self.gamma * gamma_s
 
-    def times(self, count: int, fraction: Fraction = Fraction(1)) -> "AlphaBetaGammaCost":
-        """So many times in turn, each time on a share of S."""
-        return AlphaBetaGammaCost(self.alpha * count, self.beta * count * fraction, self.gamma * count * fraction)
+
+def messages(count: int, fraction: Fraction | int = 1, *, reduced: bool = False) -> AlphaBetaGammaCost:
+    """`count` messages in turn, each with a fraction of S, which the receiver adds if `reduced`."""
+    beta = Fraction(fraction) * count
+    return AlphaBetaGammaCost(count, beta, beta if reduced else Fraction(0))
 
 
-def one_message(fraction: Fraction | int = 1, reduced_fraction: Fraction | int = 0) -> AlphaBetaGammaCost:
-    """One message with a share of S, of which a share is added up where it arrives."""
-    return AlphaBetaGammaCost(1, Fraction(fraction), Fraction(reduced_fraction))
+def sharded_all_reduce_cost(ranks: int) -> AlphaBetaGammaCost:
+    """A reduce-scatter and an all-gather, each of a message to or from every other rank."""
+    return messages(ranks - 1, Fraction(1, ranks), reduced=True) + messages(ranks - 1, Fraction(1, ranks))
+
+
+def doubling_cost(ranks: int) -> AlphaBetaGammaCost:
+    """One step per doubling of the ranks, in which the busiest rank sends all chunks but one."""
+    return AlphaBetaGammaCost((ranks - 1).bit_length(), Fraction(ranks - 1, ranks))
 
 
 Build = Callable[..., Program]
 Cost = Callable[..., AlphaBetaGammaCost]
 RankCountCheck = Callable[[int], bool]
+EntryT = TypeVar("EntryT")
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One way of doing a collective."""
+    """An algorithm for a collective."""
 
     collective: str
     name: str
@@ -67,7 +75,7 @@ class Algorithm:
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """How many dimensions it can have, if it has dimensions."""
+        """The numbers of dimensions that the algorithm allows; empty if it has no dimensions."""
         if "dims" not in self.options:
             return ()
         return (int(self.name[-2]),) if self.name.endswith("d") else tuple(range(1, MAX_AXES + 1))
@@ -77,7 +85,7 @@ class Algorithm:
         return (inspect.getdoc(self.build) or "").split("\n\n")[0].replace("\n", " ")
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise, with the counts that it can take, if it cannot take so many ranks."""
+        """Raise an `InputError` that names supported counts if the algorithm does not support this one."""
         if not _is_integer(ranks):
             raise InputError(f"ranks: {ranks!r} is no whole number; give 2 or more")
         if ranks < 2:
@@ -97,7 +105,7 @@ _ALGORITHMS: dict[str, dict[str, Algorithm]] = {collective: {} for collective in
 def algorithm(
     collective: str, name: str, cost: Cost, supports: RankCountCheck = lambda ranks: True, *, same_bits: bool = True
 ) -> Callable[[Build], Build]:
-    """Put a function in the table."""
+    """Add a function to the table."""
 
     def register(build: Build) -> Build:
         options = tuple(list(inspect.signature(build).parameters)[1:])
@@ -118,24 +126,18 @@ def algorithm_names(collective: str) -> tuple[str, ...]:
 
 
 def find_algorithm(collective: str, name: str) -> Algorithm:
-    by_name = _algorithms_of(collective)
-    if not isinstance(name, str) or name not in by_name:
-        raise InputError(
-            f"{collective} has no algorithm {name!r}; it has {_comma_separated(by_name)}{_nearest_name_hint(name, by_name)}"
-        )
-    return by_name[name]
+    return _look_up(_algorithms_of(collective), name, f"{collective} has no algorithm {name!r}; it has")
 
 
 def build(collective: str, algorithm: str, ranks: int, **options: object) -> Program:
-    """The Program of an algorithm for so many ranks. Options such as `root`, `pieces`, `hosts` or `dims` are the
-    algorithm's own."""
+    """The Program of an algorithm. Which of `root`, `pieces`, `hosts` and `dims` are options depends on the algorithm."""
     entry = find_algorithm(collective, algorithm)
     entry.check_ranks(ranks)
     return entry.build(ranks, **_check_options(entry, options))
 
 
 def closed_form(collective: str, algorithm: str, ranks: int, **options: object) -> AlphaBetaGammaCost:
-    """What the algorithm costs on a uniform network."""
+    """The cost of the algorithm on a uniform network."""
     entry = find_algorithm(collective, algorithm)
     entry.check_ranks(ranks)
     checked = _check_options(entry, options)
@@ -146,14 +148,13 @@ def closed_form(collective: str, algorithm: str, ranks: int, **options: object) 
 def _check_options(entry: Algorithm, options: dict[str, object]) -> dict[str, object]:
     for name in options:
         if name not in entry.options:
-            has = f"has the options {_comma_separated(entry.options)}" if entry.options else "has no options"
+            has = f"has the options {', '.join(entry.options)}" if entry.options else "has no options"
             raise InputError(f"{entry.collective}/{entry.name} has no option {name!r}; it {has}")
         _check_option_value(name, options[name])
     return {name: value for name, value in options.items() if value is not None}
 
 
 def _check_option_value(name: str, value: object) -> None:
-    """Options of these names are whole numbers, and `dims` several; others are their algorithm's own business."""
     if value is None:
         return
     if name == "dims" and not (isinstance(value, list | tuple) and value and all(map(_is_integer, value))):
@@ -167,24 +168,21 @@ def _is_integer(value: object) -> bool:
 
 
 def _algorithms_of(collective: str) -> dict[str, Algorithm]:
-    if not isinstance(collective, str) or collective not in _ALGORITHMS:
-        raise InputError(
-            f"there is no collective {collective!r}; there are {_comma_separated(_ALGORITHMS)}{_nearest_name_hint(collective, _ALGORITHMS)}"
-        )
-    return _ALGORITHMS[collective]
+    return _look_up(_ALGORITHMS, collective, f"there is no collective {collective!r}; there are")
 
 
-def _comma_separated(names: object) -> str:
-    assert isinstance(names, dict | tuple)
-    return ", ".join(names)
+def _look_up(table: dict[str, EntryT], name: object, complaint: str) -> EntryT:
+    if not isinstance(name, str) or name not in table:
+        raise InputError(f"{complaint} {', '.join(table)}{_nearest_name_hint(name, table)}")
+    return table[name]
 
 
-# A Program has both ends in it: what other libraries call so is the other rank's half.
+# Names that other libraries give to the other rank's half. A Program contains both ends.
 _COUNTERPART_NAMES = {"receive": "send", "recv": "send", "wait": "signal"}
 
 
 def nearest_collective_hint(collective: str) -> str:
-    """The name of a collective that may be meant, as ` (nearest: NAME)`; nothing if none is near."""
+    """The most similar name of a collective as ` (nearest: NAME)`; empty if none is similar."""
     return _nearest_name_hint(collective, _ALGORITHMS)
 
 

@@ -1,79 +1,65 @@
-"""Grids: ranks talk only to their neighbours along each dimension, on a torus around it, on a mesh to its ends."""
+"""Grids: ranks send only to neighbours along each dimension, which is a ring on a torus and a line on a mesh."""
 
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from math import prod
 
-from motet.collectives.algorithms.program_builders import (
-    all_gather_program,
-    all_reduce_program,
-    fraction,
-    grid_dims,
-    is_composite,
-    prime_factor_count,
-)
-from motet.collectives.algorithms.registry import MAX_AXES, AlphaBetaGammaCost, algorithm
+from motet.collectives.algorithms.program_builders import collective_program
+from motet.collectives.algorithms.rank_grouping import format_dims, grid_dims, is_composite, prime_factors
+from motet.collectives.algorithms.registry import MAX_AXES, AlphaBetaGammaCost, algorithm, messages
 from motet.collectives.algorithms.ring import all_gather_ring
 from motet.collectives.compose import parallel_steps, reverse
-from motet.collectives.program import ChunkTransfer, Program, Step
+from motet.collectives.program import ChunkTransfer, Program, Step, copy_chunk
 from motet.core.errors import InputError
 
 Dims = Sequence[int] | None
 
 
 def _torus_cost(axes: int | None) -> Callable[..., AlphaBetaGammaCost]:
-    """Along each dimension d - 1 steps there and d - 1 back, for each of the 2 n parts of the data.
+    """The cost of d - 1 steps there and d - 1 back along each dimension, for each of the 2 n parts of the data.
 
-    A rank sends them over one port here, one after another. Where d = 2 both neighbours are the same rank, and the two
-    directions are one message. Together they are the traffic of one ring: 2 S (N-1) / N.
+    A rank sends them in turn over one port. If d = 2, both neighbours are the same rank and the two directions one
+    message. The total is the traffic of one ring: 2 S (N-1) / N.
     """
 
     def cost(ranks: int, dims: Dims = None) -> AlphaBetaGammaCost:
         lengths = _torus_dims(ranks, dims, axes)
         starts = sum(len(lengths) * 2 * (d - 1) * (1 if d == 2 else 2) for d in lengths)
-        return AlphaBetaGammaCost(starts, fraction(2 * (ranks - 1), ranks), fraction(ranks - 1, ranks))
+        return AlphaBetaGammaCost(starts, Fraction(2 * (ranks - 1), ranks), Fraction(ranks - 1, ranks))
 
     return cost
 
 
 def _torus_dims(ranks: int, dims: Dims, axes: int | None) -> tuple[int, ...]:
-    """Of a torus. Where the number of dimensions is free and none are given, all ranks are on one ring."""
+    """The lengths of a torus: one ring if neither `dims` nor `axes` says otherwise."""
     if axes is None and dims is None:
         return (ranks,)
     if axes is None and len(dims or ()) > MAX_AXES:
-        raise InputError(
-            f"dims {'x'.join(map(str, dims or ()))}: a torus has at most {MAX_AXES} dimensions; give fewer"
-        )
+        raise InputError(f"dims {format_dims(dims or ())}: a torus has at most {MAX_AXES} dimensions; give fewer")
     return grid_dims(ranks, dims, axes)
 
 
 def _torus_all_reduce(name: str, ranks: int, lengths: Sequence[int]) -> Program:
-    """The data in 2 n parts. Each starts along another dimension or in the other direction, so that all links work."""
+    """An all-reduce in 2 n parts, each of which starts along another dimension or direction, so that all links work."""
     axes = len(lengths)
     parts: list[list[tuple[Step, ...]]] = []
     for part_id in range(2 * axes):
         axis_order = [(axis + part_id // 2) % axes for axis in range(axes)]
         offset = part_id * ranks
         parts.append(_all_gather_phases(lengths, axis_order, offset, all_gather_ring, backwards=part_id % 2 == 1))
-    gathered = _align_phases(parts)
-    chunks = 2 * axes * ranks
-    steps = [*_reverse_to_reduce_scatter(gathered), *gathered]
-    return all_reduce_program(name, ranks, chunks, steps, ports=sum(1 if d == 2 else 2 for d in lengths))
+    # The parts change dimension together, so that no two parts use the same link.
+    gathered = [step for phases in zip(*parts, strict=True) for step in parallel_steps(phases)]
+    ports = sum(1 if d == 2 else 2 for d in lengths)
+    return _all_reduce_from_all_gather(name, gathered, ranks, 2 * axes * ranks, ports)
 
 
-def _align_phases(parts: list[list[tuple[Step, ...]]]) -> tuple[Step, ...]:
-    """The parts change dimension together, so that no two meet on a link."""
-    steps: list[Step] = []
-    for phases in zip(*parts, strict=True):
-        steps += parallel_steps(phases)
-    return tuple(steps)
-
-
-def _reverse_to_reduce_scatter(gathered: Sequence[Step]) -> list[Step]:
-    """The reduce-scatter that an all-gather is the reverse of."""
-    return [
+def _all_reduce_from_all_gather(name: str, gathered: Sequence[Step], ranks: int, chunks: int, ports: int) -> Program:
+    """The all-gather's steps after the reduce-scatter that is their reverse."""
+    scattered = [
         tuple(ChunkTransfer(t.dst, t.src, t.first, t.last, "reduce") for t in reversed(step))
         for step in reversed(gathered)
     ]
+    return collective_program("all-reduce", name, ranks, [*scattered, *gathered], chunks=chunks, ports=ports)
 
 
 def _all_gather_phases(
@@ -84,16 +70,15 @@ def _all_gather_phases(
     *,
     backwards: bool = False,
 ) -> list[tuple[Step, ...]]:
-    """An all-gather along one dimension after another, the last of the order first: the steps of each phase.
+    """The steps of each phase of an all-gather along one dimension after another, the last of the order first.
 
-    A rank's chunk has the number that the rank would have if the dimensions were counted in this order. What it holds
-    before a phase are the chunks that differ from its own only in the dimensions done before: neighbours in number.
+    A rank's chunk has the index that the rank would have if the dimensions were counted in this order. Before a phase
+    the rank holds the chunks that differ from its own only in the earlier dimensions: consecutive chunks.
     """
     ranks = prod(lengths)
     phases: list[tuple[Step, ...]] = []
     width = 1
-    for order_index in reversed(range(len(order))):
-        axis = order[order_index]
+    for axis in reversed(order):
         length = lengths[axis]
         line = line_all_gather(length).steps
         lines = []
@@ -110,7 +95,7 @@ def _all_gather_phases(
 def _place_line(
     line: tuple[Step, ...], members: Sequence[int], first: int, width: int, *, backwards: bool
 ) -> tuple[Step, ...]:
-    """The steps of an all-gather among these ranks; chunk i of it is the i-th `width` chunks from `first` on."""
+    """The steps of an all-gather among `members`, whose chunk i is the i-th group of `width` chunks from `first` on."""
     length = len(members)
 
     def position(n: int) -> int:
@@ -140,37 +125,37 @@ def _index_in_axis_order(rank: int, order: Sequence[int], lengths: Sequence[int]
 
 @algorithm("all-reduce", "torus", cost=_torus_cost(None))
 def all_reduce_torus(ranks: int, dims: Dims = None) -> Program:
-    """Along one to six dimensions, `dims`, in all orders and both directions at once; one ring where none are given."""
+    """Along one to six dimensions, `dims`, in all orders and both directions; one ring without `dims`."""
     return _torus_all_reduce("torus", ranks, _torus_dims(ranks, dims, None))
 
 
 @algorithm("all-reduce", "torus-2d", cost=_torus_cost(2), supports=is_composite)
 def all_reduce_torus_2d(ranks: int, dims: Dims = None) -> Program:
-    """Reduce-scatter along rows and columns of a torus, all-gather back; both orders and directions at once."""
+    """Reduce-scatter along rows and columns of a torus, all-gather back, in both orders and directions together."""
     return _torus_all_reduce("torus-2d", ranks, grid_dims(ranks, dims, 2))
 
 
-@algorithm("all-reduce", "torus-3d", cost=_torus_cost(3), supports=lambda ranks: prime_factor_count(ranks) >= 3)
+@algorithm("all-reduce", "torus-3d", cost=_torus_cost(3), supports=lambda ranks: len(prime_factors(ranks)) >= 3)
 def all_reduce_torus_3d(ranks: int, dims: Dims = None) -> Program:
-    """The same along three dimensions, with six parts of the data at once."""
+    """The same along three dimensions, with six parts of the data."""
     return _torus_all_reduce("torus-3d", ranks, grid_dims(ranks, dims, 3))
 
 
-@algorithm("all-reduce", "torus-5d", cost=_torus_cost(5), supports=lambda ranks: prime_factor_count(ranks) >= 5)
+@algorithm("all-reduce", "torus-5d", cost=_torus_cost(5), supports=lambda ranks: len(prime_factors(ranks)) >= 5)
 def all_reduce_torus_5d(ranks: int, dims: Dims = None) -> Program:
-    """The same along five dimensions, with ten parts of the data at once."""
+    """The same along five dimensions, with ten parts of the data."""
     return _torus_all_reduce("torus-5d", ranks, grid_dims(ranks, dims, 5))
 
 
 def _line_max_messages(length: int) -> int:
-    """Messages that the busiest port carries: the middle sends to both sides in the first half of the steps."""
+    """The messages of the busiest port: the middle rank sends to both sides in the first half of the steps."""
     return 1 if length == 2 else 2 * (length - 1) - (length - 2) // 2
 
 
 def _mesh_cost(ranks: int, dims: Dims = None) -> AlphaBetaGammaCost:
     rows, columns = grid_dims(ranks, dims, 2)
     loads = _line_max_messages(rows), _line_max_messages(columns)
-    sent_fraction = fraction(loads[0], rows) + fraction(loads[1], rows * columns)
+    sent_fraction = Fraction(loads[0], rows) + Fraction(loads[1], rows * columns)
     return AlphaBetaGammaCost(2 * sum(loads), 2 * sent_fraction, sent_fraction)
 
 
@@ -180,33 +165,27 @@ def all_reduce_mesh_2d(ranks: int, dims: Dims = None) -> Program:
     lengths = grid_dims(ranks, dims, 2)
     phases = _all_gather_phases(lengths, (0, 1), 0, all_gather_line)
     gathered = [step for phase in phases for step in phase]
-    return all_reduce_program(
-        "mesh-2d", ranks, ranks, [*_reverse_to_reduce_scatter(gathered), *gathered], ports=2 if max(lengths) > 2 else 1
-    )
+    return _all_reduce_from_all_gather("mesh-2d", gathered, ranks, ranks, 2 if max(lengths) > 2 else 1)
 
 
-@algorithm(
-    "all-gather", "line", cost=lambda n: AlphaBetaGammaCost(_line_max_messages(n), fraction(_line_max_messages(n), n))
-)
+def _line_cost(ranks: int) -> AlphaBetaGammaCost:
+    return messages(_line_max_messages(ranks), Fraction(1, ranks))
+
+
+@algorithm("all-gather", "line", cost=_line_cost)
 def all_gather_line(ranks: int) -> Program:
-    """Along a line without a link from its end to its start: chunks travel to both ends at once."""
-    # The rank at distance d from where a chunk started passes it on d steps later; those from far away go on last.
+    """Along a line without a link from its end to its start: chunks travel to both ends."""
+    # The rank at distance d from a chunk's origin forwards it d steps later; chunks from far away are forwarded last.
     steps: list[list[ChunkTransfer]] = [[] for _ in range(ranks - 1)]
     for chunk in range(ranks):
         for rank in range(chunk, ranks - 1):
-            steps[rank - chunk].append(ChunkTransfer(rank, rank + 1, chunk, chunk, "copy"))
+            steps[rank - chunk].append(copy_chunk(rank, rank + 1, chunk))
         for rank in range(chunk, 0, -1):
-            steps[chunk - rank].append(ChunkTransfer(rank, rank - 1, chunk, chunk, "copy"))
-    return all_gather_program("line", ranks, steps, ports=1 if ranks == 2 else 2)
+            steps[chunk - rank].append(copy_chunk(rank, rank - 1, chunk))
+    return collective_program("all-gather", "line", ranks, steps, ports=1 if ranks == 2 else 2)
 
 
-@algorithm(
-    "reduce-scatter",
-    "line",
-    cost=lambda n: AlphaBetaGammaCost(
-        _line_max_messages(n), fraction(_line_max_messages(n), n), fraction(_line_max_messages(n), n)
-    ),
-)
+@algorithm("reduce-scatter", "line", cost=lambda n: _line_cost(n).with_reduction)
 def reduce_scatter_line(ranks: int) -> Program:
     """The all-gather along a line backwards: sums flow from both ends to their owners."""
     return reverse(all_gather_line(ranks), "reduce-scatter")
