@@ -136,7 +136,7 @@ def calibrated(options: argparse.Namespace) -> "Predicted":
     import torch.distributed as dist
     from parts.step_times import Predicted
 
-    from motet.cli.show.step import layers_and_messages
+    from motet.cli.show.step_timeline import layers_and_messages
     from motet.cluster.cluster_toml import cluster_from_dict
     from motet.collectives.cost.link_calibration import calibrate_cluster
     from motet.parallel.layout import Layout

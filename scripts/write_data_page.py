@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from motet.cli.show.step import step_timeline
+from motet.cli.show.step_timeline import step_timeline
 from motet.parallel.data_parallel.buckets import build_buckets
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits, FSDPUnit

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from motet.cli.parse_sizes import parse_bytes, parse_options, parse_rank_counts, parse_size_range, read_program
+from motet.cli.collectives.program_arguments import parse_options, read_program
+from motet.cli.parse_sizes import parse_bytes, parse_rank_counts, parse_size_range
 from motet.collectives import build
 from motet.core.errors import InputError
 

@@ -15,7 +15,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from environment import uncounted
-from motet.cli.collectives.list_algorithms import app
+from motet.cli.collectives.collectives_commands import collectives_app as app
 from motet.cluster.cluster_toml import load_cluster
 from motet.collectives.algorithms import algorithm_names, build, closed_form, collective_names, find_algorithm
 from motet.collectives.cost.size_sweep import format_seconds
@@ -57,29 +57,17 @@ def test_list_has_every_algorithm_with_its_closed_form() -> None:
         (collective, name) for collective in collective_names() for name in algorithm_names(collective)
     ]
     for row in rows:
-        counted = row["at_these_ranks"]
-        assert (counted is None) == (6 not in row["takes_of_2_to_64"])
+        counted = row["at_ranks"]
+        assert (counted is None) == (6 not in row["supported_ranks_2_to_64"])
         if counted:
             terms = closed_form(row["collective"], row["algorithm"], 6)
-            assert (counted["start_ups"], counted["sent_in_turn_share"]) == (terms.alpha, float(terms.beta))
+            assert (counted["alpha_coefficient"], counted["beta_coefficient"]) == (terms.alpha, float(terms.beta))
 
 
 def test_list_of_one_collective_says_what_each_does() -> None:
     lines = printed("list", "all-gather").splitlines()
     assert lines[0] == "all-gather of 8 ranks"
-    assert lines[1].split() == [
-        "algorithm",
-        "steps",
-        "start-ups",
-        "sent",
-        "/",
-        "S",
-        "added",
-        "/",
-        "S",
-        "ranks",
-        "options",
-    ]
+    assert lines[1].split() == ["algorithm", "steps", "alpha", "beta", "gamma", "ranks", "options"]
     assert lines[3].split() == ["ring", "7", "7", "0.875", "0", "any"]
     assert "hierarchical" in printed("list", "all-gather") and "4, 6, 8, ..." in printed("list", "all-gather")
     assert lines[-5].startswith("ring: Every rank passes on to the right")
@@ -115,18 +103,18 @@ def test_draw_writes_pictures(tmp_path: Path) -> None:
 
 def test_prove_everything_of_a_few_ranks() -> None:
     found = answer("prove", "--all", "--ranks", "2,5,6")
-    names = {(row["collective"], row["algorithm"]) for row in found["proven"]}
+    names = {(row["collective"], row["algorithm"]) for row in found["verified"]}
     assert len(names) >= 43
-    assert {row["ranks"] for row in found["proven"]} == {2, 5, 6}
-    assert {"hosts": 3} in [row["options"] for row in found["proven"]]
-    assert (found["sends"], found["wrong"]) == ("grouped", [])
+    assert {row["ranks"] for row in found["verified"]} == {2, 5, 6}
+    assert {"hosts": 3} in [row["options"] for row in found["verified"]]
+    assert (found["sends"], found["failed"]) == ("grouped", [])
 
 
 @pytest.mark.proof
 def test_prove_everything_up_to_64_ranks() -> None:
     found = answer("prove", "--all", "--ranks", "2..64")
-    assert found["wrong"] == []
-    assert {row["ranks"] for row in found["proven"]} == set(range(2, 65))
+    assert found["failed"] == []
+    assert {row["ranks"] for row in found["verified"]} == set(range(2, 65))
 
 
 def test_prove_of_one_collective_takes_the_counts_that_fit() -> None:
@@ -143,13 +131,13 @@ def test_prove_draws_the_step_that_is_wrong(tmp_path: Path) -> None:
     assert isinstance(result.exception, InputError)
     assert "lacks rank" in str(result.exception) and "at the end" in str(result.exception)
     assert re.findall(r"(?m)^(start|step \d+)$", result.stdout) == ["step 4", "step 5"]
-    wrong = json.loads(run("prove", str(broken(tmp_path)), "--json").stdout)["wrong"]
+    wrong = json.loads(run("prove", str(broken(tmp_path)), "--json").stdout)["failed"]
     assert [(row["ranks"], row["step"]) for row in wrong] == [(4, None)]
     assert wrong[0]["message"] == str(result.exception)
 
 
 def test_prove_of_a_collective_with_options_takes_the_algorithms_that_have_them() -> None:
-    rows = answer("prove", "all-reduce", "root=1", "--ranks", "4")["proven"]
+    rows = answer("prove", "all-reduce", "root=1", "--ranks", "4")["verified"]
     assert {row["algorithm"] for row in rows} == {n for n in algorithm_names("all-reduce") if "root" in _options(n)}
     assert all(row["options"] == {"root": 1} for row in rows)
 
@@ -168,7 +156,7 @@ def test_prove_says_that_a_name_promises_nothing(name: str, near: str, tmp_path:
 
 
 def test_prove_with_blocking_sends() -> None:
-    assert answer("prove", "broadcast", "tree", "--ranks", "9", "--sends", "blocking")["proven"][0][
+    assert answer("prove", "broadcast", "tree", "--ranks", "9", "--sends", "blocking")["verified"][0][
         "supports_blocking_sends"
     ]
     result = run("prove", "all-reduce", "ring", "--ranks", "4", "--sends", "blocking")
@@ -242,7 +230,7 @@ def test_run_checks_counts_and_times() -> None:
         "run", "all-reduce", "ring", "--ranks", "2", "--size", "4KiB", "--repeats", "3", "--cluster", "laptop"
     )
     assert (found["ranks"], found["size"], found["repeats"], found["dtype"]) == (2, 4096, 3, "float32")
-    assert 0 < found["seconds"]["least"] <= found["seconds"]["median"] <= found["seconds"]["most"]
+    assert 0 < found["seconds"]["min"] <= found["seconds"]["median"] <= found["seconds"]["max"]
     assert 0 < found["largest_error"] <= found["allowed_error"] < 1e-5
     each = {"bytes": 4096, "messages": 2, "program_bytes": 4096, "program_messages": 2}
     assert found["sent"] == [each, each]
@@ -291,7 +279,7 @@ def test_run_proves_first(tmp_path: Path) -> None:
         ("draw all-reduce ring --svg nowhere/x.svg", "cannot write nowhere/x.svg"),
         ("draw nowhere.json", "cannot read nowhere.json: No such file or directory"),
         ("prove", "what is to be proven?"),
-        ("prove all-reduce --all", "--all beside 'all-reduce'"),
+        ("prove all-reduce --all", "--all and 'all-reduce'"),
         ("prove all-reduce torus-3d --ranks 7", "torus-3d takes 8, 12, 16"),
         ("prove all-reduce ring --ranks 1", "ranks 1: give 2 to 1024"),
         ("prove all-reduce ring --ranks 8..4", "the smaller number first"),
@@ -305,9 +293,9 @@ def test_run_proves_first(tmp_path: Path) -> None:
         ("cost signal --svg x.svg", "a signal takes as long at every size; leave --svg and --html out"),
         ("cost all-reduce --size 1MiB --svg x.svg", "a plot over the one size 1048576 is none"),
         ("draw all-reduce double-tree pieces=999999999", "with 4 ranks at most 65536"),
-        ("run all-reduce ring --size 8GiB", "S of 8 GiB is more than the 4 GiB that ranks of one machine carry out"),
+        ("run all-reduce ring --size 8GiB", "S of 8 GiB is more than the 4 GiB that ranks of one machine execute"),
         ("run all-reduce ring --cluster dgx", "no cluster 'dgx'"),
-        ("run all-reduce ring --ranks 33", "this machine carries out Programs of 2 to 32 ranks"),
+        ("run all-reduce ring --ranks 33", "this machine executes Programs of 2 to 32 ranks"),
     ],
 )
 def test_bad_input_is_told_in_a_sentence(arguments: str, words: str) -> None:
@@ -328,7 +316,7 @@ def test_a_file_of_another_count_is_refused(tmp_path: Path) -> None:
 )
 def test_no_torch_is_loaded(arguments: str) -> None:
     code = (
-        "import sys\nfrom typer.testing import CliRunner\nfrom motet.cli.collectives.list_algorithms import app\n"
+        "import sys\nfrom typer.testing import CliRunner\nfrom motet.cli.main import app\n"
         f"assert CliRunner().invoke(app, {arguments.split()!r}).exit_code == 0\nassert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

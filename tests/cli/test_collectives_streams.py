@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from motet.cli.collectives.list_algorithms import app
+from motet.cli.collectives.collectives_commands import collectives_app as app
 from motet.collectives import build
 from motet.core.errors import InputError
 
@@ -82,8 +82,8 @@ def test_a_path_is_looked_at_before_the_work(command: str, tmp_path: Path, monke
     def work(*arguments: object, **options: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr("motet.cli.parse_sizes.load_or_build_program", work)
-    monkeypatch.setattr("motet.collectives.cost.size_sweep.curves", work)
+    monkeypatch.setattr("motet.cli.collectives.list_algorithms.load_or_build_program", work)
+    monkeypatch.setattr("motet.cli.collectives.cost_report.time_curves", work)
     for path in (tmp_path, tmp_path / "nowhere" / "x.svg", tmp_path / ("x" * 300)):
         failed = CliRunner().invoke(app, [*command.split(), "--html", str(path)]).exception
         assert isinstance(failed, InputError) and f"cannot write {path}: " in str(failed)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from motet.cli.data import app
+from motet.cli.data import data_app as app
 from motet.core.errors import InputError
 
 SMALL = Path(__file__).parents[1] / "data" / "small.txt"

@@ -10,7 +10,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from motet.cli.show.model import app
+from motet.cli.show.show_commands import show_app as app
 from motet.core.errors import InputError
 from motet.data.samples.span_corruption import span_corruption_lengths
 
@@ -105,7 +105,7 @@ def test_what_cannot_be_shown_is_told(arguments: list[str], words: str) -> None:
 
 def test_no_torch_is_loaded() -> None:
     code = (
-        "import sys\nfrom typer.testing import CliRunner\nfrom motet.cli.show.model import app\n"
+        "import sys\nfrom typer.testing import CliRunner\nfrom motet.cli.show.show_commands import show_app as app\n"
         "assert CliRunner().invoke(app, ['model', 'tiny']).exit_code == 0\nassert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

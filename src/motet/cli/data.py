@@ -8,32 +8,35 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from motet.cli.output import show_progress
+from motet.core.errors import InputError
+from motet.monitor.console import print_json, stdout_console
+
 if TYPE_CHECKING:
     from motet.data.settings import DataSettings, DataSourceSettings
 
-app = typer.Typer(help="Build corpora into tokens, and look into them.", no_args_is_help=True)
+data_app = typer.Typer(help="Build corpora into tokens, and look into them.", no_args_is_help=True)
 
 _FIELD_OPTIONS = ("text_field", "prompt_field", "answer_field", "label_field")
+_OPTIONS = ("objective", *_FIELD_OPTIONS)
 _OBJECTIVES = ("causal", "masked", "spans", "classify")
 _SHOWN_TOKENS = 100
 
 
-@app.command()
-def build(
+@data_app.command("build")
+def build_command(
     source: Annotated[str, typer.Argument(help="`stdlib`, a file, folder or pattern of text or records, or hf:NAME.")],
-    out: Annotated[Path, typer.Option(help="The folder to build; what is finished in it is kept.")],
+    out: Annotated[Path, typer.Option(help="The folder to build; finished parts in it are kept.")],
     options: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help=f"objective, {', '.join(_FIELD_OPTIONS)}: as in a job's [data]."),
+        typer.Argument(metavar="KEY=VALUE", help=f"{', '.join(_OPTIONS)}: as in a job's [data]."),
     ] = None,
     tokenizer: Annotated[str, typer.Option(help="bpe:SIZE, `bytes`, or a tokenizer.json or its folder.")] = "bpe:4096",
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; all cores when not given.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON; progress goes to stderr.")] = False,
 ) -> None:
-    """Turn text into tokens. The same command continues a build that was broken off."""
-    from motet.cli.progress_bars import show_progress
+    """Turn text into tokens. The same command continues an interrupted build."""
     from motet.data.corpus.prepare import build_corpus_folder
-    from motet.monitor.console import print_json, stdout_console
 
     fields, settings = _parse_settings(source, options or [], tokenizer, workers)
     with show_progress() as progress:
@@ -44,17 +47,15 @@ def build(
         stdout_console().print(f"{out}: {manifest.summary}")
 
 
-@app.command()
-def show(
+@data_app.command("show")
+def show_command(
     folder: Annotated[Path, typer.Argument(help="A folder that `motet data build` made.")],
     verify: Annotated[bool, typer.Option(help="Read everything and compare checksums.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the manifest and the sample as JSON.")] = False,
 ) -> None:
-    """Print what a built folder holds, and the start of its first document as text."""
-    from motet.core.errors import InputError
+    """Print the manifest of a built folder, and the start of its first document as text."""
     from motet.data.corpus.prepare import load_corpus_tokenizer
     from motet.data.corpus.token_store import find_damage, open_built_corpus, read_corpus_manifest
-    from motet.monitor.console import print_json, stdout_console
 
     manifest = read_corpus_manifest(folder)
     if problem := find_damage(folder, manifest, checksums=verify):
@@ -66,8 +67,8 @@ def show(
         print_json({**manifest.to_json(), "sample": sample})
         return
     screen = stdout_console()
-    shown: dict[str, Any] = {**manifest.to_json(), "shards": len(manifest.shards)}
-    for name, value in shown.items():
+    rows: dict[str, Any] = {**manifest.to_json(), "shards": len(manifest.shards)}
+    for name, value in rows.items():
         screen.print(f"{name:>12}  {value}", highlight=False)
     screen.print(f"\nThe first {len(ids)} tokens of the first document:\n", style="bold")
     screen.print(sample, highlight=False)
@@ -76,18 +77,16 @@ def show(
 def _parse_settings(
     source: str, options: list[str], tokenizer: str, workers: int | None
 ) -> tuple[DataSourceSettings, DataSettings]:
-    """The settings that the command line stands for."""
     from pydantic import ValidationError
 
-    from motet.core.errors import InputError
     from motet.data.settings import DataSettings, DataSourceSettings
 
     values = {"objective": "causal"}
     for option in options:
         key, equals, value = option.partition("=")
-        if not equals or key not in ("objective", *_FIELD_OPTIONS):
-            near = difflib.get_close_matches(key, ("objective", *_FIELD_OPTIONS), n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are objective, {', '.join(_FIELD_OPTIONS)}"
+        if not equals or key not in _OPTIONS:
+            near = difflib.get_close_matches(key, _OPTIONS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(_OPTIONS)}"
             raise InputError(f"option {option!r} is not KEY=VALUE with a known key; {hint}")
         values[key] = value
     objective = values.pop("objective")

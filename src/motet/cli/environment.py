@@ -1,4 +1,4 @@
-"""The only file that reads the environment; everything else is given what it needs as a value."""
+"""The only file that reads the environment; others take what they need as an argument."""
 
 import os
 

@@ -6,11 +6,14 @@ from typing import Annotated
 import typer
 
 import motet
-from motet.cli import data
-from motet.cli.collectives import list_algorithms
-from motet.cli.show import model
-from motet.cli.train import train
-from motet.cli.verify import verify
+from motet.cli.collectives.collectives_commands import collectives_app
+from motet.cli.data import data_app
+from motet.cli.environment import read_environment
+from motet.cli.output import log
+from motet.cli.show.show_commands import show_app
+from motet.cli.train import train_command
+from motet.cli.verify import verify_command
+from motet.core.errors import MotetError
 
 app = typer.Typer(
     name="motet",
@@ -37,25 +40,20 @@ def root(
     """Train large language models on any number of devices."""
 
 
-app.command()(train)
-app.command()(verify)
-app.add_typer(list_algorithms.app, name="collectives")
-app.add_typer(data.app, name="data")
-app.add_typer(model.app, name="show")
+app.command("train")(train_command)
+app.command("verify")(verify_command)
+app.add_typer(collectives_app, name="collectives")
+app.add_typer(data_app, name="data")
+app.add_typer(show_app, name="show")
 
 
 def main() -> None:
-    """Run a command. What a user can mend is one sentence and an exit code; anything else keeps its traceback."""
-    from motet.core.errors import MotetError
-
+    """Run a command. An error that a user can fix is one sentence and an exit code; others keep their traceback."""
     try:
         app()
     except MotetError as error:
-        from motet.cli.environment import read_environment
-        from motet.monitor.console import stderr_console
-
-        # Of many ranks with the same complaint, one on each machine tells it.
+        # Ranks often fail alike: the first one on each machine reports it.
         environment = read_environment()
         if environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", "0")) == "0":
-            stderr_console().print(f"motet: {error}", highlight=False)
+            log(f"motet: {error}")
         sys.exit(error.exit_code)

@@ -8,7 +8,7 @@ from motet.train.launch.rank_process import run_supervised_rank
 
 
 def main() -> int:
-    """Do the work of the rank whose place is in the environment."""
+    """Run the function as the rank that the environment describes."""
     environment = read_environment()
     rank_env = read_rank_environment(environment)
     assert rank_env is not None, "started by hand: use `motet train`"

@@ -1,4 +1,4 @@
-"""`motet train`: reads the command line, and starts the ranks of this machine or joins those of torchrun or srun."""
+"""`motet train`: start the ranks of this machine, or be one rank of torchrun or srun."""
 
 import itertools
 import json as json_format
@@ -11,8 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from motet.cli.environment import read_environment
+from motet.cli.output import log, show_progress
+from motet.core.errors import InputError
+from motet.monitor.console import print_json, stderr_console, stdout_console
+from motet.parallel.process.launch_environment import RankEnvironment, read_rank_environment
+
 if TYPE_CHECKING:
-    from motet.parallel.process.launch_environment import RankEnvironment
     from motet.train.job import Job
     from motet.train.launch.entry_points import TrainRequest
     from motet.train.launch.failures import RankExitRecord
@@ -21,11 +26,11 @@ if TYPE_CHECKING:
 DEFAULT_JOB = "tiny"
 STDERR_FD = 2
 
-# A launcher ends all ranks as soon as one has ended: the one that failed of itself is first given time to say why.
+# A launcher ends all ranks as soon as one has ended, so the rank that failed first gets time to report.
 ROOT_CAUSE_WAIT_S = 2.0
 
 
-def train(  # noqa: PLR0913 - a command's options
+def train_command(  # noqa: PLR0913 - a command's options
     words: Annotated[
         list[str] | None,
         typer.Argument(
@@ -49,7 +54,6 @@ def train(  # noqa: PLR0913 - a command's options
     if list_jobs:
         _list_jobs(json)
     elif schema:
-        from motet.monitor.console import print_json
         from motet.train.job import Job
 
         print_json(Job.model_json_schema())
@@ -66,7 +70,7 @@ def train(  # noqa: PLR0913 - a command's options
 def _train_request(
     words: list[str], option_overrides: list[str], resume: bool, resume_from: str | None
 ) -> "TrainRequest":
-    """The job and the run that the command line speaks of."""
+    """Load the job, and find the run to continue."""
     from motet.train.job import load_job, split_job_and_overrides
     from motet.train.launch.entry_points import TrainRequest
     from motet.train.launch.run_folder import existing_run_folder, find_newest_run, read_stored_job
@@ -75,14 +79,12 @@ def _train_request(
     overrides = [*settings, *option_overrides]
     if name is not None or not (resume or resume_from):
         job = load_job(name or DEFAULT_JOB, overrides)
-    run = (
-        existing_run_folder(resume_from)
-        if resume_from
-        else find_newest_run(job.name if name else None)
-        if resume
-        else None
-    )
-    if run is not None and name is None:  # the run goes on with the job that it has
+    run = None
+    if resume_from:
+        run = existing_run_folder(resume_from)
+    elif resume:
+        run = find_newest_run(job.name if name else None)
+    if run is not None and name is None:  # the run continues with its own job
         job = read_stored_job(run, overrides)
         if not any(override.startswith("run.stop_at") for override in overrides):
             job = job.model_copy(update={"run": job.run.model_copy(update={"stop_at": None})})
@@ -90,21 +92,12 @@ def _train_request(
 
 
 def _run_training(request: "TrainRequest", ranks: int | None, json: bool) -> int:
-    """Start or join the ranks, and tell how it ended. Returns the exit code."""
-    from motet.cli.environment import read_environment
-    from motet.cli.progress_bars import show_progress
-    from motet.core.errors import InputError
-    from motet.monitor.console import stderr_console
-    from motet.parallel.process.launch_environment import read_rank_environment
+    """Start or join the ranks, and report how the run ended. Returns the exit code."""
     from motet.train.launch.entry_points import SupervisorIO, run_launched_rank, supervise_local_ranks
     from motet.train.launch.failures import STOPPED_EXIT_CODE
 
     environment = read_environment()
     rank_env = read_rank_environment(environment)
-
-    def log(text: str) -> None:
-        stderr_console().print(text, highlight=False)
-
     if rank_env is None:
         supervisor_io = SupervisorIO(environment, log, show_progress, STDERR_FD if json else None)
         try:
@@ -121,72 +114,51 @@ def _run_training(request: "TrainRequest", ranks: int | None, json: bool) -> int
 
 
 def _join_run(request: "TrainRequest", coordinator_address: str) -> int:
-    """Work for a run that goes on elsewhere. Returns the exit code."""
-    from motet.cli.environment import read_environment
-    from motet.cli.progress_bars import show_progress
-    from motet.core.errors import InputError
-    from motet.monitor.console import stderr_console
-    from motet.parallel.process.launch_environment import read_rank_environment
+    """Start workers for a run on another machine. Returns the exit code."""
     from motet.train.launch.entry_points import SupervisorIO, join_remote_run
 
     environment = read_environment()
     if read_rank_environment(environment) is not None:
-        raise InputError("--join starts workers of its own; give their number with --ranks, without torchrun or srun")
-
-    def log(text: str) -> None:
-        stderr_console().print(text, highlight=False)
-
+        raise InputError("--join starts workers itself; give their number with --ranks, without torchrun or srun")
     exit_status = join_remote_run(request, coordinator_address, SupervisorIO(environment, log, show_progress))
-    for text in (exit_status.message, exit_status.traceback):
-        if text:
-            log(text)
+    for text in filter(None, (exit_status.message, exit_status.traceback)):
+        log(text)
     return exit_status.exit_code
 
 
 def _report_run_end(path: Path, exit_status: "LaunchExitStatus", json: bool) -> int:
-    """The one message about a run that did not come to its end, and the summary when JSON is asked for."""
-    from motet.core.errors import InputError
-    from motet.monitor.console import print_json, stderr_console
+    """Report a run that ended early, and print the summary as JSON on request. Returns the exit code."""
     from motet.monitor.summary import SUMMARY_FILE, read_summary
     from motet.train.launch.run_folder import newest_checkpoint_step
 
     summary = read_summary(path) if (path / SUMMARY_FILE).is_file() else None
-    screen = stderr_console()
-    screen.show_cursor(True)  # a rank that was killed in the midst of drawing left it hidden
-    if exit_status.message:
-        screen.print(exit_status.message, highlight=False)
-    if exit_status.traceback:
-        screen.print(exit_status.traceback, highlight=False)
+    stderr_console().show_cursor(True)  # a rank that was killed while drawing leaves it hidden
+    for text in filter(None, (exit_status.message, exit_status.traceback)):
+        log(text)
     step = newest_checkpoint_step(path)
     if step is not None and not (summary and summary.finished) and exit_status.exit_code != InputError.exit_code:
-        screen.print(f"continue from step {step} with: motet train --resume-from {path}", highlight=False)
+        log(f"continue from step {step} with: motet train --resume-from {path}")
     if json and summary:
         print_json(summary.model_dump(mode="json"))
     return exit_status.exit_code
 
 
-def _report_rank_exit(record: "RankExitRecord", rank_env: "RankEnvironment") -> int:
-    """What one rank among those of a launcher says at its end: all, one line, or nothing."""
-    from motet.monitor.console import stderr_console
+def _report_rank_exit(record: "RankExitRecord", rank_env: RankEnvironment) -> int:
+    """Report the end of a rank that a launcher started: in full, in one line for a victim, or not at all."""
     from motet.train.launch.rank_process import hard_exit
 
     who = f"rank {rank_env.rank} of {rank_env.world}"
     if record.caused_by_peer:
-        stderr_console().print(
-            f"{who} ends because another rank did: {record.error_message.splitlines()[0]}", highlight=False
-        )
+        log(f"{who} ends because another rank did: {record.error_message.splitlines()[0]}")
         time.sleep(ROOT_CAUSE_WAIT_S)
     elif record.error_message:
-        stderr_console().print(
-            "\n".join(filter(None, [f"{who} failed: {record.error_message}", record.traceback])), highlight=False
-        )
+        log("\n".join(filter(None, [f"{who} failed: {record.error_message}", record.traceback])))
     if record.error_message:
         hard_exit(record.exit_code)
     return record.exit_code
 
 
 def _list_jobs(json: bool) -> None:
-    from motet.monitor.console import print_json, stdout_console
     from motet.train.job import builtin_jobs
 
     descriptions = {name: _first_sentence(text) for name, text in builtin_jobs().items()}
@@ -199,7 +171,7 @@ def _list_jobs(json: bool) -> None:
 
 
 def _first_sentence(text: str) -> str:
-    """Of the comment at the head of a TOML file."""
+    """The first sentence of the comment at the head of a TOML file."""
     lines = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
     comment = " ".join(line.removeprefix("#").strip() for line in lines)
     return re.split(r"(?<=\.)\s", comment)[0]
@@ -207,10 +179,10 @@ def _first_sentence(text: str) -> str:
 
 def _print_job(job: "Job", json: bool) -> None:
     from motet.core.toml_writer import to_toml
-    from motet.monitor.console import print_json, stdout_console
     from motet.train.launch.run_folder import job_to_tree
 
+    tree = job_to_tree(job)
     if json:
-        print_json(job_to_tree(job))
+        print_json(tree)
     else:
-        stdout_console().out(to_toml(job_to_tree(job)), end="", highlight=False)
+        stdout_console().out(to_toml(tree), end="", highlight=False)

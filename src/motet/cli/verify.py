@@ -11,13 +11,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from motet.cli.environment import read_environment
+from motet.cli.output import log
+from motet.core.errors import InputError
+from motet.monitor.console import print_json, stderr_console, stdout_console
+
 if TYPE_CHECKING:
+    from motet.parity.layout_verdict import LayoutVerdict
     from motet.train.job import Job
 
 DEFAULT_RANKS = 4
 
 
-def verify(
+def verify_command(
     words: Annotated[
         list[str] | None,
         typer.Argument(
@@ -36,33 +42,27 @@ def verify(
     json: Annotated[bool, typer.Option("--json", help="Print JSON; progress goes to stderr.")] = False,
 ) -> None:
     """Compare layouts with one device in float64, on a small version of the job; say where they begin to differ."""
-    from motet.core.errors import InputError
-    from motet.parity.candidate_layouts import layouts_up_to, with_default_ranks
+    from motet.parity.candidate_layouts import layout_text, layouts_up_to, with_default_ranks
     from motet.parity.verify_job import supported_layouts
     from motet.train.job import load_job, split_job_and_overrides
 
     if layout and everything:
-        raise InputError("--all beside --layout: --all takes all layouts; leave one of the two out")
+        raise InputError("--all and --layout: --all takes all layouts; leave one of the two out")
     name, settings = split_job_and_overrides(words or [])
     job = load_job(name or "tiny", settings)
     if everything:
-        layouts = supported_layouts(job, layouts_up_to(ranks or DEFAULT_RANKS), _log)
+        layouts = supported_layouts(job, layouts_up_to(ranks or DEFAULT_RANKS), log)
+    elif layout:
+        layouts = [with_default_ranks(text, ranks or DEFAULT_RANKS) for text in layout]
     else:
-        layouts = (
-            [with_default_ranks(text, ranks or DEFAULT_RANKS) for text in layout]
-            if layout
-            else [_job_layout(job, ranks)]
-        )
+        layouts = [with_default_ranks(layout_text(job.layout), ranks or max(2, job.run.ranks))]
     raise typer.Exit(_verify_layouts(job, layouts, json))
 
 
 def _verify_layouts(job: Job, layouts: list[str], json: bool) -> int:
     """Returns the exit code."""
-    from motet.cli.environment import read_environment
-    from motet.monitor.console import print_json, stderr_console, stdout_console
-    from motet.parity.layout_verdict import LayoutVerdict, exit_code_for
-    from motet.parity.verify_job import make_verification_plans
-    from motet.parity.verify_job import verify_job_layouts as verified
+    from motet.parity.layout_verdict import exit_code_for
+    from motet.parity.verify_job import make_verification_plans, verify_job_layouts
     from motet.train.launch.failures import STOPPED_EXIT_CODE
 
     verdicts: list[LayoutVerdict] = []
@@ -73,26 +73,20 @@ def _verify_layouts(job: Job, layouts: list[str], json: bool) -> int:
 
     try:
         with redirect_stdout(sys.stderr) if json else nullcontext(), _signals_as_keyboard_interrupt():
-            for subject in make_verification_plans(job, layouts, _log):
-                verified(subject, read_environment(), _log, show)
+            for plan in make_verification_plans(job, layouts, log):
+                verify_job_layouts(plan, read_environment(), log, show)
         code = exit_code_for(verdicts)
     except KeyboardInterrupt:
-        _log(f"stopped; {len(verdicts)} of {len(layouts)} layouts were verified")
+        log(f"stopped; {len(verdicts)} of {len(layouts)} layouts were verified")
         code = STOPPED_EXIT_CODE
     if json:
         print_json({"layouts": [verdict.as_json() for verdict in verdicts]})
     return code
 
 
-def _log(text: str) -> None:
-    from motet.monitor.console import stderr_console
-
-    stderr_console().print(text, highlight=False)
-
-
 @contextmanager
 def _signals_as_keyboard_interrupt() -> Iterator[None]:
-    """SIGTERM and the end of the terminal are Ctrl-C, so that nothing is left behind."""
+    """Treat SIGTERM and SIGHUP as Ctrl-C, so that no process or folder is left behind."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -103,10 +97,3 @@ def _signals_as_keyboard_interrupt() -> Iterator[None]:
     finally:
         for number, handler in previous_handlers.items():
             signal.signal(number, handler)
-
-
-def _job_layout(job: Job, ranks: int | None) -> str:
-    """The layout of the job."""
-    from motet.parity.candidate_layouts import layout_text, with_default_ranks
-
-    return with_default_ranks(layout_text(job.layout), ranks or max(2, job.run.ranks))

@@ -1,0 +1,137 @@
+"""The commands `motet collectives list | draw | prove | cost | run`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from motet.cli.parse_sizes import MAX_RANKS, integer_option
+
+collectives_app = typer.Typer(no_args_is_help=True, help="Collectives: list, draw, prove, cost and run them.")
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+ProgramWords = Annotated[
+    list[str], typer.Argument(metavar="COLLECTIVE ALGORITHM [NAME=VALUE]... or FILE.json", help="The Program.")
+]
+
+
+@collectives_app.command("list")
+def list_command(
+    collective: Annotated[
+        str | None, typer.Argument(metavar="[COLLECTIVE]", help="Only this collective; else all.")
+    ] = None,
+    ranks: Annotated[
+        int,
+        typer.Option(callback=integer_option("--ranks", 2, MAX_RANKS), help="Count rounds and traffic for these."),
+    ] = 8,
+    json: Json = False,
+) -> None:
+    """The algorithms of each collective, the ranks and options that they support, and their closed forms.
+
+    Times are of a network where every rank has one full-duplex port: `alpha` start-ups, plus `beta` times S bytes
+    over the bandwidth, plus `gamma` times S bytes in the adder.
+    """
+    from motet.cli.collectives.list_algorithms import list_algorithms_of
+
+    list_algorithms_of(collective, ranks, json)
+
+
+@collectives_app.command("draw")
+def draw_command(
+    words: ProgramWords,
+    ranks: Annotated[
+        int | None, typer.Option(callback=integer_option("--ranks", 2, MAX_RANKS), help="How many; 4 when not given.")
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write a picture of all steps to this file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write an animated page to this file.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the Program as JSON: docs/reference/program.md.")] = False,
+) -> None:
+    """Who sends which chunk to whom in each step, and what each rank then holds."""
+    from motet.cli.collectives.list_algorithms import draw_program
+
+    draw_program(words, ranks, svg, html=html, json=json)
+
+
+@collectives_app.command("prove")
+def prove_command(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[COLLECTIVE [ALGORITHM] [NAME=VALUE]... or FILE.json]", help="What to prove."),
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="All algorithms, with the hosts and dimensions that they may have.")
+    ] = False,
+    ranks: Annotated[str | None, typer.Option(help="Numbers of ranks: 2..64, 4,8 or 7; 2..16 if not given.")] = None,
+    sends: Annotated[
+        Literal["grouped", "blocking"],
+        typer.Option(help="A rank sends and receives simultaneously, or each send waits for its receiver."),
+    ] = "grouped",
+    json: Annotated[bool, typer.Option("--json", help="Print JSON; progress goes to stderr.")] = False,
+) -> None:
+    """Prove that Programs do what their collective promises, for every input; draw the step where one does not."""
+    from motet.cli.collectives.proof_report import prove_programs
+
+    prove_programs(words or [], ranks, sends, everything=everything, json=json)
+
+
+@collectives_app.command("cost")
+def cost_command(  # noqa: PLR0913 - options of a command
+    collective: Annotated[str, typer.Argument(metavar="COLLECTIVE", help="For example all-reduce.")],
+    algorithms: Annotated[
+        list[str] | None, typer.Argument(metavar="[ALGORITHM]...", help="Only these; else all that give equal bits.")
+    ] = None,
+    cluster: Annotated[str, typer.Option(help="The name of a preset, or a TOML file.")] = "laptop",
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            callback=integer_option("--ranks", 2, MAX_RANKS),
+            help="The first N ranks of it, with more hosts if it has fewer; else all.",
+        ),
+    ] = None,
+    hosts: Annotated[
+        int | None, typer.Option(callback=integer_option("--hosts", 1), help="A cluster of N hosts.")
+    ] = None,
+    dims: Annotated[str | None, typer.Option(help="A torus of these lengths, as in 4x4x4.")] = None,
+    size: Annotated[str | None, typer.Option(help="1KiB..1GiB, 64MiB or 1KiB,1MiB; 1KiB..1GiB if not given.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write the plot to this file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the plot and the table to this page.")] = None,
+    json: Json = False,
+) -> None:
+    """Predicted time over message size, the cheapest algorithm at each, and where they cross.
+
+    Bandwidths are those of nccl-tests: the algorithm bandwidth is S over the time; the bus bandwidth is that times a
+    factor of the collective, 2 (N-1) / N for an all-reduce, and can be compared with the speed of a link.
+    """
+    from motet.cli.collectives.cost_report import cost_query, report_cost
+
+    report_cost(
+        cost_query(collective, algorithms or [], cluster, ranks=ranks, hosts=hosts, dims=dims, size=size),
+        svg,
+        html,
+        json=json,
+    )
+
+
+@collectives_app.command("run")
+def run_command(
+    words: ProgramWords,
+    ranks: Annotated[
+        int | None,
+        typer.Option(callback=integer_option("--ranks", 2), help="How many on this machine; 2 when not given."),
+    ] = None,
+    size: Annotated[str | None, typer.Option(help="S, for example 4KiB or 16MiB; 1MiB if not given.")] = None,
+    repeats: Annotated[
+        int, typer.Option(callback=integer_option("--repeats", 1, 10_000), help="How often to measure.")
+    ] = 5,
+    cluster: Annotated[str | None, typer.Option(help="A preset or TOML file, to predict the time on.")] = None,
+    backend: Annotated[
+        Literal["auto", "motet", "gloo"], typer.Option(help="What carries the messages; auto is motet on Linux x86-64.")
+    ] = "auto",
+    json: Json = False,
+) -> None:
+    """Execute a Program on CPU ranks by messages: check the sums, count what is sent, and measure the time."""
+    from motet.cli.collectives.run_on_ranks import run_program
+
+    run_program(words, ranks, size, repeats=repeats, cluster=cluster, backend=backend, json=json)

@@ -1,0 +1,206 @@
+"""The output of `motet collectives cost`: predicted times of the algorithms on a cluster, and their crossovers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from motet.cli.collectives.program_arguments import names_program_file
+from motet.cli.output import check_writable, print_lines, write_output_file
+from motet.cli.parse_sizes import MAX_RANKS, parse_dims, parse_size_range
+from motet.cluster.cluster import Cluster, cluster_for_ranks
+from motet.cluster.cluster_toml import load_cluster, load_cluster_for_ranks
+from motet.cluster.topology import TorusNetwork
+from motet.collectives.cost.alpha_beta import COLLECTIVES_WITHOUT_DATA, bus_bandwidth_factor
+from motet.collectives.cost.cheapest_algorithm import TIE_RATIO, cheapest
+from motet.collectives.cost.size_sweep import (
+    AlgorithmCrossover,
+    AlgorithmTimeCurve,
+    ascii_plot,
+    crossovers,
+    format_seconds,
+    log_spaced_sizes,
+    time_curves,
+)
+from motet.collectives.draw.cost_plot import cost_plot_html, cost_plot_svg
+from motet.collectives.draw.frames import align_columns
+from motet.core.errors import InputError
+from motet.core.units import format_bytes
+from motet.monitor.console import print_json
+
+_PLOT_POINTS, _TERMINAL_COLUMNS = 81, 64
+
+
+@dataclass(frozen=True)
+class CollectiveCostQuery:
+    """A collective on a cluster, at some sizes; a collective without data has the one size 0."""
+
+    collective: str
+    algorithms: tuple[str, ...] | None
+    cluster: Cluster
+    sizes: list[int]
+
+    @property
+    def title(self) -> str:
+        """The title of the table and of the plot."""
+        hosts = f", {self.cluster.hosts} hosts" if self.cluster.hosts > 1 else ""
+        return f"{self.collective} of {self.cluster.ranks} ranks on {self.cluster.name}{hosts}: predicted time"
+
+    def curves_at(self, sizes: Sequence[float]) -> Sequence[AlgorithmTimeCurve]:
+        """A curve of predicted times for each algorithm."""
+        return time_curves(self.collective, self.cluster, sizes, self.algorithms)
+
+    def plot_sizes(self, count: int) -> list[float]:
+        """Sizes at even distances on a logarithmic axis."""
+        return log_spaced_sizes(self.sizes[0], self.sizes[-1], count)
+
+    @cached_property
+    def crossovers(self) -> Sequence[AlgorithmCrossover]:
+        """Sizes from which on another algorithm is the cheapest."""
+        return crossovers(self.collective, self.cluster, self.sizes[0], self.sizes[-1], self.algorithms)
+
+
+def cost_query(
+    collective: str,
+    algorithms: list[str],
+    cluster: str,
+    *,
+    ranks: int | None,
+    hosts: int | None,
+    dims: str | None,
+    size: str | None,
+) -> CollectiveCostQuery:
+    """Check the command line, and load the cluster."""
+    if names_program_file([collective]):
+        raise InputError(
+            f"cost takes no file such as {collective}, but a collective, as in all-reduce; `motet collectives run FILE "
+            "--cluster NAME` predicts the time of the Program in a file"
+        )
+    if options := [word for word in algorithms if "=" in word]:
+        raise InputError(f"{options[0]!r} is an option, and cost tries the options itself; leave it out")
+    sized_cluster = load_sized_cluster(cluster, ranks, hosts=hosts, dims=dims)
+    if collective not in COLLECTIVES_WITHOUT_DATA:
+        sizes = parse_size_range("1KiB..1GiB" if size is None else size)
+    elif size is None:
+        sizes = [0]
+    else:
+        raise InputError(f"--size {size}, but a {collective} carries no data; leave --size out")
+    return CollectiveCostQuery(collective, tuple(algorithms) or None, sized_cluster, sizes)
+
+
+def load_sized_cluster(source: str, ranks: int | None, *, hosts: int | None = None, dims: str | None = None) -> Cluster:
+    """Load a preset or file, with as many ranks as are requested, or all that it has."""
+    lengths = None if dims is None else parse_dims(dims)
+    cluster = load_cluster(source, dims=lengths)
+    requested_ranks = ranks if hosts is None else hosts * cluster.devices_per_host
+    if isinstance(cluster.network, TorusNetwork) and requested_ranks is not None and requested_ranks > cluster.ranks:
+        torus = "x".join(map(str, cluster.network.dims))
+        option = f"--ranks {ranks}" if hosts is None else f"--hosts {hosts}"
+        raise InputError(
+            f"{option}: cluster {source} is one torus of {torus} = {cluster.ranks} ranks; give --dims for more"
+        )
+    if hosts is not None:
+        cluster = load_cluster(source, hosts=hosts, dims=lengths)
+    elif ranks is not None and dims is None:
+        return load_cluster_for_ranks(source, ranks)
+    if ranks is None and cluster.ranks > MAX_RANKS:
+        raise InputError(f"cluster {source} has {cluster.ranks} ranks; give --ranks, {MAX_RANKS} at most")
+    return cluster if ranks is None else cluster_for_ranks(cluster, ranks)
+
+
+def report_cost(query: CollectiveCostQuery, svg: Path | None, html: Path | None, *, json: bool) -> None:
+    """Print times, cheapest algorithms and crossovers, and write the plots."""
+    if svg or html:
+        _check_plottable(query)
+        check_writable(svg, html)
+    curves = query.curves_at(query.sizes)
+    time_rows = _time_rows(query, curves)
+    if svg or html:
+        sizes = query.plot_sizes(_PLOT_POINTS)
+        picture = cost_plot_svg(query.title, query.curves_at(sizes), sizes, query.crossovers)
+        if svg:
+            write_output_file(svg, picture)
+        if html:
+            write_output_file(html, cost_plot_html(query.title, picture, time_rows))
+    if json:
+        print_json(_as_json(query, curves))
+        return
+    times = align_columns(time_rows, right_aligned=range(1, len(time_rows[0])))
+    if query.sizes == [0]:
+        print_lines(query.title, *times[1:])
+        return
+    print_lines(query.title, *times, "", *_cheapest_lines(query), "", *_crossover_lines(query))
+    if len(query.sizes) > 1:
+        sizes = query.plot_sizes(_TERMINAL_COLUMNS)
+        print_lines("", *ascii_plot(query.curves_at(sizes), sizes, query.crossovers))
+    print_lines(*(f"{path} is written" for path in (svg, html) if path))
+
+
+def _check_plottable(query: CollectiveCostQuery) -> None:
+    if query.sizes == [0]:
+        raise InputError(f"a {query.collective} takes as long at every size; leave --svg and --html out")
+    if len(query.sizes) < 2:
+        raise InputError(f"a plot over the one size {query.sizes[0]} is none; give --size 1KiB..1GiB")
+
+
+def _time_rows(query: CollectiveCostQuery, curves: Sequence[AlgorithmTimeCurve]) -> list[list[str]]:
+    """A row for each algorithm; a star marks the cheapest at each size, and those within rounding of it."""
+    best_times = [min(times) for times in zip(*(curve.seconds for curve in curves), strict=True)]
+    rows = [["", *map(format_bytes, query.sizes)]]
+    for curve in curves:
+        pairs = zip(curve.seconds, best_times, strict=True)
+        cells = (f"{'* ' if s <= low * TIE_RATIO else ''}{format_seconds(s)}" for s, low in pairs)
+        rows.append([curve.algorithm, *cells])
+    return rows
+
+
+def _cheapest_rows(query: CollectiveCostQuery) -> list[dict[str, Any]]:
+    """The algorithm that `auto` picks at each size."""
+    rows = []
+    for size in query.sizes:
+        best = cheapest(query.collective, size, query.cluster, query.algorithms)
+        seconds = float(best.cost.seconds(size))
+        speed_Bps = size / seconds if size else 0.0  # noqa: N806 - a unit
+        rows.append(
+            {
+                "size": size,
+                "algorithm": best.algorithm,
+                "options": dict(best.options),
+                "name": str(best),
+                "seconds": seconds,
+                "algorithm_bandwidth_Bps": speed_Bps,
+                "bus_bandwidth_Bps": speed_Bps * float(bus_bandwidth_factor(query.collective, query.cluster.ranks)),
+            }
+        )
+    return rows
+
+
+def _cheapest_lines(query: CollectiveCostQuery) -> list[str]:
+    rows = [["S", "cheapest", "time", "algorithm bandwidth", "bus bandwidth"]]
+    for row in _cheapest_rows(query):
+        speeds = (f"{row[key] / 1e9:.3g} GB/s" for key in ("algorithm_bandwidth_Bps", "bus_bandwidth_Bps"))
+        rows.append([format_bytes(row["size"]), row["name"], format_seconds(row["seconds"]), *speeds])
+    return align_columns(rows, right_aligned=(0, 2, 3, 4))
+
+
+def _crossover_lines(query: CollectiveCostQuery) -> list[str]:
+    lines = [f"from {format_bytes(c.size)} on {c.after} is cheaper than {c.before}" for c in query.crossovers]
+    if not lines and len(query.sizes) > 1:
+        lines = ["no crossover: the same algorithm is the cheapest at all these sizes"]
+    return lines
+
+
+def _as_json(query: CollectiveCostQuery, curves: Sequence[AlgorithmTimeCurve]) -> dict[str, Any]:
+    return {
+        "collective": query.collective,
+        "cluster": query.cluster.name,
+        "ranks": query.cluster.ranks,
+        "sizes": query.sizes,
+        "algorithms": [
+            {"algorithm": c.algorithm, "seconds": c.seconds, "options": [dict(b.options) for b in c.best_candidates]}
+            for c in curves
+        ],
+        "cheapest": _cheapest_rows(query),
+        "crossovers": [{"size": c.size, "before": c.before, "after": c.after} for c in query.crossovers],
+    }

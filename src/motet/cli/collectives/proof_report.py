@@ -1,0 +1,130 @@
+"""The output of `motet collectives prove`: which Programs are proven, and the step where one is wrong."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any, NamedTuple
+
+from motet.cli.collectives.program_arguments import (
+    names_program_file,
+    only_program_file,
+    read_program,
+    split_algorithm_words,
+)
+from motet.cli.output import ProgressReporter, highlight, print_lines, show_progress
+from motet.cli.parse_sizes import parse_rank_counts
+from motet.collectives.algorithms import Algorithm, algorithm_names, collective_names, find_algorithm
+from motet.collectives.algorithms.registry import nearest_collective_hint
+from motet.collectives.draw.frames import align_columns, format_ranges, program_text
+from motet.collectives.program import Program
+from motet.collectives.prove.all_cases import ProgramCase, all_cases, make_case
+from motet.collectives.prove.program_checker import SendMode, UnprovenCollectiveError, prove_program
+from motet.core.errors import InputError
+from motet.monitor.console import print_json, stdout_console
+
+
+class FailedProof(NamedTuple):
+    """A Program that is not proven, and the reason."""
+
+    program: Program
+    error: UnprovenCollectiveError
+
+
+def prove_programs(words: list[str], ranks: str | None, sends: SendMode, *, everything: bool, json: bool) -> None:
+    """Prove the Programs that the words stand for; raise the first error after all are reported."""
+    if words and everything:
+        raise InputError(f"--all and {words[0]!r}: --all proves every collective; leave one of the two out")
+    if not words and not everything:
+        raise InputError("what is to be proven? Give --all, or a collective (and an algorithm), or a file")
+    cases = _cases(words, ranks)
+    with show_progress() as progress:
+        verified, failed, first_failure = _prove_cases(cases, sends, progress)
+    remarks = [
+        f"{name} is no collective that is known{nearest_collective_hint(name)}: its `final` is proven, "
+        "but not held to a name"
+        for name in sorted({row["collective"] for row in verified} - set(collective_names()))
+    ]
+    if json:
+        print_json({"sends": sends, "verified": verified, "failed": failed, "remarks": remarks})
+    else:
+        print_lines(*_proof_lines(verified), *remarks, *(row["message"] for row in failed[1:]))
+        if first_failure:
+            _draw_failure(*first_failure)
+    if first_failure:
+        raise first_failure.error
+
+
+def _cases(words: list[str], ranks: str | None) -> list[ProgramCase]:
+    if names_program_file(words):
+        if ranks is not None:
+            raise InputError(f"--ranks {ranks}, but {words[0]} is a file, which says its ranks; leave --ranks out")
+        return [partial(read_program, only_program_file(words))]
+    counts = parse_rank_counts("2..16" if ranks is None else ranks)
+    if not words:
+        return list(all_cases(counts))
+    collective, name, options = split_algorithm_words(words)
+    selected = [find_algorithm(collective, name) for name in (algorithm_names(collective) if name is None else (name,))]
+    if name is None and options:
+        selected = _with_options(selected, options)
+    if name is not None and not any(map(selected[0].supports, counts)):
+        selected[0].check_ranks(counts[0])
+    return [
+        make_case(algorithm, count, options) for algorithm in selected for count in counts if algorithm.supports(count)
+    ]
+
+
+def _with_options(candidates: list[Algorithm], options: dict[str, object]) -> list[Algorithm]:
+    """The algorithms that have all of these options."""
+    collective = candidates[0].collective
+    known = sorted({name for algorithm in candidates for name in algorithm.options})
+    for option in options:
+        if option not in known:
+            remedy = f"there are {', '.join(known)}" if known else "leave it out"
+            raise InputError(f"no algorithm of {collective} has the option {option!r}; {remedy}")
+    matching = [algorithm for algorithm in candidates if set(options) <= set(algorithm.options)]
+    if not matching:
+        raise InputError(f"no algorithm of {collective} has all the options {', '.join(options)}; give fewer")
+    return matching
+
+
+def _prove_cases(
+    cases: Sequence[ProgramCase], sends: SendMode, progress: ProgressReporter
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], FailedProof | None]:
+    """Rows of what is proven and what is not; only the first wrong Program is kept, to spare the memory."""
+    verified: list[dict[str, Any]] = []
+    failed: list[dict[str, Any]] = []
+    first_failure: FailedProof | None = None
+    for index, case in enumerate(cases, start=1):
+        program = case()
+        row = {"collective": program.collective, "algorithm": program.algorithm, "options": case.keywords}
+        try:
+            verified.append(row | asdict(prove_program(program, sends)))
+        except UnprovenCollectiveError as error:
+            failed.append(row | {"ranks": program.ranks, "step": error.step, "message": str(error)})
+            first_failure = first_failure or FailedProof(program, error)
+        progress("proving", index, len(cases))
+    return verified, failed, first_failure
+
+
+def _proof_lines(verified: list[dict[str, Any]]) -> list[str]:
+    rows_by_name: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in verified:
+        rows_by_name[f"{row['collective']}/{row['algorithm']}"].append(row)
+    table = [["proven", "ranks", "Programs", "same bits", "blocking sends"]]
+    for name, rows in rows_by_name.items():
+        answers = (_all_or_some([row[key] for row in rows]) for key in ("same_bits", "supports_blocking_sends"))
+        table.append([name, format_ranges({row["ranks"] for row in rows}), str(len(rows)), *answers])
+    return align_columns(table, right_aligned=[2]) if verified else []
+
+
+def _all_or_some(answers: list[bool]) -> str:
+    if all(answers):
+        return "yes"
+    return "some" if any(answers) else "no"
+
+
+def _draw_failure(program: Program, error: UnprovenCollectiveError) -> None:
+    """Draw the wrong step, or the last one if only the result is wrong."""
+    step = len(program.steps) - 1 if error.step is None else error.step
+    stdout_console().print(highlight(program_text(program, step)), soft_wrap=True)

@@ -1,0 +1,92 @@
+"""Printing, progress bars and output files of the commands."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from errno import EISDIR
+from os import strerror
+from typing import TYPE_CHECKING, Any
+
+from motet.core.errors import InputError
+from motet.monitor.console import stderr_console, stdout_console
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.progress import TaskID
+
+ProgressReporter = Callable[[str, int, int], None]
+
+
+def log(text: str) -> None:
+    """Print a message to stderr."""
+    stderr_console().print(text, highlight=False)
+
+
+def print_lines(*lines: str) -> None:
+    """Print lines unwrapped, however narrow the terminal is, so that columns stay aligned."""
+    for line in lines:
+        stdout_console().print(line, highlight=False, soft_wrap=True)
+
+
+def highlight(text: str) -> Any:
+    """Colour the chunks that a step of a drawn Program writes."""
+    from rich.text import Text
+
+    highlighted = Text(text)
+    highlighted.highlight_regex(r"\[[0-9,\-x]+\]", "bold green")
+    highlighted.highlight_regex(r"(?m)^(start|step \d+)$", "bold")
+    return highlighted
+
+
+@contextmanager
+def show_progress() -> Iterator[ProgressReporter]:
+    """Yield `(task, completed, total)`: a bar for each task on a terminal, one line for each elsewhere."""
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    screen = stderr_console()
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    task_ids: dict[str, TaskID] = {}
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:
+
+        def update_bar(task: str, completed: int, total: int) -> None:
+            if task not in task_ids:
+                task_ids[task] = progress.add_task(task, total=total)
+                if not screen.is_terminal:
+                    log(task)
+            progress.update(task_ids[task], completed=completed, total=total)
+
+        yield update_bar
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Raise before the work begins if its result cannot be written."""
+    for path in filter(None, paths):
+        with _report_write_errors(path):
+            if path.is_dir():
+                raise IsADirectoryError(EISDIR, strerror(EISDIR))
+            if path.exists():
+                path.open("ab").close()
+            if path.is_file() or not path.exists():
+                tempfile.TemporaryFile(dir=path.resolve().parent).close()
+
+
+def write_output_file(path: Path, text: str) -> None:
+    """Write a regular file atomically; write to a device or a pipe directly."""
+    from motet.train.launch.run_folder import write_file_atomically
+
+    with _report_write_errors(path):
+        if path.is_file() or not path.exists():
+            write_file_atomically(path.resolve(), text.encode())
+        else:
+            path.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _report_write_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}; give another file") from None

@@ -1,0 +1,73 @@
+"""The output of `motet show layout`: the plan of a layout, and the proof that it is right."""
+
+from typing import Any
+
+from rich.table import Table
+
+from motet.core.errors import InputError
+from motet.models.spec.model_spec import spec_from_settings
+from motet.monitor.console import print_json, stdout_console
+from motet.parallel.data_parallel.zero import ZERO_STAGES
+from motet.parallel.layout import Layout
+from motet.parallel.step_plan.check import prove_collective_programs, prove_step_plan
+from motet.parallel.step_plan.plan import ParameterInventory, StepPlan, make_step_plan, updated_ranges
+from motet.precision.recipe import RECIPES
+from motet.train.job import Job, load_job
+from motet.train.launch.preflight import check_job
+
+_MAX_SHOWN_RANKS = 16
+
+_COLLECTIVE_SENTENCES = {
+    "reduce_scatter": "Gradients are summed, a shard to each{owner}, over ranks {groups}.",
+    "all_reduce": "{subject} are summed over ranks {groups}.",
+    "norm": "The norm counts the sums of ranks {groups}.",
+    "all_gather": "{subject} come back from ranks {groups}.",
+    "keep_secondary": "Second copies are sharded over ranks {groups}.",
+}
+
+
+def show_layout(words: str, overrides: list[str], job_name: str, *, json: bool) -> None:
+    """Print what each rank of a layout does, after proving that every element and row counts once."""
+    job = load_job(job_name, [*(f"layout.{word}" for word in words.split()), *overrides])
+    if job.layout.dp is None:
+        raise InputError(f"layout {words!r} does not say for how many ranks; add dp=8, say")
+    if job.layout.uses_server_processes:
+        raise InputError(
+            "layout.data = 'parameter_server' with layout.server.transport = 'point-to-point' has no plan beforehand, "
+            "since any worker may do any work; set layout.server.transport=collectives, or leave layout.data out"
+        )
+    layout = check_job(job, job.layout.dp)
+    plan = _step_plan(job, layout)
+    report = {
+        "job": job.name,
+        **_plan_report(plan, layout),
+        "proof": vars(prove_step_plan(plan)),
+        "programs": sorted({str(program) for program in prove_collective_programs(layout, job.communication)}),
+    }
+    if json:
+        print_json(report)
+        return
+    stdout_console().print(_table(report))
+    stdout_console().print("\n".join(_sentences(report)), highlight=False)
+
+
+def _step_plan(job: Job, layout: Layout) -> StepPlan:
+    shapes = {p.name: p.shape for p in spec_from_settings(job.model).named_parameters()}
+    parameters = ParameterInventory(shapes, {name: len(shape) < 2 for name, shape in shapes.items()})
+    return make_step_plan(
+        parameters,
+        layout,
+        RECIPES[job.precision.recipe],
+        settings=job.communication,
+        batch_sequences=job.data.batch_sequences,
+        independent_replicas=job.outer.every is not None,
+    )
+    if report["programs"]:
+        lines.append(f"Proven, too: {', '.join(report['programs'])}.")
+    return lines
+
+
+def _format_groups(groups: tuple[tuple[int, ...], ...]) -> str:
+    """Format the first few groups: `0 1 2 3 | 4 5 6 7`."""
+    shown = [" ".join(map(str, ranks[:8])) + " ..." * (len(ranks) > 8) for ranks in groups[:4]]
+    return " | ".join(shown) + " | ..." * (len(groups) > 4)

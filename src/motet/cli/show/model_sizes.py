@@ -1,0 +1,113 @@
+"""The output of `motet show model`: the sizes of a model's blocks."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.table import Table
+
+from motet.core.errors import InputError
+from motet.core.units import format_bytes, format_count
+from motet.models.hf.hf_config import read_config, settings_from_config
+from motet.models.spec.flops_and_memory import BlockSpec
+from motet.models.spec.model_spec import ModelSpec, spec_from_settings
+from motet.monitor.console import print_json, stdout_console
+from motet.precision.recipe import RECIPES
+from motet.train.flops import batch_shape
+from motet.train.job import Job, job_from_tree, load_job
+
+AttentionCount = Literal["causal", "full"]
+
+
+def show_model_sizes(
+    source: str, overrides: list[str], sequence_length: int | None, *, attention: AttentionCount, json: bool
+) -> None:
+    """Print parameters, FLOPs and saved activations of each block."""
+    job = _load_job_or_config(source, overrides, sequence_length)
+    report = {"source": source, **_model_sizes(job, spec_from_settings(job.model), attention)}
+    if json:
+        print_json(report)
+    else:
+        stdout_console().print(_table(report))
+        stdout_console().print(_summary(report))
+
+
+def _load_job_or_config(source: str, overrides: list[str], sequence_length: int | None) -> Job:
+    """Load a job, or make one that trains the model of a config with the usual objective."""
+    path = source.removeprefix("hf:")
+    if source.startswith("hf:") or path.endswith(".json") or Path(path).is_dir():
+        if overrides:
+            raise InputError(f"override {overrides[0]!r}: {source} is a config, and only jobs have settings to replace")
+        settings = settings_from_config(read_config(path))
+        values = settings.model_dump(mode="json")
+        head = values.get("head", "")
+        objective = head if head in ("masked", "classify") else "causal"
+        if values["family"] == "encoder-decoder":
+            objective = "spans"
+        data = {"objective": objective, "sequence_length": sequence_length or settings.context}
+        tree = {"name": "config", "model": values, "data": data, "precision": {"recipe": "bf16"}, "run": {"steps": 1}}
+        job = job_from_tree(tree, source)
+    else:
+        length = [] if sequence_length is None else [f"data.sequence_length={sequence_length}"]
+        job = load_job(source, [*overrides, *length])
+    context = getattr(job.model, "context", job.data.sequence_length)
+    if job.data.sequence_length > context:
+        raise InputError(
+            f"sequences of {job.data.sequence_length} tokens are longer than model.context = {context}; "
+            "shorten data.sequence_length or lengthen model.context"
+        )
+    return job
+
+
+def _model_sizes(job: Job, spec: ModelSpec, attention: AttentionCount) -> dict[str, Any]:
+    """Sizes of the whole model, and of one repetition of each block."""
+    sequence, two_sequences = batch_shape(job, 1), batch_shape(job, 2)
+    dtype = RECIPES[job.precision.recipe].compute
+    tokens = sequence.length + sequence.source_length
+
+    def sizes(layer: BlockSpec | ModelSpec) -> dict[str, Any]:
+        flops, saved_bytes = layer.forward_flops(sequence, attention), layer.saved_bytes(sequence, dtype)
+        return {
+            "parameters": layer.parameter_count,
+            "active_parameters": layer.active_parameter_count,
+            "forward_flops_per_token": flops / tokens,
+            "training_flops_per_token": 3 * flops / tokens,
+            # The cost of one more sequence: some tensors do not grow with the number of sequences.
+            "saved_bytes_per_token": (layer.saved_bytes(two_sequences, dtype) - saved_bytes) / tokens,
+            "saved_bytes_per_sequence": saved_bytes,
+        }
+
+    return {
+        "sequence_length": job.data.sequence_length,
+        "tokens_per_sequence": tokens,
+        "dtype": dtype,
+        "attention": attention,
+        **sizes(spec),
+        "blocks": [{"name": block.name, "repeat": block.repeat, **sizes(block)} for block in spec.blocks],
+    }
+
+
+def _table(report: dict[str, Any]) -> Table:
+    def cells(row: dict[str, Any]) -> tuple[str, str, str]:
+        flops, saved = format_count(row["training_flops_per_token"]), format_bytes(row["saved_bytes_per_token"])
+        return f"{row['parameters']:,}", flops, saved
+
+    table = Table(title=report["source"], show_footer=True)
+    table.add_column("block", footer="model")
+    names = ("repeat", "parameters", "FLOPs per token", "saved per token")
+    for name, footer in zip(names, ("", *cells(report)), strict=True):
+        table.add_column(name, footer=footer, justify="right")
+    for block in report["blocks"]:
+        table.add_row(block["name"], str(block["repeat"]), *cells(block))
+    return table
+
+
+def _summary(report: dict[str, Any]) -> str:
+    active = f"A token goes through {report['active_parameters']:,} parameters. "
+    pairs = "pairs that see each other" if report["attention"] == "causal" else "all pairs"
+    return (
+        (active if report["active_parameters"] != report["parameters"] else "")
+        + "A block's row is one repetition. FLOPs are of forward and backward in sequences of "
+        f"{report['tokens_per_sequence']:,} tokens, attention counted for {pairs}. Saved from forward to backward "
+        f"for one such sequence in {report['dtype']}, nothing recomputed: "
+        f"{format_bytes(report['saved_bytes_per_sequence'])}."
+    )

@@ -1,0 +1,119 @@
+"""The output of `motet show step`: the graph of a data-parallel step, drawn."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from motet.cli.output import check_writable, print_lines, write_output_file
+from motet.core.dtypes import DTYPE_BYTES
+from motet.models.spec.model_spec import spec_from_settings
+from motet.monitor.console import print_json, stdout_console
+from motet.parallel.data_parallel.zero import make_buckets
+from motet.parallel.layout import Layout
+from motet.parallel.step_plan.draw import draw_svg, draw_text
+from motet.parallel.step_plan.timeline import (
+    CommUnitVolume,
+    ModelSegment,
+    TimelineNode,
+    build_step_graph,
+    compute_node_times,
+)
+from motet.precision.recipe import RECIPES
+from motet.train.flops import batch_shape
+from motet.train.job import Job, load_job
+from motet.train.launch.preflight import check_job
+
+
+def show_step(
+    source: str, overrides: list[str], ranks: int, *, communication: float, svg: Path | None, json: bool
+) -> None:
+    """Draw a step on the terminal or into a file."""
+    check_writable(svg)
+    job = load_job(source, overrides)
+    layout = check_job(job, ranks)
+    nodes, times = step_timeline(job, layout, communication)
+    title = f"{job.name}: zero = {layout.zero}, {ranks} ranks, overlap = {job.communication.overlap!r}"
+    note = f"drawn for a network that all-reduces the gradients in {communication:g} of the time to compute a step"
+    if svg is not None:
+        write_output_file(svg, draw_svg(nodes, times, title, note))
+    if json:
+        print_json({"job": job.name, "ranks": ranks, "communication": communication, "nodes": _node_rows(nodes, times)})
+    elif svg is not None:
+        print_lines(f"{svg} is written")
+    else:
+        stdout_console().print(f"{title}; {note}\n\n{draw_text(nodes, times)}", markup=False, highlight=False)
+
+
+def step_timeline(
+    job: Job, layout: Layout, communication: float
+) -> tuple[tuple[TimelineNode, ...], dict[str, tuple[float, float]]]:
+    """The graph, and the start and stop of each node, in units of the time to compute a step."""
+    segments, messages = layers_and_messages(job, layout)
+    nodes = build_step_graph(segments, messages, layout, job.communication)
+    flops = 3 * sum(segment.flops for segment in segments) * layout.microbatches
+    # An all-reduce moves this, times (N - 1) / N.
+    reduce_bytes = DTYPE_BYTES[RECIPES[job.precision.recipe].reduce]
+    all_reduce_bytes = 2.0 * reduce_bytes * spec_from_settings(job.model).parameter_count
+    rates = {"compute": 1 / flops, "network": communication / all_reduce_bytes}
+    return nodes, compute_node_times(nodes, lambda node: node.work * rates[node.resource])
+
+
+def _node_rows(nodes: Sequence[TimelineNode], times: dict[str, tuple[float, float]]) -> list[dict[str, object]]:
+    return [
+        {
+            "name": node.name,
+            "kind": node.kind,
+            "resource": node.resource,
+            "after": list(node.depends_on),
+            "start": times[node.name][0],
+            "stop": times[node.name][1],
+        }
+        for node in nodes
+    ]
+
+
+def layers_and_messages(job: Job, layout: Layout) -> tuple[list[ModelSegment], list[CommUnitVolume]]:
+    """A segment for each repetition of each block of the model, and the messages of a step."""
+    shape = batch_shape(job, layout.rows_per_microbatch(job.data.batch_sequences))
+    segments: list[ModelSegment] = []
+    sizes: dict[str, int] = {}
+    blocks: set[str] = set()
+    for block in spec_from_settings(job.model).blocks:
+        parameters = list(block.named_parameters())
+        count = len(parameters) // block.repeat
+        for i in range(block.repeat):
+            name = block.name if block.repeat == 1 else f"{block.name} {block.first_index + i}"
+            segment_sizes = {p.name: p.numel for p in parameters[i * count : (i + 1) * count]}
+            segments.append(ModelSegment(name, block.forward_flops(shape), frozenset(segment_sizes)))
+            sizes |= segment_sizes
+            if block.repeat > 1:
+                blocks.add(name)
+    if layout.zero == 3:
+        return segments, _fsdp_unit_messages(job, segments, sizes, blocks)
+    return segments, _bucket_messages(job, layout, sizes)
+
+
+def _bucket_messages(job: Job, layout: Layout, sizes: dict[str, int]) -> list[CommUnitVolume]:
+    recipe = RECIPES[job.precision.recipe]
+    reduced = DTYPE_BYTES[recipe.reduce]
+    gathered = reduced if layout.zero == 0 else DTYPE_BYTES[recipe.compute]
+    buckets = make_buckets({name: (0, size) for name, size in sizes.items()}, layout, recipe, job.communication)
+    return [
+        CommUnitVolume(f"bucket {i}", frozenset(m.name for m in b.members), reduced * b.length, gathered * b.length)
+        for i, b in enumerate(buckets)
+    ]
+
+
+def _fsdp_unit_messages(
+    job: Job, segments: Sequence[ModelSegment], sizes: dict[str, int], blocks: set[str]
+) -> list[CommUnitVolume]:
+    """A unit for each block, the last used first, and one for the other parameters."""
+    recipe = RECIPES[job.precision.recipe]
+
+    def unit(name: str, parameters: frozenset[str], is_block: bool) -> CommUnitVolume:
+        count = sum(sizes[parameter] for parameter in parameters)
+        reduced, gathered = DTYPE_BYTES[recipe.reduce] * count, DTYPE_BYTES[recipe.compute] * count
+        return CommUnitVolume(name, parameters, reduced, gathered, is_block)
+
+    others = frozenset[str]().union(*(s.parameters for s in segments if s.name not in blocks))
+    block_units = [unit(s.name, s.parameters, True) for s in reversed(segments) if s.name in blocks]
+    return [*block_units, unit("the rest", others, False)]
