@@ -37,7 +37,7 @@ def test_its_json_has_what_each_rank_updates_and_reads() -> None:
     assert sum(rank["updated_elements"] for rank in found["ranks"]) == found["proof"]["elements"]
     assert found["ranks"][3]["rows"] == [[12, 14], [14, 16]]
     assert found["schedule"][0] == {"kind": "reduce_scatter", "rank_groups": [list(ranks) for ranks in layout.shard_groups]}
-    assert found["state_placement"] == {"parameters": "replicated", "gradients": "replicated", "states": "sharded"}
+    assert found["state_placement"] == {"parameters": "replicated", "gradients": "replicated", "optimizer_states": "sharded"}
 
 
 def test_replicas_that_train_apart_and_owners_are_told() -> None:

@@ -335,7 +335,7 @@ def test_ctrl_c_before_ranks_start(refused: Callable[..., Done], monkeypatch: py
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("motet.train.launch.entry_points.prepare", interrupted)
+    monkeypatch.setattr("motet.train.launch.entry_points.prepare_data", interrupted)
     done = refused("small.toml")
     assert done == Done(130, "", "stopped before any rank was started\n")
     assert not Path("runs").exists()
