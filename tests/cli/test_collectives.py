@@ -70,7 +70,7 @@ def test_list_of_one_collective_says_what_each_does() -> None:
     assert lines[1].split() == ["algorithm", "steps", "alpha", "beta", "gamma", "ranks", "options"]
     assert lines[3].split() == ["ring", "7", "7", "0.875", "0", "any"]
     assert "hierarchical" in printed("list", "all-gather") and "4, 6, 8, ..." in printed("list", "all-gather")
-    assert lines[-5].startswith("ring: Every rank passes on to the right")
+    assert lines[-5].startswith("ring: Every rank ")
 
 
 # --- draw ------------------------------------------------------------------------------------------

@@ -62,6 +62,67 @@ def _step_plan(job: Job, layout: Layout) -> StepPlan:
         batch_sequences=job.data.batch_sequences,
         independent_replicas=job.outer.every is not None,
     )
+
+
+def _plan_report(plan: StepPlan, layout: Layout) -> dict[str, Any]:
+    return {
+        "zero": layout.zero,
+        "uses_server_shards": layout.bucket_owners is not None,
+        "state_placement": {
+            state: "sharded" if is_sharded and layout.shards > 1 else "replicated"
+            for state, is_sharded in vars(ZERO_STAGES[layout.zero]).items()
+        },
+        "schedule": [{"kind": each.kind, "rank_groups": each.rank_groups} for each in plan.comm_units[0].schedule],
+        "outer_groups": plan.outer_groups,
+        "ranks": [
+            {
+                "rank": rank,
+                "updated_elements": sum(
+                    stop - first for first, stop in updated_ranges(plan, rank % plan.ranks).values()
+                ),
+                "rows": [[part.start, part.stop] for part in parts],
+            }
+            for rank, parts in enumerate(plan.rows_by_rank)
+        ],
+    }
+
+
+def _table(report: dict[str, Any]) -> Table:
+    placement = ", ".join(f"{state} {how}" for state, how in report["state_placement"].items())
+    table = Table(title=f"{report['job']}, zero = {report['zero']}: {placement}")
+    table.add_column("rank", justify="right")
+    table.add_column("updates", justify="right")
+    table.add_column("rows of the batch, by micro-batch")
+    for rank in report["ranks"][:_MAX_SHOWN_RANKS]:
+        rows = ", ".join(f"{first}-{stop - 1}" for first, stop in rank["rows"])
+        table.add_row(str(rank["rank"]), f"{rank['updated_elements']:,}", rows)
+    if len(report["ranks"]) > _MAX_SHOWN_RANKS:
+        table.add_row("...", "", f"{len(report['ranks']) - _MAX_SHOWN_RANKS} more")
+    return table
+
+
+def _sentences(report: dict[str, Any]) -> list[str]:
+    collectives = [each for each in report["schedule"] if each["kind"] == "norm" or len(each["rank_groups"][0]) > 1]
+    subject = "Shards" if any(each["kind"] == "reduce_scatter" for each in collectives) else "Gradients"
+    owner = ", the owner of a bucket all of it" * report["uses_server_shards"]
+    lines = [
+        _COLLECTIVE_SENTENCES[each["kind"]].format(
+            groups=_format_groups(each["rank_groups"]), subject=subject, owner=owner
+        )
+        for each in collectives
+        if each["kind"] in _COLLECTIVE_SENTENCES
+    ]
+    if report["outer_groups"]:
+        lines = ["Steps of the first replica; all others take the same:", *lines]
+        lines.append(f"Replicas take an outer step over ranks {_format_groups(report['outer_groups'])}.")
+    proof = report["proof"]
+    names = (("ranks", "rank", "ranks"), ("microbatches", "micro-batch", "micro-batches"), ("copies", "copy", "copies"))
+    ranks, microbatches, copies = (f"{proof[key]} {word if proof[key] == 1 else words}" for key, word, words in names)
+    lines.append(
+        f"Proven: each of {proof['elements']:,} elements of {proof['parameters']} parameters is updated once in "
+        f"{copies}, with the gradients of {ranks} x {microbatches}, each once, gets back to every rank, and counts "
+        f"once in the norm; each of {proof['rows']} rows is read once."
+    )
     if report["programs"]:
         lines.append(f"Proven, too: {', '.join(report['programs'])}.")
     return lines
