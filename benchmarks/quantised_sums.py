@@ -97,7 +97,8 @@ def errors_of(text: str, gradients: Any) -> Errors:
     """Of the sum of all rows, by both ways."""
     import torch
 
-    from motet.collectives.compression.codec_options import parse_codec, rank_slices
+    from motet.collectives.compression.codec_base import rank_slices
+    from motet.collectives.compression.codec_registry import parse_codec
 
     codec = parse_codec(text)
     whole = gradients.sum(0, dtype=torch.float64)
@@ -125,7 +126,7 @@ def at_the_owner(codec: Any, parts: Any) -> Any:
 
 def through(codec: Any, tensor: Any, seed: int) -> Any:
     """What arrives of it."""
-    from motet.collectives.compression.encode_decode import decode, encode
+    from motet.collectives.compression.byte_messages import decode, encode
 
     return decode(codec, encode(codec, tensor, seed), tensor.shape, tensor.dtype, seed)
 

@@ -258,7 +258,7 @@ def identities_table() -> str:
     rows = []
     for ranks in (4, 8, 64):
         made = [build(c, "ring", ranks) for c in ("reduce-scatter", "all-gather", "all-reduce")]
-        rows.append([str(ranks), *(f"{len(p.steps)} rounds, {_part(p.sent(0))}" for p in made)])
+        rows.append([str(ranks), *(f"{len(p.steps)} rounds, {_part(p.send_fraction(0))}" for p in made)])
     return _table(["N", "reduce-scatter", "all-gather", "all-reduce"], rows)
 
 

@@ -10,7 +10,8 @@ from functools import cached_property
 
 from motet.cluster.cluster import Cluster
 from motet.collectives.algorithms import build
-from motet.collectives.compression.codec_options import SCALE_BYTES, BlockwiseCodecOptions, PowerSGDCodecOptions
+from motet.collectives.compression.codec_base import SCALE_BYTES, BlockwiseCodec
+from motet.collectives.compression.powersgd import PowerSGDCodec
 from motet.collectives.cost.alpha_beta import estimate_cost
 from motet.collectives.execute.rank_plan import elements_sent
 from motet.collectives.program import Program
@@ -141,7 +142,7 @@ class Paths:
         if codec is None:
             return [Hop("reduce-scatter", self.settings.reduce_scatter, self.shards, whole.numel, WIDTH)]
         near = self.layout.secondary_shards
-        assert isinstance(codec, BlockwiseCodecOptions) and near is not None
+        assert isinstance(codec, BlockwiseCodec) and near is not None
         ranks, part = self.layout.shards, whole.numel // self.layout.shards
         far = ranks // near
         return [
@@ -154,7 +155,7 @@ class Paths:
         codec, name = resolve_codecs(self.settings, self.layout).replica_gradients, self.settings.all_reduce
         if codec is None:
             return [Hop("all-reduce", name, self.replicas, part.numel, WIDTH)]
-        assert isinstance(codec, PowerSGDCodecOptions)
+        assert isinstance(codec, PowerSGDCodec)
         found = [m for m in part.split_for_powersgd(codec, DTYPE) if isinstance(m, MatrixView)]
         ranked = [(m.rows, m.columns, min(codec.rank, m.rows, m.columns)) for m in found]
         rest = part.numel - sum(rows * columns for rows, columns, _ in ranked)

@@ -7,42 +7,43 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from motet.collectives.compression import codec_options
-from motet.collectives.compression.codec_options import (
+from motet.collectives.compression.codec_base import Codec, index_bytes, rank_slices
+from motet.collectives.compression.codec_registry import (
     CODECS,
-    CodecOptions,
-    Float8CodecOptions,
-    Int4CodecOptions,
-    Int8CodecOptions,
-    PowerSGDCodecOptions,
-    RandomKCodecOptions,
-    SignCodecOptions,
-    TopKCodecOptions,
+    is_sparse_smaller,
     parse_codec,
+    ring_all_reduce_bytes,
+    sparse_all_gather_bytes,
 )
+from motet.collectives.compression.float8 import Float8Codec
+from motet.collectives.compression.int_quantize import Int4Codec, Int8Codec, quantile_levels
+from motet.collectives.compression.powersgd import PowerSGDCodec
+from motet.collectives.compression.random_k import RandomKCodec
+from motet.collectives.compression.sign import SignCodec
+from motet.collectives.compression.top_k import TopKCodec
 from motet.core.errors import InputError
 
 
 @pytest.mark.parametrize(
     ("text", "codec"),
     [
-        ("int8", Int8CodecOptions()),
-        ("int8:block=32,rounding=stochastic", Int8CodecOptions(32, "stochastic")),
-        (" int4: levels = quantile ", Int4CodecOptions(levels="quantile")),
-        ("float8:format=e5m2", Float8CodecOptions(format="e5m2")),
-        ("sign:block=7", SignCodecOptions(7)),
-        ("topk:keep=1e-3", TopKCodecOptions(0.001)),
-        ("randomk:unbiased=False", RandomKCodecOptions(unbiased=False)),
-        ("powersgd:rank=2", PowerSGDCodecOptions(2)),
+        ("int8", Int8Codec()),
+        ("int8:block=32,rounding=stochastic", Int8Codec(32, "stochastic")),
+        (" int4: levels = quantile ", Int4Codec(levels="quantile")),
+        ("float8:format=e5m2", Float8Codec(format="e5m2")),
+        ("sign:block=7", SignCodec(7)),
+        ("topk:keep=1e-3", TopKCodec(0.001)),
+        ("randomk:unbiased=False", RandomKCodec(unbiased=False)),
+        ("powersgd:rank=2", PowerSGDCodec(2)),
     ],
 )
-def test_text(text: str, codec: CodecOptions) -> None:
+def test_text(text: str, codec: Codec) -> None:
     assert parse_codec(text) == codec
     assert parse_codec(str(codec)) == codec
 
 
 def test_text_is_complete() -> None:
-    assert str(Int8CodecOptions()) == "int8:block=256,rounding=nearest,levels=uniform"
+    assert str(Int8Codec()) == "int8:block=256,rounding=nearest,levels=uniform"
     assert [parse_codec(name).name for name in CODECS] == list(CODECS)
 
 
@@ -69,7 +70,7 @@ def test_text_is_complete() -> None:
 )
 def test_bad_text(text: str, sentence: str | None) -> None:
     if sentence is None:
-        assert parse_codec(text) == Int8CodecOptions()
+        assert parse_codec(text) == Int8Codec()
         return
     with pytest.raises(InputError) as raised:
         parse_codec(text)
@@ -79,42 +80,42 @@ def test_bad_text(text: str, sentence: str | None) -> None:
 @pytest.mark.parametrize(
     ("codec", "shape", "dtype", "expected"),
     [
-        (Int8CodecOptions(256), [1000], "float32", 4 * 4 + 1000),
-        (Int8CodecOptions(256), [], "float64", 4 + 1),
-        (Int4CodecOptions(64), [7, 11], "bfloat16", 2 * 4 + 39),
-        (Float8CodecOptions(256), [256], "float16", 4 + 256),
-        (SignCodecOptions(1024), [1025], "float32", 2 * 4 + 129),
-        (TopKCodecOptions(0.01), [1000], "float32", 10 * (2 + 4)),
-        (TopKCodecOptions(0.01), [100_000], "bfloat16", 1000 * (4 + 2)),
-        (TopKCodecOptions(0.01), [3], "float64", 2 + 8),
-        (TopKCodecOptions(0.07), [100], "float32", 7 * 6),
-        (TopKCodecOptions(1.0), [0], "float32", 0),
-        (RandomKCodecOptions(0.5), [9], "float16", 4 * 2),
-        (PowerSGDCodecOptions(2), [100, 5, 4], "float32", 2 * (100 + 20) * 4),
-        (PowerSGDCodecOptions(2), [100], "bfloat16", 200),
-        (PowerSGDCodecOptions(2), [4, 4], "float32", 64),
-        (PowerSGDCodecOptions(2), [100, 4], "bfloat16", 800),  # factors in float32 would be 832 bytes
-        (PowerSGDCodecOptions(2), [0, 4], "float32", 0),
+        (Int8Codec(256), [1000], "float32", 4 * 4 + 1000),
+        (Int8Codec(256), [], "float64", 4 + 1),
+        (Int4Codec(64), [7, 11], "bfloat16", 2 * 4 + 39),
+        (Float8Codec(256), [256], "float16", 4 + 256),
+        (SignCodec(1024), [1025], "float32", 2 * 4 + 129),
+        (TopKCodec(0.01), [1000], "float32", 10 * (2 + 4)),
+        (TopKCodec(0.01), [100_000], "bfloat16", 1000 * (4 + 2)),
+        (TopKCodec(0.01), [3], "float64", 2 + 8),
+        (TopKCodec(0.07), [100], "float32", 7 * 6),
+        (TopKCodec(1.0), [0], "float32", 0),
+        (RandomKCodec(0.5), [9], "float16", 4 * 2),
+        (PowerSGDCodec(2), [100, 5, 4], "float32", 2 * (100 + 20) * 4),
+        (PowerSGDCodec(2), [100], "bfloat16", 200),
+        (PowerSGDCodec(2), [4, 4], "float32", 64),
+        (PowerSGDCodec(2), [100, 4], "bfloat16", 800),  # factors in float32 would be 832 bytes
+        (PowerSGDCodec(2), [0, 4], "float32", 0),
     ],
 )
-def test_bytes(codec: CodecOptions, shape: list[int], dtype: str, expected: int) -> None:
+def test_bytes(codec: Codec, shape: list[int], dtype: str, expected: int) -> None:
     assert codec.wire_bytes(shape, dtype) == expected
 
 
 @pytest.mark.parametrize("codec", [parse_codec(name) for name in CODECS], ids=list(CODECS))
-def test_unknown_dtypes_are_refused(codec: CodecOptions) -> None:
+def test_unknown_dtypes_are_refused(codec: Codec) -> None:
     with pytest.raises(InputError, match=r"a tensor of int64 cannot be compressed; convert it to float64, float32, "):
         codec.wire_bytes([10], "int64")
 
 
 def test_index_bytes() -> None:
     edges = (1, 2**16, 2**16 + 1, 2**31, 2**31 + 1)
-    assert [codec_options.index_bytes(numel) for numel in edges] == [2, 2, 4, 4, 8]
+    assert [index_bytes(numel) for numel in edges] == [2, 2, 4, 4, 8]
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantile_levels_are_used_equally_often(bits: int) -> None:
-    levels = codec_options.quantile_levels(bits)
+    levels = quantile_levels(bits)
     assert len(levels) == 2**bits - 1
     assert (levels[0], levels[len(levels) // 2], levels[-1]) == (-1.0, 0.0, 1.0)
     assert list(levels) == sorted(-level for level in levels)
@@ -125,7 +126,7 @@ def test_quantile_levels_are_used_equally_often(bits: int) -> None:
 
 @given(st.integers(0, 1000), st.integers(1, 50))
 def test_slices(numel: int, world: int) -> None:
-    slices = codec_options.rank_slices(numel, world)
+    slices = rank_slices(numel, world)
     assert [i for start, stop in slices for i in range(start, stop)] == list(range(numel))
     assert len(slices) == world
     assert max(stop - start for start, stop in slices) == slices[0][1] == ceil(numel / world)
@@ -136,6 +137,6 @@ def test_slices(numel: int, world: int) -> None:
 def test_sparse_pays_when_it_sends_less(counts: list[int], numel: int) -> None:
     world, each = len(counts), 8 if numel > 2**16 else 6
     sparse, dense = (world - 1) * max(counts) * each, 2 * (world - 1) * ceil(numel / world) * 4
-    assert codec_options.sparse_all_gather_bytes(counts, numel, "float32") == sparse
-    assert codec_options.ring_all_reduce_bytes(numel, "float32", world) == dense
-    assert codec_options.is_sparse_smaller(counts, numel, "float32") == (sparse < dense)
+    assert sparse_all_gather_bytes(counts, numel, "float32") == sparse
+    assert ring_all_reduce_bytes(numel, "float32", world) == dense
+    assert is_sparse_smaller(counts, numel, "float32") == (sparse < dense)

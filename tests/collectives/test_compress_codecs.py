@@ -7,19 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from motet.collectives.compression.codec_options import CODECS as KINDS
-from motet.collectives.compression.codec_options import (
-    CodecOptions,
-    Int4CodecOptions,
-    Int8CodecOptions,
-    PowerSGDCodecOptions,
-    RandomKCodecOptions,
-    SignCodecOptions,
-    TopKCodecOptions,
-    parse_codec,
-    quantile_levels,
-)
-from motet.collectives.compression.encode_decode import decode, encode
+from motet.collectives.compression.byte_messages import decode, encode
+from motet.collectives.compression.codec_base import Codec
+from motet.collectives.compression.codec_registry import CODECS as KINDS
+from motet.collectives.compression.codec_registry import parse_codec
+from motet.collectives.compression.int_quantize import Int4Codec, Int8Codec, quantile_levels
+from motet.collectives.compression.powersgd import PowerSGDCodec
+from motet.collectives.compression.random_k import RandomKCodec
+from motet.collectives.compression.sign import SignCodec
+from motet.collectives.compression.top_k import TopKCodec
 from motet.core.errors import InputError
 
 PAGE = Path(__file__).parents[2] / "docs/guide/compression.md"
@@ -35,7 +31,7 @@ WIDEST_8, WIDEST_4 = (1 - quantile_levels(bits)[-2] for bits in (8, 4))
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-def passed(codec: CodecOptions, tensor: Tensor, seed: int = 0) -> Tensor:
+def passed(codec: Codec, tensor: Tensor, seed: int = 0) -> Tensor:
     """What arrives."""
     return decode(codec, encode(codec, tensor, seed), tensor.shape, tensor.dtype, seed)
 
@@ -47,7 +43,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_any_shape_and_dtype(codec: CodecOptions, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_any_shape_and_dtype(codec: Codec, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = normal(*shape).to(dtype)
     message = encode(codec, tensor, seed=1)
     assert message.numel() == codec.wire_bytes(shape, str(dtype).removeprefix("torch."))
@@ -58,7 +54,7 @@ def test_any_shape_and_dtype(codec: CodecOptions, dtype: torch.dtype, shape: tup
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_strides_gradients_and_the_input_do_not_matter(codec: CodecOptions) -> None:
+def test_strides_gradients_and_the_input_do_not_matter(codec: Codec) -> None:
     tensor = normal(32, 32)
     kept = tensor.clone()
     turned = tensor.T.contiguous().T.requires_grad_()
@@ -75,7 +71,7 @@ def test_strides_gradients_and_the_input_do_not_matter(codec: CodecOptions) -> N
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 100, 143])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_is_not_finite_stays_so(codec: CodecOptions, bad: float, place: int, dtype: torch.dtype) -> None:
+def test_what_is_not_finite_stays_so(codec: Codec, bad: float, place: int, dtype: torch.dtype) -> None:
     tensor = normal(9, 16).to(dtype)
     tensor.view(-1)[place] = bad
     assert not passed(codec, tensor).isfinite().all()
@@ -84,14 +80,14 @@ def test_what_is_not_finite_stays_so(codec: CodecOptions, bad: float, place: int
 def test_only_the_block_of_a_bad_number_is_lost() -> None:
     tensor = normal(30)
     tensor[12] = math.inf
-    for codec in (Int8CodecOptions(block=10), Int4CodecOptions(block=10), SignCodecOptions(block=10)):
+    for codec in (Int8Codec(block=10), Int4Codec(block=10), SignCodec(block=10)):
         assert passed(codec, tensor).isnan().nonzero().flatten().tolist() == list(range(10, 20))
 
 
 def test_a_float64_beyond_float32_is_not_hidden() -> None:
     tensor = torch.tensor([1.0, 1e300], dtype=torch.float64)
-    assert passed(Int8CodecOptions(), tensor).isnan().all()
-    assert torch.equal(passed(TopKCodecOptions(0.5), tensor), torch.tensor([0.0, 1e300], dtype=torch.float64))
+    assert passed(Int8Codec(), tensor).isnan().all()
+    assert torch.equal(passed(TopKCodec(0.5), tensor), torch.tensor([0.0, 1e300], dtype=torch.float64))
 
 
 @pytest.mark.parametrize("size", [1e-42, 1e-30, 1e30, 3e38])
@@ -116,7 +112,7 @@ def test_sizes_at_the_edges_of_float32(text: str, size: float) -> None:
 )
 def test_no_error_exceeds_a_level(text: str, limit: float) -> None:
     codec = parse_codec(text)
-    assert isinstance(codec, Int8CodecOptions | Int4CodecOptions)
+    assert isinstance(codec, Int8Codec | Int4Codec)
     tensor = normal(100, 64)
     blocks = tensor.view(-1, codec.block)
     errors = (passed(codec, tensor).view_as(blocks) - blocks).abs() / blocks.abs().amax(1, keepdim=True)
@@ -152,17 +148,17 @@ def test_float8_numbers_arrive_as_they_are(dtype: torch.dtype) -> None:
 
 def test_sign_is_sign_times_mean() -> None:
     tensor = torch.tensor([1.0, -2.0, 3.0, -10.0, 0.0])
-    assert passed(SignCodecOptions(block=3), tensor).tolist() == [2.0, -2.0, 2.0, -5.0, 5.0]
+    assert passed(SignCodec(block=3), tensor).tolist() == [2.0, -2.0, 2.0, -5.0, 5.0]
 
 
 def test_top_k_takes_the_largest_and_changes_nothing() -> None:
     tensor = torch.arange(70_000, dtype=torch.float64).sub_(20_000.25)
-    arrived = passed(TopKCodecOptions(keep=0.5), tensor)
+    arrived = passed(TopKCodec(keep=0.5), tensor)
     assert torch.equal(arrived, torch.where(tensor.abs() > 15_000, tensor, 0) * (arrived != 0))
     assert arrived.count_nonzero() == 35_000
     assert tensor.abs()[arrived == 0].max() < tensor.abs()[arrived != 0].min()
     short = torch.cat([torch.zeros(65_535), torch.tensor([7.0])])  # the last index that fits two bytes
-    assert torch.equal(passed(TopKCodecOptions(1e-9), short), short)
+    assert torch.equal(passed(TopKCodec(1e-9), short), short)
 
 
 @pytest.mark.parametrize(
@@ -182,17 +178,17 @@ def test_stochastic_rounding_has_no_bias(text: str) -> None:
 @pytest.mark.parametrize("keep", [0.1, 0.37, 1.0])
 def test_random_k_has_no_bias(keep: float) -> None:
     tensor = normal(50)
-    codec = RandomKCodecOptions(keep)
+    codec = RandomKCodec(keep)
     draws = torch.stack([passed(codec, tensor, seed) for seed in range(4000)]).double()
     assert draws.count_nonzero(1).unique().tolist() == [round(keep * 50)]
     away = (draws.mean(0) - tensor).abs()
     assert (away < 5 * draws.std(0) / math.sqrt(len(draws)) + 1e-6).all()
-    as_it_is = passed(RandomKCodecOptions(keep, unbiased=False), tensor)
+    as_it_is = passed(RandomKCodec(keep, unbiased=False), tensor)
     assert torch.equal(as_it_is, torch.where(as_it_is != 0, tensor, 0))
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_the_seed_decides(codec: CodecOptions) -> None:
+def test_the_seed_decides(codec: Codec) -> None:
     tensor = normal(40, 30)
     torch.manual_seed(1)
     first = encode(codec, tensor, seed=5)
@@ -205,15 +201,15 @@ def test_the_seed_decides(codec: CodecOptions) -> None:
 def test_power_sgd_is_exact_up_to_its_rank() -> None:
     matrix = normal(30, 3) @ normal(3, 40, seed=1)
     for tensor in (matrix, matrix.view(30, 5, 8)):
-        torch.testing.assert_close(passed(PowerSGDCodecOptions(3), tensor), tensor, rtol=1e-4, atol=1e-4)
-    lost = (passed(PowerSGDCodecOptions(2), matrix) - matrix).norm() / matrix.norm()
+        torch.testing.assert_close(passed(PowerSGDCodec(3), tensor), tensor, rtol=1e-4, atol=1e-4)
+    lost = (passed(PowerSGDCodec(2), matrix) - matrix).norm() / matrix.norm()
     best = torch.linalg.svdvals(matrix)[2] / matrix.norm()
     assert best <= lost < 1
 
 
 def test_power_sgd_sends_what_it_cannot_make_smaller() -> None:
     for tensor in (normal(100), normal(4, 4), normal(7, 100).to(torch.bfloat16)):
-        assert torch.equal(passed(PowerSGDCodecOptions(4), tensor), tensor)
+        assert torch.equal(passed(PowerSGDCodec(4), tensor), tensor)
 
 
 def test_the_guide_tells_bytes_and_losses() -> None:
@@ -233,15 +229,15 @@ def test_the_guide_tells_bytes_and_losses() -> None:
 
 
 def test_power_sgd_does_not_hide_an_overflow() -> None:
-    assert not passed(PowerSGDCodecOptions(1), torch.full((20, 20), 3e38)).isfinite().all()
-    torch.testing.assert_close(passed(PowerSGDCodecOptions(1), torch.full((20, 20), 1e15)), torch.full((20, 20), 1e15))
+    assert not passed(PowerSGDCodec(1), torch.full((20, 20), 3e38)).isfinite().all()
+    torch.testing.assert_close(passed(PowerSGDCodec(1), torch.full((20, 20), 1e15)), torch.full((20, 20), 1e15))
 
 
 def test_integers_are_refused() -> None:
     with pytest.raises(InputError, match="a tensor of int32 cannot be compressed"):
-        encode(Int8CodecOptions(), torch.zeros(3, dtype=torch.int32))
+        encode(Int8Codec(), torch.zeros(3, dtype=torch.int32))
 
 
 def test_a_message_of_another_shape_is_refused() -> None:
     with pytest.raises(AssertionError, match="a message of another codec, shape or dtype"):
-        decode(Int8CodecOptions(), encode(Int8CodecOptions(), torch.zeros(300)), (301,), torch.float32)
+        decode(Int8Codec(), encode(Int8Codec(), torch.zeros(300)), (301,), torch.float32)

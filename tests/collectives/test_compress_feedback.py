@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from motet.collectives.compression import compressed_collectives
-from motet.collectives.compression.codec_options import parse_codec
-from motet.collectives.compression.encode_decode import decode
+from motet.collectives.compression.byte_messages import decode
+from motet.collectives.compression.codec_registry import parse_codec
 from motet.collectives.compression.error_feedback import ErrorFeedback
 from motet.core.errors import InputError
 from motet.core.seeds import derive_seed

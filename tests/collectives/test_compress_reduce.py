@@ -7,12 +7,8 @@ import torch
 from torch import Tensor
 
 from motet.collectives.compression import compressed_collectives
-from motet.collectives.compression.codec_options import (
-    BlockwiseCodecOptions,
-    all_reduce_traffic,
-    parse_codec,
-    rank_slices,
-)
+from motet.collectives.compression.codec_base import BlockwiseCodec, rank_slices
+from motet.collectives.compression.codec_registry import all_reduce_traffic, parse_codec
 from motet.core import trace
 from motet.core.errors import InputError
 from motet.parallel.process.process_group import RankGroup
@@ -169,7 +165,7 @@ def halves(group: RankGroup) -> list[tuple[Tensor, Tensor, Tensor]]:
     results = []
     for text in ("int8", "int4:rounding=stochastic", "sign"):
         codec = parse_codec(text)
-        assert isinstance(codec, BlockwiseCodecOptions)
+        assert isinstance(codec, BlockwiseCodec)
         mine, lost = compressed_collectives.reduce_scatter(given_by(group.rank, (5, 21)), codec, group, seed=1)
         results.append((mine, lost, compressed_collectives.all_gather(mine, codec, group, 105, seed=1)))
     return results

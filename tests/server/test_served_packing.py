@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from motet.collectives.compression.codec_options import parse_codec
+from motet.collectives.compression.codec_registry import parse_codec
 from motet.core.errors import InputError
 from motet.parallel.data_parallel.buckets import build_buckets
 from motet.parallel.parameter_server.process.parameter_store import ParameterPartition, ParameterStore, tensor_bytes

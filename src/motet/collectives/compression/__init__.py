@@ -1,1 +1,1 @@
-"""Tensors to messages and back, and the collectives that send them: the torch half of motet.collectives.compression.codec_options."""
+"""Codecs that make tensors small for the wire, one file each, and the collectives that send their messages."""

@@ -1,9 +1,9 @@
-"""Messages as they travel: bytes in flat uint8 tensors, and the two collectives that carry them.
+"""Messages as flat uint8 tensors: a tensor to a message and back by any codec, and the collectives that move messages.
 
-All messages of a collective are equally long, so that any backend takes them. The trace counts what goes to others.
+All messages of a collective are equally long, so that any backend takes them. The trace counts the bytes to other ranks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,30 +11,46 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from motet.collectives.compression.codec_base import Codec
 from motet.collectives.execute.api import RankGroupLike
 from motet.core import trace
 
 
 @contextmanager
 def codec_numerics() -> Iterator[None]:
-    """Codecs compute in float32 whatever the recipe is, and without gradients."""
+    """Codecs compute in float32 under every precision recipe, and without gradients."""
     with torch.no_grad(), torch._C.DisableTorchFunction():
         yield
 
 
+def encode(codec: Codec, tensor: Tensor, seed: int = 0) -> Tensor:
+    """A message of exactly `codec.wire_bytes(shape, dtype)`, whose random choices follow from `seed`.
+
+    A non-finite number makes at least one decoded number non-finite.
+    """
+    size = codec.wire_bytes(tensor.shape, dtype_name(tensor.dtype))
+    message = codec.encode(tensor.detach(), seed)
+    assert (message.dtype, message.shape) == (torch.uint8, (size,))
+    return message
+
+
+def decode(codec: Codec, message: Tensor, shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """The tensor of a message. Random-k needs the seed of `encode`.
+
+    `dtype` is that of the encoded tensor, or any other if the codec's bytes do not depend on it.
+    """
+    assert message.shape == (codec.wire_bytes(shape, dtype_name(dtype)),), "a message of another codec, shape or dtype"
+    return codec.decode(message, shape, dtype, seed)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
-    """As the pure half calls it."""
+    """The dtype's name in `motet.core.dtypes`."""
     return str(dtype).removeprefix("torch.")
 
 
 def to_accumulation_dtype(tensor: Tensor) -> Tensor:
-    """In float32, or float64 where it is that already: what sums and errors are kept in."""
+    """The tensor in float32, or in float64 if it has that dtype: the dtypes of sums and errors."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def read_numbers(message: Tensor, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-    """Bytes of a message as numbers. They are copied, since a view has to start on a multiple of its element's size."""
-    return message[start:stop].clone().view(dtype)
 
 
 def pad_message(message: Tensor, length: int) -> Tensor:
@@ -45,12 +61,13 @@ def all_gather_messages(message: Tensor, ranks: RankGroupLike) -> Tensor:
     """[world, bytes]: the message of every rank."""
     arrived = message.new_empty(ranks.world, message.numel())
     trace.count("all_gather_bytes", (ranks.world - 1) * message.nbytes)
-    dist.all_gather(list(arrived), message, group=ranks.process_group)  # torch renames the one that takes a tensor
+    # The variant for one tensor has another name in each version of torch.
+    dist.all_gather(list(arrived), message, group=ranks.process_group)
     return arrived
 
 
 def all_to_all_messages(messages: Tensor, ranks: RankGroupLike) -> Tensor:
-    """[world, bytes]: what every rank has for this one, of what each has for each."""
+    """[world, bytes]: the message of every rank for this rank."""
     arrived = torch.empty_like(messages)
     trace.count("all_to_all_bytes", (ranks.world - 1) * messages[0].nbytes)
     dist.all_to_all_single(arrived, messages, group=ranks.process_group)

@@ -1,33 +1,33 @@
-"""Error feedback around any codec: what a step's message lost is added to what the next step sends (arXiv:1901.09847).
+"""Error feedback around any codec: the error of a step's message is added to the next step's tensor (arXiv:1901.09847).
 
-So the sum of all that was sent is the sum of all that was given, but for the error of the last step.
+The sum of all sent tensors is then the sum of all inputs, except for the error of the last step.
 """
 
 import torch
 from torch import Tensor
 
 from motet.collectives.compression import compressed_collectives
-from motet.collectives.compression.byte_messages import to_accumulation_dtype
-from motet.collectives.compression.codec_options import CodecOptions, RandomKCodecOptions
-from motet.collectives.compression.encode_decode import decode, encode
+from motet.collectives.compression.byte_messages import decode, encode, to_accumulation_dtype
+from motet.collectives.compression.codec_base import Codec
+from motet.collectives.compression.random_k import RandomKCodec
 from motet.collectives.execute.api import RankGroupLike
 from motet.core.errors import InputError
 from motet.core.seeds import derive_seed
 
 
 def message_seed(seed: int, name: str, step: int) -> int:
-    """By which the message about a tensor is encoded and decoded."""
+    """The seed with which a step's message for a tensor is encoded and decoded."""
     return derive_seed(seed, step, name)
 
 
 class ErrorFeedback:
-    """The error of each tensor, by name, as this rank keeps it; and PowerSGD's bases.
+    """This rank's error of each tensor, by the tensor's name, and PowerSGD's bases.
 
-    A step whose total is not finite is one that nobody applies: it leaves the errors as they were, on every rank.
+    No rank applies a step whose total is not finite, so such a step does not change the errors.
     """
 
-    def __init__(self, codec: CodecOptions, seed: int) -> None:
-        if isinstance(codec, RandomKCodecOptions) and codec.unbiased:
+    def __init__(self, codec: Codec, seed: int) -> None:
+        if isinstance(codec, RandomKCodec) and codec.unbiased:
             raise InputError(f"compression {codec}: error feedback would make its errors grow; use unbiased=false")
         self.codec = codec
         self.seed = seed
@@ -35,7 +35,7 @@ class ErrorFeedback:
         self.bases: dict[str, Tensor] = {}
 
     def all_reduce(self, name: str, tensor: Tensor, ranks: RankGroupLike, step: int) -> Tensor:
-        """The sum over the ranks, of the shape and dtype of `tensor`; the same bits on all of them."""
+        """The sum over the ranks, in the shape and dtype of `tensor`: the same bits on every rank."""
         corrected, rounded = self._add_error(name, tensor)
         reduced = compressed_collectives.all_reduce(
             rounded, self.codec, ranks, self.message_seed(name, step), self.bases.get(name)
@@ -46,7 +46,7 @@ class ErrorFeedback:
         return reduced.total
 
     def encode(self, name: str, tensor: Tensor, step: int) -> Tensor:
-        """The message of one rank alone; it is decoded with `seed_of(name, step)`."""
+        """A message that is decoded with `message_seed(name, step)`."""
         corrected, rounded = self._add_error(name, tensor)
         message = encode(self.codec, rounded, self.message_seed(name, step))
         sent = decode(self.codec, message, rounded.shape, rounded.dtype, self.message_seed(name, step))
@@ -57,7 +57,7 @@ class ErrorFeedback:
         return message_seed(self.seed, name, step)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Every rank has a state of its own."""
+        """The state of this rank; it differs between ranks."""
         return {f"{kind}/{name}": tensor for kind, kept in self._state_by_kind() for name, tensor in kept.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -72,13 +72,13 @@ class ErrorFeedback:
         return ("error", self.errors), ("basis", self.bases)
 
     def _add_error(self, name: str, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """(tensor and error together, the same in the dtype of the tensor)"""
+        """(tensor + error, the same in the tensor's dtype)"""
         tensor = tensor.detach()
         error = self.errors.setdefault(name, torch.zeros_like(to_accumulation_dtype(tensor)))
         if error.shape != tensor.shape:
             raise InputError(
                 f"error feedback: the error of {name!r} has shape {list(error.shape)}, its tensor "
-                f"{list(tensor.shape)}; start with no errors, or give each tensor a name of its own"
+                f"{list(tensor.shape)}; start with no errors, or give each tensor its own name"
             )
         corrected = to_accumulation_dtype(tensor) + error
         return corrected, corrected.to(tensor.dtype)

@@ -1,62 +1,104 @@
-"""int8 and int4: the number of the level that is nearest, or of one of its two neighbours at random without bias.
+"""int8 and int4: each element becomes the nearest level, or without bias one of the two next to it at random.
 
 A code is 0 to 2n, with n = 2**(bits - 1) - 1; code n is zero, codes 0 and 2n are the largest magnitude of the block.
 Two codes of int4 share a byte, the first one in its low half.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 from math import prod
+from statistics import NormalDist
+from typing import TYPE_CHECKING, Literal
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from motet.collectives.compression.codec_base import BlockwiseCodec
 
-from motet.collectives.compression import block_scaling
-from motet.collectives.compression.codec_options import IntegerCodecOptions, quantile_levels
-
-
-def encode(codec: IntegerCodecOptions, tensor: Tensor, seed: int) -> Tensor:
-    blocked = block_scaling.to_blocks(tensor, codec.block)
-    scales = block_scaling.max_magnitudes(blocked)
-    units = block_scaling.divide_by_scales(blocked, scales).view(-1)[: tensor.numel()]
-    max_level = _max_level(codec)
-    level_positions = _level_positions(units, codec) if codec.levels == "quantile" else units * max_level
-    if codec.rounding == "stochastic":
-        generator = torch.Generator(tensor.device).manual_seed(seed)
-        level_positions = (
-            level_positions + torch.rand(level_positions.shape, generator=generator, device=tensor.device)
-        ).floor_()
-    codes = level_positions.round().clamp_(-max_level, max_level).add_(max_level).to(torch.uint8)
-    return block_scaling.pack_message(scales, codes if codec.bits == 8 else _pack_int4(codes))
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
-def decode(codec: IntegerCodecOptions, message: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    scales, codes = block_scaling.unpack_message(message, prod(shape), codec.block)
-    if codec.bits == 4:
-        codes = torch.stack([codes & 15, codes >> 4], 1).view(-1)[: prod(shape)]
-    if codec.levels == "quantile":
-        units = _level_values(codec, message.device).index_select(0, codes.int())
-    else:
-        units = (codes.to(torch.float32) - _max_level(codec)) / _max_level(codec)
-    return block_scaling.multiply_by_scales(units, scales, codec.block, shape, dtype)
+@dataclass(frozen=True)
+class IntegerCodec(BlockwiseCodec):
+    """Each element becomes the index of a level between minus and plus the largest magnitude of its block."""
+
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    levels: Literal["uniform", "quantile"] = "uniform"
+
+    @property
+    def _max_level(self) -> int:
+        return (1 << self.bits - 1) - 1
+
+    def encode(self, tensor: "Tensor", seed: int) -> "Tensor":
+        import torch
+        import torch.nn.functional as F
+
+        from motet.collectives.compression import block_scaling
+
+        units, scales = block_scaling.scale_to_units(tensor, self.block)
+        positions = self._level_positions(units) if self.levels == "quantile" else units * self._max_level
+        if self.rounding == "stochastic":
+            generator = torch.Generator(tensor.device).manual_seed(seed)
+            positions = (positions + torch.rand(positions.shape, generator=generator, device=tensor.device)).floor_()
+        codes = positions.round().clamp_(-self._max_level, self._max_level).add_(self._max_level).to(torch.uint8)
+        if self.bits == 4:
+            pairs = F.pad(codes, (0, codes.numel() % 2)).view(-1, 2)
+            codes = pairs[:, 0] | pairs[:, 1] << 4
+        return block_scaling.pack_message(scales, codes)
+
+    def decode(self, message: "Tensor", shape: Sequence[int], dtype: "torch.dtype", seed: int) -> "Tensor":
+        import torch
+
+        from motet.collectives.compression import block_scaling
+
+        scales, codes = block_scaling.unpack_message(message, prod(shape), self.block)
+        if self.bits == 4:
+            codes = torch.stack([codes & 15, codes >> 4], 1).view(-1)[: prod(shape)]
+        if self.levels == "quantile":
+            units = self._level_values(message.device).index_select(0, codes.int())
+        else:
+            units = (codes.to(torch.float32) - self._max_level) / self._max_level
+        return block_scaling.multiply_by_scales(units, scales, self.block, shape, dtype)
+
+    def _level_values(self, device: "torch.device") -> "Tensor":
+        import torch
+
+        return torch.tensor(quantile_levels(self.bits), dtype=torch.float32, device=device)
+
+    def _level_positions(self, units: "Tensor") -> "Tensor":
+        """Positions between the levels: 1.25 is a quarter of the way from level 1 to level 2 above zero."""
+        import torch
+
+        levels = self._level_values(units.device)
+        below = torch.bucketize(units, levels[1:-1], right=True)
+        lower, upper = levels[below], levels[below + 1]
+        return (units - lower) / (upper - lower) + (below - self._max_level)
 
 
-def _max_level(codec: IntegerCodecOptions) -> int:
-    return (1 << codec.bits - 1) - 1
+@dataclass(frozen=True)
+class Int8Codec(IntegerCodec):
+    """Eight bits per element."""
+
+    name = "int8"
+    bits = 8
 
 
-def _level_values(codec: IntegerCodecOptions, device: torch.device) -> Tensor:
-    return torch.tensor(quantile_levels(codec.bits), dtype=torch.float32, device=device)
+@dataclass(frozen=True)
+class Int4Codec(IntegerCodec):
+    """Four bits per element."""
+
+    name = "int4"
+    bits = 4
+    block: int = 64
 
 
-def _level_positions(units: Tensor, codec: IntegerCodecOptions) -> Tensor:
-    """Where each number stands among the levels: 1.25 is a quarter of the way from level 1 to level 2 above zero."""
-    levels = _level_values(codec, units.device)
-    below = torch.bucketize(units, levels[1:-1], right=True)
-    lower, upper = levels[below], levels[below + 1]
-    return (units - lower) / (upper - lower) + (below - _max_level(codec))
+@cache
+def quantile_levels(bits: int) -> tuple[float, ...]:
+    """Levels that normally distributed numbers use equally often: odd in number, symmetric, from -1 over 0 to 1.
 
-
-def _pack_int4(codes: Tensor) -> Tensor:
-    pairs = F.pad(codes, (0, codes.numel() % 2)).view(-1, 2)
-    return pairs[:, 0] | pairs[:, 1] << 4
+    They are the medians of 2**bits - 1 equally likely parts of the normal distribution.
+    """
+    half = 2 ** (bits - 1) - 1
+    upper = [NormalDist().inv_cdf(0.5 + i / (2 * half + 1)) for i in range(1, half + 1)]
+    upper = [level / upper[-1] for level in upper]
+    return (*(-level for level in reversed(upper)), 0.0, *upper)

@@ -1,50 +1,88 @@
-"""PowerSGD: a matrix M [rows, columns] as P Q', by one step of power iteration from Q of the training step before.
+"""PowerSGD: a matrix M [rows, columns] as P Q', by one power iteration from Q of the previous training step.
 
-P = orthonormal(M Q), Q = M' P. Both are linear in M but for the orthonormalisation, so that ranks sum them by two
+P = orthonormal(M Q), Q = M' P. Both are linear in M except for the orthonormalisation, so that ranks sum them by two
 all-reduces. P and Q are float32. A non-finite number makes all of the result NaN.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from motet.collectives.compression.codec_base import SCALE_BYTES, Codec, element_bytes
 
-from motet.collectives.compression.byte_messages import dtype_name, read_numbers
-from motet.collectives.compression.codec_options import PowerSGDCodecOptions
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
-def as_matrix(tensor: Tensor, rows: int, columns: int) -> Tensor:
-    """In float32. Its layout in memory is always the same, since that may decide the last bits of a product."""
+@dataclass(frozen=True)
+class PowerSGDCodec(Codec):
+    """A matrix as the product of two thin ones (arXiv:1905.13727), or uncompressed if the product is not smaller."""
+
+    name = "powersgd"
+    rank: int = 4
+
+    def factor_shape(self, shape: Sequence[int], dtype: str) -> tuple[int, int, int] | None:
+        """(rows, columns, rank), or None if the product is not smaller. The first dim gives the rows."""
+        if prod(shape) == 0 or len(shape) < 2:
+            return None
+        rows, columns = shape[0], prod(shape[1:])
+        rank = min(self.rank, rows, columns)
+        if rank * (rows + columns) * SCALE_BYTES >= rows * columns * element_bytes(dtype):
+            return None
+        return rows, columns, rank
+
+    def wire_bytes(self, shape: Sequence[int], dtype: str) -> int:
+        factor_shape = self.factor_shape(shape, dtype)
+        if factor_shape is None:
+            return prod(shape) * element_bytes(dtype)
+        rows, columns, rank = factor_shape
+        return rank * (rows + columns) * SCALE_BYTES
+
+    def encode(self, tensor: "Tensor", seed: int) -> "Tensor":
+        import torch
+
+        factors = self.factor_shape(tensor.shape, str(tensor.dtype).removeprefix("torch."))
+        if factors is None:
+            return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+        rows, columns, rank = factors
+        matrix = as_matrix(tensor, rows, columns)
+        left = orthonormalize(matrix @ initial_basis((columns, rank), seed, tensor.device))
+        return torch.cat([left.reshape(-1), (matrix.T @ left).reshape(-1)]).view(torch.uint8)
+
+    def decode(self, message: "Tensor", shape: Sequence[int], dtype: "torch.dtype", seed: int) -> "Tensor":
+        import torch
+
+        from motet.collectives.compression.block_scaling import read_numbers
+
+        factors = self.factor_shape(shape, str(dtype).removeprefix("torch."))
+        if factors is None:
+            return read_numbers(message, 0, message.numel(), dtype).view(tuple(shape))
+        rows, columns, rank = factors
+        left, right = read_numbers(message, 0, message.numel(), torch.float32).split([rows * rank, columns * rank])
+        product: Tensor = left.view(rows, rank) @ right.view(columns, rank).T
+        return product.view(tuple(shape)).to(dtype)
+
+
+def as_matrix(tensor: "Tensor", rows: int, columns: int) -> "Tensor":
+    """The tensor as a contiguous float32 matrix, since strides may decide the last bits of a product."""
+    import torch
+
     return tensor.reshape(rows, columns).to(torch.float32).contiguous()
 
 
-def initial_basis(shape: tuple[int, int], seed: int, device: torch.device) -> Tensor:
+def initial_basis(shape: tuple[int, int], seed: int, device: "torch.device") -> "Tensor":
     """A random Q, drawn on the CPU: the same for all devices."""
+    import torch
+
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32).to(device)
 
 
-def orthonormalize(tall: Tensor) -> Tensor:
+def orthonormalize(tall: "Tensor") -> "Tensor":
     """Columns that span those of `tall`; all NaN if one of its elements is not finite."""
+    import torch
+
     finite = tall.isfinite()
     basis: Tensor = torch.linalg.qr(torch.where(finite, tall, 0))[0]
     return torch.where(finite.all(), basis, torch.nan)
-
-
-def encode(codec: PowerSGDCodecOptions, tensor: Tensor, seed: int) -> Tensor:
-    factors = codec.factor_shape(tensor.shape, dtype_name(tensor.dtype))
-    if factors is None:
-        return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
-    rows, columns, rank = factors
-    matrix = as_matrix(tensor, rows, columns)
-    left = orthonormalize(matrix @ initial_basis((columns, rank), seed, tensor.device))
-    return torch.cat([left.reshape(-1), (matrix.T @ left).reshape(-1)]).view(torch.uint8)
-
-
-def decode(codec: PowerSGDCodecOptions, message: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    factors = codec.factor_shape(shape, dtype_name(dtype))
-    if factors is None:
-        return read_numbers(message, 0, message.numel(), dtype).view(tuple(shape))
-    rows, columns, rank = factors
-    left, right = read_numbers(message, 0, message.numel(), torch.float32).split([rows * rank, columns * rank])
-    product: Tensor = left.view(rows, rank) @ right.view(columns, rank).T
-    return product.view(tuple(shape)).to(dtype)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from motet.collectives.compression import compressed_collectives
 from motet.collectives.compression.byte_messages import codec_numerics, to_accumulation_dtype
-from motet.collectives.compression.codec_options import PowerSGDCodecOptions
+from motet.collectives.compression.powersgd import PowerSGDCodec
 from motet.collectives.execute.api import CollectiveOptions, WorkHandle, all_reduce
 from motet.collectives.execute.work_queue import CompletedWork, FifoWorkQueue
 from motet.core.errors import InputError
@@ -31,7 +31,7 @@ class PseudoGradientReducer:
         self, settings: CommunicationSettings, layout: Layout, replicas: RankGroup, templates: Sequence[Tensor]
     ) -> None:
         codecs = resolve_codecs(settings, layout)
-        if isinstance(codecs.replica_gradients, PowerSGDCodecOptions):
+        if isinstance(codecs.replica_gradients, PowerSGDCodec):
             raise InputError(
                 f"communication.compress_gradients = {settings.compress_gradients!r} is for matrices, and what "
                 "replicas tell each other with outer.every is none; use another codec, or "

@@ -5,13 +5,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from motet.collectives.compression.codec_options import (
-    BlockwiseCodecOptions,
-    CodecOptions,
-    PowerSGDCodecOptions,
-    RandomKCodecOptions,
-    parse_codec,
-)
+from motet.collectives.compression.codec_base import BlockwiseCodec, Codec
+from motet.collectives.compression.codec_registry import parse_codec
+from motet.collectives.compression.powersgd import PowerSGDCodec
+from motet.collectives.compression.random_k import RandomKCodec
 from motet.core.base_settings import FrozenSettings
 from motet.core.errors import InputError
 from motet.parallel.parameter_server.protocol.messages import ConsistencyPolicy, ParameterReplicas
@@ -130,8 +127,8 @@ def check_server_settings(settings: ParameterServerSettings, workers: int) -> No
 
 @dataclass(frozen=True)
 class PushPullCompression:
-    push_codec: CodecOptions | None = None
-    pull_codec: CodecOptions | None = None
+    push_codec: Codec | None = None
+    pull_codec: Codec | None = None
     has_error_feedback: bool = True
     seed: int = 0
 
@@ -155,11 +152,11 @@ def check_compression(settings: ParameterServerSettings) -> None:
             codec = parse_codec(text) if text else None
         except InputError as error:
             raise InputError(f"{key}: {error}") from None
-        if name == "compress_pulls" and codec is not None and not isinstance(codec, BlockwiseCodecOptions):
+        if name == "compress_pulls" and codec is not None and not isinstance(codec, BlockwiseCodec):
             raise InputError(f"{key} would leave most of a parameter out; use int8, int4 or float8")
-        if isinstance(codec, PowerSGDCodecOptions):
+        if isinstance(codec, PowerSGDCodec):
             raise InputError(f"{key} takes whole matrices, and servers have pieces; use int8, int4, float8 or topk")
-        if isinstance(codec, RandomKCodecOptions) and codec.unbiased and settings.error_feedback:
+        if isinstance(codec, RandomKCodec) and codec.unbiased and settings.error_feedback:
             raise InputError(
                 f"{key}: error feedback would make its errors grow; use randomk:unbiased=false, or "
                 "layout.server.error_feedback=false"

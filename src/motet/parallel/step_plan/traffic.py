@@ -5,13 +5,9 @@ from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
-from motet.collectives.compression.codec_options import (
-    SCALE_BYTES,
-    BlockwiseCodecOptions,
-    CodecOptions,
-    PowerSGDCodecOptions,
-    all_reduce_traffic,
-)
+from motet.collectives.compression.codec_base import SCALE_BYTES, BlockwiseCodec, Codec
+from motet.collectives.compression.codec_registry import all_reduce_traffic
+from motet.collectives.compression.powersgd import PowerSGDCodec
 from motet.collectives.execute.rank_plan import elements_sent
 from motet.core.dtypes import DTYPE_BYTES
 from motet.core.errors import InputError
@@ -134,12 +130,12 @@ class CollectiveTrafficModel:
     algorithms: CollectiveAlgorithmSelector
     rank: int
 
-    def reduce_scatter_bytes(self, buffer: ReductionBufferSpec, dtype: str, codec: CodecOptions | None = None) -> int:
+    def reduce_scatter_bytes(self, buffer: ReductionBufferSpec, dtype: str, codec: Codec | None = None) -> int:
         """Bytes of a reduction over the shard group."""
         shards = self.algorithms.group_size("shards")
         if codec is None or shards == 1:
             return self._bytes_sent("reduce-scatter", "shards", buffer.numel, width=DTYPE_BYTES[dtype])
-        if not isinstance(codec, BlockwiseCodecOptions):
+        if not isinstance(codec, BlockwiseCodec):
             return self._compressed_all_reduce_bytes(buffer, dtype, codec, group_name="shards")
         shard_numel, intra_size = buffer.numel // shards, self.algorithms.group_size("near")
         inter_bytes = codec.wire_bytes([shard_numel], dtype)
@@ -149,13 +145,13 @@ class CollectiveTrafficModel:
         intra_bytes = codec.wire_bytes([inter_size * shard_numel], dtype)
         return (intra_size - 1) * intra_bytes + (inter_size - 1) * inter_bytes
 
-    def all_reduce_bytes(self, buffer: ReductionBufferSpec, dtype: str, codec: CodecOptions | None = None) -> int:
+    def all_reduce_bytes(self, buffer: ReductionBufferSpec, dtype: str, codec: Codec | None = None) -> int:
         """Bytes of a reduction over the replica group."""
         if codec is None or self.algorithms.group_size("replicas") == 1:
             return self._bytes_sent("all-reduce", "replicas", buffer.numel, width=DTYPE_BYTES[dtype])
         return self._compressed_all_reduce_bytes(buffer, dtype, codec, group_name="replicas")
 
-    def all_gather_bytes(self, numel: int, dtype: str, codec: BlockwiseCodecOptions | None = None) -> int:
+    def all_gather_bytes(self, numel: int, dtype: str, codec: BlockwiseCodec | None = None) -> int:
         """Bytes of a gather of `numel` elements from the shard group."""
         if codec is None:
             return self._bytes_sent("all-gather", "shards", numel, width=DTYPE_BYTES[dtype])
@@ -167,11 +163,11 @@ class CollectiveTrafficModel:
         return self._bytes_sent("all-gather", "near", numel, width=DTYPE_BYTES[dtype])
 
     def _compressed_all_reduce_bytes(
-        self, buffer: ReductionBufferSpec, dtype: str, codec: CodecOptions, *, group_name: GroupName
+        self, buffer: ReductionBufferSpec, dtype: str, codec: Codec, *, group_name: GroupName
     ) -> int:
         """Bytes of a compressed all-reduce, whose dense part travels by the algorithm of the settings."""
         width = DTYPE_BYTES[dtype]
-        if isinstance(codec, PowerSGDCodecOptions):
+        if isinstance(codec, PowerSGDCodec):
             matrices = [m for m in buffer.split_for_powersgd(codec, dtype) if isinstance(m, MatrixView)]
             ranks = [min(codec.rank, m.rows, m.columns) for m in matrices]
             left, right = (sum(m[side] * rank for m, rank in zip(matrices, ranks, strict=True)) for side in (1, 2))

@@ -8,13 +8,9 @@ from pydantic import Field
 from motet.cluster.cluster import Cluster
 from motet.cluster.cluster_toml import load_cluster_for_ranks
 from motet.collectives.algorithms import find_algorithm
-from motet.collectives.compression.codec_options import (
-    CODECS,
-    BlockwiseCodecOptions,
-    CodecOptions,
-    RandomKCodecOptions,
-    parse_codec,
-)
+from motet.collectives.compression.codec_base import BlockwiseCodec, Codec
+from motet.collectives.compression.codec_registry import CODECS, parse_codec
+from motet.collectives.compression.random_k import RandomKCodec
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.core.base_settings import FrozenSettings
 from motet.core.errors import InputError
@@ -106,9 +102,9 @@ def resolve_communication_groups(settings: CommunicationSettings, layout: Layout
 class CommunicationCodecs:
     """What is compressed in a layout, and how."""
 
-    shard_gradients: CodecOptions | None = None  # Sums over the ranks that share a copy
-    replica_gradients: CodecOptions | None = None  # Sums over replicas
-    parameters: BlockwiseCodecOptions | None = None  # Gathering of parameters
+    shard_gradients: Codec | None = None  # Sums over the ranks that share a copy
+    replica_gradients: Codec | None = None  # Sums over replicas
+    parameters: BlockwiseCodec | None = None  # Gathering of parameters
     has_shard_error_feedback: bool = False
     has_replica_error_feedback: bool = False
 
@@ -124,7 +120,7 @@ def resolve_codecs(settings: CommunicationSettings, layout: Layout) -> Communica
     return CommunicationCodecs(
         shards,
         replicas,
-        parameters if isinstance(parameters, BlockwiseCodecOptions) and layout.shards > 1 else None,
+        parameters if isinstance(parameters, BlockwiseCodec) and layout.shards > 1 else None,
         has_shard_error_feedback=has_error_feedback and shards is not None and layout.zero < 3,
         has_replica_error_feedback=has_error_feedback and replicas is not None,
     )
@@ -156,7 +152,7 @@ def check_communication(settings: CommunicationSettings, layout: Layout, indepen
         )
     shards = len(resolve_communication_groups(settings, layout).shard_groups[0])
     all_reduce_sizes = [layout.dp // shards]
-    if shard_codec is not None and not isinstance(shard_codec, BlockwiseCodecOptions):
+    if shard_codec is not None and not isinstance(shard_codec, BlockwiseCodec):
         all_reduce_sizes.append(layout.shards)
     all_gather_sizes = [shards, *([layout.secondary_shards] if layout.secondary_shards else ())]
     for collective, name, sizes in (
@@ -199,12 +195,12 @@ def _check_cluster(settings: CommunicationSettings, layout: Layout) -> None:
         communication_cluster(settings.cluster, layout.dp)
 
 
-_BLOCKWISE_CODECS = ", ".join(name for name, kind in CODECS.items() if issubclass(kind, BlockwiseCodecOptions))
+_BLOCKWISE_CODECS = ", ".join(name for name, kind in CODECS.items() if issubclass(kind, BlockwiseCodec))
 
 
 def _parse_codec(
     settings: CommunicationSettings, field: Literal["compress_gradients", "compress_parameters"]
-) -> CodecOptions | None:
+) -> Codec | None:
     text = settings.compress_gradients if field == "compress_gradients" else settings.compress_parameters
     if text is None:
         return None
@@ -216,7 +212,7 @@ def _parse_codec(
 
 def _check_codecs(settings: CommunicationSettings, layout: Layout) -> None:
     parameters, gradients = _parse_codec(settings, "compress_parameters"), _parse_codec(settings, "compress_gradients")
-    if parameters is not None and not isinstance(parameters, BlockwiseCodecOptions):
+    if parameters is not None and not isinstance(parameters, BlockwiseCodec):
         raise InputError(
             f"communication.compress_parameters = {settings.compress_parameters!r} would leave most of a parameter "
             f"out; use one of {_BLOCKWISE_CODECS}"
@@ -230,7 +226,7 @@ def _check_codecs(settings: CommunicationSettings, layout: Layout) -> None:
         return
     key = f"communication.compress_gradients = {settings.compress_gradients!r}"
     over = f"communication.compress_over = {settings.compress_over!r}"
-    if isinstance(gradients, RandomKCodecOptions) and gradients.unbiased and settings.error_feedback is not False:
+    if isinstance(gradients, RandomKCodec) and gradients.unbiased and settings.error_feedback is not False:
         raise InputError(
             f"{key}: error feedback would make its errors grow; use randomk:unbiased=false, or "
             "communication.error_feedback=false"
@@ -249,9 +245,9 @@ def _check_codecs(settings: CommunicationSettings, layout: Layout) -> None:
         _check_stage3_codec(settings, gradients, key)
 
 
-def _check_stage3_codec(settings: CommunicationSettings, gradients: CodecOptions, key: str) -> None:
+def _check_stage3_codec(settings: CommunicationSettings, gradients: Codec, key: str) -> None:
     """What stage 3 cannot do over the ranks that share a copy."""
-    if not isinstance(gradients, BlockwiseCodecOptions):
+    if not isinstance(gradients, BlockwiseCodec):
         raise InputError(
             f"{key} cannot sum over the ranks that share the parameters of stage 3; use one of {_BLOCKWISE_CODECS}, or "
             "communication.compress_over=replicas"

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from motet.collectives.compression import compressed_collectives
-from motet.collectives.compression.byte_messages import codec_numerics
-from motet.collectives.compression.codec_options import BlockwiseCodecOptions, CodecOptions, PowerSGDCodecOptions
-from motet.collectives.compression.encode_decode import decode, encode
+from motet.collectives.compression.byte_messages import codec_numerics, decode, encode
+from motet.collectives.compression.codec_base import BlockwiseCodec, Codec
+from motet.collectives.compression.powersgd import PowerSGDCodec
 from motet.collectives.execute import api
 from motet.collectives.execute.api import CollectiveOptions
 from motet.collectives.execute.cuda_stream import run_on_stream
@@ -39,7 +39,7 @@ class CompressedGradientReducer:
 
     def __init__(
         self,
-        codec: CodecOptions,
+        codec: Codec,
         group: RankGroup,
         specs: Sequence[StepReductionSpecs],
         shard: int,
@@ -67,7 +67,7 @@ class CompressedGradientReducer:
                 self._bases[-1].append(self.bases[offset : offset + rows * columns].view(rows, columns))
                 offset += rows * columns
         self._segments = [
-            s.split_for_powersgd(codec, specs[shard].dtype) if isinstance(codec, PowerSGDCodecOptions) else []
+            s.split_for_powersgd(codec, specs[shard].dtype) if isinstance(codec, PowerSGDCodec) else []
             for s in self._specs
         ]
 
@@ -76,7 +76,7 @@ class CompressedGradientReducer:
     ) -> None:
         """In place; all ranks get the same bits."""
         compensated = self._add_error(bucket_id, tensor)
-        if isinstance(self.codec, PowerSGDCodecOptions):
+        if isinstance(self.codec, PowerSGDCodec):
             total, error = self._all_reduce_low_rank(bucket_id, compensated, seed, dense_all_reduce)
         else:
             reduced = compressed_collectives.all_reduce(
@@ -97,7 +97,7 @@ class CompressedGradientReducer:
         dense_all_reduce: compressed_collectives.DenseAllReduce,
     ) -> None:
         """`whole` may be overwritten: only blockwise codecs sum shards apart from each other."""
-        if isinstance(self.codec, BlockwiseCodecOptions):
+        if isinstance(self.codec, BlockwiseCodec):
             compensated = self._add_error(bucket_id, unsharded)
             total, error = compressed_collectives.reduce_scatter(compensated, self.codec, self.group, seed)
             self._zero_padding(bucket_id, error)
@@ -116,7 +116,7 @@ class CompressedGradientReducer:
     def _all_reduce_low_rank(
         self, bucket_id: int, compensated: Tensor, seed: int, dense_all_reduce: compressed_collectives.DenseAllReduce
     ) -> tuple[Tensor, Tensor]:
-        assert isinstance(self.codec, PowerSGDCodecOptions)
+        assert isinstance(self.codec, PowerSGDCodec)
         segments, bases = self._segments[bucket_id], self._bases[bucket_id]
         tensors = [compensated[p.start : p.stop].view(p[1:] if isinstance(p, MatrixView) else -1) for p in segments]
         results = compressed_collectives.all_reduce_powersgd(
@@ -136,7 +136,7 @@ class CompressedGradientReducer:
 
     def _zero_padding(self, bucket_id: int, tensor: Tensor, start: int = 0) -> None:
         """What belongs to no parameter stays zero: a block may bring a number that is not finite there, or a sign."""
-        for first, last in self._specs[bucket_id].padding if isinstance(self.codec, BlockwiseCodecOptions) else ():
+        for first, last in self._specs[bucket_id].padding if isinstance(self.codec, BlockwiseCodec) else ():
             tensor[max(first - start, 0) : max(last - start, 0)] = 0
 
     def _store_error(self, bucket_id: int, error: Tensor, total: Tensor) -> None:
@@ -226,7 +226,7 @@ class DataParallelCommunicator:
         if (
             self.mesh.secondary_shard_group
             and self.mesh.secondary_replica_group
-            and isinstance(self._shard_reducer.codec, BlockwiseCodecOptions)
+            and isinstance(self._shard_reducer.codec, BlockwiseCodec)
         ):
             levels = self.mesh.secondary_shard_group, self.mesh.secondary_replica_group
             return self._start_async(
@@ -334,7 +334,7 @@ class DataParallelCommunicator:
 class _PendingCompressedGather:
     """Messages of parameters. The caller has sent them and decodes them, so that it may send other things before."""
 
-    def __init__(self, work: WorkHandle, messages: Tensor, unsharded: Tensor, codec: BlockwiseCodecOptions) -> None:
+    def __init__(self, work: WorkHandle, messages: Tensor, unsharded: Tensor, codec: BlockwiseCodec) -> None:
         self._work = work
         self._messages: Tensor | None = messages
         self._unsharded = unsharded
@@ -354,7 +354,7 @@ class _PendingCompressedGather:
 
 
 def _two_level_reduce_scatter(
-    shard: Tensor, unsharded: Tensor, codec: BlockwiseCodecOptions, levels: tuple[RankGroup, RankGroup], seed: int
+    shard: Tensor, unsharded: Tensor, codec: BlockwiseCodec, levels: tuple[RankGroup, RankGroup], seed: int
 ) -> None:
     """Among neighbours first, so that between hosts there is one message of a host where there was one of each rank."""
     intra, inter = levels
@@ -368,9 +368,9 @@ def _run_with_codec_numerics(task: Task) -> None:
         task()
 
 
-def _basis_shapes(codec: CodecOptions, specs: StepReductionSpecs) -> list[list[tuple[int, int]]]:
+def _basis_shapes(codec: Codec, specs: StepReductionSpecs) -> list[list[tuple[int, int]]]:
     """Shapes of PowerSGD's bases, for each part of each sum; none is 0 x 0."""
-    if not isinstance(codec, PowerSGDCodecOptions):
+    if not isinstance(codec, PowerSGDCodec):
         return []
     return [
         [(p.columns, min(codec.rank, p.rows, p.columns)) if isinstance(p, MatrixView) else (0, 0) for p in parts]

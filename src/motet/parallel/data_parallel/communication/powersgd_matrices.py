@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from math import ceil, prod
 from typing import NamedTuple
 
-from motet.collectives.compression.codec_options import PowerSGDCodecOptions
+from motet.collectives.compression.powersgd import PowerSGDCodec
 from motet.parallel.data_parallel.buckets import Bucket
 
 Shape = tuple[int, ...]
@@ -29,7 +29,7 @@ class ReductionBufferSpec(NamedTuple):
     matrices: tuple[MatrixView, ...] = ()
     padding: tuple[tuple[int, int], ...] = ()  # (start, stop) of what belongs to no parameter
 
-    def split_for_powersgd(self, codec: PowerSGDCodecOptions, dtype: str) -> list[slice | MatrixView]:
+    def split_for_powersgd(self, codec: PowerSGDCodec, dtype: str) -> list[slice | MatrixView]:
         """In order: the matrices that the codec makes smaller, and what lies between."""
         segments: list[slice | MatrixView] = []
         offset = 0

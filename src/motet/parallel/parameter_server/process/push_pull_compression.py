@@ -7,9 +7,8 @@ same piece again with its next share, and of parameters by their server, for the
 import torch
 from torch import Tensor
 
-from motet.collectives.compression.byte_messages import codec_numerics
-from motet.collectives.compression.codec_options import CodecOptions
-from motet.collectives.compression.encode_decode import decode, encode
+from motet.collectives.compression.byte_messages import codec_numerics, decode, encode
+from motet.collectives.compression.codec_base import Codec
 from motet.collectives.compression.error_feedback import ErrorFeedback, message_seed
 from motet.parallel.parameter_server.server_settings import PushPullCompression
 
@@ -20,7 +19,7 @@ ERROR_FEEDBACK_ENTRY, PUBLISHED_VALUE_ENTRY = "pull/error", "pull/message"
 class PushPullCompressor:
     """Of what one process sends: gradients of a worker, or parameters of a server."""
 
-    def __init__(self, codec: CodecOptions, compression: PushPullCompression) -> None:
+    def __init__(self, codec: Codec, compression: PushPullCompression) -> None:
         self._codec = codec
         self._seed = compression.seed
         self._error_feedback = ErrorFeedback(codec, compression.seed) if compression.has_error_feedback else None

@@ -1,0 +1,86 @@
+"""The table of codecs, by the names that settings use: `parse_codec("int8:block=256,rounding=stochastic")`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from math import ceil, prod
+from typing import Any
+
+from motet.collectives.compression.codec_base import BlockwiseCodec, Codec, element_bytes, index_bytes, rank_slices
+from motet.collectives.compression.float8 import Float8Codec
+from motet.collectives.compression.int_quantize import Int4Codec, Int8Codec
+from motet.collectives.compression.powersgd import PowerSGDCodec
+from motet.collectives.compression.random_k import RandomKCodec
+from motet.collectives.compression.sign import SignCodec
+from motet.collectives.compression.top_k import TopKCodec
+from motet.core.errors import InputError
+
+CODECS: dict[str, type[Codec]] = {
+    kind.name: kind for kind in (Int8Codec, Int4Codec, Float8Codec, SignCodec, TopKCodec, RandomKCodec, PowerSGDCodec)
+}
+
+
+def parse_codec(text: str) -> Codec:
+    """The codec of `name` or `name:option=value,option=value`."""
+    name, _, option_text = text.strip().partition(":")
+    codec_class = CODECS.get(name)
+    if codec_class is None:
+        raise InputError(f"compression {text!r}: there is no codec {name!r}; use one of {', '.join(CODECS)}")
+    types = {field.name: field.type for field in fields(codec_class)}
+    options: dict[str, Any] = {}
+    for part in option_text.split(",") if option_text else ():
+        option, _, value = (word.strip() for word in part.partition("="))
+        if option not in types or option in options:
+            raise InputError(
+                f"compression {text!r}: option {option!r} is unknown or given twice; {name} has {', '.join(types)}"
+            )
+        parse_value, expected = _OPTION_PARSERS.get(types[option], (str, "a word"))
+        try:
+            options[option] = parse_value(value)
+        except (ValueError, KeyError):
+            raise InputError(f"compression {text!r}: {option} is {value!r}; it must be {expected}") from None
+    return codec_class(**options)
+
+
+def _parse_bool(value: str) -> bool:
+    return {"true": True, "false": False}[value.lower()]
+
+
+_OPTION_PARSERS: dict[object, tuple[Callable[[str], object], str]] = {
+    int: (int, "a whole number"),
+    float: (float, "a number"),
+    bool: (_parse_bool, "true or false"),
+}
+
+
+def ring_all_reduce_bytes(numel: int, dtype: str, world: int) -> int:
+    """Bytes that a rank sends in a ring all-reduce."""
+    return 2 * (world - 1) * ceil(numel / world) * element_bytes(dtype)
+
+
+def sparse_all_gather_bytes(counts: Sequence[int], numel: int, dtype: str) -> int:
+    """Bytes that a rank sends if all gather the elements of all; every message is as long as the longest."""
+    return (len(counts) - 1) * max(counts) * (index_bytes(numel) + element_bytes(dtype))
+
+
+def is_sparse_smaller(counts: Sequence[int], numel: int, dtype: str) -> bool:
+    """Whether indices and values are fewer bytes than the dense tensor; `counts` are the elements of each rank."""
+    return sparse_all_gather_bytes(counts, numel, dtype) < ring_all_reduce_bytes(numel, dtype, len(counts))
+
+
+def all_reduce_traffic(codec: Codec, shape: Sequence[int], dtype: str, world: int) -> dict[str, int]:
+    """The bytes that `compressed_collectives.all_reduce` adds to the trace's counters on each rank.
+
+    Gather and exchange count the bytes to other ranks; an all-reduce counts its tensor, as everywhere.
+    """
+    numel = prod(shape)
+    if world == 1 or numel == 0:
+        return {}
+    if isinstance(codec, BlockwiseCodec):
+        sent = (world - 1) * codec.wire_bytes([rank_slices(numel, world)[0][1]], dtype)
+        return {"all_to_all_bytes": sent, "all_gather_bytes": sent}
+    if isinstance(codec, TopKCodec):
+        counts = [codec.kept_elements(numel)] * world
+        if not is_sparse_smaller(counts, numel, dtype):
+            return {"all_reduce_bytes": numel * element_bytes(dtype)}
+        return {"all_gather_bytes": sparse_all_gather_bytes(counts, numel, dtype)}
+    return {"all_reduce_bytes": codec.wire_bytes(shape, dtype)}

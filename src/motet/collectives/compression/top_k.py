@@ -1,0 +1,67 @@
+"""The largest elements, each with its index.
+
+A non-finite number counts as larger than all others, so that at least one non-finite number is sent.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from motet.collectives.compression.codec_base import SparseCodec, element_bytes, index_bytes
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_INDEX_DTYPES = {2: "int16", 4: "int32", 8: "int64"}
+
+
+@dataclass(frozen=True)
+class TopKCodec(SparseCodec):
+    """The fraction `keep` of the elements that are largest in magnitude: an index and a value for each."""
+
+    name = "topk"
+
+    def wire_bytes(self, shape: Sequence[int], dtype: str) -> int:
+        numel = prod(shape)
+        return self.kept_elements(numel) * (index_bytes(numel) + element_bytes(dtype))
+
+    def select(self, tensor: "Tensor") -> "tuple[Tensor, Tensor]":
+        """(ascending indices, values) of the largest elements."""
+        flat = tensor.reshape(-1)
+        indices = flat.abs().topk(self.kept_elements(flat.numel()), sorted=False).indices.sort().values
+        return indices, flat[indices]
+
+    def encode(self, tensor: "Tensor", seed: int) -> "Tensor":
+        return pack_sparse(*self.select(tensor), tensor.numel())
+
+    def decode(self, message: "Tensor", shape: Sequence[int], dtype: "torch.dtype", seed: int) -> "Tensor":
+        numel = prod(shape)
+        return scatter_to_dense(*unpack_sparse(message, numel, dtype), numel).view(tuple(shape))
+
+
+def pack_sparse(indices: "Tensor", values: "Tensor", numel: int) -> "Tensor":
+    """The message: all indices, then all values."""
+    import torch
+
+    # An index from 2**15 up wraps to a negative int16, and back in `unpack_sparse`.
+    narrow = indices.to(getattr(torch, _INDEX_DTYPES[index_bytes(numel)]))
+    return torch.cat([narrow.view(torch.uint8), values.contiguous().view(torch.uint8)])
+
+
+def unpack_sparse(message: "Tensor", numel: int, dtype: "torch.dtype") -> "tuple[Tensor, Tensor]":
+    """(indices, values) of a message."""
+    import torch
+
+    from motet.collectives.compression.block_scaling import read_numbers
+
+    width = index_bytes(numel)
+    end = message.numel() // (width + dtype.itemsize) * width
+    indices = read_numbers(message, 0, end, getattr(torch, _INDEX_DTYPES[width])).long()
+    return indices & 0xFFFF if width == 2 else indices, read_numbers(message, end, message.numel(), dtype)
+
+
+def scatter_to_dense(indices: "Tensor", values: "Tensor", numel: int) -> "Tensor":
+    """A flat tensor that is zero elsewhere. Values with the same index are added."""
+    return values.new_zeros(numel).index_add_(0, indices, values)
