@@ -58,10 +58,10 @@ def _models(kinds: dict[str, Schema]) -> Iterator[str]:
     for kind, place in inner.items():
         yield from ["", *_section(place, kinds[kind], kinds)]
     fields = {
-        k: v for k, v in kinds["ModuleSettings"]["properties"].items() if k not in ("family", "adapters", "frozen")
+        k: v for k, v in kinds["UserModuleSettings"]["properties"].items() if k not in ("family", "adapters", "frozen")
     }
     yield from ["", "## [model] with `factory` { #model-with-factory }", "", MODULE, ""]
-    yield from _table(["key", "type", "default"], _rows(fields, set(kinds["ModuleSettings"]["required"])))
+    yield from _table(["key", "type", "default"], _rows(fields, set(kinds["UserModuleSettings"]["required"])))
     yield from ["", "`frozen` and `[model.adapters]` are those of every model, above.", ""]
 
 

@@ -13,7 +13,7 @@ ONE_OF_EACH = {
     "on_evaluation": evaluated(1),
     "on_checkpoint": CheckpointSaved(step=1, path="c", size_bytes=1, duration_s=0.1),
     "on_sample": TextSampled(step=1, prompt="a", text="b"),
-    "on_comparison": ReplicaCheckDone(step=1, ranks=2, same_machines=True, violations=(), duration_s=0.1),
+    "on_replica_check": ReplicaCheckDone(step=1, ranks=2, same_machines=True, violations=(), duration_s=0.1),
     "on_profile": ProfileSaved(first_step=1, last_step=2, path="p"),
     "on_warning": WarningIssued(text="w"),
     "on_end": ended(),

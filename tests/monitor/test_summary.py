@@ -51,7 +51,7 @@ def test_an_attempt_that_does_not_end_is_running_and_one_that_fails_says_why():
 
 
 def test_a_run_without_steps_has_no_losses():
-    result = summarize([started(outcomes=None), ended(reason="failed", steps=0)])
+    result = summarize([started(num_classes=None), ended(reason="failed", steps=0)])
     assert (result.first_loss, result.final_loss, result.uniform_loss, result.tokens) == (None, None, None, 0)
 
 

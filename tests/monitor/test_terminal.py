@@ -85,7 +85,7 @@ def test_a_pipe_gets_one_plain_line_per_told_step(tmp_path, capsys):
 
 def test_everything_else_is_told_as_it_is(tmp_path, capsys):
     happened = [
-        started(outcomes=None, ranks=1, first_step=3, resumed_from="checkpoints/step-00000002"),
+        started(num_classes=None, ranks=1, first_step=3, resumed_from="checkpoints/step-00000002"),
         WarningIssued(text="data.workers = [cpu] is [bold]odd[/bold] :smile:"),
         step(3, skipped=True, loss=float("nan")),
         CheckpointSaved(step=3, path="checkpoints/step-00000003", size_bytes=3 * 1024**2, duration_s=0.25),
@@ -168,5 +168,5 @@ def test_the_time_left_follows_the_clock_of_the_attempt():
 
 
 def test_lines_fit_the_facts():
-    assert start_lines(started(outcomes=None)) == ["tiny: 4.21 M parameters on 2 ranks x 1 thread, a CPU"]
+    assert start_lines(started(num_classes=None)) == ["tiny: 4.21 M parameters on 2 ranks x 1 thread, a CPU"]
     assert step_line(step(7), 1000, 60.0).startswith("step    7/1000  loss 1.5000")

@@ -96,7 +96,7 @@ def test_another_layout_begins_where_replicas_met_last(
     ranks: Ranks, tmp_path: Path, world: int, layout: str, outer: dict[str, Any]
 ) -> None:
     met = ranks.run(2, save_at, "", DILOCO, str(tmp_path), 6)[0]
-    said = "the checkpoint holds 2 replicas that train apart, and not as this run has them: it goes on from where"
+    said = "the checkpoint holds 2 independent replicas with another schedule than this run: it continues from"
     for start, changes, finite in ranks.run(world, go_on_from, layout, outer, str(tmp_path)):
         exact = world == 4  # the same replicas, each on two ranks
         assert [text.startswith(said) for text in changes].count(True) == (not exact) and finite

@@ -54,9 +54,9 @@ def rows_are_numbered_within_the_rank(rank: int) -> Patch:
 
 def _evaluated(change: Any) -> Patch:
     def wrong(own: Any) -> Any:
-        def judged(model: Any, *rest: Any) -> Any:
+        def judged(model: Any, *rest: Any, **options: Any) -> Any:
             try:
-                return own(model, *rest)
+                return own(model, *rest, **options)
             finally:
                 change(model.module)
 

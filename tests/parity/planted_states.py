@@ -112,10 +112,10 @@ def moments_have_the_betas_of_each_other(rank: int) -> Patch:
 def the_bias_is_corrected_as_one_step_later(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def update(self: ShardedOptimizer, numbers: Any) -> None:
-            for tensor in self._master_parameters:
+            for tensor in self._masters:
                 self._optimizer.state[tensor]["step"].add_(1) if "step" in self._optimizer.state[tensor] else None
             own(self, numbers)
-            for tensor in self._master_parameters:
+            for tensor in self._masters:
                 self._optimizer.state[tensor]["step"].sub_(1)
 
         return update

@@ -244,7 +244,7 @@ def momentum_is_not_restored(rank: int) -> Patch:
 def steps_are_counted_from_a_restore(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def forget(self: ShardedOptimizer) -> None:
-            for master in self._master_parameters:
+            for master in self._masters:
                 self._optimizer.state[master]["step"].zero_()
             own(self)
 

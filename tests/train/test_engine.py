@@ -72,7 +72,7 @@ def losses_of(group: RankGroup, layout: str, folder: str = "") -> tuple[list[flo
             engine = motet.parallelize(tower(), layout, loss=loss_sum, optimizer=OPTIMIZER, precision="fp64")
             assert engine.restore(folder) == 2
         update = engine.step(*share(group, step))
-        assert update.finite and update.count == ROWS * 4
+        assert update.is_finite and update.count == ROWS * 4
         losses += [update.loss, update.grad_norm]
     spread = engine.optimizer.sharded_parameters
     held = {}
@@ -148,7 +148,7 @@ def test_what_is_refused() -> None:
         motet.parallelize(tower().requires_grad_(False))
     with pytest.raises(InputError, match="optimizer: unknown key 'lr'"):
         motet.parallelize(tower(), optimizer={"lr": 1.0})
-    with pytest.raises(InputError, match="schedule has no effect in a loop of your own"):
+    with pytest.raises(InputError, match="schedule has no effect in a custom loop"):
         motet.parallelize(tower(), optimizer={"schedule": {"kind": "constant"}})
     with pytest.raises(InputError, match="there is no loss"):
         motet.parallelize(tower(), precision="fp64").step(data(0))

@@ -148,7 +148,7 @@ def test_sparse_gradients_cannot_be_cut_into_rows(ranks: Ranks) -> None:
 def test_running_statistics_have_the_dtype_of_what_is_computed(made: str, precision: str) -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(getattr(torch, made))
     engine = motet.parallelize(module, loss=squares, precision=precision)
-    assert engine.step(torch.randn(5, 4, dtype=module[0].weight.dtype)).finite
+    assert engine.step(torch.randn(5, 4, dtype=module[0].weight.dtype)).is_finite
     assert module[1].running_mean.dtype == module[0].weight.dtype
 
 

@@ -107,7 +107,7 @@ def test_a_run_that_was_stored_with_old_names_is_resumed(tmp_path: Path, monkeyp
     run = shutil.copytree(DATA / "run_with_old_names", tmp_path / "run")
     summary = read_summary(run)
     assert (summary.steps, summary.mfu is not None) == (2, True)
-    job = read_stored_job(run, ["run.stop_at=6", "run.folder=run"])
+    job = read_stored_job(run, ["run.stop_at=6", "run.folder=run", "run.cpu_backend=auto"])
     assert (job.layout.reshard_after_forward, job.layout.min_shard_numel) == (False, 16)
     assert (job.monitor.replica_check_every, job.monitor.replica_check_action) == (2, "warn")
     told: list[str] = []

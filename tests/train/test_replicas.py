@@ -77,7 +77,7 @@ def test_a_request_to_stop_is_heard_at_the_next_meeting(ranks: Ranks, tmp_path: 
 def test_a_step_that_is_not_finite_ends_the_run_at_the_next_meeting(ranks: Ranks, tmp_path: Path) -> None:
     bad = "model={factory='train.foreign_models:normed', arguments={nan_at=2}}"
     job = small_job(tmp_path, bad, "outer.every=4", "run.steps=10")
-    says = "stopped at step 4: a loss or gradient of some replica since their last meeting is not finite; its update"
+    says = "stopped at step 4: a loss or gradient of some replica since the last outer step is not finite; its update"
     with pytest.raises(RankFailureError, match=says):
         ranks.run_places(2, _train, job, tmp_path / "run")
     assert [step.skipped for step in read_steps(tmp_path / "run" / "events.jsonl")] == [False, False, True, False]

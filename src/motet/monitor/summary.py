@@ -15,15 +15,7 @@ from typing import Literal
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from motet.core.errors import CheckpointSaveError, InputError
-from motet.monitor.events import (
-    EvaluationDone,
-    Event,
-    RunEnded,
-    RunEndReason,
-    RunStarted,
-    StepDone,
-    effective_events,
-)
+from motet.monitor.events import EvaluationDone, Event, RunEnded, RunEndReason, RunStarted, StepDone, effective_events
 
 SUMMARY_FILE = "summary.json"
 

@@ -22,11 +22,7 @@ class _Float32ToFloat64Mode(TorchFunctionMode):
     """Replaces float32 in the arguments of every torch function, and `.float()` by `.double()`."""
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         func = _FLOAT64_EQUIVALENTS.get(func, func)
         return func(*map(_to_float64, args), **{key: _to_float64(value) for key, value in (kwargs or {}).items()})

@@ -1,10 +1,11 @@
-"""The one file that knows every room: from a job and a place to a loop that runs."""
+"""Builds everything that a run on one rank consists of, from its job, and runs it."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -20,7 +21,7 @@ from motet.models.generate import generate_tokens
 from motet.models.runtime_checks import DataRequirements
 from motet.monitor.callback import Callback
 from motet.monitor.event_dispatcher import EventDispatcher, open_event_dispatcher
-from motet.monitor.events import RunStarted, TextSampled, WarningIssued
+from motet.monitor.events import RunStarted, StepDone, TextSampled, WarningIssued
 from motet.parallel.data_parallel.bucketed_zero import broadcast_buffers, broadcast_parameters_and_buffers
 from motet.parallel.data_parallel.fsdp import FSDP2DataParallel
 from motet.parallel.layout import Layout
@@ -30,21 +31,25 @@ from motet.parallel.process.rank_consistency import check_same_on_all_ranks, mod
 from motet.precision.cast_frozen import cast_frozen_parameters
 from motet.precision.float64_mode import use_float64
 from motet.precision.recipe import RECIPES
-from motet.train.engine import TrainingEngine, UpdateSettings, build_optimizers
+from motet.train.engine import TrainingEngine, build_optimizers
 from motet.train.evaluation import EvaluationBatchSource, EvaluationResult, evaluate
 from motet.train.flops import training_flops
 from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
 from motet.train.launch.preflight import check_huggingface_model
-from motet.train.loop import StepRunner, TrainingLoop
+from motet.train.loop import RunProgress, StepRunner, TrainingLoop, report_run_end
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
 from motet.train.replica_check.checker import ReplicaChecker
-from motet.train.run_events import RunProgress, StepEventMaker, count_parameters, report_run_end
 from motet.train.state import TrainingState, newest_checkpoint
-from motet.train.step import TrainStep
+from motet.train.step import StepResult, TrainStep
 
-# The checkpoint that a run goes on from, the steps done by then, and what a person should know about it.
-ResumePoint = tuple[Path | None, int, list[str]]
+
+class ResumePoint(NamedTuple):
+    """Where a run continues."""
+
+    checkpoint: Path | None
+    completed_steps: int
+    remarks: list[str]  # Changes since the checkpoint that the user should know about
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class TrainingOutcome:
 
 @dataclass(frozen=True)
 class TrainingComponents:
-    """What a run on one rank is made of."""
+    """Everything that a run on one rank consists of."""
 
     group: RankGroup
     layout: Layout
@@ -70,7 +75,7 @@ class TrainingComponents:
     engine: TrainingEngine
     state: TrainingState
     total_steps: int
-    worker_count: int | None = None  # Ranks that compute, if they are not those of the group
+    worker_count: int | None = None  # Ranks that compute, if they are not the ranks of the group
 
     @property
     def ranks(self) -> int:
@@ -81,13 +86,10 @@ class TrainingComponents:
         return self.engine.optimizer
 
     def make_train_step(self, job: Job) -> TrainStep:
-        batch_sequences, check_every = job.data.batch_sequences, job.monitor.replica_check_every
+        rows, check_every = job.data.batch_sequences, job.monitor.replica_check_every
         components = self.model, self.data, self.engine, self.layout
-        return TrainStep(
-            *components,
-            batch_sequences,
-            ReplicaChecker(*components, batch_sequences, job.communication, check_every) if check_every else None,
-        )
+        checker = ReplicaChecker(*components, rows, job.communication, check_every) if check_every else None
+        return TrainStep(*components, rows, checker)
 
 
 def run_rank(
@@ -101,20 +103,18 @@ def run_rank(
     torch.set_num_threads(threads_for(rank_env, job.run.requested_threads))
     with start_process_group(rank_env, device, job.run.timeout_s, job.run.cpu_backend) as group, precision_context(job):
         components = build_components(job, group, folder)
-        resume_point = restore_newest_checkpoint(
-            components
-        )  # before anybody hears of a start, which may be refused here
+        resume_point = restore_newest_checkpoint(components)  # it may refuse, so it comes before any event
         with open_rank_monitor(job, group, folder, callbacks) as monitor:
             return run_training(job, components, resume_point, monitor, stop)
 
 
 def precision_context(job: Job) -> AbstractContextManager[None]:
-    """Inside it, numbers are what the job's recipe says."""
+    """Inside, everything is computed in the precision of the job's recipe."""
     return use_float64() if job.precision.recipe == "fp64" else nullcontext()
 
 
 def build_model(job: Job, device: torch.device) -> tuple[BatchLoader, TrainableModel]:
-    """Data, and the model with its first values."""
+    """Data, and the model with its initial values."""
     recipe = RECIPES[job.precision.recipe]
     prepared = prepare_data(job.data)
     data = BatchLoader(prepared, job.data, job.run.seed, job.run.epochs)
@@ -127,39 +127,45 @@ def build_model(job: Job, device: torch.device) -> tuple[BatchLoader, TrainableM
 
 def build_components(job: Job, group: RankGroup, folder: Path) -> TrainingComponents:
     """Data, model and optimizer at step 0, the same for every layout."""
-    recipe = RECIPES[job.precision.recipe]
+    recipe, rows = RECIPES[job.precision.recipe], job.data.batch_sequences
     layout = job.layout_for(group.world)
     data, model = build_model(job, group.device)
-    check_same_on_all_ranks(module_signature(model.module), group)
-    broadcast_parameters_and_buffers(model.module, group)
+    module = model.module
+    check_same_on_all_ranks(module_signature(module), group)
+    broadcast_parameters_and_buffers(module, group)
     _check_same_data(data, group)
-    cast_frozen_parameters(model.module, recipe)
-    update_settings = UpdateSettings(job.optimizer, job.communication, job.outer)
+    cast_frozen_parameters(module, recipe)
     optimizer, outer_optimizer = build_optimizers(
-        model.module, recipe, group, layout, update_settings, job.data.batch_sequences
+        module, recipe, group, layout=layout, settings=job, batch_sequences=rows
     )
-    reproducible = job.run.reproducible
     engine = TrainingEngine(
-        model.module,
+        module,
         optimizer,
         group,
-        job.optimizer.clip_norm,
+        clip_norm=job.optimizer.clip_norm,
         outer_optimizer=outer_optimizer,
-        reproducible=reproducible is not None,
+        reproducible=job.run.reproducible is not None,
     )
-    if isinstance(optimizer.sharded_parameters, FSDP2DataParallel):
-        wrap_as_forward = optimizer.sharded_parameters.wrap_as_forward
-        model = replace(model, loss_sum=wrap_as_forward(model.loss_sum), logits=wrap_as_forward(model.logits))
-    keep, checkpoint_folder = job.checkpoint.keep, folder / "checkpoints"
+    parameters = optimizer.sharded_parameters
+    if isinstance(parameters, FSDP2DataParallel):
+        wrap = parameters.wrap_as_forward
+        model = replace(model, loss_sum=wrap(model.loss_sum), logits=wrap(model.logits))
     state = TrainingState(
-        model.module, optimizer, group, checkpoint_folder, keep, data.fingerprint, outer_optimizer, reproducible
+        module,
+        optimizer,
+        group,
+        folder / "checkpoints",
+        keep_newest=job.checkpoint.keep,
+        data_fingerprint=data.fingerprint,
+        outer_optimizer=outer_optimizer,
+        reproducible=job.run.reproducible,
     )
     steps = job.run.steps if job.run.steps is not None else data.steps_for_epochs(job.run.epochs or 1.0)
     return TrainingComponents(group, layout, data, model, engine, state, steps)
 
 
 def _check_same_data(data: BatchLoader, group: RankGroup) -> None:
-    """Machines with other files would train on samples that do not belong together."""
+    """Machines with different files would mix samples that do not belong together."""
     local_seed = derive_seed(data.fingerprint)
     first_rank_seed = torch.tensor([local_seed], device=group.device)
     broadcast(first_rank_seed, group)
@@ -171,7 +177,7 @@ def _check_same_data(data: BatchLoader, group: RankGroup) -> None:
 
 
 def open_rank_monitor(job: Job, group: RankGroup, folder: Path, callbacks: Sequence[Callback]) -> EventDispatcher:
-    """Rank 0 tells; the others keep silent."""
+    """The monitor of the job on rank 0, and one that ignores all events on other ranks."""
     if group.rank != 0:
         return EventDispatcher([])
     return open_event_dispatcher(job.monitor, folder, job.model_dump(mode="json"), callbacks)
@@ -179,7 +185,7 @@ def open_rank_monitor(job: Job, group: RankGroup, folder: Path, callbacks: Seque
 
 def restore_newest_checkpoint(components: TrainingComponents) -> ResumePoint:
     newest = newest_checkpoint(components.state.checkpoint_folder)
-    return (newest, *components.state.restore(newest)) if newest else (None, 0, [])
+    return ResumePoint(newest, *components.state.restore(newest)) if newest else ResumePoint(None, 0, [])
 
 
 def run_training(
@@ -190,15 +196,13 @@ def run_training(
     stop: StopFlag,
     step_runner: StepRunner | None = None,
 ) -> TrainingOutcome:
-    """`stepper`: who does the steps, if not this rank with its group."""
-    newest, done, changes = resume_point
+    """Train to the end or a stop; without a `step_runner` this rank takes the steps with its group."""
     compute = RECIPES[job.precision.recipe].compute
     device = discover_device(components.group.device, [compute, "float32"] if compute == "bfloat16" else [compute])
-    resumed_from = f"checkpoints/{newest.name}" if newest else None
-    monitor.on_event(_run_started_event(job, components, device, done, resumed_from))
-    for text in [*changes, *bfloat16_warnings(device)]:
+    monitor.on_event(_run_started_event(job, components, device, resume_point))
+    for text in [*resume_point.remarks, *bfloat16_warnings(device)]:
         monitor.on_event(WarningIssued(text=text))
-    progress = RunProgress(done, components.total_steps)
+    progress = RunProgress(resume_point.completed_steps, components.total_steps)
     with report_run_end(monitor.on_event, progress):
         TrainingLoop(
             job=job,
@@ -211,58 +215,83 @@ def run_training(
             stop_requested=lambda: stop.requested,
         ).run()
         if progress.completed_steps == progress.total_steps:
-            _sample_text(job, components, progress.completed_steps, monitor)
+            _sample_text(job, components, monitor)
     return TrainingOutcome(progress.completed_steps, progress.total_steps)
 
 
 def _run_started_event(
-    job: Job, components: TrainingComponents, device: LocalDevice, done: int, resumed_from: str | None
+    job: Job, components: TrainingComponents, device: LocalDevice, resume_point: ResumePoint
 ) -> RunStarted:
+    newest = resume_point.checkpoint
     return RunStarted(
         name=job.name,
         ranks=components.ranks,
         threads=torch.get_num_threads(),
         device=device.name,
-        parameters=count_parameters(components.model.module),
+        parameters=sum(p.numel() for p in components.model.module.parameters()),
         data=components.data.fingerprint,
-        first_step=done + 1,
+        first_step=resume_point.completed_steps + 1,
         last_step=components.total_steps,
-        resumed_from=resumed_from,
+        resumed_from=f"checkpoints/{newest.name}" if newest else None,
         num_classes=components.model.num_classes,
     )
 
 
-def _step_event_maker(job: Job, components: TrainingComponents, device: LocalDevice) -> StepEventMaker:
-    peak_flops = device.peak_flops.get(RECIPES[job.precision.recipe].compute)
-    return StepEventMaker(
-        flops_per_step=training_flops(job),
-        peak_flops=peak_flops.value * components.ranks if peak_flops else None,
-        memory_bytes=functools.partial(peak_memory_bytes, components.group.device),
-        epoch_at=components.data.epoch_at,
-    )
+def _step_event_maker(
+    job: Job, components: TrainingComponents, device: LocalDevice
+) -> Callable[[int, StepResult, float], StepDone]:
+    peak = device.peak_flops.get(RECIPES[job.precision.recipe].compute)
+    peak_flops = peak.value * components.ranks if peak else None
+    flops_per_step = training_flops(job)
+
+    def make_event(done: int, result: StepResult, seconds: float) -> StepDone:
+        return StepDone(
+            step=done,
+            loss=result.loss,
+            target_tokens=result.targets,
+            tokens=result.tokens,
+            learning_rate=result.learning_rate,
+            grad_norm=result.grad_norm,
+            skipped=not result.is_finite,
+            step_time_s=seconds,
+            tokens_per_s=result.tokens / seconds,
+            mfu=flops_per_step / (seconds * peak_flops) if flops_per_step and peak_flops else None,
+            memory_bytes=peak_memory_bytes(components.group.device),
+            epoch=components.data.epoch_at(done),
+            server=result.server_work,
+        )
+
+    return make_event
 
 
 def evaluate_split(
     job: Job, components: TrainingComponents, split: str, data: EvaluationBatchSource | None = None
 ) -> EvaluationResult | None:
-    """None when the job keeps nothing apart to judge on. `data`: what is judged on, if not that of the run."""
+    """Evaluate on a split of the run's data or of `data`; None when the job holds nothing out for it."""
     if not components.data.evaluation_batches(split):
         return None
     broadcast_buffers(components.model.module, components.engine.step_group)
-    partition = (components.group, components.layout, job.data.batch_sequences)
     with components.engine.consensus_parameters():
-        return evaluate(components.model, data or components.data, split, job.monitor.evaluate_batches, partition)
+        return evaluate(
+            components.model,
+            data or components.data,
+            split,
+            max_batches=job.monitor.evaluate_batches,
+            group=components.group,
+            layout=components.layout,
+            batch_sequences=job.data.batch_sequences,
+        )
 
 
-def _sample_text(job: Job, components: TrainingComponents, done: int, monitor: EventDispatcher) -> None:
-    """Text from the trained model, where it can write any. All ranks write, since each may have a part of the model."""
-    if not job.monitor.sample_tokens or not components.model.is_autoregressive:
+def _sample_text(job: Job, components: TrainingComponents, monitor: EventDispatcher) -> None:
+    """Text from the trained model, if it can write. All ranks take part, since the model may be sharded."""
+    settings, tokenizer = job.monitor, components.data.tokenizer
+    if not settings.sample_tokens or not components.model.is_autoregressive:
         return
-    tokenizer = components.data.tokenizer
-    prompt = tokenizer.encode(job.monitor.sample_prompt) or [tokenizer.end_id]
-    settings = job.monitor
+    prompt = tokenizer.encode(settings.sample_prompt) or [tokenizer.end_id]
     with components.engine.consensus_parameters():
-        generated_ids = generate_tokens(
+        token_ids = generate_tokens(
             components.model, prompt, settings.sample_tokens, job.run.seed, settings.sample_temperature
         )
-    monitor.on_event(TextSampled(step=done, prompt=job.monitor.sample_prompt, text=tokenizer.decode(generated_ids)))
+    text = tokenizer.decode(token_ids)
+    monitor.on_event(TextSampled(step=components.total_steps, prompt=settings.sample_prompt, text=text))

@@ -1,9 +1,9 @@
-"""Settings that do nothing beside some value of another one: one table, by which a job that sets one is refused.
+"""Rules between settings, as two tables: what a setting needs in order to have an effect, and what rules it out.
 
-A setting that is silently passed over looks as if it worked. Only what somebody has set counts, never a default.
+A setting that is silently ignored looks as if it worked. Only settings that somebody wrote are checked, never defaults.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal
@@ -12,156 +12,165 @@ from pydantic import BaseModel
 
 from motet.core.errors import InputError
 
+AcceptedValues = tuple[str | int, ...] | Literal["set", "unset"]
+
 
 @dataclass(frozen=True)
 class SettingRequirement:
-    """A setting, and what another one, or one of several, must be for it to do anything."""
+    """A setting, and the values of another one, or of one of several, with which it has an effect."""
 
     setting: str
     depends_on: str  # `section.name`, or several with ` or ` between them
-    accepted: tuple[str | int, ...] | Literal["given", "absent"]
+    accepted: AcceptedValues
 
     def is_met(self, value: object) -> bool:
-        """Whether the setting does something when its key has this value."""
-        if self.accepted == "given":
+        """Whether the setting has an effect when the one it depends on has this value."""
+        if self.accepted == "set":
             return bool(value)
-        return not value if self.accepted == "absent" else value in self.accepted
+        return not value if self.accepted == "unset" else value in self.accepted
 
     def remedy(self, value: object) -> str:
+        key = self.depends_on
         match self.accepted:
-            case "given":
-                return f"without {self.depends_on}; leave it out, or set {self.depends_on}"
-            case "absent":
-                return f"beside {self.depends_on}; leave one of them out"
+            case "set":
+                return f"without {key}; leave it out, or set {key}"
+            case "unset":
+                return f"together with {key}; leave one of them out"
             case values:
-                return f"with {self.depends_on} = {value!r}; leave it out, or set {self.depends_on}={' or '.join(map(str, values))}"
+                choices = " or ".join(map(str, values))
+                return f"with {key} = {value!r}; leave it out, or set {key}={choices}"
 
 
-def _requirements(
-    section: str, settings: str, depends_on: str, accepted: tuple[str | int, ...] | Literal["given", "absent"]
-) -> Iterable[SettingRequirement]:
-    """`key` is of the same section, or says its own."""
-    depends_on = depends_on if "." in depends_on else f"{section}.{depends_on}"
-    return (SettingRequirement(f"{section}.{name}", depends_on, accepted) for name in settings.split())
-
-
-_ALL_REDUCE_SETTINGS = (
-    "overlap bucket_mib first_bucket_mib all_reduce reduce_scatter all_gather cluster compress_gradients "
-    "compress_parameters compress_over compress_after error_feedback"
+# (section, its settings, the setting that they depend on, its accepted values). A name without a section is of the
+# same section.
+_REQUIREMENTS: tuple[tuple[str, str, str, AcceptedValues], ...] = (
+    ("model", "rope_theta rotary_fraction rope_scaling", "positions", ("rotary",)),
+    ("model", "norm_bias", "norm", ("layer",)),
+    ("model", "classes", "head", ("classify",)),
+    ("data", "source", "mixture", "unset"),
+    ("data", "mask_fraction", "objective", ("masked", "spans")),
+    ("data", "restart_documents", "objective", ("causal", "masked", "spans")),
+    ("optimizer", "betas eps", "name", ("adamw",)),
+    ("optimizer", "momentum nesterov", "name", ("sgd",)),
+    ("optimizer.schedule", "decay_steps", "kind", ("warmup-stable-decay",)),
+    ("optimizer.schedule", "final_fraction", "kind", ("linear", "cosine", "warmup-stable-decay")),
+    ("layout", "zero", "data", ("all_reduce",)),
+    ("layout", "shard_group", "zero", "set"),
+    ("layout", "reshard_after_forward min_shard_numel secondary_group", "zero", (3,)),
+    ("layout", "secondary_group", "outer.every", "unset"),
+    ("layout", "server", "data", ("parameter_server",)),
+    (
+        "layout.server",
+        "mode send_order copies work_items_per_step compress_pushes compress_pulls placement error_feedback "
+        "snapshot_every listen eviction_timeout_s max_process_restarts",
+        "transport",
+        ("point-to-point",),
+    ),
+    ("layout.server", "error_feedback", "layout.server.compress_pushes or layout.server.compress_pulls", "set"),
+    ("layout.server", "reduce_algorithm broadcast_algorithm", "transport", ("collectives",)),
+    ("layout.server", "first_k", "mode", ("first-k",)),
+    ("layout.server", "staleness", "mode", ("bounded",)),
+    ("layout.server", "learning_rate_scaling delay_compensation", "mode", ("bounded", "async")),
+    ("layout.server", "snapshot_every", "copies", (1,)),
+    (
+        "communication",
+        "overlap bucket_mib first_bucket_mib all_reduce reduce_scatter all_gather cluster compress_gradients "
+        "compress_parameters compress_over compress_after error_feedback",
+        "layout.data",
+        ("all_reduce",),
+    ),
+    ("outer", "every", "layout.data", ("all_reduce",)),
+    ("communication", "overlap bucket_mib first_bucket_mib", "layout.zero", (0, 1, 2)),
+    ("communication", "compress_over compress_after error_feedback", "compress_gradients", "set"),
+    ("communication", "compress_parameters", "layout.zero", (1, 2, 3)),
+    ("layout", "microbatches", "run.reproducible", "unset"),
+    ("communication", "all_reduce reduce_scatter", "run.reproducible", "unset"),
+    ("outer", "optimizer learning_rate momentum fragments delay mixing_factor", "every", "set"),
+    ("outer", "learning_rate momentum", "optimizer", ("nesterov",)),
+    ("outer", "mixing_factor", "delay", "set"),
+    ("monitor", "replica_check_action", "replica_check_every", "set"),
+    ("monitor", "wandb_project", "wandb", ("online", "offline")),
+    ("monitor", "profile_steps", "profile_from", "set"),
+    ("monitor", "sample_prompt sample_temperature", "sample_tokens", "set"),
+    ("run", "existing", "folder", "set"),
+    ("run", "cpu_backend", "device", ("auto", "cpu")),
+    ("run", "max_skips", "on_nan", ("skip",)),
+)
+SETTING_REQUIREMENTS = tuple(
+    SettingRequirement(f"{section}.{name}", key if "." in key else f"{section}.{key}", accepted)
+    for section, names, key, accepted in _REQUIREMENTS
+    for name in names.split()
 )
 
-_MESSAGES_TRANSPORT = ("point-to-point",)
-
-SETTING_REQUIREMENTS: tuple[SettingRequirement, ...] = (
-    *_requirements("model", "rope_theta rotary_fraction rope_scaling", "positions", ("rotary",)),
-    *_requirements("model", "norm_bias", "norm", ("layer",)),
-    *_requirements("model", "classes", "head", ("classify",)),
-    *_requirements("data", "source", "mixture", "absent"),
-    *_requirements("data", "mask_fraction", "objective", ("masked", "spans")),
-    *_requirements("data", "restart_documents", "objective", ("causal", "masked", "spans")),
-    *_requirements("optimizer", "betas eps", "name", ("adamw",)),
-    *_requirements("optimizer", "momentum nesterov", "name", ("sgd",)),
-    *_requirements("optimizer.schedule", "decay_steps", "kind", ("warmup-stable-decay",)),
-    *_requirements("optimizer.schedule", "final_fraction", "kind", ("linear", "cosine", "warmup-stable-decay")),
-    *_requirements("layout", "zero", "data", ("all_reduce",)),
-    *_requirements("layout", "shard_group", "zero", "given"),
-    *_requirements("layout", "reshard_after_forward min_shard_numel secondary_group", "zero", (3,)),
-    *_requirements("layout", "secondary_group", "outer.every", "absent"),
-    *_requirements("layout", "server", "data", ("parameter_server",)),
-    *_requirements(
-        "layout.server",
-        "mode send_order copies work_items_per_step compress_pushes compress_pulls placement",
-        "transport",
-        _MESSAGES_TRANSPORT,
-    ),
-    *_requirements(
-        "layout.server",
-        "error_feedback snapshot_every listen eviction_timeout_s max_process_restarts",
-        "transport",
-        _MESSAGES_TRANSPORT,
-    ),
-    *_requirements(
-        "layout.server", "error_feedback", "layout.server.compress_pushes or layout.server.compress_pulls", "given"
-    ),
-    *_requirements("layout.server", "reduce_algorithm broadcast_algorithm", "transport", ("collectives",)),
-    *_requirements("layout.server", "first_k", "mode", ("first-k",)),
-    *_requirements("layout.server", "staleness", "mode", ("bounded",)),
-    *_requirements("layout.server", "learning_rate_scaling", "mode", ("bounded", "async")),
-    *_requirements("layout.server", "delay_compensation", "mode", ("bounded", "async")),
-    *_requirements("layout.server", "snapshot_every", "copies", (1,)),
-    *_requirements("communication", _ALL_REDUCE_SETTINGS, "layout.data", ("all_reduce",)),
-    *_requirements("outer", "every", "layout.data", ("all_reduce",)),
-    *_requirements("communication", "overlap bucket_mib first_bucket_mib", "layout.zero", (0, 1, 2)),
-    *_requirements("communication", "compress_over compress_after error_feedback", "compress_gradients", "given"),
-    *_requirements("communication", "compress_parameters", "layout.zero", (1, 2, 3)),
-    *_requirements("layout", "microbatches", "run.reproducible", "absent"),
-    *_requirements("communication", "all_reduce reduce_scatter", "run.reproducible", "absent"),
-    *_requirements("outer", "optimizer learning_rate momentum fragments delay mixing_factor", "every", "given"),
-    *_requirements("outer", "learning_rate momentum", "optimizer", ("nesterov",)),
-    *_requirements("outer", "mixing_factor", "delay", "given"),
-    *_requirements("monitor", "replica_check_action", "replica_check_every", "given"),
-    *_requirements("monitor", "wandb_project", "wandb", ("online", "offline")),
-    *_requirements("monitor", "profile_steps", "profile_from", "given"),
-    *_requirements("monitor", "sample_prompt sample_temperature", "sample_tokens", "given"),
-    *_requirements("run", "existing", "folder", "given"),
-    *_requirements("run", "cpu_backend", "device", ("auto", "cpu")),
-    *_requirements("run", "max_skips", "on_nan", ("skip",)),
-)
+# Settings that must keep their defaults with `run.reproducible = "layout"`, and why.
+_NOT_REPRODUCIBLE = {
+    "layout.data": "servers add gradients in the order in which workers push them",
+    "outer.every": "another number of independent replicas is another training",
+    "communication.compress_gradients": "a codec rounds by what lies on one rank",
+    "communication.compress_parameters": "a codec rounds by what lies on one rank",
+}
 
 
 def check_no_unused_settings(job: object, source: str) -> None:
-    """A sentence about the first setting that a job, read from `source`, has in vain; it may lack whole sections."""
+    """Refuse a job, read from `source`, in which a setting has no effect; whole sections may be missing."""
     for requirement in SETTING_REQUIREMENTS:
         path, _, name = requirement.setting.rpartition(".")
-        if not hasattr(job, path.partition(".")[0]):
+        if not _has_section(job, path) or name not in (section := attrgetter(path)(job)).model_fields_set:
             continue
-        section: Any = attrgetter(path)(job)
-        if name not in section.model_fields_set:
-            continue
-        values = [
-            attrgetter(key)(job) for key in requirement.depends_on.split(" or ") if hasattr(job, key.partition(".")[0])
-        ]
+        values = [attrgetter(key)(job) for key in requirement.depends_on.split(" or ") if _has_section(job, key)]
         if values and not any(map(requirement.is_met, values)):
-            value_text = _format_value(getattr(section, name))
-            raise InputError(
-                f"{source}: {requirement.setting}{value_text} has no effect {requirement.remedy(values[0])}"
-            )
+            setting = f"{requirement.setting}{_format_value(getattr(section, name))}"
+            raise InputError(f"{source}: {setting} has no effect {requirement.remedy(values[0])}")
 
 
 def drop_unused_settings(tree: dict[str, Any]) -> None:
-    """Leave out of a whole job, as plain nested values, what does nothing in it."""
-    for requirement in SETTING_REQUIREMENTS:
-        _drop_unless_met(tree, requirement)
+    """Remove settings without effect from a complete job, as plain nested values."""
+    _drop_unmet(tree, SETTING_REQUIREMENTS)
 
 
 def drop_replaced_settings(tree: dict[str, Any], overridden: Collection[str]) -> None:
-    """Leave out what only the value did something with that an override has replaced."""
+    """Remove settings that had an effect only with the value that an override has replaced."""
 
-    def is_overridden(*keys: str) -> bool:
-        return any(key == path or key.startswith(f"{path}.") for path in overridden for key in keys)
+    def is_overridden(key: str) -> bool:
+        return any(key == path or key.startswith(f"{path}.") for path in overridden)
 
-    for requirement in SETTING_REQUIREMENTS:
-        if is_overridden(*requirement.depends_on.split(" or ")) and not is_overridden(requirement.setting):
-            _drop_unless_met(tree, requirement)
+    _drop_unmet(
+        tree,
+        (
+            requirement
+            for requirement in SETTING_REQUIREMENTS
+            if any(map(is_overridden, requirement.depends_on.split(" or "))) and not is_overridden(requirement.setting)
+        ),
+    )
 
 
-def _drop_unless_met(tree: dict[str, Any], requirement: SettingRequirement) -> None:
-    path, _, name = requirement.setting.rpartition(".")
-    section = _section(tree, path)
-    keys = [key.rpartition(".") for key in requirement.depends_on.split(" or ")]
-    key_sections = [(other, key) for beside, _, key in keys if (other := _section(tree, beside)) is not None]
-    if (
-        section is not None
-        and key_sections
-        and not any(requirement.is_met(other.get(key)) for other, key in key_sections)
-    ):
-        section.pop(name, None)
+def reproducibility_conflicts(job: object) -> Iterator[str]:
+    """A sentence for each setting of a job with which numbers depend on the layout."""
+    for key, reason in _NOT_REPRODUCIBLE.items():
+        section, _, name = key.partition(".")
+        settings = attrgetter(section)(job)
+        value = getattr(settings, name)
+        if value != type(settings).model_fields[name].default:
+            yield f"run.reproducible = 'layout' does not go with {key} = {value!r}: {reason}; leave one of them out"
+
+
+def _has_section(job: object, key: str) -> bool:
+    return hasattr(job, key.partition(".")[0])
+
+
+def _drop_unmet(tree: dict[str, Any], requirements: Iterable[SettingRequirement]) -> None:
+    for requirement in requirements:
+        path, _, name = requirement.setting.rpartition(".")
+        keys = [key.rpartition(".") for key in requirement.depends_on.split(" or ")]
+        values = [section.get(key) for path, _, key in keys if (section := _section(tree, path)) is not None]
+        if (section := _section(tree, path)) is not None and values and not any(map(requirement.is_met, values)):
+            section.pop(name, None)
 
 
 def _section(tree: dict[str, Any], path: str) -> dict[str, Any] | None:
     section: Any = tree
-    for part in path.split("."):
-        section = section.get(part) if isinstance(section, dict) else None
+    for key in path.split("."):
+        section = section.get(key) if isinstance(section, dict) else None
     return section if isinstance(section, dict) else None
 
 

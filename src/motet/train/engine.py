@@ -1,6 +1,6 @@
-"""A module that is spread over ranks, in a loop of one's own: `parallelize` it, then `step`, or do the parts of a step.
+"""A module that is trained on several ranks, in a custom loop: `parallelize` it, then `step`, or do the parts of a step.
 
-The training of jobs goes the same way (train/step.py).
+Jobs are trained in the same way (train/step.py).
 """
 
 import math
@@ -43,26 +43,27 @@ from motet.parallel.step_plan.plan import make_step_plan
 from motet.precision.cast_frozen import cast_frozen_parameters
 from motet.precision.recipe import RECIPES, PrecisionRecipe, PrecisionSettings
 from motet.train.config_rules import check_no_unused_settings
+from motet.train.job import Job
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer, build_sharded_optimizer, trainable_parameters
 from motet.train.state import TrainingState, newest_checkpoint
 
 SettingsT = TypeVar("SettingsT", bound=FrozenSettings)
-# (module, batch) -> the sum of the losses and how many there are; or their mean, and then every batch counts alike.
+# (module, batch) -> the sum of the losses and their count; or their mean, and then every batch has the same weight.
 LossFunction = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]]
 
 
 @dataclass(frozen=True)
 class StepStats:
-    """How a step ended. The same on every rank of a replica; without `outer`, these are all ranks."""
+    """The outcome of a step: the same on every rank, or with `outer` on every rank of a replica."""
 
-    loss: float  # Per count: the mean over all ranks and micro-batches
+    loss: float  # The mean over all ranks and micro-batches, per count
     grad_norm: float  # Before clipping
     count: float
     is_finite: bool  # False: the loss or a gradient is not finite, and nothing was updated
-    extra_sums: tuple[float, ...]  # Of whatever else was to be added up over the ranks
-    stop_requested: bool  # Some rank was asked to stop; with `outer`, replicas learn it when they meet
-    # Steps in a row that updated nothing; with `outer`, the most of any replica, and 0 when they do not meet.
+    extra_sums: tuple[float, ...]  # Sums over the ranks of the extra values
+    stop_requested: bool  # Some rank was asked to stop; with `outer`, replicas learn it at the outer step
+    # Consecutive steps that updated nothing; with `outer`, the most of any replica, and 0 between outer steps.
     skipped_steps: int
 
 
@@ -75,11 +76,10 @@ class TrainingEngine:
     group: RankGroup
     clip_norm: float | None = None
     loss_function: LossFunction | None = None
-    learning_rate: float = 0.0  # What `step` takes when it is given none
-    outer_optimizer: OuterOptimizer | None = None  # Replicas train apart, and meet by its rule
-    reproducible: bool = False  # Every layout is to have the same bits
-    # As the step began with them, on all ranks alike.
-    buffers_at_step_start: dict[str, Tensor] = field(default_factory=dict)
+    learning_rate: float = 0.0  # The default of `step`
+    outer_optimizer: OuterOptimizer | None = None  # Synchronises independent replicas
+    reproducible: bool = False  # Every layout must have the same bits
+    buffers_at_step_start: dict[str, Tensor] = field(default_factory=dict)  # The same on all ranks
     _skipped_steps: int = 0
 
     def __post_init__(self) -> None:
@@ -93,7 +93,9 @@ class TrainingEngine:
     def step(self, *batches: Any, learning_rate: float | None = None) -> StepStats:
         """One update from this rank's micro-batches; a rank may have fewer than others."""
         if self.loss_function is None:
-            raise InputError("step: there is no loss; give parallelize a loss=..., or use begin, backward and update")
+            raise InputError(
+                "step: there is no loss; give parallelize a loss=..., or use begin_step, backward and update"
+            )
         self.begin_step()
         total, count, max_microbatches = 0.0, 0.0, self._max_microbatches(len(batches))
         for microbatch in range(max_microbatches):
@@ -105,12 +107,11 @@ class TrainingEngine:
         return self.update(self.learning_rate if learning_rate is None else learning_rate, total, count)
 
     def begin_step(self) -> None:
-        """Of a step."""
+        """Begin a step, with buffers that are the same on all ranks."""
         parameters = self._trainable_parameters()
         if changed_keys := parameters.keys() ^ self._initial_parameters.keys():
-            name = next(
-                named[key] for named in (parameters, self._initial_parameters) for key in named if key in changed_keys
-            )
+            key = next(key for key in (*parameters, *self._initial_parameters) if key in changed_keys)
+            name = parameters.get(key) or self._initial_parameters[key]
             raise InputError(
                 f"parameter {name} was replaced, added, frozen or released after the module was parallelized; do that "
                 "before, and change values in place afterwards"
@@ -120,12 +121,13 @@ class TrainingEngine:
         self.optimizer.sharded_parameters.begin_step()
 
     def backward(self, loss: Tensor | None, first: bool = True, last: bool = True) -> None:
-        """Of the sum of the losses of a micro-batch; None where this rank has none. Ranks must agree on the last."""
-        self.optimizer.sharded_parameters.begin_backward(first, last)
+        """Backward of the loss sum of a micro-batch, None where this rank has none. Ranks must agree on `last`."""
+        parameters = self.optimizer.sharded_parameters
+        parameters.begin_backward(first, last)
         with span("backward"):
             if loss is not None:
                 loss.backward()
-        self.optimizer.sharded_parameters.end_backward()
+        parameters.end_backward()
 
     def update(
         self,
@@ -135,21 +137,21 @@ class TrainingEngine:
         *extra_values: float,
         stop: bool = False,
     ) -> StepStats:
-        """Divide what was summed by the count over all ranks, clip, and update, unless something is not finite.
+        """Divide loss and gradients by the count over all ranks, clip and update, unless something is not finite.
 
-        `loss`: summed on this rank, or in as many parts as on all others; parts are added up in the end, exactly.
+        `loss` is the sum on this rank, or equally many partial sums on each rank, which are added exactly.
         """
         group = self.step_group
         self._check_buffers_unchanged()
-        loss_parts = loss if isinstance(loss, Sequence) else [loss]
+        partial_losses = loss if isinstance(loss, Sequence) else [loss]
         with span("norm"):
             squared_norm = self.optimizer.squared_norm()
         with span("agree"):
-            local_sums = [count, squared_norm, float(stop), *loss_parts, *extra_values]
+            local_sums = [count, squared_norm, float(stop), *partial_losses, *extra_values]
             count, squared_norm, stop_count, *sums = sum_scalars(local_sums, group, group.device)
-            total = exact_sum(sums[: len(loss_parts)])
+            total = exact_sum(sums[: len(partial_losses)])
         with span("clip"):
-            divisor = count if count > 0 else 1.0  # a step without anything to learn from has loss and gradient zero
+            divisor = count if count > 0 else 1.0  # a step without targets has loss and gradient zero
             norm = math.sqrt(squared_norm) / divisor
             is_finite = math.isfinite(total) and math.isfinite(norm)
             if is_finite:
@@ -160,50 +162,48 @@ class TrainingEngine:
             else:
                 for name, buffer in persistent_buffers(self.module).items():
                     buffer.data.copy_(self.buffers_at_step_start[name])
-        agreement = self._advance_step(is_finite, stop_count > 0)
-        extra_values = tuple(sums[len(loss_parts) :])
+        status = self._advance_step(is_finite, stop_count > 0)
         return StepStats(
-            total / divisor,
-            norm,
-            count,
-            is_finite,
-            extra_values,
-            agreement.stop_requested,
-            agreement.max_consecutive_skips,
+            loss=total / divisor,
+            grad_norm=norm,
+            count=count,
+            is_finite=is_finite,
+            extra_sums=tuple(sums[len(partial_losses) :]),
+            stop_requested=status.stop_requested,
+            skipped_steps=status.max_consecutive_skips,
         )
 
     def gradient_scale(self, norm: float, count: float) -> float:
-        """What sums of gradients are multiplied by to be the clipped gradient of the mean."""
+        """The factor that turns sums of gradients into the clipped gradient of the mean loss."""
         clip_factor = 1.0 if self.clip_norm is None or norm <= self.clip_norm else self.clip_norm / norm
         return clip_factor / count if count > 0 else clip_factor
 
     def finalize(self) -> OuterStepStatus | None:
-        """After the last step of all: with `outer`, the replicas meet once more and are one model then."""
+        """Called after the last step: with `outer`, the replicas are synchronised into one model."""
         return None if self.outer_optimizer is None else self.outer_optimizer.finish()
 
     def synchronize(self) -> None:
-        """Until the module is what the last step made it: with `overlap = "forward"` some of it may be underway."""
+        """Wait until the module has all values of the last step; with `overlap = "forward"` some may still arrive."""
         self.optimizer.sharded_parameters.wait_for_pending()
 
     def load_assigned_values(self) -> None:
-        """Train on from values that you have assigned to parameters, on all ranks alike, since the last step.
+        """Continue from values that you assigned to parameters, the same on all ranks, since the last step.
 
-        With masters of a higher precision than the model's, or after `p.data = ...`, they would be lost otherwise.
+        Without this call they are lost if master parameters have a higher precision, or after `p.data = ...`.
         """
         if self.outer_optimizer is not None:
             raise InputError(
-                "adopt: replicas that train apart (outer.every) would take it for something that they have learned; "
-                "assign values before parallelize"
+                "load_assigned_values: independent replicas (outer.every) would take the change for something that they "
+                "have learned; assign values before parallelize"
             )
         self.optimizer.sharded_parameters.load_assigned_values()
 
     def consensus_parameters(self) -> AbstractContextManager[None]:
-        """Inside, the module is the same on all ranks: with `outer`, what the replicas agreed on last."""
+        """Inside, the module is the same on all ranks: with `outer`, it has the outer parameters."""
         self.synchronize()
         return nullcontext() if self.outer_optimizer is None else self.outer_optimizer.using_outer_parameters()
 
     def _advance_step(self, is_finite: bool, stop: bool) -> OuterStepStatus:
-        """What is known after the step."""
         if self.outer_optimizer is not None:
             with span("meet"):
                 return self.outer_optimizer.advance(is_finite, stop) or OuterStepStatus(False, 0)
@@ -211,23 +211,21 @@ class TrainingEngine:
         return OuterStepStatus(stop, self._skipped_steps)
 
     def _check_buffers_unchanged(self) -> None:
-        """A buffer that follows what one rank computes follows the layout."""
-        if not self.reproducible:
-            return
-        for name, buffer in persistent_buffers(self.module).items():
+        """A buffer that training changes on one rank depends on the layout."""
+        for name, buffer in persistent_buffers(self.module).items() if self.reproducible else ():
             if not torch.equal(buffer, self.buffers_at_step_start[name]):
                 raise InputError(
                     f"run.reproducible = 'layout', but training changes the buffer {name!r} (running statistics, say), "
-                    "which follows what a rank has computed; use a model without such buffers, or leave "
-                    "run.reproducible out"
+                    "which depends on the rows of a rank; use a model without such buffers, or leave run.reproducible "
+                    "out"
                 )
 
     def save(self, folder: str | Path, step: int) -> Path:
-        """Write a checkpoint, which any layout can read; called by every rank."""
+        """Write a checkpoint, which any layout can read. Every rank calls it."""
         return self._training_state(folder).save(step)[0]
 
     def restore(self, folder: str | Path) -> int:
-        """Read the newest checkpoint of the folder; the step after which it was written, or 0 if there is none."""
+        """Load the newest checkpoint of the folder. Returns its step, or 0 if there is none."""
         newest = newest_checkpoint(Path(folder))
         return self._training_state(folder).restore(newest)[0] if newest else 0
 
@@ -243,13 +241,13 @@ class TrainingEngine:
         )
 
     def _trainable_parameters(self) -> dict[object, str]:
-        """Each parameter, and its name. Of what stage 3 cuts into rows modules have another one while it is whole."""
-        sharded_parameters = self.optimizer.sharded_parameters
-        row_sharded = sharded_parameters.sharded_parameters if isinstance(sharded_parameters, FSDP2DataParallel) else {}
+        """The name of each parameter; by name if FSDP2 replaces the parameter while it is unsharded."""
+        parameters = self.optimizer.sharded_parameters
+        row_sharded = parameters.sharded_parameters if isinstance(parameters, FSDP2DataParallel) else {}
         return {n if n in row_sharded else p: n for n, p in self.module.named_parameters() if p.requires_grad}
 
     def _max_microbatches(self, local_microbatches: int) -> int:
-        """The most micro-batches of any rank: those that have fewer take part in the sums all the same."""
+        """The most micro-batches of any rank; ranks with fewer still take part in the collectives."""
         bounds = torch.tensor([local_microbatches, -local_microbatches], device=self.step_group.device)
         all_reduce(bounds, self.step_group, op="max")
         max_count, min_count = int(bounds[0]), -int(bounds[1])
@@ -271,73 +269,57 @@ def parallelize(  # sections of a job, by name
     communication: Mapping[str, Any] | CommunicationSettings | None = None,
     outer: Mapping[str, Any] | LocalSGDSettings | None = None,
 ) -> TrainingEngine:
-    """Spread a module over the ranks of the process group, as a layout like "zero=2 shard_group=4" says.
+    """Distribute a module over the ranks of the process group by a layout such as "zero=2 shard_group=4".
 
-    `optimizer`, `communication` and `outer` are the sections of a job of these names. Without a process group it is
-    one rank.
+    `optimizer`, `communication` and `outer` are sections of a job. Without a process group there is one rank.
     """
     layout_settings = layout if isinstance(layout, LayoutSettings) else parse_layout(layout)
     if layout_settings.uses_server_processes:
         raise InputError(
-            f"layout.data = {layout_settings.data!r} is for `motet train`, which starts the servers; in a loop of your own "
-            "leave it out"
+            f"layout.data = {layout_settings.data!r} is for `motet train`, which starts the servers; leave it out in a "
+            "custom loop"
         )
-    optimizer_settings = _to_settings(OptimizerSettings, optimizer, "optimizer")
-    if "schedule" in optimizer_settings.model_fields_set:
-        raise InputError("optimizer.schedule has no effect in a loop of your own; give step a learning_rate=...")
-    communication_settings = _to_settings(CommunicationSettings, communication, "communication")
-    outer_settings = _to_settings(LocalSGDSettings, outer, "outer")
-    all_settings = ParallelizeSettings(layout_settings, optimizer_settings, communication_settings, outer_settings)
-    check_no_unused_settings(all_settings, "parallelize")
+    settings = ParallelizeSettings(
+        layout_settings,
+        _to_settings(OptimizerSettings, optimizer, "optimizer"),
+        _to_settings(CommunicationSettings, communication, "communication"),
+        _to_settings(LocalSGDSettings, outer, "outer"),
+    )
+    if "schedule" in settings.optimizer.model_fields_set:
+        raise InputError("optimizer.schedule has no effect in a custom loop; give step a learning_rate=...")
+    check_no_unused_settings(settings, "parallelize")
     recipe = RECIPES[_to_settings(PrecisionSettings, {"recipe": precision}, "precision").recipe]
     group = _default_group(module)
-    resolved_layout = resolve_layout(layout_settings, group.world, group.world * layout_settings.microbatches)
-    check_communication(communication_settings, resolved_layout, independent_replicas=outer_settings.every is not None)
-    check_same_on_all_ranks(
-        [f"precision = {precision!r}", *all_settings.setting_lines(), *module_signature(module)], group
-    )
+    rows = group.world * layout_settings.microbatches
+    resolved_layout = resolve_layout(layout_settings, group.world, rows)
+    check_communication(settings.communication, resolved_layout, independent_replicas=settings.outer.every is not None)
+    sections = zip(settings._fields, settings, strict=True)
+    setting_lines = [f"{name}.{key} = {value!r}" for name, section in sections for key, value in section]
+    check_same_on_all_ranks([f"precision = {precision!r}", *setting_lines, *module_signature(module)], group)
     broadcast_parameters_and_buffers(module, group)
     cast_frozen_parameters(module, recipe)
-    sharded_optimizer, outer_optimizer = build_optimizers(
-        module,
-        recipe,
-        group,
-        resolved_layout,
-        UpdateSettings(optimizer_settings, communication_settings, outer_settings),
-        group.world * layout_settings.microbatches,
+    inner, outer_optimizer = build_optimizers(
+        module, recipe, group, layout=resolved_layout, settings=settings, batch_sequences=rows
     )
     _PARALLELIZED_MODULES.update(module.modules())
     return TrainingEngine(
         module,
-        sharded_optimizer,
+        inner,
         group,
-        optimizer_settings.clip_norm,
-        loss,
-        optimizer_settings.learning_rate,
-        outer_optimizer,
+        clip_norm=settings.optimizer.clip_norm,
+        loss_function=loss,
+        learning_rate=settings.optimizer.learning_rate,
+        outer_optimizer=outer_optimizer,
     )
 
 
-_PARALLELIZED_MODULES: WeakSet[nn.Module] = WeakSet()  # What was parallelized
+_PARALLELIZED_MODULES: WeakSet[nn.Module] = WeakSet()
 
 
 class ParallelizeSettings(NamedTuple):
-    """What is set."""
+    """The sections of a job that `parallelize` takes."""
 
     layout: LayoutSettings
-    optimizer: OptimizerSettings
-    communication: CommunicationSettings
-    outer: LocalSGDSettings
-
-    def setting_lines(self) -> list[str]:
-        """One for each setting."""
-        named = zip(self._fields, self, strict=True)
-        return [f"{section}.{key} = {value!r}" for section, settings in named for key, value in settings]
-
-
-class UpdateSettings(NamedTuple):
-    """The sections of a job that say how parameters are updated."""
-
     optimizer: OptimizerSettings
     communication: CommunicationSettings
     outer: LocalSGDSettings
@@ -347,57 +329,58 @@ def build_optimizers(
     module: nn.Module,
     recipe: PrecisionRecipe,
     group: RankGroup,
+    *,
     layout: Layout,
-    settings: UpdateSettings,
+    settings: ParallelizeSettings | Job,
     batch_sequences: int,
 ) -> tuple[ShardedOptimizer, OuterOptimizer | None]:
-    """Spread the trainable parameters, over all ranks or over those of each replica that trains apart.
+    """Shard the trainable parameters over all ranks, or over the ranks of each independent replica.
 
-    What will be done is proven first: by the first rank for all, and then by each rank that it keeps what it should.
+    The first rank proves the plan of a step, and then each rank checks that it holds what the plan says.
     """
-    communication, independent_replicas = settings.communication, settings.outer.every is not None
+    communication, has_replicas = settings.communication, settings.outer.every is not None
     plan = make_step_plan(
         trainable_parameters(module, settings.optimizer),
         layout,
         recipe,
         settings=communication,
         batch_sequences=batch_sequences,
-        independent_replicas=independent_replicas,
+        independent_replicas=has_replicas,
     )
     if group.rank == 0:
         prove_step_plan(plan)
-        prove_collective_programs(
-            layout, without_forward_overlap(communication) if independent_replicas else communication
-        )
-    replicas = split_into_replicas(group, layout, communication) if independent_replicas else None
+        prove_collective_programs(layout, without_forward_overlap(communication) if has_replicas else communication)
+    replicas = split_into_replicas(group, layout, communication) if has_replicas else None
     step_group, step_layout = replicas.local_group_and_layout if replicas else (group, layout)
-    optimizer = build_sharded_optimizer(module, settings.optimizer, recipe, step_group, step_layout, communication)
-    sharded_parameters = optimizer.sharded_parameters
+    inner = build_sharded_optimizer(module, settings.optimizer, recipe, step_group, step_layout, communication)
+    parameters = inner.sharded_parameters
     held_ranges = {
-        name: (p.start, p.start + p.values.numel())
-        for name, p in sharded_parameters.local_shards(sharded_parameters.local_masters).items()
+        name: (shard.start, shard.start + shard.values.numel())
+        for name, shard in parameters.local_shards(parameters.local_masters).items()
     }
-    check_rank_matches_plan(
-        plan, step_group.rank, held_ranges, contributes_to_norm=sharded_parameters.contributes_to_norm
-    )
-    return optimizer, OuterOptimizer(
-        module, sharded_parameters, replicas, settings.outer, communication
-    ) if replicas else None
+    check_rank_matches_plan(plan, step_group.rank, held_ranges, contributes_to_norm=parameters.contributes_to_norm)
+    if replicas is None:
+        return inner, None
+    return inner, OuterOptimizer(module, parameters, replicas, settings.outer, communication)
 
 
 def loss_and_count(loss_output: Any, caller: str = "step") -> tuple[Tensor, float]:
-    """Of what a loss function gives; the count is 1 where it gives none."""
+    """Split the output of a loss function; the count is 1 where it returns none."""
     value, count = loss_output if isinstance(loss_output, tuple) and len(loss_output) == 2 else (loss_output, 1.0)
-    for name, item, allowed_types in (("loss", value, Tensor), ("count beside the loss", count, Tensor | float | int)):
+    for name, item, allowed_types in (
+        ("loss", value, Tensor),
+        ("count that goes with the loss", count, Tensor | float | int),
+    ):
         if not isinstance(item, allowed_types) or (isinstance(item, Tensor) and item.numel() != 1):
             description = f"of shape {list(item.shape)}" if isinstance(item, Tensor) else f"a {type(item).__name__}"
             raise InputError(
-                f"{caller}: the {name} is {description}; give a tensor of one number, their sum say, and how many there are"
+                f"{caller}: the {name} is {description}; give a tensor of one number, such as a sum, and how many losses "
+                "are in it"
             )
     if not value.requires_grad:
         raise InputError(
             f"{caller}: the loss depends on no parameter that is trained (it was detached, or made under no_grad); return "
-            "what autograd can follow"
+            "a loss with a gradient"
         )
     return value, float(count)
 
@@ -410,7 +393,7 @@ def _default_group(module: nn.Module) -> RankGroup:
     """The ranks of the process group, on the device where the module is."""
     devices = {str(p.device): name for name, p in module.named_parameters()}
     if len(devices) > 1:
-        device_names = ", ".join(f"{name} on {place}" for place, name in devices.items())
+        device_names = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise InputError(f"the parameters of the module are on several devices ({device_names}); move it to one")
     if not any(p.requires_grad for p in module.parameters()):
         raise InputError("the module has no parameter that requires a gradient; there is nothing to train")

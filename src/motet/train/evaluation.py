@@ -1,4 +1,4 @@
-"""The loss of the model on a split that it is not trained on, cut over the ranks like a step."""
+"""The loss of the model on a split that is not trained on, divided over the ranks like a training step."""
 
 import math
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from motet.train.step import StepModel
 
 
 class EvaluableModel(StepModel, Protocol):
-    """A model that can be judged: it also gives its logits."""
+    """A model that can also give its logits."""
 
     @property
     def module(self) -> nn.Module: ...
@@ -30,7 +30,7 @@ class EvaluableModel(StepModel, Protocol):
 
 
 class EvaluationBatchSource(Protocol):
-    """What evaluation needs of the data; `data.loader.Loader` is one."""
+    """The held-out data; `BatchLoader` is one."""
 
     def evaluation_batches(self, split: str) -> int: ...
 
@@ -43,7 +43,7 @@ class EvaluationResult:
 
     loss: float
     targets: float
-    accuracy: float | None  # Share of rows whose class the model puts first; None when targets are tokens
+    accuracy: float | None  # Fraction of rows whose class the model puts first; None when targets are tokens
 
     @property
     def perplexity(self) -> float | None:
@@ -55,13 +55,15 @@ def evaluate(
     model: EvaluableModel,
     data: EvaluationBatchSource,
     split: str,
+    *,
     max_batches: int,
-    partition: tuple[RankGroup, Layout, int],
+    group: RankGroup,
+    layout: Layout,
+    batch_sequences: int,
 ) -> EvaluationResult:
-    """Up to `most_batches` global batches of a split. `shares`: the group, its layout, sequences in a batch."""
-    group, layout, batch_sequences = partition
+    """The loss over up to `max_batches` global batches of `batch_sequences` each."""
     batches = min(max_batches, data.evaluation_batches(split))
-    # Those of all rows one by one, where they are to be added in one way.
+    # One loss for each row where the sum must not depend on the layout.
     losses = [0.0] * (batches * batch_sequences if layout.reproducible_batch_size else 1)
     sums = torch.zeros(2, dtype=torch.float64)
     has_classes = False
@@ -72,29 +74,26 @@ def evaluate(
             for microbatch in microbatches_of_rank(layout, group.rank, batch_sequences):
                 batch = data.evaluation_batch(split, index, microbatch.rows).to(group.device)
                 has_classes = batch.targets.ndim == 1 and not model.has_own_loss
-                microbatch_sums = _class_loss_sums(model, batch) if has_classes else _token_loss_sums(model, batch)
+                loss, *counts = _class_loss_sums(model, batch) if has_classes else _token_loss_sums(model, batch)
                 if microbatch.contributes_gradients:
-                    losses[
-                        index * batch_sequences + microbatch.rows.start if layout.reproducible_batch_size else 0
-                    ] += microbatch_sums[0].item()
-                    sums += microbatch_sums[1:]
+                    row = index * batch_sequences + microbatch.rows.start
+                    losses[row if layout.reproducible_batch_size else 0] += loss
+                    sums += torch.tensor(counts, dtype=torch.float64)
     finally:
         model.module.train(was_training)
     targets, correct, *losses = sum_scalars([*sums.tolist(), *losses], group, group.device)
-    loss = exact_sum(losses)
-    return EvaluationResult(loss / max(targets, 1.0), targets, correct / max(targets, 1.0) if has_classes else None)
+    divisor = max(targets, 1.0)
+    return EvaluationResult(exact_sum(losses) / divisor, targets, correct / divisor if has_classes else None)
 
 
-def _token_loss_sums(model: EvaluableModel, batch: Batch) -> Tensor:
-    return torch.tensor(
-        [model.loss_sum(batch).item(), batch.weights.sum(dtype=torch.float64).item(), 0.0], dtype=torch.float64
-    )
+def _token_loss_sums(model: EvaluableModel, batch: Batch) -> list[float]:
+    """Sums of the losses and of the weights; accuracy is not counted."""
+    return [model.loss_sum(batch).item(), batch.weights.sum(dtype=torch.float64).item(), 0.0]
 
 
-def _class_loss_sums(model: EvaluableModel, batch: Batch) -> Tensor:
+def _class_loss_sums(model: EvaluableModel, batch: Batch) -> list[float]:
+    """Sums of the losses, of the weights, and of the weights of rows that are classified correctly."""
     logits = model.logits(batch)
-    loss = cross_entropy(logits, batch.targets, batch.weights)
     correct = ((logits.argmax(dim=-1) == batch.targets) * batch.weights).sum(dtype=torch.float64)
-    return torch.tensor(
-        [loss.item(), batch.weights.sum(dtype=torch.float64).item(), correct.item()], dtype=torch.float64
-    )
+    loss = cross_entropy(logits, batch.targets, batch.weights)
+    return [loss.item(), batch.weights.sum(dtype=torch.float64).item(), correct.item()]

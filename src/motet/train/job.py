@@ -1,6 +1,6 @@
 """A job: everything that a run is made of, as one frozen value from one TOML file.
 
-Read with `load_job("tiny", ["run.steps=20"])`. Whatever is wrong is told in one sentence with the nearest valid key.
+Read one with `load_job("tiny", ["run.steps=20"])`. A mistake is reported in one sentence with the nearest valid key.
 """
 
 import tomllib
@@ -20,10 +20,9 @@ from motet.parallel.data_parallel.communication.communication_settings import Co
 from motet.parallel.layout import Layout, LayoutSettings, resolve_layout
 from motet.parallel.local_sgd.schedule import LocalSGDSettings
 from motet.precision.recipe import PrecisionSettings
-from motet.train.config_rules import check_no_unused_settings, drop_replaced_settings
+from motet.train.config_rules import check_no_unused_settings, drop_replaced_settings, reproducibility_conflicts
 from motet.train.optimizer.optimizer_settings import OptimizerSettings, RunSettings
 from motet.train.renamed_settings import check_no_renamed_settings
-from motet.train.reproducibility_rules import reproducibility_conflicts
 
 
 class Job(FrozenSettings):
@@ -42,27 +41,22 @@ class Job(FrozenSettings):
     run: RunSettings = RunSettings()
 
     @model_validator(mode="after")
-    def _length_is_given_once(self) -> "Job":
-        if (self.run.steps is None) == (self.run.epochs is None):
-            length_text = (
-                f"both run.steps = {self.run.steps} and run.epochs = {self.run.epochs}" if self.run.steps else "neither"
-            )
-            raise ValueError(f"a run needs either run.steps or run.epochs; {length_text} given")
-        return self
-
-    @model_validator(mode="after")
-    def _has_no_reproducibility_conflict(self) -> "Job":
-        for sentence in reproducibility_conflicts(self) if self.run.reproducible else ():
+    def _check_settings_together(self) -> "Job":
+        run = self.run
+        if (run.steps is None) == (run.epochs is None):
+            length = f"both run.steps = {run.steps} and run.epochs = {run.epochs}" if run.steps else "neither"
+            raise ValueError(f"a run needs either run.steps or run.epochs; {length} given")
+        for sentence in reproducibility_conflicts(self) if run.reproducible else ():
             raise ValueError(sentence)
         return self
 
     def layout_for(self, dp_size: int) -> Layout:
-        """The layout of so many ranks, or shares of a parameter server."""
+        """The layout of `dp_size` ranks, or work items per step of a parameter server."""
         return resolve_layout(self.layout, dp_size, self.data.batch_sequences, bool(self.run.reproducible))
 
 
 def builtin_jobs() -> dict[str, str]:
-    """Name -> TOML text of the jobs that come with motet."""
+    """TOML texts of the jobs that come with motet, by name."""
     return builtin_texts("motet.train", "jobs")
 
 
@@ -95,7 +89,7 @@ def with_overrides(job: Job, overrides: list[str], source: str) -> Job:
 
 
 def job_from_tree(tree: dict[str, Any], source: str = "job") -> Job:
-    """Validate plain nested values, as TOML gives them."""
+    """The job of plain nested values, as TOML gives them."""
     model = tree.get("model")
     if isinstance(model, dict) and "family" not in model:
         tree = {**tree, "model": {"family": "module" if "factory" in model else "decoder", **model}}
@@ -106,7 +100,7 @@ def job_from_tree(tree: dict[str, Any], source: str = "job") -> Job:
 
 
 def is_existing_file(text: str) -> bool:
-    """Whether a word of the command line names a file; `Path.is_file` raises at what no file can be called."""
+    """Whether a word of the command line names a file; `Path.is_file` raises for impossible names."""
     try:
         return Path(text).is_file()
     except (OSError, ValueError):
@@ -114,13 +108,13 @@ def is_existing_file(text: str) -> bool:
 
 
 def split_job_and_overrides(words: list[str]) -> tuple[str | None, list[str]]:
-    """What a command line says first, if it names a job, and the settings after it."""
+    """The job that a command line names first, if it does, and the settings after it."""
     is_named = bool(words) and ("=" not in words[0] or is_existing_file(words[0]))
     return (words[0], words[1:]) if is_named else (None, words)
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> str:
-    """Put one value into the tree, and say at which key."""
+    """Put one value into the tree. Returns its key."""
     key, equals, text = override.partition("=")
     path = key.strip().split(".")
     if not equals or not all(path):
@@ -131,13 +125,13 @@ def _apply_override(tree: dict[str, Any], override: str) -> str:
         if not isinstance(node, dict):
             raise InputError(f"override {override!r}: {part!r} is a value, not a section")
     node[path[-1]] = _parse_value(text.strip())
-    if path in (["run", "steps"], ["run", "epochs"]):  # the length given last is the one that counts
+    if path in (["run", "steps"], ["run", "epochs"]):  # the last one counts
         node.pop("epochs" if path[-1] == "steps" else "steps", None)
     return ".".join(path)
 
 
 def _parse_value(text: str) -> Any:
-    """A TOML value, or the text itself where it is none (so that no shell needs nested quotes)."""
+    """A TOML value, or else the text itself, so that no shell needs nested quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

@@ -2,18 +2,18 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from motet.core.errors import NumericalMismatchError, TrainingDivergedError
+from motet.core.errors import CheckpointSaveError, MotetError, NumericalMismatchError, TrainingDivergedError
 from motet.core.trace import span
-from motet.monitor.events import CheckpointSaved, EvaluationDone, Event, StepDone
+from motet.monitor.events import CheckpointSaved, EvaluationDone, Event, RunEnded, RunEndReason, StepDone
 from motet.train.evaluation import EvaluationResult
 from motet.train.job import Job
 from motet.train.optimizer.lr_schedule import learning_rate_factor
-from motet.train.run_events import RunProgress
 from motet.train.state import TrainingState
 from motet.train.step import StepResult
 
@@ -21,57 +21,70 @@ DIVERGENCE_REMEDY = (
     "lower optimizer.learning_rate, lengthen the warm-up or look at the data, then start again (--resume continues "
     "from the last checkpoint, if there is one)"
 )
+_END_REASONS: dict[type[MotetError], RunEndReason] = {
+    TrainingDivergedError: "diverged",
+    NumericalMismatchError: "disagreed",
+    CheckpointSaveError: "save_failed",
+}
 
 
 class StepRunner(Protocol):
-    """Who does the steps."""
+    """Runs the steps: `TrainStep`, or the coordinator of a parameter server."""
 
     def step(self, step: int, learning_rate: float, stop: bool = False, last: bool = False) -> StepResult: ...
 
 
+@dataclass
+class RunProgress:
+    """How far the run is; the loop advances it."""
+
+    completed_steps: int
+    total_steps: int
+
+    @property
+    def is_finished(self) -> bool:
+        return self.completed_steps >= self.total_steps
+
+
 @dataclass(frozen=True)
 class TrainingLoop:
-    """What a loop works with. `tell` reaches the sinks on rank 0 and nobody on the others."""
+    """The parts of a loop. On ranks other than 0 nobody listens to `emit_event`."""
 
     job: Job
     step_runner: StepRunner
     state: TrainingState
     progress: RunProgress
-    evaluate: Callable[[str], EvaluationResult | None]  # Of a split; None when the job keeps nothing apart for it
-    # (step, result, seconds) -> the event, with what only the assembly knows (FLOPs, memory, spans).
-    make_step_event: Callable[[int, StepResult, float], StepDone]
+    evaluate: Callable[[str], EvaluationResult | None]  # Takes a split; None when it is empty
+    make_step_event: Callable[[int, StepResult, float], StepDone]  # Takes step, result and seconds
     emit_event: Callable[[Event], None]
     stop_requested: Callable[[], bool]
 
     def run(self) -> None:
-        """Train on from where `progress` is, to the last step or until a stop is requested, and save."""
-        progress = self.progress
+        """Train from where `progress` is to the last step, or until a stop is requested, and save."""
+        progress, total = self.progress, self.progress.total_steps
         stop = False
-        end = min(progress.total_steps, self.job.run.stop_at or progress.total_steps)
+        end = min(total, self.job.run.stop_at or total)
         while progress.completed_steps < end and not stop:
             result, seconds = self._step(progress.completed_steps)
             progress.completed_steps, stop = progress.completed_steps + 1, result.stop_requested
+            done = progress.completed_steps
             with span("log"):
-                self.emit_event(self.make_step_event(progress.completed_steps, result, seconds))
-            self._check_replica_disagreement(progress.completed_steps, result)
-            self._check_divergence(progress.completed_steps, result)
-            last = progress.completed_steps == end or stop
-            if last or self._is_due(progress.completed_steps, self.job.checkpoint.every):
-                self._save(progress.completed_steps)
-            if (
-                self._is_due(progress.completed_steps, self.job.monitor.evaluate_every)
-                or progress.completed_steps == progress.total_steps
-            ):
-                self._evaluate(progress.completed_steps, "validation")
-        if progress.completed_steps == progress.total_steps:
-            self._evaluate(progress.completed_steps, "test")
+                self.emit_event(self.make_step_event(done, result, seconds))
+            self._check_replica_disagreement(done, result)
+            self._check_divergence(done, result)
+            if done == end or stop or _is_due(done, self.job.checkpoint.every):
+                self._save(done)
+            if _is_due(done, self.job.monitor.evaluate_every) or done == total:
+                self._evaluate(done, "validation")
+        if progress.completed_steps == total:
+            self._evaluate(total, "test")
 
     def _step(self, step: int) -> tuple[StepResult, float]:
-        factor = learning_rate_factor(self.job.optimizer.schedule, step, self.progress.total_steps)
+        optimizer, total = self.job.optimizer, self.progress.total_steps
+        learning_rate = learning_rate_factor(optimizer.schedule, step, total) * optimizer.learning_rate
         start_s = time.perf_counter()
         with span("step"):
-            learning_rate, last = factor * self.job.optimizer.learning_rate, step + 1 == self.progress.total_steps
-            result = self.step_runner.step(step, learning_rate, self.stop_requested(), last)
+            result = self.step_runner.step(step, learning_rate, self.stop_requested(), last=step + 1 == total)
         return result, time.perf_counter() - start_s
 
     def _check_divergence(self, done: int, result: StepResult) -> None:
@@ -79,63 +92,74 @@ class TrainingLoop:
         run, skipped = self.job.run, result.skipped_steps
         if skipped == 0 or (run.on_nan == "skip" and skipped < run.max_skips):
             return
-        values_text = f" (loss {result.loss}, gradient norm {result.grad_norm})"
-        nonfinite_quantity = "its loss" if not math.isfinite(result.loss) else "a gradient"
-        if result.is_finite:  # it was another step, or another replica
-            nonfinite_quantity, values_text = "a loss or gradient of some replica since their last meeting", ""
+        if result.is_finite:  # the step of another replica was not
+            problem, values = "a loss or gradient of some replica since the last outer step", ""
+        else:
+            problem = "a gradient" if math.isfinite(result.loss) else "its loss"
+            values = f" (loss {result.loss}, gradient norm {result.grad_norm})"
         times = f" for {skipped} steps in a row" if skipped > 1 else ""
         if times and run.on_nan == "skip":
             times += f", which is {'' if skipped == run.max_skips else 'more than '}run.max_skips"
         raise TrainingDivergedError(
-            f"stopped at step {done}: {nonfinite_quantity} is not finite{times}{values_text}; its update was not applied; {DIVERGENCE_REMEDY}; "
-            "run.on_nan=skip leaves such steps out"
+            f"stopped at step {done}: {problem} is not finite{times}{values}; its update was not applied; "
+            f"{DIVERGENCE_REMEDY}; run.on_nan=skip leaves such steps out"
         )
 
     def _check_replica_disagreement(self, done: int, result: StepResult) -> None:
-        """Every rank has the reports of all."""
+        """Every rank has the digests of all ranks, so every rank comes to the same decision."""
         if result.replica_check is None:
             return
         self.emit_event(result.replica_check)
         if result.replica_check.violations and self.job.monitor.replica_check_action == "stop":
             first, *others = result.replica_check.violations
-            remaining_text = f" (events.jsonl has {len(others)} more of this step)" if others else ""
+            more = f" (events.jsonl has {len(others)} more of this step)" if others else ""
             raise NumericalMismatchError(
-                f"stopped at step {done}, which is not saved: {first}{remaining_text}; try other devices, or `motet verify` with "
-                "this job and layout, and continue from the last checkpoint with --resume; monitor.replica_check_action=warn goes on"
+                f"stopped at step {done}, which is not saved: {first}{more}; try other devices, or `motet verify` with "
+                "this job and layout, and continue from the last checkpoint with --resume; "
+                "monitor.replica_check_action=warn goes on"
             )
 
     def _evaluate(self, done: int, split: str) -> None:
         with span("evaluate"):
-            evaluation = self.evaluate(split)
-        if evaluation is not None:
-            self.emit_event(
-                EvaluationDone(
-                    step=done,
-                    split=split,
-                    loss=evaluation.loss,
-                    targets=evaluation.targets,
-                    perplexity=evaluation.perplexity,
-                    accuracy=evaluation.accuracy,
-                )
+            result = self.evaluate(split)
+        if result is None:
+            return
+        self.emit_event(
+            EvaluationDone(
+                step=done,
+                split=split,
+                loss=result.loss,
+                targets=result.targets,
+                perplexity=result.perplexity,
+                accuracy=result.accuracy,
             )
-            if not math.isfinite(evaluation.loss):
-                raise TrainingDivergedError(
-                    f"stopped at step {done}: the {split} loss after it is {evaluation.loss}; {DIVERGENCE_REMEDY}"
-                )
+        )
+        if not math.isfinite(result.loss):
+            raise TrainingDivergedError(
+                f"stopped at step {done}: the {split} loss after it is {result.loss}; {DIVERGENCE_REMEDY}"
+            )
 
     def _save(self, done: int) -> None:
         start_s = time.perf_counter()
         with span("checkpoint"):
             path, size_bytes = self.state.save(done)
-        self.emit_event(
-            CheckpointSaved(
-                step=done,
-                path=str(Path(path.parent.name) / path.name),
-                size_bytes=size_bytes,
-                duration_s=time.perf_counter() - start_s,
-            )
-        )
+        duration_s, name = time.perf_counter() - start_s, str(Path(path.parent.name) / path.name)
+        self.emit_event(CheckpointSaved(step=done, path=name, size_bytes=size_bytes, duration_s=duration_s))
 
-    @staticmethod
-    def _is_due(done: int, every: int | None) -> bool:
-        return every is not None and done % every == 0
+
+def _is_due(done: int, every: int | None) -> bool:
+    return every is not None and done % every == 0
+
+
+@contextmanager
+def report_run_end(emit_event: Callable[[Event], None], progress: RunProgress) -> Iterator[None]:
+    """Whatever ends the run, the last event reports it."""
+    try:
+        yield
+    except BaseException as error:
+        reason = next((reason for kind, reason in _END_REASONS.items() if isinstance(error, kind)), "failed")
+        message = str(error) if isinstance(error, MotetError) else f"{type(error).__name__}: {error}"
+        with suppress(MotetError):  # that this event could not be written is not what ended the run
+            emit_event(RunEnded(reason=reason, steps=progress.completed_steps, message=message))
+        raise
+    emit_event(RunEnded(reason="finished" if progress.is_finished else "stopped", steps=progress.completed_steps))

@@ -1,5 +1,6 @@
-"""The state of a run as named tensors, and its way to a checkpoint and back."""
+"""The state of a run as named tensors, and how it is saved to a checkpoint and restored."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,37 +34,29 @@ class TrainingState:
     module: nn.Module
     optimizer: ShardedOptimizer
     group: RankGroup
-    checkpoint_folder: Path  # Of the checkpoints
+    checkpoint_folder: Path
     keep_newest: int
     data_fingerprint: str
     outer_optimizer: OuterOptimizer | None = None
-    reproducible: str | None = None  # What the bits of the run do not depend on
+    reproducible: str | None = None  # The setting `run.reproducible`
 
     def tensors(self) -> dict[str, Tensor]:
-        """By name, as views: reading them saves the run, writing to them restores it."""
-        replica_tensors = (
-            self._replica_tensors()
-            if self.outer_optimizer is None
-            else _all_replica_tensors(self._replica_tensors(), self.outer_optimizer)
-        )
-        return {
-            name: _to_checkpoint_tensor(part) for name, part in (replica_tensors | self._frozen_parameters()).items()
-        }
+        """All tensors by name, as views: reading them saves the run, writing to them restores it."""
+        tensors, outer = self._replica_tensors(), self.outer_optimizer
+        return _checkpoint_tensors((_all_replicas(tensors, outer) if outer else tensors) | self._frozen_parameters())
 
     def save(self, step: int) -> tuple[Path, int]:
-        """The folder of the checkpoint, and its bytes."""
-        self.optimizer.sharded_parameters.wait_for_pending()
-        is_nonfinite = float(
-            not all(master.isfinite().all() for master in self.optimizer.sharded_parameters.local_masters)
-        )
-        if sum_scalars([is_nonfinite], self.group, self.group.device)[0]:
+        """Write a checkpoint. Returns its folder and its bytes."""
+        parameters, outer = self.optimizer.sharded_parameters, self.outer_optimizer
+        parameters.wait_for_pending()
+        has_nonfinite = not all(master.isfinite().all() for master in parameters.local_masters)
+        if sum_scalars([float(has_nonfinite)], self.group, self.group.device)[0]:
             raise TrainingDivergedError(
                 f"stopped at step {step}: the parameters are not finite after it, so they are not saved; lower "
                 "optimizer.learning_rate or lengthen the warm-up, then start again (--resume continues from the last "
                 "checkpoint, if there is one)"
             )
-        step_group = self.group if self.outer_optimizer is None else self.outer_optimizer.replicas.mesh.shard_group
-        broadcast_buffers(self.module, step_group)
+        broadcast_buffers(self.module, outer.replicas.mesh.shard_group if outer else self.group)
         tensors = self.tensors()
         manifest = CheckpointManifest(
             step=step,
@@ -73,130 +66,112 @@ class TrainingState:
             data_fingerprint=self.data_fingerprint,
             shapes={name: list(t.size()) for name, t in tensors.items()},
             dtypes={name: str(t.dtype).removeprefix("torch.") for name, t in tensors.items()},
-            outer={}
-            if self.outer_optimizer is None
-            else {**self.outer_optimizer.schedule_state(), "steps": self.outer_optimizer.steps},
+            outer={**outer.schedule_state(), "steps": outer.steps} if outer else {},
             reproducible=self.reproducible,
         )
         path = save_checkpoint(self.checkpoint_folder, tensors, manifest, self.keep_newest, self.group.process_group)
         return path, sum(t.nbytes for t in tensors.values())
 
     def restore(self, checkpoint: Path) -> tuple[int, list[str]]:
-        """The step that the checkpoint was made after, and what a person should know about continuing from it."""
-        manifest = read_manifest(checkpoint)
-        continues_replicas = self.outer_optimizer is not None and self._replicas_match(manifest)
-        if self.outer_optimizer is not None and continues_replicas:
-            self.outer_optimizer.restore_schedule(manifest.outer["steps"], manifest.shapes)
-        load_checkpoint(
-            checkpoint,
-            self.tensors() if continues_replicas else self._consensus_tensors(manifest),
-            self.group.process_group,
-        )
+        """Load a checkpoint. Returns its step, and remarks for the user about continuing from it."""
+        manifest, outer = read_manifest(checkpoint), self.outer_optimizer
+        continues_replicas = outer is not None and self._replicas_match(manifest)
+        if outer and continues_replicas:
+            outer.restore_schedule(manifest.outer["steps"], manifest.shapes)
+        tensors = self.tensors() if continues_replicas else self._consensus_tensors(manifest)
+        load_checkpoint(checkpoint, tensors, self.group.process_group)
         if manifest.data_fingerprint != self.data_fingerprint:
             raise InputError(
-                f"the data changed since checkpoint {checkpoint.name} was made (fingerprint {manifest.data_fingerprint} "
-                f"then, {self.data_fingerprint} now), so the run would see other samples; restore the data (`stdlib` "
-                "differs between Python versions) or start in another run folder"
+                f"the data changed since checkpoint {checkpoint.name} was made (fingerprint "
+                f"{manifest.data_fingerprint} then, {self.data_fingerprint} now), so the run would see other samples; "
+                "restore the data (`stdlib` differs between Python versions) or start in another run folder"
             )
         self.optimizer.sync_parameters()
-        if self.outer_optimizer is not None and not continues_replicas:
-            self.outer_optimizer.reset_from_masters(manifest.outer.get("steps", manifest.step))
+        if outer and not continues_replicas:
+            outer.reset_from_masters(manifest.outer.get("steps", manifest.step))
         return manifest.step, self._change_remarks(manifest)
 
     def _replica_tensors(self) -> dict[str, LocalShard | Tensor]:
-        """What replicas that train apart have one each of."""
-        outer_compression_state = {} if self.outer_optimizer is None else self.outer_optimizer.compression_state()
-        return (
-            self.optimizer.state()
-            | {f"buffer/{n}": b.detach() for n, b in persistent_buffers(self.module).items()}
-            | {f"{COMPRESSION_STATE_PREFIX}outer/{n}": piece for n, piece in outer_compression_state.items()}
-        )
+        """The tensors that each independent replica has."""
+        outer_state = self.outer_optimizer.compression_state() if self.outer_optimizer else {}
+        buffers = {f"buffer/{n}": b.detach() for n, b in persistent_buffers(self.module).items()}
+        outer_compression = {f"{COMPRESSION_STATE_PREFIX}outer/{n}": shard for n, shard in outer_state.items()}
+        return self.optimizer.state() | buffers | outer_compression
 
     def _frozen_parameters(self) -> dict[str, LocalShard]:
         return {f"frozen/{n}": local_shard(p) for n, p in self.module.named_parameters() if not p.requires_grad}
 
     def _consensus_tensors(self, manifest: CheckpointManifest) -> dict[str, Tensor]:
-        """What a run takes that goes on without the replicas of a checkpoint: where they met last."""
-        outer_state = {} if self.outer_optimizer is None else self.outer_optimizer.state()
-        outer_parameters = {
-            n: part for n, part in outer_state.items() if n.startswith("outer/") and n in manifest.shapes
-        }
-        tensors = self._replica_tensors() | self._frozen_parameters() | outer_parameters
-        has_independent_replicas = bool(outer_state or manifest.outer)  # what one replica carries is not for others
-        return {
-            name: _to_checkpoint_tensor(part)
-            for name, part in tensors.items()
-            if not (has_independent_replicas and is_compression_state(name))
-        }
+        """The tensors to load if the replicas of a checkpoint do not continue: those of the last outer step."""
+        outer_state = self.outer_optimizer.state() if self.outer_optimizer else {}
+        tensors = self._replica_tensors() | self._frozen_parameters()
+        if outer_state or manifest.outer:  # the compression state of one replica is of no use to others
+            tensors = {name: tensor for name, tensor in tensors.items() if not is_compression_state(name)}
+        outer_parameters = {n: t for n, t in outer_state.items() if n.startswith("outer/") and n in manifest.shapes}
+        return _checkpoint_tensors(tensors | outer_parameters)
 
     def _replicas_match(self, manifest: CheckpointManifest) -> bool:
-        """Whether replicas of a checkpoint can go on as ours."""
-        steps = {"steps": manifest.outer.get("steps", 0)}
-        return manifest.outer == ({} if self.outer_optimizer is None else self.outer_optimizer.schedule_state() | steps)
+        if self.outer_optimizer is None:
+            return not manifest.outer
+        return manifest.outer == {**self.outer_optimizer.schedule_state(), "steps": manifest.outer.get("steps", 0)}
 
     def _change_remarks(self, manifest: CheckpointManifest) -> list[str]:
-        """What changed that alters the order of additions, and so the last bits."""
-        current = {
-            "ranks": self.group.world,
+        """Remarks about changes that alter the order of additions, and so the last bits."""
+        remarks = []
+        if manifest.outer and not self._replicas_match(manifest):
+            remarks.append(
+                f"the checkpoint holds {manifest.outer['replicas']} independent replicas with another schedule than "
+                "this run: it continues from their last outer step, with the optimizer state of the first"
+            )
+        shapes = {name: list(t.size()) for name, t in self.tensors().items()}
+        stored = {name: shape for name, shape in manifest.shapes.items() if shape and is_compression_state(name)}
+        if any(shapes.get(name) != shape for name, shape in stored.items()):
+            remarks.append(
+                "the checkpoint was made with other ranks, buckets or compression: the error feedback of compressed "
+                "gradients is dropped"
+            )
+        current: dict[str, object] = {
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "reproducible": self.reproducible,
         }
-        if manifest.reproducible == self.reproducible == "layout":
-            del current["ranks"]
-        replica_remarks = []
-        if manifest.outer and not self._replicas_match(manifest):
-            replica_remarks = [
-                f"the checkpoint holds {manifest.outer['replicas']} replicas that train apart, and not as this run has "
-                "them: it goes on from where they met last, with the optimizer state of the first"
-            ]
-        return (
-            replica_remarks
-            + self._dropped_state_remarks(manifest)
-            + [
-                f"the checkpoint was made with {name} = {getattr(manifest, name)}, this run has {value}: it continues, "
-                "but not bit for bit as it would have"
-                for name, value in current.items()
-                if getattr(manifest, name) != value
-            ]
-        )
-
-    def _dropped_state_remarks(self, manifest: CheckpointManifest) -> list[str]:
-        shapes = {name: list(t.size()) for name, t in self.tensors().items()}
-        if all(
-            shapes.get(name) == shape for name, shape in manifest.shapes.items() if shape and is_compression_state(name)
-        ):
-            return []
-        return [
-            "the checkpoint was made with other ranks, buckets or compression: what was to be given again of "
-            "compressed gradients is left out"
+        if not manifest.reproducible == self.reproducible == "layout":
+            current = {"ranks": self.group.world, **current}
+        return remarks + [
+            f"the checkpoint was made with {name} = {getattr(manifest, name)}, this run has {value}: it continues, "
+            "but not bit for bit as it would have"
+            for name, value in current.items()
+            if getattr(manifest, name) != value
         ]
 
 
-def _all_replica_tensors(
+def _all_replicas(
     replica_tensors: dict[str, LocalShard | Tensor], outer: OuterOptimizer
 ) -> dict[str, LocalShard | Tensor]:
-    """The state of every replica; who knows nothing of them finds the anchors, and the moments of the first.
+    """The tensors of every replica; a run without replicas reads the outer parameters, and the moments of the first.
 
-    All ranks name the same tensors, but have elements only in those of their own replica.
+    All ranks name the same tensors, but have elements only in those of their replica.
     """
     tensors: dict[str, LocalShard | Tensor] = dict(outer.state())
     for replica in range(outer.replicas.count):
+        is_local = replica == outer.replicas.replica_index
         for name, tensor in replica_tensors.items():
-            is_shared_name = replica == 0 and not name.startswith("master/")
-            tensors[name if is_shared_name else f"replica-{replica}/{name}"] = (
-                tensor if replica == outer.replicas.replica_index else _empty_shard(tensor)
-            )
+            has_plain_name = replica == 0 and not name.startswith("master/")
+            full_name = name if has_plain_name else f"replica-{replica}/{name}"
+            tensors[full_name] = tensor if is_local else _empty_shard(tensor)
     return tensors
 
 
 def _empty_shard(tensor: LocalShard | Tensor) -> LocalShard:
-    """No elements of the same whole."""
     values = tensor.values if isinstance(tensor, LocalShard) else tensor.detach().view(-1)
     return LocalShard(tensor.shape, 0, values[:0])
 
 
-def _to_checkpoint_tensor(tensor: LocalShard | Tensor) -> Tensor:
+def _checkpoint_tensors(tensors: Mapping[str, LocalShard | Tensor]) -> dict[str, Tensor]:
+    return {name: _checkpoint_tensor(tensor) for name, tensor in tensors.items()}
+
+
+def _checkpoint_tensor(tensor: LocalShard | Tensor) -> Tensor:
     if isinstance(tensor, Tensor):
         return tensor
     if tensor.values.numel() == tensor.shape.numel():
@@ -205,6 +180,6 @@ def _to_checkpoint_tensor(tensor: LocalShard | Tensor) -> Tensor:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The last whole checkpoint in a run's folder of checkpoints."""
+    """The newest complete checkpoint in a folder of checkpoints."""
     checkpoints = complete_checkpoints(folder)
     return checkpoints[-1][1] if checkpoints else None

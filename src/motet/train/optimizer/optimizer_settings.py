@@ -20,7 +20,7 @@ class LearningRateScheduleSettings(FrozenSettings):
 
 
 class ParameterGroupSettings(FrozenSettings):
-    """Parameters whose names match get these instead; the first group that matches counts."""
+    """Other values for parameters whose names match; the first group that matches counts."""
 
     match: Annotated[tuple[str, ...], Field(min_length=1)]
     """Shell patterns of parameter names, e.g. `["*.bias", "*norm*"]`."""
@@ -69,7 +69,7 @@ class RunSettings(FrozenSettings):
     """Stop and save after this step, although schedules go on to the end of the run; a resume continues."""
     seed: Annotated[int, Field(ge=0)] = 0
     ranks: Annotated[int, Field(ge=1)] = 1
-    """Local ranks that `motet train` starts; `--ranks` on the command line counts more, torchrun and Slurm most."""
+    """Local ranks that `motet train` starts; `--ranks` on the command line overrides it, torchrun and Slurm override both."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Threads per rank on the CPU; the cores of the machine shared evenly when not given, or 1 with `reproducible`."""
@@ -78,19 +78,19 @@ class RunSettings(FrozenSettings):
     folder: FilePathText | None = None
     """The run folder; `runs/NAME-001` and so on when not given."""
     existing: Literal["resume", "refuse", "number"] = "resume"
-    """When `folder` is there already: continue an unfinished run of the same job, refuse, or take the next number."""
+    """If `folder` exists: continue an unfinished run of the same job, refuse, or take the next number."""
     on_nan: Literal["stop", "skip"] = "stop"
     """A loss or gradient that is not finite stops the run, or skips the update of that step."""
     max_skips: Annotated[int, Field(ge=1)] = 10
-    """`skip` stops after so many skipped steps in a row."""
+    """`skip` stops after this number of consecutive skipped steps."""
     restarts: Annotated[int, Field(ge=0)] = 0
-    """How often the local supervisor starts the ranks again after a failure, from the last checkpoint."""
+    """How often the local supervisor restarts the ranks after a failure, from the last checkpoint."""
     timeout_s: Annotated[float, Field(gt=0, le=1e7)] = 600.0
     """How long a rank waits for the others in one collective."""
     cpu_backend: Literal["auto", "motet", "gloo"] = "auto"
-    """What carries the collectives of CPU ranks: `auto` takes `motet` on Linux on x86-64, and Gloo elsewhere."""
+    """The backend of collectives on CPU ranks: `auto` takes `motet` on Linux on x86-64, and Gloo elsewhere."""
 
     @property
     def requested_threads(self) -> int | None:
-        """Other numbers of threads add in other orders, so none is guessed from the machine where bits matter."""
+        """Threads to use; 1 for a reproducible run, since the number of threads changes the order of additions."""
         return self.threads or (1 if self.reproducible else None)

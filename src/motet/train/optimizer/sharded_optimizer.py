@@ -1,4 +1,4 @@
-"""From the `[optimizer]` section to an update: parameter groups, the norm, and AdamW or SGD on flat shards."""
+"""Parameter groups, the gradient norm, and AdamW or SGD on sharded master parameters."""
 
 import fnmatch
 from collections.abc import Iterator, Sequence
@@ -28,14 +28,14 @@ from motet.precision.recipe import PrecisionRecipe
 from motet.train.optimizer.bitwise_reproducible_optimizer import BitwiseReproducibleOptimizer
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 
-# (learning-rate scale, weight decay): parameters that agree in both share one flat tensor.
+# (learning-rate scale, weight decay): parameters with the same key share one flat tensor.
 ParameterGroupKey = tuple[float, float]
 
 
 def group_parameters(
     named: dict[str, nn.Parameter], settings: OptimizerSettings
 ) -> dict[ParameterGroupKey, dict[str, nn.Parameter]]:
-    """Sort parameters by what their update needs, in the order of the module."""
+    """Parameters by learning-rate scale and weight decay, in the order of the module."""
     groups: dict[ParameterGroupKey, dict[str, nn.Parameter]] = {}
     unmatched = {pattern for group in settings.groups for pattern in group.match}
     for name, parameter in named.items():
@@ -57,11 +57,18 @@ def group_parameters(
 
 
 def trainable_parameters(module: nn.Module, settings: OptimizerSettings) -> ParameterInventory:
-    """What is trained, as values."""
-    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    groups = enumerate(group_parameters(named, settings).values())
-    group_ids = {name: number for number, members in groups for name in members}
+    """Shapes and groups of the parameters that are trained."""
+    named = _trainable(module)
+    group_ids = _group_ids(group_parameters(named, settings))
     return ParameterInventory({name: tuple(p.shape) for name, p in named.items()}, group_ids)
+
+
+def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def _group_ids(groups: dict[ParameterGroupKey, dict[str, nn.Parameter]]) -> dict[str, int]:
+    return {name: group_id for group_id, members in enumerate(groups.values()) for name in members}
 
 
 def build_sharded_optimizer(
@@ -72,12 +79,11 @@ def build_sharded_optimizer(
     layout: Layout,
     communication: CommunicationSettings,
 ) -> "ShardedOptimizer":
-    """Spread the trainable parameters of a module over the ranks, with an optimizer for what this one keeps."""
-    groups = group_parameters({name: p for name, p in module.named_parameters() if p.requires_grad}, settings)
-    grouped_parameters = {
-        name: (number, p) for number, members in enumerate(groups.values()) for name, p in members.items()
-    }
-    in_order = {name: grouped_parameters[name] for name, p in module.named_parameters() if p.requires_grad}
+    """Shard the trainable parameters of a module over the ranks, with an optimizer for this rank's shards."""
+    named = _trainable(module)
+    groups = group_parameters(named, settings)
+    group_ids = _group_ids(groups)
+    in_order = {name: (group_ids[name], p) for name, p in named.items()}
     mesh = make_mesh(group, resolve_communication_groups(communication, layout))
     if uses_row_shards(layout):
         sharded_parameters: ShardedParameters = apply_fsdp(module, in_order, recipe, mesh, layout, communication)
@@ -85,13 +91,12 @@ def build_sharded_optimizer(
         sharded_parameters = bucketed = build_bucketed_data_parallel(in_order, recipe, mesh, layout, communication)
         if communication.overlap == "forward":
             bucketed.enable_forward_prefetch(module)
-    return ShardedOptimizer(
-        sharded_parameters, list(groups), settings, group if layout.reproducible_batch_size else None
-    )
+    reproducible_group = group if layout.reproducible_batch_size else None
+    return ShardedOptimizer(sharded_parameters, list(groups), settings, reproducible_group)
 
 
 class ShardedOptimizer:
-    """The optimizer of this rank's shards of the weights."""
+    """The optimizer of this rank's shards of the parameters."""
 
     def __init__(
         self,
@@ -100,64 +105,51 @@ class ShardedOptimizer:
         settings: OptimizerSettings,
         reproducible_group: RankGroup | None = None,
     ) -> None:
-        """`exactly`: the ranks, where every layout is to have the same bits."""
+        """`reproducible_group`: the ranks, if every layout must have the same bits."""
         self.sharded_parameters = sharded_parameters
         self._reproducible_group = reproducible_group
         self._settings = settings
         self._learning_rate_scales = [scale for scale, _ in group_keys]
-        self._master_parameters = [
-            nn.Parameter(master, requires_grad=False) for master in sharded_parameters.local_masters
-        ]
+        self._masters = [nn.Parameter(master, requires_grad=False) for master in sharded_parameters.local_masters]
+        group_ids = list(zip(self._masters, sharded_parameters.optimizer_groups, strict=True))
         groups = [
-            {
-                "params": [
-                    t
-                    for t, group in zip(self._master_parameters, sharded_parameters.optimizer_groups, strict=True)
-                    if group == number
-                ],
-                "weight_decay": decay,
-            }
-            for number, (_, decay) in enumerate(group_keys)
+            {"params": [master for master, group in group_ids if group == group_id], "weight_decay": decay}
+            for group_id, (_, decay) in enumerate(group_keys)
         ]
-        self._optimizer = (
-            BitwiseReproducibleOptimizer(groups, settings)
-            if reproducible_group
-            else make_torch_optimizer(groups, settings)
-        )
-        for tensor in self._master_parameters if reproducible_group else ():
-            self._optimizer_state(tensor)
+        make_optimizer = BitwiseReproducibleOptimizer if reproducible_group else make_torch_optimizer
+        self._optimizer: torch.optim.Optimizer = make_optimizer(groups, settings)
+        for master in self._masters if reproducible_group else ():
+            self._optimizer_state(master)
 
     def squared_norm(self) -> float:
-        """What this rank adds to the square of the norm of all gradients; where that must be exact, one adds it all."""
-        if self._reproducible_group:
-            total = exact_squared_norm(
-                self.sharded_parameters.reduced_gradients() if self.sharded_parameters.contributes_to_norm else [],
-                self._reproducible_group,
-            )
-            return total if self._reproducible_group.rank == 0 else 0.0
-        return self.local_squared_norm() if self.sharded_parameters.contributes_to_norm else 0.0
+        """This rank's summand of the squared norm of all gradients; rank 0 has the whole sum if it must be exact."""
+        contributes, group = self.sharded_parameters.contributes_to_norm, self._reproducible_group
+        if group is None:
+            return self.local_squared_norm() if contributes else 0.0
+        total = exact_squared_norm(self.sharded_parameters.reduced_gradients() if contributes else [], group)
+        return total if group.rank == 0 else 0.0
 
     def local_squared_norm(self) -> float:
-        """What this rank has of it, whether it counts or a replica's does."""
+        """The squared norm of the gradients of this rank, also if another rank of its replica group contributes it."""
         return float(sum(map(squared_norm, self.sharded_parameters.reduced_gradients())))
 
     def scale_gradients(self, factor: float) -> None:
         torch._foreach_mul_(list(self.sharded_parameters.reduced_gradients()), factor)
 
     def update(self, learning_rate: float) -> None:
-        """One step of the optimizer on the masters, and the result handed to the model."""
+        """One step of the optimizer on the master parameters, from which the model is updated."""
         for group, scale in zip(self._optimizer.param_groups, self._learning_rate_scales, strict=True):
             group["lr"] = learning_rate * scale
         self.sharded_parameters.update(self._update_masters)
 
     @contextmanager
     def capture_gradients(self) -> Iterator[list[Tensor]]:
-        """The gradients that the optimizer is given inside, one for each master; nothing where it is not called."""
+        """The gradients that the optimizer gets inside, one for each master; empty if it is not called."""
         captured: list[Tensor] = []
 
         def record_gradients(*_: Any) -> None:
-            captured.extend(torch.zeros_like(master) for master in self._master_parameters[len(captured) :])
-            for index, master in enumerate(self._master_parameters):
+            captured.extend(torch.zeros_like(master) for master in self._masters[len(captured) :])
+            for index, master in enumerate(self._masters):
                 if master.grad is not None:
                     captured[index] = master.grad.clone()
 
@@ -170,41 +162,38 @@ class ShardedOptimizer:
     def _update_masters(self, indices: Sequence[int]) -> None:
         gradients = self.sharded_parameters.local_gradients()
         for index in indices:
-            self._master_parameters[index].grad = gradients[index]
+            self._masters[index].grad = gradients[index]
         self._optimizer.step()
         for index in indices:
-            self._master_parameters[index].grad = None
+            self._masters[index].grad = None
 
     def state(self) -> dict[str, LocalShard | Tensor]:
-        """Masters and moments by name, as views: reading gives the state, writing in place restores it."""
-        self.sharded_parameters.wait_for_pending()
-        state: dict[str, LocalShard | Tensor] = dict(
-            self._named_shards("master", self.sharded_parameters.local_masters)
-        )
-        moments = [self._optimizer_state(tensor) for tensor in self._master_parameters]
+        """Masters and moments by name, as views: writing to them in place restores the state."""
+        parameters = self.sharded_parameters
+        parameters.wait_for_pending()
+        state: dict[str, LocalShard | Tensor] = dict(self._named_shards("master", parameters.local_masters))
+        moments = [self._optimizer_state(tensor) for tensor in self._masters]
         for kind, first in moments[0].items():
             if first.ndim == 0:
-                state[kind] = first  # the count of steps: all tensors take theirs together
+                state[kind] = first  # the count of steps, the same for all tensors
             else:
                 state |= self._named_shards(kind, [kinds[kind] for kinds in moments])
-        return state | {
-            f"{COMPRESSION_STATE_PREFIX}{name}": part
-            for name, part in self.sharded_parameters.compression_state().items()
-        }
+        compression = parameters.compression_state()
+        return state | {f"{COMPRESSION_STATE_PREFIX}{name}": shard for name, shard in compression.items()}
 
     def sync_parameters(self) -> None:
-        """After `state()` was written to."""
-        first_count, *other_counts = [self._optimizer_state(tensor).get("step") for tensor in self._master_parameters]
+        """Update the parameters after `state()` was written to."""
+        first_count, *other_counts = [self._optimizer_state(tensor).get("step") for tensor in self._masters]
         for count in other_counts:
             if count is not None and first_count is not None:
                 count.copy_(first_count)
         self.sharded_parameters.sync_parameters()
 
     def _named_shards(self, kind: str, tensors: Sequence[Tensor]) -> dict[str, LocalShard]:
-        return {f"{kind}/{name}": piece for name, piece in self.sharded_parameters.local_shards(tensors).items()}
+        return {f"{kind}/{name}": shard for name, shard in self.sharded_parameters.local_shards(tensors).items()}
 
     def _optimizer_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The optimizer's own tensors of one tensor, made now if no step was taken yet."""
+        """The moments of one master, created now if no step was taken yet."""
         moments: dict[str, Any] = self._optimizer.state[parameter]
         if self._settings.name == "adamw" and not moments:
             moments["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
