@@ -112,7 +112,10 @@ def test_what_own_steps_may_not_give(given: Any, said: str) -> None:
     ("wrong", "said"),
     [
         (lambda module, batch: module(batch[0]), "verify: the loss is of shape [12, 3]"),
-        (lambda module, batch: (module(batch[0]).sum(), batch[0]), "the count that goes with the loss is of shape [12, 6]"),
+        (
+            lambda module, batch: (module(batch[0]).sum(), batch[0]),
+            "the count that goes with the loss is of shape [12, 6]",
+        ),
         (lambda module, batch: module(batch[0]).detach().sum(), "the loss depends on no parameter"),
     ],
 )

@@ -137,7 +137,9 @@ def test_other_memory_must_be_adopted() -> None:
     module = small()
     engine = motet.parallelize(module, loss=squares)
     assign(module)
-    with pytest.raises(InputError, match=r"parameter 2.weight was given other memory .*; call engine\.load_assigned_values\(\)"):
+    with pytest.raises(
+        InputError, match=r"parameter 2.weight was given other memory .*; call engine\.load_assigned_values\(\)"
+    ):
         engine.step(torch.ones(2, 4))
     engine.load_assigned_values()
     assert engine.step(torch.ones(2, 4)).is_finite

@@ -37,7 +37,11 @@ def job(folder: Path, **sections: dict[str, object]) -> Job:
             r"schedule\.final_fraction = 0\.0 has no effect .*=linear or cosine or warmup-stable-decay$",
         ),
         ("data", {"mask_fraction": 0.2}, "with data.objective = 'causal'; leave it out, or set .*=masked or spans"),
-        ("data", {"source": "a", "mixture": [{"source": "b"}]}, "data.source = 'a' .* together with data.mixture; leave one"),
+        (
+            "data",
+            {"source": "a", "mixture": [{"source": "b"}]},
+            "data.source = 'a' .* together with data.mixture; leave one",
+        ),
         ("monitor", {"profile_steps": 2}, r"profile_steps = 2 has no effect without monitor\.profile_from; leave"),
         ("model", {"positions": "learned", "rope_scaling": {}}, r"model\.rope_scaling has no effect with"),
         ("model", {"norm_bias": True}, r"model\.norm_bias = true has no effect with model\.norm = 'rms'"),
