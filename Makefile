@@ -38,12 +38,12 @@ test: .venv/dev.done         ## the tests, with the line coverage of the torch-f
 proof: .venv/dev.done        ## the full matrices; may take hours
 	@$(BIN)/python -m pytest -m proof
 
-check: .venv/dev.done        ## lint, types, import directions, sizes
+check: .venv/dev.done        ## lint, types, import directions, rules of names, prose and size
 	@$(BIN)/ruff format --check --quiet . || { echo "run .venv/bin/ruff format"; exit 1; }
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache > .venv/lint-imports.txt || { cat .venv/lint-imports.txt; exit 1; }
-	@$(BIN)/python scripts/size_gate.py
+	@$(BIN)/python scripts/source_rules.py
 
 # Those that train many times take hours, and are started by hand.
 BENCHMARKS = $(filter-out benchmarks/compressed_training.py benchmarks/server_training.py,$(wildcard benchmarks/*.py))

@@ -317,6 +317,7 @@ def test_a_file_of_another_count_is_refused(tmp_path: Path) -> None:
 def test_no_torch_is_loaded(arguments: str) -> None:
     code = (
         "import sys\nfrom typer.testing import CliRunner\nfrom motet.cli.main import app\n"
-        f"assert CliRunner().invoke(app, {['collectives', *arguments.split()]!r}).exit_code == 0\nassert 'torch' not in sys.modules\n"
+        f"assert CliRunner().invoke(app, {['collectives', *arguments.split()]!r}).exit_code == 0\n"
+        "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,43 +1,31 @@
-"""The pages of the reference are those that the code gives."""
+"""The generated pages and pictures of docs/ are those that the code gives."""
 
-import runpy
-from pathlib import Path
-
+import docs
 import pytest
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.mark.parametrize(
-    ("script", "function", "page"),
-    [
-        ("write_job_page.py", "page", "reference/job.md"),
-        ("write_cli_page.py", "commands_page", "reference/cli.md"),
-        ("write_cli_page.py", "codes_page", "reference/exit-codes.md"),
-        ("write_data_page.py", "page", "guide/data-parallelism.md"),
-    ],
-)
-def test_the_page_is_up_to_date(script: str, function: str, page: str) -> None:
-    now = runpy.run_path(str(ROOT / "scripts" / script))[function]()
-    kept = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    assert kept == now, f"run scripts/{script}"
+from docs import DOCS, PAGES, is_current
+from golden import FOLDER
 
 
-def test_the_pictures_of_a_step_are_up_to_date() -> None:
-    for name, content in runpy.run_path(str(ROOT / "scripts/write_data_page.py"))["pictures"]():
-        assert (ROOT / "docs/pictures" / name).read_text(encoding="utf-8") == content, "run scripts/write_data_page.py"
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_is_up_to_date(page: str) -> None:
+    assert is_current(page), f"run: python scripts/docs.py {page}"
 
 
 def test_every_setting_is_on_the_page_of_the_job() -> None:
-    """The script draws tables; the list of settings is the one that is frozen."""
-    page = (ROOT / "docs/reference/job.md").read_text(encoding="utf-8")
-    frozen = (ROOT / "tests/laws/job_fields.txt").read_text(encoding="utf-8").splitlines()
-    places = [line.partition(":")[0] for line in frozen]
-    keys = {place.rpartition(".")[2] for place in places if "." in place} - {"family"}
+    """The generator draws tables; the list of settings is the frozen one."""
+    page = (DOCS / "reference/job.md").read_text(encoding="utf-8")
+    frozen = (FOLDER / "job_fields.txt").read_text(encoding="utf-8").splitlines()
+    settings = [line.partition(":")[0] for line in frozen]
+    keys = {setting.rpartition(".")[2] for setting in settings if "." in setting} - {"family"}
     assert {key for key in keys if f"| `{key}` |" not in page} == set()
 
 
-def test_the_picture_of_the_rooms_is_up_to_date() -> None:
-    script = runpy.run_path(str(ROOT / "scripts/draw_rooms.py"))
-    kept = script["PICTURE"].read_text(encoding="utf-8")
-    assert kept == script["draw"](script["layers"](), script["imports"]()), "run scripts/draw_rooms.py"
+def test_every_picture_is_generated_and_shown() -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in DOCS.rglob("*.md"))
+    pictures = [f"pictures/{path.name}" for path in (DOCS / "pictures").iterdir()]
+    assert [name for name in pictures if name not in PAGES or name not in text] == []
+
+
+def test_an_unknown_page_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert docs.main(["reference/nothing.md"]) == 2
+    assert "'reference/nothing.md' is none of the pages" in capsys.readouterr().out

@@ -15,7 +15,7 @@ from server.systems import LARGE, SMALL, WRONG, alike, mistake_row, row, rules_o
 
 PAGE = Path(__file__).parents[2] / "docs/reference/server-protocol.md"
 SYNC = ConsistencyPolicy(2, 1, 2, 0)
-UNEQUAL = "run scripts/write_server_protocol_page.py"
+UNEQUAL = "run: python scripts/docs.py reference/server-protocol.md small"
 
 
 def _each(systems: dict[str, System]) -> list[tuple[str, str]]:

@@ -3,7 +3,7 @@
 A line holds `event` (the kind), `time` (seconds since 1970) and the fields of that kind. JSON has no NaN and no
 infinity, so these are the strings "NaN", "Infinity" and "-Infinity". A run that is resumed goes on in the same file;
 each of its attempts opens with `run_started`, and the steps after the resumed checkpoint count once more.
-docs/reference/events.md is made from this file by scripts/write_events_page.py.
+docs/reference/events.md is made from this file by scripts/docs.py.
 """
 
 import time

@@ -1,13 +1,10 @@
-"""Writes docs/reference/job.md: every setting of a job with its type, default and meaning, from the JSON schema."""
+"""The page of all settings of a job with type, default and meaning, from the JSON schema."""
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from motet.train.job import Job
-
-PAGE = Path(__file__).parents[1] / "docs/reference/job.md"
 
 INTRODUCTION = """# The settings of a job
 
@@ -22,10 +19,10 @@ Where it is not given it is the file's own name.
 """
 
 FAMILIES = {"decoder": "DecoderSettings", "encoder": "EncoderSettings", "encoder-decoder": "EncoderDecoderSettings"}
-OWN_MODELS = """`family` chooses one of three architectures, or [a module of your own](#model-with-factory). Without
+OWN_MODELS = """`family` chooses one of three architectures, or [a custom module](#model-with-factory). Without
 `family` it is `"decoder"`, or `"module"` where `factory` is given. A dash: the architecture has no such setting.
 """
-MODULE = """Any module of yours, or of Hugging Face; see [models](../guide/models.md)."""
+MODULE = """Any custom module, or one of Hugging Face; see [models](../guide/models.md)."""
 
 Schema = dict[str, Any]
 
@@ -125,7 +122,3 @@ def _default(field: Schema, required: bool) -> str:
 
 def _meaning(field: Schema) -> str:
     return " ".join(field.get("description", "").split()).replace("|", "\\|")
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")

@@ -1,16 +1,13 @@
-"""Writes docs/reference/cli.md and exit-codes.md there, from the commands and from `core.errors.EXIT_CODES`."""
+"""The pages of the commands and of the exit codes, from the typer app and from `core.errors.EXIT_CODES`."""
 
 import inspect
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import typer
 
 from motet.cli.main import app
 from motet.core.errors import EXIT_CODES
-
-REFERENCE = Path(__file__).parents[1] / "docs/reference"
 
 INTRODUCTION = """# Commands
 
@@ -20,7 +17,7 @@ to stderr. Commands end with one of the [exit codes](exit-codes.md). `python -m 
 
 CODES = """# Exit codes
 
-A script may rely on them. What is wrong is told on stderr in one sentence; for codes 1 and 3 a traceback follows where
+A script may rely on them. An error is one sentence on stderr; for codes 1 and 3 a traceback follows where
 there is one.
 
 | code | |
@@ -29,12 +26,10 @@ there is one.
 
 
 def commands_page() -> str:
-    """cli.md."""
     return "\n".join([INTRODUCTION, *_command(typer.main.get_command(app), "motet")]).rstrip() + "\n"
 
 
-def codes_page() -> str:
-    """exit-codes.md."""
+def exit_codes_page() -> str:
     return CODES + "".join(f"| {code} | {text} |\n" for code, text in EXIT_CODES.items())
 
 
@@ -47,8 +42,8 @@ def _command(command: Any, path: str) -> Iterator[str]:
         if words:
             yield from [f"`{path}{words} [OPTIONS]`", ""]
         yield from ["| | default | |", "|---|---|---|", *(_row(p, command.callback) for p in command.params), ""]
-    for name, found in inner.items():
-        yield from _command(found, f"{path} {name}")
+    for name, subcommand in inner.items():
+        yield from _command(subcommand, f"{path} {name}")
 
 
 def _row(parameter: Any, function: Any) -> str:
@@ -61,8 +56,3 @@ def _row(parameter: Any, function: Any) -> str:
     else:
         shown = "" if default is None or default is False else f"`{default}`"
     return f"| `{name}` | {shown} | {' '.join((parameter.help or '').split())} |"
-
-
-if __name__ == "__main__":
-    (REFERENCE / "cli.md").write_text(commands_page(), encoding="utf-8")
-    (REFERENCE / "exit-codes.md").write_text(codes_page(), encoding="utf-8")

@@ -1,17 +1,14 @@
-"""Writes docs/reference/events.md from the types in motet/monitor/events.py and motet/core/trace.py."""
+"""The page of the events of a run, from the types in motet/monitor/events.py and motet/core/trace.py."""
 
-import ast
 import inspect
+import re
 from dataclasses import fields
-from pathlib import Path
 from typing import get_args
 
 from pydantic import BaseModel
 
 from motet.core.trace import TraceSpan
 from motet.monitor import events
-
-PAGE = Path(__file__).parents[1] / "docs/reference/events.md"
 
 INTRODUCTION = """# The events of a run
 
@@ -43,14 +40,10 @@ def type_text(annotation: object) -> str:
     )
 
 
-def attribute_docs(kind: type) -> dict[str, str]:
-    """The strings under the fields of a dataclass, which Python itself throws away."""
-    (body,) = (node for node in ast.parse(inspect.getsource(kind)).body if isinstance(node, ast.ClassDef))
-    docs = {}
-    for field, doc in zip(body.body, body.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(field.target, ast.Name):
-            docs[field.target.id] = str(ast.literal_eval(doc.value))
-    return docs
+def field_comments(kind: type) -> dict[str, str]:
+    """The comments at the ends of the lines of a dataclass's fields."""
+    matches = re.finditer(r"^    (\w+): [^#\n]*?#\s*(.*)$", inspect.getsource(kind), re.MULTILINE)
+    return {match[1]: match[2] for match in matches}
 
 
 def table(rows: list[tuple[str, str, str]]) -> list[str]:
@@ -78,7 +71,7 @@ def page() -> str:
     work = events.ParameterServerStepStats
     lines += ["## Parameter servers", "", inspect.cleandoc(work.__doc__ or ""), "", *table(model_rows(work)), ""]
     lines += ["## Spans", "", inspect.cleandoc(TraceSpan.__doc__ or ""), ""]
-    docs = attribute_docs(TraceSpan)
+    docs = field_comments(TraceSpan)
     lines += [
         *table([(field.name, type_text(field.type), docs.get(field.name, "")) for field in fields(TraceSpan)]),
         "",
@@ -89,7 +82,3 @@ def page() -> str:
         "those of the main thread. On a CUDA device a span is what the host saw, without work that was only queued.",
     ]
     return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")

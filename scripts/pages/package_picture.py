@@ -1,74 +1,77 @@
-"""Draw the rooms of motet and the imports between them, as they are in the code now, into docs/rooms.svg.
+"""The picture of the packages of motet and the imports between them, as they are in the code now.
 
-An arrow goes from a room to one that it imports. Layers are those of the import contract in pyproject.toml. `--check`
-only says whether the drawing is still true.
+An arrow goes from a package to one that it imports. Layers are those of the import contract in pyproject.toml.
 """
 
 import ast
 import html
 import re
-import sys
 import tomllib
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from pages import ROOT
+
 SOURCE = ROOT / "src/motet"
-PICTURE = ROOT / "docs/rooms.svg"
 WIDTH, ROW, BOX_HEIGHT, BOX_WIDTH = 920, 96, 40, 128
-GROUND = "core"  # every room stands on it, so it is drawn as wide as the picture
+GROUND = "core"  # every package stands on it, so it is drawn as wide as the picture
 COLORS = ["#3f51b5", "#c2185b", "#00796b", "#e65100", "#5d4037", "#7b1fa2", "#0277bd", "#558b2f", "#455a64", "#ad1457"]
 
 
-def layers() -> list[list[str]]:
-    """The rooms that exist, top layer first."""
+def picture() -> str:
+    return _draw(_layers(), _imports())
+
+
+def _layers() -> list[list[str]]:
+    """The packages that exist, top layer first."""
     contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
     rows = [re.findall(r"\w+", layer) for layer in contract["layers"]]
     return [
-        [room for room in row if (SOURCE / room).is_dir()] for row in rows if any((SOURCE / r).is_dir() for r in row)
+        [package for package in row if (SOURCE / package).is_dir()]
+        for row in rows
+        if any((SOURCE / r).is_dir() for r in row)
     ]
 
 
-def imports() -> set[tuple[str, str]]:
-    """(importing room, imported room)"""
-    found: set[tuple[str, str]] = set()
+def _imports() -> set[tuple[str, str]]:
+    """(importing package, imported package)"""
+    pairs: set[tuple[str, str]] = set()
     for path in SOURCE.rglob("*.py"):
-        room = path.relative_to(SOURCE).parts[0]
+        package = path.relative_to(SOURCE).parts[0]
         for node in ast.walk(ast.parse(path.read_text())):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             for name in names:
                 parts = name.split(".")
-                if parts[0] == "motet" and len(parts) > 1 and parts[1] != room and (SOURCE / parts[1]).is_dir():
-                    found.add((room, parts[1]))
-    return {pair for pair in found if (SOURCE / pair[0]).is_dir()}
+                if parts[0] == "motet" and len(parts) > 1 and parts[1] != package and (SOURCE / parts[1]).is_dir():
+                    pairs.add((package, parts[1]))
+    return {pair for pair in pairs if (SOURCE / pair[0]).is_dir()}
 
 
-def place(rows: list[list[str]]) -> dict[str, tuple[float, float]]:
-    """The middle of each box's upper edge. Rooms alone on their layer stand aside by turns, so that arrows pass."""
+def _places(rows: list[list[str]]) -> dict[str, tuple[float, float]]:
+    """The middle of each box's upper edge. Packages alone on their layer stand aside by turns, so that arrows pass."""
     places = {}
     for level, row in enumerate(rows):
         aside = 0.0 if len(row) > 1 or row == [GROUND] else WIDTH * (0.15 if level % 2 else -0.15)
-        for at, room in enumerate(row):
-            places[room] = ((at + 1) * WIDTH / (len(row) + 1) + aside, 16.0 + level * ROW)
+        for at, package in enumerate(row):
+            places[package] = ((at + 1) * WIDTH / (len(row) + 1) + aside, 16.0 + level * ROW)
     return places
 
 
-def draw(rows: list[list[str]], edges: set[tuple[str, str]]) -> str:
-    places = place(rows)
+def _draw(rows: list[list[str]], edges: set[tuple[str, str]]) -> str:
+    places = _places(rows)
     colors = dict(zip(places, COLORS * 3, strict=False))
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {len(rows) * ROW - 24}" '
-        'font-family="sans-serif" role="img" aria-label="The rooms of motet and their imports">',
+        'font-family="sans-serif" role="img" aria-label="The packages of motet and their imports">',
         f'<rect width="{WIDTH}" height="{len(rows) * ROW}" fill="#ffffff"/>',
     ]
     for source, target in sorted(edges):
         parts.append(_arrow((source, target), places, colors[source]))
-    for room, (x, y) in places.items():
-        width = WIDTH - 60 if room == GROUND else BOX_WIDTH
+    for package, (x, y) in places.items():
+        width = WIDTH - 60 if package == GROUND else BOX_WIDTH
         parts.append(
             f'<rect x="{x - width / 2:.0f}" y="{y:.0f}" width="{width}" height="{BOX_HEIGHT}" rx="6" '
-            f'fill="#ffffff" stroke="{colors[room]}" stroke-width="2"/><text x="{x:.0f}" y="{y + 26:.0f}" '
-            f'text-anchor="middle" font-size="16">{html.escape(room)}</text>'
+            f'fill="#ffffff" stroke="{colors[package]}" stroke-width="2"/><text x="{x:.0f}" y="{y + 26:.0f}" '
+            f'text-anchor="middle" font-size="16">{html.escape(package)}</text>'
         )
     return "\n".join([*parts, "</svg>"]) + "\n"
 
@@ -89,18 +92,3 @@ def _arrow(edge: tuple[str, str], places: dict[str, tuple[float, float]], color:
         f'<path d="M{end - 4:.0f},{bottom - 7:.0f} L{end:.0f},{bottom:.0f} '
         f'L{end + 4:.0f},{bottom - 7:.0f}" stroke-width="1.5"/></g>'
     )
-
-
-def main() -> int:
-    picture = draw(layers(), imports())
-    if "--check" in sys.argv[1:]:
-        if not PICTURE.is_file() or PICTURE.read_text() != picture:
-            print(f"{PICTURE.relative_to(ROOT)} is out of date; run: python scripts/draw_rooms.py")
-            return 1
-        return 0
-    PICTURE.write_text(picture)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,6 @@
-"""Writes the tables of docs/guide/data-parallelism.md: bytes sent and kept by stage, from tested code."""
+"""Tables and pictures of docs/guide/data-parallelism.md: bytes sent and held by stage, from tested code."""
 
-from collections.abc import Iterator
-from pathlib import Path
+from functools import cache
 
 from motet.cli.show.step_timeline import step_timeline
 from motet.parallel.data_parallel.buckets import build_buckets
@@ -10,11 +9,12 @@ from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits, FSDPUnit
 from motet.parallel.layout import Layout, resolve_layout
 from motet.parallel.step_plan.draw import draw_svg
 from motet.parallel.step_plan.memory import model_state_memory, peak_transient_bytes
+from motet.parallel.step_plan.timeline import TimelineNode
 from motet.parallel.step_plan.traffic import sent_bytes_per_step
 from motet.precision.recipe import RECIPES
 from motet.train.job import load_job
+from pages import fill_blocks
 
-PAGE = Path(__file__).parents[1] / "docs/guide/data-parallelism.md"
 RINGS = CommunicationSettings(all_reduce="ring", reduce_scatter="ring", all_gather="ring")
 MATRICES, NUMEL, ROWS = 16, 2**20, 1024
 """A model of 16 Mi parameters, which every number of ranks here divides."""
@@ -106,13 +106,7 @@ def memory_table() -> str:
 
 
 def page() -> str:
-    """The page as it is, with its tables made anew."""
-    text = PAGE.read_text(encoding="utf-8")
-    for name, table in tables().items():
-        before, rest = text.split(f"<!-- {name} -->\n")
-        _, after = rest.split("<!-- end -->", 1)
-        text = f"{before}<!-- {name} -->\n\n{table}\n\n<!-- end -->{after}"
-    return text
+    return fill_blocks("guide/data-parallelism.md", tables())
 
 
 OVERLAPS = {
@@ -122,22 +116,15 @@ OVERLAPS = {
 }
 
 
-def pictures() -> Iterator[tuple[str, str]]:
-    """(file name, content): a step of stage 0 with each kind of overlap, drawn to one scale."""
-    drawn = []
-    for overlap, title in OVERLAPS.items():
-        job = load_job("tiny", ["communication.bucket_mib=4", f"communication.overlap={overlap}"])
-        nodes, times = step_timeline(job, resolve_layout(job.layout, 4, job.data.batch_sequences), 0.6)
-        drawn.append((f"step-{overlap}.svg", nodes, times, title))
-    longest = max(stop for _, _, times, _ in drawn for _, stop in times.values())
-    for name, nodes, times, title in drawn:
-        note = (
-            "the job tiny on 4 ranks at stage 0; an all-reduce of all gradients takes 0.6 of the time to compute a step"
-        )
-        yield name, draw_svg(nodes, times, title, note, longest)
+def picture(overlap: str) -> str:
+    """A step of stage 0 with one kind of overlap; all pictures have the time axis of the longest."""
+    longest = max(stop for each in OVERLAPS for _, stop in _timeline(each)[1].values())
+    nodes, times = _timeline(overlap)
+    note = "the job tiny on 4 ranks at stage 0; an all-reduce of all gradients takes 0.6 of the time to compute a step"
+    return draw_svg(nodes, times, OVERLAPS[overlap], note, longest)
 
 
-if __name__ == "__main__":
-    for name, content in pictures():
-        (PAGE.parents[1] / "pictures" / name).write_text(content, encoding="utf-8")
-    PAGE.write_text(page(), encoding="utf-8")
+@cache
+def _timeline(overlap: str) -> tuple[tuple[TimelineNode, ...], dict[str, tuple[float, float]]]:
+    job = load_job("tiny", ["communication.bucket_mib=4", f"communication.overlap={overlap}"])
+    return step_timeline(job, resolve_layout(job.layout, 4, job.data.batch_sequences), 0.6)

@@ -1,18 +1,13 @@
-"""Writes the generated parts of the pages on collectives: their pictures and tables.
+"""Pictures and tables of the pages on collectives.
 
-A picture is drawn from its Program; an animated one only while mkdocs builds the site, to which this file is a hook. A
-table stands in its page between `<!-- NAME -->` and `<!-- end -->`. The closed forms are written here once more, as
-formulas that people read, each with its derivation; a test compares them with `motet.collectives.closed_form` at every
-number of ranks.
+The closed forms are repeated here as formulas for people, each with its derivation; a test compares them with
+`motet.collectives.closed_form` at every number of ranks.
 """
 
-from __future__ import annotations
-
-import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from fractions import Fraction
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 from motet.cluster.cluster_toml import load_cluster
 from motet.collectives import algorithm_names, build, closed_form, collective_names
@@ -27,15 +22,9 @@ from motet.collectives.algorithms.rank_grouping import grid_dims as lengths_of
 from motet.collectives.cost.size_sweep import crossovers, log_spaced_sizes, time_curves
 from motet.collectives.draw.cost_plot import cost_plot_svg
 from motet.collectives.draw.frames import program_text
-from motet.collectives.draw.html_animation import program_html
 from motet.collectives.draw.svg import program_svg
+from pages import fill_blocks, markdown_table
 
-if TYPE_CHECKING:
-    from mkdocs.config.defaults import MkDocsConfig
-    from mkdocs.structure.files import Files
-
-DOCS = Path(__file__).parents[1] / "docs"
-PICTURES = DOCS / "pictures"
 ALPHA, BETA, GAMMA = "\N{GREEK SMALL LETTER ALPHA}", "S\N{GREEK SMALL LETTER BETA}", "S\N{GREEK SMALL LETTER GAMMA}"
 
 
@@ -175,7 +164,7 @@ def letters(name: str, ranks: int) -> dict[str, int]:
     """What the letters of the formulas stand for, with the options that an algorithm has by default."""
     power = floor_power_of_two(ranks)
     rest = ranks - power
-    found = {
+    known = {
         "N": ranks,
         "L": doubling_rounds(ranks),
         "P": 8,
@@ -183,24 +172,24 @@ def letters(name: str, ranks: int) -> dict[str, int]:
         "q": power.bit_length() - 1,
         "e": int(rest > 0),
     }
-    found |= {"d": 1 if ranks == 2 else 2, "b": _line(ranks), "B": sum(n.bit_count() for n in range(ranks))}
-    found["G"] = sum(min(1 << bit, rest) for bit in range(found["q"]))
+    known |= {"d": 1 if ranks == 2 else 2, "b": _line(ranks), "B": sum(n.bit_count() for n in range(ranks))}
+    known["G"] = sum(min(1 << bit, rest) for bit in range(known["q"]))
     if name.endswith("/hierarchical") and name.startswith("all-reduce"):
         hosts = split_over_hosts(ranks, None)
-        found |= {"H": len(hosts), "M": max(map(len, hosts)), "l": doubling_rounds(max(map(len, hosts)))}
+        known |= {"H": len(hosts), "M": max(map(len, hosts)), "l": doubling_rounds(max(map(len, hosts)))}
     elif "hierarchical" in name:
-        found["H"], found["M"] = hosts_and_ranks_per_host(ranks, None)
+        known["H"], known["M"] = hosts_and_ranks_per_host(ranks, None)
     elif "torus" in name:
         lengths = lengths_of(ranks, None, int(name[-2])) if name.endswith("d") else (ranks,)
-        found |= {"A": len(lengths), "W": sum((d - 1) * (1 if d == 2 else 2) for d in lengths)}
+        known |= {"A": len(lengths), "W": sum((d - 1) * (1 if d == 2 else 2) for d in lengths)}
     elif "mesh" in name:
         rows, columns = lengths_of(ranks, None, 2)
-        found |= {"X": rows, "a": _line(rows), "c": _line(columns)}
+        known |= {"X": rows, "a": _line(rows), "c": _line(columns)}
     elif "double-tree" in name:
-        found["p"] = 1 if ranks == 2 else 2
-        found["f"] = len(build(*name.split("/"), ranks, pieces=1).steps) // 2 - (2 * found["q"] - 1)
-        assert found["f"] in (0, 1)
-    return found
+        known["p"] = 1 if ranks == 2 else 2
+        known["f"] = len(build(*name.split("/"), ranks, pieces=1).steps) // 2 - (2 * known["q"] - 1)
+        assert known["f"] in (0, 1)
+    return known
 
 
 def _line(ranks: int) -> int:
@@ -221,11 +210,6 @@ def _shown(formula: str) -> str:
 # --- tables --------------------------------------------------------------------------------------------
 
 
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
 def all_reduce_table() -> str:
     """What the all-reduces cost at 8 and at 64 ranks, from `closed_form` and from their Programs."""
     rows = []
@@ -240,7 +224,7 @@ def all_reduce_table() -> str:
                 cells += ["", "", ""]
         rows.append(cells)
     head = ["algorithm", "rounds at 8", "bytes per rank", "cost", "rounds at 64", "bytes per rank", "cost"]
-    return _table(head, rows)
+    return markdown_table(head, rows)
 
 
 def _cost(name: str, ranks: int) -> str:
@@ -259,7 +243,7 @@ def identities_table() -> str:
     for ranks in (4, 8, 64):
         made = [build(c, "ring", ranks) for c in ("reduce-scatter", "all-gather", "all-reduce")]
         rows.append([str(ranks), *(f"{len(p.steps)} rounds, {_part(p.send_fraction(0))}" for p in made)])
-    return _table(["N", "reduce-scatter", "all-gather", "all-reduce"], rows)
+    return markdown_table(["N", "reduce-scatter", "all-gather", "all-reduce"], rows)
 
 
 def closed_forms() -> str:
@@ -270,7 +254,7 @@ def closed_forms() -> str:
         for name in algorithm_names(collective):
             formula = FORMULAS[f"{collective}/{name}"]
             rows.append([f"`{name}`", *map(_shown, formula[:3]), formula.why])
-        parts.append(f"## {collective}\n\n{_table(['algorithm', ALPHA, BETA, GAMMA, 'why'], rows)}")
+        parts.append(f"## {collective}\n\n{markdown_table(['algorithm', ALPHA, BETA, GAMMA, 'why'], rows)}")
     return "\n".join(parts)
 
 
@@ -287,37 +271,6 @@ def drawn() -> str:
 # --- pictures and pages ----------------------------------------------------------------------------------
 
 
-def pictures() -> Iterator[tuple[str, str]]:
-    """Name and content of every file in docs/pictures."""
-    ring = build("all-reduce", "ring", 4)
-    yield "ring.svg", program_svg(ring)
-    yield "ring-first-steps.svg", program_svg(ring, only_steps=(-1, 0))
-    for name, options in (
-        ("flat", {}),
-        ("naive", {}),
-        ("direct", {}),
-        ("tree", {}),
-        ("double-tree", {"pieces": 2}),
-        ("recursive-doubling", {}),
-        ("halving-doubling", {}),
-        ("hierarchical", {"hosts": 2}),
-        ("hierarchical-sharded", {"hosts": 2}),
-    ):
-        yield f"{name}.svg", program_svg(build("all-reduce", name, 4, **options))
-    yield "all-gather-bruck.svg", program_svg(build("all-gather", "bruck", 5))
-    yield "cost.svg", cost_picture()
-
-
-def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """mkdocs calls this: the animated pages, which are large, are made with the site alone."""
-    from mkdocs.structure.files import File
-
-    for name, ranks in (("ring", 4), ("halving-doubling", 8)):
-        drawn = program_html(build("all-reduce", name, ranks))
-        files.append(File.generated(config, f"pictures/{name}.html", content=drawn))
-    return files
-
-
 def cost_picture() -> str:
     """All-reduce of eight hosts of eight GPUs."""
     cluster = load_cluster("dgx-h100", hosts=8)
@@ -327,6 +280,25 @@ def cost_picture() -> str:
     return cost_plot_svg("all-reduce of 64 ranks on dgx-h100, 8 hosts: predicted time", found, sizes, crossed)
 
 
+def _program_picture(collective: str, algorithm: str, ranks: int, **options: int) -> str:
+    return program_svg(build(collective, algorithm, ranks, **options))
+
+
+_DRAWN_ALL_REDUCES: dict[str, dict[str, int]] = {
+    **{name: {} for name in ("ring", "flat", "naive", "direct", "tree", "recursive-doubling", "halving-doubling")},
+    "hierarchical": {"hosts": 2},
+    "hierarchical-sharded": {"hosts": 2},
+    "double-tree": {"pieces": 2},
+}
+PICTURES: dict[str, Callable[[], str]] = {
+    **{
+        f"{name}.svg": partial(_program_picture, "all-reduce", name, 4, **options)
+        for name, options in _DRAWN_ALL_REDUCES.items()
+    },
+    "ring-first-steps.svg": lambda: program_svg(build("all-reduce", "ring", 4), only_steps=(-1, 0)),
+    "all-gather-bruck.svg": partial(_program_picture, "all-gather", "bruck", 5),
+    "cost.svg": cost_picture,
+}
 BLOCKS = {
     "guide/all-reduce.md": {"costs": all_reduce_table, "halves": identities_table},
     "reference/collective-costs.md": {"closed forms": closed_forms},
@@ -335,19 +307,6 @@ BLOCKS = {
 }
 
 
-def filled(page_name: str) -> str:
+def page(name: str) -> str:
     """A page with its tables as they are now."""
-    kept = (DOCS / page_name).read_text(encoding="utf-8")
-    for name, table in BLOCKS[page_name].items():
-        block = re.compile(f"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        assert len(block.findall(kept)) == 1, f"{page_name} has no block {name!r}"
-        kept = block.sub(lambda found, table=table: f"{found[1]}\n{table()}\n{found[2]}", kept)
-    return kept
-
-
-if __name__ == "__main__":
-    PICTURES.mkdir(exist_ok=True)
-    for name, content in pictures():
-        (PICTURES / name).write_text(content, encoding="utf-8")
-    for page_name in BLOCKS:
-        (DOCS / page_name).write_text(filled(page_name), encoding="utf-8")
+    return fill_blocks(name, {block: make() for block, make in BLOCKS[name].items()})

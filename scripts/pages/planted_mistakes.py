@@ -1,0 +1,42 @@
+"""The page of planted mistakes: each of tests/parity/planted_*.py on each of its layouts, and the verifier's answer."""
+
+import re
+import sys
+
+from pages import ROOT, commit, markdown_table
+
+HEAD = ["mistake", "layout", "first difference", "cause", "found", "place", "words"]
+
+
+def measure(words: list[str]) -> tuple[str, bool]:
+    """Plant the mistakes on ranks of this machine; it takes minutes."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from parity.faults import FAULTS
+    from parity.run_planted import subject, verified
+    from ranks import Ranks
+
+    assert not words, "all mistakes are planted; leave the words out"
+    pool, rows, marks = Ranks(), [], []
+    for name, fault in FAULTS.items():
+        for layout in fault.layouts:
+            verdict = verified(pool, subject(fault.model, fault.settings), layout, name)
+            first, cause = verdict.first_difference or "", verdict.cause or ""
+            is_place_right = bool(re.match(fault.first, first))
+            is_cause_right = bool(cause and re.search(fault.cause, cause))
+            marks.append((not verdict.ok, not verdict.ok and is_place_right, not verdict.ok and is_cause_right))
+            rows.append([name, f"`{layout}`", first, cause, *("yes" if mark else "**no**" for mark in marks[-1])])
+            print(" | ".join(rows[-1]), flush=True)
+    pool.close()
+    return _page(len(FAULTS), rows, marks), all(is_found for is_found, _, _ in marks)
+
+
+def _page(fault_count: int, rows: list[list[str]], marks: list[tuple[bool, bool, bool]]) -> str:
+    ratios = [f"{100 * sum(column) / len(marks):.0f} %" for column in zip(*marks, strict=True)]
+    return f"""# Planted mistakes, and what is said of them
+
+{fault_count} mistakes that train on without a word, on {len(marks)} pairs of a mistake and a layout. Found:
+{ratios[0]}; the first tensor named rightly: {ratios[1]}; the cause in words right: {ratios[2]}. Each says
+beforehand which tensor and words are right (`tests/parity/planted_*.py`), and the verifier knows none of
+them. Made by `python scripts/docs.py reference/planted-mistakes.md` at commit {commit()}.
+
+{markdown_table(HEAD, rows)}"""

@@ -1,0 +1,66 @@
+"""The tables of docs/reference/server-protocol.md: the systems of tests/server/systems.py, explored."""
+
+import sys
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
+
+from pages import DOCS, ROOT, fill_blocks
+
+if TYPE_CHECKING:
+    from server.system import System
+
+PAGE = "reference/server-protocol.md"
+SYSTEMS_HEAD = """\
+| | workers x servers x steps | copies | twice | lost | cut | mode | states | from one to another | ends |
+|---|---|---|---|---|---|---|---|---|---|
+"""
+MISTAKES_HEAD = """| what is wrong | the promise that it breaks | states |
+|---|---|---|
+"""
+
+
+def measure(words: list[str]) -> tuple[str, bool]:
+    """Explore for hours; `small` explores the smaller systems, and names of modes add the larger ones in those.
+
+    Of the others the page keeps its rows. A broken promise ends the exploration with an AssertionError.
+    """
+    sys.path.insert(0, str(ROOT / "tests"))
+    from server.systems import LARGE, RULES, SMALL
+
+    modes = [] if words == ["small"] else words or list(RULES)
+    blocks = {
+        "small systems": SYSTEMS_HEAD + "\n".join(_rows(SMALL, RULES)),
+        "large systems": SYSTEMS_HEAD + "\n".join(_rows(LARGE, modes)),
+        "mistakes": MISTAKES_HEAD + "\n".join(_mistakes()),
+    }
+    return fill_blocks(PAGE, blocks), True
+
+
+def _rows(systems: "dict[str, System]", modes: Collection[str]) -> Iterator[str]:
+    """A row for each system and mode: explored, or the page's own where the mode is not in `modes`."""
+    from server.explore import Found, explore
+    from server.systems import alike, row, rules_of, with_rule
+
+    kept = {alike(line): line for line in (DOCS / PAGE).read_text(encoding="utf-8").splitlines()}
+    for name, system in systems.items():
+        for mode in rules_of(system):
+            system_in_mode = with_rule(system, mode)
+            if mode in modes:
+                yield row(name, system_in_mode, explore(system_in_mode))
+                print(f"{name}, {mode}", flush=True)
+            elif (same := alike(row(name, system_in_mode, Found()))) in kept:
+                yield kept[same]
+
+
+def _mistakes() -> Iterator[str]:
+    from server.explore import Found, explore
+    from server.systems import WRONG, mistake_row
+
+    for name, mistake in WRONG.items():
+        states = Found()
+        try:
+            explore(mistake.system, found=states)
+        except AssertionError:
+            yield mistake_row(name, states)
+        else:
+            raise AssertionError(f"{name} passed")
