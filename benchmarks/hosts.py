@@ -116,7 +116,7 @@ def measure_as_rank(options: argparse.Namespace) -> None:
     from motet.cluster.cluster_toml import cluster_from_dict
     from motet.collectives import build
     from motet.collectives.cost.alpha_beta import estimate_cost
-    from motet.collectives.cost.link_calibration import calibrate_cluster
+    from motet.collectives.execute.link_measurement import calibrate_cluster
     from motet.collectives.execute.measure import measure_program
 
     torch.set_num_threads(1)

@@ -18,9 +18,9 @@ from environment import uncounted
 from motet.cli.collectives.collectives_commands import collectives_app as app
 from motet.cluster.cluster_toml import load_cluster
 from motet.collectives.algorithms import algorithm_names, build, closed_form, collective_names, find_algorithm
-from motet.collectives.cost.size_sweep import format_seconds
 from motet.collectives.program import Program
 from motet.core.errors import InputError
+from motet.core.units import format_seconds
 from waiting import until
 
 

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
+from motet.cluster.calibrate import fit_alpha_beta
 from motet.cluster.cluster_toml import cluster_from_dict
 from motet.collectives import build
 from motet.collectives.cost.alpha_beta import estimate_cost
-from motet.collectives.cost.link_calibration import calibrate_cluster, fit_alpha_beta
+from motet.collectives.execute.link_measurement import calibrate_cluster
 from motet.core.errors import InputError
 from motet.parallel.process.process_group import RankGroup
 from on_ranks import group_of

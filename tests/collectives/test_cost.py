@@ -19,9 +19,9 @@ from motet.collectives.cost.cheapest_algorithm import (
     costed_algorithms,
     even_host_groups,
 )
-from motet.collectives.cost.collective_decomposition import decompositions
 from motet.collectives.prove.program_checker import prove_program
 from motet.core.errors import InputError
+from motet.plan.collective_decomposition import decompositions
 
 MIB = 2**20
 UNIFORM = uniform_cluster(8, 5e-6, 25e9, 1e-12)

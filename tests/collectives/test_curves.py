@@ -11,8 +11,9 @@ from motet.cluster.cluster import Cluster, uniform_cluster
 from motet.collectives.algorithms import build, closed_form
 from motet.collectives.cost.alpha_beta import estimate_cost
 from motet.collectives.cost.cheapest_algorithm import cheapest
-from motet.collectives.cost.size_sweep import ascii_plot, crossovers, format_seconds, log_spaced_sizes, time_curves
-from motet.collectives.draw.cost_plot import _spread_labels, cost_plot_html, cost_plot_svg
+from motet.collectives.cost.size_sweep import crossovers, log_spaced_sizes, time_curves
+from motet.collectives.draw.cost_plot import _spread_labels, ascii_plot, cost_plot_html, cost_plot_svg
+from motet.core.units import format_seconds
 
 NET = uniform_cluster(8, 1e-5, 1e9)
 SIZES = log_spaced_sizes(1024, 2**30, 64)

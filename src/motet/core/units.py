@@ -1,14 +1,14 @@
-"""Numbers with units as people read them: bytes, counts and durations."""
+"""Numbers with units in readable form: bytes, counts and durations."""
 
 
 def format_bytes(count: float) -> str:
     """1536 -> '1.5 KiB'."""
-    return _scale(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), " ")
+    return _scale(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
 
 
 def format_count(count: float) -> str:
     """4_212_736 -> '4.21 M'."""
-    return _scale(count, 1000, ("", "K", "M", "B", "T"), " ").rstrip()
+    return _scale(count, 1000, ("", "K", "M", "B", "T")).rstrip()
 
 
 def format_duration(seconds: float) -> str:
@@ -24,12 +24,19 @@ def format_duration(seconds: float) -> str:
     return f"{hours} h {minutes} min"
 
 
-def _scale(count: float, base: int, names: tuple[str, ...], gap: str) -> str:
-    scaled, at = float(count), 0
-    # 999.5 would be printed as 1e+03: what rounds up to the next unit belongs to it.
-    while abs(scaled) >= base * 0.9995 and at < len(names) - 1:
-        scaled, at = scaled / base, at + 1
-    digits = (
-        f"{scaled:.0f}" if at == 0 and scaled == int(scaled) else f"{scaled:.3g}" if scaled < 1000 else f"{scaled:.0f}"
-    )
-    return f"{digits}{gap}{names[at]}"
+def format_seconds(seconds: float) -> str:
+    """3.1e-6 -> '3.1 us', with three digits in every unit."""
+    for unit, name in ((1e-6, "us"), (1e-3, "ms")):
+        if seconds < 999.5 * unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds:.3g} s"
+
+
+def _scale(count: float, base: int, names: tuple[str, ...]) -> str:
+    scaled, power = float(count), 0
+    # 999.5 would be printed as 1e+03, so it belongs to the next unit.
+    while abs(scaled) >= base * 0.9995 and power < len(names) - 1:
+        scaled, power = scaled / base, power + 1
+    is_whole = power == 0 and scaled == int(scaled)
+    digits = f"{scaled:.0f}" if is_whole or scaled >= 1000 else f"{scaled:.3g}"
+    return f"{digits} {names[power]}"

@@ -17,16 +17,14 @@ from motet.collectives.cost.cheapest_algorithm import TIE_RATIO, cheapest
 from motet.collectives.cost.size_sweep import (
     AlgorithmCrossover,
     AlgorithmTimeCurve,
-    ascii_plot,
     crossovers,
-    format_seconds,
     log_spaced_sizes,
     time_curves,
 )
-from motet.collectives.draw.cost_plot import cost_plot_html, cost_plot_svg
+from motet.collectives.draw.cost_plot import ascii_plot, cost_plot_html, cost_plot_svg
 from motet.collectives.draw.frames import align_columns
 from motet.core.errors import InputError
-from motet.core.units import format_bytes
+from motet.core.units import format_bytes, format_seconds
 from motet.monitor.console import print_json
 
 _PLOT_POINTS, _TERMINAL_COLUMNS = 81, 64

@@ -21,12 +21,11 @@ from motet.cli.environment import read_environment
 from motet.cli.output import print_lines
 from motet.cli.parse_sizes import parse_bytes
 from motet.collectives.cost.alpha_beta import COLLECTIVES_WITHOUT_DATA, bus_bandwidth_factor, estimate_cost
-from motet.collectives.cost.size_sweep import format_seconds
 from motet.collectives.draw.frames import align_columns
 from motet.collectives.program import Program, group_by_pair
 from motet.collectives.prove.program_checker import prove_program
 from motet.core.errors import InputError, MotetError, RankFailedError
-from motet.core.units import format_bytes
+from motet.core.units import format_bytes, format_seconds
 from motet.monitor.console import print_json
 from motet.train.launch.supervisor import LaunchSpec, launch_ranks, rank_environment
 

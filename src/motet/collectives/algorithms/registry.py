@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TypeVar
 
+from motet.cluster.network_link import Number
 from motet.collectives.program import Program
 from motet.core.errors import InputError
-
-Number = float | Fraction
 
 MAX_AXES = 6  # The most dimensions of a torus with a free number of them, which cuts the data in two parts for each
 

@@ -1,24 +1,31 @@
-"""How long a Program takes on a Cluster: alpha-beta-gamma along the links that its messages really cross.
+"""The time of a Program on a Cluster: alpha-beta-gamma along the links that its messages cross.
 
-Steps follow one another. In a step every port carries its messages in turn, each for its start-up (alpha) and its bytes
-(beta); a link in between carries the bytes of all that crosses it; the step ends when the busiest link and then the
-busiest adder (gamma) are done. What is left out: ranks that run ahead of others into the next step.
+Steps follow one another. In a step every port carries its messages in turn, each with its start-up (alpha) and its bytes
+(beta). A link in between carries the bytes of all messages that cross it. The step ends when the busiest link and then
+the busiest adder (gamma) are done. The model ignores ranks that run ahead into the next step.
 """
 
 from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 
 from motet.cluster.cluster import Cluster
-from motet.collectives.algorithms.registry import Number
+from motet.cluster.network_link import Number
 from motet.collectives.program import Program, Step
 from motet.core.errors import InputError
+
+COLLECTIVES_WITHOUT_DATA = ("barrier", "signal")  # Only tokens travel, at the cost of a message of 0 bytes
+
+RankGroups = tuple[tuple[int, ...], ...]  # Disjoint groups of equally many ranks of a cluster
+
+# (src, dst, relative size, size of the added part) of a step's messages. Many steps differ only in their chunks.
+_StepTraffic = tuple[tuple[int, int, int, int], ...]
 
 
 @dataclass(frozen=True)
 class LinkLoad:
-    """What one link has to do in a step: it takes `fixed_s + per_byte_s * S`."""
+    """The work of one link in a step, which takes `fixed_s + per_byte_s * S`."""
 
     link: str
     fixed_s: Number
@@ -30,10 +37,10 @@ class LinkLoad:
 
 @dataclass(frozen=True)
 class CollectiveStepCost:
-    """What a step costs, for messages of any size."""
+    """The cost of a step, for messages of any size."""
 
     latency_s: Number
-    busiest_links: tuple[LinkLoad, ...]  # Of the links that are the busiest at some size
+    busiest_links: tuple[LinkLoad, ...]  # The links that are the busiest at some size
     reduction_s_per_byte: Number
 
     def seconds(self, size: Number) -> Number:
@@ -45,7 +52,7 @@ class CollectiveStepCost:
 
 @dataclass(frozen=True)
 class CollectiveCost:
-    """What a Program costs on a Cluster, for messages of any size in bytes."""
+    """The cost of a Program on a Cluster, for messages of any size in bytes."""
 
     steps: tuple[CollectiveStepCost, ...]
 
@@ -54,86 +61,67 @@ class CollectiveCost:
 
     @cached_property
     def _step_counts(self) -> Counter[CollectiveStepCost]:
-        """How often each step is there: many cost the same."""
         return Counter(self.steps)
 
 
-RankGroups = tuple[tuple[int, ...], ...]  # Equally many ranks of a cluster in each; no rank is in two
-
-
 def estimate_cost(program: Program, cluster: Cluster, rank_groups: RankGroups | None = None) -> CollectiveCost:
-    """Of sets of ranks that all play it at once: rank i of the Program is the i-th of each; of the cluster, if not
-    given."""
-    rank_groups = rank_groups or (tuple(range(program.ranks)),)
-    if max(map(max, rank_groups)) >= cluster.ranks:
+    """The cost if all groups execute the Program simultaneously. Rank i of the Program is the i-th of each group.
+
+    Without `rank_groups` the first ranks of the cluster are the only group.
+    """
+    groups = rank_groups or (tuple(range(program.ranks)),)
+    if max(map(max, groups)) >= cluster.ranks:
         raise InputError(
             f"{program} does not fit on cluster {cluster.name}, which has {cluster.ranks} ranks; give it more hosts"
         )
-    step_costs = _CollectiveStepCostCalculator(program.message_size_units, cluster)
-    return CollectiveCost(
-        tuple(step_costs.step_cost(_step_traffic(program, step, rank_groups)) for step in program.steps if step)
-    )
+    message_size, gamma = program.message_size_units, cluster.gamma_s_per_byte.value
+    route, latency_s = lru_cache(maxsize=None)(cluster.route), lru_cache(maxsize=None)(cluster.latency_s)
 
+    @cache
+    def step_cost(traffic: _StepTraffic) -> CollectiveStepCost:
+        sizes: Counter[str] = Counter()
+        flows: Counter[str] = Counter()
+        added_sizes: Counter[int] = Counter()
+        for src, dst, size, added in traffic:
+            for link in route(src, dst):
+                sizes[link] += size
+                flows[link] += 1
+            added_sizes[dst] += added
+        loads = [_link_load(link, flows[link], Fraction(sizes[link], message_size), cluster) for link in sizes]
+        return CollectiveStepCost(
+            max(latency_s(src, dst) for src, dst, _, _ in traffic),
+            _upper_envelope(loads),
+            Fraction(max(added_sizes.values()), message_size) * gamma,
+        )
 
-# What a step moves: (src, dst, relative size, how much of it is added). Many steps move alike, with other chunks.
-_StepTraffic = tuple[tuple[int, int, int, int], ...]
+    return CollectiveCost(tuple(step_cost(_step_traffic(program, step, groups)) for step in program.steps if step))
 
 
 def _step_traffic(program: Program, step: Step, rank_groups: RankGroups) -> _StepTraffic:
-    pair_sizes: dict[tuple[int, int], list[int]] = {}
+    sizes: Counter[tuple[int, int]] = Counter()
+    added_sizes: Counter[tuple[int, int]] = Counter()
     for t in step:
-        moved_and_reduced = pair_sizes.setdefault((t.src, t.dst), [0, 0])
         size = program.relative_size(t)
-        moved_and_reduced[0] += size
-        moved_and_reduced[1] += size if t.op == "reduce" else 0
+        sizes[t.src, t.dst] += size
+        added_sizes[t.src, t.dst] += size if t.op == "reduce" else 0
     return tuple(
         sorted(
-            (one[src], one[dst], weight, added)
-            for (src, dst), (weight, added) in pair_sizes.items()
-            for one in rank_groups
+            (group[src], group[dst], size, added_sizes[src, dst])
+            for (src, dst), size in sizes.items()
+            for group in rank_groups
         )
     )
-
-
-class _CollectiveStepCostCalculator:
-    """The steps of a Program on a cluster. Each route, and each pattern of messages, is worked out once."""
-
-    def __init__(self, message_size_units: int, cluster: Cluster) -> None:
-        self._message_size_units = message_size_units
-        self._cluster = cluster
-        self._route = lru_cache(maxsize=None)(cluster.route)
-        self._latency_s = lru_cache(maxsize=None)(cluster.latency_s)
-        self.step_cost = lru_cache(maxsize=None)(self._compute_step_cost)
-
-    def _compute_step_cost(self, traffic: _StepTraffic) -> CollectiveStepCost:
-        link_sizes: Counter[str] = Counter()
-        link_flows: Counter[str] = Counter()
-        reduced_sizes: Counter[int] = Counter()
-        for src, dst, size, added in traffic:
-            for link in self._route(src, dst):
-                link_sizes[link] += size
-                link_flows[link] += 1
-            reduced_sizes[dst] += added
-        latency = max(self._latency_s(src, dst) for src, dst, _, _ in traffic)
-        loads = [
-            _link_load(link, link_flows[link], Fraction(link_sizes[link], self._message_size_units), self._cluster)
-            for link in link_sizes
-        ]
-        gamma = self._cluster.gamma_s_per_byte.value
-        return CollectiveStepCost(
-            latency, _upper_envelope(loads), Fraction(max(reduced_sizes.values()), self._message_size_units) * gamma
-        )
 
 
 def _link_load(name: str, flows: int, message_fraction: Fraction, cluster: Cluster) -> LinkLoad:
     link = cluster.link(name)
     if link.is_port:
         return LinkLoad(name, flows * link.alpha_s.value, message_fraction / link.bandwidth_Bps.value)
-    return LinkLoad(name, 0, message_fraction * cluster.imbalance(name, flows) / link.bandwidth_Bps.value)
+    return LinkLoad(name, 0, message_fraction * link.imbalance(flows) / link.bandwidth_Bps.value)
 
 
 def _upper_envelope(loads: list[LinkLoad]) -> tuple[LinkLoad, ...]:
-    """Those that no other is at least as slow as at every size."""
+    """The loads that are the slowest at some size."""
     envelope: list[LinkLoad] = []
     for load in sorted(loads, key=lambda load: (-load.per_byte_s, -load.fixed_s)):
         if not envelope or load.fixed_s > max(other.fixed_s for other in envelope):
@@ -141,13 +129,10 @@ def _upper_envelope(loads: list[LinkLoad]) -> tuple[LinkLoad, ...]:
     return tuple(envelope)
 
 
-COLLECTIVES_WITHOUT_DATA = ("barrier", "signal")  # Only tokens travel: these cost what a message of no bytes does
-
-
 def bus_bandwidth_factor(collective: str, ranks: int) -> Fraction:
-    """Bus bandwidth as nccl-tests defines it is this times S / time: what each rank's link carries at least.
+    """Bus bandwidth, as nccl-tests defines it, over S / time: the part of S that each rank's link carries at least.
 
-    So it can be compared with the speed of the hardware, whatever the collective and the number of ranks.
+    Bus bandwidth can be compared with the speed of the hardware, for every collective and number of ranks.
     """
     if collective == "all-reduce":
         return Fraction(2 * (ranks - 1), ranks)

@@ -1,40 +1,48 @@
-"""Predicted time over message size as SVG: a curve for each algorithm, and above them which is the cheapest where."""
+"""Predicted time over message size as SVG, HTML or text: a curve for each algorithm, and the cheapest at every size."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
-from math import ceil, floor, log2, log10
+from math import ceil, floor, log, log2, log10
 
-from motet.collectives.cost.size_sweep import AlgorithmCrossover, AlgorithmTimeCurve, format_seconds
+from motet.collectives.cost.size_sweep import AlgorithmCrossover, AlgorithmTimeCurve
+from motet.collectives.draw.frames import align_columns
 from motet.collectives.draw.svg import COLOURS, svg_opening
-from motet.core.units import format_bytes
+from motet.core.units import format_bytes, format_seconds
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _PLOT_WIDTH, _PLOT_HEIGHT = 1040, 640, 78, 116, 760, 460
 _LABEL_GAP = 17
 _BAND_HEIGHT, _SIZE_LABEL_WIDTH = 24, 66
+_BOTTOM, _RIGHT = _TOP + _PLOT_HEIGHT, _LEFT + _PLOT_WIDTH
+_TEXT_ROWS = 16
+_CURVE_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def _log_position(value: float, low: float, high: float) -> float:
+    """The position of a value on a logarithmic axis: 0 at `low`, 1 at `high`."""
+    return log(value / low) / max(log(high / low), 1e-9)
 
 
 @dataclass(frozen=True)
 class _LogLogScale:
-    """Both logarithmic: where a size and a time lie."""
+    """The coordinates of a size and a time in the picture."""
 
     sizes: Sequence[float]
     fastest: float
     slowest: float
 
     def x(self, size: float) -> float:
-        return _LEFT + _PLOT_WIDTH * log2(size / self.sizes[0]) / log2(self.sizes[-1] / self.sizes[0])
+        return _LEFT + _PLOT_WIDTH * _log_position(size, self.sizes[0], self.sizes[-1])
 
     def y(self, seconds: float) -> float:
-        decades = log10(self.slowest / self.fastest)
-        return _TOP + _PLOT_HEIGHT * (1 - log10(seconds / self.fastest) / decades)
+        return _TOP + _PLOT_HEIGHT * (1 - _log_position(seconds, self.fastest, self.slowest))
 
 
 def cost_plot_svg(
     title: str, curves: Sequence[AlgorithmTimeCurve], sizes: Sequence[float], crossovers: Sequence[AlgorithmCrossover]
 ) -> str:
-    """The sizes are at least two, from small to large."""
+    """The plot for at least two ascending sizes."""
     times = [seconds for curve in curves for seconds in curve.seconds]
     fastest = 10.0 ** floor(log10(min(times)))
     scale = _LogLogScale(sizes, fastest, max(10 * fastest, 10.0 ** ceil(log10(max(times)))))
@@ -55,18 +63,17 @@ def cost_plot_svg(
 
 
 def _axes(scale: _LogLogScale) -> Iterator[str]:
-    bottom, right = _TOP + _PLOT_HEIGHT, _LEFT + _PLOT_WIDTH
     yield f'<rect class="frame" x="{_LEFT}" y="{_TOP}" width="{_PLOT_WIDTH}" height="{_PLOT_HEIGHT}"/>'
     powers = range(ceil(log2(scale.sizes[0])), floor(log2(scale.sizes[-1])) + 1)
     for power in powers[:: max(1, len(powers) // 10)]:
         x = scale.x(2**power)
-        yield f'<path class="frame" d="M{x:.1f} {_TOP} V{bottom}"/>'
-        yield f'<text class="quiet middle" x="{x:.1f}" y="{bottom + 20}">{format_bytes(2**power)}</text>'
+        yield f'<path class="frame" d="M{x:.1f} {_TOP} V{_BOTTOM}"/>'
+        yield f'<text class="quiet middle" x="{x:.1f}" y="{_BOTTOM + 20}">{format_bytes(2**power)}</text>'
     for decade in range(round(log10(scale.fastest)), round(log10(scale.slowest)) + 1):
         y = scale.y(10.0**decade)
-        yield f'<path class="frame" d="M{_LEFT} {y:.1f} H{right}"/>'
+        yield f'<path class="frame" d="M{_LEFT} {y:.1f} H{_RIGHT}"/>'
         yield f'<text class="quiet end" x="{_LEFT - 8}" y="{y + 4:.1f}">{format_seconds(10.0**decade)}</text>'
-    yield f'<text class="middle" x="{_LEFT + _PLOT_WIDTH / 2}" y="{bottom + 46}">size of the message S</text>'
+    yield f'<text class="middle" x="{_LEFT + _PLOT_WIDTH / 2}" y="{_BOTTOM + 46}">size of the message S</text>'
 
 
 def _cheapest_bands(
@@ -75,7 +82,7 @@ def _cheapest_bands(
     crossovers: Sequence[AlgorithmCrossover],
     curve_index: dict[str, int],
 ) -> Iterator[str]:
-    """Who is the cheapest from where to where, with the crossovers as lines through the plot."""
+    """The range of sizes of each cheapest algorithm, with the crossovers as lines through the plot."""
     edges = [scale.sizes[0], *(crossover.size for crossover in crossovers), scale.sizes[-1]]
     y = _TOP - _BAND_HEIGHT - 20
     for name, (first, last) in zip(cheapest_names, pairwise(edges), strict=True):
@@ -90,14 +97,14 @@ def _cheapest_bands(
     label_end = 0.0
     for crossover in crossovers:
         x = scale.x(crossover.size)
-        yield f'<path class="arrow copy" d="M{x:.1f} {_TOP} V{_TOP + _PLOT_HEIGHT}"/>'
+        yield f'<path class="arrow copy" d="M{x:.1f} {_TOP} V{_BOTTOM}"/>'
         if x > label_end:
             yield f'<text class="middle" x="{x:.1f}" y="{_TOP - 5}">{format_bytes(crossover.size)}</text>'
             label_end = x + _SIZE_LABEL_WIDTH
 
 
 def _curve_path(scale: _LogLogScale, curve: AlgorithmTimeCurve, curve_index: int, is_cheapest: bool) -> str:
-    """Those that are the cheapest somewhere are drawn heavier; the second round of colours is dashed."""
+    """A curve, heavier if it is the cheapest at some size, and dashed if its colour is used a second time."""
     points = " L".join(
         f"{scale.x(size):.1f} {scale.y(s):.1f}" for size, s in zip(scale.sizes, curve.seconds, strict=True)
     )
@@ -108,23 +115,22 @@ def _curve_path(scale: _LogLogScale, curve: AlgorithmTimeCurve, curve_index: int
 
 
 def _curve_labels(scale: _LogLogScale, curves: Sequence[AlgorithmTimeCurve]) -> Iterator[str]:
-    """At the right end of each curve, pushed apart where curves end close to each other."""
+    """The names at the right ends of the curves, moved if curves end close to each other."""
     ends = sorted((scale.y(curve.seconds[-1]), n) for n, curve in enumerate(curves))
     label_positions = _spread_labels([y for y, _ in ends])
-    right = _LEFT + _PLOT_WIDTH
     for (y, curve_index), label_y in zip(ends, label_positions, strict=True):
         colour = curve_index % len(COLOURS)
-        yield f'<path class="curve c{colour} light" d="M{right} {y:.1f} L{right + 16} {label_y:.1f} h6"/>'
+        yield f'<path class="curve c{colour} light" d="M{_RIGHT} {y:.1f} L{_RIGHT + 16} {label_y:.1f} h6"/>'
         name = curves[curve_index].algorithm
-        yield f'<text class="t{colour} head" x="{right + 27}" y="{label_y + 4:.1f}">{name}</text>'
+        yield f'<text class="t{colour} head" x="{_RIGHT + 27}" y="{label_y + 4:.1f}">{name}</text>'
 
 
 def _spread_labels(desired: Sequence[float]) -> list[float]:
-    """Rising places at least a line apart, as a whole as near to the wanted ones as they can be from the lowest up."""
+    """Ascending positions with room for a line between them, from the top; the last ones move up to fit the plot."""
     positions: list[float] = []
     for y in desired:
         positions.append(max(y, positions[-1] + _LABEL_GAP) if positions else y)
-    lowest = float(_TOP + _PLOT_HEIGHT)
+    lowest = float(_BOTTOM)
     for n in reversed(range(len(positions))):
         positions[n] = min(positions[n], lowest)
         lowest = positions[n] - _LABEL_GAP
@@ -132,7 +138,7 @@ def _spread_labels(desired: Sequence[float]) -> list[float]:
 
 
 def cost_plot_html(title: str, svg: str, rows: Sequence[Sequence[str]]) -> str:
-    """The picture and the numbers as a page of their own."""
+    """A page with the picture and the numbers."""
     head, *body = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
     lines = "".join(f"<tr>{row}</tr>" for row in body)
     dark = "body { color: #e6edf3; background: #14181e } td { border-color: #444c56 }"
@@ -145,3 +151,31 @@ def cost_plot_html(title: str, svg: str, rows: Sequence[Sequence[str]]) -> str:
         f"@media (prefers-color-scheme: dark) {{ {dark} }}\n</style></head>\n<body>{svg}"
         f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div></body></html>\n'
     )
+
+
+def ascii_plot(
+    curves: Sequence[AlgorithmTimeCurve], sizes: Sequence[float], crossovers: Sequence[AlgorithmCrossover]
+) -> list[str]:
+    """The plot as text: a letter for each algorithm, a capital for the cheapest, which hides others."""
+    low = min(min(curve.seconds) for curve in curves)
+    high = max(max(curve.seconds) for curve in curves)
+    cells = [[" "] * len(sizes) for _ in range(_TEXT_ROWS)]
+    for x in range(len(sizes)):
+        ordered = sorted(zip(curves, _CURVE_LETTERS, strict=False), key=lambda pair: -pair[0].seconds[x])
+        for curve, letter in ordered:
+            y = round((_TEXT_ROWS - 1) * _log_position(curve.seconds[x], low, high))
+            cells[y][x] = letter.upper() if curve is ordered[-1][0] else letter
+    labels = {_TEXT_ROWS - 1: format_seconds(high), 0: format_seconds(low)}
+    lines = [f"{labels.get(y, ''):>10} |{''.join(cells[y]).rstrip()}" for y in reversed(range(_TEXT_ROWS))]
+    marks = [" "] * len(sizes)
+    for crossover in crossovers:
+        marks[min(range(len(sizes)), key=lambda x: abs(log(sizes[x] / crossover.size)))] = "^"
+    smallest, largest = format_bytes(sizes[0]), format_bytes(sizes[-1])
+    lines += [
+        f"{'':10} +{'-' * len(sizes)}",
+        f"{'':12}{''.join(marks)}".rstrip(),
+        f"{'':12}{smallest}{largest:>{len(sizes) - len(smallest)}}",
+    ]
+    names = [f"{letter} {curve.algorithm}" for curve, letter in zip(curves, _CURVE_LETTERS, strict=False)]
+    names += [""] * (-len(names) % 3)
+    return lines + align_columns([names[n : n + 3] for n in range(0, len(names), 3)])

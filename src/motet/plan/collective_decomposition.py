@@ -1,8 +1,8 @@
-"""A collective as a sequence of smaller ones: what a scheduler needs to cut communication up and hide it behind work.
+"""A collective as a sequence of smaller ones, which a scheduler can overlap with computation.
 
-Three ways: by substitution (an all-reduce is a reduce-scatter and an all-gather, or a reduce and a broadcast), by
-groups (inside hosts, across hosts, inside hosts) and by size (several messages, each a part). Every decomposition is a
-Program again, proven like any other, and ranked by what it is predicted to cost.
+The kinds are substitution (an all-reduce is a reduce-scatter and an all-gather, or a reduce and a broadcast), groups
+(inside hosts, across hosts, inside hosts) and size (several smaller messages). Every decomposition is a Program again,
+proven like any other, and ranked by its predicted cost.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ DecompositionKind = Literal["whole", "substitution", "groups", "size"]
 
 @dataclass(frozen=True)
 class CollectiveDecompositionStage:
-    """One piece, which may be started on its own once the stages before it are done."""
+    """A stage, which may start as soon as the stages before it have finished."""
 
     name: str
     program: Program
@@ -34,7 +34,7 @@ class CollectiveDecompositionStage:
 
 @dataclass(frozen=True)
 class CollectiveDecomposition:
-    """The stages in their order, and the Program that they are together (of one part, where the size is cut)."""
+    """The stages in their order, and the Program of all stages; for kind `size` that of one part."""
 
     kind: DecompositionKind
     stages: tuple[CollectiveDecompositionStage, ...]
@@ -42,12 +42,12 @@ class CollectiveDecomposition:
 
     @property
     def seconds(self) -> float:
-        """One stage after another, without anything hidden."""
+        """The time of all stages in turn, without overlap."""
         return sum(stage.seconds for stage in self.stages)
 
     @property
     def longest_s(self) -> float:
-        """The stage that needs the most to hide behind."""
+        """The time of the longest stage, which needs the longest overlapping computation."""
         return max(stage.seconds for stage in self.stages)
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class CollectiveDecomposition:
         return f"{len(names)} x {names[0]}" if self.kind == "size" else ", ".join(names)
 
 
-# Each collective as two in a row.
+# Pairs of collectives that together do the same as one.
 SUBSTITUTIONS: dict[str, tuple[tuple[str, str], ...]] = {
     "all-reduce": (("reduce-scatter", "all-gather"), ("reduce", "broadcast")),
     "broadcast": (("scatter", "all-gather"),),
@@ -68,7 +68,7 @@ SUBSTITUTIONS: dict[str, tuple[tuple[str, str], ...]] = {
 def decompositions(
     collective: str, size: float, cluster: Cluster, *, hosts: int | None = None, parts: Sequence[int] = (2, 4, 8)
 ) -> tuple[CollectiveDecomposition, ...]:
-    """All that are known, the cheapest first; the whole collective is one of them."""
+    """All known decompositions, the cheapest first; the undivided collective is one of them."""
     best = cheapest(collective, size, cluster)
     undivided = CollectiveDecomposition(
         "whole", (_make_stage(f"{collective} {best}", best.program, size, cluster),), best.program
@@ -86,11 +86,11 @@ def decompositions(
 
 
 def _order_by_cost(candidates: Sequence[CollectiveDecomposition]) -> Iterator[CollectiveDecomposition]:
-    """The cheapest first; of those that differ by no more than rounding the one that comes first, such as the whole."""
+    """The cheapest first; decompositions that differ by rounding only keep their order, with the undivided one first."""
     remaining = list(candidates)
     while remaining:
         tie_limit = min(decomposition.seconds for decomposition in remaining) * TIE_RATIO
-        first = next(place for place, decomposition in enumerate(remaining) if decomposition.seconds <= tie_limit)
+        first = next(index for index, decomposition in enumerate(remaining) if decomposition.seconds <= tie_limit)
         yield remaining.pop(first)
 
 
@@ -99,7 +99,7 @@ def _make_stage(name: str, program: Program, size: float, cluster: Cluster) -> C
 
 
 def _concatenate_stages(stages: Sequence[Program], collective: str) -> Program:
-    """The stages as one Program, on chunks as small as the smallest."""
+    """The stages as one Program, on chunks that all stages can be cut into."""
     chunks = lcm(*(stage.chunks for stage in stages))
     refined = [subdivide_chunks(stage, chunks // stage.chunks) for stage in stages]
     name = "+".join(stage.algorithm for stage in stages)
@@ -122,7 +122,7 @@ def _decompose_by_substitution(collective: str, size: float, cluster: Cluster) -
 def _decompose_by_hosts(
     collective: str, size: float, cluster: Cluster, hosts: int | None
 ) -> list[CollectiveDecomposition]:
-    """Inside each host, across hosts between ranks with the same local number, and inside again."""
+    """Stages inside each host, across hosts between ranks with the same local rank, and inside again."""
     if collective not in _HOST_LEVELS:
         return []
     hosts = hosts or even_host_groups(cluster) or (cluster.hosts if cluster.hosts < cluster.ranks else None)
@@ -132,12 +132,11 @@ def _decompose_by_hosts(
         return []
     if 1 in (host_count, ranks_per_host):
         return []
-    levels = _HOST_LEVELS[collective]
     stages: list[CollectiveDecompositionStage] = []
-    for level, name in levels:
+    for level, name in _HOST_LEVELS[collective]:
         best = min(
             (
-                # Across hosts each rank has only its share of the data.
+                # Across hosts each rank has only its shard of the data.
                 _make_stage(
                     f"{name} {algorithm} {level} hosts",
                     program,
@@ -152,7 +151,7 @@ def _decompose_by_hosts(
         stages.append(best)
     combined = _concatenate_stages([stage.program for stage in stages], collective)
     if collective != "all-reduce":
-        # Counted by local number and then host, where chunk i is to be that of rank i.
+        # Chunks are counted by local rank and then host; chunk i must be that of rank i.
         combined = renumber_chunks(
             combined, [chunk % host_count * ranks_per_host + chunk // host_count for chunk in range(combined.chunks)]
         )
@@ -168,9 +167,9 @@ _HOST_LEVELS: dict[str, tuple[tuple[HostLevel, str], ...]] = {
 
 
 def _host_level_programs(level: HostLevel, collective: str, algorithm: str, shape: tuple[int, int]) -> list[Program]:
-    """The algorithm among the ranks of every host, or of every rail; nothing if it cannot take so many.
+    """The algorithm among the ranks of every host, or of every rail; empty if it does not support their number.
 
-    The data are cut into a share for each local number, and each share into what the hosts divide it into.
+    The data are cut into a shard for each local rank, and each shard into a part for each host.
     """
     host_count, ranks_per_host = shape
     members = ranks_per_host if level == "inside" else host_count

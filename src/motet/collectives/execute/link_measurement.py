@@ -1,9 +1,8 @@
-"""What the links between the ranks of a group really do: start-up, bandwidth and the cost of adding, as a cluster file.
+"""Measured start-up and bandwidth of the links between the ranks of a group, and the cost of adding, as a cluster file.
 
-Links are measured as collectives use them. Between hosts, messages follow each other in both directions at once, and a
-receiver asks for the next one over a way back that is full: what a start-up costs there is more than in an idle
-network, and a link that lets a burst pass after a rest gets no rest. Within a host, a port is measured alone, and the
-bus with both directions at once.
+Links are measured under the load of a collective. Between hosts, messages follow each other in both directions: a
+start-up costs more in a full network than in an idle one, and a link that lets bursts pass gets no rest. Within a host,
+a port is measured alone, and the bus in both directions together.
 """
 
 import statistics
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from motet.cluster.calibrate import AlphaBetaFit, fit_alpha_beta, measured
 from motet.collectives.execute.send_receive import TensorReceive, TensorSend, batch_send_receive
 from motet.core.errors import InputError
 
@@ -23,17 +23,10 @@ _REPEATS = 7
 _REDUCTION_BYTES = 4 << 20
 
 
-class AlphaBetaFit(NamedTuple):
-    """The time of a message: `alpha_s` and its bytes over `bandwidth_Bps`."""
-
-    alpha_s: float
-    bandwidth_Bps: float  # noqa: N815 - a unit
-
-
 def calibrate_cluster(
     group: dist.ProcessGroup, devices_per_host: int, sizes: Sequence[int] = MESSAGE_SIZES, repeats: int = _REPEATS
 ) -> dict[str, Any]:
-    """What `cluster_from_tree` makes a Cluster of. All ranks call it and get the same; ranks are host after host.
+    """The description for `cluster_from_dict`. All ranks call it and get the same; ranks are host after host.
 
     Ranks of the first host stand for those of every host, and the first two hosts for every two.
     """
@@ -44,37 +37,29 @@ def calibrate_cluster(
         )
     hosts = world // devices_per_host
     description: dict[str, Any] = {"device": "CPU", "hosts": hosts, "devices_per_host": devices_per_host}
-    description["gamma_s_per_byte"] = _measured_value(_reduction_s_per_byte(group))
+    description["gamma_s_per_byte"] = measured(_reduction_s_per_byte(group))
     fit_pattern = partial(_fit_pattern, group, sizes, repeats)
     between_hosts = fit_pattern(_between_hosts_pattern(devices_per_host)) if hosts > 1 else None
     if devices_per_host > 1:
         one_way, both_ways = fit_pattern(_PING_PONG, messages=2), fit_pattern(_BIDIRECTIONAL)
         bus_Bps = max(2 * both_ways.bandwidth_Bps, one_way.bandwidth_Bps)  # noqa: N806 - a unit
-        description["inside"] = {"kind": "bus", **_port_description(one_way), "bus_Bps": _measured_value(bus_Bps)}
+        description["inside"] = {"kind": "bus", **one_way.port_description(), "bus_Bps": measured(bus_Bps)}
     else:
         assert between_hosts is not None
-        description["inside"] = {"kind": "switch", **_port_description(between_hosts)}
+        description["inside"] = {"kind": "switch", **between_hosts.port_description()}
     if between_hosts is not None:
-        description["between"] = {"kind": "switch", "nics": 1, **_port_description(between_hosts)}
+        description["between"] = {"kind": "switch", "nics": 1, **between_hosts.port_description()}
     return description
 
 
-def _port_description(fit: AlphaBetaFit) -> dict[str, Any]:
-    return {"alpha_s": _measured_value(fit.alpha_s), "bandwidth_Bps": _measured_value(fit.bandwidth_Bps)}
-
-
-def _measured_value(value: float) -> dict[str, Any]:
-    return {"value": value, "origin": "measured"}
-
-
 class _SendReceiveRound(NamedTuple):
-    """What a rank does at once: send to one rank, receive from one, or both."""
+    """Simultaneous operations of a rank: a send to one rank, a receive from one rank, or both."""
 
     destination: int | None
     source: int | None
 
 
-# What each rank does again and again, turn by turn; the others wait.
+# The rounds that each rank repeats; the other ranks wait.
 _TrafficPattern = dict[int, list[_SendReceiveRound]]
 
 _BIDIRECTIONAL: _TrafficPattern = {0: [_SendReceiveRound(1, 1)], 1: [_SendReceiveRound(0, 0)]}
@@ -85,7 +70,7 @@ _PING_PONG: _TrafficPattern = {
 
 
 def _between_hosts_pattern(devices_per_host: int) -> _TrafficPattern:
-    """From the first host to the second and back, between ranks of their own where there are enough."""
+    """Traffic from the first host to the second and back, between different ranks if hosts have several."""
     if devices_per_host == 1:
         return _BIDIRECTIONAL
     forward, backward = (0, devices_per_host), (devices_per_host + 1, 1)
@@ -97,35 +82,12 @@ def _between_hosts_pattern(devices_per_host: int) -> _TrafficPattern:
 def _fit_pattern(
     group: dist.ProcessGroup, sizes: Sequence[int], repeats: int, pattern: _TrafficPattern, messages: int = 1
 ) -> AlphaBetaFit:
-    """The line through the medians of all sizes; a repeat takes so many messages one after the other."""
+    """The fit to the medians of all sizes; a repeat takes `messages` messages in turn."""
     return fit_alpha_beta(sizes, [_median_pattern_s(group, pattern, size, repeats) / messages for size in sizes])
 
 
-def fit_alpha_beta(sizes: Sequence[int], seconds: Sequence[float]) -> AlphaBetaFit:
-    """The line whose relative errors are least; it starts at 0 or above."""
-    weights = [1 / time_s**2 for time_s in seconds]
-
-    def weighted_mean(values: Sequence[float]) -> float:
-        return sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
-
-    size, time_s = weighted_mean(sizes), weighted_mean(seconds)
-    size_variance = weighted_mean([(s - size) ** 2 for s in sizes])
-    beta = (
-        weighted_mean([(s - size) * (t - time_s) for s, t in zip(sizes, seconds, strict=True)]) / size_variance
-        if size_variance
-        else 0.0
-    )
-    alpha = time_s - beta * size
-    if alpha < 0 or beta <= 0:  # the best line through zero
-        alpha, beta = (
-            0.0,
-            weighted_mean([s * t for s, t in zip(sizes, seconds, strict=True)]) / weighted_mean([s * s for s in sizes]),
-        )
-    return AlphaBetaFit(alpha, 1 / beta)
-
-
 def _median_pattern_s(group: dist.ProcessGroup, pattern: _TrafficPattern, size: int, repeats: int) -> float:
-    """The median time of one repeat, on the slowest rank; the same on all ranks."""
+    """The median time of a repeat on the slowest rank; the same result on all ranks."""
     outgoing, incoming = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
     rounds: list[list[TensorSend | TensorReceive]] = []
     for send_receive in pattern.get(dist.get_rank(group), []):
@@ -141,13 +103,13 @@ def _median_pattern_s(group: dist.ProcessGroup, pattern: _TrafficPattern, size: 
 
 
 def _reduction_s_per_byte(group: dist.ProcessGroup) -> float:
-    """While all ranks add."""
+    """Seconds per byte while all ranks add."""
     accumulator, incoming = torch.ones(2, _REDUCTION_BYTES // 4)
     return _median_s(lambda: accumulator.add_(incoming), group, _REPEATS) / _REDUCTION_BYTES
 
 
 def _median_s(action: Callable[[], object], group: dist.ProcessGroup, repeats: int) -> float:
-    """Of the slowest rank; the first time does not count."""
+    """The median time on the slowest rank, without the first repeat."""
     dist.barrier(group=group)
     times: list[float] = []
     for _ in range(repeats + 1):
