@@ -135,7 +135,7 @@ def measure_as_rank(options: argparse.Namespace) -> None:
         seconds: dict[str, list[float]] = {name: [] for name in programs}
         for _ in range(options.rounds):
             for name, made in programs.items():
-                seconds[name] += measure_program(made, group, size << 20, 1).seconds
+                seconds[name] += measure_program(made, group, size=size << 20, repeats=1).seconds
         if options.rank == 0:
             for name, made in programs.items():
                 predicted = float(estimate_cost(made, cluster).seconds(size << 20))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from motet.collectives.shm_backend.work_handle import BackendWorkHandle, completed_work
+from motet.collectives.execute.work_queue import AsyncWork
 
 
 class SilentGroup(dist.ProcessGroup):
@@ -35,36 +35,36 @@ class SilentGroup(dist.ProcessGroup):
     _set_group_name = setGroupName
     group_name = property(getGroupName)
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> BackendWorkHandle:
-        return completed_work(tensors)
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> AsyncWork:
+        return AsyncWork.completed(tensors)
 
     allreduce_coalesced = reduce = broadcast = allreduce
 
-    def barrier(self, opts: Any = None) -> BackendWorkHandle:
-        return completed_work([])
+    def barrier(self, opts: Any = None) -> AsyncWork:
+        return AsyncWork.completed([])
 
     def allgather(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
-    ) -> BackendWorkHandle:
+    ) -> AsyncWork:
         for parts, given in zip(outputs, inputs, strict=True):
             for part in parts:
                 part.copy_(given)
-        return completed_work(outputs)
+        return AsyncWork.completed(outputs)
 
-    def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> BackendWorkHandle:
+    def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> AsyncWork:
         parts = output.view(-1).view(self._size, given.numel())
         for part in parts:  # in place, too: stage 3 gathers into memory that holds anything
             if part.data_ptr() != given.data_ptr():
                 part.copy_(given.view(-1))
-        return completed_work([output])
+        return AsyncWork.completed([output])
 
     all_gather_single = _allgather_base
 
-    def _reduce_scatter_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> BackendWorkHandle:
+    def _reduce_scatter_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> AsyncWork:
         part = given.view(-1).view(self._size, output.numel())[self._rank]
         if part.data_ptr() != output.data_ptr():
             output.view(-1).copy_(part)
-        return completed_work([output])
+        return AsyncWork.completed([output])
 
     reduce_scatter_single = _reduce_scatter_base
 
@@ -75,10 +75,10 @@ class SilentGroup(dist.ProcessGroup):
         output_sizes: list[int],
         input_sizes: list[int],
         opts: Any = None,
-    ) -> BackendWorkHandle:
+    ) -> AsyncWork:
         assert not output_sizes and not input_sizes, "only equal parts"
         output.copy_(given)
-        return completed_work([output])
+        return AsyncWork.completed([output])
 
     all_to_all_single = alltoall_base
 

@@ -210,7 +210,7 @@ def uneven(place: RankEnvironment) -> str:
 
 def test_split_sizes_that_do_not_match(ranks: Ranks) -> None:
     sentences = ranks.run_places(2, uneven)
-    assert sentences[0] == "rank 0 in all-to-all: rank 0 has 2 numbers for it, where it expects 1"
+    assert sentences[0] == "rank 0 in all-to-all: rank 0 has 2 elements for it, where it expects 1"
 
 
 def refused(place: RankEnvironment) -> None:
@@ -222,7 +222,7 @@ def refused(place: RankEnvironment) -> None:
             (lambda: dist.all_reduce(ones.to(torch.float8_e4m3fn)), "it can be moved but not reduced"),
             (
                 lambda: dist.all_gather([torch.empty(3)] * 2, ones),
-                "it must be 2 such tensors, or one with as many numbers",
+                "it must be 2 such tensors, or one with as many elements",
             ),
             (lambda: dist.all_to_all_single(ones.clone(), ones, [1, 1], [2, 2]), "with the sum 4"),
         ):

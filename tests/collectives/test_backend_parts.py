@@ -6,19 +6,20 @@ import pytest
 
 from motet.collectives import algorithm_names, build, collective_names
 from motet.collectives.algorithms import find_algorithm
+from motet.collectives.execute.rank_plan import merge_independent_steps
 from motet.collectives.program import ChunkTransfer, Program
-from motet.collectives.shm_backend.rank_schedule import (
-    make_rank_schedule,
-    merge_independent_steps,
-    use_host_local_ranks,
-)
+from motet.collectives.shm_backend.slot_plan import SlotPlan, make_slot_plan
 
 Held = dict[int, Counter[int]]
 
 
+def plan_on_one_host(program: Program, rank: int) -> SlotPlan:
+    return make_slot_plan(program, rank, {other: other for other in range(program.ranks)})
+
+
 def played(score: Program) -> list[Held]:
     """All ranks in step: everybody puts out, then everybody takes in."""
-    parts = [make_rank_schedule(score, rank) for rank in range(score.ranks)]
+    parts = [plan_on_one_host(score, rank) for rank in range(score.ranks)]
     assert len({len(part.steps) for part in parts}) == 1
     begun: list[Held] = [{chunk: Counter([rank]) for chunk in held} for rank, held in enumerate(score.initial)]
     made: list[Held] = [{} for _ in range(score.ranks)]
@@ -72,7 +73,7 @@ def test_every_program_ends_as_promised(collective: str, ranks: int) -> None:
 )
 def test_steps_that_need_not_wait_are_one(collective: str, name: str, steps: int, messages: int) -> None:
     """And what rank 0 puts out for several ranks, it puts out once."""
-    lowered = make_rank_schedule(build(collective, name, 4), 0)
+    lowered = plan_on_one_host(build(collective, name, 4), 0)
     assert len(lowered.steps) == steps
     assert sum(len(part.published) for part in lowered.steps) == messages
 
@@ -90,7 +91,7 @@ def test_a_step_that_replaces_what_came_waits() -> None:
 
 def test_only_sums_passed_on_are_widened() -> None:
     widened = {
-        name: make_rank_schedule(build("all-reduce", name, 4), 0).needs_wider_dtype
+        name: plan_on_one_host(build("all-reduce", name, 4), 0).needs_wider_dtype
         for name in ("naive", "direct", "flat", "ring")
     }
     assert widened == {"naive": False, "direct": False, "flat": False, "ring": True}
@@ -99,10 +100,7 @@ def test_only_sums_passed_on_are_widened() -> None:
 @pytest.mark.parametrize("name", ["direct", "ring", "hierarchical-sharded"])
 def test_ranks_of_other_hosts_are_sent_what_they_fetch(name: str) -> None:
     hosts = ({0: 0, 1: 1}, {2: 0, 3: 1})
-    lowered = [
-        use_host_local_ranks(make_rank_schedule(build("all-reduce", name, 4), rank), hosts[rank // 2])
-        for rank in range(4)
-    ]
+    lowered = [make_slot_plan(build("all-reduce", name, 4), rank, hosts[rank // 2]) for rank in range(4)]
     for number in range(len(lowered[0].steps)):
         for src in range(4):
             for dst in set(range(4)) - set(hosts[src // 2]):

@@ -53,5 +53,5 @@ def test_every_algorithm(ranks: Ranks, world: int) -> None:
     for of_ranks in zip(*told, strict=True):
         made = build(of_ranks[0].collective, of_ranks[0].algorithm, world)
         size = 2 * made.message_size_units * 8
-        assert [one.sent_bytes for one in of_ranks] == [made.sent(rank) * size for rank in range(world)], made
-        assert sum(one.messages for one in of_ranks) == made.messages, made
+        assert [one.sent_bytes for one in of_ranks] == [made.send_fraction(rank) * size for rank in range(world)], made
+        assert sum(one.messages for one in of_ranks) == made.message_count, made

@@ -8,19 +8,9 @@ import torch
 
 from motet.collectives import build
 from motet.collectives.execute.api import all_gather, all_reduce, all_to_all, broadcast
-from motet.collectives.execute.p2p import PeerTransferError
+from motet.collectives.execute.p2p import P2PBatch, P2PChannel, P2PTensor, PeerTransferError
 from motet.collectives.execute.program_runner import run_program
-from motet.collectives.execute.send_receive import (
-    TensorReceive,
-    TensorSend,
-    batch_send_receive,
-    copy_between_ranks,
-    receive,
-    send,
-    signal,
-    wait_for_signal,
-)
-from motet.collectives.execute.work_queue import FifoWorkQueue
+from motet.collectives.execute.work_queue import WorkQueue
 from motet.collectives.program import ChunkTransfer, Program
 from motet.core.errors import InputError
 from motet.parallel.process.launch_environment import RankEnvironment
@@ -86,22 +76,21 @@ def test_ranks_that_do_not_agree_are_told_before_anything_moves(ranks: Ranks) ->
             assert sentence in said[rank][number]
             assert said[rank][number].startswith("ranks must all do the same")
     assert said[1][7].startswith(f"{ring}: rank 1 gave a tensor of shape (4, 4) that is not contiguous")
-    assert said[0][7] == said[2][7] == f"rank 1 refuses: {said[1][7]}"
+    assert said[0][7] == said[2][7] == f"rank 1 rejects the call: {said[1][7]}"
     assert said[1][8] == "all-gather/ring of 3 ranks: the input of rank 1 has 3 elements; it must have 2"
     assert (
-        said[2][8] == "rank 0 refuses: all-gather/ring of 3 ranks: the input of rank 0 has 3 elements; it must have 2"
+        said[2][8]
+        == "rank 0 rejects the call: all-gather/ring of 3 ranks: the input of rank 0 has 3 elements; it must have 2"
     )
     for rank in range(3):
         assert (
             said[rank][9]
-            == "all-reduce/ring of 2 ranks cannot be carried out by 3 ranks; make it for as many as the group has"
+            == "all-reduce/ring of 2 ranks cannot be executed by 3 ranks; build it for the ranks of the group"
         )
         assert said[rank][10] == f"{ring}: rank {rank} takes part, but gave no tensor"
         assert "gave float32 on cpu and int8 on cpu" in said[rank][11]
         assert said[rank][12] == "op 'median' is unknown; it is one of sum, avg, product, min, max, band, bor, bxor"
-        assert (
-            said[rank][13] == f"{ring}: input and output of rank {rank} overlap; give tensors with memory of their own"
-        )
+        assert said[rank][13] == f"{ring}: input and output of rank {rank} overlap; give tensors that share no memory"
 
 
 WRONG = Program(
@@ -143,7 +132,8 @@ def one_is_missing(place: RankEnvironment, asynchronous: bool, backend: CpuBacke
         all_reduce(torch.ones(4), group, algorithm="ring")
         try:
             if group.rank == 1:
-                receive(torch.empty(1), group_of(group), 0)
+                channel = P2PChannel(group_of(group), None, 1)
+                P2PBatch([P2PTensor(0, torch.empty(1))], [], channel, context="a message").wait()
             else:
                 call = {"algorithm": "ring", "check": False, "timeout_s": 0.3, "async_op": asynchronous}
                 all_reduce(torch.ones(4), group, **call).wait()
@@ -157,73 +147,25 @@ def one_is_missing(place: RankEnvironment, asynchronous: bool, backend: CpuBacke
 def test_a_rank_that_does_not_come_is_named(ranks: Ranks, asynchronous: bool, backend: CpuBackend, limit: str) -> None:
     first, second = ranks.run_places(2, one_is_missing, asynchronous, backend)
     assert first.startswith(
-        "rank 0 waited for rank 1 in vain in step 0 of all-reduce/ring of 2 ranks: it has ended, is"
+        "rank 0 waited in vain for rank 1 in step 0 of all-reduce/ring of 2 ranks: that rank has ended, is"
     )
     assert limit in first
-    assert second.startswith("rank 1 waited for rank 0 in vain in an exchange")
+    assert second.startswith("rank 1 waited in vain for rank 0 in a message")
 
 
-def exchanges(group: RankGroup) -> list[str]:
-    rank, world, whole = group.rank, group.world, group_of(group)
-    left, right = (rank - 1) % world, (rank + 1) % world
-    outgoing, incoming = [torch.full([5], 10.0 * rank + i) for i in range(2)], [torch.empty(5) for _ in range(3)]
-    batch_send_receive(
-        [
-            TensorSend(outgoing[0], right),
-            TensorSend(outgoing[1], right),
-            TensorSend(outgoing[1], left),
-            TensorReceive(incoming[0], left),
-            TensorReceive(incoming[1], left),
-            TensorReceive(incoming[2], right),
-        ],
-        whole,
-    )
-    assert [tensor[0].item() for tensor in incoming] == [10 * left, 10 * left + 1, 10 * right + 1]
-    works = [receive(incoming[0], whole, left, async_op=True), send(outgoing[1], whole, right, async_op=True)]
-    for work in works:
-        work.wait()
-        assert work.is_completed()
-    assert incoming[0].tolist() == [10.0 * left + 1] * 5
-    tensor = torch.tensor([rank == 2])
-    copy_between_ranks(tensor, whole, src=2, dst=0)
-    assert tensor.item() == (rank != 1)
-    if rank == 0:
-        signal(whole, 1)
-    elif rank == 1:
-        wait_for_signal(whole, 0).wait()
-    with pytest.raises(InputError) as raised:
-        if rank == 0:
-            send(torch.ones(3), whole, 1)
-        elif rank == 1:
-            receive(torch.ones(3, dtype=torch.float16), whole, 0)
-        else:
-            send(torch.ones(4, 4).T, whole, 0)
-    return [str(raised.value)]
-
-
-def test_exchanges(ranks: Ranks) -> None:
-    (first,), (second,), (third,) = ranks.run(3, exchanges)
-    assert (
-        first
-        == second
-        == ("rank 0 sends 3 float32 on cpu to rank 1, which expects 3 float16 on cpu; give tensors of one kind")
-    )
-    assert third == "rank 2 gave a tensor of shape (4, 4) that is not contiguous; give its contiguous()"
-
-
-def test_a_lane_goes_on_after_a_task_that_failed() -> None:
-    lane, done = FifoWorkQueue(), []
+def test_a_queue_goes_on_after_a_task_that_failed() -> None:
+    queue, done = WorkQueue(), []
 
     def fail() -> None:
         raise ValueError("no")
 
-    works = [lane.submit(fail), lane.submit(lambda: done.append(1))]
-    lane.run_and_wait(lambda: done.append(2))
+    works = [queue.submit(fail), queue.submit(lambda: done.append(1))]
+    queue.run(lambda: done.append(2))
     with pytest.raises(ValueError, match="no"):
         works[0].wait()
     works[1].wait()
     with pytest.raises(ValueError, match="no"):
-        lane.run_and_wait(fail)
-    lane.run_and_wait(lambda: done.append(3))
-    lane.close()
+        queue.run(fail)
+    queue.run(lambda: done.append(3))
+    queue.close()
     assert done == [1, 2, 3]

@@ -19,7 +19,7 @@ def measured(group: RankGroup) -> list[tuple[str, CollectiveMeasurement]]:
         (c, a) for c in collective_names() for a in algorithm_names(c) if find_algorithm(c, a).supports(group.world)
     ]
     made = [build(collective, name, group.world) for collective, name in names]
-    return [(str(one), measure_program(one, group.process_group, 1000, 2)) for one in made]
+    return [(str(one), measure_program(one, group.process_group, size=1000, repeats=2)) for one in made]
 
 
 def wrong(group: RankGroup) -> str:
@@ -28,7 +28,7 @@ def wrong(group: RankGroup) -> str:
     made = build("all-reduce", "ring", group.world)
     steps = ((made.steps[0][0]._replace(op="copy"), *made.steps[0][1:]), *made.steps[1:])
     try:
-        measure_program(replace(made, steps=steps), group.process_group, 1000, 1)
+        measure_program(replace(made, steps=steps), group.process_group, size=1000, repeats=1)
     except MotetError as error:
         return str(error)
     return ""

@@ -122,7 +122,7 @@ def measure_rank(
     program = read_program(str(Path(folder) / _PROGRAM_FILE))
     with start_process_group(rank_env, "cpu", _TIMEOUT_S, backend) as group:
         assert group.process_group is not None
-        measurement = measure_program(program, group.process_group, int(size), int(repeats))
+        measurement = measure_program(program, group.process_group, size=int(size), repeats=int(repeats))
     if rank_env.rank == 0:
         (Path(folder) / _MEASUREMENT_FILE).write_text(json_format.dumps(asdict(measurement)), encoding="utf-8")
     return 0

@@ -1,8 +1,8 @@
-"""The collectives that ranks call, in the manner of torch.distributed: tensors are filled, and a Work is returned.
+"""The collectives that ranks call, in the style of torch.distributed: they fill tensors and return a handle.
 
-`algorithm` says how: None leaves it to the backend (NCCL's own, say), a name or a Program is carried out message by
-message, and "auto" takes the cheapest on a `cluster`. The trace is told the size of each collective and, of a Program,
-every message and byte that a rank sends. A group of one rank moves nothing.
+`algorithm` None leaves the choice to the backend (NCCL, say). A name or a Program is executed message by message, and
+"auto" selects the cheapest Program on a `cluster`. The trace counts the bytes of each collective and, for a Program,
+the messages and bytes that this rank sends. A group of one rank moves nothing.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ __all__ = [
 
 
 class RankGroupLike(Protocol):
-    """The ranks that take part. `process_group` is None when there is only one."""
+    """The ranks that take part. `process_group` is None for a single rank."""
 
     @property
     def world(self) -> int: ...
@@ -55,7 +55,7 @@ class RankGroupLike(Protocol):
 
 
 class CollectiveOptions(CollectiveProgramOptions, total=False):
-    """How a collective is to be done. `check` and `timeout_s` are for Programs; a backend has its own."""
+    """The options of a collective. `check` and `timeout_s` apply to Programs alone."""
 
     algorithm: str | Program | None
     cluster: Cluster  # For "auto"
@@ -63,40 +63,40 @@ class CollectiveOptions(CollectiveProgramOptions, total=False):
 
 RankGroupOrProcessGroup = RankGroupLike | dist.ProcessGroup
 
-# What is taken where no backend is asked.
+# The algorithms of the collectives that are not left to the backend.
 _DEFAULT_ALGORITHM = {"gather": "tree", "scatter": "tree", "barrier": "dissemination"}
 
 
 def all_reduce(tensor: Tensor, ranks: RankGroupOrProcessGroup, **options: Unpack[CollectiveOptions]) -> WorkHandle:
-    """Everybody gets the sum over the ranks (or `op`), in place."""
+    """Sum over the ranks (or reduce by `op`), in place."""
     return _dispatch(CollectiveArguments("all-reduce", tensor, tensor), ranks, options)
 
 
 def reduce(
     tensor: Tensor, ranks: RankGroupOrProcessGroup, root: int = 0, **options: Unpack[CollectiveOptions]
 ) -> WorkHandle:
-    """The root gets the sum, in place. With a Program, the others keep what they have."""
+    """Sum into the root, in place. A Program leaves the tensors of the other ranks unchanged."""
     return _dispatch(CollectiveArguments("reduce", tensor, tensor, root), ranks, options)
 
 
 def broadcast(
     tensor: Tensor, ranks: RankGroupOrProcessGroup, root: int = 0, **options: Unpack[CollectiveOptions]
 ) -> WorkHandle:
-    """Everybody gets the root's values, in place."""
+    """Copy the values of the root to all ranks, in place."""
     return _dispatch(CollectiveArguments("broadcast", tensor, tensor, root), ranks, options)
 
 
 def reduce_scatter(
     output: Tensor, input: Tensor, ranks: RankGroupOrProcessGroup, **options: Unpack[CollectiveOptions]
 ) -> WorkHandle:
-    """Rank i gets part i of the sum of the inputs."""
+    """Give rank i part i of the sum of the inputs."""
     return _dispatch(CollectiveArguments("reduce-scatter", output, input), ranks, options)
 
 
 def all_gather(
     output: Tensor, input: Tensor, ranks: RankGroupOrProcessGroup, **options: Unpack[CollectiveOptions]
 ) -> WorkHandle:
-    """Everybody gets the inputs of all ranks one after another."""
+    """Give every rank the inputs of all ranks one after another."""
     return _dispatch(CollectiveArguments("all-gather", output, input), ranks, options)
 
 
@@ -107,7 +107,7 @@ def gather(
     root: int = 0,
     **options: Unpack[CollectiveOptions],
 ) -> WorkHandle:
-    """The root gets the inputs of all ranks one after another; the others give no output."""
+    """Give the root the inputs of all ranks one after another; other ranks pass no output."""
     return _dispatch(CollectiveArguments("gather", output, input, root), ranks, options)
 
 
@@ -118,7 +118,7 @@ def scatter(
     root: int = 0,
     **options: Unpack[CollectiveOptions],
 ) -> WorkHandle:
-    """Rank i gets part i of the root's input; the others give none."""
+    """Give rank i part i of the input of the root; other ranks pass no input."""
     return _dispatch(CollectiveArguments("scatter", output, input, root), ranks, options)
 
 
@@ -129,9 +129,9 @@ def all_to_all(
     sizes: Sequence[Sequence[int]] | None = None,
     **options: Unpack[CollectiveOptions],
 ) -> WorkHandle:
-    """Rank j gets from each rank the part that is meant for it.
+    """Give rank j part j of the input of each rank.
 
-    Parts are equal, or rank i has `sizes[i][j]` elements for rank j; then every rank has to know all sizes.
+    Parts are equal, or rank i has `sizes[i][j]` elements for rank j. Every rank must then pass all sizes.
     """
     size_matrix = None if sizes is None else tuple(map(tuple, sizes))
     return _dispatch(CollectiveArguments("all-to-all", output, input, sizes=size_matrix), ranks, options)
@@ -140,7 +140,7 @@ def all_to_all(
 def barrier(
     ranks: RankGroupOrProcessGroup, device: torch.device | str = "cpu", **options: Unpack[CollectiveOptions]
 ) -> WorkHandle:
-    """Nobody goes on before everybody has come."""
+    """Wait until all ranks have called this."""
     group = process_group_of(ranks)
     world = 1 if group is None else dist.get_world_size(group)
     tokens = torch.zeros(world + 1, dtype=torch.uint8, device=device)
@@ -158,37 +158,34 @@ def sum_scalars(values: list[float], ranks: RankGroupLike, device: torch.device)
 
 
 def process_group_of(ranks: RankGroupOrProcessGroup) -> dist.ProcessGroup | None:
-    """None for a rank alone."""
+    """The process group of these ranks; None for a single rank."""
     group = ranks if isinstance(ranks, dist.ProcessGroup) else ranks.process_group
     return None if group is None or dist.get_world_size(group) == 1 else group
 
 
-def _dispatch(
-    arguments: CollectiveArguments, ranks: RankGroupOrProcessGroup, call_options: CollectiveOptions
-) -> WorkHandle:
+def _dispatch(arguments: CollectiveArguments, ranks: RankGroupOrProcessGroup, options: CollectiveOptions) -> WorkHandle:
     group = process_group_of(ranks)
     if group is None:
         return _copy_on_single_rank(arguments)
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     size = _message_bytes(arguments, world)
     trace.count(f"{arguments.collective.replace('-', '_')}_bytes", size)
-    algorithm = call_options.get("algorithm")
+    run_options = CollectiveProgramOptions(
+        op=options.get("op", "sum"),
+        async_op=options.get("async_op", False),
+        check=options.get("check", True),
+        timeout_s=options.get("timeout_s"),
+    )
+    algorithm = options.get("algorithm")
     if algorithm is None:
-        work = call_backend(arguments, group, call_options.get("op", "sum"), call_options.get("async_op", False))
+        work = call_backend(arguments, group, op=run_options["op"], async_op=run_options["async_op"])
         if work is not None:
             return work
-    selected = _select_program(
-        arguments, algorithm or _DEFAULT_ALGORITHM[arguments.collective], world, size, call_options
-    )
-    output = arguments.output if selected.final[rank] else None
-    input = arguments.input if selected.initial[rank] else None
-    run_options = CollectiveProgramOptions(
-        op=call_options.get("op", "sum"),
-        async_op=call_options.get("async_op", False),
-        check=call_options.get("check", True),
-        timeout_s=call_options.get("timeout_s"),
-    )
-    return run_program(selected, output, input, group, **run_options)
+        algorithm = _DEFAULT_ALGORITHM[arguments.collective]
+    program = _select_program(arguments, algorithm, world, size=size, cluster=options.get("cluster"))
+    output = arguments.output if program.final[rank] else None
+    input = arguments.input if program.initial[rank] else None
+    return run_program(program, output, input, group, **run_options)
 
 
 def _copy_on_single_rank(arguments: CollectiveArguments) -> WorkHandle:
@@ -198,7 +195,7 @@ def _copy_on_single_rank(arguments: CollectiveArguments) -> WorkHandle:
 
 
 def _message_bytes(arguments: CollectiveArguments, world: int) -> int:
-    """S, in bytes: the larger of what a rank gives and gets, the same on all ranks."""
+    """The size S of the message in bytes: the larger of the two buffers, the same on all ranks."""
     if arguments.collective in ("gather", "scatter"):
         part = arguments.input if arguments.collective == "gather" else arguments.output
         return 0 if part is None else part.nbytes * world
@@ -206,23 +203,20 @@ def _message_bytes(arguments: CollectiveArguments, world: int) -> int:
 
 
 def _select_program(
-    arguments: CollectiveArguments, algorithm: str | Program, world: int, size: int, call_options: CollectiveOptions
+    arguments: CollectiveArguments, algorithm: str | Program, world: int, *, size: int, cluster: Cluster | None
 ) -> Program:
+    collective, root, sizes = arguments.collective, arguments.root, arguments.sizes
     if isinstance(algorithm, Program):
-        return _check_user_program(
-            CollectiveProgramKey(algorithm), arguments.collective, arguments.root, arguments.sizes
-        )
+        return _check_user_program(CollectiveProgramKey(algorithm), collective, root, sizes=sizes)
     options: tuple[tuple[str, object], ...] = ()
     if algorithm == "auto":
-        if "cluster" not in call_options:
-            raise InputError(
-                f"algorithm 'auto': give cluster=, on which {arguments.collective} is to be cheap, or a name"
-            )
-        cheapest_algorithm = cheapest(arguments.collective, max(size, 1), call_options["cluster"])
-        algorithm, options = cheapest_algorithm.algorithm, cheapest_algorithm.options
-    if arguments.root is not None:
-        options = (*options, ("root", arguments.root))
-    return _build_program(arguments.collective, algorithm, world, options, arguments.sizes)
+        if cluster is None:
+            raise InputError(f"algorithm 'auto': give cluster=, on which {collective} is to be cheap, or a name")
+        choice = cheapest(collective, max(size, 1), cluster)
+        algorithm, options = choice.algorithm, choice.options
+    if root is not None:
+        options = (*options, ("root", root))
+    return _build_program(collective, algorithm, world, options=options, sizes=sizes)
 
 
 AllToAllSizes = tuple[tuple[int, ...], ...] | None
@@ -230,28 +224,29 @@ AllToAllSizes = tuple[tuple[int, ...], ...] | None
 
 @lru_cache(maxsize=256)
 def _build_program(
-    collective: str, algorithm: str, world: int, options: tuple[tuple[str, object], ...], sizes: AllToAllSizes
+    collective: str, algorithm: str, world: int, *, options: tuple[tuple[str, object], ...], sizes: AllToAllSizes
 ) -> Program:
     return _with_sizes(build(collective, algorithm, world, **dict(options)), sizes)
 
 
 @lru_cache(maxsize=256)
-def _check_user_program(key: CollectiveProgramKey, collective: str, root: int | None, sizes: AllToAllSizes) -> Program:
-    """A Program of the caller's, if it is one for this and does what it promises."""
-    user_program = key.program
-    if user_program.collective != collective:
-        raise InputError(f"{user_program} is no Program for {collective}; give one of that collective")
-    chunks_by_rank = user_program.initial if collective in ("broadcast", "scatter") else user_program.final
+def _check_user_program(
+    key: CollectiveProgramKey, collective: str, root: int | None, *, sizes: AllToAllSizes
+) -> Program:
+    """The Program of a caller, if it belongs to the collective and is proven."""
+    program = key.program
+    if program.collective != collective:
+        raise InputError(f"{program} is no Program for {collective}; give one of that collective")
+    chunks_by_rank = program.initial if collective in ("broadcast", "scatter") else program.final
     roots = [rank for rank, held in enumerate(chunks_by_rank) if held]
     if root is not None and roots != [root]:
         raise InputError(
-            f"{user_program} has root {', '.join(map(str, roots))}, not {root}; give root= as the Program has it"
+            f"{program} has root {', '.join(map(str, roots))}, not {root}; give root= as the Program has it"
         )
-    missing = missing_postcondition(user_program)
-    if missing:
-        raise InputError(f"{user_program} promises less than {collective}: {missing}; mend its final")
-    prove_program(user_program)
-    return _with_sizes(user_program, sizes)
+    if missing := missing_postcondition(program):
+        raise InputError(f"{program} promises less than {collective}: {missing}; correct its final chunks")
+    prove_program(program)
+    return _with_sizes(program, sizes)
 
 
 def _with_sizes(program: Program, sizes: AllToAllSizes) -> Program:

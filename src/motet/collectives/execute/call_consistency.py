@@ -1,6 +1,6 @@
-"""Before anything is moved, ranks make sure that they are about to do the same: one small all-gather.
+"""The check that all ranks are about to make the same call: one small all-gather before any data moves.
 
-Without it, a message of another size than expected ends a process under Gloo, and gives wrong numbers elsewhere.
+Without it, a message of an unexpected size ends a process under Gloo, and gives wrong numbers elsewhere.
 """
 
 from dataclasses import dataclass
@@ -17,25 +17,22 @@ from motet.core.errors import InputError
 
 @dataclass(frozen=True)
 class CollectiveCallSignature:
-    """What a rank is about to do."""
+    """The call that a rank is about to make."""
 
-    operation: str  # The Program, and what is done to the numbers
-    digest: int  # Tells Programs of one name apart
-    tensor_description: str = ""  # Elements and dtype; empty where a rank has no tensor in it, and any will do
-    rejection: str = ""  # Why it will not, which the others should hear too
+    operation: str  # The Program, and the reduction if it has one
+    digest: int  # Distinguishes Programs of one name
+    tensor_description: str = ""  # Elements and dtype; empty on a rank without a tensor, where any will do
+    rejection: str = ""  # Why this rank will not make the call, for the other ranks
 
     def __str__(self) -> str:
         return f"{self.operation} on {self.tensor_description}" if self.tensor_description else self.operation
 
 
 def check_same_call(signature: CollectiveCallSignature, group: dist.ProcessGroup, timeout: timedelta | None) -> None:
-    """Raises on every rank, the same sentence but for refusals, if any rank is about to do something else."""
+    """Raise InputError on every rank if the calls differ or a rank rejects its call."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    device = _device_for_check(group)
-    operation_hash = _text_hash(f"{signature.operation} {signature.digest}")
-    local_hashes = torch.tensor(
-        [operation_hash, _text_hash(signature.tensor_description), len(signature.rejection)], device=device
-    )
+    hashes = [_text_hash(f"{signature.operation} {signature.digest}"), _text_hash(signature.tensor_description)]
+    local_hashes = torch.tensor([*hashes, len(signature.rejection)], device=_device_for_check(group))
     all_hashes = [torch.empty_like(local_hashes) for _ in range(world)]
     trace.count("check_bytes", (world - 1) * local_hashes.nbytes)
     try:
@@ -44,7 +41,7 @@ def check_same_call(signature: CollectiveCallSignature, group: dist.ProcessGroup
         work.wait(timeout) if timeout else work.wait()
     except RuntimeError as error:
         raise PeerTransferError(
-            f"rank {rank} found the other ranks not ready for {signature}: one has ended or does something else ({error})"
+            f"rank {rank}: not all ranks are ready for {signature}: one has ended or does something else ({error})"
         ) from error
     rows = torch.stack(all_hashes).tolist()
     tensors = {row[1] for row in rows if row[1]}
@@ -56,32 +53,30 @@ def check_same_call(signature: CollectiveCallSignature, group: dist.ProcessGroup
 
 
 def _describe_difference(signatures: list[CollectiveCallSignature], rank: int) -> str:
-    rejecting_ranks = [other for other, intent in enumerate(signatures) if intent.rejection]
     if signatures[rank].rejection:
         return signatures[rank].rejection
-    if rejecting_ranks:
-        return f"rank {rejecting_ranks[0]} refuses: {signatures[rejecting_ranks[0]].rejection}"
-    digests = {intent.digest for intent in signatures}
-    groups: dict[str, list[int]] = {}
-    for other, intent in enumerate(signatures):
-        description = f"{intent} ({intent.digest:016x})" if len(digests) > 1 else str(intent)
-        groups.setdefault(description, []).append(other)
-    return "ranks must all do the same, but " + "; ".join(f"{_ranks_do(who)} {what}" for what, who in groups.items())
-
-
-def _ranks_do(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} does"
-    return f"ranks {', '.join(map(str, ranks))} do"
+    for other, signature in enumerate(signatures):
+        if signature.rejection:
+            return f"rank {other} rejects the call: {signature.rejection}"
+    have_one_digest = len({signature.digest for signature in signatures}) == 1
+    callers: dict[str, list[str]] = {}
+    for other, signature in enumerate(signatures):
+        description = str(signature) if have_one_digest else f"{signature} ({signature.digest:016x})"
+        callers.setdefault(description, []).append(str(other))
+    calls = [
+        f"ranks {', '.join(ranks)} do {call}" if len(ranks) > 1 else f"rank {ranks[0]} does {call}"
+        for call, ranks in callers.items()
+    ]
+    return f"ranks must all do the same, but {'; '.join(calls)}"
 
 
 def _text_hash(text: str) -> int:
-    """0 only for nothing."""
+    """A hash that is 0 for the empty text only."""
     return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big") | 1 if text else 0
 
 
 def _device_for_check(group: dist.ProcessGroup) -> torch.device:
-    """The CPU where the group has a backend for it: the host needs the answer."""
+    """The CPU if the group has a backend for it, since the host needs the answer."""
     if "cpu" in dist.get_backend_config(group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 
 from motet.cluster.calibrate import AlphaBetaFit, fit_alpha_beta, measured
-from motet.collectives.execute.send_receive import TensorReceive, TensorSend, batch_send_receive
+from motet.collectives.execute.p2p import P2PBatch, P2PChannel, P2PTensor
 from motet.core.errors import InputError
 
 MESSAGE_SIZES = (256 << 10, 2 << 20, 16 << 20)  # Bytes of the messages
 _REPEATS = 7
 _REDUCTION_BYTES = 4 << 20
+_MESSAGE_TAG = 0x6D7000
 
 
 def calibrate_cluster(
@@ -89,15 +90,14 @@ def _fit_pattern(
 def _median_pattern_s(group: dist.ProcessGroup, pattern: _TrafficPattern, size: int, repeats: int) -> float:
     """The median time of a repeat on the slowest rank; the same result on all ranks."""
     outgoing, incoming = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
-    rounds: list[list[TensorSend | TensorReceive]] = []
-    for send_receive in pattern.get(dist.get_rank(group), []):
-        receives = [] if send_receive.source is None else [TensorReceive(incoming, send_receive.source)]
-        sends = [] if send_receive.destination is None else [TensorSend(outgoing, send_receive.destination)]
-        rounds.append([*receives, *sends])
+    channel = P2PChannel(group, None, _MESSAGE_TAG)
+    rounds = pattern.get(dist.get_rank(group), [])
 
     def run_rounds() -> None:
-        for operations in rounds:
-            batch_send_receive(operations, group, check=False)
+        for destination, source in rounds:
+            receives = [] if source is None else [P2PTensor(source, incoming)]
+            sends = [] if destination is None else [P2PTensor(destination, outgoing)]
+            P2PBatch(receives, sends, channel, context="the calibration of a link").wait()
 
     return _median_s(run_rounds, group, repeats)
 

@@ -1,4 +1,4 @@
-"""A Program carried out here: is the result right, what did each rank send, and how long did it take."""
+"""The measurement of a Program on this machine: errors, bytes and messages of each rank, and times."""
 
 import time
 from collections import Counter
@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from motet.collectives.execute.buffer_plan import assign_offsets
 from motet.collectives.execute.program_runner import run_program
-from motet.collectives.execute.rank_plan import assign_offsets, chunk_lengths
+from motet.collectives.execute.rank_plan import chunk_lengths
+from motet.collectives.execute.reduce_ops import dtype_name
 from motet.collectives.program import Program
 from motet.core import trace
 from motet.core.errors import MotetError
@@ -19,19 +21,19 @@ DTYPE = torch.float32
 
 @dataclass(frozen=True)
 class CollectiveMeasurement:
-    """What the ranks of a group found out together."""
+    """The results that all ranks of a group share."""
 
     dtype: str
-    size: int  # S in bytes: what was asked for, rounded up to whole numbers for every chunk
-    seconds: tuple[float, ...]  # Of each repeat, the slowest rank's
+    size: int  # S in bytes, rounded up to whole elements in every chunk
+    seconds: tuple[float, ...]  # The time of the slowest rank in each repeat
     largest_error: float
-    allowed_error: float  # What rounding may come to, with the terms added in any order; 0 where data is only moved
-    sent_bytes: tuple[int, ...]
-    messages: tuple[int, ...]  # Of each rank
+    allowed_error: float  # The bound of rounding in any order of the terms; 0 if nothing is reduced
+    sent_bytes: tuple[int, ...]  # By each rank
+    messages: tuple[int, ...]  # By each rank
 
 
-def measure_program(program: Program, group: dist.ProcessGroup, size: int, repeats: int) -> CollectiveMeasurement:
-    """Carry it out once to see that it is right, then so many times against the clock. All ranks call it."""
+def measure_program(program: Program, group: dist.ProcessGroup, *, size: int, repeats: int) -> CollectiveMeasurement:
+    """Check the result of one execution, then time `repeats` more. All ranks must call this."""
     rank = dist.get_rank(group)
     elements_per_unit = -(-size // (DTYPE.itemsize * program.message_size_units))
     elements = elements_per_unit * sum(program.sizes)
@@ -54,7 +56,7 @@ def measure_program(program: Program, group: dist.ProcessGroup, size: int, repea
     all_counts = [torch.empty_like(local_counts) for _ in range(program.ranks)]
     dist.all_gather(all_counts, local_counts, group=group)
     return CollectiveMeasurement(
-        str(DTYPE).removeprefix("torch."),
+        dtype_name(DTYPE),
         elements_per_unit * program.message_size_units * DTYPE.itemsize,
         tuple(seconds.tolist()),
         *max_errors.tolist(),
@@ -63,7 +65,7 @@ def measure_program(program: Program, group: dist.ProcessGroup, size: int, repea
 
 
 class _TraceCounterCollector:
-    """What the trace tells."""
+    """The sums of all counters of the trace."""
 
     def __init__(self) -> None:
         self.totals: Counter[str] = Counter()
@@ -72,22 +74,22 @@ class _TraceCounterCollector:
         self.totals[name] += int(value)
 
     def on_span(self, action: str, start_s: float, duration_s: float, depth: int) -> None:
-        """Spans are of no interest here."""
+        """Ignore spans."""
 
 
 def _rank_contribution(rank: int, elements: int) -> Tensor:
-    """What a rank has, for all chunks: every rank can make that of every other."""
+    """The values of a rank in all chunks, which every other rank can generate too."""
     return torch.randn(elements, generator=torch.Generator().manual_seed(rank), dtype=DTYPE)
 
 
 def _initial_chunks(program: Program, rank: int, contribution: Tensor) -> Tensor:
-    """The chunks that the rank starts with, one after another."""
+    """The initial chunks of a rank, one after another."""
     chunks = contribution.split(list(chunk_lengths(program, contribution.numel())))
     return torch.cat([contribution.new_empty(0), *(chunks[chunk] for chunk in sorted(program.initial[rank]))])
 
 
 def _expected_result(program: Program, rank: int, elements: int) -> tuple[Tensor, Tensor]:
-    """The rank's result in float64, and how far float32 may be from it: (n - 1) u times the sum of the magnitudes."""
+    """The result of a rank in float64, and the error bound of float32: (n - 1) u times the sum of the magnitudes."""
     lengths = chunk_lengths(program, elements)
     output_slices = assign_offsets("output", program.final[rank], lengths)
     total, magnitude = torch.zeros(2, sum(home.elements for home in output_slices.values()), dtype=torch.float64)

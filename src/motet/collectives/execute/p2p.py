@@ -1,6 +1,6 @@
-"""Messages over torch.distributed: several sends and receives as one operation, counted, and waited for one by one.
+"""Batches of sends and receives over torch.distributed, counted by the trace and waited for one by one.
 
-Whatever a backend does with tags, messages from one rank to another arrive in the order in which they were sent.
+Messages from one rank to another arrive in the order in which they were sent, whether or not a backend knows tags.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from motet.collectives.execute.reduce_ops import dtype_name
 from motet.core import trace
 from motet.core.errors import InputError, RankFailedError
 
 
 class PeerTransferError(RankFailedError):
-    """A rank waited for another in vain."""
+    """Another rank did not send or receive."""
 
 
 class P2PTensor(NamedTuple):
@@ -30,16 +31,15 @@ class P2PTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class P2PChannel:
-    """Where messages of one kind travel."""
+    """The group, timeout and tag of messages of one kind."""
 
     group: dist.ProcessGroup
-    timeout: timedelta | None  # For each wait on a CPU. None: as long as the group waits.
-    tag: int  # Keeps them apart from what others send in the group, on backends that know tags
-    is_check_traffic: bool = False  # The messages are not what the caller wants moved, and are counted apart
+    timeout: timedelta | None  # For each wait on a CPU; None waits as long as the group does
+    tag: int  # Separates them from other messages of the group, on backends that know tags
 
 
 def flatten_contiguous(tensor: Tensor, owner: str) -> Tensor:
-    """Its elements in a row, in the same memory."""
+    """A view of all elements in one dimension."""
     if not tensor.is_contiguous():
         raise InputError(
             f"{owner} gave a tensor of shape {tuple(tensor.shape)} that is not contiguous; give its contiguous()"
@@ -48,37 +48,31 @@ def flatten_contiguous(tensor: Tensor, owner: str) -> Tensor:
 
 
 def dtype_and_device(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device.type}"
+    return f"{dtype_name(tensor.dtype)} on {tensor.device.type}"
 
 
 class P2PBatch:
-    """Some receives and sends, all underway. A Work, though on Gloo it does not know before it is waited for."""
+    """Receives and sends that were started together; `context` names the operation in errors."""
 
     def __init__(
-        self, receives: Sequence[P2PTensor], sends: Sequence[P2PTensor], channel: P2PChannel, context: str
+        self, receives: Sequence[P2PTensor], sends: Sequence[P2PTensor], channel: P2PChannel, *, context: str
     ) -> None:
         self._channel = channel
         self._context = context
-        self._peers = [parcel.peer for parcel in (*receives, *sends)]
+        self._peers = [message.peer for message in (*receives, *sends)]
         self._receive_count = len(receives)
         # Bytes, since backends do not know all dtypes.
-        byte_views = [parcel.tensor.view(torch.uint8) for parcel in (*receives, *sends)]
-        trace.count(
-            "check_bytes" if channel.is_check_traffic else "sent_bytes",
-            sum(map(torch.numel, byte_views[self._receive_count :])),
-        )
-        trace.count("check_messages" if channel.is_check_traffic else "messages", len(sends))
-        uses_one_operation = any(wire.device.type == "cuda" for wire in byte_views)
-        self._works: list[dist.Work | None] = (
-            self._start_as_one_operation(byte_views) if uses_one_operation else self._start_separately(byte_views)
-        )
+        byte_views = [message.tensor.view(torch.uint8) for message in (*receives, *sends)]
+        trace.count("sent_bytes", sum(map(torch.numel, byte_views[self._receive_count :])))
+        trace.count("messages", len(sends))
+        is_cuda = any(view.is_cuda for view in byte_views)
+        start = self._start_as_one_operation if is_cuda else self._start_separately
+        self._works: list[dist.Work | None] = start(byte_views)
 
     def wait_for_receive(self, receive_index: int) -> None:
-        """Wait for one of the receives."""
         self._wait_for_message(receive_index)
 
     def wait_for_sends(self) -> None:
-        """Wait for all sends."""
         for message in range(self._receive_count, len(self._peers)):
             self._wait_for_message(message)
 
@@ -86,29 +80,26 @@ class P2PBatch:
         for message in range(len(self._peers)):
             self._wait_for_message(message)
 
-    def is_completed(self) -> bool:
-        return all(work is None or work.is_completed() for work in self._works)
-
     def _start_as_one_operation(self, byte_views: list[Tensor]) -> list[dist.Work | None]:
-        """One operation for the backend: in NCCL one message would wait for the other."""
+        """Start one grouped operation: NCCL would run one message after the other."""
         group = self._channel.group
         ops = [
-            dist.P2POp(dist.irecv if i < self._receive_count else dist.isend, wire, group=group, group_peer=peer)
-            for i, (wire, peer) in enumerate(zip(byte_views, self._peers, strict=True))
+            dist.P2POp(dist.irecv if i < self._receive_count else dist.isend, view, group=group, group_peer=peer)
+            for i, (view, peer) in enumerate(zip(byte_views, self._peers, strict=True))
         ]
         works = dist.batch_isend_irecv(ops)
-        # One work for all of them, or one for each.
+        # One handle for all messages, or one for each.
         return [works[min(i, len(works) - 1)] for i in range(len(byte_views))]
 
     def _start_separately(self, byte_views: list[Tensor]) -> list[dist.Work | None]:
         works: list[dist.Work | None] = []
         group, tag = self._channel.group, self._channel.tag
-        for i, (wire, peer) in enumerate(zip(byte_views, self._peers, strict=True)):
+        for i, (view, peer) in enumerate(zip(byte_views, self._peers, strict=True)):
             with self._explain_errors(peer):
                 if i < self._receive_count:
-                    works.append(dist.irecv(wire, group=group, group_src=peer, tag=tag))
+                    works.append(dist.irecv(view, group=group, group_src=peer, tag=tag))
                 else:
-                    works.append(dist.isend(wire, group=group, group_dst=peer, tag=tag))
+                    works.append(dist.isend(view, group=group, group_dst=peer, tag=tag))
         return works
 
     def _wait_for_message(self, message: int) -> None:
@@ -125,6 +116,6 @@ class P2PBatch:
         except RuntimeError as error:
             rank = dist.get_rank(self._channel.group)
             raise PeerTransferError(
-                f"rank {rank} waited for rank {peer} in vain in {self._context}: it has ended, is late or does something "
-                f"else ({str(error).strip().splitlines()[0]}); start the group again"
+                f"rank {rank} waited in vain for rank {peer} in {self._context}: that rank has ended, is late or does "
+                f"something else ({str(error).strip().splitlines()[0]}); start the group again"
             ) from error

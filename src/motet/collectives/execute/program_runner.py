@@ -1,7 +1,7 @@
-"""Programs over torch.distributed: any backend that can send and receive, any device, any group of ranks.
+"""Programs over torch.distributed: on any backend that sends and receives, any device, any group of ranks.
 
-On a CPU an asynchronous Program is carried out by one thread per group, in order. On CUDA each group has a stream of
-its own on which everything is queued, a step's messages as one grouped operation; the host waits for nothing there.
+On a CPU, a thread of each group executes asynchronous Programs in order. On CUDA, each group has a stream on which
+everything is queued, the messages of a step as one grouped operation, and the host does not wait.
 """
 
 import threading
@@ -14,20 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from motet.collectives.execute.buffer_plan import Buffer, assign_offsets, make_buffer_plan
 from motet.collectives.execute.call_consistency import CollectiveCallSignature, check_same_call
-from motet.collectives.execute.cuda_stream import CudaStreamWork, run_on_stream
 from motet.collectives.execute.interpreter import RankCollectiveExecution, execute_plan
 from motet.collectives.execute.p2p import P2PChannel, dtype_and_device, flatten_contiguous
-from motet.collectives.execute.rank_plan import (
-    Buffer,
-    CollectiveProgramKey,
-    assign_offsets,
-    chunk_lengths,
-    make_rank_plan,
-    total_elements,
-)
+from motet.collectives.execute.rank_plan import CollectiveProgramKey, chunk_lengths, total_elements
 from motet.collectives.execute.reduce_ops import DtypeReduceOp, ReduceOpName, make_reduce_op
-from motet.collectives.execute.work_queue import CompletedWork, FifoWorkQueue, WorkHandle
+from motet.collectives.execute.work_queue import CompletedWork, WorkHandle, WorkQueue, run_on_stream
 from motet.collectives.program import Program
 from motet.core.errors import InputError
 
@@ -35,12 +28,12 @@ _MESSAGE_TAG = 0x6D6F00
 
 
 class CollectiveProgramOptions(TypedDict, total=False):
-    """How a Program is carried out."""
+    """The options of a Program that is executed."""
 
-    op: ReduceOpName  # How contributions are joined; "sum" if nothing is said
-    async_op: bool  # Return at once; the tensors are not to be touched until the Work is done
-    check: bool  # First make sure that all ranks are about to do the same: one small all-gather, unless it is False
-    timeout_s: float | None  # How long to wait for each message on a CPU; otherwise as long as the group does
+    op: ReduceOpName  # "sum" by default
+    async_op: bool  # Return immediately; the tensors must not be used before the handle has been waited for
+    check: bool  # First check that all ranks make the same call, by one small all-gather; True by default
+    timeout_s: float | None  # The limit of each wait for a message on a CPU; the timeout of the group by default
 
 
 def run_program(
@@ -50,44 +43,41 @@ def run_program(
     group: dist.ProcessGroup,
     **options: Unpack[CollectiveProgramOptions],
 ) -> WorkHandle:
-    """Carry out a Program, as every rank of the group must; its rank i is rank i of the group.
+    """Execute a Program. Every rank of the group must call this; its rank i is rank i of the group.
 
-    `input` holds the chunks that this rank starts with, one after another, `output` those that it must have at the end;
-    None where there are none. The input stays as it is. Where both are one tensor, or share the chunks that are in
-    both, it is done in place. Gradients are not tracked. `prove` tells whether a Program of your own is right.
+    `input` holds the initial chunks of this rank one after another, and is not written. `output` receives its final
+    chunks. Either is None on a rank without such chunks. The Program runs in place if both are one tensor, or share the
+    memory of the chunks that are in both. Gradients are not tracked. `prove_program` checks custom Programs.
     """
-    seconds = options.get("timeout_s")
-    request = _CollectiveProgramRequest(
-        program, output, input, group, options.get("op", "sum"), None if seconds is None else timedelta(seconds=seconds)
-    )
+    seconds, op = options.get("timeout_s"), options.get("op", "sum")
+    timeout = None if seconds is None else timedelta(seconds=seconds)
     execution, rejection = None, None
     try:
-        execution = _prepare_execution(request)
+        execution = _prepare_execution(program, output, input, group=group, op=op, timeout=timeout)
     except InputError as error:
         rejection = error
     if options.get("check", True):
-        check_same_call(_call_signature(request, execution, rejection), group, request.timeout)
+        properties = _program_properties(CollectiveProgramKey(program))
+        description = ""
+        if execution is not None:
+            full = output if properties.outputs_have_one_shape else input if properties.inputs_have_one_shape else None
+            shape = "" if full is None else f" of shape {tuple(full.shape)}"
+            description = f"{execution.total_numel} {dtype_and_device(execution.buffers['output'])}{shape}"
+        operation = f"{program} ({op})" if properties.has_reductions else str(program)
+        signature = CollectiveCallSignature(operation, properties.digest, description, str(rejection or ""))
+        check_same_call(signature, group, timeout)
     if rejection is not None:
         raise rejection
     return CompletedWork() if execution is None else _start_execution(execution, options.get("async_op", False))
 
 
-class _CollectiveProgramRequest(NamedTuple):
-    program: Program
-    output: Tensor | None
-    input: Tensor | None
-    group: dist.ProcessGroup
-    op: ReduceOpName
-    timeout: timedelta | None
-
-
 class _CollectiveProgramProperties(NamedTuple):
-    """What has to be known of a Program, and takes a while to find out."""
+    """Properties of a Program that are slow to compute."""
 
-    digest: int  # The same in every process, and another one for another Program, whatever its name
+    digest: int  # Equal in all processes for equal Programs, whatever their names
     has_reductions: bool
-    outputs_have_one_shape: bool  # All ranks end with all chunks, so that their outputs have one shape
-    inputs_have_one_shape: bool  # All ranks start with all chunks, so that their inputs have one shape
+    outputs_have_one_shape: bool  # All ranks end with all chunks
+    inputs_have_one_shape: bool  # All ranks start with all chunks
 
 
 @lru_cache(maxsize=256)
@@ -96,19 +86,27 @@ def _program_properties(key: CollectiveProgramKey) -> _CollectiveProgramProperti
     steps = tuple(tuple((*t[:4], t.op == "copy") for t in step) for step in program.steps)
     final = tuple(tuple(sorted(held.items())) for held in program.final)
     return _CollectiveProgramProperties(
-        hash((program.ranks, program.sizes, program.initial, final, steps)),  # of integers: the same everywhere
+        hash((program.ranks, program.sizes, program.initial, final, steps)),  # of integers: equal in all processes
         any(t.op == "reduce" for step in program.steps for t in step),
         all(len(held) == program.chunks for held in program.final),
         all(len(held) == program.chunks for held in program.initial),
     )
 
 
-def _prepare_execution(request: _CollectiveProgramRequest) -> RankCollectiveExecution | None:
-    """What this rank has to play; None if it has no part."""
-    program, rank, world = request.program, dist.get_rank(request.group), dist.get_world_size(request.group)
+def _prepare_execution(
+    program: Program,
+    output: Tensor | None,
+    input: Tensor | None,
+    *,
+    group: dist.ProcessGroup,
+    op: ReduceOpName,
+    timeout: timedelta | None,
+) -> RankCollectiveExecution | None:
+    """The plan and tensors of this rank; None if it takes no part."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
     if program.ranks != world:
-        raise InputError(f"{program} cannot be carried out by {world} ranks; make it for as many as the group has")
-    tensors: dict[Buffer, Tensor | None] = {"input": request.input, "output": request.output}
+        raise InputError(f"{program} cannot be executed by {world} ranks; build it for the ranks of the group")
+    tensors: dict[Buffer, Tensor | None] = {"input": input, "output": output}
     flat_tensors = {
         name: flatten_contiguous(tensor, f"{program}: rank {rank}")
         for name, tensor in tensors.items()
@@ -128,76 +126,49 @@ def _prepare_execution(request: _CollectiveProgramRequest) -> RankCollectiveExec
     example = next(iter(flat_tensors.values()))
     for name in tensors:
         flat_tensors.setdefault(name, example.new_empty(0))
-    has_reductions = _program_properties(CollectiveProgramKey(program)).has_reductions
-    reduce_op = (
-        make_reduce_op(request.op, example.dtype, example.device)
-        if has_reductions
-        else DtypeReduceOp("sum", example.dtype)
-    )
-    plan = make_rank_plan(program, rank, total_numel, _is_in_place(program, rank, total_numel, flat_tensors))
-    timeout = request.timeout if example.device.type == "cpu" else None
-    return RankCollectiveExecution(
-        str(program), plan, total_numel, flat_tensors, reduce_op, P2PChannel(request.group, timeout, _MESSAGE_TAG)
-    )
+    reduce_op = DtypeReduceOp("sum", example.dtype)
+    if _program_properties(CollectiveProgramKey(program)).has_reductions:
+        reduce_op = make_reduce_op(op, example.dtype, example.device)
+    in_place = _is_in_place(program, rank, total_numel, buffers=flat_tensors)
+    plan = make_buffer_plan(program, rank, total_numel, in_place=in_place)
+    channel = P2PChannel(group, timeout if example.device.type == "cpu" else None, _MESSAGE_TAG)
+    return RankCollectiveExecution(str(program), plan, total_numel, flat_tensors, reduce_op, channel)
 
 
-def _is_in_place(program: Program, rank: int, total: int, flat_tensors: dict[Buffer, Tensor]) -> bool:
-    """Whether the chunks that the rank both starts and ends with lie in the same memory; nothing else may."""
-    source, target = flat_tensors["input"], flat_tensors["output"]
+def _is_in_place(program: Program, rank: int, total: int, *, buffers: dict[Buffer, Tensor]) -> bool:
+    """Whether the chunks that are both initial and final are in the same memory; no other chunk may be."""
+    source, target = buffers["input"], buffers["output"]
     byte_offset = target.data_ptr() - source.data_ptr()
     shared_bytes = min(source.nbytes, byte_offset + target.nbytes) - max(0, byte_offset)
     if shared_bytes <= 0 or not source.numel() or not target.numel():
         return False
     lengths = chunk_lengths(program, total)
-    starts, ends = (
-        assign_offsets("input", program.initial[rank], lengths),
-        assign_offsets("output", program.final[rank], lengths),
-    )
+    starts = assign_offsets("input", program.initial[rank], lengths)
+    ends = assign_offsets("output", program.final[rank], lengths)
     shared_chunks = [chunk for chunk in starts if chunk in ends and lengths[chunk]]
-    is_aligned = all(
-        (starts[chunk].start - ends[chunk].start) * source.itemsize == byte_offset for chunk in shared_chunks
-    )
-    if not is_aligned or shared_bytes != sum(lengths[chunk] for chunk in shared_chunks) * source.itemsize:
-        raise InputError(f"{program}: input and output of rank {rank} overlap; give tensors with memory of their own")
+    offsets = {(starts[chunk].start - ends[chunk].start) * source.itemsize for chunk in shared_chunks}
+    expected_bytes = sum(lengths[chunk] for chunk in shared_chunks) * source.itemsize
+    if offsets - {byte_offset} or shared_bytes != expected_bytes:
+        raise InputError(f"{program}: input and output of rank {rank} overlap; give tensors that share no memory")
     return True
 
 
-def _call_signature(
-    request: _CollectiveProgramRequest, execution: RankCollectiveExecution | None, rejection: InputError | None
-) -> CollectiveCallSignature:
-    """What all ranks must agree on."""
-    properties = _program_properties(CollectiveProgramKey(request.program))
-    operation = f"{request.program} ({request.op})" if properties.has_reductions else str(request.program)
-    tensor_description = ""
-    if execution is not None:
-        full_tensor = (
-            request.output
-            if properties.outputs_have_one_shape
-            else request.input
-            if properties.inputs_have_one_shape
-            else None
-        )
-        shape = "" if full_tensor is None else f" of shape {tuple(full_tensor.shape)}"
-        tensor_description = f"{execution.total_numel} {dtype_and_device(execution.buffers['output'])}{shape}"
-    return CollectiveCallSignature(operation, properties.digest, tensor_description, str(rejection or ""))
-
-
 def _start_execution(execution: RankCollectiveExecution, async_op: bool) -> WorkHandle:
-    work_queue = _execution_queue(execution.channel.group, execution.device)
-    if isinstance(work_queue, FifoWorkQueue):
-        task = partial(execute_plan, execution)
+    queue, task = _execution_queue(execution.channel.group, execution.device), partial(execute_plan, execution)
+    if isinstance(queue, WorkQueue):
         if async_op:
-            return work_queue.submit(task)
-        work_queue.run_and_wait(task)
+            return queue.submit(task)
+        queue.run(task)
         return CompletedWork()
-    work = _run_on_cuda_stream(execution, work_queue)
+    work = run_on_stream(task, queue)
+    for tensor in execution.buffers.values():
+        tensor.record_stream(queue)  # so that memory which the caller frees is not used again before the end
     if not async_op:
         work.wait()
     return work
 
 
-_ExecutionQueue = FifoWorkQueue | torch.cuda.Stream
-# Groups are torch's, so what belongs to one is kept beside it.
+_ExecutionQueue = WorkQueue | torch.cuda.Stream
 _execution_queues: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, _ExecutionQueue]] = WeakKeyDictionary()
 _queues_lock = threading.Lock()
 
@@ -212,18 +183,10 @@ def _execution_queue(group: dist.ProcessGroup, device: torch.device) -> _Executi
 
 def _make_execution_queue(group: dist.ProcessGroup, device: torch.device) -> _ExecutionQueue:
     if device.type == "cuda":
-        # NCCL needs all ranks when a group is first used, but not all have messages in the first step. So a Program in
-        # which a rank has no part at all must not be the first of a group there.
+        # NCCL needs all ranks when a group is first used, but not all have messages in the first step of a Program.
+        # A Program in which a rank takes no part must not be the first use of a group.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
         return torch.cuda.Stream(device)
-    work_queue = FifoWorkQueue()
-    finalize(group, work_queue.close)
-    return work_queue
-
-
-def _run_on_cuda_stream(execution: RankCollectiveExecution, stream: torch.cuda.Stream) -> CudaStreamWork:
-    """Memory that the caller frees is not used again before it is done."""
-    work = run_on_stream(partial(execute_plan, execution), stream)
-    for tensor in execution.buffers.values():
-        tensor.record_stream(stream)
-    return work
+    queue = WorkQueue()
+    finalize(group, queue.close)
+    return queue

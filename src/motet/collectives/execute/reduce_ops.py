@@ -1,14 +1,13 @@
-"""How contributions are joined: one operator on tensors of one dtype, for every dtype that has it.
+"""The reduction operators, each for every dtype that has it.
 
-What arrives in one step is added in the order of the list. Numbers of 16 bits are added in float32 and rounded once at
-the end of the step. What travels, and what a rank keeps from one step to the next, is in the dtype of the tensor, so
-that a sum is rounded once per step that adds to it; a single sum of two is the same either way. Averages are sums that
-are divided at the end; integers are rounded towards zero, and wrap around as everywhere in torch.
+The terms of one step are added in the order of the list. Terms of 16 bits are added in float32 and rounded once at the
+end of the step. Messages, and sums between steps, have the dtype of the tensor: a sum is rounded once in each step that
+adds to it. Averages are sums that are divided at the end. Integers round towards zero, and wrap around.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
@@ -20,9 +19,9 @@ ReduceOpName = Literal["sum", "avg", "product", "min", "max", "band", "bor", "bx
 REDUCE_OP_NAMES: tuple[str, ...] = get_args(ReduceOpName)
 
 _HALF_PRECISION = (torch.float16, torch.bfloat16)
-# Torch cannot add these; the bits of sums and products are those of signed numbers. Their order is numpy's to say.
+# Torch cannot add these; sums and products have the same bits as signed ones. Numpy compares them.
 _SIGNED_VIEWS = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-_WIDENED_ELEMENTS = 1 << 16  # Elements that are widened at a time: they stay in the cache
+_WIDENED_ELEMENTS = 1 << 16  # Widened together, so that they stay in the cache
 
 _TORCH_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -46,11 +45,11 @@ class DtypeReduceOp:
 
     @property
     def needs_wide_accumulation(self) -> bool:
-        """Whether each joining in this dtype loses bits that float32 keeps."""
+        """Whether each operation in this dtype loses bits that float32 keeps."""
         return self.dtype in _HALF_PRECISION and self.operator in ("sum", "avg", "product")
 
-    def accumulate(self, target: Tensor, local: Tensor, received: Iterable[Tensor], divisor: int = 1) -> None:
-        """`own` with all that arrives, in order, into `target`, which may be one of them; and divided."""
+    def accumulate(self, target: Tensor, local: Tensor, received: Iterable[Tensor], *, divisor: int = 1) -> None:
+        """Reduce `local` and then each received tensor into `target`, which may be one of them, and divide."""
         if self.needs_wide_accumulation:
             terms = [local, *received]
             if len(terms) > 2:
@@ -64,13 +63,11 @@ class DtypeReduceOp:
             self.divide(target, divisor)
 
     def _accumulate_in_float32(self, target: Tensor, terms: list[Tensor], divisor: int) -> None:
-        for slices in zip(
-            target.split(_WIDENED_ELEMENTS), *(part.split(_WIDENED_ELEMENTS) for part in terms), strict=True
-        ):
-            total = slices[1].float()
-            for term_slice in slices[2:]:
-                _TORCH_FUNCTIONS[self.operator](total, term_slice, out=total)
-            slices[0].copy_(total.div_(divisor) if divisor > 1 else total)
+        for out, first, *others in zip(*(tensor.split(_WIDENED_ELEMENTS) for tensor in (target, *terms)), strict=True):
+            total = first.float()
+            for other in others:
+                _TORCH_FUNCTIONS[self.operator](total, other, out=total)
+            out.copy_(total.div_(divisor) if divisor > 1 else total)
 
     def _apply(self, target: Tensor, a: Tensor, b: Tensor) -> None:
         if self.dtype in _SIGNED_VIEWS and self.operator in _NUMPY_FUNCTIONS:
@@ -82,7 +79,7 @@ class DtypeReduceOp:
         _TORCH_FUNCTIONS[self.operator](a, b, out=target)
 
     def divide(self, tensor: Tensor, count: int) -> None:
-        """Make an average of a sum of so many, in place."""
+        """Turn a sum into an average, in place."""
         if self.dtype in _SIGNED_VIEWS:
             np.floor_divide(tensor.numpy(), count, out=tensor.numpy())
         elif self.dtype.is_floating_point or self.dtype.is_complex:
@@ -92,21 +89,28 @@ class DtypeReduceOp:
 
 
 def make_reduce_op(operator: str, dtype: torch.dtype, device: torch.device) -> DtypeReduceOp:
-    """How to reduce; a sentence for what cannot be."""
-    name = str(dtype).removeprefix("torch.")
-    for known in get_args(ReduceOpName):
-        if operator == known:
-            break
-    else:
+    """The operator for a dtype, or an InputError if the dtype does not have it."""
+    if operator not in REDUCE_OP_NAMES:
         raise InputError(f"op {operator!r} is unknown; it is one of {', '.join(REDUCE_OP_NAMES)}")
-    if dtype.is_floating_point and dtype.itemsize == 1:
-        raise InputError(f"{operator} of {name}: it can be moved but not reduced; reduce in bfloat16 or float32")
-    if dtype == torch.bool and operator in ("sum", "avg"):
-        raise InputError(f"{operator} of bool: use max for any, or min for all; or convert it to an integer")
-    if dtype.is_complex and operator in ("min", "max"):
-        raise InputError(f"{operator} of {name}: complex numbers have no order; use sum, avg or product")
-    if (dtype.is_complex or dtype.is_floating_point) and operator in ("band", "bor", "bxor"):
-        raise InputError(f"{operator} of {name}: only integers have bits to combine; use sum, product, min or max")
-    if dtype in _SIGNED_VIEWS and device.type != "cpu":
-        raise InputError(f"{operator} of {name} on {device.type}: torch cannot; convert it to int64")
-    return DtypeReduceOp(known, dtype)
+    is_number = dtype.is_floating_point or dtype.is_complex
+    problems = {
+        ": it can be moved but not reduced; reduce in bfloat16 or float32": (
+            dtype.is_floating_point and dtype.itemsize == 1
+        ),
+        ": use max for any, or min for all; or convert it to an integer": (
+            dtype == torch.bool and operator in ("sum", "avg")
+        ),
+        ": complex numbers have no order; use sum, avg or product": dtype.is_complex and operator in ("min", "max"),
+        ": only integers have bits to combine; use sum, product, min or max": (
+            is_number and operator in ("band", "bor", "bxor")
+        ),
+        f" on {device.type}: torch cannot; convert it to int64": dtype in _SIGNED_VIEWS and device.type != "cpu",
+    }
+    for problem, applies in problems.items():
+        if applies:
+            raise InputError(f"{operator} of {dtype_name(dtype)}{problem}")
+    return DtypeReduceOp(cast(ReduceOpName, operator), dtype)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

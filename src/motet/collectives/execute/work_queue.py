@@ -1,24 +1,32 @@
-"""Operations that are carried out one after another, and the handle by which somebody waits for one of them."""
+"""FIFO queues of operations, on threads or CUDA streams, and the handles by which callers wait for one of them."""
 
 import threading
+from collections import deque
 from collections.abc import Callable
+from datetime import timedelta
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from motet.collectives.errors import PeerLostError
 
 Task = Callable[[], None]
+Future = Any  # torch.futures.Future of a list of tensors
 
 
 class WorkHandle(Protocol):
-    """An operation that was started. Those of torch.distributed fit too."""
+    """An operation that was started. The handles of torch.distributed fit too."""
 
     def wait(self) -> object:
-        """Until it is done; raises what went wrong. On CUDA the current stream waits, and the host goes on."""
+        """Wait for the end, and raise the error if there was one. On CUDA only the current stream waits."""
 
     def is_completed(self) -> bool: ...
 
 
 class CompletedWork:
-    """Nothing is left to wait for."""
+    """An operation that has already ended."""
 
     def wait(self) -> None:
         return None
@@ -27,93 +35,215 @@ class CompletedWork:
         return True
 
 
-class ThreadWork:
-    """An operation that a thread carries out."""
+class CudaStreamWork:
+    """Operations that were queued on a CUDA stream."""
 
-    def __init__(self) -> None:
-        self._completed = threading.Event()
-        self._error: BaseException | None = None
-
-    def run(self, task: Task) -> None:
-        self.complete(_run_and_catch(task))
-
-    def complete(self, error: BaseException | None) -> None:
-        self._error = error
-        self._completed.set()
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self._event = event
+        self._device = device
 
     def wait(self) -> None:
-        self._completed.wait()
-        if self._error is not None:
-            raise self._error
+        torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def is_completed(self) -> bool:
-        return self._completed.is_set()
+        return bool(self._event.query())
 
 
-class FifoWorkQueue:
-    """Carries out tasks in the order in which they are given: at once where it can, or on a thread of its own."""
+def run_on_stream(task: Task, stream: torch.cuda.Stream) -> CudaStreamWork:
+    """Queue a task behind the current stream. Its tensors must live until it is waited for or records them."""
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        task()
+        return CudaStreamWork(stream.record_event(), stream.device)
 
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[tuple[Task, ThreadWork] | None] = SimpleQueue()
-        self._state_lock = threading.Lock()
+
+class AsyncWork(dist.Work):
+    """An operation in flight. A waiter calls `progress` with the handle and the seconds it may take."""
+
+    def __init__(
+        self, progress: Callable[["AsyncWork", float | None], None], outputs: list[Any], source: int = -1
+    ) -> None:
+        super().__init__()
+        self.progress = progress
+        self.outputs = outputs
+        self.source = source
+        self.finished = False
+        self.error: BaseException | None = None
+        self._future: Future = None
+        self._unnotified_future: Future = None
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def completed(outputs: list[Any]) -> "AsyncWork":
+        """A handle of an operation that has already ended."""
+        work = AsyncWork(lambda work, seconds: None, outputs)
+        work.finished = True
+        return work
+
+    def complete(self, error: BaseException | None = None) -> None:
+        with self._lock:
+            self.error = error
+            self.finished = True
+
+    def notify_future(self) -> None:
+        """Fill the future, if there is one. Its callbacks run here, and may call collectives."""
+        with self._lock:
+            future, self._unnotified_future = self._unnotified_future, None
+        if future is None:
+            return
+        if self.error is not None:
+            future.set_exception(self.error)
+        else:
+            future.set_result(self.outputs)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if not self.finished:
+            seconds = timeout.total_seconds()
+            self.progress(self, seconds if seconds > 0 else None)
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def get_future(self) -> Future:
+        with self._lock:
+            if self._future is None:
+                self._future = self._unnotified_future = torch.futures.Future()
+        if self.finished:
+            self.notify_future()
+        return self._future
+
+    @property
+    def has_future(self) -> bool:
+        return self._future is not None
+
+    def is_completed(self) -> bool:
+        return self.finished
+
+    def is_success(self) -> bool:
+        return self.finished and self.error is None
+
+    def exception(self) -> BaseException | None:
+        return self.error
+
+    def result(self) -> list[Any]:
+        return self.outputs
+
+    def source_rank(self) -> int:
+        return self.source
+
+    _source_rank = source_rank
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+class WorkQueue:
+    """Tasks that run one after another, in the order in which they were submitted.
+
+    A worker thread runs them. With `waiters_help`, whoever waits runs the tasks up to the one it waits for, which saves
+    a change of threads; `on_worker_run` hears when a worker begins and ends a task.
+    """
+
+    def __init__(self, *, waiters_help: bool = False, on_worker_run: Callable[[bool], None] | None = None) -> None:
+        self._waiters_help = waiters_help
+        self._on_worker_run = on_worker_run or (lambda is_running: None)
         self._run_lock = threading.Lock()
-        self._unfinished = 0
-        self._has_thread = False
+        self._tasks: deque[tuple[AsyncWork, Task]] = deque()
+        self._wakeups: SimpleQueue[bool] = SimpleQueue()
+        self._workers: list[threading.Thread] = []
+        self._idle_workers = 0
+        self._completion = threading.Condition()
 
-    def run_and_wait(self, task: Task) -> None:
-        """Returns when it is done; it is done here, if nothing is before it."""
-        with self._state_lock:
-            is_idle = self._unfinished == 0
-            if is_idle:
-                self._unfinished = 1
-                self._run_lock.acquire()
-        if not is_idle:
+    def run(self, task: Task) -> None:
+        """Run a task after those submitted before, in this thread where possible, and return when it has ended."""
+        if self._waiters_help:
+            self._run_lock.acquire()
+        elif self._tasks or not self._run_lock.acquire(blocking=False):
             self.submit(task).wait()
             return
+        completed: list[AsyncWork] = []
         try:
+            while self._waiters_help and self._tasks:
+                completed.append(self._run_next())
             task()
         finally:
             self._run_lock.release()
-            self._mark_finished()
+            for work in completed:
+                work.notify_future()
 
-    def submit(self, task: Task) -> ThreadWork:
-        """Returns at once."""
-        work = ThreadWork()
-        with self._state_lock:
-            self._unfinished += 1
-            self._queue.put((task, work))
-            if not self._has_thread:
-                self._has_thread = True
-                # A daemon, so that a program can end although another rank is not coming.
-                threading.Thread(target=self._run_worker, name="motet-lane", daemon=True).start()
+    def submit(self, task: Task, outputs: list[Any] | None = None) -> AsyncWork:
+        work = AsyncWork(self._help if self._waiters_help else self._wait_for_worker, outputs or [])
+        self._tasks.append((work, task))
+        if not self._workers:
+            self._start_worker()
+        self._wakeups.put(True)
         return work
 
-    def close(self) -> None:
-        """The thread ends after what it was given."""
-        self._queue.put(None)
+    def close(self, join_timeout_s: float = 0.0) -> None:
+        """End the workers after the tasks submitted so far."""
+        for _ in self._workers:
+            self._wakeups.put(False)
+        for worker in self._workers if join_timeout_s else ():
+            worker.join(join_timeout_s)
+        self._workers.clear()
+
+    def _help(self, work: AsyncWork, seconds: float | None) -> None:
+        if not self._run_lock.acquire(timeout=-1 if seconds is None else seconds):
+            raise PeerLostError(f"a collective did not end within {seconds:g} s")
+        completed: list[AsyncWork] = []
+        try:
+            while not work.finished:
+                completed.append(self._run_next())
+        finally:
+            self._run_lock.release()
+            for other in completed:
+                other.notify_future()
+
+    def _wait_for_worker(self, work: AsyncWork, seconds: float | None) -> None:
+        with self._completion:
+            self._completion.wait_for(work.is_completed, seconds)
+
+    def _start_worker(self) -> None:
+        # A daemon, so that a program can end although another rank does not take part.
+        worker = threading.Thread(target=self._run_worker, name="motet-work-queue", daemon=True)
+        self._workers.append(worker)
+        worker.start()
 
     def _run_worker(self) -> None:
-        while True:
-            item = self._queue.get()
-            if item is None:
-                return
-            task, work = item
-            with self._run_lock:
-                error = _run_and_catch(task)
-                self._mark_finished()
-            del item, task  # and the tensors with it, before anybody hears of the end
+        self._idle_workers += 1
+        while self._wakeups.get():
+            self._run_one_in_worker()
+
+    def _run_one_in_worker(self) -> None:
+        work = None
+        with self._run_lock:
+            self._idle_workers -= 1
+            if self._tasks:
+                self._on_worker_run(True)
+                try:
+                    work = self._run_next()
+                finally:
+                    self._on_worker_run(False)
+            # A callback of the future may wait for a later task, which another worker has to run.
+            if work is not None and work.has_future and not self._idle_workers:
+                self._start_worker()
+        if work is not None:
+            work.notify_future()
+        with self._run_lock:
+            self._idle_workers += 1
+
+    def _run_next(self) -> AsyncWork:
+        work, task = self._tasks.popleft()
+        try:
+            task()
+        except BaseException as error:
             work.complete(error)
-            del work
-
-    def _mark_finished(self) -> None:
-        with self._state_lock:
-            self._unfinished -= 1
-
-
-def _run_and_catch(task: Task) -> BaseException | None:
-    """What went wrong, to be raised where somebody waits."""
-    try:
-        task()
-    except BaseException as error:  # noqa: BLE001 - see above
-        return error
-    return None
+            if not isinstance(error, Exception):
+                raise
+        else:
+            del task  # and its tensors, before a waiter goes on
+            work.complete()
+        finally:
+            with self._completion:
+                self._completion.notify_all()
+        return work

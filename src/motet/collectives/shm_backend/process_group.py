@@ -1,10 +1,9 @@
-"""The process group `motet`: what torch calls, turned into plans over chunks of the tensors given.
+"""The process group `motet`: the calls of torch as collectives over chunks of their tensors.
 
-Everything that torch calls by a private name is in this file. It uses the method names of torch 2.11, with those of
-later versions beside them.
+All methods that torch calls by a private name are in this file, under their names in torch 2.11 and in later versions.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,19 +11,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
-from motet.collectives.shm_backend.errors import CollectiveError
+from motet.collectives.errors import CollectiveError, PeerLostError
+from motet.collectives.execute.reduce_ops import dtype_name
+from motet.collectives.execute.work_queue import AsyncWork, Task, WorkQueue
 from motet.collectives.shm_backend.executor import PreparedCollective
 from motet.collectives.shm_backend.monitored_barrier import run_monitored_barrier
 from motet.collectives.shm_backend.plan_cache import PreparedCollectiveCache
-from motet.collectives.shm_backend.rank_connections import RankConnections, open_rank_connections
+from motet.collectives.shm_backend.rank_connections import open_rank_connections
 from motet.collectives.shm_backend.sparse_all_reduce import all_reduce_sparse, check_sparse
 from motet.collectives.shm_backend.tensor_views import (
     Chunks,
     CopyBack,
     Factor,
-    dtype_name,
     flatten,
     output_buffer,
     output_buffers,
@@ -34,16 +34,16 @@ from motet.collectives.shm_backend.tensor_views import (
     split_equally,
     split_rows,
 )
-from motet.collectives.shm_backend.work_handle import BackendWorkHandle, CollectiveJobQueue, completed_work
 from motet.core.errors import InputError
 
 _REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
-_COMPLETED_WORK = completed_work([])
+_COMPLETED_WORK = AsyncWork.completed([])
+_WORKER_JOIN_TIMEOUT_S = 5.0  # A worker that waits for an absent rank is left behind
 
 if TYPE_CHECKING:
 
     class _TypedProcessGroupBase:
-        """All that this class counts on. Torch's stubs describe the C++ methods, whose overloads ours do not have."""
+        """The members used here. Torch's stubs describe the overloads of the C++ methods, which ours do not have."""
 
         def __init__(self, rank: int, size: int) -> None: ...
 else:
@@ -51,18 +51,20 @@ else:
 
 
 class MotetProcessGroup(_TypedProcessGroupBase):
-    """A group of CPU ranks."""
+    """A group of CPU ranks. After a failure every further collective fails."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._rank, self._size = rank, size
-        self._connections: RankConnections = open_rank_connections(store, rank, size, timeout.total_seconds())
-        self._queue = CollectiveJobQueue(self._connections.mark_failed, self._connections.reduce_spinning)
-        self._plan_cache = PreparedCollectiveCache(self._connections, rank, size)
+        self._connections = open_rank_connections(store, rank, size, timeout_s=timeout.total_seconds())
+        self._messages = self._connections.messages
+        self._queue = WorkQueue(waiters_help=True, on_worker_run=self._connections.reduce_spinning)
+        self._failure: BaseException | None = None
+        self._cache = PreparedCollectiveCache(self._connections, rank, size)
         self._name = self._description = ""
         self._barrier_count = 0
 
-    # What torch asks about the group.
+    # Properties that torch asks for.
 
     def rank(self) -> int:
         return self._rank
@@ -97,7 +99,7 @@ class MotetProcessGroup(_TypedProcessGroupBase):
         return self._description
 
     def shutdown(self) -> None:
-        self._queue.close()
+        self._queue.close(_WORKER_JOIN_TIMEOUT_S)
         self._connections.close()
 
     def abort(self) -> None:
@@ -107,136 +109,134 @@ class MotetProcessGroup(_TypedProcessGroupBase):
     def set_timeout(self, timeout: timedelta) -> None:
         self._connections.set_timeout(timeout.total_seconds())
 
-    # Collectives. Each makes lists of chunks: where they are before, and where they must be in the end.
+    # Collectives. Each makes two lists of chunks: its input and its output.
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> BackendWorkHandle:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> AsyncWork:
         opts = opts or dist.AllreduceOptions()
-        jobs: list[Callable[[], None]] = []
+        jobs: list[Task] = []
         for tensor in tensors:
             reduction, factor = _reduction_and_factor(opts.reduceOp, tensor)
             if tensor.layout == torch.sparse_coo:
                 check_sparse(reduction, factor)
                 jobs.append(partial(all_reduce_sparse, tensor, self._gather_stacked))
                 continue
-            plan = self._plan_cache.get_or_prepare("all-reduce", tensor, reduction)
+            prepared = self._cache.get_or_prepare("all-reduce", tensor, reduction=reduction)
             buffer, copy_back = output_buffer(tensor)
-            chunks = _split_chunks(buffer, plan)
-            jobs.append(self._make_job(plan, chunks, chunks, copy_back, factor))
+            chunks = _split_chunks(buffer, prepared)
+            jobs.append(self._make_job(prepared, chunks, chunks, copy_back=copy_back, factor=factor))
         return self._submit(jobs, tensors, opts)
 
     allreduce_coalesced = allreduce
 
-    def reduce(self, tensors: list[Tensor], opts: Any) -> BackendWorkHandle:
+    def reduce(self, tensors: list[Tensor], opts: Any) -> AsyncWork:
         reduction, factor = _reduction_and_factor(opts.reduceOp, tensors[0])
-        plan = self._plan_cache.get_or_prepare("reduce", tensors[0], reduction, opts.rootRank)
+        prepared = self._cache.get_or_prepare("reduce", tensors[0], reduction=reduction, root=opts.rootRank)
         buffer, copy_back = output_buffer(tensors[0])
-        chunks = _split_chunks(buffer, plan)
+        chunks = _split_chunks(buffer, prepared)
         output_chunks: Chunks = chunks if opts.rootRank == self._rank else [None] * len(chunks)
-        return self._submit([self._make_job(plan, chunks, output_chunks, copy_back, factor)], tensors, opts)
+        return self._submit(
+            [self._make_job(prepared, chunks, output_chunks, copy_back=copy_back, factor=factor)], tensors, opts
+        )
 
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> BackendWorkHandle:
-        plan = self._plan_cache.get_or_prepare("broadcast", tensors[0], root=opts.rootRank)
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> AsyncWork:
+        prepared = self._cache.get_or_prepare("broadcast", tensors[0], root=opts.rootRank)
         buffer, copy_back = output_buffer(tensors[0])
-        chunks = _split_chunks(buffer, plan)
-        return self._submit([self._make_job(plan, chunks, chunks, copy_back)], tensors, opts)
+        chunks = _split_chunks(buffer, prepared)
+        return self._submit([self._make_job(prepared, chunks, chunks, copy_back=copy_back)], tensors, opts)
 
-    def allgather(
-        self, outputs: Sequence[Tensor | list[Tensor]], inputs: list[Tensor], opts: Any = None
-    ) -> BackendWorkHandle:
-        jobs = [self._gather_job("all-gather", given, out) for out, given in zip(outputs, inputs, strict=True)]
+    def allgather(self, outputs: Sequence[Tensor | list[Tensor]], inputs: list[Tensor], opts: Any = None) -> AsyncWork:
+        jobs = [self._gather_job("all-gather", tensor, out) for out, tensor in zip(outputs, inputs, strict=True)]
         return self._submit(jobs, outputs, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced = allgather
 
-    def allgather_coalesced(
-        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
-    ) -> BackendWorkHandle:
-        """Here the outputs of a rank stand together, not those of a tensor."""
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> AsyncWork:
+        """Gather several tensors; `outputs` has one list for each rank, not for each tensor."""
         return self.allgather([list(outs) for outs in zip(*outputs, strict=True)], inputs, opts)
 
-    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> BackendWorkHandle:
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> AsyncWork:
         return self.allgather([output], [input], opts)
 
     all_gather_single = _allgather_base
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> BackendWorkHandle:
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> AsyncWork:
         root = opts.rootRank
         out = outputs[0] if root == self._rank else None
-        return self._submit([self._gather_job("gather", inputs[0], out, root)], outputs, opts)
+        return self._submit([self._gather_job("gather", inputs[0], out, root=root)], outputs, opts)
 
-    def _gather_job(
-        self, kind: str, input: Tensor, output: Tensor | list[Tensor] | None, root: int = 0
-    ) -> Callable[[], None]:
-        plan = self._plan_cache.get_or_prepare(kind, input, root=root)
+    def _gather_job(self, kind: str, input: Tensor, output: Tensor | list[Tensor] | None, *, root: int = 0) -> Task:
+        prepared = self._cache.get_or_prepare(kind, input, root=root)
         input_chunks = self._empty_chunks()
         input_chunks[self._rank] = flatten(input)
         if output is None:
-            return self._make_job(plan, input_chunks, self._empty_chunks())
-        output_chunks, copy_back = per_rank_chunks(output, input, self._size, f"{kind} output")
-        return self._make_job(plan, input_chunks, output_chunks, copy_back)
+            return self._make_job(prepared, input_chunks, self._empty_chunks())
+        output_chunks, copy_back = per_rank_chunks(output, input, self._size, role=f"{kind} output")
+        return self._make_job(prepared, input_chunks, output_chunks, copy_back=copy_back)
 
     def _gather_stacked(self, tensor: Tensor) -> Tensor:
-        """What all ranks have, gathered by the thread that carries out a job."""
+        """Gather the tensors of all ranks within a job."""
         stacked = tensor.new_empty(self._size, *tensor.shape)
         self._gather_job("all-gather", tensor, stacked)()
         return stacked
 
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> BackendWorkHandle:
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> AsyncWork:
         out, root = outputs[0], opts.rootRank
-        plan = self._plan_cache.get_or_prepare("scatter", out, root=root)
+        prepared = self._cache.get_or_prepare("scatter", out, root=root)
         input_chunks: Chunks = self._empty_chunks()
         if root == self._rank:
-            input_chunks, _ = per_rank_chunks(inputs[0], out, self._size, "scatter input")
-        return self._submit([self._scatter_job(plan, input_chunks, out)], outputs, opts)
+            input_chunks, _ = per_rank_chunks(inputs[0], out, self._size, role="scatter input")
+        return self._submit([self._scatter_job(prepared, input_chunks, out)], outputs, opts)
 
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: Sequence[Tensor | list[Tensor]], opts: Any = None
-    ) -> BackendWorkHandle:
+    ) -> AsyncWork:
         opts = opts or dist.ReduceScatterOptions()
         jobs = []
         for out, input in zip(outputs, inputs, strict=True):
             reduction, factor = _reduction_and_factor(opts.reduceOp, out)
-            plan = self._plan_cache.get_or_prepare("reduce-scatter", out, reduction)
-            input_chunks, _ = per_rank_chunks(input, out, self._size, "reduce-scatter input")
-            jobs.append(self._scatter_job(plan, input_chunks, out, factor))
+            prepared = self._cache.get_or_prepare("reduce-scatter", out, reduction=reduction)
+            input_chunks, _ = per_rank_chunks(input, out, self._size, role="reduce-scatter input")
+            jobs.append(self._scatter_job(prepared, input_chunks, out, factor=factor))
         return self._submit(jobs, outputs, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = reduce_scatter
 
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> BackendWorkHandle:
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> AsyncWork:
         return self.reduce_scatter([output], [input], opts)
 
     reduce_scatter_single = _reduce_scatter_base
 
     def _scatter_job(
-        self, plan: PreparedCollective, input_chunks: Chunks, output: Tensor, factor: Factor = None
-    ) -> Callable[[], None]:
+        self, prepared: PreparedCollective, input_chunks: Chunks, output: Tensor, *, factor: Factor = None
+    ) -> Task:
         output_chunks = self._empty_chunks()
         output_chunks[self._rank], copy_back = output_buffer(output)
-        return self._make_job(plan, input_chunks, output_chunks, copy_back, factor)
+        return self._make_job(prepared, input_chunks, output_chunks, copy_back=copy_back, factor=factor)
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> BackendWorkHandle:
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> AsyncWork:
         return self._submit([self._uneven_all_to_all_job(inputs, outputs)], outputs, opts)
 
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
-    ) -> BackendWorkHandle:
+    ) -> AsyncWork:
         if output_sizes or input_sizes:
-            inputs = split_rows(input, input_sizes, self._size, "input")
-            outputs = split_rows(output, output_sizes, self._size, "output")
+            inputs = split_rows(input, input_sizes, self._size, role="input")
+            outputs = split_rows(output, output_sizes, self._size, role="output")
             return self._submit([self._uneven_all_to_all_job(inputs, outputs)], [output], opts)
         if input.numel() != output.numel() or input.numel() % self._size:
             raise InputError(
-                f"all-to-all of {input.numel()} into {output.numel()} numbers: without split sizes both must be the "
+                f"all-to-all of {input.numel()} into {output.numel()} elements: without split sizes both must be the "
                 f"same multiple of the {self._size} ranks"
             )
-        plan = self._plan_cache.get_or_prepare("all-to-all", input)
+        prepared = self._cache.get_or_prepare("all-to-all", input)
         numel_per_rank = input.numel() // self._size
         buffer, copy_back = output_buffer(output)
         input_chunks, output_chunks = self._all_to_all_chunks(
             split_equally(flatten(input), numel_per_rank, self._size), split_equally(buffer, numel_per_rank, self._size)
         )
-        return self._submit([self._make_job(plan, input_chunks, output_chunks, copy_back)], [output], opts)
+        return self._submit(
+            [self._make_job(prepared, input_chunks, output_chunks, copy_back=copy_back)], [output], opts
+        )
 
     all_to_all_single = alltoall_base
 
@@ -246,116 +246,122 @@ class MotetProcessGroup(_TypedProcessGroupBase):
         output_chunks[self._rank :: self._size] = outputs
         return input_chunks, output_chunks
 
-    def _uneven_all_to_all_job(self, inputs: list[Tensor], outputs: list[Tensor]) -> Callable[[], None]:
-        """What everybody has for everybody is gathered first."""
-        counts = torch.tensor([piece.numel() for piece in inputs])
+    def _uneven_all_to_all_job(self, inputs: list[Tensor], outputs: list[Tensor]) -> Task:
+        """Gather the numbers of elements from all ranks first."""
+        counts = torch.tensor([tensor.numel() for tensor in inputs])
         counts_of_ranks = torch.empty(self._size, self._size, dtype=torch.int64)
         gather = self._gather_job("all-gather", counts, counts_of_ranks)
         buffers, copy_back = output_buffers(outputs)
-        input_chunks, output_chunks = self._all_to_all_chunks([flatten(piece) for piece in inputs], buffers)
+        input_chunks, output_chunks = self._all_to_all_chunks([flatten(tensor) for tensor in inputs], buffers)
 
-        def work() -> None:
+        def job() -> None:
             gather()
             lengths = tuple(counts_of_ranks.flatten().tolist())
             for source, out in enumerate(outputs):
-                if out.numel() != lengths[source * self._size + self._rank]:
+                if out.numel() != (count := lengths[source * self._size + self._rank]):
                     raise CollectiveError(
-                        f"rank {self._rank} in all-to-all: rank {source} has "
-                        f"{lengths[source * self._size + self._rank]} numbers for it, where it expects {out.numel()}"
+                        f"rank {self._rank} in all-to-all: rank {source} has {count} elements for it, where it expects "
+                        f"{out.numel()}"
                     )
-            self._make_job(
-                self._plan_cache.get_or_prepare("all-to-all", outputs[0], lengths=lengths),
-                input_chunks,
-                output_chunks,
-                copy_back,
-            )()
+            prepared = self._cache.get_or_prepare("all-to-all", outputs[0], lengths=lengths)
+            self._make_job(prepared, input_chunks, output_chunks, copy_back=copy_back)()
 
-        return work
+        return job
 
-    def barrier(self, opts: Any = None) -> BackendWorkHandle:
+    def barrier(self, opts: Any = None) -> AsyncWork:
         empty = torch.empty(0, dtype=torch.uint8)
         chunks: Chunks = [empty] * self._size
-        plan = self._plan_cache.get_or_prepare("barrier", empty)
-        return self._submit([self._make_job(plan, chunks, chunks)], [], opts)
+        prepared = self._cache.get_or_prepare("barrier", empty)
+        return self._submit([self._make_job(prepared, chunks, chunks)], [], opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Raises, on rank 0, with the ranks that do not come in time."""
+        """Raise on rank 0, with the names of the ranks that do not come in time."""
         self._barrier_count += 1
-        limit_s = self._connections.messages.timeout_s if timeout is None else timeout.total_seconds()
-        tag = -self._barrier_count  # callers' tags are not negative
-        run_monitored_barrier(self._connections, self._rank, self._size, tag, limit_s, wait_all_ranks)
+        run_monitored_barrier(
+            self._messages,
+            self._rank,
+            self._size,
+            tag=-self._barrier_count,  # Tags of callers are not negative
+            timeout_s=self._messages.timeout_s if timeout is None else timeout.total_seconds(),
+            wait_all_ranks=wait_all_ranks,
+        )
 
     # Messages.
 
-    def send(self, tensors: list[Tensor], dst: int, tag: int) -> BackendWorkHandle:
-        return self._connections.send(flatten(tensors[0]).view(tensors[0].shape), dst, tag)
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> AsyncWork:
+        return self._messages.send(flatten(tensors[0]).view(tensors[0].shape), dst, tag)
 
-    def recv(self, tensors: list[Tensor], src: int, tag: int) -> BackendWorkHandle:
-        return self._connections.receive(require_contiguous(tensors[0]), src, tag)
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> AsyncWork:
+        return self._messages.receive(require_contiguous(tensors[0]), src, tag)
 
-    def recv_anysource(self, tensors: list[Tensor], tag: int) -> BackendWorkHandle:
-        return self._connections.receive(require_contiguous(tensors[0]), None, tag)
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> AsyncWork:
+        return self._messages.receive(require_contiguous(tensors[0]), None, tag)
 
-    # How it is done.
+    # Jobs, which the queue runs one after another.
 
     def _empty_chunks(self) -> list[Tensor | None]:
         return [None] * self._size
 
     def _make_job(
         self,
-        plan: PreparedCollective,
-        input_chunks: Chunks,
-        output_chunks: Chunks,
+        prepared: PreparedCollective,
+        inputs: Chunks,
+        outputs: Chunks,
+        *,
         copy_back: CopyBack = None,
         factor: Factor = None,
-    ) -> Callable[[], None]:
-        def work() -> None:
-            self._execute(plan, input_chunks if factor is None else scale_chunks(input_chunks, factor), output_chunks)
+    ) -> Task:
+        def job() -> None:
+            self._execute(prepared, inputs if factor is None else scale_chunks(inputs, factor), outputs)
             if copy_back is not None:
                 copy_back()
 
-        return work
+        return job
 
-    def _execute(self, plan: PreparedCollective, input_chunks: Chunks, output_chunks: Chunks) -> None:
-        schedule = plan.schedule
-        if schedule.scratch_chunks:
-            output_chunks = list(output_chunks)
-            for chunk in schedule.scratch_chunks:
-                output_chunks[chunk] = torch.empty(plan.chunk_numels[chunk], dtype=plan.dtype)
-        dtype = next((chunk.dtype for chunk in input_chunks if chunk is not None), plan.dtype)
-        if dtype != plan.dtype:
-            self._execute_in_plan_dtype(plan, input_chunks, output_chunks)
-        else:
-            self._connections.execute(plan, input_chunks, output_chunks)
-        for chunk in schedule.unchanged_chunks:
-            source, target = input_chunks[chunk], output_chunks[chunk]
+    def _execute(self, prepared: PreparedCollective, inputs: Chunks, outputs: Chunks) -> None:
+        plan, executor = prepared.plan, self._connections.executor
+        if plan.scratch_chunks:
+            outputs = list(outputs)
+            for chunk in plan.scratch_chunks:
+                outputs[chunk] = torch.empty(prepared.chunk_numels[chunk], dtype=prepared.dtype)
+        if next((chunk.dtype for chunk in inputs if chunk is not None), prepared.dtype) == prepared.dtype:
+            executor.execute(prepared, inputs, outputs)
+        else:  # in float32, rounded at the end
+            wide_inputs = [None if chunk is None else chunk.float() for chunk in inputs]
+            wide_outputs: Chunks = [
+                None if out is None else torch.empty_like(out, dtype=prepared.dtype) for out in outputs
+            ]
+            executor.execute(prepared, wide_inputs, wide_outputs)
+            for narrow, wide in zip(outputs, wide_outputs, strict=True):
+                if narrow is not None and wide is not None:
+                    narrow.copy_(wide)
+        for chunk in plan.unchanged_chunks:
+            source, target = inputs[chunk], outputs[chunk]
             if source is not None and target is not None and source.data_ptr() != target.data_ptr():
                 target.copy_(source)
 
-    def _execute_in_plan_dtype(self, plan: PreparedCollective, input_chunks: Chunks, output_chunks: Chunks) -> None:
-        """In float32, and rounded at the end."""
-        wide_inputs = [None if chunk is None else chunk.float() for chunk in input_chunks]
-        wide_outputs: Chunks = [
-            None if chunk is None else torch.empty_like(chunk, dtype=plan.dtype) for chunk in output_chunks
-        ]
-        self._connections.execute(plan, wide_inputs, wide_outputs)
-        for narrow, result in zip(output_chunks, wide_outputs, strict=True):
-            if narrow is not None and result is not None:
-                narrow.copy_(result)
+    def _submit(self, jobs: list[Task], outputs: Any, opts: Any) -> AsyncWork:
+        task = partial(self._run_jobs, jobs)
+        if getattr(opts, "asyncOp", True):
+            return self._queue.submit(task, outputs)
+        self._queue.run(task)
+        return _COMPLETED_WORK
 
-    def _submit(self, jobs: list[Callable[[], None]], outputs: Any, opts: Any) -> BackendWorkHandle:
-        def work() -> None:
+    def _run_jobs(self, jobs: list[Task]) -> None:
+        if self._failure is not None:
+            kind = PeerLostError if isinstance(self._failure, PeerLostError) else CollectiveError
+            raise kind(f"this group has failed before: {self._failure}")
+        try:
             for job in jobs:
                 job()
-
-        if getattr(opts, "asyncOp", True):
-            return self._queue.submit(work, outputs)
-        self._queue.run_inline(jobs[0] if len(jobs) == 1 else work)
-        return _COMPLETED_WORK
+        except BaseException as error:
+            self._failure = error
+            self._connections.mark_failed(error)
+            raise
 
 
 def _reduction_and_factor(op: Any, tensor: Tensor) -> tuple[str, Factor]:
-    """The name of a reduction, and what contributions are multiplied by before it."""
+    """The name of a reduction, and the factor by which contributions are multiplied before it."""
     reduction = _REDUCTIONS[int(op.op)]
     if reduction != "premul_sum":
         return reduction, None
@@ -366,5 +372,5 @@ def _reduction_and_factor(op: Any, tensor: Tensor) -> tuple[str, Factor]:
     return "sum", op.__getstate__()[1]
 
 
-def _split_chunks(tensor: Tensor, plan: PreparedCollective) -> Chunks:
-    return [tensor] if len(plan.chunk_numels) == 1 else list(tensor.split(plan.chunk_numels))
+def _split_chunks(tensor: Tensor, prepared: PreparedCollective) -> Chunks:
+    return [tensor] if len(prepared.chunk_numels) == 1 else list(tensor.split(prepared.chunk_numels))

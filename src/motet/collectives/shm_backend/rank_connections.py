@@ -1,16 +1,14 @@
-"""All that one rank of a group needs to talk to the others, and how it begins and ends."""
+"""The connections of one rank to all others: shared memory, message streams and sockets, from rendezvous to exit."""
 
 import atexit
 import os
 import select
 from collections.abc import Callable
 
-from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from motet.cluster.cpu_count import usable_cores
-from motet.collectives.shm_backend.executor import CollectiveExecutor, PreparedCollective
-from motet.collectives.shm_backend.tensor_views import Chunks
+from motet.collectives.shm_backend.executor import CollectiveExecutor
 from motet.collectives.shm_backend.transport.byte_streams import ByteStream, RingBufferByteStream, SocketByteStream
 from motet.collectives.shm_backend.transport.futex import futex_wait, futex_wake, is_supported
 from motet.collectives.shm_backend.transport.local_peers import (
@@ -24,7 +22,6 @@ from motet.collectives.shm_backend.transport.message_matcher import MessageMatch
 from motet.collectives.shm_backend.transport.rendezvous import RendezvousResult, establish_connections
 from motet.collectives.shm_backend.transport.shared_memory import EXIT_STATE, MESSAGE_SLEEP_FLAG, WORD_BYTES
 from motet.collectives.shm_backend.transport.sockets import CollectivePeerSockets, PeerSocket
-from motet.collectives.shm_backend.work_handle import BackendWorkHandle
 from motet.core.errors import InputError
 
 _OVERSUBSCRIBED_SPINS = 20
@@ -32,54 +29,44 @@ _SOCKET_POLL_S = 0.0005
 
 
 class RankConnections:
-    """A rank's end of everything."""
+    """The message matcher and the collective executor of a rank, over one set of connections."""
 
     def __init__(
         self,
         rendezvous: RendezvousResult,
         local_peers: LocalPeerSync,
         sockets: dict[int, tuple[PeerSocket, PeerSocket]],
+        *,
         timeout_s: float,
     ) -> None:
-        self.hosts = _host_indices([card.host for card in rendezvous.contacts])
+        rank = rendezvous.rank
+        self.hosts = _host_indices([contact.host for contact in rendezvous.contacts])
         self.local_index = rendezvous.local_index
         self.local_peers = local_peers
-        self._collective_sockets = (
-            CollectivePeerSockets(rendezvous.rank, {rank: pair[0] for rank, pair in sockets.items()}, timeout_s)
-            if sockets
-            else None
-        )
-        self._executor = CollectiveExecutor(local_peers, self._collective_sockets)
+        collective_sockets = {other: pair[0] for other, pair in sockets.items()}
+        self._collective_sockets = CollectivePeerSockets(rank, collective_sockets, timeout_s) if sockets else None
+        self.executor = CollectiveExecutor(local_peers, self._collective_sockets)
         oversubscribed = len(self.local_index) > usable_cores()
         self._spins = local_peers.spins = _OVERSUBSCRIBED_SPINS if oversubscribed else SPINS
-        streams: dict[int, ByteStream] = {rank: SocketByteStream(pair[1]) for rank, pair in sockets.items()}
+        streams: dict[int, ByteStream] = {other: SocketByteStream(pair[1]) for other, pair in sockets.items()}
         wake = _make_waker(local_peers)
-        for rank, other in self.local_index.items():
-            if rank != rendezvous.rank:
-                streams[rank] = RingBufferByteStream(local_peers.shared_memory, local_peers.local_rank, other, wake)
-        message_sockets = [pair[1] for pair in sockets.values()]
-        waiter = _FutexOrSocketWaiter(local_peers, message_sockets)
-        self.messages = MessageMatcher(rendezvous.rank, streams, timeout_s, waiter, self._lost_reason)
-        self._message_sockets = message_sockets
+        for other, local in self.local_index.items():
+            if other != rank:
+                ends = (local_peers.local_rank, local)
+                streams[other] = RingBufferByteStream(local_peers.shared_memory, *ends, wake=wake)
+        self._message_sockets = [pair[1] for pair in sockets.values()]
+        waiter = _FutexOrSocketWaiter(local_peers, self._message_sockets)
+        self.messages = MessageMatcher(rank, streams, timeout_s, waiter=waiter, lost_reason=self._lost_reason)
         self._closed = False
         self._pid = os.getpid()
         atexit.register(self.close)
 
-    def execute(self, plan: PreparedCollective, input_chunks: Chunks, output_chunks: Chunks) -> None:
-        self._executor.execute(plan, input_chunks, output_chunks)
-
-    def send(self, tensor: Tensor, dst: int, tag: int) -> BackendWorkHandle:
-        return self.messages.send(tensor, dst, tag)
-
-    def receive(self, tensor: Tensor, src: int | None, tag: int) -> BackendWorkHandle:
-        return self.messages.receive(tensor, src, tag)
-
     def reduce_spinning(self, enabled: bool) -> None:
-        """Spin less: another thread of this process wants to run."""
+        """Do not spin while another thread of this process wants to run."""
         self.local_peers.spins = 0 if enabled else self._spins
 
     def write_description(self, index: int, text: str) -> None:
-        """Keep the description of a kind of collective where the neighbours can read it."""
+        """Write the description of a kind of collective where the local peers can read it."""
         self.local_peers.shared_memory.write_description(self.local_peers.local_rank, index, text)
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -88,13 +75,13 @@ class RankConnections:
             self._collective_sockets.timeout_s = timeout_s
 
     def mark_failed(self, error: BaseException) -> None:
-        """This rank will take part in nothing more; the others need not wait for it."""
+        """Tell the other ranks that this rank takes part in nothing more."""
         self.local_peers.mark_failed(str(error) or type(error).__name__)
         if self._collective_sockets is not None:
             self._collective_sockets.close()
 
     def close(self) -> None:
-        # A process forked from a rank runs the same when it exits.
+        # A process forked from a rank also runs this when it exits.
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
@@ -103,24 +90,24 @@ class RankConnections:
         self.local_peers.leave()
         if self._collective_sockets is not None:
             self._collective_sockets.close()
-        for link in self._message_sockets:
-            link.stream.close()
+        for peer_socket in self._message_sockets:
+            peer_socket.stream.close()
 
     def _lost_reason(self, rank: int) -> str:
-        """Why nothing will come from a rank any more."""
+        """The reason why nothing more will come from a rank; empty if something may."""
         if rank not in self.local_index:
             return ""
-        other = self.local_index[rank]
-        words, arena = self.local_peers.words, self.local_peers.shared_memory
-        if words[arena.word_index(other, EXIT_STATE)] in (STATE_FAILED, STATE_LEFT):
+        local = self.local_index[rank]
+        words, memory = self.local_peers.words, self.local_peers.shared_memory
+        if words[memory.word_index(local, EXIT_STATE)] in (STATE_FAILED, STATE_LEFT):
             return "that rank has given up or left the group"
         poll = select.poll()
-        poll.register(self.local_peers.peers[other].pidfd, select.POLLIN)
+        poll.register(self.local_peers.peers[local].pidfd, select.POLLIN)
         return "its process has ended" if poll.poll(0) else ""
 
 
 class _FutexOrSocketWaiter:
-    """Sleep until a neighbour has written or taken something; with ranks elsewhere, or something comes from them."""
+    """Sleeps until a local peer has written or read a message, or a message socket has data."""
 
     def __init__(self, local_peers: LocalPeerSync, sockets: list[PeerSocket]) -> None:
         self._words = local_peers.words
@@ -134,8 +121,8 @@ class _FutexOrSocketWaiter:
     def sleep(self) -> None:
         if self._sockets:
             poll = select.poll()
-            for link in self._sockets:
-                poll.register(link.stream, select.POLLIN)
+            for peer_socket in self._sockets:
+                poll.register(peer_socket.stream, select.POLLIN)
             poll.poll(_SOCKET_POLL_S * 1e3)
         else:
             futex_wait(self._address, FUTEX_TIMEOUT_S)
@@ -143,14 +130,14 @@ class _FutexOrSocketWaiter:
 
 
 def _make_waker(local_peers: LocalPeerSync) -> Callable[[int], None]:
-    words, arena = local_peers.words, local_peers.shared_memory
-    sleep_flags = [arena.word_index(other, MESSAGE_SLEEP_FLAG) for other in range(arena.layout.ranks)]
+    words, memory = local_peers.words, local_peers.shared_memory
+    sleep_flags = [memory.word_index(local, MESSAGE_SLEEP_FLAG) for local in range(memory.layout.ranks)]
 
-    def wake(other: int) -> None:
-        flag = sleep_flags[other]
+    def wake(local: int) -> None:
+        flag = sleep_flags[local]
         if words[flag]:
             words[flag] = 0
-            futex_wake(arena.address + flag * WORD_BYTES)
+            futex_wake(memory.address + flag * WORD_BYTES)
 
     return wake
 
@@ -160,14 +147,15 @@ def _host_indices(hosts: list[str]) -> tuple[int, ...]:
     return tuple(order.index(host) for host in hosts)
 
 
-def open_rank_connections(store: Store, rank: int, ranks: int, timeout_s: float) -> RankConnections:
+def open_rank_connections(store: Store, rank: int, ranks: int, *, timeout_s: float) -> RankConnections:
     if not is_supported():
         raise InputError(
             "the backend motet needs Linux on an x86-64 processor, because it counts on the order of that processor's "
             "stores; use the backend gloo here"
         )
-    rendezvous, sockets = establish_connections(store, rank, ranks, timeout_s)
+    rendezvous, sockets = establish_connections(store, rank, ranks, timeout_s=timeout_s)
+    local_rank = rendezvous.local_index[rank]
     local_peers = LocalPeerSync(
-        rendezvous.shared_memory, rendezvous.local_index[rank], rendezvous.local_peers(), rank, timeout_s
+        rendezvous.shared_memory, local_rank, rendezvous.local_peers(), rank=rank, timeout_s=timeout_s
     )
-    return RankConnections(rendezvous, local_peers, sockets, timeout_s)
+    return RankConnections(rendezvous, local_peers, sockets, timeout_s=timeout_s)

@@ -1,15 +1,15 @@
-"""Sums of sparse tensors: everybody's numbers are gathered, padded to the longest, and added in the order of ranks."""
+"""Sums of sparse tensors: gathered from all ranks, padded to the longest, and added in order of rank."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from motet.collectives.shm_backend.errors import CollectiveError
+from motet.collectives.errors import CollectiveError
 from motet.collectives.shm_backend.tensor_views import Factor, describe_tensor
 from motet.core.errors import InputError
 
-GatherStacked = Callable[[Tensor], Tensor]  # What all ranks have, stacked
+GatherStacked = Callable[[Tensor], Tensor]  # The tensors of all ranks, stacked
 
 
 def check_sparse(reduction: str, factor: Factor) -> None:
@@ -18,24 +18,23 @@ def check_sparse(reduction: str, factor: Factor) -> None:
 
 
 def all_reduce_sparse(tensor: Tensor, gather: GatherStacked) -> None:
-    """The sum over all ranks into a tensor of coordinates and values."""
+    """Sum a COO tensor over all ranks, in place."""
     local = tensor.detach().coalesce()
     shapes = gather(torch.tensor([local._nnz(), local.sparse_dim(), *local.shape]))
     if (shapes[:, 1:] != shapes[0, 1:]).any():
         raise CollectiveError(
-            f"all-reduce of sparse tensors: this rank has {describe_tensor(local)} with {local.sparse_dim()} sparse dimensions, "
-            f"others have {shapes[:, 2:].tolist()} with {shapes[:, 1].tolist()}"
+            f"all-reduce of sparse tensors: this rank has {describe_tensor(local)} with {local.sparse_dim()} sparse "
+            f"dimensions, others have {shapes[:, 2:].tolist()} with {shapes[:, 1].tolist()}"
         )
     counts = shapes[:, 0].tolist()
-    columns = _gather_rows(local.indices().T, counts, gather)
+    indices = _gather_rows(local.indices().T, counts, gather)
     values = _gather_rows(local.values(), counts, gather)
-    total = torch.sparse_coo_tensor(columns.T, values, local.shape, check_invariants=True).coalesce()
-    with torch.no_grad():  # what detach() gives shares the numbers, but not how many there are
+    total = torch.sparse_coo_tensor(indices.T, values, local.shape, check_invariants=True).coalesce()
+    with torch.no_grad():  # detach() shares the values, but not their count
         tensor.copy_(total)
 
 
 def _gather_rows(local_rows: Tensor, counts: list[int], gather: GatherStacked) -> Tensor:
-    """The rows of all ranks, one after another."""
     padded = local_rows.new_zeros(max(counts), *local_rows.shape[1:])
     padded[: len(local_rows)] = local_rows
     return torch.cat([rows[:count] for rows, count in zip(gather(padded), counts, strict=True)])

@@ -1,21 +1,19 @@
-"""Tensors as flat chunks: what a caller gives, and flat memory in which a result is made for it."""
+"""Tensors as flat chunks, and flat buffers in which a result is made for a tensor."""
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
+from motet.collectives.execute.reduce_ops import dtype_name
 from motet.core.errors import InputError
 
-Chunks = Sequence[Tensor | None]  # Flat tensors; None where a rank has nothing to do with a chunk
+Chunks = Sequence[Tensor | None]  # Flat tensors; None where a rank does not have a chunk
 Factor = float | Tensor | None
-CopyBack = Callable[[], None] | None  # Brings a result into the caller's tensor when that does not lie in one piece
+CopyBack = Callable[[], None] | None  # Copies a result into the tensor of the caller, if that is not contiguous
 
 
 def flatten(tensor: Tensor) -> Tensor:
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    return tensor.reshape(-1)
+    return (tensor.detach() if tensor.requires_grad else tensor).reshape(-1)
 
 
 def output_buffer(tensor: Tensor) -> tuple[Tensor, CopyBack]:
@@ -34,13 +32,13 @@ def output_buffer(tensor: Tensor) -> tuple[Tensor, CopyBack]:
 
 def output_buffers(tensors: list[Tensor]) -> tuple[list[Tensor], CopyBack]:
     pairs = [output_buffer(tensor) for tensor in tensors]
-    copy_backs = [finish for _, finish in pairs if finish is not None]
+    copy_backs = [copy_back for _, copy_back in pairs if copy_back is not None]
 
     def copy_all_back() -> None:
         for copy_back in copy_backs:
             copy_back()
 
-    return [made for made, _ in pairs], copy_all_back if copy_backs else None
+    return [buffer for buffer, _ in pairs], copy_all_back if copy_backs else None
 
 
 def scale_chunks(chunks: Chunks, factor: float | Tensor) -> Chunks:
@@ -52,16 +50,15 @@ def split_equally(tensor: Tensor, numel: int, count: int) -> list[Tensor]:
 
 
 def per_rank_chunks(
-    buffers: Tensor | list[Tensor], like: Tensor, ranks: int, role: str
+    buffers: Tensor | list[Tensor], like: Tensor, ranks: int, *, role: str
 ) -> tuple[list[Tensor], CopyBack]:
     """One flat chunk like this tensor for each rank, of a long tensor or of a list of tensors."""
-    tensor_list = [buffers] if isinstance(buffers, Tensor) else buffers
-    expected_tensors = 1 if isinstance(buffers, Tensor) else ranks
-    numel = like.numel() * ranks // expected_tensors
-    if len(tensor_list) != expected_tensors or any(x.numel() != numel or x.dtype != like.dtype for x in tensor_list):
+    tensors, expected = ([buffers], 1) if isinstance(buffers, Tensor) else (buffers, ranks)
+    numel = like.numel() * ranks // expected
+    if len(tensors) != expected or any(x.numel() != numel or x.dtype != like.dtype for x in tensors):
         raise InputError(
-            f"{role} of {', '.join(map(describe_tensor, tensor_list))}: each of the {ranks} ranks has {describe_tensor(like)}, so it must be "
-            f"{ranks} such tensors, or one with as many numbers"
+            f"{role} of {', '.join(map(describe_tensor, tensors))}: each of the {ranks} ranks has "
+            f"{describe_tensor(like)}, so it must be {ranks} such tensors, or one with as many elements"
         )
     if isinstance(buffers, Tensor):
         buffer, copy_back = output_buffer(buffers)
@@ -69,10 +66,9 @@ def per_rank_chunks(
     return output_buffers(buffers)
 
 
-def split_rows(tensor: Tensor, sizes: list[int], ranks: int, role: str) -> list[Tensor]:
-    """The parts of a tensor for each rank, with so many rows each, or equally many."""
-    if not sizes:
-        sizes = [tensor.shape[0] // ranks] * ranks
+def split_rows(tensor: Tensor, sizes: list[int], ranks: int, *, role: str) -> list[Tensor]:
+    """The rows of a tensor for each rank, equally many if no sizes are given."""
+    sizes = sizes or [tensor.shape[0] // ranks] * ranks
     if len(sizes) != ranks or sum(sizes) != tensor.shape[0]:
         raise InputError(
             f"{role} split sizes {sizes}: give one for each of the {ranks} ranks, with the sum {tensor.shape[0]}"
@@ -88,7 +84,3 @@ def require_contiguous(tensor: Tensor) -> Tensor:
 
 def describe_tensor(tensor: Tensor) -> str:
     return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

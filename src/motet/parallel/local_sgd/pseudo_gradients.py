@@ -11,7 +11,7 @@ from motet.collectives.compression import compressed_collectives
 from motet.collectives.compression.byte_messages import codec_numerics, to_accumulation_dtype
 from motet.collectives.compression.powersgd import PowerSGDCodec
 from motet.collectives.execute.api import CollectiveOptions, WorkHandle, all_reduce
-from motet.collectives.execute.work_queue import CompletedWork, FifoWorkQueue
+from motet.collectives.execute.work_queue import CompletedWork, WorkQueue
 from motet.core.errors import InputError
 from motet.core.seeds import derive_seed
 from motet.parallel.data_parallel.communication.algorithm_choice import CollectiveAlgorithmSelector
@@ -46,7 +46,7 @@ class PseudoGradientReducer:
         self.compression_errors = (
             [torch.zeros_like(to_accumulation_dtype(t)) for t in templates] if codecs.has_replica_error_feedback else []
         )
-        self._work_queue = FifoWorkQueue()
+        self._work_queue = WorkQueue()
         finalize(self, self._work_queue.close)
 
     def start(self, fragment_id: int, tensor: Tensor, step: int) -> WorkHandle:

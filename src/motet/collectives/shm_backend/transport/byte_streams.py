@@ -1,4 +1,4 @@
-"""Streams of bytes from one rank to another for messages: a ring in shared memory, or a socket. They never block."""
+"""Non-blocking streams of bytes from one rank to another for messages: a ring in shared memory, or a socket."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -9,8 +9,8 @@ from torch import Tensor
 from motet.collectives.shm_backend.transport.shared_memory import MESSAGE_RING_BYTES, SharedMemorySegment
 from motet.collectives.shm_backend.transport.sockets import PeerSocket, memoryview_of
 
-ALIGNMENT_BYTES = 64  # What lies in a ring begins on a cache line, so that a head never wraps around
-BURST_BYTES = 128 << 10  # The reader can start when so much has been written
+ALIGNMENT_BYTES = 64  # Data in a ring begins on a cache line, so that a header never wraps around
+BURST_BYTES = 128 << 10  # The reader can start after this many bytes
 
 
 class ByteStream(Protocol):
@@ -22,18 +22,21 @@ class ByteStream(Protocol):
 
     @property
     def is_drained(self) -> bool:
-        """Nothing is there to be read now."""
+        """Whether there is nothing to read now."""
         ...
 
 
 class RingBufferByteStream:
-    """Through the memory that both share."""
+    """A stream through shared memory."""
 
-    def __init__(self, arena: SharedMemorySegment, me: int, peer: int, wake: Callable[[int], None]) -> None:
-        self._words = arena.words
-        self._out, self._in = arena.message_ring(me, peer), arena.message_ring(peer, me)
-        self._sent, self._read_by_peer = arena.sent_bytes_index(me, peer), arena.received_bytes_index(me, peer)
-        self._sent_by_peer, self._received = arena.sent_bytes_index(peer, me), arena.received_bytes_index(peer, me)
+    def __init__(self, memory: SharedMemorySegment, rank: int, peer: int, *, wake: Callable[[int], None]) -> None:
+        self._words = memory.words
+        self._out, self._in = memory.message_ring(rank, peer), memory.message_ring(peer, rank)
+        self._sent, self._read_by_peer = memory.sent_bytes_index(rank, peer), memory.received_bytes_index(rank, peer)
+        self._sent_by_peer, self._received = (
+            memory.sent_bytes_index(peer, rank),
+            memory.received_bytes_index(peer, rank),
+        )
         self._peer = peer
         self._wake = wake
 
@@ -61,7 +64,7 @@ class RingBufferByteStream:
 
 
 def _contiguous_span(requested: int, available: int, position: int) -> tuple[int, int]:
-    """How many bytes can be moved at once, and where."""
+    """The number of bytes that can be moved in one copy, and their offset."""
     start = position % MESSAGE_RING_BYTES
     return min(requested, available, MESSAGE_RING_BYTES - start, BURST_BYTES), start
 
@@ -71,7 +74,7 @@ def _round_up_to_alignment(count: int) -> int:
 
 
 class SocketByteStream:
-    """Through a socket."""
+    """A stream through a socket."""
 
     is_drained = True
 

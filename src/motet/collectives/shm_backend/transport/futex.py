@@ -1,7 +1,7 @@
-"""Sleeping until another process rings: a futex on a counter in shared memory.
+"""Sleeping until another process wakes this one: a futex on a word in shared memory.
 
-A rank looks a few times, then offers its core to others, then sleeps. Nobody rings on a counter whose owner is awake.
-The ringing may be missed when both look at the same time (a store may pass a load on x86), so no sleep is long.
+A waiting rank spins, then yields its core, then sleeps. A rank that is awake costs no system call to its peers. A wake
+may be missed when both sides look in the same moment (on x86 a load may pass a store), so every sleep is short.
 """
 
 import ctypes
@@ -22,21 +22,21 @@ class _FutexTimespec(ctypes.Structure):
 
 
 def is_supported() -> bool:
-    """Whether stores of this processor become visible in their order, and the system has what we call."""
+    """Whether stores become visible to other processors in their order, and the system has these calls."""
     return sys.platform == "linux" and platform.machine() == "x86_64"
 
 
 def yield_core() -> None:
-    """Let other processes, and other threads of this one, run."""
+    """Let other processes and threads run."""
     _sched_yield()
 
 
 def futex_wait(address: int, timeout_s: float) -> None:
-    """Sleep while the word at this address is 1, and not longer than `nap_s`."""
+    """Sleep while the word at this address is 1."""
     timeout = _FutexTimespec(0, int(timeout_s * 1e9))
     _syscall(_SYS_FUTEX, ctypes.c_void_p(address), _WAIT, 1, ctypes.byref(timeout), None, 0)
 
 
 def futex_wake(address: int) -> None:
-    """Wake whoever sleeps on this address."""
+    """Wake all processes that sleep on this address."""
     _syscall(_SYS_FUTEX, ctypes.c_void_p(address), _WAKE, _ALL_WAITERS, None, None, 0)

@@ -1,7 +1,7 @@
 """Messages between two ranks: each send finds the receive with its tag, whatever the order of the calls.
 
-All sends and receives under way go on whenever any thread waits for one of them; a thread of its own moves those for
-which nobody waits, so that two ranks that both send first do not block each other.
+All sends and receives in flight progress whenever a thread waits for one of them. A progress thread moves the others,
+so that two ranks that both send first do not block each other.
 """
 
 import struct
@@ -15,9 +15,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from motet.collectives.shm_backend.errors import CollectiveError, PeerLostError
+from motet.collectives.errors import CollectiveError, PeerLostError
+from motet.collectives.execute.work_queue import AsyncWork
+from motet.collectives.shm_backend.tensor_views import describe_tensor
 from motet.collectives.shm_backend.transport.byte_streams import ALIGNMENT_BYTES, ByteStream, flat_bytes
-from motet.collectives.shm_backend.work_handle import BackendWorkHandle
 
 _HEADER = struct.Struct("<qQ48s")
 assert _HEADER.size == ALIGNMENT_BYTES
@@ -26,24 +27,28 @@ _LIVENESS_CHECK_S = 0.02
 
 
 class PeerActivityWaiter(Protocol):
-    """How to sleep until a peer has done something."""
+    """A way to sleep until a peer has done something."""
 
     def arm(self) -> None:
-        """From now on a peer that does something ends, or prevents, the next sleep."""
+        """Let any later activity of a peer end or prevent the next sleep."""
 
     def sleep(self) -> None: ...
 
 
 @dataclass
 class PostedSend:
-    work: BackendWorkHandle
+    """A send that has not ended."""
+
+    work: AsyncWork
     remaining: deque[Tensor]
     description: str
 
 
 @dataclass
 class PostedReceive:
-    work: BackendWorkHandle
+    """A receive that has not ended."""
+
+    work: AsyncWork
     tensor: Tensor
     tag: int
     description: str
@@ -51,21 +56,23 @@ class PostedReceive:
 
 @dataclass
 class IncomingMessage:
-    """One that has begun to come in."""
+    """A message whose header has been read."""
 
     tag: int
     length: int
     description: str
     source: int
-    # Where its bytes go; None until a receive is found for it, or it has to make room for others.
-    data: Tensor | None = None
+    data: Tensor | None = None  # None until a receive matches, or the message must make room for others
     received_bytes: int = 0
     receive: PostedReceive | None = None
+
+    def use_temporary_buffer(self) -> None:
+        self.data = torch.empty(self.length, dtype=torch.uint8)
 
 
 @dataclass
 class PeerMessageQueues:
-    """Everything with one rank."""
+    """All messages to and from one rank."""
 
     rank: int
     stream: ByteStream
@@ -74,12 +81,15 @@ class PeerMessageQueues:
     incoming: IncomingMessage | None = None
     header: Tensor = field(default_factory=lambda: torch.empty(ALIGNMENT_BYTES, dtype=torch.uint8))
     header_received_bytes: int = 0
-    # Messages that came before their receive and stood in the way of others.
-    unexpected: list[IncomingMessage] = field(default_factory=list)
+    unexpected: list[IncomingMessage] = field(default_factory=list)  # Read before a receive matched
 
     def open_receives(self) -> list[PostedReceive]:
         begun = [message.receive for message in [self.incoming, *self.unexpected] if message and message.receive]
         return [*self.receives, *begun]
+
+    @property
+    def has_open_operations(self) -> bool:
+        return bool(self.sends or self.open_receives())
 
 
 class MessageMatcher:
@@ -90,13 +100,14 @@ class MessageMatcher:
         rank: int,
         streams: dict[int, ByteStream],
         timeout_s: float,
+        *,
         waiter: PeerActivityWaiter,
         lost_reason: Callable[[int], str],
     ) -> None:
         self.rank, self.timeout_s = rank, timeout_s
-        self.peers = {other: PeerMessageQueues(other, lane) for other, lane in streams.items()}
+        self.peers = {other: PeerMessageQueues(other, stream) for other, stream in streams.items()}
         self._waiter = waiter
-        self._lost_reason = lost_reason  # Why nothing will come from a rank any more, or nothing
+        self._lost_reason = lost_reason  # Why nothing more will come from a rank; empty if something may
         self._any_source_receives: deque[PostedReceive] = deque()
         self._lock = threading.RLock()
         self._waiting_callers = 0
@@ -105,9 +116,9 @@ class MessageMatcher:
         self._closed = False
         self._last_liveness_check = 0.0
 
-    def send(self, tensor: Tensor, dst: int, tag: int) -> BackendWorkHandle:
-        description = _describe_tensor(tensor)
-        work = BackendWorkHandle(self._progress_until_finished, [tensor])
+    def send(self, tensor: Tensor, dst: int, tag: int) -> AsyncWork:
+        description = describe_tensor(tensor)
+        work = AsyncWork(self._progress_until_finished, [tensor])
         data = flat_bytes(tensor)
         header = torch.frombuffer(bytearray(_HEADER.pack(tag, len(data), description.encode()[:48])), dtype=torch.uint8)
         with self._lock:
@@ -115,10 +126,10 @@ class MessageMatcher:
             self._progress()
         return self._start_progress(work)
 
-    def receive(self, tensor: Tensor, src: int | None, tag: int) -> BackendWorkHandle:
-        """`src` None: from whichever rank sends first."""
-        work = BackendWorkHandle(self._progress_until_finished, [tensor], source=-1 if src is None else src)
-        receive = PostedReceive(work, tensor, tag, _describe_tensor(tensor))
+    def receive(self, tensor: Tensor, src: int | None, tag: int) -> AsyncWork:
+        """Receive from a rank, or with `src` None from the rank that sends first."""
+        work = AsyncWork(self._progress_until_finished, [tensor], source=-1 if src is None else src)
+        receive = PostedReceive(work, tensor, tag, describe_tensor(tensor))
         with self._lock:
             candidates = list(self.peers.values()) if src is None else [self._peer(src)]
             if not any(self._match_unexpected(peer, receive) for peer in candidates):
@@ -140,7 +151,9 @@ class MessageMatcher:
             )
         return self.peers[rank]
 
-    def _start_progress(self, work: BackendWorkHandle) -> BackendWorkHandle:
+    # Progress, by whichever thread waits.
+
+    def _start_progress(self, work: AsyncWork) -> AsyncWork:
         if not work.finished:
             if self._progress_thread is None:
                 self._progress_thread = threading.Thread(
@@ -150,7 +163,7 @@ class MessageMatcher:
             self._has_pending.set()
         return work
 
-    def _progress_until_finished(self, work: BackendWorkHandle, seconds: float | None) -> None:
+    def _progress_until_finished(self, work: AsyncWork, seconds: float | None) -> None:
         limit_s = self.timeout_s if seconds is None else seconds
         start = time.monotonic()
         idle = 0
@@ -163,7 +176,6 @@ class MessageMatcher:
                 idle += 1
                 if idle > _SPINS:
                     self._sleep_until_activity()
-                    self._fail_lost_peers()
                     if time.monotonic() - start > limit_s and not work.finished:
                         raise PeerLostError(
                             f"rank {self.rank}: {self._describe_operation(work)} did not end within {limit_s:g} s"
@@ -182,34 +194,35 @@ class MessageMatcher:
                         self._has_pending.clear()
                         continue
                 self._sleep_until_activity()
-                self._fail_lost_peers()
 
     def _sleep_until_activity(self) -> None:
-        """Rest until something may have happened, or a moment."""
+        """Sleep until something may have happened, or a moment; then fail the operations of lost peers."""
         self._waiter.arm()
         if not self._progress_locked():
             self._waiter.sleep()
+        if time.monotonic() - self._last_liveness_check >= _LIVENESS_CHECK_S:
+            self._last_liveness_check = time.monotonic()
+            self._fail_lost_peers()
 
     def _progress_locked(self) -> bool:
         with self._lock:
             return self._progress()
 
     def _has_open_operations(self) -> bool:
-        return bool(self._any_source_receives) or any(
-            peer.sends or peer.open_receives() for peer in self.peers.values()
-        )
+        return bool(self._any_source_receives) or any(peer.has_open_operations for peer in self.peers.values())
 
     def _progress(self) -> bool:
         moved = False
         for peer in self.peers.values():
-            if peer.sends:
-                moved |= self._advance_sends(peer)
-            if (
-                peer.receives
-                or self._any_source_receives
-                or (peer.incoming is not None and peer.incoming.data is not None)
-            ):
-                moved |= self._advance_receives(peer)
+            try:
+                if peer.sends:
+                    moved |= self._advance_sends(peer)
+                is_reading = peer.incoming is not None and peer.incoming.data is not None
+                if peer.receives or self._any_source_receives or is_reading:
+                    moved |= self._advance_receives(peer)
+            except PeerLostError as error:
+                self._fail_peer(peer, str(error))
+                moved = True
         return moved
 
     def _advance_sends(self, peer: PeerMessageQueues) -> bool:
@@ -220,11 +233,7 @@ class MessageMatcher:
                 if not len(remaining[0]):
                     remaining.popleft()
                     continue
-                try:
-                    count = peer.stream.write(remaining[0])
-                except PeerLostError as error:
-                    self._fail_peer(peer, str(error))
-                    return True
+                count = peer.stream.write(remaining[0])
                 if not count:
                     return moved
                 moved = True
@@ -234,27 +243,23 @@ class MessageMatcher:
 
     def _advance_receives(self, peer: PeerMessageQueues) -> bool:
         moved = False
-        try:
-            while peer.receives or self._any_source_receives or peer.incoming is not None:
-                if peer.incoming is None and not self._read_header(peer):
+        while peer.receives or self._any_source_receives or peer.incoming is not None:
+            if peer.incoming is None and not self._read_header(peer):
+                return moved
+            message = peer.incoming
+            assert message is not None
+            if message.data is None and not self._match_receive(peer, message):
+                return moved
+            assert message.data is not None
+            if message.received_bytes < message.length:
+                count = peer.stream.read(message.data[message.received_bytes :])
+                if not count:
                     return moved
-                message = peer.incoming
-                assert message is not None
-                if message.data is None and not self._match_receive(peer, message):
-                    return moved
-                assert message.data is not None
-                if message.received_bytes < message.length:
-                    count = peer.stream.read(message.data[message.received_bytes :])
-                    if not count:
-                        return moved
-                    message.received_bytes += count
-                moved = True
-                if message.received_bytes == message.length:
-                    peer.incoming = None
-                    self._deliver(peer, message)
-        except PeerLostError as error:
-            self._fail_peer(peer, str(error))
-            return True
+                message.received_bytes += count
+            moved = True
+            if message.received_bytes == message.length:
+                peer.incoming = None
+                self._deliver(peer, message)
         return moved
 
     def _read_header(self, peer: PeerMessageQueues) -> bool:
@@ -266,20 +271,22 @@ class MessageMatcher:
         peer.incoming = IncomingMessage(tag, length, description.rstrip(b"\0").decode(errors="replace"), peer.rank)
         return True
 
+    # Matching of messages and receives.
+
     def _match_receive(self, peer: PeerMessageQueues, message: IncomingMessage) -> bool:
-        """A receive with this tag; or room of its own, when a receive with another tag waits behind it."""
+        """Choose the memory for a message: of its receive, or temporary if it stands before the message of another."""
         for receives in (peer.receives, self._any_source_receives):
             for receive in receives:
                 if receive.tag == message.tag:
                     receives.remove(receive)
                     message.receive = receive
-                    data = flat_bytes(receive.tensor)
-                    # What does not fit is still read to its end, so that the next message can be.
-                    message.data = data if len(data) == message.length else _temporary_buffer(message)
+                    message.data = flat_bytes(receive.tensor)
+                    if len(message.data) != message.length:  # still read to its end, so that the next can be read
+                        message.use_temporary_buffer()
                     return True
         if not peer.receives and not self._any_source_receives:
             return False
-        message.data = _temporary_buffer(message)
+        message.use_temporary_buffer()
         peer.unexpected.append(message)
         return True
 
@@ -300,59 +307,48 @@ class MessageMatcher:
             peer.unexpected.remove(message)
         data = flat_bytes(receive.tensor)
         receive.work.source = message.source
-        if len(data) != message.length or _described_dtype(receive.description) != _described_dtype(
-            message.description
-        ):
-            _complete(
-                receive.work,
-                CollectiveError(
-                    f"rank {self.rank} receives {receive.description} ({len(data)} bytes) from rank {message.source} with tag "
-                    f"{message.tag}, which sent {message.description} ({message.length} bytes)"
-                ),
+        dtypes = {text.partition(" ")[0] for text in (receive.description, message.description)}
+        if len(data) != message.length or len(dtypes) > 1:
+            text = (
+                f"rank {self.rank} receives {receive.description} ({len(data)} bytes) from rank {message.source} with "
+                f"tag {message.tag}, which sent {message.description} ({message.length} bytes)"
             )
+            _complete(receive.work, CollectiveError(text))
             return
         if message.data is not None and message.data.data_ptr() != data.data_ptr():
             data.copy_(message.data)
         _complete(receive.work)
 
+    # Failures.
+
     def _fail_lost_peers(self) -> None:
-        if time.monotonic() - self._last_liveness_check < _LIVENESS_CHECK_S:
-            return
-        self._last_liveness_check = time.monotonic()
         with self._lock:
             self._progress()
             for peer in self.peers.values():
-                if (
-                    (peer.sends or peer.open_receives())
-                    and (reason := self._lost_reason(peer.rank))
-                    and peer.stream.is_drained
-                ):
+                reason = self._lost_reason(peer.rank) if peer.has_open_operations else ""
+                if reason and peer.stream.is_drained:
                     self._fail_peer(peer, reason)
             if self._any_source_receives and all(
                 self._lost_reason(rank) and peer.stream.is_drained for rank, peer in self.peers.items()
             ):
                 for receive in self._any_source_receives:
-                    _complete(
-                        receive.work, PeerLostError(f"rank {self.rank} receives from any rank, but all have ended")
-                    )
+                    text = f"rank {self.rank} receives from any rank, but all have ended"
+                    _complete(receive.work, PeerLostError(text))
                 self._any_source_receives.clear()
 
     def _fail_peer(self, peer: PeerMessageQueues, reason: str) -> None:
         for send in peer.sends:
-            _complete(
-                send.work, PeerLostError(f"rank {self.rank} sends {send.description} to rank {peer.rank}: {reason}")
-            )
+            text = f"rank {self.rank} sends {send.description} to rank {peer.rank}: {reason}"
+            _complete(send.work, PeerLostError(text))
         for receive in peer.open_receives():
-            _complete(
-                receive.work,
-                PeerLostError(f"rank {self.rank} receives {receive.description} from rank {peer.rank}: {reason}"),
-            )
+            text = f"rank {self.rank} receives {receive.description} from rank {peer.rank}: {reason}"
+            _complete(receive.work, PeerLostError(text))
         peer.sends.clear()
         peer.receives.clear()
         peer.incoming = None
         peer.unexpected.clear()
 
-    def _describe_operation(self, work: BackendWorkHandle) -> str:
+    def _describe_operation(self, work: AsyncWork) -> str:
         for peer in self.peers.values():
             for send in peer.sends:
                 if send.work is work:
@@ -363,18 +359,6 @@ class MessageMatcher:
         return "receiving from any rank"
 
 
-def _temporary_buffer(message: IncomingMessage) -> Tensor:
-    return torch.empty(message.length, dtype=torch.uint8)
-
-
-def _describe_tensor(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def _described_dtype(text: str) -> str:
-    return text.partition(" ")[0]
-
-
-def _complete(work: BackendWorkHandle, error: CollectiveError | None = None) -> None:
+def _complete(work: AsyncWork, error: CollectiveError | None = None) -> None:
     work.complete(error)
     work.notify_future()

@@ -1,4 +1,4 @@
-"""How the ranks of a group find each other: who shares a host, the memory of that host, and sockets between hosts."""
+"""The rendezvous of a group: ranks find the ranks of their host, map its memory, and connect to other hosts."""
 
 import json
 import os
@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
-from motet.collectives.shm_backend.errors import CollectiveError, PeerLostError
+from motet.collectives.errors import CollectiveError, PeerLostError
 from motet.collectives.shm_backend.transport.local_peers import LocalPeerProcess
 from motet.collectives.shm_backend.transport.shared_memory import (
     PUBLISHED_ROUND,
@@ -27,18 +27,18 @@ _TOKEN_BYTES = 32
 
 @dataclass(frozen=True)
 class RankContactInfo:
-    """What a rank tells the others about itself."""
+    """The host, process and addresses of a rank, as the store has them."""
 
     host: str
     pid: int
-    born: str  # When the process started, in the kernel's ticks: a number of a dead process may be used again
+    born: str  # The start of the process in kernel ticks, since the pid of a dead process may be used again
     addresses: tuple[str, ...] = ()
     port: int = 0
 
 
 @dataclass(frozen=True)
 class RendezvousResult:
-    """Who is where."""
+    """The contacts of all ranks, and the mapped memory of this host."""
 
     rank: int
     contacts: tuple[RankContactInfo, ...]
@@ -46,9 +46,10 @@ class RendezvousResult:
 
     @property
     def local_index(self) -> dict[int, int]:
-        """The ranks of this host, and their numbers within it."""
-        own_host = self.contacts[self.rank].host
-        return {rank: i for i, rank in enumerate(r for r, card in enumerate(self.contacts) if card.host == own_host)}
+        """The index within this host of each of its ranks."""
+        host = self.contacts[self.rank].host
+        local_ranks = [rank for rank, contact in enumerate(self.contacts) if contact.host == host]
+        return {rank: local for local, rank in enumerate(local_ranks)}
 
     def local_peers(self) -> dict[int, LocalPeerProcess]:
         return {
@@ -59,60 +60,54 @@ class RendezvousResult:
 
 
 def host_identity() -> str:
-    """Processes with the same one can share memory, and see each other's processes."""
+    """An identity that two processes share if they can share memory and see each other's pids."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     spaces = [Path(f"/proc/self/ns/{name}").stat().st_ino for name in ("net", "pid")]
     return "/".join(map(str, [boot, *spaces, os.getuid()]))
 
 
 def process_start_ticks(pid: int) -> str:
-    """When a process started."""
-    # The name of the program, in parentheses, may hold anything.
+    """The start of a process in kernel ticks since boot."""
+    # The name of the program, in parentheses, may contain spaces.
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 
 def establish_connections(
-    store: Store, rank: int, ranks: int, timeout_s: float
+    store: Store, rank: int, ranks: int, *, timeout_s: float
 ) -> tuple[RendezvousResult, dict[int, tuple[PeerSocket, PeerSocket]]]:
-    """Exchange cards, attach to this host's memory, and connect to the ranks of other hosts."""
+    """Exchange contacts, map the memory of this host, and connect to the ranks of other hosts."""
     server = socket.create_server(("", 0), backlog=2 * ranks)
-    own_contact = RankContactInfo(
-        host_identity(), os.getpid(), process_start_ticks(os.getpid()), _host_addresses(), server.getsockname()[1]
-    )
-    store.set(f"card/{rank}", json.dumps(asdict(own_contact)))
+    pid, port = os.getpid(), server.getsockname()[1]
+    contact = RankContactInfo(host_identity(), pid, process_start_ticks(pid), _host_addresses(), port)
+    store.set(f"card/{rank}", json.dumps(asdict(contact)))
     contacts = tuple(_parse_contact(store.get(f"card/{other}")) for other in range(ranks))
-    local_ranks = [other for other in range(ranks) if contacts[other].host == own_contact.host]
+    local_ranks = [other for other in range(ranks) if contacts[other].host == contact.host]
     leader = local_ranks[0]
     if leader == rank:
         descriptor = create_shared_memory(len(local_ranks))
         store.set(f"memory/{rank}", str(descriptor))
     else:
-        descriptor = _open_leader_memory(rank, leader, contacts[leader], int(store.get(f"memory/{leader}")))
+        descriptor = _open_leader_memory(rank, leader, contacts[leader], descriptor=int(store.get(f"memory/{leader}")))
     shared_memory = SharedMemorySegment(len(local_ranks), descriptor)
     shared_memory.words[shared_memory.word_index(local_ranks.index(rank), PUBLISHED_ROUND)] = 1
     if leader == rank:
-        _wait_until_all_mapped(shared_memory, rank, local_ranks, timeout_s)
+        _wait_until_all_mapped(shared_memory, local_ranks, timeout_s)
     os.close(descriptor)
     with server:
-        remote_ranks = [other for other in range(ranks) if other not in local_ranks]
         server.settimeout(timeout_s)
-        return RendezvousResult(rank, contacts, shared_memory), connect_remote_ranks(
-            store, server, rank, contacts, remote_ranks
-        )
+        remote_ranks = [other for other in range(ranks) if other not in local_ranks]
+        sockets = _connect_remote_ranks(store, server, rank, contacts=contacts, remote_ranks=remote_ranks)
+        return RendezvousResult(rank, contacts, shared_memory), sockets
 
 
-def _wait_until_all_mapped(
-    shared_memory: SharedMemorySegment, rank: int, local_ranks: list[int], timeout_s: float
-) -> None:
-    """Whoever has made the memory keeps it open until all have mapped it."""
+def _wait_until_all_mapped(memory: SharedMemorySegment, local_ranks: list[int], timeout_s: float) -> None:
+    """Keep the memory open in its leader, the first of the ranks, until all have mapped it."""
     deadline = time.monotonic() + timeout_s
-    while absent := [
-        other
-        for i, other in enumerate(local_ranks)
-        if not shared_memory.words[shared_memory.word_index(i, PUBLISHED_ROUND)]
-    ]:
+    indices = {rank: memory.word_index(local, PUBLISHED_ROUND) for local, rank in enumerate(local_ranks)}
+    while absent := [rank for rank, index in indices.items() if not memory.words[index]]:
         if time.monotonic() > deadline:
-            raise PeerLostError(f"rank {rank}: ranks {absent} of this host did not join the group in {timeout_s:g} s")
+            leader = local_ranks[0]
+            raise PeerLostError(f"rank {leader}: ranks {absent} of this host did not join the group in {timeout_s:g} s")
         time.sleep(0.0005)
 
 
@@ -121,7 +116,7 @@ def _parse_contact(text: bytes) -> RankContactInfo:
     return RankContactInfo(fields["host"], fields["pid"], fields["born"], tuple(fields["addresses"]), fields["port"])
 
 
-def _open_leader_memory(rank: int, leader: int, contact: RankContactInfo, descriptor: int) -> int:
+def _open_leader_memory(rank: int, leader: int, contact: RankContactInfo, *, descriptor: int) -> int:
     try:
         return open_shared_memory(contact.pid, descriptor)
     except OSError as error:
@@ -132,32 +127,33 @@ def _open_leader_memory(rank: int, leader: int, contact: RankContactInfo, descri
 
 
 def _open_pidfd(rank: int, contact: RankContactInfo) -> int:
-    """A descriptor of a rank's process, which tells when it ends."""
+    """A descriptor of the process of a rank, which becomes readable when the process ends."""
     try:
         descriptor = os.pidfd_open(contact.pid)
         if process_start_ticks(contact.pid) == contact.born:
             return descriptor
         os.close(descriptor)
     except (ProcessLookupError, FileNotFoundError):
-        pass  # It is gone: said below, with the case that its number is used again.
+        pass  # The process has ended, as in the case that its pid is used again.
     raise PeerLostError(f"the process of rank {rank} has ended before the group was complete")
 
 
 def _host_addresses() -> tuple[str, ...]:
-    """Where this host may be reached, loopback last."""
-    addresses_v4 = [
-        address.address
-        for addresses in psutil.net_if_addrs().values()
-        for address in addresses
-        if address.family == socket.AF_INET
-    ]
-    return tuple(sorted(set(addresses_v4), key=lambda address: (address.startswith("127."), address)))
+    """The IPv4 addresses of this host, loopback last."""
+    interfaces = psutil.net_if_addrs().values()
+    addresses = {entry.address for entries in interfaces for entry in entries if entry.family == socket.AF_INET}
+    return tuple(sorted(addresses, key=lambda address: (address.startswith("127."), address)))
 
 
-def connect_remote_ranks(
-    store: Store, server: socket.socket, rank: int, contacts: tuple[RankContactInfo, ...], remote_ranks: list[int]
+def _connect_remote_ranks(
+    store: Store,
+    server: socket.socket,
+    rank: int,
+    *,
+    contacts: tuple[RankContactInfo, ...],
+    remote_ranks: list[int],
 ) -> dict[int, tuple[PeerSocket, PeerSocket]]:
-    """Two sockets to every rank of another host: for collectives and for messages. The higher rank calls the lower."""
+    """Open two sockets to every rank of another host, for collectives and for messages, from the higher rank."""
     if not remote_ranks:
         return {}
     if rank == 0:
@@ -167,7 +163,7 @@ def connect_remote_ranks(
     for other in remote_ranks:
         if other < rank:
             for kind in (0, 1):
-                streams[other, kind] = _connect_to_rank(rank, other, contacts[other], token, kind)
+                streams[other, kind] = _connect_to_rank(rank, other, contacts[other], token=token, kind=kind)
     missing = 2 * sum(other > rank for other in remote_ranks)
     while missing:
         try:
@@ -183,13 +179,11 @@ def connect_remote_ranks(
         stream.sendall(token)
         streams[int.from_bytes(greeting[_TOKEN_BYTES:-1], "little"), greeting[-1]] = stream
         missing -= 1
-    return {
-        other: (PeerSocket(other, streams[other, 0]), PeerSocket(other, streams[other, 1])) for other in remote_ranks
-    }
+    return {rank: (PeerSocket(rank, streams[rank, 0]), PeerSocket(rank, streams[rank, 1])) for rank in remote_ranks}
 
 
-def _connect_to_rank(rank: int, other: int, contact: RankContactInfo, token: bytes, kind: int) -> socket.socket:
-    """Connect to whichever address of a rank answers with the group's token."""
+def _connect_to_rank(rank: int, other: int, contact: RankContactInfo, *, token: bytes, kind: int) -> socket.socket:
+    """Connect to the first address of a rank that answers with the token of the group."""
     for address in contact.addresses:
         try:
             stream = socket.create_connection((address, contact.port), timeout=_CONNECT_S)

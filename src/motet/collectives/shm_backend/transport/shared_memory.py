@@ -1,7 +1,7 @@
-"""The memory that the ranks of one host share: a header of counters per rank, and room for what a rank sends.
+"""The memory that the ranks of one host share: counters, descriptions, buffers and message rings of each rank.
 
-It is a file without a name: whoever makes it hands its descriptor on through /proc, and the kernel takes it back when
-the last rank ends, however it ends.
+It is a file without a name, which other ranks open through /proc. The kernel frees it when the last rank ends, however
+that happens.
 """
 
 import mmap
@@ -14,8 +14,7 @@ from torch import Tensor
 WORD_BYTES = 8
 CACHE_LINE_WORDS = 8  # Words between two counters, so that two writers never share a cache line
 
-# Counters of a rank: the beat it has put out and the one it has taken in, the collective it has begun and the last it
-# has finished, whether it has given up, and whether it sleeps (in a collective, or for a message).
+# The counters of a rank.
 (
     PUBLISHED_ROUND,
     CONSUMED_ROUND,
@@ -30,19 +29,18 @@ SIGNATURE_SLOTS = 64
 _SIGNATURES_OFFSET = CACHE_LINE_WORDS * 7
 _PAIR_COUNTERS_OFFSET = _SIGNATURES_OFFSET + SIGNATURE_SLOTS
 DESCRIPTION_BYTES = 256
-# Descriptions of collectives that a rank keeps; the last of them says why the rank has given up.
+# Descriptions of collectives that a rank keeps; the last slot says why the rank has failed.
 DESCRIPTION_SLOTS = 128
 
-BUFFERS_PER_RANK = 4
-# What a rank can put out in one beat; the buffers are used in turn, so that one is written while others are read.
-BUFFER_BYTES = 2 << 20
-MESSAGE_RING_BYTES = 512 << 10  # Messages from one rank to another pass through a ring of so many bytes
+BUFFERS_PER_RANK = 4  # Used in turn, so that one is written while others are read
+BUFFER_BYTES = 2 << 20  # The most that a rank can publish in one round
+MESSAGE_RING_BYTES = 512 << 10  # One ring for each ordered pair of ranks
 PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class SharedMemoryLayout:
-    """Where things lie in the memory of so many ranks."""
+    """The offsets in the memory of a number of ranks."""
 
     ranks: int
 
@@ -69,7 +67,7 @@ class SharedMemoryLayout:
 
 
 class SharedMemorySegment:
-    """The mapping. Ranks are counted within the host here."""
+    """The mapped memory. All ranks here are local indices."""
 
     def __init__(self, ranks: int, descriptor: int) -> None:
         self.layout = SharedMemoryLayout(ranks)
@@ -87,24 +85,26 @@ class SharedMemorySegment:
         return self.word_index(rank, _SIGNATURES_OFFSET + collective_id % SIGNATURE_SLOTS)
 
     def sent_bytes_index(self, src: int, dst: int) -> int:
-        """How many bytes of messages `src` has put into its ring for `dst`."""
+        """The index of the bytes of messages that `src` has written to its ring for `dst`."""
         return self.word_index(src, _PAIR_COUNTERS_OFFSET + CACHE_LINE_WORDS * dst)
 
     def received_bytes_index(self, src: int, dst: int) -> int:
         return self.word_index(dst, _PAIR_COUNTERS_OFFSET + CACHE_LINE_WORDS * (self.layout.ranks + src))
 
-    def write_description(self, rank: int, index: int, text: str) -> None:
+    def _description_range(self, rank: int, index: int) -> slice:
         start = self.layout.descriptions_offset + (rank * DESCRIPTION_SLOTS + index) * DESCRIPTION_BYTES
-        self._bytes[start : start + DESCRIPTION_BYTES] = text.encode()[:DESCRIPTION_BYTES].ljust(
-            DESCRIPTION_BYTES, b"\0"
-        )
+        return slice(start, start + DESCRIPTION_BYTES)
+
+    def write_description(self, rank: int, index: int, text: str) -> None:
+        padded = text.encode()[:DESCRIPTION_BYTES].ljust(DESCRIPTION_BYTES, b"\0")
+        self._bytes[self._description_range(rank, index)] = padded
 
     def read_description(self, rank: int, index: int) -> str:
-        start = self.layout.descriptions_offset + (rank * DESCRIPTION_SLOTS + index) * DESCRIPTION_BYTES
-        return bytes(self._bytes[start : start + DESCRIPTION_BYTES]).rstrip(b"\0").decode(errors="replace")
+        padded = bytes(self._bytes[self._description_range(rank, index)])
+        return padded.rstrip(b"\0").decode(errors="replace")
 
     def buffer(self, rank: int, buffer_id: int) -> Tensor:
-        """Bytes of one of the buffers that a rank writes to."""
+        """One of the buffers that a rank publishes, as bytes."""
         start = self.layout.buffers_offset + (BUFFERS_PER_RANK * rank + buffer_id) * BUFFER_BYTES
         return self.memory[start : start + BUFFER_BYTES]
 
@@ -115,12 +115,12 @@ class SharedMemorySegment:
 
 
 def create_shared_memory(ranks: int) -> int:
-    """The descriptor of fresh memory for so many ranks; it holds nothing until it is touched."""
+    """Make memory for a number of ranks, and return its descriptor. Pages are allocated on first use."""
     descriptor = os.memfd_create("motet", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, SharedMemoryLayout(ranks).total_bytes)
     return descriptor
 
 
 def open_shared_memory(pid: int, descriptor: int) -> int:
-    """The memory that another process has made."""
+    """Open the memory that another process has made."""
     return os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""A socket to a rank of another host, and the collective traffic over it. Nothing here ever blocks but `fetch`."""
+"""A socket to a rank of another host, and the collective traffic over it."""
 
 import select
 import socket
@@ -7,9 +7,10 @@ import time
 from collections import deque
 from typing import Any
 
-from torch import Tensor, uint8
+import torch
+from torch import Tensor
 
-from motet.collectives.shm_backend.errors import CollectiveError, PeerLostError
+from motet.collectives.errors import CollectiveError, PeerLostError
 
 _HEADER = struct.Struct("<QQH")
 POLL_INTERVAL_S = 0.02
@@ -17,12 +18,12 @@ POLL_INTERVAL_S = 0.02
 
 def memoryview_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
-    array: Any = tensor.view(-1).view(uint8).numpy()
+    array: Any = tensor.view(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
 
 class PeerSocket:
-    """A stream to one rank."""
+    """A non-blocking stream to one rank."""
 
     def __init__(self, rank: int, stream: socket.socket) -> None:
         stream.setblocking(False)
@@ -33,12 +34,12 @@ class PeerSocket:
         self.current_operation = "a message"
 
     def enqueue_send(self, data: memoryview) -> None:
-        """Send it when there is room; the memory must stay as it is until then."""
+        """Send when there is room. The memory must not change until then."""
         self.send_queue.append(data)
         self.send_queued()
 
     def send_queued(self) -> None:
-        """Send of what was posted what there is room for."""
+        """Send from the queue as long as there is room."""
         while self.send_queue:
             data = self.send_queue.popleft()
             sent = self.write(data)
@@ -47,7 +48,7 @@ class PeerSocket:
                 break
 
     def write(self, data: memoryview) -> int:
-        """How many bytes could be sent at once."""
+        """Send without waiting, and return the number of bytes."""
         try:
             return self.stream.send(data)
         except BlockingIOError:
@@ -56,7 +57,7 @@ class PeerSocket:
             raise self._peer_lost_error(error) from error
 
     def read(self, into: memoryview) -> int:
-        """How many bytes have come in."""
+        """Receive without waiting, and return the number of bytes."""
         try:
             count = self.stream.recv_into(into)
         except BlockingIOError:
@@ -84,7 +85,7 @@ class CollectivePeerSockets:
         self._header_checked_from: set[int] = set()
 
     def begin(self, collective_id: int, signature: int, description: str) -> None:
-        """What goes out first to each rank, and is compared with what comes in first, says which collective this is."""
+        """Make the header that each rank sends first, and that each receiver compares with its own."""
         self._collective_id, self._signature, self._description = collective_id, signature, description
         encoded = description.encode()
         self._header = memoryview(_HEADER.pack(collective_id, signature, len(encoded)) + encoded)
@@ -105,14 +106,14 @@ class CollectivePeerSockets:
                 peer_socket.send_queued()
 
     def flush(self) -> None:
-        """Until all that was posted has gone."""
+        """Wait until the queues are empty."""
         start = time.monotonic()
-        while waiting := [link for link in self.sockets.values() if link.send_queue]:
-            self._poll_until_ready(waiting[0], select.POLLOUT, start, "take what it is sent")
+        while waiting := [peer_socket for peer_socket in self.sockets.values() if peer_socket.send_queue]:
+            self._poll_until_ready(waiting[0], select.POLLOUT, start, expected_action="take what it is sent")
             self.send_queued()
 
     def receive_into(self, rank: int, into: memoryview) -> None:
-        """Until so much has come in from a rank."""
+        """Wait until a rank has filled this memory."""
         if rank not in self._header_checked_from:
             self._header_checked_from.add(rank)
             self._check_header(rank)
@@ -126,9 +127,9 @@ class CollectivePeerSockets:
             into = into[count:]
             self.send_queued()
             if len(into) and not count:
-                self._poll_until_ready(peer_socket, select.POLLIN, start, "take part")
+                self._poll_until_ready(peer_socket, select.POLLIN, start, expected_action="take part")
 
-    def _poll_until_ready(self, peer_socket: PeerSocket, event: int, start: float, expected_action: str) -> None:
+    def _poll_until_ready(self, peer_socket: PeerSocket, event: int, start: float, *, expected_action: str) -> None:
         poll = select.poll()
         poll.register(peer_socket.stream, event)
         for other in self.sockets.values():
@@ -137,8 +138,8 @@ class CollectivePeerSockets:
         poll.poll(POLL_INTERVAL_S * 1e3)
         if time.monotonic() - start > self.timeout_s:
             raise PeerLostError(
-                f"rank {self.rank} in {self._description}: rank {peer_socket.rank}, on another host, did not {expected_action} "
-                f"within {self.timeout_s:g} s"
+                f"rank {self.rank} in {self._description}: rank {peer_socket.rank}, on another host, did not "
+                f"{expected_action} within {self.timeout_s:g} s"
             )
 
     def _check_header(self, rank: int) -> None:
@@ -149,9 +150,9 @@ class CollectivePeerSockets:
         self._read(rank, memoryview(description))
         if (collective_id, signature) != (self._collective_id, self._signature):
             raise CollectiveError(
-                f"collective number {self._collective_id} of the group differs: rank {self.rank} called {self._description}, rank "
-                f"{rank} called {description.decode()} as its number {collective_id}; every rank must call the same with equal "
-                "shapes and dtypes"
+                f"collective number {self._collective_id} of the group differs: rank {self.rank} called "
+                f"{self._description}, rank {rank} called {description.decode()} as its number {collective_id}; every "
+                "rank must call the same with equal shapes and dtypes"
             )
 
     def close(self) -> None:

@@ -17,8 +17,7 @@ from motet.collectives.compression.codec_base import BlockwiseCodec, Codec
 from motet.collectives.compression.powersgd import PowerSGDCodec
 from motet.collectives.execute import api
 from motet.collectives.execute.api import CollectiveOptions
-from motet.collectives.execute.cuda_stream import run_on_stream
-from motet.collectives.execute.work_queue import FifoWorkQueue, Task, WorkHandle
+from motet.collectives.execute.work_queue import Task, WorkHandle, WorkQueue, run_on_stream
 from motet.core.seeds import derive_seed
 from motet.parallel.data_parallel.communication.algorithm_choice import CollectiveAlgorithmSelector, GroupName
 from motet.parallel.data_parallel.communication.communication_settings import (
@@ -192,7 +191,7 @@ class DataParallelCommunicator:
         self._has_begun = False
         device = mesh.shard_group.device
         self._stream = torch.cuda.Stream(device) if codecs != CommunicationCodecs() and device.type == "cuda" else None
-        self._work_queue = FifoWorkQueue()
+        self._work_queue = WorkQueue()
         finalize(self, self._work_queue.close)
 
     def begin_step(self) -> None:

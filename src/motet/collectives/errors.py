@@ -1,4 +1,4 @@
-"""What can go wrong between ranks. It is a `RuntimeError`, as torch's own is, and says who, what and with whom."""
+"""Errors between the ranks of a group: RuntimeErrors, as torch's are, that name the operation and the ranks."""
 
 from motet.core.errors import PeerFailedError, RankFailedError
 
@@ -8,4 +8,4 @@ class CollectiveError(RankFailedError, RuntimeError):
 
 
 class PeerLostError(PeerFailedError, CollectiveError):
-    """Another rank has ended, left, given up, or does not come."""
+    """Another rank has ended, left the group, failed, or does not take part in time."""

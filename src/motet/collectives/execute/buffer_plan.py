@@ -1,0 +1,288 @@
+"""A RankPlan placed in flat buffers: each message, copy and reduction of a rank with its addresses.
+
+`input` holds the initial chunks of the rank and is never written. `output` holds its final chunks, `scratch` everything
+in between. A received chunk lands in the output directly where nothing there is still needed. A chunk that is reduced
+for the first time is read from the input, so that a sum needs no scratch but its own.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Literal, NamedTuple, TypeVar
+
+from motet.collectives.execute.rank_plan import (
+    ChunkReceive,
+    CollectiveProgramKey,
+    RankPlan,
+    RankStep,
+    chunk_lengths,
+    lower_program,
+)
+from motet.collectives.program import Program
+
+Key = TypeVar("Key", bound=Hashable)
+Buffer = Literal["input", "output", "scratch"]
+
+
+class BufferSlice(NamedTuple):
+    """Some elements of a buffer."""
+
+    buffer: Buffer
+    start: int
+    stop: int
+
+    @property
+    def elements(self) -> int:
+        return self.stop - self.start
+
+
+class BufferMessage(NamedTuple):
+    """A message to or from another rank."""
+
+    peer: int
+    buffer_slice: BufferSlice
+
+
+class LocalCopy(NamedTuple):
+    """A copy within the rank."""
+
+    target: BufferSlice
+    source: BufferSlice
+
+
+class ReceivedSlice(NamedTuple):
+    """Some elements of a received message."""
+
+    receive_index: int  # Among the receives of the step
+    buffer_slice: BufferSlice
+
+
+class LocalReduction(NamedTuple):
+    """`target` becomes `local` plus each received slice in order; without `local` it becomes the received slice."""
+
+    target: BufferSlice
+    local: BufferSlice | None
+    received: tuple[ReceivedSlice, ...]
+    after_sends: bool  # This step sends from the target
+
+
+class ContributorCount(NamedTuple):
+    """The number of ranks that have contributed to some final elements."""
+
+    buffer_slice: BufferSlice
+    ranks: int
+
+
+class BufferStep(NamedTuple):
+    """The actions of one rank in one step, in the order of the fields."""
+
+    packs: tuple[LocalCopy, ...]  # Make the chunks of one message contiguous
+    receives: tuple[BufferMessage, ...]
+    sends: tuple[BufferMessage, ...]
+    reductions: tuple[LocalReduction, ...]
+
+
+class BufferPlan(NamedTuple):
+    """The part of one rank in a Program, for tensors of one length."""
+
+    steps: tuple[BufferStep, ...]  # One for each step of the Program, even if empty
+    scratch_elements: int
+    final_copies: tuple[LocalCopy, ...]  # Final chunks that are not in the output yet
+    contributor_counts: tuple[ContributorCount, ...]  # For averages
+
+
+def make_buffer_plan(program: Program, rank: int, elements: int, *, in_place: bool) -> BufferPlan:
+    """The part of a rank; `elements` counts those of all chunks together.
+
+    With `in_place`, chunks that are both initial and final start in the output, which is overwritten.
+    """
+    return _make_buffer_plan(CollectiveProgramKey(program), rank, elements, in_place=in_place)
+
+
+@lru_cache(maxsize=1024)
+def _make_buffer_plan(key: CollectiveProgramKey, rank: int, elements: int, *, in_place: bool) -> BufferPlan:
+    program = key.program
+    lengths = chunk_lengths(program, elements)
+    locations = assign_offsets("input", program.initial[rank], lengths)
+    outputs = assign_offsets("output", program.final[rank], lengths)
+    if in_place:
+        locations |= {chunk: outputs[chunk] for chunk in locations if chunk in outputs}
+    planner = _BufferPlanner(lengths, outputs, locations)
+    plan = lower_program(program, rank)
+    needed_after = _chunks_needed_after_steps(plan, set(outputs))
+    steps = tuple(planner.place_step(*pair) for pair in zip(plan.steps, needed_after, strict=True))
+    filled = {chunk: target for chunk, target in outputs.items() if target.elements}
+    copies = [(None, (target, locations[chunk])) for chunk, target in filled.items() if locations[chunk] != target]
+    counts = [(len(program.final[rank][chunk]), (target,)) for chunk, target in filled.items()]
+    return BufferPlan(
+        steps,
+        planner.scratch_elements,
+        tuple(LocalCopy(*slices) for _, slices in _merge_adjacent(copies)),
+        tuple(ContributorCount(target, ranks) for ranks, (target,) in _merge_adjacent(counts)),
+    )
+
+
+def assign_offsets(buffer: Buffer, chunks: Iterable[int], lengths: Sequence[int]) -> dict[int, BufferSlice]:
+    """Place chunks one after another."""
+    ordered = sorted(chunks)
+    return dict(zip(ordered, _consecutive_slices(buffer, 0, [lengths[chunk] for chunk in ordered]), strict=True))
+
+
+def _consecutive_slices(buffer: Buffer, start: int, lengths: Iterable[int]) -> list[BufferSlice]:
+    return [BufferSlice(buffer, *bounds) for bounds in pairwise(accumulate(lengths, initial=start))]
+
+
+def _chunks_needed_after_steps(plan: RankPlan, needed: set[int]) -> list[set[int]]:
+    """The chunks that are still read, added to or final after each step."""
+    needed_after: list[set[int]] = []
+    for step in reversed(plan.steps):
+        needed_after.append(set(needed))
+        needed -= {receive.chunk for receive in step.receives if receive.op == "copy"}
+        needed |= {receive.chunk for receive in step.receives if receive.op == "reduce"}
+        needed |= {send.chunk for send in step.sends}
+    return needed_after[::-1]
+
+
+class _BufferPlanner:
+    """The locations of the chunks of a rank as its steps are placed one by one."""
+
+    def __init__(
+        self, lengths: Sequence[int], outputs: dict[int, BufferSlice], locations: dict[int, BufferSlice]
+    ) -> None:
+        self.lengths = lengths
+        self.outputs = outputs
+        self.locations = locations
+        self.scratch_elements = 0
+        self._used_scratch: list[BufferSlice] = []
+        self._outgoing: list[BufferSlice] = []
+
+    def place_step(self, step: RankStep, needed_after: set[int]) -> BufferStep:
+        incoming = {receive.chunk: receive for receive in step.receives if self.lengths[receive.chunk]}
+        to_send = [(send.chunk, send.destinations) for send in step.sends if self.lengths[send.chunk]]
+        self._outgoing = []
+        packs: list[tuple[None, tuple[BufferSlice, BufferSlice]]] = []
+        sends = [BufferMessage(dst, self._pack(chunks, packs)) for dst, chunks in _chunks_by_peer(to_send)]
+        receives: list[BufferMessage] = []
+        received: dict[tuple[int, int], ReceivedSlice] = {}
+        for src, chunks in _chunks_by_peer((chunk, receive.sources) for chunk, receive in incoming.items()):
+            message = self._direct_output_slice(src, chunks, incoming) or self._allocate_scratch(chunks)
+            for chunk, chunk_slice in zip(chunks, self._split_by_chunk(message, chunks), strict=True):
+                received[src, chunk] = ReceivedSlice(len(receives), chunk_slice)
+            receives.append(BufferMessage(src, message))
+        reductions = [
+            reduction
+            for receive in incoming.values()
+            if (reduction := self._place_reduction(receive, [received[src, receive.chunk] for src in receive.sources]))
+        ]
+        live = (self.locations[chunk] for chunk in needed_after if self.lengths[chunk] and chunk in self.locations)
+        self._used_scratch = [location for location in live if location.buffer == "scratch"]
+        return BufferStep(
+            tuple(LocalCopy(*slices) for _, slices in _merge_adjacent(packs)),
+            tuple(receives),
+            tuple(sends),
+            self._merge_reductions(reductions),
+        )
+
+    def _pack(self, chunks: list[int], packs: list[tuple[None, tuple[BufferSlice, BufferSlice]]]) -> BufferSlice:
+        """One slice with these chunks, copied to scratch if they are not contiguous."""
+        sources = [self.locations[chunk] for chunk in chunks]
+        if contiguous := _join_contiguous(sources):
+            self._outgoing.append(contiguous)
+            return contiguous
+        packed = self._allocate_scratch(chunks)
+        packs += [(None, pair) for pair in zip(self._split_by_chunk(packed, chunks), sources, strict=True)]
+        return packed
+
+    def _direct_output_slice(
+        self, src: int, chunks: list[int], incoming: dict[int, ChunkReceive]
+    ) -> BufferSlice | None:
+        """The slice of the output in which all chunks of a message belong, if it can be overwritten now."""
+        for chunk in chunks:
+            receive = incoming[chunk]
+            if chunk not in self.outputs or receive.sources[0] != src:
+                return None
+            if receive.op == "reduce" and self.locations[chunk].buffer != "input":
+                return None
+        contiguous = _join_contiguous([self.outputs[chunk] for chunk in chunks])
+        return contiguous if contiguous and not self._overlaps_outgoing(contiguous) else None
+
+    def _place_reduction(self, receive: ChunkReceive, received: list[ReceivedSlice]) -> LocalReduction | None:
+        """The copy or sum of what was received for a chunk; None if the chunk is already in its location."""
+        local, received_slice = self.locations.get(receive.chunk), received[0].buffer_slice
+        if receive.op == "copy":
+            local, received = None, received[:1]
+        can_move = local is None or local.buffer == "input"
+        target = self.outputs.get(receive.chunk, received_slice) if can_move else local
+        assert target is not None
+        self.locations[receive.chunk] = target
+        if local is None and target == received_slice:
+            return None
+        return LocalReduction(target, local, tuple(received), after_sends=False)
+
+    def _merge_reductions(self, reductions: list[LocalReduction]) -> tuple[LocalReduction, ...]:
+        """Reductions in the order in which their messages are waited for, neighbours merged."""
+        reductions.sort(key=lambda reduction: (max(r.receive_index for r in reduction.received), reduction.target))
+        items = []
+        for target, local, received, _ in reductions:
+            slices = [target, *(r.buffer_slice for r in received), *([local] if local else [])]
+            items.append((tuple(r.receive_index for r in received), slices))
+        return tuple(
+            LocalReduction(
+                slices[0],
+                slices[-1] if len(slices) > len(receive_indices) + 1 else None,
+                tuple(map(ReceivedSlice, receive_indices, slices[1:])),
+                self._overlaps_outgoing(slices[0]),
+            )
+            for receive_indices, slices in _merge_adjacent(items)
+        )
+
+    def _overlaps_outgoing(self, span: BufferSlice) -> bool:
+        """Whether this step sends some of these elements."""
+        return any(
+            span.buffer == other.buffer and span.start < other.stop and other.start < span.stop
+            for other in self._outgoing
+        )
+
+    def _split_by_chunk(self, span: BufferSlice, chunks: list[int]) -> list[BufferSlice]:
+        return _consecutive_slices(span.buffer, span.start, [self.lengths[chunk] for chunk in chunks])
+
+    def _allocate_scratch(self, chunks: list[int]) -> BufferSlice:
+        """The first gap in the scratch that is wide enough."""
+        width, start = sum(self.lengths[chunk] for chunk in chunks), 0
+        for used in sorted(self._used_scratch):
+            if used.start - start >= width:
+                break
+            start = max(start, used.stop)
+        allocated = BufferSlice("scratch", start, start + width)
+        self._used_scratch.append(allocated)
+        self.scratch_elements = max(self.scratch_elements, allocated.stop)
+        return allocated
+
+
+def _chunks_by_peer(chunk_peers: Iterable[tuple[int, tuple[int, ...]]]) -> Iterable[tuple[int, list[int]]]:
+    """The chunks of each message, in an order on which both ends agree."""
+    by_peer: dict[int, list[int]] = {}
+    for chunk, peers in sorted(chunk_peers):
+        for peer in peers:
+            by_peer.setdefault(peer, []).append(chunk)
+    return by_peer.items()
+
+
+def _join_contiguous(slices: Sequence[BufferSlice]) -> BufferSlice | None:
+    """One slice in place of several, if each follows the slice before it."""
+    if any((a.buffer, a.stop) != (b.buffer, b.start) for a, b in pairwise(slices)):
+        return None
+    return slices[0]._replace(stop=slices[-1].stop)
+
+
+def _merge_adjacent(items: Iterable[tuple[Key, Sequence[BufferSlice]]]) -> list[tuple[Key, Sequence[BufferSlice]]]:
+    """Merge neighbours that have equal keys if every slice continues the slice of the neighbour."""
+    merged: list[tuple[Key, Sequence[BufferSlice]]] = []
+    for key, slices in items:
+        if merged and merged[-1][0] == key and len(merged[-1][1]) == len(slices):
+            joined = [span for pair in zip(merged[-1][1], slices, strict=True) if (span := _join_contiguous(pair))]
+            if len(joined) == len(slices):
+                merged[-1] = key, joined
+                continue
+        merged.append((key, slices))
+    return merged

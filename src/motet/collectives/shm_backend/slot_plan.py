@@ -1,0 +1,154 @@
+"""A RankPlan placed in shared memory: each chunk that a rank publishes has a slot, which all its readers read.
+
+Shared memory has no ports, so steps that do not depend on each other are merged.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from motet.collectives.execute.rank_plan import RankStep, lower_program, merge_independent_steps
+from motet.collectives.program import Program, TransferOp
+from motet.collectives.shm_backend.select_algorithm import HostOfRank, select_program
+
+
+class PublishedChunk(NamedTuple):
+    """A chunk that this rank writes to one of its slots; every step and chunk has another slot."""
+
+    chunk: int
+    slot: int
+    is_initial_value: bool  # No step before has changed the chunk
+
+
+class ReceivedChunk(NamedTuple):
+    """A chunk that this rank reads from one slot or, in a reduction, from several."""
+
+    chunk: int
+    op: TransferOp
+    # (rank, slot) of each. The rank itself is one of them if it also publishes the chunk in this step. The sum then
+    # goes in order of rank, so that all ranks that add the same values get the same bits.
+    sources: tuple[tuple[int, int], ...]
+    is_initial_value: bool
+    adds_local_value: bool  # The local value comes first, and is in no slot
+    is_last_contribution: bool  # This step adds the last contributions
+
+
+class RemoteSlot(NamedTuple):
+    """A slot that is sent to, or received from, a rank of another host."""
+
+    rank: int
+    slot: int
+    chunk: int
+
+
+class SlotStep(NamedTuple):
+    """The actions of one rank in one step."""
+
+    published: tuple[PublishedChunk, ...]
+    readers: tuple[int, ...]
+    sources: tuple[int, ...]
+    received: tuple[ReceivedChunk, ...]
+    socket_sends: tuple[RemoteSlot, ...] = ()
+    socket_receives: tuple[RemoteSlot, ...] = ()
+
+
+@dataclass(frozen=True)
+class SlotPlan:
+    """The part of one rank in a Program."""
+
+    chunks: int
+    steps: tuple[SlotStep, ...] = ()
+    slots: int = 0  # The most slots that any rank needs
+    unchanged_chunks: tuple[int, ...] = ()  # Final chunks that no step changes
+    scratch_chunks: tuple[int, ...] = ()  # Chunks that change here and are final elsewhere
+    needs_wider_dtype: bool = False  # Some rank passes on a partial sum, which low precision would round
+
+
+def make_slot_plan(program: Program, rank: int, local_index: Mapping[int, int]) -> SlotPlan:
+    """The part of a rank. Ranks of its host appear as their `local_index`, other sources as the complement ~rank."""
+    program = replace(program, steps=merge_independent_steps(program.steps))
+    plans = [lower_program(program, other) for other in range(program.ranks)]
+    slots = [_assign_slots(plan.steps) for plan in plans]
+    complete = _completing_steps(program)
+
+    def place_step(step_id: int, step: RankStep) -> SlotStep:
+        received, remote_sources = [], []
+        for chunk, is_initial_value, op, source_ranks in step.receives:
+            sources = [(src, slots[src][step_id, chunk]) for src in source_ranks]
+            remote_sources += [RemoteSlot(src, slot, chunk) for src, slot in sources if src not in local_index]
+            local_slot = slots[rank].get((step_id, chunk)) if op == "reduce" else None
+            if local_slot is not None:
+                sources = sorted([*sources, (rank, local_slot)])
+            placed = tuple((local_index.get(src, ~src), slot) for src, slot in sources)
+            is_last = (step_id, rank, chunk) in complete
+            received.append(ReceivedChunk(chunk, op, placed, is_initial_value, local_slot is None, is_last))
+        sends = [(send, slots[rank][step_id, send.chunk]) for send in step.sends]
+        readers = {reader for send in step.sends for reader in send.destinations}
+        sources_of_step = {src for receive in step.receives for src in receive.sources}
+        return SlotStep(
+            tuple(PublishedChunk(send.chunk, slot, send.is_initial_value) for send, slot in sends),
+            tuple(local_index[reader] for reader in sorted(readers) if reader in local_index),
+            tuple(local_index[src] for src in sorted(sources_of_step) if src in local_index),
+            tuple(received),
+            tuple(
+                RemoteSlot(reader, slot, send.chunk)
+                for send, slot in sends
+                for reader in send.destinations
+                if reader not in local_index
+            ),
+            tuple(sorted(remote_sources)),
+        )
+
+    final, changed = set(program.final[rank]), plans[rank].changed_chunks
+    return SlotPlan(
+        program.chunks,
+        tuple(place_step(step_id, step) for step_id, step in enumerate(plans[rank].steps)),
+        max(map(len, slots)),
+        unchanged_chunks=tuple(sorted(final - changed)),
+        scratch_chunks=tuple(sorted(changed - final)),
+        needs_wider_dtype=_forwards_partial_sums(program),
+    )
+
+
+def _assign_slots(steps: tuple[RankStep, ...]) -> dict[tuple[int, int], int]:
+    """The slot of each (step, chunk) that a rank publishes."""
+    published = [(step_id, send.chunk) for step_id, step in enumerate(steps) for send in step.sends]
+    return {step_chunk: slot for slot, step_chunk in enumerate(published)}
+
+
+def _completing_steps(program: Program) -> set[tuple[int, int, int]]:
+    """(step, rank, chunk) of each reduction that adds the last contributions."""
+    contributions_needed = {chunk: len(ranks) for held in program.final for chunk, ranks in held.items()}
+    counts = {(rank, chunk): 1 for rank, held in enumerate(program.initial) for chunk in held}
+    completing: set[tuple[int, int, int]] = set()
+    for step_id, step in enumerate(program.steps):
+        before = dict(counts)
+        for t in step:
+            for chunk in t.chunks:
+                count = counts.get((t.dst, chunk), 0) if t.op == "reduce" else 0
+                counts[t.dst, chunk] = count + before[t.src, chunk]
+                if t.op == "reduce" and counts[t.dst, chunk] == contributions_needed[chunk]:
+                    completing.add((step_id, t.dst, chunk))
+    return completing
+
+
+def _forwards_partial_sums(program: Program) -> bool:
+    """Whether a chunk is added to in one step and again in a later one, on any rank."""
+    added: set[int] = set()
+    for step in program.steps:
+        now = {chunk for t in step if t.op == "reduce" for chunk in t.chunks}
+        if now & added:
+            return True
+        added |= now
+    return False
+
+
+@lru_cache(maxsize=256)
+def slot_plan_for(collective: str, rank: int, hosts: HostOfRank, *, is_small: bool, root: int) -> SlotPlan:
+    """The plan of a rank for a collective; `hosts` is the host of each rank."""
+    if len(hosts) == 1:
+        return SlotPlan(chunks=1, unchanged_chunks=(0,))
+    local_ranks = [other for other in range(len(hosts)) if hosts[other] == hosts[rank]]
+    program = select_program(collective, hosts, is_small=is_small, root=root)
+    return make_slot_plan(program, rank, {other: index for index, other in enumerate(local_ranks)})
