@@ -43,9 +43,7 @@ class SilentGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> AsyncWork:
         return AsyncWork.completed([])
 
-    def allgather(
-        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
-    ) -> AsyncWork:
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> AsyncWork:
         for parts, given in zip(outputs, inputs, strict=True):
             for part in parts:
                 part.copy_(given)
