@@ -129,7 +129,7 @@ def test_prove_of_one_collective_takes_the_counts_that_fit() -> None:
 def test_prove_draws_the_step_that_is_wrong(tmp_path: Path) -> None:
     result = run("prove", str(broken(tmp_path)))
     assert isinstance(result.exception, InputError)
-    assert "lacks rank" in str(result.exception) and "at the end" in str(result.exception)
+    assert "does not contain rank" in str(result.exception) and "at the end" in str(result.exception)
     assert re.findall(r"(?m)^(start|step \d+)$", result.stdout) == ["step 4", "step 5"]
     wrong = json.loads(run("prove", str(broken(tmp_path)), "--json").stdout)["failed"]
     assert [(row["ranks"], row["step"]) for row in wrong] == [(4, None)]
@@ -256,7 +256,7 @@ def test_run_of_what_carries_no_data_prints_a_time_alone(collective: str, algori
 
 
 def test_run_proves_first(tmp_path: Path) -> None:
-    assert "lacks rank" in str(run("run", str(broken(tmp_path))).exception)
+    assert "does not contain rank" in str(run("run", str(broken(tmp_path))).exception)
 
 
 # --- what is refused ----------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def own_programs(group: RankGroup) -> list[str]:
 
 def test_programs_that_cannot_be_meant(ranks: Ranks) -> None:
     wrong, foreign, root, auto, unknown, sizes = ranks.run(2, own_programs)[0]
-    assert wrong == "all-reduce/half of 2 ranks is wrong at the end: chunk 0 of rank 0 lacks rank 1"
+    assert wrong == "all-reduce/half of 2 ranks is wrong at the end: chunk 0 of rank 0 does not contain rank 1"
     assert foreign == "broadcast/tree of 2 ranks is no Program for all-reduce; give one of that collective"
     assert root == "broadcast/tree of 2 ranks has root 1, not 0; give root= as the Program has it"
     assert auto.startswith("algorithm 'auto': give cluster=")

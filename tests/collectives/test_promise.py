@@ -57,7 +57,7 @@ def _of(collective: str, initial: list[list[int]], final: list[dict[int, tuple[i
     ("wrong", "sentence"),
     [
         (_of("all-reduce", [[0], [0]], [{0: (0, 0, 1, 1)}] * 2), "contain what rank 0 contributes more than once"),
-        (_of("reduce-scatter", [[0], [0]], [{0: (0, 1)}, {}]), "rank 1 need not end with a share"),
+        (_of("reduce-scatter", [[0], [0]], [{0: (0, 1)}, {}]), "rank 1 need not end with any chunk"),
         (
             _of("broadcast", [[0], [0]], [{0: (0,)}, {0: (1,)}]),
             "chunk 0 is rank 0's on one rank, and rank 1's on rank 1",
@@ -72,7 +72,7 @@ def _of(collective: str, initial: list[list[int]], final: list[dict[int, tuple[i
         (_of("all-gather", [[0]] * 2, [{0: (0, 1)}] * 2), "chunk 0 of rank 0 is made of 2 contributions"),
         (_of("gather", [[0, 1]] * 2, [{}, {}]), "nothing of rank 1 must end anywhere"),
         (_of("scatter", [[0, 1], [0, 1]], [{0: (0,)}, {1: (1,)}]), "chunks come from ranks 0 and 1"),
-        (_of("scatter", [[0, 1], []], [{0: (0,), 1: (0,)}, {}]), "rank 1 need not end with a share"),
+        (_of("scatter", [[0, 1], []], [{0: (0,), 1: (0,)}, {}]), "rank 1 need not end with any chunk"),
         (_of("barrier", [[0, 1]] * 2, [{}, {}]), "rank 0 need not end with a token of rank 1"),
         (_of("send", [[0], []], [{0: (0,)}, {}]), "nothing must arrive at another rank"),
         (_of("signal", [[0], [0]], [{}, {0: (1,)}]), "nothing must arrive at another rank"),

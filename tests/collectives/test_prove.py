@@ -52,11 +52,11 @@ def test_what_is_right_is_proven() -> None:
 @pytest.mark.parametrize(
     ("steps", "step", "sentence"),
     [
-        (RIGHT[:1] + RIGHT[2:], None, r"wrong at the end: chunk 0 of rank 0 lacks rank 2$"),
+        (RIGHT[:1] + RIGHT[2:], None, r"wrong at the end: chunk 0 of rank 0 does not contain rank 2$"),
         ([*RIGHT[:2], RIGHT[1], *RIGHT[2:]], None, r"chunk 0 of rank 0 has more than once rank 2$"),
-        (RIGHT[:3], None, r"chunk 0 of rank 2 lacks ranks 0, 1$"),
-        ([*RIGHT[:2], [*RIGHT[2], *RIGHT[3]]], 2, r"step 2: rank 0 sends to ranks 1, 2 at once over one port$"),
-        ([[_reduce(1, 0), _reduce(2, 0)], *RIGHT[2:]], 0, r"step 0: rank 0 receives from ranks 1, 2 at once over one"),
+        (RIGHT[:3], None, r"chunk 0 of rank 2 does not contain ranks 0, 1$"),
+        ([*RIGHT[:2], [*RIGHT[2], *RIGHT[3]]], 2, r"step 2: rank 0 sends to ranks 1, 2 together over one port$"),
+        ([[_reduce(1, 0), _reduce(2, 0)], *RIGHT[2:]], 0, r"step 0: rank 0 receives from ranks 1, 2 together over one"),
         ([[_copy(1, 0), _reduce(2, 0)], *RIGHT[2:]], 0, r"1 -> 0: copy chunk 0 and 2 -> 0: reduce chunk 0 both write"),
     ],
 )

@@ -1,27 +1,21 @@
-"""Programs made of Programs: backwards, one after another, side by side, among some ranks, cut in two.
+"""Programs made of Programs: reversed, in sequence, in parallel, among some ranks, with other chunks.
 
-These carry the identities of the craft: a reduction is a distribution played backwards, an all-reduce is a
+The identities of the field are one-liners here: a reduction is a reversed distribution; an all-reduce is a
 reduce-scatter followed by an all-gather, or a reduce followed by a broadcast.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import chain, zip_longest
 
 from motet.collectives.program import ChunkTransfer, Contributors, Program, Step, transfers_for
-from motet.collectives.prove.contributions import apply_step, decode_contributors, initial_contents
-
-
-def program_ranks(program: Program) -> Contributors:
-    return tuple(range(program.ranks))
 
 
 def reverse(program: Program, collective: str, algorithm: str | None = None) -> Program:
-    """A distribution played backwards, with sums in the place of copies.
+    """A distribution backwards, with sums in place of copies: broadcast becomes reduce, all-gather reduce-scatter.
 
-    Broadcast becomes reduce, all-gather reduce-scatter, scatter gather. It needs what every sensible distribution does:
-    no rank is sent a chunk that it has.
+    No rank may receive a chunk that it holds.
     """
     _check_no_chunk_received_twice(program)
     steps = tuple(
@@ -56,7 +50,7 @@ def _check_no_chunk_received_twice(program: Program) -> None:
 
 
 def concatenate(first: Program, second: Program, collective: str, algorithm: str) -> Program:
-    """One after the other; the second starts from what the first has made."""
+    """The second Program after the first, whose results it starts from."""
     if first.ranks != second.ranks or first.sizes != second.sizes:
         raise ValueError(f"{first} and {second} do not have the same ranks and chunks")
     for rank, held in enumerate(second.initial):
@@ -85,9 +79,8 @@ def concatenate(first: Program, second: Program, collective: str, algorithm: str
 
 
 def parallel_steps(step_lists: Sequence[Sequence[Step]]) -> tuple[Step, ...]:
-    """The steps of several parts that run at the same time: their first steps together, then their second ones, ..."""
-    simultaneous_steps = zip_longest(*step_lists, fillvalue=())
-    return tuple(tuple(transfer for step in steps for transfer in step) for steps in simultaneous_steps)
+    """The steps of several simultaneous parts: their first steps together, then their second steps, ..."""
+    return tuple(tuple(chain.from_iterable(steps)) for steps in zip_longest(*step_lists, fillvalue=()))
 
 
 def steps_on_ranks(program: Program, members: Sequence[int], chunks: Sequence[int], width: int = 1) -> tuple[Step, ...]:
@@ -111,46 +104,13 @@ def steps_on_ranks(program: Program, members: Sequence[int], chunks: Sequence[in
     return tuple(mapped_steps)
 
 
-def split_at_step(program: Program, step_index: int, collectives: tuple[str, str]) -> tuple[Program, Program]:
-    """The first `at` steps and the rest as two Programs, which `then` joins again."""
-    live_chunks = _live_chunks(program, step_index)
-    sources = _contents_after_steps(program.initial, program.steps[:step_index])
-    middle = tuple({chunk: sources[rank][chunk] for chunk in chunks} for rank, chunks in enumerate(live_chunks))
-    remaining_sources = _contents_after_steps(live_chunks, program.steps[step_index:])
-    final = tuple({chunk: remaining_sources[rank][chunk] for chunk in held} for rank, held in enumerate(program.final))
-    before, after = collectives
-    return (
-        replace(program, collective=before, final=middle, steps=program.steps[:step_index]),
-        replace(program, collective=after, initial=live_chunks, final=final, steps=program.steps[step_index:]),
-    )
-
-
-def _live_chunks(program: Program, step_index: int) -> tuple[tuple[int, ...], ...]:
-    """What each rank holds before step `at` that is read later or belongs to the end."""
-    needed = [set(held) for held in program.final]
-    for step in reversed(program.steps[step_index:]):
-        for t in step:
-            if t.op == "copy":
-                needed[t.dst].difference_update(t.chunks)
-        for t in step:
-            needed[t.src].update(t.chunks)
-    return tuple(tuple(sorted(chunks)) for chunks in needed)
-
-
-def _contents_after_steps(initial: Sequence[Sequence[int]], steps: Sequence[Step]) -> list[dict[int, Contributors]]:
-    contents = initial_contents(initial)
-    for step in steps:
-        apply_step(contents, step)
-    return [{chunk: decode_contributors(count) for chunk, count in sorted(chunks.items())} for chunks in contents]
-
-
 def replicate_in_groups(
     program: Program, groups: Sequence[Sequence[int]], chunks: Sequence[Sequence[int]], width: int
 ) -> Program:
-    """The same small Program in several groups at once, as one Program of all the ranks in them.
+    """The same small Program in several groups together, as one Program of all their ranks.
 
-    In group g rank i of the small one is `groups[g][i]`, and its chunk c the `width` chunks from `chunks[g][c]` on.
-    That is less than the collective of all ranks, and is called so.
+    In group g rank i of the small Program is `groups[g][i]`, and its chunk c the `width` chunks from `chunks[g][c]` on.
+    The name says "in groups", since the result is less than the collective of all ranks.
     """
     ranks = sum(map(len, groups))
     initial: list[tuple[int, ...]] = [()] * ranks
@@ -177,18 +137,18 @@ def replicate_in_groups(
 
 
 def subdivide_chunks(program: Program, factor: int) -> Program:
-    """The same with every chunk cut into so many."""
+    """The Program with every chunk cut into `factor` chunks."""
     if factor == 1:
         return program
 
-    def subchunks(chunks: Sequence[int]) -> list[int]:
-        return [chunk * factor + n for chunk in chunks for n in range(factor)]
+    def parts(chunk: int) -> range:
+        return range(chunk * factor, (chunk + 1) * factor)
 
     return replace(
         program,
         sizes=tuple(size for size in program.sizes for _ in range(factor)),
-        initial=tuple(tuple(subchunks(chunks)) for chunks in program.initial),
-        final=tuple({part: held[c] for c in held for part in subchunks([c])} for held in program.final),
+        initial=tuple(tuple(chain.from_iterable(map(parts, chunks))) for chunks in program.initial),
+        final=tuple({part: sources for c, sources in held.items() for part in parts(c)} for held in program.final),
         steps=tuple(
             tuple(t._replace(first=t.first * factor, last=t.last * factor + factor - 1) for t in step)
             for step in program.steps
@@ -197,7 +157,7 @@ def subdivide_chunks(program: Program, factor: int) -> Program:
 
 
 def renumber_chunks(program: Program, new_indices: Sequence[int]) -> Program:
-    """The same with chunk c called `order[c]`."""
+    """The Program with chunk c renamed to `new_indices[c]`."""
     sizes = [0] * program.chunks
     for chunk, size in enumerate(program.sizes):
         sizes[new_indices[chunk]] = size
@@ -208,9 +168,9 @@ def renumber_chunks(program: Program, new_indices: Sequence[int]) -> Program:
         final=tuple({new_indices[chunk]: sources for chunk, sources in held.items()} for held in program.final),
         steps=tuple(
             tuple(
-                part
+                renamed
                 for t in step
-                for part in transfers_for(t.src, t.dst, [new_indices[chunk] for chunk in t.chunks], t.op)
+                for renamed in transfers_for(t.src, t.dst, map(new_indices.__getitem__, t.chunks), t.op)
             )
             for step in program.steps
         ),

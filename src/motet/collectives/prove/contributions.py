@@ -1,25 +1,26 @@
-"""What a chunk is made of, as a number: how many times each rank's contribution is in it.
+"""The contents of a chunk as a number: how many times each rank's contribution is in it.
 
 A multiset of ranks is one integer with a field of 16 bits per rank, so that a sum of chunks is a sum of integers. A set
-would not do: it takes a contribution that was added twice for a right one.
+would accept a contribution that was added twice.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 from motet.collectives.program import ChunkTransfer, Contributors, Step
 
 _FIELD_BITS = 16
-MAX_MULTIPLICITY = (1 << (_FIELD_BITS - 1)) - 1  # How often one contribution can be in a chunk
+MAX_MULTIPLICITY = (1 << (_FIELD_BITS - 1)) - 1  # The most times that a contribution can be in a chunk
 
-RankContents = list[dict[int, int]]  # For each rank the chunks that it holds, and what each is made of
+RankContents = list[dict[int, int]]  # For each rank its chunks, with the encoded contributors of each
 
 
 class InvalidCollectiveProgramError(ValueError):
-    """What is wrong with a Program: a sentence."""
+    """A Program does something impossible."""
 
 
 class MissingChunkError(InvalidCollectiveProgramError):
-    """A chunk is read or added to that is not there."""
+    """A transfer reads, or adds to, a chunk that has not arrived."""
 
     def __init__(self, transfer: ChunkTransfer, rank: int, chunk: int) -> None:
         verb = "has nothing to send" if rank == transfer.src else "has nothing to add to"
@@ -27,7 +28,7 @@ class MissingChunkError(InvalidCollectiveProgramError):
 
 
 def initial_contents(initial: Sequence[Iterable[int]]) -> RankContents:
-    """Each rank holds what it contributes."""
+    """The contents before the first step: each rank's own contributions."""
     return [{chunk: encode_rank(rank) for chunk in chunks} for rank, chunks in enumerate(initial)]
 
 
@@ -40,7 +41,7 @@ def encode_contributors(contributors: Iterable[int]) -> int:
 
 
 def decode_contributors(encoded: int) -> Contributors:
-    """The ranks in order, each as often as it is there."""
+    """The ascending ranks, each as often as it is contained."""
     ranks: list[int] = []
     rank = 0
     while encoded:
@@ -51,7 +52,7 @@ def decode_contributors(encoded: int) -> Contributors:
 
 
 def apply_step(contents: RankContents, step: Step) -> None:
-    """One step: everything is read first, then what has arrived is applied in order."""
+    """Execute one step: read all sources first, then apply the arrivals in order."""
     arriving: list[tuple[ChunkTransfer, list[int]]] = []
     for transfer in step:
         source_chunks = contents[transfer.src]
@@ -73,17 +74,12 @@ def apply_step(contents: RankContents, step: Step) -> None:
 def _add_contributions(a: int, b: int, transfer: ChunkTransfer) -> int:
     total = a + b
     if total & _overflow_mask(total.bit_length() // _FIELD_BITS + 1):
-        raise InvalidCollectiveProgramError(
-            f"{transfer}: a contribution would be in it more than {MAX_MULTIPLICITY} times"
-        )
+        times = f"more than {MAX_MULTIPLICITY} times"
+        raise InvalidCollectiveProgramError(f"{transfer}: a contribution would be in it {times}")
     return total
 
 
-_overflow_masks: dict[int, int] = {}
-
-
+@cache
 def _overflow_mask(fields: int) -> int:
-    """The highest bit of each field: set before a field can run over into the next."""
-    if fields not in _overflow_masks:
-        _overflow_masks[fields] = encode_contributors(range(fields)) << (_FIELD_BITS - 1)
-    return _overflow_masks[fields]
+    """The highest bit of each field, which is set before a field overflows into the next."""
+    return encode_contributors(range(fields)) << (_FIELD_BITS - 1)

@@ -1,7 +1,7 @@
-"""The proof that a Program does what its collective promises, by playing it on multisets of contributors.
+"""The proof that a Program does what its collective promises, by executing it on multisets of contributors.
 
-It is exact, not a test on some numbers: what is proven holds for every input. `prove` returns what it has found out
-about the Program, or raises `UnprovenError` with the step and the transfer that are wrong.
+The proof is exact: it holds for every input. `prove_program` returns what it learned about the Program, or raises an
+`UnprovenCollectiveError` with the wrong step and transfer.
 """
 
 from collections import Counter
@@ -21,13 +21,12 @@ from motet.collectives.prove.contributions import (
 from motet.collectives.prove.postconditions import missing_postcondition
 from motet.core.errors import InputError
 
-# How a rank issues a step: all its sends and receives as one operation, or first its sends, each of which waits for its
-# receiver, and then its receives.
+# A rank issues a step as one operation, or first its sends, each of which waits for its receiver, then its receives.
 SendMode = Literal["grouped", "blocking"]
 
 
 class UnprovenCollectiveError(InputError):
-    """A Program that is wrong."""
+    """The Program is wrong."""
 
     def __init__(self, program: Program, step: int | None, reason: str) -> None:
         self.step = step
@@ -36,35 +35,35 @@ class UnprovenCollectiveError(InputError):
 
 
 class PostconditionError(UnprovenCollectiveError):
-    """A Program whose `final` is not that of the collective it is called after."""
+    """The `final` of a Program is not that of its collective."""
 
     def __init__(self, program: Program, missing: str) -> None:
         InputError.__init__(
             self,
-            f"{program}: its `final` is not that of {program.collective}: {missing}; mend it, or give the collective a "
-            "name of its own",
+            f"{program}: its `final` is not that of {program.collective}: {missing}; fix it, or give the collective "
+            "another name",
         )
         self.step = None
 
 
 @dataclass(frozen=True)
 class CollectiveProof:
-    """What is known of a Program that does what it promises."""
+    """Properties of a proven Program."""
 
     ranks: int
     steps: int
     messages: int
-    same_bits: bool  # Every rank adds up a chunk in the same order, so that replicas get the same bits
-    supports_blocking_sends: bool  # It also runs when a rank sends before it receives and a send waits for its receiver
+    same_bits: bool  # Every rank adds a chunk in the same order, so that replicas get the same bits
+    supports_blocking_sends: bool  # No deadlock if each rank sends first and a send waits for its receiver
 
 
 def prove_program(program: Program, send_mode: SendMode = "grouped") -> CollectiveProof:
-    """Hold `final` to the collective's name and play the Program; raise at the first thing that is wrong."""
+    """Check `final` against the collective and execute the Program; raise at the first mistake."""
     missing = missing_postcondition(program)
     if missing is not None:
         raise PostconditionError(program, missing)
     contents = initial_contents(program.initial)
-    reduction_orders = _ReductionOrderTracker(program)
+    orders = [{chunk: hash((rank, "own")) for chunk in held} for rank, held in enumerate(program.initial)]
     for step_index, step in enumerate(program.steps):
         try:
             _check_ports(step, program.ports)
@@ -72,18 +71,28 @@ def prove_program(program: Program, send_mode: SendMode = "grouped") -> Collecti
             apply_step(contents, step)
         except InvalidCollectiveProgramError as error:
             raise UnprovenCollectiveError(program, step_index, str(error)) from None
-        reduction_orders.apply_step(step)
+        _apply_to_orders(orders, step)
     _check_final_contents(program, contents)
     deadlock = _find_deadlock(program)
     if send_mode == "blocking" and deadlock is not None:
         raise UnprovenCollectiveError(program, *deadlock)
-    return CollectiveProof(
-        program.ranks,
-        len(program.steps),
-        program.message_count,
-        reduction_orders.is_same_on_all_ranks(),
-        deadlock is None,
+    expected: dict[tuple[int, Contributors], int] = {}
+    same_bits = all(
+        expected.setdefault((chunk, sources), orders[rank][chunk]) == orders[rank][chunk]
+        for rank, final in enumerate(program.final)
+        for chunk, sources in final.items()
     )
+    return CollectiveProof(program.ranks, len(program.steps), program.message_count, same_bits, deadlock is None)
+
+
+def _apply_to_orders(orders: list[dict[int, int]], step: Step) -> None:
+    """Hash each chunk's order of additions: a + b and b + a give the same bits, (a + b) + c and a + (b + c) do not."""
+    arriving = [(t, [orders[t.src][chunk] for chunk in t.chunks]) for t in step]
+    for t, values in arriving:
+        local = orders[t.dst]
+        if t.op == "reduce":
+            values = [hash((min(local[c], v), max(local[c], v))) for c, v in zip(t.chunks, values, strict=True)]
+        local.update(zip(t.chunks, values, strict=True))
 
 
 def _check_ports(step: Step, ports: int) -> None:
@@ -92,21 +101,16 @@ def _check_ports(step: Step, ports: int) -> None:
     for src, dst in group_by_pair(step):
         sent.setdefault(src, []).append(dst)
         received.setdefault(dst, []).append(src)
-    for verb, preposition, ends in (("sends", "to", sent), ("receives", "from", received)):
-        for rank, peers in ends.items():
+    for verb, peers_of_rank in (("sends to", sent), ("receives from", received)):
+        for rank, peers in peers_of_rank.items():
             if len(peers) > ports:
                 names = ", ".join(map(str, peers))
-                raise InvalidCollectiveProgramError(
-                    f"rank {rank} {verb} {preposition} ranks {names} at once over {_describe_ports(ports)}"
-                )
-
-
-def _describe_ports(ports: int) -> str:
-    return "one port" if ports == 1 else f"{ports} ports"
+                count = "one port" if ports == 1 else f"{ports} ports"
+                raise InvalidCollectiveProgramError(f"rank {rank} {verb} ranks {names} together over {count}")
 
 
 def _check_no_write_race(step: Step) -> None:
-    """A copy that replaces what arrives in the same step would depend on an order that no network keeps."""
+    """Reject a copy onto a chunk that gets other data in the same step: no network keeps the order of arrivals."""
     writers: dict[tuple[int, int], ChunkTransfer] = {}
     for transfer in step:
         for chunk in transfer.chunks:
@@ -124,10 +128,10 @@ def _check_final_contents(program: Program, contents: RankContents) -> None:
             if sources not in expected:
                 source, times = Counter(sources).most_common(1)[0] if sources else (0, 0)
                 if times > MAX_MULTIPLICITY:
-                    asks = f"`final` asks for rank {source} in chunk {chunk} of rank {rank} {times} times"
-                    raise UnprovenCollectiveError(
-                        program, None, f"{asks}; give at most {MAX_MULTIPLICITY}, which is what can be counted"
+                    reason = (
+                        f"`final` asks for rank {source} in chunk {chunk} of rank {rank} {times} times; give at most"
                     )
+                    raise UnprovenCollectiveError(program, None, f"{reason} {MAX_MULTIPLICITY}, the largest count")
                 expected[sources] = encode_contributors(sources)
             actual = contents[rank].get(chunk)
             if actual != expected[sources]:
@@ -139,97 +143,64 @@ def _describe_difference(rank: int, chunk: int, actual: int | None, expected: Co
     if actual is None:
         return f"{where} has not arrived"
     actual_counts, expected_counts = Counter(decode_contributors(actual)), Counter(expected)
-    unexpected = [rank for rank in actual_counts if rank not in expected_counts]
-    fewer = [rank for rank in expected_counts if actual_counts[rank] < expected_counts[rank]]
-    more = [rank for rank in actual_counts if actual_counts[rank] > max(expected_counts[rank], 1)]
-    # A Program may ask for a contribution several times: then "once" would not say what is wrong.
+    # If a Program asks for a contribution several times, "once" does not describe the mistake.
     expects_repeats = max(expected_counts.values(), default=1) > 1
+    differing_ranks = {
+        "has too seldom" if expects_repeats else "does not contain": [
+            rank for rank in expected_counts if actual_counts[rank] < expected_counts[rank]
+        ],
+        "has too often" if expects_repeats else "has more than once": [
+            rank for rank in actual_counts if actual_counts[rank] > max(expected_counts[rank], 1)
+        ],
+        "should not have": [rank for rank in actual_counts if rank not in expected_counts],
+    }
     parts = [
-        f"{what} rank{'s' if len(which) > 1 else ''} {', '.join(map(str, sorted(which)))}"
-        for what, which in (
-            ("has too seldom" if expects_repeats else "lacks", fewer),
-            ("has too often" if expects_repeats else "has more than once", more),
-            ("should not have", unexpected),
-        )
-        if which
+        f"{what} rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
+        for what, ranks in differing_ranks.items()
+        if ranks
     ]
     return f"{where} {' and '.join(parts)}"
 
 
-class _ReductionOrderTracker:
-    """In what order each rank adds up a chunk, as a number: a + b and b + a give the same bits, (a + b) + c others."""
-
-    def __init__(self, program: Program) -> None:
-        self._final = program.final
-        self._order_hashes = [
-            {chunk: hash((rank, "own")) for chunk in chunks} for rank, chunks in enumerate(program.initial)
-        ]
-
-    def apply_step(self, step: Step) -> None:
-        incoming = [(t, [self._order_hashes[t.src][chunk] for chunk in t.chunks]) for t in step]
-        for t, values in incoming:
-            destination_chunks = self._order_hashes[t.dst]
-            for chunk, value in zip(t.chunks, values, strict=True):
-                if t.op == "reduce":
-                    a, b = destination_chunks[chunk], value
-                    destination_chunks[chunk] = hash((a, b) if a < b else (b, a))
-                else:
-                    destination_chunks[chunk] = value
-
-    def is_same_on_all_ranks(self) -> bool:
-        expected_hashes: dict[tuple[int, Contributors], int] = {}
-        return all(
-            expected_hashes.setdefault((chunk, sources), self._order_hashes[rank][chunk])
-            == self._order_hashes[rank][chunk]
-            for rank, final in enumerate(self._final)
-            for chunk, sources in final.items()
-        )
+_Message = tuple[int, int, int]  # (step, src, dst)
 
 
 def _find_deadlock(program: Program) -> tuple[int, str] | None:
-    """The first step, and the ranks, that wait for each other in a circle under blocking sends."""
-    message_queues = _issue_order(program)
-    positions = [0] * program.ranks
+    """The first step with a cycle of ranks that wait for each other under blocking sends, and a sentence."""
+    queues = _issue_order(program)
     has_progressed = True
     while has_progressed:
         has_progressed = False
-        for rank in range(program.ranks):
-            while positions[rank] < len(message_queues[rank]):
-                pair = message_queues[rank][positions[rank]]
-                other = pair[2] if pair[1] == rank else pair[1]
-                if positions[other] >= len(message_queues[other]) or message_queues[other][positions[other]] != pair:
+        for rank, queue in enumerate(queues):
+            while queue:
+                _, src, dst = queue[-1]
+                other = queues[dst if src == rank else src]
+                if not other or other[-1] != queue[-1]:
                     break
-                positions[rank] += 1
-                positions[other] += 1
+                queue.pop()
+                other.pop()
                 has_progressed = True
-    waiting_ranks = [rank for rank in range(program.ranks) if positions[rank] < len(message_queues[rank])]
-    if not waiting_ranks:
+    waiting = [rank for rank, queue in enumerate(queues) if queue]
+    if not waiting:
         return None
-    return _deadlock_cycle(message_queues, positions, waiting_ranks[0])
-
-
-def _issue_order(program: Program) -> list[list[tuple[int, int, int]]]:
-    """(step, src, dst) for each rank, in the order in which it issues them: its sends in a step first."""
-    order: list[list[tuple[int, int, int]]] = [[] for _ in range(program.ranks)]
-    for step_index, step in enumerate(program.steps):
-        step_messages = [(step_index, src, dst) for src, dst in group_by_pair(step)]
-        for message in step_messages:
-            order[message[1]].append(message)
-        for message in step_messages:
-            order[message[2]].append(message)
-    return order
-
-
-def _deadlock_cycle(
-    message_queues: list[list[tuple[int, int, int]]], positions: list[int], first_rank: int
-) -> tuple[int, str]:
-    """Follow who waits for whom until somebody comes twice."""
+    rank = waiting[0]
     chain: list[int] = []
-    rank = first_rank
     while rank not in chain:
         chain.append(rank)
-        _, src, dst = message_queues[rank][positions[rank]]
+        _, src, dst = queues[rank][-1]
         rank = dst if src == rank else src
     cycle = [*chain[chain.index(rank) :], rank]
-    step = min(message_queues[member][positions[member]][0] for member in cycle)
+    step = min(queues[member][-1][0] for member in cycle)
     return step, f"with sends that wait for their receiver, ranks {' -> '.join(map(str, cycle))} wait in a circle"
+
+
+def _issue_order(program: Program) -> list[list[_Message]]:
+    """The messages of each rank, the next one last. In a step a rank issues its sends before its receives."""
+    order: list[list[_Message]] = [[] for _ in range(program.ranks)]
+    for step_index, step in enumerate(program.steps):
+        messages = [(step_index, src, dst) for src, dst in group_by_pair(step)]
+        for message in messages:
+            order[message[1]].append(message)
+        for message in messages:
+            order[message[2]].append(message)
+    return [queue[::-1] for queue in order]
