@@ -22,7 +22,7 @@ POSITIONAL_PARAMETERS = 3
 # Kernels may be longer than a function may be, each by its name: "src/motet/folder/file.py:function".
 LONG_FUNCTIONS: frozenset[str] = frozenset()
 
-# Overrides of methods of torch, and kernels whose operands are positional in every library of this field.
+# Functions with more positional parameters than are allowed. The list may only shrink.
 POSITIONAL_EXEMPT_FILE = Path(__file__).with_name("positional_exempt.txt")
 
 DOCSTRING_STARTS = frozenset(
@@ -55,7 +55,11 @@ BANNED_WORDS = {
     "apart": r"apart",
     "beside": r"beside",
 }
-_BANNED = {word: re.compile(rf"\b(?:{pattern})\b", re.IGNORECASE) for word, pattern in BANNED_WORDS.items()}
+_SPACE = r"(?:[ \t]+|[ \t]*\n[ \t]*)"  # A phrase may go on in the next line
+_BANNED = {
+    word: re.compile(rf"\b(?:{pattern.replace(' ', _SPACE)})\b", re.IGNORECASE)
+    for word, pattern in BANNED_WORDS.items()
+}
 
 # (path pattern, banned word) -> why that text may say it.
 BANNED_WORDS_ALLOWED: dict[tuple[str, str], str] = {}
@@ -67,9 +71,10 @@ UNCHECKED_PAGES = ("CHANGELOG.md", "docs/log.md", "docs/glossary.md")
 class Sources:
     """The text of every Python file and page that the rules look at, by its path from the root."""
 
-    def __init__(self, python: dict[str, str], pages: dict[str, str]) -> None:
+    def __init__(self, python: dict[str, str], pages: dict[str, str], positional_exempt: str = "") -> None:
         self.python = python
         self.pages = pages
+        self.positional_exempt = [line for line in positional_exempt.splitlines() if line and line[0] != "#"]
         self.trees = {path: ast.parse(text) for path, text in python.items()}
         self.product = {path: tree for path, tree in self.trees.items() if path.startswith(f"{PACKAGE}/")}
 
@@ -82,7 +87,7 @@ def read_sources(root: Path = ROOT) -> Sources:
     def texts(paths: list[Path]) -> dict[str, str]:
         return {path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in sorted(paths)}
 
-    return Sources(texts(python), texts(pages))
+    return Sources(texts(python), texts(pages), POSITIONAL_EXEMPT_FILE.read_text(encoding="utf-8"))
 
 
 def _top_package(path: str) -> str:
@@ -100,10 +105,10 @@ def file_lengths(sources: Sources) -> Iterator[str]:
 
 def function_lengths(sources: Sources) -> Iterator[str]:
     for path, tree in sources.trees.items():
-        for node in _functions(tree):
+        for name, node in _qualified_functions(tree, ""):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
-            if length > FUNCTION_LINES and f"{path}:{node.name}" not in LONG_FUNCTIONS:
-                yield f"{path}:{node.lineno} {node.name}: {length} lines, {FUNCTION_LINES} at most"
+            if length > FUNCTION_LINES and f"{path}:{name}" not in LONG_FUNCTIONS:
+                yield f"{path}:{node.lineno} {name}: {length} lines, {FUNCTION_LINES} at most"
 
 
 def folder_sizes(sources: Sources) -> Iterator[str]:
@@ -144,57 +149,60 @@ def docstring_starts(sources: Sources) -> Iterator[str]:
             if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             words = (ast.get_docstring(node) or "").split()
-            if words and words[0].strip(",.:;`*") in DOCSTRING_STARTS:
+            if words and words[0].strip("\"'(),.:;`*").capitalize() in DOCSTRING_STARTS:
                 name = getattr(node, "name", "module")
                 line = getattr(node, "lineno", 1)
                 yield f"{path}:{line} {name}: the docstring begins with {words[0]!r}; write a sentence or a noun phrase"
 
 
 def banned_words(sources: Sources) -> Iterator[str]:
+    """Pages, comments, docstrings, and strings of more than one word; a string of one word is a name."""
     for path, text in sources.pages.items():
         if path not in UNCHECKED_PAGES:
-            for number, line in enumerate(text.splitlines(), 1):
-                yield from _banned_in(path, number, line)
-    for path, text in sources.python.items():
-        if path.startswith(f"{PACKAGE}/"):
-            yield from _banned_in_code(path, text)
+            yield from _banned_in(path, 1, text)
+    for path, tree in sources.product.items():
+        lines = sources.python[path].splitlines()
+        comments = (re.search(r"(?:^|\s)#\s(.*)", line) for line in lines)
+        yield from _banned_in(path, 1, "\n".join(comment[1] if comment else "" for comment in comments))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value.strip():
+                yield from _banned_in(path, node.lineno, node.value)
 
 
-def _banned_in_code(path: str, text: str) -> Iterator[str]:
-    """Comments, docstrings, and strings of more than one word; a string of one word is a name."""
-    for number, line in enumerate(text.splitlines(), 1):
-        comment = re.search(r"(?:^|\s)#\s(.*)", line)
-        if comment:
-            yield from _banned_in(path, number, comment[1])
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value.strip():
-            for offset, line in enumerate(node.value.splitlines()):
-                yield from _banned_in(path, node.lineno + offset, line)
-
-
-def _banned_in(path: str, number: int, line: str) -> Iterator[str]:
+def _banned_in(path: str, first_line: int, text: str) -> Iterator[str]:
+    prose = re.sub(r"`[^`\n]*`", "``", text)
     for word, pattern in _BANNED.items():
-        match = pattern.search(re.sub(r"`[^`]*`", "", line))
-        if match and not any(
-            PurePosixPath(path).match(allowed) and word == banned for allowed, banned in BANNED_WORDS_ALLOWED
-        ):
-            yield f"{path}:{number}: {match[0]!r} is a banned word ({word}); docs/glossary.md has the field's"
+        if not any(PurePosixPath(path).match(allowed) and word == banned for allowed, banned in BANNED_WORDS_ALLOWED):
+            for match in pattern.finditer(prose):
+                line = first_line + prose.count("\n", 0, match.start())
+                said = " ".join(match[0].split())
+                yield f"{path}:{line}: {said!r} is a banned word ({word}); docs/glossary.md has the field's"
 
 
 def forbidden_locals(sources: Sources) -> Iterator[str]:
     for path, tree in sources.product.items():
         in_comprehensions = {
-            id(name) for node in ast.walk(tree) if isinstance(node, ast.comprehension) for name in ast.walk(node.target)
+            name for node in ast.walk(tree) if isinstance(node, ast.comprehension) for name in ast.walk(node.target)
         }
         for node in ast.walk(tree):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and id(node) not in in_comprehensions:
-                name = node.id
-            elif isinstance(node, ast.arg):
-                name = node.arg
-            else:
-                continue
-            if name in FORBIDDEN_LOCALS:
-                yield f"{path}:{node.lineno}: a local is named {name!r}; name it after what it holds"
+            names = [] if node in in_comprehensions else _bound_names(node)
+            for name in FORBIDDEN_LOCALS.intersection(names):
+                line = getattr(node, "lineno", 1)
+                yield f"{path}:{line}: a local is named {name!r}; name it after what it holds"
+
+
+def _bound_names(node: ast.AST) -> list[str | None]:
+    """The names that a node binds itself: targets of all kinds, parameters, `as` names, functions and classes."""
+    match node:
+        case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+            return [name]
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return [name]
+        case ast.ExceptHandler(name=name) | ast.MatchAs(name=name) | ast.MatchStar(name=name):
+            return [name]
+        case ast.MatchMapping(rest=name) | ast.alias(asname=name):
+            return [name]
+    return []
 
 
 def functions_named_like_modules(sources: Sources) -> Iterator[str]:
@@ -208,8 +216,8 @@ def functions_named_like_modules(sources: Sources) -> Iterator[str]:
     for path, tree in sources.product.items():
         folder = path.rpartition("/")[0]
         names = modules[folder] | {folder.rpartition("/")[2]}
-        for node in tree.body:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name in names:
+        for name, node in _qualified_functions(tree, ""):
+            if name in names:
                 yield f"{path}:{node.lineno}: function {node.name} has the name of a module or package beside it"
 
 
@@ -279,23 +287,41 @@ def private_torch_names(sources: Sources) -> Iterator[str]:
 
 
 def _private_torch(tree: ast.Module) -> Iterator[str]:
-    aliases = dict(_torch_imports(tree))
-    names = list(aliases.values())
+    names = [dotted for _, dotted in _torch_imports(tree)]
+    aliases = {alias: dotted for alias, dotted in _torch_imports(tree) if alias}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+            dotted = _resolve(node.value, aliases)
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            aliases |= {target.id: dotted for target in targets if dotted and isinstance(target, ast.Name)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            head, _, rest = _dotted(node).partition(".")
-            if head in aliases:
-                names.append(f"{aliases[head]}.{rest}")
-    yield from (name for name in names if _is_private(name))
+            names.append(_resolve(node, aliases))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
+            owner, name = _resolve(node.args[0], aliases), node.args[1]
+            if owner and isinstance(name, ast.Constant):
+                names.append(f"{owner}.{name.value}")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names += re.findall(r"^torch(?:\.\w+)+$", node.value)
+    yield from filter(_is_private, names)
+
+
+def _resolve(node: ast.expr, aliases: dict[str, str]) -> str:
+    """The dotted name of torch that an expression stands for, or an empty text."""
+    if isinstance(node, ast.Attribute):
+        owner = _resolve(node.value, aliases)
+        return owner and f"{owner}.{node.attr}"
+    return aliases.get(node.id, "") if isinstance(node, ast.Name) else ""
 
 
 def _torch_imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Each name that an import of torch binds, and what it stands for."""
+    """Each name that an import of torch binds, and the name of torch that it stands for."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.partition(".")[0] == "torch":
-                    yield alias.asname or "torch", alias.name
+                    yield alias.asname or "", alias.name
+                    yield "torch", "torch"
         elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
             for alias in node.names:
                 yield alias.asname or alias.name, f"{node.module}.{alias.name}"
@@ -305,27 +331,22 @@ def _is_private(dotted: str) -> bool:
     return any(part.startswith("_") and not part.startswith("__") for part in dotted.split("."))
 
 
-def _dotted(node: ast.expr) -> str:
-    if isinstance(node, ast.Attribute):
-        return f"{_dotted(node.value)}.{node.attr}"
-    return node.id if isinstance(node, ast.Name) else "?"
-
-
 def positional_parameters(sources: Sources) -> Iterator[str]:
-    """A function takes at most three parameters by position, beyond `self`; the rest are named by the caller."""
-    exempt = set(POSITIONAL_EXEMPT_FILE.read_text(encoding="utf-8").split())
+    """A function takes at most three parameters by position, beyond `self`; the caller names the others."""
+    unused_exemptions = dict.fromkeys(sources.positional_exempt)
+    if sources.positional_exempt != sorted(unused_exemptions):
+        yield f"{POSITIONAL_EXEMPT_FILE.name}: the lines are not sorted, or repeat"
     for path, tree in sources.product.items():
         for name, node in _qualified_functions(tree, ""):
-            taken = [each.arg for each in (*node.args.posonlyargs, *node.args.args)]
-            count = len(taken) - (taken[:1] in (["self"], ["cls"]))
-            if count > POSITIONAL_PARAMETERS and f"{_module_name(path)}:{name}" not in exempt:
-                yield f"{path}:{node.lineno} {name}: {count} positional parameters, {POSITIONAL_PARAMETERS} at most"
-
-
-def _functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
+            parameters = [each.arg for each in (*node.args.posonlyargs, *node.args.args)]
+            count = len(parameters) - (parameters[:1] in (["self"], ["cls"]))
+            if count > POSITIONAL_PARAMETERS:
+                qualified = f"{_module_name(path)}:{name}"
+                unused_exemptions.pop(qualified, None)
+                if qualified not in sources.positional_exempt:
+                    yield f"{path}:{node.lineno} {name}: {count} positional parameters, {POSITIONAL_PARAMETERS} at most"
+    for qualified in unused_exemptions:
+        yield f"{POSITIONAL_EXEMPT_FILE.name}: {qualified} keeps the rule or is gone; remove its line"
 
 
 def _qualified_functions(tree: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
@@ -356,8 +377,12 @@ RULES: tuple[Callable[[Sources], Iterator[str]], ...] = (
 
 
 def main() -> int:
+    names = {rule.__name__: rule for rule in RULES}
+    if unknown := set(sys.argv[1:]) - set(names):
+        print(f"no rule {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+        return 2
     sources = read_sources()
-    chosen = [rule for rule in RULES if not sys.argv[1:] or rule.__name__ in sys.argv[1:]]
+    chosen = [rule for name, rule in names.items() if name in (sys.argv[1:] or names)]
     violations = {rule.__name__: list(rule(sources)) for rule in chosen}
     for rule, lines in violations.items():
         for line in lines:
