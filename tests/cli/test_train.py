@@ -177,7 +177,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(long_run: subprocess.Popen[str]) -> 
     told = summary("runs/small-001")
     assert told["exit_reason"] == "stopped"
     assert err.splitlines()[-2:] == [
-        "stopping after this step and saving; Ctrl-C once more stops at once",
+        "stopping after this step and saving; Ctrl-C once more stops immediately",
         f"continue from step {told['steps']} with: motet train --resume-from runs/small-001",
     ]
 

@@ -70,7 +70,7 @@ def test_what_is_right_is_not_told() -> None:
         ({"targets": float_to_bits(9.0)}, [("targets", (2, 3)), ("targets", (0, 1, 2, 3))]),
         ({"norm": float_to_bits(5.0 / 40 * (1 + 2**-52))}, [("norm", (2,))]),
         ({"gradients": 7}, [("gradients", (0, 2))]),
-        ({"squares": float_to_bits(9.0 + 2**-40)}, [("norm", (2, 3))]),
+        ({"squared_norm": float_to_bits(9.0 + 2**-40)}, [("norm", (2, 3))]),
         ({"loss": float_to_bits(5.5 + 2**-50)}, [("loss", (2, 3))]),
         ({"neighbour_loss": float_to_bits(math.inf)}, [("loss", (1, 2))]),
     ],
@@ -90,14 +90,14 @@ def test_rows_that_others_have_read_are_not_made_up_for_by_their_number() -> Non
 
 
 def test_other_machines_may_have_other_last_bits() -> None:
-    assert found(2, machine=5, loss=float_to_bits(5.25)) == []
-    assert found(2, machine=5, gradients=7) == [("gradients", (0, 2))]
-    assert found(2, machine=5, parameters=7) == [("parameters", (2,))]
+    assert found(2, machine_digest=5, loss=float_to_bits(5.25)) == []
+    assert found(2, machine_digest=5, gradients=7) == [("gradients", (0, 2))]
+    assert found(2, machine_digest=5, parameters=7) == [("parameters", (2,))]
 
 
 def test_what_is_not_finite_is_the_same_everywhere() -> None:
     assert float_to_bits(math.nan) == float_to_bits(-math.nan)
-    assert found(norm=float_to_bits(math.nan), squares=float_to_bits(math.nan)) == []
+    assert found(norm=float_to_bits(math.nan), squared_norm=float_to_bits(math.nan)) == []
 
 
 def test_ranks_are_named_as_long_as_they_are_few() -> None:

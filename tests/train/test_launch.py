@@ -143,7 +143,7 @@ def test_a_request_to_stop_reaches_all_ranks(tmp_path: Path, supervise: Callable
     supervisor = supervise("steps", restarts=2)
     supervisor.process.send_signal(number)
     supervisor.process.send_signal(number)  # an echo of the first
-    assert supervisor.output().strip() == "stopping after this step and saving; Ctrl-C once more stops at once"
+    assert supervisor.output().strip() == "stopping after this step and saving; Ctrl-C once more stops immediately"
     assert supervisor.process.returncode == 130
     assert all((tmp_path / f"saved-{rank}").exists() for rank in range(2))
 
@@ -177,7 +177,7 @@ def test_a_second_request_stops_at_once(supervise: Callable[..., Supervisor]) ->
     time.sleep(0.5)
     assert supervisor.process.poll() is None
     supervisor.process.send_signal(signal.SIGINT)
-    assert "stopped at once" in supervisor.output()
+    assert "stopped immediately" in supervisor.output()
     assert supervisor.process.returncode == 137
     assert supervisor.ranks_are_gone()
 

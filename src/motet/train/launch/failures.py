@@ -1,7 +1,7 @@
 """How a rank stops: on request, by its own failure, or because another rank failed.
 
-A request (Ctrl-C, SIGTERM) only sets a flag, which the loop reads once a step. A failure becomes a record that says
-whether this rank is the cause or merely lost its connection to the one that is.
+A request (Ctrl-C, SIGTERM) only sets a flag, which the loop reads once a step. A failure becomes a record, which says
+whether this rank is the cause or only lost its connection to the rank that is.
 """
 
 import json
@@ -27,7 +27,7 @@ from motet.core.errors import (
 STOPPED_EXIT_CODE = 130
 KILLED_EXIT_CODE = 137
 
-# One Ctrl-C may arrive twice (from the terminal and from a launcher); what comes later than this is a second one.
+# One Ctrl-C may arrive twice, from the terminal and from a launcher; a signal after this time is a second request.
 SIGNAL_DEBOUNCE_S = 0.3
 
 
@@ -46,27 +46,34 @@ class StopFlag:
         return time.monotonic() - self.first_request_s >= SIGNAL_DEBOUNCE_S
 
     def exit_on_sigterm(self) -> None:
-        """For work that has nothing to save: SIGTERM is its end from here on, or now if it has come already."""
+        """SIGTERM ends this process from here on, or now if it came already: there is nothing to save."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self.requested:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextmanager
+def handle_signals(handler: Callable[[int, FrameType | None], None], *signals: signal.Signals) -> Iterator[None]:
+    """While the block runs, `handler` gets these signals."""
+    previous_handlers = {number: signal.signal(number, handler) for number in signals}
+    try:
+        yield
+    finally:
+        for number, previous in previous_handlers.items():
+            signal.signal(number, previous)
+
+
+@contextmanager
 def stop_on_signals() -> Iterator[StopFlag]:
-    """While the block runs, SIGINT and SIGTERM set the flag, and a second one ends the process at once."""
+    """While the block runs, SIGINT and SIGTERM set the flag, and a second one ends the process immediately."""
     flag = StopFlag()
 
     def handle(number: int, frame: FrameType | None) -> None:
         if flag.request():
             os._exit(KILLED_EXIT_CODE)
 
-    previous_handlers = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handle_signals(handle, signal.SIGINT, signal.SIGTERM):
         yield flag
-    finally:
-        for number, handler in previous_handlers.items():
-            signal.signal(number, handler)
 
 
 @dataclass(frozen=True)
@@ -74,61 +81,53 @@ class RankExitRecord:
     """How the work of one rank ended."""
 
     rank: int
-    time_s: float  # Seconds of the machine's clock, to tell which failure came first
+    time_s: float  # Time of the machine's clock, to find the first failure
     exit_code: int
-    error_message: str = ""  # What went wrong; empty when nothing did
-    traceback: str = ""  # Empty when the sentence is all that the user needs
+    error_message: str = ""  # Empty if nothing went wrong
+    traceback: str = ""  # Empty if the message is all that the user needs
     caused_by_peer: bool = False  # It failed only because another rank did
 
     @property
     def is_unanimous(self) -> bool:
-        """Every rank saw the same numbers and came to this end together: none is to blame."""
+        """Every rank saw the same numbers and ended for the same reason, so no rank is named as the cause."""
         return self.exit_code in (TrainingDivergedError.exit_code, NumericalMismatchError.exit_code)
 
     @property
     def message(self) -> str:
-        """The sentence, with the rank that it is about."""
-        return (
-            self.error_message
-            if self.is_unanimous or not self.error_message
-            else f"rank {self.rank} failed: {self.error_message}"
-        )
+        """The error message, with the rank that it is about."""
+        names_rank = self.error_message and not self.is_unanimous
+        return f"rank {self.rank} failed: {self.error_message}" if names_rank else self.error_message
 
     def write(self, folder: Path) -> None:
-        """Leave the record where the supervisor looks, whole or not at all."""
+        """Leave the record for the supervisor, complete or not at all."""
         partial = folder / f"rank-{self.rank}.partial"
         partial.write_text(json.dumps(asdict(self)), encoding="utf-8")
         partial.rename(folder / f"rank-{self.rank}.json")
 
 
 def read_exit_record(folder: Path, rank: int) -> RankExitRecord | None:
-    """The record that a rank left, if it did."""
+    """The record that a rank left, or None."""
     path = folder / f"rank-{rank}.json"
     return RankExitRecord(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
 
 
 def run_and_record(rank: int, function: Callable[[], int]) -> RankExitRecord:
-    """Do the work, which returns its exit code, and say how it ended, whatever it raised."""
+    """Call `function`, which returns its exit code, and record how it ended, whatever it raised."""
     try:
         return RankExitRecord(rank, time.time(), function())
-    except MotetError as error:
-        return RankExitRecord(rank, time.time(), error.exit_code, str(error), caused_by_peer=is_caused_by_peer(error))
-    except SystemExit as error:
-        error_message = f"the code of this rank called sys.exit({error.code!r}) before its work was done"
-        return RankExitRecord(rank, time.time(), RankFailedError.exit_code, error_message, _format_traceback(error))
-    except BaseException as error:  # noqa: BLE001 - whatever ends a rank is told
-        error_message = "".join(traceback.format_exception_only(error)).strip()
-        return RankExitRecord(
-            rank,
-            time.time(),
-            RankFailedError.exit_code,
-            error_message,
-            _format_traceback(error),
-            caused_by_peer=is_caused_by_peer(error),
-        )
+    except BaseException as error:  # noqa: BLE001 - whatever ends a rank is recorded
+        code, stack, is_by_peer = RankFailedError.exit_code, "", is_caused_by_peer(error)
+        if isinstance(error, MotetError):
+            code, message = error.exit_code, str(error)
+        else:
+            stack, message = _format_traceback(error), "".join(traceback.format_exception_only(error)).strip()
+        if isinstance(error, SystemExit):
+            message = f"the code of this rank called sys.exit({error.code!r}) before its work was done"
+            is_by_peer = False
+        return RankExitRecord(rank, time.time(), code, message, stack, caused_by_peer=is_by_peer)
 
 
-# What Gloo, NCCL and the stores say when the other side is gone or does not come (torch 2.11 to 2.13).
+# Messages of Gloo, NCCL and the stores when the other side has ended or does not come (torch 2.11 to 2.13).
 _PEER_LOST_PATTERN = re.compile(
     r"connection (closed|reset|refused|was closed)|closed by peer|broken pipe|socket closed|remote process exited"
     r"|timed out waiting|application timeout|pair closure|timed? ?out after|ncclRemoteError|ncclSystemError"
@@ -139,18 +138,17 @@ _PEER_LOST_ERROR_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreErro
 
 
 def is_caused_by_peer(error: BaseException | None) -> bool:
-    """Whether an error only says that another rank is gone or late."""
+    """Whether an error only says that another rank has ended or is late."""
     if error is None:
         return False
-    if isinstance(error, PeerFailedError) or type(error).__name__ in _PEER_LOST_ERROR_TYPES:
-        return True
-    if type(error) in (RuntimeError, ConnectionError) and _PEER_LOST_PATTERN.search(str(error)):
+    is_lost_peer = type(error) in (RuntimeError, ConnectionError) and _PEER_LOST_PATTERN.search(str(error))
+    if is_lost_peer or isinstance(error, PeerFailedError) or type(error).__name__ in _PEER_LOST_ERROR_TYPES:
         return True
     return is_caused_by_peer(error.__cause__)
 
 
 def root_cause(records: Sequence[RankExitRecord]) -> RankExitRecord:
-    """The failure that the others follow from: the earliest that is a cause of its own, or else the earliest."""
+    """The first failure that no other rank caused, or else the first."""
     return min(records, key=lambda record: (record.caused_by_peer, record.time_s))
 
 
@@ -160,5 +158,5 @@ _WRAPPER_MODULES = {f"motet.train.launch.{name}" for name in ("entry_points", "f
 def _format_traceback(error: BaseException) -> str:
     frames = error.__traceback__
     while frames and frames.tb_frame.f_globals.get("__name__") in _WRAPPER_MODULES:
-        frames = frames.tb_next  # how a rank comes to its work is no news
+        frames = frames.tb_next  # how a rank reaches its work does not matter
     return "".join(traceback.format_exception(type(error), error, frames)).rstrip()

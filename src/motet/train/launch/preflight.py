@@ -1,4 +1,4 @@
-"""What can be refused before any rank is started, in a sentence each."""
+"""Checks of a job before any rank is started; each raises one sentence."""
 
 import psutil
 
@@ -14,12 +14,12 @@ from motet.parallel.parameter_server.server_settings import check_server_setting
 from motet.precision.recipe import RECIPES
 from motet.train.job import Job
 
-# What a process that has imported torch keeps for itself alone, at least (measured: 145 MiB on Linux).
+# A lower bound for the memory of a process that has imported torch (measured: 145 MiB on Linux).
 TORCH_PROCESS_BYTES = 64 << 20
 
 
 def check_job(job: Job, ranks: int) -> Layout:
-    """The layout in which so many ranks can train this job."""
+    """The layout in which `ranks` ranks can train this job."""
     check_model(job)
     uses_server_processes = job.layout.uses_server_processes
     dp_size = (job.layout.server.work_items_per_step if uses_server_processes else None) or ranks
@@ -29,14 +29,15 @@ def check_job(job: Job, ranks: int) -> Layout:
         check_server_settings(job.layout.server, ranks)
         if job.monitor.replica_check_every is not None:
             raise InputError(
-                f"monitor.replica_check_every = {job.monitor.replica_check_every} compares ranks that take a step together, which "
-                "workers of a parameter server do not; leave it out, or set layout.server.transport=collectives"
+                f"monitor.replica_check_every = {job.monitor.replica_check_every} compares ranks that take a step "
+                "together, which workers of a parameter server do not; leave it out, or set "
+                "layout.server.transport=collectives"
             )
     return layout
 
 
 def check_model(job: Job) -> None:
-    """That it can be trained on this data."""
+    """Refuse a model that cannot be trained, or does not fit the data."""
     check_can_be_trained(job.model)
     _check_objective(job)
     context = getattr(job.model, "context", None)
@@ -47,22 +48,38 @@ def check_model(job: Job) -> None:
         )
 
 
+def _check_objective(job: Job) -> None:
+    """Each model of motet has one objective; a user's module may have any."""
+    if isinstance(job.model, UserModuleSettings):
+        return
+    expected, head = {"decoder": "causal", "encoder-decoder": "spans"}.get(job.model.family, ""), ""
+    if isinstance(job.model, EncoderSettings):
+        expected, head = job.model.head, f" with head {job.model.head!r}"
+    if job.data.objective != expected:
+        raise InputError(
+            f"data.objective = {job.data.objective!r} does not fit a model of family {job.model.family!r}{head}; "
+            f"set data.objective={expected}"
+        )
+
+
 def check_memory(job: Job, local_ranks: int) -> None:
-    """Refuse what this machine's memory cannot hold by any means: torch and all weights, once in every rank."""
+    """Refuse a job whose weights, once in every rank, and processes exceed the memory of this machine."""
     dtype = RECIPES[job.precision.recipe].master
     parameter_count = 0 if isinstance(job.model, UserModuleSettings) else spec_from_settings(job.model).parameter_count
     weight_bytes, total_memory = parameter_count * DTYPE_BYTES[dtype], psutil.virtual_memory().total
     needed_bytes = local_ranks * (weight_bytes + TORCH_PROCESS_BYTES)
     if needed_bytes > total_memory:
+        needed, weights, torch, total = map(
+            format_bytes, (needed_bytes, weight_bytes, TORCH_PROCESS_BYTES, total_memory)
+        )
         raise InputError(
-            f"job {job.name!r} takes {format_bytes(needed_bytes)} of memory at least: in each of {local_ranks} ranks "
-            f"{format_bytes(weight_bytes)} of {dtype} weights and {format_bytes(TORCH_PROCESS_BYTES)} of torch itself; this machine "
-            f"has {format_bytes(total_memory)}, so take a smaller model or fewer ranks"
+            f"job {job.name!r} takes {needed} of memory at least: in each of {local_ranks} ranks {weights} of {dtype} "
+            f"weights and {torch} of torch itself; this machine has {total}, so take a smaller model or fewer ranks"
         )
 
 
 def check_data(job: Job, data: PreparedData) -> None:
-    """Refuse tokens or classes that the model has no place for."""
+    """Refuse data with more tokens or classes than the model has."""
     if job.model.vocab_size is not None:
         check_vocabulary(job, data.vocab_size, job.model.vocab_size)
     if isinstance(job.model, EncoderSettings) and job.model.head == "classify":
@@ -70,7 +87,7 @@ def check_data(job: Job, data: PreparedData) -> None:
 
 
 def check_vocabulary(job: Job, tokens: int, vocab_size: int, key: str = "model.vocab_size") -> None:
-    """Refuse a model that has no row for some token; it may well have more rows than there are tokens."""
+    """Refuse a model with fewer embedding rows than there are tokens; it may have more."""
     if tokens > vocab_size:
         raise InputError(
             f"{key} = {vocab_size} is less than the {tokens} tokens of data.tokenizer = {job.data.tokenizer!r}; "
@@ -79,7 +96,7 @@ def check_vocabulary(job: Job, tokens: int, vocab_size: int, key: str = "model.v
 
 
 def check_huggingface_model(job: Job, data: PreparedData, objective: str, sizes: tuple[int | None, int | None]) -> None:
-    """What only transformers can tell of an `hf:` model: what it is for, and its vocabulary and outcomes."""
+    """Check an `hf:` model by its objective, vocabulary and number of classes, which only transformers knows."""
     vocab_size, outcomes = sizes
     if job.data.objective != objective:
         raise InputError(
@@ -95,17 +112,3 @@ def check_huggingface_model(job: Job, data: PreparedData, objective: str, sizes:
 def _check_classes(needed: int, classes: int, key: str) -> None:
     if needed > classes:
         raise InputError(f"{key} = {classes}, but the data has {needed}; set {key}={needed}")
-
-
-def _check_objective(job: Job) -> None:
-    """Each of our models is for one objective; what somebody else's module is for, it knows itself."""
-    if isinstance(job.model, UserModuleSettings):
-        return
-    objectives = {"decoder": "causal", "encoder-decoder": "spans"}
-    expected_objective = job.model.head if isinstance(job.model, EncoderSettings) else objectives[job.model.family]
-    if job.data.objective != expected_objective:
-        head_text = f" with head {job.model.head!r}" if isinstance(job.model, EncoderSettings) else ""
-        raise InputError(
-            f"data.objective = {job.data.objective!r} does not fit a model of family {job.model.family!r}{head_text}; "
-            f"set data.objective={expected_objective}"
-        )

@@ -1,6 +1,6 @@
 """The process of one rank: do its work, leave a record, and never outlive the supervisor.
 
-Work is any function `(place, stop, *arguments) -> exit code`, named as `package.module:function`.
+The work is any function `(rank_env, stop, *arguments) -> exit code`, named as `package.module:function`.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ RankEntryPoint = Callable[..., int]
 
 
 def run_rank_function(rank_env: RankEnvironment, function: RankEntryPoint, *arguments: str) -> RankExitRecord:
-    """Do the work of this rank; a request to stop reaches it as a flag."""
+    """Call the function of this rank, which gets requests to stop as a flag."""
     with stop_on_signals() as stop:
         return run_and_record(rank_env.rank, lambda: function(rank_env, stop, *arguments))
 
@@ -36,10 +36,9 @@ def import_rank_function(name: str) -> RankEntryPoint:
 def run_supervised_rank(
     rank_env: RankEnvironment, supervisor_pid: int, function_name: str, arguments: list[str]
 ) -> int:
-    """Everything that a process started by our supervisor does. Returns its exit code, or ends the process."""
+    """The main function of a supervised process. Returns its exit code, or ends the process."""
     exit_with_parent(supervisor_pid)
-
-    record = run_rank_function(rank_env, lambda *given: import_rank_function(function_name)(*given), *arguments)
+    record = run_rank_function(rank_env, lambda *values: import_rank_function(function_name)(*values), *arguments)
     record.write(Path(rank_env.rendezvous.removeprefix("file://")).parent)
     if record.error_message:
         hard_exit(record.exit_code)
@@ -47,7 +46,7 @@ def run_supervised_rank(
 
 
 def hard_exit(exit_code: int) -> None:
-    """End the process without taking anything apart: after a failure, a group that is half gone may wait for ever."""
+    """End the process without any clean-up: after a failure, a group with lost ranks may wait for ever."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -55,14 +54,14 @@ def hard_exit(exit_code: int) -> None:
 
 
 def exit_with_parent(parent_pid: int) -> None:
-    """End this process when `parent` is gone, even if that was killed."""
+    """End this process when its parent ends, even if the parent was killed."""
     if sys.platform == "linux":
         set_death_signal = 1  # PR_SET_PDEATHSIG
         if ctypes.CDLL(None, use_errno=True).prctl(set_death_signal, signal.SIGKILL) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     else:
         threading.Thread(target=_exit_when_orphaned, args=[parent_pid], daemon=True).start()
-    if os.getppid() != parent_pid:  # it was gone before we asked
+    if os.getppid() != parent_pid:  # it ended before
         os._exit(1)
 
 

@@ -1,7 +1,7 @@
-"""The folder of a run: which one a job gets, whether it may continue there, and what is written at the start.
+"""The folder of a run: its choice for a job, the rules for resuming there, and the files written at the start.
 
-A run without `run.folder` gets `runs/NAME-001`, `-002` and so on. A folder that holds a run already is continued when
-the job may be resumed there, which one table decides; otherwise a sentence says why not.
+A run without `run.folder` gets `runs/NAME-001`, `-002` and so on. A folder that holds a run is resumed if one table of
+rules allows it; otherwise a sentence says why not.
 """
 
 import json
@@ -28,32 +28,24 @@ CHECKPOINTS_FOLDER = "checkpoints"
 LOGS_FOLDER = "logs"
 LOCK_FILE = "run.lock"
 
-ResumeRule = Literal["free", "told", "longer", "fixed"]
+ResumeRule = Literal["ignored", "warned", "may_grow", "fixed"]
 
-# What may be another when a run is continued; the longest name that fits counts. `free` changes nothing about what is
-# computed (a checkpoint tells by itself when other ranks, threads or versions change the last bits), `told` does and is
-# said, `longer` may only grow, and `fixed` would make it another run.
+# Settings that may change when a run is resumed; the longest name that fits counts. `ignored` does not change what is
+# computed (a checkpoint itself reports other ranks, threads or versions, which change the last bits), `warned` does and
+# is reported, `may_grow` may only grow, and `fixed` would make it another run.
 RESUME_RULES: dict[str, ResumeRule] = {
     "": "fixed",
-    "checkpoint": "free",
-    "monitor": "free",
-    "data.workers": "free",
-    "data.cache": "free",
-    "run": "free",
-    "run.steps": "longer",
-    "run.epochs": "longer",
+    **dict.fromkeys(("checkpoint", "monitor", "data.workers", "data.cache", "run"), "ignored"),
+    "run.steps": "may_grow",
+    "run.epochs": "may_grow",
     "run.seed": "fixed",
-    "run.device": "told",
-    "layout": "told",
-    "layout.server.send_order": "free",
-    "layout.server.copies": "free",
-    "layout.server.eviction_timeout_s": "free",
-    "layout.server.max_process_restarts": "free",
-    "layout.server.snapshot_every": "free",
-    "layout.server.listen": "free",
-    "communication": "told",
-    "outer": "told",
-    "optimizer": "told",
+    **dict.fromkeys(("run.device", "layout", "communication", "outer", "optimizer"), "warned"),
+    "layout.server.send_order": "ignored",
+    "layout.server.copies": "ignored",
+    "layout.server.eviction_timeout_s": "ignored",
+    "layout.server.max_process_restarts": "ignored",
+    "layout.server.snapshot_every": "ignored",
+    "layout.server.listen": "ignored",
     "optimizer.name": "fixed",
     "optimizer.momentum": "fixed",
 }
@@ -61,16 +53,16 @@ RESUME_RULES: dict[str, ResumeRule] = {
 
 @dataclass(frozen=True)
 class RunFolderChoice:
-    """The folder that a job is going to run in; nothing was made yet."""
+    """The folder that a job will run in; nothing is created yet."""
 
-    path: Path  # Without its number when `numbered`
+    path: Path  # Without its number if `is_numbered`
     is_numbered: bool = False
     first_number: int = 1
     is_resumed: bool = False
-    remarks: tuple[str, ...] = ()  # What the user should know about continuing there
+    remarks: tuple[str, ...] = ()  # For the user, about resuming there
 
     def create(self) -> Path:
-        """Make the folder, or take the next free number. Two runs that start together get two numbers."""
+        """Create the folder, or the next free number. Two runs that start at the same time get two numbers."""
         try:
             if not self.is_numbered:
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -90,7 +82,7 @@ class RunFolderChoice:
 
 
 def choose_run_folder(job: Job) -> RunFolderChoice:
-    """The folder for a new start of a job, by the rule of `run.folder` and `run.existing`."""
+    """The folder for a new start of a job, by `run.folder` and `run.existing`."""
     if job.run.folder is None:
         return RunFolderChoice(RUNS_FOLDER / job.name, is_numbered=True)
     path = Path(job.run.folder)
@@ -108,14 +100,14 @@ def choose_run_folder(job: Job) -> RunFolderChoice:
 
 
 def existing_run_folder(text: str) -> Path:
-    """The run folder that a person names."""
+    """The run folder that the user names."""
     if not is_existing_file(f"{text}/{JOB_FILE}"):
         raise InputError(f"no run in {text!r} to resume, for there is no {JOB_FILE}; give the folder of a run")
     return Path(text)
 
 
 def choose_resumed_run(job: Job, path: Path) -> RunFolderChoice:
-    """Continue the run in `path` with this job, or a sentence about why that cannot be."""
+    """Resume the run in `path` with this job, or raise with the reason why not."""
     stored = read_stored_job(path)
     remarks = check_resume(stored, job, path)
     saved_step, stop_at = newest_checkpoint_step(path), job.run.stop_at
@@ -136,7 +128,7 @@ def choose_resumed_run(job: Job, path: Path) -> RunFolderChoice:
 
 
 def find_newest_run(name: str | None, runs: Path = RUNS_FOLDER) -> Path:
-    """The run that was started or continued last, of one job or of any."""
+    """The run that was started or resumed last, of one job or of any."""
     run_folders = [path.parent for path in runs.glob(f"*/{JOB_FILE}") if name is None or _stored_name(path) == name]
     if not run_folders:
         of_job = f"of job {name!r} " if name else ""
@@ -163,7 +155,7 @@ def read_stored_tree(path: Path) -> dict[str, Any]:
 
 
 def check_resume(old: Job, new: Job, path: Path) -> list[str]:
-    """Remarks about what is told, or a sentence about the first setting that may not change."""
+    """Remarks about changed settings; raises at the first setting that may not change."""
     old_values, new_values = dict(_flatten(_full_tree(old))), dict(_flatten(_full_tree(new)))
     remarks = []
     for key in sorted(old_values.keys() | new_values.keys(), key=lambda key: (_resume_rule(key) != "fixed", key)):
@@ -171,26 +163,27 @@ def check_resume(old: Job, new: Job, path: Path) -> list[str]:
         if old_value == new_value:
             continue
         change = f"{key} was {_format_value(old_value)} in {path} and is {_format_value(new_value)} now"
-        rule = _resume_rule(key)
-        if rule == "fixed" or (rule == "longer" and not _grows(old_value, new_value)):
-            allowed = "it can only grow" if rule == "longer" else "it cannot change"
-            raise InputError(f"{change}: {allowed} when a run is resumed; start another run folder for it")
-        if rule == "told":
-            remarks.append(f"{change}: the run goes on, but not as it would have")
-        if rule == "longer":
-            remarks.append(f"{change}: a schedule that ends with the run is stretched")
+        has_grown = old_value is not None and new_value is not None and new_value > old_value
+        match _resume_rule(key):
+            case "warned":
+                remarks.append(f"{change}: the run goes on, but not as it would have")
+            case "may_grow" if has_grown:
+                remarks.append(f"{change}: a schedule that ends with the run is stretched")
+            case "fixed" | "may_grow" as rule:
+                allowed = "it can only grow" if rule == "may_grow" else "it cannot change"
+                raise InputError(f"{change}: {allowed} when a run is resumed; start another run folder for it")
     return remarks
 
 
 def job_to_tree(job: Job) -> dict[str, Any]:
-    """A job as plain nested values from which `job_from_tree` makes the same job. What does nothing is left out."""
+    """A job as plain nested values for `job_from_tree`, without the settings that have no effect."""
     tree = _full_tree(job)
     drop_unused_settings(tree)
     return tree
 
 
 def _full_tree(job: Job) -> dict[str, Any]:
-    """All settings but those that are None."""
+    """All settings that are not None."""
     tree: dict[str, Any] = _without_none(job.model_dump())
     if job.optimizer.clip_norm is None:  # the one setting whose None is not its default
         tree["optimizer"]["clip_norm"] = False
@@ -198,7 +191,7 @@ def _full_tree(job: Job) -> dict[str, Any]:
 
 
 def write_run_start(path: Path, job: Job, versions: dict[str, Any]) -> None:
-    """What a run folder gets before any rank starts: the resolved job, and a line more in versions.json."""
+    """Write the resolved job and one more entry of versions.json, before any rank starts."""
     try:
         (path / LOGS_FOLDER).mkdir(exist_ok=True)
         write_file_atomically(path / JOB_FILE, to_toml(job_to_tree(job)).encode())
@@ -206,19 +199,18 @@ def write_run_start(path: Path, job: Job, versions: dict[str, Any]) -> None:
         starts = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
         write_file_atomically(file, (json.dumps([*starts, versions], indent=2) + "\n").encode())
     except OSError as error:
-        raise InputError(f"cannot write run folder {path}: {error.strerror}; free some space or mend it") from None
+        raise InputError(f"cannot write run folder {path}: {error.strerror}; free some space or repair it") from None
     except ValueError as error:
         raise InputError(f"{path / VERSIONS_FILE} is damaged ({error}); remove it") from None
 
 
 @contextmanager
 def lock_run_folder(path: Path) -> Iterator[None]:
-    """Nobody else trains in this folder while the block runs."""
+    """No other process trains in this folder while the block runs."""
     from filelock import FileLock, Timeout
 
     with ExitStack() as stack:
-        # Some network file systems have no locks; there nobody is kept out.
-        with suppress(NotImplementedError):
+        with suppress(NotImplementedError):  # some network file systems have no locks
             try:
                 stack.enter_context(FileLock(path / LOCK_FILE, blocking=False))
             except Timeout:
@@ -227,7 +219,7 @@ def lock_run_folder(path: Path) -> Iterator[None]:
 
 
 def newest_checkpoint_step(path: Path) -> int | None:
-    """The step of the newest whole checkpoint of a run."""
+    """The step of the newest complete checkpoint of a run."""
     checkpoints = complete_checkpoints(path / CHECKPOINTS_FOLDER)
     return checkpoints[-1][0] if checkpoints else None
 
@@ -256,10 +248,6 @@ def _resume_rule(key: str) -> ResumeRule:
     return RESUME_RULES[key]
 
 
-def _grows(old_value: Any, new_value: Any) -> bool:
-    return old_value is not None and new_value is not None and new_value > old_value
-
-
 def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
         if isinstance(value, dict):
@@ -279,7 +267,7 @@ def _without_none(value: Any) -> Any:
 
 
 def write_file_atomically(path: Path, content: bytes) -> None:
-    """All of the new content, or the file as it was."""
+    """Write all of the new content, or leave the file unchanged."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_bytes(content)

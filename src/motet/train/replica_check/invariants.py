@@ -1,61 +1,58 @@
-"""What ranks tell of a step that is watched, and what must hold between them: exact, in pure Python.
+"""The digests that ranks exchange in a replica check, and the invariants between them, in exact pure Python.
 
-All numbers are 64-bit patterns: digests, counts, and floats as their bits. Every rank gets the reports of all, and so
-comes to the same judgement.
+All values are 64-bit patterns: digests, counts, and floats as their bits. Every rank gets the reports of all ranks, and
+so finds the same violations.
 """
 
 import math
 import struct
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.core.seeds import derive_seed
 
-_MASK = 2**64 - 1
 _EPS = 2.0**-53
 
 
 class RankDigestReport(NamedTuple):
-    """Of one rank. Its neighbour is the rank before it, whose work it does again."""
+    """The digests of one rank. Its neighbour is the rank before it, whose work it repeats."""
 
-    # Digest of device, threads and versions: where they are the same, so are the bits of what is computed.
-    machine_digest: int
-    parameters: int  # Digest of what the model computed with, where every rank has all of it, and of its buffers
-    states: int  # Digest of masters and moments after the update
-    rows: int  # Digest of the numbers of the rows that were read, in any order
+    machine_digest: int  # Device, threads and versions; where they are equal, so are the bits of results
+    parameters: int  # Parameters that every rank has in full, and buffers, at the start of the step
+    states: int  # Masters and moments after the update
+    rows: int  # Indices of the rows that were read, in any order
     row_count: int
-    batches: int  # Digest of what was read
-    neighbour_batches: int  # Digest of what the neighbour should have read
+    batches: int
+    neighbour_batches: int  # The batches that the neighbour should have read
     targets: int
     neighbour_targets: int
-    gradients: int  # Digest of this rank's share of the sums of gradients
-    norm: int  # Of all gradients, by which they are clipped
-    squared_norm: int  # Of the norm of that share
-    loss: int  # Of the first micro-batch
-    neighbour_loss: int  # Of the neighbour's first micro-batch, computed here
+    gradients: int  # This rank's shard of the sums of gradients
+    norm: int  # The norm of all gradients, which clips them
+    squared_norm: int  # The squared norm of this rank's shard
+    loss: int  # The loss of the first micro-batch
+    neighbour_loss: int  # The loss of the neighbour's first micro-batch, computed here
 
 
 @dataclass(frozen=True)
 class ExpectedInvariants:
-    """What must come out."""
+    """The values and the groups of equal ranks that a step must have."""
 
-    gradient_groups: RankGroups  # Ranks that have the same share of the sums of gradients
-    state_groups: RankGroups  # Ranks that keep the same masters
-    rows: range  # That these ranks read together
-    targets: float  # As the step has counted them, by which the sums were divided
-    # The norm is what ranks find by themselves, but for rounding; not where it was summed up exactly.
-    rechecks_norm: bool = True
+    gradient_groups: RankGroups  # Ranks with the same shard of the sums of gradients
+    state_groups: RankGroups  # Ranks with the same masters
+    rows: range  # Rows that the ranks read together
+    targets: float  # The count that the sums were divided by
+    rechecks_norm: bool = True  # The norm follows from the shards up to rounding; not if it was summed exactly
 
 
 class InvariantViolation(NamedTuple):
     """An invariant that does not hold."""
 
-    invariant: str  # `parameters`, `states`, `rows`, `batches`, `targets`, `norm`, `gradients` or `loss`
-    ranks: tuple[int, ...]  # That are unlike most others; or all that differ, where no side has more
-    description: str  # How it shows; a clause
+    invariant: str  # A key of VIOLATION_CAUSES
+    ranks: tuple[int, ...]  # The outliers; all that differ if no side has a majority
+    description: str  # A clause
 
 
 VIOLATION_CAUSES = {
@@ -71,7 +68,7 @@ VIOLATION_CAUSES = {
 
 
 def float_to_bits(value: float) -> int:
-    """A float as an integer; every NaN as one."""
+    """The bits of a float as an integer; the same for every NaN."""
     return int(struct.unpack("<q", struct.pack("<d", math.nan if math.isnan(value) else value))[0])
 
 
@@ -80,59 +77,49 @@ def bits_to_float(bits: int) -> float:
 
 
 def rows_digest(rows: Iterable[int]) -> int:
-    """The same in any order. That of several ranks is the sum of theirs."""
+    """Independent of the order. The digest of several ranks is the sum of theirs."""
     return to_signed_int64(sum(derive_seed("row", row) for row in rows))
 
 
 def to_signed_int64(value: int) -> int:
-    """As a signed integer of 64 bits."""
-    return ((value + 2**63) & _MASK) - 2**63
+    """The value modulo 2^64, as a signed integer."""
+    return (value + 2**63) % 2**64 - 2**63
 
 
 def find_violations(reports: Sequence[RankDigestReport], expected: ExpectedInvariants) -> list[InvariantViolation]:
-    """Everything that does not hold, what others follow from first."""
+    """All invariants that do not hold, causes before their effects."""
     all_ranks = (tuple(range(len(reports))),)
-    same_machines = len({report.machine_digest for report in reports}) == 1
     violations = [
-        *_check_equal("parameters", "have other parameters or buffers", reports, all_ranks),
-        *_check_equal("states", "have other masters or moments", reports, expected.state_groups),
+        *_check_equal(reports, all_ranks, "parameters", "other parameters or buffers"),
+        *_check_equal(reports, expected.state_groups, "states", "other masters or moments"),
         *_check_rows(reports, expected.rows),
-        *_check_neighbours("batches", "reads other data than rank {other} reads for the same rows", reports),
+        *_check_neighbours(reports, "batches", "reads other data than rank {other} reads for the same rows"),
         *_check_neighbours(
-            "targets", "counts {mine:g} targets, and rank {other} {theirs:g} for the same rows", reports
+            reports, "targets", "counts {local:g} targets, and rank {other} {neighbour:g} for the same rows"
         ),
         *_check_target_count(reports, expected.targets),
-        *_check_equal("gradients", "have other sums of gradients", reports, expected.gradient_groups),
-        *_check_equal("norm", "have another gradient norm", reports, all_ranks),
+        *_check_equal(reports, expected.gradient_groups, "gradients", "other sums of gradients"),
+        *_check_equal(reports, all_ranks, "norm", "another gradient norm"),
     ]
-    if same_machines:
-        violations += _check_neighbours(
-            "loss", "has loss {mine!r} in its first micro-batch, and rank {other} {theirs!r}", reports
-        )
+    if len({report.machine_digest for report in reports}) == 1:
+        text = "has loss {local!r} in its first micro-batch, and rank {other} {neighbour!r}"
+        violations += _check_neighbours(reports, "loss", text)
     return violations + _check_norm(reports, expected)
 
 
 def _check_equal(
-    invariant: str, text: str, reports: Sequence[RankDigestReport], groups: RankGroups
-) -> list[InvariantViolation]:
-    violations = []
+    reports: Sequence[RankDigestReport], groups: RankGroups, invariant: str, difference: str
+) -> Iterator[InvariantViolation]:
     for ranks in groups:
-        outlier_ranks = outliers({rank: getattr(reports[rank], invariant) for rank in ranks})
-        if outlier_ranks:
-            others = [rank for rank in ranks if rank not in outlier_ranks]
-            than = f" than {format_ranks(others)}" if others else " than each other"
-            violations.append(
-                InvariantViolation(
-                    invariant,
-                    outlier_ranks,
-                    f"{format_ranks(outlier_ranks)} {text if len(outlier_ranks) > 1 else _singular_verb(text)}{than}",
-                )
-            )
-    return violations
+        if differing := outliers({rank: getattr(reports[rank], invariant) for rank in ranks}):
+            others = [rank for rank in ranks if rank not in differing]
+            verb, than = "have" if len(differing) > 1 else "has", format_ranks(others) if others else "each other"
+            description = f"{format_ranks(differing)} {verb} {difference} than {than}"
+            yield InvariantViolation(invariant, differing, description)
 
 
 def outliers(values: dict[int, int]) -> tuple[int, ...]:
-    """Whoever is unlike most; all, where no value has the most."""
+    """The ranks without the most common value; all ranks if no value is the most common."""
     counts = Counter(values.values()).most_common(2)
     if len(counts) < 2:
         return ()
@@ -140,58 +127,41 @@ def outliers(values: dict[int, int]) -> tuple[int, ...]:
     return tuple(rank for rank, value in values.items() if most == next_most or value != common)
 
 
-def _check_rows(reports: Sequence[RankDigestReport], rows: range) -> list[InvariantViolation]:
+def _check_rows(reports: Sequence[RankDigestReport], rows: range) -> Iterator[InvariantViolation]:
     digest, count = to_signed_int64(sum(report.rows for report in reports)), sum(report.row_count for report in reports)
-    if digest == rows_digest(rows) and count == len(rows):
-        return []
-    description = f"the {count} rows that ranks have read are not rows {rows.start} to {rows.stop - 1}, each once"
-    return [InvariantViolation("rows", tuple(range(len(reports))), description)]
+    if digest != rows_digest(rows) or count != len(rows):
+        description = f"the {count} rows that ranks have read are not rows {rows.start} to {rows.stop - 1}, each once"
+        yield InvariantViolation("rows", tuple(range(len(reports))), description)
 
 
-def _check_neighbours(invariant: str, text: str, reports: Sequence[RankDigestReport]) -> list[InvariantViolation]:
-    violations = []
+def _check_neighbours(reports: Sequence[RankDigestReport], invariant: str, text: str) -> Iterator[InvariantViolation]:
     for rank, report in enumerate(reports):
         other = (rank + 1) % len(reports)
-        local_value, neighbour_value = getattr(report, invariant), getattr(reports[other], f"neighbour_{invariant}")
-        if local_value != neighbour_value:
-            description = text.format(
-                other=other, mine=bits_to_float(local_value), theirs=bits_to_float(neighbour_value)
-            )
-            violations.append(
-                InvariantViolation(invariant, (rank, other) if rank != other else (rank,), f"rank {rank} {description}")
-            )
-    return violations
+        local, neighbour = getattr(report, invariant), getattr(reports[other], f"neighbour_{invariant}")
+        if local != neighbour:
+            clause = text.format(other=other, local=bits_to_float(local), neighbour=bits_to_float(neighbour))
+            yield InvariantViolation(invariant, (rank, other) if rank != other else (rank,), f"rank {rank} {clause}")
 
 
-def _check_target_count(reports: Sequence[RankDigestReport], targets: float) -> list[InvariantViolation]:
-    """Sums of whole numbers are exact; of others, in any order, they agree to a rounding for each."""
+def _check_target_count(reports: Sequence[RankDigestReport], targets: float) -> Iterator[InvariantViolation]:
+    """Sums of integers are exact; other sums agree, in any order, to one rounding per rank."""
     total = math.fsum(bits_to_float(report.targets) for report in reports)
-    if abs(total - targets) <= len(reports) * _EPS * abs(targets):
-        return []
-    description = f"the step counts {targets:g} targets, where ranks have {total:g}"
-    return [InvariantViolation("targets", tuple(range(len(reports))), description)]
+    if not abs(total - targets) <= len(reports) * _EPS * abs(targets):
+        description = f"the step counts {targets:g} targets, where ranks have {total:g}"
+        yield InvariantViolation("targets", tuple(range(len(reports))), description)
 
 
 def _check_norm(reports: Sequence[RankDigestReport], expected: ExpectedInvariants) -> list[InvariantViolation]:
-    """The norm from the gradients of each replica: a rounding for each rank, for the division, and the root."""
+    """The norm from the gradients of each replica, up to a rounding for each rank, the division, and the root."""
     norm, replicas = bits_to_float(reports[0].norm), range(len(expected.gradient_groups[0]))
     for replica in replicas if expected.rechecks_norm and math.isfinite(norm) else ():
-        ranks = tuple(found[replica] for found in expected.gradient_groups)
+        ranks = tuple(group[replica] for group in expected.gradient_groups)
         squared_norm = math.fsum(bits_to_float(reports[rank].squared_norm) for rank in ranks)
-        recomputed_norm = math.sqrt(squared_norm) / (expected.targets if expected.targets > 0 else 1.0)
-        if abs(recomputed_norm - norm) > (len(reports) + 4) * _EPS * norm:
-            return [
-                InvariantViolation(
-                    "norm",
-                    ranks,
-                    f"the gradients of {format_ranks(ranks)} have norm {recomputed_norm!r}, and {norm!r} was used",
-                )
-            ]
+        recomputed = math.sqrt(squared_norm) / (expected.targets if expected.targets > 0 else 1.0)
+        if abs(recomputed - norm) > (len(reports) + 4) * _EPS * norm:
+            clause = f"the gradients of {format_ranks(ranks)} have norm {recomputed!r}, and {norm!r} was used"
+            return [InvariantViolation("norm", ranks, clause)]
     return []
-
-
-def _singular_verb(text: str) -> str:
-    return text.replace("have ", "has ", 1)
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
