@@ -103,7 +103,7 @@ def stepper(way: str, stage: int, length: int, group: "RankGroup") -> Callable[[
     trainee = build_trainable_model(load_job("tiny").model, 0, torch.float32, group.device)
     parts = ROWS // group.world if way == ONE_BY_ONE else 1
     settings = LayoutSettings(zero=stage, microbatches=parts)
-    layout = resolve_layout(settings, group.world, ROWS, way == REPRODUCIBLE)
+    layout = resolve_layout(settings, group.world, ROWS, reproducible=way == REPRODUCIBLE)
     optimizer = OptimizerSettings()
     updater = build_sharded_optimizer(
         trainee.module, optimizer, RECIPES["fp32"], group, layout, CommunicationSettings()

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import nn
 
 from motet.core.errors import InputError
-from motet.parallel.data_parallel.bucketed_zero import broadcast_parameters_and_buffers
 from motet.parallel.data_parallel.buckets import build_buckets
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings, check_communication
 from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits
 from motet.parallel.layout import Layout, LayoutSettings, resolve_layout
 from motet.parallel.process.process_group import RankGroup
+from motet.parallel.process.rank_consistency import broadcast_parameters_and_buffers
 from motet.parallel.step_plan.traffic import sent_bytes_per_step
 from motet.precision.recipe import RECIPES
 from motet.train.build import build_components, precision_context

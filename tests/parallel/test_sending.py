@@ -156,7 +156,7 @@ def test_the_matrices_of_a_part_are_its_whole_rows() -> None:
         (
             {"compress_gradients": "int8", "compress_over": "shards"},
             Layout(4, 1),
-            "each of the 4 ranks has a copy of its own; set layout.zero",
+            "each of the 4 ranks holds a full copy; set layout.zero",
         ),
         ({"compress_gradients": "sign", "overlap": "forward"}, Layout(4, 1), "'forward' with layout.zero = 0"),
         ({"compress_gradients": "topk"}, Layout(4, 1, 3, 4), "'topk' cannot sum over .* stage 3; use one of int8"),

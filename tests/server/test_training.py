@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import motet
 from motet.parallel.data_parallel.buckets import build_buckets
-from motet.parallel.data_parallel.flat_parameters import FlatParameters, GradientBuffer
+from motet.parallel.data_parallel.flat_parameters import FlatParameters
+from motet.parallel.data_parallel.gradient_buffer import GradientBuffer
 from motet.parallel.parameter_server.process.coordinator_process import CoordinatorProcess
 from motet.parallel.parameter_server.process.parameter_store import (
     ParameterPartition,
@@ -113,9 +114,9 @@ def serve(
 
 
 def flat_of(module: nn.Module, plan: ParameterPartition) -> FlatParameters:
-    gradients = GradientBuffer(plan.buckets, 0, torch.float64, torch.device("cpu"), keeps_full_gradients=True)
+    gradients = GradientBuffer(plan.buckets, 0, torch.float64, device=torch.device("cpu"), keeps_full_gradients=True)
     held = [slice(b.start, b.start) for b in plan.buckets]
-    return FlatParameters(dict(module.named_parameters()), plan.buckets, held, plan.recipe, gradients)
+    return FlatParameters(dict(module.named_parameters()), plan.buckets, held, recipe=plan.recipe, gradients=gradients)
 
 
 def work(name: str, view: ParameterPlacement, desk: tuple[str, int], rule: ConsistencyPolicy) -> None:

@@ -1,9 +1,9 @@
-"""Which rows of the global batch a rank computes, in which order, and what it then tells the others.
+"""Assignment of the rows of the global batch to ranks, and the partial sums that each rank sends after them.
 
-Where gradients are summed by a tree over rows (`Layout.sequences`), a rank computes them one by one. At stages 0 and 1
-they are neighbours: it adds what it can by itself, and exchanges the rest once. At stages 2 and 3 each backward is
-exchanged at once, so that nobody keeps a whole gradient; there the ranks that share a copy take rows in turn, for then
-rows that are computed at the same time are close to each other in the tree.
+Where gradients are summed by a tree over rows (`Layout.reproducible_batch_size`), a rank computes rows one by one. At
+stages 0 and 1 its rows are neighbours: it adds what it can locally, and exchanges the rest once a step. At stages 2 and
+3 partial sums are exchanged after each backward, so that no rank keeps an unsharded gradient. There the ranks of a shard
+group take rows in turn, so that rows computed at the same time are close in the tree.
 """
 
 from typing import NamedTuple
@@ -16,50 +16,46 @@ class MicroBatchRows(NamedTuple):
     """The rows of one micro-batch."""
 
     rows: range
-    # False: they are computed once more, since the others have another row; nothing comes of it.
-    contributes_gradients: bool = True
+    contributes_gradients: bool = True  # False: recomputed and discarded, while other ranks have another row
 
 
 def microbatches_of_rank(layout: Layout, rank: int, batch_sequences: int) -> list[MicroBatchRows]:
-    """One for each micro-batch."""
+    """The rows of a rank, by micro-batch."""
     if layout.reproducible_batch_size is None:
         size = layout.rows_per_microbatch(batch_sequences)
         first = rank * layout.microbatches * size
         return [MicroBatchRows(range(first + i * size, first + (i + 1) * size)) for i in range(layout.microbatches)]
     rows = _reproducible_rows_of_rank(layout, rank, batch_sequences)
+    last = len(rows) - 1
     return [
-        MicroBatchRows(range(row, row + 1), microbatch < len(rows))
-        for microbatch in range(layout.microbatches)
-        for row in [rows[min(microbatch, len(rows) - 1)]]
+        MicroBatchRows(range(rows[min(i, last)], rows[min(i, last)] + 1), i <= last) for i in range(layout.microbatches)
     ]
 
 
 def contributing_rows_of_rank(layout: Layout, rank: int, batch_sequences: int) -> list[range]:
-    """Those that something comes of, one range for each micro-batch."""
-    return [share.rows for share in microbatches_of_rank(layout, rank, batch_sequences) if share.contributes_gradients]
+    """The rows of a rank whose gradients count, by micro-batch."""
+    microbatches = microbatches_of_rank(layout, rank, batch_sequences)
+    return [microbatch.rows for microbatch in microbatches if microbatch.contributes_gradients]
 
 
 def partial_sums_sent_by_rank(layout: Layout, rank: int) -> list[list[SummationTreeNode]]:
-    """After the backward of each micro-batch: the sums that a rank tells those that it shares a copy with."""
-    assert layout.reproducible_batch_size is not None
+    """The partial sums that a rank sends to its shard group, by micro-batch."""
+    count = layout.reproducible_batch_size
+    assert count is not None
     if layout.zero >= 2:
-        microbatches = microbatches_of_rank(layout, rank, layout.reproducible_batch_size)
         return [
-            [SummationTreeNode(share.rows.start, share.rows.stop)] if share.contributes_gradients else []
-            for share in microbatches
+            [SummationTreeNode(microbatch.rows.start, microbatch.rows.stop)] * microbatch.contributes_gradients
+            for microbatch in microbatches_of_rank(layout, rank, count)
         ]
-    final_sums = maximal_subtrees(
-        _reproducible_rows_of_rank(layout, rank, layout.reproducible_batch_size), layout.reproducible_batch_size
-    )
+    final_sums = maximal_subtrees(_reproducible_rows_of_rank(layout, rank, count), count)
     return [[] for _ in range(layout.microbatches - 1)] + [final_sums]
 
 
 def partial_sums_sent_by_replica(layout: Layout, replica: int) -> list[SummationTreeNode]:
-    """The sums that a replica tells the others."""
-    assert layout.reproducible_batch_size is not None
-    return maximal_subtrees(
-        _even_range(layout.reproducible_batch_size, layout.dp // layout.shards, replica), layout.reproducible_batch_size
-    )
+    """The partial sums that a replica sends to the others."""
+    count = layout.reproducible_batch_size
+    assert count is not None
+    return maximal_subtrees(_even_range(count, layout.dp // layout.shards, replica), count)
 
 
 def _reproducible_rows_of_rank(layout: Layout, rank: int, count: int) -> range:
@@ -70,5 +66,5 @@ def _reproducible_rows_of_rank(layout: Layout, rank: int, count: int) -> range:
 
 
 def _even_range(count: int, parts: int, index: int) -> range:
-    """Of as even parts as there are: they differ by one at most."""
+    """One of `parts` ranges whose lengths differ by one at most."""
     return range(index * count // parts, (index + 1) * count // parts)

@@ -22,12 +22,16 @@ from motet.models.runtime_checks import DataRequirements
 from motet.monitor.callback import Callback
 from motet.monitor.event_dispatcher import EventDispatcher, open_event_dispatcher
 from motet.monitor.events import RunStarted, StepDone, TextSampled, WarningIssued
-from motet.parallel.data_parallel.bucketed_zero import broadcast_buffers, broadcast_parameters_and_buffers
 from motet.parallel.data_parallel.fsdp import FSDP2DataParallel
 from motet.parallel.layout import Layout
 from motet.parallel.process.launch_environment import RankEnvironment, threads_for
 from motet.parallel.process.process_group import RankGroup, pick_device, start_process_group
-from motet.parallel.process.rank_consistency import check_same_on_all_ranks, module_signature
+from motet.parallel.process.rank_consistency import (
+    broadcast_buffers,
+    broadcast_parameters_and_buffers,
+    check_same_on_all_ranks,
+    module_signature,
+)
 from motet.precision.cast_frozen import cast_frozen_parameters
 from motet.precision.float64_mode import use_float64
 from motet.precision.recipe import RECIPES

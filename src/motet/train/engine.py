@@ -21,11 +21,6 @@ from motet.core.config_loading import settings_from_dict
 from motet.core.errors import InputError
 from motet.core.trace import span
 from motet.models.user_module import check_parameters
-from motet.parallel.data_parallel.bucketed_zero import (
-    broadcast_buffers,
-    broadcast_parameters_and_buffers,
-    persistent_buffers,
-)
 from motet.parallel.data_parallel.communication.communication_settings import (
     CommunicationSettings,
     check_communication,
@@ -36,7 +31,13 @@ from motet.parallel.layout import Layout, LayoutSettings, parse_layout, resolve_
 from motet.parallel.local_sgd.outer_optimizer import OuterOptimizer, OuterStepStatus, split_into_replicas
 from motet.parallel.local_sgd.schedule import LocalSGDSettings
 from motet.parallel.process.process_group import RankGroup
-from motet.parallel.process.rank_consistency import check_same_on_all_ranks, module_signature
+from motet.parallel.process.rank_consistency import (
+    broadcast_buffers,
+    broadcast_parameters_and_buffers,
+    check_same_on_all_ranks,
+    module_signature,
+    persistent_buffers,
+)
 from motet.parallel.reproducible.exact_norm import exact_sum
 from motet.parallel.step_plan.check import check_rank_matches_plan, prove_collective_programs, prove_step_plan
 from motet.parallel.step_plan.plan import make_step_plan

@@ -52,7 +52,7 @@ class Job(FrozenSettings):
 
     def layout_for(self, dp_size: int) -> Layout:
         """The layout of `dp_size` ranks, or work items per step of a parameter server."""
-        return resolve_layout(self.layout, dp_size, self.data.batch_sequences, bool(self.run.reproducible))
+        return resolve_layout(self.layout, dp_size, self.data.batch_sequences, reproducible=bool(self.run.reproducible))
 
 
 def builtin_jobs() -> dict[str, str]:

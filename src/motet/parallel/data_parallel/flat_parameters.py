@@ -1,14 +1,13 @@
-"""Trainable parameters on flat tensors: what the model computes with, what is updated, and the gradients between.
+"""Trainable parameters on flat tensors: parameters in the compute dtype, and this rank's masters.
 
     compute   recipe.compute   all buckets one after another; the module's parameters are views of it
-    master    recipe.master    this rank's shard of every bucket, updated by the optimizer; where the dtypes agree it is
-                               that part of `compute`, unless what is published is not exactly the masters
-    grad      recipe.reduce    what backward has is added to its bucket at once; all buckets stay, or the shards alone
+    master    recipe.master    this rank's shard of every bucket, updated by the optimizer; a view of `compute` where the
+                               dtypes agree, unless parameters are gathered by a lossy codec
 
-A shard may be the whole bucket: then every rank keeps and updates everything.
+A shard may be the whole bucket: then every rank updates everything.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,12 +16,13 @@ from torch.autograd.graph import increment_version
 
 from motet.core.errors import InputError
 from motet.parallel.data_parallel.buckets import Bucket, BucketParameter
+from motet.parallel.data_parallel.gradient_buffer import GradientBuffer
 from motet.parallel.data_parallel.sharded_parameters import LocalShard
 from motet.precision.recipe import PrecisionRecipe
 
 
 class OptimizerSlice(NamedTuple):
-    """What one update works on: parameters of one optimizer group in this rank's shard of one bucket."""
+    """Elements that one call of the optimizer updates: one optimizer group in this rank's shard of one bucket."""
 
     bucket_id: int
     optimizer_group: int
@@ -38,241 +38,110 @@ class FlatParameters:
         parameters: Mapping[str, nn.Parameter],
         buckets: Sequence[Bucket],
         updated_slices: Sequence[slice],
+        *,
         recipe: PrecisionRecipe,
-        gradients: "GradientBuffer",
+        gradients: GradientBuffer,
         separate_masters: bool = False,
     ) -> None:
-        """`held`: what of each bucket this rank updates. `keep_masters`: apart, also where the dtypes agree."""
+        """Of each bucket this rank updates one of `updated_slices`; `separate_masters`: never a view of `compute`."""
         self.buckets = tuple(buckets)
         self.gradients = gradients
         self._shapes = {name: p.shape for name, p in parameters.items()}
         self._parameters = dict(parameters)
-        device = next(iter(parameters.values())).device
-        total = self.buckets[-1].stop
+        self._members = {member.name: member for bucket in self.buckets for member in bucket.members}
         compute, master = getattr(torch, recipe.compute), getattr(torch, recipe.master)
-        self.compute = torch.zeros(total, dtype=compute, device=device)
-        for member in self._all_members():
-            self.compute[member.start : member.stop].view(self._shapes[member.name]).copy_(parameters[member.name])
+        device = next(iter(parameters.values())).device
+        self.compute = torch.zeros(self.buckets[-1].stop, dtype=compute, device=device)
+        for name, member in self._members.items():
+            self._view(member).copy_(parameters[name])
         shares_storage = compute == master and not separate_masters
-        self.optimizer_slices = self._make_optimizer_slices(
-            parameters, updated_slices, self.compute if shares_storage else None, master
-        )
+        slices = [
+            OptimizerSlice(i, group, s, self.compute[s] if shares_storage else self._copy_values(bucket, s, master))
+            for i, bucket in enumerate(self.buckets)
+            for group, s in bucket.group_slices(updated_slices[i])
+        ]
+        if not slices:  # a rank that updates nothing has an optimizer too, with the same step count as the others
+            group, empty = self.buckets[0].members[0].optimizer_group, self.compute.new_zeros(0, dtype=master)
+            slices = [OptimizerSlice(0, group, slice(0, 0), empty)]
+        self.optimizer_slices = tuple(slices)
         for bucket_id, bucket in enumerate(self.buckets):
             for member in bucket.members:
                 parameter = parameters[member.name]
-                parameter.data = self.compute[member.start : member.stop].view(parameter.shape)
-                parameter.register_post_accumulate_grad_hook(self.gradients.make_grad_hook(bucket_id, member))
+                parameter.data = self._view(member)
+                parameter.register_post_accumulate_grad_hook(gradients.make_grad_hook(bucket_id, member))
         self._addresses = {name: p.data_ptr() for name, p in parameters.items() if p.numel()}
 
-    def _make_optimizer_slices(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        updated_slices: Sequence[slice],
-        shared_storage: Tensor | None,
-        dtype: torch.dtype,
-    ) -> tuple[OptimizerSlice, ...]:
-        """The masters from the parameters as they are given, before these are cast."""
-        slices = []
-        for bucket_id, bucket in enumerate(self.buckets):
-            for group, flat_slice in bucket.group_slices(updated_slices[bucket_id]):
-                if shared_storage is not None:
-                    slices.append(OptimizerSlice(bucket_id, group, flat_slice, shared_storage[flat_slice]))
-                    continue
-                size = flat_slice.stop - flat_slice.start
-                optimizer_slice = OptimizerSlice(
-                    bucket_id, group, flat_slice, torch.zeros(size, dtype=dtype, device=self.compute.device)
-                )
-                for member, first, stop in _overlaps(bucket, flat_slice):
-                    values = parameters[member.name].detach().reshape(-1)
-                    optimizer_slice.master[first - flat_slice.start : stop - flat_slice.start] = values[
-                        first - member.start : stop - member.start
-                    ]
-                slices.append(optimizer_slice)
-        if not slices:  # a rank that keeps nothing has an optimizer, too, with the same counts as the others'
-            slices.append(
-                OptimizerSlice(
-                    0, self.buckets[0].members[0].optimizer_group, slice(0, 0), self.compute.new_zeros(0, dtype=dtype)
-                )
-            )
-        return tuple(slices)
+    def _view(self, member: BucketParameter) -> Tensor:
+        return self.compute[member.flat_slice].view(self._shapes[member.name])
+
+    def _copy_values(self, bucket: Bucket, flat_slice: slice, dtype: torch.dtype) -> Tensor:
+        """Masters from the parameters as they were before the cast to the compute dtype."""
+        master = torch.zeros(flat_slice.stop - flat_slice.start, dtype=dtype, device=self.compute.device)
+        for member, first, stop in _overlaps(bucket, flat_slice):
+            values = self._parameters[member.name].detach().reshape(-1)[first - member.start : stop - member.start]
+            master[first - flat_slice.start : stop - flat_slice.start] = values
+        return master
 
     def cast_masters(self, slices: Sequence[OptimizerSlice] | None = None) -> None:
-        """Cast this rank's masters, or those of some parts, to what the model computes with, after an update."""
+        """Cast this rank's masters, or some of them, to the compute dtype after an update."""
         for optimizer_slice in self.optimizer_slices if slices is None else slices:
-            if optimizer_slice.master.data_ptr() != self.compute[optimizer_slice.flat_slice].data_ptr():
-                self.compute[optimizer_slice.flat_slice].copy_(optimizer_slice.master)
+            values = self.compute[optimizer_slice.flat_slice]
+            if optimizer_slice.master.data_ptr() != values.data_ptr():
+                values.copy_(optimizer_slice.master)
 
     def bump_versions(self, bucket_id: int) -> None:
-        """Parameters have other values now: autograd tells whoever has used them already."""
+        """Let autograd raise if a parameter of the bucket was used before it got its new values."""
         increment_version([self._parameters[member.name] for member in self.buckets[bucket_id].members])
 
     def load_assigned_values(self) -> None:
-        """Go on from the values that parameters have been given. Masters that are these, rounded, stay as they are."""
-        moved = {
-            m.name: p.detach().clone()
-            for m in self._all_members()
-            if self._has_new_storage(m, p := self._parameters[m.name])
+        """Continue from values that were assigned to parameters; masters that round to these values stay."""
+        assigned = {
+            name: self._parameters[name].detach().clone() for name in self._members if self._has_new_storage(name)
         }
-        for name, values in moved.items():
-            self._check_shape_and_device(name, values)
-        for member in self._all_members():
-            view = self.compute[member.start : member.stop].view(self._shapes[member.name])
-            if member.name in moved:
-                view.copy_(moved[member.name])
-                self._parameters[member.name].data = view
-        for optimizer_slice in self.optimizer_slices:
-            values = self.compute[optimizer_slice.flat_slice]
-            if optimizer_slice.master.data_ptr() != values.data_ptr():
-                same = optimizer_slice.master.to(values.dtype) == values
-                optimizer_slice.master.copy_(
-                    torch.where(same, optimizer_slice.master, values.to(optimizer_slice.master.dtype))
+        for name, values in assigned.items():
+            shape, device = self._shapes[name], self.compute.device
+            if values.shape != shape or values.device != device:
+                raise InputError(
+                    f"parameter {name} has become {list(values.shape)} on {values.device} after the module was "
+                    f"parallelized, when it was {list(shape)} on {device}; change shapes and devices before"
                 )
+        for name, values in assigned.items():
+            view = self._view(self._members[name])
+            view.copy_(values)
+            self._parameters[name].data = view
+        for optimizer_slice in self.optimizer_slices:
+            master, compute = optimizer_slice.master, self.compute[optimizer_slice.flat_slice]
+            if master.data_ptr() != compute.data_ptr():
+                is_same = master.to(compute.dtype) == compute
+                master.copy_(torch.where(is_same, master, compute.to(master.dtype)))
 
     def check_storage_unchanged(self) -> None:
-        """Updates would not reach a parameter that is no view of the flat tensor any more."""
+        """Raise if a parameter is no view of the flat tensor any more: updates would not reach it."""
         for name, address in self._addresses.items():
             if self._parameters[name].data_ptr() != address:
                 raise InputError(
                     f"parameter {name} was given other memory after the module was parallelized (p.data = ..., or by "
-                    "its module), where updates do not reach it; call engine.load_assigned_values() after you have assigned values"
+                    "its module), where updates do not reach it; call engine.load_assigned_values() after you have "
+                    "assigned values"
                 )
 
-    def _has_new_storage(self, member: BucketParameter, parameter: nn.Parameter) -> bool:
-        """It is no view of the flat tensor any more, or not the one that it was."""
-        view = self.compute[member.start : member.stop].view(self._shapes[member.name])
-        current, expected = ((t.data_ptr(), t.shape, t.stride()) for t in (parameter, view))
+    def _has_new_storage(self, name: str) -> bool:
+        tensors = self._parameters[name], self._view(self._members[name])
+        current, expected = ((t.data_ptr(), t.shape, t.stride()) for t in tensors)
         return current != expected
 
-    def _check_shape_and_device(self, name: str, values: Tensor) -> None:
-        if values.shape != self._shapes[name] or values.device != self.compute.device:
-            raise InputError(
-                f"parameter {name} has become {list(values.shape)} on {values.device} after the module was "
-                f"parallelized, when it was {list(self._shapes[name])} on {self.compute.device}; change shapes and "
-                "devices before"
-            )
-
     def local_shards(self, tensors: Sequence[Tensor]) -> dict[str, LocalShard]:
-        """One tensor for each part, cut into what this rank keeps of the parameters, by name."""
-        shards = {
-            member.name: LocalShard(self._shapes[member.name], 0, tensors[0][:0]) for member in self._all_members()
-        }
+        """By name, the shards of parameters in `tensors`, one for each optimizer slice."""
+        shards = {name: LocalShard(shape, 0, tensors[0][:0]) for name, shape in self._shapes.items()}
         for optimizer_slice, tensor in zip(self.optimizer_slices, tensors, strict=True):
-            for member, first, stop in _overlaps(self.buckets[optimizer_slice.bucket_id], optimizer_slice.flat_slice):
-                values = tensor[first - optimizer_slice.flat_slice.start : stop - optimizer_slice.flat_slice.start]
+            flat_slice = optimizer_slice.flat_slice
+            for member, first, stop in _overlaps(self.buckets[optimizer_slice.bucket_id], flat_slice):
+                values = tensor[first - flat_slice.start : stop - flat_slice.start]
                 shards[member.name] = LocalShard(self._shapes[member.name], first - member.start, values)
-        return {name: shards[name] for name in self._shapes}
-
-    def full_gradient(self, name: str) -> Tensor:
-        """A whole gradient, where whole gradients are kept."""
-        member = next(member for member in self._all_members() if member.name == name)
-        return self.gradients.local_slice(slice(member.start, member.stop)).view(self._shapes[name])
-
-    def _all_members(self) -> list[BucketParameter]:
-        return [member for bucket in self.buckets for member in bucket.members]
+        return shards
 
 
 def _overlaps(bucket: Bucket, flat_slice: slice) -> list[tuple[BucketParameter, int, int]]:
-    """(member, from, to) in the flat tensor, of the members that have elements in this place."""
-    overlaps = [
-        (member, max(member.start, flat_slice.start), min(member.stop, flat_slice.stop)) for member in bucket.members
-    ]
+    """(parameter, first, stop) in the flat tensor, for parameters with elements in a range."""
+    overlaps = [(m, max(m.start, flat_slice.start), min(m.stop, flat_slice.stop)) for m in bucket.members]
     return [(member, first, stop) for member, first, stop in overlaps if first < stop]
-
-
-class GradientBuffer:
-    """Collects what backward makes. Says which buckets are complete, first to last."""
-
-    def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        shard_index: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        keeps_full_gradients: bool,
-    ) -> None:
-        self._buckets = buckets
-        self._keeps_full_gradients = keeps_full_gradients
-        self._dtype, self._device = dtype, device
-        self._shard_slices = [bucket.shard_slice(shard_index) for bucket in buckets]
-        starts = [0]
-        for shard_slice in self._shard_slices:
-            starts.append(starts[-1] + shard_slice.stop - shard_slice.start)
-        self._offsets = starts
-        size = buckets[-1].stop if keeps_full_gradients else starts[-1]
-        self._flat = torch.zeros(size, dtype=dtype, device=device)
-        self._open_buckets: dict[int, Tensor] = {}  # Buckets in use, where only shards are kept
-        # Their members that have no gradient since the last `begin`; the first replaces what was there.
-        self._unwritten: list[set[str]] = [set() for _ in buckets]
-        self._missing: list[set[str]] = [set() for _ in buckets]  # Their members without a gradient in this backward
-        self.on_bucket_ready: Callable[[int], None] = lambda number: None
-
-    def begin_step(self) -> None:
-        """Of a step. What follows replaces what is there."""
-        self._unwritten = [{member.name for member in bucket.members} for bucket in self._buckets]
-
-    def begin_backward(self) -> None:
-        """Of a micro-batch."""
-        self._missing = [{member.name for member in bucket.members} for bucket in self._buckets]
-        if not self._keeps_full_gradients:
-            self._unwritten = [set(names) for names in self._missing]
-
-    def bucket(self, bucket_id: int) -> Tensor:
-        """All of it, as it stands on this rank."""
-        bucket = self._buckets[bucket_id]
-        if self._keeps_full_gradients:
-            return self._flat[bucket.start : bucket.stop]
-        if bucket_id not in self._open_buckets:
-            self._open_buckets[bucket_id] = tensor = torch.empty(bucket.length, dtype=self._dtype, device=self._device)
-            for gap in bucket.padding:
-                tensor[gap.start - bucket.start : gap.stop - bucket.start].zero_()
-        return self._open_buckets[bucket_id]
-
-    def shard(self, bucket_id: int) -> Tensor:
-        """This rank's part of the sum."""
-        if self._keeps_full_gradients:
-            return self._flat[self._shard_slices[bucket_id]]
-        return self._flat[self._offsets[bucket_id] : self._offsets[bucket_id + 1]]
-
-    def local_slice(self, flat_slice: slice) -> Tensor:
-        """What is kept of this place in the flat tensors; of a part, or anywhere if all is kept."""
-        if self._keeps_full_gradients or flat_slice.start == flat_slice.stop:
-            return self._flat[flat_slice]
-        bucket_id = next(
-            i for i, piece in enumerate(self._shard_slices) if piece.start <= flat_slice.start < piece.stop
-        )
-        offset = self._offsets[bucket_id] - self._shard_slices[bucket_id].start
-        return self._flat[flat_slice.start + offset : flat_slice.stop + offset]
-
-    def free_bucket(self, bucket_id: int) -> None:
-        """Nobody needs the bucket of this backward any more."""
-        self._open_buckets.pop(bucket_id, None)
-
-    def zero_missing(self, bucket_id: int) -> None:
-        """Members that got no gradient have a gradient of zero."""
-        bucket, tensor = self._buckets[bucket_id], self.bucket(bucket_id)
-        for member in bucket.members:
-            if member.name in self._unwritten[bucket_id]:
-                tensor[member.start - bucket.start : member.stop - bucket.start].zero_()
-        self._unwritten[bucket_id] = set()
-
-    def make_grad_hook(self, bucket_id: int, member: BucketParameter) -> Callable[[Tensor], None]:
-        start = self._buckets[bucket_id].start
-        span = slice(member.start - start, member.stop - start)
-
-        def collect(parameter: Tensor) -> None:
-            grad = parameter.grad
-            assert grad is not None
-            grad = grad.to_dense() if grad.is_sparse else grad
-            view = self.bucket(bucket_id)[span].view(grad.shape)
-            if member.name in self._unwritten[bucket_id]:
-                self._unwritten[bucket_id].discard(member.name)
-                view.copy_(grad)
-            else:
-                view.add_(grad)
-            parameter.grad = None
-            del grad  # before a bucket is sent, for which more may be needed
-            self._missing[bucket_id].discard(member.name)
-            if not self._missing[bucket_id]:
-                self.on_bucket_ready(bucket_id)
-
-        return collect

@@ -1,9 +1,8 @@
-"""Which modules use which parameters, so that a module can wait for what it is about to use.
+"""Records which modules use which parameters, so that a module can wait for exactly the buckets that it needs.
 
-It is found out by watching one forward. A parameter counts as used by the innermost module that is at work when any
-function of torch is given it, whoever owns it; and by the modules that own it, whether they were called or not. What is
-used while no module is at work, as by a loss function, counts for the module that was called last before. What was not
-seen to be used, or was before any module was called, is waited for when a step begins.
+One forward is recorded. A parameter counts as used by the innermost active module when any torch function takes it, and
+by each module that owns it. A use outside of all modules, as in a loss function, counts for the module that was called
+last. Parameters that were not used, or used before any module was called, are waited for at the beginning of a step.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,26 +11,27 @@ from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
+
+from motet.parallel.torch_private import is_innermost_mode
 
 
 class ParameterUsageTracker:
-    """`numbers`: what each parameter is a part of. `needed` is told, before a module begins, of what it will use."""
+    """Calls `wait_for_bucket` before a module begins, for each bucket that the module uses."""
 
     def __init__(
         self, module: nn.Module, bucket_ids: Mapping[Tensor, int], wait_for_bucket: Callable[[int], None]
     ) -> None:
         self._module = module
         self._wait_for_bucket = wait_for_bucket
-        self._bucket_ids = {id(parameter): number for parameter, number in bucket_ids.items()}
+        self._bucket_ids = {id(parameter): bucket_id for parameter, bucket_id in bucket_ids.items()}
         self._recorder: _ParameterUsageRecorder | None = None
-        self._waited_at_step_start: tuple[int, ...] = ()  # What a step waits for when it begins
-        # All numbers, by the first use; what was not used comes first. Empty until a forward was watched.
-        self.first_use_order: tuple[int, ...] = ()
+        self._waited_at_step_start: tuple[int, ...] = ()
+        self.first_use_order: tuple[int, ...] = ()  # All buckets, unused ones first; empty until a forward was recorded
 
     def begin_step(self) -> None:
-        """Of a step. Watch what comes, if nothing was watched yet."""
+        """Begin to record if nothing was recorded yet."""
         if self._recorder is None:
             self._recorder = _ParameterUsageRecorder(self._module, self._bucket_ids)
         self.exit_recorder()
@@ -39,46 +39,40 @@ class ParameterUsageTracker:
             self._wait_for_bucket(bucket_id)
 
     def exit_recorder(self) -> None:
-        """What watched, if it has seen a forward and is not in the middle of something."""
+        """Leave the recording mode once a forward was recorded."""
         if self._recorder is not None and self.first_use_order:
             self._recorder.exit_mode()
 
     def finish_recording(self) -> None:
-        """Of the forward that is watched. From now on modules wait."""
+        """End the recording of the first forward; from now on modules wait for their buckets."""
         recorder = self._recorder
         if recorder is None or self.first_use_order:
             return
         recorder.remove_hooks()
-        users: dict[nn.Module, dict[int, None]] = {}
+        users: dict[nn.Module | None, dict[int, None]] = {None: {}}
         for user in self._module.modules():
-            owned_ids = (self._bucket_ids.get(id(p)) for p in user.parameters(recurse=False))
-            users[user] = dict.fromkeys(bucket_id for bucket_id in owned_ids if bucket_id is not None)
-        used_before_modules: dict[int, None] = {}
-        for user_or_none, number in recorder.uses:
-            (used_before_modules if user_or_none is None else users[user_or_none])[number] = None
-        unused_ids = {
-            number for parameter, number in self._bucket_ids.items() if parameter not in recorder.used_parameters
-        }
-        self._waited_at_step_start = (
-            *sorted(unused_ids),
-            *(number for number in used_before_modules if number not in unused_ids),
-        )
-        self.first_use_order = tuple(
-            dict.fromkeys((*self._waited_at_step_start, *(number for _, number in recorder.uses)))
-        )
-        for user, used in users.items():
-            if used or user is self._module:
-                user.register_forward_pre_hook(self._make_wait_hook(tuple(used)))
+            owned = (self._bucket_ids.get(id(p)) for p in user.parameters(recurse=False))
+            users[user] = dict.fromkeys(bucket_id for bucket_id in owned if bucket_id is not None)
+        for user_or_none, bucket_id in recorder.uses:
+            users[user_or_none][bucket_id] = None
+        unused = {bucket_id for key, bucket_id in self._bucket_ids.items() if key not in recorder.used_parameters}
+        used_before_modules = (bucket_id for bucket_id in users.pop(None) if bucket_id not in unused)
+        self._waited_at_step_start = (*sorted(unused), *used_before_modules)
+        used = (bucket_id for _, bucket_id in recorder.uses)
+        self.first_use_order = tuple(dict.fromkeys((*self._waited_at_step_start, *used)))
+        for module, bucket_ids in users.items():
+            if module is not None and (bucket_ids or module is self._module):
+                module.register_forward_pre_hook(self._make_wait_hook(tuple(bucket_ids)))
 
-    def _make_wait_hook(self, used: tuple[int, ...]) -> Callable[..., None]:
+    def _make_wait_hook(self, bucket_ids: tuple[int, ...]) -> Callable[..., None]:
         def wait_before_forward(module: nn.Module, args: object) -> None:
-            for bucket_id in chain(self._waited_at_step_start, used):
+            for bucket_id in chain(self._waited_at_step_start, bucket_ids):
                 self._wait_for_bucket(bucket_id)
 
         return wait_before_forward
 
 
-# They see no values.
+# Functions that read no values.
 _METADATA_FUNCTIONS = {
     *(
         getattr(Tensor, name).__get__
@@ -89,13 +83,13 @@ _METADATA_FUNCTIONS = {
 
 
 class _ParameterUsageRecorder(TorchFunctionMode):
-    """Sees the arguments of all functions of torch that are called."""
+    """Records the arguments of all torch functions that are called."""
 
     def __init__(self, module: nn.Module, bucket_ids: Mapping[int, int]) -> None:
         super().__init__()
         self._bucket_ids = bucket_ids
         self._active_modules: list[nn.Module] = []
-        self._last_module: nn.Module | None = None  # That was called while no other was at work
+        self._last_module: nn.Module | None = None  # Called last while no other module was active
         self.uses: dict[tuple[nn.Module | None, int], None] = {}
         self.used_parameters: set[int] = set()
         self._handles: list[RemovableHandle] = []
@@ -122,8 +116,8 @@ class _ParameterUsageRecorder(TorchFunctionMode):
         self.exit_mode()
 
     def exit_mode(self) -> None:
-        """As soon as nothing that was entered later is in the way: modes are a stack."""
-        if not self._handles and _get_current_function_mode() is self:
+        """Exit if no mode was entered later: modes are a stack."""
+        if not self._handles and is_innermost_mode(self):
             self._mode_stack.close()
 
     def _on_forward_start(self, module: nn.Module, args: object) -> None:

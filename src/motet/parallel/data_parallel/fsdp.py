@@ -1,8 +1,7 @@
-"""Stage 3 of data parallelism, on torch's FSDP2: a rank keeps some rows of each parameter, master and gradient.
+"""Stage 3 of ZeRO on torch's FSDP2: a rank keeps some rows of each parameter, master and gradient.
 
-The parameters of a block are gathered when it is called, and again for its backward; what belongs to no block is held
-from the first forward to the end of backward. What has no rows, a single number, or is small, stays
-whole and is spread flat.
+The parameters of a block are gathered when it is called, and again for its backward. Parameters outside of blocks stay
+gathered from the first forward to the end of backward. Parameters that have no rows, or are small, are in buckets.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.tensor import DTensor
 
 from motet.core.errors import InputError
@@ -29,6 +27,7 @@ from motet.parallel.data_parallel.sharded_parameters import LocalShard
 from motet.parallel.data_parallel.wrap_policy import find_blocks
 from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits, FSDPUnit, is_replicated, shard_rows
 from motet.parallel.layout import Layout
+from motet.parallel.torch_private import reshard_to_secondary
 from motet.precision.recipe import PrecisionRecipe
 
 
@@ -36,12 +35,14 @@ def apply_fsdp(
     module: nn.Module,
     parameters: Mapping[str, tuple[int, nn.Parameter]],
     recipe: PrecisionRecipe,
+    *,
     mesh: ShardReplicaMesh,
     layout: Layout,
     settings: CommunicationSettings,
 ) -> "FSDP2DataParallel":
     """Shard a module, whose trainable `parameters` are name -> (optimizer group, parameter)."""
-    assert mesh.shard_group.process_group is not None
+    group = mesh.shard_group
+    assert group.process_group is not None
     replicated = {p for p in module.parameters() if is_replicated(tuple(p.shape), layout) or not p.is_floating_point()}
     row_sharded = {parameter for _, parameter in parameters.values()} - replicated
     for name, inner in module.named_modules():
@@ -50,33 +51,40 @@ def apply_fsdp(
                 f"{type(inner).__name__} {name!r} has sparse gradients, which layout.zero = 3 cannot cut into rows; "
                 "make it without sparse=True, or use layout.zero = 2"
             )
-    bucketed = {name: given for name, given in parameters.items() if given[1] in replicated}
-    root = _FSDPRootModule(module)
-    fsdp_options: dict[str, Any] = {
-        "mesh": DeviceMesh.from_group(mesh.shard_group.process_group, mesh.shard_group.device.type),
-        "mp_policy": MixedPrecisionPolicy(
-            getattr(torch, recipe.compute), getattr(torch, recipe.reduce), cast_forward_inputs=False
-        ),
-        "ignored_params": replicated,
-    }
-    block_modules = find_blocks(module)
-    units = describe_fsdp_units(module, block_modules, replicated)
-    fsdp_blocks = [
-        fully_shard(b, reshard_after_forward=layout.reshard_after_forward, **fsdp_options) for b in block_modules
-    ]
-    fsdp_modules = [*fsdp_blocks, fully_shard(root, reshard_after_forward=False, **fsdp_options)]
+    bucketed = {name: grouped for name, grouped in parameters.items() if grouped[1] in replicated}
+    compute, reduce = getattr(torch, recipe.compute), getattr(torch, recipe.reduce)
+    shard: Callable[..., FSDPModule] = partial(
+        fully_shard,
+        mesh=DeviceMesh.from_group(group.process_group, group.device.type),
+        mp_policy=MixedPrecisionPolicy(compute, reduce, cast_forward_inputs=False),
+        ignored_params=replicated,
+    )
+    root, blocks = _FSDPRootModule(module), find_blocks(module)
+    units = describe_fsdp_units(module, blocks, replicated)
+    fsdp_blocks = [shard(block, reshard_after_forward=layout.reshard_after_forward) for block in blocks]
+    fsdp_modules = [*fsdp_blocks, shard(root, reshard_after_forward=False)]
     if layout.secondary_shards:
         _install_secondary_shards(fsdp_blocks, mesh)
-    unit_specs, shard_specs = row_shard_reduction_specs(
-        [unit.trainable for unit in units], layout.shards, recipe.reduce
+    unit_specs, shard_specs = row_shard_reduction_specs([u.trainable for u in units], layout.shards, recipe.reduce)
+    communicator = DataParallelCommunicator(
+        mesh, layout, settings, unsharded_specs=unit_specs, shard_specs=[shard_specs] * layout.shards
     )
-    communicator = DataParallelCommunicator(mesh, layout, settings, unit_specs, [shard_specs] * layout.shards)
-    replica_hooks = [_install_collectives(unit, number, communicator) for number, unit in enumerate(fsdp_modules)]
-    named = dict(module.named_parameters())  # other objects than those that were given
+    replica_hooks = [_install_collectives(unit, i, communicator) for i, unit in enumerate(fsdp_modules)]
+    named = dict(module.named_parameters())  # FSDP2 has replaced the parameters by DTensors
     sharded_parameters = {name: (group, named[name]) for name, (group, _) in parameters.items() if name not in bucketed}
     uncompressed = settings.model_copy(update={"compress_gradients": None, "compress_parameters": None})
-    unsharded = build_bucketed_data_parallel(bucketed, recipe, mesh, layout, uncompressed) if bucketed else None
-    fsdp = FSDP2DataParallel(root, fsdp_modules, units, sharded_parameters, communicator, replica_hooks, unsharded)
+    unsharded = None
+    if bucketed:
+        unsharded = build_bucketed_data_parallel(bucketed, recipe, mesh, layout=layout, settings=uncompressed)
+    fsdp = FSDP2DataParallel(
+        root,
+        fsdp_modules,
+        units,
+        sharded_parameters=sharded_parameters,
+        communicator=communicator,
+        replica_hooks=replica_hooks,
+        unsharded=unsharded,
+    )
     module.forward = fsdp.wrap_as_forward(module.forward)
     return fsdp
 
@@ -84,28 +92,32 @@ def apply_fsdp(
 def describe_fsdp_units(
     module: nn.Module, blocks: Sequence[nn.Module], replicated: Collection[nn.Parameter]
 ) -> tuple[FSDPUnit, ...]:
-    """The units of a module before it is sharded; each parameter is in the first that has it."""
+    """The units of a module before it is sharded; a shared parameter is in the first that has it."""
     assigned = set(replicated)
-    units = []
     parameters = [p for _, p in module.named_parameters(remove_duplicate=False)]
     block_parameters = {p for block in blocks for p in block.parameters()}
-    last_block_index = max((place for place, p in enumerate(parameters) if p in block_parameters), default=-1)
-    after_blocks = set(parameters[last_block_index + 1 :]) - block_parameters
+    last_in_block = max((i for i, p in enumerate(parameters) if p in block_parameters), default=-1)
+    after_blocks = set(parameters[last_in_block + 1 :]) - block_parameters
+    units = []
     for unit in (*blocks, module):
         new = [p for p in unit.parameters() if p not in assigned]
         assigned.update(new)
-        trainable, frozen = ([tuple(p.shape) for p in new if p.requires_grad == which] for which in (True, False))
-        late = tuple(tuple(p.shape) for p in new if unit is module and p.requires_grad and p in after_blocks)
-        units.append(FSDPUnit(tuple(trainable), tuple(frozen), unit is not module, late))
+        trainable = [p for p in new if p.requires_grad]
+        late = [p for p in trainable if unit is module and p in after_blocks]
+        frozen = [p for p in new if not p.requires_grad]
+        trainable_shapes, frozen_shapes, late_shapes = (
+            tuple(tuple(p.shape) for p in each) for each in (trainable, frozen, late)
+        )
+        units.append(FSDPUnit(trainable_shapes, frozen_shapes, unit is not module, late_shapes))
     return tuple(units)
 
 
 def local_shard(parameter: Tensor, values: Tensor | None = None) -> LocalShard:
-    """What this rank keeps of a parameter, sharded or not; or of `values` that belong to it."""
+    """This rank's shard of a parameter, sharded or not, or of `values` that belong to that shard."""
     if not isinstance(parameter, DTensor):
         return LocalShard(parameter.shape, 0, parameter.detach() if values is None else values)
     shape, mesh = parameter.shape, parameter.device_mesh
-    coordinate = mesh.get_coordinate()  # never by its group, which may be one of these ranks that has ended: see _local
+    coordinate = mesh.get_coordinate()  # not by its group, which may belong to an ended process group
     assert coordinate is not None
     first, _ = shard_rows(shape[0], mesh.size(), coordinate[0])
     return LocalShard(shape, first * prod(shape[1:]), _local_rows(parameter) if values is None else values)
@@ -113,18 +125,18 @@ def local_shard(parameter: Tensor, values: Tensor | None = None) -> LocalShard:
 
 @dataclass
 class FSDP2DataParallel:
-    """A sharded module. Outside of its forward, and of what else `calling` gives, it has shards only."""
+    """A module sharded at stage 3. Outside of its forward, and of `wrap_as_forward`, it has shards only."""
 
     root: "_FSDPRootModule"
-    fsdp_modules: Sequence[FSDPModule]  # What is gathered as one: the blocks, and the root with what is in none
+    fsdp_modules: Sequence[FSDPModule]  # The blocks, and the root with the parameters outside of blocks
     fsdp_units: tuple[FSDPUnit, ...]  # The same as values
     sharded_parameters: Mapping[str, tuple[int, nn.Parameter]]  # Name -> (optimizer group, parameter)
     communicator: DataParallelCommunicator
     replica_hooks: Sequence["_HSDPAllReduceHook"]
-    unsharded: BucketedDataParallel | None  # Of what stays whole
+    unsharded: BucketedDataParallel | None  # The parameters that are not cut into rows
 
     def wrap_as_forward(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function of the module, which may use its parameters outside of a forward."""
+        """The same function, in which parameters of the module may be used outside of its forward."""
 
         @wraps(compute)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -139,12 +151,15 @@ class FSDP2DataParallel:
                     "layout.zero = 3 gathers the parameters of a block when it is called, but "
                     f"{type(self.root.module).__name__} uses some of one in another way; use layout.zero = 2"
                 ) from error
-            if not torch.is_grad_enabled():  # no backward will free them
-                for unit in self.fsdp_modules:
-                    unit.reshard()
+            if not torch.is_grad_enabled():  # no backward will reshard them
+                self._reshard()
             return result
 
         return call
+
+    def _reshard(self) -> None:
+        for unit in self.fsdp_modules:
+            unit.reshard()
 
     @property
     def comm_units(self) -> BucketsAndFSDPUnits:
@@ -152,10 +167,8 @@ class FSDP2DataParallel:
 
     @property
     def optimizer_groups(self) -> Sequence[int]:
-        return [
-            *(group for group, _ in self.sharded_parameters.values()),
-            *(self.unsharded.optimizer_groups if self.unsharded else ()),
-        ]
+        groups = [group for group, _ in self.sharded_parameters.values()]
+        return [*groups, *(self.unsharded.optimizer_groups if self.unsharded else ())]
 
     @property
     def local_masters(self) -> Sequence[Tensor]:
@@ -178,21 +191,17 @@ class FSDP2DataParallel:
 
     def begin_backward(self, is_first: bool, is_last: bool) -> None:
         self.communicator.begin_backward(is_first)
-        for replica_hook in self.replica_hooks:
-            replica_hook.is_last_microbatch = is_last
+        for hook in self.replica_hooks:
+            hook.is_last_microbatch = is_last
         if self.unsharded:
             self.unsharded.begin_backward(is_first, is_last)
 
     def end_backward(self) -> None:
-        assert not any(s.is_last_microbatch and s.accumulated is not None for s in self.replica_hooks), (
-            "a block had no last backward"
-        )
+        is_incomplete = any(hook.is_last_microbatch and hook.accumulated is not None for hook in self.replica_hooks)
+        assert not is_incomplete, "a block had no last backward"
         self.communicator.end_backward()
-        if (
-            self.communicator.mesh.secondary_shard_group
-        ):  # a block without a backward still has its second copy, which is out of date now
-            for unit in self.fsdp_modules:
-                unit.reshard()
+        if self.communicator.mesh.secondary_shard_group:  # a block without a backward still has stale secondary shards
+            self._reshard()
         if self.unsharded:
             self.unsharded.end_backward()
 
@@ -208,24 +217,22 @@ class FSDP2DataParallel:
         self.sync_parameters()
 
     def wait_for_pending(self) -> None:
-        """Nothing of it is underway between steps."""
+        """Do nothing: no communication is in flight between steps."""
 
     def load_assigned_values(self) -> None:
-        """The rows of this rank are masters themselves."""
+        """Only buckets have masters of their parameters; a row-sharded parameter is its master."""
         if self.unsharded:
             self.unsharded.load_assigned_values()
 
     def sync_parameters(self) -> None:
-        """Blocks gather what the masters are, when they are called."""
+        """Gather buckets; a block gathers its parameters when it is called."""
         if self.unsharded:
             self.unsharded.sync_parameters()
 
     def local_shards(self, tensors: Sequence[Tensor]) -> dict[str, LocalShard]:
         count = len(self.sharded_parameters)
-        shards = {
-            name: local_shard(p, t)
-            for (name, (_, p)), t in zip(self.sharded_parameters.items(), tensors[:count], strict=True)
-        }
+        named = zip(self.sharded_parameters, self._parameters, tensors[:count], strict=True)
+        shards = {name: local_shard(parameter, tensor) for name, parameter, tensor in named}
         return shards | (self.unsharded.local_shards(tensors[count:]) if self.unsharded else {})
 
     def compression_state(self) -> dict[str, LocalShard | Tensor]:
@@ -237,7 +244,7 @@ class FSDP2DataParallel:
 
 
 class _FSDPRootModule(nn.Module):
-    """Makes one forward of whatever is computed with a module: FSDP2 gathers, reduces and frees around forwards."""
+    """Runs any function as one forward, since FSDP2 gathers, reduces and reshards around forwards."""
 
     module: nn.Module
 
@@ -255,10 +262,9 @@ class _FSDPRootModule(nn.Module):
 
 
 def _local_rows(tensor: Tensor) -> Tensor:
-    """The rows of this rank one after another, as a view.
+    """A flat view of this rank's rows.
 
-    No operation is done on the DTensor: torch keeps what it has found out for meshes of these ranks, with their groups,
-    beyond the end of a group.
+    It runs no operation on the DTensor: torch caches what it computes for a mesh, with process groups that may have ended.
     """
     assert isinstance(tensor, DTensor)
     local: Tensor = tensor.to_local()
@@ -271,7 +277,7 @@ def _local_rows(tensor: Tensor) -> Tensor:
 def _install_collectives(
     unit: FSDPModule, unit_id: int, communicator: DataParallelCommunicator
 ) -> "_HSDPAllReduceHook":
-    """Sums instead of means, carried as all others are."""
+    """Replace FSDP2's collectives by those of the communicator, which sum where FSDP2 averages."""
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
     unit.set_custom_all_gather(_FSDPAllGather(communicator, unit_id))  # type: ignore[arg-type]  # its base is private
@@ -286,35 +292,24 @@ def _install_collectives(
 
 
 def _install_secondary_shards(blocks: Sequence[FSDPModule], mesh: ShardReplicaMesh) -> None:
-    """What an integer `reshard_after_forward` of FSDP2 does.
+    """Do what an integer `reshard_after_forward` of FSDP2 does.
 
-    Given the integer, FSDP2 would make process groups for every block, and wrong ones where ranks are several replicas.
+    FSDP2 itself would make process groups for every block, and wrong ones where ranks are several replicas.
     """
-    intra, inter, shards = (
-        group.process_group
-        for group in (mesh.secondary_shard_group, mesh.secondary_replica_group, mesh.shard_group)
-        if group
-    )
+    groups = (mesh.secondary_shard_group, mesh.secondary_replica_group, mesh.shard_group)
+    intra, inter, shards = (group.process_group for group in groups if group)
     assert intra is not None and inter is not None and shards is not None
     ranks = torch.tensor(dist.get_process_group_ranks(shards)).view(inter.size(), intra.size())
     mesh_2d = DeviceMesh.from_group(
         [inter, intra], mesh.shard_group.device.type, mesh=ranks, mesh_dim_names=("far", "near")
     )
-    info = HSDPMeshInfo(mesh_2d, shard_mesh_dim=1, replicate_mesh_dim=0)
     for block in blocks:
-        state: Any = block._get_fsdp_state()
-        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-        for group in groups:
-            group.post_forward_mesh_info = info
-            for parameter in group.fsdp_params:
-                parameter.post_forward_mesh_info = info
-                unsharded = torch.empty(parameter._orig_size, device="meta")
-                parameter._init_sharded_post_forward_param_metadata(unsharded)
+        reshard_to_secondary(block, mesh_2d)
 
 
 @dataclass(frozen=True)
 class _FSDPCustomCollective:
-    """A collective of FSDP2, which overlaps them by streams: the current one has waited when a call returns."""
+    """A collective of FSDP2; the current stream has waited for it when a call returns."""
 
     communicator: DataParallelCommunicator
     unit_id: int
@@ -328,7 +323,7 @@ class _FSDPAllGather(_FSDPCustomCollective):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         from_secondary = dist.get_world_size(group) < self.communicator.mesh.shard_group.world
-        self.communicator.all_gather(self.unit_id, output_tensor, input_tensor, from_secondary).wait()
+        self.communicator.all_gather(self.unit_id, output_tensor, input_tensor, from_secondary=from_secondary).wait()
 
 
 class _FSDPReduceScatter(_FSDPCustomCollective):
@@ -336,21 +331,19 @@ class _FSDPReduceScatter(_FSDPCustomCollective):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         assert op == dist.ReduceOp.SUM, op
-        if (
-            self.communicator.uses_summation_tree
-        ):  # FSDP2 adds micro-batches up; the sum of all of them comes with the last
+        if self.communicator.uses_summation_tree:  # FSDP2 adds up micro-batches; only the last one writes the sum
             output_tensor.zero_()
         self.communicator.reduce_scatter(self.unit_id, output_tensor, input_tensor).wait()
 
 
 @dataclass
 class _HSDPAllReduceHook:
-    """Called with a unit's shard of the gradients of a backward: sums it over the replicas, once a step."""
+    """Called with a unit's gradient shard after each backward; reduces it over the replicas once a step."""
 
     communicator: DataParallelCommunicator
     unit_id: int
-    is_last_microbatch: bool = True  # The micro-batch is the last of the step
-    accumulated: Tensor | None = None  # The sum over those before it
+    is_last_microbatch: bool = True
+    accumulated: Tensor | None = None  # Sum over the earlier micro-batches
 
     def __call__(self, shard: Tensor) -> None:
         if not self.is_last_microbatch:

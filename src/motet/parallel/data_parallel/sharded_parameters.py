@@ -1,4 +1,4 @@
-"""What training asks of parameters that are spread over ranks, however that is done."""
+"""The interface between training and parameters that are distributed over ranks, at any stage of ZeRO."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -10,19 +10,19 @@ from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits
 
 
 class LocalShard(NamedTuple):
-    """What a rank keeps of a parameter: its elements from `start` on, in a row."""
+    """The contiguous elements of a parameter that a rank holds, from `start` on."""
 
-    shape: torch.Size  # Of the whole
+    shape: torch.Size  # Of the unsharded parameter
     start: int
     values: Tensor
 
 
 class ShardedParameters(Protocol):
-    """The trainable parameters of a model, as one rank keeps and updates them."""
+    """The trainable parameters of a model, as one rank holds and updates them."""
 
     @property
     def comm_units(self) -> BucketsAndFSDPUnits:
-        """What travels together."""
+        """Everything that a step communicates."""
 
     @property
     def optimizer_groups(self) -> Sequence[int]:
@@ -30,44 +30,44 @@ class ShardedParameters(Protocol):
 
     @property
     def local_masters(self) -> Sequence[Tensor]:
-        """What this rank updates."""
+        """The tensors that this rank updates."""
 
     @property
     def contributes_to_norm(self) -> bool:
-        """Whether this rank's share of a sum over all parameters counts; it is one of several replicas' otherwise."""
+        """Whether this rank counts in sums over all parameters; other replicas' ranks would count them again."""
 
     @property
     def updates_on_arrival(self) -> bool:
-        """Gradients of what this rank updates come after `reduced` was scaled, with the update."""
+        """Whether `update` gathers gradients, after `reduced_gradients` were scaled, and updates as they arrive."""
 
     def begin_step(self) -> None: ...
 
     def begin_backward(self, is_first: bool, is_last: bool) -> None:
-        """Of a micro-batch, which is the first or last of the step."""
+        """Begin the backward of a micro-batch, which is the first or last of the step."""
 
     def end_backward(self) -> None:
-        """After the last of a step, gradients are summed over micro-batches and ranks."""
+        """End a backward; after the last, gradients are summed over micro-batches and ranks."""
 
     def local_gradients(self) -> Sequence[Tensor]:
-        """Those of the masters."""
+        """The gradients of the masters."""
 
     def reduced_gradients(self) -> Sequence[Tensor]:
-        """What this rank has of the sums, each number once over the ranks that count; to be scaled in place."""
+        """This rank's shards of the sums, each element once over the ranks that count; may be scaled in place."""
 
     def update(self, update_masters: Callable[[Sequence[int]], None]) -> None:
-        """Have the masters of these numbers updated, and give the model of every rank what they are then."""
+        """Update masters by their indices, and let every rank compute with the result."""
 
     def load_assigned_values(self) -> None:
-        """Go on from the values that somebody has given to parameters, on all ranks alike."""
+        """Continue from values that were assigned to parameters, on all ranks alike."""
 
     def sync_parameters(self) -> None:
-        """Give the model of every rank what the masters are now."""
+        """Let every rank compute with the current masters."""
 
     def wait_for_pending(self) -> None:
-        """Until the model and the masters of this rank are what the last update or `publish` made of them."""
+        """Wait until parameters and masters have the values of the last update or `sync_parameters`."""
 
     def local_shards(self, tensors: Sequence[Tensor]) -> dict[str, LocalShard]:
-        """One tensor for each master, cut into what this rank keeps of the parameters, by name."""
+        """By name, the shards of parameters in `tensors`, one for each master."""
 
     def compression_state(self) -> dict[str, LocalShard | Tensor]:
-        """What compression goes by in the next step, which the same layout alone can go on with; as views."""
+        """State of compression that only the same layout can continue with, as views."""

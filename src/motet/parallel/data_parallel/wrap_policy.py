@@ -1,4 +1,4 @@
-"""The blocks of a model, by its structure alone: what is gathered, computed with and freed as one piece."""
+"""The blocks of a model, by its structure alone: FSDP2 gathers and reshards the parameters of a block together."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -9,9 +9,9 @@ _LIST_TYPES = (nn.ModuleList, nn.Sequential)
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
-    """The outermost items of its lists of modules, where nothing outside of an item has a parameter of it.
+    """The outermost items of lists of modules whose parameters nothing else owns.
 
-    Lists inside of items stay whole: they may be experts, of which ranks call different ones.
+    Lists inside of items are not split: they may be experts, of which ranks call different ones.
     """
     module_counts = Counter(inner for _, inner in module.named_modules(remove_duplicate=False))
     parameter_counts = Counter(p for _, p in module.named_parameters(remove_duplicate=False))
@@ -32,7 +32,7 @@ def _list_items(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_block(child: nn.Module, in_list: bool) -> bool:
-    """Something with parameters that is called. A single layer in a sequence is too little of one."""
+    """Whether a child has parameters and a forward; a single layer of a Sequential is too small."""
     called = type(child).forward is not nn.Module.forward
     large = in_list or any(True for _ in child.children())
     return called and large and not isinstance(child, _LIST_TYPES) and any(True for _ in child.parameters())

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from motet.collectives.execute.api import WorkHandle, all_gather, sum_scalars
-from motet.parallel.data_parallel.bucketed_zero import broadcast_buffers, persistent_buffers
 from motet.parallel.data_parallel.communication.communication_settings import (
     CommunicationSettings,
     resolve_communication_groups,
@@ -29,6 +28,7 @@ from motet.parallel.layout import Layout
 from motet.parallel.local_sgd.pseudo_gradients import PseudoGradientReducer
 from motet.parallel.local_sgd.schedule import FragmentSyncSchedule, LocalSGDSettings, split_into_fragments
 from motet.parallel.process.process_group import RankGroup
+from motet.parallel.process.rank_consistency import broadcast_buffers, persistent_buffers
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,19 @@
-"""What must be alike on all ranks, compared before training: other modules or settings would go unnoticed otherwise."""
+"""Ranks start alike: modules and settings are compared, and parameters and buffers broadcast from the first rank."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from motet.collectives.execute.api import all_reduce, broadcast
+from motet.collectives.execute.api import RankGroupLike, all_reduce, broadcast
 from motet.core.errors import InputError, PeerFailedError
 from motet.parallel.data_parallel.wrap_policy import find_blocks
 from motet.parallel.process.process_group import RankGroup
 
 
 def module_signature(module: nn.Module) -> list[str]:
-    """A line for each parameter and block, in order: by the place in these lists ranks know what others send."""
+    """A line for each parameter and block; ranks identify tensors by their position in this order."""
     blocks = set(find_blocks(module))
     return [
         *(
@@ -25,7 +25,7 @@ def module_signature(module: nn.Module) -> list[str]:
 
 
 def check_same_on_all_ranks(lines: Sequence[str], group: RankGroup) -> None:
-    """Every rank must have the lines of the first one."""
+    """Raise on all ranks if a rank has other lines than the first rank."""
     if group.world == 1:
         return
     encoded = "\n".join(lines).encode()
@@ -36,14 +36,40 @@ def check_same_on_all_ranks(lines: Sequence[str], group: RankGroup) -> None:
         text = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).clone()
     text = text.to(group.device)
     broadcast(text, group)
-    rank0_lines = bytes(text.tolist()).decode().split("\n")
-    difference = next(((a, b) for a, b in zip_longest(lines, rank0_lines, fillvalue="nothing more") if a != b), None)
+    first_lines = bytes(text.tolist()).decode().split("\n")
+    difference = next(((a, b) for a, b in zip_longest(lines, first_lines, fillvalue="nothing more") if a != b), None)
     any_differs = torch.tensor([difference is not None], dtype=torch.int64, device=group.device)
     all_reduce(any_differs, group, op="max")
     if difference is not None:
         raise InputError(
-            f"rank {group.rank} has {difference[0]}, where rank 0 has {difference[1]}; build the same module with the same "
-            "settings on every rank"
+            f"rank {group.rank} has {difference[0]}, where rank 0 has {difference[1]}; build the same module with the "
+            "same settings on every rank"
         )
     if int(any_differs):
         raise PeerFailedError("another rank has not the module or the settings of rank 0, and says which")
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that belong to the state of a module, such as running statistics."""
+    return {
+        f"{prefix}.{name}".lstrip("."): buffer
+        for prefix, inner in module.named_modules()
+        for name, buffer in inner._buffers.items()  # a state_dict has them too, but costs more than a step may
+        if buffer is not None and name not in inner._non_persistent_buffers_set
+    }
+
+
+def broadcast_buffers(module: nn.Module, ranks: RankGroupLike) -> None:
+    """Give all ranks the first rank's buffers: there is one set of them in every step, evaluation and checkpoint."""
+    for buffer in persistent_buffers(module).values():
+        if not buffer.is_contiguous():
+            buffer.data = buffer.data.contiguous()
+        broadcast(buffer.detach(), ranks)
+
+
+def broadcast_parameters_and_buffers(module: nn.Module, ranks: RankGroupLike) -> None:
+    """Give all ranks the first rank's values, however the modules were initialised."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.contiguous()
+        broadcast(parameter.data, ranks)
+    broadcast_buffers(module, ranks)

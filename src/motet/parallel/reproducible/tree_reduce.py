@@ -1,10 +1,12 @@
-"""Sums of gradients by one tree over the rows of the global batch: the same bits in every layout.
+"""Reductions of gradients by one tree over the rows of the global batch: the same bits in every layout.
 
-They stand in for a reduce-scatter and an all-reduce. What ranks tell each other are sums of the tree, all to all; who
-keeps a shard finishes the tree for it. An output is written with the last micro-batch of a step.
+They replace a reduce-scatter and an all-reduce. Ranks exchange partial sums of the tree, all to all, and the rank that
+holds a shard completes its tree. An output is written with the last micro-batch of a step.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -20,31 +22,51 @@ from motet.parallel.reproducible.summation_tree import PartialTreeSums, Summatio
 from motet.parallel.row_assignment import microbatches_of_rank, partial_sums_sent_by_rank, partial_sums_sent_by_replica
 
 
+class WorkWithFinish:
+    """A collective in flight, and a function that the waiter calls after it."""
+
+    def __init__(self, work: WorkHandle, finish: Callable[[], None], sent: Tensor | None = None) -> None:
+        self._work: WorkHandle | None = work
+        self._finish: Callable[[], None] | None = finish
+        self._sent = sent  # Its memory must not be reused until it is sent
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            finish, self._work, self._finish, self._sent = self._finish, None, None, None
+            assert finish is not None
+            finish()
+
+    def is_completed(self) -> bool:
+        return self._work is None or self._work.is_completed()
+
+
 class ReproducibleTreeReducer:
-    """Those of one model."""
+    """The tree reductions of one model."""
 
     def __init__(self, mesh: ShardReplicaMesh, layout: Layout) -> None:
         assert layout.reproducible_batch_size is not None
         self._mesh = mesh
-        self._layout = layout
-        self._batch_size = layout.reproducible_batch_size
-        shard_group_ranks = [mesh.replica_group.rank * layout.shards + shard for shard in range(layout.shards)]
-        self._microbatch_rows = microbatches_of_rank(layout, shard_group_ranks[mesh.shard_group.rank], self._batch_size)
-        # For each micro-batch: the sums that each rank gives.
+        batch_size = layout.reproducible_batch_size
+        self._last_microbatch = layout.microbatches - 1
+        group_ranks = [mesh.replica_group.rank * layout.shards + shard for shard in range(layout.shards)]
+        self._microbatch_rows = microbatches_of_rank(layout, group_ranks[mesh.shard_group.rank], batch_size)
+        # For each micro-batch: the partial sums that each rank of the shard group sends.
         self._nodes_sent_by_rank = list(
-            zip(*(partial_sums_sent_by_rank(layout, mate) for mate in shard_group_ranks), strict=True)
+            zip(*(partial_sums_sent_by_rank(layout, rank) for rank in group_ranks), strict=True)
         )
         self._nodes_sent_by_replica = [
             partial_sums_sent_by_replica(layout, replica) for replica in range(mesh.replica_group.world)
         ]
-        self._local_sums: dict[int, PartialTreeSums[Tensor]] = {}  # Of this rank's rows, of whole buckets
-        # Of the rows of the ranks that share a copy, of this rank's shards.
-        self._shard_sums: dict[int, PartialTreeSums[Tensor]] = {}
+        self._new_sums: Callable[[], PartialTreeSums[Tensor]] = partial(PartialTreeSums, batch_size, torch.Tensor.add_)
+        self._local_sums: dict[int, PartialTreeSums[Tensor]] = defaultdict(
+            self._new_sums
+        )  # Unsharded, rows of this rank
+        self._shard_sums: dict[int, PartialTreeSums[Tensor]] = defaultdict(self._new_sums)  # Shards, rows of the group
         self._microbatch = 0
         self._reduced_buckets: set[int] = set()
 
     def begin_backward(self, microbatch: int) -> None:
-        """Of a micro-batch."""
         self._microbatch = microbatch
         self._reduced_buckets.clear()
 
@@ -56,85 +78,57 @@ class ReproducibleTreeReducer:
             )
 
     def reduce_scatter(self, bucket_id: int, shard: Tensor, unsharded: Tensor) -> WorkHandle:
-        """Over the ranks that share a copy; `whole` is ours from now on."""
+        """Sum over the shard group. The reducer keeps `unsharded`."""
         if bucket_id in self._reduced_buckets:
             raise InputError(
                 "run.reproducible = 'layout': a block of the model is used twice in one forward, whose gradients "
-                "layout.zero = 3 sums apart; use layout.zero = 2"
+                "layout.zero = 3 sums separately; use layout.zero = 2"
             )
         self._reduced_buckets.add(bucket_id)
-        local_sums, shard_sums = (
-            self._sums_of_bucket(self._local_sums, bucket_id),
-            self._sums_of_bucket(self._shard_sums, bucket_id),
-        )
-        microbatch_rows = self._microbatch_rows[self._microbatch]
-        if microbatch_rows.contributes_gradients:
-            local_sums.add(SummationTreeNode(microbatch_rows.rows.start, microbatch_rows.rows.stop), unsharded)
+        local_sums, shard_sums = self._local_sums[bucket_id], self._shard_sums[bucket_id]
+        microbatch = self._microbatch_rows[self._microbatch]
+        if microbatch.contributes_gradients:
+            local_sums.add(SummationTreeNode(microbatch.rows.start, microbatch.rows.stop), unsharded)
         nodes_sent = self._nodes_sent_by_rank[self._microbatch]
         if not any(nodes_sent):
             return CompletedWork()
-        shape = (unsharded.numel(), unsharded.dtype)
+
+        def finish() -> None:
+            if self._is_last and self._mesh.replica_group.world == 1:
+                shard.copy_(_pop_total(shard_sums))
+
         return _exchange_partial_sums(
-            local_sums, shard_sums, nodes_sent, self._mesh.shard_group, lambda: self._finish(shard_sums, shard), shape
+            local_sums, shard_sums, nodes_sent, group=self._mesh.shard_group, on_arrival=finish, like=unsharded
         )
 
     def all_reduce(self, bucket_id: int, shard: Tensor) -> WorkHandle:
-        """Over the replicas, of what `reduce_scatter` of this number has; `shard` is where the sum goes."""
-        replicas, shard_sums = self._mesh.replica_group, self._sums_of_bucket(self._shard_sums, bucket_id)
-        finished = PartialTreeSums[Tensor](self._batch_size, torch.Tensor.add_)
+        """Sum over the replicas what `reduce_scatter` of this bucket has, into `shard`."""
+        replicas, finished = self._mesh.replica_group, self._new_sums()
 
         def gather() -> None:
-            total_shard = _pop_total(finished)
-            gathered = total_shard.new_empty(replicas.world * total_shard.numel())
-            all_gather(gathered, total_shard, replicas)
+            total = _pop_total(finished)
+            gathered = total.new_empty(replicas.world * total.numel())
+            all_gather(gathered, total, replicas)
             shard.copy_(gathered[: shard.numel()])
 
-        return _exchange_partial_sums(
-            shard_sums, finished, self._nodes_sent_by_replica, replicas, gather, (shard.numel(), shard.dtype)
-        )
-
-    def _finish(self, shard_sums: PartialTreeSums[Tensor], shard: Tensor) -> None:
-        if self._is_last and self._mesh.replica_group.world == 1:
-            shard.copy_(_pop_total(shard_sums))
-
-    def _sums_of_bucket(
-        self, sums_by_bucket: dict[int, PartialTreeSums[Tensor]], bucket_id: int
-    ) -> PartialTreeSums[Tensor]:
-        return sums_by_bucket.setdefault(bucket_id, PartialTreeSums(self._batch_size, torch.Tensor.add_))
+        sums, nodes_sent = self._shard_sums[bucket_id], self._nodes_sent_by_replica
+        return _exchange_partial_sums(sums, finished, nodes_sent, group=replicas, on_arrival=gather, like=shard)
 
     @property
     def _is_last(self) -> bool:
-        return self._microbatch == self._layout.microbatches - 1
-
-
-class _PendingPartialSumExchange:
-    """All to all, underway."""
-
-    def __init__(self, work: WorkHandle, finish: Callable[[], None], message: Tensor) -> None:
-        self._work: WorkHandle | None = work
-        self._finish = finish
-        self._message: Tensor | None = message  # Nobody may use its memory until it is sent
-
-    def wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-            self._work = self._message = None
-            self._finish()
-
-    def is_completed(self) -> bool:
-        return self._work is None or self._work.is_completed()
+        return self._microbatch == self._last_microbatch
 
 
 def _exchange_partial_sums(
     source: PartialTreeSums[Tensor],
     destination: PartialTreeSums[Tensor],
     nodes_sent: Sequence[Sequence[SummationTreeNode]],
+    *,
     group: RankGroup,
     on_arrival: Callable[[], None],
-    shape: tuple[int, torch.dtype],
+    like: Tensor,
 ) -> WorkHandle:
-    """Rank i of the group gives the sums `told[i]`, and takes its part of everybody's."""
-    numel, dtype = shape
+    """Each rank i sends its partial sums `nodes_sent[i]`, and receives its shard of those of all ranks."""
     sums = source.pop_all()
     assert list(sums) == list(nodes_sent[group.rank]), (list(sums), nodes_sent[group.rank])
     if group.world == 1:
@@ -142,34 +136,34 @@ def _exchange_partial_sums(
             destination.add(node, tensor)
         on_arrival()
         return CompletedWork()
-    part_numel = -(-numel // group.world)
-    message = _pack_message(list(sums.values()), part_numel, group, dtype)
+    shard_numel = -(-like.numel() // group.world)
+    message = _pack_message(list(sums.values()), shard_numel, group, dtype=like.dtype)
     counts = [len(nodes) for nodes in nodes_sent]
-    arrived = torch.empty(sum(counts) * part_numel, dtype=dtype, device=group.device)
-    sizes = [[count * part_numel] * group.world for count in counts]
+    arrived = torch.empty(sum(counts) * shard_numel, dtype=like.dtype, device=group.device)
+    sizes = [[count * shard_numel] * group.world for count in counts]
     work = all_to_all(arrived, message, group, sizes, async_op=True)
 
     def add_arrived() -> None:
-        nodes = [node for of_rank in nodes_sent for node in of_rank]
-        for node, tensor in zip(nodes, arrived.split(part_numel), strict=True):
+        nodes = [node for nodes_of_rank in nodes_sent for node in nodes_of_rank]
+        for node, tensor in zip(nodes, arrived.split(shard_numel), strict=True):
             destination.add(node, tensor)
         for node, tensor in destination.pending.items():
             if tensor.untyped_storage().nbytes() > tensor.nbytes:
-                destination.pending[node] = tensor.clone()  # or it would keep all that arrived with it
+                destination.pending[node] = tensor.clone()  # a view would keep all of `arrived` alive
         on_arrival()
 
-    return _PendingPartialSumExchange(work, add_arrived, message)
+    return WorkWithFinish(work, add_arrived, message)
 
 
-def _pack_message(sums: Sequence[Tensor], part_numel: int, group: RankGroup, dtype: torch.dtype) -> Tensor:
-    """What goes to each rank, one after another: its part of every sum."""
+def _pack_message(sums: Sequence[Tensor], shard_numel: int, group: RankGroup, *, dtype: torch.dtype) -> Tensor:
+    """For each rank in turn, its shard of every sum."""
     if not sums:
         return torch.empty(0, dtype=dtype, device=group.device)
-    padding = part_numel * group.world - sums[0].numel()
+    padding = shard_numel * group.world - sums[0].numel()
     padded = [F.pad(tensor, (0, padding)) if padding else tensor for tensor in sums]
     if len(padded) == 1:
         return padded[0]
-    return torch.stack([tensor.view(group.world, part_numel) for tensor in padded], dim=1).view(-1)
+    return torch.stack([tensor.view(group.world, shard_numel) for tensor in padded], dim=1).view(-1)
 
 
 def _pop_total(sums: PartialTreeSums[Tensor]) -> Tensor:

@@ -86,9 +86,13 @@ def build_sharded_optimizer(
     in_order = {name: (group_ids[name], p) for name, p in named.items()}
     mesh = make_mesh(group, resolve_communication_groups(communication, layout))
     if uses_row_shards(layout):
-        sharded_parameters: ShardedParameters = apply_fsdp(module, in_order, recipe, mesh, layout, communication)
+        sharded_parameters: ShardedParameters = apply_fsdp(
+            module, in_order, recipe, mesh=mesh, layout=layout, settings=communication
+        )
     else:
-        sharded_parameters = bucketed = build_bucketed_data_parallel(in_order, recipe, mesh, layout, communication)
+        sharded_parameters = bucketed = build_bucketed_data_parallel(
+            in_order, recipe, mesh, layout=layout, settings=communication
+        )
         if communication.overlap == "forward":
             bucketed.enable_forward_prefetch(module)
     reproducible_group = group if layout.reproducible_batch_size else None

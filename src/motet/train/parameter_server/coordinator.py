@@ -10,7 +10,7 @@ import torch
 from motet.core.errors import InputError
 from motet.monitor.callback import Callback
 from motet.monitor.events import WarningIssued
-from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel, persistent_buffers
+from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 from motet.parallel.layout import LayoutSettings
 from motet.parallel.parameter_server.process.coordinator_process import CoordinatorProcess
 from motet.parallel.parameter_server.process.parameter_store import ParameterPartition
@@ -19,6 +19,7 @@ from motet.parallel.parameter_server.protocol.coordinator_state_machine import C
 from motet.parallel.parameter_server.protocol.messages import COORDINATOR, ParameterPlacement
 from motet.parallel.parameter_server.server_settings import assign_replicas, consistency_policy, extra_process_count
 from motet.parallel.process.process_group import RankGroup
+from motet.parallel.process.rank_consistency import persistent_buffers
 from motet.train.build import (
     ResumePoint,
     TrainingComponents,

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from motet.data.samples.loader import BatchLoader
 from motet.models.build import TrainableModel
-from motet.parallel.data_parallel.flat_parameters import FlatParameters, GradientBuffer
+from motet.parallel.data_parallel.flat_parameters import FlatParameters
 from motet.parallel.data_parallel.forward_prefetch import ParameterUsageTracker
+from motet.parallel.data_parallel.gradient_buffer import GradientBuffer
 from motet.parallel.layout import Layout
 from motet.parallel.parameter_server.process.parameter_store import ParameterPartition
 from motet.parallel.parameter_server.process.worker_client import ParameterServerClient, WorkerEvictedError
@@ -46,9 +47,13 @@ def run_worker(role: ParameterServerRole, stop: StopFlag) -> None:
     handshake = build_handshake(job, model.module, partition, data)
     cast_frozen_parameters(model.module, recipe)
     named = {n: p for n, p in model.module.named_parameters() if p.requires_grad}
-    gradients = GradientBuffer(partition.buckets, 0, partition.gradient_dtype, device, keeps_full_gradients=True)
+    gradients = GradientBuffer(partition.buckets, 0, partition.gradient_dtype, device=device, keeps_full_gradients=True)
     flat_parameters = FlatParameters(
-        named, partition.buckets, [slice(b.start, b.start) for b in partition.buckets], recipe, gradients
+        named,
+        partition.buckets,
+        [slice(b.start, b.start) for b in partition.buckets],
+        recipe=recipe,
+        gradients=gradients,
     )
     worker = ParameterServerWorker(
         job, model, data, partition, flat_parameters, stop if role.has_joined_late else StopFlag()

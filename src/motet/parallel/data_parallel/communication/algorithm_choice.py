@@ -1,4 +1,4 @@
-"""Which Program carries each sum and gather: the one that the settings name, or the cheapest for its size."""
+"""The algorithm of each reduction and gather: the one that the settings name, or the cheapest for its size."""
 
 from collections.abc import Callable
 from functools import cache
@@ -17,32 +17,29 @@ from motet.parallel.data_parallel.communication.communication_settings import (
 )
 from motet.parallel.layout import Layout
 
-# The ranks that share a copy, those that hold the same shard, and neighbours that share a second copy.
-GroupName = Literal["shards", "replicas", "near"]
+GroupName = Literal["shards", "replicas", "near"]  # Shard groups, replica groups, secondary shard groups
 
 
 class CollectiveAlgorithmSelector:
-    """Of one layout. On a cluster, what all sets of ranks do at once is what is costed: they share its links."""
+    """Algorithms of one layout. On a cluster, all groups communicate in parallel and share its links in the cost."""
 
     def __init__(self, settings: CommunicationSettings, layout: Layout) -> None:
         self._settings = settings
         self._cluster = None if settings.cluster is None else communication_cluster(settings.cluster, layout.dp)
-        comm_groups = resolve_communication_groups(settings, layout)
-        self._rank_sets: dict[GroupName, RankGroups] = {
-            "shards": comm_groups.shard_groups,
-            "replicas": comm_groups.replica_groups,
-            "near": comm_groups.secondary_shard_groups,
+        groups = resolve_communication_groups(settings, layout)
+        self._rank_groups: dict[GroupName, RankGroups] = {
+            "shards": groups.shard_groups,
+            "replicas": groups.replica_groups,
+            "near": groups.secondary_shard_groups,
         }
-        # (collective, over which ranks, bytes of the whole) -> a Program, or None for the backend's own way.
+        # (collective, group, bytes of the unsharded buffer) -> a Program, or None for the backend's choice.
         self.program: Callable[[str, GroupName, int], Program | None] = cache(self._select_program)
 
     def group_size(self, group_name: GroupName) -> int:
-        """How many do it together."""
-        return len(self._rank_sets[group_name][0]) if self._rank_sets[group_name] else 1
+        return len(self._rank_groups[group_name][0]) if self._rank_groups[group_name] else 1
 
     def rank_in_group(self, group_name: GroupName, rank: int) -> int:
-        """That of one of all ranks among its own."""
-        return next(one.index(rank) for one in self._rank_sets[group_name] if rank in one)
+        return next(ranks.index(rank) for ranks in self._rank_groups[group_name] if rank in ranks)
 
     def _select_program(self, collective: str, group_name: GroupName, size: int) -> Program | None:
         name, ranks = self._settings.algorithm(collective), self.group_size(group_name)
@@ -51,4 +48,4 @@ class CollectiveAlgorithmSelector:
         if self._cluster is None:
             return build(collective, name, ranks)
         names = None if name == AUTO else (name,)
-        return cheapest(collective, max(size, 1), self._cluster, names, self._rank_sets[group_name]).program
+        return cheapest(collective, max(size, 1), self._cluster, names, self._rank_groups[group_name]).program

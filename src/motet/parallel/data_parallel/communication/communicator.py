@@ -1,23 +1,19 @@
-"""How sums and gathers over ranks travel: as they are, by the algorithms of the settings, or by a codec.
-
-What a codec loses of a sum is added to what the same bucket gives the next time: error feedback (arXiv:1901.09847).
-"""
+"""Reductions and gathers of a step: by the algorithms of the settings, or by a codec."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from weakref import finalize
-from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from motet.collectives.compression import compressed_collectives
 from motet.collectives.compression.byte_messages import codec_numerics, decode, encode
-from motet.collectives.compression.codec_base import BlockwiseCodec, Codec
-from motet.collectives.compression.powersgd import PowerSGDCodec
+from motet.collectives.compression.codec_base import BlockwiseCodec
 from motet.collectives.execute import api
 from motet.collectives.execute.api import CollectiveOptions
 from motet.collectives.execute.work_queue import Task, WorkHandle, WorkQueue, run_on_stream
+from motet.collectives.program import Program
 from motet.core.seeds import derive_seed
 from motet.parallel.data_parallel.communication.algorithm_choice import CollectiveAlgorithmSelector, GroupName
 from motet.parallel.data_parallel.communication.communication_settings import (
@@ -25,130 +21,19 @@ from motet.parallel.data_parallel.communication.communication_settings import (
     CommunicationSettings,
     resolve_codecs,
 )
-from motet.parallel.data_parallel.communication.powersgd_matrices import MatrixView, StepReductionSpecs
+from motet.parallel.data_parallel.communication.compressed_reducer import make_compressed_reducer
+from motet.parallel.data_parallel.communication.powersgd_matrices import StepReductionSpecs
 from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh
 from motet.parallel.data_parallel.sharded_parameters import LocalShard
 from motet.parallel.layout import Layout
 from motet.parallel.process.process_group import RankGroup
-from motet.parallel.reproducible.tree_reduce import ReproducibleTreeReducer
-
-
-class CompressedGradientReducer:
-    """Sums over some ranks by a codec: for each of them its error, and PowerSGD's bases."""
-
-    def __init__(
-        self,
-        codec: Codec,
-        group: RankGroup,
-        specs: Sequence[StepReductionSpecs],
-        shard: int,
-        uses_error_feedback: bool,
-    ) -> None:
-        """`sums`: of each shard; those of `shard` are done here."""
-        self.codec = codec
-        self.group = group
-        self._specs = specs[shard].buffers
-        # Of what the state is of, the same on all ranks.
-        self._digest = crc32(repr((str(codec), group.world, specs)).encode())
-        dtype = getattr(torch, specs[shard].dtype)
-        sizes = [s.numel if uses_error_feedback else 0 for s in self._specs]
-        self.errors = torch.zeros(sum(sizes), dtype=dtype, device=group.device)
-        self._errors = self.errors.split(sizes)
-        shapes = [_basis_shapes(codec, one) for one in specs]
-        max_numel = max(sum(rows * columns for bases in of_shard for rows, columns in bases) for of_shard in shapes)
-        with codec_numerics():
-            self.bases = torch.zeros(max_numel, dtype=torch.float32, device=group.device)
-        offset = 0
-        self._bases: list[list[Tensor]] = []
-        for bases in shapes[shard]:
-            self._bases.append([])
-            for rows, columns in bases:
-                self._bases[-1].append(self.bases[offset : offset + rows * columns].view(rows, columns))
-                offset += rows * columns
-        self._segments = [
-            s.split_for_powersgd(codec, specs[shard].dtype) if isinstance(codec, PowerSGDCodec) else []
-            for s in self._specs
-        ]
-
-    def all_reduce(
-        self, bucket_id: int, tensor: Tensor, seed: int, dense_all_reduce: compressed_collectives.DenseAllReduce
-    ) -> None:
-        """In place; all ranks get the same bits."""
-        compensated = self._add_error(bucket_id, tensor)
-        if isinstance(self.codec, PowerSGDCodec):
-            total, error = self._all_reduce_low_rank(bucket_id, compensated, seed, dense_all_reduce)
-        else:
-            reduced = compressed_collectives.all_reduce(
-                compensated, self.codec, self.group, seed, dense_all_reduce=dense_all_reduce
-            )
-            total, error = reduced.total, reduced.error
-            self._zero_padding(bucket_id, error)
-            self._zero_padding(bucket_id, total)
-        self._store_error(bucket_id, error, total)
-        tensor.copy_(total)
-
-    def reduce_scatter(
-        self,
-        bucket_id: int,
-        shard: Tensor,
-        unsharded: Tensor,
-        seed: int,
-        dense_all_reduce: compressed_collectives.DenseAllReduce,
-    ) -> None:
-        """`whole` may be overwritten: only blockwise codecs sum shards apart from each other."""
-        if isinstance(self.codec, BlockwiseCodec):
-            compensated = self._add_error(bucket_id, unsharded)
-            total, error = compressed_collectives.reduce_scatter(compensated, self.codec, self.group, seed)
-            self._zero_padding(bucket_id, error)
-            self._zero_padding(bucket_id, total, self.group.rank * len(total))
-            self._store_error(bucket_id, error, total)
-            shard.copy_(total)
-            return
-        self.all_reduce(bucket_id, unsharded, seed, dense_all_reduce)
-        shard.copy_(unsharded.view(self.group.world, -1)[self.group.rank])
-
-    def state(self) -> dict[str, Tensor]:
-        """What the next sums go by. Of these ranks and sums only, which the names tell."""
-        kinds = {"errors": self.errors, "bases": self.bases}
-        return {f"{kind}-{self._digest:08x}": tensor for kind, tensor in kinds.items() if tensor.numel()}
-
-    def _all_reduce_low_rank(
-        self, bucket_id: int, compensated: Tensor, seed: int, dense_all_reduce: compressed_collectives.DenseAllReduce
-    ) -> tuple[Tensor, Tensor]:
-        assert isinstance(self.codec, PowerSGDCodec)
-        segments, bases = self._segments[bucket_id], self._bases[bucket_id]
-        tensors = [compensated[p.start : p.stop].view(p[1:] if isinstance(p, MatrixView) else -1) for p in segments]
-        results = compressed_collectives.all_reduce_powersgd(
-            tensors, self.codec, self.group, seed, bases, dense_all_reduce
-        )
-        for basis, reduced in zip(bases, results, strict=True):
-            if reduced.basis is not None:
-                basis.copy_(reduced.basis)
-        total, error = (
-            torch.cat([t.reshape(-1) for t in ts]) for ts in zip(*((r.total, r.error) for r in results), strict=True)
-        )
-        return total, error
-
-    def _add_error(self, bucket_id: int, tensor: Tensor) -> Tensor:
-        assert tensor.numel() == self._specs[bucket_id].numel
-        return tensor + self._errors[bucket_id] if self.errors.numel() else tensor
-
-    def _zero_padding(self, bucket_id: int, tensor: Tensor, start: int = 0) -> None:
-        """What belongs to no parameter stays zero: a block may bring a number that is not finite there, or a sign."""
-        for first, last in self._specs[bucket_id].padding if isinstance(self.codec, BlockwiseCodec) else ():
-            tensor[max(first - start, 0) : max(last - start, 0)] = 0
-
-    def _store_error(self, bucket_id: int, error: Tensor, total: Tensor) -> None:
-        """A sum that is not finite is one that nobody applies."""
-        if self.errors.numel():
-            finite = total.isfinite().all() & error.isfinite().all()
-            self._errors[bucket_id].copy_(torch.where(finite, error, self._errors[bucket_id]))
+from motet.parallel.reproducible.tree_reduce import ReproducibleTreeReducer, WorkWithFinish
 
 
 class DataParallelCommunicator:
-    """The sums and gathers of a model. Every rank must start them in one order.
+    """Reductions and gathers of one model. Every rank must start them in the same order.
 
-    Compressed sums are done on a thread of their own, or on a stream of their own on CUDA, beside backward.
+    Compressed reductions run on a separate thread, or on a separate stream on CUDA, in parallel with backward.
     """
 
     def __init__(
@@ -156,37 +41,35 @@ class DataParallelCommunicator:
         mesh: ShardReplicaMesh,
         layout: Layout,
         settings: CommunicationSettings,
-        shard_specs: StepReductionSpecs,
-        replica_specs: Sequence[StepReductionSpecs],
+        *,
+        unsharded_specs: StepReductionSpecs,
+        shard_specs: Sequence[StepReductionSpecs],
     ) -> None:
-        """`over_replicas`: those of each shard."""
+        """`unsharded_specs`: buffers reduced over the shard group; `shard_specs`: for each shard, those over replicas."""
         self.mesh = mesh
         self.settings = settings
         self._bucket_owners = layout.bucket_owners
         self._algorithms = CollectiveAlgorithmSelector(settings, layout)
         codecs = resolve_codecs(settings, layout)
-        shard, shard_feedback, replica_feedback = (
-            mesh.shard_group.rank,
-            codecs.has_shard_error_feedback,
-            codecs.has_replica_error_feedback,
+        self._shard_reducer = make_compressed_reducer(
+            codecs.shard_gradients,
+            mesh.shard_group,
+            [unsharded_specs],
+            shard=0,
+            uses_error_feedback=codecs.has_shard_error_feedback,
         )
-        self._shard_reducer = (
-            CompressedGradientReducer(codecs.shard_gradients, mesh.shard_group, [shard_specs], 0, shard_feedback)
-            if codecs.shard_gradients
-            else None
-        )
-        self._replica_reducer = (
-            CompressedGradientReducer(
-                codecs.replica_gradients, mesh.replica_group, replica_specs, shard, replica_feedback
-            )
-            if codecs.replica_gradients
-            else None
+        self._replica_reducer = make_compressed_reducer(
+            codecs.replica_gradients,
+            mesh.replica_group,
+            shard_specs,
+            shard=mesh.shard_group.rank,
+            uses_error_feedback=codecs.has_replica_error_feedback,
         )
         self._parameter_codec = codecs.parameters
         self._tree_reducer = ReproducibleTreeReducer(mesh, layout) if layout.reproducible_batch_size else None
-        self._steps_begun = torch.zeros((), dtype=torch.int64)  # Begun since the first of the run
-        self._microbatch = 0  # The micro-batch
-        # That all ranks do the same is checked until the second step begins; every other is like the first.
+        self._steps_begun = torch.zeros((), dtype=torch.int64)  # Since the start of the run
+        self._microbatch = 0
+        # Ranks check that they make the same calls in the first step; every later step is like it.
         self._checks_calls = True
         self._has_begun = False
         device = mesh.shard_group.device
@@ -205,99 +88,81 @@ class DataParallelCommunicator:
             self._tree_reducer.begin_backward(self._microbatch)
 
     def end_backward(self) -> None:
-        """All of its gradients have been given."""
+        """Called after all gradients of the micro-batch were reduced."""
         if self._tree_reducer:
             self._tree_reducer.end_backward()
 
     @property
     def uses_summation_tree(self) -> bool:
-        """Every backward gives its gradients for itself, also where no rank shares a copy."""
+        """Whether gradients of each micro-batch are reduced separately, also in a shard group of one rank."""
         return self._tree_reducer is not None
 
     def reduce_scatter(self, bucket_id: int, shard: Tensor, unsharded: Tensor) -> WorkHandle:
-        """Over the ranks that share a copy. `whole` is free to be overwritten."""
+        """Reduce over the shard group. `unsharded` may be overwritten."""
+        mesh, reducer = self.mesh, self._shard_reducer
         if self._tree_reducer:
             return self._tree_reducer.reduce_scatter(bucket_id, shard, unsharded)
-        if self._shard_reducer is None or self._is_warming_up:
+        if reducer is None or self._is_warming_up:
             options = self._call_options("reduce-scatter", "shards", unsharded)
-            return api.reduce_scatter(shard, unsharded, self.mesh.shard_group, **options)
+            return api.reduce_scatter(shard, unsharded, mesh.shard_group, **options)
         seed = self._seed(bucket_id, "shards", self._microbatch)
-        if (
-            self.mesh.secondary_shard_group
-            and self.mesh.secondary_replica_group
-            and isinstance(self._shard_reducer.codec, BlockwiseCodec)
-        ):
-            levels = self.mesh.secondary_shard_group, self.mesh.secondary_replica_group
-            return self._start_async(
-                partial(_two_level_reduce_scatter, shard, unsharded, self._shard_reducer.codec, levels, seed)
-            )
-        return self._start_async(
-            partial(self._shard_reducer.reduce_scatter, bucket_id, shard, unsharded, seed, self._dense_all_reduce)
-        )
+        task = partial(reducer.reduce_scatter, bucket_id, shard, unsharded, dense_all_reduce=self._dense_all_reduce)
+        intra, inter = mesh.secondary_shard_group, mesh.secondary_replica_group
+        if intra and inter and isinstance(reducer.codec, BlockwiseCodec):
+            task = partial(_two_level_reduce_scatter, shard, unsharded, reducer.codec, intra=intra, inter=inter)
+        return self._start_async(partial(task, seed=seed))
 
     def reduce(self, bucket: Tensor, owner: int) -> WorkHandle:
-        """To the one rank that keeps the bucket."""
+        """Reduce to the rank that owns the bucket."""
         assert self._bucket_owners
-        options: CollectiveOptions = {
-            "async_op": True,
-            "algorithm": self._bucket_owners.reduce_algorithm,
-            "check": self._checks_calls,
-        }
+        options = self._options(self._bucket_owners.reduce_algorithm)
         return api.reduce(bucket, self.mesh.shard_group, owner, **options)
 
     def broadcast(self, bucket: Tensor, owner: int) -> WorkHandle:
-        """From it."""
+        """Broadcast from the rank that owns the bucket."""
         assert self._bucket_owners
-        options: CollectiveOptions = {
-            "async_op": True,
-            "algorithm": self._bucket_owners.broadcast_algorithm,
-            "check": self._checks_calls,
-        }
+        options = self._options(self._bucket_owners.broadcast_algorithm)
         return api.broadcast(bucket, self.mesh.shard_group, owner, **options)
 
     def all_reduce(self, bucket_id: int, shard: Tensor) -> WorkHandle:
-        """Over the replicas."""
+        """Reduce over the replica group."""
         if self._tree_reducer:
             return self._tree_reducer.all_reduce(bucket_id, shard)
-        if self._replica_reducer is None or self._is_warming_up:
-            return api.all_reduce(shard, self.mesh.replica_group, **self._call_options("all-reduce", "replicas", shard))
+        reducer, group = self._replica_reducer, self.mesh.replica_group
+        if reducer is None or self._is_warming_up:
+            return api.all_reduce(shard, group, **self._call_options("all-reduce", "replicas", shard))
         seed = self._seed(bucket_id, "replicas", self._microbatch)
         return self._start_async(
-            partial(self._replica_reducer.all_reduce, bucket_id, shard, seed, self._dense_all_reduce)
+            partial(reducer.all_reduce, bucket_id, shard, seed, dense_all_reduce=self._dense_all_reduce)
         )
 
     def all_gather(
-        self, bucket_id: int, unsharded: Tensor, local_shard: Tensor, from_secondary: bool = False
+        self, bucket_id: int, unsharded: Tensor, local_shard: Tensor, *, from_secondary: bool = False
     ) -> WorkHandle:
-        """Over the ranks that share a copy. A codec leaves all of them with the same bits, its own shard included.
+        """Gather from the shard group, or from the secondary one, whose shards went through the codec before.
 
-        `near`: over the neighbours that share a second copy, which went through the codec when it was made.
+        With a codec all ranks get the same bits, this rank's shard included.
         """
+        group, codec = self.mesh.shard_group, self._parameter_codec
         if from_secondary:
             assert self.mesh.secondary_shard_group is not None
-            return api.all_gather(
-                unsharded,
-                local_shard,
-                self.mesh.secondary_shard_group,
-                **self._call_options("all-gather", "near", unsharded),
-            )
-        if self._parameter_codec is None or not local_shard.is_floating_point():
-            return api.all_gather(
-                unsharded, local_shard, self.mesh.shard_group, **self._call_options("all-gather", "shards", unsharded)
-            )
-        seed = self._seed(bucket_id, "gather", self.mesh.shard_group.rank)
+            options = self._call_options("all-gather", "near", unsharded)
+            return api.all_gather(unsharded, local_shard, self.mesh.secondary_shard_group, **options)
+        if codec is None or not local_shard.is_floating_point():
+            options = self._call_options("all-gather", "shards", unsharded)
+            return api.all_gather(unsharded, local_shard, group, **options)
         with codec_numerics():
-            message = encode(self._parameter_codec, local_shard, seed)
-            messages = message.new_empty(self.mesh.shard_group.world, message.numel())
+            message = encode(codec, local_shard, self._seed(bucket_id, "gather", group.rank))
+            messages = message.new_empty(group.world, message.numel())
         options = self._call_options("all-gather", "shards", messages)
-        work = api.all_gather(messages, message, self.mesh.shard_group, **options)
-        return _PendingCompressedGather(work, messages, unsharded, self._parameter_codec)
+        work = api.all_gather(messages, message, group, **options)
+        return WorkWithFinish(work, partial(_decode_shards, codec, messages, unsharded))
 
     def compression_state(self) -> dict[str, LocalShard | Tensor]:
-        """What only ranks and buckets like these can go on with: a row for each rank. Read and written as views."""
+        """State that only the same layout can continue with, one row for each rank; views, to be read and written."""
         reducers = {"shards": self._shard_reducer, "replicas": self._replica_reducer}
-        world = self.mesh.shard_group.world * self.mesh.replica_group.world
-        rank = self.mesh.replica_group.rank * self.mesh.shard_group.world + self.mesh.shard_group.rank
+        shards, replicas = self.mesh.shard_group, self.mesh.replica_group
+        world, rank = shards.world * replicas.world, replicas.rank * shards.world + shards.rank
         state: dict[str, LocalShard | Tensor] = {}
         for group_name, reducer in reducers.items():
             for name, row in (reducer.state() if reducer else {}).items():
@@ -317,11 +182,10 @@ class DataParallelCommunicator:
         api.all_reduce(tensor, ranks, **(options | {"async_op": False}))
 
     def _call_options(self, collective: str, group_name: GroupName, tensor: Tensor) -> CollectiveOptions:
-        return {
-            "async_op": True,
-            "algorithm": self._algorithms.program(collective, group_name, tensor.nbytes),
-            "check": self._checks_calls,
-        }
+        return self._options(self._algorithms.program(collective, group_name, tensor.nbytes))
+
+    def _options(self, algorithm: str | Program | None) -> CollectiveOptions:
+        return {"async_op": True, "algorithm": algorithm, "check": self._checks_calls}
 
     def _start_async(self, task: Callable[[], None]) -> WorkHandle:
         task = partial(_run_with_codec_numerics, task)
@@ -330,33 +194,22 @@ class DataParallelCommunicator:
         return run_on_stream(task, self._stream)
 
 
-class _PendingCompressedGather:
-    """Messages of parameters. The caller has sent them and decodes them, so that it may send other things before."""
-
-    def __init__(self, work: WorkHandle, messages: Tensor, unsharded: Tensor, codec: BlockwiseCodec) -> None:
-        self._work = work
-        self._messages: Tensor | None = messages
-        self._unsharded = unsharded
-        self._codec = codec
-
-    def wait(self) -> None:
-        self._work.wait()
-        if self._messages is None:
-            return
-        with codec_numerics():
-            for shard, message in zip(self._unsharded.view(len(self._messages), -1), self._messages, strict=True):
-                shard.copy_(decode(self._codec, message, shard.shape, shard.dtype))
-        self._messages = None
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
+def _decode_shards(codec: BlockwiseCodec, messages: Tensor, unsharded: Tensor) -> None:
+    with codec_numerics():
+        for shard, message in zip(unsharded.view(len(messages), -1), messages, strict=True):
+            shard.copy_(decode(codec, message, shard.shape, shard.dtype))
 
 
 def _two_level_reduce_scatter(
-    shard: Tensor, unsharded: Tensor, codec: BlockwiseCodec, levels: tuple[RankGroup, RankGroup], seed: int
+    shard: Tensor,
+    unsharded: Tensor,
+    codec: BlockwiseCodec,
+    *,
+    intra: RankGroup,
+    inter: RankGroup,
+    seed: int,
 ) -> None:
-    """Among neighbours first, so that between hosts there is one message of a host where there was one of each rank."""
-    intra, inter = levels
+    """Reduce inside the host first, so that each host sends one message to another where each rank sent one before."""
     by_rank = unsharded.view(inter.world, intra.world, -1).transpose(0, 1)
     sums, _ = compressed_collectives.reduce_scatter(by_rank, codec, intra, derive_seed(seed, "near"))
     shard.copy_(compressed_collectives.reduce_scatter(sums, codec, inter, derive_seed(seed, "far"))[0])
@@ -365,13 +218,3 @@ def _two_level_reduce_scatter(
 def _run_with_codec_numerics(task: Task) -> None:
     with codec_numerics():
         task()
-
-
-def _basis_shapes(codec: Codec, specs: StepReductionSpecs) -> list[list[tuple[int, int]]]:
-    """Shapes of PowerSGD's bases, for each part of each sum; none is 0 x 0."""
-    if not isinstance(codec, PowerSGDCodec):
-        return []
-    return [
-        [(p.columns, min(codec.rank, p.rows, p.columns)) if isinstance(p, MatrixView) else (0, 0) for p in parts]
-        for parts in (one.split_for_powersgd(codec, specs.dtype) for one in specs.buffers)
-    ]

@@ -1,4 +1,4 @@
-"""The matrices in what travels flat, for codecs that need them: whole rows of parameters, as far as they are in it."""
+"""The matrices in flat buffers, for codecs that need them: complete rows of parameters within the buffer."""
 
 from collections.abc import Mapping, Sequence
 from math import ceil, prod
@@ -11,7 +11,7 @@ Shape = tuple[int, ...]
 
 
 class MatrixView(NamedTuple):
-    """Where one stands, in elements from the start of what travels."""
+    """A matrix in a flat buffer, which starts at element `start`."""
 
     start: int
     rows: int
@@ -23,14 +23,14 @@ class MatrixView(NamedTuple):
 
 
 class ReductionBufferSpec(NamedTuple):
-    """What one reduction adds up: a flat tensor, and the matrices in it."""
+    """The flat buffer of one reduction, and the matrices in it."""
 
     numel: int
     matrices: tuple[MatrixView, ...] = ()
-    padding: tuple[tuple[int, int], ...] = ()  # (start, stop) of what belongs to no parameter
+    padding: tuple[tuple[int, int], ...] = ()  # (start, stop) of elements that belong to no parameter
 
     def split_for_powersgd(self, codec: PowerSGDCodec, dtype: str) -> list[slice | MatrixView]:
-        """In order: the matrices that the codec makes smaller, and what lies between."""
+        """The matrices that the codec makes smaller, and the slices between them, in order."""
         segments: list[slice | MatrixView] = []
         offset = 0
         for matrix in self.matrices:
@@ -44,7 +44,7 @@ class ReductionBufferSpec(NamedTuple):
 
 
 class StepReductionSpecs(NamedTuple):
-    """Those of a step, by their numbers."""
+    """The buffers of a step, by bucket or FSDP unit."""
 
     buffers: tuple[ReductionBufferSpec, ...]
     dtype: str
@@ -53,17 +53,16 @@ class StepReductionSpecs(NamedTuple):
 def bucket_reduction_specs(
     buckets: Sequence[Bucket], shard: int | None, shapes: Mapping[str, Shape], dtype: str
 ) -> StepReductionSpecs:
-    """Of whole buckets, or of one shard of each."""
-    slices = [slice(b.start, b.stop) if shard is None else b.shard_slice(shard) for b in buckets]
-    return StepReductionSpecs(
-        tuple(_reduction_spec(bucket, part, shapes) for bucket, part in zip(buckets, slices, strict=True)), dtype
-    )
+    """Specs of unsharded buckets (shard None), or of one shard of each."""
+    slices = [bucket.flat_slice if shard is None else bucket.shard_slice(shard) for bucket in buckets]
+    specs = (_reduction_spec(bucket, part, shapes) for bucket, part in zip(buckets, slices, strict=True))
+    return StepReductionSpecs(tuple(specs), dtype)
 
 
 def row_shard_reduction_specs(
     units: Sequence[Sequence[Shape]], shards: int, dtype: str
 ) -> tuple[StepReductionSpecs, StepReductionSpecs]:
-    """(whole units, a shard of each) at stage 3: as many rows of each parameter as the first shard has, in a row."""
+    """(unsharded units, a shard of each) at stage 3; of each parameter a shard has as many rows as the first has."""
     specs = []
     for shapes in units:
         matrices, offset = [], 0
@@ -73,24 +72,24 @@ def row_shard_reduction_specs(
                 matrices.append(MatrixView(offset, rows, columns))
             offset += rows * columns
         specs.append(ReductionBufferSpec(offset, tuple(matrices)))
-    return StepReductionSpecs(
-        tuple(ReductionBufferSpec(shards * part.numel) for part in specs), dtype
-    ), StepReductionSpecs(tuple(specs), dtype)
+    unsharded = tuple(ReductionBufferSpec(shards * spec.numel) for spec in specs)
+    return StepReductionSpecs(unsharded, dtype), StepReductionSpecs(tuple(specs), dtype)
 
 
 def _reduction_spec(bucket: Bucket, flat_slice: slice, shapes: Mapping[str, Shape]) -> ReductionBufferSpec:
-    """What is left of a row that the part cuts belongs to no matrix."""
+    """The rest of a row that the slice cuts is in no matrix."""
+    start, stop = flat_slice.start, flat_slice.stop
+    bounds = [start, *(bound for member in bucket.members for bound in (member.start, member.stop)), stop]
+    clipped = [min(max(bound, start), stop) - start for bound in bounds]
+    padding = tuple((low, high) for low, high in zip(clipped[::2], clipped[1::2], strict=True) if low < high)
     matrices = []
-    bounds = [flat_slice.start, *(at for m in bucket.members for at in (m.start, m.stop)), flat_slice.stop]
-    clipped = [min(max(at, flat_slice.start), flat_slice.stop) - flat_slice.start for at in bounds]
-    padding = tuple((start, stop) for start, stop in zip(clipped[::2], clipped[1::2], strict=True) if start < stop)
     for member in bucket.members:
         shape = shapes.get(member.name, ())
         columns = prod(shape[1:])
         if len(shape) < 2 or columns == 0:
             continue
-        first = max(0, ceil((flat_slice.start - member.start) / columns))
-        last = min(shape[0], (flat_slice.stop - member.start) // columns)
+        first = max(0, ceil((start - member.start) / columns))
+        last = min(shape[0], (stop - member.start) // columns)
         if last > first:
-            matrices.append(MatrixView(member.start + first * columns - flat_slice.start, last - first, columns))
-    return ReductionBufferSpec(flat_slice.stop - flat_slice.start, tuple(matrices), padding)
+            matrices.append(MatrixView(member.start + first * columns - start, last - first, columns))
+    return ReductionBufferSpec(stop - start, tuple(matrices), padding)

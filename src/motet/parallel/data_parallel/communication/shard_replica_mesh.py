@@ -1,4 +1,4 @@
-"""The groups that data parallelism works with: ranks that share one copy, and ranks that hold the same shard of it."""
+"""The process groups of data parallelism: shard groups, replica groups, and their secondary ones."""
 
 from dataclasses import dataclass, replace
 
@@ -12,49 +12,40 @@ from motet.parallel.process.process_group import RankGroup
 
 @dataclass(frozen=True)
 class ShardReplicaMesh:
-    """As one rank sees it. Neighbours share a copy: rank = replica x shards + shard."""
+    """The groups of one rank: rank = replica x shards + shard, so neighbouring ranks share a copy of the model."""
 
-    shard_group: RankGroup  # The ranks with which this one shares a copy of what is sharded
-    replica_group: RankGroup  # The ranks that hold the same shard as this one
-    # Of `shards`, the neighbours that share a second copy between forward and backward.
-    secondary_shard_group: RankGroup | None = None
-    # Of `shards`, those that hold the same part of such a copy as this one.
-    secondary_replica_group: RankGroup | None = None
+    shard_group: RankGroup  # Ranks that together hold one copy of what is sharded
+    replica_group: RankGroup  # Ranks that hold the same shard
+    secondary_shard_group: RankGroup | None = None  # Ranks that hold a secondary copy between forward and backward
+    secondary_replica_group: RankGroup | None = None  # Ranks of the shard group that hold the same secondary shard
 
     @property
     def contributes_to_norm(self) -> bool:
-        """Whether this rank's share of a sum over all parameters counts, and not another replica's."""
+        """Whether this rank counts in a sum over all parameters; the other replicas hold the same values."""
         return self.replica_group.rank == 0
 
 
 def make_mesh(group: RankGroup, comm_groups: CommunicationGroups) -> ShardReplicaMesh:
-    """Called by every rank of the group. The parts end with it."""
-    shard_group, replica_group = (
-        _make_subgroup(group, comm_groups.shard_groups),
-        _make_subgroup(group, comm_groups.replica_groups),
-    )
-    if not comm_groups.secondary_shard_groups:
-        return ShardReplicaMesh(shard_group, replica_group)
-    if group.process_group is not dist.group.WORLD:
+    """Make the process groups; every rank of the group calls this, and they end with the group."""
+    secondary = comm_groups.secondary_shard_groups
+    rank_groups = [comm_groups.shard_groups, comm_groups.replica_groups]
+    if secondary:
+        rank_groups += [secondary, comm_groups.secondary_replica_groups]
+    if secondary and group.process_group is not dist.group.WORLD:
         raise InputError(
-            f"layout.secondary_group = {len(comm_groups.secondary_shard_groups[0])} cannot be had where replicas train apart; leave it out, "
-            "or outer.every"
+            f"layout.secondary_group = {len(secondary[0])} does not work with independent replicas; leave it out, or "
+            "outer.every"
         )
-    return ShardReplicaMesh(
-        shard_group,
-        replica_group,
-        _make_subgroup(group, comm_groups.secondary_shard_groups),
-        _make_subgroup(group, comm_groups.secondary_replica_groups),
-    )
+    return ShardReplicaMesh(*(_make_subgroup(group, each) for each in rank_groups))
 
 
-def _make_subgroup(group: RankGroup, rank_sets: RankGroups) -> RankGroup:
-    """This rank's part of the group. Every rank makes every part, in one order."""
-    if len(rank_sets) == 1:
+def _make_subgroup(group: RankGroup, rank_groups: RankGroups) -> RankGroup:
+    """This rank's subgroup. Every rank makes all subgroups, in the same order."""
+    if len(rank_groups) == 1:
         return group
-    if len(rank_sets[0]) == 1:
+    if len(rank_groups[0]) == 1:
         return RankGroup(0, 1, None, group.device)
-    process_groups = [dist.new_group(list(ranks)) for ranks in rank_sets]
-    set_index = next(number for number, ranks in enumerate(rank_sets) if group.rank in ranks)
-    ranks = rank_sets[set_index]
-    return replace(group, rank=ranks.index(group.rank), world=len(ranks), process_group=process_groups[set_index])
+    process_groups = [dist.new_group(list(ranks)) for ranks in rank_groups]
+    index = next(i for i, ranks in enumerate(rank_groups) if group.rank in ranks)
+    ranks = rank_groups[index]
+    return replace(group, rank=ranks.index(group.rank), world=len(ranks), process_group=process_groups[index])

@@ -1,0 +1,27 @@
+"""Private names of torch that data parallelism needs, in one file to check against each new version of torch."""
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+
+
+def is_innermost_mode(mode: TorchFunctionMode) -> bool:
+    """Whether no function mode was entered after this one."""
+    return _get_current_function_mode() is mode
+
+
+def reshard_to_secondary(block: FSDPModule, mesh: DeviceMesh) -> None:
+    """Let FSDP2 reshard a block, after its forward, over the second dimension of a mesh only."""
+    info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    state: Any = block._get_fsdp_state()
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    for group in groups:
+        group.post_forward_mesh_info = info
+        for parameter in group.fsdp_params:
+            parameter.post_forward_mesh_info = info
+            unsharded = torch.empty(parameter._orig_size, device="meta")
+            parameter._init_sharded_post_forward_param_metadata(unsharded)
