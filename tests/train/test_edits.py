@@ -130,7 +130,9 @@ def underway(group: RankGroup) -> str:
 
 def test_a_change_of_what_is_underway_is_refused(ranks: Ranks) -> None:
     for said in ranks.run(2, underway):
-        assert said.startswith('load_assigned_values: with communication.overlap = "forward" some values were still arriving')
+        assert said.startswith(
+            'load_assigned_values: with communication.overlap = "forward" some values were still arriving'
+        )
 
 
 def test_other_memory_must_be_adopted() -> None:
