@@ -1,17 +1,20 @@
 """Causes are found by numbers: tensors that are made of others in some way, and what is said of them."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from motet.parity.diagnose.contribution_hypotheses import MicroBatchContribution
-from motet.parity.diagnose.mismatch_hypotheses import TensorMismatch, explain_mismatch
-from motet.parity.diagnose.optimizer_hypotheses import ExpectedOptimizerUpdate, explain_update
-from motet.parity.diagnose.scalar_hypotheses import alternative_counts, explain_scalar
+from motet.parity.diagnose.contribution_fit import MicroBatchContribution
+from motet.parity.diagnose.hypotheses import HYPOTHESES
+from motet.parity.diagnose.mismatch_evidence import MismatchEvidence, OptimizerEvidence
+from motet.parity.diagnose.optimizer_update import ExpectedOptimizerUpdate
 from motet.parity.diagnose.single_device_recompute import MicroBatchResult
+from motet.parity.diagnose.tensor_hypotheses import explain
+from motet.parity.record.tensor_recorder import TensorKind
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 
 RECOUNTED = "rows that ranks compute once more, since others have more of them, are counted again"
@@ -28,7 +31,18 @@ SHARES = [
     for part in range(2)
 ]
 TOTAL = torch.stack([share.value for share in SHARES]).sum(0)
-SUM = TensorMismatch(TOTAL, TOTAL, 1, SIZES, SHARES, {"what it was in the step before": drawn(30, seed=99)})
+SUM = MismatchEvidence(
+    TOTAL,
+    TOTAL,
+    1,
+    SIZES,
+    contributions=SHARES,
+    alternatives={"what it was in the step before": drawn(30, seed=99)},
+)
+
+
+def explained(evidence: MismatchEvidence) -> str:
+    return explain(evidence, HYPOTHESES)
 
 
 def without(rank: int, part: int | None = None) -> Tensor:
@@ -39,7 +53,7 @@ def own(rank: int) -> Tensor:
     return torch.stack([s.value for s in SHARES if s.rank == rank]).sum(0)
 
 
-def means(case: TensorMismatch) -> Tensor:
+def means(case: MismatchEvidence) -> Tensor:
     counts = {rank: sum(s.target_count for s in SHARES if s.rank == rank) for rank in range(4)}
     return torch.stack([s.value / counts[s.rank] for s in SHARES]).sum(0)
 
@@ -67,29 +81,29 @@ def means(case: TensorMismatch) -> Tensor:
     ],
 )
 def test_what_a_sum_is_made_of(value: Tensor, said: str) -> None:
-    found = explain_mismatch(replace(SUM, value=value))
+    found = explained(replace(SUM, value=value))
     assert (said in found) if said else not found, found
 
 
 def test_what_was_updated_otherwise() -> None:
     before, after = drawn(30, seed=5), drawn(30, seed=6)
-    case = TensorMismatch(before, after, None, SIZES, value_before_step=before)
-    assert explain_mismatch(case) == "it was not updated"
+    case = MismatchEvidence(before, after, None, SIZES, value_before_step=before)
+    assert explained(case) == "it was not updated"
     half = replace(case, value=before + 0.5 * (after - before))
-    assert explain_mismatch(half).startswith("it was updated by 1/2 times what it should be")
+    assert explained(half).startswith("it was updated by 1/2 times what it should be")
 
 
 def test_rows_of_others() -> None:
     batch = drawn(8, 5)
-    case = TensorMismatch(batch[[0, 1]], batch[[2, 3]], 1, SIZES, alternative_rows={"the batch": batch})
-    assert explain_mismatch(case) == "it is of rows 0 and 1 of the batch"
+    case = MismatchEvidence(batch[[0, 1]], batch[[2, 3]], 1, SIZES, alternative_rows={"the batch": batch})
+    assert explained(case) == "it is of rows 0 and 1 of the batch"
 
 
 @pytest.mark.parametrize("factor", [1.3, 17.0])
 def test_of_a_number_not_every_factor_is_a_cause(factor: float) -> None:
     one = torch.tensor(3.0, dtype=torch.float64)
-    assert not explain_mismatch(TensorMismatch(factor * one, one, 0, SIZES))
-    assert "divided by 4 = dp" in explain_mismatch(TensorMismatch(one / 4, one, 0, SIZES))
+    assert not explained(MismatchEvidence(factor * one, one, 0, SIZES))
+    assert "divided by 4 = dp" in explained(MismatchEvidence(one / 4, one, 0, SIZES))
 
 
 def test_a_number_lacks_a_share() -> None:
@@ -98,7 +112,7 @@ def test_a_number_lacks_a_share() -> None:
         for rank, value in enumerate([3.0, 5.5, 2.25])
     ]
     one = torch.tensor(10.75, dtype=torch.float64)
-    assert explain_mismatch(TensorMismatch(one - 5.5, one, None, {}, shares)) == "it lacks the share of rank 1"
+    assert explained(MismatchEvidence(one - 5.5, one, contributions=shares)) == "it lacks the share of rank 1"
 
 
 NOTHING = torch.zeros(30, dtype=torch.float64)
@@ -115,15 +129,13 @@ SOME = torch.stack([share.value for share in SPARSE]).sum(0)
     ],
 )
 def test_shares_that_are_nothing_are_not_named(value: Tensor, said: str) -> None:
-    found = explain_mismatch(replace(SUM, value=value, expected=SOME, contributions=SPARSE))
+    found = explained(replace(SUM, value=value, expected=SOME, contributions=SPARSE))
     assert said in found
     assert not re.search(r"ranks? (0 and )?1\b", found)
 
 
 def test_a_rank_in_the_place_of_another() -> None:
-    assert explain_mismatch(replace(SUM, value=TOTAL - own(0) + own(3))).startswith(
-        "it is made of 0 times that of rank 0"
-    )
+    assert explained(replace(SUM, value=TOTAL - own(0) + own(3))).startswith("it is made of 0 times that of rank 0")
 
 
 @pytest.mark.parametrize(("lost", "said"), [((2,), "rank 2"), ((0, 1, 2, 3), "micro-batch 1 of ranks 0, 1, 2 and 3")])
@@ -136,31 +148,29 @@ def test_of_many_shares_of_few_numbers_one_is_missing(lost: tuple[int, ...], sai
     total = torch.stack([share.value for share in few]).sum(0)
     gone = [s for s in few if s.rank in lost and (len(lost) == 1 or s.microbatch == 1)]
     value = total - torch.stack([share.value for share in gone]).sum(0)
-    assert explain_mismatch(TensorMismatch(value, total, 0, SIZES, few)) == f"it lacks the share of {said}"
+    assert explained(MismatchEvidence(value, total, 0, SIZES, contributions=few)) == f"it lacks the share of {said}"
 
 
 def test_what_is_as_far_off_as_rounding() -> None:
     expected, noise = drawn(200), drawn(200, seed=1)
-    assert "as much as what is computed in bfloat16" in explain_mismatch(
-        TensorMismatch(expected * (1 + 1e-3 * noise), expected, 0, SIZES)
+    assert "as much as what is computed in bfloat16" in explained(
+        MismatchEvidence(expected * (1 + 1e-3 * noise), expected, 0, SIZES)
     )
     smooth = expected * (1 + 1e-3 * torch.linspace(0.9, 1, 200, dtype=torch.float64))
-    assert explain_mismatch(TensorMismatch(smooth, expected, 0, SIZES)) == ""
-    assert explain_mismatch(TensorMismatch(expected[:9] * (1 + 1e-3 * noise[:9]), expected[:9], 0, SIZES)) == ""
+    assert explained(MismatchEvidence(smooth, expected, 0, SIZES)) == ""
+    assert explained(MismatchEvidence(expected[:9] * (1 + 1e-3 * noise[:9]), expected[:9], 0, SIZES)) == ""
 
 
 def test_what_is_0_is_not_that_of_another() -> None:
     other = {"that of pooler.bias": NOTHING}
-    assert explain_mismatch(TensorMismatch(NOTHING, TOTAL, 0, SIZES, alternatives=other)) == "it is 0 throughout"
+    assert explained(MismatchEvidence(NOTHING, TOTAL, 0, SIZES, alternatives=other)) == "it is 0 throughout"
 
 
 def test_rows_that_are_all_alike_are_of_no_one_place() -> None:
     batch = torch.ones(8, 5)
     batch[5:] = drawn(3, 5)
     said = "each of its rows is like rows 0, 1, 2, 3 and 4 of the batch"
-    assert (
-        explain_mismatch(TensorMismatch(batch[:2], batch[5:7], 1, SIZES, alternative_rows={"the batch": batch})) == said
-    )
+    assert explained(MismatchEvidence(batch[:2], batch[5:7], 1, SIZES, alternative_rows={"the batch": batch})) == said
 
 
 def updated(kind: str, wrong: OptimizerSettings, right: OptimizerSettings) -> str:
@@ -171,8 +181,9 @@ def updated(kind: str, wrong: OptimizerSettings, right: OptimizerSettings) -> st
         right, 1e-3, right.weight_decay, 3.0, drawn(30, seed=3), moments, drawn(30, seed=4)
     )
     other = replace(update, settings=wrong, weight_decay=wrong.weight_decay)
-    case = TensorMismatch(other.expected_state()[kind], update.expected_state()[kind], 0, SIZES)
-    return explain_update(case, update, kind, replace(case, contributions=SHARES))
+    case = MismatchEvidence(other.expected_state()[kind], update.expected_state()[kind], 0, SIZES)
+    evidence = OptimizerEvidence(kind, update, replace(case, contributions=SHARES), {}, {})
+    return explained(replace(case, kind="state", optimizer=evidence))
 
 
 def test_small_coefficients_are_not_missing() -> None:
@@ -195,10 +206,10 @@ def test_a_stretch_that_begins_too_early() -> None:
     late[0] = 0.0  # whatever stood before
     pool = {"w": whole}
     assert (
-        explain_mismatch(TensorMismatch(late, whole[60:], 1, SIZES, source_tensors=pool))
+        explained(MismatchEvidence(late, whole[60:], 1, SIZES, source_tensors=pool))
         == "it is what belongs at element 59 of w"
     )
-    assert explain_mismatch(TensorMismatch(drawn(40, seed=7), whole[60:], 1, SIZES, source_tensors=pool)) == ""
+    assert explained(MismatchEvidence(drawn(40, seed=7), whole[60:], 1, SIZES, source_tensors=pool)) == ""
 
 
 def test_what_is_where_it_belongs_is_not_elsewhere() -> None:
@@ -206,9 +217,7 @@ def test_what_is_where_it_belongs_is_not_elsewhere() -> None:
     wrong = right.clone()
     wrong[:, 3] = drawn(26, seed=1)  # one column
     pool = {"w": right.flatten()}
-    assert "belongs" not in explain_mismatch(
-        TensorMismatch(wrong.flatten(), right.flatten(), 0, SIZES, source_tensors=pool)
-    )
+    assert "belongs" not in explained(MismatchEvidence(wrong.flatten(), right.flatten(), 0, SIZES, source_tensors=pool))
 
 
 def computed(*targets: list[float]) -> list[MicroBatchResult]:
@@ -232,9 +241,16 @@ def computed(*targets: list[float]) -> list[MicroBatchResult]:
 )
 def test_counts_have_causes(value: float, done: list[MicroBatchResult], words: str) -> None:
     total = sum(each.target_count for each in done)
-    assert explain_scalar(value, total, alternative_counts(done, 0), SIZES) == words
+    assert scalar_cause("sum", "target tokens", value, total, done) == words
+
+
+def scalar_cause(
+    kind: TensorKind, name: str, value: float, expected: float, results: Sequence[MicroBatchResult] = ()
+) -> str:
+    tensors = [torch.tensor(number, dtype=torch.float64) for number in (value, expected)]
+    return explained(MismatchEvidence(*tensors, known_factors=SIZES, kind=kind, name=name, results=results))
 
 
 def test_numbers_that_are_not_near_were_not_rounded() -> None:
-    assert explain_scalar(344.0, 301.0, iter(()), SIZES) == ""
-    assert explain_scalar(302.0, 301.3, iter(()), SIZES) == "it has no more bits than bfloat16 has"
+    assert scalar_cause("sum", "mean loss", 344.0, 301.0) == ""
+    assert scalar_cause("sum", "mean loss", 302.0, 301.3) == "it has no more bits than bfloat16 has"

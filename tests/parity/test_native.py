@@ -18,10 +18,13 @@ from motet.parallel.process.process_group import RankGroup
 from motet.parity.candidate_layouts import make_candidate
 from motet.parity.compare.native_precision import (
     DifferenceZScore,
-    NativePrecisionCheck,
-    record_native_step,
+    NativeReference,
+    SummationOrderSpread,
+    compare_native,
+    measure_order_spread,
     run_native_reference,
 )
+from motet.parity.record.record_phases import record_native_step
 from motet.parity.record.tensor_recorder import RecordedTensor
 from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.train import engine
@@ -35,12 +38,17 @@ Plant = Callable[[], AbstractContextManager[object]]
 
 
 @lru_cache(maxsize=4)
-def referred(recipe: str, *settings: str) -> NativePrecisionCheck:
+def referred(recipe: str, *settings: str) -> NativeReference:
     folder = Path(tempfile.mkdtemp(prefix="motet-native-"))
     atexit.register(shutil.rmtree, folder)
     common = ["run.steps=3", "checkpoint.keep=10", "model.dropout=0.1", *settings]
     job = small_job(folder, f"precision.recipe={recipe}", *common)
     return run_native_reference(JobVerificationSubject(job), folder, set())
+
+
+@lru_cache(maxsize=8)
+def spread(microbatches: int, recipe: str, *settings: str) -> SummationOrderSpread | None:
+    return measure_order_spread(referred(recipe, *settings), microbatches)
 
 
 def step_on_a_rank(group: RankGroup, job: Job, folder: Path, plant: Plant) -> list[RecordedTensor]:
@@ -55,7 +63,7 @@ def judged(
     candidate = make_candidate(native.subject.job, layout)
     seen = ranks.run(candidate.world, step_on_a_rank, candidate.job, native.folder, plant, timeout_s=120)
     parts = candidate.job.layout_for(candidate.world).reproducible_batch_size or candidate.microbatches
-    return native.worst_and_first(parts, seen)
+    return compare_native(native, spread(parts, recipe, *settings), seen)
 
 
 def _rounds(own: Any) -> Any:

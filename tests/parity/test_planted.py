@@ -12,7 +12,7 @@ from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.train.state import TrainingState
 from parity.faults import FAULTS, Fault, replaced
 from parity.planted_steps import UNEVEN
-from parity.run_planted import subject, verified
+from parity.run_planted import reference, verified
 from ranks import Ranks
 from train.runs import small_job
 
@@ -58,15 +58,15 @@ def test_one_device_that_is_not_restored_is_no_measure(tmp_path: Path) -> None:
     with replaced(TrainingState, "restore", wrong):
         referred = run_reference(JobVerificationSubject(job), tmp_path)
     assert referred.self_difference is not None
-    verdict = self_difference_verdict("dp=2 zero=1", *referred.self_difference)
+    verdict = self_difference_verdict("dp=2 zero=1", 2, referred.self_difference)
     assert not verdict.ok
     assert verdict.first_difference is not None
     assert verdict.first_difference.startswith("starting parameter")
-    assert subject("decoder").referred.self_difference is None
+    assert reference("decoder").runs.self_difference is None
 
 
 def _judge(ranks: Ranks, fault: Fault, layout: str) -> None:
-    verdict = verified(ranks, subject(fault.model, fault.settings), layout, fault.name)
+    verdict = verified(ranks, reference(fault.model, fault.settings), layout, fault.name)
     assert not verdict.ok
     assert re.match(fault.first, verdict.first_difference or ""), verdict
     assert re.search(fault.cause, verdict.cause or ""), verdict
@@ -82,7 +82,7 @@ def _judge(ranks: Ranks, fault: Fault, layout: str) -> None:
     ],
 )
 def test_what_is_right_is_not_called_wrong(ranks: Ranks, layout: str, settings: tuple[str, ...]) -> None:
-    verdict = verified(ranks, subject("decoder", settings), layout)
+    verdict = verified(ranks, reference("decoder", settings), layout)
     assert verdict.ok, verdict
     assert 0 < verdict.worst_relative < 1e-12
 
@@ -90,5 +90,5 @@ def test_what_is_right_is_not_called_wrong(ranks: Ranks, layout: str, settings: 
 @pytest.mark.proof
 @pytest.mark.parametrize("model", ["bert", "t5"])
 def test_other_models_and_their_masks(ranks: Ranks, model: str) -> None:
-    verdict = verified(ranks, subject(model), "dp=2 zero=3 microbatches=2")
+    verdict = verified(ranks, reference(model), "dp=2 zero=3 microbatches=2")
     assert verdict.ok, verdict

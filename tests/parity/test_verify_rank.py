@@ -9,7 +9,8 @@ import pytest
 from motet.core.toml_writer import to_toml
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.parity import rank_main
-from motet.parity.rank_main import done_file, record_layouts_on_rank
+from motet.parity.rank_main import record_layouts_on_rank
+from motet.parity.record.record_files import RecordFolder
 from motet.train.job import load_job
 from motet.train.launch.failures import StopFlag
 from motet.train.launch.run_folder import JOB_FILE
@@ -30,7 +31,7 @@ def test_groups_of_other_sizes_meet_in_other_files(tmp_path: Path, monkeypatch: 
     job = load_job("tiny")
     (tmp_path / JOB_FILE).write_text(to_toml(job.model_dump(exclude_none=True, exclude_unset=True)))
     for number in range(3):
-        done_file(tmp_path, number, 0).touch()
+        RecordFolder(tmp_path, number, 1).mark_done(0)
     place = RankEnvironment(1, 4, 1, 4, 0, f"file://{tmp_path}/store")
     assert record_layouts_on_rank(place, StopFlag(), str(tmp_path), "dp=2", "dp=2 zero=1", "dp=3", "dp=4") == 0
     assert [world for world, _ in met] == [2, 3, 4]

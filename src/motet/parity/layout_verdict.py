@@ -1,151 +1,111 @@
-"""What is found out about a layout: whether it computes the same numbers, and if not, what is the first to differ."""
+"""The verdict on a layout: whether it computes what one device does, and if not, where and why it differs first."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from motet.core.errors import NumericalMismatchError
-from motet.parity.compare.align_with_reference import TensorKey
-from motet.parity.compare.reference_runs import FROM_REFERENCE
-from motet.parity.compare.tensor_differences import ReferenceStep, TensorDifference, compare_with_reference
-from motet.parity.record.tensor_recorder import RecordedTensor
-
-MAX_NOISE_BOUND = 1e-3  # Where rounding alone is more than this, a mistake may be less
+from motet.parity.compare.first_difference import Comparison, DifferenceAtStep, compare_recorded_steps
+from motet.parity.compare.native_precision import NativeComparison
+from motet.parity.compare.tensor_differences import TensorDifference
+from motet.parity.diagnose.diagnose_difference import find_likely_cause
+from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute
+from motet.parity.record.record_phases import PhaseStep
+from motet.parity.record.tensor_recorder import RecordsByRank
 
 
 @dataclass(frozen=True)
 class LayoutVerdict:
-    """Of one layout."""
+    """What verification says of one layout."""
 
     layout: str
     ok: bool
-    worst_relative: float  # Of any tensor that is not the same but for rounding, or of all where there is none
+    worst_relative: float  # Up to and with the step that differs first
     worst_tensor: str
-    first_difference: str | None = None  # The first tensor in the order of execution that is not the same
-    rank: int | None = None  # Whose part of it is furthest from what it should be; None: of all together, or of none
-    cause: str | None = None  # In words, where a likely one is found
+    first_difference: str | None = None  # The first tensor that differs, in the order of execution
+    rank: int | None = None  # The rank whose part differs most; None: all ranks together
+    cause: str | None = None
     seconds: float = 0.0
-    # Of any tensor in the job's own precision, against steps of one device that add in other orders; None: not judged.
-    worst_z: float | None = None
+    worst_z: float | None = None  # In the job's own precision; None: not compared
     worst_z_tensor: str | None = None
-    noise_dominated: tuple[str, ...] = ()  # Tensors that rounding alone makes others
-    failed: bool = False  # Its ranks did not come to their end, which says nothing of their numbers; the cause is why
-    exit_code: int = NumericalMismatchError.exit_code  # Of the command, if it is not ok
+    noise_dominated: tuple[str, ...] = ()  # Tensors that rounding alone changes too much
+    failed: bool = False  # The ranks failed, for the reason in `cause`; nothing is known of their numbers
+    exit_code: int = NumericalMismatchError.exit_code  # Of the command, if the verdict is not ok
 
     def as_json(self) -> dict[str, Any]:
-        fields = asdict(self)
-        del fields["exit_code"]
-        return {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in fields.items()
-        }
+        """All fields but the exit code; numbers that are not finite are null."""
+        fields = {name: value for name, value in asdict(self).items() if name != "exit_code"}
+        infinite = {n for n, value in fields.items() if isinstance(value, float) and not math.isfinite(value)}
+        return fields | dict.fromkeys(infinite)
 
     def __str__(self) -> str:
+        seconds = f"({self.seconds:.1f} s)"
         if self.ok:
-            suffix = "" if self.worst_z is None else f"; z {self.worst_z:.1f}, {self.worst_z_tensor}"
-            worst = f"worst {self.worst_relative:.1e}, {self.worst_tensor}"
-            more = f" and {len(self.noise_dominated) - 1} more" if len(self.noise_dominated) > 1 else ""
-            suffix += (
-                f"; not judged, since rounding alone changes it: {self.noise_dominated[0]}{more}"
-                if self.noise_dominated
-                else ""
-            )
-            return f"same   {self.layout}: {worst}{suffix} ({self.seconds:.1f} s)"
+            text = f"same   {self.layout}: worst {self.worst_relative:.1e}, {self.worst_tensor}"
+            if self.worst_z is not None:
+                text += f"; z {self.worst_z:.1f}, {self.worst_z_tensor}"
+            if self.noise_dominated:
+                more = f" and {len(self.noise_dominated) - 1} more" if len(self.noise_dominated) > 1 else ""
+                text += f"; not judged, since rounding alone changes it: {self.noise_dominated[0]}{more}"
+            return f"{text} {seconds}"
         if self.failed:
-            return f"FAILED {self.layout}: {self.cause} ({self.seconds:.1f} s)"
-        rank_text = f" on rank {self.rank}" if self.rank is not None else ""
-        first = f" first in {self.first_difference}{rank_text}:" if self.first_difference else ""
-        return f"WRONG  {self.layout}:{first} {self.cause or 'no likely cause was found'} ({self.seconds:.1f} s)"
+            return f"FAILED {self.layout}: {self.cause} {seconds}"
+        rank = f" on rank {self.rank}" if self.rank is not None else ""
+        first = f" first in {self.first_difference}{rank}:" if self.first_difference else ""
+        return f"WRONG  {self.layout}:{first} {self.cause or 'no likely cause was found'} {seconds}"
 
 
-@dataclass(frozen=True)
-class DifferenceAtStep:
-    """A difference, and where in the walk of a layout."""
-
-    phase: str
-    step: int
-    difference: TensorDifference
-
-    def __str__(self) -> str:
-        phase_text = "" if self.phase == FROM_REFERENCE else f", steps {self.phase}"
-        return f"{format_key(self.difference.key)}, step {self.step + 1}{phase_text}"
-
-
-def format_key(key: TensorKey) -> str:
-    kind, name = key
-    return name if kind in ("sum", "norm", "evaluation") else kind if kind == name else f"{kind} {name}"
-
-
-def wrong_verdict(
-    layout: str, worst: DifferenceAtStep, first: DifferenceAtStep, find_cause: Callable[[], str]
+def verify_recorded_steps(
+    layout: str, recompute: SingleDeviceRecompute, recorded: Mapping[PhaseStep, RecordsByRank]
 ) -> LayoutVerdict:
-    difference = first.difference
-    try:
-        cause_text = find_cause()
-    except Exception as error:  # noqa: BLE001  # the place is right without a cause
-        cause_text = f"looking for its cause failed: {type(error).__name__}: {error}"
-    return LayoutVerdict(
-        layout,
-        False,
-        worst.difference.relative_error,
-        str(worst),
-        str(first),
-        difference.rank,
-        cause_text or difference.reason or None,
-    )
+    """Compare the steps of a layout with one device; where they differ, recompute parts of them to find out why."""
+    comparison = compare_recorded_steps(recompute.reference_runs, recorded)
+    if (first := comparison.first) is None:
+        return make_verdict(layout, comparison)
+    cause = find_likely_cause(replace(recompute, step=first.at.step), recorded[first.at], first)
+    return make_verdict(layout, comparison, cause)
+
+
+def make_verdict(layout: str, comparison: Comparison, cause: str = "") -> LayoutVerdict:
+    """The verdict that follows from a comparison in float64."""
+    worst, first = comparison.worst, comparison.first
+    verdict = LayoutVerdict(layout, first is None, worst.difference.relative_error, str(worst))
+    if first is None:
+        return replace(verdict, noise_dominated=comparison.noise_dominated)
+    return replace(verdict, first_difference=str(first), rank=first.difference.rank, cause=cause or None)
+
+
+def add_native_comparison(verdict: LayoutVerdict, native: NativeComparison) -> LayoutVerdict:
+    """A layout that is right in float64 may be wrong in its own precision."""
+    worst, first = native
+    if worst is None:
+        return verdict
+    verdict = replace(verdict, worst_z=worst.z, worst_z_tensor=str(worst.difference.key))
+    if first is None:
+        return verdict
+    location = f"{first.difference.key}, a step in the job's own precision"
+    return replace(verdict, ok=False, first_difference=location, rank=first.difference.rank, cause=first.cause)
 
 
 def failed_verdict(layout: str, reason: str, exit_code: int) -> LayoutVerdict:
     return LayoutVerdict(layout, False, math.nan, "", cause=reason, failed=True, exit_code=exit_code)
 
 
-def exit_code_for(verdicts: Sequence[LayoutVerdict]) -> int:
-    """Of a difference, if there is one; else of what failed first."""
-    exit_codes = [verdict.exit_code for verdict in verdicts if not verdict.ok]
-    return (
-        NumericalMismatchError.exit_code
-        if NumericalMismatchError.exit_code in exit_codes
-        else exit_codes[0]
-        if exit_codes
-        else 0
-    )
-
-
 def self_difference_verdict(layout: str, step: int, difference: TensorDifference) -> LayoutVerdict:
-    """One device, which differs from itself, is no measure for a layout."""
-    first = DifferenceAtStep("of one device, from its own checkpoint", step, difference)
-    kind = difference.key[0]
-    if kind == "sample":
+    """No layout can be compared with one device that differs from itself."""
+    first = DifferenceAtStep(PhaseStep("of one device, from its own checkpoint", step), difference)
+    if difference.key.kind == "sample":
         reason = "it is given other samples when it asks for the same step again: give each step a seed of its own"
-    elif kind in ("starting parameter", "state", "buffer"):
+    elif difference.key.kind in ("starting parameter", "state", "buffer"):
         reason = "its checkpoint is not what it was; mend that first"
     else:
         reason = "what it computes is not finite, or not the same when it is computed twice; mend that first"
-    return wrong_verdict(layout, first, first, lambda: f"one device itself does not do the step again: {reason}")
+    cause = f"one device itself does not do the step again: {reason}"
+    return make_verdict(layout, Comparison(first, first, ()), cause)
 
 
-def find_differences(
-    reference_for: Callable[[str, int], ReferenceStep],
-    phases: Sequence[tuple[str, int]],
-    read_records: Callable[[str, int], Sequence[Sequence[RecordedTensor]]],
-) -> tuple[DifferenceAtStep, DifferenceAtStep | None, tuple[str, ...]]:
-    """The worst of all tensors, the first to differ, and what could not be judged; of phases and their steps."""
-    all_differences: list[DifferenceAtStep] = []
-    for phase, step in phases:
-        step_differences = [
-            DifferenceAtStep(phase, step, each)
-            for each in compare_with_reference(reference_for(phase, step), read_records(phase, step))
-        ]
-        all_differences += step_differences
-        if first := next((each for each in step_differences if not each.difference.is_rounding), None):
-            return _worst(all_differences), first, ()
-    return (
-        _worst(all_differences),
-        None,
-        tuple(str(each) for each in all_differences if each.difference.bound > MAX_NOISE_BOUND),
-    )
-
-
-def _worst(all_differences: Sequence[DifferenceAtStep]) -> DifferenceAtStep:
-    return max(all_differences, key=lambda found: found.difference.relative_error)
+def exit_code_for(verdicts: Sequence[LayoutVerdict]) -> int:
+    """The exit code of a difference, if there is one; else of the first failure."""
+    codes = [verdict.exit_code for verdict in verdicts if not verdict.ok]
+    return NumericalMismatchError.exit_code if NumericalMismatchError.exit_code in codes else next(iter(codes), 0)

@@ -1,54 +1,65 @@
-"""Layouts against one device: the reference here, then the ranks of each layout, and a verdict on what they have."""
+"""The verification of a job: one device here, then the ranks of each layout, and a verdict on each."""
 
 import math
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from threading import Event
+from time import perf_counter
 
 from motet.core.errors import InputError
 from motet.core.toml_writer import to_toml
 from motet.parity.candidate_layouts import CandidateLayout, make_candidate
-from motet.parity.compare.native_precision import NativePrecisionCheck, add_native_precision, run_native_reference
-from motet.parity.compare.reference_runs import ReferenceRuns, run_reference, single_thread
-from motet.parity.diagnose.explain_difference import make_layout_verdict
+from motet.parity.compare.native_precision import (
+    NativeReference,
+    SummationOrderSpread,
+    compare_native,
+    measure_order_spread,
+    run_native_reference,
+)
+from motet.parity.compare.reference_runs import ReferenceRuns, run_reference
 from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute
-from motet.parity.layout_verdict import LayoutVerdict, failed_verdict, self_difference_verdict
-from motet.parity.rank_main import NATIVE_PHASE, done_file, load_records, native_folder, recorded_phases
+from motet.parity.layout_verdict import (
+    LayoutVerdict,
+    add_native_comparison,
+    failed_verdict,
+    self_difference_verdict,
+    verify_recorded_steps,
+)
+from motet.parity.record.record_files import RecordFolder, native_folder
+from motet.parity.record.record_phases import single_thread
 from motet.parity.shrink_job import make_small_job
 from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.parity.verify_parameter_server import ParameterServerVerifier
 from motet.train.job import Job
+from motet.train.launch.entry_points import LogFunction
 from motet.train.launch.preflight import check_job
 from motet.train.launch.run_folder import JOB_FILE
 from motet.train.launch.supervisor import LaunchExitStatus, LaunchSpec, launch_ranks, rank_environment
 
 STEPS = 3
 POLL_S = 0.1
-MIN_ROWS, MAX_ROWS = 8, 64  # Of a batch; more only if a layout by itself needs more
+MIN_ROWS, MAX_ROWS = 8, 64  # Of a batch; a single layout may need more
 RANK_FUNCTION = "motet.parity.rank_main:record_layouts_on_rank"
-LogFunction = Callable[[str], None]
 VerdictCallback = Callable[[LayoutVerdict], None]
 STDERR_FD = 2
 
 
 @dataclass(frozen=True)
 class VerificationPlan:
-    """A small job, and the layouts in which it is to compute what one device does."""
+    """A small job, and the layouts that should compute what one device does."""
 
     job: Job  # In float64
     candidates: Sequence[CandidateLayout]
-    native_job: Job  # The same in its own precision
+    native_job: Job  # In the job's own precision
 
 
 def make_verification_plans(job: Job, layouts: Sequence[str], log: LogFunction) -> list[VerificationPlan]:
-    """One for layouts that can cut a batch of few rows evenly, with those of few ranks first."""
+    """One plan per group of layouts that can split one small batch evenly; layouts of few ranks come first."""
     if job.outer.every is not None:
         raise InputError(
             f"outer.every = {job.outer.every}: replicas that train apart do not compute what one device does; leave it "
@@ -62,7 +73,7 @@ def make_verification_plans(job: Job, layouts: Sequence[str], log: LogFunction) 
 
 
 def supported_layouts(job: Job, layouts: Sequence[str], log: LogFunction) -> list[str]:
-    """Those that the job can have, and why it cannot have the others."""
+    """The layouts that the job can have; the log says why it cannot have the others."""
     refused: dict[str, InputError] = {}
     for layout in layouts:
         try:
@@ -87,11 +98,9 @@ def _group_by_batch_rows(candidates: Sequence[CandidateLayout]) -> Iterator[list
 
 
 def _make_plan(job: Job, candidates: Sequence[CandidateLayout]) -> VerificationPlan:
-    """A job of the same structure that is small, with a batch that all layouts can cut evenly; or that none of several
-    ranks can, where they need not."""
-    small_job = make_small_job(
-        job, _batch_rows([candidate.microbatches for candidate in candidates]) + bool(job.run.reproducible), STEPS
-    )
+    """A small job whose batch all layouts can split evenly, or none can if they need not."""
+    rows = _batch_rows([candidate.microbatches for candidate in candidates]) + bool(job.run.reproducible)
+    small_job = make_small_job(job, rows, STEPS)
     small_candidates = [make_candidate(small_job, candidate.layout) for candidate in candidates]
     for candidate in small_candidates:
         check_job(candidate.job, candidate.world)
@@ -99,7 +108,7 @@ def _make_plan(job: Job, candidates: Sequence[CandidateLayout]) -> VerificationP
 
 
 def _batch_rows(microbatch_counts: Sequence[int]) -> int:
-    """As few as can be cut into any of these, with two or more in each, and eight or more in all."""
+    """The fewest rows that make any of these numbers of micro-batches, with at least two rows in each."""
     unit = math.lcm(*microbatch_counts)
     return unit * math.ceil(max(MIN_ROWS, 2 * max(microbatch_counts)) / unit)
 
@@ -107,90 +116,82 @@ def _batch_rows(microbatch_counts: Sequence[int]) -> int:
 def verify_job_layouts(
     plan: VerificationPlan, environment: Mapping[str, str], log: LogFunction, on_verdict: VerdictCallback
 ) -> list[LayoutVerdict]:
-    """All verdicts; each is shown as it comes, those of few ranks first."""
+    """All verdicts, each reported as soon as it is known; layouts of few ranks come first."""
+    verdicts: list[LayoutVerdict] = []
+
+    def report(verdict: LayoutVerdict) -> None:
+        verdicts.append(verdict)
+        on_verdict(verdict)
+
     with tempfile.TemporaryDirectory(prefix="motet-verify-") as name:
         folder = Path(name)
-        (folder / "logs").mkdir()
-        start_s = time.perf_counter()
-        reference_runs, native_check = run_reference(JobVerificationSubject(_write_job(plan.job, folder)), folder), None
-        verdicts: list[LayoutVerdict] = []
-
-        def add_verdict(verdict: LayoutVerdict) -> None:
-            verdicts.append(verdict)
-            on_verdict(verdict)
-
-        if reference_runs.self_difference is not None:
+        start_s = perf_counter()
+        runs = run_reference(JobVerificationSubject(_store_job(plan.job, folder)), folder)
+        if runs.self_difference is not None:
             for candidate in plan.candidates:
-                add_verdict(self_difference_verdict(candidate.layout, *reference_runs.self_difference))
+                report(self_difference_verdict(candidate.layout, STEPS - 1, runs.self_difference))
             return verdicts
+        native, spreads = None, dict[int, SummationOrderSpread | None]()
+        of_ranks = [each for each in plan.candidates if not each.job.layout.uses_server_processes]
+        of_servers = [each for each in plan.candidates if each.job.layout.uses_server_processes]
         if plan.native_job.precision.recipe != plan.job.precision.recipe or plan.job.run.reproducible:
-            native_subject = JobVerificationSubject(_write_job(plan.native_job, native_folder(folder)))
-            native_check = run_native_reference(
-                native_subject, native_folder(folder), reference_runs.step_references[0].microbatch_dependent
+            native_subject = JobVerificationSubject(_store_job(plan.native_job, native_folder(folder)))
+            native = run_native_reference(
+                native_subject, native_folder(folder), runs.step_references[0].microbatch_dependent
             )
-        log(f"one device: {STEPS} steps, and again from perturbed parameters: {time.perf_counter() - start_s:.1f} s")
-        layout_verifier = _LayoutVerifier(reference_runs, native_check, environment, log, add_verdict)
-        recorded_candidates = [
-            candidate for candidate in plan.candidates if not candidate.job.layout.uses_server_processes
-        ]
-        layout_verifier.verify_all(recorded_candidates)
-        server_verifier = ParameterServerVerifier(plan.job, reference_runs, environment)
-        for candidate in plan.candidates:
-            if candidate.job.layout.uses_server_processes:
-                start_s = time.perf_counter()
-                add_verdict(replace(server_verifier.verdict(candidate), seconds=time.perf_counter() - start_s))
+            for count in sorted({_device_microbatches(candidate) for candidate in of_ranks}):
+                spreads[count] = measure_order_spread(native, count)
+        log(f"one device: {STEPS} steps, and again from perturbed parameters: {perf_counter() - start_s:.1f} s")
+        _RankLayouts(runs, native, spreads, environment, log, report).verify_all(of_ranks)
+        servers = ParameterServerVerifier(plan.job, runs, environment)
+        for candidate in of_servers:
+            start_s = perf_counter()
+            report(replace(servers.verdict(candidate), seconds=perf_counter() - start_s))
         return verdicts
 
 
-def _write_job(job: Job, folder: Path) -> Job:
-    """For ranks to read."""
+def _store_job(job: Job, folder: Path) -> Job:
+    """Write the job for the ranks."""
     folder.mkdir(exist_ok=True)
     tree = job.model_dump(exclude_none=True, exclude_unset=True)
-    if job.optimizer.clip_norm is None:  # whose default is not None
+    if job.optimizer.clip_norm is None:  # Its default is not None
         tree.setdefault("optimizer", {})["clip_norm"] = False
     (folder / JOB_FILE).write_text(to_toml(tree))
     return job
 
 
 @dataclass(frozen=True)
-class _LayoutVerifier:
-    """Of layouts, each on ranks of its own."""
+class _RankLayouts:
+    """Layouts whose ranks leave records; this process compares a layout while the ranks do the next one."""
 
     reference_runs: ReferenceRuns
-    native_check: NativePrecisionCheck | None
+    native: NativeReference | None
+    spreads: Mapping[int, SummationOrderSpread | None]  # By number of micro-batches
     environment: Mapping[str, str]
     log: LogFunction
-    on_verdict: VerdictCallback
+    report: VerdictCallback
 
     def verify_all(self, remaining: list[CandidateLayout]) -> None:
-        """Layouts that ranks do one after another, those with few ranks first."""
+        """Start the ranks again without a layout that failed, until none is left."""
         while remaining:
             count, exit_status = self._run_ranks(remaining)
             exit_status.raise_if_stopped()
             remaining = remaining[count:]
-            if remaining:  # the first that is left ended the others with it
+            if remaining:
                 if exit_status.traceback:
                     self.log(exit_status.traceback)
-                self.on_verdict(
-                    failed_verdict(
-                        remaining.pop(0).layout, exit_status.message or "its ranks ended", exit_status.exit_code
-                    )
-                )
+                reason = exit_status.message or "its ranks ended"
+                self.report(failed_verdict(remaining.pop(0).layout, reason, exit_status.exit_code))
 
     def _run_ranks(self, candidates: Sequence[CandidateLayout]) -> tuple[int, LaunchExitStatus]:
-        """How many came to their end; each is judged while the ranks do the next one."""
+        """The count of layouts that were done, and how the ranks ended."""
         folder = self.reference_runs.folder
-        for stale_file in folder.glob("layout-*"):
-            shutil.rmtree(stale_file) if stale_file.is_dir() else stale_file.unlink()
-        launch_settings = LaunchSpec(
-            command=(
-                sys.executable,
-                "-m",
-                "motet.cli.rank_main",
-                RANK_FUNCTION,
-                str(folder),
-                *(each.layout for each in candidates),
-            ),
+        for stale in folder.glob("layout-*"):
+            shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
+        arguments = (RANK_FUNCTION, str(folder), *(each.layout for each in candidates))
+        (folder / "logs").mkdir(exist_ok=True)
+        launch_spec = LaunchSpec(
+            command=(sys.executable, "-m", "motet.cli.rank_main", *arguments),
             ranks=max(each.world for each in candidates),
             environment=rank_environment(self.environment, 1),
             log_folder=folder / "logs",
@@ -198,47 +199,40 @@ class _LayoutVerifier:
             stop_message="stopping",
         )
         ranks_ended = Event()
-        with ThreadPoolExecutor(1) as pool:  # not the ranks there: signals reach the main thread
+        with ThreadPoolExecutor(1) as pool:  # Signals reach the main thread, which launches
             try:
-                verified_count = pool.submit(self._verify_as_completed, candidates, ranks_ended)
-                exit_status = launch_ranks(launch_settings, self.log)
+                count = pool.submit(self._compare_as_completed, candidates, ranks_ended)
+                exit_status = launch_ranks(launch_spec, self.log)
             finally:
                 ranks_ended.set()
-            return verified_count.result(), exit_status
+            return count.result(), exit_status
 
-    def _verify_as_completed(self, candidates: Sequence[CandidateLayout], ranks_ended: Event) -> int:
-        previous_s = time.perf_counter()
-        for layout_index, candidate in enumerate(candidates):
-            while not (is_done := self._is_done(candidate, layout_index)) and not ranks_ended.wait(POLL_S):
+    def _compare_as_completed(self, candidates: Sequence[CandidateLayout], ranks_ended: Event) -> int:
+        start_s = perf_counter()
+        for index, candidate in enumerate(candidates):
+            records = RecordFolder(self.reference_runs.folder, index, candidate.world, STEPS)
+            while not records.is_done() and not ranks_ended.wait(POLL_S):
                 pass
-            if not is_done and not self._is_done(candidate, layout_index):  # it may have come with the end
-                return layout_index
-            verdict = self._make_verdict(candidate, layout_index)
-            now_s = time.perf_counter()
-            self.on_verdict(replace(verdict, seconds=now_s - previous_s))
-            previous_s = now_s
-            shutil.rmtree(self.reference_runs.folder / f"layout-{layout_index}")
-            for file in self.reference_runs.folder.glob(f"layout-{layout_index}-*-rank-*.pt"):
-                file.unlink()
+            if not records.is_done():
+                return index
+            with single_thread():
+                verdict = self._verdict(candidate, records)
+            end_s = perf_counter()
+            self.report(replace(verdict, seconds=end_s - start_s))
+            start_s = end_s
+            records.delete()
         return len(candidates)
 
-    def _is_done(self, candidate: CandidateLayout, layout_index: int) -> bool:
-        return all(
-            done_file(self.reference_runs.folder, layout_index, rank).exists() for rank in range(candidate.world)
-        )
-
-    def _make_verdict(self, candidate: CandidateLayout, layout_index: int) -> LayoutVerdict:
-        read_records = partial(load_records, self.reference_runs.folder, layout_index, candidate.world)
+    def _verdict(self, candidate: CandidateLayout, records: RecordFolder) -> LayoutVerdict:
         layout = candidate.job.layout_for(candidate.world)
-        make_recompute = partial(
-            SingleDeviceRecompute, JobVerificationSubject(candidate.job), layout, self.reference_runs
-        )
-        with single_thread():
-            phases = recorded_phases(self.reference_runs.folder, layout_index, STEPS)
-            verdict = make_layout_verdict(candidate.layout, make_recompute, self.reference_runs, phases, read_records)
-            if not verdict.ok or self.native_check is None:
-                return verdict
-            microbatches = layout.reproducible_batch_size or candidate.microbatches
-            return add_native_precision(
-                verdict, *self.native_check.worst_and_first(microbatches, read_records(*NATIVE_PHASE))
-            )
+        recompute = SingleDeviceRecompute(JobVerificationSubject(candidate.job), layout, self.reference_runs)
+        verdict = verify_recorded_steps(candidate.layout, recompute, records)
+        if not verdict.ok or self.native is None:
+            return verdict
+        spread = self.spreads[_device_microbatches(candidate)]
+        return add_native_comparison(verdict, compare_native(self.native, spread, records.native_records()))
+
+
+def _device_microbatches(candidate: CandidateLayout) -> int:
+    """The micro-batches of one device that adds up the same sums as the layout."""
+    return candidate.job.layout_for(candidate.world).reproducible_batch_size or candidate.microbatches

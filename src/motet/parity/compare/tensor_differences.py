@@ -1,4 +1,4 @@
-"""How far what ranks computed is from the reference, tensor by tensor; put together from the parts that they have."""
+"""How far the tensors of ranks are from the reference, one by one, and how far rounding may move them."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,23 +12,29 @@ from torch import Tensor
 
 from motet.parity.compare.align_with_reference import (
     AlignedTensorPair,
-    RankRecords,
     ReferenceTensor,
     TensorAlignmentError,
-    TensorKey,
     align_tensor,
     has_no_row_dimension,
 )
-from motet.parity.record.tensor_recorder import RecordedTensor, TensorKind
+from motet.parity.record.tensor_recorder import (
+    RankRecords,
+    RecordedTensor,
+    RecordsByRank,
+    TensorKey,
+    TensorKind,
+    group_by_key,
+)
 
 FLOAT64_EPSILON = 2.0**-53
-# How many roundings of its size a number may be off for each square root of the operations behind it.
-ROUNDINGS_PER_SQRT_FLOP = 8.0
-NOISE_MARGIN = 64.0  # How many times as far from the reference as a perturbed reference is
-MIN_LOST_BITS = 8  # So many bits fewer than the reference's numbers have are no accident
-MIN_ROUNDED_BITS = 3  # Of a number that was rounded; ones and zeros were not
-MASK_FILL_MAGNITUDE = 1e30  # What masks places, as infinity does; nothing is measured by it
-OUTLIER_RATIO = 1e6  # So many times as large as most of its kind is no measure for them
+ROUNDINGS_PER_SQRT_FLOP = 8.0  # An element may be off by as many roundings per square root of the operations before it
+NOISE_MARGIN = 64.0  # A tensor may be as many times as far from the reference as a perturbed reference is
+MIN_LOST_BITS = 8  # Fewer missing bits than these may be an accident
+MIN_ROUNDED_BITS = 3  # Ones and zeros have fewer without being rounded
+MASK_FILL_MAGNITUDE = 1e30  # Masks hold larger numbers; these do not count in norms
+OUTLIER_RATIO = 1e6  # A tensor that is as many times as large as most of its kind does not count in their size
+ACTIVATION_KINDS = ("activation", "activation gradient")
+FORWARD_KINDS = ("starting parameter", "sample", "random mask", "activation", "loss", "activation gradient")
 
 
 @dataclass(frozen=True)
@@ -37,34 +43,39 @@ class ReferenceStep:
 
     tensors: Mapping[TensorKey, ReferenceTensor]  # In the order of execution
     learning_rate: float
-    # How far a perturbed reference is from it, by the same measure.
-    noise: dict[TensorKey, float] = field(default_factory=dict)
-    # Of no rows, and another for other micro-batches: nothing to compare it with.
-    microbatch_dependent: set[TensorKey] = field(default_factory=set)
+    noise: dict[TensorKey, float] = field(default_factory=dict)  # Relative error of perturbed references
+    microbatch_dependent: set[TensorKey] = field(default_factory=set)  # Without rows, so not comparable
 
     @cached_property
     def typical_sizes(self) -> dict[str, float]:
-        """Of elements of tensors that are alike, in the mean of squares; what is far larger than most is left out."""
+        """Root mean squares of the elements of similar tensors."""
         square_sums: dict[str, list[tuple[float, int]]] = {}
-        for key, reference_tensor in self.tensors.items():
-            square_sums.setdefault(_size_family(key), []).append(
-                (finite_norm(reference_tensor.value) ** 2, reference_tensor.value.numel())
-            )
+        for key, tensor in self.tensors.items():
+            square_sum = finite_norm(tensor.value) ** 2, tensor.value.numel()
+            square_sums.setdefault(_size_family(key), []).append(square_sum)
         return {family: _typical_size(each) for family, each in square_sums.items()}
 
+    @cached_property
+    def total_flops(self) -> float:
+        return max(tensor.record.flops_so_far for tensor in self.tensors.values())
+
     def value_of(self, key: TensorKey) -> Tensor | None:
-        reference_tensor = self.tensors.get(key)
-        return None if reference_tensor is None else reference_tensor.value
+        tensor = self.tensors.get(key)
+        return None if tensor is None else tensor.value
+
+    def scalar(self, kind: TensorKind, name: str) -> float | None:
+        value = self.value_of(TensorKey(kind, name))
+        return None if value is None else float(value)
 
 
 class TensorDifference(NamedTuple):
-    """Of one tensor, by the worst of the parts that it came in."""
+    """How far one tensor is from the reference: the worst of its parts on ranks."""
 
     key: TensorKey
     relative_error: float
     bound: float
-    rank: int | None  # Whose part it is; None: of all together
-    reason: str = ""  # Where it is not by how much
+    rank: int | None = None  # None: the tensor is of all ranks together
+    reason: str = ""  # Set where the difference is not one of size
 
     @property
     def is_rounding(self) -> bool:
@@ -74,120 +85,91 @@ class TensorDifference(NamedTuple):
 def build_reference_tensors(records: Iterable[RecordedTensor]) -> dict[TensorKey, ReferenceTensor]:
     records = list(records)
     rows = next((record.rows for record in records if record.rows), ())
+    kind_order = {kind: 0 if kind in FORWARD_KINDS else index for index, kind in enumerate(get_args(TensorKind))}
     tensors: dict[TensorKey, ReferenceTensor] = {}
-    kind_order = {kind: number for number, kind in enumerate(get_args(TensorKind))}
-    forward_kinds = ("starting parameter", "sample", "random mask", "activation", "loss", "activation gradient")
-    for each in sorted(records, key=lambda each: 0 if each.kind in forward_kinds else kind_order[each.kind]):
-        value = each.value if each.unsharded_shape is None else each.value.view(each.unsharded_shape)
-        tensors[each.kind, each.name] = ReferenceTensor((each.kind, each.name), value, rows, each)
+    for record in sorted(records, key=lambda record: kind_order[record.kind]):
+        value = record.value if record.unsharded_shape is None else record.value.view(record.unsharded_shape)
+        tensors[record.key] = ReferenceTensor(record.key, value, rows, record)
     return tensors
 
 
 def _size_family(key: TensorKey) -> str:
-    """Moments are not as large as masters, and a loss not as a count."""
-    kind, name = key
-    return f"{kind} {name.partition('/')[0]}" if kind in ("state", "sum", "evaluation") else kind
+    """Moments are smaller than masters, and a loss is smaller than a count."""
+    return f"{key.kind} {key.name.partition('/')[0]}" if key.kind in ("state", "sum", "evaluation") else key.kind
 
 
 def _typical_size(square_sums: Sequence[tuple[float, int]]) -> float:
-    """`each`: (sum of squares, count) of a tensor."""
+    """The root mean square over tensors, each given by its sum of squares and its element count."""
     means = [squares / count for squares, count in square_sums if squares]
-    outlier_limit = OUTLIER_RATIO**2 * median(means) if means else 0.0
-    without_outliers = [
-        (squares, count) for squares, count in square_sums if count and squares / count <= outlier_limit
+    limit = OUTLIER_RATIO**2 * median(means) if means else 0.0
+    usual = [(squares, count) for squares, count in square_sums if count and squares / count <= limit]
+    elements = sum(count for _, count in usual)
+    return math.sqrt(sum(squares for squares, _ in usual) / elements) if elements else 0.0
+
+
+def compare_with_reference(reference: ReferenceStep, records_by_rank: RecordsByRank) -> list[TensorDifference]:
+    """One difference per tensor of the reference, in its order, then per tensor that only ranks have."""
+    by_key = group_by_key(records_by_rank)
+    differences = [_compare_tensor(reference, tensor, by_key.pop(key, [])) for key, tensor in reference.tensors.items()]
+    return differences + [
+        TensorDifference(key, math.inf, 0.0, records[0][0], "one device has no such tensor")
+        for key, records in by_key.items()
     ]
-    total, elements = sum(squares for squares, _ in without_outliers), sum(count for _, count in without_outliers)
-    return math.sqrt(total / elements) if elements else 0.0
 
 
-def compare_with_reference(
-    reference: ReferenceStep, records_by_rank: Sequence[Sequence[RecordedTensor]]
-) -> list[TensorDifference]:
-    """One for each tensor of the reference, in its order, and for what only ranks have."""
-    records_by_key = group_by_key(records_by_rank)
-    differences = []
-    for key, reference_tensor in reference.tensors.items():
-        records = records_by_key.pop(key, [])
-        differences.append(_compare_tensor(reference, reference_tensor, records))
-    for key, records in records_by_key.items():
-        differences.append(TensorDifference(key, math.inf, 0.0, records[0][0], "one device has no such tensor"))
-    return differences
+def find_microbatch_dependent(reference: ReferenceStep, records_by_rank: RecordsByRank) -> set[TensorKey]:
+    """Activations that change with the micro-batches of one device, though nothing that follows from them does.
 
-
-def group_by_key(
-    records_by_rank: Sequence[Sequence[RecordedTensor]],
-) -> dict[TensorKey, list[tuple[int, RecordedTensor]]]:
-    records_by_key: dict[TensorKey, list[tuple[int, RecordedTensor]]] = {}
-    for rank, records in enumerate(records_by_rank):
-        for record in records:
-            records_by_key.setdefault((record.kind, record.name), []).append((rank, record))
-    return records_by_key
-
-
-def find_microbatch_dependent(
-    reference: ReferenceStep, records_by_rank: Sequence[Sequence[RecordedTensor]]
-) -> set[TensorKey]:
-    """What differs in a reference of which each row was a micro-batch, though nothing that comes of it does: the
-    places of the targets, a mean over rows, modules that are called for each row. Where rows do depend on each other,
-    only what has no rows."""
-    records_by_key, differences = group_by_key(records_by_rank), compare_with_reference(reference, records_by_rank)
-    differing_keys = {each.key for each in differences if not each.is_rounding}
-    differing_activations = {
-        site for site in differing_keys if site[0] in ACTIVATION_KINDS and records_by_key.get(site)
-    }
-    if not any(site[0] in ("gradient", "sum", "norm") for site in differing_keys):
-        unequal_modules = {
-            _module_name(site) for site in differing_keys - differing_activations if site[0] in ACTIVATION_KINDS
-        }
-        return differing_activations | {
-            site for site in reference.tensors if site[0] in ACTIVATION_KINDS and _module_name(site) in unequal_modules
-        }
-    return {site for site in differing_activations if _is_table_or_mean(reference.tensors[site], records_by_key[site])}
-
-
-ACTIVATION_KINDS = ("activation", "activation gradient")
+    Examples are the positions of targets, a mean over rows, and modules that are called once per row. If results
+    change too, rows depend on each other; then only tensors without rows count.
+    """
+    by_key = group_by_key(records_by_rank)
+    differing = {d.key for d in compare_with_reference(reference, records_by_rank) if not d.is_rounding}
+    activations = {key for key in differing if key.kind in ACTIVATION_KINDS}
+    present = {key for key in activations if by_key.get(key)}
+    if any(key.kind in ("gradient", "sum", "norm") for key in differing):
+        return {key for key in present if _is_table_or_mean(reference.tensors[key], by_key[key])}
+    modules = {_module_name(key) for key in activations - present}
+    return present | {key for key in reference.tensors if key.kind in ACTIVATION_KINDS and _module_name(key) in modules}
 
 
 def _module_name(key: TensorKey) -> str:
-    """Whose output it is, in whatever call."""
-    return key[1].partition(" (call")[0].partition("[")[0]
+    return key.name.partition(" (call")[0].partition("[")[0]
 
 
-def _is_table_or_mean(reference_tensor: ReferenceTensor, records: RankRecords) -> bool:
+def _is_table_or_mean(tensor: ReferenceTensor, records: RankRecords) -> bool:
     try:
-        align_tensor(reference_tensor, records)
+        align_tensor(tensor, records)
     except TensorAlignmentError:
         return True
-    return has_no_row_dimension(reference_tensor, records)
+    return has_no_row_dimension(tensor, records)
 
 
-def _compare_tensor(
-    reference: ReferenceStep, reference_tensor: ReferenceTensor, records: RankRecords
-) -> TensorDifference:
-    key, bound = reference_tensor.key, error_bound(reference, reference_tensor)
+def _compare_tensor(reference: ReferenceStep, tensor: ReferenceTensor, records: RankRecords) -> TensorDifference:
+    key, bound = tensor.key, error_bound(reference, tensor)
     if key in reference.microbatch_dependent or bound == math.inf:
-        return TensorDifference(key, 0.0, bound, None)
+        return TensorDifference(key, 0.0, bound)
     if not records:
         return TensorDifference(key, math.inf, bound, None, "no rank has it")
     try:
-        pairs = align_tensor(reference_tensor, records)
+        pairs = align_tensor(tensor, records)
     except TensorAlignmentError as error:
         return TensorDifference(key, math.inf, bound, error.rank, str(error))
-    worst = TensorDifference(key, 0.0, bound, None)
+    worst = TensorDifference(key, 0.0, bound)
     for pair in pairs:
-        if reason := _precision_mismatch(pair, reference_tensor.record.dtype):
+        if reason := _precision_mismatch(pair, tensor.record.dtype):
             return TensorDifference(key, math.inf, bound, pair.rank, reason)
-        relative_error = relative_distance(pair.value, pair.expected, size_floor(reference, key, pair))
+        relative_error = pair_distance(reference, key, pair)
         if relative_error > worst.relative_error:
             worst = TensorDifference(key, relative_error, bound, pair.rank)
     return worst
 
 
-def size_floor(reference: ReferenceStep, key: TensorKey, pair: AlignedTensorPair) -> float:
-    """What is as good as nothing to differ from."""
-    count = pair.record.numel if pair.record and pair.record.unsharded_shape is not None else pair.expected.numel()
-    size = reference.learning_rate if key[0] == "parameter" else reference.typical_sizes[_size_family(key)]
-    return size * math.sqrt(count)
+def pair_distance(reference: ReferenceStep, key: TensorKey, pair: AlignedTensorPair) -> float:
+    """The relative distance of a pair; a tensor is measured at least by the typical size of its kind."""
+    count = pair.record.numel if pair.record and pair.record.is_shard else pair.expected.numel()
+    size = reference.learning_rate if key.kind == "parameter" else reference.typical_sizes[_size_family(key)]
+    return relative_distance(pair.value, pair.expected, size * math.sqrt(count))
 
 
 def _precision_mismatch(pair: AlignedTensorPair, expected_dtype: str) -> str:
@@ -196,26 +178,23 @@ def _precision_mismatch(pair: AlignedTensorPair, expected_dtype: str) -> str:
         return ""
     if record.dtype != expected_dtype:
         return f"it is kept in {record.dtype} on rank {pair.rank}, and in {expected_dtype} on one device"
-    is_coarser = MIN_ROUNDED_BITS <= record.significant_bits <= pair.expected_bits - MIN_LOST_BITS
-    if is_coarser and 0 < relative_distance(pair.value, pair.expected, 0.0) < 2.0 ** (1 - record.significant_bits):
-        dtype_name = {24: "float32", 11: "float16", 8: "bfloat16"}.get(
-            record.significant_bits, f"{record.significant_bits} bits"
-        )
-        return f"its numbers were rounded to {dtype_name}: they have {record.significant_bits} bits, on one device {pair.expected_bits}"
-    return ""
+    bits = record.significant_bits
+    is_coarser = MIN_ROUNDED_BITS <= bits <= pair.expected_bits - MIN_LOST_BITS
+    if not is_coarser or not 0 < relative_distance(pair.value, pair.expected) < 2.0 ** (1 - bits):
+        return ""
+    name = {24: "float32", 11: "float16", 8: "bfloat16"}.get(bits, f"{bits} bits")
+    return f"its numbers were rounded to {name}: they have {bits} bits, on one device {pair.expected_bits}"
 
 
-def error_bound(reference: ReferenceStep, reference_tensor: ReferenceTensor) -> float:
-    if reference_tensor.key[0] in ("sample", "random mask"):
+def error_bound(reference: ReferenceStep, tensor: ReferenceTensor) -> float:
+    if tensor.key.kind in ("sample", "random mask"):
         return 0.0
-    rounding_bound = (
-        ROUNDINGS_PER_SQRT_FLOP * FLOAT64_EPSILON * math.sqrt(max(1.0, reference_tensor.record.flops_so_far))
-    )
-    return max(rounding_bound, NOISE_MARGIN * reference.noise.get(reference_tensor.key, 0.0))
+    roundings = ROUNDINGS_PER_SQRT_FLOP * math.sqrt(max(1.0, tensor.record.flops_so_far))
+    return max(FLOAT64_EPSILON * roundings, NOISE_MARGIN * reference.noise.get(tensor.key, 0.0))
 
 
-def relative_distance(value: Tensor, expected: Tensor, floor: float) -> float:
-    """Of two tensors, by their norms; `floor`: what is as good as nothing to differ from."""
+def relative_distance(value: Tensor, expected: Tensor, floor: float = 0.0) -> float:
+    """The norm of the difference over the norm of the expected tensor, or over the floor if that is larger."""
     error_norm = float(torch.linalg.vector_norm(elementwise_difference(value, expected)))
     if error_norm == 0:
         return 0.0
@@ -224,12 +203,12 @@ def relative_distance(value: Tensor, expected: Tensor, floor: float) -> float:
 
 
 def elementwise_difference(value: Tensor, expected: Tensor) -> Tensor:
-    """Their difference; 0 where both are the same infinity."""
+    """The difference; 0 where both are the same infinity."""
     a, b = value.double(), expected.double()
     return torch.where(a == b, 0.0, a - b)
 
 
 def finite_norm(tensor: Tensor) -> float:
-    """The norm of what is neither infinite nor a mask."""
+    """The norm without infinities and mask values."""
     values = tensor.double()
     return float(torch.linalg.vector_norm(torch.where(values.abs() < MASK_FILL_MAGNITUDE, values, 0.0)))

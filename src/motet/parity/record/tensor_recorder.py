@@ -1,4 +1,4 @@
-"""What one rank computes in a step, tensor by tensor."""
+"""Hooks that record every tensor that one rank computes in a step."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from motet.collectives.compression.byte_messages import codec_numerics
+from motet.collectives.compression.byte_messages import codec_numerics, dtype_name
 from motet.parallel.data_parallel.fsdp import local_shard
 from motet.parallel.data_parallel.sharded_parameters import LocalShard
 from motet.parallel.process.rank_consistency import persistent_buffers
@@ -18,7 +18,7 @@ from motet.parallel.reproducible.accurate_norm import squared_norm
 from motet.parity.record.random_sign_sketch import sketch_rows, sketch_shard
 from motet.train.engine import StepStats, TrainingEngine
 
-# In the order of a step; of what is of one kind, the order is that of execution on one device.
+# In the order of a step; tensors of one kind follow the order of execution on one device.
 TensorKind = Literal[
     "starting parameter",
     "sample",
@@ -35,6 +35,20 @@ TensorKind = Literal[
     "buffer",
     "evaluation",
 ]
+MASTER_PREFIX = "master/"
+MIN_ELEMENTS_FOR_BITS = 64  # Fewer do not show what they were rounded to
+
+
+class TensorKey(NamedTuple):
+    """The identity of a tensor of a step, on all layouts."""
+
+    kind: TensorKind
+    name: str
+
+    def __str__(self) -> str:
+        if self.kind in ("sum", "norm", "evaluation"):
+            return self.name
+        return self.kind if self.kind == self.name else f"{self.kind} {self.name}"
 
 
 class RecordedTensor(NamedTuple):
@@ -42,99 +56,123 @@ class RecordedTensor(NamedTuple):
 
     kind: TensorKind
     name: str
-    value: Tensor  # Folded, where it is large
-    microbatch: int = -1  # The micro-batch, in the order of this rank; -1: of the whole step
-    rows: tuple[int, ...] = ()  # Of the global batch, that it is of
-    start: int = 0
+    value: Tensor  # A sketch, where the tensor is large
+    microbatch: int = -1  # In the order of this rank; -1: the tensor belongs to the step
+    rows: tuple[int, ...] = ()  # Rows of the global batch that the micro-batch has
+    start: int = 0  # A shard is `numel` elements of the flat tensor from here on
     numel: int = 0
-    unsharded_shape: tuple[int, ...] | None = None  # Of the whole, where it is `numel` of its elements from `start` on
+    unsharded_shape: tuple[int, ...] | None = None  # None: the tensor is no shard
     dtype: str = "float64"
     is_sketched: bool = False
-    significant_bits: int = 0  # Significant ones, of any of its numbers; 0 where it has too few numbers to tell
-    flops_so_far: float = 0.0  # Of floating point, until it was there, where they are counted
-    squared_norm: float = 0.0  # Of a summed gradient: its own, before it was folded
+    significant_bits: int = 0  # 0 where there are too few numbers to tell
+    flops_so_far: float = 0.0  # Until the tensor was there, where they are counted
+    squared_norm: float = 0.0  # Of the gradient before it was sketched
+
+    @property
+    def key(self) -> TensorKey:
+        return TensorKey(self.kind, self.name)
+
+    @property
+    def is_shard(self) -> bool:
+        return self.unsharded_shape is not None
+
+
+RecordsByRank = Sequence[Sequence[RecordedTensor]]
+RankRecords = Sequence[tuple[int, RecordedTensor]]  # Each with its rank
+
+
+def group_by_key(records_by_rank: RecordsByRank) -> dict[TensorKey, list[tuple[int, RecordedTensor]]]:
+    records_by_key: dict[TensorKey, list[tuple[int, RecordedTensor]]] = {}
+    for rank, records in enumerate(records_by_rank):
+        for record in records:
+            records_by_key.setdefault(record.key, []).append((rank, record))
+    return records_by_key
 
 
 @dataclass
 class TensorRecorder:
-    """Of one step."""
+    """The tensors of one step, in the order in which they were computed."""
 
     records: list[RecordedTensor] = field(default_factory=list)
     microbatch: int = -1
     rows: tuple[int, ...] = ()
-    sketches_shards: bool = True  # Parts of parameters become short where they are long; rows of activations always
-    call_counts: Counter[tuple[str, str]] = field(default_factory=Counter)  # In this micro-batch
-    flops_so_far: Callable[[], float] = lambda: 0.0  # So far
+    sketches_shards: bool = True  # Rows of activations are always sketched
+    call_counts: Counter[TensorKey] = field(default_factory=Counter)  # In this micro-batch
+    flops_so_far: Callable[[], float] = lambda: 0.0
     mask_count: int = 0  # In this micro-batch
-    is_recording: bool = True  # Whether something comes of this micro-batch; if not, it is not recorded
-    # Names of parameters in the order in which backward had their gradients.
-    gradient_order: list[str] = field(default_factory=list)
-    # On what modules gave; some of it may be a parameter, which stays.
-    gradient_hooks: list[RemovableHandle] = field(default_factory=list)
+    is_recording: bool = True  # False for a micro-batch whose results are discarded
+    gradient_order: list[str] = field(default_factory=list)  # Parameters in the order of backward
+    gradient_hooks: list[RemovableHandle] = field(default_factory=list)  # An output may be a parameter, which stays
 
     def add(self, kind: TensorKind, name: str, value: Tensor) -> None:
-        """Of the micro-batch that is computed."""
+        """Record a tensor of the micro-batch that is computed now."""
         if not self.is_recording:
             return
-        self.call_counts[kind, name] += 1
-        call = self.call_counts[kind, name]
+        self.call_counts[TensorKey(kind, name)] += 1
+        call = self.call_counts[TensorKey(kind, name)]
         self.add_for_microbatch(kind, name if call == 1 else f"{name} (call {call})", value, self.microbatch, self.rows)
 
+    @codec_numerics()
     def add_for_microbatch(
         self, kind: TensorKind, name: str, value: Tensor, microbatch: int, rows: tuple[int, ...]
     ) -> None:
-        with codec_numerics():
-            self._add_for_microbatch(kind, name, value.detach().cpu(), microbatch, rows)
-
-    def _add_for_microbatch(
-        self, kind: TensorKind, name: str, value: Tensor, microbatch: int, rows: tuple[int, ...]
-    ) -> None:
+        value = value.detach().cpu()
         sketch = sketch_rows(value)
-        record = RecordedTensor(kind, name, sketch.clone(), microbatch, rows, is_sketched=sketch is not value)
-        self._append(record._replace(dtype=_dtype_name(value), significant_bits=count_significant_bits(value)))
+        self._append(
+            RecordedTensor(
+                kind,
+                name,
+                sketch.clone(),
+                microbatch,
+                rows,
+                dtype=dtype_name(value.dtype),
+                is_sketched=sketch is not value,
+                significant_bits=count_significant_bits(value),
+            )
+        )
 
     def add_scalar(self, kind: TensorKind, name: str, value: float) -> None:
         self._append(RecordedTensor(kind, name, torch.tensor(value, dtype=torch.float64)))
 
+    @codec_numerics()
     def add_shard(self, kind: TensorKind, name: str, shard: LocalShard | Tensor) -> None:
-        with codec_numerics():
-            self._add_shard(kind, name, LocalShard(shard.shape, 0, shard) if isinstance(shard, Tensor) else shard)
-
-    def _add_shard(self, kind: TensorKind, name: str, shard: LocalShard) -> None:
-        values = shard.values.detach().cpu().reshape(-1)
-        sketch = sketch_shard(values, shard.start) if self.sketches_shards else values
-        record = RecordedTensor(
-            kind, name, sketch.clone(), start=shard.start, numel=values.numel(), unsharded_shape=tuple(shard.shape)
+        """Record this rank's part of a parameter, or a tensor that every rank has."""
+        start, tensor = (0, shard) if isinstance(shard, Tensor) else (shard.start, shard.values)
+        values = tensor.detach().cpu().reshape(-1)
+        sketch = sketch_shard(values, start) if self.sketches_shards else values
+        self._append(
+            RecordedTensor(
+                kind,
+                name,
+                sketch.clone(),
+                start=start,
+                numel=values.numel(),
+                unsharded_shape=tuple(shard.shape),
+                dtype=dtype_name(values.dtype),
+                is_sketched=sketch is not values,
+                significant_bits=count_significant_bits(values),
+                squared_norm=squared_norm(values) if kind == "gradient" else 0.0,
+            )
         )
-        full_record = record._replace(
-            dtype=_dtype_name(values),
-            significant_bits=count_significant_bits(values),
-            is_sketched=sketch is not values,
-            squared_norm=squared_norm(values) if kind == "gradient" else 0.0,
-        )
-        self._append(full_record)
 
     def add_shards(self, kind: TensorKind, shards: Mapping[str, LocalShard | Tensor]) -> None:
-        """In the order in which backward came to them."""
-        in_backward_order = [name for name in self.gradient_order if name in shards]
-        for name in [*in_backward_order, *(name for name in shards if name not in in_backward_order)]:
+        """Record shards in the order in which backward reached their parameters."""
+        for name in dict.fromkeys([*(name for name in self.gradient_order if name in shards), *shards]):
             self.add_shard(kind, name, shards[name])
 
     def _append(self, record: RecordedTensor) -> None:
         self.records.append(record._replace(flops_so_far=float(self.flops_so_far())))
 
     def begin_microbatch(self, rows: Sequence[int], is_recording: bool = True) -> None:
-        """`rows`: that were asked for."""
         self.microbatch, self.rows, self.is_recording = self.microbatch + 1, tuple(rows), is_recording
         self.call_counts.clear()
         self.mask_count = 0
 
     @contextmanager
     def recording_hooks(self, module: nn.Module) -> Iterator[None]:
-        """What its modules give, and the gradients of that."""
+        """Record the outputs of all inner modules, and the gradients of these."""
         hooks = [
-            inner.register_forward_hook(self._make_forward_hook(name or "model"))
-            for name, inner in module.named_modules()
+            m.register_forward_hook(self._make_forward_hook(name or "model")) for name, m in module.named_modules()
         ]
         hooks += [
             p.register_post_accumulate_grad_hook(lambda _, name=name: self.gradient_order.append(name))
@@ -148,7 +186,7 @@ class TensorRecorder:
                 hook.remove()
 
     def record_dropout_mask(self, dropout_index: int, mask: Tensor) -> None:
-        self.mask_count += 1  # not the site, which may be wrong
+        self.mask_count += 1  # The index of the dropout may be wrong
         self.add("random mask", f"dropout {self.mask_count}", mask)
 
     def _make_forward_hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -168,26 +206,19 @@ class TensorRecorder:
 
 
 def named_float_tensors(output: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """The floating-point tensors of whatever a module gives."""
+    """The floating-point tensors in whatever a module returns."""
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield name, output
         return
-    items: Any = ()
-    if isinstance(output, Mapping):
-        items = output.items()
-    elif isinstance(output, list | tuple):
-        items = enumerate(output)
+    is_sequence = isinstance(output, list | tuple)
+    items = output.items() if isinstance(output, Mapping) else enumerate(output) if is_sequence else ()
     for key, value in items:
         yield from named_float_tensors(value, f"{name}[{key}]")
 
 
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def count_significant_bits(tensor: Tensor) -> int:
-    """How many bits its numbers need: 8 for what was rounded to bfloat16, whatever it is kept in."""
+    """The bits that its numbers need: 8 for values rounded to bfloat16, whatever dtype holds them."""
     if not tensor.is_floating_point() or tensor.numel() < MIN_ELEMENTS_FOR_BITS:
         return 0
     sample = tensor.detach().reshape(-1)[: 16 * MIN_ELEMENTS_FOR_BITS].double()
@@ -195,54 +226,47 @@ def count_significant_bits(tensor: Tensor) -> int:
     if sample.numel() < MIN_ELEMENTS_FOR_BITS:
         return 0
     mantissas = (torch.frexp(sample).mantissa * 2.0**53).long()
-    lowest_set_bits = mantissas & -mantissas
-    return 53 - int(torch.log2(lowest_set_bits.double().min()))
-
-
-MIN_ELEMENTS_FOR_BITS = 64  # Numbers to tell from what they were rounded to
-
-
-# --- a step that is recorded -----------------------------------------------------------------------
+    return 53 - int(torch.log2((mantissas & -mantissas).double().min()))
 
 
 @contextmanager
 def _recording_update(engine: TrainingEngine, recorder: TensorRecorder) -> Iterator[None]:
-    """What it sums and updates is told. It stays the same engine: what it keeps from step to step is looked at too."""
-    original_update = engine.update
+    """Record what the engine sums and updates. It stays the same engine, for its own state is compared too."""
+    original_update, sharded = engine.update, engine.optimizer.sharded_parameters
 
     def update(*args: Any, **kwargs: Any) -> StepStats:
-        sharded_parameters = engine.optimizer.sharded_parameters
-        summed_gradients: dict[str, LocalShard] = (
-            {}
-            if sharded_parameters.updates_on_arrival
-            else _clone_shards(sharded_parameters.local_shards(sharded_parameters.local_gradients()))
-        )
-        with engine.optimizer.capture_gradients() as captured_gradients:
+        summed: dict[str, LocalShard] = {}
+        if not sharded.updates_on_arrival:
+            local_gradients = sharded.local_shards(sharded.local_gradients())
+            summed = {name: shard._replace(values=shard.values.clone()) for name, shard in local_gradients.items()}
+        with engine.optimizer.capture_gradients() as captured:
             stats = original_update(*args, **kwargs)
-            sharded_parameters.wait_for_pending()
-            clipped_gradients = sharded_parameters.local_shards(captured_gradients) if captured_gradients else {}
-        if sharded_parameters.updates_on_arrival:  # what was scaled and sent is scaled back
+            sharded.wait_for_pending()
+            clipped = sharded.local_shards(captured) if captured else {}
+        if sharded.updates_on_arrival:  # Gradients were scaled before they were sent
             scale = engine.gradient_scale(stats.grad_norm, stats.count)
-            summed_gradients = {
-                name: piece._replace(values=piece.values / scale) for name, piece in clipped_gradients.items()
-            }
-        recorder.add_shards("gradient", summed_gradients)
+            summed = {name: shard._replace(values=shard.values / scale) for name, shard in clipped.items()}
+        recorder.add_shards("gradient", summed)
         recorder.add_scalar("sum", "target tokens", stats.count)
         recorder.add_scalar("sum", "mean loss", stats.loss)
         recorder.add_scalar("norm", "gradient norm", stats.grad_norm)
-        recorder.add_shards("clipped gradient", clipped_gradients)
-        state = engine.optimizer.state()  # masters are updated last
-        for name in sorted(state, key=lambda name: name.startswith("master/")):
-            recorder.add_shard("state", name, state[name])
+        recorder.add_shards("clipped gradient", clipped)
+        record_state(recorder, engine.optimizer.state())
         return stats
 
     with patched_method(engine, "update", update):
         yield
 
 
+def record_state(recorder: TensorRecorder, state: Mapping[str, LocalShard | Tensor]) -> None:
+    """Record the state of an optimizer, the masters last, as they are updated last."""
+    for name in sorted(state, key=lambda name: name.startswith(MASTER_PREFIX)):
+        recorder.add_shard("state", name, state[name])
+
+
 @contextmanager
 def patched_method(engine: TrainingEngine, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Of a method of this engine."""
+    """Replace a method of this engine alone."""
     vars(engine)[name] = replacement
     try:
         yield
@@ -250,12 +274,8 @@ def patched_method(engine: TrainingEngine, name: str, replacement: Callable[...,
         del vars(engine)[name]
 
 
-def _clone_shards(shards: Mapping[str, LocalShard]) -> dict[str, LocalShard]:
-    return {name: piece._replace(values=piece.values.clone()) for name, piece in shards.items()}
-
-
 def record_step(engine: TrainingEngine, recorder: TensorRecorder, step: Callable[[], None]) -> None:
-    """`step` is a step of the engine."""
+    """Record everything that a step of the engine computes."""
     for name, parameter in engine.module.named_parameters():
         recorder.add_shard("starting parameter", name, local_shard(parameter))
     with recorder.recording_hooks(engine.module), _recording_update(engine, recorder):

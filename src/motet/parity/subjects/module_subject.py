@@ -1,4 +1,4 @@
-"""A model and batches of the caller's own, as a trial: no job, no files."""
+"""A module and batches of the caller as a subject of verification, without a job or files."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -13,33 +13,28 @@ from torch import Tensor, nn
 
 from motet.core.errors import InputError
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
-from motet.parallel.layout import Layout, LayoutSettings, parse_layout, resolve_layout
+from motet.parallel.layout import Layout, LayoutSettings, resolve_layout
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.row_assignment import contributing_rows_of_rank
+from motet.parity.record.recording_wrappers import recording_dropout_masks
 from motet.parity.record.tensor_recorder import TensorRecorder
-from motet.parity.subjects.job_subject import recording_dropout_masks
 from motet.precision.float64_mode import use_float64
-from motet.train.engine import TrainingEngine, loss_and_count, parallelize
+from motet.train.engine import LossFunction, TrainingEngine, loss_and_count, parallelize
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 from motet.train.state import TrainingState
 
 UserBatch = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
-LossFunction = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | float]]
 SEED = 0
-
-
-_BUILT_MODULES: WeakSet[nn.Module] = WeakSet()  # Modules that are trained already
+_BUILT_MODULES: WeakSet[nn.Module] = WeakSet()
 
 
 @dataclass(frozen=True)
 class ModuleVerificationSubject:
-    """What the caller gives."""
+    """The functions that `motet.verify` is called with, and a layout."""
 
     model_fn: Callable[[], nn.Module]
-    # Step -> the batch of all ranks; the first dimension of each tensor is its rows.
-    batch_fn: Callable[[int], UserBatch]
-    # Of a module and some rows of a batch: the mean of the losses of rows, or their sum and how many there are.
-    loss_fn: LossFunction
+    batch_fn: Callable[[int], UserBatch]  # Step -> the batch of all ranks; the first dimension is the rows
+    loss_fn: LossFunction  # The mean loss over rows, or the sum of losses and their count
     optimizer: OptimizerSettings
     steps: int
     layout: LayoutSettings = field(default_factory=LayoutSettings)
@@ -51,30 +46,25 @@ class ModuleVerificationSubject:
     def batch(self, step: int) -> UserBatch:
         batch = self.batch_fn(step)
         if (rows := count_rows(batch)) != self.batch_rows:
-            raise InputError(
-                f"verify: batch {step} has {rows} rows, and batch 0 has {self.batch_rows}; give all as many"
-            )
+            message = f"batch {step} has {rows} rows, and batch 0 has {self.batch_rows}; give all as many"
+            raise InputError(f"verify: {message}")
         return batch
 
     def numerics(self) -> AbstractContextManager[None]:
         return use_float64()
 
     def build(self, group: RankGroup, folder: Path) -> "ModuleVerificationSubjectOnRank":
-        optimizer_settings = self.optimizer.model_dump(exclude_unset=True)
-        engine = parallelize(self.make_module(), self.layout, optimizer=optimizer_settings, precision="fp64")
+        settings = self.optimizer.model_dump(exclude_unset=True)
+        engine = parallelize(self.make_module(), self.layout, optimizer=settings, precision="fp64")
         state = TrainingState(engine.module, engine.optimizer, group, folder / "checkpoints", 2**31, "")
-        return ModuleVerificationSubjectOnRank(
-            self, engine, state, resolve_layout(self.layout, group.world, self.batch_rows)
-        )
+        layout = resolve_layout(self.layout, group.world, self.batch_rows)
+        return ModuleVerificationSubjectOnRank(self, engine, state, layout)
 
     def with_microbatches(self, microbatches: int) -> "ModuleVerificationSubject":
         return replace(self, layout=LayoutSettings(microbatches=microbatches))
 
-    def with_layout(self, layout: str) -> "ModuleVerificationSubject":
-        return replace(self, layout=parse_layout(layout))
-
     def make_module(self) -> nn.Module:
-        """With the same values every time."""
+        """A new module with the same values in every call."""
         torch.manual_seed(SEED)
         module = self.model_fn()
         if not isinstance(module, nn.Module) or module in _BUILT_MODULES:
@@ -86,7 +76,7 @@ class ModuleVerificationSubject:
 
 @dataclass(frozen=True)
 class ModuleVerificationSubjectOnRank:
-    """On one rank."""
+    """A module on one rank."""
 
     subject: ModuleVerificationSubject
     engine: TrainingEngine
@@ -122,21 +112,20 @@ class ModuleVerificationSubjectOnRank:
         return {}
 
     def evaluation_losses(self, rows: range) -> list[tuple[Tensor, float]]:
-        raise AssertionError("nothing is evaluated")
+        raise AssertionError("a module has no evaluation")
 
     @property
     def _randomness(self) -> LayoutInvariantDropoutMode:
         return LayoutInvariantDropoutMode(SEED)
 
     def _loss_sum_and_count(self, batch: UserBatch) -> tuple[Tensor, float]:
-        """Their sum, and how many."""
         output = self.subject.loss_fn(self.engine.module, batch)
         value, count = loss_and_count(output, "verify")
         return (value, count) if isinstance(output, tuple) else (value * count_rows(batch), float(count_rows(batch)))
 
 
 def default_loss(module: nn.Module, batch: Any) -> Any:
-    """What the module gives for the batch, or its `loss`."""
+    """The output of the module for the batch, or its `loss`."""
     if isinstance(batch, Mapping):
         output = module(**batch)
     else:
@@ -159,21 +148,17 @@ def count_rows(batch: UserBatch) -> int:
             raise InputError(f"verify: {name} of a batch is a {type(tensor).__name__}; give tensors")
     row_counts = {name: len(tensor) if tensor.ndim else 0 for name, tensor in named_tensors(batch)}
     if len(set(row_counts.values())) != 1 or 0 in row_counts.values():
-        raise InputError(
-            f"verify: the tensors of a batch have {row_counts} rows; give tensors with one first dimension, the rows"
-        )
+        advice = "give tensors with one first dimension, the rows"
+        raise InputError(f"verify: the tensors of a batch have {row_counts} rows; {advice}")
     return next(iter(row_counts.values()))
 
 
 def select_rows(batch: UserBatch, rows: range) -> Any:
-    """Some of its rows; what is of floating point in float64."""
-    selected = {name: to_float64(tensor[rows.start : rows.stop]) for name, tensor in named_tensors(batch)}
+    """Some rows of a batch, with floating-point numbers in float64."""
+    rows_by_name = {name: tensor[rows.start : rows.stop] for name, tensor in named_tensors(batch)}
+    selected = {name: rows.double() if rows.is_floating_point() else rows for name, rows in rows_by_name.items()}
     if isinstance(batch, Tensor):
         return selected["batch"]
     if isinstance(batch, Mapping):
         return selected
     return type(batch)(*selected.values()) if hasattr(batch, "_fields") else tuple(selected.values())
-
-
-def to_float64(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor

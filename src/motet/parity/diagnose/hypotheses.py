@@ -1,0 +1,80 @@
+"""The table of what may have gone wrong, in the order in which it is tried; the first that explains the numbers wins."""
+
+from motet.parity.diagnose import optimizer_hypotheses as optimizer
+from motet.parity.diagnose import scalar_hypotheses as scalars
+from motet.parity.diagnose.linear_fit import is_equal_up_to_rounding
+from motet.parity.diagnose.mismatch_evidence import MismatchEvidence
+from motet.parity.diagnose.tensor_hypotheses import TENSOR_HYPOTHESES, Hypothesis
+from motet.parity.record.record_phases import TRAJECTORY
+from motet.parity.record.tensor_recorder import TensorKind
+
+
+def starts_differently(e: MismatchEvidence) -> str:
+    phase, step = e.source.difference.at
+    if phase != TRAJECTORY:
+        return "it is not what was stored before this step"
+    return "" if step else "its initial values are others than on one device"
+
+
+def depends_on_microbatching(e: MismatchEvidence) -> str:
+    record = e.source.worst_pair.record
+    for _, other in e.source.recompute.records_with_same_microbatches.get(e.source.key, []) if record else ():
+        is_same_shape = record is not None and (other.rows, other.value.shape) == (record.rows, record.value.shape)
+        if is_same_shape and record is not None and is_equal_up_to_rounding(record.value, other.value):
+            return (
+                "its rows depend on the other rows of their micro-batch, or on how many there are (statistics over "
+                "the batch, say, or numbers that are drawn for all at once): one device that cuts the batch in the "
+                "same way has the same"
+            )
+    return ""
+
+
+def buffer_differs(e: MismatchEvidence) -> str:
+    for difference in e.source.all_differences:
+        if difference.key.kind == "buffer" and difference.rank == e.rank and not difference.is_rounding:
+            return f"on this rank buffer {difference.key.name} is another after the step, too"
+    return ""
+
+
+UNEXPLAINED = {
+    "gradient": "no sum of what ranks and micro-batches have gives it: it was changed while it was summed, or after",
+    "norm": "gradients are right, and no sum of their squares gives it: it has others in it, or was changed after",
+    "random mask": "it is no mask of any of these rows and steps: drawn with another seed, or by a generator that goes on",
+}
+
+
+def describe_unexplained(e: MismatchEvidence) -> str:
+    """What is known of a tensor that no hypothesis explains."""
+    if e.kind != "sample":
+        return UNEXPLAINED.get(e.kind, "")
+    is_same_shape, count = e.value.shape == e.expected.shape, e.value.numel()
+    differing = int((e.value != e.expected).sum()) if is_same_shape else count
+    if differing < count / 2:
+        return f"its rows are the right ones, but {differing} of their {count} numbers are others"
+    return (
+        f"it is of no row of the {len(e.source.recompute.reference_runs.step_references)} steps that were compared: "
+        "rows are read in another order (another seed, say), or from another place"
+    )
+
+
+def _kinds(*kinds: TensorKind) -> frozenset[TensorKind]:
+    return frozenset(kinds)
+
+
+HYPOTHESES = (
+    Hypothesis(_kinds("evaluation"), scalars.runs_in_training_mode),
+    Hypothesis(_kinds("sum", "evaluation"), scalars.is_another_count_or_loss),
+    Hypothesis(_kinds("sum", "evaluation"), scalars.has_other_losses),
+    Hypothesis(_kinds("norm"), scalars.squares_are_multiplied),
+    Hypothesis(_kinds("norm"), scalars.is_another_norm),
+    Hypothesis(_kinds("sum", "evaluation", "norm"), scalars.is_multiplied),
+    Hypothesis(_kinds("sum", "evaluation"), scalars.has_few_bits),
+    Hypothesis(_kinds("sum", "evaluation"), scalars.has_other_targets),
+    Hypothesis(_kinds("loss"), scalars.microbatch_loss_differs),
+    Hypothesis(_kinds("state"), optimizer.counts_other_steps),
+    Hypothesis(_kinds("state"), optimizer.update_differs),
+    *TENSOR_HYPOTHESES,
+    Hypothesis(_kinds("starting parameter"), starts_differently),
+    Hypothesis(_kinds("activation", "activation gradient"), depends_on_microbatching),
+    Hypothesis(_kinds("activation", "activation gradient"), buffer_differs),
+)

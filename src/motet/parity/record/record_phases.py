@@ -1,0 +1,116 @@
+"""The steps of a layout, recorded: from states of one device, in a row, and from its own checkpoint."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from motet.parallel.process.process_group import RankGroup
+from motet.parity.record.tensor_recorder import MASTER_PREFIX, RecordedTensor, TensorRecorder, record_step
+from motet.parity.record.verification_subject import VerificationSubject, VerificationSubjectOnRank
+
+SINGLE_RANK_GROUP = RankGroup(0, 1, None, torch.device("cpu"))
+# How the steps of a layout begin: each from a state of the reference; one after another; the last one again, from the
+# checkpoint that the layout wrote before it; and one after another without waiting for updates that are in flight.
+FROM_REFERENCE, TRAJECTORY, RESUMED = "from the state of one device", "in a row", "from its own checkpoint"
+UNOBSERVED = "in a row without a look between them"
+NATIVE_PHASE = "in its own precision"
+
+
+class PhaseStep(NamedTuple):
+    """A step, and how it begins."""
+
+    phase: str
+    step: int
+
+
+RecordedStep = tuple[PhaseStep, list[RecordedTensor]]
+
+
+def phases_and_steps(steps: int) -> list[PhaseStep]:
+    """All steps of a layout in their order; not every layout has the last one."""
+    each = [PhaseStep(phase, step) for phase in (FROM_REFERENCE, TRAJECTORY) for step in range(steps)]
+    return [*each, PhaseStep(RESUMED, steps - 1), PhaseStep(UNOBSERVED, steps - 1)]
+
+
+def step_checkpoint_path(folder: Path, step: int) -> Path:
+    return folder / "checkpoints" / f"step-{step:08d}"
+
+
+@contextmanager
+def single_thread() -> Iterator[None]:
+    """One thread, as each rank has; more of them slow down ranks that wait for each other."""
+    previous_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(previous_threads)
+
+
+def run_recorded_step(
+    subject: VerificationSubjectOnRank, step: int, *, sketches_shards: bool = True, evaluates: bool = False
+) -> list[RecordedTensor]:
+    """The records of a step, and of the evaluation after it."""
+    recorder = TensorRecorder(sketches_shards=sketches_shards)
+    record_step(subject.engine, recorder, lambda: subject.step(step, recorder))
+    return recorder.records + (record_evaluation(subject) if evaluates else [])
+
+
+def record_evaluation(subject: VerificationSubjectOnRank) -> list[RecordedTensor]:
+    recorder = TensorRecorder()
+    for name, value in subject.evaluation_metrics().items():
+        recorder.add_scalar("evaluation", name, value)
+    return recorder.records
+
+
+def record_phases(
+    subject: VerificationSubject, group: RankGroup, folder: Path, checkpoint_subfolder: str
+) -> Iterator[RecordedStep]:
+    """The records of a rank in all phases of its layout, whose own checkpoints go to the subfolder."""
+    own_folder, last_step = folder / checkpoint_subfolder, subject.steps - 1
+    on_rank = subject.build(group, own_folder)
+    for step in range(subject.steps):
+        on_rank.state.restore(step_checkpoint_path(folder, step))
+        yield PhaseStep(FROM_REFERENCE, step), run_recorded_step(on_rank, step)
+    on_rank = subject.build(group, own_folder)
+    for step in range(subject.steps):  # From its own initial values, with evaluations between steps as in training
+        if step == last_step:
+            on_rank.state.save(step)
+        elif step:
+            on_rank.evaluation_metrics()
+        yield PhaseStep(TRAJECTORY, step), run_recorded_step(on_rank, step, evaluates=step == last_step)
+    on_rank = subject.build(group, own_folder)
+    on_rank.state.restore(step_checkpoint_path(own_folder, last_step))
+    yield PhaseStep(RESUMED, last_step), run_recorded_step(on_rank, last_step, evaluates=True)
+    if on_rank.engine.optimizer.sharded_parameters.updates_on_arrival:  # Recording parameters waits for them
+        on_rank = subject.build(group, own_folder)
+        for step in range(last_step):
+            on_rank.step(step, TensorRecorder())
+        records = run_recorded_step(on_rank, last_step, evaluates=True)
+        yield PhaseStep(UNOBSERVED, last_step), [r for r in records if r.kind != "starting parameter"]
+
+
+def record_native_step(subject: VerificationSubject, group: RankGroup, folder: Path) -> list[RecordedTensor]:
+    """The last step in the precision of the job, from the checkpoint of one device, and the masters before it."""
+    with subject.numerics():
+        on_rank = subject.build(group, folder)
+        return record_starting_masters(on_rank) + record_restored_step(on_rank, folder, subject.steps - 1)
+
+
+def record_starting_masters(subject: VerificationSubjectOnRank, sketches_shards: bool = True) -> list[RecordedTensor]:
+    """Masters as they are made, which do not depend on any order of summation."""
+    recorder = TensorRecorder(sketches_shards=sketches_shards)
+    for name, shard in subject.engine.optimizer.state().items():
+        if name.startswith(MASTER_PREFIX):
+            recorder.add_shard("starting parameter", name, shard)
+    return recorder.records
+
+
+def record_restored_step(
+    subject: VerificationSubjectOnRank, folder: Path, step: int, sketches_shards: bool = True
+) -> list[RecordedTensor]:
+    subject.state.restore(step_checkpoint_path(folder, step))
+    return run_recorded_step(subject, step, sketches_shards=sketches_shards)
