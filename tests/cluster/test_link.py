@@ -1,4 +1,4 @@
-"""Links: what hashing flows onto lanes costs, and numbers that stay exact."""
+"""Links: what hashing flows onto paths costs, and numbers that stay exact."""
 
 from fractions import Fraction
 from math import comb
@@ -42,19 +42,19 @@ def test_the_fullest_bin_has_at_least_the_mean_and_at_most_all(balls: int, bins:
     assert expected_max_load(balls + 1, bins) > fullest - 1e-9
 
 
-def lanes(count: int) -> NetworkLink:
+def paths(count: int) -> NetworkLink:
     return NetworkLink(with_origin(0), with_origin(1), hashed_paths=count)
 
 
 @given(st.integers(1, 400), st.integers(1, 64))
-def test_imbalance_is_between_even_and_all_in_one_lane(flows: int, count: int) -> None:
-    assert 1 - 1e-10 <= lanes(count).imbalance(flows) <= count * (1 + 1e-10)
+def test_imbalance_is_between_even_and_all_in_one_path(flows: int, count: int) -> None:
+    assert 1 - 1e-10 <= paths(count).imbalance(flows) <= count * (1 + 1e-10)
 
 
 def test_imbalance_of_one_flow_and_of_very_many() -> None:
-    assert lanes(8).imbalance(1) == 8  # it has one lane of eight
-    assert 1 < lanes(8).imbalance(20_000) < 1.04
-    assert lanes(1).imbalance(5) == 1
+    assert paths(8).imbalance(1) == 8  # it has one path of eight
+    assert 1 < paths(8).imbalance(20_000) < 1.04
+    assert paths(1).imbalance(5) == 1
 
 
 def test_a_fraction_stays_a_fraction() -> None:
@@ -69,7 +69,7 @@ def test_a_fraction_stays_a_fraction() -> None:
         (0, 0, 1, "bandwidth_Bps = 0 carries nothing; give more than 0"),
         (0, float("nan"), 1, "bandwidth_Bps = nan carries nothing"),
         (-1, 1, 1, "alpha_s = -1 starts before it is asked; give 0 or more"),
-        (0, 1, 0, "0 lanes; give 1 or more"),
+        (0, 1, 0, "0 paths; give 1 or more"),
     ],
 )
 def test_impossible_links(alpha_s: float, bandwidth: float, count: int, words: str) -> None:

@@ -205,7 +205,7 @@ def test_unknown_clusters(tmp_path: Path) -> None:
 def test_sizes_that_cannot_be() -> None:
     with pytest.raises(InputError, match="laptop: hosts = 2 need a section"):
         load_cluster("laptop", hosts=2)
-    with pytest.raises(InputError, match=r"laptop: dims = \[2, 2\] is for a torus, which this cluster has not"):
+    with pytest.raises(InputError, match=r"laptop: dims = \[2, 2\] is for a torus, and this cluster has none"):
         load_cluster("laptop", dims=(2, 2))
     with pytest.raises(InputError, match=r"tpu-v4: .* does not fit devices_per_host = 8"):
         load_cluster("tpu-v4", devices_per_host=8)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.cluster.cluster import Cluster, cluster_for_ranks, torus_cluster, uniform_cluster
+from motet.cluster.cluster import Cluster, cluster_for_ranks, uniform_cluster
 from motet.cluster.cluster_toml import cluster_from_dict
-from motet.cluster.network_link import NetworkLink
+from motet.cluster.network_link import NetworkLink, with_origin
 from motet.cluster.topology import TorusNetwork
 from motet.core.errors import InputError
 
@@ -24,6 +24,14 @@ def made(devices: int, hosts: int = 1, inside: dict[str, Any] | None = None, **b
     tree: dict[str, Any] = {"devices_per_host": devices, "hosts": hosts, "gamma_s_per_byte": 0}
     tree["inside"] = PORT | (inside or {"kind": "switch"})
     return cluster_from_dict(tree | ({"between": PORT | between} if between else {}))
+
+
+def torus(*dims: int, wrap: bool = True) -> Cluster:
+    """A torus or a mesh whose wires delay nothing."""
+    port = NetworkLink(with_origin(1), with_origin(1), is_port=True)
+    wire = NetworkLink(with_origin(0), with_origin(1))
+    network = TorusNetwork(dims, (wrap,) * len(dims), port, wire)
+    return Cluster("torus", network.ranks, 1, network, with_origin(0))
 
 
 def inside_kinds(devices: int) -> list[dict[str, Any]]:
@@ -165,18 +173,18 @@ def test_the_cut_above_a_leaf_is_narrower_by_the_oversubscription(
     assert all(seconds == pytest.approx(oversubscription * max(nic)) for seconds in leaf.values())
 
 
-def test_hashed_uplinks_know_their_lanes() -> None:
+def test_hashed_uplinks_know_their_paths() -> None:
     hashed = made(2, 4, kind="spine_leaf", hosts_per_leaf=2, uplinks=4)
     pinned = made(2, 4, kind="spine_leaf", hosts_per_leaf=2, uplinks=4, flows="pinned")
-    assert hashed.imbalance("net/leaf0.up", 1) == 4
-    assert hashed.imbalance("net/nic0.up", 1) == 1
-    assert pinned.imbalance("net/leaf0.up", 1) == 1
+    assert hashed.link("net/leaf0.up").imbalance(1) == 4
+    assert hashed.link("net/nic0.up").imbalance(1) == 1
+    assert pinned.link("net/leaf0.up").imbalance(1) == 1
 
 
 @st.composite
 def tori(draw: st.DrawFn) -> TorusNetwork:
     dims = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4).filter(lambda dims: prod(dims) <= 64))
-    port = torus_cluster((2,), 1, 1).link("0.out+0")
+    port = torus(2).link("0.out+0")
     return TorusNetwork(tuple(dims), tuple(draw(st.booleans()) for _ in dims), port, port)
 
 
@@ -227,17 +235,17 @@ def test_a_torus_goes_from_neighbour_to_neighbour_on_a_shortest_way(network: Tor
     ],
 )
 def test_a_torus_has_a_link_to_each_neighbour(dims: tuple[int, ...], wrap: bool, ports: int, wires: int) -> None:
-    links = links_of(torus_cluster(dims, 1, 1, wrap=wrap)).values()
+    links = links_of(torus(*dims, wrap=wrap)).values()
     assert sum(link.is_port for link in links) == ports
     assert sum(not link.is_port for link in links) == wires
 
 
 def test_a_torus_goes_the_shorter_way_round() -> None:
-    ring = torus_cluster((6,), 1, 1)
+    ring = torus(6)
     assert ring.route(0, 5) == ("0.out-0", "0-0", "5.in-0")
     assert ring.route(1, 4) == ("1.out+0", "1+0", "2+0", "3+0", "4.in+0")
-    assert len(torus_cluster((6,), 1, 1, wrap=False).route(0, 5)) == 7
-    check_routes(torus_cluster((3, 4), 1, 1))
+    assert len(torus(6, wrap=False).route(0, 5)) == 7
+    check_routes(torus(3, 4))
 
 
 def test_the_first_ranks_of_a_cluster_keep_their_routes() -> None:

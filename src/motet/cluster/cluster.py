@@ -1,4 +1,4 @@
-"""A `Cluster`: ranks, the network that joins them, and what reducing a byte costs.
+"""A `Cluster`: ranks, the network that joins them, and the cost of reducing a byte.
 
 Collectives are costed on it, and a planner reads it; every number says where it comes from.
 """
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from motet.cluster.device_specs import ValueWithOrigin
 from motet.cluster.network_link import NetworkLink, Number, with_origin
-from motet.cluster.topology import NetworkTopology, Route, SwitchTree, TorusNetwork
+from motet.cluster.topology import NetworkTopology, Route, SwitchTree
 from motet.core.errors import InputError
 
 
@@ -19,8 +19,8 @@ class Cluster:
     ranks: int
     devices_per_host: int
     network: NetworkTopology
-    gamma_s_per_byte: ValueWithOrigin  # Adding one byte that arrived to what is there
-    device: str = ""  # What each rank is: a name of the table of devices, or of one that is not in it
+    gamma_s_per_byte: ValueWithOrigin  # Time to add one received byte
+    device: str = ""  # The device of each rank, which the table of devices need not have
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -33,25 +33,21 @@ class Cluster:
 
     @property
     def hosts(self) -> int:
-        """Those that the ranks are on."""
+        """The number of hosts with at least one of the ranks."""
         return -(-self.ranks // self.devices_per_host)
 
     def link(self, name: str) -> NetworkLink:
-        """The link that routes name so."""
+        """The link that routes call `name`."""
         return self.network.link(name)
 
     def route(self, src: int, dst: int) -> Route:
-        """The ids of the links that a message crosses, the ports first and last; nothing from a rank to itself."""
+        """The names of the links that a message crosses, the ports first and last; empty from a rank to itself."""
         assert 0 <= src < self.ranks and 0 <= dst < self.ranks, (src, dst, self.ranks)
         return self.network.route(src, dst)
 
     def latency_s(self, src: int, dst: int) -> float:
-        """The delay of the links between the two ports. The start-up at the ports themselves is not in it."""
+        """The delay of the links between the two ports, without the start-up at the ports."""
         return sum(self.link(name).alpha_s.value for name in self.route(src, dst)[1:-1])
-
-    def imbalance(self, name: str, flows: int) -> float:
-        """How many times longer a link takes because this many equal messages are spread unevenly over its lanes."""
-        return self.link(name).imbalance(flows)
 
 
 def uniform_cluster(
@@ -60,27 +56,14 @@ def uniform_cluster(
     bandwidth_Bps: Number,  # noqa: N803 - a unit
     gamma_s_per_byte: Number = 0,
 ) -> Cluster:
-    """Every rank has one full-duplex port to an ideal switch: the network on which closed forms hold exactly.
+    """Every rank has one full-duplex port to an ideal switch: the network on which closed forms are exact.
 
-    Numbers may be Fractions, and stay so.
+    Numbers may be Fractions, and stay Fractions.
     """
     port = NetworkLink(with_origin(alpha_s), with_origin(bandwidth_Bps), is_port=True)
     return Cluster("uniform", ranks, 1, SwitchTree(ranks, port), with_origin(gamma_s_per_byte))
 
 
-def torus_cluster(
-    dims: tuple[int, ...],
-    alpha_s: Number,
-    bandwidth_Bps: Number,  # noqa: N803 - a unit
-    gamma_s_per_byte: Number = 0,
-    wrap: bool = True,
-) -> Cluster:
-    """A torus (a mesh without `wrap`) whose wires carry what its ports do and delay nothing; Fractions stay so."""
-    port = NetworkLink(with_origin(alpha_s), with_origin(bandwidth_Bps), is_port=True)
-    network = TorusNetwork(dims, (wrap,) * len(dims), port, replace(port, alpha_s=with_origin(0), is_port=False))
-    return Cluster("torus" if wrap else "mesh", network.ranks, 1, network, with_origin(gamma_s_per_byte))
-
-
 def cluster_for_ranks(cluster: Cluster, ranks: int) -> Cluster:
-    """The first `ranks` ranks of a cluster; the links keep their ids."""
+    """The first `ranks` ranks of a cluster, with the same links."""
     return replace(cluster, ranks=ranks)

@@ -1,10 +1,12 @@
-"""Makes a `Cluster` of what a cluster file says: one small function for each kind of network."""
+"""Makes a `Cluster` from the settings of a cluster file, with a function for each kind of network."""
 
 from math import prod
 
 from motet.cluster.cluster import Cluster
 from motet.cluster.cluster_settings import (
+    BandwidthSettings,
     ClusterSettings,
+    DelaySettings,
     NetworkPortSettings,
     NicSwitchSettings,
     SpineLeafNetworkSettings,
@@ -15,44 +17,40 @@ from motet.cluster.network_link import NetworkLink, with_origin
 from motet.cluster.topology import FullMesh, NetworkTopology, SwitchLevel, SwitchTree, TorusNetwork, TwoLevelNetwork
 from motet.core.errors import InputError
 
-_MAX_RANKS = 2**17  # Each takes about a kilobyte here. The largest clusters in use have about as many.
+_MAX_RANKS = 2**17  # About as many as the largest clusters have; each takes about a kilobyte here
 
 
 def build_cluster(settings: ClusterSettings, name: str) -> Cluster:
-    """The cluster; what does not fit together is an `InputError`."""
+    """The cluster of these settings; an `InputError` if they contradict each other."""
     if settings.hosts * settings.devices_per_host > _MAX_RANKS:
         raise InputError(
             f"hosts = {settings.hosts} times devices_per_host = {settings.devices_per_host} are more than the "
             f"{_MAX_RANKS} ranks that a cluster may have; give fewer"
         )
     network = _intra_host_network(settings)
-    if settings.hosts > 1 or settings.between:  # a mistake in what joins hosts is told even while there is one
+    if settings.hosts > 1 or settings.between:  # with one host, mistakes in [between] are still reported
         between = _inter_host_network(settings)
         network = TwoLevelNetwork(settings.hosts, network, between) if settings.hosts > 1 else network
-    return Cluster(
-        name, network.ranks, settings.devices_per_host, network, _reduce_s_per_byte(settings), settings.device
-    )
+    gamma = _reduce_s_per_byte(settings)
+    return Cluster(name, network.ranks, settings.devices_per_host, network, gamma, settings.device)
 
 
 def _intra_host_network(settings: ClusterSettings) -> NetworkTopology:
     devices, inside = settings.devices_per_host, settings.inside
+    port, one_switch = _port_link(inside), (0,) * devices
     match inside.kind:
         case "switch":
-            return SwitchTree(devices, _port_link(inside))
+            return SwitchTree(devices, port)
         case "mesh":
-            return FullMesh(devices, _port_link(inside))
+            return FullMesh(devices, port)
         case "bus":
-            bus = NetworkLink(with_origin(0), inside.bus_Bps.with_origin)
-            return SwitchTree(devices, _port_link(inside), (SwitchLevel("bus", (0,) * devices, switch=bus),))
+            bus = SwitchLevel("bus", one_switch, switch=_link(inside.bus_Bps))
+            return SwitchTree(devices, port, (bus,))
         case "pcie":
             switches = tuple(device // inside.devices_per_switch for device in range(devices))
-            uplink = NetworkLink(with_origin(0), inside.bandwidth_Bps.with_origin)
-            bridge = NetworkLink(with_origin(0), inside.bridge_Bps.with_origin)
-            levels = (
-                SwitchLevel("switch", switches, uplink=uplink),
-                SwitchLevel("bridge", (0,) * devices, switch=bridge),
-            )
-            return SwitchTree(devices, _port_link(inside), levels)
+            leaf = SwitchLevel("switch", switches, uplink=_link(inside.bandwidth_Bps))
+            bridge = SwitchLevel("bridge", one_switch, switch=_link(inside.bridge_Bps))
+            return SwitchTree(devices, port, (leaf, bridge))
         case "torus":
             return _torus_network(inside, devices, "devices_per_host")
 
@@ -66,6 +64,10 @@ def _inter_host_network(settings: ClusterSettings) -> NetworkTopology:
     return _nic_network(between, settings.hosts, settings.devices_per_host)
 
 
+def _link(bandwidth: BandwidthSettings, delay: DelaySettings | None = None) -> NetworkLink:
+    return NetworkLink(delay.with_origin if delay else with_origin(0), bandwidth.with_origin)
+
+
 def _torus_network(settings: TorusNetworkSettings, ranks: int, key: str) -> TorusNetwork:
     dims = settings.dims
     if prod(dims) != ranks:
@@ -74,13 +76,11 @@ def _torus_network(settings: TorusNetworkSettings, ranks: int, key: str) -> Toru
     wrap = settings.wrap * len(dims) if len(settings.wrap) == 1 else settings.wrap
     if len(wrap) != len(dims):
         raise InputError(f"wrap has {len(wrap)} values for {len(dims)} dims; give one each, or one true or false")
-    return TorusNetwork(
-        dims, wrap, _port_link(settings), NetworkLink(settings.hop_s.with_origin, settings.bandwidth_Bps.with_origin)
-    )
+    return TorusNetwork(dims, wrap, _port_link(settings), _link(settings.bandwidth_Bps, settings.hop_s))
 
 
 def _nic_network(settings: NicSwitchSettings | SpineLeafNetworkSettings, hosts: int, devices: int) -> SwitchTree:
-    """A rank's port to the network is as fast as its NIC, which it may share with others of its host."""
+    """NICs on switches. A rank's port is as fast as its NIC, which other ranks of the host may share."""
     if devices % settings.nics:
         raise InputError(
             f"nics = {settings.nics} cannot be shared evenly by {devices} devices per host; "
@@ -88,25 +88,22 @@ def _nic_network(settings: NicSwitchSettings | SpineLeafNetworkSettings, hosts: 
         )
     ranks = range(hosts * devices)
     nics = tuple(rank * settings.nics // devices for rank in ranks)
-    nic = SwitchLevel("nic", nics, uplink=NetworkLink(with_origin(0), settings.bandwidth_Bps.with_origin))
+    nic = SwitchLevel("nic", nics, uplink=_link(settings.bandwidth_Bps))
     levels = (nic, _leaf_switch_level(settings, nics)) if settings.kind == "spine_leaf" else (nic,)
     return SwitchTree(len(ranks), _port_link(settings), levels)
 
 
 def _leaf_switch_level(settings: SpineLeafNetworkSettings, nics: tuple[int, ...]) -> SwitchLevel:
-    """The leaves above NICs that are counted over all hosts. A leaf that is not full has all of its uplinks."""
+    """The leaf switch of each rank; NICs are counted over all hosts. A leaf that is not full has all its uplinks."""
     per_host, per_leaf = settings.nics, settings.hosts_per_leaf
+    leaves = tuple(nic // per_host // per_leaf for nic in nics)
+    nics_per_leaf = per_leaf * per_host
     if settings.rails:
-        leaves = tuple(nic // per_host // per_leaf * per_host + nic % per_host for nic in nics)
-        below = per_leaf
-    else:
-        leaves = tuple(nic // per_host // per_leaf for nic in nics)
-        below = per_leaf * per_host
-    bandwidth = with_origin(settings.bandwidth_Bps.value * below / settings.oversubscription)
-    uplink = NetworkLink(
-        settings.hop_s.with_origin, bandwidth, hashed_paths=settings.uplinks if settings.flows == "hashed" else 1
-    )
-    return SwitchLevel("leaf", leaves, uplink=uplink)
+        leaves = tuple(leaf * per_host + nic % per_host for leaf, nic in zip(leaves, nics, strict=True))
+        nics_per_leaf = per_leaf
+    bandwidth = with_origin(settings.bandwidth_Bps.value * nics_per_leaf / settings.oversubscription)
+    hashed_paths = settings.uplinks if settings.flows == "hashed" else 1
+    return SwitchLevel("leaf", leaves, uplink=NetworkLink(settings.hop_s.with_origin, bandwidth, False, hashed_paths))
 
 
 def _port_link(settings: NetworkPortSettings) -> NetworkLink:

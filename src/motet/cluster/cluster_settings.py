@@ -1,8 +1,8 @@
-"""What a cluster file says: hosts, devices, and the network inside of a host and between hosts.
+"""The settings of a cluster file: hosts, devices, and the networks inside of a host and between hosts.
 
-`alpha_s` is the one-way start-up of a message and `bandwidth_Bps` what a link carries in one direction. A figure is
-`{ value = 25e9, origin = "datasheet" }`, or a bare number, which counts as assumed. Limits are far from what
-exists, and keep times within what can be computed and drawn.
+`alpha_s` is the one-way start-up of a message and `bandwidth_Bps` the speed of a link in one direction. A quantity is
+`{ value = 25e9, origin = "datasheet" }`, or a bare number, which counts as assumed. Limits are far from existing
+hardware, and keep times within what can be computed and drawn.
 """
 
 from typing import Annotated, Any, Literal
@@ -13,26 +13,25 @@ from motet.cluster.device_specs import Origin, ValueWithOrigin
 from motet.core.base_settings import FrozenSettings
 
 
-class DelaySettings(FrozenSettings):
-    """A figure that may be 0."""
+class _QuantitySettings(FrozenSettings):
+    value: float
+    origin: Origin = "assumed"
+
+    @property
+    def with_origin(self) -> ValueWithOrigin:
+        return ValueWithOrigin(self.value, self.origin)
+
+
+class DelaySettings(_QuantitySettings):
+    """A quantity that may be 0."""
 
     value: Annotated[float, Field(ge=0, le=1e6)]
-    origin: Origin = "assumed"
-
-    @property
-    def with_origin(self) -> ValueWithOrigin:
-        return ValueWithOrigin(self.value, self.origin)
 
 
-class BandwidthSettings(FrozenSettings):
-    """A figure above 0: one byte per second at least."""
+class BandwidthSettings(_QuantitySettings):
+    """A quantity of at least one byte per second."""
 
     value: Annotated[float, Field(ge=1, le=1e18)]
-    origin: Origin = "assumed"
-
-    @property
-    def with_origin(self) -> ValueWithOrigin:
-        return ValueWithOrigin(self.value, self.origin)
 
 
 def _bare_number_to_table(value: Any) -> Any:
@@ -49,7 +48,7 @@ Count = Annotated[int, Field(ge=1, le=10**9)]
 
 
 class NetworkPortSettings(FrozenSettings):
-    """What every network has: the port of a rank."""
+    """The settings of every network: the port of a rank."""
 
     alpha_s: DelayValue
     bandwidth_Bps: BandwidthValue  # noqa: N815 - a unit
@@ -63,13 +62,13 @@ class DeviceSwitchSettings(NetworkPortSettings):
 
 
 class FullMeshSettings(NetworkPortSettings):
-    """Every pair of devices has links of its own."""
+    """Every pair of devices has its own links."""
 
     kind: Literal["mesh"]
 
 
 class PcieTreeSettings(NetworkPortSettings):
-    """Devices under PCIe switches, whose uplinks meet in one host bridge."""
+    """Devices under PCIe switches, whose uplinks join in one host bridge."""
 
     kind: Literal["pcie"]
     devices_per_switch: Count
@@ -97,7 +96,7 @@ class TorusNetworkSettings(NetworkPortSettings):
 
 
 class NicSwitchSettings(NetworkPortSettings):
-    """Hosts whose NICs all meet at one ideal switch."""
+    """Hosts whose NICs are all on one ideal switch."""
 
     kind: Literal["switch"]
     nics: Count = 1
@@ -105,7 +104,7 @@ class NicSwitchSettings(NetworkPortSettings):
 
 
 class SpineLeafNetworkSettings(NetworkPortSettings):
-    """Hosts whose NICs meet at leaf switches, which uplinks join to an ideal spine."""
+    """Hosts whose NICs are on leaf switches, with uplinks to an ideal spine."""
 
     kind: Literal["spine_leaf"]
     nics: Count = 1

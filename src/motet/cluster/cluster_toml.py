@@ -1,4 +1,4 @@
-"""Reads a `Cluster` from a TOML file or by the name of a preset, and says in a sentence what is wrong with it."""
+"""Reads a `Cluster` from a TOML file or a preset; a mistake in it is an `InputError`."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -25,9 +25,9 @@ def load_cluster(
     devices_per_host: int | None = None,
     dims: Sequence[int] | None = None,
 ) -> Cluster:
-    """The cluster of a TOML file or of a preset, made larger or smaller: `load_cluster("dgx-h100", hosts=16)`.
+    """The cluster of a TOML file or preset, with other sizes if they are given: `load_cluster("dgx-h100", hosts=16)`.
 
-    `dims` resizes a torus, and with it the number of devices (or hosts) that it joins.
+    `dims` resizes a torus and the number of its devices (or hosts).
     """
     values = read_toml("cluster", source, cluster_presets())
     if dims is not None:
@@ -38,16 +38,16 @@ def load_cluster(
 
 
 def load_cluster_for_ranks(source: str, ranks: int) -> Cluster:
-    """The first so many ranks of a file or preset, with more hosts if it has fewer and can have more."""
+    """The first ranks of a file or preset, with more hosts if it has fewer ranks and can have more."""
     cluster = load_cluster(source)
     if ranks > cluster.ranks:
-        with suppress(InputError):  # of a cluster that cannot have more, the sentence below is the clearer one
+        with suppress(InputError):  # if the cluster cannot have more hosts, the error below is clearer
             cluster = load_cluster(source, hosts=-(-ranks // cluster.devices_per_host))
     return cluster_for_ranks(cluster, ranks)
 
 
 def cluster_from_dict(values: dict[str, Any], source: str = "cluster") -> Cluster:
-    """The cluster that plain nested values describe, as TOML gives them."""
+    """The cluster of nested values as TOML gives them."""
     settings = settings_from_dict(ClusterSettings, values, source)
     try:
         return build_cluster(settings, Path(source).stem)
@@ -62,5 +62,5 @@ def _resize_torus(values: dict[str, Any], dims: list[int], source: str) -> None:
             values |= {section: {**network, "dims": dims}, size: prod(dims)}
             return
     raise InputError(
-        f"{source}: dims = {dims} is for a torus, which this cluster has not; give --hosts, or hosts= in Python"
+        f"{source}: dims = {dims} is for a torus, and this cluster has none; give --hosts, or hosts= in Python"
     )

@@ -1,4 +1,4 @@
-"""How many cores this process may really use: by its affinity and by the quota of its control groups."""
+"""The number of cores that this process may use, by its affinity and the quotas of its control groups."""
 
 import os
 from pathlib import Path
@@ -8,21 +8,21 @@ _OWN_CGROUP_FILE = Path("/proc/self/cgroup")
 
 
 def usable_cores(cgroup_root: Path = _CGROUP_ROOT, own_cgroup_file: Path = _OWN_CGROUP_FILE) -> int:
-    """At least 1. A container with a quota of 2.5 cores has 2: a thread more would only wait."""
+    """At least 1. A container with a quota of 2.5 cores has 2, since a third thread would only wait."""
     # macOS has no affinity.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min([cores, *_quotas(cgroup_root, own_cgroup_file)])))
 
 
 def _quotas(cgroup_root: Path, own_cgroup_file: Path) -> list[float]:
-    """The quota of our own control group and of every one above it, of version 2 and 1."""
+    """The quotas of this process's control group and of every group above it, in versions 1 and 2."""
     quotas: list[float] = []
     for line in _read_or_empty(own_cgroup_file).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
         root = cgroup_root / controllers if controllers else cgroup_root
-        # In a container the path may be the host's, of which only the root is to be seen.
+        # In a container the path may be the host's, of which only the root is visible.
         folder = root / path.lstrip("/")
         for cgroup in dict.fromkeys([folder, *folder.parents, root]):
             if cgroup == root or root in cgroup.parents:

@@ -1,8 +1,7 @@
-"""What the makers say of their devices: peak arithmetic, memory and its bandwidth, found by the name that CUDA reports.
+"""Datasheets of devices, by the name that CUDA reports: peak arithmetic, memory and its bandwidth.
 
-Every number carries where it comes from. Those in the table are datasheet numbers: dense arithmetic, without the
-structured sparsity that some datasheets count double, with products summed up in float32 where there is a choice, and
-with the matrix units wherever they are what a matrix product of that dtype runs on.
+The peaks are for dense arithmetic without structured sparsity, with products summed in float32 if there is a choice, on
+the matrix units if a matrix product of that dtype runs on them.
 """
 
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ Origin = Literal["datasheet", "measured", "assumed"]
 
 @dataclass(frozen=True, slots=True)
 class ValueWithOrigin:
-    """A number and how we know it."""
+    """A number and its source."""
 
     value: float
     origin: Origin
@@ -22,7 +21,7 @@ class ValueWithOrigin:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """A kind of device. `peak_flops` is by dtype, with `tfloat32` for float32 matrices that may be rounded."""
+    """A device model. `peak_flops` is by dtype, with `tfloat32` for float32 matrices that may be rounded."""
 
     name: str
     peak_flops: Mapping[str, ValueWithOrigin]
@@ -32,8 +31,8 @@ class DeviceSpec:
 
 _DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8")
 
-# Name, with the names that the driver reports without the maker's where they differ; memory in GB; bandwidth in GB/s;
-# TFLOP/s by dtype, 0 where the device has no such unit or its datasheet no such line.
+# Names as the driver reports them, without the maker; memory in GB; bandwidth in GB/s; TFLOP/s by dtype, or 0 if the
+# device has no such unit or its datasheet no such line.
 _DATASHEETS = (
     #                                                     GB  GB/s  fp64  fp32   tf32    bf16    fp16    fp8
     ("V100-SXM2-16GB",                                    16,  900,   7.8, 15.7,     0,      0,    125,      0),
@@ -62,7 +61,7 @@ _DATASHEETS = (
     ("H200 NVL",                                         141, 4800,    60,   60, 417.5,  835.5,  835.5,   1671),
     ("B200",                                             180, 7700,    37,   75,  1100,   2250,   2250,   4500),
     ("GB200",                                            186, 8000,    40,   80,  1250,   2500,   2500,   5000),
-    # One of its two dies, which the driver shows as devices of their own.
+    # One of its two dies, which the driver shows as two devices.
     ("MI250X",                                            64, 1638,  47.9, 47.9,     0,  191.5,  191.5,      0),
     ("MI300X",                                           192, 5300, 163.4, 163.4, 653.7, 1307.4, 1307.4, 2614.9),
     ("MI325X",                                           256, 6000, 163.4, 163.4, 653.7, 1307.4, 1307.4, 2614.9),
@@ -72,16 +71,12 @@ _MAKERS = ("nvidia", "amd", "tesla", "geforce", "instinct", "oam")
 
 
 def _spec_from_row(names: str, gigabytes: float, gigabytes_per_s: float, *teraflops: float) -> DeviceSpec:
-    return DeviceSpec(
-        name=names.split(" | ")[0],
-        peak_flops={
-            dtype: ValueWithOrigin(value * 1e12, "datasheet")
-            for dtype, value in zip(_DTYPES, teraflops, strict=True)
-            if value
-        },
-        memory_bytes=ValueWithOrigin(gigabytes * 1e9, "datasheet"),
-        bandwidth_Bps=ValueWithOrigin(gigabytes_per_s * 1e9, "datasheet"),
+    memory_bytes, bandwidth_Bps = (  # noqa: N806 - a unit
+        ValueWithOrigin(value * 1e9, "datasheet") for value in (gigabytes, gigabytes_per_s)
     )
+    peaks = zip(_DTYPES, teraflops, strict=True)
+    peak_flops = {dtype: ValueWithOrigin(value * 1e12, "datasheet") for dtype, value in peaks if value}
+    return DeviceSpec(names.split(" | ")[0], peak_flops, memory_bytes, bandwidth_Bps)
 
 
 def _normalized_name(name: str) -> str:
@@ -90,16 +85,13 @@ def _normalized_name(name: str) -> str:
 
 
 DEVICES: tuple[DeviceSpec, ...] = tuple(_spec_from_row(*row) for row in _DATASHEETS)
-_BY_NAME = {
-    _normalized_name(name): device
-    for row, device in zip(_DATASHEETS, DEVICES, strict=True)
-    for name in row[0].split(" | ")
-}
+_ROWS = zip(_DATASHEETS, DEVICES, strict=True)
+_BY_NAME = {_normalized_name(name): device for row, device in _ROWS for name in row[0].split(" | ")}
 
 
 def find_device(name: str) -> DeviceSpec | None:
-    """The device of that name as CUDA or ROCm reports it, such as "NVIDIA A100-SXM4-80GB".
+    """The device of this exact name, as CUDA or ROCm reports it: "NVIDIA A100-SXM4-80GB".
 
-    A name that is only similar (a laptop's chip, a slice of a device) is another device: None.
+    A similar name (a laptop's chip, a slice of a device) is another device: None.
     """
     return _BY_NAME.get(_normalized_name(name))

@@ -1,8 +1,8 @@
-"""What the device of this process is and what it can do: from its datasheet, or measured when there is none.
+"""The device of this process and its peak: from the datasheet, or measured without one.
 
-The peak of a CPU is the fastest matrix product of this process with the threads that it has, measured in a fraction of
-a second and remembered. So a share of the peak of N ranks on one machine is against N such processes that would not
-get in each other's way; when the machine is busy during the measurement, the share comes out too high.
+The peak of a CPU is the fastest matrix product of this process with its threads, measured in a fraction of a second and
+cached. A fraction of the peak of N ranks on one machine therefore assumes N processes that do not slow each other down.
+If the machine is busy during the measurement, the fraction is too high.
 """
 
 import functools
@@ -37,25 +37,19 @@ class LocalDevice:
 def discover_device(device: torch.device | str, dtypes: Sequence[str] = ("float32",)) -> LocalDevice:
     """The device of this process, with the peak for each of `dtypes`."""
     device = torch.device(device)
-    name = device_name(device)
-    on_cuda = device.type == "cuda"
-    memory_bytes = torch.cuda.get_device_properties(device).total_memory if on_cuda else psutil.virtual_memory().total
-    return LocalDevice(
-        name=name,
-        kind=device.type,
-        peak_flops={dtype: _peak_flops(name, device, dtype) for dtype in dtypes},
-        memory_bytes=memory_bytes,
-        threads=torch.get_num_threads(),
-    )
+    name, on_cuda = device_name(device), device.type == "cuda"
+    total_bytes = torch.cuda.get_device_properties(device).total_memory if on_cuda else psutil.virtual_memory().total
+    peaks = {dtype: _peak_flops(name, device, dtype) for dtype in dtypes}
+    return LocalDevice(name, device.type, peaks, total_bytes, torch.get_num_threads())
 
 
 def device_name(device: torch.device) -> str:
-    """What its maker calls it."""
+    """The maker's name of the device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
 
 
 def bfloat16_warnings(device: LocalDevice) -> list[str]:
-    """A warning if the device has no instructions for bfloat16 and does it by other means, much slower."""
+    """A warning if the device has no instructions for bfloat16 and emulates them slowly."""
     peaks = device.peak_flops
     if "bfloat16" not in peaks or "float32" not in peaks or peaks["bfloat16"].value >= peaks["float32"].value:
         return []
@@ -67,7 +61,7 @@ def bfloat16_warnings(device: LocalDevice) -> list[str]:
 
 
 def memory_bytes(device: torch.device | str) -> int:
-    """What this process holds now: allocated on a CUDA device, resident on the CPU."""
+    """The current memory of this process: allocated on a CUDA device, resident on the CPU."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
@@ -76,16 +70,14 @@ def memory_bytes(device: torch.device | str) -> int:
 
 
 def peak_memory_bytes(device: torch.device | str) -> int:
-    """The most that this process has held so far."""
+    """The peak memory of this process."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    # getrusage would do, but on Linux its peak goes back to the process that started this one.
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+    # On Linux the peak of getrusage includes that of the parent process.
+    peak_text = _proc_entry("/proc/self/status", "VmHWM")
+    if peak_text is not None:
+        return int(peak_text.split()[0]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -102,7 +94,7 @@ def _peak_flops(name: str, device: torch.device, dtype: str) -> ValueWithOrigin:
 
 @functools.cache
 def _measured_flops(device: torch.device, dtype: str, threads: int) -> float:
-    """The fastest square matrix product; `threads` only tells measurements apart."""
+    """The fastest square matrix product; `threads` is only a key of the cache."""
     end_s = time.perf_counter() + _MEASURE_BUDGET_S
     best = 0.0
     for size in _MATMUL_SIZES:
@@ -110,7 +102,7 @@ def _measured_flops(device: torch.device, dtype: str, threads: int) -> float:
         result = torch.empty_like(left)
         for _ in range(3):
             best = max(best, 2 * size**3 / _matmul_s(left, right, result))
-        # Eight times the work, three times, has to fit into what is left.
+        # The next size is eight times the work, three times, and has to fit into the rest of the budget.
         if time.perf_counter() + 3 * 8 * 2 * size**3 / best > end_s:
             break
     while time.perf_counter() < end_s:
@@ -127,9 +119,10 @@ def _matmul_s(left: torch.Tensor, right: torch.Tensor, result: torch.Tensor) -> 
 
 
 def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return _proc_entry("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
+
+
+def _proc_entry(path: str, key: str) -> str | None:
+    """The first value of a key in a file of Linux's /proc; None without the file or key."""
+    lines = Path(path).read_text().splitlines() if Path(path).exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), None)

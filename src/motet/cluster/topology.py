@@ -1,9 +1,9 @@
-"""How ranks are joined: networks as small frozen values that name their links and the route between two ranks.
+"""Networks as small frozen values that name their links and the route between two ranks.
 
 A route is (out port of the source, links in between, in port of the destination), and empty from a rank to itself.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -15,16 +15,16 @@ Route = tuple[str, ...]
 
 
 class NetworkTopology(Protocol):
-    """What every kind of network offers."""
+    """The interface of all networks."""
 
     @property
     def ranks(self) -> int: ...
 
     def link(self, name: str) -> NetworkLink:
-        """The link that routes name so."""
+        """The link that routes call `name`."""
 
     def route(self, src: int, dst: int) -> Route:
-        """The ids of the links that a message crosses, in order."""
+        """The names of the links that a message crosses, in order."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,13 @@ class SwitchLevel:
 
     name: str
     groups: tuple[int, ...]  # For each rank, the switch that it is under
-    # What a message crosses that turns round at this switch. None: the switch is ideal.
-    switch: NetworkLink | None = None
-    uplink: NetworkLink | None = None  # Up to the layer above, and as much again down from it. None: ideal.
+    switch: NetworkLink | None = None  # Crossed by messages that turn round at this switch; None if it is ideal
+    uplink: NetworkLink | None = None  # In each direction, to and from the layer above; None if it is ideal
 
 
 @dataclass(frozen=True)
 class SwitchTree:
-    """Each rank has one port, full duplex, under layers of switches; above the last layer everything is joined ideally.
+    """Each rank has one full-duplex port under layers of switches, with an ideal switch above the last layer.
 
     A message climbs to the first switch that both ends are under.
     """
@@ -83,7 +82,7 @@ class SwitchTree:
 
 @dataclass(frozen=True)
 class FullMesh:
-    """Every pair of ranks has links of its own: a rank has a port for each peer."""
+    """Every pair of ranks has its own links: a rank has a port for each peer."""
 
     ranks: int
     port: NetworkLink
@@ -124,7 +123,7 @@ class TorusNetwork:
         return (f"{src}.out{wires[0][1]}", *(f"{rank}{way}" for rank, way in wires), f"{dst}.in{wires[-1][1]}")
 
     def _hops(self, src: int, dst: int) -> Iterator[tuple[int, str]]:
-        """Each rank that is left on the way, and in which direction."""
+        """(rank, direction) of each hop on the way."""
         position, goal = self._coordinates(src), self._coordinates(dst)
         for axis, (size, wraps) in enumerate(zip(self.dims, self.wrap, strict=True)):
             ahead = goal[axis] - position[axis]
@@ -133,7 +132,7 @@ class TorusNetwork:
                 ahead -= size if 2 * ahead > size else 0  # half-way round counts as ahead
             step = 1 if ahead > 0 else -1
             for _ in range(abs(ahead)):
-                yield self._rank(position), _direction_name(axis, step)
+                yield self._rank(position), f"{'+' if step > 0 else '-'}{axis}"
                 position[axis] = (position[axis] + step) % size
 
     def _coordinates(self, rank: int) -> list[int]:
@@ -143,21 +142,16 @@ class TorusNetwork:
             coordinates.append(coordinate)
         return coordinates[::-1]
 
-    def _rank(self, coordinates: "tuple[int, ...] | list[int]") -> int:
+    def _rank(self, coordinates: Sequence[int]) -> int:
         rank = 0
-        for size, at in zip(self.dims, coordinates, strict=True):
-            rank = rank * size + at
+        for size, coordinate in zip(self.dims, coordinates, strict=True):
+            rank = rank * size + coordinate
         return rank
-
-
-def _direction_name(axis: int, step: int) -> str:
-    """`+0`: ahead along dimension 0."""
-    return f"{'+' if step > 0 else '-'}{axis}"
 
 
 @dataclass(frozen=True)
 class TwoLevelNetwork:
-    """Equal hosts: one network inside of each, another between them."""
+    """Equal hosts with a network inside of each and a network between them."""
 
     hosts: int
     inside: NetworkTopology
