@@ -83,13 +83,13 @@ def test_processes_write_the_same_bytes(
 
 KILLED = """
 import os, signal, sys
-from motet.data.corpus import build, discover as corpus
+from motet.data.corpus import build, discover
 from test_build import Path, recipe
-build._IN_PROCESS_BYTES, corpus._MIN_RANGE_BYTES = int(sys.argv[3]), 4000
+build._IN_PROCESS_BYTES, discover._MIN_RANGE_BYTES = int(sys.argv[3]), 4000
 def kill(what, done, total):
     if done > total // 2:
         os.kill(os.getpid(), signal.SIGKILL)
-build.build(recipe(Path(sys.argv[1])), Path(sys.argv[2]), 2, kill)
+build.build_corpus(recipe(Path(sys.argv[1])), Path(sys.argv[2]), 2, kill)
 """
 
 
@@ -173,12 +173,12 @@ def test_a_disk_that_cannot_be_written(tmp_path: Path) -> None:
 FULL = """
 import resource, sys
 from motet.core.errors import InputError
-from motet.data.corpus import build, discover as corpus
+from motet.data.corpus import build, discover
 from test_build import Path, recipe, silent
-build._IN_PROCESS_BYTES, corpus._MIN_RANGE_BYTES = int(sys.argv[3]), 4000
+build._IN_PROCESS_BYTES, discover._MIN_RANGE_BYTES = int(sys.argv[3]), 4000
 resource.setrlimit(resource.RLIMIT_FSIZE, (15_000, -1))
 try:
-    build.build(recipe(Path(sys.argv[1])), Path(sys.argv[2]), 1, silent)
+    build.build_corpus(recipe(Path(sys.argv[1])), Path(sys.argv[2]), 1, silent)
 except InputError as error:
     sys.exit(str(error))
 """
@@ -229,7 +229,7 @@ def test_a_killed_worker_is_told(records: Path, tmp_path: Path, monkeypatch: pyt
         worker.kill()
         return worker
 
-    monkeypatch.setattr("motet.data.corpus.tokenize_workers._start", start_and_kill)
+    monkeypatch.setattr("motet.data.corpus.tokenize_workers._start_worker", start_and_kill)
     with pytest.raises(MotetError, match=r"ended with code -9 \(killed: out of memory\?.*the same command goes on"):
         build_corpus(recipe(records), tmp_path / "out", 2, silent)
 
@@ -281,7 +281,7 @@ def test_the_corpus_hash_is_that_of_the_text(tmp_path: Path) -> None:
 
 
 def test_long_texts_are_cut_where_lines_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("motet.data.corpus.shard_writer._LONGEST", 10)
+    monkeypatch.setattr("motet.data.corpus.shard_writer._MAX_TEXT_CHARACTERS", 10)
     assert _split_long_text("short") == ["short"]
     assert _split_long_text("") == []
     assert _split_long_text("line one\nline two\nthree") == ["line one\n", "line two\n", "three"]

@@ -92,13 +92,13 @@ def test_a_damaged_tokenizer_is_trained_again(tmp_path: Path) -> None:
 
 TWO = """
 import json, sys
-from motet.data.corpus.prepare import prepare
+from motet.data.corpus.prepare import prepare_data
 from motet.data.settings import DataSettings
 told = []
 sys.stdin.readline()
-prepared = prepare(DataSettings.model_validate_json(sys.argv[1]), lambda what, done, total: told.append(what))
+prepared = prepare_data(DataSettings.model_validate_json(sys.argv[1]), lambda what, done, total: told.append(what))
 assert "torch" not in sys.modules
-print(json.dumps([sorted(set(told)), prepared.corpora[0].place]))
+print(json.dumps([sorted(set(told)), prepared.corpora[0].location]))
 """
 
 

@@ -76,7 +76,7 @@ def test_clear_deletes_what_is_ours_alone(folder: Path) -> None:
 
 
 def test_reading_across_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("motet.data.corpus.discover._SMALLEST_PIECE", 10)
+    monkeypatch.setattr("motet.data.corpus.discover._MIN_RANGE_BYTES", 10)
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(name * 8)
     build_corpus(recipe(tmp_path), tmp_path / "out", 1, silent)
