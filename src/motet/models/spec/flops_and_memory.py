@@ -1,7 +1,7 @@
-"""What models are made of, as plain values: parameters, matrix products, attention, and what autograd saves.
+"""Parameters, matrix products, attention and saved activations as plain values: the costs of a layer.
 
-Each piece says how it grows with the tokens; splits over ranks divide the dims that are named here. `Part`s are added
-up into the blocks of a `ModelSpec` (models/spec/model_spec.py).
+Each value says how it grows with the tokens. A split over ranks divides the dims that are named here. `LayerSpec`s add
+up to the blocks of a `ModelSpec` (models/spec/model_spec.py).
 """
 
 from collections.abc import Iterator
@@ -12,12 +12,12 @@ from typing import Literal
 
 from motet.core.dtypes import DTYPE_BYTES
 
-# What a piece is there for: each token, each token of an encoder-decoder's source, each token that is to be predicted,
-# each row, each position (that all rows share, unless they hold several documents), or once.
+# How often something occurs: for each token, source token of an encoder-decoder, token to be predicted, row, or
+# position, or once per step. All rows share a position, unless they are packed with several documents.
 CountedPer = Literal["token", "source", "target", "row", "position", "step"]
 
-# How attention is counted. `causal`: only pairs of query and key that may see each other, as if half of a square were
-# on either side of its diagonal. `full`: all pairs, as many published FLOP rates have it.
+# `causal` counts only visible pairs of query and key, as if the diagonal halved the square. `full` counts all pairs,
+# as many published FLOP rates do.
 AttentionFlopsRule = Literal["causal", "full"]
 
 
@@ -28,24 +28,21 @@ class MicroBatchShape:
     rows: int
     length: int
     source_length: int = 0
-    packed: bool = False  # Rows hold several documents each, which do not see each other and count their positions anew
-    targets: int | None = None  # How many masked tokens an encoder is to predict; all tokens when not given
+    packed: bool = False  # Rows hold several documents, which do not see each other and restart their positions
+    targets: int | None = None  # Masked tokens that an encoder predicts; all tokens if None
 
     def length_of(self, per: CountedPer) -> int:
         return self.source_length if per == "source" else self.length
 
     def count(self, per: CountedPer) -> int:
-        match per:
-            case "token" | "source":
-                return self.rows * self.length_of(per)
-            case "target":
-                return self.count("token") if self.targets is None else self.targets
-            case "row":
-                return self.rows
-            case "position":
-                return self.length * (self.rows if self.packed else 1)
-            case "step":
-                return 1
+        tokens = self.rows * self.length_of(per)
+        counts: dict[CountedPer, int] = {
+            "target": tokens if self.targets is None else self.targets,
+            "row": self.rows,
+            "position": self.length * (self.rows if self.packed else 1),
+            "step": 1,
+        }
+        return counts.get(per, tokens)
 
 
 @dataclass(frozen=True)
@@ -54,8 +51,7 @@ class ParameterSpec:
 
     name: str
     shape: tuple[int, ...]
-    # The part of it that one token goes through: less than all of it for experts.
-    active_fraction: Fraction = Fraction(1)
+    active_fraction: Fraction = Fraction(1)  # The fraction that one token uses: below 1 for experts
 
     @property
     def numel(self) -> int:
@@ -64,38 +60,38 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class MatmulSpec:
-    """[n, inner] x [inner, out] by a parameter, where n counts what it is there for."""
+    """A product [n, in] x [in, out] with a parameter, where n is the count of `per`."""
 
     parameter: str
     in_features: int
     out_features: int
     per: CountedPer = "token"
-    uses_per_token: int = 1  # How often each token goes through one of this kind: the experts that it is sent to
+    uses_per_token: int = 1  # Experts of this kind that each token visits
 
     def flops(self, shape: MicroBatchShape, attention: AttentionFlopsRule) -> int:
-        """2 n inner out."""
+        """2 n in out."""
         return 2 * shape.count(self.per) * self.uses_per_token * self.in_features * self.out_features
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Scores of every query with every key that it may see, and the weighted sum of values."""
+    """Scores of every query with every visible key, and the weighted sum of values."""
 
     name: str
     heads: int
     key_dim: int
     value_dim: int
     causal: bool = False
-    window: int | None = None  # A query sees so many keys at most, itself included
+    window: int | None = None  # A query sees at most this many keys, itself included
     queries: CountedPer = "token"
     keys: CountedPer = "token"
 
     def flops(self, shape: MicroBatchShape, attention: AttentionFlopsRule) -> int:
         """2 pairs heads (key_dim + value_dim)."""
         key_length = shape.length_of(self.keys)
-        visible_keys = min(self.window or key_length, key_length)
-        # Of `seen` keys, the first queries of a row see half on average: T w - w^2 / 2 pairs, T^2 / 2 without a window.
-        twice_pairs = visible_keys * (2 * key_length - visible_keys) * shape.rows
+        window = min(self.window or key_length, key_length)
+        # The first `window` queries of a row see half of it on average: T w - w^2 / 2 pairs, T^2 / 2 without a window.
+        twice_pairs = window * (2 * key_length - window) * shape.rows
         if not self.causal or attention == "full":
             twice_pairs = 2 * shape.count(self.queries) * key_length
         return twice_pairs * self.heads * (self.key_dim + self.value_dim)
@@ -108,7 +104,7 @@ class SavedActivation:
     name: str
     elements: int
     per: CountedPer = "token"
-    dtype: str = "compute"  # `compute`, `wide` (float32, or float64 if that is computed in), or a fixed dtype
+    dtype: str = "compute"  # `compute`, `wide` (float32, or float64 where that is the compute dtype), or a fixed dtype
 
     def bytes(self, shape: MicroBatchShape, compute: str) -> int:
         return shape.count(self.per) * self.elements * _element_bytes(self.dtype, compute)
@@ -116,36 +112,35 @@ class SavedActivation:
 
 @dataclass(frozen=True)
 class SavedAttentionMatrix:
-    """Numbers for each pair of query and key: [rows or 1, heads, queries, keys]."""
+    """Values for each pair of query and key: [rows or 1, heads, queries, keys]."""
 
     name: str
     heads: int = 1
     window: int | None = None
-    # `usual`: where every query sees all keys, or all before it, which kernels know; `unusual`: anywhere else.
-    when: Literal["always", "usual", "unusual"] = "always"
-    # For each row, for each only if rows hold several documents, or for all rows together.
-    rows: Literal["all", "packed", "one"] = "one"
+    # Kernels know full and plainly causal masks (`implicit`). Packed rows and windows need an `explicit` mask.
+    saved_with: Literal["any mask", "implicit mask", "explicit mask"] = "any mask"
+    rows: Literal["all", "packed", "one"] = "one"  # Kept per row, per row only where rows are packed, or once
     queries: CountedPer = "token"
     keys: CountedPer = "token"
     dtype: str = "compute"
 
     def bytes(self, shape: MicroBatchShape, compute: str) -> int:
         keys = shape.length_of(self.keys)
-        needs_explicit_mask = shape.packed or keys > (self.window or keys)
-        if self.when != "always" and needs_explicit_mask != (self.when == "unusual"):
+        mask = "explicit mask" if shape.packed or keys > (self.window or keys) else "implicit mask"
+        if self.saved_with not in ("any mask", mask):
             return 0
         rows = shape.rows if self.rows == "all" or (self.rows == "packed" and shape.packed) else 1
         return rows * self.heads * shape.length_of(self.queries) * keys * _element_bytes(self.dtype, compute)
 
 
 def _element_bytes(dtype: str, compute: str) -> int:
-    wide_dtype = "float64" if compute == "float64" else "float32"
-    return DTYPE_BYTES[{"compute": compute, "wide": wide_dtype}.get(dtype, dtype)]
+    wide = "float64" if compute == "float64" else "float32"
+    return DTYPE_BYTES[{"compute": compute, "wide": wide}.get(dtype, dtype)]
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Some of a block: a layer with its parameters, work, and saved tensors."""
+    """A layer with its parameters, operations and saved tensors; layers add up to a block."""
 
     parameters: tuple[ParameterSpec, ...] = ()
     operations: tuple[MatmulSpec | AttentionSpec, ...] = ()
@@ -159,34 +154,34 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """A run of equal parts of a model, e.g. its 32 transformer blocks."""
+    """A run of equal blocks of a model, such as its 32 transformer blocks. Sizes are those of one block."""
 
     name: str
     layer: LayerSpec
-    prefix: str = ""  # What the names of its parameters begin with; `{i}` stands for the number of the repetition
+    prefix: str = ""  # Prefix of its parameters' names; `{i}` stands for the block's index
     repeat: int = 1
-    first_index: int = 0  # The number of the first repetition
+    first_index: int = 0
 
     @property
     def parameter_count(self) -> int:
-        """Of one repetition."""
+        """Parameters of one block."""
         return sum(p.numel for p in self.layer.parameters)
 
     @property
     def active_parameter_count(self) -> int:
-        """Of one repetition, counting only the experts that a token is sent to."""
+        """Parameters of one block that a token uses: only the experts that it is sent to."""
         return int(sum(p.numel * p.active_fraction for p in self.layer.parameters))
 
     def named_parameters(self) -> Iterator[ParameterSpec]:
-        """Of all repetitions, with their full names."""
+        """The parameters of all repetitions, with their full names."""
         for i in range(self.first_index, self.first_index + self.repeat):
             for parameter in self.layer.parameters:
                 yield replace(parameter, name=self.prefix.format(i=i) + parameter.name)
 
     def forward_flops(self, shape: MicroBatchShape, attention: AttentionFlopsRule = "causal") -> int:
-        """Of one repetition."""
+        """FLOPs of one block."""
         return sum(operation.flops(shape, attention) for operation in self.layer.operations)
 
     def saved_bytes(self, shape: MicroBatchShape, dtype: str) -> int:
-        """Of one repetition, computing in `dtype`."""
+        """Saved activations of one block when the compute dtype is `dtype`."""
         return sum(saved.bytes(shape, dtype) for saved in self.layer.saved)

@@ -1,9 +1,8 @@
 """A model's sizes without the model: parameters, FLOPs and saved activations of each block, in pure Python.
 
-Conventions. FLOPs are those of matrix products and attention, 2 m n k each; norms, activations and look-ups are not
-counted. Backward counts twice the forward (the gradients of both factors of each product); what an attention kernel
-or recomputation does a second time is not counted. A count of saved activations is of the tensors that autograd
-holds at the end of the forward pass, every storage once, parameters not counted.
+FLOPs count matrix products and attention, 2 m n k each, but no norms, activations or look-ups. Backward counts twice
+the forward; work that an attention kernel or recomputation repeats is not counted. Saved activations are the tensors
+that autograd holds at the end of the forward pass: every storage once, without parameters.
 """
 
 from collections.abc import Iterator
@@ -19,8 +18,7 @@ from motet.models.settings import (
     TransformerSettings,
     UserModuleSettings,
 )
-from motet.models.spec.decoder_costs import decoder_block_specs
-from motet.models.spec.encoder_costs import encoder_block_specs, encoder_decoder_block_specs
+from motet.models.spec.block_costs import decoder_block_specs, encoder_block_specs, encoder_decoder_block_specs
 from motet.models.spec.flops_and_memory import AttentionFlopsRule, BlockSpec, MicroBatchShape, ParameterSpec
 
 
@@ -41,18 +39,18 @@ class ModelSpec:
 
     @property
     def active_parameter_count(self) -> int:
-        """Those that one token goes through: of the experts only as many as it is sent to, of all else everything."""
+        """Parameters that one token uses: only the experts that it is sent to, and everything else."""
         return sum(block.active_parameter_count * block.repeat for block in self.blocks)
 
     def forward_flops(self, shape: MicroBatchShape, attention: AttentionFlopsRule = "causal") -> int:
         return sum(block.forward_flops(shape, attention) * block.repeat for block in self.blocks)
 
     def training_flops(self, shape: MicroBatchShape, attention: AttentionFlopsRule = "causal") -> int:
-        """Forward and backward."""
+        """FLOPs of forward and backward."""
         return 3 * self.forward_flops(shape, attention)
 
     def saved_bytes(self, shape: MicroBatchShape, dtype: str) -> int:
-        """At the end of a forward pass that computes in `dtype` (core.dtypes), nothing being recomputed."""
+        """Saved activations at the end of a forward pass in `dtype` (core.dtypes), without recomputation."""
         return sum(block.saved_bytes(shape, dtype) * block.repeat for block in self.blocks)
 
 
@@ -70,7 +68,7 @@ def spec_from_settings(settings: ModelSettings | TransformerSettings) -> ModelSp
             return spec_from_settings(settings_from_config(config))
         case UserModuleSettings():
             raise InputError(
-                f"model.factory = {settings.factory!r}: sizes are known of our own families and of hf: configs, "
-                "not of the module that a function returns"
+                f"model.factory = {settings.factory!r}: sizes are known for motet's families and for hf: configs, "
+                "not for the module that a function returns"
             )
     raise AssertionError(f"no family {type(settings).__name__}")

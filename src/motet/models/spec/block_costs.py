@@ -1,0 +1,271 @@
+"""The costs of each block of the three architectures, from their settings.
+
+Saved activations of latent attention and of experts are assumed: the same rules, applied to layers not yet written.
+"""
+
+from fractions import Fraction
+
+from motet.models.settings import (
+    DecoderSettings,
+    EncoderDecoderSettings,
+    EncoderSettings,
+    LatentAttentionSettings,
+    MixtureOfExpertsSettings,
+    TransformerSettings,
+)
+from motet.models.spec.flops_and_memory import (
+    AttentionSpec,
+    BlockSpec,
+    CountedPer,
+    LayerSpec,
+    MatmulSpec,
+    ParameterSpec,
+    SavedActivation,
+    SavedAttentionMatrix,
+)
+from motet.models.spec.layer_costs import (
+    attention_spec,
+    dropout_spec,
+    embedding_spec,
+    feed_forward_spec,
+    linear_spec,
+    norm_spec,
+    output_head_spec,
+    rms_norm_spec,
+    saved_spec,
+    score_bias_spec,
+)
+
+
+def decoder_block_specs(settings: DecoderSettings) -> tuple[BlockSpec, ...]:
+    """Embedding, blocks (plain ones first where later ones have experts), and head."""
+    s, experts = settings, settings.experts
+    dense = s.layers if experts is None else min(experts.first_dense_layers, s.layers)
+    attention = _decoder_attention(s) if s.latent_attention is None else _latent_attention(s, s.latent_attention)
+    layer = _decoder_norm(s, "attention_norm") + attention + _decoder_norm(s, "ffn_norm")
+    blocks = [BlockSpec("embedding", _decoder_embedding(s))]
+    if dense:
+        dense_layer = layer + feed_forward_spec(s, bias=s.has_ffn_bias)
+        blocks.append(BlockSpec("block", dense_layer, "blocks.{i}.", repeat=dense))
+    if experts is not None and s.layers > dense:
+        layer += _experts(s, experts)
+        blocks.append(BlockSpec("expert block", layer, "blocks.{i}.", repeat=s.layers - dense, first_index=dense))
+    return (*blocks, BlockSpec("head", _decoder_norm(s, "norm") + output_head_spec(s, tied=s.tied)))
+
+
+def encoder_block_specs(settings: EncoderSettings) -> tuple[BlockSpec, ...]:
+    """Embedding, blocks that end in a norm, and the head for masked tokens or for a class."""
+    s = settings
+    embedding = embedding_spec("embedding", s.vocab_size, s.hidden, per="token")
+    embedding += embedding_spec("positions", s.context, s.hidden, per="position")
+    if s.token_types:  # every token is of the first type, so no index is kept
+        embedding += LayerSpec((ParameterSpec("token_types.weight", (s.token_types, s.hidden)),))
+    embedding += norm_spec(s, "embedding_norm", bias=True) + dropout_spec(s, "dropout", s.hidden)
+    block = (
+        _self_attention(s, bias=True, per="token")
+        + norm_spec(s, "attention_norm", bias=True)
+        + feed_forward_spec(s, bias=True)
+        + norm_spec(s, "ffn_norm", bias=True)
+    )
+    return (
+        BlockSpec("embedding", embedding + _document_mask(s)),
+        BlockSpec("block", block, "blocks.{i}.", repeat=s.layers),
+        BlockSpec("head", _masked_head(s) if s.head == "masked" else _classification_head(s)),
+    )
+
+
+def encoder_decoder_block_specs(settings: EncoderDecoderSettings) -> tuple[BlockSpec, ...]:
+    """Encoder blocks over the source and decoder blocks over the tokens; both read one embedding table."""
+    s = settings
+    embedding = embedding_spec("embedding", s.vocab_size, s.hidden, per="token")
+    embedding += saved_spec(SavedActivation("embedding.sources", 1, "source", "int64"))
+    embedding += _document_mask(s, keys="source")
+    embedding += dropout_spec(s, "dropout", s.hidden) + dropout_spec(s, "dropout.source", s.hidden, per="source")
+    cross_attention = norm_spec(s, "cross_norm", bias=False) + _cross_attention(s)
+    # Every block of the decoder reads the encoder's output; it is kept once.
+    encoded = saved_spec(SavedActivation("output", s.hidden, "source"))
+    encoder, decoder = _t5_layer(s, "source", LayerSpec()), _t5_layer(s, "token", cross_attention)
+    return (
+        BlockSpec("embedding", embedding),
+        BlockSpec("encoder block", encoder, "encoder.blocks.{i}.", repeat=s.layers),
+        BlockSpec("encoder end", _stack_end(s, "source") + encoded, "encoder."),
+        BlockSpec("decoder block", decoder, "decoder.blocks.{i}.", repeat=s.decoder_layers or s.layers),
+        BlockSpec("decoder end", _stack_end(s, "token"), "decoder."),
+        BlockSpec("head", output_head_spec(s, tied=s.tied)),
+    )
+
+
+def _document_mask(s: TransformerSettings, window: int | None = None, keys: CountedPer = "token") -> LayerSpec:
+    mask = SavedAttentionMatrix("document_mask", window=window, saved_with="explicit mask", rows="packed", keys=keys)
+    return score_bias_spec(s, mask)
+
+
+# --- the decoder -----------------------------------------------------------------------------------
+
+
+def _decoder_norm(s: DecoderSettings, name: str) -> LayerSpec:
+    return norm_spec(s, name, bias=s.has_norm_bias)
+
+
+def _decoder_embedding(s: DecoderSettings) -> LayerSpec:
+    """Tokens and positions, with the rotations and the mask that all blocks share."""
+    layer = embedding_spec("embedding", s.vocab_size, s.hidden, per="token")
+    if s.positions == "learned":
+        layer += embedding_spec("positions", s.context, s.hidden, per="position")
+    if s.positions == "rotary":
+        latent = s.latent_attention
+        dims = int(s.dim_per_head * s.rotary_fraction) if latent is None else latent.rotary_head_dim
+        layer += saved_spec(SavedActivation("rotations", dims, "position", "wide"))
+    return layer + dropout_spec(s, "dropout", s.hidden) + _document_mask(s, s.sliding_window)
+
+
+def _decoder_attention(s: DecoderSettings) -> LayerSpec:
+    heads, kv_heads, dim = s.heads, s.kv_heads or s.heads, s.dim_per_head
+    width = (heads + 2 * kv_heads) * dim
+    layer = linear_spec("attention.qkv", s.hidden, width, bias=s.qkv_bias or s.bias)
+    saved = [SavedActivation("attention.qkv", width)]
+    if s.query_key_norm:  # the first norm keeps the tensor of queries, keys and values
+        layer += rms_norm_spec("attention.query_norm", dim, saved_elements=width, groups=heads)
+        layer += rms_norm_spec("attention.key_norm", dim, saved_elements=0, groups=kv_heads)
+        saved.clear()
+    if s.query_key_norm or s.positions == "rotary":  # queries and keys are new tensors; the values stay views
+        saved.append(SavedActivation("attention.queries_keys", (heads + kv_heads) * dim))
+    return layer + _causal_attention(s, dim, dim, *saved)
+
+
+def _latent_attention(s: DecoderSettings, latent: LatentAttentionSettings) -> LayerSpec:
+    """Queries, and keys with values, each from a short vector per token; all heads share one rotated key."""
+    key_dim, value_dim = latent.plain_head_dim + latent.rotary_head_dim, latent.value_head_dim
+    bias, rank = s.qkv_bias or s.bias, latent.key_value_rank
+    down, up = rank + latent.rotary_head_dim, s.heads * (latent.plain_head_dim + value_dim)
+    if latent.query_rank is None:
+        queries = linear_spec("attention.query", s.hidden, s.heads * key_dim, bias=False)
+    else:
+        queries = (
+            linear_spec("attention.query_down", s.hidden, latent.query_rank, bias=bias)
+            + rms_norm_spec("attention.query_norm", latent.query_rank)
+            + linear_spec("attention.query_up", latent.query_rank, s.heads * key_dim, bias=False)
+        )
+    saved = (
+        SavedActivation("attention.queries_keys", 2 * s.heads * key_dim),
+        SavedActivation("attention.key_value_up", up),
+    )
+    return (
+        queries
+        + linear_spec("attention.key_value_down", s.hidden, down, bias=bias, is_input_saved=True)
+        + rms_norm_spec("attention.key_value_norm", rank, saved_elements=down)
+        + linear_spec("attention.key_value_up", rank, up, bias=False)
+        + _causal_attention(s, key_dim, value_dim, *saved)
+    )
+
+
+def _causal_attention(s: DecoderSettings, key_dim: int, value_dim: int, *saved: SavedActivation) -> LayerSpec:
+    attention = AttentionSpec("attention", s.heads, key_dim, value_dim, causal=True, window=s.sliding_window)
+    layer = attention_spec(s, attention, *saved, bias=s.bias)
+    # Attention with explicit probabilities also keeps the mask of later keys.
+    causal_mask = SavedAttentionMatrix(
+        "attention.causal_mask", window=s.sliding_window, saved_with="implicit mask", dtype="bool"
+    )
+    return layer + saved_spec(causal_mask) if s.dropout else layer
+
+
+def _experts(s: DecoderSettings, experts: MixtureOfExpertsSettings) -> LayerSpec:
+    """A router, and experts of which each token visits a few; shared experts are one wider network for all tokens."""
+    per_token, inner, gates = experts.per_token, experts.hidden, 2 if s.gated else 1
+    fraction = Fraction(per_token, experts.count)
+    up = ParameterSpec("ffn.experts.up", (experts.count, gates * inner, s.hidden), fraction)
+    down = ParameterSpec("ffn.experts.down", (experts.count, s.hidden, inner), fraction)
+    layer = linear_spec("ffn.router", s.hidden, experts.count, bias=False) + LayerSpec(
+        (up, down),
+        (
+            MatmulSpec(up.name, s.hidden, gates * inner, uses_per_token=per_token),
+            MatmulSpec(down.name, inner, s.hidden, uses_per_token=per_token),
+        ),
+        (
+            SavedActivation("ffn.router.scores", experts.count, dtype="wide"),
+            SavedActivation("ffn.router.chosen", per_token, dtype="int64"),
+            SavedActivation("ffn.router.weights", per_token, dtype="wide"),
+            # Inputs and results, in the order of experts; the results are kept because they are weighted.
+            SavedActivation("ffn.experts.tokens", per_token * 2 * s.hidden),
+            SavedActivation("ffn.experts.inner", per_token * (gates + 1) * inner),
+        ),
+    )
+    if experts.shared:
+        width = experts.shared * inner
+        layer += linear_spec("ffn.shared.up", s.hidden, gates * width, bias=False, is_input_saved=True)
+        layer += saved_spec(SavedActivation("ffn.shared.inner", gates * width))
+        layer += linear_spec("ffn.shared.down", width, s.hidden, bias=False)
+    return layer + dropout_spec(s, "dropout.ffn", s.hidden)
+
+
+# --- the encoder, and both stacks of the encoder-decoder -------------------------------------------
+
+
+def _self_attention(s: TransformerSettings, *, bias: bool, per: CountedPer, causal: bool = False) -> LayerSpec:
+    width = s.heads * s.dim_per_head
+    attention = AttentionSpec("attention", s.heads, s.dim_per_head, s.dim_per_head, causal, queries=per, keys=per)
+    qkv = linear_spec("attention.qkv", s.hidden, 3 * width, bias=bias, per=per)
+    return qkv + attention_spec(s, attention, SavedActivation("attention.qkv", 3 * width, per), bias=bias)
+
+
+def _t5_layer(s: EncoderDecoderSettings, per: CountedPer, cross_attention: LayerSpec) -> LayerSpec:
+    return (
+        norm_spec(s, "attention_norm", bias=False, per=per)
+        + _self_attention(s, bias=False, per=per, causal=per == "token")
+        + cross_attention
+        + norm_spec(s, "ffn_norm", bias=False, per=per)
+        + feed_forward_spec(s, bias=False, per=per, has_inner_dropout=True)
+    )
+
+
+def _cross_attention(s: EncoderDecoderSettings) -> LayerSpec:
+    width = s.heads * s.dim_per_head
+    attention = AttentionSpec("cross", s.heads, s.dim_per_head, s.dim_per_head, keys="source")
+    saved = (SavedActivation("cross.query", width), SavedActivation("cross.key_value", 2 * width, "source"))
+    return (
+        linear_spec("cross.query", s.hidden, width, bias=False)
+        + linear_spec("cross.key_value", s.hidden, 2 * width, bias=False, per="source", is_input_saved=True)
+        + attention_spec(s, attention, *saved, bias=False)
+    )
+
+
+def _stack_end(s: EncoderDecoderSettings, per: CountedPer) -> LayerSpec:
+    """A norm, and the relative positions that all blocks of the stack share: a bucket for each pair of positions.
+
+    A learned bias is counted as fused attention keeps it. On a CPU torch's fused attention cannot learn one, and each
+    block keeps the probabilities of all pairs instead of sums.
+    """
+    bias = SavedAttentionMatrix("relative.bias", s.heads, rows="packed", queries=per, keys=per)
+    buckets = SavedAttentionMatrix("relative.buckets", queries=per, keys=per, dtype="int64")
+    relative = LayerSpec((ParameterSpec("relative.weight", (s.relative_buckets, s.heads)),), saved=(buckets,))
+    norm = norm_spec(s, "norm", bias=False, per=per) + dropout_spec(s, "dropout", s.hidden, per=per)
+    return relative + score_bias_spec(s, bias) + norm
+
+
+def _masked_head(s: EncoderSettings) -> LayerSpec:
+    """A further layer, then scores by the embedding table, only for the tokens to be predicted."""
+    layer = linear_spec("transform", s.hidden, s.hidden, bias=True, per="target")
+    layer += saved_spec(SavedActivation("transform.chosen", 1, "target", "int64"))
+    if s.activation != "relu":
+        layer += saved_spec(SavedActivation("transform.output", s.hidden, "target"))
+    head = output_head_spec(s, tied=True, bias=True, per="target")
+    return layer + norm_spec(s, "transform_norm", bias=True, per="target") + head
+
+
+def _classification_head(s: EncoderSettings) -> LayerSpec:
+    """The head reads the first token of each row, a view of all tokens, which are kept."""
+    layer = saved_spec(SavedActivation("pooler.input", s.hidden))
+    layer += linear_spec("pooler", s.hidden, s.hidden, bias=True, per="row", is_input_saved=True)
+    if s.dropout:
+        layer += saved_spec(SavedActivation("pooler.output", s.hidden, "row"))
+    layer += dropout_spec(s, "dropout.head", s.hidden, per="row")
+    return (
+        layer
+        + linear_spec("head", s.hidden, s.classes, bias=True, per="row")
+        + saved_spec(
+            SavedActivation("loss.probabilities", s.classes, "row", "wide"),
+            SavedActivation("loss.targets", 1, "row", "int64"),
+            SavedActivation("loss.weights", 1, "row", "wide"),
+            SavedActivation("loss.total", 1, "step", "wide"),
+        )
+    )
