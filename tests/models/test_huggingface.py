@@ -226,7 +226,7 @@ def edit_weights(path: Path, change: Any) -> None:
     ("change", "says"),
     [
         (lambda w: w.pop("model.norm.weight"), "model.norm.weight are missing"),
-        (lambda w: w.update(extra=torch.zeros(2)), "extra are not of this model"),
+        (lambda w: w.update(extra=torch.zeros(2)), "extra are not part of this model"),
         (
             lambda w: w.update({"model.norm.weight": torch.zeros(3)}),
             r"model.norm.weight \[3\] for \[16\] do not fit",
@@ -285,7 +285,7 @@ def test_frozen(tmp_path: Path) -> None:
             {"model_type": "bert", "architectures": ["BertForQuestionAnswering"]},
             r"BertForQuestionAnswering.*can be trained",
         ),
-        (dict(CONFIGS["llama"], hidden_size="wide"), "transformers refuses this config"),
+        (dict(CONFIGS["llama"], hidden_size="wide"), "transformers rejects this config"),
     ],
 )
 def test_configs_that_cannot_be_built(tmp_path: Path, config: dict[str, Any], says: str) -> None:

@@ -140,20 +140,20 @@ def test_causal_attention(window: int | None, with_documents: bool) -> None:
     seen = seen.expand(2, 4, 9, 9)
     if documents is not None:
         seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
-    pattern = causal_mask(torch.zeros(2, 9), window, documents, q.dtype)
+    pattern = causal_mask(torch.zeros(2, 9), window, documents, dtype=q.dtype)
     assert (pattern.bias is None) == (documents is None and window in (None, 100))  # the fast path where it can be
-    assert (dot_product_attention(q, k, v, pattern, 0.3) - by_formula(q, k, v, seen, 0.3)).abs().max() < 1e-14
+    assert (dot_product_attention(q, k, v, pattern, scale=0.3) - by_formula(q, k, v, seen, 0.3)).abs().max() < 1e-14
 
 
 def test_attention_to_another_sequence_stays_within_documents_and_is_never_empty() -> None:
     q, _, _ = heads(5)
     _, k, v = heads(7)
     documents, sources = torch.tensor([[0, 0, 1, 1, 9]] * 2), torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * 2)
-    out = dot_product_attention(q, k, v, bidirectional_mask(documents, sources, q.dtype), 1.0)
+    out = dot_product_attention(q, k, v, bidirectional_mask(documents, sources, q.dtype), scale=1.0)
     seen = (documents[:, None, :, None] == sources[:, None, None, :]).expand(2, 4, 5, 7)
     assert (out - by_formula(q, k, v, seen, 1.0))[:, :4].abs().max() < 1e-14
     assert out.isfinite().all()
-    assert dot_product_attention(q, k, v, bidirectional_mask(None, None, q.dtype), 1.0).shape == (2, 5, 32)
+    assert dot_product_attention(q, k, v, bidirectional_mask(None, None, q.dtype), scale=1.0).shape == (2, 5, 32)
 
 
 def test_learned_biases_are_added_within_the_pattern() -> None:
@@ -164,8 +164,8 @@ def test_learned_biases_are_added_within_the_pattern() -> None:
     seen = torch.ones(6, 6, dtype=torch.bool).tril()
     probabilities = scores.masked_fill(~seen, float("-inf")).softmax(-1)
     expected = torch.einsum("rhts,rshd->rthd", probabilities, v.repeat_interleave(2, 2)).flatten(2)
-    assert (dot_product_attention(q, k, v, pattern, 1.0) - expected).abs().max() < 1e-14
-    dot_product_attention(q, k, v, pattern, 1.0).sum().backward()
+    assert (dot_product_attention(q, k, v, pattern, scale=1.0) - expected).abs().max() < 1e-14
+    dot_product_attention(q, k, v, pattern, scale=1.0).sum().backward()
     assert bias.grad is not None and bias.grad.norm() > 0
 
 
@@ -175,7 +175,7 @@ def test_gradient_of_attention_in_bfloat16() -> None:
     grads = []
     for dtype in (torch.bfloat16, torch.float64):
         q, k, v = (x.clone().to(dtype).requires_grad_() for x in given)
-        dot_product_attention(q, k, v, AttentionMask(causal=True), 0.3).square().sum().backward()
+        dot_product_attention(q, k, v, AttentionMask(causal=True), scale=0.3).square().sum().backward()
         grads.append([x.grad.double() for x in (q, k, v)])
     for low, exact in zip(*grads, strict=True):
         assert (low - exact).norm() < 2**-7 * exact.norm()
@@ -190,13 +190,13 @@ def test_gradient_of_attention_in_tiles(length: int, kind: str) -> None:
     if kind in ("documents", "rows"):
         rows = 2 if kind == "rows" else 1
         documents = torch.randint(3, (rows, length)).sort(1).values
-        bias = causal_mask(torch.zeros(rows, length), None, documents, q.dtype).bias
+        bias = causal_mask(torch.zeros(rows, length), None, documents, dtype=q.dtype).bias
     causal = kind != "full"
     grad = torch.randn(q.shape, dtype=q.dtype)
     expected = F.scaled_dot_product_attention(
         q, k, v, bias, is_causal=causal and bias is None, scale=0.3, enable_gqa=True
     )
-    ours = tiled_attention(q, k, v, bias, causal, 0.3)
+    ours = tiled_attention(q, k, v, bias, causal=causal, scale=0.3)
     assert torch.equal(ours, expected)
     of_expected, of_ours = (torch.autograd.grad(y, (q, k, v), grad) for y in (expected, ours))
     for a, b in zip(of_ours, of_expected, strict=True):

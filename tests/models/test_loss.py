@@ -30,7 +30,9 @@ def test_equals_the_plain_head_and_loss(rows: int, with_bias: bool, monkeypatch:
     logits = F.linear(*plain)
     expected = (F.cross_entropy(logits, targets, reduction="none") * weights.double()).sum() * 0.5
     expected.backward()
-    got = 0.5 * loss.linear_cross_entropy(fused[0], fused[1], fused[2] if with_bias else None, targets, weights)
+    got = 0.5 * loss.linear_cross_entropy(
+        fused[0], fused[1], fused[2] if with_bias else None, targets=targets, weights=weights
+    )
     got.backward()
     torch.testing.assert_close(got, expected, rtol=1e-13, atol=0)
     for a, b in zip(fused, plain, strict=True):
@@ -40,20 +42,20 @@ def test_equals_the_plain_head_and_loss(rows: int, with_bias: bool, monkeypatch:
 def test_gradient_is_not_computed_for_what_is_frozen() -> None:
     hidden, weight, _, targets, weights = _case(9, 5)
     hidden.requires_grad_()
-    loss.linear_cross_entropy(hidden, weight, None, targets, weights).backward()
+    loss.linear_cross_entropy(hidden, weight, None, targets=targets, weights=weights).backward()
     assert hidden.grad is not None and weight.grad is None
 
 
 def test_large_logits_do_not_overflow() -> None:
     hidden = torch.tensor([[1e4], [-1e4]])
     weight = torch.tensor([[1.0], [-1.0], [0.5]])
-    got = loss.linear_cross_entropy(hidden, weight, None, torch.tensor([1, 1]), torch.ones(2))
+    got = loss.linear_cross_entropy(hidden, weight, None, targets=torch.tensor([1, 1]), weights=torch.ones(2))
     assert got.item() == 2e4  # the first row's target is 2e4 below the largest logit; the second's is the largest
 
 
 def test_bfloat16_is_summed_in_float32() -> None:
     hidden, weight, _, targets, weights = _case(200, 11, torch.bfloat16)
-    got = loss.linear_cross_entropy(hidden, weight, None, targets, weights)
+    got = loss.linear_cross_entropy(hidden, weight, None, targets=targets, weights=weights)
     logits = F.linear(hidden, weight)
     assert got.dtype == torch.float32
     exact = (F.cross_entropy(logits.double(), targets, reduction="none") * weights.double()).sum()

@@ -1,7 +1,7 @@
-"""What of a model is trained: frozen parameters, and low-rank adapters on linear layers.
+"""Frozen parameters, and low-rank adapters on linear layers.
 
-An adapter belongs to its linear layer as two further parameters, `<linear>.adapter_a` and `<linear>.adapter_b`; the
-names and values of all others stay as they were. B is zero at first: an adapted model begins as the model it was.
+An adapter adds two parameters to its linear layer, `<linear>.adapter_a` and `<linear>.adapter_b`; the names and values
+of all others stay. B is zero at first, so an adapted model computes what it did before.
 """
 
 import difflib
@@ -21,45 +21,42 @@ from motet.models.weight_init import standard_normal_values
 
 
 def apply_adapters_and_freezing(module: nn.Module, settings: TrainableParameterSettings, seed: int) -> None:
-    """Adapters are added, and what is not trained is marked."""
+    """Add adapters, and mark the parameters that are not trained."""
     if settings.adapters is not None:
         add_adapters(module, settings.adapters, seed)
     freeze(module, settings.frozen)
     if not any(p.requires_grad for p in module.parameters()):
-        if not settings.frozen:
-            raise InputError(
-                f"nothing is there to train: {type(module).__name__} has no trainable parameter; give it some"
-            )
         raise InputError(
             f"nothing is left to train: model.frozen = {list(settings.frozen)} covers every parameter; leave some out"
+            if settings.frozen
+            else f"nothing to train: {type(module).__name__} has no trainable parameter; give it some"
         )
 
 
 def add_adapters(module: nn.Module, settings: AdapterSettings, seed: int) -> None:
-    """W x + (alpha / rank) B A x on every linear layer that a pattern names; everything else is frozen."""
+    """Make every linear layer that a pattern names compute W x + (alpha / rank) B A x; all others are frozen."""
     layers = {name: layer for name, layer in module.named_modules() if _is_linear(layer)}
-    chosen = _names_matching(settings.targets, layers, "model.adapters.targets", "linear layer")
-    for parameter in module.parameters():
-        parameter.requires_grad_(False)
-    for name in chosen:
-        _attach_adapter(layers[name], f"{name}.adapter_a", settings, seed)
+    names = _names_matching(settings.targets, layers, "model.adapters.targets: {!r} matches no linear layer")
+    module.requires_grad_(False)
+    for name in names:
+        _attach_adapter(layers[name], f"{name}.adapter_a", settings, seed=seed)
 
 
 def freeze(module: nn.Module, patterns: tuple[str, ...]) -> None:
-    """Parameters that a pattern names are not trained. A tensor with two names is meant by either."""
+    """Freeze the parameters that a pattern names; either name of a tensor with two names counts."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    for name in _names_matching(patterns, parameters, "model.frozen", "parameter"):
+    for name in _names_matching(patterns, parameters, "model.frozen: {!r} matches no parameter"):
         parameters[name].requires_grad_(False)
 
 
-def _names_matching(patterns: tuple[str, ...], names: Iterable[str], key: str, kind: str) -> list[str]:
-    """The names that a pattern matches, in order. A pattern that matches nothing is a slip."""
+def _names_matching(patterns: tuple[str, ...], names: Iterable[str], problem: str) -> list[str]:
+    """The names that a pattern matches, in order; a pattern without a match raises `problem`."""
     names = list(names)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
-            has = f"the nearest names are {', '.join(near)}" if near else "the model has none"
-            raise InputError(f"{key}: {pattern!r} matches no {kind}; {has}")
+            hint = f"the nearest names are {', '.join(near)}" if near else "the model has none"
+            raise InputError(f"{problem.format(pattern)}; {hint}")
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
@@ -75,7 +72,7 @@ def _is_conv1d(layer: nn.Module) -> bool:
     return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
 
 
-def _attach_adapter(layer: nn.Module, name: str, settings: AdapterSettings, seed: int) -> None:
+def _attach_adapter(layer: nn.Module, name: str, settings: AdapterSettings, *, seed: int) -> None:
     weight = layer.weight
     assert isinstance(weight, Tensor)
     in_features, out_features = weight.shape if _is_conv1d(layer) else reversed(weight.shape)
@@ -88,7 +85,7 @@ def _attach_adapter(layer: nn.Module, name: str, settings: AdapterSettings, seed
 
 @dataclass(frozen=True)
 class _LowRankAdapterHook:
-    """After a linear layer: what its adapter adds."""
+    """Forward hook that adds the adapter's output to that of its linear layer."""
 
     scale: float
 

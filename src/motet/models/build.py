@@ -1,4 +1,4 @@
-"""From settings to what is trained: a module with its first values, and how it is called on a batch."""
+"""A trainable model from settings: a module with its initial values, its loss and its logits."""
 
 import random
 from collections.abc import Callable
@@ -33,7 +33,6 @@ from motet.models.settings import (
 )
 from motet.models.weight_init import initialize_parameters
 
-_HUGGINGFACE_PREFIX = "hf:"
 TARGET_COUNT_MULTIPLE = 64
 Randomness = Callable[[int, Tensor], AbstractContextManager[object]]
 
@@ -42,28 +41,22 @@ Randomness = Callable[[int, Tensor], AbstractContextManager[object]]
 class TrainableModel:
     """A model that is ready to be trained."""
 
-    module: nn.Module  # What has the parameters; single-device code
-    # The weighted sum of the losses of a micro-batch: a scalar, in float32 at least.
-    loss_sum: Callable[[Batch], Tensor]
+    module: nn.Module  # Single-device code
+    loss_sum: Callable[[Batch], Tensor]  # Weighted sum of a micro-batch's losses: a scalar, in float32 at least
     logits: Callable[[Batch], Tensor]  # [R, T, V], or [R, classes]
-    vocab_size: int | None  # Of what it reads; None: not known
-    num_classes: int | None  # How many a target is one of: the vocabulary or the classes; None: not known
-    # `with randomness(step, rows): ...` around a forward, so that dropout does not depend on the layout.
-    randomness: Randomness
-    context: int | None = None  # The longest sequence; None: not known
-    has_own_loss: bool = False  # The module has a loss of its own, which alone says what its outputs mean
-    is_autoregressive: bool = False  # Whether its logits are those of each next token, so that it can continue a text
-    objective: str | None = None  # What it is for, where it is somebody else's and says so
+    vocab_size: int | None  # Of its input; None if unknown
+    num_classes: int | None  # Vocabulary or classes that a target is from; None if unknown
+    randomness: Randomness  # `with randomness(step, rows): ...` around a forward makes dropout layout-invariant
+    context: int | None = None  # The longest sequence; None if unknown
+    has_own_loss: bool = False  # The module defines its loss, so its outputs may be anything
+    is_autoregressive: bool = False  # Its logits are those of each next token
+    objective: str | None = None  # The objective that a Hugging Face model is for
 
 
-def build_module(settings: ModelSettings) -> nn.Module:
-    """The module with whatever values it has, on torch's current default device and dtype."""
-    return _build_module(settings, _open_hf_checkpoint(settings))
-
-
-def _build_module(settings: ModelSettings, checkpoint: hf_model.HuggingFaceCheckpoint | None) -> nn.Module:
+def build_module(settings: ModelSettings, checkpoint: hf_model.HuggingFaceCheckpoint | None = None) -> nn.Module:
+    """The module with arbitrary values, on torch's current default device and dtype."""
     check_can_be_trained(settings)
-    if checkpoint is not None:
+    if checkpoint := checkpoint or _open_hf_checkpoint(settings):
         return hf_model.build_hf_model(checkpoint)
     match settings:
         case DecoderSettings():
@@ -82,9 +75,9 @@ def build_trainable_model(
     device: torch.device,
     requirements: DataRequirements | None = None,
 ) -> TrainableModel:
-    """The module with its initial values from the seed, adapters applied, frozen parameters marked, in train mode.
+    """The module in train mode with initial values from the seed, adapters and frozen parameters.
 
-    What the data asks of a module that is not ours is checked when it is first called.
+    A user's module is checked against `requirements` when it is first called.
     """
     checkpoint = _open_hf_checkpoint(settings)
     if isinstance(settings, UserModuleSettings):
@@ -92,10 +85,10 @@ def build_trainable_model(
             torch.manual_seed(derive_seed(seed, "module"))
             random.seed(derive_seed(seed, "module"))
             np.random.seed(derive_seed(seed, "module") % 2**32)
-            module = _build_module(settings, checkpoint)
+            module = build_module(settings, checkpoint)
     else:
         with torch.device("meta"):
-            module = _build_module(settings, None)
+            module = build_module(settings)
         module.to_empty(device="cpu")
         initialize_parameters(module, settings, seed)
     apply_adapters_and_freezing(module, settings, seed)
@@ -105,22 +98,22 @@ def build_trainable_model(
     if not isinstance(settings, UserModuleSettings):
         return _wrap_transformer(module, settings, randomness)
     if checkpoint is not None:
-        return _wrap_huggingface(module, checkpoint, settings, randomness, requirements)
-    return _wrap_user_module(module, settings, randomness, requirements)
+        return _wrap_huggingface(module, checkpoint, settings, randomness=randomness, requirements=requirements)
+    return _wrap_user_module(module, settings, randomness=randomness, requirements=requirements)
 
 
 def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters alone: a buffer, as a rotary table, may need more bits than them. In float64 nothing stays below."""
+    """Cast only parameters, since a buffer such as a rotary table may need more bits; float64 casts everything."""
     for parameter in module.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
     if dtype == torch.float64:
         module.to(dtype)
     for buffer in module.buffers():
-        buffer.data = buffer.data.contiguous()  # an expanded one could be neither sent nor loaded
+        buffer.data = buffer.data.contiguous()  # an expanded buffer could be neither sent nor loaded
 
 
-# --- how each kind is called -----------------------------------------------------------------------
+# --- each kind of module as a TrainableModel -------------------------------------------------------
 
 
 def _wrap_transformer(module: nn.Module, settings: TransformerSettings, randomness: Randomness) -> TrainableModel:
@@ -137,7 +130,7 @@ def _wrap_transformer(module: nn.Module, settings: TransformerSettings, randomne
 
 
 def _wrap_user_module(
-    module: nn.Module, settings: UserModuleSettings, randomness: Randomness, requirements: DataRequirements | None
+    module: nn.Module, settings: UserModuleSettings, *, randomness: Randomness, requirements: DataRequirements | None
 ) -> TrainableModel:
     logits = user_module.make_logits_function(module)
     loss_sum: Any = getattr(module, "loss_sum", None)
@@ -147,7 +140,7 @@ def _wrap_user_module(
         logits=logits,
         vocab_size=settings.vocab_size,
         num_classes=settings.vocab_size,
-        randomness=randomness,  # what a module of the user's drops cannot be known from outside
+        randomness=randomness,  # a user's module may drop anything
         has_own_loss=loss_sum is not None,
     )
 
@@ -156,6 +149,7 @@ def _wrap_huggingface(
     module: nn.Module,
     checkpoint: hf_model.HuggingFaceCheckpoint,
     settings: UserModuleSettings,
+    *,
     randomness: Randomness,
     requirements: DataRequirements | None,
 ) -> TrainableModel:
@@ -180,9 +174,9 @@ def _wrap_huggingface(
 
 
 def _open_hf_checkpoint(settings: ModelSettings) -> hf_model.HuggingFaceCheckpoint | None:
-    if not (isinstance(settings, UserModuleSettings) and settings.factory.startswith(_HUGGINGFACE_PREFIX)):
+    if not isinstance(settings, UserModuleSettings) or settings.hf_path is None:
         return None
-    return hf_model.open_hf_checkpoint(settings.factory.removeprefix(_HUGGINGFACE_PREFIX), settings.arguments)
+    return hf_model.open_hf_checkpoint(settings.hf_path, settings.arguments)
 
 
 def _no_randomness(step: int, rows: Tensor) -> AbstractContextManager[object]:
@@ -190,20 +184,16 @@ def _no_randomness(step: int, rows: Tensor) -> AbstractContextManager[object]:
 
 
 def _transformer_inputs(batch: Batch, settings: TransformerSettings) -> dict[str, Tensor | None]:
-    if not isinstance(settings, EncoderDecoderSettings):
-        return {"tokens": batch.tokens, "positions": batch.positions, "documents": batch.documents}
-    if batch.source is None:
-        raise InputError("an encoder-decoder reads a source besides its tokens; set data.objective = 'spans'")
-    return {
-        "tokens": batch.tokens,
-        "source": batch.source,
-        "documents": batch.documents,
-        "source_documents": batch.source_documents,
-    }
+    names = ["tokens", "positions", "documents"]
+    if isinstance(settings, EncoderDecoderSettings):
+        if batch.source is None:
+            raise InputError("an encoder-decoder reads a source besides its tokens; set data.objective = 'spans'")
+        names = ["tokens", "source", "documents", "source_documents"]
+    return {name: getattr(batch, name) for name in names}
 
 
 def _transformer_loss(module: nn.Module, settings: TransformerSettings) -> Callable[[Batch], Tensor]:
-    """Through the features, so that all logits are never held at once; a class of a row has few enough."""
+    """The loss from features, so that all logits never exist together; classes of rows have few logits."""
     if _num_row_classes(settings):
         return _loss_from_logits(lambda batch: module(**_transformer_inputs(batch, settings)), module, None)
     assert isinstance(module, CausalDecoder | BidirectionalEncoder | EncoderDecoderModel)
@@ -212,31 +202,29 @@ def _transformer_loss(module: nn.Module, settings: TransformerSettings) -> Calla
         features = module.features(**_transformer_inputs(batch, settings))  # type: ignore[arg-type]  # by its family
         check_prediction_shape(features.shape[:-1], batch, module)
         hidden, targets, weights = features.flatten(0, 1), batch.targets.flatten(), batch.weights.flatten()
+        bias = None
         if isinstance(module, BidirectionalEncoder):
-            target_positions = _target_positions(weights)
-            hidden, targets, weights = (
-                module.transform_features(hidden[target_positions]),
-                targets[target_positions],
-                weights[target_positions],
-            )
-        return linear_cross_entropy(hidden, module.head_weight(), module.head_bias(), targets, weights)
+            chosen = _target_positions(weights)
+            hidden, targets, weights = module.transform_features(hidden[chosen]), targets[chosen], weights[chosen]
+            bias = module.head.bias
+        return linear_cross_entropy(hidden, module.head_weight(), bias, targets=targets, weights=weights)
 
     return loss_sum
 
 
 def _target_positions(weights: Tensor) -> Tensor:
-    """The places of the targets, which are few: the head, most of the work, is for them alone.
+    """Positions of the targets: the head, most of the work, runs only for these few.
 
-    Their number is filled up with others (of weight 0): CPU kernels keep something for each size that they have seen.
+    Positions of weight 0 pad their number to a multiple, because CPU kernels cache memory for each new size.
     """
     order = weights.ne(0).to(torch.uint8).argsort(descending=True, stable=True)
     count = int(weights.count_nonzero())
     padded_count = -(-max(count, 1) // TARGET_COUNT_MULTIPLE) * TARGET_COUNT_MULTIPLE
-    return order[:padded_count].clone()  # not the whole order, which backward would keep
+    return order[:padded_count].clone()  # a copy, so that backward does not keep the full order
 
 
 def _num_row_classes(settings: TransformerSettings) -> int | None:
-    """How many classes of rows it tells apart; None: its targets are tokens."""
+    """Classes of rows; None if targets are tokens."""
     return settings.classes if isinstance(settings, EncoderSettings) and settings.head == "classify" else None
 
 

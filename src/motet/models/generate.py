@@ -1,4 +1,4 @@
-"""Text from a model, one token after another."""
+"""Text generation, one token after another."""
 
 import torch
 from torch import Tensor
@@ -12,24 +12,22 @@ from motet.models.build import TrainableModel
 def generate_tokens(
     model: TrainableModel, prompt: list[int], count: int, seed: int, temperature: float = 1.0, top_k: int | None = None
 ) -> list[int]:
-    """`count` further tokens after those of `prompt`; the most likely ones at temperature 0.
+    """`count` tokens after those of `prompt`; the most likely ones at temperature 0.
 
-    The model reads at most as many of the last tokens as its context holds. Token n depends on (seed, n) and on what
-    comes before it. Only causal decoders can continue a text.
+    The model reads the last tokens that its context holds. Token n depends on (seed, n) and on the tokens before it.
     """
     if not model.is_autoregressive:
         raise InputError("only a causal decoder can continue a text; set monitor.sample_tokens = 0 for other models")
     if not prompt:
         raise InputError("a text can only be continued after at least one token; give a prompt")
     device = next(model.module.parameters()).device
-    tokens = list(prompt)
-    training = model.module.training
+    tokens, training = list(prompt), model.module.training
     model.module.eval()
     try:
         for n in range(count):
             window = tokens if model.context is None else tokens[-model.context :]
             scores = _next_token_logits(model, torch.tensor([window], device=device))
-            tokens.append(_sample_token(scores, temperature, top_k, derive_seed(seed, "sample", n)))
+            tokens.append(_sample_token(scores, temperature, top_k, seed=derive_seed(seed, "sample", n)))
     finally:
         model.module.train(training)
     return tokens[len(prompt) :]
@@ -44,7 +42,7 @@ def _next_token_logits(model: TrainableModel, tokens: Tensor) -> Tensor:
     return logits[0, -1].to("cpu", torch.float64)
 
 
-def _sample_token(scores: Tensor, temperature: float, top_k: int | None, seed: int) -> int:
+def _sample_token(scores: Tensor, temperature: float, top_k: int | None, *, seed: int) -> int:
     if temperature == 0:
         return int(scores.argmax())
     if top_k is not None and top_k < scores.numel():

@@ -1,12 +1,13 @@
 """Dropout that does not depend on the layout: a mask depends on (seed, step, site, row), whoever computes the row.
 
-A mode replaces the dropout of any module, ours or not, while it runs. A site is the number of a dropout within one
-forward. Whatever runs a part of a forward again, as recomputing activations does, has to set `site` back. What a module
-draws by other means follows from (seed, step, first row): the same again after resuming, but not on another layout.
+A mode replaces every dropout of a module while it runs. A site is the index of a dropout within one forward; code
+that runs a part of a forward again, such as recomputation, must restore `dropout_index`. Other random numbers follow
+from (seed, step, first row): the same after resuming, but not on another layout.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from math import sqrt
 from typing import Any
 
@@ -20,7 +21,7 @@ from motet.core.seeds import derive_seed
 
 
 class LayoutInvariantDropoutMode(TorchFunctionMode):
-    """`with randomness.at(step, rows): ...` around the forward of a micro-batch."""
+    """`with mode.for_rows(step, rows): ...` around the forward of a micro-batch."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -28,32 +29,27 @@ class LayoutInvariantDropoutMode(TorchFunctionMode):
         self.step = 0
         self.rows: list[int] = []
         self.dropout_index = 0
-        self.on_mask: Callable[[int, Tensor], None] | None = None  # Told of each mask and its site
+        self.on_mask: Callable[[int, Tensor], None] | None = None  # Called with each site and its mask
 
     @contextmanager
     def for_rows(self, step: int, rows: Tensor) -> Iterator["LayoutInvariantDropoutMode"]:
-        """`rows` [R]: the places of the rows in the global batch of the step."""
+        """`rows` [R] are the indices of the rows in the global batch of the step."""
         self.step, self.rows, self.dropout_index = step, rows.tolist(), 0
         torch.manual_seed(derive_seed(self.seed, self.step, "elsewhere", *self.rows[:1]))
         with self:
             yield self
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        replacement = _REPLACEMENTS.get(func)
-        if replacement is None:
-            return func(*args, **(kwargs or {}))
-        return replacement(self, *args, **(kwargs or {}))
+        if func in _REPLACEMENTS:
+            func = partial(_REPLACEMENTS[func], self)
+        return func(*args, **(kwargs or {}))
 
     def apply_dropout(self, x: Tensor, p: float, mask_dims: int | None = None) -> Tensor:
         """x with elements set to 0 with probability p and the others scaled by 1 / (1 - p).
 
-        `whole_dims`: elements beyond so many dims are kept or dropped together.
+        Elements beyond the first `mask_dims` dims are kept or dropped together.
         """
         if len(self.rows) == 0 or x.ndim == 0 or x.shape[0] % len(self.rows):
             raise InputError(
@@ -73,10 +69,14 @@ class LayoutInvariantDropoutMode(TorchFunctionMode):
         return torch.empty(shape, dtype=torch.bool, device=device).bernoulli_(1 - p, generator=generator)
 
 
+_DROPOUT_LAYERS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
 def has_dropout(module: nn.Module, config: dict[str, Any] | None = None) -> bool:
-    """Whether a model drops anything: by its dropout layers, or by a value of its config that speaks of it."""
-    layers = (m for m in module.modules() if isinstance(m, nn.modules.dropout._DropoutNd))
-    return any(m.p > 0 for m in layers) or _config_has_dropout(config or {})
+    """Whether a dropout layer or a config value of the model is above 0."""
+    return any(isinstance(m, _DROPOUT_LAYERS) and m.p > 0 for m in module.modules()) or _config_has_dropout(
+        config or {}
+    )
 
 
 def _config_has_dropout(config: dict[str, Any]) -> bool:
@@ -85,21 +85,19 @@ def _config_has_dropout(config: dict[str, Any]) -> bool:
     return inner or any(isinstance(value, int | float) and value > 0 for value in named)
 
 
-# --- what replaces what ----------------------------------------------------------------------------
+# --- replacements of torch's functions, with their signatures --------------------------------------
 
 
 def _dropout(
-    mode: LayoutInvariantDropoutMode, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    mode: LayoutInvariantDropoutMode,
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    *,
+    mask_dims: int | None = None,
 ) -> Tensor:
-    dropped = mode.apply_dropout(input, p) if training and p > 0 else input
-    return input.copy_(dropped) if inplace else dropped
-
-
-def _channel_dropout(
-    mode: LayoutInvariantDropoutMode, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
-    """[R, C, ...]: whole channels."""
-    dropped = mode.apply_dropout(input, p, mask_dims=2) if training and p > 0 else input
+    dropped = mode.apply_dropout(input, p, mask_dims) if training and p > 0 else input
     return input.copy_(dropped) if inplace else dropped
 
 
@@ -114,7 +112,7 @@ def _attention(  # noqa: PLR0913  # the signature of what it replaces
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """scaled_dot_product_attention, in the open where it drops probabilities."""
+    """scaled_dot_product_attention, with explicit probabilities if they are dropped."""
     if dropout_p == 0:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -141,7 +139,6 @@ def _alpha_dropout(
 
 
 def _multi_head_attention(mode: LayoutInvariantDropoutMode, *args: Any, **kwargs: Any) -> Any:
-    """torch's nn.MultiheadAttention, which drops inside of itself."""
     dropout_p = kwargs.get("dropout_p", args[10] if len(args) > 10 else 0.0)
     training = kwargs.get("training", args[13] if len(args) > 13 else True)
     if dropout_p > 0 and training:
@@ -152,6 +149,7 @@ def _multi_head_attention(mode: LayoutInvariantDropoutMode, *args: Any, **kwargs
     return F.multi_head_attention_forward(*args, **kwargs)
 
 
+_channel_dropout = partial(_dropout, mask_dims=2)  # [R, C, ...]: all elements of a channel
 _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     F.dropout: _dropout,
     torch.dropout: lambda mode, input, p, train: _dropout(mode, input, p, train),

@@ -1,9 +1,9 @@
-"""What a module that is not ours must keep to: each slip is told in a sentence, where torch would fail deep inside.
+"""Checks of a module, its inputs and its outputs: a mistake raises one sentence where torch would fail deep inside.
 
-Sizes are compared, never values: on a GPU a look at values would wait for them, and an index out of range ends it all.
+Sizes are compared, never values: on a GPU reading values would wait for them, and an index out of range is fatal.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -16,26 +16,50 @@ from motet.core.errors import InputError
 
 @dataclass(frozen=True)
 class DataRequirements:
-    """What the data asks of a model."""
+    """The sizes that the data needs of a model."""
 
-    vocab_size: int  # That it must be able to read
-    num_classes: int | None = None  # That it must tell apart; None: its targets are tokens
+    vocab_size: int  # Of its input
+    num_classes: int | None = None  # Of its output; None if targets are tokens
+
+
+def check_sequence_length(tokens: Tensor, context: int, setting: str = "model.context") -> None:
+    """Raise if the sequence is longer than the context, which is set by `setting`."""
+    if tokens.shape[1] > context:
+        raise InputError(
+            f"a sequence of {tokens.shape[1]} tokens does not fit {setting} = {context}; "
+            f"shorten data.sequence_length or lengthen {setting}"
+        )
+
+
+def check_parameters(parameters: Mapping[str, nn.Parameter], source: str) -> None:
+    """Raise if a parameter has no real values; the message begins with `source`."""
+    for name, parameter in parameters.items():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            problem = "has no shape before a first forward; give it a fixed shape"
+        elif parameter.is_meta:
+            problem = "is on the meta device; give it values on the CPU"
+        elif parameter.is_complex():
+            problem = "is complex; keep its real and imaginary part as two"
+        else:
+            continue
+        raise InputError(f"{source}: parameter {name!r} {problem}")
 
 
 def check_prediction_shape(predicted: torch.Size, batch: Batch, module: nn.Module) -> None:
-    """There is one prediction for each target."""
+    """Raise unless the module predicts once for each target."""
     if predicted != batch.targets.shape:
         raise InputError(
-            f"{type(module).__name__} predicts for {list(predicted)} places, but the targets are "
+            f"{type(module).__name__} makes predictions of shape {list(predicted)}, but the targets are "
             f"{list(batch.targets.shape)}; set data.objective to what the model is for"
         )
 
 
 def check_num_logits(num_logits: int, requirements: DataRequirements, module: nn.Module) -> None:
-    """There is one logit for whatever a target can be."""
-    needed = requirements.vocab_size if requirements.num_classes is None else requirements.num_classes
+    """Raise if there are fewer logits than possible targets."""
+    needed, what = requirements.num_classes, "classes in the data"
+    if needed is None:
+        needed, what = requirements.vocab_size, "tokens of data.tokenizer"
     if num_logits < needed:
-        what = "tokens of data.tokenizer" if requirements.num_classes is None else "classes in the data"
         raise InputError(
             f"{type(module).__name__} gives {num_logits} logits for each target, but there are {needed} {what}; "
             f"make it {needed} or more"
@@ -45,7 +69,7 @@ def check_num_logits(num_logits: int, requirements: DataRequirements, module: nn
 def with_loss_checks(
     module: nn.Module, loss_sum: Callable[[Batch], object], requirements: DataRequirements | None
 ) -> Callable[[Batch], Tensor]:
-    """The same loss, which is known to be one number, and in training to lead back to parameters."""
+    """The same loss, checked to be one number and, in training, to have a gradient."""
     is_first_call = requirements is not None
 
     def checked(batch: Batch) -> Tensor:
@@ -65,8 +89,8 @@ def with_loss_checks(
             )
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise InputError(
-                f"the loss of {name} has no gradient: nothing that is trained takes part in it; "
-                "leave out detach(), no_grad() and item() on the way to it, or freeze less"
+                f"the loss of {name} has no gradient: it depends on no trained parameter; "
+                "leave out detach(), no_grad() and item() before it, or freeze less"
             )
         return loss
 
@@ -75,7 +99,7 @@ def with_loss_checks(
 
 @contextmanager
 def _check_embedding_rows(module: nn.Module, token_ids: Tensor, vocab_size: int) -> Iterator[None]:
-    """Refuse a table that is asked for the tokens of the batch and has no row for some other token."""
+    """Raise if a table is indexed with the batch's tokens but has no row for some other token."""
 
     def add_check(name: str, table: nn.Embedding) -> torch.utils.hooks.RemovableHandle:
         def check(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:

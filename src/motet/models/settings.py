@@ -1,4 +1,4 @@
-"""The `[model]` section: one of our three architectures by its settings, or any module of the user's."""
+"""The `[model]` section: one of three architectures by its settings, or any module of the user."""
 
 from typing import Annotated, Any, Literal
 
@@ -21,7 +21,7 @@ class AdapterSettings(FrozenSettings):
 
 
 class TrainableParameterSettings(FrozenSettings):
-    """What of a model is trained; common to every kind of model."""
+    """The trained parameters, common to every kind of model."""
 
     frozen: tuple[str, ...] = ()
     """Shell patterns of parameter names that are not trained."""
@@ -68,7 +68,7 @@ class LatentAttentionSettings(FrozenSettings):
 
 
 class TransformerSettings(TrainableParameterSettings):
-    """What our three architectures have in common."""
+    """Settings that motet's three architectures share."""
 
     vocab_size: Annotated[int, Field(ge=2)]
     context: Annotated[int, Field(ge=1)]
@@ -183,6 +183,11 @@ class UserModuleSettings(TrainableParameterSettings):
     vocab_size: Annotated[int, Field(ge=2)] | None = None
     """Checked against the tokenizer when given; `hf:` models know theirs."""
 
+    @property
+    def hf_path(self) -> str | None:
+        """The folder or config.json of an `hf:` factory."""
+        return self.factory.removeprefix("hf:") if self.factory.startswith("hf:") else None
+
 
 ModelSettings = Annotated[
     DecoderSettings | EncoderSettings | EncoderDecoderSettings | UserModuleSettings, Field(discriminator="family")
@@ -190,7 +195,7 @@ ModelSettings = Annotated[
 
 
 def check_can_be_trained(settings: ModelSettings) -> None:
-    """Refuse what can only be planned so far."""
+    """Raise for a model that can only be planned so far."""
     for name in ("experts", "latent_attention"):
         if getattr(settings, name, None) is not None:
             raise InputError(

@@ -1,7 +1,7 @@
-"""Initial values of our models: each depends on (seed, name of the parameter, logical index) and on nothing else.
+"""Initial values of parameters: each depends only on (seed, name of the parameter, logical index).
 
-Values are drawn in chunks of 65,536, each from a generator of its own, so that any stretch of a parameter can be
-computed without the rest of it: by the rank that holds it, in whatever order.
+Values are drawn in chunks of 65,536, each from a separate generator. A rank can therefore compute any slice of a
+parameter without the rest of it.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ VALUES_PER_CHUNK = 65_536
 
 @dataclass(frozen=True)
 class WeightInitRule:
-    """Normal values of this standard deviation, or one value throughout (`std` 0)."""
+    """Normal values of this standard deviation, or one constant if `std` is 0."""
 
     std: float = 0.0
     value: float = 0.0
@@ -34,17 +34,18 @@ def init_rule_for(settings: TransformerSettings, name: str) -> WeightInitRule:
     *norm.weight                      1
     *.bias                            0
     embedding.weight of a T5-style    init_std sqrt(hidden), if it is also the head: logits are divided by that
-    *.output.weight, *.down.weight    init_std / sqrt(residual sums), where norms come before layers (GPT-2's rule)
+    *.output.weight, *.down.weight    init_std / sqrt(residual sums) for pre-norm models (GPT-2's rule)
     everything else                   init_std
     """
     std = settings.init_std
     tied = isinstance(settings, EncoderDecoderSettings) and settings.tied
+    residual = WeightInitRule(std / sqrt(_num_residual_additions(settings, name)))
     table = {
         "*norm.weight": WeightInitRule(value=1.0),
         "*.bias": WeightInitRule(value=0.0),
         "embedding.weight": WeightInitRule(std * sqrt(settings.hidden) if tied else std),
-        "*.output.weight": WeightInitRule(std / sqrt(_num_residual_additions(settings, name))),
-        "*.down.weight": WeightInitRule(std / sqrt(_num_residual_additions(settings, name))),
+        "*.output.weight": residual,
+        "*.down.weight": residual,
         "*": WeightInitRule(std),
     }
     return next(rule for pattern, rule in table.items() if fnmatchcase(name, pattern))
@@ -55,14 +56,14 @@ def standard_normal_values(seed: int, name: str, start: int, stop: int) -> np.nd
     result = np.empty(max(0, stop - start), np.float32)
     for first in range(start - start % VALUES_PER_CHUNK, stop, VALUES_PER_CHUNK):
         low, high = max(start, first), min(stop, first + VALUES_PER_CHUNK)
-        result[low - start : high - start] = _normal_chunk(seed, name, first // VALUES_PER_CHUNK)[
-            low - first : high - first
-        ]
+        generator = np.random.Generator(np.random.Philox(derive_seed(seed, name, first // VALUES_PER_CHUNK)))
+        chunk = generator.standard_normal(VALUES_PER_CHUNK, dtype=np.float32)
+        result[low - start : high - start] = chunk[low - first : high - first]
     return result
 
 
 def initialize_parameters(module: "nn.Module", settings: TransformerSettings, seed: int) -> None:
-    """Fill every parameter of one of our modules. Values are drawn in float32 and cast to what the parameter is."""
+    """Fill every parameter of one of motet's modules with values drawn in float32 and cast to its dtype."""
     import torch
 
     with torch.no_grad():
@@ -75,13 +76,8 @@ def initialize_parameters(module: "nn.Module", settings: TransformerSettings, se
             parameter.copy_(normal_values.mul_(rule.std).view(parameter.shape))
 
 
-def _normal_chunk(seed: int, name: str, chunk: int) -> np.ndarray:
-    generator = np.random.Generator(np.random.Philox(derive_seed(seed, name, chunk)))
-    return generator.standard_normal(VALUES_PER_CHUNK, dtype=np.float32)
-
-
 def _num_residual_additions(settings: TransformerSettings, name: str) -> int:
-    """How many times a layer's output is added to the stream that this parameter writes to."""
+    """Layer outputs that are added to the residual stream which this parameter writes to."""
     match settings:
         case DecoderSettings():
             return 2 * settings.layers

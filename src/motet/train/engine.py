@@ -20,7 +20,7 @@ from motet.core.base_settings import FrozenSettings
 from motet.core.config_loading import settings_from_dict
 from motet.core.errors import InputError
 from motet.core.trace import span
-from motet.models.user_module import check_parameters
+from motet.models.runtime_checks import check_parameters
 from motet.parallel.data_parallel.communication.communication_settings import (
     CommunicationSettings,
     check_communication,

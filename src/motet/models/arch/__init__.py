@@ -1,1 +1,1 @@
-"""The modules of our own architectures."""
+"""The three transformer architectures as single-device modules."""

@@ -1,7 +1,7 @@
-"""Attention, and which keys each query sees: earlier ones, near ones, those of its own document.
+"""Attention and its masks: causal, within a window, within a document.
 
-A pattern that is plainly causal stays a flag, which every fast kernel knows; anything else is a bias that is added to
-the scores, made once per forward for all layers.
+A mask that is only causal stays a flag, which every fast kernel knows. Any other mask is a bias that is added to the
+scores, made once per forward for all layers.
 """
 
 from dataclasses import dataclass, replace
@@ -15,22 +15,23 @@ from motet.models.arch.amx_attention import is_amx_faster, tiled_attention
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Which keys each query sees."""
+    """The keys that each query sees."""
 
     causal: bool = False  # No query sees a key after it
-    # [R or 1, heads or 1, T, S], added to the scores; -inf hides a key. It says all, `causal` included.
+    # [R or 1, heads or 1, T, S], added to the scores; -inf hides a key. Hides later keys too if `causal`.
     bias: Tensor | None = None
 
     def with_bias(self, bias: Tensor) -> "AttentionMask":
-        """With learned biases [1, heads, T, S] added to the scores of the keys that are seen."""
-        mask_bias = self.bias
-        if mask_bias is None and self.causal:
-            mask_bias = _additive_mask(_causal_window(bias.shape[-1], None, bias.device), bias.dtype)
-        return replace(self, bias=bias if mask_bias is None else bias + mask_bias)
+        """The same mask with learned biases [1, heads, T, S], which are added to the scores of visible keys."""
+        if self.bias is not None:
+            bias = bias + self.bias
+        elif self.causal:
+            bias = bias + _additive_mask(_causal_window(bias.shape[-1], None, bias.device), bias.dtype)
+        return replace(self, bias=bias)
 
 
-def causal_mask(tokens: Tensor, window: int | None, documents: Tensor | None, dtype: torch.dtype) -> AttentionMask:
-    """Each query sees itself and at most `window - 1` tokens before it, of its own document. tokens [R, T]."""
+def causal_mask(tokens: Tensor, window: int | None, documents: Tensor | None, *, dtype: torch.dtype) -> AttentionMask:
+    """Each query sees itself and at most `window - 1` tokens before it, of the same document. tokens [R, T]."""
     length = tokens.shape[1]
     window = None if window is None or window >= length else window
     if documents is None and window is None:
@@ -42,21 +43,21 @@ def causal_mask(tokens: Tensor, window: int | None, documents: Tensor | None, dt
 
 
 def bidirectional_mask(documents: Tensor | None, sources: Tensor | None, dtype: torch.dtype) -> AttentionMask:
-    """Queries see every key of their own document. documents [R, T], sources [R, S]; both or neither."""
+    """Queries see every key of the same document. documents [R, T], sources [R, S]; both or neither."""
     if documents is None or sources is None:
         return AttentionMask()
     is_visible = _same_document(documents, sources)
-    # A filling position may belong to a document without a source; it has weight 0, but must not become NaN.
+    # Padding may belong to a document without a source. It has weight 0, but must not become NaN.
     return AttentionMask(bias=_additive_mask(is_visible | ~is_visible.any(-1, keepdim=True), dtype))
 
 
 def dot_product_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, scale: float, dropout: float = 0.0
 ) -> Tensor:
     """q [R, T, h, D], k and v [R, S, kv, D] -> [R, T, h D]. `dropout` is applied to the probabilities."""
     q, k, v, bias = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask.bias
     if dropout == 0 and is_amx_faster(q, k, bias):
-        out = tiled_attention(q, k, v, bias, mask.causal, scale)
+        out = tiled_attention(q, k, v, bias, causal=mask.causal, scale=scale)
     else:
         groups = q.shape[1] // k.shape[1]
         if groups > 1 and bias is not None and q.is_cuda:
@@ -68,7 +69,7 @@ def dot_product_attention(
 
 
 def _causal_window(length: int, window: int | None, device: torch.device) -> Tensor:
-    """[T, T], true where the key is not after the query, nor before its window."""
+    """[T, T], true where the key is neither after the query nor before its window."""
     is_visible = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return is_visible if window is None else is_visible.triu(1 - window)
 

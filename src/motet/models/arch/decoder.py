@@ -6,15 +6,10 @@ from torch import Tensor, nn
 
 from motet.core.errors import InputError
 from motet.models.arch.attention import AttentionMask, causal_mask
-from motet.models.arch.layers import (
-    AttentionLayerConfig,
-    FeedForward,
-    FeedForwardConfig,
-    OutputHeadWeight,
-    SelfAttention,
-)
+from motet.models.arch.layers import FeedForward, OutputHeadWeight, SelfAttention
 from motet.models.arch.norms import build_norm
 from motet.models.arch.rotary import RotaryEmbedding
+from motet.models.runtime_checks import check_sequence_length
 from motet.models.settings import DecoderSettings
 
 
@@ -30,7 +25,7 @@ class CausalDecoder(nn.Module):
             self.positions = nn.Embedding(s.context, s.hidden)
         self.dropout = nn.Dropout(s.dropout)
         self.blocks = nn.ModuleList(DecoderBlock(s) for _ in range(s.layers))
-        self.norm = build_norm(s.norm, s.hidden, s.norm_eps, s.has_norm_bias)
+        self.norm = build_norm(s, bias=s.has_norm_bias)
         if not s.tied:
             self.head = OutputHeadWeight(s.vocab_size, s.hidden)
 
@@ -38,7 +33,7 @@ class CausalDecoder(nn.Module):
         return F.linear(self.features(tokens, positions, documents), self.head_weight())
 
     def features(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        """[R, T, H]: what the head reads. Positions are 0..T-1 and each row is one document when not given."""
+        """[R, T, H], the input of the head. By default positions are 0..T-1 and each row is one document."""
         s = self.settings
         check_sequence_length(tokens, s.context)
         if positions is None:
@@ -48,7 +43,7 @@ class CausalDecoder(nn.Module):
             x = x + self.positions(positions)
         x = self.dropout(x)
         rotary = None if self.rotary is None else self.rotary.rotations_at(positions, x.dtype)
-        mask = causal_mask(tokens, s.sliding_window, documents, x.dtype)
+        mask = causal_mask(tokens, s.sliding_window, documents, dtype=x.dtype)
         for block in self.blocks:
             x = block(x, mask, rotary)
         features: Tensor = self.norm(x)
@@ -57,9 +52,6 @@ class CausalDecoder(nn.Module):
     def head_weight(self) -> Tensor:
         return self.embedding.weight if self.settings.tied else self.head.weight
 
-    def head_bias(self) -> Tensor | None:
-        return None
-
 
 class DecoderBlock(nn.Module):
     """x + attention(norm(x)), then x + ffn(norm(x))."""
@@ -67,23 +59,16 @@ class DecoderBlock(nn.Module):
     def __init__(self, settings: DecoderSettings) -> None:
         super().__init__()
         s = settings
-        self.attention_norm = build_norm(s.norm, s.hidden, s.norm_eps, s.has_norm_bias)
+        self.attention_norm = build_norm(s, bias=s.has_norm_bias)
         self.attention = SelfAttention(
-            AttentionLayerConfig(
-                hidden=s.hidden,
-                heads=s.heads,
-                kv_heads=s.kv_heads or s.heads,
-                head_dim=s.dim_per_head,
-                qkv_bias=s.qkv_bias or s.bias,
-                output_bias=s.bias,
-                query_key_norm_eps=s.norm_eps if s.query_key_norm else None,
-                dropout=s.dropout,
-            )
+            s,
+            kv_heads=s.kv_heads,
+            qkv_bias=s.qkv_bias or s.bias,
+            output_bias=s.bias,
+            query_key_norm=s.query_key_norm,
         )
-        self.ffn_norm = build_norm(s.norm, s.hidden, s.norm_eps, s.has_norm_bias)
-        self.ffn = FeedForward(
-            FeedForwardConfig(s.hidden, s.ffn_hidden, s.activation, gated=s.gated, bias=s.has_ffn_bias)
-        )
+        self.ffn_norm = build_norm(s, bias=s.has_norm_bias)
+        self.ffn = FeedForward(s, bias=s.has_ffn_bias)
         self.dropout = nn.Dropout(s.dropout)
 
     def forward(self, x: Tensor, mask: AttentionMask, rotary: Tensor | None) -> Tensor:
@@ -92,27 +77,18 @@ class DecoderBlock(nn.Module):
         return y
 
 
-def check_sequence_length(tokens: Tensor, context: int, setting: str = "model.context") -> None:
-    """`setting`: what the context is called where it is set."""
-    if tokens.shape[1] > context:
-        raise InputError(
-            f"a sequence of {tokens.shape[1]} tokens does not fit {setting} = {context}; "
-            f"shorten data.sequence_length or lengthen {setting}"
-        )
-
-
 def _build_rotary(s: DecoderSettings) -> RotaryEmbedding | None:
     if s.positions != "rotary":
         return None
-    dims = int(s.dim_per_head * s.rotary_fraction)
+    dims, scaling = int(s.dim_per_head * s.rotary_fraction), s.rope_scaling
     if s.dim_per_head % 2 or dims % 2 or dims == 0:
         raise InputError(
-            f"rotary positions turn pairs of components: model.head_dim = {s.dim_per_head} and the {dims} of them "
-            f"that model.rotary_fraction = {s.rotary_fraction} turns must be even and more than 0"
+            f"rotary positions rotate pairs of components: model.head_dim = {s.dim_per_head} and the {dims} of them "
+            f"that model.rotary_fraction = {s.rotary_fraction} rotates must be even and more than 0"
         )
-    if s.rope_scaling and s.rope_scaling.high_frequency_factor <= s.rope_scaling.low_frequency_factor:
+    if scaling and scaling.high_frequency_factor <= scaling.low_frequency_factor:
         raise InputError(
-            f"model.rope_scaling.high_frequency_factor = {s.rope_scaling.high_frequency_factor} must be above "
-            f"low_frequency_factor = {s.rope_scaling.low_frequency_factor}"
+            f"model.rope_scaling.high_frequency_factor = {scaling.high_frequency_factor} must be above "
+            f"low_frequency_factor = {scaling.low_frequency_factor}"
         )
-    return RotaryEmbedding(dims, s.rope_theta, s.rope_scaling)
+    return RotaryEmbedding(dims, s.rope_theta, scaling)

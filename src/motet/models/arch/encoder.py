@@ -1,4 +1,4 @@
-"""One bidirectional encoder, BERT, with a head for masked tokens or for a class of the whole row.
+"""One bidirectional encoder, BERT, with a head for masked tokens or for a class of the row.
 
 Norms come after the residual sums. The masked head is a further layer, then scores by the embedding table.
 """
@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from motet.models.arch.activations import apply_activation
 from motet.models.arch.attention import AttentionMask, bidirectional_mask
-from motet.models.arch.decoder import check_sequence_length
-from motet.models.arch.layers import AttentionLayerConfig, FeedForward, FeedForwardConfig, OutputHeadBias, SelfAttention
+from motet.models.arch.layers import FeedForward, OutputHeadBias, SelfAttention
 from motet.models.arch.norms import build_norm
+from motet.models.runtime_checks import check_sequence_length
 from motet.models.settings import EncoderSettings
 
 
@@ -25,13 +25,13 @@ class BidirectionalEncoder(nn.Module):
         self.positions = nn.Embedding(s.context, s.hidden)
         if s.token_types:
             self.token_types = nn.Embedding(s.token_types, s.hidden)
-        self.embedding_norm = _build_norm(s)
+        self.embedding_norm = build_norm(s, bias=True)
         self.dropout = nn.Dropout(s.dropout)
         self.blocks = nn.ModuleList(EncoderBlock(s) for _ in range(s.layers))
-        self.head: nn.Module
+        self.head: OutputHeadBias | nn.Linear
         if s.head == "masked":
             self.transform = nn.Linear(s.hidden, s.hidden)
-            self.transform_norm = _build_norm(s)
+            self.transform_norm = build_norm(s, bias=True)
             self.head = OutputHeadBias(s.vocab_size)
         else:
             self.pooler = nn.Linear(s.hidden, s.hidden)
@@ -40,12 +40,12 @@ class BidirectionalEncoder(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         features = self.features(tokens, positions, documents)
         if self.settings.head == "masked":
-            return F.linear(self.transform_features(features), self.head_weight(), self.head_bias())
+            return F.linear(self.transform_features(features), self.head_weight(), self.head.bias)
         logits: Tensor = self.head(self.dropout(torch.tanh(self.pooler(features[:, 0]))))
         return logits
 
     def features(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        """[R, T, H]"""
+        """[R, T, H], the output of the last block."""
         check_sequence_length(tokens, self.settings.context)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -59,16 +59,12 @@ class BidirectionalEncoder(nn.Module):
         return features
 
     def transform_features(self, features: Tensor) -> Tensor:
-        """[..., H]: what the masked head's matrix reads."""
+        """[..., H], the input of the masked head's matrix."""
         hidden: Tensor = self.transform_norm(apply_activation(self.transform(features), self.settings.activation))
         return hidden
 
     def head_weight(self) -> Tensor:
         return self.embedding.weight
-
-    def head_bias(self) -> Tensor | None:
-        assert isinstance(self.head, OutputHeadBias)
-        return self.head.bias
 
 
 class EncoderBlock(nn.Module):
@@ -77,27 +73,13 @@ class EncoderBlock(nn.Module):
     def __init__(self, settings: EncoderSettings) -> None:
         super().__init__()
         s = settings
-        self.attention = SelfAttention(
-            AttentionLayerConfig(
-                hidden=s.hidden,
-                heads=s.heads,
-                kv_heads=s.heads,
-                head_dim=s.dim_per_head,
-                qkv_bias=True,
-                output_bias=True,
-                dropout=s.dropout,
-            )
-        )
-        self.attention_norm = _build_norm(s)
-        self.ffn = FeedForward(FeedForwardConfig(s.hidden, s.ffn_hidden, s.activation, gated=s.gated, bias=True))
-        self.ffn_norm = _build_norm(s)
+        self.attention = SelfAttention(s, qkv_bias=True, output_bias=True)
+        self.attention_norm = build_norm(s, bias=True)
+        self.ffn = FeedForward(s, bias=True)
+        self.ffn_norm = build_norm(s, bias=True)
         self.dropout = nn.Dropout(s.dropout)
 
     def forward(self, x: Tensor, mask: AttentionMask) -> Tensor:
         x = self.attention_norm(x + self.dropout(self.attention(x, mask)))
         y: Tensor = self.ffn_norm(x + self.dropout(self.ffn(x)))
         return y
-
-
-def _build_norm(s: EncoderSettings) -> nn.Module:
-    return build_norm(s.norm, s.hidden, s.norm_eps, bias=True)

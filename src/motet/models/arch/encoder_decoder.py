@@ -1,7 +1,6 @@
 """One encoder-decoder, T5: relative positions, norms without biases, scores that are not scaled.
 
-The encoder reads the source, the decoder reads the tokens and attends to what the encoder made of the source of the
-same document.
+The encoder reads the source. The decoder reads the tokens and attends to the encoded source of the same document.
 """
 
 import math
@@ -12,16 +11,9 @@ from torch import Tensor, nn
 
 from motet.core.errors import InputError
 from motet.models.arch.attention import AttentionMask, bidirectional_mask, causal_mask
-from motet.models.arch.decoder import check_sequence_length
-from motet.models.arch.layers import (
-    AttentionLayerConfig,
-    CrossAttention,
-    FeedForward,
-    FeedForwardConfig,
-    OutputHeadWeight,
-    SelfAttention,
-)
+from motet.models.arch.layers import CrossAttention, FeedForward, OutputHeadWeight, SelfAttention
 from motet.models.arch.norms import build_norm
+from motet.models.runtime_checks import check_sequence_length
 from motet.models.settings import EncoderDecoderSettings
 
 
@@ -55,7 +47,7 @@ class EncoderDecoderModel(nn.Module):
         documents: Tensor | None = None,
         source_documents: Tensor | None = None,
     ) -> Tensor:
-        """[R, T, H]: what the head reads. Either both kinds of documents are given or neither."""
+        """[R, T, H], the input of the head. Both kinds of documents are passed, or neither."""
         assert (documents is None) == (source_documents is None)
         check_sequence_length(tokens, self.settings.context)
         check_sequence_length(source, self.settings.context)
@@ -63,15 +55,12 @@ class EncoderDecoderModel(nn.Module):
         encoded = self.encoder(x, bidirectional_mask(source_documents, source_documents, x.dtype))
         x = self.dropout(self.embedding(tokens))
         cross_mask = bidirectional_mask(documents, source_documents, x.dtype)
-        decoded: Tensor = self.decoder(x, causal_mask(tokens, None, documents, x.dtype), encoded, cross_mask)
-        # A table that is also the head was made for inputs: its logits are brought back to their size.
+        decoded: Tensor = self.decoder(x, causal_mask(tokens, None, documents, dtype=x.dtype), encoded, cross_mask)
+        # A table that is also the head has the scale of an embedding, so logits are scaled down.
         return decoded * self.settings.hidden**-0.5 if self.settings.tied else decoded
 
     def head_weight(self) -> Tensor:
         return self.embedding.weight if self.settings.tied else self.head.weight
-
-    def head_bias(self) -> Tensor | None:
-        return None
 
 
 class T5Stack(nn.Module):
@@ -83,7 +72,7 @@ class T5Stack(nn.Module):
         self.is_decoder = is_decoder
         self.blocks = nn.ModuleList(T5Block(s, is_decoder) for _ in range(layers))
         self.relative = nn.Embedding(s.relative_buckets, s.heads)
-        self.norm = build_norm(s.norm, s.hidden, s.norm_eps, bias=False)
+        self.norm = build_norm(s, bias=False)
         self.dropout = nn.Dropout(s.dropout)
 
     def forward(
@@ -98,7 +87,7 @@ class T5Stack(nn.Module):
     def _relative_bias(self, length: int, device: torch.device) -> Tensor:
         """[1, heads, T, T]"""
         positions = torch.arange(length, device=device)
-        distance = positions - positions.unsqueeze(1)  # of the key from the query
+        distance = positions - positions.unsqueeze(1)  # from query to key
         buckets, max_distance = self.settings.relative_buckets, self.settings.relative_distance
         if self.is_decoder:
             bucket = relative_bucket((-distance).clamp(min=0), buckets, max_distance)
@@ -115,23 +104,13 @@ class T5Block(nn.Module):
     def __init__(self, settings: EncoderDecoderSettings, is_decoder: bool) -> None:
         super().__init__()
         s = settings
-        config = AttentionLayerConfig(
-            hidden=s.hidden,
-            heads=s.heads,
-            kv_heads=s.heads,
-            head_dim=s.dim_per_head,
-            scales_scores=False,
-            dropout=s.dropout,
-        )
-        self.attention_norm = build_norm(s.norm, s.hidden, s.norm_eps, bias=False)
-        self.attention = SelfAttention(config)
+        self.attention_norm = build_norm(s, bias=False)
+        self.attention = SelfAttention(s, scale_scores=False)
         if is_decoder:
-            self.cross_norm = build_norm(s.norm, s.hidden, s.norm_eps, bias=False)
-            self.cross = CrossAttention(config)
-        self.ffn_norm = build_norm(s.norm, s.hidden, s.norm_eps, bias=False)
-        self.ffn = FeedForward(
-            FeedForwardConfig(s.hidden, s.ffn_hidden, s.activation, gated=s.gated, dropout=s.dropout)
-        )
+            self.cross_norm = build_norm(s, bias=False)
+            self.cross = CrossAttention(s)
+        self.ffn_norm = build_norm(s, bias=False)
+        self.ffn = FeedForward(s, inner_dropout=s.dropout)
         self.dropout = nn.Dropout(s.dropout)
 
     def forward(
@@ -145,9 +124,9 @@ class T5Block(nn.Module):
 
 
 def relative_bucket(distance: Tensor, buckets: int, max_distance: int) -> Tensor:
-    """The first half of the buckets hold one distance each, the others grow in size up to `longest` and beyond."""
+    """The first half of the buckets hold one distance each; the others grow in size up to `max_distance` and beyond."""
     exact = buckets // 2
-    # In float32, as every published T5 has it: in another dtype a distance at a border may fall into the next bucket.
+    # In float32, as in every published T5: another dtype may put a distance at a border into the next bucket.
     growth = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
     coarse = exact + (growth * (buckets - exact)).long()
     return torch.where(distance < exact, distance, coarse.clamp(max=buckets - 1))

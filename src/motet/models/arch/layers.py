@@ -1,9 +1,7 @@
-"""The two layers that all our models are made of, attention and feed-forward network, and a bare matrix.
+"""Attention layers and the feed-forward network that all architectures share, and bare parameters of an output head.
 
 Projections that read the same input are one matrix product: queries, keys and values; gate and up.
 """
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -13,108 +11,86 @@ from motet.models.arch.activations import apply_activation, gated_activation
 from motet.models.arch.attention import AttentionMask, dot_product_attention
 from motet.models.arch.norms import RMSNorm
 from motet.models.arch.rotary import apply_rotary
-from motet.models.settings import ActivationName
-
-
-@dataclass(frozen=True)
-class AttentionLayerConfig:
-    """How an attention layer is built."""
-
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    qkv_bias: bool = False
-    output_bias: bool = False
-    query_key_norm_eps: float | None = None  # Norms of each query and key head, when given
-    scales_scores: bool = True  # Scores are divided by sqrt(head_dim)
-    dropout: float = 0.0
-
-    @property
-    def scale(self) -> float:
-        return self.head_dim**-0.5 if self.scales_scores else 1.0
+from motet.models.settings import TransformerSettings
 
 
 class SelfAttention(nn.Module):
-    """Self-attention."""
+    """Self-attention with grouped queries, optional norms of queries and keys, and optional rotary positions."""
 
-    def __init__(self, config: AttentionLayerConfig) -> None:
+    def __init__(
+        self,
+        settings: TransformerSettings,
+        *,
+        kv_heads: int | None = None,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        query_key_norm: bool = False,
+        scale_scores: bool = True,
+    ) -> None:
         super().__init__()
-        self.config = config
-        s, dim = config, config.head_dim
-        self.qkv = nn.Linear(s.hidden, (s.heads + 2 * s.kv_heads) * dim, bias=s.qkv_bias)
-        if s.query_key_norm_eps is not None:
-            self.query_norm = RMSNorm(dim, s.query_key_norm_eps)
-            self.key_norm = RMSNorm(dim, s.query_key_norm_eps)
-        self.output = nn.Linear(s.heads * dim, s.hidden, bias=s.output_bias)
+        s, self.head_dim, self.dropout = settings, settings.dim_per_head, settings.dropout
+        self.heads, self.kv_heads = s.heads, kv_heads or s.heads
+        self.scale = self.head_dim**-0.5 if scale_scores else 1.0
+        self.qkv = nn.Linear(s.hidden, (s.heads + 2 * self.kv_heads) * self.head_dim, bias=qkv_bias)
+        self.has_query_key_norm = query_key_norm
+        if query_key_norm:
+            self.query_norm = RMSNorm(self.head_dim, s.norm_eps)
+            self.key_norm = RMSNorm(self.head_dim, s.norm_eps)
+        self.output = nn.Linear(s.heads * self.head_dim, s.hidden, bias=output_bias)
 
     def forward(self, x: Tensor, mask: AttentionMask, rotary: Tensor | None = None) -> Tensor:
-        s = self.config
         # [R, T, heads + 2 kv_heads, head_dim]
-        heads = self.qkv(x).unflatten(-1, (-1, s.head_dim))
-        qk, v = heads.split((s.heads + s.kv_heads, s.kv_heads), dim=2)
-        if s.query_key_norm_eps is not None:
-            q, k = qk.split((s.heads, s.kv_heads), dim=2)
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        qk, v = heads.split((self.heads + self.kv_heads, self.kv_heads), dim=2)
+        if self.has_query_key_norm:
+            q, k = qk.split((self.heads, self.kv_heads), dim=2)
             qk = torch.cat((self.query_norm(q), self.key_norm(k)), dim=2)
         if rotary is not None:
             qk = apply_rotary(qk, rotary)
-        q, k = qk.split((s.heads, s.kv_heads), dim=2)
-        dropout = s.dropout if self.training else 0.0
-        mixed: Tensor = self.output(dot_product_attention(q, k, v, mask, s.scale, dropout))
+        q, k = qk.split((self.heads, self.kv_heads), dim=2)
+        dropout = self.dropout if self.training else 0.0
+        mixed: Tensor = self.output(dot_product_attention(q, k, v, mask, scale=self.scale, dropout=dropout))
         return mixed
 
 
 class CrossAttention(nn.Module):
-    """Queries from one sequence, keys and values from another."""
+    """Unscaled attention with queries from one sequence, keys and values from another."""
 
-    def __init__(self, config: AttentionLayerConfig) -> None:
+    def __init__(self, settings: TransformerSettings) -> None:
         super().__init__()
-        self.config = config
-        width = config.heads * config.head_dim
-        self.query = nn.Linear(config.hidden, width, bias=config.qkv_bias)
-        self.key_value = nn.Linear(config.hidden, 2 * width, bias=config.qkv_bias)
-        self.output = nn.Linear(width, config.hidden, bias=config.output_bias)
+        s, self.head_dim, self.dropout = settings, settings.dim_per_head, settings.dropout
+        width = s.heads * self.head_dim
+        self.query = nn.Linear(s.hidden, width, bias=False)
+        self.key_value = nn.Linear(s.hidden, 2 * width, bias=False)
+        self.output = nn.Linear(width, s.hidden, bias=False)
 
     def forward(self, x: Tensor, source: Tensor, mask: AttentionMask) -> Tensor:
-        s = self.config
-        q = self.query(x).unflatten(-1, (-1, s.head_dim))
-        k, v = self.key_value(source).unflatten(-1, (-1, s.head_dim)).chunk(2, dim=2)
-        dropout = s.dropout if self.training else 0.0
-        mixed: Tensor = self.output(dot_product_attention(q, k, v, mask, s.scale, dropout))
+        q = self.query(x).unflatten(-1, (-1, self.head_dim))
+        k, v = self.key_value(source).unflatten(-1, (-1, self.head_dim)).chunk(2, dim=2)
+        dropout = self.dropout if self.training else 0.0
+        mixed: Tensor = self.output(dot_product_attention(q, k, v, mask, scale=1.0, dropout=dropout))
         return mixed
-
-
-@dataclass(frozen=True)
-class FeedForwardConfig:
-    """How a feed-forward network is built."""
-
-    hidden: int
-    inner: int
-    activation: ActivationName
-    gated: bool
-    bias: bool = False
-    dropout: float = 0.0  # Of the inner activations
 
 
 class FeedForward(nn.Module):
     """down(act(up x)), or down(act(gate x) * up x) with gate and up in one matrix, in this order."""
 
-    def __init__(self, config: FeedForwardConfig) -> None:
+    def __init__(self, settings: TransformerSettings, *, bias: bool = False, inner_dropout: float = 0.0) -> None:
         super().__init__()
-        self.config = config
-        width = config.inner * (2 if config.gated else 1)
-        self.up = nn.Linear(config.hidden, width, bias=config.bias)
-        self.down = nn.Linear(config.inner, config.hidden, bias=config.bias)
+        s = settings
+        self.activation, self.inner_dropout = s.activation, inner_dropout
+        self.activate = gated_activation if s.gated else apply_activation
+        self.up = nn.Linear(s.hidden, s.ffn_hidden * (2 if s.gated else 1), bias=bias)
+        self.down = nn.Linear(s.ffn_hidden, s.hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        s = self.config
-        inner = (gated_activation if s.gated else apply_activation)(self.up(x), s.activation)
-        y: Tensor = self.down(F.dropout(inner, s.dropout) if self.training and s.dropout else inner)
+        inner = self.activate(self.up(x), self.activation)
+        y: Tensor = self.down(F.dropout(inner, self.inner_dropout) if self.training and self.inner_dropout else inner)
         return y
 
 
 class OutputHeadWeight(nn.Module):
-    """A matrix that is used through its weight, as the head is by a loss that never holds all logits."""
+    """The matrix of an output head; the loss uses it through its weight and never holds all logits."""
 
     def __init__(self, out_features: int, in_features: int) -> None:
         super().__init__()
@@ -122,7 +98,7 @@ class OutputHeadWeight(nn.Module):
 
 
 class OutputHeadBias(nn.Module):
-    """A bias that is used through its value, beside a matrix that belongs to somebody else."""
+    """The bias of an output head whose matrix is the embedding table."""
 
     def __init__(self, size: int) -> None:
         super().__init__()

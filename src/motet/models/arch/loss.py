@@ -1,8 +1,8 @@
-"""Weighted sums of cross-entropies: of logits, or of a linear head and its loss in one piece.
+"""Weighted sums of cross-entropies: of logits, or of a linear head fused with its loss.
 
-The second holds the logits of one block of rows at a time. It computes the gradients of the head's input and weight in
-the forward pass already: softmax goes over pieces that stay in the cache and leaves its errors in the place of the
-logits. Softmax and loss are in float32 at least, whatever the logits are.
+The fused loss holds the logits of one block of rows and computes the gradients of the head's input and weight in the
+forward pass. Softmax runs over chunks that stay in the cache and overwrites the logits with their errors. Softmax and
+loss are in float32 at least.
 """
 
 from collections.abc import Iterator
@@ -12,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Measured on one thread of a CPU with 2 MiB of L2 cache per core, 2048 rows. Pieces of 1-8 MiB of float32 are alike.
-# The gradient of the weight is added up once per block: at a vocabulary of 50257 blocks of 32 MiB take 1.6x as long as
-# one of 200 MiB. Against logits, cross-entropy and their backward: 0.5x the time at 4096 in bfloat16, else 0.75-0.9x.
+from motet.models.arch.activations import accumulation_dtype
+
+# Measured on one thread of a CPU with 2 MiB of L2 cache per core, 2048 rows: chunks of 1-8 MiB of float32 are equal.
+# The gradient of the weight is added once per block: at a vocabulary of 50257, blocks of 32 MiB take 1.6x as long as
+# 200 MiB. Against logits, cross-entropy and their backward: 0.5x the time at 4096 in bfloat16, else 0.75-0.9x.
 SOFTMAX_CHUNK_BYTES = {"cpu": 4 << 20}
 DEFAULT_SOFTMAX_CHUNK_BYTES = 256 << 20
 LOGITS_BLOCK_BYTES = 256 << 20
@@ -22,12 +24,12 @@ LOGITS_BLOCK_BYTES = 256 << 20
 
 def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
     """Sum of weights x cross-entropy. logits [N, V], targets [N], weights [N]."""
-    logits = logits.to(_softmax_dtype(logits))
+    logits = logits.to(accumulation_dtype(logits))
     return (F.cross_entropy(logits, targets, reduction="none") * weights.to(logits.dtype)).sum()
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, weights: Tensor
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, *, targets: Tensor, weights: Tensor
 ) -> Tensor:
     """`cross_entropy(hidden @ weight.T + bias, ...)`. hidden [N, H], weight [V, H], bias [V]."""
     total: Tensor = _FusedLinearCrossEntropy.apply(hidden, weight, bias, targets, weights)  # type: ignore[no-untyped-call]  # torch's
@@ -37,15 +39,10 @@ def linear_cross_entropy(
 class _FusedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        weights: Tensor,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, weights: Tensor
     ) -> Tensor:
         needs_grad = ctx.needs_input_grad[:3]
-        loss_dtype = _softmax_dtype(hidden)
+        loss_dtype = accumulation_dtype(hidden)
         total = torch.zeros((), dtype=loss_dtype, device=hidden.device)
         grads = (
             torch.empty_like(hidden) if needs_grad[0] else None,
@@ -57,25 +54,25 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
             logits = F.linear(rows, weight, bias)
             total += (_losses(logits, targets[block], any(needs_grad)) * scale).sum()
             if any(needs_grad):
-                _add_gradients(grads, block, (rows, weight), (logits, scale))
+                _add_gradients(grads, block, (rows, weight), errors=logits, scale=scale.to(rows.dtype))
         ctx.save_for_backward(*(None if g is None else g.to(weight.dtype) for g in grads))
         return total
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
         saved: tuple[Tensor | None, ...] = ctx.saved_tensors
-        if grad_total == 1.0:  # what `loss_sum.backward()` gives: nothing to scale
-            return (*saved, None, None)
-        return (*(None if g is None else g * grad_total.to(g.dtype) for g in saved), None, None)
+        if grad_total != 1.0:  # `loss_sum.backward()` needs no scaling
+            saved = tuple(None if g is None else g * grad_total.to(g.dtype) for g in saved)
+        return (*saved, None, None)
 
 
 def _losses(logits: Tensor, targets: Tensor, overwrite_with_errors: bool) -> Tensor:
-    """[N, 1] from logits [N, V], in whose place the errors are left: probabilities minus targets."""
-    loss_dtype = _softmax_dtype(logits)
+    """[N, 1] from logits [N, V], which may be overwritten with their errors: probabilities minus targets."""
+    loss_dtype = accumulation_dtype(logits)
     losses = []
     budget = SOFTMAX_CHUNK_BYTES.get(logits.device.type, DEFAULT_SOFTMAX_CHUNK_BYTES)
-    for chunk_rows in _even_row_slices(logits.shape[0], budget // (loss_dtype.itemsize * logits.shape[1])):
-        chunk, target = logits[chunk_rows], targets[chunk_rows].unsqueeze(1)
+    for rows in _even_row_slices(logits.shape[0], budget // (loss_dtype.itemsize * logits.shape[1])):
+        chunk, target = logits[rows], targets[rows].unsqueeze(1)
         probabilities = torch.softmax(chunk, dim=1, dtype=loss_dtype)
         # log-sum-exp through the largest logit, whose probability is at least 1/V: no second pass of exponentials.
         largest, argmax = chunk.max(dim=1, keepdim=True)
@@ -88,34 +85,26 @@ def _losses(logits: Tensor, targets: Tensor, overwrite_with_errors: bool) -> Ten
 
 
 def _add_gradients(
-    grads: tuple[Tensor | None, Tensor | None, Tensor | None],
-    block: slice,
-    inputs: tuple[Tensor, Tensor],
-    outputs: tuple[Tensor, Tensor],
+    grads: tuple[Tensor | None, ...], block: slice, inputs: tuple[Tensor, Tensor], *, errors: Tensor, scale: Tensor
 ) -> None:
     """The weights of the rows scale the narrow factors ([N, H]) instead of the wide one ([N, V])."""
-    (hidden, weight), (errors, scale) = inputs, outputs
+    hidden, weight = inputs
     grad_hidden, grad_weight, grad_bias = grads
-    row_scale = scale.to(hidden.dtype)
     if grad_hidden is not None:
         torch.mm(errors, weight, out=grad_hidden[block])
-        grad_hidden[block].mul_(row_scale)
+        grad_hidden[block].mul_(scale)
     if grad_weight is not None:
-        rows = hidden * row_scale
+        rows = hidden * scale
         if grad_weight.dtype == rows.dtype:
             grad_weight.addmm_(errors.t(), rows)
         else:
             grad_weight.add_(errors.t() @ rows)
     if grad_bias is not None:
-        grad_bias.add_((errors.t() @ row_scale).squeeze(1))
-
-
-def _softmax_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
+        grad_bias.add_((errors.t() @ scale).squeeze(1))
 
 
 def _even_row_slices(rows: int, max_rows: int) -> Iterator[slice]:
-    """Cut so many rows into even parts of `most` at the most, and not of fewer than 8 where there are more."""
+    """Slices of equal size, of at most `max_rows` rows but at least 8."""
     count = max(1, -(-rows // max(8, max_rows)))
     size = -(-rows // count) if rows else 1
     return (slice(start, start + size) for start in range(0, rows, size))

@@ -1,7 +1,7 @@
-"""Rotary positions: each pair of neighbouring components of a head is turned by an angle that grows with the position.
+"""Rotary positions: each pair of adjacent components of a head is rotated by an angle that grows with the position.
 
-The pairs are (0, 1), (2, 3), ..., so that turning is one complex product. Models that pair the first half of a head
-with the second (transformers' Llama does) have the same rows of their query and key projections in another order.
+The pairs are (0, 1), (2, 3), ..., so a rotation is one complex product. Models that pair the two halves of a head, as
+transformers' Llama does, have the same rows of their query and key projections in another order.
 """
 
 import math
@@ -10,21 +10,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from motet.models.arch.activations import accumulation_dtype
 from motet.models.settings import RopeScalingSettings
 
 
 @dataclass(frozen=True)
 class RotaryEmbedding:
-    """How fast each pair turns."""
+    """The rotation of each pair by position."""
 
-    rotary_dims: int  # The first so many components of a head are turned; even
+    rotary_dims: int  # Components of a head that are rotated, from the first; even
     theta: float
     scaling: RopeScalingSettings | None = None
 
     def rotations_at(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        """[..., T] positions -> [..., T, 1, dims / 2] unit complex numbers, good for activations of `dtype`.
+        """[..., T] positions -> [..., T, 1, dims / 2] unit complex numbers, precise enough for activations of `dtype`.
 
-        Made once per forward. Angles are computed in float64: a float32 angle at position 100,000 is off by 0.004.
+        Called once per forward. Angles are in float64: a float32 angle at position 100,000 is off by 0.004.
         """
         angles = positions.to(torch.float64).unsqueeze(-1) * self._frequencies(positions.device)
         rotations = torch.polar(torch.ones_like(angles), angles)
@@ -38,20 +39,17 @@ class RotaryEmbedding:
 
 
 def apply_rotary(heads: Tensor, rotations: Tensor) -> Tensor:
-    """[..., T, heads, head_dim], turned by the table of their positions; components beyond it pass through."""
+    """[..., T, heads, head_dim], rotated by the rotations of their positions; further components pass through."""
     dims = 2 * rotations.shape[-1]
     if dims < heads.shape[-1]:
         return torch.cat((apply_rotary(heads[..., :dims], rotations), heads[..., dims:]), -1)
-    wide = heads.to(torch.promote_types(heads.dtype, torch.float32))
-    rotated = torch.view_as_complex(wide.unflatten(-1, (-1, 2))) * rotations
+    rotated = torch.view_as_complex(heads.to(accumulation_dtype(heads)).unflatten(-1, (-1, 2))) * rotations
     return torch.view_as_real(rotated).flatten(-2).to(heads.dtype)
 
 
 def _scale_frequencies(frequencies: Tensor, s: RopeScalingSettings) -> Tensor:
-    """Llama 3.1: wavelengths beyond original / low are stretched by `factor`, those below original / high are kept."""
-    rotations_per_context = s.original_context * frequencies / (2 * math.pi)
-    unscaled_fraction = (rotations_per_context - s.low_frequency_factor) / (
-        s.high_frequency_factor - s.low_frequency_factor
-    )
-    unscaled_fraction = unscaled_fraction.clamp(0, 1)
-    return frequencies * (unscaled_fraction + (1 - unscaled_fraction) / s.factor)
+    """Llama 3.1 stretches wavelengths beyond original / low by `factor` and keeps those below original / high."""
+    rotations = s.original_context * frequencies / (2 * math.pi)
+    unscaled = (rotations - s.low_frequency_factor) / (s.high_frequency_factor - s.low_frequency_factor)
+    unscaled = unscaled.clamp(0, 1)
+    return frequencies * (unscaled + (1 - unscaled) / s.factor)

@@ -1,14 +1,13 @@
-"""Settings from a Hugging Face-style config.json, without transformers and without torch.
+"""Settings from a Hugging Face config.json, without transformers and without torch.
 
-They tell the sizes: parameters, FLOPs and activations of the model that transformers would build from the same
-config. What changes numbers but no size (stretched rotary wavelengths other than Llama 3.1's, scaled logits, routing
-details) is left out, so a model is trained from its config with `factory = "hf:..."`, not from these settings.
-Keys that are absent get the values that transformers gives them.
+They give the sizes of the model that transformers would build: parameters, FLOPs and activations. Values that change no
+size (most rotary scaling, scaled logits, routing details) are left out, so a model is trained with `factory = "hf:..."`,
+not from these settings. Absent keys get the defaults of transformers.
 """
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +28,111 @@ _ACTIVATIONS = {
     "relu2": "relu_squared",
 }
 
+# Kinds of keys; all others are integers of at least 1.
+_ACTIVATION_KEYS = frozenset({"hidden_act", "activation_function"})
+_BOOLEAN_KEYS = frozenset({"tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"})
+_OPTIONAL_KEYS = frozenset(
+    {"head_dim", "num_key_value_heads", "sliding_window", "q_lora_rank", "n_inner", "num_decoder_layers"}
+)
+_ZERO_KEYS = frozenset({"max_window_layers", "n_shared_experts", "first_k_dense_replace", "type_vocab_size"})
+# Validated by the settings.
+_EPS_KEYS = frozenset({"rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"})
+_NUMBER_KEYS = _EPS_KEYS | {"initializer_range", "resid_pdrop", "hidden_dropout_prob", "dropout_rate"}
+
+# Our setting -> the key of a config.
+_LLAMA_AND_BERT = {
+    "vocab_size": "vocab_size",
+    "context": "max_position_embeddings",
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "ffn_hidden": "intermediate_size",
+    "activation": "hidden_act",
+    "init_std": "initializer_range",
+}
+_LLAMA = {**_LLAMA_AND_BERT, "tied": "tie_word_embeddings"}
+_MIXTRAL_EXPERTS = {"count": "num_local_experts", "per_token": "num_experts_per_tok", "hidden": "intermediate_size"}
+_DEEPSEEK_EXPERTS = {
+    "count": "n_routed_experts",
+    "per_token": "num_experts_per_tok",
+    "hidden": "moe_intermediate_size",
+    "shared": "n_shared_experts",
+}
+_LATENT_ATTENTION = {
+    "query_rank": "q_lora_rank",
+    "key_value_rank": "kv_lora_rank",
+    "rotary_head_dim": "qk_rope_head_dim",
+    "plain_head_dim": "qk_nope_head_dim",
+    "value_head_dim": "v_head_dim",
+}
+_GPT2 = {
+    "vocab_size": "vocab_size",
+    "context": "n_positions",
+    "layers": "n_layer",
+    "hidden": "n_embd",
+    "heads": "n_head",
+    "activation": "activation_function",
+    "norm_eps": "layer_norm_epsilon",
+    "dropout": "resid_pdrop",
+    "init_std": "initializer_range",
+    "tied": "tie_word_embeddings",
+}
+_BERT = {
+    **_LLAMA_AND_BERT,
+    "norm_eps": "layer_norm_eps",
+    "dropout": "hidden_dropout_prob",
+    "token_types": "type_vocab_size",
+}
+_T5 = {
+    "vocab_size": "vocab_size",
+    "context": "n_positions",
+    "layers": "num_layers",
+    "decoder_layers": "num_decoder_layers",
+    "hidden": "d_model",
+    "heads": "num_heads",
+    "head_dim": "d_kv",
+    "ffn_hidden": "d_ff",
+    "norm_eps": "layer_norm_epsilon",
+    "dropout": "dropout_rate",
+    "relative_buckets": "relative_attention_num_buckets",
+    "relative_distance": "relative_attention_max_distance",
+}
+_LLAMA3_ROPE = {
+    "factor": "factor",
+    "low_frequency_factor": "low_freq_factor",
+    "high_frequency_factor": "high_freq_factor",
+    "original_context": "original_max_position_embeddings",
+}
+
 
 @dataclass(frozen=True)
 class _HuggingFaceConfig:
-    """The values of a config, with sentences about those that cannot be."""
+    """The values of a config; a wrong value raises one sentence."""
 
     values: dict[str, Any]
 
-    def integer(self, key: str, minimum: int = 1) -> int:
+    def read(self, key: str) -> Any:
+        """The value of a key, checked by its kind."""
         value = self.values.get(key)
+        if key in _NUMBER_KEYS or (key in _OPTIONAL_KEYS and value is None):
+            return value
+        if key in _ACTIVATION_KEYS:
+            if not isinstance(value, str) or value not in _ACTIVATIONS:
+                raise self.error_for(key, f"known activations: {', '.join(_ACTIVATIONS)}")
+            return _ACTIVATIONS[value]
+        if key in _BOOLEAN_KEYS:
+            value = self.values.get(key, False)
+            if not isinstance(value, bool):
+                raise self.error_for(key, "it must be true or false")
+            return value
+        minimum = 0 if key in _ZERO_KEYS else 1
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             raise self.error_for(key, f"it must be a whole number of at least {minimum}")
         return value
 
-    def optional_integer(self, key: str) -> int | None:
-        return None if self.values.get(key) is None else self.integer(key)
-
-    def boolean(self, key: str) -> bool:
-        value = self.values.get(key, False)
-        if not isinstance(value, bool):
-            raise self.error_for(key, "it must be true or false")
-        return value
+    def read_all(self, keys: dict[str, str]) -> dict[str, Any]:
+        """Setting -> value, for a table of settings and their keys."""
+        return {setting: self.read(key) for setting, key in keys.items()}
 
     def section(self, key: str) -> dict[str, Any]:
         value = self.values.get(key) or {}
@@ -57,33 +140,27 @@ class _HuggingFaceConfig:
             raise self.error_for(key, "it must be a group of values")
         return value
 
-    def activation(self, key: str) -> str:
-        value = self.values.get(key)
-        if not isinstance(value, str) or value not in _ACTIVATIONS:
-            raise self.error_for(key, f"known activations: {', '.join(_ACTIVATIONS)}")
-        return _ACTIVATIONS[value]
-
     def reject_keys(self, *keys: str) -> None:
         for key in keys:
             if self.values.get(key):
-                raise self.error_for(key, "models with it are not described here; leave it out")
+                raise self.error_for(key, "models with it are not supported here; leave it out")
 
     def error_for(self, key: str, remedy: str) -> InputError:
         return InputError(f"config.json: {key} = {self.values.get(key)!r}: {remedy}")
 
 
 @dataclass(frozen=True)
-class _ModelTypeReader:
-    """A `model_type`: how it is read, the classes whose parameters are meant, and the defaults of its keys."""
+class _FamilyReader:
+    """A `model_type`: its reader, the classes whose parameters are counted, and the defaults of its keys."""
 
     read: Callable[[_HuggingFaceConfig], TransformerSettings]
     class_names: tuple[str, ...]
     defaults: dict[str, Any]
-    aliases: dict[str, str]  # Another name of a key -> the name it is read by
+    aliases: dict[str, str] = field(default_factory=dict)  # Another name of a key -> the key
 
 
 def settings_from_config(config: dict[str, Any]) -> TransformerSettings:
-    """The settings of one of our architectures that has the sizes of the model of `config`."""
+    """The settings of one of motet's architectures that has the sizes of the model of `config`."""
     kind = config.get("model_type")
     family = _READERS_BY_MODEL_TYPE.get(kind) if isinstance(kind, str) else None
     if family is None:
@@ -99,8 +176,8 @@ def settings_from_config(config: dict[str, Any]) -> TransformerSettings:
         return family.read(values)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
-        field_path = ".".join(str(part) for part in problem["loc"])
-        raise InputError(f"config.json of a {kind}: {field_path} = {problem['input']!r}: {problem['msg']}") from None
+        path = ".".join(str(part) for part in problem["loc"])
+        raise InputError(f"config.json of a {kind}: {path} = {problem['input']!r}: {problem['msg']}") from None
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -126,49 +203,27 @@ def read_config(path: str | Path) -> dict[str, Any]:
 def _rotary_values(c: _HuggingFaceConfig) -> dict[str, Any]:
     """Old configs have `rope_theta` and `rope_scaling`, newer ones `rope_parameters`."""
     rope = {**c.section("rope_scaling"), **c.section("rope_parameters")}
-    rotary_values: dict[str, Any] = {
+    values: dict[str, Any] = {
         "rope_theta": rope.get("rope_theta", c.values.get("rope_theta", 10000.0)),
         "rotary_fraction": rope.get("partial_rotary_factor", c.values.get("partial_rotary_factor", 1.0)),
     }
     if rope.get("rope_type", rope.get("type")) == "llama3":
-        names = {
-            "factor": "factor",
-            "low_frequency_factor": "low_freq_factor",
-            "high_frequency_factor": "high_freq_factor",
-            "original_context": "original_max_position_embeddings",
-        }
-        rotary_values["rope_scaling"] = {ours: rope[theirs] for ours, theirs in names.items() if theirs in rope}
-    return rotary_values
-
-
-def _decoder_values(c: _HuggingFaceConfig) -> dict[str, Any]:
-    """What the relatives of Llama have in common."""
-    hidden, heads = c.integer("hidden_size"), c.integer("num_attention_heads")
-    return {
-        "vocab_size": c.integer("vocab_size"),
-        "context": c.integer("max_position_embeddings"),
-        "layers": c.integer("num_hidden_layers"),
-        "hidden": hidden,
-        "heads": heads,
-        "head_dim": c.optional_integer("head_dim") or hidden // heads,
-        "kv_heads": c.optional_integer("num_key_value_heads") or heads,
-        "ffn_hidden": c.integer("intermediate_size"),
-        "activation": c.activation("hidden_act"),
-        "norm_eps": c.values.get("norm_eps", c.values["rms_norm_eps"]),
-        "init_std": c.values["initializer_range"],
-        "tied": c.boolean("tie_word_embeddings"),
-        **_rotary_values(c),
-    }
+        values["rope_scaling"] = {setting: rope[key] for setting, key in _LLAMA3_ROPE.items() if key in rope}
+    return values
 
 
 def _decoder_settings(c: _HuggingFaceConfig, **more: object) -> DecoderSettings:
-    return DecoderSettings.model_validate({**_decoder_values(c), **more})
+    """The settings of a relative of Llama."""
+    values = {**c.read_all(_LLAMA), "norm_eps": c.values.get("norm_eps", c.values["rms_norm_eps"]), **_rotary_values(c)}
+    values["head_dim"] = c.read("head_dim") or values["hidden"] // values["heads"]
+    values["kv_heads"] = c.read("num_key_value_heads") or values["heads"]
+    return DecoderSettings.model_validate({**values, **more})
 
 
 def _bias_values(c: _HuggingFaceConfig) -> dict[str, bool]:
     """`attention_bias` stands for all four projections, `mlp_bias` for the feed-forward network."""
-    attention = c.boolean("attention_bias")
-    return {"qkv_bias": attention, "bias": attention, "ffn_bias": c.boolean("mlp_bias")}
+    attention = c.read("attention_bias")
+    return {"qkv_bias": attention, "bias": attention, "ffn_bias": c.read("mlp_bias")}
 
 
 def _llama(c: _HuggingFaceConfig) -> DecoderSettings:
@@ -176,13 +231,14 @@ def _llama(c: _HuggingFaceConfig) -> DecoderSettings:
 
 
 def _mistral(c: _HuggingFaceConfig) -> DecoderSettings:
-    return _decoder_settings(c, sliding_window=c.optional_integer("sliding_window"))
+    return _decoder_settings(c, sliding_window=c.read("sliding_window"))
 
 
 def _qwen_window(c: _HuggingFaceConfig) -> int | None:
     """Qwen's first `max_window_layers` see everything; the window is kept only if every layer has it."""
-    everywhere = c.boolean("use_sliding_window") and c.integer("max_window_layers", 0) == 0
-    return c.optional_integer("sliding_window") if everywhere else None
+    everywhere = c.read("use_sliding_window") and c.read("max_window_layers") == 0
+    window: int | None = c.read("sliding_window") if everywhere else None
+    return window
 
 
 def _qwen2(c: _HuggingFaceConfig) -> DecoderSettings:
@@ -199,127 +255,66 @@ def _nemotron(c: _HuggingFaceConfig) -> DecoderSettings:
 
 
 def _mixtral(c: _HuggingFaceConfig) -> DecoderSettings:
-    experts = {
-        "count": c.integer("num_local_experts"),
-        "per_token": c.integer("num_experts_per_tok"),
-        "hidden": c.integer("intermediate_size"),
-    }
-    return _decoder_settings(c, experts=experts, sliding_window=c.optional_integer("sliding_window"))
+    return _decoder_settings(c, experts=c.read_all(_MIXTRAL_EXPERTS), sliding_window=c.read("sliding_window"))
 
 
 def _deepseek_v3(c: _HuggingFaceConfig) -> DecoderSettings:
-    """The main model; the module that predicts further tokens is not a part of it in transformers either."""
-    attention = c.boolean("attention_bias")
-    latent = {
-        "query_rank": c.optional_integer("q_lora_rank"),
-        "key_value_rank": c.integer("kv_lora_rank"),
-        "rotary_head_dim": c.integer("qk_rope_head_dim"),
-        "plain_head_dim": c.integer("qk_nope_head_dim"),
-        "value_head_dim": c.integer("v_head_dim"),
-    }
-    experts = {
-        "count": c.integer("n_routed_experts"),
-        "per_token": c.integer("num_experts_per_tok"),
-        "hidden": c.integer("moe_intermediate_size"),
-        "shared": c.integer("n_shared_experts", 0),
-        "first_dense_layers": min(c.integer("first_k_dense_replace", 0), c.integer("num_hidden_layers")),
-    }
-    # `head_dim` is the rotated part of a head here, and every head has keys of its own.
-    heads = {"head_dim": latent["plain_head_dim"], "kv_heads": c.integer("num_attention_heads")}
-    biases = {"qkv_bias": attention, "bias": attention, "ffn_bias": False}
-    return _decoder_settings(c, latent_attention=latent, experts=experts, **heads, **biases)
+    """The main model; transformers leaves out the module that predicts further tokens too."""
+    attention, latent = c.read("attention_bias"), c.read_all(_LATENT_ATTENTION)
+    first_dense = min(c.read("first_k_dense_replace"), c.read("num_hidden_layers"))
+    return _decoder_settings(
+        c,
+        latent_attention=latent,
+        experts={**c.read_all(_DEEPSEEK_EXPERTS), "first_dense_layers": first_dense},
+        # `head_dim` is the rotated part of a head here, and keys are not shared by heads.
+        head_dim=latent["plain_head_dim"],
+        kv_heads=c.read("num_attention_heads"),
+        qkv_bias=attention,
+        bias=attention,
+        ffn_bias=False,
+    )
 
 
 def _gpt2(c: _HuggingFaceConfig) -> DecoderSettings:
     c.reject_keys("add_cross_attention")
-    hidden = c.integer("n_embd")
-    return DecoderSettings.model_validate(
-        {
-            "vocab_size": c.integer("vocab_size"),
-            "context": c.integer("n_positions"),
-            "layers": c.integer("n_layer"),
-            "hidden": hidden,
-            "heads": c.integer("n_head"),
-            "ffn_hidden": c.optional_integer("n_inner") or 4 * hidden,
-            "activation": c.activation("activation_function"),
-            "gated": False,
-            "norm": "layer",
-            "norm_eps": c.values["layer_norm_epsilon"],
-            "positions": "learned",
-            "bias": True,
-            "dropout": c.values["resid_pdrop"],
-            "init_std": c.values["initializer_range"],
-            "tied": c.boolean("tie_word_embeddings"),
-        }
-    )
+    values = c.read_all(_GPT2)
+    fixed = {"gated": False, "norm": "layer", "positions": "learned", "bias": True}
+    return DecoderSettings.model_validate({**values, "ffn_hidden": c.read("n_inner") or 4 * values["hidden"], **fixed})
 
 
 def _bert(c: _HuggingFaceConfig) -> EncoderSettings:
     c.reject_keys("add_cross_attention", "is_decoder")
     classify = (c.values.get("architectures") or [""])[0] == "BertForSequenceClassification"
-    if not classify and not c.boolean("tie_word_embeddings"):
+    if not classify and not c.read("tie_word_embeddings"):
         raise c.error_for("tie_word_embeddings", "the masked-token head is the embedding table; it must be true")
-    labels = c.section("id2label")
-    return EncoderSettings.model_validate(
-        {
-            "vocab_size": c.integer("vocab_size"),
-            "context": c.integer("max_position_embeddings"),
-            "layers": c.integer("num_hidden_layers"),
-            "hidden": c.integer("hidden_size"),
-            "heads": c.integer("num_attention_heads"),
-            "ffn_hidden": c.integer("intermediate_size"),
-            "activation": c.activation("hidden_act"),
-            "norm_eps": c.values["layer_norm_eps"],
-            "dropout": c.values["hidden_dropout_prob"],
-            "init_std": c.values["initializer_range"],
-            "head": "classify" if classify else "masked",
-            "classes": len(labels) or c.values.get("num_labels", 2),
-            "token_types": c.integer("type_vocab_size", 0),
-        }
-    )
+    classes = len(c.section("id2label")) or c.values.get("num_labels", 2)
+    head = "classify" if classify else "masked"
+    return EncoderSettings.model_validate({**c.read_all(_BERT), "head": head, "classes": classes})
 
 
 def _t5(c: _HuggingFaceConfig) -> EncoderDecoderSettings:
-    """`tie_word_embeddings` is not read: transformers ties T5's head to its table whatever it says."""
+    """`tie_word_embeddings` has no effect: transformers always ties T5's head to its table."""
     gate, _, activation = str(c.values["feed_forward_proj"]).rpartition("-")
     if gate not in ("", "gated") or activation not in _ACTIVATIONS:
         raise c.error_for(
             "feed_forward_proj", f"it must be ACTIVATION or gated-ACTIVATION; known: {', '.join(_ACTIVATIONS)}"
         )
-    gated_gelu = gate == "gated" and activation == "gelu"  # which means the approximation by tanh, for this pair alone
-    return EncoderDecoderSettings.model_validate(
-        {
-            "vocab_size": c.integer("vocab_size"),
-            "context": c.integer("n_positions"),
-            "layers": c.integer("num_layers"),
-            "decoder_layers": c.optional_integer("num_decoder_layers"),
-            "hidden": c.integer("d_model"),
-            "heads": c.integer("num_heads"),
-            "head_dim": c.integer("d_kv"),
-            "ffn_hidden": c.integer("d_ff"),
-            "activation": "gelu_tanh" if gated_gelu else _ACTIVATIONS[activation],
-            "gated": gate == "gated",
-            "norm_eps": c.values["layer_norm_epsilon"],
-            "dropout": c.values["dropout_rate"],
-            "relative_buckets": c.integer("relative_attention_num_buckets"),
-            "relative_distance": c.integer("relative_attention_max_distance"),
-        }
-    )
+    # transformers takes gated-gelu, and this pair alone, for the approximation by tanh.
+    name = "gelu_tanh" if (gate, activation) == ("gated", "gelu") else _ACTIVATIONS[activation]
+    return EncoderDecoderSettings.model_validate({**c.read_all(_T5), "activation": name, "gated": gate == "gated"})
 
 
-_READERS_BY_MODEL_TYPE: dict[str, _ModelTypeReader] = {
-    "bert": _ModelTypeReader(_bert, ("BertForMaskedLM", "BertForSequenceClassification"), defaults.BERT, {}),
-    "deepseek_v3": _ModelTypeReader(
+_READERS_BY_MODEL_TYPE: dict[str, _FamilyReader] = {
+    "bert": _FamilyReader(_bert, ("BertForMaskedLM", "BertForSequenceClassification"), defaults.BERT),
+    "deepseek_v3": _FamilyReader(
         _deepseek_v3, ("DeepseekV3ForCausalLM",), defaults.DEEPSEEK_V3, {"num_local_experts": "n_routed_experts"}
     ),
-    "gpt2": _ModelTypeReader(_gpt2, ("GPT2LMHeadModel",), defaults.GPT2, defaults.GPT2_ALIASES),
-    "llama": _ModelTypeReader(_llama, ("LlamaForCausalLM",), defaults.LLAMA, {}),
-    "mistral": _ModelTypeReader(_mistral, ("MistralForCausalLM",), defaults.MISTRAL, {}),
-    "mixtral": _ModelTypeReader(
-        _mixtral, ("MixtralForCausalLM",), defaults.MIXTRAL, {"num_experts": "num_local_experts"}
-    ),
-    "nemotron": _ModelTypeReader(_nemotron, ("NemotronForCausalLM",), defaults.NEMOTRON, {}),
-    "qwen2": _ModelTypeReader(_qwen2, ("Qwen2ForCausalLM",), defaults.QWEN2, {}),
-    "qwen3": _ModelTypeReader(_qwen3, ("Qwen3ForCausalLM",), defaults.QWEN3, {}),
-    "t5": _ModelTypeReader(_t5, ("T5ForConditionalGeneration", "T5WithLMHeadModel"), defaults.T5, defaults.T5_ALIASES),
+    "gpt2": _FamilyReader(_gpt2, ("GPT2LMHeadModel",), defaults.GPT2, defaults.GPT2_ALIASES),
+    "llama": _FamilyReader(_llama, ("LlamaForCausalLM",), defaults.LLAMA),
+    "mistral": _FamilyReader(_mistral, ("MistralForCausalLM",), defaults.MISTRAL),
+    "mixtral": _FamilyReader(_mixtral, ("MixtralForCausalLM",), defaults.MIXTRAL, {"num_experts": "num_local_experts"}),
+    "nemotron": _FamilyReader(_nemotron, ("NemotronForCausalLM",), defaults.NEMOTRON),
+    "qwen2": _FamilyReader(_qwen2, ("Qwen2ForCausalLM",), defaults.QWEN2),
+    "qwen3": _FamilyReader(_qwen3, ("Qwen3ForCausalLM",), defaults.QWEN3),
+    "t5": _FamilyReader(_t5, ("T5ForConditionalGeneration", "T5WithLMHeadModel"), defaults.T5, defaults.T5_ALIASES),
 }

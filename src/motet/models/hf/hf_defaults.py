@@ -1,4 +1,4 @@
-"""What transformers takes for a key that is absent from a config.json, by family, as far as sizes depend on it."""
+"""Defaults of transformers for absent keys of a config.json, by family, where sizes depend on them."""
 
 from typing import Any
 

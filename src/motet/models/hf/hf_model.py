@@ -1,7 +1,7 @@
 """Models of transformers, from a folder or a config.json on this machine: built, loaded exactly, and called.
 
 A folder's safetensors weights are loaded if it has any; a config.json, or a folder without weights, gives random
-weights from the seed. Nothing is ever downloaded.
+weights from the seed. Nothing is downloaded.
 """
 
 import difflib
@@ -21,19 +21,19 @@ from torch import Tensor, nn
 from motet.core.batch import Batch
 from motet.core.errors import InputError
 from motet.models.arch.attention import bidirectional_mask, causal_mask
-from motet.models.arch.decoder import check_sequence_length
 from motet.models.hf.hf_config import read_config
+from motet.models.runtime_checks import check_sequence_length
 from motet.models.user_module import extract_logits
 
 ModelKind = Literal["causal", "masked", "classify", "encoder-decoder"]
 
-_KIND_BY_CLASS_SUFFIX: tuple[tuple[str, ModelKind], ...] = (
-    ("ForCausalLM", "causal"),
-    ("LMHeadModel", "causal"),
-    ("ForMaskedLM", "masked"),
-    ("ForSequenceClassification", "classify"),
-    ("ForConditionalGeneration", "encoder-decoder"),
-)
+_KIND_BY_CLASS_SUFFIX: dict[str, ModelKind] = {
+    "ForCausalLM": "causal",
+    "LMHeadModel": "causal",
+    "ForMaskedLM": "masked",
+    "ForSequenceClassification": "classify",
+    "ForConditionalGeneration": "encoder-decoder",
+}
 _AUTO_CLASS: dict[ModelKind, str] = {
     "causal": "AutoModelForCausalLM",
     "masked": "AutoModelForMaskedLM",
@@ -44,7 +44,7 @@ _AUTO_CLASS: dict[ModelKind, str] = {
 
 @dataclass(frozen=True)
 class HuggingFaceCheckpoint:
-    """What `hf:` names: a config, and a folder of weights if there are any."""
+    """The config that `hf:` names, and its folder of weights if there are any."""
 
     config: Any
     kind: ModelKind
@@ -52,20 +52,21 @@ class HuggingFaceCheckpoint:
 
 
 def open_hf_checkpoint(folder_or_file: str, arguments: dict[str, Any]) -> HuggingFaceCheckpoint:
-    """`place` is a folder or the path of a config.json; `arguments` replace values of the config."""
+    """Read a folder or the path of a config.json; `arguments` replace values of the config."""
     path = Path(folder_or_file).expanduser()
     values = {**read_config(path), **arguments}
     mapping = _import_transformers().models.auto.configuration_auto.CONFIG_MAPPING
-    if values.get("model_type") not in mapping:
-        near = difflib.get_close_matches(str(values.get("model_type")), list(mapping), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "a model of your own needs a function as model.factory"
-        raise InputError(f"{path}: model_type = {values.get('model_type')!r} is not known to transformers; {hint}")
+    model_type = values.get("model_type")
+    if model_type not in mapping:
+        near = difflib.get_close_matches(str(model_type), list(mapping), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "a custom model needs a function as model.factory"
+        raise InputError(f"{path}: model_type = {model_type!r} is not known to transformers; {hint}")
     wrong_type = import_module("huggingface_hub.errors").StrictDataclassError
     try:
         with _silence_transformers():
-            config = mapping[values["model_type"]].from_dict(values)
+            config = mapping[model_type].from_dict(values)
     except (TypeError, ValueError, wrong_type) as error:
-        raise InputError(f"{path}: transformers refuses this config: {' '.join(str(error).split())}") from None
+        raise InputError(f"{path}: transformers rejects this config: {' '.join(str(error).split())}") from None
     _check_argument_names(arguments, config)
     return HuggingFaceCheckpoint(config, _model_kind(config), path if path.is_dir() and _has_weights(path) else None)
 
@@ -99,7 +100,7 @@ def build_hf_model(checkpoint: HuggingFaceCheckpoint) -> nn.Module:
 
 
 def make_logits_function(module: nn.Module, checkpoint: HuggingFaceCheckpoint) -> Callable[[Batch], Tensor]:
-    """The logits of a batch, whose positions and documents are put in the words of transformers."""
+    """The logits of a batch, whose positions and documents become arguments of transformers."""
     accepted = inspect.signature(module.forward).parameters
     inputs = _seq2seq_inputs if checkpoint.kind == "encoder-decoder" else _single_stack_inputs
     context = max_context(checkpoint)
@@ -107,10 +108,8 @@ def make_logits_function(module: nn.Module, checkpoint: HuggingFaceCheckpoint) -
     def logits(batch: Batch) -> Tensor:
         if context is not None:
             check_sequence_length(batch.tokens, context, "model.arguments.max_position_embeddings")
-        model_inputs = {"use_cache": False, **inputs(module, checkpoint, batch)}
-        output = module(
-            **{name: value for name, value in model_inputs.items() if name in accepted and value is not None}
-        )
+        values = {"use_cache": False, **inputs(module, checkpoint, batch)}
+        output = module(**{name: value for name, value in values.items() if name in accepted and value is not None})
         return extract_logits(output, module)
 
     return logits
@@ -130,28 +129,27 @@ def _single_stack_inputs(module: nn.Module, checkpoint: HuggingFaceCheckpoint, b
     if batch.documents is not None:
         dtype = next(module.parameters()).dtype
         if checkpoint.kind == "causal" or getattr(checkpoint.config, "is_decoder", False):
-            mask = _causal_masks(checkpoint.config, batch.tokens, batch.documents, dtype)
+            mask = _causal_masks(checkpoint.config, batch.tokens, batch.documents, dtype=dtype)
         else:
             mask = bidirectional_mask(batch.documents, batch.documents, dtype).bias
     return {"input_ids": batch.tokens, "position_ids": batch.positions, "attention_mask": mask}
 
 
 def _causal_masks(
-    config: Any, tokens: Tensor, documents: Tensor, dtype: torch.dtype
+    config: Any, tokens: Tensor, documents: Tensor, *, dtype: torch.dtype
 ) -> Tensor | dict[str, Tensor | None] | None:
     """One mask [R, 1, T, T], or one for each kind of layer where a model mixes them."""
-    window = getattr(config, "sliding_window", None)
+    windows = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
     kinds = set(getattr(config, "layer_types", None) or ())
-    windows = {"full_attention": None, "sliding_attention": window}
     if not kinds <= windows.keys():
         raise InputError(
             f"a {config.model_type} has layers of {', '.join(sorted(kinds))}, which cannot be kept within documents; "
             "set data.restart_documents = false"
         )
-    masks = {kind: causal_mask(tokens, windows[kind], documents, dtype).bias for kind in kinds}
-    if len(kinds) > 1:
-        return masks
-    return masks[kinds.pop()] if kinds else causal_mask(tokens, window, documents, dtype).bias
+    masks = {
+        kind: causal_mask(tokens, windows[kind], documents, dtype=dtype).bias for kind in kinds or ["sliding_attention"]
+    }
+    return masks if len(masks) > 1 else masks.popitem()[1]
 
 
 def _seq2seq_inputs(module: nn.Module, checkpoint: HuggingFaceCheckpoint, batch: Batch) -> dict[str, Any]:
@@ -169,12 +167,12 @@ def _seq2seq_inputs(module: nn.Module, checkpoint: HuggingFaceCheckpoint, batch:
         # The encoder runs by itself: the model would give one mask to it and to the cross attention.
         "encoder_outputs": encoder(input_ids=batch.source, attention_mask=encoder_mask),
         "attention_mask": bidirectional_mask(batch.documents, batch.source_documents, dtype).bias,
-        "decoder_attention_mask": causal_mask(batch.tokens, None, batch.documents, dtype).bias,
+        "decoder_attention_mask": causal_mask(batch.tokens, None, batch.documents, dtype=dtype).bias,
         **decoder_inputs,
     }
 
 
-# --- what can be wrong -----------------------------------------------------------------------------
+# --- checks ----------------------------------------------------------------------------------------
 
 
 def _import_transformers() -> Any:
@@ -189,7 +187,7 @@ def _import_transformers() -> Any:
 
 @contextmanager
 def _silence_transformers() -> Iterator[None]:
-    """What transformers has to say about a model is either checked here or no concern of a training run."""
+    """Hide the warnings of transformers; those that matter are checks here."""
     logging = _import_transformers().utils.logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -199,14 +197,14 @@ def _silence_transformers() -> Iterator[None]:
 
 
 def _model_kind(config: Any) -> ModelKind:
-    """By the config's architecture; without one, by what models of its type are mostly used for."""
+    """The kind by the config's architecture, else by the usual task of its model type."""
     names = list(config.architectures or ())
     for name in names:
-        for ending, kind in _KIND_BY_CLASS_SUFFIX:
+        for ending, kind in _KIND_BY_CLASS_SUFFIX.items():
             if name.endswith(ending):
                 return kind
     if names:
-        known = ", ".join(f"*{ending}" for ending, _ in _KIND_BY_CLASS_SUFFIX)
+        known = ", ".join(f"*{ending}" for ending in _KIND_BY_CLASS_SUFFIX)
         raise InputError(f"config.json: architectures = {names}: only {known} can be trained")
     auto = _import_transformers().models.auto.modeling_auto
     if config.is_encoder_decoder:
@@ -217,7 +215,7 @@ def _model_kind(config: Any) -> ModelKind:
 
 
 def _check_argument_names(arguments: dict[str, Any], config: Any) -> None:
-    """transformers takes any name, and a mistyped one would do nothing."""
+    """transformers takes any name, so a mistyped one would have no effect."""
     valid = {*type(config)().to_dict(), *config.attribute_map, "num_labels"}  # the last is kept as id2label
     for name in arguments:
         if name not in valid:
@@ -240,19 +238,17 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _check_all_weights_loaded(report: dict[str, Any], folder: Path) -> None:
-    """Every weight of the model was in the file with its shape, and nothing else was."""
-    problems = []
-    for kind, key in (("are missing", "missing_keys"), ("are not of this model", "unexpected_keys")):
-        if names := sorted(report[key]):
-            problems.append(f"{_abbreviated_list(names)} {kind}")
-    if mismatched := sorted(report["mismatched_keys"]):
-        problems.append(
-            f"{_abbreviated_list([f'{n} {list(there)} for {list(here)}' for n, there, here in mismatched])} do not fit"
-        )
+    """Raise unless the file has every weight of the model with its shape, and nothing else."""
+    mismatched = [f"{n} {list(stored)} for {list(needed)}" for n, stored, needed in sorted(report["mismatched_keys"])]
+    names_by_problem = {
+        "are missing": sorted(report["missing_keys"]),
+        "are not part of this model": sorted(report["unexpected_keys"]),
+        "do not fit": mismatched,
+    }
+    problems = [
+        f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''} {problem}"
+        for problem, names in names_by_problem.items()
+        if names
+    ]
     if problems:
         raise InputError(f"the weights in {folder} are not those of its config: {'; '.join(problems)}")
-
-
-def _abbreviated_list(names: list[str]) -> str:
-    rest = len(names) - 3
-    return ", ".join(names[:3]) + (f" and {rest} more" if rest > 0 else "")

@@ -55,7 +55,7 @@ class ModelSpec:
 
 
 def spec_from_settings(settings: ModelSettings | TransformerSettings) -> ModelSpec:
-    """The spec of one of our architectures, or of the Hugging Face config that `factory = "hf:..."` names."""
+    """The spec of one of motet's architectures, or of the Hugging Face config that `factory = "hf:..."` names."""
     match settings:
         case DecoderSettings():
             return ModelSpec(decoder_block_specs(settings))
@@ -63,8 +63,8 @@ def spec_from_settings(settings: ModelSettings | TransformerSettings) -> ModelSp
             return ModelSpec(encoder_block_specs(settings))
         case EncoderDecoderSettings():
             return ModelSpec(encoder_decoder_block_specs(settings))
-        case UserModuleSettings() if settings.factory.startswith("hf:"):
-            config = {**read_config(settings.factory.removeprefix("hf:")), **settings.arguments}
+        case UserModuleSettings() if settings.hf_path is not None:
+            config = {**read_config(settings.hf_path), **settings.arguments}
             return spec_from_settings(settings_from_config(config))
         case UserModuleSettings():
             raise InputError(
