@@ -60,7 +60,7 @@ def texts(folder: Path) -> list[str]:
 
 
 def test_the_tokens_are_those_of_the_text(records: Path, tmp_path: Path) -> None:
-    manifest = build_corpus(recipe(records), tmp_path / "out", 1, silent)
+    manifest = build_corpus(recipe(records), tmp_path / "out", workers=1, progress=silent)
     assert texts(tmp_path / "out") == [record["text"] + "<|end|>" for record in numbered(1000)]
     assert len(manifest.shards) == 14
     assert (manifest.documents, manifest.classes, manifest.loss_mask) == (1000, 0, False)
@@ -73,9 +73,11 @@ def test_processes_write_the_same_bytes(
     records: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
     heard: list[int] = []
-    build_corpus(recipe(records), tmp_path / "one", 1, silent)
+    build_corpus(recipe(records), tmp_path / "one", workers=1, progress=silent)
     monkeypatch.setattr(build_module, "_IN_PROCESS_BYTES", 0)
-    build_corpus(recipe(records), tmp_path / "many", workers, lambda what, done, total: heard.append(done))
+    build_corpus(
+        recipe(records), tmp_path / "many", workers=workers, progress=lambda what, done, total: heard.append(done)
+    )
     assert content(tmp_path / "one") == content(tmp_path / "many")
     assert heard == sorted(heard)
     assert (heard[0], heard[-1]) == (0, records.stat().st_size)
@@ -89,13 +91,13 @@ build._IN_PROCESS_BYTES, discover._MIN_RANGE_BYTES = int(sys.argv[3]), 4000
 def kill(what, done, total):
     if done > total // 2:
         os.kill(os.getpid(), signal.SIGKILL)
-build.build_corpus(recipe(Path(sys.argv[1])), Path(sys.argv[2]), 2, kill)
+build.build_corpus(recipe(Path(sys.argv[1])), Path(sys.argv[2]), workers=2, progress=kill)
 """
 
 
 @pytest.mark.parametrize("inline", [0, 1 << 20])
 def test_a_killed_build_goes_on_where_it_was(records: Path, tmp_path: Path, inline: int) -> None:
-    build_corpus(recipe(records), tmp_path / "whole", 1, silent)
+    build_corpus(recipe(records), tmp_path / "whole", workers=1, progress=silent)
     out = tmp_path / "killed"
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {HERE!r}){KILLED}"]
     assert subprocess.run([*command, str(records), str(out), str(inline)], check=False).returncode == -9
@@ -109,7 +111,7 @@ def test_a_killed_build_goes_on_where_it_was(records: Path, tmp_path: Path, inli
     spoilt[1].with_suffix(".docs").unlink()
 
     heard: list[int] = []
-    build_corpus(recipe(records), out, 1, lambda what, done, total: heard.append(done))
+    build_corpus(recipe(records), out, workers=1, progress=lambda what, done, total: heard.append(done))
     assert content(out) == content(tmp_path / "whole")
     assert heard[0] > 0
     for path, before in done.items():
@@ -122,22 +124,22 @@ def test_an_unfinished_build_of_something_else_starts_anew(records: Path, tmp_pa
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build_corpus(recipe(records), tmp_path / "out", 1, stop)
+        build_corpus(recipe(records), tmp_path / "out", workers=1, progress=stop)
     write_records(records, numbered(700))
-    build_corpus(recipe(records), tmp_path / "out", 1, silent)
-    build_corpus(recipe(records), tmp_path / "other", 1, silent)
+    build_corpus(recipe(records), tmp_path / "out", workers=1, progress=silent)
+    build_corpus(recipe(records), tmp_path / "other", workers=1, progress=silent)
     assert content(tmp_path / "out") == content(tmp_path / "other")
 
 
 def test_a_finished_build_is_left_alone_and_a_damaged_one_made_again(records: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    build_corpus(recipe(records), out, 1, silent)
+    build_corpus(recipe(records), out, workers=1, progress=silent)
     before = content(out)
     heard: list[int] = []
-    build_corpus(recipe(records), out, 1, lambda what, done, total: heard.append(done))
+    build_corpus(recipe(records), out, workers=1, progress=lambda what, done, total: heard.append(done))
     assert heard == []
     (out / "00003.bin").write_bytes(b"x" * (out / "00003.bin").stat().st_size)
-    build_corpus(recipe(records), out, 1, lambda what, done, total: heard.append(done))
+    build_corpus(recipe(records), out, workers=1, progress=lambda what, done, total: heard.append(done))
     assert heard
     assert content(out) == before
 
@@ -145,13 +147,13 @@ def test_a_finished_build_is_left_alone_and_a_damaged_one_made_again(records: Pa
 def refuse(out: Path, make: Callable[[Path], object], message: str) -> None:
     make(out)
     with pytest.raises(InputError, match=message):
-        build_corpus(recipe(SMALL), out, 1, silent)
+        build_corpus(recipe(SMALL), out, workers=1, progress=silent)
 
 
 def test_folders_of_others_are_not_touched(records: Path, tmp_path: Path) -> None:
     refuse(
         tmp_path / "a",
-        lambda out: build_corpus(recipe(records), out, 1, silent),
+        lambda out: build_corpus(recipe(records), out, workers=1, progress=silent),
         r"holds another corpus \(built from '",
     )
     refuse(tmp_path / "b", lambda out: out.write_text("mine"), "b is a file; choose a folder")
@@ -167,7 +169,7 @@ def test_folders_of_others_are_not_touched(records: Path, tmp_path: Path) -> Non
 def test_a_disk_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"cannot write .*file: File exists; free some space or choose another folder"):
-        build_corpus(recipe(SMALL), tmp_path / "file" / "out", 1, silent)
+        build_corpus(recipe(SMALL), tmp_path / "file" / "out", workers=1, progress=silent)
 
 
 FULL = """
@@ -178,7 +180,7 @@ from test_build import Path, recipe, silent
 build._IN_PROCESS_BYTES, discover._MIN_RANGE_BYTES = int(sys.argv[3]), 4000
 resource.setrlimit(resource.RLIMIT_FSIZE, (15_000, -1))
 try:
-    build.build_corpus(recipe(Path(sys.argv[1])), Path(sys.argv[2]), 1, silent)
+    build.build_corpus(recipe(Path(sys.argv[1])), Path(sys.argv[2]), workers=1, progress=silent)
 except InputError as error:
     sys.exit(str(error))
 """
@@ -207,17 +209,17 @@ def test_bad_records_end_the_build_with_a_sentence(
     lines[700] = "{"
     records.write_text("\n".join(lines))
     with pytest.raises(InputError, match=r"records\.jsonl:701: not valid JSON"):
-        build_corpus(recipe(records), tmp_path / "out", 2, silent)
+        build_corpus(recipe(records), tmp_path / "out", workers=2, progress=silent)
     lines[700] = '{"text": "mended"}'
     records.write_text("\n".join(lines))
-    build_corpus(recipe(records), tmp_path / "out", 2, silent)
+    build_corpus(recipe(records), tmp_path / "out", workers=2, progress=silent)
     assert texts(tmp_path / "out")[700] == "mended<|end|>"
 
 
 def test_documents_without_text_make_no_corpus(tmp_path: Path) -> None:
     source = write_records(tmp_path / "a.jsonl", [{"text": ""}] * 3)
     with pytest.raises(InputError, match=r"a\.jsonl' is empty: it holds no document with text"):
-        build_corpus(recipe(source), tmp_path / "out", 1, silent)
+        build_corpus(recipe(source), tmp_path / "out", workers=1, progress=silent)
     assert not (tmp_path / "out").exists()
 
 
@@ -231,7 +233,7 @@ def test_a_killed_worker_is_told(records: Path, tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr("motet.data.corpus.tokenize_workers._start_worker", start_and_kill)
     with pytest.raises(MotetError, match=r"ended with code -9 \(killed: out of memory\?.*the same command goes on"):
-        build_corpus(recipe(records), tmp_path / "out", 2, silent)
+        build_corpus(recipe(records), tmp_path / "out", workers=2, progress=silent)
 
 
 def test_a_worker_ends_with_its_parent(records: Path, tmp_path: Path) -> None:
@@ -240,7 +242,7 @@ def test_a_worker_ends_with_its_parent(records: Path, tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build_corpus(recipe(records), tmp_path / "out", 1, stop)
+        build_corpus(recipe(records), tmp_path / "out", workers=1, progress=stop)
     with _exclusive_folder_lock(tmp_path / "out") as lock:
         worker = _start_worker(tmp_path / "out", 1, lock)
     assert worker.stdin is not None
@@ -258,7 +260,7 @@ def test_a_worker_ends_with_its_parent(records: Path, tmp_path: Path) -> None:
 
 def test_prompts_are_no_targets_and_labels_are_kept(tmp_path: Path) -> None:
     source = write_records(tmp_path / "a.jsonl", [{"prompt": "ab", "answer": "cde"}, {"text": "fg"}])
-    manifest = build_corpus(recipe(source), tmp_path / "out", 1, silent)
+    manifest = build_corpus(recipe(source), tmp_path / "out", workers=1, progress=silent)
     table = np.fromfile(tmp_path / "out" / "00000.docs", DOCUMENT_DTYPE)
     assert manifest.loss_mask
     assert table["skip"].tolist() == [2, 0]
@@ -266,14 +268,14 @@ def test_prompts_are_no_targets_and_labels_are_kept(tmp_path: Path) -> None:
     assert table["label"].tolist() == [-1, -1]
     assert texts(tmp_path / "out") == ["abcde<|end|>", "fg<|end|>"]
     source = write_records(tmp_path / "b.jsonl", [{"text": "x", "label": 4}, {"text": "y", "label": 0}])
-    assert build_corpus(recipe(source, labelled=True), tmp_path / "labels", 1, silent).classes == 5
+    assert build_corpus(recipe(source, labelled=True), tmp_path / "labels", workers=1, progress=silent).classes == 5
 
 
 def test_the_corpus_hash_is_that_of_the_text(tmp_path: Path) -> None:
     def built(name: str, lines: list[str]) -> CorpusManifest:
         (tmp_path / name).mkdir()
         source = write_records(tmp_path / name / "x.jsonl", [{"text": line} for line in lines])
-        return build_corpus(recipe(source), tmp_path / name / "out", 1, silent)
+        return build_corpus(recipe(source), tmp_path / name / "out", workers=1, progress=silent)
 
     first, same, other = built("a", ["x", "y"]), built("b", ["x", "y"]), built("c", ["y", "x"])
     assert first.corpus_hash == same.corpus_hash != other.corpus_hash
@@ -293,7 +295,9 @@ def test_two_threads_build_once(records: Path, tmp_path: Path) -> None:
     heard: list[int] = []
     threads = [
         threading.Thread(
-            target=build_corpus, args=(recipe(records), tmp_path / "out", 1, lambda w, d, t: heard.append(d))
+            target=build_corpus,
+            args=(recipe(records), tmp_path / "out"),
+            kwargs={"workers": 1, "progress": lambda w, d, t: heard.append(d)},
         )
         for _ in range(2)
     ]

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.core.errors import InputError
-from motet.data.corpus import discover, huggingface
+from motet.data.corpus import discover
 from motet.data.corpus.discover import FileRange, discover_corpus
 from motet.data.corpus.document_reader import TextDocument, read_documents
 from motet.data.settings import DataSourceSettings
@@ -167,9 +167,9 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The package `datasets`, of which one test needs one answer."""
     library = SimpleNamespace()
     monkeypatch.setitem(sys.modules, "datasets", library)
-    huggingface.open_hf_dataset.cache_clear()
+    discover.open_hf_dataset.cache_clear()
     yield library
-    huggingface.open_hf_dataset.cache_clear()
+    discover.open_hf_dataset.cache_clear()
 
 
 def test_a_dataset_in_pieces(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,6 +215,6 @@ def test_what_is_wrong_with_a_dataset(library: Any) -> None:
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    huggingface.open_hf_dataset.cache_clear()
+    discover.open_hf_dataset.cache_clear()
     with pytest.raises(InputError, match=r"needs the package `datasets`; install motet\[hf\]"):
         discover_corpus("hf:some/name")

@@ -17,7 +17,7 @@ BYTES = load_tokenizer("bytes")
 
 def made(seed: int = 0, width: int = 31, **settings: Any) -> SyntheticClassificationData:
     given = DataSettings(objective="classify", tokenizer="bytes", **settings)
-    return open_synthetic_source("synthetic:majority", given, BYTES, seed, width)
+    return open_synthetic_source("synthetic:majority", given, BYTES, seed=seed, width=width)
 
 
 @given(st.integers(0, 2**60), st.integers(3, 80))

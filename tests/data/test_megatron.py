@@ -66,9 +66,9 @@ def damaged(tmp_path: Path, place: int, value: bytes, cut: int | None = None) ->
         (17, b"\x09", None, "c.idx: version 1 with dtype code 9 is unknown"),
         (0, b"", 20, "c.idx is cut short: 20 bytes, the header alone has 34"),
         (0, b"", 100, "c.idx is cut short: 100 bytes where 6 sequences and 5 borders need 146"),
-        (34 + 24 + 8, struct.pack("<q", 99), None, "c.idx: the sequences do not follow one another without gaps"),
+        (34 + 24 + 8, struct.pack("<q", 99), None, "c.idx: the sequences have gaps or overlaps"),
         (34 + 72 + 8, struct.pack("<q", 9), None, "c.idx: the document borders do not ascend within the 6 sequences"),
-        (34, struct.pack("<i", -3), None, "c.idx: the sequences do not follow one another without gaps"),
+        (34, struct.pack("<i", -3), None, "c.idx: the sequences have gaps or overlaps"),
     ],
 )
 def test_damaged_indices(tmp_path: Path, place: int, value: bytes, cut: int | None, message: str) -> None:
@@ -79,7 +79,7 @@ def test_truncated_tokens(tmp_path: Path) -> None:
     prefix = write_megatron(tmp_path / "c", DOCUMENTS, 4)
     tokens = Path(f"{prefix}.bin")
     tokens.write_bytes(tokens.read_bytes()[:-3])
-    with pytest.raises(InputError, match=r"c\.bin has 29 bytes, but c\.idx speaks of 8 tokens of int32 = 32 bytes"):
+    with pytest.raises(InputError, match=r"c\.bin has 29 bytes, but c\.idx says 8 tokens of int32 = 32 bytes"):
         open_megatron(prefix)
 
 

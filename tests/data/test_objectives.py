@@ -29,7 +29,7 @@ def some_rows(draw: st.DrawFn, width: int = 9) -> TokenWindows:
     stream = cut_into_windows(segments, width - 1, width, keep_partial=True)
     assume(stream.num_samples)
     return gather_windows(
-        stream, np.arange(stream.num_samples), lambda start, count: np.arange(start, start + count), PAD
+        stream, np.arange(stream.num_samples), lambda start, count: np.arange(start, start + count), pad_id=PAD
     )
 
 
@@ -71,7 +71,7 @@ MASKING = TokenMaskingRule(fraction=0.5, mask_id=MASK, vocab_size=40, never_mask
 @given(some_rows(), st.integers(0, 2**60), st.booleans())
 def test_masked(rows: TokenWindows, seed: int, restart: bool) -> None:
     row_keys = derive_keys(seed, np.arange(len(rows.tokens)))
-    arrays = masked_objective(rows, row_keys, MASKING, restart)
+    arrays = masked_objective(rows, row_keys, MASKING, isolate_documents=restart)
     assert (arrays.targets == rows.tokens).all()
     changed = arrays.tokens != rows.tokens
     assert not (changed & ~arrays.weights).any()
@@ -81,7 +81,9 @@ def test_masked(rows: TokenWindows, seed: int, restart: bool) -> None:
     # A row alone gives the same.
     last = len(rows.tokens) - 1
     alone = TokenWindows(*(getattr(rows, name)[last:] for name in ("tokens", "size", "segment", "eligible", "label")))
-    assert (masked_objective(alone, row_keys[last:], MASKING, restart).tokens[0] == arrays.tokens[last]).all()
+    assert (
+        masked_objective(alone, row_keys[last:], MASKING, isolate_documents=restart).tokens[0] == arrays.tokens[last]
+    ).all()
 
 
 def test_shares_of_masked_tokens() -> None:
@@ -91,7 +93,7 @@ def test_shares_of_masked_tokens() -> None:
         tokens, np.full(count, width), np.zeros_like(tokens), np.ones(tokens.shape, bool), np.zeros(count)
     )
     masking = TokenMaskingRule(fraction=0.15, mask_id=MASK, vocab_size=40, never_masked_ids=())
-    arrays = masked_objective(rows, derive_keys(1, np.arange(count)), masking, True)
+    arrays = masked_objective(rows, derive_keys(1, np.arange(count)), masking, isolate_documents=True)
     chosen = arrays.weights.sum()
     shares = np.array([(arrays.tokens == MASK).sum(), (arrays.tokens < 40).sum()]) / chosen
     # Five standard deviations each, of 100,000 and of 15,000 draws.

@@ -42,7 +42,7 @@ def some_segments(draw: st.DrawFn) -> DocumentSegments:
 
 
 def check_rows(stream: PackedTokenStream, expected: list[list[tuple[int, int]]]) -> None:
-    rows = gather_windows(stream, np.arange(stream.num_samples), read, PAD)
+    rows = gather_windows(stream, np.arange(stream.num_samples), read, pad_id=PAD)
     assert rows.tokens.shape == (stream.num_samples, stream.width)
     starts = stream.segments.start
     for row, window in enumerate(expected):
@@ -64,7 +64,7 @@ def test_a_stream_is_cut_every_stride(segments: DocumentSegments, stride: int, e
     expected = [window for window in expected if len(window) > extra]
     if not partial:
         expected = [window for window in expected if len(window) == stride + extra]
-    stream = cut_into_windows(segments, stride, stride + extra, partial)
+    stream = cut_into_windows(segments, stride, stride + extra, keep_partial=partial)
     assert stream.num_samples == len(expected)
     check_rows(stream, expected)
 
@@ -101,7 +101,9 @@ def test_rows_do_not_depend_on_who_else_is_asked_for(
     if stream.num_samples == 0:
         return
     chosen = np.array(data.draw(st.lists(st.integers(0, stream.num_samples - 1), min_size=1, max_size=6)))
-    everything, some = (gather_windows(stream, which, read, PAD) for which in (np.arange(stream.num_samples), chosen))
+    everything, some = (
+        gather_windows(stream, which, read, pad_id=PAD) for which in (np.arange(stream.num_samples), chosen)
+    )
     for name in ("tokens", "size", "segment", "eligible", "label"):
         assert (getattr(some, name) == getattr(everything, name)[chosen]).all()
 
@@ -113,7 +115,12 @@ def test_neighbouring_documents_are_read_in_one_go() -> None:
         calls.append((start, count))
         return read(start, count)
 
-    gather_windows(cut_into_windows(segments([3, 4, 5, 4], [2, 0, 0, 7]), 16, 16, False), np.array([0]), counted, PAD)
+    gather_windows(
+        cut_into_windows(segments([3, 4, 5, 4], [2, 0, 0, 7]), 16, 16, keep_partial=False),
+        np.array([0]),
+        counted,
+        pad_id=PAD,
+    )
     assert calls == [(2, 12), (21, 4)]
 
 

@@ -119,18 +119,20 @@ def test_of_several_processes_one_builds(tmp_path: Path) -> None:
 
 def test_a_built_folder_brings_its_tokenizer(tmp_path: Path) -> None:
     fields = DataSourceSettings(source=str(SMALL))
-    build_corpus_folder(fields, settings(tmp_path, tokenizer="bpe:300"), tmp_path / "built", lambda *told: None)
+    build_corpus_folder(
+        fields, settings(tmp_path, tokenizer="bpe:300"), tmp_path / "built", progress=lambda *told: None
+    )
     prepared = prepare_data(settings(tmp_path, source=str(tmp_path / "built")))
     assert (prepared.vocab_size, prepared.tokenizer) == (300, str(tmp_path / "built"))
     text = DataSourceSettings(source=str(SMALL), weight=2.0)
     mixed = prepare_data(settings(tmp_path, mixture=(DataSourceSettings(source=str(tmp_path / "built")), text)))
     assert [corpus.weight for corpus in mixed.corpora] == [1.0, 2.0]
     assert mixed.vocab_size == 300
-    build_corpus_folder(fields, settings(tmp_path), tmp_path / "bytes", lambda *told: None)
+    build_corpus_folder(fields, settings(tmp_path), tmp_path / "bytes", progress=lambda *told: None)
     both = tuple(DataSourceSettings(source=str(tmp_path / name)) for name in ("built", "bytes"))
     refuse(settings(tmp_path, mixture=both), "were built with different tokenizers; build one again")
     with pytest.raises(InputError, match=r"holds no text to build from: it is built already"):
-        build_corpus_folder(both[0], settings(tmp_path), tmp_path / "again", lambda *told: None)
+        build_corpus_folder(both[0], settings(tmp_path), tmp_path / "again", progress=lambda *told: None)
     (tmp_path / "built" / "00000.bin").write_bytes(b"")
     refuse(settings(tmp_path, source=str(tmp_path / "built")), r"00000\.bin has 0 bytes .*; build the corpus again")
 

@@ -65,7 +65,9 @@ def test_too_short() -> None:
 def test_source_and_targets_hold_the_text(length: int, fraction: float, seed: int, count: int) -> None:
     shape = span_corruption_lengths(length, fraction, len(SENTINELS))
     rows = text(count, shape.raw_tokens, [])
-    arrays = corrupt_spans(rows, derive_keys(seed, np.arange(count)), shape, SPECIAL, True)
+    arrays = corrupt_spans(
+        rows, derive_keys(seed, np.arange(count)), shape, special_tokens=SPECIAL, isolate_documents=True
+    )
     assert arrays.source is not None
     assert arrays.source.shape == (count, shape.source_tokens)
     assert arrays.tokens.shape == arrays.targets.shape == (count, shape.target_tokens)
@@ -116,11 +118,13 @@ def test_documents_do_not_see_one_another(seed: int, starts: list[int]) -> None:
     shape = span_corruption_lengths(64, 0.4, len(SENTINELS))
     rows = text(1, shape.raw_tokens, starts)
     owners(
-        corrupt_spans(rows, derive_keys(seed, np.arange(1)), shape, SPECIAL, True),
+        corrupt_spans(rows, derive_keys(seed, np.arange(1)), shape, special_tokens=SPECIAL, isolate_documents=True),
         0,
         [s for s in starts if s < shape.raw_tokens],
     )
-    together = corrupt_spans(rows, derive_keys(seed, np.arange(1)), shape, SPECIAL, False)
+    together = corrupt_spans(
+        rows, derive_keys(seed, np.arange(1)), shape, special_tokens=SPECIAL, isolate_documents=False
+    )
     assert together.documents is None
     assert together.weights.all()
 
@@ -128,7 +132,13 @@ def test_documents_do_not_see_one_another(seed: int, starts: list[int]) -> None:
 def test_every_place_is_cut_about_as_often() -> None:
     shape = span_corruption_lengths(40, 0.3, len(SENTINELS))
     count = 4000
-    arrays = corrupt_spans(text(count, shape.raw_tokens, []), derive_keys(3, np.arange(count)), shape, SPECIAL, True)
+    arrays = corrupt_spans(
+        text(count, shape.raw_tokens, []),
+        derive_keys(3, np.arange(count)),
+        shape,
+        special_tokens=SPECIAL,
+        isolate_documents=True,
+    )
     cut = arrays.targets[arrays.targets < count * shape.raw_tokens]
     cut = cut[(cut < 1000) | (cut > 2001)] % shape.raw_tokens
     often = np.bincount(cut, minlength=shape.raw_tokens) / count

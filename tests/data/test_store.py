@@ -21,7 +21,7 @@ from motet.data.corpus.token_store import (
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    build_corpus(recipe(SMALL), tmp_path / "out", 1, silent)
+    build_corpus(recipe(SMALL), tmp_path / "out", workers=1, progress=silent)
     return tmp_path / "out"
 
 
@@ -79,7 +79,7 @@ def test_reading_across_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("motet.data.corpus.discover._MIN_RANGE_BYTES", 10)
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(name * 8)
-    build_corpus(recipe(tmp_path), tmp_path / "out", 1, silent)
+    build_corpus(recipe(tmp_path), tmp_path / "out", workers=1, progress=silent)
     store = open_built_corpus(tmp_path / "out")
     assert len(store.files) == 3
     everything = [*b"a" * 8, 256, *b"b" * 8, 256, *b"c" * 8, 256]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from motet.core.errors import InputError
-from motet.data.corpus.prepared_data import PreparedData
+from motet.data.corpus.token_store import PreparedData
 from motet.train.job import Job, builtin_jobs, load_job
 from motet.train.launch.preflight import check_data, check_job
 

@@ -40,7 +40,7 @@ def build_command(
 
     fields, settings = _parse_settings(source, options or [], tokenizer, workers)
     with show_progress() as progress:
-        manifest = build_corpus_folder(fields, settings, out, progress)
+        manifest = build_corpus_folder(fields, settings, out, progress=progress)
     if json:
         print_json(manifest.to_json())
     else:

@@ -1,1 +1,1 @@
-"""From a corpus to the samples of a step, the same for every layout."""
+"""A corpus and the samples of each step, the same for every layout."""

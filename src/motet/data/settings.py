@@ -1,4 +1,4 @@
-"""The `[data]` section: where text comes from, how it becomes tokens, and which samples a step sees."""
+"""The `[data]` section: text sources, tokenizer, and the samples of a step."""
 
 from typing import Annotated, Literal, Self
 
@@ -10,7 +10,7 @@ Objective = Literal["causal", "masked", "spans", "classify"]
 
 
 class DataSourceSettings(FrozenSettings):
-    """One corpus, and its share in the mixture."""
+    """One corpus, and its weight in the mixture."""
 
     source: FilePathText
     """`stdlib`; `synthetic:RULE`; a file, folder or pattern of .txt .md .py .jsonl .parquet; a folder made by
@@ -21,11 +21,11 @@ class DataSourceSettings(FrozenSettings):
     answer_field: str = "answer"
     """A record with both of these is fine-tuning data: only the answer is a target."""
     label_field: str = "label"
-    """The class of a record, a whole number from 0; read for the objective `classify` alone."""
+    """The class of a record, a whole number from 0; read only for the objective `classify`."""
 
 
 class DataSettings(FrozenSettings):
-    """What the model is trained on."""
+    """Data that the model is trained on."""
 
     source: FilePathText = "stdlib"
     """Shorthand for a mixture of one; see `data.mixture.source`."""
@@ -42,13 +42,13 @@ class DataSettings(FrozenSettings):
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
     test_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
     mask_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.15
-    """`masked` and `spans`: the share of tokens that are to be predicted."""
+    """`masked` and `spans`: the fraction of tokens that are to be predicted."""
     samples: Annotated[int, Field(ge=1)] | None = None
-    """Train on only so many samples of each corpus; the number to make for `synthetic:` sources (10,000 when not given)."""
+    """Train on at most this many samples of each corpus; `synthetic:` sources make this many (10,000 when not given)."""
     workers: Annotated[int, Field(ge=1)] | None = None
     """Processes that tokenise; all cores when not given."""
     cache: FilePathText | None = None
-    """Where built corpora are kept; `~/.cache/motet` when not given."""
+    """The folder of built corpora; `~/.cache/motet` when not given."""
 
     @model_validator(mode="after")
     def _check_training_fraction(self) -> Self:
@@ -60,5 +60,5 @@ class DataSettings(FrozenSettings):
         return self
 
     def sources(self) -> tuple[DataSourceSettings, ...]:
-        """The mixture, of one corpus where only `source` is given."""
+        """The mixture, with one corpus if only `source` is set."""
         return self.mixture or (DataSourceSettings(source=self.source),)

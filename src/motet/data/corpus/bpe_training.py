@@ -14,7 +14,7 @@ from motet.data.settings import DataSourceSettings
 # A corpus, the names of its fields, and whether its records have labels.
 TrainingText = tuple[CorpusFiles, DataSourceSettings, bool]
 
-# Bytes of text that are looked at, evenly spread over a larger corpus; more hardly changes the merges.
+# Bytes of text used, evenly distributed over a larger corpus; more hardly changes the merges.
 MAX_TRAINING_BYTES = 64 << 20
 
 
@@ -22,8 +22,7 @@ def bpe_vocab_size(spec: str, sentinels: int) -> int | None:
     """SIZE of `bpe:SIZE`; None for a tokenizer that is not trained."""
     if not spec.startswith("bpe:"):
         return None
-    size = spec.removeprefix("bpe:")
-    minimum = 256 + len(special_token_names(sentinels))
+    size, minimum = spec.removeprefix("bpe:"), 256 + len(special_token_names(sentinels))
     if not size.isdecimal() or int(size) < minimum:
         raise InputError(
             f"data.tokenizer = {spec!r}: SIZE must be a number of at least {minimum} "
@@ -49,7 +48,6 @@ def train_bpe(corpora: list[TrainingText], size: int, sentinels: int) -> Tokeniz
 
 def _texts(corpora: list[TrainingText]) -> Iterator[str]:
     for corpus, fields, has_labels in corpora:
-        stride = -(-corpus.size // MAX_TRAINING_BYTES)
-        for file_range in corpus.file_ranges[::stride]:
+        for file_range in corpus.file_ranges[:: -(-corpus.size // MAX_TRAINING_BYTES)]:
             for document in read_documents(file_range, fields, has_labels):
                 yield from (document.prompt or "", document.text)

@@ -1,14 +1,14 @@
-"""Building a corpus: pieces of text become shards of tokens, several at once, and a broken-off build goes on.
+"""Building a corpus: ranges of text become shards of tokens in parallel, and an interrupted build continues.
 
-A shard is written under another name, renamed, and then marked as done with its checksum. Whoever builds again keeps
-the shards whose mark and content agree and makes the rest. The tokens depend on the text and the tokenizer alone, so
-the folder is the same to the byte however often and wherever it was broken off.
+A shard is written under a temporary name, renamed, and then marked as done with its checksum. The next build keeps the
+shards whose mark and content agree. The tokens depend only on the text and the tokenizer, so the folder has the same
+bytes however often its build was interrupted.
 """
 
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import filelock
@@ -21,7 +21,6 @@ from motet.data.corpus.token_store import (
     CORPUS_FORMAT_VERSION,
     DOCUMENT_DTYPE,
     CorpusManifest,
-    CorpusShardEntry,
     delete_corpus_files,
     find_damage,
     is_built_corpus,
@@ -34,14 +33,14 @@ from motet.data.corpus.tokenize_workers import build_in_processes, wait_for_orph
 from motet.data.corpus.tokenizer import Tokenizer
 from motet.data.settings import DataSourceSettings
 
-ProgressCallback = Callable[[str, int, int], None]  # Called with what is being done, and how many bytes of how many are
+ProgressCallback = Callable[[str, int, int], None]  # Called with the activity, the bytes done, and all bytes
 
-_IN_PROCESS_BYTES = 1 << 20  # Bytes of text below which starting a process takes longer than the work
+_IN_PROCESS_BYTES = 1 << 20  # Less text than this takes less time than starting a process
 
 
 @dataclass(frozen=True)
 class CorpusBuildSpec:
-    """All that decides the content of a built folder."""
+    """Everything that decides the content of a built folder."""
 
     corpus: CorpusFiles
     fields: DataSourceSettings
@@ -51,16 +50,10 @@ class CorpusBuildSpec:
 
     @property
     def key(self) -> str:
-        """A name for this content."""
+        """A hash of everything that decides the content."""
         names = self.fields.model_dump(exclude={"weight", "source"})
-        parts = [
-            CORPUS_FORMAT_VERSION,
-            self.corpus.identity,
-            names,
-            self.has_labels,
-            self.tokenizer.fingerprint,
-            self.num_sentinels,
-        ]
+        tokenizer = (self.tokenizer.fingerprint, self.num_sentinels)
+        parts = [CORPUS_FORMAT_VERSION, self.corpus.identity, names, self.has_labels, *tokenizer]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()
 
     @property
@@ -69,15 +62,15 @@ class CorpusBuildSpec:
 
 
 def build_corpus(
-    spec: CorpusBuildSpec, out: Path, workers: int, progress: ProgressCallback, is_cache_folder: bool = False
+    spec: CorpusBuildSpec, out: Path, *, workers: int, progress: ProgressCallback, is_cache_folder: bool = False
 ) -> CorpusManifest:
-    """The built folder, new or continued; one that is finished and whole is left as it is.
+    """The built folder, new or continued; an undamaged finished one is not changed.
 
-    An `owned` folder is named by its recipe, in a cache: whatever else is found in it is damage, and made again.
+    The key of its spec names a cache folder, so any other content of it is damage, and built again.
     """
     with report_write_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        # Whoever comes second waits for the first and finds the work done.
+        # The second process waits for the first and then needs no build.
         with filelock.FileLock(out.parent / f".{out.name}.lock"):
             if out.is_dir():
                 wait_for_orphans(out)
@@ -88,22 +81,30 @@ def build_corpus(
                     raise
                 delete_corpus_files(out)
                 finished = None
-            return finished or _build_missing_shards(spec, out, workers, progress)
+            return finished or _build_missing_shards(spec, out, workers=workers, progress=progress)
 
 
 def check_output_folder(out: Path) -> None:
-    """Before anything is trained or made; `build` looks closer, while nobody else is at work in the folder."""
+    """Raise for a folder that holds something else, before anything is trained; `build_corpus` checks again."""
+    names = _file_names(out)
+    if not any(is_corpus_file(name) for name in names):
+        _check_empty(out, names)
+
+
+def _file_names(out: Path) -> list[str]:
     if out.exists() and not out.is_dir():
         raise InputError(f"{out} is a file; choose a folder")
-    names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
-    if names and not any(is_corpus_file(name) for name in names):
+    return sorted(path.name for path in out.iterdir()) if out.is_dir() else []
+
+
+def _check_empty(out: Path, names: list[str]) -> None:
+    if names:
         raise InputError(f"{out} is not empty and holds no corpus (but {names[0]!r}); choose another folder")
 
 
 def _finished_manifest(spec: CorpusBuildSpec, out: Path) -> CorpusManifest | None:
-    """The manifest of an earlier build of the same; a damaged one is cleared away, anything else is refused."""
-    if out.exists() and not out.is_dir():
-        raise InputError(f"{out} is a file; choose a folder")
+    """The manifest of an earlier build of the same spec; a damaged one is deleted, other content raises."""
+    names = _file_names(out)
     if is_built_corpus(out):
         manifest = read_corpus_manifest(out)
         if manifest.recipe != spec.key:
@@ -114,20 +115,19 @@ def _finished_manifest(spec: CorpusBuildSpec, out: Path) -> CorpusManifest | Non
         if find_damage(out, manifest, checksums=True) is None:
             return manifest
         delete_corpus_files(out)
-    elif out.is_dir() and not (out / "plan.json").is_file():
-        foreign_names = sorted(path.name for path in out.iterdir() if path.name != "plan.json.tmp")
-        if foreign_names:
-            raise InputError(
-                f"{out} is not empty and holds no corpus (but {foreign_names[0]!r}); choose another folder"
-            )
+    elif "plan.json" not in names:
+        _check_empty(out, [name for name in names if name != "plan.json.tmp"])
     return None
 
 
-def _build_missing_shards(spec: CorpusBuildSpec, out: Path, workers: int, progress: ProgressCallback) -> CorpusManifest:
+def _build_missing_shards(
+    spec: CorpusBuildSpec, out: Path, *, workers: int, progress: ProgressCallback
+) -> CorpusManifest:
     plan = _write_plan(spec, out)
-    done = {shard_id for shard_id in range(len(plan.shards)) if read_finished_shard(out, shard_id, verify=True)}
-    missing = [number for number in range(len(plan.shards)) if number not in done]
-    progress("tokenising", bytes_done := sum(plan.shard_bytes(number) for number in done), spec.corpus.size)
+    shard_ids = range(len(plan.shards))
+    missing = [shard_id for shard_id in shard_ids if not read_finished_shard(out, shard_id, verify=True)]
+    bytes_done = sum(plan.shard_bytes(shard_id) for shard_id in shard_ids if shard_id not in missing)
+    progress("tokenising", bytes_done, spec.corpus.size)
 
     def advance(bytes_read: int) -> None:
         nonlocal bytes_done
@@ -135,21 +135,21 @@ def _build_missing_shards(spec: CorpusBuildSpec, out: Path, workers: int, progre
         progress("tokenising", min(bytes_done, spec.corpus.size), spec.corpus.size)
 
     if spec.corpus.size < _IN_PROCESS_BYTES:
-        for number in missing:
-            build_shard(out, plan, number, spec.tokenizer, advance)
+        for shard_id in missing:
+            build_shard(out, plan, shard_id, tokenizer=spec.tokenizer, advance=advance)
     elif missing:
-        build_in_processes(out, missing, workers, advance)
+        build_in_processes(out, missing, workers=workers, advance=advance)
     return _write_manifest(spec, plan, out)
 
 
 def _write_plan(spec: CorpusBuildSpec, out: Path) -> CorpusBuildPlan:
-    """The plan of an unfinished build when it is the same as ours; else the folder starts anew."""
-    has_tokenizer_file = not spec.tokenizer.is_byte_level
+    """Keep the plan of an unfinished build of the same spec, else start anew."""
+    is_byte_level = spec.tokenizer.is_byte_level
     plan = CorpusBuildPlan(
         recipe=spec.key,
         fields=spec.fields,
         labelled=spec.has_labels,
-        tokenizer="tokenizer.json" if has_tokenizer_file else "bytes",
+        tokenizer="bytes" if is_byte_level else "tokenizer.json",
         sentinels=spec.num_sentinels,
         dtype=spec.dtype,
         shards=spec.corpus.shards(),
@@ -159,29 +159,27 @@ def _write_plan(spec: CorpusBuildSpec, out: Path) -> CorpusBuildPlan:
         out.mkdir(exist_ok=True)
         delete_corpus_files(out)
         write_json_atomically(out / "plan.json", plan.to_json())
-    # Written anew even when it is there: the build may have been broken off in the middle of it.
-    if has_tokenizer_file:
+    # Written again even if it exists: the build may have been interrupted in the middle of the file.
+    if not is_byte_level:
         spec.tokenizer.save(out)
     return plan
 
 
 def _write_manifest(spec: CorpusBuildSpec, plan: CorpusBuildPlan, out: Path) -> CorpusManifest:
-    """Sum up the shards, write the manifest, and clear away what only an unfinished build needs."""
+    """Sum up the shards, write the manifest, and delete the files that only an unfinished build needs."""
     shard_ids = range(len(plan.shards))
-    entries = [
-        entry for shard_id in shard_ids if (entry := read_finished_shard(out, shard_id, verify=False)) is not None
-    ]
-    assert len(entries) == len(plan.shards), "every shard was just built"
-    digest, classes, loss_mask = hashlib.blake2b(digest_size=16), 0, False
-    for number in shard_ids:
-        table = np.fromfile(out / f"{number:05}.docs", dtype=DOCUMENT_DTYPE)
-        digest.update(table["hash"].tobytes())
-        classes = max(classes, int(table["label"].max(initial=-1)) + 1)
-        loss_mask = loss_mask or bool(table["skip"].any())
-    if not any(entry.documents for entry in entries):
+    shards = [shard for i in shard_ids if (shard := read_finished_shard(out, i, verify=False)) is not None]
+    assert len(shards) == len(plan.shards), "every shard was just built"
+    if not any(shard.documents for shard in shards):
         delete_corpus_files(out)
         out.rmdir()
         raise InputError(f"data source {spec.corpus.name!r} is empty: it holds no document with text")
+    digest, classes, loss_mask = hashlib.blake2b(digest_size=16), 0, False
+    for shard_id in shard_ids:
+        table = np.fromfile(out / f"{shard_id:05}.docs", dtype=DOCUMENT_DTYPE)
+        digest.update(table["hash"].tobytes())
+        classes = max(classes, int(table["label"].max(initial=-1)) + 1)
+        loss_mask = loss_mask or bool(table["skip"].any())
     manifest = CorpusManifest(
         source=spec.corpus.name,
         recipe=plan.recipe,
@@ -189,12 +187,12 @@ def _write_manifest(spec: CorpusBuildSpec, plan: CorpusBuildPlan, out: Path) -> 
         sentinels=plan.sentinels,
         vocab_size=spec.tokenizer.vocab_size,
         dtype=plan.dtype,
-        documents=sum(entry.documents for entry in entries),
-        tokens=sum(entry.tokens for entry in entries),
+        documents=sum(shard.documents for shard in shards),
+        tokens=sum(shard.tokens for shard in shards),
         corpus_hash=digest.hexdigest(),
         loss_mask=loss_mask,
         classes=classes,
-        shards=tuple(CorpusShardEntry(**asdict(entry)) for entry in entries),
+        shards=tuple(shards),
     )
     write_json_atomically(out / "manifest.json", manifest.to_json())
     for path in [out / "plan.json", *out.glob("*.done"), *out.glob("*.tmp")]:

@@ -1,7 +1,7 @@
-"""Finding the documents of a source: which files, in which order, cut into which pieces.
+"""The files of a data source, in order, cut into ranges.
 
-Nothing is read here but names, sizes and times. Large files are cut into pieces, so that many processes can share
-the work and a build that was broken off need not start again; the pieces depend on the files alone.
+Only names, sizes and times are read here. Ranges of large files let many processes share the work, and let an
+interrupted build continue; they depend on the files alone. Hugging Face datasets come through the package `datasets`.
 """
 
 import hashlib
@@ -9,11 +9,11 @@ import os
 import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from motet.core.errors import InputError
-from motet.data.corpus.huggingface import describe_hf_dataset
 
 FileFormat = Literal["text", "jsonl", "parquet", "hf"]
 
@@ -28,18 +28,18 @@ _MIN_RANGE_BYTES, _MAX_RANGE_BYTES, _TARGET_RANGES = 2 << 20, 256 << 20, 256
 
 @dataclass(frozen=True)
 class FileRange:
-    """A part of a corpus that is read in one go."""
+    """A part of a corpus that one process reads."""
 
     path: str
     format: FileFormat
     start: int  # First byte of a JSONL file, row group of a Parquet file, or row of a dataset; 0 for text
     stop: int
-    size: int  # Bytes, roughly: for balance and progress
+    size: int  # Approximate bytes, for balance and progress
 
 
 @dataclass(frozen=True)
 class CorpusFiles:
-    """The pieces of a source in the order of its documents."""
+    """The ranges of a source in the order of its documents."""
 
     name: str
     file_ranges: tuple[FileRange, ...]
@@ -47,43 +47,77 @@ class CorpusFiles:
 
     @property
     def size(self) -> int:
-        return sum(piece.size for piece in self.file_ranges)
+        return sum(file_range.size for file_range in self.file_ranges)
 
     def shards(self) -> list[list[FileRange]]:
-        """Pieces in groups of about equal size: one group is one file of tokens."""
+        """Ranges in groups of about equal size; a group becomes one file of tokens."""
         groups: list[list[FileRange]] = []
         limit, filled = target_range_bytes(self.size), 0
         for file_range in self.file_ranges:
             if not groups or filled + file_range.size > limit:
-                groups.append([file_range])
-                filled = file_range.size
-            else:
-                groups[-1].append(file_range)
-                filled += file_range.size
+                groups.append([])
+                filled = 0
+            groups[-1].append(file_range)
+            filled += file_range.size
         return groups
 
 
 def target_range_bytes(total: int) -> int:
-    """Bytes of a piece or shard: a small corpus still feeds several processes, a large one has some thousand shards."""
+    """Bytes of a range or shard: a small corpus still feeds several processes, a large one has some thousand shards."""
     return min(max(total // _TARGET_RANGES, _MIN_RANGE_BYTES), _MAX_RANGE_BYTES)
 
 
 def discover_corpus(source: str) -> CorpusFiles:
     """The corpus of `stdlib`, of `hf:NAME`, or of a file, folder or pattern."""
     if source.startswith("hf:"):
-        rows, size, fingerprint = describe_hf_dataset(source)
-        step = max(1, rows * target_range_bytes(size) // max(size, 1))
-        file_ranges = _split_into_ranges(source, "hf", rows, step, size)
-        return CorpusFiles(source, tuple(file_ranges), _identity_hash([source, fingerprint, str(rows)]))
+        return _discover_hf_dataset(source)
     files = _stdlib_files() if source == "stdlib" else _find_files(source)
     stats = [(path, path.stat()) for path in files]
     total = sum(stat.st_size for _, stat in stats)
     if total == 0:
         raise InputError(f"data source {source!r} is empty ({len(files)} files of 0 bytes); give one that holds text")
     step = target_range_bytes(total)
-    file_ranges = [piece for path, stat in stats for piece in _ranges_of_file(path, stat.st_size, step)]
-    file_states = [f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}" for path, stat in stats]
-    return CorpusFiles(source, tuple(file_ranges), _identity_hash(file_states))
+    ranges = [file_range for path, stat in stats for file_range in _ranges_of_file(path, stat.st_size, step)]
+    states = [f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}" for path, stat in stats]
+    return CorpusFiles(source, tuple(ranges), _identity_hash(states))
+
+
+def _discover_hf_dataset(source: str) -> CorpusFiles:
+    dataset = open_hf_dataset(source)
+    rows, size = len(dataset), int(dataset.data.nbytes)
+    if rows == 0:
+        raise InputError(f"data source {source!r} is empty (0 rows); give one that holds text")
+    step = max(1, rows * target_range_bytes(size) // max(size, 1))
+    ranges = _split_into_ranges(source, "hf", rows, step=step, size=size)
+    return CorpusFiles(source, tuple(ranges), _identity_hash([source, str(dataset._fingerprint), str(rows)]))
+
+
+@lru_cache(maxsize=4)
+def open_hf_dataset(source: str) -> Any:
+    """The dataset of `hf:NAME`, `hf:NAME:CONFIG`, or `hf:FOLDER` of `Dataset.save_to_disk`; opened once per process.
+
+    Of several splits only `train` is read, since motet splits by itself.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise InputError(f"data source {source!r} needs the package `datasets`; install motet[hf]") from None
+    name = source.removeprefix("hf:")
+    folder = Path(name).expanduser()
+    try:
+        if folder.is_dir():
+            dataset = datasets.load_from_disk(str(folder))
+        else:
+            repository, _, config = name.partition(":")
+            dataset = datasets.load_dataset(repository, config or None)
+    except Exception as error:  # noqa: BLE001 - the library has different errors for every host and format
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(f"data source {source!r} could not be loaded: {first_line}") from None
+    if not isinstance(dataset, dict):
+        return dataset
+    if "train" not in dataset:
+        raise InputError(f"data source {source!r} has no split `train`, only {', '.join(dataset)}")
+    return dataset["train"]
 
 
 def _identity_hash(parts: Iterable[str]) -> str:
@@ -93,15 +127,15 @@ def _identity_hash(parts: Iterable[str]) -> str:
 def _ranges_of_file(path: Path, size: int, step: int) -> list[FileRange]:
     kind = RECORD_SUFFIXES.get(path.suffix.lower(), "text")
     if kind == "jsonl":
-        return _split_into_ranges(str(path), kind, size, step, size)
+        return _split_into_ranges(str(path), kind, size, step=step, size=size)
     if kind == "parquet":
         groups = _count_row_groups(path)
-        return _split_into_ranges(str(path), kind, groups, max(1, groups * step // max(size, 1)), size)
+        return _split_into_ranges(str(path), kind, groups, step=max(1, groups * step // max(size, 1)), size=size)
     return [FileRange(str(path), "text", 0, size, size)] if size else []
 
 
-def _split_into_ranges(path: str, kind: FileFormat, units: int, step: int, size: int) -> list[FileRange]:
-    """`units` in pieces of `step`, `size` bytes in all."""
+def _split_into_ranges(path: str, kind: FileFormat, units: int, *, step: int, size: int) -> list[FileRange]:
+    """`units` in ranges of `step`, `size` bytes in all."""
     spans = [(start, min(start + step, units)) for start in range(0, units, step)]
     return [FileRange(path, kind, start, stop, size * (stop - start) // units) for start, stop in spans]
 
@@ -117,7 +151,7 @@ def _count_row_groups(path: Path) -> int:
 
 
 def _stdlib_files() -> list[Path]:
-    """Python's own library as source text: on every machine, though it differs between Python versions."""
+    """Python's standard library as source text, which differs between Python versions."""
     files = _walk_files(Path(sysconfig.get_path("stdlib")), _EXCLUDED_STDLIB_FOLDERS)
     return [path for path in files if path.suffix == ".py"]
 
@@ -140,8 +174,10 @@ def _find_files(source: str) -> list[Path]:
             f"data source {source!r} does not exist; give a file, a folder, a pattern, `stdlib` or hf:NAME"
         )
     if not files:
-        raise InputError(f"data source {source!r} holds no file of a known kind; known are .txt, .md, .py, .jsonl, "
-                         ".parquet and other source files")  # fmt: skip
+        raise InputError(
+            f"data source {source!r} holds no file of a known kind; known are .txt, .md, .py, .jsonl, .parquet and "
+            "other source files"
+        )
     return files
 
 
@@ -149,18 +185,18 @@ def _has_known_suffix(path: Path) -> bool:
     return path.suffix.lower() in TEXT_SUFFIXES or path.suffix.lower() in RECORD_SUFFIXES
 
 
-def _walk_files(root: Path, excluded_folders: frozenset[str] = frozenset()) -> list[Path]:
-    """The files of known kinds below a folder, by relative name; hidden ones and the folders `without` are left out."""
-    paths_found = []
-    for folder, subfolders, files in os.walk(root):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in excluded_folders]
-        paths = [Path(folder, name) for name in files if not name.startswith(".")]
-        paths_found += [path for path in paths if _has_known_suffix(path) and path.is_file()]
-    return sorted(paths_found, key=lambda path: path.relative_to(root).parts)
+def _walk_files(root: Path, excluded: frozenset[str] = frozenset()) -> list[Path]:
+    """The files of known kinds below a folder, sorted, without hidden ones and excluded folders."""
+    files: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in excluded]
+        paths = [Path(folder, name) for name in names if not name.startswith(".")]
+        files += [path for path in paths if _has_known_suffix(path) and path.is_file()]
+    return sorted(files, key=lambda path: path.relative_to(root).parts)
 
 
 def _glob_files(pattern: Path) -> list[Path]:
-    """The paths that match, sorted, without hidden ones; the search starts where the first `*`, `?` or `[` is."""
+    """The paths that match, sorted, without hidden ones; the search starts at the first `*`, `?` or `[`."""
     parts = pattern.parts
     first = next(i for i, part in enumerate(parts) if any(mark in part for mark in "*?["))
     base = Path(*parts[:first])

@@ -1,6 +1,6 @@
-"""Reading the documents of a piece: a text file is one document, a record of JSONL, Parquet or a dataset is one.
+"""Reading the documents of a file range: a text file is one document, as is a record of JSONL, Parquet or a dataset.
 
-A record with a prompt and an answer is fine-tuning data. Whatever is wrong is told with its file and line.
+A record with a prompt and an answer is fine-tuning data. Errors name the file and line.
 """
 
 import json
@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from motet.core.errors import InputError
-from motet.data.corpus.discover import FileRange
-from motet.data.corpus.huggingface import open_hf_dataset
+from motet.data.corpus.discover import FileRange, open_hf_dataset
 from motet.data.settings import DataSourceSettings
 
 
 @dataclass(frozen=True, slots=True)
 class TextDocument:
-    """A text, after a prompt that is not a target, with a class where there is one."""
+    """A text, after a prompt that is not a target, and its class."""
 
     text: str
     prompt: str | None = None
@@ -25,7 +24,7 @@ class TextDocument:
 
 
 def read_documents(file_range: FileRange, fields: DataSourceSettings, has_labels: bool) -> Iterator[TextDocument]:
-    """The documents of a piece in order, without empty ones."""
+    """The documents of a range in order, without empty ones."""
     try:
         yield from (document for document in _read_file_range(file_range, fields, has_labels) if document.text)
     except OSError as error:
@@ -39,37 +38,37 @@ def _read_file_range(file_range: FileRange, fields: DataSourceSettings, has_labe
         # A stray byte that is not UTF-8 must not end a build of a million files.
         yield TextDocument(Path(file_range.path).read_bytes().decode("utf-8", "replace"))
         return
+    columns = [fields.text_field, fields.prompt_field, fields.answer_field]
+    columns += [fields.label_field] if has_labels else []
     records = {"jsonl": _read_jsonl, "parquet": _read_parquet, "hf": _read_hf_dataset}[file_range.format]
-    for location, record in records(file_range, fields, has_labels):
-        yield _parse_document(record, fields, has_labels, location)
-
-
-LocatedRecords = Iterator[tuple["RecordLocation", Any]]
+    for location, record in records(file_range, columns):
+        if not isinstance(record, dict):
+            raise InputError(f"{location}: a record is an object with fields, not {json.dumps(record)[:40]}")
+        yield _parse_document(record, fields, location, has_labels=has_labels)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordLocation:
-    """Where a record stands: a line or row, counted from 1 when someone asks."""
+    """The line or row of a record, counted from 1 when it is printed."""
 
     path: str
     record_number: int
     from_byte: int = 0
 
     def __str__(self) -> str:
-        if not self.from_byte:
-            return f"{self.path}:{self.record_number}"
-        with Path(self.path).open("rb") as file:  # lines before the piece are counted only for a message
-            before = sum(chunk.count(b"\n") for chunk in _chunks(file.read, self.from_byte))
-        return f"{self.path}:{before + self.record_number}"
+        number, step = self.record_number, 1 << 20
+        if self.from_byte:  # lines before the range are counted only for a message
+            with Path(self.path).open("rb") as file:
+                chunks = (file.read(min(step, self.from_byte - start)) for start in range(0, self.from_byte, step))
+                number += sum(chunk.count(b"\n") for chunk in chunks)
+        return f"{self.path}:{number}"
 
 
-def _chunks(read_bytes: Any, total: int) -> Iterator[bytes]:
-    for start in range(0, total, 1 << 20):
-        yield read_bytes(min(1 << 20, total - start))
+LocatedRecords = Iterator[tuple[RecordLocation, Any]]
 
 
-def _read_jsonl(file_range: FileRange, _fields: DataSourceSettings, _labelled: bool) -> LocatedRecords:
-    """The lines whose first byte lies in the piece."""
+def _read_jsonl(file_range: FileRange, _columns: list[str]) -> LocatedRecords:
+    """The lines whose first byte lies in the range."""
     with Path(file_range.path).open("rb") as file:
         if file_range.start:
             file.seek(file_range.start - 1)
@@ -82,23 +81,21 @@ def _read_jsonl(file_range: FileRange, _fields: DataSourceSettings, _labelled: b
             location = RecordLocation(file_range.path, line_number, start)
             try:
                 yield location, json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                # The line alone was parsed: where it stands in the file is told by its place.
-                what = _json_problem(error) if isinstance(error, json.JSONDecodeError) else error
-                raise InputError(f"{location}: not valid JSON: {what}; mend or remove this line") from None
+            except json.JSONDecodeError as error:
+                # The error's own line number is always 1, since the line was parsed alone.
+                what = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
+                raise InputError(f"{location}: not valid JSON: {what}; fix or remove this line") from None
+            except UnicodeDecodeError as error:
+                raise InputError(f"{location}: not valid JSON: {error}; fix or remove this line") from None
 
 
-def _json_problem(error: json.JSONDecodeError) -> str:
-    return f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
-
-
-def _read_parquet(file_range: FileRange, fields: DataSourceSettings, has_labels: bool) -> LocatedRecords:
+def _read_parquet(file_range: FileRange, columns: list[str]) -> LocatedRecords:
     import pyarrow.lib
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(file_range.path) as file:
-            columns = _columns_to_read(file.schema_arrow.names, fields, has_labels)
+            columns = _existing_columns(file.schema_arrow.names, columns)
             row_number = sum(file.metadata.row_group(group).num_rows for group in range(file_range.start))
             for batch in file.iter_batches(row_groups=list(range(file_range.start, file_range.stop)), columns=columns):
                 for record in batch.to_pylist():
@@ -108,9 +105,9 @@ def _read_parquet(file_range: FileRange, fields: DataSourceSettings, has_labels:
         raise InputError(f"{file_range.path} cannot be read as Parquet: {str(error).splitlines()[0]}") from None
 
 
-def _read_hf_dataset(file_range: FileRange, fields: DataSourceSettings, has_labels: bool) -> LocatedRecords:
+def _read_hf_dataset(file_range: FileRange, columns: list[str]) -> LocatedRecords:
     dataset = open_hf_dataset(file_range.path)
-    columns = _columns_to_read(dataset.column_names, fields, has_labels)
+    columns = _existing_columns(dataset.column_names, columns)
     dataset = dataset.select_columns(columns)
     for start in range(file_range.start, file_range.stop, 1000):
         stop = min(start + 1000, file_range.stop)
@@ -119,36 +116,29 @@ def _read_hf_dataset(file_range: FileRange, fields: DataSourceSettings, has_labe
             yield RecordLocation(file_range.path, start + row + 1), {name: batch[name][row] for name in columns}
 
 
-def _columns_to_read(names: list[str], fields: DataSourceSettings, has_labels: bool) -> list[str]:
-    """The columns to read; all where none is wanted, so that the complaint can name them."""
-    needed_columns = {fields.text_field, fields.prompt_field, fields.answer_field}
-    needed_columns |= {fields.label_field} if has_labels else set()
-    return [name for name in names if name in needed_columns] or names
+def _existing_columns(names: list[str], columns: list[str]) -> list[str]:
+    """The columns to read; all if none exists, so that the error can name them."""
+    return [name for name in names if name in columns] or names
 
 
 def _parse_document(
-    record: Any, fields: DataSourceSettings, has_labels: bool, location: RecordLocation
+    record: dict[str, Any], fields: DataSourceSettings, location: RecordLocation, *, has_labels: bool
 ) -> TextDocument:
-    if not isinstance(record, dict):
-        raise InputError(f"{location}: a record is an object with fields, not {json.dumps(record)[:40]}")
     label = _parse_label(record, fields.label_field, location) if has_labels else -1
-    if not has_labels and fields.prompt_field in record and fields.answer_field in record:
-        return TextDocument(
-            _parse_text(record, fields.answer_field, location), _parse_text(record, fields.prompt_field, location)
-        )
-    if fields.text_field not in record:
+    text, prompt, answer = fields.text_field, fields.prompt_field, fields.answer_field
+    if not has_labels and prompt in record and answer in record:
+        return TextDocument(_parse_text(record, answer, location), _parse_text(record, prompt, location))
+    if text not in record:
         raise InputError(
-            f"{location}: the record has neither the field {fields.text_field!r} nor both {fields.prompt_field!r} and "
-            f"{fields.answer_field!r}, only {', '.join(map(repr, record)) or 'none'}; name yours with text_field "
+            f"{location}: the record has neither the field {text!r} nor both {prompt!r} and "
+            f"{answer!r}, only {', '.join(map(repr, record)) or 'none'}; name yours with text_field "
             "(in data.mixture, or text_field=NAME for `motet data build`)"
         )
-    return TextDocument(_parse_text(record, fields.text_field, location), label=label)
+    return TextDocument(_parse_text(record, text, location), label=label)
 
 
 def _parse_text(record: dict[str, Any], field: str, location: RecordLocation) -> str:
-    value = record[field]
-    if value is None:
-        return ""
+    value = "" if record[field] is None else record[field]
     if not isinstance(value, str):
         raise InputError(
             f"{location}: field {field!r} is {json.dumps(value, default=str)[:40]}, not a text; "

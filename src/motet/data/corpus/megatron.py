@@ -1,8 +1,8 @@
 """Reading corpora in Megatron's format: PREFIX.bin with tokens, PREFIX.idx with the lengths of its sequences.
 
-The index: 9 bytes magic, version (uint64), code of the token's dtype (uint8), number of sequences and number of
-document borders (uint64 each), lengths of the sequences (int32), their byte places in the .bin (int64), and for each
-border the number of the sequence there (int64). Some indices go on with a mode per sequence, which is not needed here.
+The index holds 9 bytes magic, version (uint64), dtype code of the tokens (uint8), and the numbers of sequences and
+document borders (uint64 each). Then follow the lengths of the sequences (int32), their byte offsets in the .bin
+(int64), and the sequence at each border (int64). Some indices add a mode per sequence, which is ignored.
 """
 
 import hashlib
@@ -24,16 +24,16 @@ _FINGERPRINT_BYTES = 1 << 20
 
 
 def find_megatron_prefix(source: str) -> Path | None:
-    """The prefix of a Megatron corpus, given as PREFIX, PREFIX.bin or PREFIX.idx; None when it is none."""
+    """The prefix of a Megatron corpus, given as PREFIX, PREFIX.bin or PREFIX.idx; None for anything else."""
     path = Path(source).expanduser()
-    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    has_suffix = path.suffix in (".bin", ".idx")
+    prefix = path.with_suffix("") if has_suffix else path
     files = [Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx")]
-    existing_files = [part for part in files if part.is_file()]
-    if len(existing_files) == 2:
+    missing = [file for file in files if not file.is_file()]
+    if not missing:
         return prefix
-    if path.suffix in (".bin", ".idx") or (existing_files and not path.exists()):
-        missing = next(part for part in files if part not in existing_files)
-        raise InputError(f"data source {source!r} is a Megatron corpus, but {missing} does not exist")
+    if has_suffix or (len(missing) == 1 and not path.exists()):
+        raise InputError(f"data source {source!r} is a Megatron corpus, but {missing[0]} does not exist")
     return None
 
 
@@ -44,18 +44,18 @@ def open_megatron(prefix: Path) -> TokenStore:
     total, width = int(lengths.sum(dtype=np.int64)), np.dtype(dtype).itemsize
     if tokens.stat().st_size != total * width:
         raise InputError(
-            f"{tokens} has {tokens.stat().st_size} bytes, but {index.name} speaks of {total} tokens of {dtype} = "
+            f"{tokens} has {tokens.stat().st_size} bytes, but {index.name} says {total} tokens of {dtype} = "
             f"{total * width} bytes; copy or build it again"
         )
     if total == 0:
         raise InputError(f"data source {prefix} is empty (0 tokens)")
-    ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    sizes = np.diff(ends[borders])
+    sizes = np.diff(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[borders])
     documents = np.zeros(int(np.count_nonzero(sizes)), DOCUMENT_DTYPE)
     documents["length"] = sizes[sizes > 0]
-    # Contents are not read: the split goes by the document's number, which later documents do not change.
+    # Contents are not read: the split depends on the document's index, which later documents do not change.
     documents["hash"] = derive_keys(0, np.arange(len(documents)))
     documents["label"] = -1
+    fingerprint = _content_fingerprint(index, tokens)
     return TokenStore(
         name=str(prefix),
         files=(map_tokens(tokens, dtype, total),),
@@ -63,15 +63,13 @@ def open_megatron(prefix: Path) -> TokenStore:
         documents=documents,
         loss_mask=False,
         classes=0,
-        corpus_hash=(ends_hash := _content_fingerprint(index, tokens)),
-        fingerprint=ends_hash,
+        corpus_hash=fingerprint,
+        fingerprint=fingerprint,
     )
 
 
-def _read_index(
-    path: Path,
-) -> tuple[str, NDArray[np.int32], NDArray[np.int64]]:
-    """The dtype, the lengths of the sequences, and the numbers of the sequences at document borders."""
+def _read_index(path: Path) -> tuple[str, NDArray[np.int32], NDArray[np.int64]]:
+    """The dtype, the lengths of the sequences, and the sequences at document borders."""
     content = path.read_bytes()
     if content[:9] != MAGIC:
         raise InputError(f"{path} is no Megatron index: it starts with {content[:9]!r} instead of {MAGIC!r}")
@@ -89,26 +87,23 @@ def _read_index(
         )
     lengths = np.frombuffer(content, "<i4", sequences, _HEADER.size)
     byte_offsets = np.frombuffer(content, "<i8", sequences, _HEADER.size + sequences * 4)
-    border_sequences = np.frombuffer(content, "<i8", borders, _HEADER.size + sequences * 12)
-    gapless = np.cumsum(lengths, dtype=np.int64) * np.dtype(DTYPES[code]).itemsize
-    if (lengths < 0).any() or (sequences and byte_offsets[0] != 0) or (byte_offsets[1:] != gapless[:-1]).any():
-        raise InputError(
-            f"{path}: the sequences do not follow one another without gaps in the .bin; write the corpus again"
-        )
-    if (np.diff(border_sequences) < 0).any() or (border_sequences > sequences).any() or (border_sequences < 0).any():
+    border_ids = np.frombuffer(content, "<i8", borders, _HEADER.size + sequences * 12)
+    ends = np.cumsum(lengths, dtype=np.int64) * np.dtype(DTYPES[code]).itemsize
+    if (lengths < 0).any() or (sequences and byte_offsets[0] != 0) or (byte_offsets[1:] != ends[:-1]).any():
+        raise InputError(f"{path}: the sequences have gaps or overlaps in the .bin; write the corpus again")
+    if (np.diff(border_ids) < 0).any() or (border_ids > sequences).any() or (border_ids < 0).any():
         raise InputError(
             f"{path}: the document borders do not ascend within the {sequences} sequences; write the corpus again"
         )
-    # A writer that never ends a document leaves the borders out: then all is covered anyhow.
-    return DTYPES[code], lengths, np.unique(np.concatenate([[0], border_sequences, [sequences]]))
+    # A writer that never ends a document leaves the borders out.
+    return DTYPES[code], lengths, np.unique(np.concatenate([[0], border_ids, [sequences]]))
 
 
 def _content_fingerprint(index: Path, tokens: Path) -> str:
-    """Of the whole index and the ends of the tokens: to read all of a large corpus at each start takes too long."""
+    """A hash of the index and of both ends of the tokens: a large corpus takes too long to read at each start."""
     digest = hashlib.blake2b(index.read_bytes(), digest_size=16)
-    size = tokens.stat().st_size
     with tokens.open("rb") as file:
         digest.update(file.read(_FINGERPRINT_BYTES))
-        file.seek(max(0, size - _FINGERPRINT_BYTES))
+        file.seek(max(0, tokens.stat().st_size - _FINGERPRINT_BYTES))
         digest.update(file.read())
     return digest.hexdigest()

@@ -1,26 +1,29 @@
 """Everything that must be done before the first sample: find or train the tokenizer, build what is not in the cache.
 
-Any number of processes may call `prepare` at once; one does the work and the others wait for it and find it done.
+Any number of processes may call `prepare_data` concurrently; one does the work and the others wait for it.
 """
 
 import hashlib
 import json
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import filelock
 
+from motet.cluster.cpu_count import usable_cores
 from motet.core.errors import InputError
 from motet.data.corpus.bpe_training import TrainingText, bpe_vocab_size, train_bpe
 from motet.data.corpus.build import CorpusBuildSpec, ProgressCallback, build_corpus, check_output_folder
 from motet.data.corpus.discover import CorpusFiles, discover_corpus
 from motet.data.corpus.megatron import find_megatron_prefix
-from motet.data.corpus.prepared_data import CorpusKind, PreparedCorpus, PreparedData
 from motet.data.corpus.token_store import (
+    CorpusKind,
     CorpusManifest,
-    find_damage,
+    PreparedCorpus,
+    PreparedData,
+    check_undamaged,
     is_built_corpus,
     read_corpus_manifest,
     report_write_errors,
@@ -36,62 +39,65 @@ _MAX_CHECKSUM_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class ResolvedSource:
-    """A source, and what it turned out to be."""
+    """A data source, and the kind of corpus that it is."""
 
     fields: DataSourceSettings
     kind: CorpusKind
     location: str
-    corpus: CorpusFiles | None = None  # The documents, where they are still to be tokenised
+    corpus: CorpusFiles | None = None  # The documents, if they are still to be tokenised
+
+
+class LoadedTokenizer(NamedTuple):
+    """A tokenizer, the spec that loads it again, and the sentinels reserved in it."""
+
+    spec: str
+    tokenizer: Tokenizer
+    num_sentinels: int
 
 
 def prepare_data(settings: DataSettings, progress: ProgressCallback | None = None) -> PreparedData:
-    """The data of a job, built into the cache where it is not there yet."""
-    report_progress = progress or (lambda what, done, total: None)
+    """The data of a job, built into the cache if it is not there yet."""
+    progress = progress or (lambda what, done, total: None)
     sources = [resolve_source(source, settings) for source in settings.sources()]
     cache = Path(settings.cache or "~/.cache/motet").expanduser()
-    tokenizer_spec, tokenizer, sentinels = _resolve_tokenizer(settings, sources, cache, report_progress)
+    tokenizer_spec, tokenizer, sentinels = _resolve_tokenizer(settings, sources, cache, progress=progress)
     corpora, classes = [], 0
     for source in sources:
-        location, kind = source.location, source.kind
+        location, kind, weight = source.location, source.kind, source.fields.weight
         if source.corpus is not None:
             build_spec = CorpusBuildSpec(
                 source.corpus, source.fields, settings.objective == "classify", tokenizer, sentinels
             )
-            location = str(_cached_corpus_folder(build_spec, cache, num_workers(settings), report_progress))
-        corpus, num_classes = _describe_corpus(kind, location, source.fields.weight)
-        corpora.append(corpus)
-        classes = max(classes, num_classes)
+            location = str(_cached_corpus_folder(build_spec, cache, workers=num_workers(settings), progress=progress))
+        if kind == "synthetic":
+            corpora.append(PreparedCorpus(kind, location, weight, "", 0, 0))
+            classes = max(classes, NUM_CLASSES)
+        else:
+            store = open_token_store(kind, location)
+            size = (len(store.documents), int(store.first_token[-1]))
+            corpora.append(PreparedCorpus(kind, location, weight, store.corpus_hash, *size))
+            classes = max(classes, store.classes)
     train_samples = open_mixture_dataset(tuple(corpora), settings, tokenizer, seed=0).count("train")
     return PreparedData(tuple(corpora), tokenizer_spec, sentinels, tokenizer.vocab_size, classes, train_samples)
 
 
 def build_corpus_folder(
-    fields: DataSourceSettings, settings: DataSettings, out: Path, progress: ProgressCallback
+    fields: DataSourceSettings, settings: DataSettings, out: Path, *, progress: ProgressCallback
 ) -> CorpusManifest:
     """Build one source of text into a folder of the user's choice."""
     check_output_folder(out)
     source = resolve_source(fields, settings)
     if source.corpus is None:
         raise InputError(f"data source {fields.source!r} holds no text to build from: it is {source.kind} already")
-    labelled = settings.objective == "classify"
-    tokenizer, sentinels = tokenizer_from_settings(settings, [(source.corpus, fields, labelled)], progress)
+    has_labels = settings.objective == "classify"
+    tokenizer, sentinels = tokenizer_from_settings(settings, [(source.corpus, fields, has_labels)], progress)
     check_tokenizer_for_objective(tokenizer, settings)
-    return build_corpus(
-        CorpusBuildSpec(source.corpus, fields, labelled, tokenizer, sentinels), out, num_workers(settings), progress
-    )
-
-
-def _describe_corpus(kind: CorpusKind, location: str, weight: float) -> tuple[PreparedCorpus, int]:
-    """A corpus that is ready to be read, and its classes."""
-    if kind == "synthetic":
-        return PreparedCorpus(kind, location, weight, "", 0, 0), NUM_CLASSES
-    store = open_token_store(kind, location)
-    size = (len(store.documents), int(store.first_token[-1]))
-    return PreparedCorpus(kind, location, weight, store.corpus_hash, *size), store.classes
+    spec = CorpusBuildSpec(source.corpus, fields, has_labels, tokenizer, sentinels)
+    return build_corpus(spec, out, workers=num_workers(settings), progress=progress)
 
 
 def resolve_source(source: DataSourceSettings, settings: DataSettings) -> ResolvedSource:
-    """What a source is: a rule, a built folder, a Megatron corpus, or text."""
+    """Find out whether a source is synthetic, a built folder, a Megatron corpus, or text."""
     name = source.source
     if name.startswith("synthetic:"):
         check_synthetic_source(name, settings)
@@ -99,10 +105,7 @@ def resolve_source(source: DataSourceSettings, settings: DataSettings) -> Resolv
     if name != "stdlib" and not name.startswith("hf:"):
         path = Path(name).expanduser()
         if is_built_corpus(path):
-            if problem := find_damage(
-                path, manifest := read_corpus_manifest(path), checksums=_is_cheap_to_checksum(manifest)
-            ):
-                raise InputError(f"{problem}; build the corpus again")
+            _check_corpus_folder(path)
             return ResolvedSource(source, "built", str(path.resolve()))
         if (prefix := find_megatron_prefix(name)) is not None:
             return ResolvedSource(source, "megatron", str(prefix.resolve()))
@@ -110,16 +113,14 @@ def resolve_source(source: DataSourceSettings, settings: DataSettings) -> Resolv
 
 
 def num_workers(settings: DataSettings) -> int:
-    """Processes that tokenise: as the settings say, else the cores that this process may use."""
-    if settings.workers is not None:
-        return settings.workers
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Processes that tokenise: the setting, else the cores that this process may use."""
+    return settings.workers or usable_cores()
 
 
 def tokenizer_from_settings(
     settings: DataSettings, texts: list[TrainingText], progress: ProgressCallback
 ) -> tuple[Tokenizer, int]:
-    """The tokenizer that the settings name, trained on the texts where it must be, and the sentinels reserved in it."""
+    """The tokenizer of the settings, trained on the texts if needed, and the sentinels reserved in it."""
     sentinels = NUM_SENTINELS if settings.objective == "spans" else 0
     size = bpe_vocab_size(settings.tokenizer, sentinels)
     if size is None:
@@ -127,73 +128,66 @@ def tokenizer_from_settings(
     if not texts:
         raise InputError(
             f"data.tokenizer = {settings.tokenizer!r} is trained on text, but no source holds text; use `bytes` "
-            "for made samples, or the path of the tokenizer.json that the tokens were made with"
+            "for synthetic samples, or the path of the tokenizer.json that the tokens were made with"
         )
-    bytes_of_text = sum(corpus.size for corpus, _, _ in texts)
-    progress("training the tokenizer", 0, bytes_of_text)
+    total = sum(corpus.size for corpus, _, _ in texts)
+    progress("training the tokenizer", 0, total)
     tokenizer = train_bpe(texts, size, sentinels)
-    progress("training the tokenizer", bytes_of_text, bytes_of_text)
+    progress("training the tokenizer", total, total)
     return tokenizer, sentinels
 
 
 def _resolve_tokenizer(
-    settings: DataSettings, sources: list[ResolvedSource], cache: Path, progress: ProgressCallback
-) -> tuple[str, Tokenizer, int]:
-    """How the tokenizer is loaded again, itself, and its reserved sentinels; that of built folders goes first."""
+    settings: DataSettings, sources: list[ResolvedSource], cache: Path, *, progress: ProgressCallback
+) -> LoadedTokenizer:
+    """The tokenizer of built folders if there are any, else of the settings."""
     folders = [source.location for source in sources if source.location and source.kind == "built"]
-    built_tokenizers = [(folder, *load_corpus_tokenizer(Path(folder))) for folder in folders]
-    for location, _, other_tokenizer, _ in built_tokenizers[1:]:
-        if other_tokenizer.fingerprint != built_tokenizers[0][2].fingerprint:
+    loaded = [load_corpus_tokenizer(Path(folder)) for folder in folders]
+    for folder, other in zip(folders, loaded, strict=True):
+        if other.tokenizer.fingerprint != loaded[0].tokenizer.fingerprint:
             raise InputError(
-                f"data.mixture: {built_tokenizers[0][0]} and {location} were built with different tokenizers; build one again"
+                f"data.mixture: {folders[0]} and {folder} were built with different tokenizers; build one again"
             )
-    if built_tokenizers:
-        _, tokenizer_spec, tokenizer, sentinels = built_tokenizers[0]
-    else:
-        labelled = settings.objective == "classify"
-        texts = [(source.corpus, source.fields, labelled) for source in sources if source.corpus is not None]
-        tokenizer_spec = (
-            settings.tokenizer if settings.tokenizer == "bytes" else str(Path(settings.tokenizer).expanduser())
-        )
-        if bpe_vocab_size(tokenizer_spec, 0) is not None and texts:
-            tokenizer_spec = str(_cached_tokenizer_folder(settings, texts, cache, progress))
-        tokenizer, sentinels = tokenizer_from_settings(
-            settings.model_copy(update={"tokenizer": tokenizer_spec}), texts, progress
-        )
-    check_tokenizer_for_objective(tokenizer, settings)
-    return tokenizer_spec, tokenizer, sentinels
+    if not loaded:
+        has_labels = settings.objective == "classify"
+        texts = [(source.corpus, source.fields, has_labels) for source in sources if source.corpus is not None]
+        spec = settings.tokenizer if settings.tokenizer == "bytes" else str(Path(settings.tokenizer).expanduser())
+        if bpe_vocab_size(spec, 0) is not None and texts:
+            spec = str(_cached_tokenizer_folder(settings, texts, cache, progress=progress))
+        settings_with_spec = settings.model_copy(update={"tokenizer": spec})
+        loaded = [LoadedTokenizer(spec, *tokenizer_from_settings(settings_with_spec, texts, progress))]
+    check_tokenizer_for_objective(loaded[0].tokenizer, settings)
+    return loaded[0]
 
 
-def load_corpus_tokenizer(folder: Path) -> tuple[str, Tokenizer, int]:
-    """How the tokenizer of a built folder is loaded again, itself, and its reserved sentinels."""
+def load_corpus_tokenizer(folder: Path) -> LoadedTokenizer:
+    """The tokenizer of a built folder."""
     manifest = read_corpus_manifest(folder)
     spec = "bytes" if manifest.tokenizer == "bytes" else str(folder)
-    return spec, load_tokenizer(spec, manifest.sentinels), manifest.sentinels
+    return LoadedTokenizer(spec, load_tokenizer(spec, manifest.sentinels), manifest.sentinels)
 
 
 def check_tokenizer_for_objective(tokenizer: Tokenizer, settings: DataSettings) -> None:
-    """Refuse a tokenizer without the special tokens that the objective needs."""
+    """Raise for a tokenizer without the special tokens that the objective needs."""
+    missing = None
     if settings.objective == "masked" and tokenizer.mask_id is None:
-        missing = "mask token; name it as mask_token in a tokenizer_config.json beside it"
+        missing = "mask token; name it as mask_token in a tokenizer_config.json in the same folder"
     elif settings.objective == "spans" and not tokenizer.sentinel_ids:
         missing = "sentinels (<|span_0|> or <extra_id_0> and so on); use bpe:SIZE or `bytes` and build for `spans`"
-    else:
-        return
-    raise InputError(f"data.objective = {settings.objective!r}: the tokenizer has no {missing}")
+    if missing:
+        raise InputError(f"data.objective = {settings.objective!r}: the tokenizer has no {missing}")
 
 
 def _cached_tokenizer_folder(
-    settings: DataSettings, texts: list[TrainingText], cache: Path, progress: ProgressCallback
+    settings: DataSettings, texts: list[TrainingText], cache: Path, *, progress: ProgressCallback
 ) -> Path:
     """The folder of the tokenizer trained on these texts, from the cache or new."""
     names = [
         (corpus.identity, fields.model_dump(exclude={"weight", "source"}), labelled)
         for corpus, fields, labelled in texts
     ]
-    key = hashlib.blake2b(
-        json.dumps([settings.tokenizer, settings.objective == "spans", names]).encode(), digest_size=12
-    )
-    folder = cache / f"tokenizer-{key.hexdigest()}"
+    parts = json.dumps([settings.tokenizer, settings.objective == "spans", names])
+    folder = cache / f"tokenizer-{hashlib.blake2b(parts.encode(), digest_size=12).hexdigest()}"
     with report_write_errors(cache):
         cache.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(cache / f".{folder.name}.lock"):
@@ -209,18 +203,16 @@ def _cached_tokenizer_folder(
     return folder
 
 
-def _cached_corpus_folder(spec: CorpusBuildSpec, cache: Path, workers: int, progress: ProgressCallback) -> Path:
-    """The folder of a corpus in the cache, built if it is not there or not whole."""
+def _cached_corpus_folder(spec: CorpusBuildSpec, cache: Path, *, workers: int, progress: ProgressCallback) -> Path:
+    """The folder of a corpus in the cache, built if it is missing or damaged."""
     folder = cache / spec.key
     try:
-        manifest = read_corpus_manifest(folder)
-        is_complete = find_damage(folder, manifest, checksums=_is_cheap_to_checksum(manifest)) is None
+        _check_corpus_folder(folder)
     except InputError:
-        is_complete = False
-    if not is_complete:
-        build_corpus(spec, folder, workers, progress, is_cache_folder=True)
+        build_corpus(spec, folder, workers=workers, progress=progress, is_cache_folder=True)
     return folder
 
 
-def _is_cheap_to_checksum(manifest: CorpusManifest) -> bool:
-    return manifest.tokens * 4 < _MAX_CHECKSUM_BYTES
+def _check_corpus_folder(folder: Path) -> None:
+    manifest = read_corpus_manifest(folder)
+    check_undamaged(folder, manifest, checksums=manifest.tokens * 4 < _MAX_CHECKSUM_BYTES)

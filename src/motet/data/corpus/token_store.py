@@ -1,7 +1,7 @@
 """The folder of a built corpus: manifest.json, a tokenizer, and shards of tokens with a table of their documents.
 
-NNNNN.bin holds the tokens of a shard, one after the other, as little-endian uint16 or uint32; NNNNN.docs holds one
-`DOCUMENT` for each document in the same order. A folder without manifest.json is unfinished.
+NNNNN.bin holds the tokens of a shard as little-endian uint16 or uint32; NNNNN.docs holds one `DOCUMENT_DTYPE` record
+for each document, in the same order. A folder without manifest.json is unfinished.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,10 +26,36 @@ DOCUMENT_DTYPE = np.dtype([("length", "<u8"), ("hash", "<u8"), ("skip", "<u4"), 
 
 _CORPUS_FILE_NAMES = re.compile(r"manifest\.json|plan\.json|tokenizer(_config)?\.json|\d{5,}\.(bin|docs|done)|.*\.tmp")
 
+CorpusKind = Literal["built", "megatron", "synthetic"]
+
+
+@dataclass(frozen=True)
+class PreparedCorpus:
+    """One corpus of a job's mixture, ready to be read."""
+
+    kind: CorpusKind
+    location: str  # A built folder, a Megatron prefix, or `synthetic:RULE`
+    weight: float
+    corpus_hash: str  # Of the documents' contents (of index and ends for Megatron)
+    documents: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """A job's corpora and tokenizer, which any process of the same machine can load."""
+
+    corpora: tuple[PreparedCorpus, ...]
+    tokenizer: str  # `bytes`, or a folder with tokenizer.json
+    sentinels: int
+    vocab_size: int
+    classes: int  # The largest label plus 1; 0 without labels
+    train_samples: int  # Samples of one epoch
+
 
 @dataclass(frozen=True)
 class CorpusShardEntry:
-    """What the manifest knows of a shard."""
+    """A shard in the manifest."""
 
     documents: int
     tokens: int
@@ -38,19 +64,19 @@ class CorpusShardEntry:
 
 @dataclass(frozen=True)
 class CorpusManifest:
-    """What manifest.json says."""
+    """The content of manifest.json."""
 
     source: str
     recipe: str  # Changes with the files, fields and tokenizer that the folder was built from
-    tokenizer: str  # `bytes`, or the name of a file beside the manifest
+    tokenizer: str  # `bytes`, or the name of a file in the folder
     sentinels: int
     vocab_size: int
     dtype: str
     documents: int
     tokens: int
-    corpus_hash: str  # Of the documents' contents, whatever their files are called
+    corpus_hash: str  # Of the documents' contents, regardless of file names
     loss_mask: bool  # Whether some tokens are no targets: prompts of fine-tuning data
-    classes: int  # The largest label and one; 0 without labels
+    classes: int  # The largest label plus 1; 0 without labels
     shards: tuple[CorpusShardEntry, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -74,56 +100,50 @@ class TokenStore:
 
     name: str
     files: tuple[NDArray[Any], ...]
-    first_token: NDArray[np.int64]  # [files + 1] where each file starts in the stream of all tokens
-    documents: NDArray[Any]  # [documents] of `DOCUMENT`
+    first_token: NDArray[np.int64]  # [files + 1] start of each file in the stream of all tokens
+    documents: NDArray[Any]  # [documents] of `DOCUMENT_DTYPE`
     loss_mask: bool
     classes: int
     corpus_hash: str
     fingerprint: str
 
     def read(self, start: int, count: int) -> NDArray[Any]:
-        """`count` tokens from place `start` of the stream."""
+        """`count` tokens from position `start` of the stream."""
         file = int(self.first_token.searchsorted(start, "right")) - 1
         begin = start - int(self.first_token[file])
         tokens = self.files[file][begin : begin + count]
-        return (
-            tokens
-            if len(tokens) == count
-            else np.concatenate([tokens, self.read(start + len(tokens), count - len(tokens))])
-        )
+        rest = count - len(tokens)
+        return np.concatenate([tokens, self.read(start + len(tokens), rest)]) if rest else tokens
 
 
 def is_built_corpus(folder: Path) -> bool:
-    """Whether a folder holds a finished build of ours (whole or not)."""
+    """Whether a folder holds a finished build, undamaged or not."""
     return bool(_read_json(folder / "manifest.json").get("format") == CORPUS_FORMAT)
 
 
 def read_corpus_manifest(folder: Path) -> CorpusManifest:
     """The manifest of a built folder."""
-    manifest_json = _read_json(folder / "manifest.json")
-    if manifest_json.get("format") != CORPUS_FORMAT:
+    values = _read_json(folder / "manifest.json")
+    if values.get("format") != CORPUS_FORMAT:
         raise InputError(
             f"{folder} holds no corpus built by `motet data build` (no manifest.json of the format {CORPUS_FORMAT!r})"
         )
-    if manifest_json.get("version") != CORPUS_FORMAT_VERSION:
+    if values.get("version") != CORPUS_FORMAT_VERSION:
         raise InputError(
-            f"{folder} is of format version {manifest_json.get('version')}, this motet reads {CORPUS_FORMAT_VERSION}; build it again"
+            f"{folder} is of format version {values.get('version')}, this motet reads {CORPUS_FORMAT_VERSION}; build it again"
         )
     try:
-        values = {field.name: manifest_json[field.name] for field in fields(CorpusManifest)}
-        return CorpusManifest(**{**values, "shards": tuple(CorpusShardEntry(**shard) for shard in values["shards"])})
+        known = {field.name: values[field.name] for field in fields(CorpusManifest)}
+        return CorpusManifest(**{**known, "shards": tuple(CorpusShardEntry(**shard) for shard in known["shards"])})
     except (KeyError, TypeError) as error:
         raise InputError(f"{folder / 'manifest.json'} is damaged ({error}); build the corpus again") from None
 
 
 def open_built_corpus(folder: Path) -> TokenStore:
-    """The tokens of a built folder; refuses what is truncated."""
+    """The tokens of a built folder; raises if it is truncated."""
     manifest = read_corpus_manifest(folder)
-    problem = find_damage(folder, manifest, checksums=False)
-    if problem:
-        raise InputError(f"{problem}; build the corpus again")
-    paths = [folder / f"{number:05}" for number in range(len(manifest.shards))]
-    tables = [np.fromfile(path.with_suffix(".docs"), dtype=DOCUMENT_DTYPE) for path in paths]
+    check_undamaged(folder, manifest, checksums=False)
+    paths = [folder / f"{shard_id:05}" for shard_id in range(len(manifest.shards))]
     counts = [shard.tokens for shard in manifest.shards]
     return TokenStore(
         name=f"{manifest.source} (built in {folder})",
@@ -131,7 +151,7 @@ def open_built_corpus(folder: Path) -> TokenStore:
             map_tokens(path.with_suffix(".bin"), manifest.dtype, n) for path, n in zip(paths, counts, strict=True)
         ),
         first_token=np.cumsum([0, *counts], dtype=np.int64),
-        documents=np.concatenate(tables),
+        documents=np.concatenate([np.fromfile(path.with_suffix(".docs"), dtype=DOCUMENT_DTYPE) for path in paths]),
         loss_mask=manifest.loss_mask,
         classes=manifest.classes,
         corpus_hash=manifest.corpus_hash,
@@ -140,14 +160,14 @@ def open_built_corpus(folder: Path) -> TokenStore:
 
 
 def map_tokens(path: Path, dtype: str, count: int) -> NDArray[Any]:
-    """`count` little-endian tokens of a file, mapped into memory (an empty file cannot be)."""
+    """`count` little-endian tokens of a file, memory-mapped unless the file is empty."""
     kind = np.dtype(dtype).newbyteorder("<")
     # A plain view: np.memmap's own slices cost three times as much.
     return np.asarray(np.memmap(path, dtype=kind, mode="r", shape=(count,))) if count else np.empty(0, kind)
 
 
 def find_damage(folder: Path, manifest: CorpusManifest, checksums: bool) -> str | None:
-    """What is missing, cut short or (with `checksums`, which reads everything) altered; None when all is well."""
+    """The first missing, truncated or (with `checksums`, which reads everything) altered file; None if undamaged."""
     width = np.dtype(manifest.dtype).itemsize
     for shard_id, shard in enumerate(manifest.shards):
         sizes = {".bin": shard.tokens * width, ".docs": shard.documents * DOCUMENT_DTYPE.itemsize}
@@ -162,8 +182,14 @@ def find_damage(folder: Path, manifest: CorpusManifest, checksums: bool) -> str 
     return None
 
 
+def check_undamaged(folder: Path, manifest: CorpusManifest, checksums: bool) -> None:
+    """Raise if the folder is damaged."""
+    if problem := find_damage(folder, manifest, checksums):
+        raise InputError(f"{problem}; build the corpus again")
+
+
 def shard_checksum(folder: Path, shard_id: int) -> str:
-    """Of the tokens and the documents of a shard."""
+    """A hash of the tokens and the documents of a shard."""
     digest = hashlib.blake2b(digest_size=16)
     for suffix in (".bin", ".docs"):
         with (folder / f"{shard_id:05}{suffix}").open("rb") as file:
@@ -173,7 +199,7 @@ def shard_checksum(folder: Path, shard_id: int) -> str:
 
 
 def write_json_atomically(path: Path, value: object) -> None:
-    """Whole or not at all."""
+    """Write all of the file, or nothing."""
     scratch = path.with_name(path.name + ".tmp")
     scratch.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     scratch.replace(path)
@@ -185,7 +211,7 @@ def is_corpus_file(name: str) -> bool:
 
 
 def delete_corpus_files(folder: Path) -> None:
-    """Delete what a build writes and nothing else; manifest.json first, so that the rest is known as unfinished."""
+    """Delete only files that a build writes; manifest.json first, so that the rest counts as unfinished."""
     (folder / "manifest.json").unlink(missing_ok=True)
     for path in folder.iterdir():
         if is_corpus_file(path.name):
@@ -194,7 +220,7 @@ def delete_corpus_files(folder: Path) -> None:
 
 @contextmanager
 def report_write_errors(folder: Path) -> Iterator[None]:
-    """Tell a full or unwritable disk in one sentence."""
+    """Report a full or unwritable disk in one sentence."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Tokenising in processes of their own, started as `python -m motet.data.corpus.tokenize_workers FOLDER`.
+"""Tokenising in separate processes, started as `python -m motet.data.corpus.tokenize_workers FOLDER`.
 
-A worker reads the numbers of shards from its standard input and answers with lines of JSON. It is a fresh program
-and not a fork, so it is safe to start after torch, from any script; and it ends as soon as its parent is gone.
+A worker reads shard ids from standard input and answers with lines of JSON. It is a new program, not a fork, so any
+script can start it after torch; it ends as soon as its parent does.
 """
 
 import contextlib
@@ -22,41 +22,37 @@ from motet.data.corpus.shard_writer import build_shard, read_build_plan
 from motet.data.corpus.tokenizer import load_tokenizer
 
 
-def build_in_processes(
-    folder: Path, shard_ids: list[int], workers: int, report_bytes_read: Callable[[int], None]
-) -> None:
-    """Build these shards of a planned folder with so many workers; the first failure ends all."""
-    pending_shards: queue.SimpleQueue[int] = queue.SimpleQueue()
+def build_in_processes(folder: Path, shard_ids: list[int], *, workers: int, advance: Callable[[int], None]) -> None:
+    """Build these shards of a planned folder with `workers` processes; the first failure ends all."""
+    pending: queue.SimpleQueue[int] = queue.SimpleQueue()
     for shard_id in shard_ids:
-        pending_shards.put(shard_id)
-    processes = min(workers, len(shard_ids))
+        pending.put(shard_id)
+    count = min(workers, len(shard_ids))
     progress_lock = threading.Lock()
 
-    def report_under_lock(bytes_read: int) -> None:
+    def advance_under_lock(bytes_read: int) -> None:
         with progress_lock:
-            report_bytes_read(bytes_read)
+            advance(bytes_read)
 
     with _exclusive_folder_lock(folder) as lock:
-        worker_processes = [_start_worker(folder, max(1, workers // processes), lock) for _ in range(processes)]
-    with contextlib.ExitStack() as cleanup, ThreadPoolExecutor(processes) as pool:
+        processes = [_start_worker(folder, max(1, workers // count), lock) for _ in range(count)]
+    with contextlib.ExitStack() as cleanup, ThreadPoolExecutor(count) as pool:
         try:
-            futures = [
-                pool.submit(_feed_shards, worker, pending_shards, report_under_lock) for worker in worker_processes
-            ]
+            futures = [pool.submit(_feed_shards, worker, pending, advance_under_lock) for worker in processes]
             for future in wait(futures, return_when=FIRST_EXCEPTION).done:
                 future.result()
         finally:  # also on Ctrl-C: the threads end when their workers do
-            for worker in worker_processes:
+            for worker in processes:
                 worker.kill()
                 cleanup.callback(worker.communicate)
 
 
 @contextlib.contextmanager
 def _exclusive_folder_lock(folder: Path) -> Iterator[int]:
-    """A lock of the folder that the workers inherit and hold as long as they live, whatever becomes of their parent."""
+    """A lock of the folder that the workers inherit and hold as long as they live, with or without their parent."""
     lock = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # some network file systems know no such locks
+        with contextlib.suppress(OSError):  # some network file systems have no such locks
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield lock
     finally:
@@ -64,36 +60,31 @@ def _exclusive_folder_lock(folder: Path) -> Iterator[int]:
 
 
 def wait_for_orphans(folder: Path) -> None:
-    """Wait for the workers of a build that was killed: they end by themselves, but may be in the middle of a write."""
+    """Wait until the workers of a killed build have ended, since one may be writing a file."""
     with _exclusive_folder_lock(folder):
         return
 
 
 def _start_worker(folder: Path, threads: int, lock: int) -> "subprocess.Popen[str]":
-    """A worker of so many threads, in a session of its own: Ctrl-C is for the parent, which ends its workers."""
-    command = [
-        "env",
-        f"RAYON_NUM_THREADS={threads}",
-        sys.executable,
-        "-m",
-        "motet.data.corpus.tokenize_workers",
-        str(folder),
-    ]
+    """Start a worker with this number of threads in a new session: Ctrl-C is for the parent, which ends its workers."""
+    command = ["env", f"RAYON_NUM_THREADS={threads}", sys.executable, "-m", "motet.data.corpus.tokenize_workers"]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True, pass_fds=(lock,))
+    return subprocess.Popen(
+        [*command, str(folder)], stdin=pipe, stdout=pipe, text=True, start_new_session=True, pass_fds=(lock,)
+    )
 
 
 def _feed_shards(
-    worker: "subprocess.Popen[str]", pending_shards: "queue.SimpleQueue[int]", report_bytes_read: Callable[[int], None]
+    worker: "subprocess.Popen[str]", pending: "queue.SimpleQueue[int]", advance: Callable[[int], None]
 ) -> None:
-    """Give a worker one shard after the other until none waits."""
+    """Give a worker one shard after the other until none is pending."""
     assert worker.stdin is not None and worker.stdout is not None
     while True:
         try:
-            shard_id = pending_shards.get_nowait()
+            shard_id = pending.get_nowait()
         except queue.Empty:
             return
-        with contextlib.suppress(BrokenPipeError):  # it has ended: told below
+        with contextlib.suppress(BrokenPipeError):  # the worker has ended, which is reported below
             worker.stdin.write(f"{shard_id}\n")
             worker.stdin.flush()
         for line in worker.stdout:
@@ -102,48 +93,49 @@ def _feed_shards(
                 raise InputError(answer["error"])
             if "done" in answer:
                 break
-            report_bytes_read(answer["read"])
+            advance(answer["read"])
         else:
             code = worker.wait()
+            cause = " (killed: out of memory? fewer data.workers need less)" if code < 0 else ""
             raise MotetError(
-                f"a process that tokenised ended with code {code}"
-                + (" (killed: out of memory? fewer data.workers need less)" if code < 0 else "")
-                + "; what is done is kept, the same command goes on from there"
+                f"a process that tokenised ended with code {code}{cause}; finished shards are kept, the same command "
+                "goes on from there"
             )
 
 
 def run_worker(folder: Path, requests: Iterable[str], answers: TextIO) -> None:
-    """The worker itself: a shard for every line that comes in."""
+    """Build a shard for every line of the requests."""
     plan = read_build_plan(folder)
     assert plan is not None, f"{folder} has no plan.json"
     spec = "bytes" if plan.tokenizer == "bytes" else str(folder / plan.tokenizer)
     tokenizer = load_tokenizer(spec, plan.sentinels)
 
-    def answer(value: dict[str, int | str]) -> None:
+    def answer(**value: int | str) -> None:
         answers.write(json.dumps(value) + "\n")
         answers.flush()
 
     for line in requests:
         try:
-            build_shard(folder, plan, int(line), tokenizer, lambda read: answer({"read": read}))
+            build_shard(folder, plan, int(line), tokenizer=tokenizer, advance=lambda read: answer(read=read))
         except InputError as error:
-            answer({"error": str(error)})
+            answer(error=str(error))
             return
         except OSError as error:
-            answer({"error": f"cannot write {error.filename or folder}: {error.strerror or error}; free some space"})
+            path = error.filename or folder
+            answer(error=f"cannot write {path}: {error.strerror or error}; free some space")
             return
-        answer({"done": int(line)})
+        answer(done=int(line))
 
 
 def _read_requests(source: TextIO, lines: "queue.SimpleQueue[str]") -> None:
     for line in source:
         lines.put(line)
-    os._exit(0)  # the parent is gone: another build may be about to write the shard in hand
+    os._exit(0)  # the parent has ended: another build may be about to write this shard
 
 
 if __name__ == "__main__":
     queued: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_read_requests, args=(sys.stdin, queued), daemon=True).start()
-    # What a library prints is no answer.
+    # Output that a library prints is no answer.
     answers, sys.stdout = sys.stdout, sys.stderr
     run_worker(Path(sys.argv[1]), iter(queued.get, ""), answers)

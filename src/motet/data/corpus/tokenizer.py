@@ -1,7 +1,7 @@
 """Text to tokens and back: one class around the `tokenizers` library for trained, given and plain byte tokenizers.
 
-Besides text there are a few special tokens: the end of a document (also its pad token where there is no other), the
-mask of masked-token training, and the sentinels that stand for cut-out spans.
+The special tokens are the end of a document (also the pad token if there is no other), the mask of masked-token
+training, and the sentinels that replace spans.
 """
 
 import hashlib
@@ -17,9 +17,9 @@ from tokenizers import decoders, models, pre_tokenizers
 from motet.core.errors import InputError
 
 END_TOKEN, MASK_TOKEN, PAD_TOKEN = "<|end|>", "<|mask|>", "<|pad|>"
-NUM_SENTINELS = 100  # Sentinels that our own tokenizers reserve for the objective `spans`; other objectives need none
+NUM_SENTINELS = 100  # Reserved by motet's own tokenizers for the objective `spans`
 
-# What others call these tokens, for files that do not say so beside themselves.
+# Names of these tokens in tokenizers that have no tokenizer_config.json.
 _KNOWN_END_TOKENS = (END_TOKEN, "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>", "[SEP]")
 _KNOWN_MASK_TOKENS = (MASK_TOKEN, "[MASK]", "<mask>")
 _KNOWN_PAD_TOKENS = (PAD_TOKEN, "[PAD]", "<pad>")
@@ -34,29 +34,27 @@ class Tokenizer:
     pad_id: int  # Fills up rows; never a target
     mask_id: int | None
     sentinel_ids: tuple[int, ...]
-    is_byte_level: bool = False  # A token is a byte: encoding then needs no library (measured: 1 MB/s with it)
+    is_byte_level: bool = False  # A token is a byte, so encoding needs no library (measured: 1 MB/s with it)
 
     @cached_property
     def vocab_size(self) -> int:
-        """One more than the largest token id."""
+        """The largest token id plus 1."""
         return int(max(self.backend.get_vocab(with_added_tokens=True).values())) + 1
 
     @cached_property
     def begin_ids(self) -> list[int]:
-        """What the tokenizer's own template puts before a text (Llama's begin-of-text, BERT's [CLS]); often nothing."""
+        """Tokens that the tokenizer's template puts before a text, such as BERT's [CLS]; often none."""
         plain = self.encode("a")
-        with_template = self.backend.encode("a", add_special_tokens=True).ids
-        for start in range(len(with_template) - len(plain) + 1):
-            if with_template[start : start + len(plain)] == plain:
-                return list(with_template[:start])
-        return []
+        ids = self.backend.encode("a", add_special_tokens=True).ids
+        starts = (start for start in range(len(ids) - len(plain) + 1) if ids[start : start + len(plain)] == plain)
+        return list(ids[: next(starts, 0)])
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text alone, without begin or end."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """The same for many texts, on the threads of `tokenizers`."""
+        """The tokens of many texts, on the threads of `tokenizers`."""
         if self.is_byte_level:
             return [list(text.encode()) for text in texts]
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
@@ -67,24 +65,24 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Changes with anything that changes the tokens of a text."""
+        """A hash of everything that decides the tokens of a text."""
         parts = [self.backend.to_str(), self.end_id, self.pad_id, self.mask_id, self.sentinel_ids]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json and tokenizer_config.json, which `load_tokenizer` and others read."""
         special = {"eos_token": self.end_id, "pad_token": self.pad_id, "mask_token": self.mask_id}
-        named = {name: self.backend.id_to_token(at) for name, at in special.items() if at is not None}
-        (folder / "tokenizer_config.json").write_text(json.dumps(named, indent=2) + "\n", encoding="utf-8")
+        names = {name: self.backend.id_to_token(token) for name, token in special.items() if token is not None}
+        (folder / "tokenizer_config.json").write_text(json.dumps(names, indent=2) + "\n", encoding="utf-8")
         (folder / "tokenizer.json").write_text(self.backend.to_str(pretty=True) + "\n", encoding="utf-8")
 
 
 def load_tokenizer(spec: str, sentinels: int = 0) -> Tokenizer:
-    """The tokenizer `bytes` (with so many sentinels), or that of a tokenizer.json or its folder."""
+    """The tokenizer `bytes` with this number of sentinels, or that of a tokenizer.json or its folder."""
     if spec == "bytes":
         return replace(resolve_special_tokens(_byte_backend(sentinels), {}, spec), is_byte_level=True)
-    tokenizer_path = Path(spec).expanduser()
-    path = tokenizer_path / "tokenizer.json" if tokenizer_path.is_dir() else tokenizer_path
+    path = Path(spec).expanduser()
+    path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
         raise InputError(
             f"data.tokenizer = {spec!r}: there is no {path}; give bpe:SIZE, `bytes`, or the path of a tokenizer.json "
@@ -100,36 +98,40 @@ def load_tokenizer(spec: str, sentinels: int = 0) -> Tokenizer:
 
 
 def resolve_special_tokens(backend: Any, config: dict[str, Any], spec: str) -> Tokenizer:
-    """A tokenizer with its special tokens: those of `config` where given, else those with a name that is in use."""
+    """A tokenizer with the special tokens that `config` names, else those with a known name."""
     if MASK_TOKEN in backend.get_vocab() and END_TOKEN in backend.get_vocab():
-        # Our own: text that looks like a special token is text. It is no part of tokenizer.json, so it is set anew.
+        # In motet's own tokenizers, text that looks like a special token is text. tokenizer.json does not store this.
         backend.encode_special_tokens = True
     end = _find_token_id(backend, config.get("eos_token"), _KNOWN_END_TOKENS)
     if end is None:
         raise InputError(
             f"data.tokenizer = {spec!r} has no end-of-document token (tried {', '.join(_KNOWN_END_TOKENS)}); name it as "
-            "eos_token in a tokenizer_config.json beside it"
+            "eos_token in a tokenizer_config.json in the same folder"
         )
     pad = _find_token_id(backend, config.get("pad_token"), _KNOWN_PAD_TOKENS)
-    sentinels = [backend.token_to_id(f"<|span_{i}|>") for i in range(NUM_SENTINELS)]
-    sentinels += [backend.token_to_id(f"<extra_id_{i}>") for i in range(NUM_SENTINELS)]
+    names = [form.format(i) for form in ("<|span_{}|>", "<extra_id_{}>") for i in range(NUM_SENTINELS)]
     return Tokenizer(
         backend=backend,
         end_id=end,
         pad_id=end if pad is None else pad,
         mask_id=_find_token_id(backend, config.get("mask_token"), _KNOWN_MASK_TOKENS),
-        sentinel_ids=tuple(at for at in sentinels if at is not None),
+        sentinel_ids=tuple(token for name in names if (token := backend.token_to_id(name)) is not None),
     )
 
 
 def special_token_names(sentinels: int) -> list[str]:
-    """The special tokens of our own tokenizers, in the order of their ids."""
+    """The special tokens of motet's own tokenizers, in the order of their ids."""
     return [END_TOKEN, MASK_TOKEN, PAD_TOKEN, *(f"<|span_{i}|>" for i in range(sentinels))]
 
 
 def _byte_backend(sentinels: int) -> Any:
-    """Every byte is a token whose id is its value; special tokens follow from 256."""
-    vocabulary = {character: value for value, character in enumerate(_byte_characters())}
+    """Every byte is a token whose id is its value; special tokens follow from 256.
+
+    In a byte-level vocabulary a printable byte stands for itself, any other for a character from U+0100 on.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    substitutes = iter(range(0x100, 0x200))
+    vocabulary = {chr(value if value in printable else next(substitutes)): value for value in range(256)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -137,29 +139,17 @@ def _byte_backend(sentinels: int) -> Any:
     return backend
 
 
-def _byte_characters() -> list[str]:
-    """What stands for each byte in a byte-level vocabulary: itself where printable, else a character from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    unused_codepoints = iter(range(0x100, 0x200))
-    return [chr(value if value in printable else next(unused_codepoints)) for value in range(256)]
-
-
 def _read_tokenizer_config(path: Path) -> dict[str, Any]:
     config = path.with_name("tokenizer_config.json")
-    if not config.is_file():
-        return {}
     try:
-        values = json.loads(config.read_text(encoding="utf-8"))
+        values = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
     except (ValueError, OSError) as error:
         raise InputError(f"{config} is not valid JSON: {error}") from None
     return values if isinstance(values, dict) else {}
 
 
 def _find_token_id(backend: Any, configured: Any, known_names: tuple[str, ...]) -> int | None:
-    """The id of the token that the config names (a text, or an object with `content`), else of the first known name."""
+    """The id of the token in the config (a text, or an object with `content`), else of the first known name."""
     name = configured.get("content") if isinstance(configured, dict) else configured
-    for candidate in ([name] if isinstance(name, str) else []) + list(known_names):
-        token_id = backend.token_to_id(candidate)
-        if token_id is not None:
-            return int(token_id)
-    return None
+    names = (*([name] if isinstance(name, str) else []), *known_names)
+    return next((int(token) for token in map(backend.token_to_id, names) if token is not None), None)

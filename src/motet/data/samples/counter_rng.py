@@ -1,7 +1,7 @@
-"""Random numbers that are counted, not drawn in turn: number j of key k is a fixed function of (k, j).
+"""A counter-based random number generator: number j of key k is a fixed function of (k, j).
 
-So any row can be made alone, on any rank, in any order. The mixing function is SplitMix64's finaliser, vectorised
-over uint64 arrays, which wrap around silently.
+Any rank can therefore make any row, in any order. The mixing function is SplitMix64's finaliser over uint64 arrays,
+which wrap around silently.
 """
 
 from typing import Any
@@ -24,13 +24,13 @@ def splitmix64_hash(words: UInt64Array) -> UInt64Array:
 
 
 def derive_keys(seed: int, indices: NDArray[Any]) -> UInt64Array:
-    """One key for each number, of the shape of `numbers`."""
+    """One key for each index."""
     start = splitmix64_hash(np.array([seed], dtype=np.uint64))
     return splitmix64_hash(start + (indices.astype(np.uint64) + np.uint64(1)) * _GOLDEN_RATIO)
 
 
 def uniform_floats(row_keys: UInt64Array, width: int, stream: int) -> NDArray[np.float64]:
-    """[R, width] numbers in [0, 1) for R keys; another `stream` gives others of the same keys."""
+    """[R, width] numbers in [0, 1) for R keys; each `stream` of a key is different."""
     counters = (np.arange(width, dtype=np.uint64) + np.uint64(stream << 40)) * _GOLDEN_RATIO
     words = splitmix64_hash(row_keys[:, None] + counters[None, :])
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -1,6 +1,6 @@
-"""All samples of a job: for each split and each place of the stream, the window of tokens that stands there.
+"""All samples of a job: a window of tokens for each split and position, without torch.
 
-This is the pure half of the loader: corpora opened, split, packed, mixed and put into order, as arrays.
+Corpora are opened, split, packed, mixed and shuffled, as arrays.
 """
 
 import hashlib
@@ -14,8 +14,7 @@ import numpy as np
 from motet.core.errors import InputError
 from motet.core.seeds import derive_seed
 from motet.data.corpus.megatron import open_megatron
-from motet.data.corpus.prepared_data import CorpusKind, PreparedCorpus
-from motet.data.corpus.token_store import TokenStore, open_built_corpus
+from motet.data.corpus.token_store import CorpusKind, PreparedCorpus, TokenStore, open_built_corpus
 from motet.data.corpus.tokenizer import Tokenizer
 from motet.data.samples.packing import (
     IntArray,
@@ -33,7 +32,7 @@ from motet.data.settings import DataSettings
 
 
 class SampleSource(Protocol):
-    """Samples of one corpus by number."""
+    """Samples of one corpus by index."""
 
     @property
     def fingerprint(self) -> str: ...
@@ -45,11 +44,11 @@ class SampleSource(Protocol):
 
 @dataclass(frozen=True)
 class PackedTokenSource:
-    """The samples of stored tokens."""
+    """Samples cut from stored tokens."""
 
     store: TokenStore
     streams: dict[str, PackedTokenStream]
-    max_training_samples: int | None  # Training samples that are used at most
+    max_training_samples: int | None
     pad_id: int
     vocab_size: int
 
@@ -62,11 +61,11 @@ class PackedTokenSource:
         return min(count, self.max_training_samples) if split == "train" and self.max_training_samples else count
 
     def rows(self, split: str, samples: IntArray) -> TokenWindows:
-        rows = gather_windows(self.streams[split], samples, self.store.read, self.pad_id)
-        if len(rows.tokens) and not (rows.tokens.min() >= 0 and rows.tokens.max() < self.vocab_size):
-            invalid_token = int(rows.tokens.max() if rows.tokens.max() >= self.vocab_size else rows.tokens.min())
+        rows = gather_windows(self.streams[split], samples, self.store.read, pad_id=self.pad_id)
+        lowest, highest = rows.tokens.min(initial=0), rows.tokens.max(initial=0)
+        if lowest < 0 or highest >= self.vocab_size:
             raise InputError(
-                f"{self.store.name} holds the token {invalid_token}, but the tokenizer has only 0 to {self.vocab_size - 1}; "
+                f"{self.store.name} holds the token {highest if highest >= self.vocab_size else lowest}, but the tokenizer has only 0 to {self.vocab_size - 1}; "
                 "set data.tokenizer to the one that the corpus was made with"
             )
         return rows
@@ -74,18 +73,18 @@ class PackedTokenSource:
 
 @dataclass(frozen=True)
 class MixtureDataset:
-    """The samples of a job."""
+    """The samples of a job's mixture."""
 
     sources: tuple[SampleSource, ...]
     mixture: DataMixtureSchedule
     seed: int
 
     def count(self, split: str) -> int:
-        """Samples of a split over all corpora: for training, those of one epoch."""
+        """Samples of a split over all corpora; for training, in one epoch."""
         return sum(source.count(split) for source in self.sources)
 
     def training_windows(self, positions: IntArray) -> TokenWindows:
-        """The samples at these places of the endless stream of training samples."""
+        """The samples at these positions of the endless stream of training samples."""
         corpus, source_positions = self.mixture.locate(positions)
         sample_ids = np.empty_like(positions)
         for source_id in np.unique(corpus):
@@ -97,7 +96,7 @@ class MixtureDataset:
         return self._rows("train", corpus, sample_ids)
 
     def held_out_windows(self, split: str, positions: IntArray) -> TokenWindows:
-        """The samples at these places of a split, in an order that mixes the corpora and is the same for every seed."""
+        """The samples at these positions of a split, in an order that mixes the corpora and ignores the seed."""
         shuffled = permute(positions, self.count(split), derive_seed("held out", split))
         source_ends = np.cumsum([source.count(split) for source in self.sources])
         corpus = source_ends.searchsorted(shuffled, "right")
@@ -106,38 +105,35 @@ class MixtureDataset:
     def _rows(self, split: str, corpus: IntArray, samples: IntArray) -> TokenWindows:
         source_ids: list[int] = np.unique(corpus).tolist()
         if len(source_ids) == 1:
-            return self.sources[int(source_ids[0])].rows(split, samples)
-        rows_by_source = [self.sources[number].rows(split, samples[corpus == number]) for number in source_ids]
-        original_order = np.argsort(np.concatenate([np.flatnonzero(corpus == number) for number in source_ids]))
+            return self.sources[source_ids[0]].rows(split, samples)
+        windows = [self.sources[source_id].rows(split, samples[corpus == source_id]) for source_id in source_ids]
+        order = np.argsort(np.concatenate([np.flatnonzero(corpus == source_id) for source_id in source_ids]))
         names = [field.name for field in fields(TokenWindows)]
-        return TokenWindows(
-            **{name: np.concatenate([getattr(part, name) for part in rows_by_source])[original_order] for name in names}
-        )
+        return TokenWindows(**{name: np.concatenate([getattr(w, name) for w in windows])[order] for name in names})
 
 
 def open_mixture_dataset(
     corpora: tuple[PreparedCorpus, ...], settings: DataSettings, tokenizer: Tokenizer, seed: int
 ) -> MixtureDataset:
-    """Open, split and pack every corpus; refuses one that does not fill a single sample."""
+    """Open, split and pack every corpus; raises if one does not fill a single sample."""
     stride, width = window_sizes(settings, tokenizer)
     sources: list[SampleSource] = []
     for corpus in corpora:
         if corpus.kind == "synthetic":
-            sources.append(open_synthetic_source(corpus.location, settings, tokenizer, seed, width))
+            sources.append(open_synthetic_source(corpus.location, settings, tokenizer, seed=seed, width=width))
         else:
-            sources.append(
-                _open_packed_source(open_token_store(corpus.kind, corpus.location), settings, tokenizer, stride, width)
-            )
+            store = open_token_store(corpus.kind, corpus.location)
+            sources.append(_open_packed_source(store, settings, tokenizer, stride=stride, width=width))
     return MixtureDataset(tuple(sources), build_mixture_schedule([corpus.weight for corpus in corpora]), seed)
 
 
 def open_token_store(kind: CorpusKind, location: str) -> TokenStore:
-    """The stored tokens of a corpus, which is not made."""
+    """The stored tokens of a corpus that is not synthetic."""
     return open_megatron(Path(location)) if kind == "megatron" else open_built_corpus(Path(location))
 
 
 def window_sizes(settings: DataSettings, tokenizer: Tokenizer) -> tuple[int, int]:
-    """Tokens from one sample to the next, and tokens that a sample looks at."""
+    """Tokens from the start of one sample to the next, and tokens of a sample."""
     length = settings.sequence_length
     match settings.objective:
         case "causal":
@@ -157,26 +153,26 @@ def window_sizes(settings: DataSettings, tokenizer: Tokenizer) -> tuple[int, int
 
 
 def _open_packed_source(
-    store: TokenStore, settings: DataSettings, tokenizer: Tokenizer, stride: int, width: int
+    store: TokenStore, settings: DataSettings, tokenizer: Tokenizer, *, stride: int, width: int
 ) -> PackedTokenSource:
     classify = settings.objective == "classify"
     if classify and not store.classes:
         raise InputError(f"{store.name} has no classes; objective `classify` needs records with a label, built for it")
     if store.loss_mask and settings.objective in ("masked", "spans"):
         raise InputError(
-            f"{store.name} holds prompts and answers, which data.objective = {settings.objective!r} does not know; "
+            f"{store.name} holds prompts and answers, which data.objective = {settings.objective!r} does not support; "
             "use `causal`"
         )
     records = classify or store.loss_mask
-    streams: dict[str, PackedTokenStream] = {}
-    for name, segments in split_documents(store.documents, settings, records, width).items():
-        # Spans have no way to show that a row is short; in training all rows are full.
-        partial = name != "train" and settings.objective != "spans"
-        streams[name] = (
-            pack_records(segments, width, one_per_window=classify)
-            if records
-            else cut_into_windows(segments, stride, width, partial)
-        )
+    splits = split_documents(store.documents, settings, has_records=records, window=width)
+    if records:
+        streams = {name: pack_records(segments, width, one_per_window=classify) for name, segments in splits.items()}
+    else:  # training rows are full, and span corruption needs full rows
+        partial = {"validation", "test"} if settings.objective != "spans" else set()
+        streams = {
+            name: cut_into_windows(segments, stride, width, keep_partial=name in partial)
+            for name, segments in splits.items()
+        }
     if streams["train"].num_samples == 0:
         tokens = int(streams["train"].segments.length.sum())
         raise InputError(
@@ -187,12 +183,12 @@ def _open_packed_source(
 
 
 def dataset_fingerprint(
-    samples: MixtureDataset, corpora: tuple[PreparedCorpus, ...], settings: DataSettings, tokenizer: Tokenizer
+    samples: MixtureDataset, corpora: tuple[PreparedCorpus, ...], settings: DataSettings, *, tokenizer: Tokenizer
 ) -> str:
-    """Changes with anything that changes a sample of some step."""
-    stored = [source.fingerprint for source in samples.sources]
+    """A hash of everything that decides the samples of every step."""
+    sources = [source.fingerprint for source in samples.sources]
     weights = [corpus.weight for corpus in corpora]
-    # Where the corpora come from does not matter, only what is in them.
-    excluded_settings = {"source", "mixture", "tokenizer", "workers", "cache"}
-    parts = [stored, weights, tokenizer.fingerprint, settings.model_dump(exclude=excluded_settings), samples.seed]
+    # The contents of the corpora matter, not their paths.
+    values = settings.model_dump(exclude={"source", "mixture", "tokenizer", "workers", "cache"})
+    parts = [sources, weights, tokenizer.fingerprint, values, samples.seed]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()

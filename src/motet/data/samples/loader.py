@@ -1,6 +1,6 @@
-"""The samples of a step as tensors: the rows that a rank asks for, of the global batch of a step.
+"""The samples of a step as tensors: the rows of the global batch that a rank requests.
 
-Whichever ranks ask for whichever rows, the same row of the same step holds the same numbers.
+A row of a step is the same for every rank and layout.
 """
 
 from dataclasses import fields
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from motet.core.batch import Batch
 from motet.core.errors import InputError
 from motet.core.seeds import derive_seed
-from motet.data.corpus.prepared_data import PreparedData
+from motet.data.corpus.token_store import PreparedData
 from motet.data.corpus.tokenizer import load_tokenizer
 from motet.data.samples.counter_rng import derive_keys
 from motet.data.samples.dataset import dataset_fingerprint, open_mixture_dataset
@@ -30,10 +30,9 @@ from motet.data.settings import DataSettings
 
 
 class BatchLoader:
-    """Reads what `prepare` made ready.
+    """Batches of prepared data.
 
-    With `epochs` the stream of training samples ends after so many: rows of the last batch that lie behind the end
-    have weight 0. Without, it goes on for ever.
+    With `epochs` the stream of training samples ends, and rows after its end have weight 0. Without, it never ends.
     """
 
     def __init__(self, prepared: PreparedData, settings: DataSettings, seed: int, epochs: float | None = None) -> None:
@@ -41,37 +40,33 @@ class BatchLoader:
         self._settings = settings
         self._seed = seed
         self.samples = open_mixture_dataset(prepared.corpora, settings, self.tokenizer, seed)
-        # A hash over everything that decides the samples.
-        self.fingerprint = dataset_fingerprint(self.samples, prepared.corpora, settings, self.tokenizer)
-        self.train_samples = self.samples.count("train")  # Samples of one epoch; for a mixture those of all its corpora
+        # A hash of everything that decides the samples.
+        self.fingerprint = dataset_fingerprint(self.samples, prepared.corpora, settings, tokenizer=self.tokenizer)
+        self.train_samples = self.samples.count("train")  # In one epoch, over all corpora
         self._num_stream_samples = None if epochs is None else samples_for_epochs(epochs, self.train_samples)
 
     def steps_for_epochs(self, epochs: float) -> int:
-        """Steps in so many passes; the last one may be incomplete."""
+        """Steps in this number of passes; the last one may be incomplete."""
         return steps_for_epochs(epochs, self.train_samples, self._settings.batch_sequences)
 
     def epoch_at(self, step: int) -> float:
-        """Passes that are done before this step."""
-        samples_done = step * self._settings.batch_sequences
-        return (
-            samples_done if self._num_stream_samples is None else min(samples_done, self._num_stream_samples)
-        ) / self.train_samples
+        """Passes completed before this step."""
+        samples = step * self._settings.batch_sequences
+        return min(samples, self._num_stream_samples or samples) / self.train_samples
 
     def batch(self, step: int, rows: range) -> Batch:
         """Rows of the global batch of a step, counted from 0."""
         positions = step * self._settings.batch_sequences + self._row_indices(rows)
-        is_live = positions < (
-            self._num_stream_samples if self._num_stream_samples is not None else np.iinfo(np.int64).max
-        )
-        window = self.samples.training_windows(positions)
-        return self._to_batch(window, derive_keys(derive_seed(self._seed, "train"), positions), rows, is_live)
+        is_live = positions < (self._num_stream_samples or np.iinfo(np.int64).max)
+        arrays = self._apply_objective("train", self.samples.training_windows(positions), positions)
+        return _to_batch(arrays, rows, is_live)
 
     def evaluation_batches(self, split: str) -> int:
         """Global batches in a split; 0 when it is empty."""
         return -(-self.samples.count(split) // self._settings.batch_sequences)
 
     def evaluation_batch(self, split: str, index: int, rows: range) -> Batch:
-        """Rows of a global batch of a split; rows behind the end of the split have weight 0."""
+        """Rows of a global batch of a split; rows after the end of the split have weight 0."""
         count, batches = self.samples.count(split), self.evaluation_batches(split)
         if not 0 <= index < batches:
             remedy = "" if batches else f"; set data.{split}_fraction higher or give more text"
@@ -79,35 +74,17 @@ class BatchLoader:
                 f"no batch {index} to evaluate: the {split} split has {count} samples in {batches} batches{remedy}"
             )
         positions = index * self._settings.batch_sequences + self._row_indices(rows)
-        is_live = positions < count
-        # Rows behind the end repeat earlier ones: they are read, but weigh nothing.
-        window = self.samples.held_out_windows(split, positions % count)
-        return self._to_batch(window, derive_keys(derive_seed(self._seed, split), positions), rows, is_live)
+        # Rows after the end repeat earlier ones with weight 0.
+        windows = self.samples.held_out_windows(split, positions % count)
+        return _to_batch(self._apply_objective(split, windows, positions), rows, positions < count)
 
     def _row_indices(self, rows: range) -> IntArray:
         assert len(rows) and min(rows) >= 0 and max(rows) < self._settings.batch_sequences, rows
         return np.arange(rows.start, rows.stop, rows.step)
 
-    def _to_batch(
-        self, window: TokenWindows, row_keys: NDArray[np.uint64], rows: range, is_live: NDArray[np.bool_]
-    ) -> Batch:
-        arrays = self._apply_objective(window, row_keys)
-        weights = (
-            arrays.weights if is_live.all() else arrays.weights & is_live.reshape(-1, *[1] * (arrays.weights.ndim - 1))
-        )
-        tensors = {
-            field.name: torch.from_numpy(np.ascontiguousarray(value))
-            for field in fields(BatchArrays)
-            if field.name != "weights" and (value := getattr(arrays, field.name)) is not None
-        }
-        return Batch(
-            weights=torch.from_numpy(weights.astype(np.float32)),
-            rows=torch.arange(rows.start, rows.stop, rows.step),
-            **tensors,
-        )
-
-    def _apply_objective(self, window: TokenWindows, row_keys: NDArray[np.uint64]) -> BatchArrays:
+    def _apply_objective(self, split: str, window: TokenWindows, positions: IntArray) -> BatchArrays:
         settings, tokenizer = self._settings, self.tokenizer
+        row_keys = derive_keys(derive_seed(self._seed, split), positions)
         match settings.objective:
             case "causal":
                 return causal_objective(window, settings.restart_documents)
@@ -115,14 +92,24 @@ class BatchLoader:
                 return classification_objective(window, None if tokenizer.begin_ids else tokenizer.end_id)
             case "masked":
                 assert tokenizer.mask_id is not None, "checked by prepare"
-                never_masked_ids = (tokenizer.end_id, tokenizer.pad_id, *tokenizer.begin_ids)
-                masking = TokenMaskingRule(
-                    settings.mask_fraction, tokenizer.mask_id, tokenizer.vocab_size, never_masked_ids
-                )
-                return masked_objective(window, row_keys, masking, settings.restart_documents)
+                unmasked = (tokenizer.end_id, tokenizer.pad_id, *tokenizer.begin_ids)
+                masking = TokenMaskingRule(settings.mask_fraction, tokenizer.mask_id, tokenizer.vocab_size, unmasked)
+                return masked_objective(window, row_keys, masking, isolate_documents=settings.restart_documents)
             case "spans":
                 lengths = span_corruption_lengths(
                     settings.sequence_length, settings.mask_fraction, len(tokenizer.sentinel_ids)
                 )
-                special_tokens = SpanCorruptionTokens(tokenizer.sentinel_ids, tokenizer.end_id, tokenizer.pad_id)
-                return corrupt_spans(window, row_keys, lengths, special_tokens, settings.restart_documents)
+                special = SpanCorruptionTokens(tokenizer.sentinel_ids, tokenizer.end_id, tokenizer.pad_id)
+                isolate = settings.restart_documents
+                return corrupt_spans(window, row_keys, lengths, special_tokens=special, isolate_documents=isolate)
+
+
+def _to_batch(arrays: BatchArrays, rows: range, is_live: NDArray[np.bool_]) -> Batch:
+    weights = arrays.weights & is_live.reshape(-1, *[1] * (arrays.weights.ndim - 1))
+    tensors = {
+        field.name: torch.from_numpy(np.ascontiguousarray(value))
+        for field in fields(BatchArrays)
+        if field.name != "weights" and (value := getattr(arrays, field.name)) is not None
+    }
+    row_ids = torch.arange(rows.start, rows.stop, rows.step)
+    return Batch(weights=torch.from_numpy(weights.astype(np.float32)), rows=row_ids, **tensors)

@@ -1,6 +1,6 @@
-"""From windows of tokens to what a model reads and predicts: the next token, masked tokens, or a class.
+"""Inputs and targets from windows of tokens: the next token, masked tokens, or a class.
 
-Arrays only, so that it can be read and tested without torch; the loader turns them into tensors.
+Arrays only, without torch; the loader turns them into tensors.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from motet.data.samples.packing import IntArray, TokenWindows
 
 @dataclass(frozen=True)
 class BatchArrays:
-    """The fields of a `core.batch.Batch`, whose meaning they share."""
+    """The fields of a `core.batch.Batch` as arrays."""
 
     tokens: IntArray
     targets: IntArray
@@ -27,13 +27,13 @@ class BatchArrays:
 
 
 def causal_objective(rows: TokenWindows, isolate_documents: bool) -> BatchArrays:
-    """The next token. With `restart` the end of a document does not predict the start of another one."""
+    """The next token; with `isolate_documents` the end of a document does not predict the start of another."""
     tokens, targets, weights = rows.tokens[:, :-1], rows.tokens[:, 1:], rows.eligible[:, 1:]
     if not isolate_documents:
         return BatchArrays(tokens, targets, weights)
     segment = rows.segment
     weights = weights & (segment[:, 1:] == segment[:, :-1])
-    # What fills up a row comes after all targets: causal attention needs no border before it.
+    # Padding comes after all targets: causal attention needs no border before it.
     is_token = np.arange(tokens.shape[1]) < rows.size[:, None]
     has_borders = (segment[:, :-1] * is_token).any(axis=1, keepdims=True)
     if not has_borders.any():
@@ -44,31 +44,29 @@ def causal_objective(rows: TokenWindows, isolate_documents: bool) -> BatchArrays
 
 @dataclass(frozen=True)
 class TokenMaskingRule:
-    """How masked-token training alters a row: of the chosen tokens 80 % are masked, 10 % replaced, 10 % kept."""
+    """Masked-token training: of the chosen tokens 80 % are masked, 10 % replaced, 10 % kept."""
 
     fraction: float
     mask_id: int
     vocab_size: int
-    never_masked_ids: tuple[int, ...]  # Special tokens, which are not chosen
+    never_masked_ids: tuple[int, ...]  # Special tokens
 
 
 def masked_objective(
-    rows: TokenWindows, row_keys: UInt64Array, masking: TokenMaskingRule, isolate_documents: bool
+    rows: TokenWindows, row_keys: UInt64Array, masking: TokenMaskingRule, *, isolate_documents: bool
 ) -> BatchArrays:
-    """The original of some tokens, chosen one by one; which ones depends on the row's key alone."""
+    """The originals of tokens that are chosen independently, by the row's key."""
     width = rows.tokens.shape[1]
-    choice_draw, replacement_draw, random_token_draw = (uniform_floats(row_keys, width, stream) for stream in range(3))
-    is_chosen = rows.eligible & (choice_draw < masking.fraction) & ~np.isin(rows.tokens, masking.never_masked_ids)
-    replaced = np.where(
-        replacement_draw < 0.8, masking.mask_id, (random_token_draw * masking.vocab_size).astype(np.int64)
-    )
-    tokens = np.where(is_chosen & (replacement_draw < 0.9), replaced, rows.tokens)
+    choice, replacement, random_token = (uniform_floats(row_keys, width, stream) for stream in range(3))
+    is_chosen = rows.eligible & (choice < masking.fraction) & ~np.isin(rows.tokens, masking.never_masked_ids)
+    replaced = np.where(replacement < 0.8, masking.mask_id, (random_token * masking.vocab_size).astype(np.int64))
+    tokens = np.where(is_chosen & (replacement < 0.9), replaced, rows.tokens)
     documents, positions = documents_and_positions(rows, isolate_documents)
     return BatchArrays(tokens, rows.tokens, is_chosen, documents, positions)
 
 
 def classification_objective(rows: TokenWindows, first_id: int | None) -> BatchArrays:
-    """The class of each row, to be read from its first token: `first_id`, unless the text starts with a special one."""
+    """The class of each row, predicted at its first token: `first_id`, unless the text starts with a special one."""
     tokens, size = rows.tokens, rows.size
     if first_id is not None:
         tokens = np.concatenate([np.full((len(tokens), 1), first_id), tokens], axis=1)
@@ -78,7 +76,7 @@ def classification_objective(rows: TokenWindows, first_id: int | None) -> BatchA
 
 
 def documents_and_positions(rows: TokenWindows, isolate_documents: bool) -> tuple[IntArray | None, IntArray | None]:
-    """Documents and positions for attention in both directions, where what fills up a row must not be seen."""
+    """Documents and positions for bidirectional attention, which must not see padding."""
     segment: Any = rows.segment
     if not isolate_documents:
         segment = (np.arange(segment.shape[1]) >= rows.size[:, None]).astype(np.int64)
@@ -88,7 +86,7 @@ def documents_and_positions(rows: TokenWindows, isolate_documents: bool) -> tupl
 
 
 def positions_within_documents(segment: IntArray) -> IntArray:
-    """Places counted anew wherever the number changes."""
+    """Positions that restart at each document."""
     position = np.broadcast_to(np.arange(segment.shape[1]), segment.shape)
     start = np.zeros(segment.shape, np.int64)
     start[:, 1:] = np.where(segment[:, 1:] != segment[:, :-1], position[:, 1:], 0)

@@ -1,7 +1,7 @@
-"""Which sample stands where: the samples of step n depend on (seed, n) and on nothing else.
+"""The order of samples: the samples of step n depend only on (seed, n).
 
-Each epoch is a pseudo-random permutation that is computed, not stored, so that any place of it costs the same; a
-mixture is a repeating pattern of corpora, so that the place within each corpus is computed as well.
+Each epoch is a pseudo-random permutation that is computed, not stored, so every position costs the same. A mixture is a
+repeating pattern of corpora, so the position within each corpus is computed too.
 """
 
 import math
@@ -17,30 +17,29 @@ from motet.data.samples.counter_rng import derive_keys, splitmix64_hash
 
 StreamPositions = NDArray[np.int64]
 
-# Samples after which the pattern of a mixture repeats: weights hold exactly to a thousandth over each of them.
-MIXTURE_PERIOD = 1000
+MIXTURE_PERIOD = 1000  # Samples after which a mixture repeats; weights are exact to a thousandth over each period
 
 _FEISTEL_ROUNDS = 4
 _BLOCK_SIZE = 4096
 
 
 def permute(positions: StreamPositions, size: int, seed: int) -> StreamPositions:
-    """Where each place of 0..size-1 goes in the permutation of this seed, without storing the permutation.
+    """The image of each position of 0..size-1 under the permutation of this seed, which is not stored.
 
-    A Feistel network with modular addition on a grid a x b that is barely larger than `size`; what falls outside
-    goes through again until it is inside (cycle walking), which keeps it a bijection.
+    A Feistel network with modular addition on a grid a x b that is barely larger than `size`. Results outside go
+    through again until they are inside (cycle walking), which keeps it a bijection.
     """
     a = math.isqrt(size - 1) + 1
     b = -(-size // a)
     round_keys = derive_keys(seed, np.arange(2 * _FEISTEL_ROUNDS))
-    result = _feistel(positions.astype(np.uint64), a, b, round_keys)
+    result = _feistel(positions.astype(np.uint64), (a, b), round_keys)
     while (outside := result >= size).any():
-        result[outside] = _feistel(result[outside], a, b, round_keys)
+        result[outside] = _feistel(result[outside], (a, b), round_keys)
     return result.astype(np.int64)
 
 
-def _feistel(words: NDArray[np.uint64], a: int, b: int, round_keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    height, width = np.uint64(a), np.uint64(b)
+def _feistel(words: NDArray[np.uint64], grid: tuple[int, int], round_keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    height, width = map(np.uint64, grid)
     high, low = words // width, words % width
     for left, right in round_keys.reshape(_FEISTEL_ROUNDS, 2):
         high = (high + splitmix64_hash(low + left) % height) % height
@@ -49,7 +48,7 @@ def _feistel(words: NDArray[np.uint64], a: int, b: int, round_keys: NDArray[np.u
 
 
 def shuffled_samples(positions: StreamPositions, size: int, seed: int) -> StreamPositions:
-    """The samples at these places of the endless stream of epochs over `size` samples."""
+    """The samples at these positions of the endless stream of epochs over `size` samples."""
     epochs, position_in_epoch = np.divmod(positions, size)
     blocks, position_in_block = np.divmod(position_in_epoch, _BLOCK_SIZE)
     samples = np.empty_like(positions)
@@ -61,7 +60,7 @@ def shuffled_samples(positions: StreamPositions, size: int, seed: int) -> Stream
 
 @lru_cache(maxsize=64)
 def _permuted_block(epoch: int, block: int, size: int, seed: int) -> StreamPositions:
-    """A stretch of an epoch: to permute 16 places costs nearly as much as 4096, which then serve the next steps."""
+    """A block of an epoch: permuting 16 positions costs nearly as much as 4096, which then serve the next steps."""
     positions = np.arange(block * _BLOCK_SIZE, min((block + 1) * _BLOCK_SIZE, size))
     samples = permute(positions, size, derive_seed(seed, "epoch", epoch))
     samples.flags.writeable = False
@@ -70,21 +69,21 @@ def _permuted_block(epoch: int, block: int, size: int, seed: int) -> StreamPosit
 
 @dataclass(frozen=True)
 class DataMixtureSchedule:
-    """A pattern of `PATTERN` slots that repeats for ever."""
+    """A pattern of slots that repeats for ever."""
 
-    corpus_of_slot: StreamPositions  # [PATTERN] the corpus of each slot
-    occurrence_of_slot: StreamPositions  # [PATTERN] how many slots of the same corpus come before it in the pattern
-    slots_per_corpus: StreamPositions  # [corpora] slots of each corpus
+    corpus_of_slot: StreamPositions  # [slots]
+    occurrence_of_slot: StreamPositions  # [slots] earlier slots of the same corpus in the pattern
+    slots_per_corpus: StreamPositions  # [corpora]
 
     def locate(self, positions: StreamPositions) -> tuple[StreamPositions, StreamPositions]:
-        """For each place of the global stream: its corpus, and the place in the stream of that corpus."""
+        """The corpus of each position of the global stream, and the position in the stream of that corpus."""
         periods, slots = np.divmod(positions, len(self.corpus_of_slot))
         corpus = self.corpus_of_slot[slots]
         return corpus, periods * self.slots_per_corpus[corpus] + self.occurrence_of_slot[slots]
 
 
 def build_mixture_schedule(weights: list[float]) -> DataMixtureSchedule:
-    """The pattern for these weights: counts by largest remainder, each corpus spread evenly over the pattern."""
+    """The pattern for these weights: counts by largest remainder, each corpus evenly distributed over the pattern."""
     if len(weights) == 1:
         zero = np.zeros(1, dtype=np.int64)
         return DataMixtureSchedule(zero, zero, np.ones(1, dtype=np.int64))
@@ -106,10 +105,10 @@ def build_mixture_schedule(weights: list[float]) -> DataMixtureSchedule:
 
 
 def samples_for_epochs(epochs: float, samples: int) -> int:
-    """Samples in so many passes; a broken pass is rounded to whole samples."""
+    """Samples in this number of passes, rounded to whole samples."""
     return max(1, round(epochs * samples))
 
 
 def steps_for_epochs(epochs: float, samples: int, batch: int) -> int:
-    """Steps in so many passes; the last step may be incomplete."""
+    """Steps in this number of passes; the last step may be incomplete."""
     return -(-samples_for_epochs(epochs, samples) // batch)

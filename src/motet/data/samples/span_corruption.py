@@ -1,12 +1,12 @@
-"""Span corruption (T5): spans of a text are cut out, each leaves a sentinel, and the decoder writes them down.
+"""Span corruption (T5): sentinels replace spans of a text, and the decoder predicts the spans.
 
     raw     a b c d e f g h          source  a b <0> e f <1> END
     spans       c d     g h          targets <0> c d <1> g h END
 
-All rows have the same number of tokens, spans and cut-out tokens, so the shapes are fixed.
+All rows have the same number of tokens, spans and noise tokens, so the shapes are fixed.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -15,73 +15,72 @@ from motet.data.samples.counter_rng import UInt64Array, uniform_floats
 from motet.data.samples.objectives import BatchArrays, positions_within_documents
 from motet.data.samples.packing import IntArray, TokenWindows
 
-MEAN_SPAN_TOKENS = 3  # Tokens of a span on average, as T5 uses; more when there are fewer sentinels than that needs
+MEAN_SPAN_TOKENS = 3  # As in T5; spans are longer if there are too few sentinels
 
 
 @dataclass(frozen=True)
 class SpanCorruptionLengths:
     """Lengths of a row, in tokens."""
 
-    raw_tokens: int  # Text that the row is made from
+    raw_tokens: int  # Text of the row
     noise_tokens: int
     noise_spans: int
 
     @property
     def source_tokens(self) -> int:
-        """What the encoder reads, with the end."""
+        """Tokens of the encoder's input, with the end."""
         return self.raw_tokens - self.noise_tokens + self.noise_spans + 1
 
     @property
     def target_tokens(self) -> int:
-        """What the decoder writes, with the end."""
+        """Tokens of the decoder's output, with the end."""
         return self.noise_tokens + self.noise_spans + 1
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longer one of source and targets."""
+        return max(self.source_tokens, self.target_tokens)
 
 
 def span_corruption_lengths(sequence_length: int, fraction: float, sentinels: int) -> SpanCorruptionLengths:
     """The longest raw text whose source and targets both fit into `sequence_length`."""
     lengths = _lengths_for_raw(2, fraction, sentinels)
-    if max(lengths.source_tokens, lengths.target_tokens) > sequence_length:
+    if lengths.longest > sequence_length:
         raise InputError(
             f"data.sequence_length = {sequence_length} is too short for spans; use at least {lengths.source_tokens}"
         )
-    while (
-        max(
-            (longer_lengths := _lengths_for_raw(lengths.raw_tokens + 1, fraction, sentinels)).source_tokens,
-            longer_lengths.target_tokens,
-        )
-        <= sequence_length
-    ):
-        lengths = longer_lengths
+    while (longer := _lengths_for_raw(lengths.raw_tokens + 1, fraction, sentinels)).longest <= sequence_length:
+        lengths = longer
     return lengths
 
 
 def _lengths_for_raw(raw_tokens: int, fraction: float, sentinels: int) -> SpanCorruptionLengths:
     noise_tokens = min(max(1, round(raw_tokens * fraction)), raw_tokens - 1)
-    noise_spans = min(
-        max(1, round(noise_tokens / MEAN_SPAN_TOKENS)), noise_tokens, raw_tokens - noise_tokens, sentinels
-    )
-    return SpanCorruptionLengths(raw_tokens, noise_tokens, noise_spans)
+    spans = min(max(1, round(noise_tokens / MEAN_SPAN_TOKENS)), noise_tokens, raw_tokens - noise_tokens, sentinels)
+    return SpanCorruptionLengths(raw_tokens, noise_tokens, spans)
 
 
 @dataclass(frozen=True)
 class SpanCorruptionTokens:
-    """The tokens that span corruption puts in."""
+    """Special tokens of span corruption."""
 
     sentinel_ids: tuple[int, ...]
     end_id: int
-    start_id: int  # What the decoder reads first
+    start_id: int  # First input of the decoder
 
 
 def corrupt_spans(
     rows: TokenWindows,
     row_keys: UInt64Array,
     lengths: SpanCorruptionLengths,
+    *,
     special_tokens: SpanCorruptionTokens,
     isolate_documents: bool,
 ) -> BatchArrays:
-    """Which spans are cut out depends on the row's key alone.
+    """Replace spans, which depend only on the row's key, by sentinels.
 
-    With `restart`, a span belongs to the document that it starts in, and what it holds of the next one is no target.
+    With `isolate_documents` a span belongs to the document of its first token; its tokens of the next document are no
+    targets.
     """
     count, spans = len(rows.tokens), lengths.noise_spans
     noise_length = _random_partition(row_keys, lengths.noise_tokens, spans, stream=0)
@@ -99,8 +98,8 @@ def corrupt_spans(
 
     segment = rows.segment if isolate_documents else np.zeros_like(rows.segment)
     in_source = ~is_noise | (starts > 0)
-    source_tokens = np.where(starts > 0, sentinels[span], rows.tokens)
-    source = _append_end_id(source_tokens[in_source].reshape(count, -1), special_tokens.end_id)
+    source = np.where(starts > 0, sentinels[span], rows.tokens)[in_source].reshape(count, -1)
+    source = np.append(source, np.full((count, 1), special_tokens.end_id), axis=1)
     source_segment = segment[in_source].reshape(count, -1)
     source_segment = np.append(source_segment, source_segment[:, -1:], axis=1)
 
@@ -124,29 +123,19 @@ def corrupt_spans(
 
 
 def _shift_targets_right(arrays: BatchArrays, start_id: int) -> BatchArrays:
-    """The decoder reads the targets one place later; at the start of each document it reads `start_id`."""
+    """The decoder's input is the targets, shifted right by one; each document starts with `start_id`."""
     targets, target_documents = arrays.targets, arrays.documents
     assert target_documents is not None and arrays.source_documents is not None
     tokens = np.full_like(targets, start_id)
     tokens[:, 1:] = np.where(target_documents[:, 1:] == target_documents[:, :-1], targets[:, :-1], start_id)
     has_borders = bool(target_documents.any() or arrays.source_documents.any())
-    return BatchArrays(
-        tokens=tokens,
-        targets=targets,
-        weights=arrays.weights,
-        documents=target_documents if has_borders else None,
-        positions=positions_within_documents(target_documents) if has_borders else None,
-        source=arrays.source,
-        source_documents=arrays.source_documents if has_borders else None,
-    )
+    if not has_borders:
+        return replace(arrays, tokens=tokens, documents=None, source_documents=None)
+    return replace(arrays, tokens=tokens, positions=positions_within_documents(target_documents))
 
 
-def _append_end_id(tokens: IntArray, end_id: int) -> IntArray:
-    return np.append(tokens, np.full((len(tokens), 1), end_id), axis=1)
-
-
-def _random_partition(row_keys: UInt64Array, total: int, num_parts: int, stream: int) -> IntArray:
-    """[R, parts] lengths of at least 1 that sum to `total`, each way of cutting equally likely."""
+def _random_partition(row_keys: UInt64Array, total: int, num_parts: int, *, stream: int) -> IntArray:
+    """[R, parts] lengths of at least 1 that sum to `total`, each partition equally likely."""
     if num_parts == 1:
         return np.full((len(row_keys), 1), total)
     scores = uniform_floats(row_keys, total - 1, stream)

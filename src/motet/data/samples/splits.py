@@ -1,11 +1,10 @@
-"""Training, validation and test: which documents belong to which, by a hash of each, so that adding more moves none.
+"""Documents of the training, validation and test splits, by a hash of each, so that adding more moves none.
 
-A split that no document falls into still gets something, by a stated rule: of plain text the end of the longest
-training document; of records (prompt and answer, or text and class) the one with the smallest hash. It stays empty
-when that would leave too little to train on.
+An empty split of plain text gets the end of the longest training document; an empty split of records (prompt and
+answer, or text and class) the record with the smallest hash. It stays empty if too little would be left to train on.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,25 +17,25 @@ SPLITS = ("train", "validation", "test")
 
 @dataclass(frozen=True)
 class DocumentSegments:
-    """Stretches of a corpus that make up a split: whole documents, but for one that was cut."""
+    """Token ranges of a split: complete documents, except for one that may be cut."""
 
-    start: NDArray[np.int64]  # Where each begins in the stream of all tokens
+    start: NDArray[np.int64]  # Begin of each in the stream of all tokens
     length: NDArray[np.int64]
-    skip: NDArray[np.int64]  # Tokens at its start that are no targets
+    skip: NDArray[np.int64]  # Tokens at its start that are never targets
     label: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.start)
 
     def take(self, chosen: NDArray[Any]) -> "DocumentSegments":
-        """The segments of a mask or of numbers."""
+        """The segments of a mask or of indices."""
         return DocumentSegments(self.start[chosen], self.length[chosen], self.skip[chosen], self.label[chosen])
 
 
 def split_documents(
-    documents: NDArray[Any], settings: DataSettings, has_records: bool, window: int
+    documents: NDArray[Any], settings: DataSettings, *, has_records: bool, window: int
 ) -> dict[str, DocumentSegments]:
-    """The segments of each split of a table of documents; `window` is what a sample of plain text needs."""
+    """The segments of each split of a table of documents; `window` is the size of a sample of plain text."""
     length = documents["length"].astype(np.int64)
     all_segments = DocumentSegments(
         start=np.cumsum(length) - length,
@@ -47,10 +46,10 @@ def split_documents(
     split_ids = assign_splits(documents["hash"], settings.validation_fraction, settings.test_fraction)
     fractions = {"validation": settings.validation_fraction, "test": settings.test_fraction}
     if not (split_ids == 0).any():
-        split_ids[:] = 0  # too few documents to be split by number
+        split_ids[:] = 0  # too few documents to split by hash
     if has_records:
         _fill_empty_splits(split_ids, documents["hash"], [name for name, fraction in fractions.items() if fraction])
-    splits = {name: all_segments.take(split_ids == number) for number, name in enumerate(SPLITS)}
+    splits = {name: all_segments.take(split_ids == split_id) for split_id, name in enumerate(SPLITS)}
     if not has_records:
         for name, fraction in fractions.items():
             if fraction and not len(splits[name]):
@@ -60,13 +59,13 @@ def split_documents(
 
 
 def assign_splits(hashes: NDArray[np.uint64], validation: float, test: float) -> NDArray[np.int8]:
-    """[documents] the number of each one's split in SPLITS, by where its hash lies in 0..1: test, then validation."""
+    """[documents] the index of each document's split in SPLITS, by its hash as a number in 0..1."""
     hash_fraction = hashes.astype(np.float64) * 2.0**-64
     return np.where(hash_fraction < test, 2, np.where(hash_fraction < test + validation, 1, 0)).astype(np.int8)
 
 
 def _fill_empty_splits(split_ids: NDArray[np.int8], hashes: NDArray[np.uint64], needed_splits: list[str]) -> None:
-    """Give each wanted but empty split the training record with the smallest hash, while two are left to train on."""
+    """Give each needed but empty split the training record with the smallest hash, while two are left to train on."""
     for name in needed_splits:
         split_id = SPLITS.index(name)
         train = np.flatnonzero(split_ids == 0)
@@ -80,12 +79,8 @@ def _cut_tail(train: DocumentSegments, size: int, keep: int) -> tuple[DocumentSe
     remaining = int(train.length[longest]) - size
     if remaining < keep:
         return train, train.take(np.empty(0, np.int64))
+    tail = train.take(np.array([longest]))
+    tail = replace(tail, start=tail.start + remaining, length=np.array([size]), skip=np.zeros(1, np.int64))
     shorter = train.length.copy()
     shorter[longest] = remaining
-    tail = DocumentSegments(
-        start=train.start[longest : longest + 1] + remaining,
-        length=np.array([size]),
-        skip=np.zeros(1, np.int64),
-        label=train.label[longest : longest + 1],
-    )
-    return DocumentSegments(train.start, shorter, train.skip, train.label), tail
+    return replace(train, length=shorter), tail

@@ -1,7 +1,7 @@
-"""Made classification samples, `synthetic:RULE`: as many as wanted, whose class follows from a rule that can be learned.
+"""Synthetic classification samples, `synthetic:RULE`, whose class follows from a rule that can be learned.
 
-Sample i of a split depends on (seed, split, i) only, so held-out samples are as new as training samples, and a model
-that does well on them has learned the rule.
+Sample i of a split depends only on (seed, split, i), so held-out samples are as new as training samples. A model that
+does well on them has learned the rule.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ NUM_CLASSES = 2
 
 
 def majority(row_keys: UInt64Array, num_letters: int) -> tuple[IntArray, IntArray]:
-    """Letters in any order; the class is 1 when there are more capital letters than small ones, else 0.
+    """Letters in any order; the class is 1 if there are more capital letters than small ones, else 0.
 
     51 to 75 % of the letters are of the larger kind.
     """
@@ -45,7 +45,7 @@ class SyntheticClassificationData:
     seed: int
     width: int
     letter_ids: IntArray  # [52] the tokens of a-z and A-Z
-    begin_id: int | None  # A token that every sample starts with, where the tokenizer puts one
+    begin_id: int | None  # First token of every sample, if the tokenizer has one
     samples_per_split: dict[str, int]
 
     @property
@@ -56,7 +56,7 @@ class SyntheticClassificationData:
         return self.samples_per_split[split]
 
     def rows(self, split: str, samples: IntArray) -> TokenWindows:
-        """These samples; all are as long as a window."""
+        """Windows of these samples, which are all full."""
         row_keys = derive_keys(derive_seed(self.seed, "made", self.rule, split), samples)
         begin = 0 if self.begin_id is None else 1
         letters, label = RULES[self.rule](row_keys, self.width - begin)
@@ -72,24 +72,24 @@ class SyntheticClassificationData:
 
 
 def check_synthetic_source(source: str, settings: DataSettings) -> str:
-    """The rule of `synthetic:RULE`, or a sentence about what does not fit it."""
-    rule = source.removeprefix("synthetic:")
+    """The rule of `synthetic:RULE`; raises if it is unknown or the settings do not fit it."""
+    rule, problem = source.removeprefix("synthetic:"), None
     if rule not in RULES:
-        raise InputError(f"data source {source!r}: there is no rule {rule!r}; known: {', '.join(RULES)}")
-    if settings.objective != "classify":
-        raise InputError(
+        problem = f"data source {source!r}: there is no rule {rule!r}; known: {', '.join(RULES)}"
+    elif settings.objective != "classify":
+        problem = (
             f"data source {source!r} makes samples with a class, but data.objective = {settings.objective!r}; "
             'set data.objective = "classify"'
         )
-    if settings.sequence_length < 4:
-        raise InputError(
-            f"data.sequence_length = {settings.sequence_length} is too short for {source!r}; use at least 4"
-        )
+    elif settings.sequence_length < 4:
+        problem = f"data.sequence_length = {settings.sequence_length} is too short for {source!r}; use at least 4"
+    if problem:
+        raise InputError(problem)
     return rule
 
 
 def open_synthetic_source(
-    source: str, settings: DataSettings, tokenizer: Tokenizer, seed: int, width: int
+    source: str, settings: DataSettings, tokenizer: Tokenizer, *, seed: int, width: int
 ) -> SyntheticClassificationData:
     """The samples of `synthetic:RULE` in windows of `width` tokens."""
     num_samples = settings.samples or DEFAULT_SAMPLES

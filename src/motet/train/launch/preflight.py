@@ -5,7 +5,7 @@ import psutil
 from motet.core.dtypes import DTYPE_BYTES
 from motet.core.errors import InputError
 from motet.core.units import format_bytes
-from motet.data.corpus.prepared_data import PreparedData
+from motet.data.corpus.token_store import PreparedData
 from motet.models.settings import EncoderSettings, UserModuleSettings, check_can_be_trained
 from motet.models.spec.model_spec import spec_from_settings
 from motet.parallel.data_parallel.communication.communication_settings import check_communication
