@@ -1,1 +1,1 @@
-"""What a run tells about itself: events, spans, and the sinks that show them."""
+"""Events and spans of a run, and the sinks that show them."""

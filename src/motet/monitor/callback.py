@@ -1,7 +1,7 @@
-"""How a run is listened to: one method that gets every event, or one method per kind of event.
+"""Listening to a run: one method that gets every event, or one method for each kind of event.
 
-motet's own console, files and trackers are callbacks too. A callback that raises is told about once and left out from
-then on, so that a tracker cannot end a training run; one that raises a `MotetError` does end it, with that sentence.
+Console, files and trackers of motet are callbacks too. A callback that raises is reported once and then dropped, so that
+a tracker cannot end a training run; one that raises a `MotetError` ends the run with that message.
 """
 
 from motet.monitor.events import (
@@ -22,26 +22,8 @@ class Callback:
     """Subclass it and define the methods you need. Only rank 0 calls it, in the order of the events."""
 
     def on_event(self, event: Event) -> None:
-        """Hands each event to the method of its kind; define it instead of those to get them all in one place."""
-        match event:
-            case RunStarted():
-                self.on_start(event)
-            case StepDone():
-                self.on_step(event)
-            case EvaluationDone():
-                self.on_evaluation(event)
-            case CheckpointSaved():
-                self.on_checkpoint(event)
-            case TextSampled():
-                self.on_sample(event)
-            case ReplicaCheckDone():
-                self.on_replica_check(event)
-            case ProfileSaved():
-                self.on_profile(event)
-            case WarningIssued():
-                self.on_warning(event)
-            case RunEnded():
-                self.on_end(event)
+        """Passes each event to the method of its kind; override it to get them all in one place."""
+        getattr(self, _METHODS[type(event)])(event)
 
     def on_start(self, event: RunStarted) -> None: ...
 
@@ -63,4 +45,17 @@ class Callback:
     def on_end(self, event: RunEnded) -> None: ...
 
     def close(self) -> None:
-        """Called once, at the very end, also when the run ends without an event that says so."""
+        """Called once at the very end, also if the run ends without `RunEnded`."""
+
+
+_METHODS: dict[type[Event], str] = {
+    RunStarted: "on_start",
+    StepDone: "on_step",
+    EvaluationDone: "on_evaluation",
+    CheckpointSaved: "on_checkpoint",
+    TextSampled: "on_sample",
+    ReplicaCheckDone: "on_replica_check",
+    ProfileSaved: "on_profile",
+    WarningIssued: "on_warning",
+    RunEnded: "on_end",
+}

@@ -1,11 +1,10 @@
-"""The one place that prints: results go to stdout, complaints to stderr, machine-readable answers as JSON.
+"""The only place that prints: results go to stdout, errors to stderr, machine-readable answers as JSON.
 
-rich is imported when something is printed for the first time, so that `motet --help` need not wait for it.
-Markup and emoji codes are off, because job sections are written `[model]`: style with `style="bold"` or
-`rich.text.Text`, or pass `markup=True` for a text of your own.
+rich is imported at the first print, so that `motet --help` need not wait for it. Markup and emoji codes are off, because
+job sections are written `[model]`: style with `style="bold"` or `rich.text.Text`, or pass `markup=True`.
 
-A reader who goes away, as `head` does, ends the command quietly with 141, as shells call what SIGPIPE ends; a stream
-that takes nothing more is told. What its encoding lacks is printed as `\\xe9`.
+A closed pipe, as after `head`, ends the command quietly with 141, the shell's code for SIGPIPE; other errors of a stream
+are reported. Characters outside its encoding are printed as `\\xe9`.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def print_json(value: object) -> None:
 
 
 def encode_nonfinite_floats(value: Any) -> Any:
-    """`value` where a float that JSON cannot hold is text that `float` reads back: NaN, Infinity, -Infinity."""
+    """Replace floats that JSON cannot hold by text that `float` reads back: NaN, Infinity, -Infinity."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
@@ -59,12 +58,12 @@ def encode_nonfinite_floats(value: Any) -> Any:
 
 @functools.cache
 def _make_console(terminal: bool, stderr: bool) -> Console:
-    # rich asks for sys.stdout anew at each print, so a redirected stream is followed. In a pipe nothing is wrapped:
-    # a path or a number that is cut at column 80 could not be searched for.
+    # rich looks up sys.stdout at each print, so a redirected stream is followed. In a pipe nothing is wrapped, so that
+    # paths and numbers can be searched for.
     from rich.console import Console
 
     class BrokenPipeSafeConsole(Console):
-        """What cannot be printed is told in one sentence."""
+        """Reports an error of its stream in one sentence."""
 
         def print(self, *args: Any, **options: Any) -> None:
             with _convert_print_errors(self.stderr):
@@ -94,13 +93,12 @@ def _convert_print_errors(stderr: bool) -> Iterator[None]:
     except OSError as error:
         _redirect_to_devnull(stderr)
         if not stderr:
-            raise CheckpointSaveError(
-                f"cannot print: {error.strerror}; free some space, or send it elsewhere"
-            ) from None
+            message = f"cannot print: {error.strerror}; free some space, or send it elsewhere"
+            raise CheckpointSaveError(message) from None
 
 
 def _redirect_to_devnull(stderr: bool) -> None:
-    """Python would try to write what is left at its end, and rich at the next print."""
+    """Otherwise Python would write its buffer at exit, and rich at the next print."""
     _make_console.cache_clear()
     with suppress(OSError, ValueError):
         devnull = os.open(os.devnull, os.O_WRONLY)

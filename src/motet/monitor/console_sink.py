@@ -1,6 +1,6 @@
-"""What a person sees of a run: a live line at the bottom of a terminal, or plain lines in a pipe or a log file.
+"""The display of a run: a live line at the bottom of a terminal, or plain lines in a pipe or a log file.
 
-On a terminal the steps of every twentieth of the run stay on the screen; in a pipe each step that is told is one line.
+On a terminal one step of every twentieth of the run stays on the screen; in a pipe each reported step is one line.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from rich.console import Console, Group
     from rich.live import Live
 
-_STEP_LINES_KEPT = 20  # How many lines of steps a run leaves on a terminal
+_STEP_LINES_KEPT = 20  # Lines of steps that a run leaves on a terminal
 _REFRESH_S = 0.1
 
 
 class ConsoleSink(Callback):
-    """Shows a run on `screen`, stdout when not given."""
+    """Shows a run on `screen`, by default stdout."""
 
     def __init__(self, folder: Path, screen: Console | None = None) -> None:
         self._folder = folder
@@ -71,7 +71,7 @@ class ConsoleSink(Callback):
         due = event.time - self._drawn_at >= _REFRESH_S
         self._drawn_at = event.time if due else self._drawn_at
         self._live.update(_progress(event.step, last, line), refresh=due)
-        # Twentieths that are behind us; the first step of the attempt is at least the one before it.
+        # Counted from 1, so that the first step of an attempt is always kept.
         twentieths_done = 1 + event.step * _STEP_LINES_KEPT // last
         if twentieths_done > self._twentieths_done or event.skipped:
             self._twentieths_done = twentieths_done
@@ -115,11 +115,11 @@ class ConsoleSink(Callback):
 
 
 def start_lines(event: RunStarted) -> list[str]:
-    """What a run says of itself before its first step."""
-    ranks = (
-        f"{event.ranks} rank{'s' if event.ranks > 1 else ''} x {event.threads} thread{'s' if event.threads > 1 else ''}"
+    """The lines of a run before its first step."""
+    ranks, threads = (
+        f"{count} {noun}{'s' * (count > 1)}" for count, noun in ((event.ranks, "rank"), (event.threads, "thread"))
     )
-    lines = [f"{event.name}: {format_count(event.parameters)} parameters on {ranks}, {event.device}"]
+    lines = [f"{event.name}: {format_count(event.parameters)} parameters on {ranks} x {threads}, {event.device}"]
     if event.num_classes:
         lines.append(f"a model that knows nothing has loss ln({event.num_classes}) = {math.log(event.num_classes):.4f}")
     if event.resumed_from is not None:
@@ -128,7 +128,7 @@ def start_lines(event: RunStarted) -> list[str]:
 
 
 def step_line(event: StepDone, last_step: int, left_s: float) -> str:
-    """A step in one line; what is not known is left out."""
+    """A step in one line, without unknown values."""
     parts = [
         f"step {event.step:>{len(str(last_step))}}/{last_step}",
         f"loss {event.loss:.4f}" + (" (skipped)" if event.skipped else ""),
@@ -144,23 +144,22 @@ def step_line(event: StepDone, last_step: int, left_s: float) -> str:
 
 
 def parameter_server_text(stats: ParameterServerStepStats) -> str:
-    """What a parameter server did in a step, in few words."""
-    work_items = sum(stats.staleness_histogram)
-    mean = sum(late * count for late, count in enumerate(stats.staleness_histogram)) / work_items if work_items else 0.0
-    traffic = format_bytes(stats.sent_bytes + stats.received_bytes)
-    staleness = f"stale {mean:.1f}, at most {len(stats.staleness_histogram) - 1} ({len(stats.steps_behind_histogram) - 1} steps)"
-    return f"{staleness}  servers {traffic}, {format_bytes(stats.waiting_bytes)} queued"
+    """The work of a parameter server in a step, in a few words."""
+    counts, max_steps = stats.staleness_histogram, len(stats.steps_behind_histogram) - 1
+    mean = sum(late * count for late, count in enumerate(counts)) / sum(counts) if sum(counts) else 0.0
+    traffic = f"{format_bytes(stats.sent_bytes + stats.received_bytes)}, {format_bytes(stats.waiting_bytes)} queued"
+    return f"stale {mean:.1f}, at most {len(counts) - 1} ({max_steps} steps)  servers {traffic}"
 
 
 def seconds_left(first: StepDone, now: StepDone, last_step: int) -> float:
-    """At the pace since the first step of this attempt, evaluations and checkpoints included."""
+    """The time left at the pace since the first step of this attempt, including evaluations and checkpoints."""
     steps = now.step - first.step
     pace_s = (now.time - first.time) / steps if steps > 0 else now.step_time_s
     return max(0.0, pace_s * (last_step - now.step))
 
 
 def evaluation_text(event: EvaluationDone) -> str:
-    """The figures of an evaluation."""
+    """The metrics of an evaluation."""
     parts = [f"loss {event.loss:.4f}"]
     if event.perplexity is not None:
         parts.append(f"perplexity {event.perplexity:.4g}")
@@ -170,19 +169,14 @@ def evaluation_text(event: EvaluationDone) -> str:
 
 
 def summary_rows(summary: RunSummary, folder: Path) -> list[tuple[str, str]]:
-    """The table that a run ends with."""
+    """The table at the end of a run."""
     rows = [(summary.exit_reason.replace("_", " "), f"{summary.steps} of {summary.last_step} steps")]
     if summary.first_loss is not None or summary.final_loss is not None:
         losses = [f"{loss:.4f}" for loss in (summary.first_loss, summary.final_loss) if loss is not None]
-        uniform = (
-            ""
-            if summary.uniform_loss is None
-            else f"   (ln({math.exp(summary.uniform_loss):.0f}) = {summary.uniform_loss:.4f})"
-        )
+        uniform = "" if (u := summary.uniform_loss) is None else f"   (ln({math.exp(u):.0f}) = {u:.4f})"
         rows.append(("loss", " -> ".join(losses) + uniform))
     for split, result in summary.evaluations.items():
-        event = EvaluationDone(split=split, **result.model_dump())
-        rows.append((split, evaluation_text(event)))
+        rows.append((split, evaluation_text(EvaluationDone(split=split, **result.model_dump()))))
     if summary.tokens_per_s is not None:
         mfu = "" if summary.mfu is None else f", {summary.mfu:.1%} of peak"
         rows.append(("median", f"{format_count(summary.tokens_per_s)} tokens/s{mfu}"))
@@ -203,7 +197,7 @@ def _progress(step: int, last_step: int, line: str) -> Group:
 
 @contextmanager
 def _live_display(screen: Console) -> Iterator[Live]:
-    """A live display that everything else in this process scrolls above: prints, warnings and logs."""
+    """A live display at the bottom; prints, warnings and logs of this process scroll above it."""
     from rich.live import Live
 
     streams = sys.stdout, sys.stderr

@@ -1,5 +1,5 @@
-"""Hands what happens to everyone who listens: attaches the spans of a step, leaves out the steps that the job does not
-want told, keeps a broken listener from ending the run, and moves the window of the profiler.
+"""Passes the events of a run to its callbacks: adds spans to steps, leaves out the steps that the job does not report,
+drops callbacks that fail, and moves the window of the profiler.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 
 
 class EventDispatcher:
-    """Use it as a context, and give it every event, also of steps that need not be told. `Monitor()` tells nobody."""
+    """Use it as a context, and give it every event, also of steps that are not reported."""
 
     def __init__(
         self,
         callbacks: Sequence[Callback] = (),
         every: int = 1,
+        *,
         collector: SpanCollector | None = None,
         profiler: TorchProfilerWindow | None = None,
     ) -> None:
@@ -54,14 +55,14 @@ class EventDispatcher:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with ExitStack() as closing:  # whatever fails, everyone is closed; the first, which keeps the events, last
+        with ExitStack() as closing:  # all are closed whatever fails; the first, which keeps the events, last
             closing.callback(self._exit_stack.close)
             for callback in [*self._callbacks, *self._failed_callbacks]:
                 closing.callback(self._close, callback)
             self._advance_profiler(None)
 
     def on_event(self, event: Event) -> None:
-        """Tell everyone who wants to know. A `MotetError` of a callback is raised once all the others were told."""
+        """Pass an event to all callbacks. A `MotetError` of a callback is raised after all others were called."""
         if not self._callbacks:
             return
         match event:
@@ -83,28 +84,24 @@ class EventDispatcher:
                 self._dispatch(event)
 
     def _on_step(self, event: StepDone) -> None:
+        assert self._start is not None, "events begin with RunStarted"
         if self._collector is not None:
             spans, counters = self._collector.drain(event.step)
             event = event.model_copy(update={"spans": spans, "counters": counters})
-        if self._is_reported(event):
+        is_first_or_last = event.step in (self._start.first_step, self._start.last_step)
+        if is_first_or_last or event.step % self._every == 0 or event.skipped or not math.isfinite(event.loss):
             self._dispatch(event)
             self._unreported_step = None
         else:
-            self._unreported_step = event  # told after all if it turns out to be the last
+            self._unreported_step = event  # it is reported if it turns out to be the last
         self._advance_profiler(event.step + 1)
 
-    def _is_reported(self, event: StepDone) -> bool:
-        assert self._start is not None, "events begin with RunStarted"
-        is_first_or_last = event.step in (self._start.first_step, self._start.last_step)
-        return is_first_or_last or event.step % self._every == 0 or event.skipped or not math.isfinite(event.loss)
-
     def _dispatch(self, event: Event) -> None:
-        warnings: list[WarningIssued] = []
-        errors: list[MotetError] = []
+        warnings, errors = [], []
         for callback in list(self._callbacks):
             try:
                 callback.on_event(event)
-            except Exception as problem:  # noqa: BLE001 - whatever it is, it is told, and the run goes on
+            except Exception as problem:  # noqa: BLE001 - whatever it is, it is reported, and the run continues
                 self._callbacks.remove(callback)
                 self._failed_callbacks.append(callback)
                 if isinstance(problem, MotetError):
@@ -118,7 +115,7 @@ class EventDispatcher:
 
     def _close(self, callback: Callback) -> None:
         if callback in self._failed_callbacks:
-            with suppress(Exception):  # that this one is broken was told already
+            with suppress(Exception):  # its failure was reported before
                 callback.close()
             return
         self._callbacks.remove(callback)
@@ -128,20 +125,19 @@ class EventDispatcher:
             self._dispatch(_warning(f"{type(callback).__name__} did not close", problem))
 
     def _advance_profiler(self, step: int | None) -> None:
-        """Step `step` is about to begin; None: no further one is."""
-        if self._profiler is None:
+        """Step `step` is about to begin, or with None no further one."""
+        if (profiler := self._profiler) is None:
             return
-        profiler_event: ProfileSaved | WarningIssued | None
-        profiler = self._profiler
+        event: ProfileSaved | WarningIssued | None
         if step is None:
             self._profiler = None
         try:
-            profiler_event = profiler.close() if step is None else profiler.step(step)
+            event = profiler.close() if step is None else profiler.step(step)
         except Exception as problem:  # noqa: BLE001 - as for a callback
             self._profiler = None
-            profiler_event = _warning("the profiler is left out from here on", problem)
-        if profiler_event is not None:
-            self._dispatch(profiler_event)
+            event = _warning("the profiler is left out from here on", problem)
+        if event is not None:
+            self._dispatch(event)
 
 
 def open_event_dispatcher(
@@ -151,7 +147,7 @@ def open_event_dispatcher(
     callbacks: Sequence[Callback] = (),
     terminal: Console | None = None,
 ) -> EventDispatcher:
-    """What rank 0 of a run tells to whom. `folder` exists; `job` goes to trackers that keep settings."""
+    """The dispatcher of rank 0, for an existing run folder. Trackers that keep settings get `job`."""
     trackers: list[Callback] = []
     if settings.wandb != "off":
         from motet.monitor.trackers import WandbSink
@@ -166,12 +162,9 @@ def open_event_dispatcher(
         from motet.monitor.profile import TorchProfilerWindow
 
         profiler = TorchProfilerWindow(folder, settings.profile_from, settings.profile_steps)
-    return EventDispatcher(
-        [JsonlSink(folder), SummarySink(folder), ConsoleSink(folder, terminal), *trackers, *callbacks],
-        every=settings.every,
-        collector=SpanCollector() if settings.spans else None,
-        profiler=profiler,
-    )
+    sinks = [JsonlSink(folder), SummarySink(folder), ConsoleSink(folder, terminal), *trackers, *callbacks]
+    collector = SpanCollector() if settings.spans else None
+    return EventDispatcher(sinks, settings.every, collector=collector, profiler=profiler)
 
 
 def _warning(what: str, problem: Exception) -> WarningIssued:

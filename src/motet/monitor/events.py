@@ -1,9 +1,9 @@
-"""What a run tells about itself, as typed values, and `events.jsonl`, which keeps them one JSON object a line.
+"""The events of a run as typed values, and `events.jsonl`, which holds one JSON object a line.
 
 A line holds `event` (the kind), `time` (seconds since 1970) and the fields of that kind. JSON has no NaN and no
-infinity, so these are the strings "NaN", "Infinity" and "-Infinity". A run that is resumed goes on in the same file;
-each of its attempts opens with `run_started`, and the steps after the resumed checkpoint count once more.
-docs/reference/events.md is made from this file by scripts/docs.py.
+infinity, so these are the strings "NaN", "Infinity" and "-Infinity". A resumed run continues in the same file: each
+attempt opens with `run_started`, and repeats the steps after its checkpoint. A second name of a field is the one of
+earlier versions. scripts/docs.py writes docs/reference/events.md from this file.
 """
 
 import time
@@ -20,7 +20,7 @@ EVENTS_FILE = "events.jsonl"
 
 
 class _RunEventBase(BaseModel):
-    """What every event has."""
+    """The fields of every event."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings", use_attribute_docstrings=True)
 
@@ -33,47 +33,47 @@ class _RunEventBase(BaseModel):
 
 
 class RunStarted(_RunEventBase):
-    """An attempt at the run begins; after it was resumed, a further one."""
+    """An attempt begins: the first one, or one that resumes the run."""
 
     event: Literal["run_started"] = "run_started"
     name: str
-    """The job's."""
+    """The name of the job."""
     ranks: int
     threads: int
-    """Per rank."""
+    """Threads of each rank."""
     device: str
-    """The kind or the full name of what a rank computes on."""
+    """The kind or the full name of the device of a rank."""
     parameters: int
-    """Of the whole model."""
+    """Parameters of the model."""
     data: str
-    """Fingerprint of the corpus and how it is read."""
+    """Fingerprint of the corpus and of how it is read."""
     first_step: int = 1
-    """The first step that this attempt does: one more than was already done."""
+    """The first step of this attempt, counted from 1."""
     last_step: int
     """The step at which the run is finished."""
     resumed_from: str | None = None
-    """The checkpoint, as a path within the run folder."""
+    """The checkpoint, as a path in the run folder."""
     num_classes: int | None = Field(default=None, validation_alias=AliasChoices("num_classes", "outcomes"))
-    """What each target is one of: the vocabulary, or the classes. A model that knows nothing has loss ln(outcomes)."""
+    """The size of the vocabulary, or the number of classes. A model that knows nothing has loss ln(num_classes)."""
 
 
 class ParameterServerStepStats(BaseModel):
-    """What a parameter server did in a step."""
+    """The work of a parameter server in a step."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     staleness_histogram: tuple[int, ...] = Field(validation_alias=AliasChoices("staleness_histogram", "staleness"))
-    """How many shares were computed with parameters that lacked 0, 1, 2 and so on of the updates before theirs."""
+    """How many work items were computed with parameters that missed 0, 1, 2 and so on of the earlier updates."""
     steps_behind_histogram: tuple[int, ...] = Field(validation_alias=AliasChoices("steps_behind_histogram", "behind"))
-    """How many shares were computed with all of the steps before theirs, all but the last one, and so on: it is this
-    that `layout.server.staleness` bounds."""
+    """How many work items were computed with all earlier steps, all but the last one, and so on.
+    `layout.server.staleness` bounds this."""
     workers: int
-    """That are there."""
+    """Connected workers."""
     sent_bytes: int
-    """By all servers since the step before was told, as far as they have told."""
+    """Bytes sent by all servers since the last reported step, as far as they have reported."""
     received_bytes: int
     waiting_bytes: int
-    """In the queues of the servers, when they told last."""
+    """Bytes in the queues of the servers at their last report."""
 
 
 class StepDone(_RunEventBase):
@@ -81,57 +81,57 @@ class StepDone(_RunEventBase):
 
     event: Literal["step_done"] = "step_done"
     step: int
-    """How many steps the run has done, this one included."""
+    """Steps that the run has done, including this one."""
     loss: float
     """Mean over the target tokens of the whole step, all ranks and micro-batches."""
     target_tokens: float
-    """How many that mean is over: the sum of their weights."""
+    """The sum of the weights of the targets that the mean is taken over."""
     tokens: int
-    """Read by the model in this step, by all ranks together."""
+    """Tokens that the model has read in this step, on all ranks."""
     learning_rate: float
     grad_norm: float | None = None
     """The global norm before clipping."""
     skipped: bool = False
-    """The loss or a gradient was not finite and the update was left out."""
+    """The loss or a gradient was not finite, and the update was skipped."""
     step_time_s: float
     tokens_per_s: float
-    """By all ranks together."""
+    """Of all ranks."""
     mfu: float | None = Field(default=None, validation_alias=AliasChoices("mfu", "flops_share"))
-    """The model's arithmetic as a share of what the devices could do at their peak; 1 is all of it."""
+    """Model FLOPs utilization: FLOPs of the model as a fraction of the peak of all devices."""
     memory_bytes: int
-    """The most that rank 0 has held so far: allocated on a CUDA device, resident on the CPU."""
+    """The most memory that rank 0 has held so far: allocated on a CUDA device, resident on the CPU."""
     epoch: float = 0.0
     """Passes over the training split so far."""
     spans: tuple[TraceSpan, ...] = ()
-    """What rank 0 did since the step before was told, in order of start."""
+    """Spans of rank 0 since the last reported step, in order of start."""
     server: ParameterServerStepStats | None = None
-    """Of a run with a parameter server."""
+    """Set in a run with a parameter server."""
     counters: dict[str, float] = Field(default_factory=dict)
-    """What rank 0 counted meanwhile, such as bytes sent."""
+    """Counters of rank 0 over the same time, such as bytes sent."""
 
 
 class EvaluationDone(_RunEventBase):
-    """The model was judged on text that it is not trained on."""
+    """The model was evaluated on held-out data."""
 
     event: Literal["evaluation_done"] = "evaluation_done"
     step: int
-    """How many steps the model had been trained."""
+    """Steps that the model had been trained for."""
     split: str
     loss: float
     targets: float
-    """Target tokens (or samples) that the loss is a mean over."""
+    """Target tokens or samples that the loss is a mean over."""
     perplexity: float | None = None
     accuracy: float | None = None
-    """Share of the targets that the model puts first."""
+    """Fraction of the targets that the model ranks first."""
 
 
 class CheckpointSaved(_RunEventBase):
-    """A whole checkpoint is on disk."""
+    """A complete checkpoint is on disk."""
 
     event: Literal["checkpoint_saved"] = "checkpoint_saved"
     step: int
     path: str
-    """Within the run folder."""
+    """A path in the run folder."""
     size_bytes: int
     duration_s: float
 
@@ -146,17 +146,16 @@ class TextSampled(_RunEventBase):
 
 
 class ReplicaCheckDone(_RunEventBase):
-    """In a watched step ranks have compared what must be the same on them, or must add up."""
+    """Ranks have compared what must be equal on them, or must add up."""
 
     event: Literal["ranks_compared"] = "ranks_compared"
     step: int
     ranks: int
-    """That were compared: all, or with `[outer]` those of the first replica."""
+    """Ranks that were compared: all, or with `[outer]` the ranks of the first replica."""
     same_machines: bool
-    """All compute with the same device, threads and torch. If not, losses are not compared, as their last bits may
-    differ."""
+    """All use the same device, threads and torch. If not, losses are not compared, since their last bits may differ."""
     violations: tuple[str, ...] = Field(validation_alias=AliasChoices("violations", "broken"))
-    """What does not hold, and what it may mean; empty when all holds."""
+    """Invariants that do not hold, with a possible cause; empty when all hold."""
     duration_s: float
 
 
@@ -167,11 +166,11 @@ class ProfileSaved(_RunEventBase):
     first_step: int
     last_step: int
     path: str
-    """Within the run folder; chrome://tracing and ui.perfetto.dev open it."""
+    """A path in the run folder; chrome://tracing and ui.perfetto.dev open the file."""
 
 
 class WarningIssued(_RunEventBase):
-    """Something that a person should know, and that does not end the run."""
+    """A remark for the user; the run continues."""
 
     event: Literal["warned"] = "warned"
     text: str
@@ -181,16 +180,16 @@ RunEndReason = Literal["finished", "stopped", "diverged", "disagreed", "save_fai
 
 
 class RunEnded(_RunEventBase):
-    """The attempt ends. When it is missing, the attempt was killed or is still running."""
+    """The attempt ends. Without this event it was killed or is still running."""
 
     event: Literal["run_ended"] = "run_ended"
     reason: RunEndReason
-    """`finished` alone means that the run reached its last step; `stopped` is Ctrl-C or SIGTERM, `disagreed` what
-    `monitor.replica_check_every` has found."""
+    """Only `finished` means that the run reached its last step. `stopped` is Ctrl-C or SIGTERM, `disagreed` a failed
+    replica check."""
     steps: int
-    """How many steps the run has done, in all attempts."""
+    """Steps that the run has done, in all attempts."""
     message: str = ""
-    """The error in its own words."""
+    """The error message."""
 
 
 Event = (
@@ -201,19 +200,18 @@ Event = (
     | TextSampled
     | ReplicaCheckDone
     | ProfileSaved
-    | WarningIssued
-    | RunEnded
+    | (WarningIssued | RunEnded)
 )
 _EVENT_ADAPTER: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
 
 
 def parse_event(line: str | bytes) -> Event:
-    """The event of one line of `events.jsonl`; a ValueError when it is none."""
+    """The event of one line of `events.jsonl`; raises ValueError if it is none."""
     return _EVENT_ADAPTER.validate_json(line)
 
 
 def read_events(path: Path) -> list[Event]:
-    """All events of all attempts, as written. A last line without its end was torn by a kill and is left out."""
+    """All events of all attempts. An incomplete last line, left by a kill, is skipped."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -224,14 +222,13 @@ def read_events(path: Path) -> list[Event]:
             events.append(parse_event(line))
         except ValidationError as error:
             what = error.errors(include_url=False)[0]["msg"]
-            raise InputError(
-                f"line {number} of {path} is no event that this version knows: {what}; mend it or move the file away"
-            ) from None
+            message = f"line {number} of {path} is no event that this version knows: {what}; repair or move the file"
+            raise InputError(message) from None
     return events
 
 
 def effective_events(events: Iterable[Event]) -> list[Event]:
-    """The run without what a later attempt did again: the events of the steps after the resumed checkpoint go."""
+    """The events without steps that a later attempt has repeated."""
     kept: list[Event] = []
     for event in events:
         if isinstance(event, RunStarted):
@@ -241,5 +238,5 @@ def effective_events(events: Iterable[Event]) -> list[Event]:
 
 
 def read_steps(path: Path) -> list[StepDone]:
-    """The curve of the run, each step once."""
+    """Each step of the run once."""
     return [event for event in effective_events(read_events(path)) if isinstance(event, StepDone)]

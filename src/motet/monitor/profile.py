@@ -11,7 +11,7 @@ from motet.monitor.events import ProfileSaved, WarningIssued
 
 
 class TorchProfilerWindow:
-    """Records the steps from `first_step` on, `steps` of them or as many as there are."""
+    """Records up to `steps` steps from `first_step` on."""
 
     def __init__(self, folder: Path, first_step: int, steps: int) -> None:
         self._folder = folder
@@ -23,7 +23,7 @@ class TorchProfilerWindow:
         self._exit_stack = ExitStack()
 
     def step(self, step: int) -> ProfileSaved | None:
-        """Step `step` is about to begin: opens the window, or closes it and says so."""
+        """Called before step `step`: opens the window, or closes it and reports the file."""
         self._current_step = step
         if self._profile is not None and step >= self._end_step:
             return self._save()
@@ -37,7 +37,7 @@ class TorchProfilerWindow:
         return None
 
     def close(self) -> ProfileSaved | WarningIssued | None:
-        """The run is over: saves a window that is still open, or tells that none was."""
+        """Called after the last step: saves an open window, or warns if there was none."""
         if self._profile is not None:
             return self._save()
         if self._window_start is None:

@@ -1,4 +1,4 @@
-"""The two files that every run folder gets: `events.jsonl` while it goes, `summary.json` at its start and end."""
+"""The sinks of the two files in every run folder: `events.jsonl`, and `summary.json` at the start and end."""
 
 import os
 from pathlib import Path
@@ -10,9 +10,9 @@ from motet.monitor.summary import summarize, write_summary
 
 
 class JsonlSink(Callback):
-    """Appends each event as a line that the operating system has before the method returns: kill -9 loses none.
+    """Appends each event as a line, which the operating system has when the method returns: kill -9 loses none.
 
-    What a killed attempt wrote half is cut off first. A disk that is full is a `SaveError`.
+    An incomplete line of a killed attempt is cut off first. A full disk is a `CheckpointSaveError`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -20,14 +20,17 @@ class JsonlSink(Callback):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a+b", buffering=0)
-            _truncate_torn_line(self._path)
+            content = self._path.read_bytes()
+            complete_bytes = content.rfind(b"\n") + 1
+            if complete_bytes < len(content):
+                os.truncate(self._path, complete_bytes)
         except OSError as error:
             raise self._error(error) from error
 
     def on_event(self, event: Event) -> None:
         line = event.to_json().encode() + b"\n"
         try:
-            while line:  # a full disk takes a part of it and refuses the rest
+            while line:  # a full disk may take a part of it
                 line = line[self._file.write(line) :]
         except OSError as error:
             raise self._error(error) from error
@@ -36,11 +39,11 @@ class JsonlSink(Callback):
         self._file.close()
 
     def _error(self, error: OSError) -> CheckpointSaveError:
-        return CheckpointSaveError(f"cannot write {self._path}: {error.strerror}; free some space or mend the folder")
+        return CheckpointSaveError(f"cannot write {self._path}: {error.strerror}; free some space or repair the folder")
 
 
 class SummarySink(Callback):
-    """Writes `summary.json` from what `events.jsonl` holds by then."""
+    """Writes `summary.json` from the events in `events.jsonl`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -53,10 +56,3 @@ class SummarySink(Callback):
 
     def _write(self) -> None:
         write_summary(summarize(read_events(self._folder / EVENTS_FILE)), self._folder)
-
-
-def _truncate_torn_line(path: Path) -> None:
-    content = path.read_bytes()
-    complete_bytes = content.rfind(b"\n") + 1
-    if complete_bytes < len(content):
-        os.truncate(path, complete_bytes)

@@ -1,4 +1,4 @@
-"""The `[monitor]` section: what a run tells about itself, and to whom."""
+"""The `[monitor]` section: what a run reports, and where."""
 
 from typing import Annotated, Literal
 
@@ -11,17 +11,17 @@ class MonitorSettings(FrozenSettings):
     """`events.jsonl` is always written; these choose the rest."""
 
     every: Annotated[int, Field(ge=1)] = 1
-    """Steps between two that are told (the first, the last and any failing step always are)."""
+    """Report every n-th step; the first, the last and any failing step are always reported."""
     spans: bool = True
-    """Record the spans of each told step in events.jsonl."""
+    """Record the spans of each reported step in events.jsonl."""
     tensorboard: bool = True
     wandb: Literal["off", "online", "offline"] = "off"
     """Weights & Biases; `offline` needs no network, and `wandb sync` sends it later."""
     wandb_project: str = "motet"
     replica_check_every: Annotated[int, Field(ge=1)] | None = None
-    """Steps between two in which ranks compare what must be the same on them or must add up; never when not given."""
+    """Steps between replica checks, in which ranks compare what must be equal or must add up; never when not given."""
     replica_check_action: Literal["stop", "warn"] = "stop"
-    """What to do when it does not hold: end the run with a sentence, or warn and go on."""
+    """What to do if the check fails: end the run with a sentence, or warn and go on."""
     profile_from: Annotated[int, Field(ge=1)] | None = None
     """First step of a torch.profiler window; the trace is written to the run folder."""
     profile_steps: Annotated[int, Field(ge=1)] = 3
@@ -33,4 +33,4 @@ class MonitorSettings(FrozenSettings):
     """Tokens of text to sample from the model at the end of the run."""
     sample_prompt: str = ""
     sample_temperature: Annotated[float, Field(ge=0)] = 0.8
-    """0 takes the likeliest token each time."""
+    """0 always takes the most likely token."""

@@ -1,4 +1,4 @@
-"""The sink of `core.trace` that collects what one rank does, and hands it over step by step."""
+"""The sink of `core.trace` that collects the spans and counters of one rank, step by step."""
 
 import threading
 import time
@@ -8,7 +8,7 @@ from motet.core.trace import TraceSpan
 
 
 class SpanCollector:
-    """The spans and counters since the last `take`. Spans of other threads overlap those of the main thread."""
+    """The spans and counters since the last `drain`. Spans of other threads overlap those of the main thread."""
 
     def __init__(self, rank: int = 0) -> None:
         self._rank = rank
@@ -25,9 +25,9 @@ class SpanCollector:
             self._counters[name] += value
 
     def drain(self, step: int) -> tuple[tuple[TraceSpan, ...], dict[str, float]]:
-        """What ended since the last call, in order of start, with that call as zero of the clock.
+        """The spans that ended since the last call, in order of start; times count from that call.
 
-        So what is still open while a step is handed over (the writing of its own report) belongs to the next step.
+        A span that is still open belongs to the next step, such as the writing of the report of this one.
         """
         spans, self._spans = self._spans, []
         with self._counters_lock:

@@ -1,7 +1,7 @@
-"""`summary.json`: the outcome of a run in a handful of numbers, worked out from its events.
+"""`summary.json`: the outcome of a run in a few numbers, computed from its events.
 
-It is replaced as a whole or not at all, and says `running` from the first moment of an attempt, so that what an earlier
-attempt left behind is never taken for the outcome of one that was killed.
+It is replaced completely or not at all, and says `running` from the start of an attempt, so that the outcome of an
+earlier attempt is never taken for the outcome of one that was killed.
 """
 
 import math
@@ -48,9 +48,9 @@ class RunSummary(BaseModel):
     first_loss: float | None
     final_loss: float | None
     uniform_loss: float | None
-    """ln(outcomes): the loss of a model that knows nothing."""
+    """ln(num_classes): the loss of a model that gives all classes the same probability."""
     tokens: int
-    """Read by the model. A step that no event tells of counts as many as the next one that is told."""
+    """Tokens read by the model. A step without an event counts as many as the next step with one."""
     tokens_per_s: float | None
     """Median over the steps."""
     mfu: float | None = Field(validation_alias=AliasChoices("mfu", "flops_share"))  # New and old name
@@ -58,14 +58,14 @@ class RunSummary(BaseModel):
     ranks: int
     parameters: int
     peak_bytes: int | None
-    """The most that rank 0 held."""
+    """The most memory that rank 0 has held."""
     attempts: int
     evaluations: dict[str, EvaluationSummary]
     """By split."""
 
 
 def summarize(events: Iterable[Event]) -> RunSummary:
-    """The outcome that these events tell of. They begin with a `RunStarted`."""
+    """The outcome of a run from all its events."""
     run = effective_events(events)
     starts = [event for event in run if isinstance(event, RunStarted)]
     steps = [event for event in run if isinstance(event, StepDone)]
@@ -76,6 +76,8 @@ def summarize(events: Iterable[Event]) -> RunSummary:
     end = last if isinstance(last, RunEnded) else None
     reason = end.reason if end else "running"
     last_reported_step = steps[-1].step if steps else start.first_step - 1
+    evaluations = (event for event in run if isinstance(event, EvaluationDone))
+    fields = set(EvaluationSummary.model_fields)
     return RunSummary(
         name=start.name,
         finished=reason == "finished",
@@ -93,16 +95,12 @@ def summarize(events: Iterable[Event]) -> RunSummary:
         parameters=start.parameters,
         peak_bytes=max((step.memory_bytes for step in steps), default=None),
         attempts=len(starts),
-        evaluations={
-            event.split: EvaluationSummary(**event.model_dump(include=set(EvaluationSummary.model_fields)))
-            for event in run
-            if isinstance(event, EvaluationDone)
-        },
+        evaluations={event.split: EvaluationSummary(**event.model_dump(include=fields)) for event in evaluations},
     )
 
 
 def write_summary(summary: RunSummary, folder: Path) -> None:
-    """Replace `summary.json` in one go, or raise and leave the old one whole."""
+    """Replace `summary.json` atomically, or raise and leave the old one."""
     path = folder / SUMMARY_FILE
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -113,9 +111,8 @@ def write_summary(summary: RunSummary, folder: Path) -> None:
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise CheckpointSaveError(
-            f"cannot write {path}: {error.strerror}; free some space or mend the folder"
-        ) from error
+        message = f"cannot write {path}: {error.strerror}; free some space or repair the folder"
+        raise CheckpointSaveError(message) from error
 
 
 def read_summary(folder: Path) -> RunSummary:
@@ -128,9 +125,8 @@ def read_summary(folder: Path) -> RunSummary:
         if isinstance(error, ValidationError):
             detail = error.errors(include_url=False)[0]
             reason = ": ".join([*map(str, detail["loc"]), detail["msg"]])
-        raise InputError(
-            f"{path} is not the summary of a run ({reason}); remove it, for a run writes it anew"
-        ) from None
+        message = f"{path} is not the summary of a run ({reason}); remove it, for a run writes it anew"
+        raise InputError(message) from None
 
 
 def _count_tokens(steps: list[StepDone]) -> int:

@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases as callbacks. Both show the same names and are imported only when asked for."""
+"""TensorBoard and Weights & Biases as callbacks, which show the same names. Each is imported only if the job uses it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +21,7 @@ _STEP_SCALARS = {
 
 
 class TensorBoardSink(Callback):
-    """Writes scalars and sampled text to `tensorboard/`; a resumed run replaces the steps that it does again."""
+    """Writes scalars and sampled text to `tensorboard/`; a resumed run replaces the steps that it repeats."""
 
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -55,7 +55,7 @@ class TensorBoardSink(Callback):
 
 
 class WandbSink(Callback):
-    """Logs to Weights & Biases: each attempt is a run of its own in a group named after the run folder."""
+    """Logs to Weights & Biases: each attempt is a run in a group named after the run folder."""
 
     def __init__(self, folder: Path, project: str, mode: Literal["online", "offline"], job: Mapping[str, Any]) -> None:
         try:
@@ -76,7 +76,7 @@ class WandbSink(Callback):
                 # Its own lines and its capture of stdout would tear the progress display.
                 settings=wandb.Settings(silent=True, console="off", init_timeout=30.0),
             )
-        except Exception as error:  # whatever it is: better told before the training starts than after
+        except Exception as error:  # whatever it is, it is reported before training starts
             raise InputError(
                 f"monitor.wandb = {mode!r} does not start: {error}; use monitor.wandb=offline and `wandb sync` later"
             ) from error
@@ -92,12 +92,12 @@ class WandbSink(Callback):
 
 
 def step_scalars(event: StepDone) -> dict[str, float]:
-    """What the trackers show of a step, by the name that they show it under."""
+    """The values of a step that trackers show, by name."""
     values = {name: getattr(event, field) for name, field in _STEP_SCALARS.items()}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def evaluation_scalars(event: EvaluationDone) -> dict[str, float]:
-    """What the trackers show of an evaluation."""
+    """The values of an evaluation that trackers show, by name."""
     values = {"loss": event.loss, "perplexity": event.perplexity, "accuracy": event.accuracy}
     return {f"{event.split}/{name}": value for name, value in values.items() if value is not None}
