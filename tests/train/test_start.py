@@ -28,9 +28,9 @@ def test_a_run_from_python_is_told_and_continued(tmp_path: Path) -> None:
     changes = ["run.steps=4", f"run.folder={tmp_path / 'run'}"]
     first, second = _Heard(), _Heard()
     folder, outcome = motet.run(small_job(tmp_path, *changes, "run.stop_at=2"), callbacks=[first])
-    assert (folder, outcome.steps, outcome.finished) == (tmp_path / "run", 2, False)
+    assert (folder, outcome.completed_steps, outcome.is_finished) == (tmp_path / "run", 2, False)
     _, outcome = motet.run(small_job(tmp_path, *changes), callbacks=[second])
-    assert outcome.finished and (first.steps, second.steps) == ([1, 2], [3, 4])
+    assert outcome.is_finished and (first.steps, second.steps) == ([1, 2], [3, 4])
     assert read_summary(folder).finished and (folder / "versions.json").is_file()
     assert [step.step for step in motet.read_steps(folder / "events.jsonl")] == [1, 2, 3, 4]
 

@@ -1,4 +1,4 @@
-"""Reading a checkpoint back, in place, after its manifest was compared with what the job needs."""
+"""Loading a checkpoint in place, after comparing its manifest with the tensors of the job."""
 
 import warnings
 from pathlib import Path
@@ -19,7 +19,7 @@ from motet.core.errors import InputError
 
 
 def load_checkpoint(folder: Path, state: dict[str, Tensor], group: dist.ProcessGroup | None) -> CheckpointManifest:
-    """Fill the tensors of `state` from the checkpoint folder `where`; what only its layout can read stays as it is."""
+    """Load the tensors of `state` in place; compression state of another layout is left unchanged."""
     manifest = read_manifest(folder)
     state = {n: t for n, t in state.items() if not is_compression_state(n) or manifest.shapes.get(n) == list(t.size())}
     check_same_model(manifest, {name: list(t.size()) for name, t in state.items()}, folder)
@@ -29,7 +29,7 @@ def load_checkpoint(folder: Path, state: dict[str, Tensor], group: dist.ProcessG
         warnings.filterwarnings("ignore", message=".*torch.distributed is.*")
         try:
             load(state, checkpoint_id=str(folder), process_group=group, no_dist=group is None)
-        except CheckpointException as error:  # a BaseException; every rank gets it, whichever of them had the trouble
+        except CheckpointException as error:  # a BaseException, which every rank gets
             cause = next(iter(error.failures.values()))[0]
             reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
             raise InputError(

@@ -1,7 +1,7 @@
-"""What a checkpoint says of itself, and the rule by which a folder of checkpoints is read.
+"""The manifest of a checkpoint, and the rule by which a folder of checkpoints is read.
 
-`checkpoints/step-00000020/` holds one whole checkpoint: it gets that name only when everything is on disk. A folder
-that ends in `.partial` is what a save or a deletion left that did not come to its end; it is never read.
+`checkpoints/step-00000020/` holds one complete checkpoint: it gets that name only when everything is on disk. A folder
+that ends in `.partial` is left by an interrupted save or deletion, and is never read.
 """
 
 import json
@@ -14,16 +14,16 @@ from motet.core.errors import InputError
 
 MANIFEST_FILE = "manifest.json"
 PARTIAL_SUFFIX = ".partial"
-# How names begin of what only replicas that train apart need; any other run may leave it there.
+# Prefixes of tensors that only independent replicas need; any other run ignores them.
 REPLICA_PREFIXES = ("replica-", "outer/")
-# How names begin of what compression goes by: no other layout can read it, and none needs it.
+# Prefix of the state of compression, which no other layout can read or needs.
 COMPRESSION_STATE_PREFIX = "carried/"
 _CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
 
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """`shapes` names every tensor that is in the checkpoint."""
+    """`shapes` names every tensor in the checkpoint."""
 
     step: int
     ranks: int
@@ -32,11 +32,9 @@ class CheckpointManifest:
     data_fingerprint: str
     shapes: dict[str, list[int]]
     dtypes: dict[str, str]
-    # How replicas that train apart meet, and the steps that they have taken; empty where none do.
-    outer: dict[str, int] = field(default_factory=dict)
-    reproducible: str | None = None  # What its bits do not depend on (`run.reproducible`)
-    # CRC-32 of every other file of the checkpoint; filled in when it is written.
-    checksums: dict[str, int] = field(default_factory=dict)
+    outer: dict[str, int] = field(default_factory=dict)  # Schedule and steps of independent replicas, if any
+    reproducible: str | None = None  # The setting `run.reproducible`
+    checksums: dict[str, int] = field(default_factory=dict)  # CRC-32 of the other files; set when it is written
 
     def write(self, folder: Path) -> None:
         checksums = {path.name: _checksum(path) for path in sorted(folder.iterdir())}
@@ -44,7 +42,7 @@ class CheckpointManifest:
 
 
 def read_manifest(folder: Path) -> CheckpointManifest:
-    """The manifest of a whole checkpoint."""
+    """The manifest of a complete checkpoint."""
     try:
         return CheckpointManifest(**json.loads((folder / MANIFEST_FILE).read_text()))
     except (OSError, ValueError, TypeError) as error:
@@ -52,7 +50,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
 
 
 def verify_checksums(manifest: CheckpointManifest, folder: Path) -> None:
-    """A sentence where a file of a checkpoint is missing or not as it was written."""
+    """Refuse a checkpoint with a missing or changed file."""
     for name, expected in manifest.checksums.items():
         path = folder / name
         problem = "is missing" if not path.is_file() else "has changed" if _checksum(path) != expected else ""
@@ -69,7 +67,7 @@ def _checksum(path: Path) -> int:
 
 
 def is_compression_state(name: str) -> bool:
-    """Also of a replica that trains apart."""
+    """Whether a tensor is state of compression, also of one replica."""
     return re.match(rf"(replica-\d+/)?{COMPRESSION_STATE_PREFIX}", name) is not None
 
 
@@ -78,7 +76,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of all whole checkpoints, oldest first."""
+    """(step, folder) of all complete checkpoints, oldest first."""
     if not folder.is_dir():
         return []
     checkpoints = [
@@ -88,20 +86,15 @@ def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def check_same_model(manifest: CheckpointManifest, shapes: dict[str, list[int]], folder: Path) -> None:
-    """A sentence where the tensors of a checkpoint are not those that the job's model and optimizer need."""
-    missing = sorted(shapes.keys() - manifest.shapes.keys())
-    unexpected = sorted(
-        n
-        for n in manifest.shapes.keys() - shapes.keys()
-        if not n.startswith((*REPLICA_PREFIXES, COMPRESSION_STATE_PREFIX))
-    )
-    mismatched = sorted(
-        name for name in shapes.keys() & manifest.shapes.keys() if shapes[name] != manifest.shapes[name]
-    )
+    """Refuse a checkpoint whose tensors do not match the model and the optimizer of the job."""
+    stored, optional = manifest.shapes, (*REPLICA_PREFIXES, COMPRESSION_STATE_PREFIX)
+    missing = sorted(shapes.keys() - stored.keys())
+    unexpected = sorted(name for name in stored.keys() - shapes.keys() if not name.startswith(optional))
+    mismatched = sorted(name for name in shapes.keys() & stored.keys() if shapes[name] != stored[name])
     if not (missing or unexpected or mismatched):
         return
     if mismatched:
-        detail = f"{mismatched[0]!r} is {manifest.shapes[mismatched[0]]} there and {shapes[mismatched[0]]} in this job"
+        detail = f"{mismatched[0]!r} is {stored[mismatched[0]]} there and {shapes[mismatched[0]]} in this job"
     elif missing:
         detail = f"{missing[0]!r} is not in it"
     else:

@@ -1,4 +1,4 @@
-"""Writing a checkpoint so that an interruption at any moment leaves the ones before it whole.
+"""Writing a checkpoint so that an interruption at any moment leaves earlier ones complete.
 
 Everything is written to `step-N.partial` and flushed to disk, and only then renamed to `step-N`.
 """
@@ -23,7 +23,7 @@ from motet.core.units import format_bytes
 def save_checkpoint(
     folder: Path, state: dict[str, Tensor], manifest: CheckpointManifest, keep: int, group: dist.ProcessGroup | None
 ) -> Path:
-    """Called by every rank with the same state. Returns the folder of the finished checkpoint."""
+    """Save the state of all ranks; every rank calls it. Returns the folder of the checkpoint."""
     final = folder / checkpoint_name(manifest.step)
     partial = final.with_name(final.name + PARTIAL_SUFFIX)
     is_rank_zero = group is None or dist.get_rank(group) == 0
@@ -43,7 +43,7 @@ def save_checkpoint(
                 _commit(partial, final)
         except BaseException:
             if is_rank_zero:
-                shutil.rmtree(partial, ignore_errors=True)  # room for whatever else must be written
+                shutil.rmtree(partial, ignore_errors=True)  # frees space for other files
             raise
     if is_rank_zero:
         _delete_old(folder, keep)
@@ -58,7 +58,7 @@ def _clear(folder: Path, partial: Path) -> None:
 
 
 def _commit(partial: Path, final: Path) -> None:
-    """Flush the manifest and the names to disk, then give the checkpoint its name in one stroke."""
+    """Flush the manifest and the names to disk, then rename the checkpoint atomically."""
     _flush(partial / "manifest.json")
     _flush(partial)
     if final.exists():  # a step that was saved before, e.g. at the end of a run that is then extended
@@ -79,14 +79,13 @@ def _flush(path: Path) -> None:
 
 def _delete_old(folder: Path, keep: int) -> None:
     for _, old in complete_checkpoints(folder)[:-keep]:
-        doomed = old.with_name(old.name + PARTIAL_SUFFIX)  # half deleted, it must not look whole
+        doomed = old.with_name(old.name + PARTIAL_SUFFIX)  # half deleted, it must not look complete
         old.rename(doomed)
         shutil.rmtree(doomed)
 
 
 @contextmanager
 def _convert_to_save_error(final: Path, size: int) -> Iterator[None]:
-    """Whatever the operating system refuses becomes one sentence."""
     try:
         yield
     except (OSError, CheckpointException, RuntimeError) as error:
@@ -99,7 +98,6 @@ def _convert_to_save_error(final: Path, size: int) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """The operating system's refusal, which DCP and torch.save wrap in errors of their own."""
     chain = [wrapped[0] for wrapped in error.failures.values()] if isinstance(error, CheckpointException) else [error]
     for link in chain:
         chain.extend(inner for inner in (link.__cause__, link.__context__) if inner is not None and inner not in chain)

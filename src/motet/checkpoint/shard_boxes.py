@@ -1,6 +1,6 @@
-"""A part of a tensor as a checkpoint stores it: a run of its elements, as boxes of the whole.
+"""A shard of a tensor as a checkpoint stores it: a range of its elements, as boxes of the full tensor.
 
-Checkpoints keep the shape of the whole and know nothing of the layout that wrote them, so another may read them.
+Checkpoints hold full shapes and nothing about the layout that wrote them, so any other layout can read them.
 """
 
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-ShardBox = tuple[tuple[int, ...], tuple[int, ...]]  # Offsets and lengths along the dimensions of the whole
+ShardBox = tuple[tuple[int, ...], tuple[int, ...]]  # Offsets and lengths along the dimensions of the full tensor
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[ShardBox]:
-    """What the elements from `start` to `stop` of a tensor in row-major order are: at most 2 x dimensions - 1 boxes."""
+    """The elements from `start` to `stop` in row-major order as at most 2 x dimensions - 1 boxes."""
     if start >= stop:
         return
     if len(shape) < 2:
@@ -35,7 +35,7 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Sh
 
 
 class CheckpointShard(Tensor):
-    """The elements of a whole of `shape` from `start` on. Saved from and loaded into the memory of `values`."""
+    """The elements of a tensor of `full_shape` from `start` on, saved from and loaded into the memory of `values`."""
 
     full_shape: tuple[int, ...]
     start: int
@@ -52,7 +52,7 @@ class CheckpointShard(Tensor):
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(lengths)) for offsets, lengths in self._boxes()]
 
-    def __create_write_items__(self, name: str, piece: object) -> list[WriteItem]:
+    def __create_write_items__(self, name: str, shard: object) -> list[WriteItem]:
         values = self.as_subclass(Tensor)
         return [
             WriteItem(

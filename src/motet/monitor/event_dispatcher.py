@@ -125,7 +125,6 @@ class EventDispatcher:
             self._dispatch(_warning(f"{type(callback).__name__} did not close", problem))
 
     def _advance_profiler(self, step: int | None) -> None:
-        """Step `step` is about to begin, or with None no further one."""
         if (profiler := self._profiler) is None:
             return
         event: ProfileSaved | WarningIssued | None

@@ -1,1 +1,1 @@
-"""Which dtype each kind of tensor has, and the machinery that keeps it so."""
+"""The dtype of each kind of tensor, and the code that enforces it."""

@@ -1,4 +1,4 @@
-"""Parameters that are not trained, in the dtype that a recipe computes in."""
+"""Frozen parameters in the compute dtype of a recipe."""
 
 import torch
 from torch import nn
@@ -8,9 +8,9 @@ from motet.precision.recipe import PrecisionRecipe
 
 
 def cast_frozen_parameters(module: nn.Module, recipe: PrecisionRecipe) -> None:
-    """Parameters that are not trained go to the compute dtype, and so do the running statistics of a norm.
+    """Cast frozen parameters and the running statistics of norms to the compute dtype.
 
-    Other buffers stay: a rotary table needs its bits.
+    Other buffers keep their dtype, since a rotary table needs its bits.
     """
     compute = getattr(torch, recipe.compute)
     for name, norm in module.named_modules():

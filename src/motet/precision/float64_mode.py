@@ -1,7 +1,7 @@
-"""The recipe fp64 made true: every request for float32 becomes one for float64.
+"""The recipe fp64: every request for float32 becomes one for float64.
 
-Many models cast to float32 inside norms, softmax and rotary embeddings, so that `model.double()` alone is only good
-to 1e-9. Inside this mode, with float64 as the default dtype, their numbers are good to rounding in float64.
+Many models cast to float32 inside norms, softmax and rotary embeddings, so that `model.double()` is exact only to 1e-9.
+Inside this mode, with float64 as the default dtype, their results are exact to rounding in float64.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ def _to_float64(value: Any) -> Any:
 
 @contextmanager
 def use_float64() -> Iterator[None]:
-    """Everything computed inside is computed in float64 (but for what is asked for in 16 bits)."""
+    """Inside, everything is computed in float64, except for requests of 16 bits."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

@@ -1,4 +1,4 @@
-"""A recipe says which dtype each kind of tensor has: one table, read by training and by every count of bytes."""
+"""Recipes: the dtype of each kind of tensor, in one table that training and memory estimates read."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -15,13 +15,12 @@ class PrecisionSettings(FrozenSettings):
 
 @dataclass(frozen=True)
 class PrecisionRecipe:
-    """Names of dtypes (core.dtypes)."""
+    """The names of the dtypes (core.dtypes)."""
 
-    compute: str  # What the model's parameters and activations are while it runs
-    # What the optimizer updates. When it differs from `compute`, parameters are cast from it after each update.
-    master: str
-    reduce: str  # What gradients are summed in, over micro-batches and over ranks
-    state: str  # What the optimizer's moments are kept in
+    compute: str  # Parameters and activations in forward and backward
+    master: str  # Parameters that the optimizer updates; if `compute` differs, it is cast from them after each update
+    reduce: str  # Sums of gradients over micro-batches and ranks
+    state: str  # Moments of the optimizer
 
 
 RECIPES: dict[str, PrecisionRecipe] = {

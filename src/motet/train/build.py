@@ -57,18 +57,6 @@ class ResumePoint(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TrainingOutcome:
-    """How far a run came."""
-
-    completed_steps: int
-    last_step: int
-
-    @property
-    def is_finished(self) -> bool:
-        return self.completed_steps >= self.last_step
-
-
-@dataclass(frozen=True)
 class TrainingComponents:
     """Everything that a run on one rank consists of."""
 
@@ -98,7 +86,7 @@ class TrainingComponents:
 
 def run_rank(
     job: Job, rank_env: RankEnvironment, folder: Path, stop: StopFlag, callbacks: Sequence[Callback] = ()
-) -> TrainingOutcome:
+) -> RunProgress:
     """Train on this rank, from the newest checkpoint in the run folder or else from the start."""
     device = pick_device(job.run.device, rank_env)
     keep_freed_memory()
@@ -154,15 +142,9 @@ def build_components(job: Job, group: RankGroup, folder: Path) -> TrainingCompon
     if isinstance(parameters, FSDP2DataParallel):
         wrap = parameters.wrap_as_forward
         model = replace(model, loss_sum=wrap(model.loss_sum), logits=wrap(model.logits))
+    keep, fingerprint, reproducible = job.checkpoint.keep, data.fingerprint, job.run.reproducible
     state = TrainingState(
-        module,
-        optimizer,
-        group,
-        folder / "checkpoints",
-        keep_newest=job.checkpoint.keep,
-        data_fingerprint=data.fingerprint,
-        outer_optimizer=outer_optimizer,
-        reproducible=job.run.reproducible,
+        module, optimizer, group, folder / "checkpoints", keep, fingerprint, outer_optimizer, reproducible
     )
     steps = job.run.steps if job.run.steps is not None else data.steps_for_epochs(job.run.epochs or 1.0)
     return TrainingComponents(group, layout, data, model, engine, state, steps)
@@ -199,7 +181,7 @@ def run_training(
     monitor: EventDispatcher,
     stop: StopFlag,
     step_runner: StepRunner | None = None,
-) -> TrainingOutcome:
+) -> RunProgress:
     """Train to the end or a stop; without a `step_runner` this rank takes the steps with its group."""
     compute = RECIPES[job.precision.recipe].compute
     device = discover_device(components.group.device, [compute, "float32"] if compute == "bfloat16" else [compute])
@@ -218,9 +200,9 @@ def run_training(
             emit_event=monitor.on_event,
             stop_requested=lambda: stop.requested,
         ).run()
-        if progress.completed_steps == progress.total_steps:
+        if progress.is_finished:
             _sample_text(job, components, monitor)
-    return TrainingOutcome(progress.completed_steps, progress.total_steps)
+    return progress
 
 
 def _run_started_event(
@@ -288,7 +270,6 @@ def evaluate_split(
 
 
 def _sample_text(job: Job, components: TrainingComponents, monitor: EventDispatcher) -> None:
-    """Text from the trained model, if it can write. All ranks take part, since the model may be sharded."""
     settings, tokenizer = job.monitor, components.data.tokenizer
     if not settings.sample_tokens or not components.model.is_autoregressive:
         return

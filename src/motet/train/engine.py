@@ -164,15 +164,8 @@ class TrainingEngine:
                 for name, buffer in persistent_buffers(self.module).items():
                     buffer.data.copy_(self.buffers_at_step_start[name])
         status = self._advance_step(is_finite, stop_count > 0)
-        return StepStats(
-            loss=total / divisor,
-            grad_norm=norm,
-            count=count,
-            is_finite=is_finite,
-            extra_sums=tuple(sums[len(partial_losses) :]),
-            stop_requested=status.stop_requested,
-            skipped_steps=status.max_consecutive_skips,
-        )
+        extra_sums, skipped = tuple(sums[len(partial_losses) :]), status.max_consecutive_skips
+        return StepStats(total / divisor, norm, count, is_finite, extra_sums, status.stop_requested, skipped)
 
     def gradient_scale(self, norm: float, count: float) -> float:
         """The factor that turns sums of gradients into the clipped gradient of the mean loss."""
@@ -231,15 +224,7 @@ class TrainingEngine:
         return self._training_state(folder).restore(newest)[0] if newest else 0
 
     def _training_state(self, folder: str | Path) -> TrainingState:
-        return TrainingState(
-            self.module,
-            self.optimizer,
-            self.group,
-            Path(folder),
-            keep_newest=2**31,
-            data_fingerprint="",
-            outer_optimizer=self.outer_optimizer,
-        )
+        return TrainingState(self.module, self.optimizer, self.group, Path(folder), 2**31, "", self.outer_optimizer)
 
     def _trainable_parameters(self) -> dict[object, str]:
         """The name of each parameter; by name if FSDP2 replaces the parameter while it is unsharded."""
@@ -303,15 +288,8 @@ def parallelize(  # sections of a job, by name
         module, recipe, group, layout=resolved_layout, settings=settings, batch_sequences=rows
     )
     _PARALLELIZED_MODULES.update(module.modules())
-    return TrainingEngine(
-        module,
-        inner,
-        group,
-        clip_norm=settings.optimizer.clip_norm,
-        loss_function=loss,
-        learning_rate=settings.optimizer.learning_rate,
-        outer_optimizer=outer_optimizer,
-    )
+    clip_norm, learning_rate = settings.optimizer.clip_norm, settings.optimizer.learning_rate
+    return TrainingEngine(module, inner, group, clip_norm, loss, learning_rate, outer_optimizer)
 
 
 _PARALLELIZED_MODULES: WeakSet[nn.Module] = WeakSet()
@@ -391,7 +369,6 @@ def _to_settings(settings_class: type[SettingsT], value: Mapping[str, Any] | Set
 
 
 def _default_group(module: nn.Module) -> RankGroup:
-    """The ranks of the process group, on the device where the module is."""
     devices = {str(p.device): name for name, p in module.named_parameters()}
     if len(devices) > 1:
         device_names = ", ".join(f"{name} on {device}" for device, name in devices.items())

@@ -1,4 +1,4 @@
-"""The arithmetic of a step, from the job alone."""
+"""The FLOPs of a step, from the job alone."""
 
 from motet.core.errors import InputError
 from motet.data.corpus.tokenizer import NUM_SENTINELS
@@ -9,7 +9,7 @@ from motet.train.job import Job
 
 
 def batch_shape(job: Job, rows: int) -> MicroBatchShape:
-    """What a model is given in `rows` sequences. How many tokens are masked is drawn: it is taken as on average."""
+    """The sizes of a micro-batch of `rows` sequences, with the expected number of masked tokens."""
     data = job.data
     if data.objective == "spans":
         spans = span_corruption_lengths(data.sequence_length, data.mask_fraction, NUM_SENTINELS)
@@ -19,9 +19,9 @@ def batch_shape(job: Job, rows: int) -> MicroBatchShape:
 
 
 def training_flops(job: Job) -> float | None:
-    """Forward and backward over the global batch, causal attention counted as the half that it is.
+    """FLOPs of forward and backward over the global batch, with half of the full attention if it is causal.
 
-    None for a module of the user's own and for a family of Hugging Face models whose sizes are not known.
+    None for a user's module and for a family of Hugging Face models with unknown sizes.
     """
     try:
         spec = spec_from_settings(job.model)

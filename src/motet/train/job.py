@@ -114,7 +114,6 @@ def split_job_and_overrides(words: list[str]) -> tuple[str | None, list[str]]:
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> str:
-    """Put one value into the tree. Returns its key."""
     key, equals, text = override.partition("=")
     path = key.strip().split(".")
     if not equals or not all(path):

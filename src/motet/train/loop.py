@@ -106,7 +106,6 @@ class TrainingLoop:
         )
 
     def _check_replica_disagreement(self, done: int, result: StepResult) -> None:
-        """Every rank has the digests of all ranks, so every rank comes to the same decision."""
         if result.replica_check is None:
             return
         self.emit_event(result.replica_check)

@@ -69,7 +69,6 @@ def translate_renamed_settings(tree: dict[str, Any]) -> None:
 
 
 def _uses(tree: dict[str, Any]) -> Iterator[tuple[RenamedSetting, dict[str, Any]]]:
-    """Each use of an old name or value, with the section that holds it."""
     for setting in RENAMED_SETTINGS:
         for section in _sections(tree, setting.section.split(".")):
             if setting.old in section and (

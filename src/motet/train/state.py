@@ -92,7 +92,6 @@ class TrainingState:
         return manifest.step, self._change_remarks(manifest)
 
     def _replica_tensors(self) -> dict[str, LocalShard | Tensor]:
-        """The tensors that each independent replica has."""
         outer_state = self.outer_optimizer.compression_state() if self.outer_optimizer else {}
         buffers = {f"buffer/{n}": b.detach() for n, b in persistent_buffers(self.module).items()}
         outer_compression = {f"{COMPRESSION_STATE_PREFIX}outer/{n}": shard for n, shard in outer_state.items()}
@@ -116,7 +115,6 @@ class TrainingState:
         return manifest.outer == {**self.outer_optimizer.schedule_state(), "steps": manifest.outer.get("steps", 0)}
 
     def _change_remarks(self, manifest: CheckpointManifest) -> list[str]:
-        """Remarks about changes that alter the order of additions, and so the last bits."""
         remarks = []
         if manifest.outer and not self._replicas_match(manifest):
             remarks.append(

@@ -1,6 +1,6 @@
-"""The ways in which a run starts: ranks of our own under a supervisor, one rank of torchrun or srun, or right here.
+"""The ways in which a run starts: local ranks under a supervisor, one rank of torchrun or srun, or this process.
 
-All check first, make the run folder last, and leave the work itself to `motet.train.launch.rank_main`.
+All check first, create the run folder last, and leave the work to `motet.train.launch.rank_main`.
 """
 
 import secrets
@@ -18,8 +18,7 @@ from motet.data.corpus.build import ProgressCallback
 from motet.data.corpus.prepare import prepare_data
 from motet.monitor.callback import Callback
 from motet.monitor.console import stderr_console
-from motet.parallel.parameter_server.server_settings import extra_process_count as beside_workers
-from motet.parallel.parameter_server.server_settings import parse_address
+from motet.parallel.parameter_server.server_settings import extra_process_count, parse_address
 from motet.parallel.process.launch_environment import SINGLE_RANK, RankEnvironment, threads_for
 from motet.train.job import Job
 from motet.train.launch.failures import STOPPED_EXIT_CODE, RankExitRecord, StopFlag, stop_on_signals
@@ -44,50 +43,50 @@ from motet.train.launch.supervisor import (
 )
 
 if TYPE_CHECKING:
-    from motet.train.build import TrainingOutcome
+    from motet.train.loop import RunProgress
 
 LogFunction = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """What the user asks for."""
+    """The job that the user wants to run, and where."""
 
     job: Job
-    resume_from: Path | None  # The folder of the run to continue; by the rule of `run.folder` when not given
+    resume_from: Path | None  # The run folder to resume; by `run.folder` if None
     command_line: list[str]
 
 
 @dataclass(frozen=True)
 class SupervisorIO:
-    """What a supervisor is given of the world around it."""
+    """The environment of a supervisor, and its output."""
 
     environment: Mapping[str, str]
     log: LogFunction
-    show_progress: Callable[[], AbstractContextManager[ProgressCallback]]  # Hears of data while it is prepared
-    stdout_fd: int | None = None  # File descriptor for the progress of training; stdout when not given
+    show_progress: Callable[[], AbstractContextManager[ProgressCallback]]  # While data is prepared
+    stdout_fd: int | None = None  # File descriptor for the progress of training; stdout by default
 
 
 def supervise_local_ranks(request: TrainRequest, io: SupervisorIO) -> tuple[Path, LaunchExitStatus]:
-    """Train with local ranks of our own. Returns the run folder and how it ended."""
-    job = request.job
-    ranks = job.run.ranks
+    """Train with local ranks. Returns the run folder and how the run ended."""
+    job, ranks = request.job, request.job.run.ranks
     check_job(job, ranks)
     check_memory(job, ranks)
     folder_choice = _choose_run_folder(request)
-    with io.show_progress() as progress:
-        check_data(job, prepare_data(job.data, progress))
-    threads = threads_for(RankEnvironment(0, ranks, 0, ranks, 0, ""), job.run.requested_threads)
-    with _open_run_folder(request, folder_choice, ranks, threads, io.log) as snapshot:
-        path = snapshot.path
+    threads = _prepare_local_ranks(job, io)
+    with _open_run_folder(request, folder_choice, ranks=ranks, threads=threads, log=io.log) as snapshot:
+        path, server_processes, server = snapshot.path, server_process_count(job), job.layout.server
+        policy = ElasticRankPolicy(
+            range(1, 1 + server.count), range(server_processes, server_processes + ranks), server.max_process_restarts
+        )
         spec = LaunchSpec(
             command=(sys.executable, "-m", "motet.cli.rank_main", "motet.train.launch.rank_main:train_rank", str(path)),
-            ranks=ranks + server_process_count(job),
+            ranks=ranks + server_processes,
             environment=rank_environment(io.environment, threads),
             log_folder=path / LOGS_FOLDER,
             max_restarts=job.run.restarts,
             stdout_fd=io.stdout_fd,
-            elastic_policy=_elastic_policy(job),
+            elastic_policy=policy if server_processes else None,
         )
         exit_status = launch_ranks(spec, io.log)
         if exit_status.exit_code != InputError.exit_code or not snapshot.restore_unless_trained():
@@ -95,20 +94,9 @@ def supervise_local_ranks(request: TrainRequest, io: SupervisorIO) -> tuple[Path
     return path, exit_status
 
 
-def _elastic_policy(job: Job) -> ElasticRankPolicy | None:
-    server_processes = server_process_count(job)
-    if not server_processes:
-        return None
-    return ElasticRankPolicy(
-        range(1, 1 + job.layout.server.count),
-        range(server_processes, server_processes + job.run.ranks),
-        job.layout.server.max_process_restarts,
-    )
-
-
 def join_remote_run(request: TrainRequest, coordinator_address: str, io: SupervisorIO) -> LaunchExitStatus:
-    """Work for a run that goes on elsewhere, with local workers of our own."""
-    job = request.job
+    """Start local workers for a run with a parameter server on other machines."""
+    job, ranks = request.job, request.job.run.ranks
     if not job.layout.uses_server_processes:
         raise InputError(
             "--join is for runs with a parameter server; give the same job and settings as there, with "
@@ -116,43 +104,49 @@ def join_remote_run(request: TrainRequest, coordinator_address: str, io: Supervi
         )
     parse_address(coordinator_address, "--join")
     check_model(job)
-    check_memory(job, job.run.ranks)
-    with io.show_progress() as progress:
-        check_data(job, prepare_data(job.data, progress))
-    threads = threads_for(RankEnvironment(0, job.run.ranks, 0, job.run.ranks, 0, ""), job.run.requested_threads)
-    io.log(f"joining the run at {coordinator_address} with {job.run.ranks} worker{'s' * (job.run.ranks > 1)}")
+    check_memory(job, ranks)
+    threads = _prepare_local_ranks(job, io)
+    io.log(f"joining the run at {coordinator_address} with {ranks} worker{'s' * (ranks > 1)}")
     with tempfile.TemporaryDirectory(prefix="motet-") as folder:
-        write_run_start(Path(folder), job, collect_provenance(job.run.ranks, threads, request.command_line))
+        write_run_start(Path(folder), job, collect_provenance(ranks, threads, request.command_line))
         function_name, host = "motet.train.launch.rank_main:join_rank", f"{socket.gethostname()}-{secrets.token_hex(3)}"
         spec = LaunchSpec(
             command=(sys.executable, "-m", "motet.cli.rank_main", function_name, folder, host),
-            ranks=job.run.ranks,
+            ranks=ranks,
             environment=rank_environment(io.environment, threads),
             log_folder=Path(folder) / LOGS_FOLDER,
             elastic_policy=ElasticRankPolicy(
-                workers=range(job.run.ranks), spares=job.layout.server.max_process_restarts, has_coordinator=False
+                workers=range(ranks), spares=job.layout.server.max_process_restarts, has_coordinator=False
             ),
             coordinator_address=coordinator_address,
-            stop_message="leaving the run after this share",
+            stop_message="leaving the run after this work item",
         )
         return launch_ranks(spec, io.log)
 
 
+def _prepare_local_ranks(job: Job, io: SupervisorIO) -> int:
+    """Prepare and check the data. Returns the threads of each rank."""
+    with io.show_progress() as progress:
+        check_data(job, prepare_data(job.data, progress))
+    ranks = job.run.ranks
+    return threads_for(RankEnvironment(0, ranks, 0, ranks, 0, ""), job.run.requested_threads)
+
+
 def server_process_count(job: Job) -> int:
-    """Ranks beside those that compute: the desk of a parameter server, and its servers."""
-    return beside_workers(job.layout.server) if job.layout.uses_server_processes else 0
+    """Processes in addition to the workers: the coordinator of a parameter server, and its servers."""
+    return extra_process_count(job.layout.server) if job.layout.uses_server_processes else 0
 
 
-def run(job: Job, callbacks: Sequence[Callback] = ()) -> "tuple[Path, TrainingOutcome]":
+def run(job: Job, callbacks: Sequence[Callback] = ()) -> "tuple[Path, RunProgress]":
     """Train on one rank in this process (its main thread: Ctrl-C saves). Returns the run folder and how far it came.
 
-    `run.folder` is found or made, continued or refused by the same rule as on the command line.
+    `run.folder` is created, resumed or refused as on the command line.
     """
     from motet.train.build import run_rank  # torch is loaded here
 
     if job.layout.uses_server_processes:
         raise InputError(
-            f"layout.data = {job.layout.data!r} takes processes of its own; use `motet train`, or leave it out here"
+            f"layout.data = {job.layout.data!r} takes several processes; use `motet train`, or leave it out here"
         )
     job = job.model_copy(update={"run": job.run.model_copy(update={"ranks": 1})})
     check_job(job, 1)
@@ -160,14 +154,13 @@ def run(job: Job, callbacks: Sequence[Callback] = ()) -> "tuple[Path, TrainingOu
     request = TrainRequest(job, None, sys.argv)
     folder_choice = _choose_run_folder(request)
     check_data(job, prepare_data(job.data))
+    threads = threads_for(SINGLE_RANK, job.run.requested_threads)
 
     def log(text: str) -> None:
         stderr_console().print(text, highlight=False)
 
     with (
-        _open_run_folder(
-            request, folder_choice, 1, threads_for(SINGLE_RANK, job.run.requested_threads), log
-        ) as snapshot,
+        _open_run_folder(request, folder_choice, ranks=1, threads=threads, log=log) as snapshot,
         _undo_on_input_error(snapshot),
         stop_on_signals() as stop,
     ):
@@ -176,17 +169,18 @@ def run(job: Job, callbacks: Sequence[Callback] = ()) -> "tuple[Path, TrainingOu
 
 def run_launched_rank(request: TrainRequest, rank_env: RankEnvironment, log: LogFunction) -> RankExitRecord:
     """Be one rank of a group that torchrun or srun started."""
-    server_processes = server_process_count(request.job)
+    job, server_processes = request.job, server_process_count(request.job)
     workers = rank_env.world - server_processes
     if workers < 1:
         raise InputError(
-            f"layout.data = 'parameter_server' takes a rank for its desk and {server_processes - 1} for servers "
-            f"(layout.server.count) beside the workers; start {server_processes + 1} ranks or more, not {rank_env.world}"
+            f"layout.data = 'parameter_server' takes a rank for its coordinator and {server_processes - 1} for servers "
+            f"(layout.server.count), besides the workers; start {server_processes + 1} ranks or more, not "
+            f"{rank_env.world}"
         )
-    check_job(request.job, workers)
-    check_memory(request.job, rank_env.local_world)
-    check_data(request.job, prepare_data(request.job.data))
-    record = run_rank_function(rank_env, lambda place, stop: _train_launched_rank(request, place, stop, log))
+    check_job(job, workers)
+    check_memory(job, rank_env.local_world)
+    check_data(job, prepare_data(job.data))
+    record = run_rank_function(rank_env, lambda rank_env, stop: _train_launched_rank(request, rank_env, stop, log=log))
     if not record.is_unanimous:
         return record
     if rank_env.rank == 0:
@@ -194,12 +188,9 @@ def run_launched_rank(request: TrainRequest, rank_env: RankEnvironment, log: Log
     return replace(record, error_message="")
 
 
-def _train_launched_rank(request: TrainRequest, rank_env: RankEnvironment, stop: StopFlag, log: LogFunction) -> int:
-    from motet.parallel.process.process_group import (  # torch is loaded here, after the signals are in place
-        broadcast_decision,
-        read_decision,
-        rendezvous_store,
-    )
+def _train_launched_rank(request: TrainRequest, rank_env: RankEnvironment, stop: StopFlag, *, log: LogFunction) -> int:
+    # torch is loaded here, after the signals are in place
+    from motet.parallel.process.process_group import broadcast_decision, read_decision, rendezvous_store
     from motet.train.launch.rank_main import train_in_run_folder
 
     job = request.job
@@ -208,17 +199,15 @@ def _train_launched_rank(request: TrainRequest, rank_env: RankEnvironment, stop:
 
         def open_or_reuse_folder() -> str:
             previous_key = f"folder-{rank_env.attempt - 1}"
-            if rank_env.attempt and store.check(
-                [previous_key]
-            ):  # torchrun started the ranks again: the same run goes on
+            if rank_env.attempt and store.check([previous_key]):  # torchrun restarted the ranks of the same run
                 path = read_decision(store, previous_key)
                 stack.enter_context(lock_run_folder(Path(path)))
                 return path
             threads = threads_for(rank_env, job.run.requested_threads)
-            snapshot = stack.enter_context(
-                _open_run_folder(request, _choose_run_folder(request), rank_env.world, threads, log)
-            )
-            if snapshot.had_run:  # a new folder stays: the launcher may start the ranks again, for the same run
+            folder_choice = _choose_run_folder(request)
+            opened = _open_run_folder(request, folder_choice, ranks=rank_env.world, threads=threads, log=log)
+            snapshot = stack.enter_context(opened)
+            if snapshot.had_run:  # a new folder stays: the launcher may restart the ranks of the same run
                 stack.enter_context(_undo_on_input_error(snapshot))
             return str(snapshot.path.resolve())
 
@@ -237,9 +226,8 @@ def _choose_run_folder(request: TrainRequest) -> RunFolderChoice:
 
 @contextmanager
 def _open_run_folder(
-    request: TrainRequest, folder_choice: RunFolderChoice, ranks: int, threads: int, log: LogFunction
+    request: TrainRequest, folder_choice: RunFolderChoice, *, ranks: int, threads: int, log: LogFunction
 ) -> Iterator[RunFolderSnapshot]:
-    """The run folder, made, locked and described."""
     path = folder_choice.create()
     with lock_run_folder(path):
         snapshot = snapshot_run_folder(path)
@@ -252,7 +240,6 @@ def _open_run_folder(
 
 @contextmanager
 def _undo_on_input_error(snapshot: RunFolderSnapshot) -> Iterator[None]:
-    """Bad input in the block leaves the run folder as it was."""
     try:
         yield
     except InputError:

@@ -49,7 +49,6 @@ def check_model(job: Job) -> None:
 
 
 def _check_objective(job: Job) -> None:
-    """Each model of motet has one objective; a user's module may have any."""
     if isinstance(job.model, UserModuleSettings):
         return
     expected, head = {"decoder": "causal", "encoder-decoder": "spans"}.get(job.model.family, ""), ""

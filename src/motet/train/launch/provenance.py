@@ -1,4 +1,4 @@
-"""What a start of a run was made with: for `versions.json`, so that a number can be traced to its makers."""
+"""The versions and the machine of a start of a run, for `versions.json`, so that results can be traced."""
 
 import platform
 import subprocess
@@ -10,7 +10,7 @@ import motet
 
 
 def collect_provenance(ranks: int, threads: int, command_line: list[str]) -> dict[str, Any]:
-    """Versions, place and command of one start. `git` is about the current folder, None outside of a repository."""
+    """Versions, machine and command of one start. `git` describes the current folder, None outside of a repository."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "motet": motet.__version__,
@@ -34,7 +34,6 @@ def _git_state() -> dict[str, Any] | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says; None when there is no git, no repository, or no answer in time."""
     try:
         completed = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -9,15 +9,13 @@ from motet.train.launch.run_folder import read_stored_job
 
 
 def train_rank(rank_env: RankEnvironment, stop: StopFlag, folder: str) -> int:
-    """What a supervised rank does: the folder holds the job."""
+    """The function of a supervised rank; the folder holds the job."""
     return train_in_run_folder(read_stored_job(Path(folder)), rank_env, Path(folder), stop)
 
 
 def join_rank(rank_env: RankEnvironment, stop: StopFlag, folder: str, host: str) -> int:
-    """Be a worker of a run that goes on elsewhere; the folder holds its job."""
-    from motet.train.parameter_server.role_main import (
-        run_late_worker,  # torch is loaded here, after the signals are in place
-    )
+    """The function of a worker that joins a run on other machines; the folder holds the job."""
+    from motet.train.parameter_server.role_main import run_late_worker  # loads torch, after the signals are in place
 
     run_late_worker(read_stored_job(Path(folder)), rank_env, host, stop)
     return STOPPED_EXIT_CODE if stop.requested else 0
@@ -26,9 +24,7 @@ def join_rank(rank_env: RankEnvironment, stop: StopFlag, folder: str, host: str)
 def train_in_run_folder(job: Job, rank_env: RankEnvironment, folder: Path, stop: StopFlag) -> int:
     """Train, and return the exit code."""
     if job.layout.uses_server_processes:
-        from motet.train.parameter_server.role_main import (
-            run_parameter_server_rank as run,  # torch is loaded here, after the signals are in place
-        )
+        from motet.train.parameter_server.role_main import run_parameter_server_rank as run
     else:
         from motet.train.build import run_rank as run
 

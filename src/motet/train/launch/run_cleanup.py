@@ -1,4 +1,4 @@
-"""The last word of a run, from the supervisor: ranks that are killed, or lose another one, cannot say why it ended."""
+"""The end of a run, recorded by the supervisor, since killed ranks cannot report it; and undoing a refused start."""
 
 import os
 import shutil
@@ -25,9 +25,9 @@ _REASONS: dict[int, RunEndReason] = {
 
 
 def record_run_end(path: Path, exit_status: LaunchExitStatus) -> None:
-    """Leave a failure in `logs/failure.txt`, and its cause as the last event where rank 0 could not know it.
+    """Write a failure to `logs/failure.txt`, and its cause as the last event if rank 0 could not know it.
 
-    When that cannot be written or an old file is damaged, the cause must be told all the same: by the caller.
+    If that fails, or an old file is damaged, the caller still reports the cause.
     """
     with suppress(OSError, InputError, CheckpointSaveError):
         _write_run_end(path, exit_status)
@@ -35,10 +35,10 @@ def record_run_end(path: Path, exit_status: LaunchExitStatus) -> None:
 
 @dataclass(frozen=True)
 class RunFolderSnapshot:
-    """A run folder as a start found it, so that bad input can leave it like that."""
+    """A run folder before a start, so that bad input can leave it unchanged."""
 
     path: Path
-    contents: dict[str, bytes]  # Of the files that a start writes anew; without a job.toml it was no run yet
+    contents: dict[str, bytes]  # The files that a start overwrites; without a job.toml it was no run yet
     events_bytes: int
 
     @property
@@ -46,13 +46,13 @@ class RunFolderSnapshot:
         return JOB_FILE in self.contents
 
     def restore_unless_trained(self) -> bool:
-        """Take a start back before whose first step bad input was found: put the run back, or remove a new one."""
+        """Undo a start without a completed step: restore the earlier run, or remove the new one."""
         if any(isinstance(event, StepDone) for event in self._new_events()):
             return False
         if not self.had_run:
             shutil.rmtree(self.path, ignore_errors=True)
             return True
-        with suppress(OSError):  # what cannot be put back is no reason to hide why the start was refused
+        with suppress(OSError):  # a failure to restore must not hide why the start was refused
             for name in _OVERWRITTEN_FILES:
                 if name in self.contents:
                     write_file_atomically(self.path / name, self.contents[name])
@@ -69,16 +69,16 @@ class RunFolderSnapshot:
 
 
 def snapshot_run_folder(path: Path) -> RunFolderSnapshot:
-    """What `path` holds before anything is written there."""
+    """Read a run folder before anything is written there."""
     names = [name for name in (*_OVERWRITTEN_FILES, EVENTS_FILE) if (path / name).is_file()]
     try:
         contents = {name: (path / name).read_bytes() for name in names}
     except OSError as error:
-        raise InputError(f"cannot read {error.filename}: {error.strerror}; mend it or give another folder") from None
+        raise InputError(f"cannot read {error.filename}: {error.strerror}; repair it or give another folder") from None
     events = contents.pop(EVENTS_FILE, b"")
     return RunFolderSnapshot(
         path, contents, events.rfind(b"\n") + 1
-    )  # a line torn by a kill is cut off by whoever writes next
+    )  # an incomplete line is cut off by the next writer
 
 
 def _write_run_end(path: Path, exit_status: LaunchExitStatus) -> None:

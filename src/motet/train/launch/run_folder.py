@@ -149,7 +149,7 @@ def read_stored_tree(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise InputError(f"{path} is no run folder, for it has no {JOB_FILE}; give another folder") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InputError(f"cannot read {path / JOB_FILE}: {error}; fix it or give another folder") from None
+        raise InputError(f"cannot read {path / JOB_FILE}: {error}; repair it or give another folder") from None
     translate_renamed_settings(tree)
     return tree
 
@@ -183,7 +183,6 @@ def job_to_tree(job: Job) -> dict[str, Any]:
 
 
 def _full_tree(job: Job) -> dict[str, Any]:
-    """All settings that are not None."""
     tree: dict[str, Any] = _without_none(job.model_dump())
     if job.optimizer.clip_norm is None:  # the one setting whose None is not its default
         tree["optimizer"]["clip_norm"] = False

@@ -240,7 +240,6 @@ class _LaunchAttempt:
             time.sleep(POLL_S)
 
     def _handle_failures(self, log: Callable[[str], None]) -> None:
-        """Replace ranks that have failed, or continue without them, where the policy allows it."""
         policy = self.spec.elastic_policy
         if policy is None or (policy.has_coordinator and self.ranks[0].poll() is not None):
             return

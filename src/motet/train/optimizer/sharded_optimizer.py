@@ -197,7 +197,6 @@ class ShardedOptimizer:
         return {f"{kind}/{name}": shard for name, shard in self.sharded_parameters.local_shards(tensors).items()}
 
     def _optimizer_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The moments of one master, created now if no step was taken yet."""
         moments: dict[str, Any] = self._optimizer.state[parameter]
         if self._settings.name == "adamw" and not moments:
             moments["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)

@@ -23,13 +23,13 @@ from motet.parallel.process.rank_consistency import persistent_buffers
 from motet.train.build import (
     ResumePoint,
     TrainingComponents,
-    TrainingOutcome,
     build_components,
     open_rank_monitor,
     restore_newest_checkpoint,
     run_training,
 )
 from motet.train.launch.failures import StopFlag
+from motet.train.loop import RunProgress
 from motet.train.parameter_server.coordinator_parameters import CoordinatorParameterCopy, build_partition
 from motet.train.parameter_server.coordinator_step import CoordinatorTrainStep, StepCompletionTracker
 from motet.train.parameter_server.process_roles import (
@@ -49,7 +49,7 @@ class CoordinatorRunContext(NamedTuple):
     callbacks: Sequence[Callback]
 
 
-def run_coordinator(role: ParameterServerRole, context: CoordinatorRunContext) -> TrainingOutcome:
+def run_coordinator(role: ParameterServerRole, context: CoordinatorRunContext) -> RunProgress:
     job = role.job
     device = torch.device("cpu")
     single_device_job = job.model_copy(update={"layout": LayoutSettings(microbatches=job.layout.microbatches)})

@@ -9,9 +9,10 @@ import torch
 from motet.monitor.callback import Callback
 from motet.parallel.parameter_server.protocol.messages import COORDINATOR
 from motet.parallel.process.launch_environment import RankEnvironment, threads_for
-from motet.train.build import TrainingOutcome, precision_context
+from motet.train.build import precision_context
 from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
+from motet.train.loop import RunProgress
 from motet.train.parameter_server.coordinator import CoordinatorRunContext, run_coordinator
 from motet.train.parameter_server.process_roles import ParameterServerRole, assign_role, rank_env_among_workers
 from motet.train.parameter_server.server import run_server
@@ -20,7 +21,7 @@ from motet.train.parameter_server.worker import run_worker
 
 def run_parameter_server_rank(
     job: Job, rank_env: RankEnvironment, folder: Path, stop: StopFlag, callbacks: Sequence[Callback] = ()
-) -> TrainingOutcome:
+) -> RunProgress:
     return run_role(assign_role(job, rank_env), folder, stop, callbacks)
 
 
@@ -31,7 +32,7 @@ def run_late_worker(job: Job, rank_env: RankEnvironment, host: str, stop: StopFl
 
 def run_role(
     role: ParameterServerRole, folder: Path, stop: StopFlag, callbacks: Sequence[Callback] = ()
-) -> TrainingOutcome:
+) -> RunProgress:
     torch.set_num_threads(threads_for(rank_env_among_workers(role), role.job.run.threads))
     with precision_context(role.job):
         if role.role_name == COORDINATOR:
@@ -42,7 +43,7 @@ def run_role(
             run_worker(role, stop)
         else:
             _run_worker_with_server(role, role.colocated_server, folder, stop)
-    return TrainingOutcome(0, 0)
+    return RunProgress(0, 0)
 
 
 def _run_worker_with_server(

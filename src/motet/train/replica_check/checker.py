@@ -134,12 +134,10 @@ class ReplicaChecker:
         return device_name(self.engine.group.device), kernels, str(torch.get_num_threads()), torch.__version__
 
     def _replicated_tensors(self) -> dict[str, Tensor]:
-        """Parameters that every rank has in full, and buffers at the start of the step."""
         named = self.engine.module.named_parameters()
         return {n: p.detach() for n, p in named if not isinstance(p, DTensor)} | self.engine.buffers_at_step_start
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
-        """Masters and moments of this rank."""
         return {
             name: tensor.values if isinstance(tensor, LocalShard) else tensor
             for name, tensor in self.engine.optimizer.state().items()
@@ -175,7 +173,6 @@ class ReplicaChecker:
         return (recomputed_loss if 2 * differing_ranks > len(pairs) else local_loss), neighbour_loss
 
     def _loss_without_gradients(self, step: int, batch: Batch) -> float:
-        """The loss by this rank's model; afterwards buffers and generators are as before."""
         batch = batch.to(self.engine.group.device)
         state_preserved = _preserve_buffers_and_rng(self.engine.module, batch.tokens.device)
         with state_preserved, torch.no_grad(), self.model.randomness(step, batch.rows):
@@ -236,7 +233,6 @@ def _word_factors(device: torch.device) -> Tensor:
 
 
 def _digest_batches(batches: Iterable[Batch]) -> int:
-    """The digest of everything in batches but the row indices."""
     tensors = {
         f"{index}.{field.name}": value
         for index, batch in enumerate(batches)
@@ -257,7 +253,6 @@ def all_gather_integers(numbers: list[int], group: RankGroup) -> list[list[int]]
 
 @contextmanager
 def _preserve_buffers_and_rng(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, buffers and generators may change; afterwards they are restored."""
     saved_buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield
