@@ -27,7 +27,7 @@ def positions_go_on_behind_a_border(rank: int) -> Patch:
     return replaced(BatchLoader, "batch", wrong) if rank else nothing()
 
 
-@fault("dp=2 zero=0", first="sample tokens", cause="rows are the right ones, but .* numbers are others", model="bert")
+@fault("dp=2 zero=0", first="sample tokens", cause="rows are right, but .* elements differ", model="bert")
 def other_tokens_are_masked(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def read(self: BatchLoader, at: int, rows: range) -> Batch:
@@ -41,12 +41,12 @@ def other_tokens_are_masked(rank: int) -> Patch:
     return replaced(BatchLoader, "batch", wrong) if rank else nothing()
 
 
-@fault("dp=2 zero=0", "dp=2 zero=2", first="evaluation targets", cause="lacks")
+@fault("dp=2 zero=0", "dp=2 zero=2", first="evaluation targets", cause="leaves out")
 def a_rank_leaves_out_the_last_batch_of_an_evaluation(rank: int) -> Patch:
     return replaced(BatchLoader, "evaluation_batches", lambda own: lambda self, split: own(self, split) - rank)
 
 
-@fault("dp=3 zero=0", "dp=2 zero=2", first=GRADIENT, cause="the share of rank 1 is that of the step before")
+@fault("dp=3 zero=0", "dp=2 zero=2", first=GRADIENT, cause="the contribution of rank 1 is that of the step before")
 def a_rank_adds_its_share_of_the_step_before(rank: int) -> Patch:
     kept: dict[int, Tensor] = {}
 

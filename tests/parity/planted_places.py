@@ -70,7 +70,7 @@ def a_rank_goes_on_as_if_it_was_judged(rank: int) -> Patch:
     return _evaluated(lambda module: module.eval()) if rank else nothing()
 
 
-@fault("dp=2 zero=1", first="modules called as in training", cause="in the state of training.*rank 1", model="bert")
+@fault("dp=2 zero=1", first="modules called as in training", cause="in training mode.*rank 1", model="bert")
 def a_rank_is_judged_as_it_trains(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def judged(model: Any, batch: Batch) -> Any:
@@ -100,7 +100,7 @@ def a_rank_is_told_the_learning_rate_late(rank: int) -> Patch:
     return replaced(ShardedOptimizer, "update", wrong) if rank else nothing()
 
 
-@fault("dp=3 zero=2", first=GRADIENT, cause="the share of rank 2 was rounded to bfloat16")
+@fault("dp=3 zero=2", first=GRADIENT, cause="the contribution of rank 2 was rounded to bfloat16")
 def a_rank_rounds_what_it_sends(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def sent(self: DataParallelCommunicator, number: int, shard: torch.Tensor, whole: torch.Tensor) -> Any:

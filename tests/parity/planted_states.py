@@ -37,12 +37,12 @@ def a_rank_has_the_wrong_sign(rank: int) -> Patch:
     return replaced(GradientBuffer, "zero_missing", _times(-1.0)) if rank == 1 else nothing()
 
 
-@fault("dp=3 zero=0", "dp=2 zero=1", first=GRADIENT, cause="has the share of rank 1 twice")
+@fault("dp=3 zero=0", "dp=2 zero=1", first=GRADIENT, cause="has the contribution of rank 1 twice")
 def a_rank_counts_twice(rank: int) -> Patch:
     return replaced(GradientBuffer, "zero_missing", _times(2.0)) if rank == 1 else nothing()
 
 
-@fault("dp=3 zero=1", "dp=4 zero=2", first=GRADIENT, cause="lacks the share of rank 0")
+@fault("dp=3 zero=1", "dp=4 zero=2", first=GRADIENT, cause="leaves out the contribution of rank 0")
 def a_rank_gives_nothing(rank: int) -> Patch:
     return replaced(GradientBuffer, "zero_missing", _times(0.0)) if rank == 0 else nothing()
 
@@ -55,7 +55,7 @@ def a_server_keeps_what_it_has_updated(rank: int) -> Patch:
     return replaced(DataParallelCommunicator, "broadcast", lambda own: lambda self, whole, owner: CompletedWork())
 
 
-@fault(SERVERS, first=GRADIENT, cause="share of rank . alone")
+@fault(SERVERS, first=GRADIENT, cause="contribution of rank . alone")
 def a_server_hears_of_nobody(rank: int) -> Patch:
     return replaced(DataParallelCommunicator, "reduce", lambda own: lambda self, whole, owner: CompletedWork())
 
@@ -165,7 +165,7 @@ def a_bucket_that_arrives_late_is_not_updated(rank: int) -> Patch:
     return replaced(BucketedDataParallel, "_wait_for_bucket", wrong)
 
 
-@fault("dp=3 zero=3 microbatches=2", first=GRADIENT, cause="lacks the share of micro-batch 0 of ranks 0, 1 and 2")
+@fault("dp=3 zero=3 microbatches=2", first=GRADIENT, cause="leaves out the contribution of micro-batch 0 of ranks 0, 1 and 2")
 def stage_3_replaces_microbatches(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def begin(self: FSDP2DataParallel, first: bool, last: bool) -> None:

@@ -13,7 +13,7 @@ from motet.parallel.data_parallel.gradient_buffer import GradientBuffer
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
 from parity.faults import GRADIENT, all_of, fault, replaced
 
-ALONE = r"share of rank \d alone"
+ALONE = r"contribution of rank \d alone"
 Patch = AbstractContextManager[object]
 
 
@@ -61,7 +61,7 @@ def replicas_are_averaged(rank: int) -> Patch:
     return replaced(DataParallelCommunicator, "all_reduce", wrong)
 
 
-@fault("dp=4 zero=1 shard_group=2", "dp=4 zero=3 shard_group=2", first=GRADIENT, cause=r"lacks the share of rank")
+@fault("dp=4 zero=1 shard_group=2", "dp=4 zero=3 shard_group=2", first=GRADIENT, cause=r"leaves out the contribution of rank")
 def a_hybrid_forgets_its_replicas(rank: int) -> Patch:
     return replaced(DataParallelCommunicator, "all_reduce", lambda own: lambda self, number, shard: CompletedWork())
 
@@ -121,7 +121,7 @@ def what_others_updated_is_not_gathered(rank: int) -> Patch:
     "dp=2 zero=0 microbatches=2",
     "dp=2 zero=1 microbatches=2",
     first=GRADIENT,
-    cause="lacks the share of micro-batch 0",
+    cause="leaves out the contribution of micro-batch 0",
 )
 def only_the_last_microbatch_counts(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
@@ -134,7 +134,7 @@ def only_the_last_microbatch_counts(rank: int) -> Patch:
     return replaced(GradientBuffer, "begin_backward", wrong)
 
 
-@fault("dp=2 zero=2 microbatches=2", first=GRADIENT, cause="lacks the share of micro-batch")
+@fault("dp=2 zero=2 microbatches=2", first=GRADIENT, cause="leaves out the contribution of micro-batch")
 def shards_of_microbatches_replace_each_other(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def first(self: BucketedDataParallel, first: bool, last: bool) -> None:
@@ -172,7 +172,7 @@ def torch_averages_at_stage_3(rank: int) -> Patch:
     return replaced(fsdp, "_install_collectives", wrong)
 
 
-@fault("dp=4 zero=3 shard_group=2", first=GRADIENT, cause="lacks the share of rank")
+@fault("dp=4 zero=3 shard_group=2", first=GRADIENT, cause="leaves out the contribution of rank")
 def stage_3_forgets_its_replicas(rank: int) -> Patch:
     return replaced(fsdp._HSDPAllReduceHook, "__call__", lambda own: lambda self, shard: None)
 

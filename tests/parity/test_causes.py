@@ -67,11 +67,11 @@ def means(case: MismatchEvidence) -> Tensor:
         (TOTAL / 372, "divided by 372 = target tokens"),
         (-TOTAL, "it is -1 times what it should be"),
         (0 * TOTAL, "it is 0 throughout"),
-        (own(1), "it is the share of rank 1 alone: the sum over the ranks is missing"),
-        (without(2), "it lacks the share of rank 2"),
-        (without(2, 0), "it lacks the share of micro-batch 0 of rank 2"),
-        (TOTAL + own(3), "it has the share of rank 3 twice"),
-        (means(SUM), "shares of ranks are divided by their own count of targets"),
+        (own(1), "it is the contribution of rank 1 alone: the sum over the ranks is missing"),
+        (without(2), "it leaves out the contribution of rank 2"),
+        (without(2, 0), "it leaves out the contribution of micro-batch 0 of rank 2"),
+        (TOTAL + own(3), "it has the contribution of rank 3 twice"),
+        (means(SUM), "contributions of ranks are divided by their own count of targets"),
         (drawn(30, seed=99), "it is what it was in the step before"),
         (TOTAL + 0.25 * drawn(30, seed=99), "it has 1/4 times what it was in the step before too much"),
         (TOTAL.float().double(), "it was rounded to float32"),
@@ -106,13 +106,13 @@ def test_of_a_number_not_every_factor_is_a_cause(factor: float) -> None:
     assert "divided by 4 = dp" in explained(MismatchEvidence(one / 4, one, 0, SIZES))
 
 
-def test_a_number_lacks_a_share() -> None:
+def test_a_contribution_to_a_number_is_missing() -> None:
     shares = [
         MicroBatchContribution(rank, 0, torch.tensor(value, dtype=torch.float64), 1.0)
         for rank, value in enumerate([3.0, 5.5, 2.25])
     ]
     one = torch.tensor(10.75, dtype=torch.float64)
-    assert explained(MismatchEvidence(one - 5.5, one, contributions=shares)) == "it lacks the share of rank 1"
+    assert explained(MismatchEvidence(one - 5.5, one, contributions=shares)) == "it leaves out the contribution of rank 1"
 
 
 NOTHING = torch.zeros(30, dtype=torch.float64)
@@ -123,7 +123,7 @@ SOME = torch.stack([share.value for share in SPARSE]).sum(0)
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (SOME - own(2), "it lacks the share of rank 2"),
+        (SOME - own(2), "it leaves out the contribution of rank 2"),
         (2 * SOME, "it is 2 times what it should be"),
         (own(0) + 2 * own(2), "times that of rank"),
     ],
@@ -148,7 +148,7 @@ def test_of_many_shares_of_few_numbers_one_is_missing(lost: tuple[int, ...], sai
     total = torch.stack([share.value for share in few]).sum(0)
     gone = [s for s in few if s.rank in lost and (len(lost) == 1 or s.microbatch == 1)]
     value = total - torch.stack([share.value for share in gone]).sum(0)
-    assert explained(MismatchEvidence(value, total, 0, SIZES, contributions=few)) == f"it lacks the share of {said}"
+    assert explained(MismatchEvidence(value, total, 0, SIZES, contributions=few)) == f"it leaves out the contribution of {said}"
 
 
 def test_what_is_as_far_off_as_rounding() -> None:
@@ -233,8 +233,8 @@ def computed(*targets: list[float]) -> list[MicroBatchResult]:
     ("value", "done", "words"),
     [
         (30.0, computed([10.0], [30.0]), "it is that of rank 1 alone: the sum over the ranks is missing"),
-        (20.0, computed([10.0], [10.0], [10.0]), "it lacks that of rank 0 or 1 or 2"),
-        (40.0, computed([10.0], [30.0, 5.0]), "it lacks that of micro-batch 1 of rank 1"),
+        (20.0, computed([10.0], [10.0], [10.0]), "it leaves out that of rank 0 or 1 or 2"),
+        (40.0, computed([10.0], [30.0, 5.0]), "it leaves out that of micro-batch 1 of rank 1"),
         (55.0, computed([10.0], [30.0, 5.0]), RECOUNTED),
         (85.0, computed([10.0], [30.0, 5.0], [15.0]), RECOUNTED),
     ],

@@ -157,7 +157,7 @@ def test_promised_bits_are_held_to(ranks: Ranks) -> None:
     _, first = judged(ranks, "fp32", "dp=3 zero=1", a_bit_in_a_master, *promise)
     assert first is not None
     assert first.difference.key[0] == "state"
-    assert "it has not the bits that one device has" in first.cause
+    assert "its bits are not those of one device" in first.cause
 
 
 def test_in_float64_the_bits_alone_are_judged(ranks: Ranks) -> None:
@@ -165,4 +165,4 @@ def test_in_float64_the_bits_alone_are_judged(ranks: Ranks) -> None:
     assert judged(ranks, "fp64", "dp=3 zero=1", nothing, *promise) == (None, None)
     _, first = judged(ranks, "fp64", "dp=3 zero=1", a_bit_in_a_master, *promise)
     assert first is not None
-    assert "it has not the bits that one device has" in first.cause
+    assert "its bits are not those of one device" in first.cause

@@ -1,7 +1,7 @@
-"""The layouts that there are for a number of ranks: the one list that verification goes through.
+"""The layouts for a number of ranks: the list that `motet verify --all` goes through.
 
-Who adds a capability adds its layouts here. A layout is written as on the command line, `dp=2 zero=1`; what is of
-another section of the job says so, as in `communication.overlap=forward`.
+A new capability adds its layouts here. A layout is written as on the command line, `dp=2 zero=1`; a setting of another
+section of the job names it, as in `communication.overlap=forward`.
 """
 
 from collections.abc import Iterator
@@ -25,11 +25,11 @@ ZERO3_LAYOUTS = ("zero=3", "zero=3 reshard_after_forward=false", "zero=3 min_sha
 SERVER_BY_COLLECTIVES = "data=parameter_server server.transport=collectives"
 SERVER_BY_MESSAGES = "data=parameter_server"
 SMALL_KEY_MIB = 0.002
-OVERRIDABLE_SECTIONS = ("communication",)  # Beside that of the layout, those that a layout may say something of
+OVERRIDABLE_SECTIONS = ("communication",)  # Sections of a job that a layout may set, with that of the layout
 
 
 def layouts_up_to(ranks: int) -> list[str]:
-    """For each number of ranks up to these."""
+    """Every layout for 1, 2, ... ranks."""
     return ["dp=1 microbatches=2", *(f"dp={dp} {layout}" for dp in range(2, ranks + 1) for layout in _layouts_with(dp))]
 
 
@@ -59,27 +59,27 @@ def with_default_ranks(layout: str, ranks: int) -> str:
 
 @dataclass(frozen=True)
 class CandidateLayout:
-    """A layout that is to be verified, and the job in it."""
+    """A layout to verify, and the job in it."""
 
     layout: str
     job: Job
 
     @property
     def world(self) -> int:
-        """Ranks that compute."""
+        """Ranks that compute gradients."""
         assert self.job.layout.dp is not None, "with_ranks"
         return self.job.layout.dp
 
     @property
     def microbatches(self) -> int:
-        """Micro-batches that the batch is cut into over all ranks."""
+        """Micro-batches of the batch, over all ranks."""
         layout = self.job.layout
         work_items = (layout.server.work_items_per_step or self.world) if layout.uses_server_processes else self.world
         return work_items * layout.microbatches
 
 
 def make_candidate(job: Job, layout: str) -> CandidateLayout:
-    """The job with a layout; what the layout does not make sense with is refused."""
+    """The job with a layout; raise if the layout sets what has no effect, or what changes numbers by design."""
     overrides = [word if word.startswith(OVERRIDABLE_SECTIONS) else f"layout.{word}" for word in layout.split()]
     for word in overrides:
         if "=" not in word:
@@ -100,14 +100,13 @@ def make_candidate(job: Job, layout: str) -> CandidateLayout:
 
 
 def _with_small_keys(job: Job) -> Job:
-    """A small model has enough of them for all servers."""
     server = job.layout.server
     small_server = server.model_copy(update={"slice_mib": min(server.slice_mib, SMALL_KEY_MIB)})
     return job.model_copy(update={"layout": job.layout.model_copy(update={"server": small_server})})
 
 
 def without_layout(job: Job) -> Job:
-    """Without what sections say that a layout may say something of."""
+    """The job without the sections that a layout may set."""
     tree = job.model_dump(mode="json", exclude_unset=True)
     return job_from_tree(
         {key: value for key, value in tree.items() if key not in (*OVERRIDABLE_SECTIONS, "layout", "outer")}

@@ -9,7 +9,7 @@ from motet.core.errors import NumericalMismatchError
 from motet.parity.compare.first_difference import Comparison, DifferenceAtStep, compare_recorded_steps
 from motet.parity.compare.native_precision import NativeComparison
 from motet.parity.compare.tensor_differences import TensorDifference
-from motet.parity.diagnose.diagnose_difference import find_likely_cause
+from motet.parity.diagnose.hypotheses import find_likely_cause
 from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute
 from motet.parity.record.record_phases import PhaseStep
 from motet.parity.record.tensor_recorder import RecordsByRank
@@ -17,7 +17,7 @@ from motet.parity.record.tensor_recorder import RecordsByRank
 
 @dataclass(frozen=True)
 class LayoutVerdict:
-    """What verification says of one layout."""
+    """The result of the verification of one layout."""
 
     layout: str
     ok: bool
@@ -47,7 +47,7 @@ class LayoutVerdict:
                 text += f"; z {self.worst_z:.1f}, {self.worst_z_tensor}"
             if self.noise_dominated:
                 more = f" and {len(self.noise_dominated) - 1} more" if len(self.noise_dominated) > 1 else ""
-                text += f"; not judged, since rounding alone changes it: {self.noise_dominated[0]}{more}"
+                text += f"; not compared, since rounding alone changes it: {self.noise_dominated[0]}{more}"
             return f"{text} {seconds}"
         if self.failed:
             return f"FAILED {self.layout}: {self.cause} {seconds}"
@@ -77,7 +77,7 @@ def make_verdict(layout: str, comparison: Comparison, cause: str = "") -> Layout
 
 
 def add_native_comparison(verdict: LayoutVerdict, native: NativeComparison) -> LayoutVerdict:
-    """A layout that is right in float64 may be wrong in its own precision."""
+    """A layout that is right in float64 may be wrong in the precision of the job."""
     worst, first = native
     if worst is None:
         return verdict
@@ -98,9 +98,9 @@ def self_difference_verdict(layout: str, step: int, difference: TensorDifference
     if difference.key.kind == "sample":
         reason = "it is given other samples when it asks for the same step again: give each step a seed of its own"
     elif difference.key.kind in ("starting parameter", "state", "buffer"):
-        reason = "its checkpoint is not what it was; mend that first"
+        reason = "its checkpoint is not what it was; fix that first"
     else:
-        reason = "what it computes is not finite, or not the same when it is computed twice; mend that first"
+        reason = "what it computes is not finite, or not the same when it is computed twice; fix that first"
     cause = f"one device itself does not do the step again: {reason}"
     return make_verdict(layout, Comparison(first, first, ()), cause)
 

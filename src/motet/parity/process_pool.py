@@ -1,4 +1,4 @@
-"""Rank processes that are copies of this one, so that they have the caller's functions, wherever these were defined."""
+"""Rank processes forked from this one, so that they have the caller's functions, wherever these were defined."""
 
 import multiprocessing
 import os
@@ -26,12 +26,12 @@ GroupFunction = Callable[[RankGroup], None]
 
 @dataclass(frozen=True)
 class ForkedRankPool:
-    """They are made before this process computes anything, and wait: who has computed should not be copied."""
+    """Processes that wait for work. They are forked before this process computes, since a fork copies no threads."""
 
     workers: list[tuple[BaseProcess, Connection]]
 
     def run(self, world: int, name: str) -> None:
-        """Work of this name on the first ranks."""
+        """Call the function of this name on the first ranks."""
         with tempfile.TemporaryDirectory(prefix="motet-store-") as folder:
             rank_envs = [
                 RankEnvironment(rank, world, rank, world, 0, f"file://{folder}/store") for rank in range(world)
@@ -59,7 +59,7 @@ class ForkedRankPool:
 
 @contextmanager
 def fork_rank_pool(ranks: int, functions: Mapping[str, GroupFunction]) -> Iterator[ForkedRankPool]:
-    """`works`: by the names by which they are asked for."""
+    """Fork processes that call the functions by name."""
     if "fork" not in multiprocessing.get_all_start_methods():
         raise InputError(f"verify: ranks are copies of this process, which {sys.platform} cannot make; use Linux")
     context = multiprocessing.get_context("fork")
@@ -77,15 +77,17 @@ def fork_rank_pool(ranks: int, functions: Mapping[str, GroupFunction]) -> Iterat
     finally:
         for process, pipe in workers:
             pipe.close()
-            process.kill()  # whatever the caller's program does with other signals
+            process.kill()  # The caller's program may handle other signals
             process.join()
 
 
 def _serve_requests(pipe: Connection, functions: Mapping[str, GroupFunction], parent: int) -> None:
     exit_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one that asked, which ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles Ctrl-C, and ends this process
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message=".*returned a view tensor.*")  # of stage 3; nobody writes to it here
+    warnings.filterwarnings(
+        "ignore", message=".*returned a view tensor.*"
+    )  # A warning of stage 3; nothing writes to the view
     while True:
         name, rank_env = pipe.recv()
         try:
@@ -95,7 +97,7 @@ def _serve_requests(pipe: Connection, functions: Mapping[str, GroupFunction], pa
         except InputError as error:
             pipe.send(error)
             return
-        except Exception as error:  # noqa: BLE001  # told by the process that asked
+        except Exception as error:  # noqa: BLE001  # the parent raises it
             last_frame = traceback.extract_tb(error.__traceback__)[-1]
             message = f"rank {rank_env.rank} failed: {type(error).__name__}: {error} ({last_frame.filename}:{last_frame.lineno})"
             pipe.send(RankFailedError(message))

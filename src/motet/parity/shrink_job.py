@@ -1,4 +1,4 @@
-"""A job of the same structure that is small: every kind of block stays, and the ratios that matter to a layout."""
+"""A small job of the same structure: it keeps every kind of block, and the ratios that matter to a layout."""
 
 import math
 from pathlib import Path
@@ -9,9 +9,9 @@ from motet.models.settings import DecoderSettings, EncoderDecoderSettings, Trans
 from motet.train.job import Job, job_from_tree
 
 MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM, MAX_TOKENS = 2, 4, 16, 32
-SMALL_BUCKET_MIB = 0.5  # A small model has as many buckets as a large one, so that the second one is looked at too
+SMALL_BUCKET_MIB = 0.5  # A small model then has several buckets, too
 HF_PREFIX = "hf:"
-# Of the learning rate, which the last step has: with 0 it would show no mistake of the optimizer.
+# The last step has this fraction of the learning rate; with 0 it would show no mistake of the optimizer.
 MIN_FINAL_LR_FRACTION = 0.1
 LOSSY_SETTINGS = ("compress_gradients", "compress_parameters", "compress_over", "compress_after", "error_feedback")
 _LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers")
@@ -29,7 +29,7 @@ _FFN_KEYS = ("intermediate_size", "n_inner", "d_ff", "hidden_dim", "ffn_dim", "e
 
 
 def make_small_job(job: Job, rows: int, steps: int) -> Job:
-    """Steps of so many rows."""
+    """The job with a small model and `steps` steps of `rows` rows."""
     tree = job.model_dump(mode="json", exclude_unset=True)
     tree.setdefault("name", job.name)
     tree["model"] = {**tree["model"], **_small_model(job)}
@@ -78,7 +78,7 @@ def read_hf_config(config_path: str) -> dict[str, Any]:
 
 
 def shrink_heads(heads: int, kv_heads: int) -> tuple[int, int]:
-    """Fewer heads, of which as many share a key as before; two keys or more stay where there were as many."""
+    """Fewer heads with the same number of queries per key; at least two keys stay where there were two."""
     queries_per_key = heads // kv_heads
     small_kv_heads = 1 if kv_heads == 1 else min(kv_heads, 2 if queries_per_key > 1 else MAX_HEADS)
     return queries_per_key * small_kv_heads, small_kv_heads
@@ -109,7 +109,7 @@ def _small_spec(model: TransformerSettings, tokens: int) -> dict[str, Any]:
 
 
 def shrink_hf_config(config: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """Of a config of Hugging Face: what replaces its values."""
+    """The smaller sizes of a config of Hugging Face."""
     small: dict[str, Any] = {}
     heads = next((config[name] for name in _HEAD_KEYS if config.get(name)), None)
     hidden = next((config[name] for name in _HIDDEN_KEYS if config.get(name)), None)
@@ -136,11 +136,10 @@ def shrink_hf_config(config: dict[str, Any], tokens: int) -> dict[str, Any]:
 
 
 def _layers_with_all_kinds(config: dict[str, Any]) -> int:
-    """So many layers from the first on have one of each kind."""
+    """The count of first layers that have each kind at least once."""
     kinds = config.get("layer_types") or []
     return max(MAX_LAYERS, 1 + max((kinds.index(kind) for kind in set(kinds)), default=0))
 
 
 def _scale_to_multiple_of_8(size: int, factor: float) -> int:
-    """A multiple of 8, as sizes are."""
     return max(8, math.ceil(size * factor / 8) * 8)

@@ -62,8 +62,8 @@ def make_verification_plans(job: Job, layouts: Sequence[str], log: LogFunction) 
     """One plan per group of layouts that can split one small batch evenly; layouts of few ranks come first."""
     if job.outer.every is not None:
         raise InputError(
-            f"outer.every = {job.outer.every}: replicas that train apart do not compute what one device does; leave it "
-            "out, and verify how each replica is spread"
+            f"outer.every = {job.outer.every}: independent replicas do not compute what one device does; leave it "
+            "out, and verify the layout of each replica"
         )
     candidates = [make_candidate(job, layout) for layout in layouts]
     for key in ("compress_gradients", "compress_parameters"):

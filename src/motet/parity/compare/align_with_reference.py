@@ -12,7 +12,7 @@ from motet.parity.record.tensor_recorder import RankRecords, RecordedTensor, Ten
 
 
 class AlignedTensorPair(NamedTuple):
-    """What a rank has of a tensor, and what the reference has there."""
+    """A part of a tensor on a rank, and the same part of the reference."""
 
     rank: int | None  # None: the value is of all ranks together
     value: Tensor
@@ -86,7 +86,7 @@ def _check_each_row_once(reference: ReferenceTensor, records: RankRecords) -> No
     for rank, record in records:
         for row in record.rows:
             if row not in ranks_of_row:
-                raise TensorAlignmentError(rank, f"rank {rank} computes row {row}, which the batch has not")
+                raise TensorAlignmentError(rank, f"rank {rank} computes row {row}, which the batch does not have")
             ranks_of_row[row].append(rank)
     missing = [row for row, ranks in ranks_of_row.items() if not ranks]
     repeated = [(row, ranks) for row, ranks in ranks_of_row.items() if len(ranks) > 1]

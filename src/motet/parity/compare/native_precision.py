@@ -211,5 +211,5 @@ def _is_compared(recipe: PrecisionRecipe, key: TensorKey) -> bool:
 
 
 def _bitwise_z_score(difference: TensorDifference) -> DifferenceZScore:
-    reason = difference.reason or 'it has not the bits that one device has, as run.reproducible = "layout" promises'
+    reason = difference.reason or 'its bits are not those of one device, as run.reproducible = "layout" promises'
     return DifferenceZScore(difference._replace(reason=reason), math.inf, 0.0)

@@ -14,7 +14,7 @@ MAX_ENUMERATED = 8
 
 
 class MicroBatchContribution(NamedTuple):
-    """What one micro-batch of one rank adds to a sum."""
+    """The term that one micro-batch of one rank adds to a sum."""
 
     rank: int
     microbatch: int
@@ -31,7 +31,7 @@ def explain_contributions(
     """Name what is missing, repeated or scaled in the sum that `rank` has, or is of the `previous` step."""
     current, previous = _nonzero(contributions), _nonzero(previous)
     if len(current) > 1 and value.numel() <= len(current):
-        return explain_by_enumeration(value, current, "the share of ")
+        return explain_by_enumeration(value, current, "the contribution of ")
     if not current or value.numel() == 1:
         return ""
     if factors := solve_coefficients(value, [c.value for c in current]):
@@ -53,8 +53,8 @@ def _explain_stale(current: Contributions, previous: Contributions, factors: Seq
     stale = _with_factor(previous, factors[len(current) :], 1)
     text = stale and _format_contributions(stale, previous)
     if text and [c[:2] for c in missing] == [c[:2] for c in stale]:
-        return f"the share of {text} is that of the step before"
-    return f"it has the share of {text} of the step before, too" if text and not missing else ""
+        return f"the contribution of {text} is that of the step before"
+    return f"it has the contribution of {text} of the step before, too" if text and not missing else ""
 
 
 def _with_factor(contributions: Contributions, factors: Sequence[float], target: float) -> list[MicroBatchContribution]:
@@ -67,12 +67,12 @@ def _explain_factors(contributions: Contributions, factors: Sequence[float], ran
     missing, present, repeated = (_with_factor(contributions, factors, target) for target in (0, 1, 2))
     if missing and len(missing) + len(present) == len(contributions):
         if rank is not None and {c.rank for c in present} == {rank} != {c.rank for c in contributions}:
-            return f"it is the share of rank {rank} alone: the sum over the ranks is missing"
-        return f"it lacks the share of {_format_contributions(missing, contributions)}"
+            return f"it is the contribution of rank {rank} alone: the sum over the ranks is missing"
+        return f"it leaves out the contribution of {_format_contributions(missing, contributions)}"
     if repeated and len(repeated) + len(present) == len(contributions):
-        return f"it has the share of {_format_contributions(repeated, contributions)} twice"
+        return f"it has the contribution of {_format_contributions(repeated, contributions)} twice"
     if owner := _local_mean_owner(contributions, factors):
-        return f"shares of {owner} are divided by their own count of targets, instead of all by that of the whole batch"
+        return f"contributions of {owner} are divided by their own count of targets, instead of all by that of the whole batch"
     rounded = [round(factor, 6) for factor in factors]
     if len(set(rounded)) > 3 or set(rounded) == {1.0}:
         return ""
@@ -104,7 +104,7 @@ def explain_rounded_contribution(error: Tensor, contributions: Contributions) ->
     for group in _groups(contributions) if len(contributions) > 1 else ():
         members = [contributions[index] for index in group]
         if dtype := find_rounding_dtype(error, torch.stack([c.value.double() for c in members]).sum(0)):
-            return f"the share of {_format_contributions(members, contributions)} was rounded to {dtype}"
+            return f"the contribution of {_format_contributions(members, contributions)} was rounded to {dtype}"
     return ""
 
 
@@ -130,7 +130,7 @@ def explain_by_enumeration(value: Tensor, contributions: Contributions, noun: st
         return ""
     chosen = min(fitting, key=lambda counts: sum(abs(count - 1) for count in counts))
     missing, repeated = (_with_factor(contributions, chosen, target) for target in (0, 2))
-    findings = [f"it lacks {noun}{_format_contributions(missing, contributions)}"] if missing else []
+    findings = [f"it leaves out {noun}{_format_contributions(missing, contributions)}"] if missing else []
     findings += [f"it has {noun}{_format_contributions(repeated, contributions)} twice"] if repeated else []
     return " and ".join(findings)
 

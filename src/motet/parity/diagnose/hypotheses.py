@@ -1,19 +1,25 @@
 """The table of what may have gone wrong, in the order in which it is tried; the first that explains the numbers wins."""
 
+from dataclasses import replace
+
+from motet.parity.compare.align_with_reference import TensorAlignmentError, align_tensor
+from motet.parity.compare.first_difference import DifferenceAtStep
 from motet.parity.diagnose import optimizer_hypotheses as optimizer
 from motet.parity.diagnose import scalar_hypotheses as scalars
 from motet.parity.diagnose.linear_fit import is_equal_up_to_rounding
-from motet.parity.diagnose.mismatch_evidence import MismatchEvidence
-from motet.parity.diagnose.tensor_hypotheses import TENSOR_HYPOTHESES, Hypothesis
+from motet.parity.diagnose.located_difference import LocatedDifference
+from motet.parity.diagnose.mismatch_evidence import MismatchEvidence, make_evidence
+from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute
+from motet.parity.diagnose.tensor_hypotheses import TENSOR_HYPOTHESES, Hypothesis, explain
 from motet.parity.record.record_phases import TRAJECTORY
-from motet.parity.record.tensor_recorder import TensorKind
+from motet.parity.record.tensor_recorder import RecordsByRank, TensorKind, group_by_key
 
 
 def starts_differently(e: MismatchEvidence) -> str:
     phase, step = e.source.difference.at
     if phase != TRAJECTORY:
         return "it is not what was stored before this step"
-    return "" if step else "its initial values are others than on one device"
+    return "" if step else "its initial values differ from those of one device"
 
 
 def depends_on_microbatching(e: MismatchEvidence) -> str:
@@ -23,7 +29,7 @@ def depends_on_microbatching(e: MismatchEvidence) -> str:
         if is_same_shape and record is not None and is_equal_up_to_rounding(record.value, other.value):
             return (
                 "its rows depend on the other rows of their micro-batch, or on how many there are (statistics over "
-                "the batch, say, or numbers that are drawn for all at once): one device that cuts the batch in the "
+                "the batch, say, or numbers that are drawn for all rows together): one device that splits the batch in the "
                 "same way has the same"
             )
     return ""
@@ -32,7 +38,7 @@ def depends_on_microbatching(e: MismatchEvidence) -> str:
 def buffer_differs(e: MismatchEvidence) -> str:
     for difference in e.source.all_differences:
         if difference.key.kind == "buffer" and difference.rank == e.rank and not difference.is_rounding:
-            return f"on this rank buffer {difference.key.name} is another after the step, too"
+            return f"on this rank buffer {difference.key.name} differs after the step, too"
     return ""
 
 
@@ -44,13 +50,13 @@ UNEXPLAINED = {
 
 
 def describe_unexplained(e: MismatchEvidence) -> str:
-    """What is known of a tensor that no hypothesis explains."""
+    """Words for a tensor that no hypothesis explains."""
     if e.kind != "sample":
         return UNEXPLAINED.get(e.kind, "")
     is_same_shape, count = e.value.shape == e.expected.shape, e.value.numel()
     differing = int((e.value != e.expected).sum()) if is_same_shape else count
     if differing < count / 2:
-        return f"its rows are the right ones, but {differing} of their {count} numbers are others"
+        return f"its rows are right, but {differing} of their {count} elements differ"
     return (
         f"it is of no row of the {len(e.source.recompute.reference_runs.step_references)} steps that were compared: "
         "rows are read in another order (another seed, say), or from another place"
@@ -78,3 +84,39 @@ HYPOTHESES = (
     Hypothesis(_kinds("activation", "activation gradient"), depends_on_microbatching),
     Hypothesis(_kinds("activation", "activation gradient"), buffer_differs),
 )
+
+
+def find_likely_cause(
+    recompute: SingleDeviceRecompute, records_by_rank: RecordsByRank, difference: DifferenceAtStep
+) -> str:
+    """A likely cause in words; empty if there is none. The location of a difference is right without one."""
+    try:
+        return _find_cause(recompute, records_by_rank, difference)
+    except Exception as error:  # noqa: BLE001  # whatever a hypothesis runs into
+        return f"looking for its cause failed: {type(error).__name__}: {error}"
+
+
+def _find_cause(recompute: SingleDeviceRecompute, records_by_rank: RecordsByRank, difference: DifferenceAtStep) -> str:
+    key, records_by_key = difference.difference.key, group_by_key(records_by_rank)
+    reference = recompute.reference_runs.reference_for(difference.at)
+    tensor, records = reference.tensors.get(key), records_by_key.get(key, [])
+    if tensor is None or not records or difference.difference.reason:
+        return difference.difference.reason
+    try:
+        pairs = align_tensor(tensor, records)
+    except TensorAlignmentError as error:
+        return str(error)
+    located = LocatedDifference(recompute, records_by_rank, difference, reference, tensor, pairs)
+    evidence = make_evidence(located)
+    if text := explain(evidence, HYPOTHESES):
+        return text + located.location_text()
+    if any(record.is_sketched for _, record in records):  # A sketch does not show elements; a smaller tensor may
+        for other in located.all_differences:
+            others = records_by_key.get(other.key, [])
+            is_sketched = any(record.is_sketched for _, record in others)
+            if other.key.kind == key.kind and not other.is_rounding and not is_sketched:
+                if text := _find_cause(recompute, records_by_rank, replace(difference, difference=other)):
+                    return f"as {other.key.name}: {text}"
+                break
+    text = describe_unexplained(evidence)
+    return text and text + located.location_text()

@@ -1,4 +1,4 @@
-"""Where a tensor differs: on which ranks, in which elements, and by what known factors it could."""
+"""The location of a difference: ranks and elements, and the factors that may have caused it."""
 
 import math
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ class LocatedDifference:
 
     @cached_property
     def differing_slice(self) -> slice | None:
-        """Where the worst shard differs, if not throughout."""
+        """The elements of the worst shard that differ; None if nearly all do."""
         value, expected, record = self.worst_pair.value, self.worst_pair.expected, self.worst_pair.record
         if record is None or not record.is_shard or record.is_sketched or value.numel() < 2:
             return None
@@ -110,7 +110,7 @@ class LocatedDifference:
             "dp": float(layout.dp),
             "micro-batches of a rank": float(layout.microbatches),
             "all micro-batches": float(microbatches),
-            "ranks that share a copy": float(layout.shards),
+            "ranks of a shard group": float(layout.shards),
             "replicas": layout.dp / layout.shards,
             "rows of the batch": float(rows),
             "rows of a rank": rows / layout.dp,

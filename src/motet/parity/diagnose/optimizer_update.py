@@ -1,4 +1,4 @@
-"""What an optimizer should make of a parameter, and what it would make of it after one of several mistakes."""
+"""The update that an optimizer should make, and the updates that it would make after one of several mistakes."""
 
 import math
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""What one device computes for parts of a step: micro-batches of ranks one by one, or with stale parameters."""
+"""Parts of a step, computed on one device: single micro-batches of ranks, or the step with stale parameters."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ from motet.parity.record.verification_subject import VerificationSubject, Verifi
 
 
 class MicroBatchResult(NamedTuple):
-    """What one micro-batch of one rank gives by itself."""
+    """Loss and gradients of one micro-batch of one rank."""
 
     rank: int
     microbatch: int

@@ -101,7 +101,7 @@ def record_native_step(subject: VerificationSubject, group: RankGroup, folder: P
 
 
 def record_starting_masters(subject: VerificationSubjectOnRank, sketches_shards: bool = True) -> list[RecordedTensor]:
-    """Masters as they are made, which do not depend on any order of summation."""
+    """Initial masters, which do not depend on any order of summation."""
     recorder = TensorRecorder(sketches_shards=sketches_shards)
     for name, shard in subject.engine.optimizer.state().items():
         if name.startswith(MASTER_PREFIX):

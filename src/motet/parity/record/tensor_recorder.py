@@ -259,7 +259,7 @@ def _recording_update(engine: TrainingEngine, recorder: TensorRecorder) -> Itera
 
 
 def record_state(recorder: TensorRecorder, state: Mapping[str, LocalShard | Tensor]) -> None:
-    """Record the state of an optimizer, the masters last, as they are updated last."""
+    """Record the state of an optimizer; masters come last, for they are updated last."""
     for name in sorted(state, key=lambda name: name.startswith(MASTER_PREFIX)):
         recorder.add_shard("state", name, state[name])
 

@@ -1,4 +1,4 @@
-"""What can be verified: something that is built on any number of ranks and trains there."""
+"""The interface of a subject of verification, which is built on any number of ranks and trains there."""
 
 from contextlib import AbstractContextManager
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Samples with fewer targets in some rows than in others: only so can be seen who divides by the wrong count.
+"""Samples that expose mistakes: rows with fewer targets, extra document boundaries, and rows in another order.
 
-And with borders of documents in some, and in another order.
+With equal counts of targets, a wrong divisor would go unnoticed.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ from motet.train.evaluation import EvaluationBatchSource
 
 
 class TrainAndEvaluationSamples(read.BatchSource, EvaluationBatchSource, Protocol):
-    """What there is to read."""
+    """A source of batches for training and evaluation."""
 
 
 @dataclass(frozen=True)
 class UnevenTargetSamples:
-    """Up to half of the targets of a row count for nothing, at its end; of classes, every fifth row."""
+    """Samples in which up to half of the targets at the end of a row have weight 0, or every fifth class label."""
 
     inner: TrainAndEvaluationSamples
 
@@ -43,9 +43,10 @@ class UnevenTargetSamples:
 
 
 def with_extra_boundaries(loader: BatchLoader, rows: int) -> BatchLoader:
-    """Samples that show more. Windows of a few tokens seldom have a border of documents in them; here two of three have
-    one more, so that what comes of borders is looked at: positions that begin anew, and who sees whom. And what is held
-    out is two batches, of which the last one is not full."""
+    """Samples with an extra document boundary in two of three rows, and two batches of evaluation, the last not full.
+
+    Windows of a few tokens seldom have a boundary, so restarted positions and attention masks would go untested.
+    """
     wrapped_loader = copy(loader)
     sample_fields = {each.name: getattr(loader.samples, each.name) for each in fields(MixtureDataset)}
     wrapped_loader.samples = _ExtraDocumentBoundarySamples(**sample_fields, max_evaluation_rows=2 * rows - 1)
@@ -74,7 +75,7 @@ def _add_boundaries(rows: TokenWindows, positions: IntArray) -> TokenWindows:
 
 @dataclass(frozen=True)
 class ReorderedRowSamples:
-    """The rows of a batch in another order; each keeps its number."""
+    """The rows of a batch in another order; each keeps its row number."""
 
     inner: read.BatchSource
     row_order: Sequence[int]
