@@ -165,7 +165,11 @@ def a_bucket_that_arrives_late_is_not_updated(rank: int) -> Patch:
     return replaced(BucketedDataParallel, "_wait_for_bucket", wrong)
 
 
-@fault("dp=3 zero=3 microbatches=2", first=GRADIENT, cause="leaves out the contribution of micro-batch 0 of ranks 0, 1 and 2")
+@fault(
+    "dp=3 zero=3 microbatches=2",
+    first=GRADIENT,
+    cause="leaves out the contribution of micro-batch 0 of ranks 0, 1 and 2",
+)
 def stage_3_replaces_microbatches(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def begin(self: FSDP2DataParallel, first: bool, last: bool) -> None:

@@ -61,7 +61,12 @@ def replicas_are_averaged(rank: int) -> Patch:
     return replaced(DataParallelCommunicator, "all_reduce", wrong)
 
 
-@fault("dp=4 zero=1 shard_group=2", "dp=4 zero=3 shard_group=2", first=GRADIENT, cause=r"leaves out the contribution of rank")
+@fault(
+    "dp=4 zero=1 shard_group=2",
+    "dp=4 zero=3 shard_group=2",
+    first=GRADIENT,
+    cause=r"leaves out the contribution of rank",
+)
 def a_hybrid_forgets_its_replicas(rank: int) -> Patch:
     return replaced(DataParallelCommunicator, "all_reduce", lambda own: lambda self, number, shard: CompletedWork())
 

@@ -112,7 +112,9 @@ def test_a_contribution_to_a_number_is_missing() -> None:
         for rank, value in enumerate([3.0, 5.5, 2.25])
     ]
     one = torch.tensor(10.75, dtype=torch.float64)
-    assert explained(MismatchEvidence(one - 5.5, one, contributions=shares)) == "it leaves out the contribution of rank 1"
+    assert (
+        explained(MismatchEvidence(one - 5.5, one, contributions=shares)) == "it leaves out the contribution of rank 1"
+    )
 
 
 NOTHING = torch.zeros(30, dtype=torch.float64)
@@ -148,7 +150,10 @@ def test_of_many_shares_of_few_numbers_one_is_missing(lost: tuple[int, ...], sai
     total = torch.stack([share.value for share in few]).sum(0)
     gone = [s for s in few if s.rank in lost and (len(lost) == 1 or s.microbatch == 1)]
     value = total - torch.stack([share.value for share in gone]).sum(0)
-    assert explained(MismatchEvidence(value, total, 0, SIZES, contributions=few)) == f"it leaves out the contribution of {said}"
+    assert (
+        explained(MismatchEvidence(value, total, 0, SIZES, contributions=few))
+        == f"it leaves out the contribution of {said}"
+    )
 
 
 def test_what_is_as_far_off_as_rounding() -> None:
