@@ -19,6 +19,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
+
+from parts.rounds import interleave, quartiles, ratios
 
 SIZES_KIB = [1, 4, 16, 64, 256, 512, 1024, 4096, 16384, 65536, 262144]
 ROUND_S = 0.05
@@ -105,21 +108,19 @@ def openmpi() -> Callable[[object], None] | None:
 
 def rounds(calls: Calls, count: int, meet: Callable[[], object]) -> dict[str, list[float]]:
     """Seconds per call of each contender in each round; which one comes first changes from round to round."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
     repeats = dict.fromkeys(calls, 1)
-    names = list(calls)
-    for number in range(count + 1):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            meet()
-            start = time.perf_counter()
-            for _ in range(repeats[name]):
-                calls[name]()
-            each_s = (time.perf_counter() - start) / repeats[name]
-            if number:
-                times[name].append(each_s)
-        if number == 0:
-            repeats = agreed(calls, meet)
-    return times
+
+    def one_round(name: str) -> float:
+        meet()
+        start = time.perf_counter()
+        for _ in range(repeats[name]):
+            calls[name]()
+        return (time.perf_counter() - start) / repeats[name]
+
+    contenders = {name: partial(one_round, name) for name in calls}
+    interleave(contenders, 1)
+    repeats |= agreed(calls, meet)
+    return interleave(contenders, count)
 
 
 def agreed(calls: Calls, meet: Callable[[], object]) -> dict[str, int]:
@@ -138,14 +139,13 @@ def agreed(calls: Calls, meet: Callable[[], object]) -> dict[str, int]:
 
 
 def spread(values: list[float], unit: float) -> str:
-    low, middle, high = statistics.quantiles(values, n=4)
+    low, middle, high = quartiles(values)
     digits = 0 if middle * unit >= 100 else 1
     return f"{middle * unit:,.{digits}f} ({low * unit:,.{digits}f} to {high * unit:,.{digits}f})"
 
 
 def ratio(times: dict[str, list[float]], peer: str) -> str:
-    ratios = [theirs / ours for theirs, ours in zip(times[peer], times["motet"], strict=True)]
-    low, middle, _ = statistics.quantiles(ratios, n=4)
+    low, middle, _ = quartiles(ratios(times[peer], times["motet"]))
     return f"{middle:.2f}x (lower quartile {low:.2f}x)"
 
 

@@ -1,28 +1,28 @@
 """What compressed, quantised and infrequent communication does to training: loss curves beside the exact run's.
 
 Each variant trains the job `tiny` on two ranks with the same values, batches and learning rates as the exact run of its
-seed; only the communication differs. A run that is finished leaves one small file in docs/benchmarks/curves, and is
-not done again. Every run is made in a temporary folder; one that is interrupted begins anew.
+seed; only the communication differs. A finished run is a line of
+docs/benchmarks/training-curves.csv, and is not repeated. Every run is made in a temporary folder; one that is interrupted begins anew.
 
-    python benchmarks/compressed_training.py [--steps 500] [--seeds 0 1 2] [--only exact int4 ...] [--curves FOLDER]
+    python benchmarks/compressed_training.py [--steps 500] [--seeds 0 1 2] [--only exact int4 ...] [--curves FILE]
                                              [--page | --no-page]
 
 At the end docs/benchmarks/compressed-training.md and its pictures are made of the curves that are there; --page does
 that alone, --no-page does not. Beside other work on the machine, the losses are the same.
 """
 
-from parts.compressed import COMPRESSED, VARIANTS, bytes_per_parameter
-from parts.pages import table
-from parts.runs import make
-from parts.variants_page import Curves, gap_cells, loss_cells, seeds_of, write_page
+from parts.compression_variants import COMPRESSION_STUDY, VARIANTS, bytes_per_parameter
+from parts.report.pages import table
+from parts.report.study_page import Curves, gap_cells, loss_cells, seeds_of, write_page
+from parts.study_runs import make
 
 
 def main() -> None:
-    make(COMPRESSED, __doc__ or "", 500, write)
+    make(COMPRESSION_STUDY, __doc__ or "", 500, write)
 
 
 def write(curves: Curves, steps: int) -> None:
-    write_page(COMPRESSED, curves, steps, [table_of(curves)])
+    write_page(COMPRESSION_STUDY, curves, steps, [table_of(curves)])
 
 
 def table_of(curves: Curves) -> str:
@@ -34,9 +34,9 @@ def table_of(curves: Curves) -> str:
     for name, variant in VARIANTS.items():
         if variant.is_without or not seeds_of(curves, name):
             continue
-        without = gap_cells(COMPRESSED, curves, variant.without) if variant.without else ["", ""]
-        sent = f"{bytes_per_parameter([*COMPRESSED.common, *variant.settings]):.3g}"
-        gaps = gap_cells(COMPRESSED, curves, name)
+        without = gap_cells(COMPRESSION_STUDY, curves, variant.without) if variant.without else ["", ""]
+        sent = f"{bytes_per_parameter([*COMPRESSION_STUDY.common, *variant.settings]):.3g}"
+        gaps = gap_cells(COMPRESSION_STUDY, curves, name)
         rows.append([variant.words, sent, *loss_cells(curves, name), *gaps, *without])
     return table(head, rows)
 

@@ -5,7 +5,7 @@ and AdamW, in the same rank processes, a few steps each in turn; who comes first
 gives one ratio per contender, and medians with quartiles over the rounds are told. After the first round, which warms
 up, all must have the same loss; later, rounding has grown too far.
 
-Peers run on Gloo, which is theirs, and on the backend `motet`, too. Each also runs on the backend `silent`, which sends
+Peers run on Gloo, which is theirs, and on the backend `motet`, too. Each also runs on the backend `null`, which sends
 nothing: what its step takes longer with communication is the exposed communication, including waits for slower ranks.
 
     python benchmarks/data_parallel.py [--ranks 2] [--rounds 7] [--rows 16 2] [--dtypes fp32] [--stages 0 1 2 3]
@@ -18,19 +18,22 @@ where it is installed (`make bench` tries to).
 import argparse
 import importlib.metadata
 import importlib.util
+import itertools
 import os
-import platform
 import statistics
 import sys
 import time
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from parts.ranks import launch
-from parts.spreads import MAKERS, Contender, Trainer
-from parts.tables import Times, replace_tables, table_of_exposed, table_of_ratios
+from parts.contenders import MAKERS, Contender, Trainer
+from parts.rank_processes import launch
+from parts.report.pages import machine
+from parts.report.ratio_tables import Times, replace_tables, table_of_exposed, table_of_ratios
+from parts.rounds import interleave, mean_over_ranks
 
 PAGE = Path(__file__).parents[1] / "docs/benchmarks/data-parallel.md"
 WARM_UP = 1
@@ -66,17 +69,17 @@ def parse() -> argparse.Namespace:
 def measure(options: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
-    from parts.silent import register_silent
+    from parts.null_backend import register_null_backend
 
     import motet.collectives.shm_backend  # noqa: F401  (registers it)
     from motet.cluster.malloc_tuning import keep_freed_memory
 
     warnings.filterwarnings("ignore")
     torch.set_num_threads(options.threads)
-    register_silent()
+    register_null_backend()
     keep_freed_memory()  # for all of them, so that what differs is the data parallelism
     dist.init_process_group("gloo")
-    groups = {name: dist.new_group(backend=f"cpu:{name}") for name in ("motet", "gloo", "silent")}
+    groups = {name: dist.new_group(backend=f"cpu:{name}") for name in ("motet", "gloo", "null")}
     leads = dist.get_rank() == 0
     tables = {}
     for dtype in options.dtypes:
@@ -89,9 +92,9 @@ def measure(options: argparse.Namespace) -> None:
             if leads:
                 title = f"{dtype}, {rows} x {LENGTH} tokens"
                 tables[title] = [table_of_ratios(times, losses, rows * LENGTH), table_of_exposed(times)]
-                print(f"\n{title}\n", *tables[title], machine(options), sep="\n", flush=True)
+                print(f"\n{title}\n", *tables[title], provenance(options), sep="\n", flush=True)
     if leads and options.page:
-        PAGE.write_text(replace_tables(PAGE.read_text(encoding="utf-8"), tables, machine(options)), encoding="utf-8")
+        PAGE.write_text(replace_tables(PAGE.read_text(encoding="utf-8"), tables, provenance(options)), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -103,7 +106,7 @@ def contenders(options: argparse.Namespace) -> list[Contender]:
         for who in options.only:
             if who == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
                 continue
-            found += [Contender(stage, who, backend) for backend in ("motet", "gloo", "silent")]
+            found += [Contender(stage, who, backend) for backend in ("motet", "gloo", "null")]
             if who == "motet":
                 found += [replace(found[-3], overlap=overlap) for overlap in ("none", "forward")]
     return found
@@ -113,31 +116,23 @@ def take_turns(
     trainers: dict[Contender, Trainer], rows: int, options: argparse.Namespace
 ) -> tuple[Times, dict[Contender, float]]:
     """Seconds of a step in each round, as the mean over the ranks; and the last loss of the first."""
-    import torch
     import torch.distributed as dist
 
-    data, names = batches(rows), list(trainers)
-    times: Times = {name: [] for name in names}
-    losses = dict.fromkeys(names, 0.0)
-    at = dict.fromkeys(names, 0)
-    for number in range(options.rounds + 1):  # the first one warms up
-        turn = number * 5 % len(names)
-        for name in names[turn:] + names[:turn]:
-            seconds = []
-            dist.barrier()
-            for _ in range(WARM_UP + options.steps):
-                start = time.perf_counter()
-                loss = trainers[name](data[at[name] % BATCHES])
-                seconds.append(time.perf_counter() - start)
-                at[name] += 1
-            found = torch.tensor([statistics.median(seconds[WARM_UP:]), loss], dtype=torch.float64)
-            dist.all_reduce(found)
-            mean, loss = (found / dist.get_world_size()).tolist()
-            if number:
-                times[name].append(mean)
-            else:
-                losses[name] = loss
-    return times, losses
+    data = batches(rows)
+    steps = {name: itertools.cycle(data) for name in trainers}
+
+    def one_round(name: Contender) -> list[float]:
+        seconds = []
+        dist.barrier()
+        for _ in range(WARM_UP + options.steps):
+            start = time.perf_counter()
+            loss = trainers[name](next(steps[name]))
+            seconds.append(time.perf_counter() - start)
+        return mean_over_ranks([statistics.median(seconds[WARM_UP:]), loss])
+
+    results = interleave({name: partial(one_round, name) for name in trainers}, options.rounds + 1, stride=5)
+    times = {name: [seconds for seconds, _ in rounds[1:]] for name, rounds in results.items()}
+    return times, {name: rounds[0][1] for name, rounds in results.items()}
 
 
 def batches(rows: int) -> list[Any]:
@@ -153,27 +148,19 @@ def batches(rows: int) -> list[Any]:
 
 def check_losses(losses: dict[Contender, float], dtype: str) -> None:
     """All that communicate have trained the same thing."""
-    told = {c: loss for c, loss in losses.items() if c.backend != "silent"}
+    told = {c: loss for c, loss in losses.items() if c.backend != "null"}
     least, most = min(told, key=lambda c: told[c]), max(told, key=lambda c: told[c])
     if not told[most] - told[least] <= LARGEST_DIFFERENCE[dtype] * told[least]:
         lines = "\n".join(f"  stage {c.stage}  {loss:.6f}  {c.name} on {c.backend}" for c, loss in told.items())
         raise SystemExit(f"not the same training; the losses after the first round are\n{lines}")
 
 
-def machine(options: argparse.Namespace) -> str:
-    """Where this was measured, in words."""
-    import psutil
-    import torch
-
-    from motet.cluster.local_device import discover_device
-
-    versions = f"torch {torch.__version__.partition('+')[0]}"
-    if importlib.util.find_spec("deepspeed") is not None:
-        versions += f", DeepSpeed {importlib.metadata.version('deepspeed')}"
-    memory = psutil.virtual_memory().total / 2**30
+def provenance(options: argparse.Namespace) -> str:
+    deepspeed = importlib.util.find_spec("deepspeed") is not None
+    version = f", DeepSpeed {importlib.metadata.version('deepspeed')}" if deepspeed else ""
     return (
-        f"{os.cpu_count()} cores, {discover_device('cpu').name}, {memory:.0f} GiB, {platform.system()}, {versions}; "
-        f"{options.ranks} ranks x {options.threads} threads; {options.rounds} rounds of {options.steps} steps"
+        f"{machine()}{version}; {options.ranks} ranks x {options.threads} threads; {options.rounds} rounds of "
+        f"{options.steps} steps"
     )
 
 

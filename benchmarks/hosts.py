@@ -19,7 +19,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+
+from parts.rounds import interleave, ratios
 
 HOSTS, RANKS_PER_HOST = 2, 2
 ALGORITHMS = {"ring": {}, "hierarchical": {"hosts": HOSTS}, "hierarchical-sharded": {"hosts": HOSTS}}
@@ -132,10 +135,9 @@ def measure_as_rank(options: argparse.Namespace) -> None:
         report_calibration(tree)
         print(f"  {'MiB':>4} {'algorithm':22} {'measured':>10} {'spread':>17} {'predicted':>10} {'error':>7} ring is")
     for size in options.sizes:
-        seconds: dict[str, list[float]] = {name: [] for name in programs}
-        for _ in range(options.rounds):
-            for name, made in programs.items():
-                seconds[name] += measure_program(made, group, size=size << 20, repeats=1).seconds
+        runs = {name: partial(measure_program, made, group, size << 20, 1) for name, made in programs.items()}
+        results = interleave(runs, options.rounds, stride=0)
+        seconds = {name: [second for result in rounds for second in result.seconds] for name, rounds in results.items()}
         if options.rank == 0:
             for name, made in programs.items():
                 predicted = float(estimate_cost(made, cluster).seconds(size << 20))
@@ -155,7 +157,7 @@ def report_calibration(tree: dict[str, dict[str, dict[str, float]]]) -> None:
 
 def report(size: int, name: str, seconds: dict[str, list[float]], predicted: float) -> None:
     measured = statistics.median(seconds[name])
-    ratio = statistics.median([ring / own for ring, own in zip(seconds["ring"], seconds[name], strict=True)])
+    ratio = statistics.median(ratios(seconds["ring"], seconds[name]))
     spread = f"{min(seconds[name]) * 1e3:.1f} - {max(seconds[name]) * 1e3:.1f}"
     print(
         f"  {size:4} {name:22} {measured * 1e3:7.1f} ms {spread:>17} {predicted * 1e3:7.1f} ms "

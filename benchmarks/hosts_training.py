@@ -1,10 +1,10 @@
-"""Data parallelism between two hosts over a slow link: step times of several ways, measured beside predicted.
+"""Data parallelism between two hosts over a slow link: step times of several ways, measured and predicted.
 
 The hosts are those of benchmarks/hosts.py: network namespaces with two ranks each, joined by a link of 200 Mbit/s. All
 ways train the decoder of the job `tiny`. What a step takes is predicted from measurements in which no way is trained
 over the link:
 
-    computing      the same step on the backend `silent`, which sends nothing, on all four ranks at once, in turn
+    computing      the same step on the backend `null`, which sends nothing, on all four ranks at once, in turn
                    with the others, since other work on the machine would slow down both
     communication  each message as the Programs that carry it, on a cluster that is calibrated by messages alone
     agreements     a sum of a few numbers over all ranks, measured
@@ -28,15 +28,17 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hosts import HOSTS, PREFIX, RANKS_PER_HOST, missing, report_calibration, start_ranks, two_hosts
-from parts.tables import quartiles
+from parts.report.pages import fill, machine
+from parts.rounds import interleave, mean_over_ranks, quartiles
 
 if TYPE_CHECKING:
-    from parts.step_times import Alone, Predicted, Travel
-    from parts.ways import Batches, Way
+    from parts.configurations import Batches, TrainingConfiguration
+    from parts.step_time_model import Alone, Predicted, Travel
 
     from motet.train.engine import TrainingEngine
 
@@ -75,23 +77,23 @@ def main() -> int:
 def measure_as_rank(options: argparse.Namespace) -> int:
     import torch
     import torch.distributed as dist
-    from parts.silent import as_world, register_silent
-    from parts.ways import WAYS, batches
+    from parts.configurations import CONFIGURATIONS, batches
+    from parts.null_backend import as_world, register_null_backend
 
     from motet.cluster.malloc_tuning import keep_freed_memory
 
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     keep_freed_memory()
-    register_silent()
-    chosen = [w for w in WAYS if not options.only or any(word in w.name for word in options.only)]
+    register_null_backend()
+    chosen = [w for w in CONFIGURATIONS if not options.only or any(word in w.name for word in options.only)]
     store = dist.FileStore(str(Path(options.folder) / "store"), WORLD)
     dist.init_process_group("gloo", store=store, rank=options.rank, world_size=WORLD)
     predicted = calibrated(options)
     engines = {way.name: way.engine() for way in chosen}
     for way in chosen:
         check_traffic(way, engines[way.name], options.rank)
-    with as_world(dist.new_group(backend="cpu:silent")):
+    with as_world(dist.new_group(backend="cpu:null")):
         quiet = {way.name: way.silent().engine() for way in chosen}
     data = batches(options.rank, options.length)
     alone, times = take_turns(chosen, quiet, engines, data, options)
@@ -134,7 +136,7 @@ def stepping(engine: "TrainingEngine", data: "Batches") -> Callable[[], float]:
 def calibrated(options: argparse.Namespace) -> "Predicted":
     """What predictions go by, but for computing: measured before anything is trained."""
     import torch.distributed as dist
-    from parts.step_times import Predicted
+    from parts.step_time_model import Predicted
 
     from motet.cli.show.step_timeline import layers_and_messages
     from motet.cluster.cluster_toml import cluster_from_dict
@@ -162,8 +164,10 @@ class Expected:
     """Over the link, out of the first host, in a step."""
 
 
-def expect(way: "Way", engine: "TrainingEngine", predicted: "Predicted", alone: "dict[str, Alone]") -> Expected:
-    from parts.step_times import Hop, Travel
+def expect(
+    way: "TrainingConfiguration", engine: "TrainingEngine", predicted: "Predicted", alone: "dict[str, Alone]"
+) -> Expected:
+    from parts.step_time_model import Hop, Travel
 
     sent = way.sent(engine, WORLD)
     if way.period > 1:  # replicas meet once, and send nothing in between
@@ -175,7 +179,9 @@ def expect(way: "Way", engine: "TrainingEngine", predicted: "Predicted", alone: 
     return Expected(seconds_of(way, predicted, sent, alone), crossing)
 
 
-def seconds_of(way: "Way", predicted: "Predicted", sent: "list[Travel]", alone: "dict[str, Alone]") -> float:
+def seconds_of(
+    way: "TrainingConfiguration", predicted: "Predicted", sent: "list[Travel]", alone: "dict[str, Alone]"
+) -> float:
     own, layout = alone[way.name], way.layout_for(WORLD)
     if way.period > 1:
         return predicted.meeting(own, sent, way.period)
@@ -199,7 +205,7 @@ def time_of_agreements() -> float:
     return statistics.median(timed(both, 1) for _ in range(20))
 
 
-def check_traffic(way: "Way", engine: "TrainingEngine", rank: int) -> None:
+def check_traffic(way: "TrainingConfiguration", engine: "TrainingEngine", rank: int) -> None:
     """What is costed is what motet/parallel/step_plan/traffic.py says is sent, to the byte."""
     from motet.parallel.step_plan.traffic import sent_bytes_per_step
     from motet.precision.recipe import RECIPES
@@ -212,60 +218,52 @@ def check_traffic(way: "Way", engine: "TrainingEngine", rank: int) -> None:
 
 
 def take_turns(
-    ways: "list[Way]",
+    ways: "list[TrainingConfiguration]",
     quiet: "dict[str, TrainingEngine]",
     engines: "dict[str, TrainingEngine]",
     data: "Batches",
     options: argparse.Namespace,
 ) -> "tuple[dict[str, Alone], dict[str, list[float]]]":
     """Each way without communication, median over the rounds; and with it, in each round. Means over a period."""
-    from parts.step_times import Alone
-    from parts.ways import Spent
+    from parts.configurations import SpanTimes
+    from parts.step_time_model import Alone
 
     from motet.core import trace
 
     silent, loud = ({name: stepping(e, data) for name, e in group.items()} for group in (quiet, engines))
-    apart: dict[str, list[list[float]]] = {way.name: [] for way in ways}
-    times: dict[str, list[float]] = {way.name: [] for way in ways}
-    losses: dict[str, float] = {}
-    for number in range(options.rounds):
-        turn = number * 3 % len(ways)
-        for way in ways[turn:] + ways[:turn]:
-            steps = way.period if way.period > 1 else options.steps
-            spent = Spent()
-            silent[way.name]()
-            with trace.install_sink(spent):
-                seconds = timed(silent[way.name], steps)
-            apart[way.name].append([seconds, *(mean_of(s / steps) for s in spent.seconds.values())])
-            losses[way.name] = mean_of(loud[way.name]())
-            times[way.name].append(timed(loud[way.name], steps))
-    check_losses({way.name: losses[way.name] for way in ways if way.exact})
-    return {name: Alone(*map(statistics.median, zip(*rows, strict=True))) for name, rows in apart.items()}, times
 
+    def one_round(way: "TrainingConfiguration") -> tuple[list[float], float, float]:
+        """Seconds without communication, of all and by span; the loss; and seconds with communication."""
+        steps = way.period if way.period > 1 else options.steps
+        spans = SpanTimes()
+        silent[way.name]()
+        with trace.install_sink(spans):
+            seconds = timed(silent[way.name], steps)
+        without = [seconds, *mean_over_ranks([s / steps for s in spans.seconds.values()])]
+        return without, mean_over_ranks([loud[way.name]()])[0], timed(loud[way.name], steps)
 
-def mean_of(value: float) -> float:
-    """Over the ranks."""
-    import torch
-    import torch.distributed as dist
-
-    total = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(total)
-    return float(total) / WORLD
+    results = interleave({way.name: partial(one_round, way) for way in ways}, options.rounds, stride=3)
+    check_losses({way.name: results[way.name][-1][1] for way in ways if way.exact})
+    alone = {
+        name: Alone(*map(statistics.median, zip(*(without for without, _, _ in rounds), strict=True)))
+        for name, rounds in results.items()
+    }
+    return alone, {name: [seconds for _, _, seconds in rounds] for name, rounds in results.items()}
 
 
 def check_losses(losses: dict[str, float]) -> None:
-    """Ways that differ in the order of additions only have trained the same."""
+    """Configurations that differ only in the order of additions have trained the same."""
     if losses and max(losses.values()) - min(losses.values()) > LARGEST_DIFFERENCE * min(losses.values()):
         raise SystemExit(f"not the same training; the losses at the end are {losses}")
 
 
-# --- what is told ----------------------------------------------------------------------------------
+# --- the report ----------------------------------------------------------------------------------
 
 
 def report(
     expected: dict[str, Expected], times: dict[str, list[float]], alone: "dict[str, Alone]", options: argparse.Namespace
 ) -> int:
-    from parts.step_times import apart
+    from parts.step_time_model import apart
 
     spread = {name: quartiles(seconds) for name, seconds in times.items()}
     pairs = apart(
@@ -279,11 +277,7 @@ def report(
         print("the order is not the predicted one; nothing is written")
         return 1
     if options.page:
-        before, rest = PAGE.read_text(encoding="utf-8").split("<!-- results -->\n")
-        after = rest.split("<!-- end -->", 1)[1]
-        where = textwrap.fill(f"Measured on {machine(options)}.", 120)
-        made = f"{where}\n\n{text}"
-        PAGE.write_text(f"{before}<!-- results -->\n\n{made}\n<!-- end -->{after}", encoding="utf-8")
+        fill(PAGE, [textwrap.fill(f"Measured on {provenance(options)}.", 120), text])
     return 0
 
 
@@ -311,18 +305,11 @@ def verdict(pairs: dict[str, str]) -> str:
     return textwrap.fill(f"{told}.", 120, break_on_hyphens=False)
 
 
-def machine(options: argparse.Namespace) -> str:
-    """Where this was measured, in words."""
-    import psutil
-    import torch
-
-    from motet.cluster.local_device import discover_device
-
-    memory, version = psutil.virtual_memory().total / 2**30, torch.__version__.partition("+")[0]
+def provenance(options: argparse.Namespace) -> str:
     return (
-        f"{os.cpu_count()} cores, {discover_device('cpu').name}, {memory:.0f} GiB, torch {version}, Gloo; a link of "
-        f"{options.rate}; {HOSTS} hosts x {RANKS_PER_HOST} ranks x 1 thread, {options.length} tokens each; "
-        f"{options.rounds} rounds of {options.steps} steps; load {os.getloadavg()[0]:.1f} at the end"
+        f"{machine()}, Gloo; a link of {options.rate}; {HOSTS} hosts x {RANKS_PER_HOST} ranks x 1 thread, "
+        f"{options.length} tokens each; {options.rounds} rounds of {options.steps} steps; "
+        f"load {os.getloadavg()[0]:.1f} at the end"
     )
 
 

@@ -17,8 +17,8 @@ import argparse
 from math import sqrt
 from typing import Any, NamedTuple
 
-from parts.pages import DOCS, fill, machine, table
-from parts.plot import Axis, Line, line_plot
+from parts.report.line_plot import Axis, Line, line_plot
+from parts.report.pages import DOCS, fill, machine, table
 
 PAGE = DOCS / "quantised-sums.md"
 PICTURE = DOCS / "quantised-sums.svg"

@@ -15,11 +15,12 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from parts.pages import DOCS, fill, machine, table
-from parts.ranks import joined, on_ranks, parser_of
-from parts.tables import quartiles
+from parts.rank_processes import rank_group, rank_parser, run_on_ranks
+from parts.report.pages import DOCS, fill, machine, table
+from parts.rounds import interleave, mean_over_ranks, ratio_text
 
 if TYPE_CHECKING:
     from motet.core.batch import Batch
@@ -32,23 +33,24 @@ WAYS = (USUAL, ONE_BY_ONE, REPRODUCIBLE)
 
 
 def main() -> None:
-    parser = parser_of(__doc__, rounds=9)
+    parser = rank_parser(__doc__, rounds=9)
     parser.add_argument("--steps", type=int, default=2, help="timed in a round, after one that is not")
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 64], help="of sequences, in tokens")
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
-    on_ranks(measure, parser.parse_args())
+    run_on_ranks(measure, parser.parse_args())
 
 
 def measure(options: argparse.Namespace) -> None:
-    with joined(options.threads) as group:
+    with rank_group(options.threads) as group:
         rows = []
         for length in options.lengths:
             for stage in options.stages:
                 steps = {way: stepper(way, stage, length, group) for way in WAYS}
                 times = take_turns(steps, options)
                 if group.rank == 0:
-                    rows.append([str(length), str(stage), *cells(times)])
+                    ratios = [ratio_text(times[way], times[USUAL], 3) for way in WAYS[1:]]
+                    rows.append([str(length), str(stage), *ratios])
                     print(" | ".join(rows[-1]), flush=True)
         if group.rank == 0:
             told = table(["tokens in a sequence", "stage", "one by one / usual", "reproducible / usual"], rows)
@@ -58,31 +60,17 @@ def measure(options: argparse.Namespace) -> None:
                 fill(PAGE, [f"Measured on {where}", told])
 
 
-def cells(times: dict[str, list[float]]) -> list[str]:
-    return [ratio(times[way], times[USUAL]) for way in WAYS[1:]]
-
-
-def ratio(ours: list[float], usual: list[float]) -> str:
-    low, middle, high = quartiles([a / b for a, b in zip(ours, usual, strict=True)])
-    return f"{middle:.3f}x ({low:.3f} to {high:.3f})"
-
-
 def take_turns(steps: dict[str, Callable[[], float]], options: argparse.Namespace) -> dict[str, list[float]]:
     """Seconds of a step in each round, as the mean over the ranks; the first round warms up."""
-    import torch
     import torch.distributed as dist
 
-    times: dict[str, list[float]] = {way: [] for way in steps}
-    for number in range(options.rounds + 1):
-        turn = number % len(WAYS)
-        for way in WAYS[turn:] + WAYS[:turn]:
-            dist.barrier()
-            seconds = [steps[way]() for _ in range(1 + options.steps)][1:]
-            found = torch.tensor(statistics.median(seconds), dtype=torch.float64)
-            dist.all_reduce(found)
-            if number:
-                times[way].append(float(found) / dist.get_world_size())
-    return times
+    def one_round(way: str) -> float:
+        dist.barrier()
+        seconds = [steps[way]() for _ in range(1 + options.steps)][1:]
+        return mean_over_ranks([statistics.median(seconds)])[0]
+
+    times = interleave({way: partial(one_round, way) for way in WAYS}, options.rounds + 1)
+    return {way: seconds[1:] for way, seconds in times.items()}
 
 
 def stepper(way: str, stage: int, length: int, group: "RankGroup") -> Callable[[], float]:

@@ -1,12 +1,13 @@
-"""When a parameter server wins: step times over shaped links, beside ring all-reduce and what is predicted.
+"""When a parameter server wins: step times over shaped links, against ring all-reduce and the prediction.
 
-Three workers, one to three servers and the desk are hosts in miniature: network namespaces around a switch, each with
-a link of 200 Mbit/s both ways. The model has 9 MB of parameters, and its computing is waiting, as long as it is told
-(parts/sleeper.py): 0.24 s forward and 0.48 s backward. So two cores can stand for seven hosts, and slow workers are as
-slow as they should be.
+Three workers, one to three servers and the coordinator are hosts in miniature: network namespaces around a switch, each
+with a link of 200 Mbit/s both ways. The model has 9 MB of parameters, and sleeps instead of computing
+(parts/sleeping_model.py): 0.24 s forward and 0.48 s backward. So two cores can stand for seven hosts, and slow workers
+are exactly as slow as they should be.
 
-Predicted is what motet/parallel/parameter_server/step_time_simulation.py says for the same pieces, links and times: the protocol itself,
-played on links. It goes by the measured rate of one connection and the measured time of an update; nothing is fitted.
+The prediction is that of motet.parallel.parameter_server.step_time_simulation for the same slices, links and times: the
+protocol itself, simulated on links. It uses the measured rate of one connection and the measured time of an update;
+nothing is fitted.
 
     python benchmarks/servers.py [--rounds 3] [--steps 12] [--only NAME ...] [--page]
 
@@ -26,9 +27,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hosts import missing
-from parts.pages import DOCS, fill, machine, table
-from parts.sleeper import BACKWARD, FORWARD, RANDOM, SLOW, TIMES, slowness
-from parts.star import bytes_per_second, star
+from parts.network_namespaces import bytes_per_second, star_network
+from parts.report.pages import DOCS, fill, machine, table
+from parts.sleeping_model import BACKWARD, FORWARD, RANDOM, SLOW, TIMES, slowness
 
 WORKERS, LAYERS, WIDTH = 3, 8, 500
 FORWARD_S, BACKWARD_S = 0.03, 0.06
@@ -57,8 +58,8 @@ class Way:
         return next((s.removeprefix("mode=") for s in self.settings if s.startswith("mode=")), "sync")
 
 
-ARRIVAL, PACKED = ("order=arrival",), ("compress=int8", "compress_pulls=int8")
-FIRST, BOUNDED, ASYNC = ("mode=first-k", "first=2"), ("mode=bounded", "staleness=3"), ("mode=async",)
+ARRIVAL, PACKED = ("send_order=fifo",), ("compress_pushes=int8", "compress_pulls=int8")
+FIRST, BOUNDED, ASYNC = ("mode=first-k", "first_k=2"), ("mode=bounded", "staleness=3"), ("mode=async",)
 PLAIN = [
     Way("ring all-reduce", 0),
     *(Way(f"{n} server{'s' * (n > 1)}", n) for n in (1, 2, 3)),
@@ -103,7 +104,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     chosen = [way for way in WAYS if not options.only or any(word in way.name for word in options.only)]
     names = ["desk", *(f"s{n}" for n in range(3)), *(f"w{n}" for n in range(WORKERS))]
-    with star(names, options.rate, options.burst, free=["desk"]) as hosts:
+    with star_network(names, options.rate, options.burst, free=["desk"]) as hosts:
         rate = statistics.median(bytes_per_second(hosts["w0"][0], hosts["s0"]) for _ in range(3))
         update_s = seconds_of_update()
         print(
@@ -181,7 +182,7 @@ def job_file(folder: Path) -> Path:
     path = folder / "sleeper.toml"
     path.write_text(
         f"""[model]
-factory = "parts.sleeper:Sleeper"
+factory = "parts.sleeping_model:SleepingModel"
 arguments = {{ width = {WIDTH}, layers = {LAYERS} }}
 [data]
 source = "text.txt"
@@ -233,7 +234,7 @@ def read(path: Path, way: Way) -> Measured:
 def plan_bytes(way: Way) -> tuple[list[tuple[int, int, int, str]], int]:
     """(bytes pushed, bytes pulled, layer, server) of each piece, as the job cuts them; bytes of all gradients."""
     import torch
-    from parts.sleeper import Sleeper
+    from parts.sleeping_model import SleepingModel
 
     from motet.train.job import load_job
     from motet.train.parameter_server.coordinator_parameters import build_partition
@@ -241,7 +242,7 @@ def plan_bytes(way: Way) -> tuple[list[tuple[int, int, int, str]], int]:
     with tempfile.TemporaryDirectory() as folder:
         served = way if way.servers else Way("", 1)
         job = load_job(str(job_file(Path(folder))), settings_of(served, 1))
-    module = Sleeper(WIDTH, LAYERS)
+    module = SleepingModel(WIDTH, LAYERS)
     plan = build_partition(module, job)
     layers = {"embedding": 0, "head": LAYERS - 1}
     found = []

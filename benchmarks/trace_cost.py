@@ -8,6 +8,9 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
+
+from parts.rounds import interleave, quartiles
 
 from motet.core import trace
 from motet.monitor.span_collector import SpanCollector
@@ -59,17 +62,18 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 
+def timed_ns(work: Callable[[], None]) -> float:
+    start_ns = time.perf_counter_ns()
+    work()
+    return (time.perf_counter_ns() - start_ns) / USES
+
+
 def main() -> None:
-    times_ns: dict[str, list[float]] = {name: [] for name in CASES}
-    for _ in range(ROUNDS):
-        for name, work in CASES.items():
-            start_ns = time.perf_counter_ns()
-            work()
-            times_ns[name].append((time.perf_counter_ns() - start_ns) / USES)
+    times_ns = interleave({name: partial(timed_ns, work) for name, work in CASES.items()}, ROUNDS)
     loop_ns = statistics.median(times_ns["empty loop"])
     print(f"nanoseconds per use, less the {loop_ns:.1f} of the loop; median of {ROUNDS} rounds (quartiles)")
     for name, values in times_ns.items():
-        low, middle, high = (value - loop_ns for value in statistics.quantiles(values, n=4))
+        low, middle, high = (value - loop_ns for value in quartiles(values))
         print(f"{name:26} {middle:8.1f}  ({low:.1f} to {high:.1f})")
 
 

@@ -19,9 +19,11 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from parts.ranks import launch
+from parts.rank_processes import launch
+from parts.rounds import interleave, quartiles, ratios
 
 STEPS = 6
 WARM_UP = 2
@@ -63,14 +65,16 @@ def measure(options: argparse.Namespace) -> None:
     for dtype in options.dtypes:
         runners = {"motet": motet_runner(options.model, dtype)}
         runners |= {name: PEERS[name](options.model, dtype) for name in options.peers}
-        times: dict[str, list[float]] = {name: [] for name in runners}
-        last_loss: dict[str, float] = {}
-        for _ in range(options.rounds):
-            for name, runner in runners.items():
-                _allocate_as(name)
-                dist.barrier()
-                seconds, last_loss[name] = runner()
-                times[name].append(statistics.median(seconds))
+
+        def one_round(name: str) -> tuple[float, float]:
+            _allocate_as(name)
+            dist.barrier()
+            seconds, loss = runners[name]()  # noqa: B023 - called in this iteration
+            return statistics.median(seconds), loss
+
+        results = interleave({name: partial(one_round, name) for name in runners}, options.rounds, stride=0)
+        times = {name: [seconds for seconds, _ in rounds] for name, rounds in results.items()}
+        last_loss = {name: rounds[-1][1] for name, rounds in results.items()}
         if leads:
             report(options, dtype, times, last_loss)
     dist.destroy_process_group()
@@ -88,11 +92,10 @@ def report(options: argparse.Namespace, dtype: str, times: dict[str, list[float]
     tokens, ours = ROWS * LENGTH, times["motet"]
     print(f"\n{options.model}, {dtype}, {options.ranks} ranks x {options.threads} threads, {options.rounds} rounds")
     for name, seconds in times.items():
-        ratios = sorted(theirs / mine for theirs, mine in zip(seconds, ours, strict=True))
-        quartile = ratios[len(ratios) // 4]
+        quartile, middle, _ = quartiles(ratios(seconds, ours))
         print(
             f"  {name:12} {tokens / statistics.median(seconds):9.0f} tokens/s   loss {losses[name]:.3f}"
-            + (f"   motet is {statistics.median(ratios):.2f}x, lower quartile {quartile:.2f}x" * (name != "motet"))
+            + (f"   motet is {middle:.2f}x, lower quartile {quartile:.2f}x" * (name != "motet"))
         )
 
 

@@ -16,11 +16,12 @@ import argparse
 import statistics
 from typing import TYPE_CHECKING
 
-from parts.pages import DOCS, fill, machine, table
-from parts.ranks import joined, on_ranks, parser_of
+from parts.rank_processes import rank_group, rank_parser, run_on_ranks
+from parts.report.pages import DOCS, fill, machine, table
+from parts.rounds import ratio_text
 
 if TYPE_CHECKING:
-    from parts.updates import Times
+    from parts.optimizer_variants import Times
 
 PAGE = DOCS / "update-everywhere.md"
 MOVED_BYTES = {"fp32": 28, "bf16": 30}
@@ -30,18 +31,18 @@ SENT_BYTES = {"fp32": 4, "bf16": 2}
 
 
 def main() -> None:
-    parser = parser_of(__doc__, rounds=15)
+    parser = rank_parser(__doc__, rounds=15)
     parser.add_argument("--millions", type=float, nargs="+", default=[1, 8, 64], help="of parameters")
     parser.add_argument("--recipes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     parser.add_argument("--bucket-mib", type=float, default=25.0)
     parser.add_argument("--page", action="store_true", help=f"write {PAGE.name}")
-    on_ranks(measure, parser.parse_args())
+    run_on_ranks(measure, parser.parse_args())
 
 
 def measure(options: argparse.Namespace) -> None:
-    from parts.updates import take_turns
+    from parts.optimizer_variants import take_turns
 
-    with joined(options.threads) as group:
+    with rank_group(options.threads) as group:
         elements = int(options.bucket_mib * 2**18)
         found = {
             (recipe, millions): take_turns(int(millions * 2**20), recipe, options.rounds, elements)
@@ -75,7 +76,9 @@ def table_of_times(found: Found) -> str:
             times.sharded["sum"], times.sharded["update"], times.sharded["gather"],
         ]  # fmt: skip
         cells = [f"{statistics.median(seconds) * 1e3:.2f}" for seconds in parts]
-        rows.append([f"`{recipe}`", f"{millions:g}", *cells, ratio(times.whole()), ratio(times.after_the_sum())])
+        rows.append(
+            [f"`{recipe}`", f"{millions:g}", *cells, ratio_text(*times.whole()), ratio_text(*times.after_the_sum())]
+        )
     return table(head, rows)
 
 
@@ -92,11 +95,6 @@ def table_of_rates(found: Found, ranks: int) -> str:
         rates = f"{update / 1e9:.2f}", f"{gather / 1e9:.2f}", f"{gather / update:.3f}", f"{even:.3f}"
         rows.append([f"`{recipe}`", f"{millions:g}", *rates, wins])
     return table(head, rows)
-
-
-def ratio(pairs: list[tuple[float, float]]) -> str:
-    low, middle, high = statistics.quantiles([a / b for a, b in pairs], n=4, method="inclusive")
-    return f"{middle:.2f}x ({low:.2f} to {high:.2f})"
 
 
 if __name__ == "__main__":

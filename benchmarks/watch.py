@@ -1,4 +1,4 @@
-"""What watching costs (`monitor.replica_check_every`): steps with it beside steps without, in one run of the same ranks.
+"""What the replica check costs (`monitor.replica_check_every`): steps with and without it, in turn, on the same ranks.
 
 Blocks of so many steps, of which one is watched, take turns with blocks in which none is; a round gives one ratio, and
 medians and quartiles over the rounds are printed. Nothing else differs: training is the same, bit for bit.
@@ -11,25 +11,27 @@ import argparse
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parts.ranks import joined, on_ranks, parser_of
+from parts.rank_processes import rank_group, rank_parser, run_on_ranks
+from parts.rounds import interleave, quartiles, ratios
 
 if TYPE_CHECKING:
     from motet.parallel.process.process_group import RankGroup
 
 
 def main() -> None:
-    parser = parser_of(__doc__, rounds=9)
+    parser = rank_parser(__doc__, rounds=9)
     parser.add_argument("--layouts", nargs="+", default=["zero=0", "zero=2", "zero=3"])
     parser.add_argument("--length", type=int, default=64, help="tokens of a sequence of the job `tiny`")
     parser.add_argument("--every", nargs="+", type=int, default=[1, 10, 100])
-    on_ranks(measure, parser.parse_args())
+    run_on_ranks(measure, parser.parse_args())
 
 
 def measure(options: argparse.Namespace) -> None:
-    with joined(options.threads) as group:
+    with rank_group(options.threads) as group:
         for layout in options.layouts:
             one_layout(options, group, layout)
 
@@ -67,16 +69,12 @@ def one_layout(options: argparse.Namespace, group: "RankGroup", layout: str) -> 
         block(3, watch=True)
         for every in options.every:
             rounds = max(3, options.rounds // (1 if every < 100 else 3))
-            pairs = []
-            for number in range(rounds):  # who goes first takes turns
-                times = {watch: block(every, watch) for watch in ((True, False) if number % 2 else (False, True))}
-                pairs.append((times[True], times[False]))
-            ratios = sorted(mine / theirs for mine, theirs in pairs)
+            times = interleave({watch: partial(block, every, watch) for watch in (False, True)}, rounds)
             if group.rank == 0:
-                step = statistics.median(theirs for _, theirs in pairs) / every
-                low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
+                step = statistics.median(times[False]) / every
+                low, middle, high = quartiles(ratios(times[True], times[False]))
                 print(
-                    f"{layout:10} every {every:3}: {statistics.median(ratios):.3f}x, quartiles {low:.3f} to {high:.3f} "
+                    f"{layout:10} every {every:3}: {middle:.3f}x, quartiles {low:.3f} to {high:.3f} "
                     f"({rounds} rounds; a step without takes {1e3 * step:.0f} ms)",
                     flush=True,
                 )

@@ -1,0 +1,68 @@
+"""How stale the gradients of a run with a parameter server were, by its events, and whether a bound was kept."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from motet.monitor.events import StepDone
+
+
+@dataclass(frozen=True)
+class ServerStatistics:
+    """What the servers of a run did, summed over its steps."""
+
+    events: int
+    """Steps that were told."""
+    staleness: list[int]
+    """How many gradients lacked 0, 1, 2 and so on of the updates before theirs."""
+    behind: list[int]
+    """How many gradients lacked something of no step before theirs, of the last one, and so on."""
+    tokens: int
+    """That updates were made of."""
+    pulled_bytes: int
+    """What the servers sent."""
+    pushed_bytes: int
+    """What they received."""
+
+    @property
+    def largest(self) -> int:
+        """The largest staleness of any gradient."""
+        return len(self.staleness) - 1
+
+    @property
+    def mean(self) -> float:
+        return sum(late * count for late, count in enumerate(self.staleness)) / sum(self.staleness)
+
+    def share(self, first: int, last: int | None = None) -> float:
+        """Of the gradients: those whose staleness is from `first` to `last`; without an end when that is not given."""
+        return sum(self.staleness[first : None if last is None else last + 1]) / sum(self.staleness)
+
+
+def server_statistics(steps: Sequence["StepDone"], bound: int | None) -> ServerStatistics | None:
+    """None: it had no servers. A gradient that is further behind than the bound ends the program."""
+    works = [(event.step, event.server) for event in steps if event.server is not None]
+    if bound is None and not works:
+        return None
+    if len(works) != len(steps):
+        raise SystemExit(f"only {len(works)} of {len(steps)} steps say how stale they were")
+    for step, work in works:
+        if bound is not None and len(work.steps_behind_histogram) - 1 > bound:
+            raise SystemExit(
+                f"step {step} has a gradient {len(work.steps_behind_histogram) - 1} behind, above the bound {bound}: "
+                f"{work}"
+            )
+    staleness = added([work.staleness_histogram for _, work in works])
+    return ServerStatistics(
+        events=len(works),
+        staleness=staleness,
+        behind=added([work.steps_behind_histogram for _, work in works]),
+        tokens=sum(event.tokens for event in steps),
+        pulled_bytes=sum(work.sent_bytes for _, work in works),
+        pushed_bytes=sum(work.received_bytes for _, work in works),
+    )
+
+
+def added(counts: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(each) for each in zip_longest(*counts, fillvalue=0)]

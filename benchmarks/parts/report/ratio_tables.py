@@ -1,0 +1,60 @@
+"""Tables of benchmarks/data_parallel.py, in the manner of the docs, and their place on a page."""
+
+import statistics
+from dataclasses import replace
+
+from parts.contenders import Contender
+from parts.rounds import quartiles, ratios
+
+Times = dict[Contender, list[float]]
+"""Seconds of a step in each round."""
+
+
+def table_of_ratios(times: Times, losses: dict[Contender, float], tokens: int) -> str:
+    """Each beside motet with its defaults at the same stage."""
+    lines = ["| stage | | backend | tokens/s | motet is (median) | quartiles | loss |", "|---|---|---|---|---|---|---|"]
+    for contender, seconds in times.items():
+        ours = times.get(Contender(contender.stage, "motet", "motet"))
+        if contender.backend == "null" or contender.overlap == "none":
+            continue
+        name = "**motet**" if seconds is ours else contender.name
+        ratio = "| " if ours is None or seconds is ours else ratio_cells(seconds, ours)
+        speed = f"{tokens / statistics.median(seconds):,.0f}"
+        loss = f"{losses[contender]:.5f}"
+        lines.append(f"| {contender.stage} | {name} | {contender.backend} | {speed} | {ratio} | {loss} |")
+    return "\n".join(lines) + "\n"
+
+
+def ratio_cells(theirs: list[float], ours: list[float]) -> str:
+    low, middle, high = quartiles(ratios(theirs, ours))
+    return f"{middle:.2f}x | {low:.2f} to {high:.2f}"
+
+
+def table_of_exposed(times: Times) -> str:
+    """What of a step is communication that nothing hides: how much less it takes on the silent backend."""
+    lines = [
+        "| stage | | backend | overlap | step (ms) | without communication (ms) | exposed (median) | quartiles |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for contender, seconds in times.items():
+        quiet = times[replace(contender, backend="null", overlap="backward")]
+        if quiet is seconds:
+            continue
+        low, middle, high = quartiles([(a - b) / a for a, b in zip(seconds, quiet, strict=True)])
+        overlap = contender.overlap if contender.who == "motet" else "its own"
+        lines.append(
+            f"| {contender.stage} | {contender.name} | {contender.backend} | {overlap} "
+            f"| {statistics.median(seconds) * 1e3:.1f} | {statistics.median(quiet) * 1e3:.1f} "
+            f"| {middle:.1%} | {low:.1%} to {high:.1%} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def replace_tables(text: str, tables: dict[str, list[str]], machine: str) -> str:
+    """The page with what stands between its marks made anew."""
+    before, rest = text.split("<!-- results -->\n")
+    _, after = rest.split("<!-- end -->", 1)
+    parts = [f"Measured on {machine}.\n"]
+    for title, (against, exposed) in tables.items():
+        parts += [f"## {title}\n", against, f"### Exposed communication, {title}\n", exposed]
+    return f"{before}<!-- results -->\n\n" + "\n".join(parts) + f"\n<!-- end -->{after}"
