@@ -122,7 +122,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "negative start-up": ("dgx-h100", {"inside__alpha_s": -1}, "inside.alpha_s.value = -1 must be at least 0.0"),
     "a text": ("dgx-h100", {"inside__alpha_s": "fast"}, "inside.alpha_s.value = 'fast' must be a number"),
-    "a list": ("dgx-h100", {"inside__alpha_s": [1]}, "inside.alpha_s = [1] must be a section with keys of its own"),
+    "a list": ("dgx-h100", {"inside__alpha_s": [1]}, "inside.alpha_s = [1] must be a section with keys"),
     "no such origin": (
         "dgx-h100",
         {"inside__alpha_s": {"value": 1, "origin": "guess"}},
@@ -151,7 +151,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "no kind": ("dgx-h100", {"between__kind": None}, "between.kind is missing; give one of switch, spine_leaf, torus"),
     "no network": ("laptop", {"inside": None}, "inside is missing; give it a value, e.g. inside=..."),
-    "a number for a network": ("laptop", {"inside": 3}, "inside = 3 must be a section with keys of its own"),
+    "a number for a network": ("laptop", {"inside": 3}, "inside = 3 must be a section with keys"),
     "hosts that nothing joins": ("laptop", {"hosts": 2}, "hosts = 2 need a section [between] that joins them;"),
     "more than fit": (
         "dgx-h100",
@@ -198,7 +198,7 @@ def test_unknown_clusters(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"bad.toml is not UTF-8 text: byte 0xff in line 1; save it as UTF-8$"):
         load_cluster(str(bad))
     bad.write_text("hosts = ")
-    with pytest.raises(InputError, match=r"bad.toml is not valid TOML: .*; mend it there$"):
+    with pytest.raises(InputError, match=r"bad.toml is not valid TOML: .*; fix it there$"):
         load_cluster(str(bad))
 
 

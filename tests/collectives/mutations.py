@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from motet.collectives.program import ChunkTransfer, Program, Step
-from motet.collectives.prove.all_cases import ProgramCase
+from motet.collectives.prove.program_cases import ProgramCase
 from motet.collectives.prove.program_checker import UnprovenCollectiveError, prove_program
 
 MutationOutcome = Literal["rejected", "equivalent", "missed"]

@@ -7,7 +7,7 @@ import pytest
 from mutations import spread_mutations
 
 from motet.collectives.algorithms import algorithm_names, collective_names, find_algorithm
-from motet.collectives.prove.all_cases import all_cases, make_case, option_sets
+from motet.collectives.prove.program_cases import all_cases, make_case, option_sets
 from motet.collectives.prove.program_checker import prove_program
 
 

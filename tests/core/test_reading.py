@@ -45,10 +45,10 @@ class Drawing(FrozenSettings):
         ),
         ({"frame": {"kind": "circle", "radius": 1, "edge": 2}}, "unknown key 'frame.edge'; valid here: kind, radius"),
         ({"frame": {"kind": "square", "edge": {}}}, "frame.edge.length is missing; give it a value, e.g. frame.edge."),
-        ({"frame": {"kind": "square", "edge": 3}}, "frame.edge = 3 must be a section with keys of its own"),
+        ({"frame": {"kind": "square", "edge": 3}}, "frame.edge = 3 must be a section with keys"),
         ({"pen": "thik"}, "pen = 'thik' must be 'thin' or 'thick'; did you mean 'thick'?"),
         ({"pen": "\udcff"}, "a text in it is not Unicode; write it in UTF-8"),
-        ({"pen": "thik", "frame": 3}, "frame = 3 must be a section with keys of its own; pen = 'thik' must be"),
+        ({"pen": "thik", "frame": 3}, "frame = 3 must be a section with keys; pen = 'thik' must be"),
     ],
 )
 def test_a_sentence_names_the_place_as_it_is_written(tree: dict[str, Any], words: str) -> None:

@@ -1,1 +1,1 @@
-"""What every other room stands on: units, dtype names, errors, settings, and the trace of spans."""
+"""The base of all other packages: units, dtype names, errors, settings, and the trace of spans."""

@@ -1,6 +1,6 @@
-"""What the data room hands to a model: the tensors of one micro-batch.
+"""The tensors of one micro-batch, which the package data makes and a model reads.
 
-It names no torch at run time, so that pure code can speak of it.
+The module does not import torch at run time, so that pure code can name a `Batch`.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """R rows of T tokens. Every target has a weight: 0 for what is not a target, 1 for what is.
+    """R rows of T tokens. A token has weight 1 if it is a target, else 0.
 
     The loss of a step is the weighted sum over all rows of the *global* batch divided by the global sum of
     weights; rows that only fill up an incomplete batch have weight 0 throughout.
     """
 
-    tokens: torch.Tensor  # [R, T] int64: what the model reads (the decoder's input in an encoder-decoder)
+    tokens: torch.Tensor  # [R, T] int64: the input (of the decoder in an encoder-decoder)
     targets: torch.Tensor  # [R, T] int64 for token targets, [R] int64 for a class of the whole row
     weights: torch.Tensor  # The shape of `targets`, float32
-    rows: torch.Tensor  # [R] int64: the place of each row in the global batch of its step. Random masks depend on it.
+    rows: torch.Tensor  # [R] int64: index of each row in the step's global batch, on which random masks depend
     positions: torch.Tensor | None = None  # [R, T] int64: the position within the document; None means 0..T-1
     # [R, T] int64: attention stays within equal numbers; None means that each row is one document.
     documents: torch.Tensor | None = None
-    source: torch.Tensor | None = None  # [R, S] int64: what the encoder of an encoder-decoder reads
+    source: torch.Tensor | None = None  # [R, S] int64: the encoder's input
     # [R, S] int64: as `documents`, for `source`; also used by cross attention against `documents`.
     source_documents: torch.Tensor | None = None
 

@@ -1,4 +1,4 @@
-"""Settings out of TOML: by the path of a file or by a name of ours, checked, with a sentence for whatever is wrong."""
+"""Settings from a TOML file or a built-in name, checked, with a sentence for every mistake."""
 
 import difflib
 import json
@@ -17,14 +17,14 @@ SettingsT = TypeVar("SettingsT", bound=BaseModel)
 
 
 def builtin_texts(package: str, folder: str) -> dict[str, str]:
-    """Name -> TOML text of the files in a folder that comes with motet."""
+    """Name -> TOML text of the files in a folder of motet."""
     directory = resources.files(package) / folder
     texts = {f.name.removesuffix(".toml"): f.read_text() for f in directory.iterdir() if f.name.endswith(".toml")}
     return dict(sorted(texts.items()))
 
 
 def read_toml(kind: str, source: str, builtin: Mapping[str, str], hint: str = "") -> dict[str, Any]:
-    """The values of a file or of a built-in name; `kind` is what they describe, `hint` for a source that is neither."""
+    """The values of a file or of a built-in name. Errors mention `kind`, and `hint` if the source is neither."""
     if source in builtin:
         return tomllib.loads(builtin[source])
     try:
@@ -41,13 +41,13 @@ def read_toml(kind: str, source: str, builtin: Mapping[str, str], hint: str = ""
         byte = f"byte 0x{content[error.start]:02x} in line {line}"
         raise InputError(f"{kind} {source} is not UTF-8 text: {byte}; save it as UTF-8") from None
     except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{kind} {source} is not valid TOML: {error}; mend it there") from None
+        raise InputError(f"{kind} {source} is not valid TOML: {error}; fix it there") from None
 
 
 def settings_from_dict(kind: type[SettingsT], values: Mapping[str, Any], source: str) -> SettingsT:
-    """The settings that plain nested values describe, as TOML gives them."""
+    """The settings of nested values as TOML gives them."""
     try:
-        # Through JSON, because strict validation takes a list for a tuple only there.
+        # Strict validation accepts a list for a tuple only in JSON.
         return kind.model_validate_json(json.dumps(values, default=str))
     except ValidationError as error:
         problems = (_describe_problem(kind, dict(detail)) for detail in error.errors(include_url=False)[:5])
@@ -55,7 +55,7 @@ def settings_from_dict(kind: type[SettingsT], values: Mapping[str, Any], source:
 
 
 def did_you_mean(word: str, options: Iterable[str], cutoff: float = 0.6) -> str:
-    """A question where one of the options is near."""
+    """A question if one of the options is similar, else an empty text."""
     near = difflib.get_close_matches(word, list(options), n=1, cutoff=cutoff)
     return f"did you mean {near[0]!r}?" if near else ""
 
@@ -77,7 +77,8 @@ def _describe_problem(root: type[BaseModel], detail: dict[str, Any]) -> str:
         case "json_invalid":
             return "a text in it is not Unicode; write it in UTF-8"
         case "union_tag_not_found":
-            return f"{key}.{discriminator} is missing; give one of {', '.join(t for group in inner_groups for t in _discriminator_values(group))}"
+            tags = ", ".join(tag for group in inner_groups for tag in _discriminator_values(group))
+            return f"{key}.{discriminator} is missing; give one of {tags}"
         case "union_tag_invalid":
             return f"{key}.{discriminator} = {ctx['tag']!r} must be one of {_choices(ctx['tag'], ctx['expected_tags'])}"
         case "literal_error":
@@ -101,9 +102,9 @@ _REQUIREMENT_TEXTS = {
     "tuple_type": "must be a list, [...]",
     "too_short": "must have at least {min_length} entries",
     "too_long": "must have at most {max_length} entries",
-    "model_type": "must be a section with keys of its own",
-    "model_attributes_type": "must be a section with keys of its own",
-    "dict_type": "must be a section with keys of its own",
+    "model_type": "must be a section with keys",
+    "model_attributes_type": "must be a section with keys",
+    "dict_type": "must be a section with keys",
 }
 
 
@@ -118,24 +119,22 @@ _SettingsClasses = Sequence[type[BaseModel]]
 def _locate_problem(
     root: type[BaseModel], loc: Sequence[int | str]
 ) -> tuple[list[str], _SettingsClasses, _SettingsClasses]:
-    """The keys of a place as people write them, the groups of settings that its last key is in, and those in it.
+    """The keys of a location as users write them, the groups of settings with its last key, and the groups in it.
 
-    Where one of several groups is meant pydantic names its tag as well, which is no key.
+    For one of several groups pydantic also names the tag, which is no key.
     """
     keys: list[str] = []
     sibling_groups: _SettingsClasses = []
     inner_groups: _SettingsClasses = [root]
     for part in loc:
-        if isinstance(part, int):  # what is in a list is alike
+        if isinstance(part, int):  # all entries of a list have the same groups
             keys.append(str(part))
         elif len(inner_groups) > 1:
             inner_groups = [group for group in inner_groups if part in _discriminator_values(group)]
         else:
             keys.append(part)
-            sibling_groups, fields = (
-                inner_groups,
-                [group.model_fields[part] for group in inner_groups if part in group.model_fields],
-            )
+            sibling_groups = inner_groups
+            fields = [group.model_fields[part] for group in inner_groups if part in group.model_fields]
             inner_groups = [group for field in fields for group in _settings_classes_in(field.annotation)]
     return keys, sibling_groups, inner_groups
 
@@ -147,6 +146,6 @@ def _settings_classes_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _discriminator_values(group: type[BaseModel]) -> list[str]:
-    """What a group is told from others by: a setting that has one choice only."""
+    """The values that identify a group: those of settings with a single choice."""
     kinds = [field.annotation for field in group.model_fields.values()]
     return [str(get_args(kind)[0]) for kind in kinds if get_origin(kind) is Literal and len(get_args(kind)) == 1]

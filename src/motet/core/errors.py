@@ -1,7 +1,7 @@
-"""What can go wrong, and the exit code of each: one table, which the docs print.
+"""The errors that motet reports, and their exit codes in one table, which the docs print.
 
-A message is one sentence that names the value, the limit and the remedy. `MotetError` and its kinds are for
-the user; a mistake of our own stays an `AssertionError` with its traceback.
+A message is one sentence with the value, the limit and the remedy. A `MotetError` is for the user; a defect of motet
+stays an `AssertionError` with its traceback.
 """
 
 EXIT_CODES: dict[int, str] = {
@@ -20,13 +20,13 @@ EXIT_CODES: dict[int, str] = {
 
 
 class MotetError(Exception):
-    """Something the user can mend. The text is shown as it is, without a traceback."""
+    """A mistake that the user can fix. The text is shown without a traceback."""
 
     exit_code = 1
 
 
 class InputError(MotetError, ValueError):
-    """A setting, a file or a combination that cannot work."""
+    """A setting, a file or a combination of them cannot work."""
 
     exit_code = 2
 
@@ -38,7 +38,7 @@ class RankFailedError(MotetError):
 
 
 class PeerFailedError(RankFailedError):
-    """This rank ends only because another one failed."""
+    """This rank ends only because another rank failed."""
 
 
 class TrainingDivergedError(MotetError):
@@ -54,6 +54,6 @@ class CheckpointSaveError(MotetError):
 
 
 class NumericalMismatchError(MotetError):
-    """What must be the same on ranks, or must add up, is not."""
+    """Numbers that must be equal on ranks, or must add up, are not."""
 
     exit_code = 6

@@ -8,14 +8,14 @@ from typing import Any
 
 
 def to_toml(tree: Mapping[str, Any]) -> str:
-    """Tables become `[sections]`; a list, with whatever is in it, stays on one line."""
+    """TOML in which tables are `[sections]` and a list, with its contents, is one line."""
     return "\n\n".join(_tables(tree, ())).strip() + "\n"
 
 
 def _tables(tree: Mapping[str, Any], path: tuple[str, ...]) -> list[str]:
     inner = {key: value for key, value in tree.items() if isinstance(value, Mapping)}
     lines = [f"{_key(key)} = {_value(value)}" for key, value in tree.items() if key not in inner]
-    if path and (lines or not inner):  # a table that holds only tables needs no line of its own
+    if path and (lines or not inner):  # a table of tables only needs no header
         lines.insert(0, f"[{'.'.join(map(_key, path))}]")
     tables = ["\n".join(lines)] if lines else []
     for key, value in inner.items():
@@ -46,5 +46,5 @@ def _value(value: Any) -> str:
 
 
 def _string(text: str) -> str:
-    # JSON's escapes are TOML's, but for DEL, which TOML does not take as it is.
+    # JSON's escapes are those of TOML, except for DEL, which TOML must escape.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007F")

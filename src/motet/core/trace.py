@@ -1,14 +1,14 @@
-"""Spans and counters: the one way in which any room says what it is doing and for how long.
+"""Spans and counters, by which every package reports its work and its duration.
 
-Nothing listens until monitor installs a sink. Without one, `span` hands out a shared object that does nothing
-(benchmarks/trace_cost.py measures it). With one, the sink gets each span when it ends and each counter when it is
-bumped. Work that a CUDA device does later is not waited for: a span is what the host saw.
+The package monitor installs a sink, which gets each span at its end and each increment of a counter. Without a sink
+`span` returns a shared object that does nothing (benchmarks/trace_cost.py measures it). A span is the time of the host,
+without work that a CUDA device does later.
 """
 
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
@@ -16,21 +16,18 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class TraceSpan:
-    """What a rank did in a step, and when: measured by a run or predicted by a plan, which meet on the first three.
-
-    An action that a step does several times is told apart by the order of `start_s`.
-    """
+    """The time of an action of a rank in a step, measured by a run or predicted by a plan; `start_s` orders repeats."""
 
     step: int
     rank: int
     action: str
     start_s: float  # From the start of the step
     duration_s: float
-    depth: int = 0  # How many spans of the same thread were open around this one
+    depth: int = 0  # Number of open spans of the same thread around this span
 
 
 class TraceSink(Protocol):
-    """Whoever listens. It may be called from several threads."""
+    """A receiver of spans and counts, from several threads."""
 
     def on_span(self, action: str, start_s: float, duration_s: float, depth: int) -> None:
         """A span ended; `start_s` counts on time.perf_counter's clock."""
@@ -38,20 +35,20 @@ class TraceSink(Protocol):
     def on_count(self, name: str, value: float) -> None: ...
 
 
-# Something else that brackets a piece of work by its name, such as torch.profiler.record_function.
+# A context manager for a named piece of work, such as torch.profiler.record_function.
 ProfilerRange = Callable[[str], AbstractContextManager[object]]
 
 
 class _OpenTraceSpan:
-    __slots__ = ("action", "mark", "start_s")
+    __slots__ = ("action", "profiler_range", "start_s")
 
     def __init__(self, action: str) -> None:
         self.action = action
-        self.mark = None if _state.mark is None else _state.mark(action)
+        self.profiler_range = None if _state.profiler_range is None else _state.profiler_range(action)
 
     def __enter__(self) -> None:
-        if self.mark is not None:
-            self.mark.__enter__()
+        if self.profiler_range is not None:
+            self.profiler_range.__enter__()
         _thread.depth += 1
         self.start_s = time.perf_counter()
 
@@ -62,25 +59,13 @@ class _OpenTraceSpan:
         _thread.depth -= 1
         if _state.sink is not None:
             _state.sink.on_span(self.action, self.start_s, duration_s, _thread.depth)
-        if self.mark is not None:
-            self.mark.__exit__(kind, error, trace)
-
-
-class _NoOpTraceSpan:
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
+        if self.profiler_range is not None:
+            self.profiler_range.__exit__(kind, error, trace)
 
 
 class _TraceState:
     sink: TraceSink | None = None
-    mark: ProfilerRange | None = None
+    profiler_range: ProfilerRange | None = None
 
 
 class _ThreadSpanDepth(threading.local):
@@ -89,23 +74,23 @@ class _ThreadSpanDepth(threading.local):
 
 _state = _TraceState()
 _thread = _ThreadSpanDepth()
-_NO_OP_SPAN = _NoOpTraceSpan()
+_NO_OP_SPAN = nullcontext()
 
 
-def span(action: str) -> _OpenTraceSpan | _NoOpTraceSpan:
-    """`with span("forward"): ...` tells the installed sink how long it took."""
+def span(action: str) -> AbstractContextManager[None]:
+    """A context manager that reports the duration of an action to the installed sink."""
     return _NO_OP_SPAN if _state.sink is None else _OpenTraceSpan(action)
 
 
 def count(name: str, value: float) -> None:
-    """Tell the installed sink that `value` more of `name` happened (bytes sent, samples read)."""
+    """Report an increment of a counter, such as bytes sent or samples read, to the installed sink."""
     if _state.sink is not None:
         _state.sink.on_count(name, value)
 
 
 @contextmanager
 def install_sink(sink: TraceSink) -> Iterator[None]:
-    """Let `sink` listen for as long as the block runs."""
+    """Install a sink for the duration of the block."""
     before, _state.sink = _state.sink, sink
     try:
         yield
@@ -114,10 +99,10 @@ def install_sink(sink: TraceSink) -> Iterator[None]:
 
 
 @contextmanager
-def profiler_ranges(mark: ProfilerRange) -> Iterator[None]:
-    """Bracket every span that someone listens to with `mark` too, for as long as the block runs."""
-    before, _state.mark = _state.mark, mark
+def profiler_ranges(profiler_range: ProfilerRange) -> Iterator[None]:
+    """Also open a profiler range for every reported span, for the duration of the block."""
+    before, _state.profiler_range = _state.profiler_range, profiler_range
     try:
         yield
     finally:
-        _state.mark = before
+        _state.profiler_range = before

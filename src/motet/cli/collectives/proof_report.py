@@ -18,7 +18,7 @@ from motet.collectives.algorithms import Algorithm, algorithm_names, collective_
 from motet.collectives.algorithms.registry import nearest_collective_hint
 from motet.collectives.draw.frames import align_columns, format_ranges, program_text
 from motet.collectives.program import Program
-from motet.collectives.prove.all_cases import ProgramCase, all_cases, make_case
+from motet.collectives.prove.program_cases import ProgramCase, all_cases, make_case
 from motet.collectives.prove.program_checker import SendMode, UnprovenCollectiveError, prove_program
 from motet.core.errors import InputError
 from motet.monitor.console import print_json, stdout_console

@@ -10,7 +10,7 @@ from motet.collectives.program import ChunkTransfer, Program, transfers_for
 
 
 def bruck_steps(ranks: int) -> list[list[ChunkTransfer]]:
-    """In the step of distance d every rank sends its first d chunks, at most the missing ones, d ranks back."""
+    """Every rank sends its first d chunks, at most the missing ones, d ranks back in the step of distance d."""
     steps = []
     for distance in (1 << bit for bit in range(doubling_rounds(ranks))):
         step: list[ChunkTransfer] = []

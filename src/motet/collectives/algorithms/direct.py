@@ -81,7 +81,7 @@ def gather_from_scatter(scatter: Program) -> Program:
 
 @algorithm("all-to-all", "pairwise", cost=lambda n: messages(n - 1, Fraction(1, n)))
 def all_to_all_pairwise(ranks: int) -> Program:
-    """In step t every rank i sends to rank i + t the chunk for it."""
+    """Every rank i sends to rank i + t the chunk for it in step t."""
 
     def transfer(src: int, dst: int) -> ChunkTransfer:
         return copy_chunk(src, dst, src * ranks + dst)

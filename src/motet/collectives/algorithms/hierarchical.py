@@ -137,7 +137,7 @@ def _sharded_all_to_all_cost(ranks: int, hosts: int | None = None) -> AlphaBetaG
 
 @algorithm("all-to-all", "hierarchical-sharded", cost=_sharded_all_to_all_cost, supports=is_composite)
 def all_to_all_hierarchical_sharded(ranks: int, hosts: int | None = None) -> Program:
-    """In each host to the rank with the target's local rank, then between hosts to ranks of the same local rank."""
+    """Inside each host to the rank with the target's local rank, then between hosts to ranks of the same local rank."""
     count, size = hosts_and_ranks_per_host(ranks, hosts)
     inside: list[list[ChunkTransfer]] = [[] for _ in range(1, size)]
     across: list[list[ChunkTransfer]] = [[] for _ in range(1, count)]

@@ -17,7 +17,7 @@ def all_gather_ring(ranks: int) -> Program:
 
 
 def _ring_all_gather(ranks: int, direction: int) -> Program:
-    """In step t every rank sends the chunk that started t places behind it."""
+    """Every rank sends in step t the chunk that started t ranks behind it."""
     steps = [
         [copy_chunk(rank, (rank + direction) % ranks, (rank - direction * step) % ranks) for rank in range(ranks)]
         for step in range(ranks - 1)

@@ -14,7 +14,7 @@ from motet.collectives.program import ChunkTransfer, Program, copy_chunk, transf
 
 @algorithm("broadcast", "tree", cost=lambda n: messages(doubling_rounds(n)))
 def broadcast_tree(ranks: int, root: int = 0) -> Program:
-    """In each step every rank with the data sends all of it to a rank without."""
+    """Every rank with the data sends all of it to a rank without in each step."""
     steps = [
         [
             copy_chunk((root + rank) % ranks, (root + rank + reach) % ranks, 0)
@@ -32,7 +32,7 @@ def _send_distances(ranks: int) -> list[int]:
 
 @algorithm("reduce", "tree", cost=lambda n: messages(doubling_rounds(n), reduced=True))
 def reduce_tree(ranks: int, root: int = 0) -> Program:
-    """In each step half of the remaining ranks send their sums to the other half, which adds them."""
+    """Half of the remaining ranks send their sums to the other half in each step, which adds them."""
     return reverse(broadcast_tree(ranks, root), "reduce")
 
 
@@ -47,7 +47,7 @@ def all_reduce_tree(ranks: int, root: int = 0) -> Program:
 
 
 def _scatter_steps(ranks: int, root: int) -> list[list[ChunkTransfer]]:
-    """In each step every rank forwards the half of its subtree's chunks that the other half of the subtree needs."""
+    """Steps in which a rank forwards the half of its subtree's chunks that the other half of the subtree needs."""
     return [
         [
             transfer

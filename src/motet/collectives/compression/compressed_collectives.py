@@ -1,4 +1,4 @@
-"""Sums over ranks by compressed messages. Every rank gets the same bits and learns the error of its own contribution.
+"""Sums over ranks by compressed messages. Every rank gets the same bits and learns the error of its contribution.
 
     blockwise   encode, all-to-all, decode and add in float32, encode, all-gather
     top-k       all-gather of indices and values, or a dense and exact all-reduce if that is fewer bytes

@@ -1,4 +1,4 @@
-"""A Program step by step: what each rank holds after every step, and the same as text for a terminal."""
+"""A Program step by step: the contents of each rank after every step, as values and as text for a terminal."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -14,33 +14,33 @@ from motet.collectives.prove.contributions import (
     initial_contents,
 )
 
-_MAX_CHUNK_COLUMNS = 16  # Of more chunks than this the text names groups in place of columns
+_MAX_CHUNK_COLUMNS = 16  # With more chunks the text has groups of chunks in place of columns
 
 
 @dataclass(frozen=True)
 class CollectiveStepFrame:
-    """A step, and what every rank holds after it. Frame 0 is the start, and has no transfers."""
+    """A step, and the contents of every rank after it. The first frame is the start, without transfers."""
 
     step: Step
     contents: tuple[Mapping[int, Contributors], ...]
-    error: str | None = None  # Why the step cannot be played; `held` is then what there was before it
+    error: str | None = None  # Why the step cannot be executed; `contents` are then those before it
 
     def written_chunks(self) -> set[tuple[int, int]]:
-        """(rank, chunk) that the step wrote."""
+        """(rank, chunk) pairs that the step wrote."""
         return {(t.dst, chunk) for t in self.step for chunk in t.chunks}
 
 
 def program_frames(program: Program) -> list[CollectiveStepFrame]:
-    """The start, then each step; the last one is where a Program that is wrong breaks off."""
+    """The start, then each step up to the first that cannot be executed."""
     contents = initial_contents(program.initial)
-    shown_frames = [CollectiveStepFrame((), _decode_contents(contents))]
+    frames = [CollectiveStepFrame((), _decode_contents(contents))]
     for step in program.steps:
         try:
             apply_step(contents, step)
         except InvalidCollectiveProgramError as error:
-            return [*shown_frames, CollectiveStepFrame(step, shown_frames[-1].contents, str(error))]
-        shown_frames.append(CollectiveStepFrame(step, _decode_contents(contents)))
-    return shown_frames
+            return [*frames, CollectiveStepFrame(step, frames[-1].contents, str(error))]
+        frames.append(CollectiveStepFrame(step, _decode_contents(contents)))
+    return frames
 
 
 def _decode_contents(contents: RankContents) -> tuple[Mapping[int, Contributors], ...]:
@@ -61,7 +61,7 @@ def plural_suffix(count: int) -> str:
 
 
 def format_ranges(numbers: Iterable[int]) -> str:
-    """`0-2,5`; what comes twice stands twice, and what comes more often as in `8x0`."""
+    """`0-2,5`; with repeats `0,0` for two and `8x0` for more."""
     listed = sorted(numbers)
     times = Counter(listed)
     if len(times) < len(listed):
@@ -72,9 +72,9 @@ def format_ranges(numbers: Iterable[int]) -> str:
 
 
 def program_text(program: Program, only_step: int | None = None) -> str:
-    """Who sends what to whom in each step, and what each rank then holds; of one step only, or of all.
+    """The transfers of each step, or of one step, and the contents of each rank after it.
 
-    The numbers in a row are the ranks whose contributions a chunk holds; `[ ]` marks what the step has written.
+    The numbers in a row are the ranks whose contributions a chunk contains; `[ ]` marks the chunks that the step wrote.
     """
     shown = list(enumerate(program_frames(program), start=-1))
     if only_step is not None:
@@ -89,16 +89,11 @@ def program_text(program: Program, only_step: int | None = None) -> str:
 
 
 def _table_rows(program: Program, frame: CollectiveStepFrame) -> list[list[str]]:
-    """A table with a row for each rank."""
     written = frame.written_chunks() if frame.error is None else set()
     send_texts = _describe_sends(frame.step)
     shows_each_chunk = program.chunks <= _MAX_CHUNK_COLUMNS
-    head = [
-        "rank",
-        "sends",
-        *([f"chunk {chunk}" for chunk in range(program.chunks)] if shows_each_chunk else ["then holds"]),
-    ]
-    rows = [head]
+    columns = [f"chunk {chunk}" for chunk in range(program.chunks)] if shows_each_chunk else ["then holds"]
+    rows = [["rank", "sends", *columns]]
     for rank, held in enumerate(frame.contents):
         cells = [_cell(held.get(chunk), (rank, chunk) in written) for chunk in range(program.chunks)]
         rows.append([str(rank), send_texts.get(rank, ""), *(cells if shows_each_chunk else [_group_cells(cells)])])
@@ -112,7 +107,7 @@ def _cell(sources: Contributors | None, is_written: bool) -> str:
 
 
 def _group_cells(cells: Sequence[str]) -> str:
-    """Neighbouring chunks that are made of the same together: `0-3: [0,1]  4-7: 2`."""
+    """Chunks with the same contents together: `0-3: [0,1]  4-7: 2`."""
     groups: dict[str, list[int]] = {}
     for chunk, cell in enumerate(cells):
         if cell != ".":
@@ -121,19 +116,17 @@ def _group_cells(cells: Sequence[str]) -> str:
 
 
 def _describe_sends(step: Step) -> dict[int, str]:
-    """What each rank does, in words; what it sends alike to several is said once."""
-    same_sends: dict[int, dict[tuple[str, str], list[int]]] = {}
+    """A sentence for each sender; equal sends to several ranks are named once."""
+    targets: dict[int, dict[str, list[int]]] = {}
     for (src, dst), transfers in group_by_pair(step).items():
-        for op in ("reduce", "copy"):
+        for op, verb in (("reduce", "adds"), ("copy", "copies")):
             chunks = [chunk for t in transfers if t.op == op for chunk in t.chunks]
             if chunks:
-                words = f"{'adds' if op == 'reduce' else 'copies'} chunk{plural_suffix(len(chunks))} {format_ranges(chunks)}"
-                same_sends.setdefault(src, {}).setdefault((op, words), []).append(dst)
+                words = f"{verb} chunk{plural_suffix(len(chunks))} {format_ranges(chunks)}"
+                targets.setdefault(src, {}).setdefault(words, []).append(dst)
     return {
-        src: "; ".join(
-            f"{words} to rank{plural_suffix(len(dst))} {format_ranges(dst)}" for (_, words), dst in said.items()
-        )
-        for src, said in same_sends.items()
+        src: "; ".join(f"{words} to rank{plural_suffix(len(dst))} {format_ranges(dst)}" for words, dst in sends.items())
+        for src, sends in targets.items()
     }
 
 
@@ -143,7 +136,7 @@ def transfer_sentences(step: Step) -> list[str]:
 
 
 def align_columns(rows: Sequence[Sequence[str]], right_aligned: Collection[int] = ()) -> list[str]:
-    """Rows as lines, their columns under each other; some of them flush right."""
+    """Rows as lines with aligned columns, some of them to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def line(row: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""A Program as an animated page: one file without anything from elsewhere, to be played, paused and stepped through."""
+"""A Program as an animated page that plays, pauses and steps: one file without external resources."""
 
 from html import escape
 from importlib.resources import files
@@ -27,7 +27,7 @@ _LEGEND_HEIGHT, _MIN_WIDTH = 34, 940
 
 
 def program_html(program: Program) -> str:
-    """The HTML of the page; draw_page.html is its frame."""
+    """The HTML of the page, from the template draw_page.html."""
     check_drawable_size(program)
     geometry = SvgPanelGeometry(program)
     width, height = max(geometry.width, _MIN_WIDTH), geometry.height + _LEGEND_HEIGHT
@@ -40,20 +40,15 @@ def program_html(program: Program) -> str:
         '<g id="chips"></g></g></svg>',
     ]
     html = files("motet.collectives.draw").joinpath("draw_page.html").read_text(encoding="utf-8")
-    replacements = {
-        "title": escape(program_title(program)),
-        "colours": str(len(COLOURS)),
-        "text": escape(program_text(program)),
-    }
-    for name, value in {**replacements, "svg": "\n".join(svg_parts)}.items():
+    values = {"title": escape(program_title(program)), "colours": str(len(COLOURS))}
+    for name, value in {**values, "text": escape(program_text(program)), "svg": "\n".join(svg_parts)}.items():
         html = html.replace(f"@{name}@", value)
     return html
 
 
 def _svg_step(geometry: SvgPanelGeometry, step_index: int, frame: CollectiveStepFrame) -> str:
-    description = ". ".join(
-        [frame_name(step_index, frame), *transfer_sentences(frame.step), *([frame.error] if frame.error else [])]
-    )
+    sentences = [frame_name(step_index, frame), *transfer_sentences(frame.step), frame.error]
+    description = ". ".join(filter(None, sentences))
     return (
         f'<g class="step" data-says="{escape(description)}"><g class="state hidden">{svg_cells(geometry, frame)}</g>'
         f'<g class="arrows hidden">{"".join(svg_arrows(geometry, frame))}</g></g>'

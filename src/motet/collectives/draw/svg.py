@@ -1,9 +1,10 @@
-"""A Program as SVG: a panel for each step, with a lane for each rank and a row for each chunk.
+"""A Program as SVG: a panel for each step, with a column for each rank and a row for each chunk.
 
-A chunk keeps its index on every rank, so that a transfer is an arrow along one row. Where sums are made, a cell shows
-a slot for each rank, filled when that rank's contribution is in it; where data only moves, it shows the chunk.
+A chunk has the same index on every rank, so a transfer is an arrow along one row. A cell has a slot for each rank,
+filled if the chunk contains that rank's contribution. Without reductions it shows the chunk instead.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,15 +20,16 @@ from motet.collectives.draw.frames import (
 from motet.collectives.program import ChunkTransfer, Contributors, Program
 from motet.core.errors import InputError
 
-# Of the chunks in turn. White text on each has a contrast of at least 5 to 1.
+# Colours of the chunks, repeated in turn. White text on each has a contrast of at least 5 to 1.
 COLOURS = ("#1f5fbf", "#a84300", "#1a7439", "#7a3fb0", "#006b75", "#b3226b", "#7a5417", "#4c5a6b")
 
-# Of arrows on a dark page.
+# Colours of the arrows on a dark page.
 DARK_MODE_COLOURS = ("#79aef2", "#f0924a", "#5cc27f", "#c39aec", "#4dc3cf", "#f285b6", "#d3a95c", "#a9b6c4")
 
 
 def _arrow_colours(colours: Sequence[str]) -> str:
-    return "\n".join(f".c{n} {{ stroke: {colour} }} .t{n} {{ fill: {colour} }}" for n, colour in enumerate(colours))
+    rules = (f".c{n} {{ stroke: {colour} }} .t{n} {{ fill: {colour} }}" for n, colour in enumerate(colours))
+    return "\n".join(rules)
 
 
 _CELL_COLOURS = "\n".join(f".k{n} {{ fill: {colour} }}" for n, colour in enumerate(COLOURS))
@@ -59,7 +61,7 @@ _LABEL_WIDTH, _LANE_GAP, _CELL_HEIGHT, _HEADER_HEIGHT, _MARGIN, _PANEL_GAP = 66,
 
 @dataclass(frozen=True)
 class SvgPanelGeometry:
-    """How large the panels of a Program are, and where things lie in one."""
+    """The size of the panels of a Program, and positions in a panel."""
 
     program: Program
 
@@ -69,12 +71,12 @@ class SvgPanelGeometry:
 
     @property
     def has_reductions(self) -> bool:
-        """Whether something is added up; else chunks only move."""
+        """Whether the Program adds chunks; otherwise chunks only move."""
         return "reduce" in self.ops
 
     @property
     def slot_width(self) -> float:
-        """The width of one rank's place in a cell; wide enough for its number where there are few."""
+        """The width of a rank's slot in a cell; with few ranks it has room for the rank's number."""
         return 12 if self.program.ranks <= 8 else 6
 
     @property
@@ -83,7 +85,7 @@ class SvgPanelGeometry:
 
     @cached_property
     def row_gap(self) -> int:
-        """Room for arcs between rows, where some arrow jumps over a lane."""
+        """The space between rows, with room for arcs if an arrow passes a column."""
         return 28 if any(abs(t.src - t.dst) > 1 for step in self.program.steps for t in step) else 8
 
     @property
@@ -102,7 +104,7 @@ class SvgPanelGeometry:
 
 
 def check_drawable_size(program: Program) -> None:
-    """Raise if a picture of it would be too large to be looked at."""
+    """Raise an `InputError` if a picture of the Program would be too large."""
     cells = program.ranks * program.chunks * (len(program.steps) + 1)
     if program.ranks > _MAX_RANKS or cells > _MAX_CELLS:
         raise InputError(
@@ -112,7 +114,7 @@ def check_drawable_size(program: Program) -> None:
 
 
 def program_svg(program: Program, only_steps: tuple[int, ...] | None = None) -> str:
-    """The whole Program, panel beside panel, or the start (-1) and those steps that are named."""
+    """Panels of the whole Program, or of some steps; -1 is the start."""
     check_drawable_size(program)
     geometry = SvgPanelGeometry(program)
     shown = [
@@ -122,18 +124,14 @@ def program_svg(program: Program, only_steps: tuple[int, ...] | None = None) -> 
     panel_rows = -(-len(shown) // columns)
     width = max(_MARGIN * 2 + columns * (geometry.width + _PANEL_GAP) - _PANEL_GAP, _MIN_WIDTH)
     height = 74 + panel_rows * (geometry.height + _PANEL_GAP)
+    error = shown[-1][1].error
+    error_text = f'<text class="head" x="{_MARGIN}" y="50">{escape(error)}</text>' if error else None
     parts = [
         svg_opening(width, height, program_title(program)),
         f'<rect class="page" width="{width:g}" height="{height:g}"/>',
+        f'<text class="big" x="{_MARGIN}" y="28">{escape(program_title(program))}</text>',
+        error_text or svg_legend(geometry, _MARGIN, 50),
     ]
-    parts.append(f'<text class="big" x="{_MARGIN}" y="28">{escape(program_title(program))}</text>')
-    error = shown[-1][1].error
-    line = (
-        f'<text class="head" x="{_MARGIN}" y="50">{escape(error)}</text>'
-        if error
-        else svg_legend(geometry, _MARGIN, 50)
-    )
-    parts.append(line)
     for panel_index, (step_index, frame) in enumerate(shown):
         x = _MARGIN + panel_index % columns * (geometry.width + _PANEL_GAP)
         y = 68 + panel_index // columns * (geometry.height + _PANEL_GAP)
@@ -149,7 +147,7 @@ def svg_opening(width: float, height: float, label: str, role: str = "img") -> s
 
 
 def svg_legend(geometry: SvgPanelGeometry, x: float, y: float) -> str:
-    """What the arrows and the cells mean."""
+    """The meaning of the arrows and cells."""
     parts = []
     for op, words in (("reduce", "is added to what is there"), ("copy", "replaces what is there")):
         if op in geometry.ops:
@@ -162,7 +160,7 @@ def svg_legend(geometry: SvgPanelGeometry, x: float, y: float) -> str:
 
 
 def svg_panel(geometry: SvgPanelGeometry, step_index: int, frame: CollectiveStepFrame) -> str:
-    """One step: the cells as they are after it, and the arrows that led there."""
+    """One step: its arrows, and the cells after it."""
     return (
         f'{svg_labels(geometry)}<text class="head" x="{_MARGIN}" y="24">{frame_name(step_index, frame)}</text>'
         f"<g>{svg_cells(geometry, frame)}</g><g>{''.join(svg_arrows(geometry, frame))}</g>"
@@ -175,23 +173,18 @@ def frame_name(step_index: int, frame: CollectiveStepFrame) -> str:
 
 
 def svg_labels(geometry: SvgPanelGeometry) -> str:
-    """The frame of a panel, with the names of its lanes and rows."""
-    ranks, chunks = range(geometry.program.ranks), range(geometry.program.chunks)
-    rank_labels = (
-        f'x="{geometry.x(rank) + geometry.cell_width / 2:g}" y="{_HEADER_HEIGHT - 6}">rank {rank}' for rank in ranks
-    )
-    chunk_labels = (f'x="{_MARGIN}" y="{geometry.y(chunk) + 15:g}">chunk {chunk}' for chunk in chunks)
-    return "".join(
-        [
-            f'<rect class="frame" width="{geometry.width:g}" height="{geometry.height:g}" rx="6"/>',
-            *(f'<text class="head middle" {lane}</text>' for lane in rank_labels),
-            *(f'<text class="quiet" {row}</text>' for row in chunk_labels),
-        ]
-    )
+    """The frame of a panel, with the names of its columns and rows."""
+    parts = [f'<rect class="frame" width="{geometry.width:g}" height="{geometry.height:g}" rx="6"/>']
+    for rank in range(geometry.program.ranks):
+        x = geometry.x(rank) + geometry.cell_width / 2
+        parts.append(f'<text class="head middle" x="{x:g}" y="{_HEADER_HEIGHT - 6}">rank {rank}</text>')
+    for chunk in range(geometry.program.chunks):
+        parts.append(f'<text class="quiet" x="{_MARGIN}" y="{geometry.y(chunk) + 15:g}">chunk {chunk}</text>')
+    return "".join(parts)
 
 
 def svg_cells(geometry: SvgPanelGeometry, frame: CollectiveStepFrame) -> str:
-    """All cells, each with words for those who point at it."""
+    """All cells, each with a tooltip."""
     parts = []
     for rank, held in enumerate(frame.contents):
         for chunk in range(geometry.program.chunks):
@@ -213,31 +206,34 @@ def _cell_tooltip(rank: int, chunk: int, sources: Contributors | None, is_final:
 def _svg_cell(
     geometry: SvgPanelGeometry, rank: int, chunk: int, sources: Contributors | None, is_final: bool
 ) -> Iterator[str]:
-    x, y, colour = geometry.x(rank), geometry.y(chunk), chunk % len(COLOURS)
-    size = f'height="{_CELL_HEIGHT}"'
+    x, y, width, colour = geometry.x(rank), geometry.y(chunk), geometry.cell_width, f"k{chunk % len(COLOURS)}"
+
+    def rect(css_class: str, left: float, rect_width: float) -> str:
+        return f'<rect class="{css_class}" x="{left:g}" y="{y:g}" width="{rect_width:g}" height="{_CELL_HEIGHT}"/>'
+
+    def digits(middle: float, text: object) -> str:
+        return f'<text class="digit" x="{middle:g}" y="{y + 15:g}">{text}</text>'
+
     if sources is None:
-        yield f'<rect class="absent" x="{x:g}" y="{y:g}" width="{geometry.cell_width:g}" {size}/>'
+        yield rect("absent", x, width)
         return
     if geometry.has_reductions:
-        slot = geometry.cell_width / geometry.program.ranks
-        yield f'<rect class="empty" x="{x:g}" y="{y:g}" width="{geometry.cell_width:g}" {size}/>'
-        for source in dict.fromkeys(sources):
-            times = sources.count(source)
+        slot = width / geometry.program.ranks
+        yield rect("empty", x, width)
+        for source, times in Counter(sources).items():
             slot_x = x + source * slot
-            yield f'<rect class="k{colour}" x="{slot_x:g}" y="{y:g}" width="{slot - 1:g}" {size}/>'
+            yield rect(colour, slot_x, slot - 1)
             if geometry.slot_width >= 12 or times > 1:
-                digits = f"{source}" if times == 1 else f"{times}x"
-                yield f'<text class="digit" x="{slot_x + slot / 2 - 0.5:g}" y="{y + 15:g}">{digits}</text>'
+                yield digits(slot_x + slot / 2 - 0.5, source if times == 1 else f"{times}x")
     else:
-        yield f'<rect class="k{colour}" x="{x:g}" y="{y:g}" width="{geometry.cell_width:g}" {size}/>'
-        yield f'<text class="digit" x="{x + geometry.cell_width / 2:g}" y="{y + 15:g}">{chunk}</text>'
+        yield rect(colour, x, width) + digits(x + width / 2, chunk)
     if is_final:
-        box = f'x="{x - 2:g}" y="{y - 2:g}" width="{geometry.cell_width + 4:g}" height="{_CELL_HEIGHT + 4}"'
+        box = f'x="{x - 2:g}" y="{y - 2:g}" width="{width + 4:g}" height="{_CELL_HEIGHT + 4}"'
         yield f'<rect class="done" {box} rx="2"/>'
 
 
 def svg_arrows(geometry: SvgPanelGeometry, frame: CollectiveStepFrame) -> Iterator[str]:
-    """Between neighbours straight, over others in an arc: to the right above the row, to the left below it."""
+    """Straight arrows between neighbours, and arcs past other ranks: above the row to the right, below it to the left."""
     for t in frame.step:
         for chunk in t.chunks:
             yield _svg_arrow(geometry, t, chunk)
@@ -270,7 +266,7 @@ def _straight_arrow(ends: tuple[float, float], y: float, op: str, chunk: int | N
 
 
 def _arrow_paths(path: str, tip: str, op: str, chunk: int | None) -> str:
-    """In the colour of the chunk; of none in the legend."""
+    """An arrow in the colour of the chunk; without colour in the legend, where `chunk` is None."""
     if chunk is None:
         return f'<path class="arrow {op}" d="{path}"/><path class="tip" d="{tip}"/>'
     colour = chunk % len(COLOURS)

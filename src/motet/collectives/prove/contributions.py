@@ -41,7 +41,7 @@ def encode_contributors(contributors: Iterable[int]) -> int:
 
 
 def decode_contributors(encoded: int) -> Contributors:
-    """The ascending ranks, each as often as it is contained."""
+    """The ascending ranks, repeated as often as contained."""
     ranks: list[int] = []
     rank = 0
     while encoded:

@@ -36,7 +36,7 @@ def option_sets(algorithm: Algorithm, ranks: int) -> list[dict[str, object]]:
         sets += [{"pieces": 1}, {"pieces": 3}]
     if "hosts" in algorithm.options:
         sets += [{"hosts": hosts} for hosts in range(2, ranks) if ranks % hosts == 0]
-    # A free number of dimensions is one ring by default, and 2, 3 and 5 have algorithms of their own.
+    # A free number of dimensions is one ring by default, and 2, 3 and 5 have separate algorithms.
     axes = algorithm.axes if len(algorithm.axes) == 1 else [n for n in algorithm.axes if n in (4, 6)]
     sets += [{"dims": dims} for count in axes for dims in _factorizations(ranks, count, 2)]
     return sets
