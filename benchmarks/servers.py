@@ -5,8 +5,8 @@ with a link of 200 Mbit/s both ways. The model has 9 MB of parameters, and sleep
 (parts/sleeping_model.py): 0.24 s forward and 0.48 s backward. So two cores can stand for seven hosts, and slow workers
 are exactly as slow as they should be.
 
-The prediction is that of motet.parallel.parameter_server.step_time_simulation for the same slices, links and times: the
-protocol itself, simulated on links. It uses the measured rate of one connection and the measured time of an update;
+The prediction is that of parts/parameter_server_simulation.py for the same slices, links and times: the protocol
+itself, simulated on links. It uses the measured rate of one connection and the measured time of an update;
 nothing is fitted.
 
     python benchmarks/servers.py [--rounds 3] [--steps 12] [--only NAME ...] [--page]
@@ -85,7 +85,7 @@ class Measured:
     step_s: float
     """Of as many samples as a synchronous step has."""
     server_bytes: float
-    """Sent and received by a server in a step, on average, without what goes to the desk."""
+    """Sent and received by a server in a step, on average, without its traffic with the coordinator."""
 
 
 def main() -> int:
@@ -103,8 +103,8 @@ def main() -> int:
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     chosen = [way for way in WAYS if not options.only or any(word in way.name for word in options.only)]
-    names = ["desk", *(f"s{n}" for n in range(3)), *(f"w{n}" for n in range(WORKERS))]
-    with star_network(names, options.rate, options.burst, free=["desk"]) as hosts:
+    names = ["coordinator", *(f"s{n}" for n in range(3)), *(f"w{n}" for n in range(WORKERS))]
+    with star_network(names, options.rate, options.burst, free=["coordinator"]) as hosts:
         rate = statistics.median(bytes_per_second(hosts["w0"][0], hosts["s0"]) for _ in range(3))
         update_s = seconds_of_update()
         print(
@@ -146,7 +146,7 @@ def started(
     way: Way, hosts: dict[str, tuple[str, str]], steps: int, folder: Path
 ) -> "Iterator[subprocess.Popen[bytes]]":
     workers = [f"w{n}" for n in range(WORKERS)]
-    names = ["desk", *(f"s{n}" for n in range(way.servers)), *workers] if way.servers else workers
+    names = ["coordinator", *(f"s{n}" for n in range(way.servers)), *workers] if way.servers else workers
     (folder / "text.txt").write_text("waiting is computing, too. " * 4000, encoding="utf-8")
     command = [sys.executable, "-m", "motet", "train", str(job_file(folder)), *settings_of(way, steps)]
     for rank, name in enumerate(names):
@@ -237,7 +237,7 @@ def plan_bytes(way: Way) -> tuple[list[tuple[int, int, int, str]], int]:
     from parts.sleeping_model import SleepingModel
 
     from motet.train.job import load_job
-    from motet.train.parameter_server.coordinator_parameters import build_partition
+    from motet.train.parameter_server.parameter_partition import build_partition
 
     with tempfile.TemporaryDirectory() as folder:
         served = way if way.servers else Way("", 1)
@@ -266,13 +266,14 @@ def predict(way: Way, rate: float, update_s: float, steps: int) -> float:
     """Of the same steps, in which the same workers are slow."""
     if not way.servers:
         return ring(way, rate, steps)
-    from motet.parallel.parameter_server.protocol.messages import ConsistencyPolicy
-    from motet.parallel.parameter_server.server_settings import ParameterServerSettings, consistency_policy
-    from motet.parallel.parameter_server.step_time_simulation import (
+    from parts.parameter_server_simulation import (
         ParameterServerSimulation,
         ServerSimulationCosts,
         SimulatedParameterSlice,
     )
+
+    from motet.parallel.parameter_server.protocol.messages import ConsistencyPolicy
+    from motet.parallel.parameter_server.server_settings import ParameterServerSettings, consistency_policy
 
     pieces, _ = plan_bytes(way)
     loads = [SimulatedParameterSlice(push, pull, (server,), layer) for push, pull, layer, server in pieces]
@@ -322,6 +323,7 @@ def seconds_of_update() -> float:
 
     from motet.parallel.data_parallel.buckets import build_buckets
     from motet.parallel.parameter_server.process.parameter_store import ParameterPartition, ParameterStore, tensor_bytes
+    from motet.parallel.parameter_server.protocol.messages import UpdateScalars
     from motet.parallel.parameter_server.protocol.parameter_slices import ParameterSlice
     from motet.precision.recipe import RECIPES
     from motet.train.optimizer.optimizer_settings import OptimizerSettings
@@ -337,7 +339,7 @@ def seconds_of_update() -> float:
         shelf.add_push(0, share, bytearray(tensor_bytes(torch.randn(numel))))
         start = time.perf_counter()
         shelf.squared_norm(0, [share])
-        shelf.apply_update(0, [share], 1e-3, 1.0)
+        shelf.apply_update(0, [share], UpdateScalars(1e-3, 1.0, is_applied=True))
         times.append((time.perf_counter() - start) / (4 * numel))
     return statistics.median(times)
 

@@ -1,4 +1,4 @@
-"""The tables of docs/reference/server-protocol.md: the systems of tests/server/systems.py, explored."""
+"""The tables of docs/reference/server-protocol.md: the systems of tests/parallel/parameter_server/scenarios.py, explored."""
 
 import sys
 from collections.abc import Collection, Iterator
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pages import DOCS, ROOT, fill_blocks
 
 if TYPE_CHECKING:
-    from server.system import System
+    from parallel.parameter_server.scenario import Scenario
 
 PAGE = "reference/server-protocol.md"
 SYSTEMS_HEAD = """\
@@ -25,7 +25,7 @@ def measure(words: list[str]) -> tuple[str, bool]:
     Of the others the page keeps its rows. A broken promise ends the exploration with an AssertionError.
     """
     sys.path.insert(0, str(ROOT / "tests"))
-    from server.systems import LARGE, RULES, SMALL
+    from parallel.parameter_server.scenarios import LARGE, RULES, SMALL
 
     modes = [] if words == ["small"] else words or list(RULES)
     blocks = {
@@ -36,30 +36,30 @@ def measure(words: list[str]) -> tuple[str, bool]:
     return fill_blocks(PAGE, blocks), True
 
 
-def _rows(systems: "dict[str, System]", modes: Collection[str]) -> Iterator[str]:
+def _rows(systems: "dict[str, Scenario]", modes: Collection[str]) -> Iterator[str]:
     """A row for each system and mode: explored, or the page's own where the mode is not in `modes`."""
-    from server.explore import Found, explore
-    from server.systems import alike, row, rules_of, with_rule
+    from parallel.parameter_server.explorer import Exploration, explore
+    from parallel.parameter_server.scenarios import alike, modes_of, row, with_mode
 
     kept = {alike(line): line for line in (DOCS / PAGE).read_text(encoding="utf-8").splitlines()}
     for name, system in systems.items():
-        for mode in rules_of(system):
-            system_in_mode = with_rule(system, mode)
+        for mode in modes_of(system):
+            scenario_in_mode = with_mode(system, mode)
             if mode in modes:
-                yield row(name, system_in_mode, explore(system_in_mode))
+                yield row(name, scenario_in_mode, explore(scenario_in_mode))
                 print(f"{name}, {mode}", flush=True)
-            elif (same := alike(row(name, system_in_mode, Found()))) in kept:
+            elif (same := alike(row(name, scenario_in_mode, Exploration()))) in kept:
                 yield kept[same]
 
 
 def _mistakes() -> Iterator[str]:
-    from server.explore import Found, explore
-    from server.systems import WRONG, mistake_row
+    from parallel.parameter_server.explorer import Exploration, explore
+    from parallel.parameter_server.scenarios import MISTAKES, mistake_row
 
-    for name, mistake in WRONG.items():
-        states = Found()
+    for name, mistake in MISTAKES.items():
+        states = Exploration()
         try:
-            explore(mistake.system, found=states)
+            explore(mistake.scenario, result=states)
         except AssertionError:
             yield mistake_row(name, states)
         else:

@@ -198,7 +198,7 @@ def test_nobody_is_there_to_join(town: Town) -> None:
     joined = town.train(1, job, "--join", ADDRESS, "--ranks", "2")
     assert joined.wait(LIMIT_S) == 2
     said = town.output(1).read_text()
-    assert f"failed: cannot reach the desk at {ADDRESS} within 1 s; is the run there, with layout.server" in said
+    assert f"failed: cannot reach the coordinator at {ADDRESS} within 1 s; check that the run exists" in said
 
 
 @pytest.mark.parametrize("copies", [pytest.param(1, marks=pytest.mark.proof), 2])
@@ -213,7 +213,7 @@ def test_a_server_ends(town: Town, ranks: Ranks, copies: int) -> None:
     if copies == 2:
         town.more_steps(5)
         kill(first, 2)
-        assert "is given all by the other one" in town.said()
+        assert "and gets all slices from the other server" in town.said()
     assert first.wait(LIMIT_S) == 0, town.outputs()
     learns_on(town)
     assert len(town.steps()) == 240

@@ -19,9 +19,8 @@ from motet.parallel.process.launch_environment import RankEnvironment
 from motet.train.build import run_rank
 from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
-from motet.train.parameter_server.coordinator_parameters import build_partition
 from motet.train.parameter_server.coordinator_step import StepCompletionTracker
-from motet.train.parameter_server.process_roles import build_handshake
+from motet.train.parameter_server.parameter_partition import build_handshake, build_partition
 from motet.train.parameter_server.role_main import run_parameter_server_rank
 from ranks import Ranks
 from train.runs import saved_tensors, small_job
@@ -134,11 +133,11 @@ def test_what_modes_ask_for() -> None:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        (ParameterServerSettings(mode="first-k"), "layout.server.mode = 'first-k' needs to know how many"),
+        (ParameterServerSettings(mode="first-k"), "layout.server.mode = 'first-k' needs a number of work items"),
         (ParameterServerSettings(mode="bounded"), "layout.server.mode = 'bounded' needs a bound"),
         (
             ParameterServerSettings(mode="first-k", first_k=3),
-            "layout.server.first_k = 3 of 2 shares; set it to 2 at most",
+            "layout.server.first_k = 3 of 2 work items; set it to 2 at most",
         ),
         (ParameterServerSettings(copies=2), "layout.server.copies = 2, but there is 1 server"),
     ],
@@ -195,5 +194,5 @@ def test_a_worker_of_another_bound_does_not_belong(tmp_path: Path) -> None:
 def test_other_data_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     job = small_job(tmp_path, SERVED, "run.timeout_s=5")
     said = ranks.run_places(3, with_other_data, job, tmp_path / "run")
-    assert said[2].startswith("the data of w0 is not that of the desk")
-    assert "has heard nothing for 5 s" in said[0] and "has been without the desk for 5 s" in said[1]
+    assert said[2].startswith("the data of w0 is not that of the coordinator")
+    assert "has heard nothing for 5 s" in said[0] and "has been without the coordinator for 5 s" in said[1]

@@ -47,8 +47,8 @@ def read_rank_environment(environment: Mapping[str, str]) -> RankEnvironment | N
 
 
 def coordinator_address_file(rank_env: RankEnvironment) -> Path:
-    """Where the ranks of one supervisor find out where a parameter server's desk is: beside their store."""
-    return Path(f"{rank_env.rendezvous.removeprefix('file://')}.desk-{rank_env.attempt}")
+    """The file next to the store with the address of a parameter server's coordinator."""
+    return Path(f"{rank_env.rendezvous.removeprefix('file://')}.coordinator-{rank_env.attempt}")
 
 
 def threads_for(rank_env: RankEnvironment, setting: int | None) -> int:

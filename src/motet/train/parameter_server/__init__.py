@@ -1,1 +1,1 @@
-"""Runs with a parameter server: the desk, its servers and the workers, each a process of its own."""
+"""The processes of a run with a parameter server: coordinator, servers and workers."""

@@ -1,4 +1,4 @@
-"""Be what a rank is in a run with a parameter server."""
+"""Entry points of the ranks of a run with a parameter server."""
 
 import threading
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from motet.train.build import precision_context
 from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
 from motet.train.loop import RunProgress
-from motet.train.parameter_server.coordinator import CoordinatorRunContext, run_coordinator
+from motet.train.parameter_server.coordinator import run_coordinator
 from motet.train.parameter_server.process_roles import ParameterServerRole, assign_role, rank_env_among_workers
 from motet.train.parameter_server.server import run_server
 from motet.train.parameter_server.worker import run_worker
@@ -26,7 +26,7 @@ def run_parameter_server_rank(
 
 
 def run_late_worker(job: Job, rank_env: RankEnvironment, host: str, stop: StopFlag) -> None:
-    """Be a worker more of a run that goes on elsewhere; `host` tells its name from those of others."""
+    """Join a run as another worker. The host makes its name unique."""
     run_role(ParameterServerRole(job, rank_env, f"{host}/w{rank_env.rank}"), Path(), stop)
 
 
@@ -36,7 +36,7 @@ def run_role(
     torch.set_num_threads(threads_for(rank_env_among_workers(role), role.job.run.threads))
     with precision_context(role.job):
         if role.role_name == COORDINATOR:
-            return run_coordinator(role, CoordinatorRunContext(folder, stop, callbacks))
+            return run_coordinator(role, folder, stop, callbacks)
         if not role.is_worker:
             run_server(role, folder)
         elif role.colocated_server is None:
@@ -49,13 +49,13 @@ def run_role(
 def _run_worker_with_server(
     role: ParameterServerRole, server: ParameterServerRole, folder: Path, stop: StopFlag
 ) -> None:
-    """A worker with a server that is a thread beside it; whose failure is told is that of the server, if it has one."""
+    """Run a worker, and a server as a thread. An error of the server is raised first, as the cause of the other."""
 
     def run_server_thread() -> None:
         try:
             with precision_context(server.job):
                 run_server(server, folder)
-        except BaseException as error:  # noqa: BLE001  # told by the other thread
+        except BaseException as error:  # noqa: BLE001  # raised by the other thread
             role.sibling_errors.append(error)
 
     thread = threading.Thread(target=run_server_thread, daemon=True)

@@ -1,6 +1,6 @@
-"""A worker of a run: does share after share, and joins anew when it was out of reach for too long."""
+"""A worker of a run: computes work items, and joins again after an eviction."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
@@ -14,10 +14,11 @@ from motet.parallel.data_parallel.forward_prefetch import ParameterUsageTracker
 from motet.parallel.data_parallel.gradient_buffer import GradientBuffer
 from motet.parallel.layout import Layout
 from motet.parallel.parameter_server.process.parameter_store import ParameterPartition
-from motet.parallel.parameter_server.process.worker_client import ParameterServerClient, WorkerEvictedError
-from motet.parallel.parameter_server.protocol.messages import ParameterPlacement, WorkAssignment
+from motet.parallel.parameter_server.process.tcp_transport import EvictedError
+from motet.parallel.parameter_server.process.worker_client import ParameterServerClient
+from motet.parallel.parameter_server.protocol.messages import WorkAssignment, WorkItemReport
 from motet.parallel.parameter_server.protocol.worker_state_machine import WorkerStateMachine
-from motet.parallel.parameter_server.server_settings import assign_replicas, has_per_item_updates
+from motet.parallel.parameter_server.server_settings import has_per_item_updates
 from motet.parallel.process.process_group import pick_device
 from motet.parallel.reproducible.accurate_norm import squared_norm
 from motet.parallel.row_assignment import microbatches_of_rank
@@ -26,19 +27,17 @@ from motet.precision.recipe import RECIPES
 from motet.train.build import build_model
 from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
-from motet.train.parameter_server.coordinator_parameters import build_partition
-from motet.train.parameter_server.coordinator_step import WorkItemReport
+from motet.train.parameter_server.parameter_partition import build_handshake, build_partition, placement_at_start
 from motet.train.parameter_server.process_roles import (
     WORK_ITEMS_ENTRY,
     ParameterServerRole,
-    build_handshake,
     open_transport,
     rank_env_among_workers,
 )
 
 
 def run_worker(role: ParameterServerRole, stop: StopFlag) -> None:
-    """Until the end; who has joined may leave earlier."""
+    """Run until the end; a worker that joined late may leave earlier."""
     job = role.job
     device = pick_device(job.run.device, rank_env_among_workers(role))
     data, model = build_model(job, device)
@@ -62,21 +61,23 @@ def run_worker(role: ParameterServerRole, stop: StopFlag) -> None:
         named[m.name]: bucket_id for bucket_id, b in enumerate(partition.buckets) for m in b.members
     }
     parameter_usage = ParameterUsageTracker(model.module, bucket_ids, worker.wait_for_bucket)
-    placement = ParameterPlacement(
-        0, assign_replicas([slice_id.server_index for slice_id in partition.slices], job.layout.server)
-    )
-    timeouts_s = job.run.timeout_s, job.layout.server.eviction_timeout_s
+    placement = placement_at_start(partition, job)
     for attempt in count():
         name = f"{role.process_name}+{attempt}" if attempt else role.process_name
         with open_transport(role, name, handshake) as transport:
             client = ParameterServerClient(
-                WorkerStateMachine(name, placement), partition, flat_parameters, transport, timeouts_s
+                WorkerStateMachine(name, placement),
+                partition,
+                flat_parameters,
+                transport=transport,
+                timeout_s=job.run.timeout_s,
+                connect_timeout_s=job.layout.server.eviction_timeout_s,
             )
             client.sibling_errors = role.sibling_errors
             try:
                 worker.run(client, parameter_usage)
                 return
-            except WorkerEvictedError:
+            except EvictedError:
                 continue
             finally:
                 client.close()
@@ -90,10 +91,10 @@ class ParameterServerWorker:
     partition: ParameterPartition
     flat_parameters: FlatParameters
     stop: StopFlag
-    client: ParameterServerClient | None = None  # Another one when it joins anew
+    client: ParameterServerClient = field(init=False)  # A new one after each eviction
 
     def run(self, client: ParameterServerClient, parameter_usage: ParameterUsageTracker) -> None:
-        """Share after share, until the end."""
+        """Compute work items until the end."""
         self.client = client
         must_set_order = self.job.layout.server.send_order == "priority"
         layout: Layout | None = None
@@ -105,42 +106,35 @@ class ParameterServerWorker:
             if not parameter_usage.first_use_order:
                 for bucket_id in range(len(self.partition.buckets)):
                     client.wait_for_bucket(bucket_id)
-            if layout is None:  # the desk says how a step is cut
-                work_items_per_step = int(client.coordinator_handshake[WORK_ITEMS_ENTRY])
-                layout = self.job.layout_for(work_items_per_step)
+            if layout is None:
+                layout = self.job.layout_for(int(client.coordinator_handshake[WORK_ITEMS_ENTRY]))
             self._run_work_item(assignment, layout, parameter_usage)
 
     def wait_for_bucket(self, bucket_id: int) -> None:
-        assert self.client
         self.client.wait_for_bucket(bucket_id)
 
     def _run_work_item(
         self, assignment: WorkAssignment, layout: Layout, parameter_usage: ParameterUsageTracker
     ) -> None:
-        client = self.client
-        assert client
         step, index = divmod(assignment.work_item, layout.dp)
-        microbatch_rows = [
-            microbatch_share.rows
-            for microbatch_share in microbatches_of_rank(layout, index, self.job.data.batch_sequences)
-        ]
+        rows_by_microbatch = [m.rows for m in microbatches_of_rank(layout, index, self.job.data.batch_sequences)]
         gradients = self.flat_parameters.gradients
         gradients.begin_step()
         loss_sum, target_count, token_count = 0.0, 0.0, 0.0
         uses_per_item_updates = has_per_item_updates(self.job.layout.server)
-        for microbatch, rows in enumerate(microbatch_rows):
+        for microbatch, rows in enumerate(rows_by_microbatch):
             batch = self.data.batch(step, rows).to(self.flat_parameters.compute.device)
             target_count += batch.weights.sum(dtype=torch.float64).item()
             token_count += batch.tokens.numel()
             with self.model.randomness(step, batch.rows):
                 loss = self.model.loss_sum(batch)
             parameter_usage.finish_recording()
-            client.wait_for_all()
+            self.client.wait_for_all()
             loss_sum += loss.item()
-            is_last = microbatch == len(microbatch_rows) - 1
-            report = WorkItemReport(loss_sum, target_count, token_count, 0.0, float(min(client.pulled_versions)))
+            is_last = microbatch == len(rows_by_microbatch) - 1
+            report = WorkItemReport(loss_sum, target_count, token_count, 0.0, float(self.client.oldest_version))
             pushed_buckets: set[int] = set()
-            # The norm of a share that is an update by itself is told with its last bucket.
+            # The last bucket waits for the norm of the gradient, which is in the report.
             max_pushed = len(self.flat_parameters.buckets) - uses_per_item_updates
             gradients.on_bucket_ready = (
                 partial(self._push_bucket, report, pushed_buckets, max_pushed) if is_last else _ignore_bucket
@@ -151,17 +145,13 @@ class ParameterServerWorker:
         for bucket_id in buckets:
             gradients.zero_missing(bucket_id)
         if uses_per_item_updates:
-            report = report._replace(squared_norm=self._squared_norm())
+            flat_gradient = gradients.local_slice(slice(0, self.flat_parameters.buckets[-1].stop))
+            report = report._replace(squared_norm=squared_norm(flat_gradient))
         for bucket_id in buckets:
             if bucket_id not in pushed_buckets:
                 self._push_bucket(report, pushed_buckets, len(buckets), bucket_id)
 
-    def _squared_norm(self) -> float:
-        flat_gradient = self.flat_parameters.gradients.local_slice(slice(0, self.flat_parameters.buckets[-1].stop))
-        return squared_norm(flat_gradient)
-
     def _push_bucket(self, report: WorkItemReport, pushed_buckets: set[int], max_pushed: int, bucket_id: int) -> None:
-        assert self.client
         if len(pushed_buckets) >= max_pushed:
             return
         self.flat_parameters.gradients.zero_missing(bucket_id)
@@ -170,4 +160,4 @@ class ParameterServerWorker:
 
 
 def _ignore_bucket(bucket_id: int) -> None:
-    """Not yet."""
+    """Gradients of earlier micro-batches are accumulated."""

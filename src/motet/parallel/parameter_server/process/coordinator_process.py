@@ -1,14 +1,15 @@
-"""The desk at work: takes what comes to its post, gives up who is gone for too long, and tells of each update."""
+"""The coordinator's event loop: handles messages, evicts processes that stay unreachable, and admits new servers."""
 
 import queue
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from typing import NamedTuple
 
 from motet.core.errors import PeerFailedError
-from motet.parallel.parameter_server.process.server_process import POLL_INTERVAL_S
-from motet.parallel.parameter_server.process.tcp_transport import TcpTransport, TransportEvent
+from motet.parallel.parameter_server.process.tcp_transport import POLL_INTERVAL_S, TcpTransport, TransportEvent
 from motet.parallel.parameter_server.protocol.coordinator_state_machine import CoordinatorStateMachine
 from motet.parallel.parameter_server.protocol.messages import (
+    DecidedWorkItems,
     DecisionReplayRequest,
     EvictionNotice,
     GradientNormReply,
@@ -26,112 +27,115 @@ from motet.parallel.parameter_server.protocol.messages import (
     WorkItemCompleted,
 )
 
-REFETCH_INTERVAL_S = 0.05  # Before a server is asked again that has not come to the last update
-RECONNECT_GRACE_S = 3.0  # For whose connection was closed, as that of a process is that ends
+REFETCH_INTERVAL_S = 0.05  # Before the coordinator asks a server again that has not applied the last update
+RECONNECT_GRACE_S = 3.0  # After a connection was closed, as a process does that ends
+
+
+class _Disconnection(NamedTuple):
+    at_s: float
+    grace_s: float  # Afterwards the process is evicted, if others can replace it
+
+
+class _StoredVersion(NamedTuple):
+    version: int
+    decided: DecidedWorkItems
+
+
+class _InitialState(NamedTuple):
+    assignment: ParameterStateAssignment
+    sends_stored: bool  # Otherwise the server has the tensors in its snapshot
 
 
 class CoordinatorProcess:
-    """`tell` may be set to whoever wants to hear of processes that come and go."""
+    """Runs the state machine of a coordinator. Set `log_membership` to log processes that join, leave or are replaced.
+
+    `stored_slice_state` yields the tensors of a slice at the start of the run, later those of the last fetch.
+    """
 
     def __init__(
         self,
         state_machine: CoordinatorStateMachine,
         transport: TcpTransport,
-        timeouts_s: tuple[float, float],
         stored_slice_state: Callable[[int], memoryview],
+        *,
+        timeout_s: float,
+        eviction_timeout_s: float,
     ) -> None:
-        """Limits: without any news, and for whoever is out of reach. `stored` is what a piece begins with: it becomes
-        what is fetched."""
         self.state_machine = state_machine
         self.traffic_reports: dict[str, ServerTrafficReport] = {}
-        self.log_membership: Callable[[str], None] = _ignore_text
+        self.log_membership: Callable[[str], None] = _log_nothing
         self._transport = transport
-        self._timeout_s, self._eviction_timeout_s = timeouts_s
         self._stored_slice_state = stored_slice_state
-        # What `stored` is of: (updates, the shares in them).
-        self._stored_version = state_machine.first_logged_update, state_machine.decided
+        self._timeout_s, self._eviction_timeout_s = timeout_s, eviction_timeout_s
+        self._stored_version = _StoredVersion(state_machine.first_logged_update, state_machine.decided)
         self._addresses: dict[str, tuple[str, int]] = {}
-        # Whose connection is lost: since when, and whether it fell silent.
-        self._disconnected: dict[str, tuple[float, bool]] = {}
-        # What those that took the place of another were told, and whether with what is stored.
-        self._assigned_states: dict[str, list[tuple[ParameterStateAssignment, bool]]] = {}
+        self._disconnected: dict[str, _Disconnection] = {}
+        self._initial_states: dict[str, list[_InitialState]] = {}  # Of servers that replace another
         self._fetched_states: dict[int, bytearray] = {}
-        self._pending_fetches: set[int] = set()  # Pieces that were asked for
-        self._ever_connected: set[str] = set()  # Who was ever connected
-        self._stale_slices: set[int] = set()  # Those of which something older came
-        self._initialized_servers: set[str] = set()  # Servers that know what all their pieces are
+        self._pending_fetches: set[int] = set()
+        self._stale_slices: set[int] = set()  # Fetched at an older version than the last
+        self._ever_connected: set[str] = set()
+        self._initialized_servers: set[str] = set()
         self._is_closing = False
         self._has_sent_shutdown = False
 
     def run(self, is_done: Callable[[], bool], activity: str) -> None:
-        """Do what comes until it is so."""
+        """Handle events until the condition holds."""
         last_message_s = time.monotonic()
         while not is_done():
             try:
                 event = self._transport.inbox.get(timeout=REFETCH_INTERVAL_S if self._stale_slices else POLL_INTERVAL_S)
-                last_message_s = (
-                    last_message_s
-                    if isinstance(event.message, ParameterStateReply) and self._stale_slices
-                    else time.monotonic()
-                )
-                self._send(self._handle(event))
+                if not (isinstance(event.message, ParameterStateReply) and self._stale_slices):
+                    last_message_s = time.monotonic()
+                self._transport.send_all(self._handle(event))
             except queue.Empty:
-                self._refetch_stale()
+                stale_slices, self._stale_slices = self._stale_slices, set()
+                self._request_slice_states(stale_slices & self._pending_fetches)
             self._evict_unreachable()
             if is_done():
                 return
             if time.monotonic() - last_message_s > self._timeout_s:
                 raise PeerFailedError(
-                    f"the parameter server's desk has heard nothing for {self._timeout_s:g} s, {activity}"
+                    f"the parameter server's coordinator has heard nothing for {self._timeout_s:g} s, {activity}"
                 )
 
-    def extend_to_step(self, step_limit: int) -> None:
-        self._send(self.state_machine.extend_to_step(step_limit))
+    def extend_to_step(self, step_limit: int, ends_at_step_limit: bool = False) -> None:
+        self._transport.send_all(self.state_machine.extend_to_step(step_limit, ends_at_step_limit))
 
     def close(self, expected_processes: Collection[str]) -> None:
-        """Tell everybody that this is the end, and wait until they have gone; who is late, for a while."""
-        self._wait_until(
-            lambda: self._ever_connected >= set(expected_processes) - self.state_machine.lost_processes,
+        """Tell all processes that the run has ended, and wait until they have left."""
+        state_machine, transport = self.state_machine, self._transport
+        self._run_until(
+            lambda: self._ever_connected >= set(expected_processes) - state_machine.lost_processes,
             self._eviction_timeout_s,
         )
         self._is_closing = True
-        self._send(
-            self.state_machine.extend_to_step(
-                self.state_machine.policy.step_of(self.state_machine.decided.floor), ends_at_step_limit=True
-            )
-        )
-        self._wait_until(
-            lambda: set(self._transport.connected_peers) <= set(self.state_machine.servers), self._timeout_s
-        )
+        self.extend_to_step(state_machine.policy.step_of(state_machine.decided.floor), ends_at_step_limit=True)
+        self._run_until(lambda: set(transport.connected_peers) <= set(state_machine.servers), self._timeout_s)
         self._has_sent_shutdown = True
-        for server in self.state_machine.servers:
-            self._transport.send(server, ServerShutdown(self.state_machine.update_count))
-        self._wait_until(lambda: not self._transport.connected_peers, self._timeout_s)
+        transport.send_all([(server, ServerShutdown(state_machine.update_count)) for server in state_machine.servers])
+        self._run_until(lambda: not transport.connected_peers, self._timeout_s)
 
-    def _wait_until(self, is_done: Callable[[], bool], timeout_s: float) -> None:
-        """Until it is so, or for so long: all is done and saved, whoever does not go."""
+    def _run_until(self, is_done: Callable[[], bool], timeout_s: float) -> None:
+        """Handle events until the condition holds or time is up; all is saved, so a process that stays does not matter."""
         deadline_s = time.monotonic() + timeout_s
         self.run(lambda: is_done() or time.monotonic() > deadline_s, "waiting for all to end")
 
     def fetch_slice_states(self) -> dict[int, bytearray]:
-        """What the servers have of all pieces, while nothing is underway."""
+        """The state of all slices on the servers, while nothing is in flight."""
         assert self.state_machine.is_quiescent
         self._fetched_states.clear()
         self._pending_fetches = set(range(len(self.state_machine.placement.replicas)))
-        self._request_slice_states()
+        self._request_slice_states(self._pending_fetches)
         self.run(lambda: not self._pending_fetches, "waiting for the parameters of the servers")
         slice_states, self._fetched_states = self._fetched_states, {}
-        self._stored_version = self.state_machine.update_count, self.state_machine.decided
+        self._stored_version = _StoredVersion(self.state_machine.update_count, self.state_machine.decided)
         return slice_states
 
-    def _refetch_stale(self) -> None:
-        stale_slices, self._stale_slices = self._stale_slices, set()
-        self._request_slice_states(stale_slices & self._pending_fetches)
-
-    def _request_slice_states(self, slice_ids: Collection[int] | None = None) -> None:
-        for slice_id in sorted(self._pending_fetches if slice_ids is None else slice_ids):
-            for server in self.state_machine.placement.replicas[slice_id].servers[:1]:
-                self._transport.send(server, ParameterStateRequest(slice_id))
+    def _request_slice_states(self, slice_ids: Iterable[int]) -> None:
+        for slice_id in sorted(slice_ids):
+            for primary in self.state_machine.placement.replicas[slice_id].servers[:1]:
+                self._transport.send(primary, ParameterStateRequest(slice_id))
 
     def _handle(self, event: TransportEvent) -> OutgoingMessages:
         message, sender = event.message, event.sender
@@ -145,32 +149,30 @@ class CoordinatorProcess:
                 if is_initialized:
                     self._initialized_servers.add(server)
                 else:
-                    self._assign_slice_states(server)
-                self._request_slice_states()
+                    self._send_initial_states(server)
+                self._request_slice_states(self._pending_fetches)
                 return self._address_book_messages()
             case ServerTakeoverOffer():
                 return self._admit_server(message)
-            case ParameterStateReply(slice_id, version):
-                if version < self.state_machine.update_count:  # the server has not come to the last one
-                    self._stale_slices.add(slice_id)
-                    return []
+            case ParameterStateReply(slice_id, version) if version < self.state_machine.update_count:
+                self._stale_slices.add(slice_id)
+            case ParameterStateReply(slice_id):
                 self._fetched_states[slice_id] = event.payload
                 self._pending_fetches.discard(slice_id)
-                return []
             case ServerTrafficReport():
                 self.traffic_reports[sender] = message
-                return []
             case WorkerJoined() | WorkItemCompleted() | GradientNormReply() | DecisionReplayRequest():
                 return self.state_machine.handle(message)
         return []
 
-    # --- who comes and goes ------------------------------------------------------------------------
+    # --- membership ----------------------------------------------------------------------------------
 
     def _handle_connection_change(self, event: TransportEvent) -> OutgoingMessages:
-        """A connection that was made or lost."""
         peer = event.sender
         if not event.is_connected:
-            self._disconnected[peer] = time.monotonic(), event.has_timed_out
+            timeout_s = self._eviction_timeout_s
+            grace_s = timeout_s / 2 if event.has_timed_out else min(RECONNECT_GRACE_S, timeout_s)
+            self._disconnected[peer] = _Disconnection(time.monotonic(), grace_s)
             return []
         self._disconnected.pop(peer, None)
         if peer not in self._ever_connected:
@@ -182,31 +184,29 @@ class CoordinatorProcess:
         return [(peer, self._address_book())]
 
     def _evict_unreachable(self) -> None:
-        """Whoever others can replace, and was gone for too long."""
-        for name, (lost_at_s, has_timed_out) in list(self._disconnected.items()):
-            disconnected_s = time.monotonic() - lost_at_s
+        """Evict processes that others can replace, after their grace period."""
+        for name, (at_s, grace_s) in list(self._disconnected.items()):
+            disconnected_s = time.monotonic() - at_s
             if name in self._transport.connected_peers or name in self.state_machine.lost_processes:
                 del self._disconnected[name]
-            elif disconnected_s > self._eviction_timeout_s / 2 * has_timed_out + min(
-                RECONNECT_GRACE_S, self._eviction_timeout_s
-            ) * (not has_timed_out) and (self.state_machine.is_replaceable(name, self._initialized_servers)):
+            elif disconnected_s > grace_s and self.state_machine.is_replaceable(name, self._initialized_servers):
                 del self._disconnected[name]
                 self._evict(name)
             elif disconnected_s > self._timeout_s:
                 raise PeerFailedError(
-                    f"server {name} has been gone for {self._timeout_s:g} s, and nobody else has its part"
+                    f"server {name} has been gone for {self._timeout_s:g} s, and no other server has its slices"
                 )
 
     def _evict(self, name: str) -> None:
         if not self._is_closing:
-            same_kind = self.state_machine.servers if name in self.state_machine.servers else self.state_machine.workers
-            remaining = len([other for other in same_kind if other != name])
-            kind = "server" if same_kind is self.state_machine.servers else "worker"
+            is_server = name in self.state_machine.servers
+            peers = self.state_machine.servers if is_server else self.state_machine.workers
+            kind, remaining = "server" if is_server else "worker", len(set(peers) - {name})
             self.log_membership(f"{kind} {name} is gone; {remaining} {kind}{'s' * (remaining != 1)} left")
         self._forget_process(name)
-        self._send(self.state_machine.handle(ProcessLost(name)))
-        self._send([(name, EvictionNotice(name)), *self._address_book_messages()])
-        self._request_slice_states()
+        self._transport.send_all(self.state_machine.handle(ProcessLost(name)))
+        self._transport.send_all([(name, EvictionNotice(name)), *self._address_book_messages()])
+        self._request_slice_states(self._pending_fetches)
 
     def _forget_process(self, name: str) -> None:
         self._addresses.pop(name, None)
@@ -215,68 +215,58 @@ class CoordinatorProcess:
             self.traffic_reports[name] = self.traffic_reports[name]._replace(queued_bytes=0)
 
     def _admit_server(self, offer: ServerTakeoverOffer) -> OutgoingMessages:
-        """What its snapshot lacks, the desk has of the last time when it looked at the parameters."""
+        """Replace a lost server. Slices that its snapshot does not have are sent as of the last fetch."""
         name, replaced_server, snapshot = offer
-        if name in self.state_machine.servers or name in self.state_machine.lost_processes:
+        state_machine = self.state_machine
+        if name in state_machine.servers or name in state_machine.lost_processes:
             return []
-        for other in list(self.state_machine.servers):
-            if _role_of(other) == _role_of(name):  # the one before it may have ended before it had offered anything
+        for other in state_machine.servers:
+            if _role_of(other) == _role_of(name):  # its predecessor may have ended before it offered anything
                 replaced_server = other
-        for other in self._uninitialized_replicas_of(
-            replaced_server
-        ):  # they have nothing to go on with, and come again
+        for other in self._uninitialized_replicas_of(replaced_server):  # they cannot continue, and join again
             self._evict(other)
-        versions = dict.fromkeys(range(len(self.state_machine.placement.replicas)), 0) | dict(snapshot)
-        offer = offer._replace(replaced_server=replaced_server)
         self._forget_process(replaced_server)
-        outgoing = self.state_machine.handle(offer._replace(snapshot_versions=tuple(sorted(versions.items()))))
-        assigned_states = [
-            message for to, message in outgoing if to == name and isinstance(message, ParameterStateAssignment)
-        ]
-        snapshot_slices = {slice_id for slice_id, _ in snapshot}
-        self._assigned_states[name] = [
-            (assigned_state, assigned_state.slice_id not in snapshot_slices) for assigned_state in assigned_states
-        ]
-        self._log_takeover(offer, assigned_states)
-        self._send([(to, message) for to, message in outgoing if not isinstance(message, ParameterStateAssignment)])
-        self._assign_slice_states(name)
-        self._request_slice_states()
-        return [
-            *self._address_book_messages(),
-            *([(name, ServerShutdown(self.state_machine.update_count))] if self._has_sent_shutdown else []),
-        ]
+        versions = dict.fromkeys(range(len(state_machine.placement.replicas)), 0) | dict(snapshot)
+        outgoing = state_machine.handle(ServerTakeoverOffer(name, replaced_server, tuple(sorted(versions.items()))))
+        assigned = [m for to, m in outgoing if to == name and isinstance(m, ParameterStateAssignment)]
+        self._initial_states[name] = [_InitialState(state, state.slice_id not in dict(snapshot)) for state in assigned]
+        self._log_takeover(name, replaced_server, [dict(snapshot).get(state.slice_id, -1) for state in assigned])
+        self._transport.send_all([(to, m) for to, m in outgoing if not isinstance(m, ParameterStateAssignment)])
+        self._send_initial_states(name)
+        self._request_slice_states(self._pending_fetches)
+        shutdown = [(name, ServerShutdown(state_machine.update_count))] if self._has_sent_shutdown else []
+        return [*self._address_book_messages(), *shutdown]
 
     def _uninitialized_replicas_of(self, server: str) -> list[str]:
-        replica_sets = [
-            replicas.servers for replicas in self.state_machine.placement.replicas if server in replicas.servers
-        ]
-        neighbors = {other for pair in replica_sets for other in pair} - {server, *self._initialized_servers}
+        replica_sets = [r.servers for r in self.state_machine.placement.replicas if server in r.servers]
+        neighbors = {other for servers in replica_sets for other in servers} - {server, *self._initialized_servers}
         return [other for other in self.state_machine.servers if other in neighbors]
 
-    def _log_takeover(self, offer: ServerTakeoverOffer, assigned_states: list[ParameterStateAssignment]) -> None:
-        origin, versions = "and is given all by the other one", dict(offer.snapshot_versions)
-        if assigned_states:
-            oldest_version = min(versions.get(assigned_state.slice_id, -1) for assigned_state in assigned_states)
-            origin = "with what the desk had of it last"
-            if oldest_version >= 0:
-                origin = f"from its snapshot; the last {self.state_machine.update_count - oldest_version} updates of it are lost"
-                if oldest_version == self.state_machine.update_count:
-                    origin = "from its snapshot after the last update"
-        self.log_membership(f"server {offer.server} takes the place of {offer.replaced_server}, {origin}")
+    def _log_takeover(self, server: str, replaced_server: str, snapshot_versions: list[int]) -> None:
+        """Log where the new server's slices come from; a version of -1 is not in its snapshot."""
+        lost_updates = self.state_machine.update_count - min(snapshot_versions, default=0)
+        if not snapshot_versions:
+            origin = "and gets all slices from the other server"
+        elif min(snapshot_versions) < 0:
+            origin = "with the parameters that the coordinator fetched last"
+        elif lost_updates:
+            origin = f"from its snapshot; the last {lost_updates} updates of it are lost"
+        else:
+            origin = "from its snapshot after the last update"
+        self.log_membership(f"server {server} takes the place of {replaced_server}, {origin}")
 
-    def _assign_slice_states(self, server: str) -> None:
-        """Tell it what its pieces are, again if that was lost."""
-        server_slices = [
-            slice_id
-            for slice_id, replicas in enumerate(self.state_machine.placement.replicas)
-            if server in replicas.servers
-        ]
-        for assigned_state, sends_stored in self._assigned_states.get(
-            server, [(ParameterStateAssignment(piece, *self._stored_version), True) for piece in server_slices]
-        ):
-            self._transport.send(
-                server, assigned_state, self._stored_slice_state(assigned_state.slice_id) if sends_stored else None
-            )
+    def _send_initial_states(self, server: str) -> None:
+        """Tell a server the state of its slices, again if that was lost."""
+        initial_states = self._initial_states.get(server)
+        if initial_states is None:
+            initial_states = [
+                _InitialState(ParameterStateAssignment(slice_id, *self._stored_version), sends_stored=True)
+                for slice_id, replicas in enumerate(self.state_machine.placement.replicas)
+                if server in replicas.servers
+            ]
+        for state, sends_stored in initial_states:
+            payload = self._stored_slice_state(state.slice_id) if sends_stored else None
+            self._transport.send(server, state, payload)
 
     def _address_book_messages(self) -> OutgoingMessages:
         return [(peer, self._address_book()) for peer in self._transport.connected_peers]
@@ -284,15 +274,11 @@ class CoordinatorProcess:
     def _address_book(self) -> ServerAddressBook:
         return ServerAddressBook(tuple((name, host, port) for name, (host, port) in sorted(self._addresses.items())))
 
-    def _send(self, outgoing: OutgoingMessages) -> None:
-        for to, message in outgoing:
-            self._transport.send(to, message)
-
 
 def _role_of(server: str) -> str:
-    """What it has in common with those whose place it takes."""
+    """`s0.1+2` -> `s0`."""
     return server.partition(".")[0].partition("+")[0]
 
 
-def _ignore_text(text: str) -> None:
-    """Nobody wants to hear."""
+def _log_nothing(text: str) -> None:
+    pass

@@ -1,27 +1,28 @@
-"""The tensors of a server: masters and moments of its pieces, what was pushed of their gradients, and what is pulled.
+"""The tensors of a server: master parameters and moments of its slices, pushed gradients, and published parameters.
 
-What is pulled is never written to again: an update makes a new tensor, so that a value that is being sent is of one
-version.
+Published parameters are never written to: an update makes a new tensor, so a reply that is being sent has one version.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from io import BytesIO
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from motet.parallel.data_parallel.buckets import Bucket
+from motet.parallel.parameter_server.compression_settings import NO_COMPRESSION, PushPullCompression
+from motet.parallel.parameter_server.process.delay_compensation import DelayCompensator
 from motet.parallel.parameter_server.process.push_pull_compression import (
     ERROR_FEEDBACK_ENTRY,
     PUBLISHED_VALUE_ENTRY,
-    PushPullCompressor,
     decompress_gradient,
+    make_compressor,
 )
+from motet.parallel.parameter_server.protocol.messages import UpdateScalars
 from motet.parallel.parameter_server.protocol.parameter_slices import ParameterSlice
-from motet.parallel.parameter_server.server_settings import NO_COMPRESSION, PushPullCompression
 from motet.parallel.reproducible.accurate_norm import squared_norm
 from motet.precision.recipe import PrecisionRecipe
 
@@ -30,14 +31,14 @@ OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class ParameterPartition:
-    """What all processes know of the parameters."""
+    """How the parameters are cut and updated; the same in all processes."""
 
     buckets: tuple[Bucket, ...]
     slices: tuple[ParameterSlice, ...]
     recipe: PrecisionRecipe
-    optimizer_groups: tuple[tuple[float, float], ...]  # Of the optimizer: (scale of the learning rate, weight decay)
+    optimizer_groups: tuple[tuple[float, float], ...]  # (scale of the learning rate, weight decay)
     compression: PushPullCompression = NO_COMPRESSION
-    delay_compensation: float = 0.0  # Of delays: how much of what has become of the parameters since
+    delay_compensation: float = 0.0
 
     @property
     def gradient_dtype(self) -> torch.dtype:
@@ -49,41 +50,36 @@ class ParameterPartition:
 
     @cached_property
     def _slice_ids_by_bucket(self) -> dict[int, list[int]]:
-        """Asked for again and again in every step."""
-        slice_ids_by_bucket: dict[int, list[int]] = {}
+        slice_ids: dict[int, list[int]] = {}
         for slice_id, parameter_slice in enumerate(self.slices):
-            slice_ids_by_bucket.setdefault(parameter_slice.bucket_id, []).append(slice_id)
-        return slice_ids_by_bucket
+            slice_ids.setdefault(parameter_slice.bucket_id, []).append(slice_id)
+        return slice_ids
+
+
+class _GradientSum(NamedTuple):
+    work_items: tuple[int, ...]
+    total: Tensor
 
 
 @dataclass
 class _ParameterSliceTensors:
-    """Of one piece."""
-
     master: Tensor
     optimizer: torch.optim.Optimizer
-    optimizer_slices: list[tuple[slice, nn.Parameter]]  # (where in the piece, what is updated as one)
-    published_value: Tensor  # What is pulled: parameters, or a message about them
-    pushes: dict[int, bytearray] = field(default_factory=dict)  # By share, as it came
-    # By worker, the parameters of its last pull, where delays are compensated for.
-    pulled_by_worker: dict[str, Tensor] = field(default_factory=dict)
-    # By share, the parameters that it was computed with.
-    parameters_at_pull: dict[int, Tensor] = field(default_factory=dict)
-    summed_gradient: tuple[tuple[int, ...], Tensor] | None = None  # The sum over these shares
+    optimizer_slices: list[tuple[slice, nn.Parameter]]  # (range in the slice, view of the master parameters)
+    published_value: Tensor  # What workers pull: parameters, or a compressed message
+    compensator: DelayCompensator | None
+    pushes: dict[int, bytearray] = field(default_factory=dict)  # By work item, as received
+    gradient_sum: _GradientSum | None = None
 
 
 class ParameterStore:
-    """All begins with zeros, until it is loaded."""
+    """The slices of one server. A slice is zero until it is loaded."""
 
     def __init__(self, partition: ParameterPartition, make_optimizer: OptimizerFactory) -> None:
         self._partition = partition
         self._make_optimizer = make_optimizer
         self._tensors_by_slice: dict[int, _ParameterSliceTensors] = {}
-        self._compressor = (
-            PushPullCompressor(partition.compression.pull_codec, partition.compression)
-            if partition.compression.pull_codec
-            else None
-        )
+        self._compressor = make_compressor(partition.compression.pull_codec, partition.compression)
 
     def _tensors_of(self, slice_id: int) -> _ParameterSliceTensors:
         if slice_id not in self._tensors_by_slice:
@@ -91,19 +87,19 @@ class ParameterStore:
         return self._tensors_by_slice[slice_id]
 
     def _create_tensors(self, slice_id: int) -> _ParameterSliceTensors:
-        parameter_slice = self._partition.slices[slice_id]
-        master = torch.zeros(parameter_slice.numel, dtype=getattr(torch, self._partition.recipe.master))
-        group_ranges = self._partition.buckets[parameter_slice.bucket_id].group_slices(parameter_slice.flat_range)
-        optimizer_slices, groups = [], []
-        for group, flat_range in group_ranges:
-            slice_range = slice(
-                flat_range.start - parameter_slice.flat_range.start, flat_range.stop - parameter_slice.flat_range.start
-            )
-            scale, weight_decay = self._partition.optimizer_groups[group]
-            optimizer_slices.append((slice_range, nn.Parameter(master[slice_range], requires_grad=False)))
-            groups.append({"params": [optimizer_slices[-1][1]], "weight_decay": weight_decay, "scale": scale})
+        partition, parameter_slice = self._partition, self._partition.slices[slice_id]
+        master = torch.zeros(parameter_slice.numel, dtype=getattr(torch, partition.recipe.master))
+        optimizer_slices, groups, start = [], [], parameter_slice.flat_range.start
+        for group, flat in partition.buckets[parameter_slice.bucket_id].group_slices(parameter_slice.flat_range):
+            slice_range = slice(flat.start - start, flat.stop - start)
+            parameter = nn.Parameter(master[slice_range], requires_grad=False)
+            scale, weight_decay = partition.optimizer_groups[group]
+            optimizer_slices.append((slice_range, parameter))
+            groups.append({"params": [parameter], "weight_decay": weight_decay, "scale": scale})
+        compensator = DelayCompensator(partition.delay_compensation) if partition.delay_compensation else None
+        published_value = self._encode_value(slice_id, master)
         return _ParameterSliceTensors(
-            master, self._make_optimizer(groups), optimizer_slices, self._encode_value(slice_id, master)
+            master, self._make_optimizer(groups), optimizer_slices, published_value, compensator
         )
 
     def _encode_value(self, slice_id: int, master: Tensor) -> Tensor:
@@ -114,98 +110,87 @@ class ParameterStore:
     def add_push(self, slice_id: int, work_item: int, gradient: bytearray, worker: str = "") -> None:
         tensors = self._tensors_of(slice_id)
         tensors.pushes.setdefault(work_item, gradient)
-        if worker in tensors.pulled_by_worker:
-            tensors.parameters_at_pull.setdefault(work_item, tensors.pulled_by_worker.pop(worker))
+        if tensors.compensator:
+            tensors.compensator.on_push(worker, work_item)
 
     def push_of(self, slice_id: int, work_item: int) -> memoryview:
         return memoryview(self._tensors_of(slice_id).pushes[work_item])
 
     def discard_pushes_except(self, slice_id: int, work_items: Collection[int]) -> None:
         tensors = self._tensors_of(slice_id)
-        tensors.pushes = {
-            work_item: gradient for work_item, gradient in tensors.pushes.items() if work_item in work_items
-        }
-        tensors.parameters_at_pull = {
-            share: parameters for share, parameters in tensors.parameters_at_pull.items() if share in work_items
-        }
+        tensors.pushes = {item: gradient for item, gradient in tensors.pushes.items() if item in work_items}
+        if tensors.compensator:
+            tensors.compensator.discard_except(work_items)
 
     def squared_norm(self, slice_id: int, work_items: Sequence[int]) -> float:
-        """Of the norm of a sum."""
+        """The squared norm of the summed gradient."""
         return squared_norm(self._sum_pushes(slice_id, work_items))
 
-    def apply_update(self, slice_id: int, work_items: Sequence[int], learning_rate: float, factor: float) -> None:
-        """One update with the sum of these gradients times the factor."""
+    def apply_update(self, slice_id: int, work_items: Sequence[int], scalars: UpdateScalars) -> None:
+        """Step the optimizer with the sum of these gradients times the factor."""
         tensors, total = self._tensors_of(slice_id), self._sum_pushes(slice_id, work_items)
-        total.mul_(factor)
-        if self._partition.delay_compensation and work_items[0] in tensors.parameters_at_pull:
-            drift = tensors.master - tensors.parameters_at_pull[work_items[0]]
-            total.add_(self._partition.delay_compensation * total.square() * drift)
+        total.mul_(scalars.gradient_factor)
+        if tensors.compensator:
+            tensors.compensator.correct(total, work_items[0], tensors.master)
         for group in tensors.optimizer.param_groups:
-            group["lr"] = learning_rate * group["scale"]
+            group["lr"] = scalars.learning_rate * group["scale"]
         for slice_range, parameter in tensors.optimizer_slices:
             parameter.grad = total[slice_range]
         tensors.optimizer.step()
         for _, parameter in tensors.optimizer_slices:
             parameter.grad = None
-        tensors.summed_gradient = None
+        tensors.gradient_sum = None
         tensors.published_value = self._encode_value(slice_id, tensors.master)
 
     def value_for_worker(self, slice_id: int, worker: str = "") -> memoryview:
-        """For this worker."""
         tensors = self._tensors_of(slice_id)
-        if self._partition.delay_compensation:
-            tensors.pulled_by_worker[worker] = tensors.master.clone()
+        if tensors.compensator:
+            tensors.compensator.on_pull(worker, tensors.master)
         return tensor_bytes(tensors.published_value)
 
     def _sum_pushes(self, slice_id: int, work_items: Sequence[int]) -> Tensor:
-        """In the order of the shares, whatever order they came in."""
+        """The sum in the order of the work items, in whatever order they arrived."""
         tensors = self._tensors_of(slice_id)
-        if tensors.summed_gradient is None or tensors.summed_gradient[0] != tuple(work_items):
+        if tensors.gradient_sum is None or tensors.gradient_sum.work_items != tuple(work_items):
             like = torch.empty(tensors.master.shape, dtype=self._partition.gradient_dtype, device="meta")
-            compression = self._partition.compression
             first, *others = (
-                decompress_gradient(compression, tensors.pushes[work_item], slice_id, work_item, like)
+                decompress_gradient(self._partition.compression, tensors.pushes[work_item], slice_id, work_item, like)
                 for work_item in work_items
             )
             total = first.to(tensors.master.dtype, copy=True)
             for other in others:
                 total.add_(other)
-            tensors.summed_gradient = tuple(work_items), total
-        return tensors.summed_gradient[1]
+            tensors.gradient_sum = _GradientSum(tuple(work_items), total)
+        return tensors.gradient_sum.total
 
-    # --- what a second server, a checkpoint and a snapshot are given --------------------------------
+    # --- state for a second server, a checkpoint or a snapshot ---------------------------------------
 
     def slice_state(self, slice_id: int) -> dict[str, Tensor]:
-        """Masters and moments of the whole piece, and counts."""
+        """Master parameters, moments and step counts of a slice."""
         tensors = self._tensors_of(slice_id)
         moments = [tensors.optimizer.state[parameter] for _, parameter in tensors.optimizer_slices]
-        state = {"master": tensors.master}
-        for kind, value in moments[0].items():
-            if isinstance(value, Tensor):
-                state[kind] = value if value.ndim == 0 else torch.cat([moment[kind] for moment in moments])
-        return state
+        return {"master": tensors.master} | {
+            kind: value if value.ndim == 0 else torch.cat([moment[kind] for moment in moments])
+            for kind, value in moments[0].items()
+            if isinstance(value, Tensor)
+        }
 
     def full_slice_state(self, slice_id: int) -> dict[str, Tensor]:
-        """And what is published, with what that has lost."""
+        """`slice_state`, with the published value and its compression error."""
+        state = self.slice_state(slice_id)
         if self._compressor is None:
-            return self.slice_state(slice_id)
-        return (
-            self.slice_state(slice_id)
-            | {PUBLISHED_VALUE_ENTRY: self._tensors_of(slice_id).published_value}
-            | self._compressor.error_feedback_state(slice_id)
-        )
+            return state
+        published = {PUBLISHED_VALUE_ENTRY: self._tensors_of(slice_id).published_value}
+        return state | published | self._compressor.error_feedback_state(slice_id)
 
     def load_slice_state(self, slice_id: int, state: Mapping[str, Tensor]) -> None:
-        """A state, or all of it."""
+        """Load a `slice_state` or a `full_slice_state`."""
         tensors = self._tensors_of(slice_id)
         tensors.master.copy_(state["master"])
-        for kind, value in state.items():
-            for slice_range, parameter in (
-                tensors.optimizer_slices if kind not in ("master", PUBLISHED_VALUE_ENTRY, ERROR_FEEDBACK_ENTRY) else ()
-            ):
-                tensors.optimizer.state[parameter][kind] = (
-                    value.clone() if value.ndim == 0 else value[slice_range].clone()
-                )
+        for kind in [k for k in state if k not in ("master", PUBLISHED_VALUE_ENTRY, ERROR_FEEDBACK_ENTRY)]:
+            for slice_range, parameter in tensors.optimizer_slices:
+                value = state[kind] if state[kind].ndim == 0 else state[kind][slice_range]
+                tensors.optimizer.state[parameter][kind] = value.clone()
         if self._compressor is not None and PUBLISHED_VALUE_ENTRY in state:
             tensors.published_value = state[PUBLISHED_VALUE_ENTRY].clone()
             if ERROR_FEEDBACK_ENTRY in state:
@@ -226,5 +211,5 @@ def deserialize_tensors(content: bytes | bytearray) -> dict[str, Tensor]:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """Of a contiguous tensor on the CPU, which stays alive as long as this does."""
+    """The memory of a contiguous CPU tensor, which stays alive as long as this view."""
     return tensor.detach().view(torch.uint8).numpy().data

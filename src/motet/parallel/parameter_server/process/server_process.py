@@ -1,4 +1,4 @@
-"""A server at work: takes what comes to its post, and does what its keeper says."""
+"""A server's event loop: handles messages with the state machine, and executes what that decides on tensors."""
 
 import queue
 import time
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from motet.core.errors import InputError, PeerFailedError
+from motet.core.errors import PeerFailedError
 from motet.parallel.parameter_server.process.parameter_store import (
     ParameterStore,
     deserialize_tensors,
@@ -15,13 +15,11 @@ from motet.parallel.parameter_server.process.parameter_store import (
     tensor_bytes,
 )
 from motet.parallel.parameter_server.process.server_snapshots import ServerSnapshots
-from motet.parallel.parameter_server.process.tcp_transport import TcpTransport
+from motet.parallel.parameter_server.process.tcp_transport import POLL_INTERVAL_S, TcpTransport, TransportEvent
 from motet.parallel.parameter_server.protocol.messages import (
     COORDINATOR,
     ApplyUpdate,
     BackupPush,
-    ConnectionRejected,
-    EvictionNotice,
     GradientNormReply,
     GradientPush,
     Message,
@@ -32,190 +30,163 @@ from motet.parallel.parameter_server.protocol.messages import (
     ParameterStateRequest,
     ParameterStateTransfer,
     ServerAddress,
-    ServerAddressBook,
     ServerShutdown,
     ServerTakeoverOffer,
     ServerTrafficReport,
 )
 from motet.parallel.parameter_server.protocol.server_state_machine import ServerStateMachine
 
-PUSH_PREFIX = "given/"
-POLL_INTERVAL_S = 0.5  # How often it is looked whether there is an end
-TRAFFIC_REPORT_INTERVAL_S = 0.05  # How often the desk is told of traffic, at most
+PUSH_PREFIX = "push/"
+TRAFFIC_REPORT_INTERVAL_S = 0.05
 
 
 class ParameterServerProcess:
+    """Runs the state machine of a server, until the run ends or an error is raised, such as `EvictedError`."""
+
     def __init__(
         self,
         state_machine: ServerStateMachine,
         store: ParameterStore,
         transport: TcpTransport,
+        *,
         timeout_s: float,
         snapshots: ServerSnapshots | None = None,
     ) -> None:
-        """It goes on without a desk for `limit_s`."""
+        self.has_ended = False
         self._state_machine = state_machine
         self._store = store
         self._transport = transport
+        self._timeout_s = timeout_s  # Without a coordinator
         self._snapshots = snapshots
         self._takeover_offer: ServerTakeoverOffer | None = None
-        self.has_ended = False
-        self.is_evicted = False  # The desk has another one for its part
-        self._timeout_s = timeout_s
-        self._coordinator_lost_at_s: float | None = time.monotonic()  # When it was connected last; None while it is
+        self._coordinator_lost_at_s: float | None = time.monotonic()  # None while it is connected
         self._last_traffic_report_s = 0.0
-        self._known_servers: set[str] = set()
 
     def offer_takeover(self, replaced_server: str) -> None:
-        """Of another one, with what is known from its snapshots."""
+        """Load the snapshots, and offer to replace a lost server."""
         snapshots = self._snapshots.load_all() if self._snapshots else {}
         for slice_id, (_, tensors) in snapshots.items():
             self._store.load_slice_state(slice_id, tensors)
-        versions = tuple(sorted((piece, version) for piece, (version, _) in snapshots.items()))
+        versions = tuple(sorted((slice_id, version) for slice_id, (version, _) in snapshots.items()))
         self._takeover_offer = ServerTakeoverOffer(self._state_machine.name, replaced_server, versions)
 
     @torch.no_grad()
     def run(self) -> None:
-        while not self.has_ended and not self.is_evicted:
+        while not self.has_ended:
             try:
                 event = self._transport.inbox.get(timeout=POLL_INTERVAL_S)
             except queue.Empty:
-                self._check_coordinator()
+                lost_at_s = self._coordinator_lost_at_s
+                if lost_at_s is not None and time.monotonic() - lost_at_s > self._timeout_s:
+                    raise PeerFailedError(
+                        f"server {self._state_machine.name} has been without the coordinator for {self._timeout_s:g} s"
+                    ) from None
                 continue
-            if event.message is None:
-                self._execute_all(self._handle_connection_change(event.sender, event.is_connected))
-            else:
-                was_initialized = self._is_initialized
-                self._execute_all(self._handle(event.sender, event.message, event.payload))
-                if self._is_initialized and not was_initialized:
-                    self._transport.send(
-                        COORDINATOR,
-                        ServerAddress(self._state_machine.name, *self._transport.address, is_initialized=True),
-                    )
+            was_initialized = self._is_initialized
+            self._execute_all(self._handle(event))
+            if self._is_initialized and not was_initialized:
+                self._transport.send(COORDINATOR, self._server_address())
 
-    def _check_coordinator(self) -> None:
-        if self._coordinator_lost_at_s is not None and time.monotonic() - self._coordinator_lost_at_s > self._timeout_s:
-            raise PeerFailedError(
-                f"server {self._state_machine.name} has been without the desk for {self._timeout_s:g} s"
-            )
-
-    def _handle(self, sender: str, message: Message, payload: bytearray) -> OutgoingMessages:
+    def _handle(self, event: TransportEvent) -> OutgoingMessages:
+        message, state_machine = event.message, self._state_machine
+        if message is None:
+            return self._handle_connection_change(event)
+        if self._transport.handle_membership(message, lambda name: name > state_machine.name):
+            return []
         match message:
-            case ServerAddressBook():
-                self._known_servers = self._transport.follow_address_book(
-                    message, self._known_servers, lambda name: name > self._state_machine.name
-                )
-                return []
-            case ConnectionRejected(reason):
-                raise InputError(reason)
-            case EvictionNotice():
-                self.is_evicted = True
-                return []
             case ServerShutdown():
                 self.has_ended = True
+                return []
+            case ParameterStateRequest(slice_id):
+                reply = ParameterStateReply(slice_id, state_machine.slice_states[slice_id].version)
+                self._transport.send(event.sender, reply, serialize_tensors(self._store.slice_state(slice_id)))
                 return []
             case (
                 GradientPush(slice_id=slice_id, work_item=work_item)
                 | BackupPush(slice_id=slice_id, work_item=work_item)
             ):
-                previous_state = self._state_machine.slice_states.get(slice_id)
-                is_known = previous_state is not None and work_item in previous_state.pending_work_items
-                outgoing = self._state_machine.handle(message)
-                slice_state = self._state_machine.slice_states.get(slice_id)
-                if not is_known and slice_state is not None and work_item in slice_state.pending_work_items:
-                    self._store.add_push(slice_id, work_item, payload, sender)
+                was_pending = self._is_pending(slice_id, work_item)
+                outgoing = state_machine.handle(message)
+                if not was_pending and self._is_pending(slice_id, work_item):
+                    self._store.add_push(slice_id, work_item, event.payload, event.sender)
                 return outgoing
-            case ParameterStateRequest(slice_id):
-                stored = ParameterStateReply(slice_id, self._state_machine.slice_states[slice_id].version)
-                self._transport.send(sender, stored, serialize_tensors(self._store.slice_state(slice_id)))
-                return []
-            case ParameterStateAssignment(slice_id=slice_id) | ParameterStateTransfer(slice_id=slice_id) if (
-                payload and not self._state_machine.is_slice_initialized(slice_id)
-            ):
-                self._load_slice_state(message, deserialize_tensors(payload))
-        return self._state_machine.handle(message)
+            case ParameterStateAssignment(slice_id=slice_id) | ParameterStateTransfer(slice_id=slice_id):
+                if event.payload and not state_machine.is_slice_initialized(slice_id):
+                    self._load_slice_state(slice_id, deserialize_tensors(event.payload))
+        return state_machine.handle(message)
+
+    def _handle_connection_change(self, event: TransportEvent) -> OutgoingMessages:
+        outgoing: OutgoingMessages = []
+        if event.sender == COORDINATOR:
+            self._coordinator_lost_at_s = None if event.is_connected else time.monotonic()
+            outgoing.append((COORDINATOR, self._server_address()))
+            if self._takeover_offer:
+                outgoing.append((COORDINATOR, self._takeover_offer))
+        return outgoing + self._state_machine.messages_on_connect(event.sender) if event.is_connected else []
+
+    def _is_pending(self, slice_id: int, work_item: int) -> bool:
+        slice_state = self._state_machine.slice_states.get(slice_id)
+        return slice_state is not None and work_item in slice_state.pending_work_items
 
     @property
     def _is_initialized(self) -> bool:
         slice_states = self._state_machine.slice_states.values()
-        return bool(slice_states) and all(each.is_initialized for each in slice_states)
+        return bool(slice_states) and all(state.is_initialized for state in slice_states)
 
-    def _load_slice_state(
-        self, assigned: ParameterStateAssignment | ParameterStateTransfer, tensors: dict[str, Tensor]
-    ) -> None:
-        pushes = {
-            int(name.removeprefix(PUSH_PREFIX)): tensors.pop(name)
-            for name in list(tensors)
-            if name.startswith(PUSH_PREFIX)
-        }
-        self._store.load_slice_state(assigned.slice_id, tensors)
-        for work_item, gradient in pushes.items():
-            self._store.add_push(assigned.slice_id, work_item, bytearray(tensor_bytes(gradient)))
+    def _server_address(self) -> ServerAddress:
+        return ServerAddress(self._state_machine.name, *self._transport.address, self._is_initialized)
 
-    def _encoded_slice_state(self, slice_id: int, work_items: Iterable[int] = ()) -> memoryview:
-        """What is known of a piece, with what was pushed for these shares."""
+    def _load_slice_state(self, slice_id: int, tensors: dict[str, Tensor]) -> None:
+        pushes = {name: tensors.pop(name) for name in list(tensors) if name.startswith(PUSH_PREFIX)}
+        self._store.load_slice_state(slice_id, tensors)
+        for name, gradient in pushes.items():
+            self._store.add_push(slice_id, int(name.removeprefix(PUSH_PREFIX)), bytearray(tensor_bytes(gradient)))
+
+    def _encoded_slice_state(self, slice_id: int, work_items: Iterable[int]) -> memoryview:
+        """The state of a slice, with the pushes of these work items."""
         pushes = {
             f"{PUSH_PREFIX}{work_item}": torch.frombuffer(self._store.push_of(slice_id, work_item), dtype=torch.uint8)
             for work_item in work_items
         }
         return serialize_tensors(self._store.full_slice_state(slice_id) | pushes)
 
-    def _handle_connection_change(self, peer: str, is_connected: bool) -> OutgoingMessages:
-        if peer == COORDINATOR:
-            self._coordinator_lost_at_s = None if is_connected else time.monotonic()
-        if not is_connected:
-            return []
-        messages: OutgoingMessages = []
-        if peer == COORDINATOR:
-            messages.append(
-                (COORDINATOR, ServerAddress(self._state_machine.name, *self._transport.address, self._is_initialized))
-            )
-            if self._takeover_offer:
-                messages.append((COORDINATOR, self._takeover_offer))
-        return messages + self._state_machine.messages_on_connect(peer)
-
     def _execute_all(self, outgoing: OutgoingMessages) -> None:
         for to, message in outgoing:
             self._execute(to, message)
         for slice_id in {message.slice_id for _, message in outgoing if isinstance(message, ApplyUpdate)}:
-            slice_state = self._state_machine.slice_states[slice_id]
-            self._store.discard_pushes_except(
-                slice_id, slice_state.pending_work_items | slice_state.pushes_awaiting_backup.keys()
-            )
-            if self._snapshots and slice_state.version % self._snapshots.interval_updates == 0:
-                self._snapshots.save(slice_id, slice_state.version, self._store.full_slice_state(slice_id))
+            state = self._state_machine.slice_states[slice_id]
+            self._store.discard_pushes_except(slice_id, state.pending_work_items | state.pushes_awaiting_backup.keys())
+            if self._snapshots and state.version % self._snapshots.interval_updates == 0:
+                self._snapshots.save(slice_id, state.version, self._store.full_slice_state(slice_id))
         if time.monotonic() - self._last_traffic_report_s > TRAFFIC_REPORT_INTERVAL_S:
             self._last_traffic_report_s = time.monotonic()
             self._transport.send(COORDINATOR, self._traffic_report())
 
     def _traffic_report(self) -> ServerTrafficReport:
-        peer_traffic = [
-            (peer, traffic) for peer, traffic in list(self._transport.traffic.items()) if peer != COORDINATOR
-        ]
+        traffic = {peer: traffic for peer, traffic in list(self._transport.traffic.items()) if peer != COORDINATOR}
         return ServerTrafficReport(
-            sum(traffic.sent_bytes for _, traffic in peer_traffic),
-            sum(traffic.received_bytes for _, traffic in peer_traffic),
-            sum(self._transport.queued_bytes(peer) for peer, _ in peer_traffic),
+            sum(peer_traffic.sent_bytes for peer_traffic in traffic.values()),
+            sum(peer_traffic.received_bytes for peer_traffic in traffic.values()),
+            sum(map(self._transport.queued_bytes, traffic)),
         )
 
     def _execute(self, to: str, message: Message) -> None:
-        store = self._store
+        """Apply an update, or send a message with its payload."""
+        payload: memoryview | None = None
+        priority = -1
         match message:
-            case ApplyUpdate(slice_id, (_, work_items, _, scalars)):
-                learning_rate, factor, applied = scalars
-                if applied:
-                    store.apply_update(slice_id, work_items, learning_rate, factor)
+            case ApplyUpdate(slice_id, decision):
+                if decision.scalars.is_applied:
+                    self._store.apply_update(slice_id, decision.work_items, decision.scalars)
+                return
             case GradientNormReply(attempt, slice_id):
-                norm_request = self._state_machine.norm_request
-                assert norm_request is not None
-                self._transport.send(
-                    to, GradientNormReply(attempt, slice_id, store.squared_norm(slice_id, norm_request.work_items))
-                )
+                assert self._state_machine.norm_request is not None
+                squared_norm = self._store.squared_norm(slice_id, self._state_machine.norm_request.work_items)
+                message = GradientNormReply(attempt, slice_id, squared_norm)
             case ParameterPullReply(_, slice_id, _, priority):
-                self._transport.send(to, message, store.value_for_worker(slice_id, to), priority)
+                payload = self._store.value_for_worker(slice_id, to)
             case BackupPush(_, slice_id, work_item):
-                self._transport.send(to, message, store.push_of(slice_id, work_item))
+                payload = self._store.push_of(slice_id, work_item)
             case ParameterStateTransfer(slice_id, _, _, pending_work_items):
-                self._transport.send(to, message, self._encoded_slice_state(slice_id, pending_work_items))
-            case _:
-                self._transport.send(to, message)
+                payload = self._encoded_slice_state(slice_id, pending_work_items)
+        self._transport.send(to, message, payload, priority)

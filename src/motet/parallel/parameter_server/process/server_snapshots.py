@@ -1,4 +1,4 @@
-"""What a server has of its pieces, kept on disk in the background for whoever takes its place."""
+"""Snapshots of a server's slices on disk, written in the background for the process that replaces it."""
 
 import contextlib
 import threading
@@ -13,7 +13,7 @@ from motet.parallel.parameter_server.process.parameter_store import deserialize_
 
 
 class ServerSnapshots:
-    """The newest of each piece; what is not written yet when a newer one comes is left out."""
+    """The newest snapshot of each slice; a newer one replaces one that is not yet written."""
 
     def __init__(self, folder: Path, interval_updates: int) -> None:
         self.interval_updates = interval_updates
@@ -27,10 +27,10 @@ class ServerSnapshots:
         self._thread.start()
 
     def save(self, slice_id: int, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """They are copied before this returns."""
+        """Copy the tensors, and write them later."""
         if self._write_error:
             raise CheckpointSaveError(
-                f"cannot keep a snapshot in {self._folder}: {self._write_error.strerror}; free some space"
+                f"cannot write a snapshot to {self._folder}: {self._write_error.strerror}; free some space"
             )
         copies = {name: tensor.clone() for name, tensor in tensors.items()}
         with self._changed:
@@ -38,7 +38,7 @@ class ServerSnapshots:
             self._changed.notify()
 
     def load_all(self) -> dict[int, tuple[int, dict[str, Tensor]]]:
-        """Piece -> (version, what it was)."""
+        """The version and the tensors of each slice on disk."""
         snapshots = {}
         for path in self._folder.glob("*.pt"):
             tensors = deserialize_tensors(path.read_bytes())
@@ -46,7 +46,7 @@ class ServerSnapshots:
         return snapshots
 
     def close(self) -> None:
-        """What is pending is written."""
+        """Write what is pending, and end."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -55,7 +55,7 @@ class ServerSnapshots:
     def clear(self) -> None:
         for path in self._folder.glob("*.pt"):
             path.unlink()
-        with contextlib.suppress(OSError):  # another server has something there
+        with contextlib.suppress(OSError):  # another server has files there
             for folder in (self._folder, *list(self._folder.parents)[:2]):
                 folder.rmdir()
 

@@ -1,7 +1,7 @@
-"""Connections between the processes of a parameter server, over TCP.
+"""TCP connections between the named processes of a parameter server.
 
-Each has a name. What is more urgent overtakes what is underway: long payloads leave in parts. A connection that is lost
-is made again by whoever made it first; what was underway is gone then, and both sides are told, so that they ask again.
+Long payloads are sent in frames, so that urgent messages overtake them. Whoever made a connection makes it again when
+it is lost. Messages in flight are lost then; both sides get an event, and send again what the other may have missed.
 """
 
 import contextlib
@@ -11,24 +11,27 @@ import json
 import queue
 import socket
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 from uuid import uuid4
 
-from motet.core.errors import PeerFailedError
+from motet.core.errors import InputError, PeerFailedError
 from motet.parallel.parameter_server.protocol.message_framing import (
     FRAME_HEADER,
     MAX_FRAME_BYTES,
-    MAX_MESSAGE_BYTES,
-    MESSAGE_FRAME,
+    PAYLOAD_FRAME,
+    Frame,
     MessageFrameReader,
-    MessageFrameWriter,
+    cut_into_frames,
 )
 from motet.parallel.parameter_server.protocol.messages import (
     ConnectionRejected,
     EvictionNotice,
     Message,
+    OutgoingMessages,
     ServerAddressBook,
 )
 
@@ -36,53 +39,58 @@ HEARTBEAT_FRAME = 2
 HANDSHAKE_FRAME = 3
 HEARTBEATS_PER_TIMEOUT = 4
 RECONNECT_INTERVAL_S = 0.2
-CONNECT_TIMEOUT_S = 3.0  # A connection that is not there by then is tried anew: the kernel tries ever less often
-TCP_NOTSENT_LOWAT = 25  # Of Linux: how much may wait in the kernel, where nothing can overtake it
+CONNECT_TIMEOUT_S = 3.0  # Then motet tries again: the kernel's retries become ever less frequent
+POLL_INTERVAL_S = 0.5  # How often a process that waits for events looks whether it should end
+TCP_NOTSENT_LOWAT = 25  # Linux: bytes that may wait in the kernel, where nothing can overtake them
+
+
+class EvictedError(PeerFailedError):
+    """Others have taken over the work of this process; it may join again."""
 
 
 class TransportEvent(NamedTuple):
-    """What came. Without a message, a connection was made or lost."""
+    """A message, or, without one, a connection that was made or lost."""
 
     sender: str
     message: Message | None
     payload: bytearray = bytearray()
     is_connected: bool = True
-    # It was lost because nothing came any more. Otherwise the other side closed it, as a process does that ends.
-    has_timed_out: bool = False
+    has_timed_out: bool = False  # Otherwise the other side closed the connection, as a process does that ends
 
 
 @dataclass
 class PeerTraffic:
-    """Bytes, with heads."""
+    """Bytes, with headers."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
 
 
 class TcpTransport:
-    """The connections of one process. `inbox` has what comes."""
+    """The connections of one process. Events arrive in `inbox`."""
 
     def __init__(
         self, name: str, handshake: Mapping[str, str], timeout_s: float, host: str | None = None, port: int = 0
     ) -> None:
-        """With a host, others can connect. Silence for `limit_s` is a loss.
+        """With a host, others can connect. A connection that is silent for `timeout_s` is lost.
 
-        What is in `same` here and there must be the same; whoever connects nevertheless has a `Refused` delivered.
+        Entries that both handshakes have must be equal; else the side that connects gets a `ConnectionRejected`.
         """
         self.name = name
         self.handshake = handshake
         self.inbox: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
         self.traffic: dict[str, PeerTraffic] = {}
-        self.peer_handshakes: dict[str, Mapping[str, str]] = {}  # What others have said that must be the same, and more
+        self.peer_handshakes: dict[str, Mapping[str, str]] = {}
         self._instance_id = uuid4().hex
         self._peer_instance_ids: dict[str, str] = {}
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._connections: dict[str, _TcpConnection] = {}
-        self.peer_addresses: dict[str, tuple[str, int]] = {}  # To whom we want to be connected, and where that is
+        self.peer_addresses: dict[str, tuple[str, int]] = {}  # Peers to stay connected to
+        self._listed_peers: set[str] = set()  # Of the last address book
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._listener = _create_listener(host, port) if host is not None else None
+        self._listener = _listen(host, port) if host is not None else None
         if self._listener:
             self._start_thread(self._accept)
 
@@ -93,24 +101,30 @@ class TcpTransport:
         return host, port
 
     def connect(self, peer: str, address: tuple[str, int]) -> None:
-        """Be connected to it from now on, as often as it takes; `forget` ends that."""
+        """Stay connected to the peer until `disconnect`."""
         with self._lock:
             if peer in self.peer_addresses:
                 return
             self.peer_addresses[peer] = address
         self._start_thread(self._keep_connected, peer, address)
 
-    def follow_address_book(
-        self, book: ServerAddressBook, known_peers: Collection[str], should_connect: Callable[[str], bool]
-    ) -> set[str]:
-        """Be connected to those in the book that are ours to connect to, and forget who is not in it any more."""
-        listed_peers = {name for name, _, _ in book.entries}
-        for peer in set(known_peers) - listed_peers:
-            self.disconnect(peer)
-        for name, host, port in book.entries:
-            if should_connect(name):
-                self.connect(name, (host, port))
-        return listed_peers
+    def handle_membership(self, message: Message, should_connect: Callable[[str], bool]) -> bool:
+        """Follow the address book, and raise if this process is rejected or evicted; False for other messages."""
+        match message:
+            case ServerAddressBook(entries):
+                addresses = {name: (host, port) for name, host, port in entries}
+                for peer in self._listed_peers - addresses.keys():
+                    self.disconnect(peer)
+                for peer in filter(should_connect, addresses):
+                    self.connect(peer, addresses[peer])
+                self._listed_peers = set(addresses)
+            case ConnectionRejected(reason):
+                raise InputError(reason)
+            case EvictionNotice():
+                raise EvictedError(f"{self.name} was out of reach for too long")
+            case _:
+                return False
+        return True
 
     def disconnect(self, peer: str) -> None:
         with self._lock:
@@ -120,20 +134,22 @@ class TcpTransport:
             connection.close()
 
     def send(self, peer: str, message: Message, payload: memoryview | None = None, priority: int = -1) -> None:
-        """Less is sooner. A payload must stay as it is until it has been sent. Nothing is done without a connection."""
+        """Send to a connected peer, the lowest priority first. The payload must stay unchanged until it has been sent."""
         with self._lock:
             connection = self._connections.get(peer)
         if connection:
             connection.enqueue(message, payload, priority)
 
+    def send_all(self, outgoing: OutgoingMessages) -> None:
+        for peer, message in outgoing:
+            self.send(peer, message)
+
     @property
     def connected_peers(self) -> list[str]:
-        """With whom there is a connection."""
         with self._lock:
             return list(self._connections)
 
     def queued_bytes(self, peer: str) -> int:
-        """Bytes that have not left."""
         with self._lock:
             connection = self._connections.get(peer)
         return connection.queued_bytes if connection else 0
@@ -142,14 +158,14 @@ class TcpTransport:
         self._closed.set()
         if self._listener:
             with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)  # wakes whoever waits for connections
+                self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
             self._listener.close()
         with self._lock:
             connections = list(self._connections.values())
-            self._connections.clear()  # nobody is told: it is we who leave
+            self._connections.clear()  # so that no event tells of a loss
         for connection in connections:
             connection.close()
-        # Those that are left when Python ends are ended while they free tensors, which ends the process with an abort.
+        # A thread that frees tensors while Python ends would abort the process.
         with self._lock:
             threads = list(self._threads)
         for thread in threads:
@@ -180,7 +196,6 @@ class TcpTransport:
             self._closed.wait(RECONNECT_INTERVAL_S)
 
     def _run_connection(self, tcp_socket: socket.socket, expected: str | None = None) -> None:
-        """Until it is lost."""
         _set_socket_options(tcp_socket, self._timeout_s)
         try:
             handshake = json.dumps([self.name, dict(self.handshake), self._instance_id]).encode()
@@ -212,26 +227,23 @@ class TcpTransport:
             connection.close()
 
     def _receive_handshake(self, tcp_socket: socket.socket, expected: str | None) -> str:
-        """The name of the other side, if it belongs to us."""
+        """The name of the other side, if it belongs to the same run."""
         _, kind, length = FRAME_HEADER.unpack(_receive_exactly(tcp_socket, FRAME_HEADER.size))
         if kind != HANDSHAKE_FRAME or length > MAX_FRAME_BYTES:
-            raise PeerFailedError("the other side is no process of a parameter server")
+            raise PeerFailedError("the other side is not a process of a parameter server")
         try:
             name, peer_handshake, instance_id = json.loads(_receive_exactly(tcp_socket, length))
-            mismatches = sorted(
-                mismatch
-                for mismatch in peer_handshake.keys() & self.handshake.keys()
-                if peer_handshake[mismatch] != self.handshake[mismatch]
-            )
+            shared_keys = peer_handshake.keys() & self.handshake.keys()
+            mismatches = sorted(key for key in shared_keys if peer_handshake[key] != self.handshake[key])
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise PeerFailedError("the other side is no process of a parameter server") from error
+            raise PeerFailedError("the other side is not a process of a parameter server") from error
         if expected not in (None, name):
             raise PeerFailedError(f"{name} is not {expected}")
         if mismatches:
-            what = mismatches[0]
+            key = mismatches[0]
             reason = (
-                f"the {what} of {self.name} is not that of the {name} ({self.handshake[what]} here, {peer_handshake[what]} there); "
-                "give every machine the same job and the same files"
+                f"the {key} of {self.name} is not that of the {name} ({self.handshake[key]} here, "
+                f"{peer_handshake[key]} there); give every machine the same job and the same files"
             )
             if expected:
                 self.inbox.put(TransportEvent(expected, ConnectionRejected(reason)))
@@ -243,41 +255,32 @@ class TcpTransport:
         return str(name)
 
     def _receive_all(self, peer: str, connection: "_TcpConnection") -> bool:
-        """Until it is lost; whether it had fallen silent."""
-        reader = MessageFrameReader()
+        """Receive until the connection is lost; returns whether it had fallen silent."""
+        reader, tcp_socket = MessageFrameReader(), connection.tcp_socket
+        receive_into = partial(_receive_into, tcp_socket)
         try:
             while True:
-                message_id, kind, length = FRAME_HEADER.unpack(
-                    _receive_exactly(connection.tcp_socket, FRAME_HEADER.size)
-                )
+                message_id, kind, length = FRAME_HEADER.unpack(_receive_exactly(tcp_socket, FRAME_HEADER.size))
                 connection.traffic.received_bytes += FRAME_HEADER.size + length
                 if kind == HEARTBEAT_FRAME:
                     continue
-                if kind == MESSAGE_FRAME:
-                    if length > MAX_MESSAGE_BYTES:
-                        return False
-                    complete_message = reader.start_message(message_id, _receive_exactly(connection.tcp_socket, length))
-                else:
-                    _receive_into(connection.tcp_socket, reader.payload_buffer(message_id, length))
-                    complete_message = reader.finish_frame(message_id, length)
-                if complete_message:
-                    self.inbox.put(TransportEvent(peer, *complete_message))
-        except (ConnectionError, PeerFailedError):
-            return connection.has_timed_out
-        except OSError as error:
+                received = reader.read(message_id, kind, length, receive_into=receive_into)
+                if received:
+                    self.inbox.put(TransportEvent(peer, *received))
+        except (OSError, PeerFailedError) as error:
             return connection.has_timed_out or isinstance(error, TimeoutError)
 
 
 @dataclass
 class _TcpConnection:
-    """One connection, as its sender sees it."""
+    """The sending side of one connection."""
 
     tcp_socket: socket.socket
     heartbeat_interval_s: float
     traffic: PeerTraffic
     queued_bytes: int = 0
-    has_timed_out: bool = False  # The other side does not take anything more
-    _send_heap: list[tuple[int, int, MessageFrameWriter]] = field(default_factory=list)
+    has_timed_out: bool = False  # The other side does not receive any more
+    _send_heap: list[tuple[int, int, deque[Frame]]] = field(default_factory=list)
     _message_ids: "itertools.count[int]" = field(default_factory=itertools.count)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _closed: bool = False
@@ -285,37 +288,35 @@ class _TcpConnection:
     def enqueue(self, message: Message, payload: memoryview | None, priority: int) -> None:
         with self._changed:
             message_id = next(self._message_ids)
-            writer = MessageFrameWriter(message_id % 2**32, message, payload)
-            self.queued_bytes += writer.payload_bytes
-            heapq.heappush(self._send_heap, (priority, message_id, writer))
+            self.queued_bytes += payload.nbytes if payload is not None else 0
+            frames = cut_into_frames(message_id % 2**32, message, payload)
+            heapq.heappush(self._send_heap, (priority, message_id, frames))
             self._changed.notify()
 
     def send_all(self) -> None:
-        """Until the connection is lost."""
         try:
             while (frame := self._next_frame()) is not None:
                 _send_frame(self.tcp_socket, frame)
-                self.traffic.sent_bytes += sum(len(slice_id) for slice_id in frame)
+                self.traffic.sent_bytes += len(frame.header) + len(frame.body)
         except OSError as error:
             self.has_timed_out = isinstance(error, TimeoutError)
             self.close()
 
-    def _next_frame(self) -> tuple[bytes, memoryview | bytes] | None:
-        """The most urgent part; a sign of life when there is none for a while; None at the end."""
+    def _next_frame(self) -> Frame | None:
+        """The most urgent frame, or a heartbeat if nothing was sent for a while; None at the end."""
         with self._changed:
             if not self._send_heap and not self._closed:
                 self._changed.wait(self.heartbeat_interval_s)
             if self._closed:
                 return None
             if not self._send_heap:
-                return FRAME_HEADER.pack(0, HEARTBEAT_FRAME, 0), b""
-            writer = self._send_heap[0][2]
-            frame = writer.next_frame()
-            assert frame is not None
-            if writer.is_done:
+                return Frame(FRAME_HEADER.pack(0, HEARTBEAT_FRAME, 0), b"")
+            frames = self._send_heap[0][2]
+            frame = frames.popleft()
+            if not frames:
                 heapq.heappop(self._send_heap)
-            if FRAME_HEADER.unpack(frame[0])[1] != MESSAGE_FRAME:
-                self.queued_bytes -= len(frame[1])
+            if FRAME_HEADER.unpack(frame.header)[1] == PAYLOAD_FRAME:
+                self.queued_bytes -= len(frame.body)
             return frame
 
     def close(self) -> None:
@@ -327,7 +328,7 @@ class _TcpConnection:
         self.tcp_socket.close()
 
 
-def _create_listener(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
@@ -338,17 +339,12 @@ def _set_socket_options(tcp_socket: socket.socket, timeout_s: float) -> None:
     tcp_socket.settimeout(timeout_s)
 
 
-def _send_frame(tcp_socket: socket.socket, frame: tuple[bytes, memoryview | bytes]) -> None:
+def _send_frame(tcp_socket: socket.socket, frame: Frame) -> None:
     header, body = frame
-    if not len(body):
-        tcp_socket.sendall(header)
-        return
     sent_bytes = tcp_socket.sendmsg([header, body])
     if sent_bytes < len(header):
         tcp_socket.sendall(header[sent_bytes:])
-        sent_bytes = len(header)
-    if sent_bytes < len(header) + len(body):
-        tcp_socket.sendall(memoryview(body)[sent_bytes - len(header) :])
+    tcp_socket.sendall(memoryview(body)[max(0, sent_bytes - len(header)) :])
 
 
 def _receive_exactly(tcp_socket: socket.socket, count: int) -> bytes:

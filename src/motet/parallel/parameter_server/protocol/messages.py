@@ -1,38 +1,37 @@
-"""The protocol of the parameter server: what its three state machines say to each other. Neither tensors nor sockets.
+"""The messages of the parameter server's protocol, without tensors and sockets.
 
-The work of a step is cut into shares, numbered on over the steps. A worker asks the desk for one, pulls the pieces of
-the parameters from their servers, and pushes what its gradient is of each. A server keeps a push until the desk decides
-which shares make an update, and in what order updates come; so all servers do the same updates, and a second server
-that has the same pushes and decisions has the same bits. Whatever arrives twice does nothing the second time: a push is
-known by its piece and share.
+The work of a step is cut into work items, numbered on over the steps. A worker asks the coordinator for one, pulls the
+parameter slices from their servers, and pushes its gradient of each. A server keeps a push until the coordinator
+decides which work items make an update, and in which order updates come. So all servers apply the same updates, and a
+second server with the same pushes and decisions has the same bits. Messages are idempotent: slice and work item
+identify a push, so a duplicate changes nothing.
 
-    worker                   desk                      servers
-      Joined, Done  ---------->
-      Ticket  <----------------                           (a share)
-      Pull  ------------------------------------------->
-      Value  <------------------------------------------  once its version is recent enough
-      Push  ------------------------------------------->  Copy, Copied where a piece has a second server
-      Ack  <--------------------------------------------
-                                 Close  ---------------->  (which shares a step has)
-                                 Norm  <-----------------
-                                 Decide  --------------->  (the update)
+    worker                              coordinator                      servers
+      WorkerJoined, WorkItemCompleted  ---->
+      WorkAssignment  <---------------------
+      ParameterPull  ------------------------------------------------------>
+      ParameterPullReply  <-------------------------------------------------  once the version is recent enough
+      GradientPush  ------------------------------------------------------->  BackupPush, BackupPushAck with 2 copies
+      GradientPushAck  <----------------------------------------------------
+                                            GradientNormRequest  ---------->  (the work items of the update)
+                                            GradientNormReply  <------------
+                                            UpdateDecision  --------------->
 """
 
 from functools import lru_cache
 from typing import NamedTuple
 
-COORDINATOR = "desk"
-NO_MORE_WORK = -1  # The share of a ticket that says that there is nothing more to do
-OpaqueScalars = tuple[float, ...]  # What the protocol only carries
+COORDINATOR = "coordinator"
+NO_MORE_WORK = -1  # The work item of the last assignment
 
 
 class ConsistencyPolicy(NamedTuple):
-    """What a mode asks for."""
+    """Which work items make an update, and how old the parameters of a work item may be."""
 
-    work_items_per_step: int  # That a step is cut into
+    work_items_per_step: int
     steps: int
-    quorum: int  # So many shares close a step; what comes later is dropped. With `alone` each is an update of its own.
-    # A share of step t is computed with all of the steps before t - ahead; None: with whatever is there.
+    quorum: int  # Work items that complete a step; later ones are dropped. Ignored with per-item updates.
+    # The parameters of step t have all steps before t - max_staleness; None: no bound.
     max_staleness: int | None
     has_per_item_updates: bool = False
 
@@ -40,29 +39,48 @@ class ConsistencyPolicy(NamedTuple):
         return work_item // self.work_items_per_step
 
     def required_work_items(self, work_item: int) -> int:
-        """So many shares, the first of the run, must be in the parameters that this one is computed with."""
-        return (
-            0
-            if self.max_staleness is None
-            else max(0, self.step_of(work_item) - self.max_staleness) * self.work_items_per_step
-        )
+        """How many work items of the run the parameters of this one must have, counted from the first."""
+        if self.max_staleness is None:
+            return 0
+        return max(0, self.step_of(work_item) - self.max_staleness) * self.work_items_per_step
+
+
+class WorkItemReport(NamedTuple):
+    """Sums over the rows of a work item."""
+
+    loss_sum: float = 0.0
+    targets: float = 0.0
+    tokens: float = 0.0
+    squared_norm: float = 0.0  # Of its gradient, if the work item makes an update; else 0
+    oldest_version: float = 0.0  # Of its parameters
+
+
+NO_REPORT = WorkItemReport()
+
+
+class UpdateScalars(NamedTuple):
+    """How servers apply an update; one that is not finite is skipped."""
+
+    learning_rate: float = 0.0
+    gradient_factor: float = 0.0
+    is_applied: bool = False
 
 
 class ParameterReplicas(NamedTuple):
-    """Who keeps a piece. The first answers pulls and takes pushes, and copies these to the second."""
+    """The servers of a slice. The first one, the primary, answers pulls, accepts pushes and forwards them."""
 
     servers: tuple[str, ...]
-    incarnation: int = 0  # Grows when all that kept it were lost, and what they had been pushed
+    incarnation: int = 0  # Grows when all servers of the slice were lost, with their pushes
 
 
 class ParameterPlacement(NamedTuple):
-    """Who keeps what, by piece. The later epoch holds."""
+    """The servers of every slice. A later epoch replaces an earlier one."""
 
     epoch: int
     replicas: tuple[ParameterReplicas, ...]
 
 
-# --- between the desk and workers ------------------------------------------------------------------
+# --- between the coordinator and workers ------------------------------------------------------------------
 
 
 class WorkerJoined(NamedTuple):
@@ -72,14 +90,14 @@ class WorkerJoined(NamedTuple):
 class WorkAssignment(NamedTuple):
     assignment_id: int
     work_item: int
-    min_version: int  # The updates that its parameters must have
+    min_version: int  # Updates that its parameters must have
 
 
 NO_ASSIGNMENT = WorkAssignment(0, NO_MORE_WORK, 0)
 
 
 class EvictionNotice(NamedTuple):
-    """To a process that was given up, and is there after all: others do what it had to do."""
+    """Tells a process that others have taken over its work."""
 
     name: str
 
@@ -87,8 +105,8 @@ class EvictionNotice(NamedTuple):
 class WorkItemCompleted(NamedTuple):
     worker: str
     work_item: int
-    epoch: int  # Of the view by which all pushes were acknowledged
-    report: OpaqueScalars = ()
+    epoch: int  # Of the placement in which all pushes were acknowledged
+    report: WorkItemReport = NO_REPORT
 
 
 # --- between workers and servers -------------------------------------------------------------------
@@ -98,8 +116,8 @@ class ParameterPull(NamedTuple):
     worker: str
     assignment_id: int
     slice_id: int
-    min_version: int  # The updates that it must have
-    priority: int = 0  # What has less is sent sooner
+    min_version: int
+    priority: int = 0  # The lowest is sent first
 
 
 class ParameterPullReply(NamedTuple):
@@ -138,7 +156,7 @@ class BackupPushAck(NamedTuple):
 
 
 class DecidedWorkItems(NamedTuple):
-    """The shares that have been decided upon: all below the floor, and these."""
+    """Work items that an update has, or that were dropped: all below the floor, and some above."""
 
     floor: int = 0
     above_floor: frozenset[int] = frozenset()
@@ -146,18 +164,16 @@ class DecidedWorkItems(NamedTuple):
     def has(self, work_item: int) -> bool:
         return work_item < self.floor or work_item in self.above_floor
 
-    @lru_cache(maxsize=64)  # noqa: B019  # of values, not of objects: all pieces of a server come to the same
+    @lru_cache(maxsize=64)  # noqa: B019  # keyed by value: all slices of a server share the result
     def with_decided(self, work_items: tuple[int, ...], floor: int) -> "DecidedWorkItems":
-        return DecidedWorkItems(
-            floor, frozenset(work_item for work_item in {*self.above_floor, *work_items} if work_item >= floor)
-        )
+        return DecidedWorkItems(floor, frozenset(item for item in {*self.above_floor, *work_items} if item >= floor))
 
 
 NONE_DECIDED = DecidedWorkItems()
 
 
 class ParameterStateTransfer(NamedTuple):
-    """All that is known of a piece, for a server that is to be its second."""
+    """The state of a slice, for its new second server."""
 
     slice_id: int
     version: int
@@ -165,26 +181,26 @@ class ParameterStateTransfer(NamedTuple):
     pending_work_items: frozenset[int]
 
 
-# --- between the desk and servers ------------------------------------------------------------------
+# --- between the coordinator and servers ------------------------------------------------------------------
 
 
 class ServerTakeoverOffer(NamedTuple):
-    """A server that is there now, with what it has from a snapshot."""
+    """A new server offers to replace a lost one, with its snapshot."""
 
     server: str
-    replaced_server: str  # Of this one, which does not answer any more
-    snapshot_versions: tuple[tuple[int, int], ...] = ()  # (piece, version)
+    replaced_server: str
+    snapshot_versions: tuple[tuple[int, int], ...] = ()  # (slice_id, version)
 
 
 class DecisionReplayRequest(NamedTuple):
-    """To the desk: what a server that is connected, or connected again, has not heard."""
+    """A server that has connected asks for the decisions that it missed."""
 
     server: str
-    from_update: int  # It has all decisions before
+    from_update: int
 
 
 class ParameterStateAssignment(NamedTuple):
-    """Where a piece stands whose updates until then are lost, but for what a snapshot had."""
+    """The version at which a server starts a slice: of a checkpoint, or a snapshot whose last updates are lost."""
 
     slice_id: int
     version: int
@@ -192,7 +208,7 @@ class ParameterStateAssignment(NamedTuple):
 
 
 class GradientNormRequest(NamedTuple):
-    attempt: int  # Grows, also when the same update is tried again
+    attempt: int  # Grows also when the same update is tried again
     update: int
     work_items: tuple[int, ...]
 
@@ -206,31 +222,31 @@ class GradientNormReply(NamedTuple):
 class UpdateDecision(NamedTuple):
     update: int
     work_items: tuple[int, ...]
-    decided_floor: int  # All shares below have been decided upon
-    scalars: OpaqueScalars = ()
+    decided_floor: int  # All work items below are decided
+    scalars: UpdateScalars = UpdateScalars()
 
 
 class ServerShutdown(NamedTuple):
-    """To a server: the run has ended."""
+    """Tells a server that the run has ended."""
 
     update_count: int
 
 
 class ParameterStateRequest(NamedTuple):
-    """To a server: what it has of a piece is asked for."""
+    """Asks a server for the state of a slice."""
 
     slice_id: int
 
 
 class ParameterStateReply(NamedTuple):
-    """What a server has of a piece."""
+    """The state of a slice."""
 
     slice_id: int
     version: int
 
 
 class ServerTrafficReport(NamedTuple):
-    """To the desk: what a server has sent and received so far, and what has not left yet."""
+    """Bytes that a server has sent, received and queued so far."""
 
     sent_bytes: int
     received_bytes: int
@@ -241,51 +257,51 @@ class ServerTrafficReport(NamedTuple):
 
 
 class ServerAddress(NamedTuple):
-    """To the desk: where a server can be reached."""
+    """Tells the coordinator where a server listens."""
 
     server: str
     host: str
     port: int
-    is_initialized: bool  # It knows what its pieces are
+    is_initialized: bool  # Whether it has the state of all its slices
 
 
 class ServerAddressBook(NamedTuple):
-    """From the desk: where servers can be reached."""
+    """Where servers listen: (name, host, port)."""
 
     entries: tuple[tuple[str, str, int], ...]
 
 
-# --- of one process --------------------------------------------------------------------------------
+# --- inside one process --------------------------------------------------------------------------------
 
 
 class ConnectionRejected(NamedTuple):
-    """Of a connection: the other side has another job, or other data."""
+    """The other side of a connection has another job, or other data."""
 
     reason: str
 
 
 class ProcessLost(NamedTuple):
-    """To the desk: a process does not answer."""
+    """Tells the coordinator that a process does not answer."""
 
     name: str
 
 
 class ParametersReady(NamedTuple):
-    """To a worker by itself: the parameters are there."""
+    """Tells a worker that the parameters of its work item have arrived."""
 
     assignment: WorkAssignment
 
 
 class GradientsReady(NamedTuple):
-    """To a worker by itself: the gradients of these pieces are there, and stay until it has another ticket."""
+    """Tells a worker that gradients are ready; they stay unchanged until its next assignment."""
 
     assignment_id: int
     slice_ids: tuple[int, ...]
-    report: OpaqueScalars = ()
+    report: WorkItemReport = NO_REPORT
 
 
 class ApplyUpdate(NamedTuple):
-    """To a server by itself: one update of one piece, in the order of its shares."""
+    """Tells a server to update one slice with the gradients of these work items, in their order."""
 
     slice_id: int
     decision: UpdateDecision
@@ -296,4 +312,4 @@ Message = (
     | GradientNormRequest | GradientNormReply | UpdateDecision | ParameterPlacement | ServerShutdown | ParameterStateRequest | ParameterStateReply | ServerTrafficReport | ServerAddress | ServerAddressBook | ConnectionRejected | ProcessLost | ParametersReady | GradientsReady
     | ApplyUpdate
 )  # fmt: skip
-OutgoingMessages = list[tuple[str, Message]]  # (to whom, what), in order
+OutgoingMessages = list[tuple[str, Message]]  # (recipient, message), in order

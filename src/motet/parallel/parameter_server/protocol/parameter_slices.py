@@ -1,7 +1,7 @@
-"""Parameters cut into pieces, and pieces spread over servers so that none has much more to send than another.
+"""Parameters cut into slices of about equal size, and slices assigned to servers with balanced load.
 
-A piece is a part of one bucket: small parameters share one, and one that is larger than a piece is cut. Pieces are
-numbered in the order of the buckets, that is in the order in which backward has their gradients.
+A slice is a part of one bucket, so small parameters share one. Slice ids follow the order of the buckets, which is the
+order in which backward produces their gradients.
 """
 
 from collections.abc import Sequence
@@ -10,11 +10,12 @@ from math import ceil
 
 from motet.core.errors import InputError
 from motet.parallel.data_parallel.buckets import ALIGN_ELEMENTS, Bucket
+from motet.parallel.parameter_server.protocol.messages import ParameterPlacement, ParameterReplicas
 
 
 @dataclass(frozen=True)
 class ParameterSlice:
-    """What is pushed and pulled as one."""
+    """What one message pushes or pulls."""
 
     bucket_id: int
     flat_range: slice  # In the flat tensors
@@ -27,20 +28,26 @@ class ParameterSlice:
 
 
 def partition_buckets(buckets: Sequence[Bucket], max_numel: int, server_count: int) -> tuple[ParameterSlice, ...]:
-    """Pieces of up to `most` numbers, each to the server that has least until then."""
+    """Slices of up to `max_numel` elements, each assigned to the server that has the fewest so far."""
     slices: list[ParameterSlice] = []
-    numel_by_server = [0] * server_count
+    load = [0] * server_count
     for bucket_id, bucket in enumerate(buckets):
         slice_count = ceil(bucket.length / max_numel)
         slice_numel = ceil(bucket.length / slice_count / ALIGN_ELEMENTS) * ALIGN_ELEMENTS
         for first in range(bucket.start, bucket.stop, slice_numel):
             flat_range = slice(first, min(first + slice_numel, bucket.stop))
-            server_index = min(range(server_count), key=lambda s: numel_by_server[s])
-            numel_by_server[server_index] += flat_range.stop - flat_range.start
+            server_index = min(range(server_count), key=load.__getitem__)
             slices.append(ParameterSlice(bucket_id, flat_range, server_index))
+            load[server_index] += slices[-1].numel
     if server_count > len(slices):
         raise InputError(
-            f"layout.server.count = {server_count} is more than the pieces that parameters are cut into, {len(slices)}; take "
-            "fewer servers, or smaller pieces (layout.server.slice_mib)"
+            f"layout.server.count = {server_count} is more than the slices that parameters are cut into, "
+            f"{len(slices)}; take fewer servers, or smaller slices (layout.server.slice_mib)"
         )
     return tuple(slices)
+
+
+def initial_placement(slices: Sequence[ParameterSlice], server_count: int, copies: int) -> ParameterPlacement:
+    """The placement of a new run: server i + 1 has the second copy of the slices of server i."""
+    replicas = (tuple(f"s{(s.server_index + copy) % server_count}" for copy in range(copies)) for s in slices)
+    return ParameterPlacement(0, tuple(map(ParameterReplicas, replicas)))

@@ -1,4 +1,4 @@
-"""What a server knows of its pieces: who pushed what, which updates were done, and who waits for a later version."""
+"""The state of a server: which pushes each slice has, which updates were applied, and which pulls wait for one."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -28,29 +28,32 @@ from motet.parallel.parameter_server.protocol.messages import (
 
 @dataclass
 class ServerSliceState:
-    """A piece, as a server has it."""
+    """A parameter slice on one server."""
 
-    version: int = 0  # Updates that are done
-    decided: DecidedWorkItems = NONE_DECIDED  # The shares in them, and those that were dropped
-    pending_work_items: set[int] = field(default_factory=set)  # Shares that were pushed, and are in no update yet
-    # By share: what is to be acknowledged once the second server has it.
+    version: int = 0  # Updates that were applied
+    decided: DecidedWorkItems = NONE_DECIDED
+    pending_work_items: set[int] = field(default_factory=set)  # Pushed, and in no update yet
+    # By work item: pushes to acknowledge once the second server has the gradient.
     pushes_awaiting_backup: dict[int, frozenset[GradientPush]] = field(default_factory=dict)
     waiting_pulls: list[ParameterPull] = field(default_factory=list)
-    is_initialized: bool = True  # False until its first server has told what it is
+    is_initialized: bool = True  # False until the coordinator or the primary sends its state
+
+    def drop_decided(self) -> None:
+        self.pending_work_items = {item for item in self.pending_work_items if not self.decided.has(item)}
 
 
 @dataclass
 class ServerStateMachine:
-    """One server."""
+    """What one server knows; each message changes it and yields the messages to send."""
 
     name: str
     placement: ParameterPlacement
     slice_states: dict[int, ServerSliceState] = field(default_factory=dict)
     norm_request: GradientNormRequest | None = None
-    decisions: dict[int, UpdateDecision] = field(default_factory=dict)  # By number, that some piece has not come to
+    decisions: dict[int, UpdateDecision] = field(default_factory=dict)  # By update, if a slice has not applied it
 
     def handle(self, message: Message) -> OutgoingMessages:
-        """What is to be sent and done, in this order."""
+        """The messages to send and the updates to apply, in this order."""
         match message:
             case GradientPush():
                 return self._handle_push(message)
@@ -73,12 +76,11 @@ class ServerStateMachine:
                 return self._handle_from_coordinator(message)
 
     def _handle_from_coordinator(self, message: Message) -> OutgoingMessages:
-        """From the desk."""
         match message:
             case GradientNormRequest(attempt):
                 if self.norm_request is None or attempt > self.norm_request.attempt:
                     self.norm_request = message
-                return self._norm_replies(self.slice_states)
+                return self._norm_replies()
             case UpdateDecision(update):
                 self.decisions[update] = message
                 return self._apply_decisions()
@@ -88,47 +90,33 @@ class ServerStateMachine:
                 raise AssertionError(message)
 
     def messages_on_connect(self, peer: str) -> OutgoingMessages:
-        """What is to be said, maybe again, to somebody with whom a connection was made."""
+        """What the peer may have missed while the connection was lost."""
         if peer == COORDINATOR:
-            return [
-                (COORDINATOR, DecisionReplayRequest(self.name, self._oldest_version())),
-                *self._norm_replies(self.slice_states),
-            ]
+            replay_request = DecisionReplayRequest(self.name, self._oldest_version())
+            return [(COORDINATOR, replay_request), *self._norm_replies()]
         outgoing: OutgoingMessages = []
         for slice_id, slice_state in self.slice_states.items():
             if self._other_replica(slice_id) == peer:
-                outgoing += (
-                    [(peer, self._state_transfer(slice_id))]
-                    if self._is_primary(slice_id) and slice_state.is_initialized
-                    else []
-                )
-                outgoing += [
-                    (peer, BackupPush(self.name, slice_id, work_item))
-                    for work_item in slice_state.pushes_awaiting_backup
-                ]
+                if self._is_primary(slice_id) and slice_state.is_initialized:
+                    outgoing.append((peer, self._state_transfer(slice_id)))
+                outgoing += [(peer, BackupPush(self.name, slice_id, i)) for i in slice_state.pushes_awaiting_backup]
         return outgoing
 
     def _oldest_version(self) -> int:
-        """No piece needs a decision before; one that it has not heard of may need any."""
+        """No slice needs an earlier decision; a slice without a state may need any."""
         if not any(self.name in replicas.servers for replicas in self.placement.replicas):
             return 0
-        return min(
-            (slice_state.version if slice_state.is_initialized else 0 for slice_state in self.slice_states.values()),
-            default=0,
-        )
+        versions = (state.version if state.is_initialized else 0 for state in self.slice_states.values())
+        return min(versions, default=0)
 
     def _state_transfer(self, slice_id: int) -> ParameterStateTransfer:
-        slice_state = self.slice_states[slice_id]
-        return ParameterStateTransfer(
-            slice_id, slice_state.version, slice_state.decided, frozenset(slice_state.pending_work_items)
-        )
+        state = self.slice_states[slice_id]
+        return ParameterStateTransfer(slice_id, state.version, state.decided, frozenset(state.pending_work_items))
 
     def is_slice_initialized(self, slice_id: int) -> bool:
-        """Whether it knows what the piece is."""
         return slice_id in self.slice_states and self.slice_states[slice_id].is_initialized
 
     def _slice_state(self, slice_id: int) -> ServerSliceState:
-        """What another server has of it is told later; until then it is empty."""
         return self.slice_states.setdefault(slice_id, ServerSliceState(is_initialized=False))
 
     def _handle_push(self, push: GradientPush) -> OutgoingMessages:
@@ -158,55 +146,44 @@ class ServerStateMachine:
     def _pull_replies(self, slice_state: ServerSliceState) -> OutgoingMessages:
         if not slice_state.is_initialized:
             return []
-        ready_pulls = [pull for pull in slice_state.waiting_pulls if pull.min_version <= slice_state.version]
-        slice_state.waiting_pulls = [
-            pull for pull in slice_state.waiting_pulls if pull.min_version > slice_state.version
-        ]
+        pulls, version = slice_state.waiting_pulls, slice_state.version
+        slice_state.waiting_pulls = [pull for pull in pulls if pull.min_version > version]
         return [
-            (pull.worker, ParameterPullReply(pull.assignment_id, pull.slice_id, slice_state.version, pull.priority))
-            for pull in ready_pulls
+            (pull.worker, ParameterPullReply(pull.assignment_id, pull.slice_id, version, pull.priority))
+            for pull in pulls
+            if pull.min_version <= version
         ]
 
-    def _norm_replies(self, slice_ids: Iterable[int]) -> OutgoingMessages:
-        """Of the sum that is to be the next update, by the first server of a piece."""
-        norm_request = self.norm_request
+    def _norm_replies(self) -> OutgoingMessages:
+        """Replies to the norm request, for slices whose primary this is and that have all its pushes."""
+        if self.norm_request is None:
+            return []
+        attempt, update, work_items = self.norm_request
         return [
-            (COORDINATOR, GradientNormReply(norm_request.attempt, slice_id))
-            for slice_id in slice_ids
-            if norm_request is not None
-            and self._has_all_pushes(slice_id, norm_request.update, norm_request.work_items)
+            (COORDINATOR, GradientNormReply(attempt, slice_id))
+            for slice_id, state in self.slice_states.items()
+            if state.is_initialized
+            and state.version == update
+            and state.pending_work_items >= set(work_items)
             and self._is_primary(slice_id)
         ]
 
-    def _has_all_pushes(self, slice_id: int, update: int, work_items: tuple[int, ...]) -> bool:
-        slice_state = self.slice_states[slice_id]
-        return (
-            slice_state.is_initialized
-            and slice_state.version == update
-            and slice_state.pending_work_items >= set(work_items)
-        )
-
     def _apply_decisions(self) -> OutgoingMessages:
-        """Decisions in their order, as far as they are known."""
+        """Apply the known decisions to each slice, in their order and without gaps."""
         outgoing: OutgoingMessages = []
-        for slice_id, slice_state in self.slice_states.items():
-            while slice_state.is_initialized and (decision := self.decisions.get(slice_state.version)) is not None:
-                assert slice_state.pending_work_items >= set(decision.work_items), (self.name, slice_id, decision)
+        for slice_id, state in self.slice_states.items():
+            while state.is_initialized and (decision := self.decisions.get(state.version)) is not None:
+                assert state.pending_work_items >= set(decision.work_items), (self.name, slice_id, decision)
                 outgoing.append((self.name, ApplyUpdate(slice_id, decision)))
-                slice_state.version += 1
-                slice_state.decided = slice_state.decided.with_decided(decision.work_items, decision.decided_floor)
-                slice_state.pending_work_items = {
-                    work_item for work_item in slice_state.pending_work_items if not slice_state.decided.has(work_item)
-                }
-                outgoing += self._pull_replies(slice_state)
+                state.version += 1
+                state.decided = state.decided.with_decided(decision.work_items, decision.decided_floor)
+                state.drop_decided()
+                outgoing += self._pull_replies(state)
         oldest_version = self._oldest_version()
-        self.decisions = {
-            update: pending_decision for update, pending_decision in self.decisions.items() if update >= oldest_version
-        }
-        return outgoing + self._norm_replies(self.slice_states)
+        self.decisions = {update: decision for update, decision in self.decisions.items() if update >= oldest_version}
+        return outgoing + self._norm_replies()
 
     def _change_placement(self, placement: ParameterPlacement) -> OutgoingMessages:
-        """Others keep the pieces now."""
         previous, self.placement = self.placement, placement
         outgoing: OutgoingMessages = []
         for slice_id, replicas in enumerate(placement.replicas):
@@ -218,26 +195,22 @@ class ServerStateMachine:
             awaiting_backup, slice_state.pushes_awaiting_backup = slice_state.pushes_awaiting_backup, {}
             for work_item, pushes in awaiting_backup.items():
                 outgoing += self._replicate_push(slice_id, work_item, pushes)
-        return outgoing + self._norm_replies(self.slice_states)
+        return outgoing + self._norm_replies()
 
     def _initialize_slice(self, assigned: ParameterStateTransfer | ParameterStateAssignment) -> OutgoingMessages:
         slice_state = self._slice_state(assigned.slice_id)
         if slice_state.is_initialized:
             return []
         slice_state.is_initialized, slice_state.version, slice_state.decided = True, assigned.version, assigned.decided
-        slice_state.pending_work_items |= (
-            assigned.pending_work_items if isinstance(assigned, ParameterStateTransfer) else set()
-        )
-        slice_state.pending_work_items = {
-            work_item for work_item in slice_state.pending_work_items if not slice_state.decided.has(work_item)
-        }
+        if isinstance(assigned, ParameterStateTransfer):
+            slice_state.pending_work_items |= assigned.pending_work_items
+        slice_state.drop_decided()
         return self._pull_replies(slice_state) + self._apply_decisions()
 
     def _is_primary(self, slice_id: int) -> bool:
         return self.placement.replicas[slice_id].servers[:1] == (self.name,)
 
     def _other_replica(self, slice_id: int) -> str | None:
-        """The second server of the piece."""
         return next((server for server in self.placement.replicas[slice_id].servers if server != self.name), None)
 
     def _push_acks(self, pushes: Iterable[GradientPush]) -> OutgoingMessages:

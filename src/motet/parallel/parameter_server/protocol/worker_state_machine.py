@@ -1,4 +1,4 @@
-"""What a worker knows of its share: what it has pulled, and which of its pushes are safe."""
+"""The state of a worker: what it has pulled for its work item, and which of its pushes are acknowledged."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -7,11 +7,11 @@ from motet.parallel.parameter_server.protocol.messages import (
     COORDINATOR,
     NO_ASSIGNMENT,
     NO_MORE_WORK,
+    NO_REPORT,
     GradientPush,
     GradientPushAck,
     GradientsReady,
     Message,
-    OpaqueScalars,
     OutgoingMessages,
     ParameterPlacement,
     ParameterPull,
@@ -20,24 +20,26 @@ from motet.parallel.parameter_server.protocol.messages import (
     WorkAssignment,
     WorkerJoined,
     WorkItemCompleted,
+    WorkItemReport,
 )
 
 
 @dataclass
 class WorkerStateMachine:
-    """One worker. With a ticket it pulls all pieces, computes, and pushes each as its gradient is there."""
+    """What one worker knows. It pulls all slices, computes, and pushes each gradient when it is ready."""
 
     name: str
     placement: ParameterPlacement
     assignment: WorkAssignment = NO_ASSIGNMENT
-    pulled_versions: dict[int, int] = field(default_factory=dict)  # Piece -> version
-    ready_slices: set[int] = field(default_factory=set)  # Pieces whose gradient is there
-    acknowledged_slices: set[int] = field(default_factory=set)  # Pieces whose gradient is known to be kept
-    report: OpaqueScalars = ()
-    # Of the values of pieces, once it is known which are needed first.
+    pulled_versions: dict[int, int] = field(default_factory=dict)  # By slice
+    ready_slices: set[int] = field(default_factory=set)  # Their gradient is computed
+    acknowledged_slices: set[int] = field(default_factory=set)  # Their servers have the gradient
+    report: WorkItemReport = NO_REPORT
+    # By slice: the lower, the sooner forward needs it.
     priorities: dict[int, int] = field(default_factory=dict)
 
     def handle(self, message: Message) -> OutgoingMessages:
+        """The messages to send in answer, in this order."""
         match message:
             case WorkAssignment(new_assignment_id):
                 return self._start_assignment(message) if new_assignment_id > self.assignment.assignment_id else []
@@ -45,21 +47,15 @@ class WorkerStateMachine:
                 if assignment_id != self.assignment.assignment_id or slice_id in self.pulled_versions:
                     return []
                 self.pulled_versions[slice_id] = version
-                return (
-                    [(self.name, ParametersReady(self.assignment))]
-                    if len(self.pulled_versions) == self._slice_count
-                    else []
-                )
-            case GradientsReady(assignment_id, slice_ids, report):
+                has_all = len(self.pulled_versions) == self._slice_count
+                return [(self.name, ParametersReady(self.assignment))] if has_all else []
+            case GradientsReady(_, slice_ids, report):
                 self.report = report
                 self.ready_slices.update(slice_ids)
                 return self._push_messages(slice_ids)
             case GradientPushAck(server, assignment_id, slice_id):
-                if (
-                    assignment_id != self.assignment.assignment_id
-                    or slice_id in self.acknowledged_slices
-                    or server not in self.placement.replicas[slice_id].servers
-                ):
+                is_current = assignment_id == self.assignment.assignment_id
+                if not is_current or slice_id in self.acknowledged_slices or server not in self._servers_of(slice_id):
                     return []
                 self.acknowledged_slices.add(slice_id)
                 return self._report_if_complete()
@@ -69,19 +65,12 @@ class WorkerStateMachine:
                 raise AssertionError(message)
 
     def messages_on_connect(self, peer: str) -> OutgoingMessages:
-        """What is to be said, maybe again, to somebody with whom a connection was made."""
+        """What the peer may have missed while the connection was lost."""
         if peer == COORDINATOR:
-            return [(COORDINATOR, WorkerJoined(self.name))] + (
-                self._report_if_complete() if self.assignment.assignment_id else []
-            )
-        if self.assignment.work_item == NO_MORE_WORK:
-            return []
-        primary_slices = [
-            slice_id for slice_id, replicas in enumerate(self.placement.replicas) if replicas.servers[:1] == (peer,)
-        ]
-        return self._pull_messages(set(primary_slices) - self.pulled_versions.keys()) + self._push_messages(
-            set(primary_slices) & self.ready_slices - self.acknowledged_slices
-        )
+            has_started = self.assignment.assignment_id > 0
+            return [(COORDINATOR, WorkerJoined(self.name)), *(self._report_if_complete() if has_started else [])]
+        slice_ids = {slice_id for slice_id in range(self._slice_count) if self._servers_of(slice_id)[:1] == (peer,)}
+        return self._outstanding(slice_ids)
 
     @property
     def has_ended(self) -> bool:
@@ -91,19 +80,25 @@ class WorkerStateMachine:
     def _slice_count(self) -> int:
         return len(self.placement.replicas)
 
+    def _servers_of(self, slice_id: int) -> tuple[str, ...]:
+        return self.placement.replicas[slice_id].servers
+
     def _start_assignment(self, assignment: WorkAssignment) -> OutgoingMessages:
-        self.assignment, self.pulled_versions, self.ready_slices, self.acknowledged_slices, self.report = (
-            assignment,
-            {},
-            set(),
-            set(),
-            (),
-        )
+        self.assignment, self.report = assignment, NO_REPORT
+        self.pulled_versions, self.ready_slices, self.acknowledged_slices = {}, set(), set()
         return [] if assignment.work_item == NO_MORE_WORK else self._pull_messages(range(self._slice_count))
 
     def _report_if_complete(self) -> OutgoingMessages:
         done = WorkItemCompleted(self.name, self.assignment.work_item, self.placement.epoch, self.report)
         return [(COORDINATOR, done)] if len(self.acknowledged_slices) == self._slice_count else []
+
+    def _outstanding(self, slice_ids: set[int]) -> OutgoingMessages:
+        """The pulls and pushes of these slices that have no answer yet."""
+        if self.assignment.work_item == NO_MORE_WORK:
+            return []
+        unacknowledged = self.ready_slices - self.acknowledged_slices
+        pulls = self._pull_messages(sorted(slice_ids - self.pulled_versions.keys()))
+        return pulls + self._push_messages(sorted(slice_ids & unacknowledged))
 
     def _pull_messages(self, slice_ids: Iterable[int]) -> OutgoingMessages:
         assignment_id, _, min_version = self.assignment
@@ -120,21 +115,15 @@ class WorkerStateMachine:
         ]
 
     def _primary_servers(self, slice_ids: Iterable[int]) -> list[tuple[int, str]]:
-        """Of those that somebody keeps; the rest waits for a later view."""
-        return [
-            (slice_id, replicas[0]) for slice_id in slice_ids if (replicas := self.placement.replicas[slice_id].servers)
-        ]
+        """(slice, primary); a slice without servers waits for a later placement."""
+        return [(slice_id, servers[0]) for slice_id in slice_ids if (servers := self._servers_of(slice_id))]
 
     def _change_placement(self, placement: ParameterPlacement) -> OutgoingMessages:
-        """What was asked of servers that are lost is asked again of those that have their place."""
+        """Ask the new servers of a slice for what the lost ones did not answer."""
         previous, self.placement = self.placement, placement
         if self.assignment.work_item == NO_MORE_WORK:
             return []
         pairs = list(enumerate(zip(previous.replicas, placement.replicas, strict=True)))
         self.acknowledged_slices -= {slice_id for slice_id, (old, new) in pairs if old.incarnation != new.incarnation}
-        moved_slices = [piece for piece, (old, new) in pairs if old.servers[:1] != new.servers[:1]]
-        pulls = self._pull_messages(piece for piece in moved_slices if piece not in self.pulled_versions)
-        pushes = self._push_messages(
-            piece for piece in moved_slices if piece in self.ready_slices - self.acknowledged_slices
-        )
-        return pulls + pushes + self._report_if_complete()
+        moved_slices = {slice_id for slice_id, (old, new) in pairs if old.servers[:1] != new.servers[:1]}
+        return self._outstanding(moved_slices) + self._report_if_complete()

@@ -11,7 +11,7 @@ from motet.parallel.parameter_server.protocol.worker_state_machine import Worker
 Machine = CoordinatorStateMachine | ServerStateMachine | WorkerStateMachine
 
 
-class Reading(NamedTuple):
+class PartialRead(NamedTuple):
     """A value underway, of which a part was read at a version."""
 
     value: ParameterPullReply
@@ -19,59 +19,59 @@ class Reading(NamedTuple):
 
 
 @dataclass(frozen=True)
-class System:
+class Scenario:
     """What is explored."""
 
-    rule: ConsistencyPolicy
+    policy: ConsistencyPolicy
     workers: int
     servers: int
     copies: int = 1
     """Servers that keep a piece; piece i is first on server i."""
-    doubles: int = 0
+    duplicates: int = 0
     """So many messages arrive twice."""
     crashes: int = 0
     """So many processes end. What they had sent may arrive or not."""
-    returns: bool = False
+    replacements: bool = False
     """Instead of a server that ended another one comes, with a snapshot of it or, where there are copies, nothing."""
-    cuts: int = 0
+    disconnects: int = 0
     """So many connections are lost, with all that is underway on them, and made again."""
-    in_parts: bool = False
+    partial_reads: bool = False
     """A value is read from the server's memory in two parts, one after the other."""
-    in_place: bool = False
+    updates_in_place: bool = False
     """And that is what is there by then."""
-    by_piece: bool = False
+    gradients_by_slice: bool = False
     """The gradient of each piece is there at a time of its own."""
-    is_late: bool = False
+    has_late_decisions: bool = False
     """Decisions may be late also where it makes no difference, as long as servers wait for those that are missing."""
-    told: bool = False
+    starts_empty: bool = False
     """Servers begin with nothing, and hear from the desk's owner what their pieces are."""
     first: int = 0
     """Steps that were done before."""
-    owned: bool = False
+    is_paced: bool = False
     """The desk goes on from step to step when its owner says so."""
     stops: int = 0
     """And may be told to end with the steps that were begun."""
-    desk: type[CoordinatorStateMachine] = CoordinatorStateMachine
-    keeper: type[ServerStateMachine] = ServerStateMachine
-    client: type[WorkerStateMachine] = WorkerStateMachine
+    coordinator: type[CoordinatorStateMachine] = CoordinatorStateMachine
+    server_machine: type[ServerStateMachine] = ServerStateMachine
+    worker_machine: type[WorkerStateMachine] = WorkerStateMachine
 
 
-class BrokenPromiseError(AssertionError):
+class InvariantViolationError(AssertionError):
     """A promise that is not kept."""
 
 
-def demand(kept: bool, sentence: str) -> None:
-    if not kept:
-        raise BrokenPromiseError(sentence)
+def require(state: bool, sentence: str) -> None:
+    if not state:
+        raise InvariantViolationError(sentence)
 
 
 Machines = tuple[int, ...]
 """What the desk, the servers, the workers and a server that comes later know; by number."""
-Underway = tuple[int, ...]
+InFlight = tuple[int, ...]
 """Messages, by number."""
-Left = tuple[int, ...]
+FaultsLeft = tuple[int, ...]
 """How often a message may still arrive twice, a process end, a connection be lost, and the desk's owner stop."""
-State = tuple[Machines, Underway, Left]
+State = tuple[Machines, InFlight, FaultsLeft]
 NONE = 0
 """A process that has ended, or not begun."""
-DOUBLES, CRASHES, CUTS, STOPS = range(4)
+DUPLICATES, CRASHES, DISCONNECTS, STOPS = range(4)

@@ -9,18 +9,16 @@ from torch import Tensor
 from motet.collectives.compression.codec_registry import parse_codec
 from motet.core.errors import InputError
 from motet.parallel.data_parallel.buckets import build_buckets
+from motet.parallel.parameter_server.compression_settings import PushPullCompression
 from motet.parallel.parameter_server.process.parameter_store import ParameterPartition, ParameterStore, tensor_bytes
 from motet.parallel.parameter_server.process.push_pull_compression import (
     PushPullCompressor,
     decompress_gradient,
     decompress_parameters,
 )
+from motet.parallel.parameter_server.protocol.messages import UpdateScalars
 from motet.parallel.parameter_server.protocol.parameter_slices import partition_buckets
-from motet.parallel.parameter_server.server_settings import (
-    ParameterServerSettings,
-    PushPullCompression,
-    check_compression,
-)
+from motet.parallel.parameter_server.server_settings import ParameterServerSettings, check_server_settings
 from motet.precision.recipe import RECIPES
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 from motet.train.optimizer.sharded_optimizer import make_torch_optimizer
@@ -47,7 +45,7 @@ def pulled(plan: ParameterPartition, shelf: ParameterStore) -> Tensor:
 
 def push(shelf: ParameterStore, share: int, gradient: Tensor, factor: float = 1.0) -> None:
     shelf.add_push(0, share, bytearray(tensor_bytes(gradient)), "w0")
-    shelf.apply_update(0, [share], RATE, factor)
+    shelf.apply_update(0, [share], UpdateScalars(RATE, factor, is_applied=True))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +105,7 @@ def test_a_late_gradient_is_corrected() -> None:
     shelf = shelf_of(plan)
     before = pulled(plan, shelf)
     shelf.add_push(0, 0, bytearray(tensor_bytes(drawn(7))), "another")
-    shelf.apply_update(0, [0], RATE, 1.0)
+    shelf.apply_update(0, [0], UpdateScalars(RATE, 1.0, is_applied=True))
     now = shelf.slice_state(0)["master"].clone()
     assert torch.allclose(now, before - RATE * drawn(7)), "nothing is known of what this worker had"
     push(shelf, 1, drawn(8), factor=0.25)
@@ -123,7 +121,7 @@ def test_a_late_gradient_is_corrected() -> None:
             ParameterServerSettings(compress_pushes="zip"),
             "layout.server.compress_pushes = 'zip': .* there is no codec 'zip'",
         ),
-        (ParameterServerSettings(compress_pushes="powersgd"), "takes whole matrices, and servers have pieces"),
+        (ParameterServerSettings(compress_pushes="powersgd"), "needs unsharded matrices, and servers have slices"),
         (ParameterServerSettings(compress_pushes="randomk"), "error feedback would make its errors grow"),
         (
             ParameterServerSettings(compress_pulls="topk"),
@@ -133,4 +131,4 @@ def test_a_late_gradient_is_corrected() -> None:
 )
 def test_codecs_that_do_not_fit_are_refused(settings: ParameterServerSettings, sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
-        check_compression(settings)
+        check_server_settings(settings, 1)

@@ -16,7 +16,7 @@ def test_pieces_are_all_of_it_and_servers_have_nearly_as_much(sizes: list[int], 
     try:
         pieces = partition_buckets(buckets, most, servers)
     except InputError as error:
-        assert f"layout.server.count = {servers} is more than the pieces" in str(error)
+        assert f"layout.server.count = {servers} is more than the slices" in str(error)
         return
     at = 0
     held = [0] * servers
@@ -33,5 +33,5 @@ def test_pieces_are_all_of_it_and_servers_have_nearly_as_much(sizes: list[int], 
 
 def test_more_servers_than_pieces_are_refused() -> None:
     buckets = build_buckets({"w": (0, 100)}, 1, 1000)
-    with pytest.raises(InputError, match=r"layout.server.count = 2 is more than the pieces .*, 1; take fewer servers"):
+    with pytest.raises(InputError, match=r"layout.server.count = 2 is more than the slices .*, 1; take fewer servers"):
         partition_buckets(buckets, 1000, 2)

@@ -1,9 +1,8 @@
-"""How long the steps of a parameter server take: its own protocol, played on links of a given rate.
+"""Step times of a parameter server, simulated: its real protocol on links of a given rate.
 
-Desk, servers and workers are the machines that run; what is in between is counted instead of done. Every process has a
-link of its own to a switch, the same both ways. A message travels in parts, as it does over TCP: what is more urgent
-goes before what waits on the same connection, connections share a link part by part, and of each connection only so
-much is underway at a time.
+Coordinator, servers and workers are the state machines that run in training; transfers and computing take simulated
+time. Every process has a link to a switch, with the same rate both ways. A message travels in frames, as over TCP:
+urgent ones go first on their connection, connections take turns on a link, and few frames of each are in flight.
 """
 
 import heapq
@@ -34,37 +33,36 @@ from motet.parallel.parameter_server.protocol.messages import (
 from motet.parallel.parameter_server.protocol.server_state_machine import ServerSliceState, ServerStateMachine
 from motet.parallel.parameter_server.protocol.worker_state_machine import WorkerStateMachine
 
-IN_FLIGHT_FRAMES = 2  # Parts of a connection that are underway at a time
+IN_FLIGHT_FRAMES = 2  # Of one connection
 MESSAGE_BYTES = 100  # A message without a payload
 
 
 @dataclass(frozen=True)
 class SimulatedParameterSlice:
-    """A piece, as it travels: gradients up, parameters down."""
+    """The messages of a parameter slice: gradients to servers, parameters to workers."""
 
     push_bytes: float
     pull_bytes: float
     servers: tuple[str, ...]
-    # The first that uses it: its forward needs the piece, and its gradient is there after this layer's backward.
-    layer: int = 0
+    layer: int = 0  # Its forward needs the slice, and its backward yields the gradient
 
 
 @dataclass(frozen=True)
 class ServerSimulationCosts:
-    """Where it is played."""
+    """Rates and durations that the simulation assumes."""
 
-    link_bytes_per_s: float  # Bytes per second, of each process's link, each way
-    delay_s: float  # From one process to another, of any message, what handles it included
-    forward_s: tuple[float, ...]  # Of a share, by layer
+    link_bytes_per_s: float  # Of each process's link, each way
+    delay_s: float  # Latency and handling of any message
+    forward_s: tuple[float, ...]  # Of a work item, by layer
     backward_s: tuple[float, ...]
-    update_s: float = 0.0  # Of a byte of gradients, at its server
-    # How many times as long a worker takes for a share.
-    slowdown: Callable[[int, int], float] = lambda worker, share: 1.0
+    update_s: float = 0.0  # Per byte of gradients
+    # (worker, work item) -> factor of the time of its computing.
+    slowdown: Callable[[int, int], float] = lambda worker, work_item: 1.0
 
 
 @dataclass
 class _SimulatedLink:
-    """From one process: lines to others, which take turns; and into it."""
+    """The link of one process: a queue for each recipient, which take turns, and frames that arrive."""
 
     send_queues: dict[str, list[tuple[int, int, "_SimulatedMessage"]]] = field(default_factory=dict)
     send_turns: deque[str] = field(default_factory=deque)
@@ -82,7 +80,7 @@ class _SimulatedMessage:
 
 @dataclass
 class _SimulatedWorker:
-    """At a share: which layer's forward is done, or is waited for."""
+    """A worker, and the layer whose forward comes next."""
 
     worker_index: int
     state_machine: WorkerStateMachine
@@ -92,7 +90,7 @@ class _SimulatedWorker:
 
 
 class ParameterServerSimulation:
-    """`step_ends`: when each update was decided upon."""
+    """`update_times` has the time of each update, after `run`."""
 
     def __init__(
         self,
@@ -138,7 +136,7 @@ class ParameterServerSimulation:
         return self
 
     def seconds_per_step(self, warmup_steps: int = 2) -> float:
-        """After the first ones, on average."""
+        """The mean step time after the warm-up."""
         updates = len(self.update_times) // self._coordinator.policy.steps
         step_ends = self.update_times[updates - 1 :: updates]
         return (step_ends[-1] - step_ends[warmup_steps - 1]) / (len(step_ends) - warmup_steps)
@@ -147,7 +145,7 @@ class ParameterServerSimulation:
 
     def _enqueue(self, sender: str, outgoing: OutgoingMessages) -> None:
         for to, message in outgoing:
-            if isinstance(message, ParametersReady):  # begun when its parameters are there
+            if isinstance(message, ParametersReady):  # `_progress_worker` starts when the parameters are there
                 continue
             link = self._links[sender]
             message_bytes = self._message_bytes(message)
@@ -180,7 +178,7 @@ class ParameterServerSimulation:
         return message.priority if isinstance(message, ParameterPullReply) else -1
 
     def _send_next_frame(self, sender: str) -> None:
-        """The next part, if the link is free and some connection takes one."""
+        """Send a frame if the link is free and a connection may have one more in flight."""
         link = self._links[sender]
         if link.is_sending:
             return
@@ -245,7 +243,7 @@ class ParameterServerSimulation:
             self._progress_worker(name)
 
     def _run_server(self, name: str, outgoing: OutgoingMessages) -> None:
-        """Updates take their time, and what comes after them waits."""
+        """Apply updates, and send the replies afterwards."""
         seconds = sum(
             len(m.decision.work_items) * self._slices[m.slice_id].push_bytes * self._costs.update_s
             for _, m in outgoing
@@ -258,7 +256,7 @@ class ParameterServerSimulation:
             self._enqueue(name, replies)
 
     def _progress_worker(self, name: str) -> None:
-        """Begin what the worker has the parameters for."""
+        """Start the next layer if its parameters have arrived."""
         worker = self._workers[name]
         state_machine, costs = worker.state_machine, self._costs
         if state_machine.has_ended or worker.is_busy or not state_machine.assignment.assignment_id:
@@ -289,7 +287,7 @@ class ParameterServerSimulation:
         self._schedule(seconds, on_forward_done)
 
     def _start_backward(self, name: str, slowdown: float, layer: int) -> None:
-        """Layer after layer, the last first."""
+        """Run backward layer by layer, from the last to the first."""
         worker = self._workers[name]
         worker.is_busy = True
 
@@ -302,7 +300,7 @@ class ParameterServerSimulation:
             self._enqueue(
                 name,
                 worker.state_machine.handle(
-                    GradientsReady(worker.state_machine.assignment.assignment_id, tuple(layer_slices), (1.0,))
+                    GradientsReady(worker.state_machine.assignment.assignment_id, tuple(layer_slices))
                 ),
             )
 

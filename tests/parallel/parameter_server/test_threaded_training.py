@@ -26,9 +26,10 @@ from motet.parallel.parameter_server.protocol.coordinator_state_machine import C
 from motet.parallel.parameter_server.protocol.messages import (
     COORDINATOR,
     ConsistencyPolicy,
-    OpaqueScalars,
     ParameterPlacement,
     ParameterReplicas,
+    UpdateScalars,
+    WorkItemReport,
 )
 from motet.parallel.parameter_server.protocol.parameter_slices import partition_buckets
 from motet.parallel.parameter_server.protocol.server_state_machine import ServerSliceState, ServerStateMachine
@@ -75,10 +76,10 @@ def plan_of(module: nn.Module, servers: int) -> ParameterPartition:
     return ParameterPartition(buckets, partition_buckets(buckets, 512, servers), RECIPES["fp64"], tuple(groups))
 
 
-def judge(number: int, reports: dict[int, OpaqueScalars], norms: dict[int, float]) -> OpaqueScalars:
-    count = sum(report[1] for report in reports.values())
+def decide(update: int, reports: dict[int, WorkItemReport], norms: dict[int, float]) -> UpdateScalars:
+    count = sum(report.targets for report in reports.values())
     norm = math.sqrt(sum(norms[piece] for piece in sorted(norms))) / count
-    return (RATE, min(1.0, 0.5 / norm) / count, 1.0)
+    return UpdateScalars(RATE, min(1.0, 0.5 / norm) / count, is_applied=True)
 
 
 def view_of(plan: ParameterPartition, copies: int, servers: int) -> ParameterPlacement:
@@ -105,9 +106,9 @@ def serve(
     shelf = ParameterStore(plan, lambda groups: make_torch_optimizer(groups, SETTINGS))
     keeper = ServerStateMachine(name, view, {piece: ServerSliceState(is_initialized=False) for piece in mine})
     found[name] = keeper, shelf
-    server = ParameterServerProcess(keeper, shelf, post, LIMIT_S)
+    server = ParameterServerProcess(keeper, shelf, post, timeout_s=LIMIT_S)
     post.connect(COORDINATOR, desk)
-    watch = threading.Thread(target=lambda: (end.wait(), setattr(server, "ended", True)), daemon=True)
+    watch = threading.Thread(target=lambda: (end.wait(), setattr(server, "has_ended", True)), daemon=True)
     watch.start()
     server.run()
     post.close()
@@ -126,7 +127,14 @@ def work(name: str, view: ParameterPlacement, desk: tuple[str, int], rule: Consi
     with torch.no_grad():
         weights.compute.fill_(math.nan)
     post = TcpTransport(name, {"run": "run"}, LIMIT_S)
-    attendant = ParameterServerClient(WorkerStateMachine(name, view), plan, weights, post, (LIMIT_S, LIMIT_S))
+    attendant = ParameterServerClient(
+        WorkerStateMachine(name, view),
+        plan,
+        weights,
+        transport=post,
+        timeout_s=LIMIT_S,
+        connect_timeout_s=LIMIT_S,
+    )
     post.connect(COORDINATOR, desk)
     while (ticket := attendant.next_assignment()) is not None:
         for bucket in range(len(plan.buckets)):
@@ -137,7 +145,7 @@ def work(name: str, view: ParameterPlacement, desk: tuple[str, int], rule: Consi
                 ticket.work_item % rule.work_items_per_step
             ],
         )
-        report = (loss.item(), float(count))
+        report = WorkItemReport(loss.item(), float(count))
         weights.gradients.on_bucket_ready = lambda bucket, report=report: attendant.push_bucket(bucket, report)
         weights.gradients.begin_step()
         weights.gradients.begin_backward()
@@ -155,12 +163,13 @@ def train(workers: int, servers: int, copies: int = 1) -> dict[str, Tensor]:
     names = [f"s{i}" for i in range(servers)]
     post = TcpTransport(COORDINATOR, {"run": "run"}, LIMIT_S, "127.0.0.1")
     begin = flat_of(module, plan).compute.clone()
-    desk = CoordinatorStateMachine(rule, view, names, copies, update_rule=judge)
+    desk = CoordinatorStateMachine(rule, view, names, copies, update_rule=decide)
     office = CoordinatorProcess(
         desk,
         post,
-        (LIMIT_S, LIMIT_S),
         lambda piece: serialize_tensors({"master": begin[plan.slices[piece].flat_range]}),
+        timeout_s=LIMIT_S,
+        eviction_timeout_s=LIMIT_S,
     )
     end = threading.Event()
     found: Found = {}

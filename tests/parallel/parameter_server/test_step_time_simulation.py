@@ -1,11 +1,16 @@
 """Steps of a parameter server on links of a given rate: what can be said of them without simulating."""
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from motet.parallel.parameter_server.protocol.messages import ConsistencyPolicy
-from motet.parallel.parameter_server.step_time_simulation import (
+
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks" / "parts"))
+
+from parameter_server_simulation import (
     MESSAGE_BYTES,
     ParameterServerSimulation,
     ServerSimulationCosts,

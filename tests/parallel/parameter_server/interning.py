@@ -8,7 +8,7 @@ UNORDERED = ("workers", "servers", "waiting_pulls")
 """Lists whose order does nothing but to send messages in that order."""
 
 
-class Numbered(Generic[Thing]):
+class InternTable(Generic[Thing]):
     def __init__(self, *first: Thing) -> None:
         self._things: list[Thing] = []
         self._numbers: dict[Any, int] = {}
@@ -40,9 +40,9 @@ class Numbered(Generic[Thing]):
 def key_of(value: Any, ordered: bool = False) -> Any:
     """The same for values that are equal, and no others. Of what was done the order counts."""
     if is_dataclass(value):
-        kept = ((f.name, getattr(value, f.name)) for f in fields(value))
+        state = ((f.name, getattr(value, f.name)) for f in fields(value))
         return type(value).__name__, *(
-            key_of(set(v) if name in UNORDERED else v, name == "completed_reports") for name, v in kept
+            key_of(set(v) if name in UNORDERED else v, name == "completed_reports") for name, v in state
         )
     if isinstance(value, set):
         return "set", *sorted(value)

@@ -29,33 +29,42 @@ from motet.parallel.parameter_server.protocol.messages import (
 )
 from motet.parallel.parameter_server.protocol.server_state_machine import ServerSliceState, ServerStateMachine
 from motet.parallel.parameter_server.protocol.worker_state_machine import WorkerStateMachine
-from server.numbered import Numbered
-from server.promises import Promises
-from server.stale import is_answered, is_ignored, is_known
-from server.system import NONE, Left, Machine, Machines, Reading, State, System, Underway
+from parallel.parameter_server.ignored_messages import is_answered, is_ignored, is_known
+from parallel.parameter_server.interning import InternTable
+from parallel.parameter_server.invariants import Invariants
+from parallel.parameter_server.scenario import (
+    NONE,
+    FaultsLeft,
+    InFlight,
+    Machine,
+    Machines,
+    PartialRead,
+    Scenario,
+    State,
+)
 
-Taken = tuple[int, Underway, Underway, tuple[Message, ...]]
+Outcome = tuple[int, InFlight, InFlight, tuple[Message, ...]]
 """(what a machine is then, what it sends but for values, the values that it sends, what it says by that)"""
 FORGOTTEN = UpdateDecision(0, (), 0)
 
 
-class Crew:
-    def __init__(self, system: System, all_of_it: bool) -> None:
-        s = self.system = system
-        self.all_of_it = all_of_it
-        self.machines: Numbered[Machine | None] = Numbered(None)
-        self.messages: Numbered[tuple[str, str, Message | Reading]] = Numbered()
+class SimulatedCluster:
+    def __init__(self, scenario: Scenario, without_reduction: bool) -> None:
+        s = self.scenario = scenario
+        self.without_reduction = without_reduction
+        self.machines: InternTable[Machine | None] = InternTable(None)
+        self.messages: InternTable[tuple[str, str, Message | PartialRead]] = InternTable()
         """(to, from, what)"""
         self.servers = [f"s{i}" for i in range(s.servers)]
         self.workers = [f"w{i}" for i in range(s.workers)]
         self.names = [COORDINATOR, *self.servers, *self.workers, "new"]
         self.places = {name: place for place, name in enumerate(self.names)}
         self.owners = tuple(
-            ParameterReplicas(tuple(self.servers[(piece + copy) % s.servers] for copy in range(s.copies)))
-            for piece in range(s.servers)
+            ParameterReplicas(tuple(self.servers[(slice_id + copy) % s.servers] for copy in range(s.copies)))
+            for slice_id in range(s.servers)
         )
-        self.promises = Promises(system, self.machines, self.places)
-        self._known: dict[tuple[int, int], Taken] = {}
+        self.invariants = Invariants(scenario, self.machines, self.places)
+        self._known: dict[tuple[int, int], Outcome] = {}
         self._stale: dict[tuple[int, int, int], bool] = {}
         self._tidy: dict[Machines, Machines] = {}
         self._within: dict[tuple[int, int], int] = {}
@@ -69,40 +78,43 @@ class Crew:
             )
             for order in permutations(range(s.workers))
         ][1:]
-        self._forgets = not (all_of_it or s.returns or s.cuts or s.told)
+        self._forgets = not (without_reduction or s.replacements or s.disconnects or s.starts_empty)
 
     def start(self) -> State:
-        s = self.system
+        s = self.scenario
         view = ParameterPlacement(0, self.owners)
-        desk = s.desk(s.rule, view, list(self.servers), s.copies).resume_after(s.first)
-        if s.owned:
-            desk.step_limit, desk.ends_at_step_limit = s.first, False
-        machines: list[Machine] = [desk]
+        coordinator = s.coordinator(s.policy, view, list(self.servers), s.copies).resume_after(s.first)
+        if s.is_paced:
+            coordinator.step_limit, coordinator.ends_at_step_limit = s.first, False
+        machines: list[Machine] = [coordinator]
         for name in self.servers:
-            own = [piece for piece, owned in enumerate(self.owners) if name in owned.servers]
-            kept = (
+            own = [slice_id for slice_id, is_paced in enumerate(self.owners) if name in is_paced.servers]
+            state = (
                 ServerSliceState(is_initialized=False)
-                if s.told
-                else ServerSliceState(desk.first_logged_update, desk.decided)
+                if s.starts_empty
+                else ServerSliceState(coordinator.first_logged_update, coordinator.decided)
             )
-            machines.append(s.keeper(name, view, {piece: deepcopy(kept) for piece in own}))
-        machines += [s.client(name, view) for name in self.workers]
-        underway = [self.number(COORDINATOR, name, WorkerJoined(name)) for name in self.workers]
-        known = desk.first_logged_update, desk.decided
-        underway += [
-            m for keeper in machines if isinstance(keeper, ServerStateMachine) for m in self.stands(keeper, *known)
+            machines.append(s.server_machine(name, view, {slice_id: deepcopy(state) for slice_id in own}))
+        machines += [s.worker_machine(name, view) for name in self.workers]
+        in_flight = [self.number(COORDINATOR, name, WorkerJoined(name)) for name in self.workers]
+        known = coordinator.first_logged_update, coordinator.decided
+        in_flight += [
+            m
+            for server_machine in machines
+            if isinstance(server_machine, ServerStateMachine)
+            for m in self.stands(server_machine, *known)
         ]
-        left = s.doubles, s.crashes, s.cuts, s.stops
-        return self.state((*map(self.machines.number, machines), NONE), tuple(underway), left)
+        left = s.duplicates, s.crashes, s.disconnects, s.stops
+        return self.state((*map(self.machines.number, machines), NONE), tuple(in_flight), left)
 
-    def stands(self, keeper: ServerStateMachine, version: int, settled: DecidedWorkItems) -> Underway:
+    def stands(self, server_machine: ServerStateMachine, version: int, settled: DecidedWorkItems) -> InFlight:
         """What the desk's owner tells a server that is connected, and has not begun."""
-        if all(kept.is_initialized for kept in keeper.slice_states.values()):
+        if all(state.is_initialized for state in server_machine.slice_states.values()):
             return ()
-        stands = [ParameterStateAssignment(piece, version, settled) for piece in keeper.slice_states]
-        return tuple(self.number(keeper.name, COORDINATOR, stand) for stand in stands)
+        stands = [ParameterStateAssignment(slice_id, version, settled) for slice_id in server_machine.slice_states]
+        return tuple(self.number(server_machine.name, COORDINATOR, stand) for stand in stands)
 
-    def number(self, to: str, sender: str, message: Message | Reading) -> int:
+    def number(self, to: str, sender: str, message: Message | PartialRead) -> int:
         number = self.messages.number((to, sender, message))
         self._find_routes()
         return number
@@ -110,53 +122,53 @@ class Crew:
     def _find_routes(self) -> None:
         for number in range(len(self._routes), len(self.messages)):
             to, _, message = self.messages[number]
-            asks = isinstance(message, ParameterPull | GradientPush) and not self.all_of_it
+            asks = isinstance(message, ParameterPull | GradientPush) and not self.without_reduction
             self._routes.append((self.places[to], self.places[message.worker] if asks else 0))
 
     # --- what a process does -----------------------------------------------------------------------
 
-    def take(self, machines: Machines, number: int) -> tuple[Machines, Underway]:
+    def take(self, machines: Machines, number: int) -> tuple[Machines, InFlight]:
         """(the machines then, what is sent)"""
         name, _, message = self.messages[number]
         to = self.places[name]
         key = machines[to], number
         if key not in self._known:
             now = deepcopy(self.machines[machines[to]])
-            assert now is not None and not isinstance(message, Reading)
+            assert now is not None and not isinstance(message, PartialRead)
             if isinstance(message, GradientsReady):
-                self.promises.of_gradient(now, message)
+                self.invariants.of_gradient(now, message)
             before = deepcopy(now)
             sent = now.handle(message)
-            self.promises.of_updates(before, now, sent)
+            self.invariants.of_updates(before, now, sent)
             self._known[key] = self._told(now, to, sent)
         then, sent, values, said = self._known[key]
         following = (*machines[:to], then, *machines[to + 1 :])
-        self.promises.of_step(following, to, said)
+        self.invariants.of_step(following, to, said)
         return following, sent + tuple(self._as_good(following, number) for number in values)
 
-    def resume(self, machine: int, here: int, there: int) -> tuple[int, Underway]:
+    def resume(self, machine: int, here: int, there: int) -> tuple[int, InFlight]:
         now = deepcopy(self.machines[machine])
         assert isinstance(now, ServerStateMachine | WorkerStateMachine)
         then, sent, values, _ = self._told(now, here, now.messages_on_connect(self.names[there]))
         return then, sent + values
 
-    def go_on(self, machines: Machines, until: int, closes: bool) -> tuple[Machines, Underway]:
-        desk = deepcopy(self.machines[machines[0]])
-        assert isinstance(desk, CoordinatorStateMachine)
-        number, sent, _, said = self._told(desk, 0, desk.extend_to_step(until, closes))
+    def go_on(self, machines: Machines, until: int, closes: bool) -> tuple[Machines, InFlight]:
+        coordinator = deepcopy(self.machines[machines[0]])
+        assert isinstance(coordinator, CoordinatorStateMachine)
+        number, sent, _, said = self._told(coordinator, 0, coordinator.extend_to_step(until, closes))
         following = (number, *machines[1:])
-        self.promises.of_step(following, 0, said)
+        self.invariants.of_step(following, 0, said)
         return following, sent
 
-    def _told(self, now: Machine, here: int, sent: OutgoingMessages) -> Taken:
-        name, pieces = self.names[here], tuple(range(self.system.servers))
+    def _told(self, now: Machine, here: int, sent: OutgoingMessages) -> Outcome:
+        name, slice_ids = self.names[here], tuple(range(self.scenario.servers))
         for _, computed in [m for m in sent if isinstance(m[1], ParametersReady)]:
             assert isinstance(now, WorkerStateMachine) and isinstance(computed, ParametersReady)
             number = computed.assignment.assignment_id
-            if self.system.by_piece:
-                sent += [(name, GradientsReady(number, (piece,))) for piece in pieces]
+            if self.scenario.gradients_by_slice:
+                sent += [(name, GradientsReady(number, (slice_id,))) for slice_id in slice_ids]
             else:
-                sent += now.handle(GradientsReady(number, pieces))
+                sent += now.handle(GradientsReady(number, slice_ids))
         said = tuple(
             m
             for _, m in sent
@@ -175,14 +187,14 @@ class Crew:
         values = tuple(self.number(to, name, self._underway(m)) for to, m in out if isinstance(m, ParameterPullReply))
         return self.machines.number(self._without_history(now)), others, values, said
 
-    def _underway(self, value: ParameterPullReply) -> ParameterPullReply | Reading:
-        return Reading(value) if self.system.in_parts else value
+    def _underway(self, value: ParameterPullReply) -> ParameterPullReply | PartialRead:
+        return PartialRead(value) if self.scenario.partial_reads else value
 
     def _without_history(self, machine: Machine) -> Machine:
         """What nothing will ask for is forgotten."""
         if isinstance(machine, CoordinatorStateMachine) and self._forgets:
             machine.decision_log = [FORGOTTEN] * len(machine.decision_log)
-            if self.system.rule.quorum == self.system.rule.work_items_per_step:
+            if self.scenario.policy.quorum == self.scenario.policy.work_items_per_step:
                 machine.completed_reports = dict(sorted(machine.completed_reports.items()))
         return machine
 
@@ -190,87 +202,91 @@ class Crew:
         """A value whose version is within the bound is as good as the oldest that is."""
         to, sender, message = self.messages[number]
         worker = machines[self.places[to]]
-        if self.all_of_it or not isinstance(message, ParameterPullReply) or worker == NONE:
+        if self.without_reduction or not isinstance(message, ParameterPullReply) or worker == NONE:
             return number
         key = worker, number
         if key not in self._within:
-            client = self.machines[worker]
-            assert isinstance(client, WorkerStateMachine)
+            worker_machine = self.machines[worker]
+            assert isinstance(worker_machine, WorkerStateMachine)
             self._within[key] = number
-            if client.assignment.assignment_id == message.assignment_id:
-                self.promises.of_value(client, message)
-                self._within[key] = self.number(to, sender, message._replace(version=client.assignment.min_version))
+            if worker_machine.assignment.assignment_id == message.assignment_id:
+                self.invariants.of_value(worker_machine, message)
+                self._within[key] = self.number(
+                    to, sender, message._replace(version=worker_machine.assignment.min_version)
+                )
         return self._within[key]
 
     # --- states that are the same ------------------------------------------------------------------
 
-    def state(self, machines: Machines, underway: Underway, left: Left) -> State:
-        if not self.all_of_it:
+    def state(self, machines: Machines, in_flight: InFlight, left: FaultsLeft) -> State:
+        if not self.without_reduction:
             machines = self._without_pulls(machines)
-        kept = []
-        for number in underway:
+        state = []
+        for number in in_flight:
             to, worker = self._routes[number]
             key = machines[to], number, machines[worker] if worker else NONE
             is_stale = self._stale.get(key)
             if is_stale is None:
                 is_stale = self._stale[key] = key[0] == NONE or self._comes_to_nothing(*key)
             if not is_stale:
-                kept.append(number)
-        return machines, tuple(sorted(kept)), left
+                state.append(number)
+        return machines, tuple(sorted(state)), left
 
     def _comes_to_nothing(self, receiver: int, number: int, worker: int) -> bool:
         """Now or later."""
         machine, message = self.machines[receiver], self.messages[number][2]
         assert machine is not None
-        is_lasting = self.system.copies > 1 or not self.system.returns
+        is_lasting = self.scenario.copies > 1 or not self.scenario.replacements
         if self._routes[number][1]:
-            client = self._client(worker)
+            worker_machine = self._client(worker)
             assert isinstance(machine, ServerStateMachine) and isinstance(message, ParameterPull | GradientPush)
             if isinstance(message, ParameterPull):
-                return is_answered(machine, client, message)
-            return is_known(machine, client, message, is_lasting)
+                return is_answered(machine, worker_machine, message)
+            return is_known(machine, worker_machine, message, is_lasting)
         return is_ignored(machine, message, is_lasting)
 
     def _client(self, number: int) -> WorkerStateMachine | None:
-        client = self.machines[number]
-        assert client is None or isinstance(client, WorkerStateMachine)
-        return client
+        worker_machine = self.machines[number]
+        assert worker_machine is None or isinstance(worker_machine, WorkerStateMachine)
+        return worker_machine
 
     def _without_pulls(self, machines: Machines) -> Machines:
         """A server does not keep pulls whose answers would be ignored."""
-        first, stop = 1 + self.system.servers, len(machines) - 1
+        first, stop = 1 + self.scenario.servers, len(machines) - 1
         key = machines[1:]
         tidied = self._tidy.get(key)
         if tidied is None:
-            clients = machines[first:stop]
-            keepers = [self._without_answered(machines[place], *clients) for place in (*range(1, first), stop)]
-            tidied = self._tidy[key] = *keepers[:-1], *clients, keepers[-1]
+            worker_machines = machines[first:stop]
+            server_machines = [
+                self._without_answered(machines[place], *worker_machines) for place in (*range(1, first), stop)
+            ]
+            tidied = self._tidy[key] = *server_machines[:-1], *worker_machines, server_machines[-1]
         return machines[0], *tidied
 
-    def _without_answered(self, number: int, *clients: int) -> int:
-        keeper = self.machines[number]
-        if not isinstance(keeper, ServerStateMachine) or not any(
-            kept.waiting_pulls for kept in keeper.slice_states.values()
+    def _without_answered(self, number: int, *worker_machines: int) -> int:
+        server_machine = self.machines[number]
+        if not isinstance(server_machine, ServerStateMachine) or not any(
+            state.waiting_pulls for state in server_machine.slice_states.values()
         ):
             return number
-        by_name = dict(zip(self.workers, map(self._client, clients), strict=True))
-        keeper = deepcopy(keeper)
-        for kept in keeper.slice_states.values():
-            kept.waiting_pulls = [
-                pull for pull in kept.waiting_pulls if not is_answered(keeper, by_name[pull.worker], pull)
+        by_name = dict(zip(self.workers, map(self._client, worker_machines), strict=True))
+        server_machine = deepcopy(server_machine)
+        for state in server_machine.slice_states.values():
+            state.waiting_pulls = [
+                pull for pull in state.waiting_pulls if not is_answered(server_machine, by_name[pull.worker], pull)
             ]
-        return self.machines.number(keeper)
+        return self.machines.number(server_machine)
 
     def canonical(self, state: State) -> State:
         """The least of the states that are this one with other names of workers."""
-        machines, underway, left = state
-        best = machines, underway
+        machines, in_flight, left = state
+        best = machines, in_flight
         for number, (places, names) in enumerate(self._swaps):
             mapped = [0] * len(machines)
             for place, machine in enumerate(machines):
                 mapped[places[place]] = self.machines.renamed(machine, number, names) if machine else NONE
             other = tuple(mapped)
             if other <= best[0]:
-                best = min(best, (other, tuple(sorted(self.messages.renamed(m, number, names) for m in underway))))
+                best = min(best, (other, tuple(sorted(self.messages.renamed(m, number, names) for m in in_flight))))
         self._find_routes()
         return *best, left

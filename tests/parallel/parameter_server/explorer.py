@@ -1,0 +1,353 @@
+"""Every interleaving of a small parameter server: messages in any order, some of them twice, and processes that end.
+
+A state is what every process knows, and the messages underway. Of a state that was seen 64 bits are kept: with ten
+million of them, two are taken for one with a chance of 3 in a million.
+
+What makes no difference is left out:
+
+- States that differ in the names of workers alone count once, and messages that will be ignored are not underway.
+- A process ends when the desk hears of it. Before, one that has ended is as good as one that is slow.
+- What is lost of what a process had sent is lost when it ends. To lose it later is to have it underway for longer.
+
+And unless `all_of_it` is asked for:
+
+- A second arrival that would be ignored uses up no chance of one.
+- What the desk decided is forgotten when nobody can ask for it, and a version is as good as any other within the bound.
+- Where a message is certain to arrive, and what comes of it is the same now and after anything else that may happen, it
+  arrives first, and nothing else is tried in its place (`Explorer.urgent`).
+"""
+
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import combinations, product
+
+from motet.parallel.parameter_server.protocol.coordinator_state_machine import CoordinatorStateMachine
+from motet.parallel.parameter_server.protocol.messages import (
+    COORDINATOR,
+    BackupPushAck,
+    DecidedWorkItems,
+    GradientPushAck,
+    GradientsReady,
+    Message,
+    ParameterPlacement,
+    ParameterPull,
+    ParameterPullReply,
+    ProcessLost,
+    ServerTakeoverOffer,
+    UpdateDecision,
+    WorkAssignment,
+)
+from motet.parallel.parameter_server.protocol.server_state_machine import ServerStateMachine
+from motet.parallel.parameter_server.protocol.worker_state_machine import WorkerStateMachine
+from parallel.parameter_server.scenario import (
+    CRASHES,
+    DISCONNECTS,
+    DUPLICATES,
+    NONE,
+    STOPS,
+    FaultsLeft,
+    InFlight,
+    Machine,
+    Machines,
+    PartialRead,
+    Scenario,
+    State,
+    require,
+)
+from parallel.parameter_server.simulated_cluster import SimulatedCluster
+
+
+class Explorer:
+    def __init__(self, scenario: Scenario, without_reduction: bool = False) -> None:
+        self.scenario = scenario
+        self.without_reduction = without_reduction
+        self.cluster = SimulatedCluster(scenario, without_reduction)
+
+    def states(self) -> Iterator[State]:
+        """All, but for those that are the same with other names of workers."""
+        stack = [self.cluster.start()]
+        seen = {hash(stack[0])}
+        while stack:
+            state = stack.pop()
+            yield state
+            for following in map(self.cluster.canonical, self.after(state)):
+                if (mark := hash(following)) not in seen:
+                    seen.add(mark)
+                    stack.append(following)
+
+    def after(self, state: State) -> Iterator[State]:
+        """Everything that may happen next."""
+        if self.without_reduction:
+            yield from self._after(state)
+            return
+        urgent = self.urgent(state)
+        for following in self._after(state) if urgent is None else self._arrive(state, urgent):
+            now = following
+            while not now[2][DUPLICATES] and (only := self.urgent(now)) is not None:
+                (now,) = self._arrive(now, only)
+            yield now
+
+    def _after(self, state: State) -> Iterator[State]:
+        machines, in_flight, left = state
+        for index, number in enumerate(in_flight):
+            if not index or in_flight[index - 1] != number:
+                yield from self._arrive(state, index)
+        alive = [place for place, machine in enumerate(machines) if machine]
+        for place in alive if left[CRASHES] else ():
+            if self._may_end(machines, place):
+                yield from self._crash(state, place)
+        for one, other in combinations(alive, 2) if left[DISCONNECTS] else ():
+            yield from self._cut(state, one, other)
+        yield from self._owner(state)
+
+    def is_end(self, state: State) -> bool:
+        return not state[1] and not any(self._owner(state))
+
+    # --- messages ----------------------------------------------------------------------------------
+
+    def urgent(self, state: State) -> int | None:
+        """The place of a message that can neither be lost nor make a difference by when it arrives. What is lost with
+        its receiver makes none; a connection that is cut does."""
+        machines, in_flight, left = state
+        if left[DISCONNECTS] or (
+            self.scenario.replacements and self.scenario.copies == 1
+        ):  # then a ticket may come before its time
+            return None
+        for index, number in enumerate(in_flight):
+            to, sender, message = self.cluster.messages[number]
+            if isinstance(message, WorkAssignment):
+                return index
+            if isinstance(message, ParameterPullReply):
+                is_urgent = not (left[CRASHES] and self._may_end(machines, self.cluster.places[sender]))
+            else:
+                is_urgent = self._is_urgent(state, machines[self.cluster.places[to]], message)
+            if is_urgent:
+                return index
+        return None
+
+    def _is_urgent(self, state: State, receiver: int, message: Message | PartialRead) -> bool:
+        if not isinstance(message, GradientPushAck | ParameterPull | UpdateDecision | BackupPushAck):
+            return False
+        machine = self.cluster.machines[receiver]
+        match message:
+            case ParameterPull(slice_id=slice_id):
+                return isinstance(machine, ServerStateMachine) and slice_id in machine.slice_states
+            case GradientPushAck():
+                return self._knows_all_views(state, machine)
+            case UpdateDecision():
+                is_early = not self._is_needed(message) and not self.scenario.has_late_decisions
+                return is_early and not self.scenario.replacements and not self.scenario.starts_empty
+        return not (self.scenario.replacements or self.scenario.starts_empty) and self._knows_all_views(state, machine)
+
+    def _is_needed(self, decision: UpdateDecision) -> bool:
+        """Some share will be computed with what was decided, at least until then."""
+        policy = self.scenario.policy
+        return (
+            policy.max_staleness is not None
+            and decision.decided_floor // policy.work_items_per_step > policy.step_of(decision.work_items[0])
+        )
+
+    def _knows_all_views(self, state: State, machine: Machine | None) -> bool:
+        _, in_flight, left = state
+        if not self._may_lose_servers:
+            return True
+        coordinator = self.cluster.machines[state[0][0]]
+        assert isinstance(machine, WorkerStateMachine | ServerStateMachine) and isinstance(
+            coordinator, CoordinatorStateMachine
+        )
+        messages = (self.cluster.messages[number][2] for number in in_flight)
+        is_calm = not left[CRASHES] and not any(
+            isinstance(message, ProcessLost | ServerTakeoverOffer) for message in messages
+        )
+        return is_calm and machine.placement.epoch == coordinator.placement.epoch
+
+    def _arrive(self, state: State, index: int) -> Iterator[State]:
+        machines, in_flight, left = state
+        number = in_flight[index]
+        rest = in_flight[:index] + in_flight[index + 1 :]
+        message = self.cluster.messages[number][2]
+        if isinstance(message, PartialRead):
+            yield self.cluster.state(machines, (*rest, self._read(machines, number)), left)
+            return
+        now, sent = self.cluster.take(machines, number)
+        once = self.cluster.state(now, rest + sent, left)
+        yield once
+        if left[DUPLICATES] and not isinstance(message, GradientsReady | ProcessLost):
+            twice = self.cluster.state(now, in_flight + sent, _less(left, DUPLICATES))
+            if self.without_reduction or twice[1] != once[1]:
+                yield twice
+
+    def _read(self, machines: Machines, number: int) -> int:
+        """One part more of a value."""
+        to, sender, reading = self.cluster.messages[number]
+        assert isinstance(reading, PartialRead)
+        value, first = reading
+        server_machine, version = self.cluster.machines[machines[self.cluster.places[sender]]], value.version
+        if self.scenario.updates_in_place and isinstance(server_machine, ServerStateMachine):
+            version = server_machine.slice_states[value.slice_id].version
+        if first is None:
+            return self.cluster.number(to, sender, PartialRead(value, version))
+        require(first == version, f"{value} is torn: its first part is of version {first}, the other of {version}")
+        return self.cluster.number(to, sender, value)
+
+    # --- what goes wrong, and what the owner of the desk does ---------------------------------------
+
+    def _cut(self, state: State, one: int, other: int) -> Iterator[State]:
+        """A connection is lost, and made again."""
+        cluster, (machines, in_flight, left) = self.cluster, state
+        ends = {cluster.names[one], cluster.names[other]}
+        state = tuple(m for m in in_flight if {*cluster.messages[m][:2]} != ends)
+        if len(state) == len(in_flight):
+            return
+        now = list(machines)
+        sent: InFlight = ()
+        for here, there in ((one, other), (other, one)):
+            if here:  # the desk waits to be told where others are
+                now[here], said = cluster.resume(machines[here], here, there)
+                sent += said
+        coordinator, server_machine = cluster.machines[machines[one]], cluster.machines[machines[other]]
+        left = _less(left, DISCONNECTS)
+        if not (isinstance(coordinator, CoordinatorStateMachine) and isinstance(server_machine, ServerStateMachine)):
+            yield cluster.state(tuple(now), state + sent, left)
+            return
+        for version, settled in self._known(coordinator):
+            yield cluster.state(tuple(now), state + sent + cluster.stands(server_machine, version, settled), left)
+
+    def _known(self, coordinator: CoordinatorStateMachine) -> Iterator[tuple[int, DecidedWorkItems]]:
+        """What the desk's owner may have of the parameters: those of the beginning, or of a rest."""
+        yield (
+            coordinator.first_logged_update,
+            DecidedWorkItems(self.scenario.first * self.scenario.policy.work_items_per_step),
+        )
+        if self.scenario.is_paced and coordinator.is_quiescent:
+            yield coordinator.update_count, coordinator.decided
+
+    @property
+    def _may_lose_servers(self) -> bool:
+        return bool(self.scenario.crashes) and (self.scenario.copies > 1 or self.scenario.replacements)
+
+    def _may_end(self, machines: Machines, place: int) -> bool:
+        """Somebody must be left to go on, and to keep each piece."""
+        if not 0 < place < len(machines) - 1:
+            return False
+        if place > self.scenario.servers:
+            return sum(map(bool, machines[1 + self.scenario.servers : -1])) > 1
+        return self._may_lose_servers
+
+    def _crash(self, state: State, place: int) -> Iterator[State]:
+        cluster, (machines, in_flight, left) = self.cluster, state
+        name, machine = cluster.names[place], cluster.machines[machines[place]]
+        left = _less(left, CRASHES)
+        gone = (*machines[:place], NONE, *machines[place + 1 :])
+        lost = cluster.number(COORDINATOR, name, ProcessLost(name))
+        others = tuple(m for m in in_flight if cluster.messages[m][1] != name)
+        own = Counter(m for m in in_flight if cluster.messages[m][1] == name)
+        for counts in product(*(range(count + 1) for count in own.values())):
+            state = others + tuple(m for m, count in zip(own, counts, strict=True) for _ in range(count))
+            if not (isinstance(machine, ServerStateMachine) and self.scenario.replacements):
+                now, sent = cluster.take(gone, lost)
+                yield cluster.state(now, state + sent, left)
+                continue
+            for new, offer in self._offers(machine):
+                for heard, unheard in ((lost, offer), (offer, lost)):
+                    now, sent = cluster.take((*gone[:-1], new), heard)
+                    yield cluster.state(now, (*state, *sent, unheard), left)
+
+    def _offers(self, lost: ServerStateMachine) -> Iterator[tuple[int, int]]:
+        """(a server that comes instead, what it says)"""
+        for older in (0, 1) if self.scenario.copies == 1 else (0,):
+            snapshot = (
+                tuple((p, k.version - older) for p, k in lost.slice_states.items()) if self.scenario.copies == 1 else ()
+            )
+            new = self.cluster.machines.number(
+                self.scenario.server_machine("new", ParameterPlacement(-1, self.cluster.owners))
+            )
+            yield new, self.cluster.number(COORDINATOR, "new", ServerTakeoverOffer("new", lost.name, snapshot))
+
+    def _owner(self, state: State) -> Iterator[State]:
+        machines, _, left = state
+        coordinator = self.cluster.machines[machines[0]]
+        assert isinstance(coordinator, CoordinatorStateMachine)
+        if not self.scenario.is_paced or coordinator.ends_at_step_limit:
+            return
+        policy, step = self.scenario.policy, self.scenario.policy.step_of(coordinator.decided.floor)
+        if left[STOPS] and step < policy.steps:
+            begun = -(-coordinator.next_work_item // policy.work_items_per_step)
+            yield self._go_on(state, min(policy.steps, max(step + 1, begun)), False, _less(left, STOPS))
+        if coordinator.is_quiescent and left[STOPS] == self.scenario.stops and step < policy.steps:
+            yield self._go_on(state, step + 1, False, left)
+        elif coordinator.is_quiescent:
+            yield self._go_on(state, step, True, left)
+
+    def _go_on(self, state: State, until: int, closes: bool, left: FaultsLeft) -> State:
+        now, sent = self.cluster.go_on(state[0], until, closes)
+        return self.cluster.state(now, state[1] + sent, left)
+
+
+@dataclass
+class Exploration:
+    states: int = 0
+    steps: int = 0
+    """From one state to another."""
+    ends: int = 0
+
+
+@dataclass
+class StateGraph:
+    """From where each state was come to, by what `hash` makes of them."""
+
+    sources: "array[int]" = field(default_factory=lambda: array("q"))
+    targets: "array[int]" = field(default_factory=lambda: array("q"))
+    ends: set[int] = field(default_factory=set)
+
+    def lead_to_an_end(self) -> set[int]:
+        """The states from which one can be reached."""
+        before: dict[int, list[int]] = {}
+        for source, target in zip(self.sources, self.targets, strict=True):
+            before.setdefault(target, []).append(source)
+        result, stack = set(self.ends), list(self.ends)
+        while stack:
+            new = set(before.get(stack.pop(), ())) - result
+            result |= new
+            stack += new
+        return result
+
+
+def explore(
+    scenario: Scenario,
+    most: int = 10**9,
+    without_reduction: bool = False,
+    result: Exploration | None = None,
+    graph: StateGraph | None = None,
+) -> Exploration:
+    """Where a promise is broken, `found` has what came before."""
+    explorer = Explorer(scenario, without_reduction)
+    start = explorer.cluster.start()
+    seen = {hash(start)}
+    result = Exploration() if result is None else result
+    stack = [start]
+    while stack and len(seen) < most:
+        state = stack.pop()
+        result.states = len(seen)
+        for following in explorer.after(state):
+            result.steps += 1
+            same = explorer.cluster.canonical(following)
+            if (mark := hash(same)) not in seen:
+                seen.add(mark)
+                stack.append(same)
+            if graph is not None:
+                graph.sources.append(hash(state))
+                graph.targets.append(mark)
+        if explorer.is_end(state):
+            result.ends += 1
+            explorer.cluster.invariants.of_end(state[0])
+            if graph is not None:
+                graph.ends.add(hash(state))
+    result.states = len(seen)
+    return result
+
+
+def _less(left: FaultsLeft, which: int) -> FaultsLeft:
+    return tuple(count - (number == which) for number, count in enumerate(left))

@@ -1,0 +1,268 @@
+"""The systems that are explored, smaller and larger ones, and those that have a mistake."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from motet.parallel.parameter_server.protocol.coordinator_state_machine import CoordinatorStateMachine
+from motet.parallel.parameter_server.protocol.messages import (
+    BackupPush,
+    ConsistencyPolicy,
+    GradientPush,
+    Message,
+    OutgoingMessages,
+    ParameterPlacement,
+    ParameterPull,
+    WorkItemCompleted,
+)
+from motet.parallel.parameter_server.protocol.server_state_machine import ServerStateMachine
+from motet.parallel.parameter_server.protocol.worker_state_machine import WorkerStateMachine
+from parallel.parameter_server.explorer import Exploration
+from parallel.parameter_server.scenario import Scenario
+
+RULES = ("sync", "first-k", "async", "bounded")
+
+
+def policy(name: str, work_items: int, steps: int, first: int = 0) -> ConsistencyPolicy:
+    """The first shares but one make an update; or each does, and where there are steps enough one more may be begun."""
+    closes = {"first-k": max(1, work_items - 1), "bounded": 1, "async": 1}.get(name, work_items)
+    ahead = {"bounded": int(steps - first > 2), "async": None}.get(name, 0)
+    return ConsistencyPolicy(work_items, steps, closes, ahead, has_per_item_updates=name in ("bounded", "async"))
+
+
+def with_mode(scenario: Scenario, name: str) -> Scenario:
+    return replace(
+        scenario, policy=policy(name, scenario.policy.work_items_per_step, scenario.policy.steps, scenario.first)
+    )
+
+
+def _of(workers: int, servers: int, steps: int, work_items: int = 0, **others: Any) -> Scenario:
+    """As many shares as workers, if nothing else is said."""
+    return replace(Scenario(policy("sync", work_items or workers, steps), workers, servers), **others)
+
+
+SMALL = {
+    "nothing goes wrong": _of(2, 2, 3),
+    "three shares for two workers": _of(2, 1, 3, work_items=3),
+    "each piece has two servers": _of(2, 2, 1, copies=2),
+    "decisions overtake each other": _of(2, 1, 2, has_late_decisions=True),
+    "a message comes twice": _of(2, 1, 2, duplicates=1),
+    "a connection is lost": _of(2, 1, 1, disconnects=1),
+    "a worker ends": _of(2, 1, 2, crashes=1),
+    "a message comes twice, and a worker ends": _of(2, 2, 1, duplicates=1, crashes=1),
+    "a server ends": _of(1, 2, 2, copies=2, crashes=1),
+    "a server ends, and one comes with its snapshot": _of(1, 1, 2, crashes=1, replacements=True),
+    "values are read in parts": _of(2, 1, 2, partial_reads=True),
+    "gradients come piece by piece, a server ends": _of(1, 2, 1, copies=2, crashes=1, gradients_by_slice=True),
+    "gradients come piece by piece, a connection is lost": _of(1, 2, 1, disconnects=1, gradients_by_slice=True),
+    "a run that goes on for two steps": _of(2, 1, 3, starts_empty=True, first=1),
+    "a run that goes on; a message comes twice": _of(1, 2, 2, copies=2, duplicates=1, starts_empty=True, first=1),
+    "a run that goes on; a connection is lost": _of(1, 2, 2, copies=2, disconnects=1, starts_empty=True, first=1),
+    "a run that rests after each step; a connection is lost": _of(
+        1, 2, 1, copies=2, disconnects=1, starts_empty=True, is_paced=True
+    ),
+    "a run that rests, and is stopped": _of(2, 1, 3, is_paced=True, stops=1),
+    "a run that rests, and is stopped; a worker ends": _of(2, 1, 2, crashes=1, is_paced=True, stops=1),
+}
+
+LARGE = {
+    "a message comes twice, and a worker ends": _of(2, 2, 3, duplicates=1, crashes=1),
+    "the same in two steps; or a server ends": _of(2, 2, 2, copies=2, duplicates=1, crashes=1),
+    "a message comes twice, and a worker or a server ends": _of(2, 2, 3, copies=2, duplicates=1, crashes=1),
+    "three workers; a message comes twice, and one ends": _of(3, 2, 2, duplicates=1, crashes=1),
+    "a server of two ends, and one comes with nothing": _of(1, 2, 1, copies=2, crashes=1, replacements=True),
+    "one of two workers or of two servers ends, and a server comes": _of(2, 2, 1, crashes=1, replacements=True),
+    "two servers for each piece, a connection is lost": _of(2, 2, 1, copies=2, disconnects=1),
+}
+
+
+def modes_of(scenario: Scenario) -> list[str]:
+    """Those that differ for it: with one step bounded is async, and with one worker first-k is sync."""
+    different: dict[ConsistencyPolicy, str] = {}
+    for name in RULES:
+        asked = with_mode(scenario, name).policy
+        is_free = asked.has_per_item_updates and asked.steps - scenario.first == 1
+        different.setdefault(asked._replace(max_staleness=None) if is_free else asked, name)
+    return list(different.values())
+
+
+def row(name: str, scenario: Scenario, result: Exploration) -> str:
+    """Of the table of what was explored."""
+    size = f"{scenario.workers} x {scenario.servers} x {scenario.policy.steps - scenario.first}"
+    (kind,) = (kind for kind in RULES if with_mode(scenario, kind) == scenario and kind in modes_of(scenario))
+    faults = scenario.duplicates, scenario.crashes, scenario.disconnects
+    cells = size, scenario.copies, *faults, kind, f"{result.states:,}", f"{result.steps:,}", result.ends
+    return f"| {name} | {' | '.join(map(str, cells))} |"
+
+
+def alike(line: str) -> str:
+    """Of a row: which system it is of, and in which mode."""
+    return "|".join(line.split("|")[:8])
+
+
+# --- what is wrong ---------------------------------------------------------------------------------
+
+
+class AsksOnce(WorkerStateMachine):
+    """A worker does not say again what was lost with a connection."""
+
+    def messages_on_connect(self, peer: str) -> OutgoingMessages:
+        return []
+
+
+class AcknowledgesAtOnce(ServerStateMachine):
+    """A server acknowledges a push before the second server of the piece has it."""
+
+    def _replicate_push(self, slice_id: int, work_item: int, pushes: frozenset[GradientPush]) -> OutgoingMessages:
+        return self._push_acks(pushes) + super()._replicate_push(slice_id, work_item, pushes)
+
+
+class AnswersAnyPull(ServerStateMachine):
+    """A server answers with what it has, however old."""
+
+    def _handle_pull(self, pull: ParameterPull) -> OutgoingMessages:
+        return super()._handle_pull(pull._replace(min_version=0))
+
+
+class ForgetsTheSum(ServerStateMachine):
+    """A server that becomes the first of a piece does not tell the norm that the one before it owed."""
+
+    def _change_placement(self, view: ParameterPlacement) -> OutgoingMessages:
+        closing, self.norm_request = self.norm_request, None
+        sent = super()._change_placement(view)
+        self.norm_request = closing
+        return sent
+
+
+class SkipsDecisions(ServerStateMachine):
+    """A server does the update that it hears of, and not the one before that it has not heard of."""
+
+    def _apply_decisions(self) -> OutgoingMessages:
+        for state in self.slice_states.values():
+            if state.is_initialized and self.decisions:
+                state.version = max(state.version, min(self.decisions))
+        return super()._apply_decisions()
+
+
+class DropsShares(CoordinatorStateMachine):
+    """The desk takes all shares for done that come before one that is."""
+
+    def _decide_update(self, work_items: tuple[int, ...]) -> OutgoingMessages:
+        self.decided = self.decided.with_decided(tuple(range(min(work_items))), self.decided.floor)
+        return super()._decide_update(work_items)
+
+
+class CountsTwice(CoordinatorStateMachine):
+    """The desk makes an update of a share again whose end it hears of again."""
+
+    def _complete_work_item(self, done: WorkItemCompleted) -> None:
+        super()._complete_work_item(done)
+        if self.decided.has(done.work_item) and done.worker not in self.current_assignments:
+            self.completed_reports[done.work_item] = done.report
+
+
+class RunsAhead(CoordinatorStateMachine):
+    """The desk lets workers begin a step more than the bound allows."""
+
+    def resume_after(self, done: int) -> CoordinatorStateMachine:
+        self.policy = self.policy._replace(max_staleness=(self.policy.max_staleness or 0) + 1)
+        return super().resume_after(done)
+
+
+class ForgetsWorkers(CoordinatorStateMachine):
+    """The desk does not give the share of a lost worker to another."""
+
+    def _remove_process(self, name: str) -> OutgoingMessages:
+        sent = super()._remove_process(name)
+        self.orphaned_work_items.clear()
+        return sent
+
+
+class BelievesTheLost(CoordinatorStateMachine):
+    """The desk takes a share for done whose pushes were lost since."""
+
+    def _complete_work_item(self, done: WorkItemCompleted) -> None:
+        super()._complete_work_item(done._replace(epoch=self.placement.epoch))
+
+
+class WaitsForOld(WorkerStateMachine):
+    """A worker does not ask the server again that took the place of a lost one."""
+
+    def _change_placement(self, view: ParameterPlacement) -> OutgoingMessages:
+        self.placement = view
+        return []
+
+
+class KeepsLateCopies(ServerStateMachine):
+    """A server that becomes the first of a piece keeps what the one before it still copies, and tells no second one."""
+
+    takes_copy = False
+
+    def _is_primary(self, slice_id: int) -> bool:
+        return not self.takes_copy and super()._is_primary(slice_id)
+
+    def handle(self, message: Message) -> OutgoingMessages:
+        self.takes_copy = isinstance(message, BackupPush)
+        return super().handle(message)
+
+
+class ForgetsDecisions(ServerStateMachine):
+    """A new server forgets decisions that a piece needs of which it has not heard yet."""
+
+    def _oldest_version(self) -> int:
+        return min((state.version if state.is_initialized else 0 for state in self.slice_states.values()), default=0)
+
+
+@dataclass(frozen=True)
+class PlantedMistake:
+    scenario: Scenario
+    promise: str
+    """That it breaks."""
+
+    @property
+    def words(self) -> str:
+        if self.scenario.updates_in_place:
+            return "An update writes over parameters that are being sent."
+        kinds = (self.scenario.coordinator, self.scenario.server_machine, self.scenario.worker_machine)
+        (kind,) = (
+            kind for kind in kinds if kind not in (CoordinatorStateMachine, ServerStateMachine, WorkerStateMachine)
+        )
+        return (kind.__doc__ or "").strip()
+
+
+LOST = "no push that was acknowledged is lost"
+TORN = "no value is torn"
+BOUND = "the bound is kept"
+DEADLOCK = "everybody comes to the end"
+ONCE = "each share is in one update"
+
+MISTAKES = {
+    "acknowledges at once": PlantedMistake(_of(2, 2, 2, copies=2, crashes=1, server_machine=AcknowledgesAtOnce), LOST),
+    "believes the lost": PlantedMistake(_of(1, 1, 2, crashes=1, replacements=True, coordinator=BelievesTheLost), LOST),
+    "keeps late copies": PlantedMistake(
+        _of(1, 2, 1, copies=2, crashes=1, replacements=True, server_machine=KeepsLateCopies), LOST
+    ),
+    "writes in place": PlantedMistake(
+        with_mode(_of(2, 1, 2, partial_reads=True, updates_in_place=True), "async"), TORN
+    ),
+    "answers any pull": PlantedMistake(_of(2, 2, 2, server_machine=AnswersAnyPull), BOUND),
+    "skips decisions": PlantedMistake(
+        replace(with_mode(_of(2, 1, 2, has_late_decisions=True), "async"), server_machine=SkipsDecisions), ONCE
+    ),
+    "drops shares": PlantedMistake(replace(with_mode(_of(2, 1, 3), "bounded"), coordinator=DropsShares), ONCE),
+    "runs ahead": PlantedMistake(replace(with_mode(_of(2, 1, 3), "bounded"), coordinator=RunsAhead), BOUND),
+    "counts twice": PlantedMistake(
+        replace(with_mode(_of(2, 1, 2, duplicates=1), "async"), coordinator=CountsTwice), ONCE
+    ),
+    "forgets the sum": PlantedMistake(_of(2, 2, 2, copies=2, crashes=1, server_machine=ForgetsTheSum), DEADLOCK),
+    "forgets workers": PlantedMistake(_of(2, 2, 2, crashes=1, coordinator=ForgetsWorkers), DEADLOCK),
+    "waits for old servers": PlantedMistake(_of(2, 2, 2, copies=2, crashes=1, worker_machine=WaitsForOld), DEADLOCK),
+    "forgets decisions": PlantedMistake(
+        _of(1, 2, 1, copies=2, crashes=1, replacements=True, server_machine=ForgetsDecisions), DEADLOCK
+    ),
+    "asks once": PlantedMistake(_of(2, 1, 2, disconnects=1, worker_machine=AsksOnce), DEADLOCK),
+}
+
+
+def mistake_row(name: str, result: Exploration) -> str:
+    mistake = MISTAKES[name]
+    return f"| {mistake.words} | {mistake.promise} | {result.states:,} |"

@@ -1,0 +1,104 @@
+"""The protocol of the parameter server, in every interleaving of small systems; and what is found when it is wrong."""
+
+from dataclasses import replace
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+
+from motet.parallel.parameter_server.protocol.coordinator_state_machine import CoordinatorStateMachine
+from motet.parallel.parameter_server.protocol.messages import ConsistencyPolicy
+from parallel.parameter_server.explorer import Exploration, Explorer, StateGraph, explore
+from parallel.parameter_server.interning import key_of, with_names
+from parallel.parameter_server.scenario import NONE, Scenario
+from parallel.parameter_server.scenarios import LARGE, MISTAKES, SMALL, alike, mistake_row, modes_of, row, with_mode
+
+PAGE = Path(__file__).parents[3] / "docs/reference/server-protocol.md"
+SYNC = ConsistencyPolicy(2, 1, 2, 0)
+UNEQUAL = "run: python scripts/docs.py reference/server-protocol.md small"
+
+
+def _each(scenarios: dict[str, Scenario]) -> list[tuple[str, str]]:
+    return [(name, policy) for name, scenario in scenarios.items() for policy in modes_of(scenario)]
+
+
+@pytest.mark.parametrize(("name", "policy"), _each(SMALL))
+@pytest.mark.no_cover
+def test_promises_are_kept(name: str, policy: str) -> None:
+    """And from wherever it comes to, it can come to an end. What is found is what the page says."""
+    scenario, graph = with_mode(SMALL[name], policy), StateGraph()
+    result = explore(scenario, graph=graph)
+    assert result.ends and len(graph.lead_to_an_end()) == result.states
+    assert row(name, scenario, result) in PAGE.read_text(encoding="utf-8"), UNEQUAL
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(("name", "policy"), _each(LARGE))
+def test_promises_are_kept_by_larger_systems(name: str, policy: str) -> None:
+    """Some are so large that the page says nothing of them."""
+    scenario = with_mode(LARGE[name], policy)
+    result = explore(scenario)
+    assert result.ends
+    starts_empty = row(name, scenario, result)
+    known = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if alike(line) == alike(starts_empty)]
+    assert known in ([], [starts_empty]), UNEQUAL
+
+
+@pytest.mark.parametrize("wrong", MISTAKES)
+@pytest.mark.no_cover
+def test_what_is_wrong_is_found(wrong: str) -> None:
+    result = Exploration()
+    with pytest.raises(AssertionError):
+        explore(MISTAKES[wrong].scenario, 100_000, result=result)
+    assert mistake_row(wrong, result) in PAGE.read_text(encoding="utf-8"), UNEQUAL
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("wrong", MISTAKES)
+def test_what_is_wrong_is_found_with_nothing_left_out(wrong: str) -> None:
+    with pytest.raises(AssertionError):
+        explore(MISTAKES[wrong].scenario, 1_000_000, without_reduction=True)
+
+
+ALIKE = ["each piece has two servers", "a worker ends"]
+ALIKE_LARGE = {
+    "a message comes twice, one server": Scenario(SYNC._replace(steps=2), 2, 1, duplicates=1),
+    "a server ends": Scenario(SYNC._replace(steps=2, work_items_per_step=1, quorum=1), 1, 2, copies=2, crashes=1),
+    "a message comes twice, and a worker ends": Scenario(SYNC, 2, 2, duplicates=1, crashes=1),
+    "a worker or a server ends": Scenario(SYNC, 2, 2, copies=2, crashes=1),
+    "a message comes twice": Scenario(SYNC, 2, 2, copies=2, duplicates=1),
+    "a server comes with nothing": Scenario(
+        SYNC._replace(work_items_per_step=1, quorum=1), 1, 2, copies=2, crashes=1, replacements=True
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "policy"), _each({name: SMALL[name] for name in ALIKE}))
+@pytest.mark.no_cover
+def test_what_is_left_out_leads_to_no_other_end(name: str, policy: str) -> None:
+    scenario = with_mode(SMALL[name], policy)
+    assert _ends(scenario, without_reduction=False) == _ends(scenario, without_reduction=True)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(("name", "policy"), _each(ALIKE_LARGE))
+def test_what_is_left_out_leads_to_no_other_end_of_larger_systems(name: str, policy: str) -> None:
+    scenario = with_mode(ALIKE_LARGE[name], policy)
+    assert _ends(scenario, without_reduction=False) == _ends(scenario, without_reduction=True)
+
+
+def _ends(scenario: Scenario, without_reduction: bool) -> set[tuple[str, ...]]:
+    """What everybody knows in the end, but for the desk's history, with the least of all names of workers."""
+    explorer, result = Explorer(scenario, without_reduction), set()
+    orders = [
+        dict(zip(explorer.cluster.workers, order, strict=True)) for order in permutations(explorer.cluster.workers)
+    ]
+    for state in explorer.states():
+        if explorer.is_end(state):
+            machines = [explorer.cluster.machines[number] for number in state[0] if number != NONE]
+            known = [
+                replace(machine, decision_log=[]) if isinstance(machine, CoordinatorStateMachine) else machine
+                for machine in machines
+            ]
+            result.add(min(tuple(sorted(repr(key_of(with_names(m, names))) for m in known)) for names in orders))
+    return result
