@@ -6,7 +6,7 @@ the messages and bytes that this rank sends. A group of one rank moves nothing.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol, Unpack
 
@@ -17,9 +17,9 @@ from torch import Tensor
 from motet.cluster.cluster import Cluster
 from motet.collectives.algorithms import build
 from motet.collectives.cost.cheapest_algorithm import cheapest
-from motet.collectives.execute.backend_calls import CollectiveArguments, call_backend
 from motet.collectives.execute.program_runner import CollectiveProgramOptions, run_program
 from motet.collectives.execute.rank_plan import CollectiveProgramKey
+from motet.collectives.execute.reduce_ops import REDUCE_OP_NAMES, ReduceOpName
 from motet.collectives.execute.work_queue import CompletedWork, WorkHandle
 from motet.collectives.program import Program
 from motet.collectives.prove.postconditions import missing_postcondition
@@ -61,41 +61,50 @@ class CollectiveOptions(CollectiveProgramOptions, total=False):
     cluster: Cluster  # For "auto"
 
 
-RankGroupOrProcessGroup = RankGroupLike | dist.ProcessGroup
+RanksLike = RankGroupLike | dist.ProcessGroup
 
 # The algorithms of the collectives that are not left to the backend.
 _DEFAULT_ALGORITHM = {"gather": "tree", "scatter": "tree", "barrier": "dissemination"}
 
+_TORCH_REDUCE_OPS = {name: getattr(dist.ReduceOp, name.upper()) for name in REDUCE_OP_NAMES}
 
-def all_reduce(tensor: Tensor, ranks: RankGroupOrProcessGroup, **options: Unpack[CollectiveOptions]) -> WorkHandle:
+# Names of torch 2.13 that 2.11 does not have.
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class CollectiveArguments:
+    """A collective and the tensors of this rank."""
+
+    collective: str
+    output: Tensor | None
+    input: Tensor | None
+    root: int | None = None
+    sizes: tuple[tuple[int, ...], ...] | None = None  # All-to-all: elements of rank i for rank j, if not all equal
+
+
+def all_reduce(tensor: Tensor, ranks: RanksLike, **options: Unpack[CollectiveOptions]) -> WorkHandle:
     """Sum over the ranks (or reduce by `op`), in place."""
     return _dispatch(CollectiveArguments("all-reduce", tensor, tensor), ranks, options)
 
 
-def reduce(
-    tensor: Tensor, ranks: RankGroupOrProcessGroup, root: int = 0, **options: Unpack[CollectiveOptions]
-) -> WorkHandle:
+def reduce(tensor: Tensor, ranks: RanksLike, root: int = 0, **options: Unpack[CollectiveOptions]) -> WorkHandle:
     """Sum into the root, in place. A Program leaves the tensors of the other ranks unchanged."""
     return _dispatch(CollectiveArguments("reduce", tensor, tensor, root), ranks, options)
 
 
-def broadcast(
-    tensor: Tensor, ranks: RankGroupOrProcessGroup, root: int = 0, **options: Unpack[CollectiveOptions]
-) -> WorkHandle:
+def broadcast(tensor: Tensor, ranks: RanksLike, root: int = 0, **options: Unpack[CollectiveOptions]) -> WorkHandle:
     """Copy the values of the root to all ranks, in place."""
     return _dispatch(CollectiveArguments("broadcast", tensor, tensor, root), ranks, options)
 
 
-def reduce_scatter(
-    output: Tensor, input: Tensor, ranks: RankGroupOrProcessGroup, **options: Unpack[CollectiveOptions]
-) -> WorkHandle:
+def reduce_scatter(output: Tensor, input: Tensor, ranks: RanksLike, **options: Unpack[CollectiveOptions]) -> WorkHandle:
     """Give rank i part i of the sum of the inputs."""
     return _dispatch(CollectiveArguments("reduce-scatter", output, input), ranks, options)
 
 
-def all_gather(
-    output: Tensor, input: Tensor, ranks: RankGroupOrProcessGroup, **options: Unpack[CollectiveOptions]
-) -> WorkHandle:
+def all_gather(output: Tensor, input: Tensor, ranks: RanksLike, **options: Unpack[CollectiveOptions]) -> WorkHandle:
     """Give every rank the inputs of all ranks one after another."""
     return _dispatch(CollectiveArguments("all-gather", output, input), ranks, options)
 
@@ -103,7 +112,7 @@ def all_gather(
 def gather(
     output: Tensor | None,
     input: Tensor,
-    ranks: RankGroupOrProcessGroup,
+    ranks: RanksLike,
     root: int = 0,
     **options: Unpack[CollectiveOptions],
 ) -> WorkHandle:
@@ -114,7 +123,7 @@ def gather(
 def scatter(
     output: Tensor,
     input: Tensor | None,
-    ranks: RankGroupOrProcessGroup,
+    ranks: RanksLike,
     root: int = 0,
     **options: Unpack[CollectiveOptions],
 ) -> WorkHandle:
@@ -125,7 +134,7 @@ def scatter(
 def all_to_all(
     output: Tensor,
     input: Tensor,
-    ranks: RankGroupOrProcessGroup,
+    ranks: RanksLike,
     sizes: Sequence[Sequence[int]] | None = None,
     **options: Unpack[CollectiveOptions],
 ) -> WorkHandle:
@@ -137,9 +146,7 @@ def all_to_all(
     return _dispatch(CollectiveArguments("all-to-all", output, input, sizes=size_matrix), ranks, options)
 
 
-def barrier(
-    ranks: RankGroupOrProcessGroup, device: torch.device | str = "cpu", **options: Unpack[CollectiveOptions]
-) -> WorkHandle:
+def barrier(ranks: RanksLike, device: torch.device | str = "cpu", **options: Unpack[CollectiveOptions]) -> WorkHandle:
     """Wait until all ranks have called this."""
     group = process_group_of(ranks)
     world = 1 if group is None else dist.get_world_size(group)
@@ -157,13 +164,13 @@ def sum_scalars(values: list[float], ranks: RankGroupLike, device: torch.device)
     return summed
 
 
-def process_group_of(ranks: RankGroupOrProcessGroup) -> dist.ProcessGroup | None:
+def process_group_of(ranks: RanksLike) -> dist.ProcessGroup | None:
     """The process group of these ranks; None for a single rank."""
     group = ranks if isinstance(ranks, dist.ProcessGroup) else ranks.process_group
     return None if group is None or dist.get_world_size(group) == 1 else group
 
 
-def _dispatch(arguments: CollectiveArguments, ranks: RankGroupOrProcessGroup, options: CollectiveOptions) -> WorkHandle:
+def _dispatch(arguments: CollectiveArguments, ranks: RanksLike, options: CollectiveOptions) -> WorkHandle:
     group = process_group_of(ranks)
     if group is None:
         return _copy_on_single_rank(arguments)
@@ -178,7 +185,7 @@ def _dispatch(arguments: CollectiveArguments, ranks: RankGroupOrProcessGroup, op
     )
     algorithm = options.get("algorithm")
     if algorithm is None:
-        work = call_backend(arguments, group, op=run_options["op"], async_op=run_options["async_op"])
+        work = _call_backend(arguments, group, op=run_options["op"], async_op=run_options["async_op"])
         if work is not None:
             return work
         algorithm = _DEFAULT_ALGORITHM[arguments.collective]
@@ -186,6 +193,36 @@ def _dispatch(arguments: CollectiveArguments, ranks: RankGroupOrProcessGroup, op
     output = arguments.output if program.final[rank] else None
     input = arguments.input if program.initial[rank] else None
     return run_program(program, output, input, group, **run_options)
+
+
+def _call_backend(
+    arguments: CollectiveArguments, group: dist.ProcessGroup, *, op: ReduceOpName, async_op: bool
+) -> WorkHandle | None:
+    """Call the backend; None for a collective that motet leaves to Programs."""
+    output, input, root, torch_op = arguments.output, arguments.input, arguments.root, _TORCH_REDUCE_OPS[op]
+    if output is None or input is None:
+        return None
+    # Bytes where nothing is reduced, since backends do not know all dtypes.
+    raw_output, raw_input = (tensor.detach().view(-1).view(torch.uint8) for tensor in (output, input))
+    match arguments.collective:
+        case "all-reduce":
+            work = dist.all_reduce(output, torch_op, group, async_op)
+        case "reduce":
+            work = dist.reduce(output, op=torch_op, group=group, async_op=async_op, group_dst=root)
+        case "broadcast":
+            work = dist.broadcast(raw_output, group=group, async_op=async_op, group_src=root)
+        case "reduce-scatter":
+            work = _REDUCE_SCATTER(output, input, torch_op, group, async_op)
+        case "all-gather":
+            work = _ALL_GATHER(raw_output, raw_input, group, async_op)
+        case "all-to-all":
+            rank, sizes, width = dist.get_rank(group), arguments.sizes, input.itemsize
+            received = [row[rank] * width for row in sizes] if sizes else None
+            sent = [size * width for size in sizes[rank]] if sizes else None
+            work = dist.all_to_all_single(raw_output, raw_input, received, sent, group, async_op)
+        case _:
+            return None
+    return work or CompletedWork()
 
 
 def _copy_on_single_rank(arguments: CollectiveArguments) -> WorkHandle:

@@ -11,8 +11,7 @@ from torch import Tensor
 from motet.collectives.execute.reduce_ops import dtype_name, make_reduce_op
 from motet.collectives.shm_backend.executor import PreparedCollective
 from motet.collectives.shm_backend.rank_connections import RankConnections
-from motet.collectives.shm_backend.select_algorithm import ONE_STEP_ALL_REDUCE_MAX_BYTES
-from motet.collectives.shm_backend.slot_plan import slot_plan_for
+from motet.collectives.shm_backend.slot_plan import ONE_STEP_ALL_REDUCE_MAX_BYTES, slot_plan_for
 from motet.collectives.shm_backend.tensor_views import describe_tensor
 from motet.collectives.shm_backend.transport.local_peers import DESCRIPTION_INDEX_BITS
 from motet.collectives.shm_backend.transport.shared_memory import DESCRIPTION_SLOTS

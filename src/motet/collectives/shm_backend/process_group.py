@@ -64,14 +64,6 @@ class MotetProcessGroup(_TypedProcessGroupBase):
         self._name = self._description = ""
         self._barrier_count = 0
 
-    # Properties that torch asks for.
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
-
     def getBackendName(self) -> str:  # noqa: N802
         return "motet"
 
@@ -87,16 +79,8 @@ class MotetProcessGroup(_TypedProcessGroupBase):
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
         self._description = description
 
-    _set_group_name = setGroupName
-    _set_group_desc = setGroupDesc
-
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        return self._description
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
 
     def shutdown(self) -> None:
         self._queue.close(_WORKER_JOIN_TIMEOUT_S)

@@ -3,29 +3,25 @@
 import atexit
 import os
 import select
-from collections.abc import Callable
 
 from torch.distributed import Store
 
 from motet.cluster.cpu_count import usable_cores
 from motet.collectives.shm_backend.executor import CollectiveExecutor
-from motet.collectives.shm_backend.transport.byte_streams import ByteStream, RingBufferByteStream, SocketByteStream
-from motet.collectives.shm_backend.transport.futex import futex_wait, futex_wake, is_supported
-from motet.collectives.shm_backend.transport.local_peers import (
-    FUTEX_TIMEOUT_S,
-    SPINS,
-    STATE_FAILED,
-    STATE_LEFT,
-    LocalPeerSync,
+from motet.collectives.shm_backend.transport.byte_streams import (
+    ByteStream,
+    PeerActivityWaiter,
+    RingBufferByteStream,
+    SocketByteStream,
 )
+from motet.collectives.shm_backend.transport.local_peers import SPINS, STATE_FAILED, STATE_LEFT, LocalPeerSync
 from motet.collectives.shm_backend.transport.message_matcher import MessageMatcher
 from motet.collectives.shm_backend.transport.rendezvous import RendezvousResult, establish_connections
-from motet.collectives.shm_backend.transport.shared_memory import EXIT_STATE, MESSAGE_SLEEP_FLAG, WORD_BYTES
+from motet.collectives.shm_backend.transport.shared_memory import EXIT_STATE, is_supported
 from motet.collectives.shm_backend.transport.sockets import CollectivePeerSockets, PeerSocket
 from motet.core.errors import InputError
 
 _OVERSUBSCRIBED_SPINS = 20
-_SOCKET_POLL_S = 0.0005
 
 
 class RankConnections:
@@ -49,13 +45,12 @@ class RankConnections:
         oversubscribed = len(self.local_index) > usable_cores()
         self._spins = local_peers.spins = _OVERSUBSCRIBED_SPINS if oversubscribed else SPINS
         streams: dict[int, ByteStream] = {other: SocketByteStream(pair[1]) for other, pair in sockets.items()}
-        wake = _make_waker(local_peers)
+        memory, local_rank = local_peers.shared_memory, local_peers.local_rank
         for other, local in self.local_index.items():
             if other != rank:
-                ends = (local_peers.local_rank, local)
-                streams[other] = RingBufferByteStream(local_peers.shared_memory, *ends, wake=wake)
+                streams[other] = RingBufferByteStream(memory, local_rank, local)
         self._message_sockets = [pair[1] for pair in sockets.values()]
-        waiter = _FutexOrSocketWaiter(local_peers, self._message_sockets)
+        waiter = PeerActivityWaiter(memory, local_rank, self._message_sockets)
         self.messages = MessageMatcher(rank, streams, timeout_s, waiter=waiter, lost_reason=self._lost_reason)
         self._closed = False
         self._pid = os.getpid()
@@ -104,42 +99,6 @@ class RankConnections:
         poll = select.poll()
         poll.register(self.local_peers.peers[local].pidfd, select.POLLIN)
         return "its process has ended" if poll.poll(0) else ""
-
-
-class _FutexOrSocketWaiter:
-    """Sleeps until a local peer has written or read a message, or a message socket has data."""
-
-    def __init__(self, local_peers: LocalPeerSync, sockets: list[PeerSocket]) -> None:
-        self._words = local_peers.words
-        self._flag = local_peers.shared_memory.word_index(local_peers.local_rank, MESSAGE_SLEEP_FLAG)
-        self._address = local_peers.shared_memory.address + self._flag * WORD_BYTES
-        self._sockets = sockets
-
-    def arm(self) -> None:
-        self._words[self._flag] = 1
-
-    def sleep(self) -> None:
-        if self._sockets:
-            poll = select.poll()
-            for peer_socket in self._sockets:
-                poll.register(peer_socket.stream, select.POLLIN)
-            poll.poll(_SOCKET_POLL_S * 1e3)
-        else:
-            futex_wait(self._address, FUTEX_TIMEOUT_S)
-        self._words[self._flag] = 0
-
-
-def _make_waker(local_peers: LocalPeerSync) -> Callable[[int], None]:
-    words, memory = local_peers.words, local_peers.shared_memory
-    sleep_flags = [memory.word_index(local, MESSAGE_SLEEP_FLAG) for local in range(memory.layout.ranks)]
-
-    def wake(local: int) -> None:
-        flag = sleep_flags[local]
-        if words[flag]:
-            words[flag] = 0
-            futex_wake(memory.address + flag * WORD_BYTES)
-
-    return wake
 
 
 def _host_indices(hosts: list[str]) -> tuple[int, ...]:

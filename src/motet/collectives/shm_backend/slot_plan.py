@@ -8,9 +8,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from motet.collectives.algorithms import build
 from motet.collectives.execute.rank_plan import RankStep, lower_program, merge_independent_steps
 from motet.collectives.program import Program, TransferOp
-from motet.collectives.shm_backend.select_algorithm import HostOfRank, select_program
+
+# Up to this size, an all-reduce within one host takes one step, in which every rank adds everything.
+ONE_STEP_ALL_REDUCE_MAX_BYTES = 256 << 10
+
+HostOfRank = tuple[int, ...]  # The index of the host of each rank
 
 
 class PublishedChunk(NamedTuple):
@@ -113,8 +118,9 @@ def make_slot_plan(program: Program, rank: int, local_index: Mapping[int, int]) 
 
 def _assign_slots(steps: tuple[RankStep, ...]) -> dict[tuple[int, int], int]:
     """The slot of each (step, chunk) that a rank publishes."""
-    published = [(step_id, send.chunk) for step_id, step in enumerate(steps) for send in step.sends]
-    return {step_chunk: slot for slot, step_chunk in enumerate(published)}
+    return {
+        key: slot for slot, key in enumerate((i, send.chunk) for i, step in enumerate(steps) for send in step.sends)
+    }
 
 
 def _completing_steps(program: Program) -> set[tuple[int, int, int]]:
@@ -152,3 +158,35 @@ def slot_plan_for(collective: str, rank: int, hosts: HostOfRank, *, is_small: bo
     local_ranks = [other for other in range(len(hosts)) if hosts[other] == hosts[rank]]
     program = select_program(collective, hosts, is_small=is_small, root=root)
     return make_slot_plan(program, rank, {other: index for index, other in enumerate(local_ranks)})
+
+
+def select_program(collective: str, hosts: HostOfRank, *, is_small: bool, root: int) -> Program:
+    """The Program of a collective, by size and by how the ranks lie on hosts.
+
+    Within a host, a published chunk is read by all ranks, so the Programs with the fewest steps are the fastest. The
+    crossover was measured (benchmarks/collectives.py). Across hosts the traffic over the network counts.
+    """
+    ranks, spans_hosts = len(hosts), len(set(hosts)) > 1
+    match collective:
+        case "barrier":
+            return build("all-gather", "direct", ranks)
+        case "broadcast" | "reduce":
+            return build(collective, "tree" if spans_hosts else "flat", ranks, root=root)
+        case "gather" | "scatter":
+            return build(collective, "flat", ranks, root=root)
+        case "all-to-all":
+            return build(collective, "pairwise", ranks)
+    is_all_reduce = collective == "all-reduce"
+    if not spans_hosts:
+        return build(collective, "naive" if is_all_reduce and is_small else "direct", ranks)
+    if blocks := _equal_host_blocks(hosts):
+        return build(collective, "hierarchical-sharded" if is_all_reduce else "hierarchical", ranks, hosts=blocks)
+    return build(collective, "ring" if is_all_reduce else "direct", ranks)
+
+
+def _equal_host_blocks(hosts: HostOfRank) -> int:
+    """The number of hosts if each has the same number of consecutive ranks, more than one; otherwise 0."""
+    count = len(set(hosts))
+    per_host, remainder = divmod(len(hosts), count)
+    consecutive = all(host == hosts[rank // per_host * per_host] for rank, host in enumerate(hosts))
+    return count if consecutive and per_host > 1 and not remainder else 0

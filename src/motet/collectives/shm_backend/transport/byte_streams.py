@@ -1,16 +1,22 @@
 """Non-blocking streams of bytes from one rank to another for messages: a ring in shared memory, or a socket."""
 
-from collections.abc import Callable
+import select
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from motet.collectives.shm_backend.transport.shared_memory import MESSAGE_RING_BYTES, SharedMemorySegment
+from motet.collectives.shm_backend.transport.shared_memory import (
+    MESSAGE_RING_BYTES,
+    MESSAGE_SLEEP_FLAG,
+    SharedMemorySegment,
+)
 from motet.collectives.shm_backend.transport.sockets import PeerSocket, memoryview_of
 
 ALIGNMENT_BYTES = 64  # Data in a ring begins on a cache line, so that a header never wraps around
 BURST_BYTES = 128 << 10  # The reader can start after this many bytes
+_SOCKET_POLL_S = 0.0005
 
 
 class ByteStream(Protocol):
@@ -29,7 +35,7 @@ class ByteStream(Protocol):
 class RingBufferByteStream:
     """A stream through shared memory."""
 
-    def __init__(self, memory: SharedMemorySegment, rank: int, peer: int, *, wake: Callable[[int], None]) -> None:
+    def __init__(self, memory: SharedMemorySegment, rank: int, peer: int) -> None:
         self._words = memory.words
         self._out, self._in = memory.message_ring(rank, peer), memory.message_ring(peer, rank)
         self._sent, self._read_by_peer = memory.sent_bytes_index(rank, peer), memory.received_bytes_index(rank, peer)
@@ -37,8 +43,7 @@ class RingBufferByteStream:
             memory.sent_bytes_index(peer, rank),
             memory.received_bytes_index(peer, rank),
         )
-        self._peer = peer
-        self._wake = wake
+        self._memory, self._peer_flag = memory, memory.word_index(peer, MESSAGE_SLEEP_FLAG)
 
     def write(self, data: Tensor) -> int:
         sent = self._words[self._sent]
@@ -46,7 +51,7 @@ class RingBufferByteStream:
         if count:
             self._out[start : start + count].copy_(data[:count])
             self._words[self._sent] = sent + _round_up_to_alignment(count)
-            self._wake(self._peer)
+            self._memory.wake(self._peer_flag)
         return count
 
     def read(self, into: Tensor) -> int:
@@ -55,7 +60,7 @@ class RingBufferByteStream:
         if count:
             into[:count].copy_(self._in[start : start + count])
             self._words[self._received] = received + _round_up_to_alignment(count)
-            self._wake(self._peer)
+            self._memory.wake(self._peer_flag)
         return count
 
     @property
@@ -86,6 +91,27 @@ class SocketByteStream:
 
     def read(self, into: Tensor) -> int:
         return self._socket.read(memoryview_of(into)) if len(into) else 0
+
+
+class PeerActivityWaiter:
+    """Sleeps until a local peer has written or read a message, or a socket has data."""
+
+    def __init__(self, memory: SharedMemorySegment, rank: int, sockets: Sequence[PeerSocket]) -> None:
+        self._memory, self._flag, self._sockets = memory, memory.word_index(rank, MESSAGE_SLEEP_FLAG), sockets
+
+    def arm(self) -> None:
+        """Let any later activity of a peer end or prevent the next sleep."""
+        self._memory.words[self._flag] = 1
+
+    def sleep(self) -> None:
+        if self._sockets:
+            poll = select.poll()
+            for peer_socket in self._sockets:
+                poll.register(peer_socket.stream, select.POLLIN)
+            poll.poll(_SOCKET_POLL_S * 1e3)
+        else:
+            self._memory.sleep(self._flag)
+        self._memory.words[self._flag] = 0
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:

@@ -3,25 +3,23 @@
 import os
 import select
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from motet.collectives.errors import CollectiveError, PeerLostError
-from motet.collectives.shm_backend.transport.futex import futex_wait, futex_wake, yield_core
 from motet.collectives.shm_backend.transport.shared_memory import (
-    CACHE_LINE_WORDS,
     COLLECTIVE_SLEEP_FLAG,
     CONSUMED_ROUND,
     DESCRIPTION_SLOTS,
     EXIT_STATE,
     FINISHED_COLLECTIVE,
     PUBLISHED_ROUND,
+    SIGNATURE_SLOTS,
+    SIGNATURES_OFFSET,
     STARTED_COLLECTIVE,
-    WORD_BYTES,
     SharedMemorySegment,
+    yield_core,
 )
 
-FUTEX_TIMEOUT_S = 0.002
 LIVENESS_CHECK_S = 0.02  # How often a waiting rank checks that its peers are alive
 SPINS = 400
 YIELDS = 30
@@ -57,7 +55,7 @@ class LocalPeerSync:
         self.published_index = [shared_memory.word_index(r, PUBLISHED_ROUND) for r in ranks]
         self.consumed_index = [shared_memory.word_index(r, CONSUMED_ROUND) for r in ranks]
         self.sleep_flags = [shared_memory.word_index(r, COLLECTIVE_SLEEP_FLAG) for r in ranks]
-        self.signatures = [shared_memory.signature_index(r, 0) for r in ranks]
+        self.signatures = [shared_memory.word_index(r, SIGNATURES_OFFSET) for r in ranks]
         self.collective_id = 0
         self.signature = 0
         self.spins = SPINS
@@ -70,7 +68,7 @@ class LocalPeerSync:
         """Publish the start and the signature of a collective."""
         self.collective_id += 1
         self.signature = signature
-        self.words[self.signatures[self.local_rank] + self.collective_id % 64] = signature
+        self.words[self.signatures[self.local_rank] + self.collective_id % SIGNATURE_SLOTS] = signature
         self.words[self.published_index[self.local_rank] + STARTED_COLLECTIVE - PUBLISHED_ROUND] = self.collective_id
 
     def finish(self) -> None:
@@ -81,7 +79,7 @@ class LocalPeerSync:
         return self.words[self.shared_memory.word_index(local, counter)]
 
     def _check_signature(self, local: int) -> None:
-        signature = self.words[self.signatures[local] + self.collective_id % 64]
+        signature = self.words[self.signatures[local] + self.collective_id % SIGNATURE_SLOTS]
         if signature >> DESCRIPTION_INDEX_BITS != self.signature >> DESCRIPTION_INDEX_BITS:
             raise CollectiveError(
                 f"collective number {self.collective_id} of the group differs: rank {self.rank} called "
@@ -91,13 +89,9 @@ class LocalPeerSync:
 
     def publish(self, index: int, value: int, readers: tuple[int, ...]) -> None:
         """Set a counter of this rank, and wake the readers that sleep."""
-        words = self.words
-        words[index] = value
+        self.words[index] = value
         for reader in readers:
-            flag = self.sleep_flags[reader]
-            if words[flag]:
-                words[flag] = 0
-                futex_wake(self.shared_memory.address + flag * WORD_BYTES)
+            self.shared_memory.wake(self.sleep_flags[reader])
 
     def wait_published(self, other: int, value: int) -> None:
         """Wait until another rank has published a round of this collective."""
@@ -116,29 +110,24 @@ class LocalPeerSync:
             yield_core()
             if words[index] >= value:
                 return
-        self._sleep_until(lambda: words[index] >= value, other)
-
-    def _sleep_until(self, reached: Callable[[], bool], other: int) -> None:
         flag = self.sleep_flags[self.local_rank]
-        address = self.shared_memory.address + flag * WORD_BYTES
         start = last_check = time.monotonic()
-        while not reached():
-            self.words[flag] = 1
-            if not reached():
-                futex_wait(address, FUTEX_TIMEOUT_S)
-            self.words[flag] = 0
+        while words[index] < value:
+            words[flag] = 1
+            if words[index] < value:
+                self.shared_memory.sleep(flag)
+            words[flag] = 0
             now = time.monotonic()
             if now - last_check > LIVENESS_CHECK_S:
                 last_check = now
-                self._check_liveness(reached, other, now - start)
+                ended = {self._by_descriptor[descriptor] for descriptor, _ in self._poll.poll(0)}
+                if words[index] < value:
+                    self._check_liveness(other, ended, now - start)
 
-    def _check_liveness(self, reached: Callable[[], bool], other: int, waited_s: float) -> None:
+    def _check_liveness(self, other: int, ended: set[int], waited_s: float) -> None:
         """Raise if another rank has ended or calls something else, or after the timeout."""
         if self._counter(other, STARTED_COLLECTIVE) >= self.collective_id:
             self._check_signature(other)
-        ended = {self._by_descriptor[descriptor] for descriptor, _ in self._poll.poll(0)}
-        if reached():
-            return
         absent = [local for local in self.peers if self._counter(local, FINISHED_COLLECTIVE) < self.collective_id]
         states = {local: self._counter(local, EXIT_STATE) for local in absent}
         this_rank = f"rank {self.rank} in {self.description(self.local_rank, self.signature)}"
@@ -165,7 +154,7 @@ class LocalPeerSync:
         started = self._counter(other, STARTED_COLLECTIVE)
         if started == 0:
             return "it has not called any collective of this group"
-        last = self.description(other, self.words[self.signatures[other] + started % 64])
+        last = self.description(other, self.words[self.signatures[other] + started % SIGNATURE_SLOTS])
         doing = "is in" if self._counter(other, FINISHED_COLLECTIVE) < started else "has finished"
         return f"it {doing} its collective number {started}, {last}, this is number {self.collective_id}"
 
@@ -182,6 +171,3 @@ class LocalPeerSync:
 
     def _publish_exit_state(self, state: int) -> None:
         self.publish(self.shared_memory.word_index(self.local_rank, EXIT_STATE), state, tuple(self.peers))
-
-
-assert CACHE_LINE_WORDS * WORD_BYTES == 64

@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,21 +17,17 @@ from torch import Tensor
 from motet.collectives.errors import CollectiveError, PeerLostError
 from motet.collectives.execute.work_queue import AsyncWork
 from motet.collectives.shm_backend.tensor_views import describe_tensor
-from motet.collectives.shm_backend.transport.byte_streams import ALIGNMENT_BYTES, ByteStream, flat_bytes
+from motet.collectives.shm_backend.transport.byte_streams import (
+    ALIGNMENT_BYTES,
+    ByteStream,
+    PeerActivityWaiter,
+    flat_bytes,
+)
 
 _HEADER = struct.Struct("<qQ48s")
 assert _HEADER.size == ALIGNMENT_BYTES
 _SPINS = 50
 _LIVENESS_CHECK_S = 0.02
-
-
-class PeerActivityWaiter(Protocol):
-    """A way to sleep until a peer has done something."""
-
-    def arm(self) -> None:
-        """Let any later activity of a peer end or prevent the next sleep."""
-
-    def sleep(self) -> None: ...
 
 
 @dataclass

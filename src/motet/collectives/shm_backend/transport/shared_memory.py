@@ -1,17 +1,20 @@
 """The memory that the ranks of one host share: counters, descriptions, buffers and message rings of each rank.
 
 It is a file without a name, which other ranks open through /proc. The kernel frees it when the last rank ends, however
-that happens.
+that happens. A waiting rank spins, then yields its core, then sleeps on a word of this memory (a futex). A wake may be
+missed when both sides look in the same moment (on x86 a load may pass a store), so every sleep is short.
 """
 
+import ctypes
 import mmap
 import os
-from dataclasses import dataclass
+import platform
+import sys
 
 import torch
 from torch import Tensor
 
-WORD_BYTES = 8
+_WORD_BYTES = 8
 CACHE_LINE_WORDS = 8  # Words between two counters, so that two writers never share a cache line
 
 # The counters of a rank.
@@ -26,44 +29,52 @@ CACHE_LINE_WORDS = 8  # Words between two counters, so that two writers never sh
 ) = (CACHE_LINE_WORDS * i for i in range(7))
 
 SIGNATURE_SLOTS = 64
-_SIGNATURES_OFFSET = CACHE_LINE_WORDS * 7
-_PAIR_COUNTERS_OFFSET = _SIGNATURES_OFFSET + SIGNATURE_SLOTS
-DESCRIPTION_BYTES = 256
+SIGNATURES_OFFSET = CACHE_LINE_WORDS * 7
+_PAIR_COUNTERS_OFFSET = SIGNATURES_OFFSET + SIGNATURE_SLOTS
+_DESCRIPTION_BYTES = 256
 # Descriptions of collectives that a rank keeps; the last slot says why the rank has failed.
 DESCRIPTION_SLOTS = 128
 
 BUFFERS_PER_RANK = 4  # Used in turn, so that one is written while others are read
 BUFFER_BYTES = 2 << 20  # The most that a rank can publish in one round
 MESSAGE_RING_BYTES = 512 << 10  # One ring for each ordered pair of ranks
-PAGE_BYTES = 4096
+_PAGE_BYTES = 4096
+
+_SYS_FUTEX = 202
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+_ALL_WAITERS = 1 << 30
+_SLEEP_S = 0.002
+_library = ctypes.CDLL(None, use_errno=False)
+_syscall = _library.syscall
+_syscall.restype = ctypes.c_long
+_sched_yield = _library.sched_yield
 
 
-@dataclass(frozen=True)
+class _FutexTimespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def is_supported() -> bool:
+    """Whether stores become visible to other processors in their order, and the system has these calls."""
+    return sys.platform == "linux" and platform.machine() == "x86_64"
+
+
+def yield_core() -> None:
+    """Let other processes and threads run."""
+    _sched_yield()
+
+
 class SharedMemoryLayout:
     """The offsets in the memory of a number of ranks."""
 
-    ranks: int
-
-    @property
-    def header_words(self) -> int:
-        words = _PAIR_COUNTERS_OFFSET + 2 * CACHE_LINE_WORDS * self.ranks
-        return -(-words * WORD_BYTES // PAGE_BYTES) * PAGE_BYTES // WORD_BYTES
-
-    @property
-    def descriptions_offset(self) -> int:
-        return self.ranks * self.header_words * WORD_BYTES
-
-    @property
-    def buffers_offset(self) -> int:
-        return self.descriptions_offset + self.ranks * DESCRIPTION_SLOTS * DESCRIPTION_BYTES
-
-    @property
-    def message_rings_offset(self) -> int:
-        return self.buffers_offset + self.ranks * BUFFERS_PER_RANK * BUFFER_BYTES
-
-    @property
-    def total_bytes(self) -> int:
-        return self.message_rings_offset + self.ranks * self.ranks * MESSAGE_RING_BYTES
+    def __init__(self, ranks: int) -> None:
+        words = _PAIR_COUNTERS_OFFSET + 2 * CACHE_LINE_WORDS * ranks
+        self.ranks = ranks
+        self.header_words = -(-words * _WORD_BYTES // _PAGE_BYTES) * _PAGE_BYTES // _WORD_BYTES
+        self.descriptions_offset = ranks * self.header_words * _WORD_BYTES
+        self.buffers_offset = self.descriptions_offset + ranks * DESCRIPTION_SLOTS * _DESCRIPTION_BYTES
+        self.message_rings_offset = self.buffers_offset + ranks * BUFFERS_PER_RANK * BUFFER_BYTES
+        self.total_bytes = self.message_rings_offset + ranks * ranks * MESSAGE_RING_BYTES
 
 
 class SharedMemorySegment:
@@ -81,9 +92,6 @@ class SharedMemorySegment:
         """The index of a counter of a rank in `words`."""
         return rank * self.layout.header_words + counter
 
-    def signature_index(self, rank: int, collective_id: int) -> int:
-        return self.word_index(rank, _SIGNATURES_OFFSET + collective_id % SIGNATURE_SLOTS)
-
     def sent_bytes_index(self, src: int, dst: int) -> int:
         """The index of the bytes of messages that `src` has written to its ring for `dst`."""
         return self.word_index(src, _PAIR_COUNTERS_OFFSET + CACHE_LINE_WORDS * dst)
@@ -91,17 +99,29 @@ class SharedMemorySegment:
     def received_bytes_index(self, src: int, dst: int) -> int:
         return self.word_index(dst, _PAIR_COUNTERS_OFFSET + CACHE_LINE_WORDS * (self.layout.ranks + src))
 
+    def sleep(self, flag: int) -> None:
+        """Sleep until a peer clears the flag at this index, or for a moment."""
+        timeout = _FutexTimespec(0, int(_SLEEP_S * 1e9))
+        address = ctypes.c_void_p(self.address + flag * _WORD_BYTES)
+        _syscall(_SYS_FUTEX, address, _FUTEX_WAIT, 1, ctypes.byref(timeout), None, 0)
+
+    def wake(self, flag: int) -> None:
+        """Clear the flag at this index, and wake the rank that has set it."""
+        if self.words[flag]:
+            self.words[flag] = 0
+            address = ctypes.c_void_p(self.address + flag * _WORD_BYTES)
+            _syscall(_SYS_FUTEX, address, _FUTEX_WAKE, _ALL_WAITERS, None, None, 0)
+
     def _description_range(self, rank: int, index: int) -> slice:
-        start = self.layout.descriptions_offset + (rank * DESCRIPTION_SLOTS + index) * DESCRIPTION_BYTES
-        return slice(start, start + DESCRIPTION_BYTES)
+        start = self.layout.descriptions_offset + (rank * DESCRIPTION_SLOTS + index) * _DESCRIPTION_BYTES
+        return slice(start, start + _DESCRIPTION_BYTES)
 
     def write_description(self, rank: int, index: int, text: str) -> None:
-        padded = text.encode()[:DESCRIPTION_BYTES].ljust(DESCRIPTION_BYTES, b"\0")
+        padded = text.encode()[:_DESCRIPTION_BYTES].ljust(_DESCRIPTION_BYTES, b"\0")
         self._bytes[self._description_range(rank, index)] = padded
 
     def read_description(self, rank: int, index: int) -> str:
-        padded = bytes(self._bytes[self._description_range(rank, index)])
-        return padded.rstrip(b"\0").decode(errors="replace")
+        return bytes(self._bytes[self._description_range(rank, index)]).rstrip(b"\0").decode(errors="replace")
 
     def buffer(self, rank: int, buffer_id: int) -> Tensor:
         """One of the buffers that a rank publishes, as bytes."""
