@@ -110,22 +110,14 @@ def all_gather(output: Tensor, input: Tensor, ranks: RanksLike, **options: Unpac
 
 
 def gather(
-    output: Tensor | None,
-    input: Tensor,
-    ranks: RanksLike,
-    root: int = 0,
-    **options: Unpack[CollectiveOptions],
+    output: Tensor | None, input: Tensor, ranks: RanksLike, root: int = 0, **options: Unpack[CollectiveOptions]
 ) -> WorkHandle:
     """Give the root the inputs of all ranks one after another; other ranks pass no output."""
     return _dispatch(CollectiveArguments("gather", output, input, root), ranks, options)
 
 
 def scatter(
-    output: Tensor,
-    input: Tensor | None,
-    ranks: RanksLike,
-    root: int = 0,
-    **options: Unpack[CollectiveOptions],
+    output: Tensor, input: Tensor | None, ranks: RanksLike, root: int = 0, **options: Unpack[CollectiveOptions]
 ) -> WorkHandle:
     """Give rank i part i of the input of the root; other ranks pass no input."""
     return _dispatch(CollectiveArguments("scatter", output, input, root), ranks, options)
@@ -173,7 +165,9 @@ def process_group_of(ranks: RanksLike) -> dist.ProcessGroup | None:
 def _dispatch(arguments: CollectiveArguments, ranks: RanksLike, options: CollectiveOptions) -> WorkHandle:
     group = process_group_of(ranks)
     if group is None:
-        return _copy_on_single_rank(arguments)
+        if arguments.output is not None and arguments.input is not None and arguments.output is not arguments.input:
+            arguments.output.detach().view(-1).copy_(arguments.input.detach().view(-1))
+        return CompletedWork()
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     size = _message_bytes(arguments, world)
     trace.count(f"{arguments.collective.replace('-', '_')}_bytes", size)
@@ -199,9 +193,10 @@ def _call_backend(
     arguments: CollectiveArguments, group: dist.ProcessGroup, *, op: ReduceOpName, async_op: bool
 ) -> WorkHandle | None:
     """Call the backend; None for a collective that motet leaves to Programs."""
-    output, input, root, torch_op = arguments.output, arguments.input, arguments.root, _TORCH_REDUCE_OPS[op]
+    output, input, root = arguments.output, arguments.input, arguments.root
     if output is None or input is None:
         return None
+    torch_op = _TORCH_REDUCE_OPS[op]
     # Bytes where nothing is reduced, since backends do not know all dtypes.
     raw_output, raw_input = (tensor.detach().view(-1).view(torch.uint8) for tensor in (output, input))
     match arguments.collective:
@@ -223,12 +218,6 @@ def _call_backend(
         case _:
             return None
     return work or CompletedWork()
-
-
-def _copy_on_single_rank(arguments: CollectiveArguments) -> WorkHandle:
-    if arguments.output is not None and arguments.input is not None and arguments.output is not arguments.input:
-        arguments.output.detach().view(-1).copy_(arguments.input.detach().view(-1))
-    return CompletedWork()
 
 
 def _message_bytes(arguments: CollectiveArguments, world: int) -> int:

@@ -6,6 +6,7 @@ for the first time is read from the input, so that a sum needs no scratch but it
 """
 
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple, TypeVar
@@ -143,18 +144,16 @@ def _chunks_needed_after_steps(plan: RankPlan, needed: set[int]) -> list[set[int
     return needed_after[::-1]
 
 
+@dataclass
 class _BufferPlanner:
     """The locations of the chunks of a rank as its steps are placed one by one."""
 
-    def __init__(
-        self, lengths: Sequence[int], outputs: dict[int, BufferSlice], locations: dict[int, BufferSlice]
-    ) -> None:
-        self.lengths = lengths
-        self.outputs = outputs
-        self.locations = locations
-        self.scratch_elements = 0
-        self._used_scratch: list[BufferSlice] = []
-        self._outgoing: list[BufferSlice] = []
+    lengths: Sequence[int]
+    outputs: dict[int, BufferSlice]
+    locations: dict[int, BufferSlice]
+    scratch_elements: int = 0
+    _used_scratch: list[BufferSlice] = field(default_factory=list)
+    _outgoing: list[BufferSlice] = field(default_factory=list)
 
     def place_step(self, step: RankStep, needed_after: set[int]) -> BufferStep:
         incoming = {receive.chunk: receive for receive in step.receives if self.lengths[receive.chunk]}

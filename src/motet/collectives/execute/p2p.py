@@ -69,16 +69,21 @@ class P2PBatch:
         start = self._start_as_one_operation if is_cuda else self._start_separately
         self._works: list[dist.Work | None] = start(byte_views)
 
-    def wait_for_receive(self, receive_index: int) -> None:
-        self._wait_for_message(receive_index)
+    def wait_for_message(self, message: int) -> None:
+        """Wait for a message by its index; the receives come before the sends."""
+        work, timeout = self._works[message], self._channel.timeout
+        if work is not None:
+            with self._explain_errors(self._peers[message]):
+                work.wait(timeout) if timeout else work.wait()
+            self._works[message] = None
 
     def wait_for_sends(self) -> None:
         for message in range(self._receive_count, len(self._peers)):
-            self._wait_for_message(message)
+            self.wait_for_message(message)
 
     def wait(self) -> None:
         for message in range(len(self._peers)):
-            self._wait_for_message(message)
+            self.wait_for_message(message)
 
     def _start_as_one_operation(self, byte_views: list[Tensor]) -> list[dist.Work | None]:
         """Start one grouped operation: NCCL would run one message after the other."""
@@ -101,13 +106,6 @@ class P2PBatch:
                 else:
                     works.append(dist.isend(view, group=group, group_dst=peer, tag=tag))
         return works
-
-    def _wait_for_message(self, message: int) -> None:
-        work, timeout = self._works[message], self._channel.timeout
-        if work is not None:
-            with self._explain_errors(self._peers[message]):
-                work.wait(timeout) if timeout else work.wait()
-            self._works[message] = None
 
     @contextmanager
     def _explain_errors(self, peer: int) -> Iterator[None]:

@@ -69,7 +69,7 @@ class AsyncWork(dist.Work):
         self.source = source
         self.finished = False
         self.error: BaseException | None = None
-        self._future: Future = None
+        self.future: Future = None
         self._unnotified_future: Future = None
         self._lock = threading.Lock()
 
@@ -106,15 +106,11 @@ class AsyncWork(dist.Work):
 
     def get_future(self) -> Future:
         with self._lock:
-            if self._future is None:
-                self._future = self._unnotified_future = torch.futures.Future()
+            if self.future is None:
+                self.future = self._unnotified_future = torch.futures.Future()
         if self.finished:
             self.notify_future()
-        return self._future
-
-    @property
-    def has_future(self) -> bool:
-        return self._future is not None
+        return self.future
 
     def is_completed(self) -> bool:
         return self.finished
@@ -225,7 +221,7 @@ class WorkQueue:
                 finally:
                     self._on_worker_run(False)
             # A callback of the future may wait for a later task, which another worker has to run.
-            if work is not None and work.has_future and not self._idle_workers:
+            if work is not None and work.future is not None and not self._idle_workers:
                 self._start_worker()
         if work is not None:
             work.notify_future()

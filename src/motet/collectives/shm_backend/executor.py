@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from motet.collectives.execute.reduce_ops import DtypeReduceOp
-from motet.collectives.shm_backend.slot_plan import ReceivedChunk, SlotPlan, SlotStep
+from motet.collectives.shm_backend.slot_plan import SlotPlan, SlotStep
 from motet.collectives.shm_backend.tensor_views import Chunks
 from motet.collectives.shm_backend.transport.local_peers import DESCRIPTION_INDEX_BITS, LocalPeerSync
 from motet.collectives.shm_backend.transport.shared_memory import BUFFER_BYTES, BUFFERS_PER_RANK
@@ -97,13 +97,13 @@ class CollectiveExecutor:
             self.sockets.flush()
         for step, input_chunks, output_chunks in active:
             for chunk, slot, is_initial_value in step.published:
-                source = _require_chunk((input_chunks if is_initial_value else output_chunks)[chunk])
+                source = (input_chunks if is_initial_value else output_chunks)[chunk]
                 if length := source.shape[0]:
                     self._view(prepared, (rank, buffer, slot, length)).copy_(source)
             for peer, slot, chunk in step.socket_sends:
                 assert self.sockets is not None
                 sent = input_chunks[chunk] if input_chunks[chunk] is not None else output_chunks[chunk]
-                view = self._view(prepared, (rank, buffer, slot, _require_chunk(sent).shape[0]))
+                view = self._view(prepared, (rank, buffer, slot, sent.shape[0]))
                 # An empty message is sent too: it says that this rank takes part.
                 self.sockets.enqueue_send(peer, memoryview_of(view))
         local_peers.publish(local_peers.published_index[rank], round_id, prepared.readers)
@@ -115,19 +115,20 @@ class CollectiveExecutor:
                 local_peers.wait_published(source, round_id)
             for peer, slot, chunk in step.socket_receives:
                 assert self.sockets is not None
-                length = _require_chunk(output_chunks[chunk]).shape[0]
+                length = output_chunks[chunk].shape[0]
                 self.sockets.receive_into(peer, memoryview_of(self._view(prepared, (~peer, buffer, slot, length))))
             for received in step.received:
-                output = _require_chunk(output_chunks[received.chunk])
+                output = output_chunks[received.chunk]
                 if length := output.shape[0]:
                     views = [self._view(prepared, (source, buffer, slot, length)) for source, slot in received.sources]
                     if received.op == "copy":
                         output.copy_(views[-1])
                         continue
                     if received.adds_local_value:
-                        local = input_chunks[received.chunk] if received.is_initial_value else output
-                        views.insert(0, _require_chunk(local))
-                    _reduce(prepared, received, output, views)
+                        views.insert(0, input_chunks[received.chunk] if received.is_initial_value else output)
+                    divisor = prepared.divisor if received.is_last_contribution else 1
+                    assert prepared.reduce_op is not None
+                    prepared.reduce_op.accumulate(output, views[0], views[1:], divisor=divisor)
         local_peers.publish(local_peers.consumed_index[local_peers.local_rank], round_id, prepared.sources)
 
     def _view(self, prepared: PreparedCollective, key: tuple[int, int, int, int]) -> Tensor:
@@ -178,17 +179,6 @@ class _ChunkPipelineSchedule:
             chunks = self._segments[segment] = (inputs, outputs)
             self._segments.pop(segment - (len(self._prepared.plan.steps) + 1) * self._gap, None)
         return chunks
-
-
-def _reduce(prepared: PreparedCollective, received: ReceivedChunk, output: Tensor, terms: list[Tensor]) -> None:
-    assert prepared.reduce_op is not None
-    divisor = prepared.divisor if received.is_last_contribution else 1
-    prepared.reduce_op.accumulate(output, terms[0], terms[1:], divisor=divisor)
-
-
-def _require_chunk(chunk: Tensor | None) -> Tensor:
-    assert chunk is not None
-    return chunk
 
 
 def _slice_chunks(chunks: Chunks, start: int, end: int) -> Chunks:

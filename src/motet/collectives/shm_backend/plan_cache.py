@@ -31,28 +31,12 @@ class PreparedCollectiveCache:
         self._lock = threading.Lock()
 
     def get_or_prepare(
-        self,
-        kind: str,
-        tensor: Tensor,
-        *,
-        reduction: str = "",
-        root: int = 0,
-        lengths: tuple[int, ...] | None = None,
+        self, kind: str, tensor: Tensor, *, reduction: str = "", root: int = 0, lengths: tuple[int, ...] | None = None
     ) -> PreparedCollective:
         """`lengths` gives the elements of each chunk where these differ."""
         key = (kind, tensor.dtype, tensor.shape if lengths is None else lengths, reduction, root)
-        prepared = self._prepared.get(key)
-        if prepared is None:
-            prepared = self._prepare(kind, tensor, reduction=reduction, root=root, lengths=lengths)
-            with self._lock:
-                self._prepared[key] = prepared
-                if len(self._prepared) > DESCRIPTION_SLOTS - 1:
-                    del self._prepared[next(iter(self._prepared))]
-        return prepared
-
-    def _prepare(
-        self, kind: str, tensor: Tensor, *, reduction: str, root: int, lengths: tuple[int, ...] | None
-    ) -> PreparedCollective:
+        if (cached := self._prepared.get(key)) is not None:
+            return cached
         if tensor.device.type != "cpu" or tensor.layout != torch.strided:
             raise InputError(
                 f"{kind} of a {tensor.layout} tensor on {tensor.device}: the backend motet moves dense tensors on the "
@@ -65,9 +49,8 @@ class PreparedCollectiveCache:
         if lengths is None:
             lengths = self._chunk_numels(kind, tensor.numel(), plan.chunks)
             description = _describe_collective(kind, reduction, tensor, root=root)
-        digest = hashlib.blake2b(
-            f"{description}{lengths}".encode(), digest_size=8 - DESCRIPTION_INDEX_BITS // 8
-        ).digest()
+        digest_size = 8 - DESCRIPTION_INDEX_BITS // 8
+        digest = hashlib.blake2b(f"{description}{lengths}".encode(), digest_size=digest_size).digest()
         with self._lock:
             index = self._made_count % (DESCRIPTION_SLOTS - 1)
             self._made_count += 1
@@ -75,15 +58,14 @@ class PreparedCollectiveCache:
         signature = int.from_bytes(digest, "little") << DESCRIPTION_INDEX_BITS | index
         if reduce_op is not None and reduce_op.needs_wide_accumulation and plan.needs_wider_dtype:
             reduce_op = replace(reduce_op, dtype=torch.float32)
-        return PreparedCollective(
-            description,
-            signature,
-            plan,
-            lengths,
-            tensor.dtype if reduce_op is None else reduce_op.dtype,
-            reduce_op,
-            self._ranks if reduction == "avg" else 1,
-        )
+        dtype = tensor.dtype if reduce_op is None else reduce_op.dtype
+        divisor = self._ranks if reduction == "avg" else 1
+        prepared = PreparedCollective(description, signature, plan, lengths, dtype, reduce_op, divisor)
+        with self._lock:
+            self._prepared[key] = prepared
+            if len(self._prepared) > DESCRIPTION_SLOTS - 1:
+                del self._prepared[next(iter(self._prepared))]
+        return prepared
 
     def _chunk_numels(self, kind: str, numel: int, chunks: int) -> tuple[int, ...]:
         if kind == "all-to-all":

@@ -19,7 +19,7 @@ from motet.collectives.execute.work_queue import AsyncWork, Task, WorkQueue
 from motet.collectives.shm_backend.executor import PreparedCollective
 from motet.collectives.shm_backend.monitored_barrier import run_monitored_barrier
 from motet.collectives.shm_backend.plan_cache import PreparedCollectiveCache
-from motet.collectives.shm_backend.rank_connections import open_rank_connections
+from motet.collectives.shm_backend.rank_connections import RankConnections
 from motet.collectives.shm_backend.sparse_all_reduce import all_reduce_sparse, check_sparse
 from motet.collectives.shm_backend.tensor_views import (
     Chunks,
@@ -30,7 +30,6 @@ from motet.collectives.shm_backend.tensor_views import (
     output_buffers,
     per_rank_chunks,
     require_contiguous,
-    scale_chunks,
     split_equally,
     split_rows,
 )
@@ -56,7 +55,7 @@ class MotetProcessGroup(_TypedProcessGroupBase):
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._rank, self._size = rank, size
-        self._connections = open_rank_connections(store, rank, size, timeout_s=timeout.total_seconds())
+        self._connections = RankConnections(store, rank, size, timeout_s=timeout.total_seconds())
         self._messages = self._connections.messages
         self._queue = WorkQueue(waiters_help=True, on_worker_run=self._connections.reduce_spinning)
         self._failure: BaseException | None = None
@@ -96,37 +95,33 @@ class MotetProcessGroup(_TypedProcessGroupBase):
     # Collectives. Each makes two lists of chunks: its input and its output.
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> AsyncWork:
-        opts = opts or dist.AllreduceOptions()
+        op = (opts or dist.AllreduceOptions()).reduceOp
         jobs: list[Task] = []
         for tensor in tensors:
-            reduction, factor = _reduction_and_factor(opts.reduceOp, tensor)
             if tensor.layout == torch.sparse_coo:
-                check_sparse(reduction, factor)
+                check_sparse(*_reduction_and_factor(op, tensor))
                 jobs.append(partial(all_reduce_sparse, tensor, self._gather_stacked))
-                continue
-            prepared = self._cache.get_or_prepare("all-reduce", tensor, reduction=reduction)
-            buffer, copy_back = output_buffer(tensor)
-            chunks = _split_chunks(buffer, prepared)
-            jobs.append(self._make_job(prepared, chunks, chunks, copy_back=copy_back, factor=factor))
+            else:
+                jobs.append(self._in_place_job("all-reduce", tensor, op=op))
         return self._submit(jobs, tensors, opts)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> AsyncWork:
-        reduction, factor = _reduction_and_factor(opts.reduceOp, tensors[0])
-        prepared = self._cache.get_or_prepare("reduce", tensors[0], reduction=reduction, root=opts.rootRank)
-        buffer, copy_back = output_buffer(tensors[0])
-        chunks = _split_chunks(buffer, prepared)
-        output_chunks: Chunks = chunks if opts.rootRank == self._rank else [None] * len(chunks)
-        return self._submit(
-            [self._make_job(prepared, chunks, output_chunks, copy_back=copy_back, factor=factor)], tensors, opts
-        )
+        job = self._in_place_job("reduce", tensors[0], op=opts.reduceOp, root=opts.rootRank)
+        return self._submit([job], tensors, opts)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> AsyncWork:
-        prepared = self._cache.get_or_prepare("broadcast", tensors[0], root=opts.rootRank)
-        buffer, copy_back = output_buffer(tensors[0])
-        chunks = _split_chunks(buffer, prepared)
-        return self._submit([self._make_job(prepared, chunks, chunks, copy_back=copy_back)], tensors, opts)
+        return self._submit([self._in_place_job("broadcast", tensors[0], root=opts.rootRank)], tensors, opts)
+
+    def _in_place_job(self, kind: str, tensor: Tensor, *, op: Any = None, root: int = 0) -> Task:
+        reduction, factor = _reduction_and_factor(op, tensor)
+        prepared = self._cache.get_or_prepare(kind, tensor, reduction=reduction, root=root)
+        buffer, copy_back = output_buffer(tensor)
+        numels = prepared.chunk_numels
+        chunks: Chunks = [buffer] if len(numels) == 1 else list(buffer.split(numels))
+        outputs = chunks if kind != "reduce" or root == self._rank else [None] * len(chunks)
+        return self._make_job(prepared, chunks, outputs, copy_back=copy_back, factor=factor)
 
     def allgather(self, outputs: Sequence[Tensor | list[Tensor]], inputs: list[Tensor], opts: Any = None) -> AsyncWork:
         jobs = [self._gather_job("all-gather", tensor, out) for out, tensor in zip(outputs, inputs, strict=True)]
@@ -164,24 +159,15 @@ class MotetProcessGroup(_TypedProcessGroupBase):
         return stacked
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> AsyncWork:
-        out, root = outputs[0], opts.rootRank
-        prepared = self._cache.get_or_prepare("scatter", out, root=root)
-        input_chunks: Chunks = self._empty_chunks()
-        if root == self._rank:
-            input_chunks, _ = per_rank_chunks(inputs[0], out, self._size, role="scatter input")
-        return self._submit([self._scatter_job(prepared, input_chunks, out)], outputs, opts)
+        input = inputs[0] if opts.rootRank == self._rank else None
+        return self._submit([self._scatter_job("scatter", input, outputs[0], root=opts.rootRank)], outputs, opts)
 
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: Sequence[Tensor | list[Tensor]], opts: Any = None
     ) -> AsyncWork:
-        opts = opts or dist.ReduceScatterOptions()
-        jobs = []
-        for out, input in zip(outputs, inputs, strict=True):
-            reduction, factor = _reduction_and_factor(opts.reduceOp, out)
-            prepared = self._cache.get_or_prepare("reduce-scatter", out, reduction=reduction)
-            input_chunks, _ = per_rank_chunks(input, out, self._size, role="reduce-scatter input")
-            jobs.append(self._scatter_job(prepared, input_chunks, out, factor=factor))
-        return self._submit(jobs, outputs, opts)
+        op = (opts or dist.ReduceScatterOptions()).reduceOp
+        pairs = zip(inputs, outputs, strict=True)
+        return self._submit([self._scatter_job("reduce-scatter", *pair, op=op) for pair in pairs], outputs, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = reduce_scatter
 
@@ -191,8 +177,13 @@ class MotetProcessGroup(_TypedProcessGroupBase):
     reduce_scatter_single = _reduce_scatter_base
 
     def _scatter_job(
-        self, prepared: PreparedCollective, input_chunks: Chunks, output: Tensor, *, factor: Factor = None
+        self, kind: str, input: Tensor | list[Tensor] | None, output: Tensor, *, op: Any = None, root: int = 0
     ) -> Task:
+        reduction, factor = _reduction_and_factor(op, output)
+        prepared = self._cache.get_or_prepare(kind, output, reduction=reduction, root=root)
+        input_chunks: Chunks = self._empty_chunks()
+        if input is not None:
+            input_chunks, _ = per_rank_chunks(input, output, self._size, role=f"{kind} input")
         output_chunks = self._empty_chunks()
         output_chunks[self._rank], copy_back = output_buffer(output)
         return self._make_job(prepared, input_chunks, output_chunks, copy_back=copy_back, factor=factor)
@@ -296,7 +287,10 @@ class MotetProcessGroup(_TypedProcessGroupBase):
         factor: Factor = None,
     ) -> Task:
         def job() -> None:
-            self._execute(prepared, inputs if factor is None else scale_chunks(inputs, factor), outputs)
+            scaled = inputs
+            if factor is not None:
+                scaled = [None if chunk is None else (chunk * factor).to(chunk.dtype) for chunk in inputs]
+            self._execute(prepared, scaled, outputs)
             if copy_back is not None:
                 copy_back()
 
@@ -345,8 +339,8 @@ class MotetProcessGroup(_TypedProcessGroupBase):
 
 
 def _reduction_and_factor(op: Any, tensor: Tensor) -> tuple[str, Factor]:
-    """The name of a reduction, and the factor by which contributions are multiplied before it."""
-    reduction = _REDUCTIONS[int(op.op)]
+    """The name of a reduction, empty for none, and the factor by which contributions are multiplied before it."""
+    reduction = "" if op is None else _REDUCTIONS[int(op.op)]
     if reduction != "premul_sum":
         return reduction, None
     if not tensor.is_floating_point() and not tensor.is_complex():
@@ -354,7 +348,3 @@ def _reduction_and_factor(op: Any, tensor: Tensor) -> tuple[str, Factor]:
             f"{reduction} of {dtype_name(tensor.dtype)}: only floating-point numbers have fractions; use sum"
         )
     return "sum", op.__getstate__()[1]
-
-
-def _split_chunks(tensor: Tensor, prepared: PreparedCollective) -> Chunks:
-    return [tensor] if len(prepared.chunk_numels) == 1 else list(tensor.split(prepared.chunk_numels))

@@ -16,9 +16,9 @@ from motet.collectives.shm_backend.transport.byte_streams import (
 )
 from motet.collectives.shm_backend.transport.local_peers import SPINS, STATE_FAILED, STATE_LEFT, LocalPeerSync
 from motet.collectives.shm_backend.transport.message_matcher import MessageMatcher
-from motet.collectives.shm_backend.transport.rendezvous import RendezvousResult, establish_connections
+from motet.collectives.shm_backend.transport.rendezvous import establish_connections
 from motet.collectives.shm_backend.transport.shared_memory import EXIT_STATE, is_supported
-from motet.collectives.shm_backend.transport.sockets import CollectivePeerSockets, PeerSocket
+from motet.collectives.shm_backend.transport.sockets import CollectivePeerSockets
 from motet.core.errors import InputError
 
 _OVERSUBSCRIBED_SPINS = 20
@@ -27,29 +27,27 @@ _OVERSUBSCRIBED_SPINS = 20
 class RankConnections:
     """The message matcher and the collective executor of a rank, over one set of connections."""
 
-    def __init__(
-        self,
-        rendezvous: RendezvousResult,
-        local_peers: LocalPeerSync,
-        sockets: dict[int, tuple[PeerSocket, PeerSocket]],
-        *,
-        timeout_s: float,
-    ) -> None:
-        rank = rendezvous.rank
-        self.hosts = _host_indices([contact.host for contact in rendezvous.contacts])
-        self.local_index = rendezvous.local_index
-        self.local_peers = local_peers
-        collective_sockets = {other: pair[0] for other, pair in sockets.items()}
-        self._collective_sockets = CollectivePeerSockets(rank, collective_sockets, timeout_s) if sockets else None
-        self.executor = CollectiveExecutor(local_peers, self._collective_sockets)
+    def __init__(self, store: Store, rank: int, ranks: int, *, timeout_s: float) -> None:
+        if not is_supported():
+            raise InputError(
+                "the backend motet needs Linux on an x86-64 processor, because it counts on the order of that "
+                "processor's stores; use the backend gloo here"
+            )
+        rendezvous = establish_connections(store, rank, ranks, timeout_s=timeout_s)
+        self.hosts, self.local_index = rendezvous.hosts, rendezvous.local_index
+        memory, local_rank = rendezvous.shared_memory, self.local_index[rank]
+        self.local_peers = LocalPeerSync(memory, local_rank, rendezvous.local_peers, rank=rank, timeout_s=timeout_s)
         oversubscribed = len(self.local_index) > usable_cores()
-        self._spins = local_peers.spins = _OVERSUBSCRIBED_SPINS if oversubscribed else SPINS
-        streams: dict[int, ByteStream] = {other: SocketByteStream(pair[1]) for other, pair in sockets.items()}
-        memory, local_rank = local_peers.shared_memory, local_peers.local_rank
+        self._spins = self.local_peers.spins = _OVERSUBSCRIBED_SPINS if oversubscribed else SPINS
+        self._sockets: CollectivePeerSockets | None = None
+        if rendezvous.collective_sockets:
+            self._sockets = CollectivePeerSockets(rank, rendezvous.collective_sockets, timeout_s)
+        self.executor = CollectiveExecutor(self.local_peers, self._sockets)
+        self._message_sockets = list(rendezvous.message_sockets.values())
+        streams: dict[int, ByteStream] = {s.rank: SocketByteStream(s) for s in self._message_sockets}
         for other, local in self.local_index.items():
             if other != rank:
                 streams[other] = RingBufferByteStream(memory, local_rank, local)
-        self._message_sockets = [pair[1] for pair in sockets.values()]
         waiter = PeerActivityWaiter(memory, local_rank, self._message_sockets)
         self.messages = MessageMatcher(rank, streams, timeout_s, waiter=waiter, lost_reason=self._lost_reason)
         self._closed = False
@@ -66,14 +64,14 @@ class RankConnections:
 
     def set_timeout(self, timeout_s: float) -> None:
         self.local_peers.timeout_s = self.messages.timeout_s = timeout_s
-        if self._collective_sockets is not None:
-            self._collective_sockets.timeout_s = timeout_s
+        if self._sockets is not None:
+            self._sockets.timeout_s = timeout_s
 
     def mark_failed(self, error: BaseException) -> None:
         """Tell the other ranks that this rank takes part in nothing more."""
         self.local_peers.mark_failed(str(error) or type(error).__name__)
-        if self._collective_sockets is not None:
-            self._collective_sockets.close()
+        if self._sockets is not None:
+            self._sockets.close()
 
     def close(self) -> None:
         # A process forked from a rank also runs this when it exits.
@@ -83,8 +81,8 @@ class RankConnections:
         atexit.unregister(self.close)
         self.messages.close()
         self.local_peers.leave()
-        if self._collective_sockets is not None:
-            self._collective_sockets.close()
+        if self._sockets is not None:
+            self._sockets.close()
         for peer_socket in self._message_sockets:
             peer_socket.stream.close()
 
@@ -99,22 +97,3 @@ class RankConnections:
         poll = select.poll()
         poll.register(self.local_peers.peers[local].pidfd, select.POLLIN)
         return "its process has ended" if poll.poll(0) else ""
-
-
-def _host_indices(hosts: list[str]) -> tuple[int, ...]:
-    order = list(dict.fromkeys(hosts))
-    return tuple(order.index(host) for host in hosts)
-
-
-def open_rank_connections(store: Store, rank: int, ranks: int, *, timeout_s: float) -> RankConnections:
-    if not is_supported():
-        raise InputError(
-            "the backend motet needs Linux on an x86-64 processor, because it counts on the order of that processor's "
-            "stores; use the backend gloo here"
-        )
-    rendezvous, sockets = establish_connections(store, rank, ranks, timeout_s=timeout_s)
-    local_rank = rendezvous.local_index[rank]
-    local_peers = LocalPeerSync(
-        rendezvous.shared_memory, local_rank, rendezvous.local_peers(), rank=rank, timeout_s=timeout_s
-    )
-    return RankConnections(rendezvous, local_peers, sockets, timeout_s=timeout_s)

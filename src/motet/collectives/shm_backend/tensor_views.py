@@ -1,13 +1,14 @@
 """Tensors as flat chunks, and flat buffers in which a result is made for a tensor."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from motet.collectives.execute.reduce_ops import dtype_name
 from motet.core.errors import InputError
 
-Chunks = Sequence[Tensor | None]  # Flat tensors; None where a rank does not have a chunk
+Chunks = Sequence[Any]  # Flat tensors; None where a rank does not have a chunk
 Factor = float | Tensor | None
 CopyBack = Callable[[], None] | None  # Copies a result into the tensor of the caller, if that is not contiguous
 
@@ -39,10 +40,6 @@ def output_buffers(tensors: list[Tensor]) -> tuple[list[Tensor], CopyBack]:
             copy_back()
 
     return [buffer for buffer, _ in pairs], copy_all_back if copy_backs else None
-
-
-def scale_chunks(chunks: Chunks, factor: float | Tensor) -> Chunks:
-    return [None if chunk is None else (chunk * factor).to(chunk.dtype) for chunk in chunks]
 
 
 def split_equally(tensor: Tensor, numel: int, count: int) -> list[Tensor]:

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,8 +33,6 @@ _LIVENESS_CHECK_S = 0.02
 
 @dataclass
 class PostedSend:
-    """A send that has not ended."""
-
     work: AsyncWork
     remaining: deque[Tensor]
     description: str
@@ -41,8 +40,6 @@ class PostedSend:
 
 @dataclass
 class PostedReceive:
-    """A receive that has not ended."""
-
     work: AsyncWork
     tensor: Tensor
     tag: int
@@ -112,9 +109,8 @@ class MessageMatcher:
         self._last_liveness_check = 0.0
 
     def send(self, tensor: Tensor, dst: int, tag: int) -> AsyncWork:
-        description = describe_tensor(tensor)
-        work = AsyncWork(self._progress_until_finished, [tensor])
-        data = flat_bytes(tensor)
+        description, data = describe_tensor(tensor), flat_bytes(tensor)
+        work = AsyncWork(partial(self._progress_until_finished, f"sending {description} to rank {dst}"), [tensor])
         header = torch.frombuffer(bytearray(_HEADER.pack(tag, len(data), description.encode()[:48])), dtype=torch.uint8)
         with self._lock:
             self._peer(dst).sends.append(PostedSend(work, deque([header, data]), description))
@@ -123,12 +119,14 @@ class MessageMatcher:
 
     def receive(self, tensor: Tensor, src: int | None, tag: int) -> AsyncWork:
         """Receive from a rank, or with `src` None from the rank that sends first."""
-        work = AsyncWork(self._progress_until_finished, [tensor], source=-1 if src is None else src)
-        receive = PostedReceive(work, tensor, tag, describe_tensor(tensor))
+        description, is_any = describe_tensor(tensor), src is None
+        text = "receiving from any rank" if is_any else f"receiving {description} from rank {src} with tag {tag}"
+        work = AsyncWork(partial(self._progress_until_finished, text), [tensor], source=-1 if src is None else src)
+        receive = PostedReceive(work, tensor, tag, description)
         with self._lock:
             candidates = list(self.peers.values()) if src is None else [self._peer(src)]
             if not any(self._match_unexpected(peer, receive) for peer in candidates):
-                (self._any_source_receives if src is None else candidates[0].receives).append(receive)
+                (self._any_source_receives if is_any else candidates[0].receives).append(receive)
             self._progress()
         return self._start_progress(work)
 
@@ -158,23 +156,21 @@ class MessageMatcher:
             self._has_pending.set()
         return work
 
-    def _progress_until_finished(self, work: AsyncWork, seconds: float | None) -> None:
+    def _progress_until_finished(self, description: str, work: AsyncWork, seconds: float | None) -> None:
         limit_s = self.timeout_s if seconds is None else seconds
         start = time.monotonic()
         idle = 0
         self._waiting_callers += 1
         try:
             while not work.finished:
-                if self._progress_locked():
+                if self._progress():
                     idle = 0
                     continue
                 idle += 1
                 if idle > _SPINS:
                     self._sleep_until_activity()
                     if time.monotonic() - start > limit_s and not work.finished:
-                        raise PeerLostError(
-                            f"rank {self.rank}: {self._describe_operation(work)} did not end within {limit_s:g} s"
-                        )
+                        raise PeerLostError(f"rank {self.rank}: {description} did not end within {limit_s:g} s")
         finally:
             self._waiting_callers -= 1
 
@@ -183,7 +179,7 @@ class MessageMatcher:
             self._has_pending.wait()
             if self._closed:
                 return
-            if self._waiting_callers or not self._progress_locked():
+            if self._waiting_callers or not self._progress():
                 with self._lock:
                     if not self._has_open_operations() and not self._closed:
                         self._has_pending.clear()
@@ -193,31 +189,29 @@ class MessageMatcher:
     def _sleep_until_activity(self) -> None:
         """Sleep until something may have happened, or a moment; then fail the operations of lost peers."""
         self._waiter.arm()
-        if not self._progress_locked():
+        if not self._progress():
             self._waiter.sleep()
         if time.monotonic() - self._last_liveness_check >= _LIVENESS_CHECK_S:
             self._last_liveness_check = time.monotonic()
             self._fail_lost_peers()
 
-    def _progress_locked(self) -> bool:
-        with self._lock:
-            return self._progress()
-
     def _has_open_operations(self) -> bool:
         return bool(self._any_source_receives) or any(peer.has_open_operations for peer in self.peers.values())
 
     def _progress(self) -> bool:
+        """Move everything that can be moved now; whether that was anything."""
         moved = False
-        for peer in self.peers.values():
-            try:
-                if peer.sends:
-                    moved |= self._advance_sends(peer)
+        with self._lock:
+            for peer in self.peers.values():
                 is_reading = peer.incoming is not None and peer.incoming.data is not None
-                if peer.receives or self._any_source_receives or is_reading:
-                    moved |= self._advance_receives(peer)
-            except PeerLostError as error:
-                self._fail_peer(peer, str(error))
-                moved = True
+                try:
+                    if peer.sends:
+                        moved |= self._advance_sends(peer)
+                    if peer.receives or self._any_source_receives or is_reading:
+                        moved |= self._advance_receives(peer)
+                except PeerLostError as error:
+                    self._fail_peer(peer, str(error))
+                    moved = True
         return moved
 
     def _advance_sends(self, peer: PeerMessageQueues) -> bool:
@@ -326,32 +320,19 @@ class MessageMatcher:
             if self._any_source_receives and all(
                 self._lost_reason(rank) and peer.stream.is_drained for rank, peer in self.peers.items()
             ):
-                for receive in self._any_source_receives:
-                    text = f"rank {self.rank} receives from any rank, but all have ended"
-                    _complete(receive.work, PeerLostError(text))
-                self._any_source_receives.clear()
+                error = PeerLostError(f"rank {self.rank} receives from any rank, but all have ended")
+                while self._any_source_receives:
+                    _complete(self._any_source_receives.popleft().work, error)
 
     def _fail_peer(self, peer: PeerMessageQueues, reason: str) -> None:
-        for send in peer.sends:
-            text = f"rank {self.rank} sends {send.description} to rank {peer.rank}: {reason}"
-            _complete(send.work, PeerLostError(text))
-        for receive in peer.open_receives():
-            text = f"rank {self.rank} receives {receive.description} from rank {peer.rank}: {reason}"
-            _complete(receive.work, PeerLostError(text))
+        failed = [(send.work, f"sends {send.description} to") for send in peer.sends]
+        failed += [(receive.work, f"receives {receive.description} from") for receive in peer.open_receives()]
+        for work, action in failed:
+            _complete(work, PeerLostError(f"rank {self.rank} {action} rank {peer.rank}: {reason}"))
         peer.sends.clear()
         peer.receives.clear()
-        peer.incoming = None
         peer.unexpected.clear()
-
-    def _describe_operation(self, work: AsyncWork) -> str:
-        for peer in self.peers.values():
-            for send in peer.sends:
-                if send.work is work:
-                    return f"sending {send.description} to rank {peer.rank}"
-            for receive in peer.open_receives():
-                if receive.work is work:
-                    return f"receiving {receive.description} from rank {peer.rank} with tag {receive.tag}"
-        return "receiving from any rank"
+        peer.incoming = None
 
 
 def _complete(work: AsyncWork, error: CollectiveError | None = None) -> None:

@@ -7,6 +7,7 @@ import time
 import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 from torch.distributed import Store
@@ -32,31 +33,19 @@ class RankContactInfo:
     host: str
     pid: int
     born: str  # The start of the process in kernel ticks, since the pid of a dead process may be used again
-    addresses: tuple[str, ...] = ()
-    port: int = 0
+    addresses: list[str]
+    port: int
 
 
-@dataclass(frozen=True)
-class RendezvousResult:
-    """The contacts of all ranks, and the mapped memory of this host."""
+class RendezvousResult(NamedTuple):
+    """The hosts of all ranks, and the connections to the other ranks."""
 
-    rank: int
-    contacts: tuple[RankContactInfo, ...]
+    hosts: tuple[int, ...]  # The index of the host of each rank
+    local_index: dict[int, int]  # The index within this host of each of its ranks
+    local_peers: dict[int, LocalPeerProcess]
     shared_memory: SharedMemorySegment
-
-    @property
-    def local_index(self) -> dict[int, int]:
-        """The index within this host of each of its ranks."""
-        host = self.contacts[self.rank].host
-        local_ranks = [rank for rank, contact in enumerate(self.contacts) if contact.host == host]
-        return {rank: local for local, rank in enumerate(local_ranks)}
-
-    def local_peers(self) -> dict[int, LocalPeerProcess]:
-        return {
-            local: LocalPeerProcess(rank, _open_pidfd(rank, self.contacts[rank]))
-            for rank, local in self.local_index.items()
-            if rank != self.rank
-        }
+    collective_sockets: dict[int, PeerSocket]
+    message_sockets: dict[int, PeerSocket]
 
 
 def host_identity() -> str:
@@ -72,15 +61,14 @@ def process_start_ticks(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 
-def establish_connections(
-    store: Store, rank: int, ranks: int, *, timeout_s: float
-) -> tuple[RendezvousResult, dict[int, tuple[PeerSocket, PeerSocket]]]:
+def establish_connections(store: Store, rank: int, ranks: int, *, timeout_s: float) -> RendezvousResult:
     """Exchange contacts, map the memory of this host, and connect to the ranks of other hosts."""
     server = socket.create_server(("", 0), backlog=2 * ranks)
     pid, port = os.getpid(), server.getsockname()[1]
     contact = RankContactInfo(host_identity(), pid, process_start_ticks(pid), _host_addresses(), port)
     store.set(f"card/{rank}", json.dumps(asdict(contact)))
-    contacts = tuple(_parse_contact(store.get(f"card/{other}")) for other in range(ranks))
+    contacts = [RankContactInfo(**json.loads(store.get(f"card/{other}"))) for other in range(ranks)]
+    names = list(dict.fromkeys(other.host for other in contacts))
     local_ranks = [other for other in range(ranks) if contacts[other].host == contact.host]
     leader = local_ranks[0]
     if leader == rank:
@@ -95,9 +83,18 @@ def establish_connections(
     os.close(descriptor)
     with server:
         server.settimeout(timeout_s)
-        remote_ranks = [other for other in range(ranks) if other not in local_ranks]
-        sockets = _connect_remote_ranks(store, server, rank, contacts=contacts, remote_ranks=remote_ranks)
-        return RendezvousResult(rank, contacts, shared_memory), sockets
+        remote = {other: contacts[other] for other in range(ranks) if other not in local_ranks}
+        streams = _connect_remote_ranks(store, server, rank, contacts=remote)
+    sockets = [{other: PeerSocket(other, streams[other, kind]) for other in remote} for kind in range(2)]
+    pidfds = {local: _open_pidfd(other, contacts[other]) for local, other in enumerate(local_ranks) if other != rank}
+    return RendezvousResult(
+        hosts=tuple(names.index(other.host) for other in contacts),
+        local_index={other: local for local, other in enumerate(local_ranks)},
+        local_peers={local: LocalPeerProcess(local_ranks[local], pidfd) for local, pidfd in pidfds.items()},
+        shared_memory=shared_memory,
+        collective_sockets=sockets[0],
+        message_sockets=sockets[1],
+    )
 
 
 def _wait_until_all_mapped(memory: SharedMemorySegment, local_ranks: list[int], timeout_s: float) -> None:
@@ -109,11 +106,6 @@ def _wait_until_all_mapped(memory: SharedMemorySegment, local_ranks: list[int], 
             leader = local_ranks[0]
             raise PeerLostError(f"rank {leader}: ranks {absent} of this host did not join the group in {timeout_s:g} s")
         time.sleep(0.0005)
-
-
-def _parse_contact(text: bytes) -> RankContactInfo:
-    fields = json.loads(text)
-    return RankContactInfo(fields["host"], fields["pid"], fields["born"], tuple(fields["addresses"]), fields["port"])
 
 
 def _open_leader_memory(rank: int, leader: int, contact: RankContactInfo, *, descriptor: int) -> int:
@@ -138,38 +130,31 @@ def _open_pidfd(rank: int, contact: RankContactInfo) -> int:
     raise PeerLostError(f"the process of rank {rank} has ended before the group was complete")
 
 
-def _host_addresses() -> tuple[str, ...]:
+def _host_addresses() -> list[str]:
     """The IPv4 addresses of this host, loopback last."""
     interfaces = psutil.net_if_addrs().values()
     addresses = {entry.address for entries in interfaces for entry in entries if entry.family == socket.AF_INET}
-    return tuple(sorted(addresses, key=lambda address: (address.startswith("127."), address)))
+    return sorted(addresses, key=lambda address: (address.startswith("127."), address))
 
 
 def _connect_remote_ranks(
-    store: Store,
-    server: socket.socket,
-    rank: int,
-    *,
-    contacts: tuple[RankContactInfo, ...],
-    remote_ranks: list[int],
-) -> dict[int, tuple[PeerSocket, PeerSocket]]:
-    """Open two sockets to every rank of another host, for collectives and for messages, from the higher rank."""
-    if not remote_ranks:
+    store: Store, server: socket.socket, rank: int, *, contacts: dict[int, RankContactInfo]
+) -> dict[tuple[int, int], socket.socket]:
+    """Open two streams to every rank of another host, for collectives (0) and messages (1), from the higher rank."""
+    if not contacts:
         return {}
     if rank == 0:
         store.set("token", uuid.uuid4().hex)
     token = store.get("token")[:_TOKEN_BYTES]
     streams: dict[tuple[int, int], socket.socket] = {}
-    for other in remote_ranks:
-        if other < rank:
-            for kind in (0, 1):
-                streams[other, kind] = _connect_to_rank(rank, other, contacts[other], token=token, kind=kind)
-    missing = 2 * sum(other > rank for other in remote_ranks)
-    while missing:
+    for other, contact in contacts.items():
+        for kind in range(2) if other < rank else ():
+            streams[other, kind] = _connect_to_rank(rank, other, contact, token=token, kind=kind)
+    while len(streams) < 2 * len(contacts):
         try:
             stream, _ = server.accept()
         except TimeoutError:
-            absent = [other for other in remote_ranks if other > rank and (other, 1) not in streams]
+            absent = [other for other in contacts if other > rank and (other, 1) not in streams]
             raise PeerLostError(f"rank {rank}: ranks {absent}, on other hosts, did not connect") from None
         stream.settimeout(_CONNECT_S)
         greeting = _receive_exactly(stream, _TOKEN_BYTES + 5)
@@ -178,8 +163,7 @@ def _connect_remote_ranks(
             continue
         stream.sendall(token)
         streams[int.from_bytes(greeting[_TOKEN_BYTES:-1], "little"), greeting[-1]] = stream
-        missing -= 1
-    return {rank: (PeerSocket(rank, streams[rank, 0]), PeerSocket(rank, streams[rank, 1])) for rank in remote_ranks}
+    return streams
 
 
 def _connect_to_rank(rank: int, other: int, contact: RankContactInfo, *, token: bytes, kind: int) -> socket.socket:
