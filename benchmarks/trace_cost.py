@@ -13,7 +13,7 @@ from functools import partial
 from parts.rounds import interleave, quartiles
 
 from motet.core import trace
-from motet.monitor.span_collector import SpanCollector
+from motet.monitor.event_dispatcher import SpanCollector
 
 USES = 20_000
 ROUNDS = 31

@@ -8,10 +8,9 @@ from made import ended, evaluated, started, step
 from motet.core import trace
 from motet.core.errors import CheckpointSaveError, InputError, TrainingDivergedError
 from motet.monitor.callback import Callback
-from motet.monitor.event_dispatcher import EventDispatcher, open_event_dispatcher
+from motet.monitor.event_dispatcher import EventDispatcher, SpanCollector, open_event_dispatcher
 from motet.monitor.events import WarningIssued, read_events
 from motet.monitor.settings import MonitorSettings
-from motet.monitor.span_collector import SpanCollector
 from motet.monitor.summary import read_summary
 
 QUIET = MonitorSettings(tensorboard=False)

@@ -5,9 +5,9 @@ import json
 import torch
 
 from motet.core import trace
+from motet.monitor.event_dispatcher import SpanCollector
 from motet.monitor.events import ProfileSaved, WarningIssued
 from motet.monitor.profile import TorchProfilerWindow
-from motet.monitor.span_collector import SpanCollector
 
 
 def run(profiler, steps):

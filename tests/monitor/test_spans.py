@@ -3,7 +3,7 @@
 import threading
 
 from motet.core import trace
-from motet.monitor.span_collector import SpanCollector
+from motet.monitor.event_dispatcher import SpanCollector
 
 
 def test_nested_spans_come_in_order_of_start_and_keyed():

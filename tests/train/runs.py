@@ -16,7 +16,7 @@ from motet.parallel.data_parallel.sharded_parameters import LocalShard
 from motet.parallel.process.process_group import RankGroup
 from motet.train.build import TrainingComponents, build_components, precision_context
 from motet.train.job import Job, load_job
-from motet.train.optimizer.lr_schedule import learning_rate_factor
+from motet.train.optimizer.optimizer_settings import learning_rate_factor
 from motet.train.state import newest_checkpoint
 
 TEXT = Path(__file__).parent.parent / "data" / "small.txt"

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.train.optimizer.lr_schedule import learning_rate_factor
-from motet.train.optimizer.optimizer_settings import LearningRateScheduleSettings
+from motet.train.optimizer.optimizer_settings import LearningRateScheduleSettings, learning_rate_factor
 
 KINDS = ["constant", "linear", "cosine", "warmup-stable-decay"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import motet
-from motet.train.launch.provenance import collect_provenance
+from motet.train.launch.run_folder import collect_provenance
 
 
 def git(*arguments: str) -> None:

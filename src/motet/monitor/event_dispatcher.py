@@ -5,7 +5,10 @@ drops callbacks that fail, and moves the window of the profiler.
 from __future__ import annotations
 
 import math
+import threading
+import time
 import traceback
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -14,17 +17,51 @@ from typing import TYPE_CHECKING, Any
 
 from motet.core import trace
 from motet.core.errors import MotetError
+from motet.core.trace import TraceSpan
 from motet.monitor.callback import Callback
 from motet.monitor.console_sink import ConsoleSink
 from motet.monitor.events import Event, ProfileSaved, RunEnded, RunStarted, StepDone, WarningIssued
 from motet.monitor.run_files import JsonlSink, SummarySink
 from motet.monitor.settings import MonitorSettings
-from motet.monitor.span_collector import SpanCollector
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from motet.monitor.profile import TorchProfilerWindow
+
+
+class SpanCollector:
+    """The spans and counters since the last `drain`. Spans of other threads overlap those of the main thread."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self._rank = rank
+        self._zero_s = time.perf_counter()
+        self._spans: list[tuple[str, float, float, int]] = []
+        self._counters: defaultdict[str, float] = defaultdict(float)
+        self._counters_lock = threading.Lock()  # += is two operations; a loader thread may count too
+
+    def on_span(self, action: str, start_s: float, duration_s: float, depth: int) -> None:
+        self._spans.append((action, start_s, duration_s, depth))
+
+    def on_count(self, name: str, value: float) -> None:
+        with self._counters_lock:
+            self._counters[name] += value
+
+    def drain(self, step: int) -> tuple[tuple[TraceSpan, ...], dict[str, float]]:
+        """The spans that ended since the last call, in order of start; times count from that call.
+
+        A span that is still open belongs to the next step, such as the writing of the report of this one.
+        """
+        spans, self._spans = self._spans, []
+        with self._counters_lock:
+            counters, self._counters = self._counters, defaultdict(float)
+        zero_s, self._zero_s = self._zero_s, time.perf_counter()
+        ordered = sorted(spans, key=lambda span: (span[1], span[3]))
+        step_spans = (
+            TraceSpan(step, self._rank, action, start_s - zero_s, duration_s, depth)
+            for action, start_s, duration_s, depth in ordered
+        )
+        return tuple(step_spans), dict(counters)
 
 
 class EventDispatcher:
@@ -143,6 +180,7 @@ def open_event_dispatcher(
     settings: MonitorSettings,
     folder: Path,
     job: Mapping[str, Any] | None = None,
+    *,
     callbacks: Sequence[Callback] = (),
     terminal: Console | None = None,
 ) -> EventDispatcher:

@@ -49,7 +49,7 @@ from motet.train.step import StepResult, TrainStep
 
 
 class ResumePoint(NamedTuple):
-    """Where a run continues."""
+    """The checkpoint and the step from which a run continues."""
 
     checkpoint: Path | None
     completed_steps: int
@@ -112,8 +112,9 @@ def build_model(job: Job, device: torch.device) -> tuple[BatchLoader, TrainableM
     data = BatchLoader(prepared, job.data, job.run.seed, job.run.epochs)
     requirements = DataRequirements(prepared.vocab_size, prepared.classes if job.data.objective == "classify" else None)
     model = build_trainable_model(job.model, job.run.seed, getattr(torch, recipe.master), device, requirements)
-    if model.objective is not None:
-        check_huggingface_model(job, prepared, model.objective, (model.vocab_size, model.num_classes))
+    if (objective := model.objective) is not None:
+        vocab_size, num_classes = model.vocab_size, model.num_classes
+        check_huggingface_model(job, prepared, objective=objective, vocab_size=vocab_size, num_classes=num_classes)
     return data, model
 
 
@@ -166,7 +167,7 @@ def open_rank_monitor(job: Job, group: RankGroup, folder: Path, callbacks: Seque
     """The monitor of the job on rank 0, and one that ignores all events on other ranks."""
     if group.rank != 0:
         return EventDispatcher([])
-    return open_event_dispatcher(job.monitor, folder, job.model_dump(mode="json"), callbacks)
+    return open_event_dispatcher(job.monitor, folder, job.model_dump(mode="json"), callbacks=callbacks)
 
 
 def restore_newest_checkpoint(components: TrainingComponents) -> ResumePoint:
@@ -185,7 +186,7 @@ def run_training(
     """Train to the end or a stop; without a `step_runner` this rank takes the steps with its group."""
     compute = RECIPES[job.precision.recipe].compute
     device = discover_device(components.group.device, [compute, "float32"] if compute == "bfloat16" else [compute])
-    monitor.on_event(_run_started_event(job, components, device, resume_point))
+    monitor.on_event(_run_started_event(job, components, device=device.name, resume_point=resume_point))
     for text in [*resume_point.remarks, *bfloat16_warnings(device)]:
         monitor.on_event(WarningIssued(text=text))
     progress = RunProgress(resume_point.completed_steps, components.total_steps)
@@ -206,14 +207,14 @@ def run_training(
 
 
 def _run_started_event(
-    job: Job, components: TrainingComponents, device: LocalDevice, resume_point: ResumePoint
+    job: Job, components: TrainingComponents, *, device: str, resume_point: ResumePoint
 ) -> RunStarted:
     newest = resume_point.checkpoint
     return RunStarted(
         name=job.name,
         ranks=components.ranks,
         threads=torch.get_num_threads(),
-        device=device.name,
+        device=device,
         parameters=sum(p.numel() for p in components.model.module.parameters()),
         data=components.data.fingerprint,
         first_step=resume_point.completed_steps + 1,

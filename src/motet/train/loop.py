@@ -13,7 +13,7 @@ from motet.core.trace import span
 from motet.monitor.events import CheckpointSaved, EvaluationDone, Event, RunEnded, RunEndReason, StepDone
 from motet.train.evaluation import EvaluationResult
 from motet.train.job import Job
-from motet.train.optimizer.lr_schedule import learning_rate_factor
+from motet.train.optimizer.optimizer_settings import learning_rate_factor
 from motet.train.state import TrainingState
 from motet.train.step import StepResult
 

@@ -21,8 +21,7 @@ from motet.parity.subjects.stress_data import ReorderedRowSamples, UnevenTargetS
 from motet.train.build import TrainingComponents, build_components, evaluate_split, precision_context
 from motet.train.engine import TrainingEngine
 from motet.train.job import Job
-from motet.train.optimizer.lr_schedule import learning_rate_factor
-from motet.train.optimizer.optimizer_settings import OptimizerSettings
+from motet.train.optimizer.optimizer_settings import OptimizerSettings, learning_rate_factor
 from motet.train.state import TrainingState
 from motet.train.step import BatchSource
 

@@ -23,7 +23,6 @@ from motet.parallel.process.launch_environment import SINGLE_RANK, RankEnvironme
 from motet.train.job import Job
 from motet.train.launch.failures import STOPPED_EXIT_CODE, RankExitRecord, StopFlag, stop_on_signals
 from motet.train.launch.preflight import check_data, check_job, check_memory, check_model
-from motet.train.launch.provenance import collect_provenance
 from motet.train.launch.rank_process import run_rank_function
 from motet.train.launch.run_cleanup import RunFolderSnapshot, record_run_end, snapshot_run_folder
 from motet.train.launch.run_folder import (
@@ -31,6 +30,7 @@ from motet.train.launch.run_folder import (
     RunFolderChoice,
     choose_resumed_run,
     choose_run_folder,
+    collect_provenance,
     lock_run_folder,
     write_run_start,
 )

@@ -85,7 +85,7 @@ def check_data(job: Job, data: PreparedData) -> None:
         _check_classes(data.classes, job.model.classes, "model.classes")
 
 
-def check_vocabulary(job: Job, tokens: int, vocab_size: int, key: str = "model.vocab_size") -> None:
+def check_vocabulary(job: Job, tokens: int, vocab_size: int, *, key: str = "model.vocab_size") -> None:
     """Refuse a model with fewer embedding rows than there are tokens; it may have more."""
     if tokens > vocab_size:
         raise InputError(
@@ -94,18 +94,19 @@ def check_vocabulary(job: Job, tokens: int, vocab_size: int, key: str = "model.v
         )
 
 
-def check_huggingface_model(job: Job, data: PreparedData, objective: str, sizes: tuple[int | None, int | None]) -> None:
-    """Check an `hf:` model by its objective, vocabulary and number of classes, which only transformers knows."""
-    vocab_size, outcomes = sizes
+def check_huggingface_model(
+    job: Job, data: PreparedData, *, objective: str, vocab_size: int | None, num_classes: int | None
+) -> None:
+    """Check an `hf:` model by its objective, vocabulary and number of classes."""
     if job.data.objective != objective:
         raise InputError(
             f"data.objective = {job.data.objective!r} does not fit this model of transformers, which is for "
             f"{objective!r}; set data.objective={objective}"
         )
     if vocab_size is not None:
-        check_vocabulary(job, data.vocab_size, vocab_size, "model.arguments.vocab_size")
-    if objective == "classify" and outcomes is not None:
-        _check_classes(data.classes, outcomes, "model.arguments.num_labels")
+        check_vocabulary(job, data.vocab_size, vocab_size, key="model.arguments.vocab_size")
+    if objective == "classify" and num_classes is not None:
+        _check_classes(data.classes, num_classes, "model.arguments.num_labels")
 
 
 def _check_classes(needed: int, classes: int, key: str) -> None:

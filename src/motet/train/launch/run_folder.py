@@ -6,14 +6,19 @@ rules allows it; otherwise a sentence says why not.
 
 import json
 import os
+import platform
 import re
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
+import motet
 from motet.checkpoint.manifest import complete_checkpoints
 from motet.core.errors import InputError
 from motet.core.toml_writer import to_toml
@@ -274,3 +279,35 @@ def write_file_atomically(path: Path, content: bytes) -> None:
     except OSError:
         partial.unlink(missing_ok=True)
         raise
+
+
+def collect_provenance(ranks: int, threads: int, command_line: list[str]) -> dict[str, Any]:
+    """Versions, machine and command of one start. `git` describes the current folder, None outside of a repository."""
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "motet": motet.__version__,
+        "torch": version("torch"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "ranks": ranks,
+        "threads": threads,
+        "command_line": command_line,
+        "git": _git_state(),
+    }
+
+
+def _git_state() -> dict[str, Any] | None:
+    commit = _git("rev-parse", "HEAD")
+    if commit is None:
+        return None
+    changes = _git("status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": bool(changes) if changes is not None else None}
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        completed = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return completed.stdout.strip()

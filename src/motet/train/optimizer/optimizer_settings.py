@@ -1,5 +1,6 @@
-"""The `[optimizer]` and `[run]` sections."""
+"""The `[optimizer]` section with its learning rate schedule, and the `[run]` section."""
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -17,6 +18,24 @@ class LearningRateScheduleSettings(FrozenSettings):
     """warmup-stable-decay: length of the fall at the end; a fifth of the run when not given."""
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Where the fall ends, as a factor; of every kind but constant."""
+
+
+def learning_rate_factor(schedule: LearningRateScheduleSettings, step: int, total_steps: int) -> float:
+    """The factor of step 0..steps-1. Warm-up reaches 1 at its last step; a fall reaches its end at the last step."""
+    warmup = min(schedule.warmup_steps, total_steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    if schedule.kind == "constant":
+        return 1.0
+    decay_start = warmup
+    if schedule.kind == "warmup-stable-decay":
+        length = schedule.decay_steps if schedule.decay_steps is not None else max(1, total_steps // 5)
+        decay_start = max(warmup, total_steps - length)
+        if step < decay_start:
+            return 1.0
+    progress = min(1.0, (step - decay_start + 1) / (total_steps - decay_start))
+    remaining = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.kind == "cosine" else 1 - progress
+    return schedule.final_fraction + (1 - schedule.final_fraction) * remaining
 
 
 class ParameterGroupSettings(FrozenSettings):

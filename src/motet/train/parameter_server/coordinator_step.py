@@ -11,7 +11,7 @@ from motet.monitor.events import ParameterServerStepStats
 from motet.parallel.parameter_server.process.coordinator_process import CoordinatorProcess
 from motet.parallel.parameter_server.protocol.messages import ConsistencyPolicy, UpdateScalars, WorkItemReport
 from motet.train.job import Job
-from motet.train.optimizer.lr_schedule import learning_rate_factor
+from motet.train.optimizer.optimizer_settings import learning_rate_factor
 from motet.train.step import StepResult
 
 

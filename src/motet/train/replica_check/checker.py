@@ -49,7 +49,7 @@ DIGEST_CHUNK_WORDS = 1 << 20  # Words that are digested together
 
 @dataclass(frozen=True)
 class PreUpdateDigests:
-    """The report of a rank as far as it is known before the update."""
+    """The part of a report that is known before the update."""
 
     report: RankDigestReport
     parameter_digests: dict[str, int]

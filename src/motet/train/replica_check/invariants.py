@@ -90,16 +90,16 @@ def find_violations(reports: Sequence[RankDigestReport], expected: ExpectedInvar
     """All invariants that do not hold, causes before their effects."""
     all_ranks = (tuple(range(len(reports))),)
     violations = [
-        *_check_equal(reports, all_ranks, "parameters", "other parameters or buffers"),
-        *_check_equal(reports, expected.state_groups, "states", "other masters or moments"),
+        *_check_equal(reports, all_ranks, "parameters", difference="other parameters or buffers"),
+        *_check_equal(reports, expected.state_groups, "states", difference="other masters or moments"),
         *_check_rows(reports, expected.rows),
         *_check_neighbours(reports, "batches", "reads other data than rank {other} reads for the same rows"),
         *_check_neighbours(
             reports, "targets", "counts {local:g} targets, and rank {other} {neighbour:g} for the same rows"
         ),
         *_check_target_count(reports, expected.targets),
-        *_check_equal(reports, expected.gradient_groups, "gradients", "other sums of gradients"),
-        *_check_equal(reports, all_ranks, "norm", "another gradient norm"),
+        *_check_equal(reports, expected.gradient_groups, "gradients", difference="other sums of gradients"),
+        *_check_equal(reports, all_ranks, "norm", difference="another gradient norm"),
     ]
     if len({report.machine_digest for report in reports}) == 1:
         text = "has loss {local!r} in its first micro-batch, and rank {other} {neighbour!r}"
@@ -108,7 +108,7 @@ def find_violations(reports: Sequence[RankDigestReport], expected: ExpectedInvar
 
 
 def _check_equal(
-    reports: Sequence[RankDigestReport], groups: RankGroups, invariant: str, difference: str
+    reports: Sequence[RankDigestReport], groups: RankGroups, invariant: str, *, difference: str
 ) -> Iterator[InvariantViolation]:
     for ranks in groups:
         if differing := outliers({rank: getattr(reports[rank], invariant) for rank in ranks}):
