@@ -248,7 +248,7 @@ class Predicted:
     ) -> float:
         """Stages 0 to 2: until the next forward may begin. `coding_s` goes on beside backward, as messages do."""
         messages = [CommUnitVolume(t.name, t.parameters, t.elements, t.elements) for t in sent]
-        nodes = build_step_graph(self.stretches, messages, layout, settings)
+        nodes = build_step_graph(self.stretches, messages, layout, settings=settings)
         flops = sum(stretch.flops for stretch in self.stretches)
         by_name = {travel.name: travel for travel in sent}
         coding = {t.name: coding_s * t.elements / sum(other.elements for other in sent) for t in sent}

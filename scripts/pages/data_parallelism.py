@@ -121,7 +121,7 @@ def picture(overlap: str) -> str:
     longest = max(stop for each in OVERLAPS for _, stop in _timeline(each)[1].values())
     nodes, times = _timeline(overlap)
     note = "the job tiny on 4 ranks at stage 0; an all-reduce of all gradients takes 0.6 of the time to compute a step"
-    return draw_svg(nodes, times, OVERLAPS[overlap], note, longest)
+    return draw_svg(nodes, times, title=OVERLAPS[overlap], note=note, end_time=longest)
 
 
 @cache

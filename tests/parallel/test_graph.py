@@ -46,7 +46,7 @@ LAYOUTS = [
 
 def made(layout: Layout, overlap: str) -> dict[str, TimelineNode]:
     settings = CommunicationSettings.model_validate({"overlap": overlap})
-    nodes = build_step_graph(STRETCHES, UNITS if layout.zero == 3 else BUCKETS, layout, settings)
+    nodes = build_step_graph(STRETCHES, UNITS if layout.zero == 3 else BUCKETS, layout, settings=settings)
     found: dict[str, TimelineNode] = {}
     for node in nodes:
         assert node.name not in found
@@ -131,7 +131,7 @@ def complete_in_order(job_folder: Path) -> tuple[list[int], list[frozenset[str]]
         spread.flat_parameters.gradients.on_bucket_ready = order.append
         parts.make_train_step(job).step(0, 0.001)
         stretches, messages = layers_and_messages(job, parts.layout)
-    nodes = build_step_graph(stretches, messages, parts.layout, job.communication)
+    nodes = build_step_graph(stretches, messages, parts.layout, settings=job.communication)
     said = [node.label for node in nodes if node.kind == "reduce"]
     assert [message.parameters for message in messages] == [
         frozenset(member.name for member in bucket.members) for bucket in spread.flat_parameters.buckets

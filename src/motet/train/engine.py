@@ -38,7 +38,7 @@ from motet.parallel.process.rank_consistency import (
     module_signature,
     persistent_buffers,
 )
-from motet.parallel.reproducible.exact_norm import exact_sum
+from motet.parallel.reproducible.norms import exact_sum
 from motet.parallel.step_plan.check import check_rank_matches_plan, prove_collective_programs, prove_step_plan
 from motet.parallel.step_plan.plan import make_step_plan
 from motet.precision.cast_frozen import cast_frozen_parameters
@@ -340,7 +340,7 @@ def build_optimizers(
     check_rank_matches_plan(plan, step_group.rank, held_ranges, contributes_to_norm=parameters.contributes_to_norm)
     if replicas is None:
         return inner, None
-    return inner, OuterOptimizer(module, parameters, replicas, settings.outer, communication)
+    return inner, OuterOptimizer(module, parameters, replicas, settings=settings.outer, communication=communication)
 
 
 def loss_and_count(loss_output: Any, caller: str = "step") -> tuple[Tensor, float]:

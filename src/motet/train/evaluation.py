@@ -12,7 +12,7 @@ from motet.core.batch import Batch
 from motet.models.arch.loss import cross_entropy
 from motet.parallel.layout import Layout
 from motet.parallel.process.process_group import RankGroup
-from motet.parallel.reproducible.exact_norm import exact_sum
+from motet.parallel.reproducible.norms import exact_sum
 from motet.parallel.row_assignment import microbatches_of_rank
 from motet.train.step import StepModel
 

@@ -34,7 +34,7 @@ def show_step(
     title = f"{job.name}: zero = {layout.zero}, {ranks} ranks, overlap = {job.communication.overlap!r}"
     note = f"drawn for a network that all-reduces the gradients in {communication:g} of the time to compute a step"
     if svg is not None:
-        write_output_file(svg, draw_svg(nodes, times, title, note))
+        write_output_file(svg, draw_svg(nodes, times, title=title, note=note))
     if json:
         print_json({"job": job.name, "ranks": ranks, "communication": communication, "nodes": _node_rows(nodes, times)})
     elif svg is not None:
@@ -48,7 +48,7 @@ def step_timeline(
 ) -> tuple[tuple[TimelineNode, ...], dict[str, tuple[float, float]]]:
     """The graph, and the start and stop of each node, in units of the time to compute a step."""
     segments, messages = layers_and_messages(job, layout)
-    nodes = build_step_graph(segments, messages, layout, job.communication)
+    nodes = build_step_graph(segments, messages, layout, settings=job.communication)
     flops = 3 * sum(segment.flops for segment in segments) * layout.microbatches
     # An all-reduce moves this, times (N - 1) / N.
     reduce_bytes = DTYPE_BYTES[RECIPES[job.precision.recipe].reduce]

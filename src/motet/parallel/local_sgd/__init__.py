@@ -1,1 +1,1 @@
-"""Replicas that take steps on their own between outer steps: local SGD and DiLoCo."""
+"""Independent replicas with rare outer steps: local SGD and DiLoCo."""

@@ -1,4 +1,4 @@
-"""Sums of differences over replicas that train apart: as they are, or by a codec, which gives again what it lost."""
+"""Sums of pseudo-gradients over independent replicas: dense, or by a codec with error feedback."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -25,16 +25,16 @@ from motet.parallel.process.process_group import RankGroup
 
 
 class PseudoGradientReducer:
-    """Sums over replicas, numbered, of tensors that are always of the same sizes."""
+    """Sums over replicas of one flat tensor for each fragment."""
 
     def __init__(
-        self, settings: CommunicationSettings, layout: Layout, replicas: RankGroup, templates: Sequence[Tensor]
+        self, settings: CommunicationSettings, layout: Layout, replicas: RankGroup, *, templates: Sequence[Tensor]
     ) -> None:
         codecs = resolve_codecs(settings, layout)
         if isinstance(codecs.replica_gradients, PowerSGDCodec):
             raise InputError(
-                f"communication.compress_gradients = {settings.compress_gradients!r} is for matrices, and what "
-                "replicas tell each other with outer.every is none; use another codec, or "
+                f"communication.compress_gradients = {settings.compress_gradients!r} is for matrices, but the "
+                "pseudo-gradients of outer.every are flat; use another codec, or "
                 "communication.compress_over=shards"
             )
         self._codec = codecs.replica_gradients
@@ -42,7 +42,6 @@ class PseudoGradientReducer:
         self._algorithms = CollectiveAlgorithmSelector(without_forward_overlap(settings), layout)
         self._replicas = replicas
         self._check_next_call = True
-        # What was lost and is not given again yet, on this rank.
         self.compression_errors = (
             [torch.zeros_like(to_accumulation_dtype(t)) for t in templates] if codecs.has_replica_error_feedback else []
         )
@@ -50,7 +49,7 @@ class PseudoGradientReducer:
         finalize(self, self._work_queue.close)
 
     def start(self, fragment_id: int, tensor: Tensor, step: int) -> WorkHandle:
-        """Sum in place, in the course of what comes. Every rank starts the same ones in one order."""
+        """Start to sum in place. Every rank starts the same fragments in the same order."""
         algorithm = self._algorithms.program("all-reduce", "replicas", tensor.nbytes)
         options: CollectiveOptions = {"async_op": True, "algorithm": algorithm, "check": self._check_next_call}
         self._check_next_call = False
@@ -61,7 +60,7 @@ class PseudoGradientReducer:
         task = partial(self._all_reduce_compressed, fragment_id, tensor, derive_seed(step, fragment_id, "outer"))
         if tensor.device.type == "cpu":
             return self._work_queue.submit(task)
-        task()  # it is queued behind what the stream has to do, and the host goes on
+        task()  # queued on the stream; the host continues
         return CompletedWork()
 
     def _all_reduce_compressed(self, fragment_id: int, tensor: Tensor, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""The `[outer]` section: replicas that train on their own and meet rarely, and when which parameters meet.
+"""The `[outer]` section: independent replicas with rare outer steps, and the schedule of these steps.
 
 Local SGD (arXiv:1805.09767), DiLoCo (arXiv:2311.08105) and Streaming DiLoCo (arXiv:2501.18512).
 """
@@ -14,23 +14,23 @@ from motet.core.errors import InputError
 
 
 class LocalSGDSettings(FrozenSettings):
-    """Replicas that take steps on their own, and meet now and then. A replica is the ranks that share one copy."""
+    """Independent replicas, which are averaged in outer steps. A replica is a shard group."""
 
     every: Annotated[int, Field(ge=1)] | None = None
-    """Steps that replicas take alone between two meetings; when not given, gradients are summed in every step."""
+    """Steps of a replica between two outer steps; when not given, gradients are summed in every step."""
     optimizer: Literal["nesterov", "average"] = "nesterov"
-    """What replicas go on from after a meeting: a step with Nesterov momentum along their mean difference (DiLoCo), or
-    their average (local SGD)."""
+    """The outer step: Nesterov momentum along the mean pseudo-gradient (DiLoCo), or the average of the replicas (local
+    SGD)."""
     learning_rate: Annotated[float, Field(gt=0)] = 0.7
-    """Of that step."""
+    """Learning rate of the outer step."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Of that step."""
+    """Momentum of the outer step."""
     fragments: Annotated[int, Field(ge=1)] = 1
-    """Parts of the model that meet in turn, each once in `every` steps, so that less travels at a time."""
+    """Parts of the model with an outer step in turn, each once in `every` steps, so that less is sent at a time."""
     delay: Annotated[int, Field(ge=0)] = 0
-    """Steps that replicas go on while a part is underway; what has come by then is merged."""
+    """Steps of a replica while an outer step is in flight; the result is merged after them."""
     mixing_factor: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    """The weight of a replica's own parameters when they are merged after a delay."""
+    """The weight of a replica's parameters when they are merged after a delay."""
 
     @model_validator(mode="after")
     def _check_fits_between_outer_steps(self) -> Self:
@@ -38,7 +38,7 @@ class LocalSGDSettings(FrozenSettings):
             if self.every is not None and count >= self.every:
                 maximum = self.every if name == "fragments" else self.every - 1
                 raise ValueError(
-                    f"outer.{name} = {getattr(self, name)} does not fit between meetings: with outer.every = "
+                    f"outer.{name} = {getattr(self, name)} does not fit between outer steps: with outer.every = "
                     f"{self.every} it is at most {maximum}"
                 )
         return self
@@ -46,26 +46,25 @@ class LocalSGDSettings(FrozenSettings):
 
 @dataclass(frozen=True)
 class FragmentSyncSchedule:
-    """When fragments leave for a meeting: their turns are spread evenly over the steps between two meetings."""
+    """The steps after which the outer step of each fragment begins: evenly distributed over `every` steps."""
 
     every: int
     fragments: int
     delay: int
 
     def due_fragments(self, steps_done: int) -> list[int]:
-        """Those that leave after so many steps. The last one's turn is after `every`."""
-        return [
-            n for n in range(self.fragments) if (steps_done - (n + 1) * self.every // self.fragments) % self.every == 0
-        ]
+        """Fragments whose outer step begins after this step; the last fragment is due after `every` steps."""
+        offsets = ((i + 1) * self.every // self.fragments for i in range(self.fragments))
+        return [i for i, offset in enumerate(offsets) if (steps_done - offset) % self.every == 0]
 
     def in_flight(self, steps_done: int) -> list[tuple[int, list[int]]]:
-        """(step after which they left, fragments) of those that are not merged after so many steps."""
+        """(step after which they began, fragments) of the outer steps that are not merged after this step."""
         start_steps = range(max(1, steps_done - self.delay + 1), steps_done + 1)
-        return [(left, self.due_fragments(left)) for left in start_steps if self.due_fragments(left)]
+        return [(step, due) for step in start_steps if (due := self.due_fragments(step))]
 
 
 def split_into_fragments(sizes: Mapping[str, int], count: int) -> list[list[str]]:
-    """Names of parameters in so many runs of about equal size. `sizes`: name -> numel, in the model's order."""
+    """Names of parameters in contiguous fragments of about equal size; `sizes` is name -> elements, in model order."""
     if count > len(sizes):
         raise InputError(
             f"outer.fragments = {count} is more than the {len(sizes)} trainable parameters of the model; take fewer"

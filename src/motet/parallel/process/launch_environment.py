@@ -1,7 +1,7 @@
-"""Where a process stands among all ranks, read from what its launcher put into the environment.
+"""The rank of a process among all ranks, read from the environment variables of its launcher.
 
-Three launchers are known: motet's own supervisor, torchrun, and Slurm's srun. Half of an environment is refused with a
-sentence, because a rank that guesses its place waits for others that never come.
+Three launchers are known: motet's own supervisor, torchrun, and Slurm's srun. An incomplete environment is an error,
+because a rank that guesses its position waits for ranks that never come.
 """
 
 import re
@@ -15,18 +15,17 @@ from motet.core.errors import InputError
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """One process of a group, and where the group meets."""
+    """One process of a group, and the rendezvous of the group."""
 
     rank: int
     world: int
     local_rank: int
     local_world: int  # Ranks on this machine
-    attempt: int  # How often the group was started before; every attempt meets on fresh keys
-    rendezvous: str  # `file://PATH` of a store that every rank can open, or `tcp://HOST:PORT`; empty for a world of one
-    # The store at `tcp://` is there already (torchrun's agent serves it); otherwise rank 0 serves it.
-    store_exists: bool = False
-    incarnation: int = 0  # How many processes had this place before, while the others went on
-    cores: int | None = None  # Cores that the launcher gave to this rank alone, when it says so
+    attempt: int  # Number of earlier starts of the group; every attempt has its keys in the store
+    rendezvous: str  # `file://PATH` of a store that every rank can open, or `tcp://HOST:PORT`; empty for one rank
+    store_exists: bool = False  # torchrun's agent serves the store at `tcp://`; otherwise rank 0 does
+    incarnation: int = 0  # Number of earlier processes of this rank in the same attempt
+    cores: int | None = None  # Cores that the launcher reserved for this rank, if it says so
 
 
 _LARGEST_PORT = 65535
@@ -35,14 +34,14 @@ SINGLE_RANK = RankEnvironment(rank=0, world=1, local_rank=0, local_world=1, atte
 
 
 def read_rank_environment(environment: Mapping[str, str]) -> RankEnvironment | None:
-    """The place of this process, or None when no launcher of ranks started it."""
+    """The rank of this process, or None when no launcher of ranks started it."""
     if "MOTET_RANK" in environment:
-        return _from_supervisor(environment)
+        return _from_supervisor(_LauncherVariables(environment, "motet"))
     if any(name in environment for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
-        return _from_torchrun(environment)
+        return _from_torchrun(_LauncherVariables(environment, "torchrun"))
     # A batch script and an interactive shell have SLURM_PROCID too; only a step of srun consists of ranks.
     if "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
-        return _from_slurm(environment)
+        return _from_slurm(_LauncherVariables(environment, "Slurm"))
     return None
 
 
@@ -52,12 +51,12 @@ def coordinator_address_file(rank_env: RankEnvironment) -> Path:
 
 
 def threads_for(rank_env: RankEnvironment, setting: int | None) -> int:
-    """Threads of one rank, so that ranks do not fight for cores: as set, or an even share of this machine's."""
+    """Threads of one rank: the setting, or an even fraction of the machine's cores."""
     return setting or rank_env.cores or max(1, usable_cores() // rank_env.local_world)
 
 
 def environment_variables_for(rank_env: RankEnvironment) -> dict[str, str]:
-    """What the supervisor sets for a rank; `place_from` reads it."""
+    """The variables that the supervisor sets for a rank, and `read_rank_environment` reads."""
     return {
         "MOTET_RANK": str(rank_env.rank),
         "MOTET_WORLD": str(rank_env.world),
@@ -67,63 +66,102 @@ def environment_variables_for(rank_env: RankEnvironment) -> dict[str, str]:
     }
 
 
-def _from_supervisor(environment: Mapping[str, str]) -> RankEnvironment:
-    rank, world, attempt = (_read_int(environment, f"MOTET_{name}", "motet") for name in ("RANK", "WORLD", "ATTEMPT"))
-    rendezvous = _read_text(environment, "MOTET_RENDEZVOUS", "motet")
-    incarnation = _read_int(environment, "MOTET_LIFE", "motet", default=0)
-    return _validate(RankEnvironment(rank, world, rank, world, attempt, rendezvous, incarnation=incarnation), "motet")
+@dataclass(frozen=True)
+class _LauncherVariables:
+    """The environment variables of one launcher, checked as they are read."""
+
+    environment: Mapping[str, str]
+    launcher: str
+
+    def first_set(self, *names: str) -> str:
+        """The first of these names that is set, or else the last."""
+        return next((name for name in names if name in self.environment), names[-1])
+
+    def text(self, name: str) -> str:
+        value = self.environment.get(name)
+        if not value:
+            raise InputError(
+                f"{name} is not set, though other variables of {self.launcher} are; start every rank with "
+                f"{self.launcher}, or unset them and use `motet train --ranks N`"
+            )
+        return value
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        if default is not None and not self.environment.get(name):
+            return default
+        text = self.text(name)
+        if not re.fullmatch(r"[0-9]+", text):
+            raise InputError(f"{name} = {text!r} is not a whole number; it should come from {self.launcher}")
+        return int(text)
+
+    def port(self, default: int | None = None) -> int:
+        port = self.integer("MASTER_PORT", default)
+        if not 1 <= port <= _LARGEST_PORT:
+            raise InputError(f"MASTER_PORT = {port} is no port; give a free one from 1 to {_LARGEST_PORT}")
+        return port
+
+    def check(self, rank_env: RankEnvironment) -> RankEnvironment:
+        if not (rank_env.rank < rank_env.world and rank_env.local_rank < rank_env.local_world <= rank_env.world):
+            raise InputError(
+                f"{self.launcher} gave rank {rank_env.rank} of {rank_env.world} and local rank {rank_env.local_rank} of "
+                f"{rank_env.local_world}; a rank must be below its count, and no more ranks can be local than there are"
+            )
+        return rank_env
 
 
-def _from_torchrun(environment: Mapping[str, str]) -> RankEnvironment:
-    rank, world, local_rank, local_world = (
-        _read_int(environment, name, "torchrun") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+def _from_supervisor(variables: _LauncherVariables) -> RankEnvironment:
+    rank, world, attempt = (variables.integer(f"MOTET_{name}") for name in ("RANK", "WORLD", "ATTEMPT"))
+    rendezvous = variables.text("MOTET_RENDEZVOUS")
+    incarnation = variables.integer("MOTET_LIFE", default=0)
+    return variables.check(RankEnvironment(rank, world, rank, world, attempt, rendezvous, incarnation=incarnation))
+
+
+def _from_torchrun(variables: _LauncherVariables) -> RankEnvironment:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    rank, world, local_rank, local_world = (variables.integer(name) for name in names)
+    port = variables.port()
+    attempt = variables.integer("TORCHELASTIC_RESTART_COUNT", default=0)
+    rendezvous = _tcp_url(variables.text("MASTER_ADDR"), port)
+    store_exists = variables.environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return variables.check(
+        RankEnvironment(rank, world, local_rank, local_world, attempt, rendezvous, store_exists=store_exists)
     )
-    port = _read_port(environment, "torchrun")
-    attempt = _read_int(environment, "TORCHELASTIC_RESTART_COUNT", "torchrun", default=0)
-    rendezvous = _tcp_url(_read_text(environment, "MASTER_ADDR", "torchrun"), port)
-    store_exists = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return _validate(
-        RankEnvironment(rank, world, local_rank, local_world, attempt, rendezvous, store_exists), "torchrun"
-    )
 
 
-def _from_slurm(environment: Mapping[str, str]) -> RankEnvironment | None:
-    tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
-    rank, world, local_rank = (
-        _read_int(environment, name, "Slurm") for name in ("SLURM_PROCID", tasks, "SLURM_LOCALID")
-    )
-    if world == 1:  # one task alone, e.g. `srun --pty bash`: nothing to meet
+def _from_slurm(variables: _LauncherVariables) -> RankEnvironment | None:
+    tasks = variables.first_set("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    rank, world, local_rank = (variables.integer(name) for name in ("SLURM_PROCID", tasks, "SLURM_LOCALID"))
+    if world == 1:  # a single task such as `srun --pty bash`
         return None
-    job, step = (_read_int(environment, name, "Slurm") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    hosts = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environment else "SLURM_NODELIST"
-    host = environment.get("MASTER_ADDR") or first_host(_read_text(environment, hosts, "Slurm"))
+    job, step = (variables.integer(name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    hosts = variables.first_set("SLURM_STEP_NODELIST", "SLURM_NODELIST")
+    host = variables.environment.get("MASTER_ADDR") or first_host(variables.text(hosts))
     # Below the range of ephemeral ports, and another one for each step of a job.
-    port = _read_port(environment, "Slurm", default=15000 + (job * 31 + step) % 15000)
+    port = variables.port(default=15000 + (job * 31 + step) % 15000)
     rank_env = RankEnvironment(
         rank=rank,
         world=world,
         local_rank=local_rank,
-        local_world=_tasks_on_this_node(environment, world),
-        attempt=_read_int(environment, "SLURM_RESTART_COUNT", "Slurm", default=0),
+        local_world=_tasks_on_this_node(variables, world),
+        attempt=variables.integer("SLURM_RESTART_COUNT", default=0),
         rendezvous=_tcp_url(host, port),
-        cores=_read_int(environment, "SLURM_CPUS_PER_TASK", "Slurm", default=0) or None,
+        cores=variables.integer("SLURM_CPUS_PER_TASK", default=0) or None,
     )
-    return _validate(rank_env, "Slurm")
+    return variables.check(rank_env)
 
 
 def first_host(nodelist: str) -> str:
-    """`node[01-03,7],other` -> `node01`: the first machine of a Slurm list of nodes."""
+    """`node[01-03,7],other` -> `node01`: the first host of a Slurm node list."""
     first = re.fullmatch(r"((?:[^,\[\]\s]|\[\d[^\[\]\s]*\])+)(?:,.*)?", nodelist)
     if not first:
         raise InputError(f"SLURM_NODELIST = {nodelist!r} is no list of nodes; set MASTER_ADDR to the first host")
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[1])
 
 
-def _tasks_on_this_node(environment: Mapping[str, str], world: int) -> int:
-    """`2(x3),1` with SLURM_NODEID = 3 -> 1: the tasks of this step on this node."""
-    steps = "SLURM_STEP_TASKS_PER_NODE"
-    text = _read_text(environment, steps if steps in environment else "SLURM_TASKS_PER_NODE", "Slurm")
-    node = _read_int(environment, "SLURM_NODEID", "Slurm")
+def _tasks_on_this_node(variables: _LauncherVariables, world: int) -> int:
+    """The tasks of this step on this node: `2(x3),1` with SLURM_NODEID = 3 -> 1."""
+    text = variables.text(variables.first_set("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
+    node = variables.integer("SLURM_NODEID")
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -137,38 +175,3 @@ def _tasks_on_this_node(environment: Mapping[str, str], world: int) -> int:
 
 def _tcp_url(host: str, port: int) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-
-
-def _read_text(environment: Mapping[str, str], name: str, launcher: str) -> str:
-    value = environment.get(name)
-    if not value:
-        raise InputError(
-            f"{name} is not set, though other variables of {launcher} are; start every rank with {launcher}, "
-            f"or unset them and use `motet train --ranks N`"
-        )
-    return value
-
-
-def _read_int(environment: Mapping[str, str], name: str, launcher: str, default: int | None = None) -> int:
-    if default is not None and not environment.get(name):
-        return default
-    text = _read_text(environment, name, launcher)
-    if not re.fullmatch(r"[0-9]+", text):
-        raise InputError(f"{name} = {text!r} is not a whole number; it should come from {launcher}")
-    return int(text)
-
-
-def _read_port(environment: Mapping[str, str], launcher: str, default: int | None = None) -> int:
-    port = _read_int(environment, "MASTER_PORT", launcher, default)
-    if not 1 <= port <= _LARGEST_PORT:
-        raise InputError(f"MASTER_PORT = {port} is no port; give a free one from 1 to {_LARGEST_PORT}")
-    return port
-
-
-def _validate(rank_env: RankEnvironment, launcher: str) -> RankEnvironment:
-    if not (rank_env.rank < rank_env.world and rank_env.local_rank < rank_env.local_world <= rank_env.world):
-        raise InputError(
-            f"{launcher} gave rank {rank_env.rank} of {rank_env.world} and local rank {rank_env.local_rank} of "
-            f"{rank_env.local_world}; a rank must be below its count, and no more ranks can be local than there are"
-        )
-    return rank_env

@@ -1,7 +1,7 @@
-"""The group of ranks that a process belongs to: how it is started, agreed with, and left.
+"""The process group of a rank: its start, its rendezvous store, and decisions of rank 0 for all ranks.
 
-A world of one has no process group at all. Every attempt of a restarted group meets on a key prefix of its own, because
-a store that outlives its ranks still holds the addresses of dead ones.
+A world of one has no process group. Every attempt of a restarted group has its key prefix in the store, because a store
+that outlives its ranks still holds the addresses of dead ones.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
 from motet.core.errors import InputError, MotetError, PeerFailedError
 from motet.parallel.process.launch_environment import RankEnvironment
@@ -25,7 +25,7 @@ CpuBackend = Literal["auto", "motet", "gloo"]
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The ranks that work together, as this one sees them."""
+    """The ranks that work together, from the view of one of them."""
 
     rank: int
     world: int
@@ -34,7 +34,7 @@ class RankGroup:
 
 
 def pick_device(kind: Literal["auto", "cpu", "cuda"], rank_env: RankEnvironment) -> torch.device:
-    """The device of this rank; `auto` takes CUDA when every local rank can have a device of its own."""
+    """The device of this rank; `auto` takes CUDA when there is a device for every local rank."""
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "cpu" or (kind == "auto" and devices < rank_env.local_world):
         return torch.device("cpu")
@@ -52,7 +52,7 @@ def pick_device(kind: Literal["auto", "cpu", "cuda"], rank_env: RankEnvironment)
 def start_process_group(
     rank_env: RankEnvironment, device: torch.device | str, timeout_s: float, cpu_backend: CpuBackend = "auto"
 ) -> Iterator[RankGroup]:
-    """Join the others, and leave quietly at the end. `timeout_s` bounds each wait for another rank."""
+    """Join the group, and leave it at the end. `timeout_s` bounds each wait for another rank."""
     device = torch.device(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -69,14 +69,14 @@ def start_process_group(
     )
     try:
         yield RankGroup(rank_env.rank, rank_env.world, dist.group.WORLD, device)
-        # Whoever leaves first closes its connections: not before everybody has received what it was sent.
+        # A rank that leaves closes its connections, so all ranks must have received everything before.
         dist.all_reduce(torch.zeros(1, device=device))
     finally:
         dist.destroy_process_group()
 
 
 def _backend_names(device: torch.device, cpu_backend: CpuBackend) -> str:
-    if device.type == "cuda":  # small agreements (the step to stop at, names of folders) stay on the CPU
+    if device.type == "cuda":  # small decisions (the step to stop at, names of folders) stay on the CPU
         return "cpu:gloo,cuda:nccl"
     if cpu_backend == "auto":
         cpu_backend = "motet" if sys.platform == "linux" and platform.machine() == "x86_64" else "gloo"
@@ -87,16 +87,16 @@ def _backend_names(device: torch.device, cpu_backend: CpuBackend) -> str:
 
 @contextmanager
 def rendezvous_store(rank_env: RankEnvironment, timeout_s: float) -> Iterator[tuple[RankEnvironment, Store]]:
-    """A store that all ranks share before their group starts, and the place with which to start the group then.
+    """A store that all ranks share before their group starts, and the environment to start the group with.
 
-    torchrun's store outlives the ranks, so that what one attempt left there can be read by the next.
+    torchrun's store outlives the ranks, so that an attempt can read what an earlier one wrote.
     """
     store = _open_store(rank_env, timeout_s)
     yield replace(rank_env, store_exists=True), store
 
 
 def broadcast_decision(store: Store, rank: int, key: str, decide: Callable[[], str]) -> str:
-    """What rank 0 decides, on every rank. When it fails with a MotetError, the others end with a PeerError."""
+    """Rank 0's decision on every rank. If it fails with a MotetError, the others raise a PeerFailedError."""
     if rank != 0:
         return read_decision(store, key)
     try:
@@ -109,7 +109,7 @@ def broadcast_decision(store: Store, rank: int, key: str, decide: Callable[[], s
 
 
 def read_decision(store: Store, key: str) -> str:
-    """What rank 0 has decided under this key; waits for it."""
+    """Wait for rank 0's decision under this key."""
     decision = json.loads(store.get(key))
     if "failed" in decision:
         raise PeerFailedError(f"rank 0 failed: {decision['failed']}")

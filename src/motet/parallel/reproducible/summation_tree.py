@@ -1,6 +1,6 @@
-"""The one tree by which what the rows of a global batch give is added, whoever has computed which rows.
+"""A binary tree of additions over the rows of a global batch, which does not depend on the ranks.
 
-It halves the rows again and again. A rank adds what lies within its rows; the same additions are done in every layout.
+Each node halves its rows. A rank adds the nodes within its rows, so every layout does the same additions.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class SummationTreeNode(NamedTuple):
 
 
 def maximal_subtrees(rows: range, count: int) -> list[SummationTreeNode]:
-    """The largest sums of the tree over `count` rows that `rows`, which are neighbours, are enough for, in order."""
+    """The largest nodes of the tree over `count` rows that lie within the contiguous `rows`, in order."""
     todo, subtrees = [SummationTreeNode(0, count)], []
     while todo:
         node = todo.pop()
@@ -35,16 +35,16 @@ def maximal_subtrees(rows: range, count: int) -> list[SummationTreeNode]:
 
 
 class PartialTreeSums(Generic[Value]):
-    """Sums that wait for their other halves."""
+    """Sums of nodes whose siblings are not there yet."""
 
     def __init__(self, count: int, add: Callable[[Value, Value], Value]) -> None:
-        """`add`: what comes first in the order of rows is given first."""
+        """`add` gets the sum of the earlier rows first."""
         self.pending: dict[SummationTreeNode, Value] = {}
         self._parents = _parents(count)
         self._add = add
 
     def add(self, node: SummationTreeNode, value: Value) -> None:
-        """In any order, each once."""
+        """Add the sum of a node, and of each parent that is complete then; nodes come in any order, each once."""
         while node in self._parents:
             parent = self._parents[node]
             left, right = parent.children
@@ -58,7 +58,7 @@ class PartialTreeSums(Generic[Value]):
         self.pending[node] = value
 
     def pop_all(self) -> dict[SummationTreeNode, Value]:
-        """What is there, in the order of rows; nothing of it stays."""
+        """Remove and return all sums, in the order of rows."""
         taken = {node: self.pending[node] for node in sorted(self.pending)}
         self.pending.clear()
         return taken

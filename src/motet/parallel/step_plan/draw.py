@@ -1,4 +1,4 @@
-"""The graph of a step as text and as SVG: two lanes over time, and what waits for what."""
+"""The timeline of a step as text and as SVG: compute and network over time, and their dependencies."""
 
 from collections.abc import Sequence
 from html import escape
@@ -24,7 +24,7 @@ text { font-family: system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-se
 
 
 def draw_text(nodes: Sequence[TimelineNode], times: NodeTimes, width: int = 96) -> str:
-    """The lanes as rows of letters, and a line for each node."""
+    """A row of letters for each resource, and a line for each node."""
     end = _end_time(times)
     rows = []
     for resource in RESOURCES:
@@ -36,16 +36,12 @@ def draw_text(nodes: Sequence[TimelineNode], times: NodeTimes, width: int = 96) 
                 row = row[:width]
         rows.append(f"{resource:8} {''.join(row).rstrip()}")
     longest = max(len(node.name) for node in nodes)
-    lines = [
-        f"{100 * times[node.name][0] / end:6.1f} % {node.name:{longest}}  {_dependency_text(node)}".rstrip()
-        for node in nodes
-    ]
+    lines = []
+    for node in nodes:
+        after = f"after {', '.join(node.depends_on)}" if node.depends_on else ""
+        lines.append(f"{100 * times[node.name][0] / end:6.1f} % {node.name:{longest}}  {after}".rstrip())
     kinds = ", ".join(f"{kind[0]} {kind}" for kind in dict.fromkeys(node.kind for node in nodes if node.work))
     return "\n".join([*rows, f"({kinds})", "", *lines])
-
-
-def _dependency_text(node: TimelineNode) -> str:
-    return f"after {', '.join(node.depends_on)}" if node.depends_on else ""
 
 
 def _end_time(times: NodeTimes) -> float:
@@ -53,11 +49,11 @@ def _end_time(times: NodeTimes) -> float:
 
 
 def draw_svg(
-    nodes: Sequence[TimelineNode], times: NodeTimes, title: str, note: str, end_time: float | None = None
+    nodes: Sequence[TimelineNode], times: NodeTimes, *, title: str, note: str, end_time: float | None = None
 ) -> str:
-    """A box for each node. Lines go from what carries a message to what waits for it, and back.
+    """A box for each node, and a line for each dependency between the resources.
 
-    `until`: the time at the right edge; the end of the last node when not given.
+    `end_time` is the time at the right edge; the end of the last node when not given.
     """
     scale = (_WIDTH - _LABEL - 16) / (end_time or _end_time(times))
     height = _TOP + 2 * _ROW + _GAP + 24
@@ -72,14 +68,13 @@ def draw_svg(
         f'<rect class="page" width="{_WIDTH}" height="{height}"/>',
         f'<text class="big" x="16" y="24">{escape(title)}</text>',
         f'<text class="quiet" x="16" y="42">{escape(note)}</text>',
-        *(f'<text x="16" y="{_top(lane) + _ROW / 2 + 4:g}">{lane}</text>' for lane in RESOURCES),
+        *(f'<text x="16" y="{_top(resource) + _ROW / 2 + 4:g}">{resource}</text>' for resource in RESOURCES),
     ]
     for node in nodes:
         for name in node.depends_on:
             if resource_of[name] != node.resource:
-                elements.append(
-                    _dependency_path(x_at(times[name][1]), resource_of[name], x_at(times[node.name][0]), node.resource)
-                )
+                begin, end = x_at(times[name][1]), x_at(times[node.name][0])
+                elements.append(_dependency_path(begin, end, is_downward=resource_of[name] == "compute"))
     for node in nodes:
         start, stop = times[node.name]
         elements.append(_box(node, x_at(start), max(x_at(stop) - x_at(start), 2.0)))
@@ -90,10 +85,9 @@ def _top(resource: TimelineResource) -> float:
     return _TOP + RESOURCES.index(resource) * (_ROW + _GAP)
 
 
-def _dependency_path(begin: float, source: TimelineResource, end: float, target: TimelineResource) -> str:
-    is_downward = source == "compute"
-    y1 = _top(source) + (_ROW if is_downward else 0)
-    y2 = _top(target) + (0 if is_downward else _ROW)
+def _dependency_path(begin: float, end: float, *, is_downward: bool) -> str:
+    compute, network = _top("compute") + _ROW, _top("network")
+    y1, y2 = (compute, network) if is_downward else (network, compute)
     middle = (y1 + y2) / 2
     return f'<path class="waits" d="M{begin:.1f} {y1:g}C{begin:.1f} {middle:g} {end:.1f} {middle:g} {end:.1f} {y2:g}"/>'
 

@@ -14,7 +14,7 @@ from motet.collectives.compression.byte_messages import codec_numerics, dtype_na
 from motet.parallel.data_parallel.fsdp import local_shard
 from motet.parallel.data_parallel.sharded_parameters import LocalShard
 from motet.parallel.process.rank_consistency import persistent_buffers
-from motet.parallel.reproducible.accurate_norm import squared_norm
+from motet.parallel.reproducible.norms import squared_norm
 from motet.parity.record.random_sign_sketch import sketch_rows, sketch_shard
 from motet.train.engine import StepStats, TrainingEngine
 

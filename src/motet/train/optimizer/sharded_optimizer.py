@@ -21,8 +21,7 @@ from motet.parallel.data_parallel.sharded_parameters import LocalShard, ShardedP
 from motet.parallel.data_parallel.zero import uses_row_shards
 from motet.parallel.layout import Layout
 from motet.parallel.process.process_group import RankGroup
-from motet.parallel.reproducible.accurate_norm import squared_norm
-from motet.parallel.reproducible.exact_norm import exact_squared_norm
+from motet.parallel.reproducible.norms import exact_squared_norm, squared_norm
 from motet.parallel.step_plan.plan import ParameterInventory
 from motet.precision.recipe import PrecisionRecipe
 from motet.train.optimizer.bitwise_reproducible_optimizer import BitwiseReproducibleOptimizer

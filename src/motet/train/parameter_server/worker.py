@@ -20,7 +20,7 @@ from motet.parallel.parameter_server.protocol.messages import WorkAssignment, Wo
 from motet.parallel.parameter_server.protocol.worker_state_machine import WorkerStateMachine
 from motet.parallel.parameter_server.server_settings import has_per_item_updates
 from motet.parallel.process.process_group import pick_device
-from motet.parallel.reproducible.accurate_norm import squared_norm
+from motet.parallel.reproducible.norms import squared_norm
 from motet.parallel.row_assignment import microbatches_of_rank
 from motet.precision.cast_frozen import cast_frozen_parameters
 from motet.precision.recipe import RECIPES

@@ -23,7 +23,7 @@ from motet.parallel.parameter_server.process.push_pull_compression import (
 )
 from motet.parallel.parameter_server.protocol.messages import UpdateScalars
 from motet.parallel.parameter_server.protocol.parameter_slices import ParameterSlice
-from motet.parallel.reproducible.accurate_norm import squared_norm
+from motet.parallel.reproducible.norms import squared_norm
 from motet.precision.recipe import PrecisionRecipe
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
