@@ -62,7 +62,9 @@ _BANNED = {
 }
 
 # (path pattern, banned word) -> why that text may say it.
-BANNED_WORDS_ALLOWED: dict[tuple[str, str], str] = {}
+BANNED_WORDS_ALLOWED: dict[tuple[str, str], str] = {
+    ("src/motet/collectives/draw/svg.py", "anchor"): "text-anchor is a property of SVG",
+}
 
 # Pages that are a record of the past, or lists that name the words.
 UNCHECKED_PAGES = ("CHANGELOG.md", "docs/log.md", "docs/glossary.md")

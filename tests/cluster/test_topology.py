@@ -55,7 +55,7 @@ def between_kinds(hosts: int) -> list[dict[str, Any]]:
 
 
 def links_of(cluster: Cluster) -> dict[str, NetworkLink]:
-    """Those that any message crosses."""
+    """The links that any message crosses."""
     pairs = permutations(range(cluster.ranks), 2)
     return {name: cluster.link(name) for src, dst in pairs for name in cluster.route(src, dst)}
 
@@ -132,7 +132,7 @@ def test_devices_share_nics() -> None:
 
 
 def test_rails_stay_under_their_leaf() -> None:
-    """With rails, the same device of two hosts is one leaf away and its neighbours are not; without them, all are."""
+    """Rails: the same device of two hosts is one leaf away and its neighbours are not; without them, all are."""
     options: dict[str, Any] = {"kind": "spine_leaf", "nics": 4, "hosts_per_leaf": 2, "uplinks": 1, "hop_s": 1e-6}
     rails, plain = made(4, 4, rails=True, **options), made(4, 4, **options)
     hops = [[cluster.latency_s(0, dst) for dst in (4, 5, 8, 9)] for cluster in (rails, plain)]
@@ -189,7 +189,7 @@ def tori(draw: st.DrawFn) -> TorusNetwork:
 
 
 def ends_of_wires(network: TorusNetwork) -> dict[str, tuple[int, int]]:
-    """Where each wire begins and ends, by the two ports of the same neighbours."""
+    """The two ends of each wire, by the ports of the same neighbours."""
     ends = {}
     for a in range(network.ranks):
         for b in range(network.ranks):

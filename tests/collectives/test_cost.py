@@ -1,4 +1,4 @@
-"""What Programs cost on clusters: contention on shared links, crossovers, and decompositions."""
+"""The cost of Programs on clusters: contention on shared links, crossovers, and decompositions."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -46,7 +46,7 @@ def _two_level(hosts: int, each: int, inside_Bps: float, uplink_Bps: float) -> C
 
 
 def test_messages_that_share_a_link_wait_for_each_other() -> None:
-    """In an all-to-all step of distance 2 both ranks of a host use its uplink: it takes twice as long."""
+    """Both ranks of a host use its uplink in an all-to-all step of distance 2, which takes twice as long."""
     cluster = _two_level(2, 2, 100e9, 1e9)
     pairwise = estimate_cost(build("all-to-all", "pairwise", 4), cluster)
     size = 400e6

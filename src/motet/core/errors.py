@@ -15,7 +15,7 @@ EXIT_CODES: dict[int, str] = {
     "does not compute what one device does (`motet verify`)",
     130: "stopped by Ctrl-C or SIGTERM after saving; `--resume` continues (commands other than `motet train` have "
     "nothing to save, and end so however they are stopped)",
-    137: "stopped at once by a second Ctrl-C or SIGTERM; `--resume` continues from the last checkpoint",
+    137: "stopped immediately by a second Ctrl-C or SIGTERM; `--resume` continues from the last checkpoint",
 }
 
 

@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from motet.collectives.compression.codec_base import SCALE_BYTES
-
 
 def to_blocks(tensor: Tensor, block: int) -> Tensor:
     """[blocks, elements of a block] in float32; zeros fill up the last block."""
@@ -39,7 +37,7 @@ def pack_message(scales: Tensor, codes: Tensor) -> Tensor:
 
 def unpack_message(message: Tensor, numel: int, block: int) -> tuple[Tensor, Tensor]:
     """(scales [blocks, 1], codes) of a message."""
-    end = ceil(numel / block) * SCALE_BYTES
+    end = ceil(numel / block) * torch.float32.itemsize
     return read_numbers(message, 0, end, torch.float32).view(-1, 1), message[end:]
 
 

@@ -70,6 +70,27 @@ class BlockwiseCodec(Codec):
         numel = prod(shape)
         return ceil(numel / self.block) * SCALE_BYTES + ceil(numel * self.bits / 8)
 
+    def encode(self, tensor: "Tensor", seed: int) -> "Tensor":
+        from motet.collectives.compression import block_scaling
+
+        units, scales = block_scaling.scale_to_units(tensor, self.block)
+        return block_scaling.pack_message(scales, self.units_to_codes(units, seed))
+
+    def decode(self, message: "Tensor", shape: Sequence[int], dtype: "torch.dtype", seed: int) -> "Tensor":
+        from motet.collectives.compression import block_scaling
+
+        scales, codes = block_scaling.unpack_message(message, prod(shape), self.block)
+        units = self.codes_to_units(codes, prod(shape))
+        return block_scaling.multiply_by_scales(units, scales, self.block, shape, dtype)
+
+    @abstractmethod
+    def units_to_codes(self, units: "Tensor", seed: int) -> "Tensor":
+        """Flat numbers from -1 to 1 as bytes."""
+
+    @abstractmethod
+    def codes_to_units(self, codes: "Tensor", numel: int) -> "Tensor":
+        """The numbers of these bytes in float32."""
+
 
 @dataclass(frozen=True)
 class SparseCodec(Codec):

@@ -1,14 +1,11 @@
 """float8 with a scale per block, rounded to the nearest number of the format."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, Literal
 
 from motet.collectives.compression.codec_base import BlockwiseCodec
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 # Name of torch's dtype, and the largest finite number of the format.
@@ -23,22 +20,14 @@ class Float8Codec(BlockwiseCodec):
     bits = 8
     format: Literal["e4m3", "e5m2"] = "e4m3"
 
-    def encode(self, tensor: "Tensor", seed: int) -> "Tensor":
+    def units_to_codes(self, units: "Tensor", seed: int) -> "Tensor":
         import torch
 
-        from motet.collectives.compression import block_scaling
-
         float8_dtype, largest = _FORMATS[self.format]
-        units, scales = block_scaling.scale_to_units(tensor, self.block)
-        codes = (units * largest).to(getattr(torch, float8_dtype))
-        return block_scaling.pack_message(scales, codes.view(torch.uint8))
+        return (units * largest).to(getattr(torch, float8_dtype)).view(torch.uint8)
 
-    def decode(self, message: "Tensor", shape: Sequence[int], dtype: "torch.dtype", seed: int) -> "Tensor":
+    def codes_to_units(self, codes: "Tensor", numel: int) -> "Tensor":
         import torch
 
-        from motet.collectives.compression import block_scaling
-
         float8_dtype, largest = _FORMATS[self.format]
-        scales, codes = block_scaling.unpack_message(message, prod(shape), self.block)
-        units = codes.view(getattr(torch, float8_dtype)).to(torch.float32) / largest
-        return block_scaling.multiply_by_scales(units, scales, self.block, shape, dtype)
+        return codes.view(getattr(torch, float8_dtype)).to(torch.float32) / largest

@@ -4,10 +4,8 @@ A code is 0 to 2n, with n = 2**(bits - 1) - 1; code n is zero, codes 0 and 2n ar
 Two codes of int4 share a byte, the first one in its low half.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import prod
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Literal
 
@@ -29,36 +27,28 @@ class IntegerCodec(BlockwiseCodec):
     def _max_level(self) -> int:
         return (1 << self.bits - 1) - 1
 
-    def encode(self, tensor: "Tensor", seed: int) -> "Tensor":
+    def units_to_codes(self, units: "Tensor", seed: int) -> "Tensor":
         import torch
         import torch.nn.functional as F
 
-        from motet.collectives.compression import block_scaling
-
-        units, scales = block_scaling.scale_to_units(tensor, self.block)
         positions = self._level_positions(units) if self.levels == "quantile" else units * self._max_level
         if self.rounding == "stochastic":
-            generator = torch.Generator(tensor.device).manual_seed(seed)
-            positions = (positions + torch.rand(positions.shape, generator=generator, device=tensor.device)).floor_()
+            generator = torch.Generator(units.device).manual_seed(seed)
+            positions = (positions + torch.rand(positions.shape, generator=generator, device=units.device)).floor_()
         codes = positions.round().clamp_(-self._max_level, self._max_level).add_(self._max_level).to(torch.uint8)
-        if self.bits == 4:
-            pairs = F.pad(codes, (0, codes.numel() % 2)).view(-1, 2)
-            codes = pairs[:, 0] | pairs[:, 1] << 4
-        return block_scaling.pack_message(scales, codes)
+        if self.bits == 8:
+            return codes
+        pairs = F.pad(codes, (0, codes.numel() % 2)).view(-1, 2)
+        return pairs[:, 0] | pairs[:, 1] << 4
 
-    def decode(self, message: "Tensor", shape: Sequence[int], dtype: "torch.dtype", seed: int) -> "Tensor":
+    def codes_to_units(self, codes: "Tensor", numel: int) -> "Tensor":
         import torch
 
-        from motet.collectives.compression import block_scaling
-
-        scales, codes = block_scaling.unpack_message(message, prod(shape), self.block)
         if self.bits == 4:
-            codes = torch.stack([codes & 15, codes >> 4], 1).view(-1)[: prod(shape)]
+            codes = torch.stack([codes & 15, codes >> 4], 1).view(-1)[:numel]
         if self.levels == "quantile":
-            units = self._level_values(message.device).index_select(0, codes.int())
-        else:
-            units = (codes.to(torch.float32) - self._max_level) / self._max_level
-        return block_scaling.multiply_by_scales(units, scales, self.block, shape, dtype)
+            return self._level_values(codes.device).index_select(0, codes.int())
+        return (codes.to(torch.float32) - self._max_level) / self._max_level
 
     def _level_values(self, device: "torch.device") -> "Tensor":
         import torch

@@ -227,7 +227,7 @@ def test_a_torus_between_hosts(tmp_path: Path) -> None:
 
 
 def keys_of(kind: type[BaseModel]) -> set[str]:
-    """Of this group of settings and of all groups in it."""
+    """The keys of a group of settings and of all groups in it."""
     found = set(kind.model_fields)
     for field in kind.model_fields.values():
         for inner in models_in(field.annotation):

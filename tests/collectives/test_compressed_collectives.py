@@ -130,7 +130,7 @@ def test_opposite_infinities_do_not_cancel(ranks: Ranks) -> None:
 
 
 def error_of_the_same(group: RankGroup) -> Tensor:
-    """What stochastic rounding loses of a tensor that all ranks give alike, in the slice that rank 0 sums."""
+    """The error of stochastic rounding of a tensor that is equal on all ranks, in the slice that rank 0 sums."""
     return compressed_collectives.all_reduce(
         given_by(0, (300,)), parse_codec("int4:rounding=stochastic"), group, seed=4
     ).error[:100]
@@ -142,7 +142,7 @@ def test_ranks_round_independently(ranks: Ranks) -> None:
 
 
 def power_iterations(group: RankGroup) -> list[float]:
-    """What is lost of a sum that stays the same: from the random basis, from one of zeros, and after ten steps."""
+    """The errors of a constant sum: from the random basis, from one of zeros, and after ten steps."""
     codec, tensor = parse_codec("powersgd:rank=2"), given_by(group.rank, (40, 30))
     exact = sum_of(group.world, (40, 30), torch.float32).float()
     zeros = torch.zeros(30, 2)
@@ -172,7 +172,7 @@ def halves(group: RankGroup) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 
 def test_the_two_halves_of_a_blockwise_sum(ranks: Ranks) -> None:
-    """As sharding uses them: reduce-scatter and all-gather."""
+    """Reduce-scatter and all-gather, as sharding uses them."""
     exact = sum_of(3, (105,), torch.float32).float()
     for of_ranks in zip(*ranks.run(3, halves), strict=True):
         scattered = torch.cat([mine for mine, _, _ in of_ranks])

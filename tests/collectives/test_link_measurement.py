@@ -23,7 +23,7 @@ def test_a_line_is_found_again() -> None:
 
 
 def test_no_line_starts_below_zero() -> None:
-    """Where a burst passes for nothing, the best line without a start-up is taken."""
+    """If a burst passes for free, the fit is the best line without a start-up."""
     line = fit_alpha_beta([1000, 2000], [1000 / 1e6 - 5e-4, 2000 / 1e6 - 5e-4])
     assert line.alpha_s == 0
     assert 1e6 < line.bandwidth_Bps < 2e6

@@ -32,7 +32,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def passed(codec: Codec, tensor: Tensor, seed: int = 0) -> Tensor:
-    """What arrives."""
+    """The tensor that arrives."""
     return decode(codec, encode(codec, tensor, seed), tensor.shape, tensor.dtype, seed)
 
 

@@ -34,7 +34,7 @@ def numbers(words: str) -> list[int]:
 
 
 def played(made: Program) -> list[list[dict[int, list[int]]]]:
-    """What each rank holds after each step, by other code: lists of contributors, added and replaced."""
+    """The contents of each rank after each step, by other code: lists of contributors, added and replaced."""
     held = [{chunk: [rank] for chunk in chunks} for rank, chunks in enumerate(made.initial)]
     history = [held]
     for step in made.steps:

@@ -1,4 +1,4 @@
-"""What `prove --all` covers: every algorithm at every count it takes, all shapes of hosts and grids; mutations."""
+"""The cases of `prove --all`: every algorithm at every count it takes, all shapes of hosts and grids; mutations."""
 
 from math import prod
 
