@@ -117,7 +117,7 @@ def _verify(family: str) -> Iterator[dict[str, Any]]:
 
     with tempfile.TemporaryDirectory() as name:
         for plan in make_verification_plans(job_of(family, Path(name)), layouts_up_to(RANKS), print):
-            for verdict in verify_job_layouts(plan, read_environment(), print, show):
+            for verdict in verify_job_layouts(plan, read_environment(), log=print, on_verdict=show):
                 row = {"family": family, "commit": commit(), **asdict(verdict)}
                 yield {name: row[name] for name in COLUMNS}
 

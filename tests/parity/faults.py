@@ -1,7 +1,7 @@
-"""Mistakes in the code that trains, as patches that the ranks of a test put on: what may go wrong without a word.
+"""Mistakes in the code that trains, as patches that the ranks of a test apply: mistakes that raise no error.
 
-Each says on which layouts it does harm, which tensor is the first to differ, and what a right cause would say. The
-verifier knows nothing of them. A capability adds its own in a file of its own.
+Each fault has the layouts that it breaks, the first tensor that differs, and the words of a right cause. The verifier
+knows none of them. A new capability adds a file of faults.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Mistakes in what a run begins with, in how it is judged, and in who does what when."""
+"""Mistakes in initial values, in evaluation, and in the order of work."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Mistakes in shares of ranks, in the formulas of updates, and in what is kept from step to step."""
+"""Mistakes in contributions of ranks, in the formulas of updates, and in state between steps."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

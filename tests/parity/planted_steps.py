@@ -1,4 +1,4 @@
-"""Mistakes in what a rank reads, draws, counts and updates."""
+"""Mistakes in the samples, masks, counts and updates of a rank."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -140,7 +140,7 @@ def losses_are_divided_by_the_microbatches(rank: int) -> Patch:
 
 @fault("dp=2 zero=0", "dp=3 zero=2", first="activation gradient .*", cause="divided by.*target tokens")
 def each_rank_divides_by_its_own_count(rank: int) -> Patch:
-    """And so the mean of the means of ranks is learned from."""
+    """The ranks then learn from the mean of their means."""
 
     def wrong(own: Any) -> Any:
         def mean(self: TrainStep, *given: Any, **more: Any) -> Any:
@@ -198,7 +198,7 @@ def gradients_are_clipped_twice(rank: int) -> Patch:
 
 @fault("dp=2 zero=0", "dp=3 zero=3", first="clipped gradient .*, step 2", cause="the norm of the step before")
 def gradients_are_clipped_by_the_norm_before(rank: int) -> Patch:
-    """Which is known without waiting for all ranks."""
+    """The previous norm is known without waiting for all ranks."""
 
     def wrong(own: Any) -> Any:
         def late(self: TrainingEngine, norm: float, count: float) -> float:

@@ -13,7 +13,7 @@ from motet.parity.candidate_layouts import make_candidate
 from motet.parity.compare.reference_runs import ReferenceRuns, run_reference
 from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute
 from motet.parity.layout_verdict import LayoutVerdict, verify_recorded_steps
-from motet.parity.record.record_phases import RecordedStep, record_phases
+from motet.parity.record.recorded_phases import RecordedStep, record_phases
 from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.train.job import Job
 from parity import planted_data, planted_places, planted_states, planted_steps, planted_sums  # noqa: F401  # they register
@@ -50,7 +50,7 @@ def records_of_rank(group: RankGroup, job: Job, folder: Path, own: str, name: st
     """The records of a rank with a fault, or without one."""
     subject = JobVerificationSubject(job)
     with FAULTS[name].plant(group.rank) if name else nullcontext(), subject.numerics():
-        return list(record_phases(subject, group, folder, own))
+        return list(record_phases(subject, group, folder, checkpoint_subfolder=own))
 
 
 def verified(ranks: Ranks, reference: Reference, layout: str, name: str = "") -> LayoutVerdict:

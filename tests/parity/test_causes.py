@@ -1,4 +1,4 @@
-"""Causes are found by numbers: tensors that are made of others in some way, and what is said of them."""
+"""Each hypothesis finds the cause of tensors that were made wrong in its way."""
 
 import re
 from collections.abc import Sequence
@@ -179,7 +179,7 @@ def test_rows_that_are_all_alike_are_of_no_one_place() -> None:
 
 
 def updated(kind: str, wrong: OptimizerSettings, right: OptimizerSettings) -> str:
-    """What is said of an update with other settings than it should have."""
+    """The cause that is found for an update with wrong settings."""
     moments = {"exp_avg": drawn(30, seed=1), "exp_avg_sq": drawn(30, seed=2).square()}
     moments["momentum_buffer"] = moments["exp_avg"]
     update = ExpectedOptimizerUpdate(
@@ -226,7 +226,7 @@ def test_what_is_where_it_belongs_is_not_elsewhere() -> None:
 
 
 def computed(*targets: list[float]) -> list[MicroBatchResult]:
-    """By each rank, what its micro-batches have."""
+    """One result per micro-batch; each argument has the target counts of a rank."""
     return [
         MicroBatchResult(rank, part, torch.tensor(1.0), count, {})
         for rank, counts in enumerate(targets)

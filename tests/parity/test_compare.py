@@ -1,4 +1,4 @@
-"""How far tensors are from each other, where their numbers are not usual."""
+"""Distances between tensors with unusual numbers."""
 
 import math
 
@@ -36,7 +36,7 @@ def test_how_far(value: list[float], expected: list[float], floor: float, far: f
 
 
 def seen(kind: TensorKind, tensors: dict[str, Tensor], rows: range) -> list[RecordedTensor]:
-    """Of some rows; rows are the first dimension."""
+    """The records of some rows; rows are the first dimension."""
     recorder = TensorRecorder()
     recorder.begin_microbatch(rows)
     for name, tensor in tensors.items():
@@ -45,7 +45,7 @@ def seen(kind: TensorKind, tensors: dict[str, Tensor], rows: range) -> list[Reco
 
 
 def of_two_ranks(wrong: int, **changed: Tensor) -> list[list[RecordedTensor]]:
-    """Each has half of 8 rows; one of them has others."""
+    """Each rank has half of 8 rows; the rows of one rank are wrong."""
     halves = [range(4), range(4, 8)]
     return [seen("activation", {**TENSORS, **(changed if r == wrong else {})}, rows) for r, rows in enumerate(halves)]
 

@@ -1,4 +1,4 @@
-"""In its own precision a layout is as far from one device as the same additions in other orders are, and no further."""
+"""A layout in the precision of its job is as far from one device as other orders of the same additions."""
 
 import atexit
 import shutil
@@ -24,7 +24,7 @@ from motet.parity.compare.native_precision import (
     measure_order_spread,
     run_native_reference,
 )
-from motet.parity.record.record_phases import record_native_step
+from motet.parity.record.recorded_phases import record_native_step
 from motet.parity.record.tensor_recorder import RecordedTensor
 from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.train import engine
@@ -77,7 +77,7 @@ def _rounds(own: Any) -> Any:
 
 
 def sums_in_bfloat16() -> AbstractContextManager[object]:
-    """Where gradients are float32, and not where they are float64."""
+    """Only float32 gradients are rounded, so float64 shows no difference."""
     return all_of(replaced(api, "reduce_scatter", _rounds), replaced(api, "all_reduce", _rounds))
 
 
@@ -129,7 +129,7 @@ def test_masters_that_are_kept_too_short_are_found(ranks: Ranks) -> None:
 
 
 def masters_of_rounded_values() -> AbstractContextManager[object]:
-    """As they are made; they are float32 from then on."""
+    """Masters are rounded once, when they are made."""
 
     def wrong(own: Any) -> Any:
         def make(*given: Any, **more: Any) -> ShardedOptimizer:

@@ -1,4 +1,4 @@
-"""Planted mistakes are found, the first tensor that they touch is named, and what is said of them is right."""
+"""Planted mistakes are found; the first tensor that they change and the cause are right."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`motet.verify` on modules and parallel code of the caller's own. The guide to silent bugs is run as it stands."""
+"""`motet.verify` on modules and parallel code of the caller; the guide to silent bugs is executed."""
 
 import contextlib
 import io
@@ -141,8 +141,8 @@ def test_batches_that_are_others_when_asked_for_again() -> None:
 
 
 class Odd(nn.Module):
-    """With what is not usual: a mask of infinities, numbers of no float, a module that is called for each row, one
-    whose rows are the second dimension, and one that gives nothing."""
+    """Unusual parts: a mask of infinities, integer buffers, a module that is called for each row, one whose rows are
+    the second dimension, and one with empty output."""
 
     def __init__(self) -> None:
         super().__init__()

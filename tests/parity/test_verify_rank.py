@@ -1,4 +1,4 @@
-"""What the ranks of layouts do, one layout after another."""
+"""The ranks of a verification do one layout after another."""
 
 from contextlib import nullcontext
 from pathlib import Path

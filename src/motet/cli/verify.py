@@ -74,7 +74,7 @@ def _verify_layouts(job: Job, layouts: list[str], json: bool) -> int:
     try:
         with redirect_stdout(sys.stderr) if json else nullcontext(), _signals_as_keyboard_interrupt():
             for plan in make_verification_plans(job, layouts, log):
-                verify_job_layouts(plan, read_environment(), log, show)
+                verify_job_layouts(plan, read_environment(), log=log, on_verdict=show)
         code = exit_code_for(verdicts)
     except KeyboardInterrupt:
         log(f"stopped; {len(verdicts)} of {len(layouts)} layouts were verified")

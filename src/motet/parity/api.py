@@ -22,7 +22,7 @@ from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute
 from motet.parity.layout_verdict import LayoutVerdict, self_difference_verdict, verify_recorded_steps
 from motet.parity.process_pool import ForkedRankPool, fork_rank_pool
 from motet.parity.record.record_files import RecordFolder
-from motet.parity.record.record_phases import TRAJECTORY, PhaseStep, RecordedStep, record_phases, single_thread
+from motet.parity.record.recorded_phases import TRAJECTORY, PhaseStep, RecordedStep, record_phases, single_thread
 from motet.parity.subjects.external_parallel_code import ExternalStepFunction, record_external_steps
 from motet.parity.subjects.module_subject import ModuleVerificationSubject, UserBatch, default_loss
 from motet.train.engine import LossFunction
@@ -110,7 +110,7 @@ class _ModuleLayout:
 
     def _record_phases(self, group: RankGroup, folder: Path, checkpoint_subfolder: str) -> Iterator[RecordedStep]:
         if self.parallelize is None:
-            yield from record_phases(self.subject, group, folder, checkpoint_subfolder)
+            yield from record_phases(self.subject, group, folder, checkpoint_subfolder=checkpoint_subfolder)
             return
         if has_dropout(module := self.subject.make_module()):
             raise InputError("verify: the module has dropout, whose masks your function draws by itself; set it to 0")

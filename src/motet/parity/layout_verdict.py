@@ -11,7 +11,7 @@ from motet.parity.compare.native_precision import NativeComparison
 from motet.parity.compare.tensor_differences import TensorDifference
 from motet.parity.diagnose.hypotheses import find_likely_cause
 from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute
-from motet.parity.record.record_phases import PhaseStep
+from motet.parity.record.recorded_phases import PhaseStep
 from motet.parity.record.tensor_recorder import RecordsByRank
 
 
@@ -96,7 +96,7 @@ def self_difference_verdict(layout: str, step: int, difference: TensorDifference
     """No layout can be compared with one device that differs from itself."""
     first = DifferenceAtStep(PhaseStep("of one device, from its own checkpoint", step), difference)
     if difference.key.kind == "sample":
-        reason = "it is given other samples when it asks for the same step again: give each step a seed of its own"
+        reason = "it is given other samples when it asks for the same step again: give each step another seed"
     elif difference.key.kind in ("starting parameter", "state", "buffer"):
         reason = "its checkpoint is not what it was; fix that first"
     else:

@@ -14,7 +14,7 @@ from motet.parallel.process.launch_environment import RankEnvironment
 from motet.parallel.process.process_group import RankGroup, start_process_group
 from motet.parity.candidate_layouts import CandidateLayout, make_candidate
 from motet.parity.record.record_files import RecordFolder, native_folder
-from motet.parity.record.record_phases import NATIVE_PHASE, PhaseStep, record_native_step, record_phases
+from motet.parity.record.recorded_phases import NATIVE_PHASE, PhaseStep, record_native_step, record_phases
 from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.train.launch.failures import StopFlag
 from motet.train.launch.run_folder import read_stored_job
@@ -45,7 +45,9 @@ def record_layouts_on_rank(rank_env: RankEnvironment, stop: StopFlag, folder: st
 def _record_layout(candidate: CandidateLayout, group: RankGroup, records: RecordFolder) -> None:
     subject = JobVerificationSubject(candidate.job)
     with subject.numerics():
-        for at, recorded in record_phases(subject, group, records.folder, records.checkpoint_subfolder):
+        for at, recorded in record_phases(
+            subject, group, records.folder, checkpoint_subfolder=records.checkpoint_subfolder
+        ):
             records.save(at, group.rank, recorded)
     native = native_folder(records.folder)
     if native.exists():

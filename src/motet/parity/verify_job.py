@@ -31,7 +31,7 @@ from motet.parity.layout_verdict import (
     verify_recorded_steps,
 )
 from motet.parity.record.record_files import RecordFolder, native_folder
-from motet.parity.record.record_phases import single_thread
+from motet.parity.record.recorded_phases import single_thread
 from motet.parity.shrink_job import make_small_job
 from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.parity.verify_parameter_server import ParameterServerVerifier
@@ -114,9 +114,9 @@ def _batch_rows(microbatch_counts: Sequence[int]) -> int:
 
 
 def verify_job_layouts(
-    plan: VerificationPlan, environment: Mapping[str, str], log: LogFunction, on_verdict: VerdictCallback
+    plan: VerificationPlan, environment: Mapping[str, str], *, log: LogFunction, on_verdict: VerdictCallback
 ) -> list[LayoutVerdict]:
-    """All verdicts, each reported as soon as it is known; layouts of few ranks come first."""
+    """All verdicts, reported one by one; layouts of few ranks come first."""
     verdicts: list[LayoutVerdict] = []
 
     def report(verdict: LayoutVerdict) -> None:

@@ -22,7 +22,7 @@ from motet.parity.diagnose.mismatch_evidence import MismatchEvidence
 from motet.parity.diagnose.tensor_hypotheses import TENSOR_HYPOTHESES, explain
 from motet.parity.layout_verdict import LayoutVerdict, failed_verdict, make_verdict
 from motet.parity.record.random_sign_sketch import sketch_shard
-from motet.parity.record.record_phases import PhaseStep, step_checkpoint_path
+from motet.parity.record.recorded_phases import PhaseStep, step_checkpoint_path
 from motet.parity.record.tensor_recorder import (
     MASTER_PREFIX,
     RecordedTensor,
@@ -100,7 +100,7 @@ class ParameterServerVerifier:
 
 
 def _train_and_record(
-    job: Job, ranks: int, environment: Mapping[str, str], sketches_shards: bool = True
+    job: Job, ranks: int, environment: Mapping[str, str], *, sketches_shards: bool = True
 ) -> tuple[list[list[RecordedTensor]], LaunchExitStatus]:
     """The records after each step, if the run completes."""
     with tempfile.TemporaryDirectory(prefix="motet-verify-run-") as name, Path(os.devnull).open("wb") as null_output:

@@ -116,8 +116,9 @@ def _align_rows(reference: ReferenceTensor, rank: int, record: RecordedTensor) -
         shared_pair = _align_shared_by_rows(reference, record, expected[indices])
         if shared_pair is not None:
             return AlignedTensorPair(rank, *shared_pair, record)
+    sizes = ((record.value, len(record.rows)), (expected, row_count))
     candidates = [
-        (reshape_to_rows(record.value, dim, inner, len(record.rows)), reshape_to_rows(expected, dim, inner, row_count))
+        tuple(reshape_to_rows(t, n, dim=dim, is_inner=inner) for t, n in sizes)
         for dim, inner in _row_dims(expected, record, row_count)
     ]
     if not candidates:
@@ -158,7 +159,7 @@ def _row_dims(expected: Tensor, record: RecordedTensor, rows: int) -> Iterator[t
                 yield dim, True
 
 
-def reshape_to_rows(tensor: Tensor, dim: int, is_inner: bool, rows: int) -> Tensor:
+def reshape_to_rows(tensor: Tensor, rows: int, *, dim: int = 0, is_inner: bool = False) -> Tensor:
     """The tensor as [rows, elements of each]."""
     rows_first = tensor.movedim(dim, 0)
     if is_inner:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from motet.parity.compare.reference_runs import ReferenceRuns
 from motet.parity.compare.tensor_differences import TensorDifference, compare_with_reference
-from motet.parity.record.record_phases import FROM_REFERENCE, PhaseStep
+from motet.parity.record.recorded_phases import FROM_REFERENCE, PhaseStep
 from motet.parity.record.tensor_recorder import RecordsByRank
 
 MAX_NOISE_BOUND = 1e-3  # Where rounding alone is larger, a mistake may be smaller

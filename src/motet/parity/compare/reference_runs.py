@@ -18,11 +18,13 @@ from motet.parity.compare.tensor_differences import (
     compare_with_reference,
     find_microbatch_dependent,
 )
-from motet.parity.record.record_phases import (
+from motet.parity.record.recorded_phases import (
     FROM_REFERENCE,
     SINGLE_RANK_GROUP,
     UNOBSERVED,
     PhaseStep,
+    VerificationSubject,
+    VerificationSubjectOnRank,
     record_evaluation,
     record_restored_step,
     run_recorded_step,
@@ -30,7 +32,6 @@ from motet.parity.record.record_phases import (
     step_checkpoint_path,
 )
 from motet.parity.record.tensor_recorder import RecordedTensor, RecordsByRank, TensorKey, TensorRecorder, record_step
-from motet.parity.record.verification_subject import VerificationSubject, VerificationSubjectOnRank
 
 PERTURBED_RUNS = 2  # References whose parameters start one ulp away
 
@@ -75,9 +76,9 @@ def run_reference(subject: VerificationSubject, folder: Path) -> ReferenceRuns:
             return replace(runs, self_difference=difference)
         for seed in range(PERTURBED_RUNS):
             for step, reference in enumerate(step_references):
-                _restore_perturbed(on_rank, folder, step, seed)
+                _restore_perturbed(on_rank, folder, step=step, seed=seed)
                 _add_noise(reference, run_recorded_step(on_rank, step))
-            _restore_perturbed(on_rank, folder, 0, seed)
+            _restore_perturbed(on_rank, folder, step=0, seed=seed)
             for step, reference in enumerate(trajectory):
                 _add_noise(reference, run_recorded_step(on_rank, step, evaluates=step == last_step))
         keys = _microbatch_dependent_keys(subject, folder, step_references[0])
@@ -94,7 +95,7 @@ def _record_reference(subject: VerificationSubjectOnRank, step: int) -> Referenc
     return ReferenceStep(build_reference_tensors(recorder.records), subject.learning_rate(step))
 
 
-def _restore_perturbed(subject: VerificationSubjectOnRank, folder: Path, step: int, seed: int) -> None:
+def _restore_perturbed(subject: VerificationSubjectOnRank, folder: Path, *, step: int, seed: int) -> None:
     """Move each master by one ulp, up or down."""
     subject.state.restore(step_checkpoint_path(folder, step))
     generator, optimizer = torch.Generator().manual_seed(seed), subject.engine.optimizer

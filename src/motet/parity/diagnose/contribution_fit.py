@@ -26,7 +26,7 @@ Contributions = Sequence[MicroBatchContribution]
 
 
 def explain_contributions(
-    value: Tensor, contributions: Contributions, previous: Contributions, rank: int | None
+    value: Tensor, contributions: Contributions, *, previous: Contributions, rank: int | None
 ) -> str:
     """Name what is missing, repeated or scaled in the sum that `rank` has, or is of the `previous` step."""
     current, previous = _nonzero(contributions), _nonzero(previous)

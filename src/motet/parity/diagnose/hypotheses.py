@@ -11,7 +11,7 @@ from motet.parity.diagnose.located_difference import LocatedDifference
 from motet.parity.diagnose.mismatch_evidence import MismatchEvidence, make_evidence
 from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute
 from motet.parity.diagnose.tensor_hypotheses import TENSOR_HYPOTHESES, Hypothesis, explain
-from motet.parity.record.record_phases import TRAJECTORY
+from motet.parity.record.recorded_phases import TRAJECTORY
 from motet.parity.record.tensor_recorder import RecordsByRank, TensorKind, group_by_key
 
 

@@ -108,7 +108,7 @@ def make_evidence(located: LocatedDifference) -> MismatchEvidence:
 
 
 def _contributions(
-    located: LocatedDifference, name: str, scale: float = 1.0, steps_ago: int = 0
+    located: LocatedDifference, name: str, *, scale: float = 1.0, steps_ago: int = 0
 ) -> list[MicroBatchContribution]:
     recompute = replace(located.recompute, step=located.step - steps_ago) if steps_ago else located.recompute
     return [
@@ -147,7 +147,7 @@ def _value_before_step(located: LocatedDifference) -> Tensor | None:
 
 
 def _summed_gradient(located: LocatedDifference, name: str, scale: float = 1.0) -> Tensor | None:
-    values = [c.value for c in _contributions(located, name, scale)]
+    values = [c.value for c in _contributions(located, name, scale=scale)]
     return sum(values[1:], values[0]) if values and values[0].numel() else None
 
 
@@ -215,7 +215,7 @@ def _optimizer_evidence(evidence: MismatchEvidence, located: LocatedDifference) 
         evidence.expected,
         evidence.rank,
         evidence.known_factors,
-        contributions=_contributions(located, name, clip),
+        contributions=_contributions(located, name, scale=clip),
         alternatives=alternatives,
     )
     same_shape = [
@@ -261,7 +261,7 @@ def _as_rows(
     count, shape = len(located.tensor.rows), located.tensor.value.shape
     indices = [index for index, row in enumerate(located.tensor.rows) if rows is None or row in rows]
     return {
-        words: reshape_to_rows(tensor, 0, False, count)[indices]
+        words: reshape_to_rows(tensor, count)[indices]
         for words, tensor in tensors.items()
         if tensor.ndim and tensor.shape == shape and tensor.shape[0] % count == 0
     }

@@ -14,9 +14,14 @@ from motet.parallel.row_assignment import contributing_rows_of_rank
 from motet.parity.compare.align_with_reference import ReferenceTensor
 from motet.parity.compare.reference_runs import ReferenceRuns
 from motet.parity.compare.tensor_differences import build_reference_tensors
-from motet.parity.record.record_phases import SINGLE_RANK_GROUP, run_recorded_step, step_checkpoint_path
+from motet.parity.record.recorded_phases import (
+    SINGLE_RANK_GROUP,
+    VerificationSubject,
+    VerificationSubjectOnRank,
+    run_recorded_step,
+    step_checkpoint_path,
+)
 from motet.parity.record.tensor_recorder import RecordedTensor, TensorKey, group_by_key, patched_method
-from motet.parity.record.verification_subject import VerificationSubject, VerificationSubjectOnRank
 
 
 class MicroBatchResult(NamedTuple):

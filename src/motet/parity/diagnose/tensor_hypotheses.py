@@ -96,7 +96,7 @@ def has_other_rows(e: MismatchEvidence) -> str:
 
 
 def has_other_contributions(e: MismatchEvidence) -> str:
-    return explain_contributions(e.value, e.contributions, e.previous_contributions, e.rank)
+    return explain_contributions(e.value, e.contributions, previous=e.previous_contributions, rank=e.rank)
 
 
 def update_is_scaled(e: MismatchEvidence) -> str:

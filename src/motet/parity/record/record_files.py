@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from motet.parity.record.record_phases import NATIVE_PHASE, PhaseStep, phases_and_steps
+from motet.parity.record.recorded_phases import NATIVE_PHASE, PhaseStep, phases_and_steps
 from motet.parity.record.tensor_recorder import RecordedTensor
 
 

@@ -110,11 +110,12 @@ class TensorRecorder:
             return
         self.call_counts[TensorKey(kind, name)] += 1
         call = self.call_counts[TensorKey(kind, name)]
-        self.add_for_microbatch(kind, name if call == 1 else f"{name} (call {call})", value, self.microbatch, self.rows)
+        name = name if call == 1 else f"{name} (call {call})"
+        self.add_for_microbatch(kind, name, value, microbatch=self.microbatch, rows=self.rows)
 
     @codec_numerics()
     def add_for_microbatch(
-        self, kind: TensorKind, name: str, value: Tensor, microbatch: int, rows: tuple[int, ...]
+        self, kind: TensorKind, name: str, value: Tensor, *, microbatch: int, rows: tuple[int, ...]
     ) -> None:
         value = value.detach().cpu()
         sketch = sketch_rows(value)
@@ -202,7 +203,9 @@ class TensorRecorder:
         return hook
 
     def _make_gradient_hook(self, name: str, microbatch: int, rows: tuple[int, ...]) -> Callable[[Tensor], None]:
-        return lambda gradient: self.add_for_microbatch("activation gradient", name, gradient, microbatch, rows)
+        return lambda gradient: self.add_for_microbatch(
+            "activation gradient", name, gradient, microbatch=microbatch, rows=rows
+        )
 
 
 def named_float_tensors(output: Any, name: str) -> Iterator[tuple[str, Tensor]]:

@@ -1,1 +1,1 @@
-"""What can be verified: a job, a module of the user, or parallel code of the user."""
+"""Subjects of verification: a job, a module of the user, or parallel code of the user."""

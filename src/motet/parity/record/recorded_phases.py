@@ -1,15 +1,18 @@
-"""The steps of a layout, recorded: from states of one device, in a row, and from its own checkpoint."""
+"""Subjects of verification, and their recorded steps: from one device's states, in a row, from an own checkpoint."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, Self
 
 import torch
+from torch import Tensor
 
 from motet.parallel.process.process_group import RankGroup
 from motet.parity.record.tensor_recorder import MASTER_PREFIX, RecordedTensor, TensorRecorder, record_step
-from motet.parity.record.verification_subject import VerificationSubject, VerificationSubjectOnRank
+from motet.train.engine import TrainingEngine
+from motet.train.optimizer.optimizer_settings import OptimizerSettings
+from motet.train.state import TrainingState
 
 SINGLE_RANK_GROUP = RankGroup(0, 1, None, torch.device("cpu"))
 # How the steps of a layout begin: each from a state of the reference; one after another; the last one again, from the
@@ -17,6 +20,50 @@ SINGLE_RANK_GROUP = RankGroup(0, 1, None, torch.device("cpu"))
 FROM_REFERENCE, TRAJECTORY, RESUMED = "from the state of one device", "in a row", "from its own checkpoint"
 UNOBSERVED = "in a row without a look between them"
 NATIVE_PHASE = "in its own precision"
+
+
+class VerificationSubjectOnRank(Protocol):
+    """A subject that was built on one rank."""
+
+    @property
+    def engine(self) -> TrainingEngine: ...
+
+    @property
+    def state(self) -> TrainingState: ...
+
+    def learning_rate(self, step: int) -> float: ...
+
+    def step(self, step: int, recorder: TensorRecorder) -> None:
+        """Train for one step; record samples, random masks and losses."""
+
+    def loss_of_rows(self, step: int, rows: range) -> tuple[Tensor, float]:
+        """The sum of the losses of some rows, and their count; nothing is updated."""
+
+    def evaluation_metrics(self) -> dict[str, float]: ...
+
+    def evaluation_losses(self, rows: range) -> list[tuple[Tensor, float]]:
+        """The sum of the losses and their count, for some rows of each batch of the evaluation."""
+
+
+class VerificationSubject(Protocol):
+    """A job or a module, with a layout."""
+
+    @property
+    def optimizer(self) -> OptimizerSettings: ...
+
+    @property
+    def batch_rows(self) -> int: ...
+
+    @property
+    def steps(self) -> int: ...
+
+    def numerics(self) -> AbstractContextManager[None]:
+        """The precision in which everything is computed inside."""
+
+    def build(self, group: RankGroup, folder: Path) -> VerificationSubjectOnRank: ...
+
+    def with_microbatches(self, microbatches: int) -> Self:
+        """The subject on one device that splits the batch into micro-batches."""
 
 
 class PhaseStep(NamedTuple):
@@ -67,7 +114,7 @@ def record_evaluation(subject: VerificationSubjectOnRank) -> list[RecordedTensor
 
 
 def record_phases(
-    subject: VerificationSubject, group: RankGroup, folder: Path, checkpoint_subfolder: str
+    subject: VerificationSubject, group: RankGroup, folder: Path, *, checkpoint_subfolder: str
 ) -> Iterator[RecordedStep]:
     """The records of a rank in all phases of its layout, whose own checkpoints go to the subfolder."""
     own_folder, last_step = folder / checkpoint_subfolder, subject.steps - 1
@@ -110,7 +157,7 @@ def record_starting_masters(subject: VerificationSubjectOnRank, sketches_shards:
 
 
 def record_restored_step(
-    subject: VerificationSubjectOnRank, folder: Path, step: int, sketches_shards: bool = True
+    subject: VerificationSubjectOnRank, folder: Path, step: int, *, sketches_shards: bool = True
 ) -> list[RecordedTensor]:
     subject.state.restore(step_checkpoint_path(folder, step))
     return run_recorded_step(subject, step, sketches_shards=sketches_shards)
