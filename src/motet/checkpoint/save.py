@@ -30,7 +30,10 @@ def save_checkpoint(
     size = sum(t.nbytes for t in state.values())
     with _convert_to_save_error(final, size):
         if is_rank_zero:
-            _clear(folder, partial)
+            folder.mkdir(parents=True, exist_ok=True)
+            for leftover in folder.glob(f"*{PARTIAL_SUFFIX}"):
+                shutil.rmtree(leftover)
+            partial.mkdir()
         if group is not None:
             dist.barrier(group)  # nobody writes into a folder that is still being cleared
         try:
@@ -45,16 +48,11 @@ def save_checkpoint(
             if is_rank_zero:
                 shutil.rmtree(partial, ignore_errors=True)  # frees space for other files
             raise
-    if is_rank_zero:
-        _delete_old(folder, keep)
+    for _, old in complete_checkpoints(folder)[:-keep] if is_rank_zero else ():
+        doomed = old.with_name(old.name + PARTIAL_SUFFIX)  # half deleted, it must not look complete
+        old.rename(doomed)
+        shutil.rmtree(doomed)
     return final
-
-
-def _clear(folder: Path, partial: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.glob(f"*{PARTIAL_SUFFIX}"):
-        shutil.rmtree(leftover)
-    partial.mkdir()
 
 
 def _commit(partial: Path, final: Path) -> None:
@@ -75,13 +73,6 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _delete_old(folder: Path, keep: int) -> None:
-    for _, old in complete_checkpoints(folder)[:-keep]:
-        doomed = old.with_name(old.name + PARTIAL_SUFFIX)  # half deleted, it must not look complete
-        old.rename(doomed)
-        shutil.rmtree(doomed)
 
 
 @contextmanager

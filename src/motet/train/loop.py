@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -123,16 +123,7 @@ class TrainingLoop:
             result = self.evaluate(split)
         if result is None:
             return
-        self.emit_event(
-            EvaluationDone(
-                step=done,
-                split=split,
-                loss=result.loss,
-                targets=result.targets,
-                perplexity=result.perplexity,
-                accuracy=result.accuracy,
-            )
-        )
+        self.emit_event(EvaluationDone(step=done, split=split, perplexity=result.perplexity, **asdict(result)))
         if not math.isfinite(result.loss):
             raise TrainingDivergedError(
                 f"stopped at step {done}: the {split} loss after it is {result.loss}; {DIVERGENCE_REMEDY}"

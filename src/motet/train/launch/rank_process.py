@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.train.launch.failures import RankExitRecord, run_and_record, stop_on_signals
@@ -26,19 +27,17 @@ def run_rank_function(rank_env: RankEnvironment, function: RankEntryPoint, *argu
         return run_and_record(rank_env.rank, lambda: function(rank_env, stop, *arguments))
 
 
-def import_rank_function(name: str) -> RankEntryPoint:
-    """`package.module:function` as the function."""
-    module, _, function = name.partition(":")
-    rank_function: RankEntryPoint = getattr(import_module(module), function)
-    return rank_function
-
-
 def run_supervised_rank(
     rank_env: RankEnvironment, supervisor_pid: int, function_name: str, arguments: list[str]
 ) -> int:
     """The main function of a supervised process. Returns its exit code, or ends the process."""
     exit_with_parent(supervisor_pid)
-    record = run_rank_function(rank_env, lambda *values: import_rank_function(function_name)(*values), *arguments)
+
+    def run_imported(*values: Any) -> int:  # imports torch, after the signals are in place
+        module, _, name = function_name.partition(":")
+        return int(getattr(import_module(module), name)(*values))
+
+    record = run_rank_function(rank_env, run_imported, *arguments)
     record.write(Path(rank_env.rendezvous.removeprefix("file://")).parent)
     if record.error_message:
         hard_exit(record.exit_code)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from motet.core.errors import CheckpointSaveError, InputError, NumericalMismatchError, TrainingDivergedError
-from motet.monitor.events import EVENTS_FILE, Event, RunEnded, RunEndReason, StepDone, parse_event, read_events
+from motet.monitor.events import EVENTS_FILE, RunEnded, RunEndReason, StepDone, parse_event, read_events
 from motet.monitor.run_files import JsonlSink, SummarySink
 from motet.monitor.summary import SUMMARY_FILE, summarize
 from motet.train.launch.failures import KILLED_EXIT_CODE, STOPPED_EXIT_CODE
@@ -47,7 +47,9 @@ class RunFolderSnapshot:
 
     def restore_unless_trained(self) -> bool:
         """Undo a start without a completed step: restore the earlier run, or remove the new one."""
-        if any(isinstance(event, StepDone) for event in self._new_events()):
+        file = self.path / EVENTS_FILE
+        lines = file.read_bytes()[self.events_bytes :].splitlines(keepends=True) if file.is_file() else []
+        if any(isinstance(parse_event(line), StepDone) for line in lines if line.endswith(b"\n")):
             return False
         if not self.had_run:
             shutil.rmtree(self.path, ignore_errors=True)
@@ -58,14 +60,9 @@ class RunFolderSnapshot:
                     write_file_atomically(self.path / name, self.contents[name])
                 else:
                     (self.path / name).unlink(missing_ok=True)
-            if (self.path / EVENTS_FILE).is_file():
-                os.truncate(self.path / EVENTS_FILE, self.events_bytes)
+            if file.is_file():
+                os.truncate(file, self.events_bytes)
         return True
-
-    def _new_events(self) -> list[Event]:
-        file = self.path / EVENTS_FILE
-        lines = file.read_bytes()[self.events_bytes :].splitlines(keepends=True) if file.is_file() else []
-        return [parse_event(line) for line in lines if line.endswith(b"\n")]
 
 
 def snapshot_run_folder(path: Path) -> RunFolderSnapshot:

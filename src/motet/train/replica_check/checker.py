@@ -78,13 +78,18 @@ class ReplicaChecker:
             group, optimizer = self.engine.step_group, self.engine.optimizer
             neighbour_rank = self.engine.group.rank - group.rank + (group.rank - 1) % group.world
             neighbour_batches = [self.batch_source.batch(step, rows) for rows in self._rows_of_rank(neighbour_rank)]
-            parameter_digests = digest_tensors(self._replicated_tensors())
+            named = self.engine.module.named_parameters()
+            replicated = {n: p.detach() for n, p in named if not isinstance(p, DTensor)}  # on every rank in full
+            parameter_digests = digest_tensors(replicated | self.engine.buffers_at_step_start)
             rows = torch.cat([batch.rows for batch in local_step.batches]).tolist()
             loss, neighbour_loss = self._first_microbatch_losses(step, local_step, neighbour_batches[0])
             neighbour_targets = sum(batch.weights.sum(dtype=torch.float64).item() for batch in neighbour_batches)
             gradients = digest_tensors(dict(enumerate(optimizer.sharded_parameters.reduced_gradients())))
+            device, kernels = self.engine.group.device, torch.backends.cpu.get_cpu_capability()
             report = RankDigestReport(
-                machine_digest=derive_seed(*self._machine_identity()),
+                machine_digest=derive_seed(
+                    device_name(device), kernels, str(torch.get_num_threads()), torch.__version__
+                ),
                 parameters=derive_seed(*parameter_digests.values()),
                 states=0,
                 rows=rows_digest(rows),
@@ -128,14 +133,6 @@ class ReplicaChecker:
 
     def _rows_of_rank(self, rank: int) -> list[range]:
         return contributing_rows_of_rank(self.layout, rank, self.batch_sequences)
-
-    def _machine_identity(self) -> tuple[str, ...]:
-        kernels = torch.backends.cpu.get_cpu_capability()
-        return device_name(self.engine.group.device), kernels, str(torch.get_num_threads()), torch.__version__
-
-    def _replicated_tensors(self) -> dict[str, Tensor]:
-        named = self.engine.module.named_parameters()
-        return {n: p.detach() for n, p in named if not isinstance(p, DTensor)} | self.engine.buffers_at_step_start
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
         return {
