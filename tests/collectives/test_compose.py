@@ -40,7 +40,7 @@ def test_a_reduction_is_a_distribution_backwards() -> None:
 
 def test_groups_at_once_are_one_program() -> None:
     small = build("all-reduce", "ring", 3)
-    both = replicate_in_groups(small, [[0, 2, 4], [1, 3, 5]], [range(3)] * 2, width=1)
+    both = replicate_in_groups(small, [[0, 2, 4], [1, 3, 5]], chunks=[range(3)] * 2, width=1)
     prove_program(both)
     assert both.collective == "all-reduce in groups"
     assert both.ranks == 6 and len(both.steps) == len(small.steps) and both.message_count == 2 * small.message_count

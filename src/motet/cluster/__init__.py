@@ -1,1 +1,1 @@
-"""Descriptions of devices and links, and what this machine turns out to be."""
+"""Descriptions of devices, links and networks, and the properties of the local device."""

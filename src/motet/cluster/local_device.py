@@ -55,8 +55,8 @@ def bfloat16_warnings(device: LocalDevice) -> list[str]:
         return []
     slowdown = peaks["float32"].value / peaks["bfloat16"].value
     return [
-        f"{device.name} multiplies bfloat16 matrices {slowdown:.3g} times slower than float32 ones; precision.recipe=fp32 "
-        "is quicker here"
+        f"{device.name} multiplies bfloat16 matrices {slowdown:.3g} times slower than float32 ones; "
+        "precision.recipe=fp32 is quicker here"
     ]
 
 

@@ -1,7 +1,7 @@
 """Collective communication as values that are executed, costed, proven and drawn.
 
 `build(collective, algorithm, ranks)` makes the Program of an algorithm, and `algorithm_names(collective)` lists the
-algorithms. Names are loaded on first use, and these without torch.
+algorithms. Names are loaded on first use, without torch.
 """
 
 from importlib import import_module

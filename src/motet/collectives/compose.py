@@ -83,7 +83,9 @@ def parallel_steps(step_lists: Sequence[Sequence[Step]]) -> tuple[Step, ...]:
     return tuple(tuple(chain.from_iterable(steps)) for steps in zip_longest(*step_lists, fillvalue=()))
 
 
-def steps_on_ranks(program: Program, members: Sequence[int], chunks: Sequence[int], width: int = 1) -> tuple[Step, ...]:
+def steps_on_ranks(
+    program: Program, members: Sequence[int], chunks: Sequence[int], *, width: int = 1
+) -> tuple[Step, ...]:
     """The steps of a Program among some ranks of a larger one.
 
     Rank i of the Program is `members[i]`, and its chunk c is the `width` chunks from `chunks[c]` on.
@@ -105,7 +107,7 @@ def steps_on_ranks(program: Program, members: Sequence[int], chunks: Sequence[in
 
 
 def replicate_in_groups(
-    program: Program, groups: Sequence[Sequence[int]], chunks: Sequence[Sequence[int]], width: int
+    program: Program, groups: Sequence[Sequence[int]], *, chunks: Sequence[Sequence[int]], width: int
 ) -> Program:
     """The same small Program in several groups together, as one Program of all their ranks.
 
@@ -124,7 +126,9 @@ def replicate_in_groups(
                 group_sources = tuple(members[source] for source in sources)
                 final[rank].update({first_chunks[c] + n: group_sources for n in range(width)})
     chunk_count = 1 + max(first for firsts in chunks for first in firsts) + width - 1
-    parts = [steps_on_ranks(program, members, firsts, width) for members, firsts in zip(groups, chunks, strict=True)]
+    parts = [
+        steps_on_ranks(program, members, firsts, width=width) for members, firsts in zip(groups, chunks, strict=True)
+    ]
     return replace(
         program,
         collective=f"{program.collective} in groups",

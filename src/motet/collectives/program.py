@@ -40,7 +40,7 @@ Contributors = tuple[int, ...]  # Ascending ranks whose contributions a chunk co
 
 @dataclass(frozen=True)
 class Program:
-    """A collective. A chunk has the same index on every rank; chunk `i * ranks + j` of an all-to-all goes from i to j."""
+    """A collective. A chunk has one index on all ranks; chunk `i * ranks + j` of an all-to-all goes from i to j."""
 
     collective: str
     algorithm: str

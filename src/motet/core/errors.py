@@ -11,8 +11,8 @@ EXIT_CODES: dict[int, str] = {
     3: "a rank failed or was killed; the first cause is named",
     4: "training diverged: the loss or a gradient is not finite, and the job says to stop",
     5: "could not save: disk full or folder not writable; earlier checkpoints are whole",
-    6: "numbers differ: what must be the same on ranks, or must add up, is not (`monitor.replica_check_every`), or a layout "
-    "does not compute what one device does (`motet verify`)",
+    6: "numbers differ: what must be the same on ranks, or must add up, is not (`monitor.replica_check_every`), "
+    "or a layout does not compute what one device does (`motet verify`)",
     130: "stopped by Ctrl-C or SIGTERM after saving; `--resume` continues (commands other than `motet train` have "
     "nothing to save, and end so however they are stopped)",
     137: "stopped immediately by a second Ctrl-C or SIGTERM; `--resume` continues from the last checkpoint",

@@ -86,7 +86,7 @@ def decompositions(
 
 
 def _order_by_cost(candidates: Sequence[CollectiveDecomposition]) -> Iterator[CollectiveDecomposition]:
-    """The cheapest first; decompositions that differ by rounding only keep their order, with the undivided one first."""
+    """The cheapest first; decompositions that differ by rounding only keep their order."""
     remaining = list(candidates)
     while remaining:
         tie_limit = min(decomposition.seconds for decomposition in remaining) * TIE_RATIO
@@ -185,8 +185,8 @@ def _host_level_programs(level: HostLevel, collective: str, algorithm: str, shap
             replicate_in_groups(
                 group_program,
                 groups,
-                [[local * host_count for local in range(ranks_per_host)]] * host_count,
-                host_count,
+                chunks=[[local * host_count for local in range(ranks_per_host)]] * host_count,
+                width=host_count,
             )
         ]
     groups = [range(local, host_count * ranks_per_host, ranks_per_host) for local in range(ranks_per_host)]
@@ -194,4 +194,4 @@ def _host_level_programs(level: HostLevel, collective: str, algorithm: str, shap
         [local * group_program.chunks + chunk for chunk in range(group_program.chunks)]
         for local in range(ranks_per_host)
     ]
-    return [replicate_in_groups(group_program, groups, first_chunks, 1)]
+    return [replicate_in_groups(group_program, groups, chunks=first_chunks, width=1)]

@@ -24,7 +24,7 @@ def bruck_steps(ranks: int) -> list[list[ChunkTransfer]]:
 @algorithm("all-gather", "bruck", cost=doubling_cost)
 def all_gather_bruck(ranks: int) -> Program:
     """Every rank sends all its chunks over ever larger distances, in the fewest steps for any number of ranks."""
-    return collective_program("all-gather", "bruck", ranks, bruck_steps(ranks))
+    return collective_program("all-gather", "bruck", ranks, steps=bruck_steps(ranks))
 
 
 @algorithm("reduce-scatter", "bruck", cost=lambda n: doubling_cost(n).with_reduction)
@@ -54,4 +54,4 @@ def all_to_all_bruck(ranks: int) -> Program:
             chunks = [chunk_in_transit(rank - (distance & (bit - 1)), distance) for distance in distances]
             step += transfers_for(rank, (rank + bit) % ranks, chunks)
         steps.append(step)
-    return collective_program("all-to-all", "bruck", ranks, steps)
+    return collective_program("all-to-all", "bruck", ranks, steps=steps)

@@ -16,7 +16,7 @@ def _other_ranks(root: int, ranks: int) -> list[int]:
 def broadcast_flat(ranks: int, root: int = 0) -> Program:
     """The root sends everything to one rank after another."""
     steps = [[copy_chunk(root, other, 0)] for other in _other_ranks(root, ranks)]
-    return collective_program("broadcast", "flat", ranks, steps, chunks=1, root=root)
+    return collective_program("broadcast", "flat", ranks, steps=steps, chunks=1, root=root)
 
 
 @algorithm("reduce", "flat", cost=lambda n: messages(n - 1, reduced=True))
@@ -36,7 +36,7 @@ def all_reduce_naive(ranks: int) -> Program:
     """Everybody sends everything to everybody in one step. Ranks add in different orders, so bits differ."""
     shifted = [(dst + shift, dst) for shift in range(1, ranks) for dst in range(ranks)]
     step = [ChunkTransfer(src % ranks, dst, 0, 0, "reduce") for src, dst in shifted]
-    return collective_program("all-reduce", "naive", ranks, [step], chunks=1, ports=ranks - 1)
+    return collective_program("all-reduce", "naive", ranks, steps=[step], chunks=1, ports=ranks - 1)
 
 
 @algorithm("all-gather", "direct", cost=lambda n: messages(n - 1, Fraction(1, n)))
@@ -44,7 +44,7 @@ def all_gather_direct(ranks: int) -> Program:
     """Everybody sends its chunk to everybody in one step."""
     shifted = [(src, src + shift) for shift in range(1, ranks) for src in range(ranks)]
     step = [copy_chunk(src, dst % ranks, src) for src, dst in shifted]
-    return collective_program("all-gather", "direct", ranks, [step], ports=ranks - 1)
+    return collective_program("all-gather", "direct", ranks, steps=[step], ports=ranks - 1)
 
 
 @algorithm("reduce-scatter", "direct", cost=lambda n: messages(n - 1, Fraction(1, n), reduced=True))
@@ -63,7 +63,7 @@ def all_reduce_direct(ranks: int) -> Program:
 def scatter_flat(ranks: int, root: int = 0) -> Program:
     """The root sends each rank its chunk, one after another."""
     steps = [[copy_chunk(root, dst, dst)] for dst in _other_ranks(root, ranks)]
-    return collective_program("scatter", "flat", ranks, steps, root=root)
+    return collective_program("scatter", "flat", ranks, steps=steps, root=root)
 
 
 @algorithm("gather", "flat", cost=lambda n: messages(n - 1, Fraction(1, n)))
@@ -76,7 +76,7 @@ def gather_from_scatter(scatter: Program) -> Program:
     """The reversed scatter, with copies in place of sums."""
     root = next(rank for rank, held in enumerate(scatter.initial) if held)
     steps = [[t._replace(op="copy") for t in step] for step in reverse(scatter, "gather").steps]
-    return collective_program("gather", scatter.algorithm, scatter.ranks, steps, root=root)
+    return collective_program("gather", scatter.algorithm, scatter.ranks, steps=steps, root=root)
 
 
 @algorithm("all-to-all", "pairwise", cost=lambda n: messages(n - 1, Fraction(1, n)))
@@ -87,4 +87,4 @@ def all_to_all_pairwise(ranks: int) -> Program:
         return copy_chunk(src, dst, src * ranks + dst)
 
     steps = [[transfer(src, (src + shift) % ranks) for src in range(ranks)] for shift in range(1, ranks)]
-    return collective_program("all-to-all", "pairwise", ranks, steps)
+    return collective_program("all-to-all", "pairwise", ranks, steps=steps)

@@ -1,6 +1,7 @@
 """Two simultaneous binary trees, each for half of the data: an inner rank of one tree is a leaf of the other.
 
-Every rank sends and receives all the time, as in a ring, and distances grow with log(ranks), as in a tree. After Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (2009).
+Every rank sends and receives all the time, as in a ring, and distances grow with log(ranks), as in a tree. After
+Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (2009).
 """
 
 from fractions import Fraction

@@ -33,12 +33,12 @@ def all_reduce_hierarchical(ranks: int, hosts: int | None = None) -> Program:
     members = split_over_hosts(ranks, hosts)
     chunks = len(members)
     inside = [host for host in members if len(host) > 1]
-    up = parallel_steps([steps_on_ranks(reduce_tree(len(host)), host, [0], chunks) for host in inside])
-    down = parallel_steps([steps_on_ranks(broadcast_tree(len(host)), host, [0], chunks) for host in inside])
+    up = parallel_steps([steps_on_ranks(reduce_tree(len(host)), host, [0], width=chunks) for host in inside])
+    down = parallel_steps([steps_on_ranks(broadcast_tree(len(host)), host, [0], width=chunks) for host in inside])
     across: tuple[Step, ...] = ()
     if chunks > 1:
         across = steps_on_ranks(all_reduce_ring(chunks), [host[0] for host in members], range(chunks))
-    return collective_program("all-reduce", "hierarchical", ranks, [*up, *across, *down], chunks=chunks)
+    return collective_program("all-reduce", "hierarchical", ranks, steps=[*up, *across, *down], chunks=chunks)
 
 
 def _all_gather_cost(ranks: int, hosts: int | None = None) -> AlphaBetaGammaCost:
@@ -57,7 +57,7 @@ def all_gather_hierarchical(ranks: int, hosts: int | None = None) -> Program:
         for host in range(count):
             members = range(host * size, (host + 1) * size)
             inside += [_expand_to_all_hosts(steps_on_ranks(all_gather_ring(size), members, range(size)), count, size)]
-    return collective_program("all-gather", "hierarchical", ranks, [*across, *parallel_steps(inside)])
+    return collective_program("all-gather", "hierarchical", ranks, steps=[*across, *parallel_steps(inside)])
 
 
 def _expand_to_all_hosts(steps: tuple[Step, ...], count: int, size: int) -> tuple[Step, ...]:
@@ -99,7 +99,7 @@ def _leaders_all_to_all_cost(ranks: int, hosts: int | None = None) -> AlphaBetaG
 
 @algorithm("all-to-all", "hierarchical", cost=_leaders_all_to_all_cost, supports=is_composite)
 def all_to_all_hierarchical(ranks: int, hosts: int | None = None) -> Program:
-    """Gather to one leader per host, exchange between leaders, scatter in each host: few large messages between hosts."""
+    """Gather to one leader per host, exchange between leaders, scatter in each host: few, large messages across."""
     count, size = hosts_and_ranks_per_host(ranks, hosts)
 
     def members(host: int) -> range:
@@ -121,7 +121,7 @@ def all_to_all_hierarchical(ranks: int, hosts: int | None = None) -> Program:
             other = (host + shift) % count
             chunks = _chunks(members(host), members(other), ranks)
             across[shift - 1] += transfers_for(host * size, other * size, chunks)
-    return collective_program("all-to-all", "hierarchical", ranks, [*gather, *across, *scatter])
+    return collective_program("all-to-all", "hierarchical", ranks, steps=[*gather, *across, *scatter])
 
 
 def _chunks(sources: Iterable[int], targets: Iterable[int], ranks: int) -> list[int]:
@@ -151,4 +151,4 @@ def all_to_all_hierarchical_sharded(ranks: int, hosts: int | None = None) -> Pro
             target = (rank + shift * size) % ranks
             chunks = _chunks(range(leader, leader + size), [target], ranks)
             across[shift - 1] += transfers_for(rank, target, chunks)
-    return collective_program("all-to-all", "hierarchical-sharded", ranks, [*inside, *across])
+    return collective_program("all-to-all", "hierarchical-sharded", ranks, steps=[*inside, *across])

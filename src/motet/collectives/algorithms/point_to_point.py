@@ -8,7 +8,7 @@ from motet.collectives.program import Program, copy_chunk
 from motet.core.errors import InputError
 
 
-def _single_transfer_program(collective: str, ranks: int, src: int, dst: int) -> Program:
+def _single_transfer_program(collective: str, ranks: int, *, src: int, dst: int) -> Program:
     check_root(src, ranks, "src")
     check_root(dst, ranks, "dst")
     if src == dst:
@@ -27,22 +27,22 @@ def _single_transfer_program(collective: str, ranks: int, src: int, dst: int) ->
 @algorithm("send", "direct", cost=lambda n: messages(1))
 def send(ranks: int, src: int = 0, dst: int = 1) -> Program:
     """One rank sends, another receives."""
-    return _single_transfer_program("send", ranks, src, dst)
+    return _single_transfer_program("send", ranks, src=src, dst=dst)
 
 
 @algorithm("copy", "direct", cost=lambda n: messages(1))
 def copy(ranks: int, src: int = 0, dst: int = 1) -> Program:
     """A put: the data of one rank appear on another without its call."""
-    return _single_transfer_program("copy", ranks, src, dst)
+    return _single_transfer_program("copy", ranks, src=src, dst=dst)
 
 
 @algorithm("signal", "direct", cost=lambda n: messages(1))
 def signal(ranks: int, src: int = 0, dst: int = 1) -> Program:
     """An empty token that another rank waits for."""
-    return _single_transfer_program("signal", ranks, src, dst)
+    return _single_transfer_program("signal", ranks, src=src, dst=dst)
 
 
 @algorithm("barrier", "dissemination", cost=doubling_cost)
 def barrier(ranks: int) -> Program:
     """Tokens spread over ever larger distances; a rank with all tokens knows that every rank has arrived."""
-    return collective_program("barrier", "dissemination", ranks, bruck_steps(ranks))
+    return collective_program("barrier", "dissemination", ranks, steps=bruck_steps(ranks))

@@ -1,6 +1,6 @@
 """Butterflies: in each step a rank exchanges with the rank whose number differs in one bit.
 
-If the number of ranks is not a power of two, each extra rank first gives its data to a partner and gets the result last.
+If the number of ranks is not a power of two, extra ranks first send their data to a partner and get the result last.
 """
 
 from fractions import Fraction
@@ -33,17 +33,17 @@ def all_reduce_recursive_doubling(ranks: int) -> Program:
         tuple(ChunkTransfer(rank, rank ^ bit, 0, 0, "reduce") for rank in range(power))
         for bit in _powers_of_two_below(power)
     ]
-    return _all_reduce_with_extra_ranks("recursive-doubling", ranks, tuple(steps), 1)
+    return _all_reduce_with_extra_ranks("recursive-doubling", ranks, tuple(steps), chunks=1)
 
 
-def _all_reduce_with_extra_ranks(name: str, ranks: int, steps: tuple[Step, ...], chunks: int) -> Program:
+def _all_reduce_with_extra_ranks(name: str, ranks: int, steps: tuple[Step, ...], *, chunks: int) -> Program:
     """An all-reduce of the first 2^k ranks; the extra ranks give first and get the result at the end."""
     power = floor_power_of_two(ranks)
     if ranks > power:
         give = tuple(ChunkTransfer(rank, rank - power, 0, chunks - 1, "reduce") for rank in range(power, ranks))
         get = tuple(ChunkTransfer(rank - power, rank, 0, chunks - 1, "copy") for rank in range(power, ranks))
         steps = (give, *steps, get)
-    return collective_program("all-reduce", name, ranks, steps, chunks=chunks)
+    return collective_program("all-reduce", name, ranks, steps=steps, chunks=chunks)
 
 
 def _halving_cost(ranks: int) -> AlphaBetaGammaCost:
@@ -58,7 +58,7 @@ def all_reduce_halving_doubling(ranks: int) -> Program:
     power = floor_power_of_two(ranks)
     doubling = all_gather_recursive_doubling(power)
     inner = concatenate(reverse(doubling, "reduce-scatter"), doubling, "all-reduce", "halving-doubling")
-    return _all_reduce_with_extra_ranks("halving-doubling", ranks, inner.steps, power)
+    return _all_reduce_with_extra_ranks("halving-doubling", ranks, inner.steps, chunks=power)
 
 
 def _gather_doubling_cost(ranks: int) -> AlphaBetaGammaCost:
@@ -90,7 +90,7 @@ def all_gather_recursive_doubling(ranks: int) -> Program:
         give = [copy_chunk(rank, rank - power, rank) for rank in extra_ranks]
         get = [t for rank in extra_ranks for t in transfers_for(rank - power, rank, set(range(ranks)) - {rank})]
         steps = [give, *steps, get]
-    return collective_program("all-gather", "recursive-doubling", ranks, steps)
+    return collective_program("all-gather", "recursive-doubling", ranks, steps=steps)
 
 
 @algorithm("reduce-scatter", "recursive-halving", cost=lambda n: _gather_doubling_cost(n).with_reduction)

@@ -129,7 +129,7 @@ def find_algorithm(collective: str, name: str) -> Algorithm:
 
 
 def build(collective: str, algorithm: str, ranks: int, **options: object) -> Program:
-    """The Program of an algorithm. Which of `root`, `pieces`, `hosts` and `dims` are options depends on the algorithm."""
+    """The Program of an algorithm, whose options may be `root`, `pieces`, `hosts`, `dims`, `src` and `dst`."""
     entry = find_algorithm(collective, algorithm)
     entry.check_ranks(ranks)
     return entry.build(ranks, **_check_options(entry, options))

@@ -22,7 +22,7 @@ def _ring_all_gather(ranks: int, direction: int) -> Program:
         [copy_chunk(rank, (rank + direction) % ranks, (rank - direction * step) % ranks) for rank in range(ranks)]
         for step in range(ranks - 1)
     ]
-    return collective_program("all-gather", "ring", ranks, steps)
+    return collective_program("all-gather", "ring", ranks, steps=steps)
 
 
 @algorithm("reduce-scatter", "ring", cost=lambda n: messages(n - 1, Fraction(1, n), reduced=True))
@@ -49,7 +49,7 @@ def all_reduce_bidirectional_ring(ranks: int) -> Program:
     ring = all_reduce_ring(ranks).steps
     steps = parallel_steps([ring, _mirror(ring, ranks)])
     return collective_program(
-        "all-reduce", "bidirectional-ring", ranks, steps, chunks=2 * ranks, ports=1 if ranks == 2 else 2
+        "all-reduce", "bidirectional-ring", ranks, steps=steps, chunks=2 * ranks, ports=1 if ranks == 2 else 2
     )
 
 
@@ -66,10 +66,10 @@ def _mirror(ring: tuple[Step, ...], ranks: int) -> tuple[Step, ...]:
 @algorithm("broadcast", "ring", cost=lambda n: messages(n - 1))
 def broadcast_ring(ranks: int, root: int = 0) -> Program:
     """Everything goes from neighbour to neighbour."""
-    return _pipelined_chain("ring", ranks, 1, root)
+    return _pipelined_chain("ring", ranks, pieces=1, root=root)
 
 
-def _pipelined_chain(name: str, ranks: int, pieces: int, root: int) -> Program:
+def _pipelined_chain(name: str, ranks: int, *, pieces: int, root: int) -> Program:
     """Piece p leaves the rank at distance d from the root in step d + p."""
     steps = [
         [
@@ -79,7 +79,7 @@ def _pipelined_chain(name: str, ranks: int, pieces: int, root: int) -> Program:
         ]
         for step in range(ranks - 2 + pieces)
     ]
-    return collective_program("broadcast", name, ranks, steps, chunks=pieces, root=root)
+    return collective_program("broadcast", name, ranks, steps=steps, chunks=pieces, root=root)
 
 
 def _pieces_cost(ranks: int, pieces: int = 8) -> AlphaBetaGammaCost:
@@ -90,7 +90,7 @@ def _pieces_cost(ranks: int, pieces: int = 8) -> AlphaBetaGammaCost:
 def broadcast_pipelined_ring(ranks: int, root: int = 0, pieces: int = 8) -> Program:
     """Pieces follow each other from neighbour to neighbour, so that all links are busy."""
     check_pieces(pieces, ranks)
-    return _pipelined_chain("pipelined-ring", ranks, pieces, root)
+    return _pipelined_chain("pipelined-ring", ranks, pieces=pieces, root=root)
 
 
 @algorithm("reduce", "ring", cost=lambda n, pieces=8: _pieces_cost(n, pieces).with_reduction)

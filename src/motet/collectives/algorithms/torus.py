@@ -46,28 +46,30 @@ def _torus_all_reduce(name: str, ranks: int, lengths: Sequence[int]) -> Program:
     for part_id in range(2 * axes):
         axis_order = [(axis + part_id // 2) % axes for axis in range(axes)]
         offset = part_id * ranks
-        parts.append(_all_gather_phases(lengths, axis_order, offset, all_gather_ring, backwards=part_id % 2 == 1))
+        parts.append(
+            _all_gather_phases(lengths, axis_order, offset, line_all_gather=all_gather_ring, backwards=part_id % 2 == 1)
+        )
     # The parts change dimension together, so that no two parts use the same link.
     gathered = [step for phases in zip(*parts, strict=True) for step in parallel_steps(phases)]
     ports = sum(1 if d == 2 else 2 for d in lengths)
-    return _all_reduce_from_all_gather(name, gathered, ranks, 2 * axes * ranks, ports)
+    return _all_reduce_from_all_gather(name, gathered, ranks, chunks=2 * axes * ranks, ports=ports)
 
 
-def _all_reduce_from_all_gather(name: str, gathered: Sequence[Step], ranks: int, chunks: int, ports: int) -> Program:
+def _all_reduce_from_all_gather(name: str, gathered: Sequence[Step], ranks: int, *, chunks: int, ports: int) -> Program:
     """The all-gather's steps after the reduce-scatter that is their reverse."""
     scattered = [
         tuple(ChunkTransfer(t.dst, t.src, t.first, t.last, "reduce") for t in reversed(step))
         for step in reversed(gathered)
     ]
-    return collective_program("all-reduce", name, ranks, [*scattered, *gathered], chunks=chunks, ports=ports)
+    return collective_program("all-reduce", name, ranks, steps=[*scattered, *gathered], chunks=chunks, ports=ports)
 
 
 def _all_gather_phases(
     lengths: Sequence[int],
     order: Sequence[int],
     offset: int,
-    line_all_gather: Callable[[int], Program],
     *,
+    line_all_gather: Callable[[int], Program],
     backwards: bool = False,
 ) -> list[tuple[Step, ...]]:
     """The steps of each phase of an all-gather along one dimension after another, the last of the order first.
@@ -84,16 +86,16 @@ def _all_gather_phases(
         lines = []
         for rank in range(ranks):
             if _coordinate(rank, axis, lengths) == 0:
-                members = [_rank_at_coordinate(rank, axis, n, lengths) for n in range(length)]
+                members = [_rank_at_coordinate(rank, axis, n, lengths=lengths) for n in range(length)]
                 first = _index_in_axis_order(rank, order, lengths) // (width * length) * width * length + offset
-                lines.append(_place_line(line, members, first, width, backwards=backwards))
+                lines.append(_place_line(line, members, first=first, width=width, backwards=backwards))
         phases.append(parallel_steps(lines))
         width *= length
     return phases
 
 
 def _place_line(
-    line: tuple[Step, ...], members: Sequence[int], first: int, width: int, *, backwards: bool
+    line: tuple[Step, ...], members: Sequence[int], *, first: int, width: int, backwards: bool
 ) -> tuple[Step, ...]:
     """The steps of an all-gather among `members`, whose chunk i is the i-th group of `width` chunks from `first` on."""
     length = len(members)
@@ -112,7 +114,7 @@ def _coordinate(rank: int, axis: int, lengths: Sequence[int]) -> int:
     return rank // prod(lengths[axis + 1 :]) % lengths[axis]
 
 
-def _rank_at_coordinate(rank: int, axis: int, coordinate: int, lengths: Sequence[int]) -> int:
+def _rank_at_coordinate(rank: int, axis: int, coordinate: int, *, lengths: Sequence[int]) -> int:
     return rank + (coordinate - _coordinate(rank, axis, lengths)) * prod(lengths[axis + 1 :])
 
 
@@ -163,9 +165,9 @@ def _mesh_cost(ranks: int, dims: Dims = None) -> AlphaBetaGammaCost:
 def all_reduce_mesh_2d(ranks: int, dims: Dims = None) -> Program:
     """Reduce-scatter along the rows and columns of a grid without links around it, then all-gather back."""
     lengths = grid_dims(ranks, dims, 2)
-    phases = _all_gather_phases(lengths, (0, 1), 0, all_gather_line)
+    phases = _all_gather_phases(lengths, (0, 1), 0, line_all_gather=all_gather_line)
     gathered = [step for phase in phases for step in phase]
-    return _all_reduce_from_all_gather("mesh-2d", gathered, ranks, ranks, 2 if max(lengths) > 2 else 1)
+    return _all_reduce_from_all_gather("mesh-2d", gathered, ranks, chunks=ranks, ports=2 if max(lengths) > 2 else 1)
 
 
 def _line_cost(ranks: int) -> AlphaBetaGammaCost:
@@ -182,7 +184,7 @@ def all_gather_line(ranks: int) -> Program:
             steps[rank - chunk].append(copy_chunk(rank, rank + 1, chunk))
         for rank in range(chunk, 0, -1):
             steps[chunk - rank].append(copy_chunk(rank, rank - 1, chunk))
-    return collective_program("all-gather", "line", ranks, steps, ports=1 if ranks == 2 else 2)
+    return collective_program("all-gather", "line", ranks, steps=steps, ports=1 if ranks == 2 else 2)
 
 
 @algorithm("reduce-scatter", "line", cost=lambda n: _line_cost(n).with_reduction)

@@ -22,7 +22,7 @@ def broadcast_tree(ranks: int, root: int = 0) -> Program:
         ]
         for reach in _send_distances(ranks)
     ]
-    return collective_program("broadcast", "tree", ranks, steps, chunks=1, root=root)
+    return collective_program("broadcast", "tree", ranks, steps=steps, chunks=1, root=root)
 
 
 def _send_distances(ranks: int) -> list[int]:
@@ -65,7 +65,7 @@ def _scatter_steps(ranks: int, root: int) -> list[list[ChunkTransfer]]:
 @algorithm("scatter", "tree", cost=doubling_cost)
 def scatter_tree(ranks: int, root: int = 0) -> Program:
     """The root sends half of the chunks to one rank, and both continue in the same way."""
-    return collective_program("scatter", "tree", ranks, _scatter_steps(ranks, root), root=root)
+    return collective_program("scatter", "tree", ranks, steps=_scatter_steps(ranks, root), root=root)
 
 
 @algorithm("gather", "tree", cost=doubling_cost)
@@ -78,4 +78,4 @@ def gather_tree(ranks: int, root: int = 0) -> Program:
 def broadcast_scatter_all_gather(ranks: int, root: int = 0) -> Program:
     """Scatter over a tree, then all-gather around a ring: the root sends everything once, not once per level."""
     steps: list[Sequence[ChunkTransfer]] = [*_scatter_steps(ranks, root), *all_gather_ring(ranks).steps]
-    return collective_program("broadcast", "scatter-all-gather", ranks, steps, root=root)
+    return collective_program("broadcast", "scatter-all-gather", ranks, steps=steps, root=root)

@@ -24,7 +24,7 @@ def finite_or_nan(scales: Tensor) -> Tensor:
 
 
 def scale_to_units(tensor: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """(flat elements over the largest magnitude of their block, those magnitudes [blocks, 1]); 0 for a scale of 0 or NaN."""
+    """(flat elements over their block's largest magnitude, or 0 if that is 0 or NaN; these magnitudes [blocks, 1])."""
     blocks = to_blocks(tensor, block)
     scales = finite_or_nan(blocks.abs().amax(1, keepdim=True))
     return torch.where(scales > 0, blocks / scales, 0).view(-1)[: tensor.numel()], scales

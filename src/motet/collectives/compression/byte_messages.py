@@ -1,6 +1,6 @@
 """Messages as flat uint8 tensors: a tensor to a message and back by any codec, and the collectives that move messages.
 
-All messages of a collective are equally long, so that any backend takes them. The trace counts the bytes to other ranks.
+All messages of a collective are equally long, so that any backend takes them. The trace counts bytes to other ranks.
 """
 
 from collections.abc import Iterator, Sequence

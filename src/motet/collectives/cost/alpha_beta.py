@@ -1,8 +1,8 @@
 """The time of a Program on a Cluster: alpha-beta-gamma along the links that its messages cross.
 
-Steps follow one another. In a step every port carries its messages in turn, each with its start-up (alpha) and its bytes
-(beta). A link in between carries the bytes of all messages that cross it. The step ends when the busiest link and then
-the busiest adder (gamma) are done. The model ignores ranks that run ahead into the next step.
+Steps follow one another. In a step every port carries its messages in turn, each with its start-up (alpha) and its
+bytes (beta). A link in between carries the bytes of all messages that cross it. The step ends when the busiest link and
+then the busiest adder (gamma) are done. The model ignores ranks that run ahead into the next step.
 """
 
 from collections import Counter

@@ -56,7 +56,7 @@ def costed_algorithms(
     else:
         eligible = [algorithm for algorithm in eligible if algorithm.supports(ranks) and algorithm.same_bits]
         axes = len(torus_dims)
-        # An algorithm with any number of dimensions is for grids that no other algorithm is for; one dimension is a ring.
+        # An algorithm with any number of dimensions is for grids without a specific algorithm; one dimension is a ring.
         uses_any_dims = axes > 1 and sum(axes in algorithm.axes for algorithm in eligible) == 1
         eligible = [algorithm for algorithm in eligible if len(algorithm.axes) < 2 or uses_any_dims]
     hosts = even_host_groups(cluster, rank_groups)

@@ -233,7 +233,7 @@ def _svg_cell(
 
 
 def svg_arrows(geometry: SvgPanelGeometry, frame: CollectiveStepFrame) -> Iterator[str]:
-    """Straight arrows between neighbours, and arcs past other ranks: above the row to the right, below it to the left."""
+    """Straight arrows between neighbours, and arcs past other ranks: to the right above the row, to the left below."""
     for t in frame.step:
         for chunk in t.chunks:
             yield _svg_arrow(geometry, t, chunk)
