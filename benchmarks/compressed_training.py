@@ -1,8 +1,8 @@
 """What compressed, quantised and infrequent communication does to training: loss curves beside the exact run's.
 
 Each variant trains the job `tiny` on two ranks with the same values, batches and learning rates as the exact run of its
-seed; only the communication differs. A finished run is a line of
-docs/benchmarks/training-curves.csv, and is not repeated. Every run is made in a temporary folder; one that is interrupted begins anew.
+seed; only the communication differs. A finished run is a line of docs/benchmarks/training-curves.csv, and is
+not repeated. Every run is made in a temporary folder; an interrupted run begins anew.
 
     python benchmarks/compressed_training.py [--steps 500] [--seeds 0 1 2] [--only exact int4 ...] [--curves FILE]
                                              [--page | --no-page]

@@ -2,8 +2,8 @@
 
 Each variant trains the job `tiny` with four workers and one server, from the same values as the synchronous run of its
 seed. A finished run is a line of docs/benchmarks/training-curves.csv, and is not repeated. Every run is made in a
-temporary folder; an interrupted run begins anew. A step with a gradient that is further behind than its mode allows ends
-this program.
+temporary folder; an interrupted run begins anew. A gradient that is further behind than its mode allows ends this
+program.
 
     python benchmarks/server_training.py [--steps 200] [--seeds 0 1 2] [--only sync async ...] [--curves FILE]
                                          [--page | --no-page]

@@ -219,7 +219,7 @@ def functions_named_like_modules(sources: Sources) -> Iterator[str]:
         folder = path.rpartition("/")[0]
         names = modules[folder] | {folder.rpartition("/")[2]}
         for name, node in _qualified_functions(tree, ""):
-            if name in names:
+            if name in names and name != "main":  # the usual name of an entry point
                 yield f"{path}:{node.lineno}: function {node.name} has the name of a module or package beside it"
 
 

@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from motet.cli.show.step_timeline import step_timeline
+from motet.cli.show.step_graph import step_timeline
 from motet.parallel.data_parallel.buckets import build_buckets
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits, FSDPUnit

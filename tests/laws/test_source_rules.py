@@ -59,6 +59,7 @@ CASES: list[tuple[str, dict[str, str], list[str]]] = [
         {A: "def f():\n    async def found(): pass\nx, (own, y) = z"},
         ["own", "found"],
     ),
+    ("functions_named_like_modules", {"src/motet/train/main.py": "def main(): ..."}, []),
     ("functions_named_like_modules", {A: "def c(): ...\nclass C:\n    def b(self): ...", B: ""}, []),
     ("functions_named_like_modules", {A: "", B: "if x:\n    async def a(): ..."}, [f"{B}:2: function a"]),
     (

@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from motet.cli.show.show_commands import show_app as app
-from motet.cli.show.step_timeline import layers_and_messages
+from motet.cli.show.step_graph import layers_and_messages
 from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.layout import Layout

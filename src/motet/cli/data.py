@@ -6,7 +6,7 @@ import difflib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option, Typer
 
 from motet.cli.output import show_progress
 from motet.core.errors import InputError
@@ -15,7 +15,7 @@ from motet.monitor.console import print_json, stdout_console
 if TYPE_CHECKING:
     from motet.data.settings import DataSettings, DataSourceSettings
 
-data_app = typer.Typer(help="Build corpora into tokens, and look into them.", no_args_is_help=True)
+data_app = Typer(help="Build corpora into tokens, and look into them.", no_args_is_help=True)
 
 _FIELD_OPTIONS = ("text_field", "prompt_field", "answer_field", "label_field")
 _OPTIONS = ("objective", *_FIELD_OPTIONS)
@@ -25,15 +25,15 @@ _SHOWN_TOKENS = 100
 
 @data_app.command("build")
 def build_command(
-    source: Annotated[str, typer.Argument(help="`stdlib`, a file, folder or pattern of text or records, or hf:NAME.")],
-    out: Annotated[Path, typer.Option(help="The folder to build; finished parts in it are kept.")],
+    *,
+    source: Annotated[str, Argument(help="`stdlib`, a file, folder or pattern of text or records, or hf:NAME.")],
+    out: Annotated[Path, Option(help="The folder to build; finished parts in it are kept.")],
     options: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help=f"{', '.join(_OPTIONS)}: as in a job's [data]."),
+        list[str] | None, Argument(metavar="KEY=VALUE", help=f"{', '.join(_OPTIONS)}: as in a job's [data].")
     ] = None,
-    tokenizer: Annotated[str, typer.Option(help="bpe:SIZE, `bytes`, or a tokenizer.json or its folder.")] = "bpe:4096",
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes; all cores when not given.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON; progress goes to stderr.")] = False,
+    tokenizer: Annotated[str, Option(help="bpe:SIZE, `bytes`, or a tokenizer.json or its folder.")] = "bpe:4096",
+    workers: Annotated[int | None, Option(min=1, help="Processes; all cores when not given.")] = None,
+    json: Annotated[bool, Option("--json", help="Print the manifest as JSON; progress goes to stderr.")] = False,
 ) -> None:
     """Turn text into tokens. The same command continues an interrupted build."""
     from motet.data.corpus.prepare import build_corpus_folder
@@ -49,9 +49,10 @@ def build_command(
 
 @data_app.command("show")
 def show_command(
-    folder: Annotated[Path, typer.Argument(help="A folder that `motet data build` made.")],
-    verify: Annotated[bool, typer.Option(help="Read everything and compare checksums.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the manifest and the sample as JSON.")] = False,
+    *,
+    folder: Annotated[Path, Argument(help="A folder that `motet data build` made.")],
+    verify: Annotated[bool, Option(help="Read everything and compare checksums.")] = False,
+    json: Annotated[bool, Option("--json", help="Print the manifest and the sample as JSON.")] = False,
 ) -> None:
     """Print the manifest of a built folder, and the start of its first document as text."""
     from motet.data.corpus.prepare import load_corpus_tokenizer

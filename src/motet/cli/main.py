@@ -3,7 +3,7 @@
 import sys
 from typing import Annotated
 
-import typer
+from typer import Exit, Option, Typer, echo
 
 import motet
 from motet.cli.collectives.collectives_commands import collectives_app
@@ -15,7 +15,7 @@ from motet.cli.train import train_command
 from motet.cli.verify import verify_command
 from motet.core.errors import MotetError
 
-app = typer.Typer(
+app = Typer(
     name="motet",
     no_args_is_help=True,
     add_completion=False,
@@ -27,14 +27,14 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"motet {motet.__version__}")
-        raise typer.Exit
+        echo(f"motet {motet.__version__}")
+        raise Exit
 
 
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version, and stop.")
+        bool, Option("--version", callback=_version, is_eager=True, help="Print the version, and stop.")
     ] = False,
 ) -> None:
     """Train large language models on any number of devices."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Exit, Option
 
 from motet.cli.environment import read_environment
 from motet.cli.output import log, show_progress
@@ -31,24 +31,25 @@ ROOT_CAUSE_WAIT_S = 2.0
 
 
 def train_command(  # noqa: PLR0913 - a command's options
+    *,
     words: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             metavar="[JOB] [SECTION.KEY=VALUE]...",
             help=f"A TOML file or a built-in job ({DEFAULT_JOB} when not given), and settings to replace.",
         ),
     ] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Local ranks to start (run.ranks).")] = None,
-    run_folder: Annotated[str | None, typer.Option(help="The run folder (run.folder).")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the newest run (of JOB, when given).")] = False,
-    resume_from: Annotated[str | None, typer.Option(metavar="RUN", help="Continue the run in this folder.")] = None,
+    ranks: Annotated[int | None, Option(min=1, help="Local ranks to start (run.ranks).")] = None,
+    run_folder: Annotated[str | None, Option(help="The run folder (run.folder).")] = None,
+    resume: Annotated[bool, Option("--resume", help="Continue the newest run (of JOB, when given).")] = False,
+    resume_from: Annotated[str | None, Option(metavar="RUN", help="Continue the run in this folder.")] = None,
     join: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Work for the run with a parameter server at this address.")
+        str | None, Option(metavar="HOST:PORT", help="Work for the run with a parameter server at this address.")
     ] = None,
-    print_job: Annotated[bool, typer.Option("--print-job", help="Print the resolved job as TOML, and stop.")] = False,
-    list_jobs: Annotated[bool, typer.Option("--list-jobs", help="List the built-in jobs, and stop.")] = False,
-    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of a job, and stop.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Answer in JSON; progress goes to stderr.")] = False,
+    print_job: Annotated[bool, Option("--print-job", help="Print the resolved job as TOML, and stop.")] = False,
+    list_jobs: Annotated[bool, Option("--list-jobs", help="List the built-in jobs, and stop.")] = False,
+    schema: Annotated[bool, Option("--schema", help="Print the JSON schema of a job, and stop.")] = False,
+    json: Annotated[bool, Option("--json", help="Answer in JSON; progress goes to stderr.")] = False,
 ) -> None:
     """Train a model: with local ranks under a supervisor, or as one rank of torchrun or srun."""
     if list_jobs:
@@ -64,7 +65,7 @@ def train_command(  # noqa: PLR0913 - a command's options
         if print_job:
             _print_job(request.job, json)
         else:
-            raise typer.Exit(_run_training(request, ranks, json) if join is None else _join_run(request, join))
+            raise Exit(_run_training(request, ranks, json) if join is None else _join_run(request, join))
 
 
 def _train_request(

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext, redirect_stdout
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Exit, Option
 
 from motet.cli.environment import read_environment
 from motet.cli.output import log
@@ -24,22 +24,23 @@ DEFAULT_RANKS = 4
 
 
 def verify_command(
+    *,
     words: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             metavar="[JOB] [SECTION.KEY=VALUE]...",
             help="A TOML file or a built-in job (tiny when not given), and settings to replace.",
         ),
     ] = None,
     layout: Annotated[
-        list[str] | None, typer.Option(help='A layout such as "dp=2 zero=1"; may be given several times.')
+        list[str] | None, Option(help='A layout such as "dp=2 zero=1"; may be given several times.')
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="All layouts for up to --ranks ranks.")] = False,
+    everything: Annotated[bool, Option("--all", help="All layouts for up to --ranks ranks.")] = False,
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Ranks of layouts that do not say dp, and the most with --all; {DEFAULT_RANKS}."),
+        Option(min=1, help=f"Ranks of layouts that do not say dp, and the most with --all; {DEFAULT_RANKS}."),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON; progress goes to stderr.")] = False,
+    json: Annotated[bool, Option("--json", help="Print JSON; progress goes to stderr.")] = False,
 ) -> None:
     """Compare layouts with one device in float64, on a small version of the job; say where they begin to differ."""
     from motet.parity.candidate_layouts import layout_text, layouts_up_to, with_default_ranks
@@ -56,7 +57,7 @@ def verify_command(
         layouts = [with_default_ranks(text, ranks or DEFAULT_RANKS) for text in layout]
     else:
         layouts = [with_default_ranks(layout_text(job.layout), ranks or max(2, job.run.ranks))]
-    raise typer.Exit(_verify_layouts(job, layouts, json))
+    raise Exit(_verify_layouts(job, layouts, json))
 
 
 def _verify_layouts(job: Job, layouts: list[str], json: bool) -> int:

@@ -5,27 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
+from typer import Argument, Option, Typer
 
 from motet.cli.parse_sizes import MAX_RANKS, integer_option
 
-collectives_app = typer.Typer(no_args_is_help=True, help="Collectives: list, draw, prove, cost and run them.")
+collectives_app = Typer(no_args_is_help=True, help="Collectives: list, draw, prove, cost and run them.")
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_RANKS = integer_option("--ranks", 2, MAX_RANKS)
+Json = Annotated[bool, Option("--json", help="Print JSON.")]
 ProgramWords = Annotated[
-    list[str], typer.Argument(metavar="COLLECTIVE ALGORITHM [NAME=VALUE]... or FILE.json", help="The Program.")
+    list[str], Argument(metavar="COLLECTIVE ALGORITHM [NAME=VALUE]... or FILE.json", help="The Program.")
 ]
 
 
 @collectives_app.command("list")
 def list_command(
-    collective: Annotated[
-        str | None, typer.Argument(metavar="[COLLECTIVE]", help="Only this collective; else all.")
-    ] = None,
-    ranks: Annotated[
-        int,
-        typer.Option(callback=integer_option("--ranks", 2, MAX_RANKS), help="Count rounds and traffic for these."),
-    ] = 8,
+    *,
+    collective: Annotated[str | None, Argument(metavar="[COLLECTIVE]", help="Only this collective; else all.")] = None,
+    ranks: Annotated[int, Option(callback=_RANKS, help="Count rounds and traffic for these.")] = 8,
     json: Json = False,
 ) -> None:
     """The algorithms of each collective, the ranks and options that they support, and their closed forms.
@@ -40,15 +37,14 @@ def list_command(
 
 @collectives_app.command("draw")
 def draw_command(
+    *,
     words: ProgramWords,
-    ranks: Annotated[
-        int | None, typer.Option(callback=integer_option("--ranks", 2, MAX_RANKS), help="How many; 4 when not given.")
-    ] = None,
-    svg: Annotated[Path | None, typer.Option(help="Write a picture of all steps to this file.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write an animated page to this file.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the Program as JSON: docs/reference/program.md.")] = False,
+    ranks: Annotated[int | None, Option(callback=_RANKS, help="How many; 4 when not given.")] = None,
+    svg: Annotated[Path | None, Option(help="Write a picture of all steps to this file.")] = None,
+    html: Annotated[Path | None, Option(help="Write an animated page to this file.")] = None,
+    json: Annotated[bool, Option("--json", help="Print the Program as JSON: docs/reference/program.md.")] = False,
 ) -> None:
-    """Who sends which chunk to whom in each step, and what each rank then holds."""
+    """Draw the transfers of each step, and the chunks that each rank then holds."""
     from motet.cli.collectives.list_algorithms import draw_program
 
     draw_program(words, ranks, svg, html=html, json=json)
@@ -56,19 +52,20 @@ def draw_command(
 
 @collectives_app.command("prove")
 def prove_command(
+    *,
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[COLLECTIVE [ALGORITHM] [NAME=VALUE]... or FILE.json]", help="What to prove."),
+        Argument(metavar="[COLLECTIVE [ALGORITHM] [NAME=VALUE]... or FILE.json]", help="What to prove."),
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="All algorithms, with the hosts and dimensions that they may have.")
+        bool, Option("--all", help="All algorithms, with the hosts and dimensions that they may have.")
     ] = False,
-    ranks: Annotated[str | None, typer.Option(help="Numbers of ranks: 2..64, 4,8 or 7; 2..16 if not given.")] = None,
+    ranks: Annotated[str | None, Option(help="Numbers of ranks: 2..64, 4,8 or 7; 2..16 if not given.")] = None,
     sends: Annotated[
         Literal["grouped", "blocking"],
-        typer.Option(help="A rank sends and receives simultaneously, or each send waits for its receiver."),
+        Option(help="A rank sends and receives simultaneously, or each send waits for its receiver."),
     ] = "grouped",
-    json: Annotated[bool, typer.Option("--json", help="Print JSON; progress goes to stderr.")] = False,
+    json: Annotated[bool, Option("--json", help="Print JSON; progress goes to stderr.")] = False,
 ) -> None:
     """Prove that Programs do what their collective promises, for every input; draw the step where one does not."""
     from motet.cli.collectives.proof_report import prove_programs
@@ -78,25 +75,21 @@ def prove_command(
 
 @collectives_app.command("cost")
 def cost_command(  # noqa: PLR0913 - options of a command
-    collective: Annotated[str, typer.Argument(metavar="COLLECTIVE", help="For example all-reduce.")],
+    *,
+    collective: Annotated[str, Argument(metavar="COLLECTIVE", help="For example all-reduce.")],
     algorithms: Annotated[
-        list[str] | None, typer.Argument(metavar="[ALGORITHM]...", help="Only these; else all that give equal bits.")
+        list[str] | None, Argument(metavar="[ALGORITHM]...", help="Only these; else all that give equal bits.")
     ] = None,
-    cluster: Annotated[str, typer.Option(help="The name of a preset, or a TOML file.")] = "laptop",
+    cluster: Annotated[str, Option(help="The name of a preset, or a TOML file.")] = "laptop",
     ranks: Annotated[
         int | None,
-        typer.Option(
-            callback=integer_option("--ranks", 2, MAX_RANKS),
-            help="The first N ranks of it, with more hosts if it has fewer; else all.",
-        ),
+        Option(callback=_RANKS, help="The first N ranks of it, with more hosts if it has fewer; else all."),
     ] = None,
-    hosts: Annotated[
-        int | None, typer.Option(callback=integer_option("--hosts", 1), help="A cluster of N hosts.")
-    ] = None,
-    dims: Annotated[str | None, typer.Option(help="A torus of these lengths, as in 4x4x4.")] = None,
-    size: Annotated[str | None, typer.Option(help="1KiB..1GiB, 64MiB or 1KiB,1MiB; 1KiB..1GiB if not given.")] = None,
-    svg: Annotated[Path | None, typer.Option(help="Write the plot to this file.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write the plot and the table to this page.")] = None,
+    hosts: Annotated[int | None, Option(callback=integer_option("--hosts", 1), help="A cluster of N hosts.")] = None,
+    dims: Annotated[str | None, Option(help="A torus of these lengths, as in 4x4x4.")] = None,
+    size: Annotated[str | None, Option(help="1KiB..1GiB, 64MiB or 1KiB,1MiB; 1KiB..1GiB if not given.")] = None,
+    svg: Annotated[Path | None, Option(help="Write the plot to this file.")] = None,
+    html: Annotated[Path | None, Option(help="Write the plot and the table to this page.")] = None,
     json: Json = False,
 ) -> None:
     """Predicted time over message size, the cheapest algorithm at each, and where they cross.
@@ -106,28 +99,22 @@ def cost_command(  # noqa: PLR0913 - options of a command
     """
     from motet.cli.collectives.cost_report import cost_query, report_cost
 
-    report_cost(
-        cost_query(collective, algorithms or [], cluster, ranks=ranks, hosts=hosts, dims=dims, size=size),
-        svg,
-        html,
-        json=json,
-    )
+    query = cost_query(collective, algorithms or [], cluster, ranks=ranks, hosts=hosts, dims=dims, size=size)
+    report_cost(query, svg, html, json=json)
 
 
 @collectives_app.command("run")
 def run_command(
+    *,
     words: ProgramWords,
     ranks: Annotated[
-        int | None,
-        typer.Option(callback=integer_option("--ranks", 2), help="How many on this machine; 2 when not given."),
+        int | None, Option(callback=integer_option("--ranks", 2), help="How many on this machine; 2 when not given.")
     ] = None,
-    size: Annotated[str | None, typer.Option(help="S, for example 4KiB or 16MiB; 1MiB if not given.")] = None,
-    repeats: Annotated[
-        int, typer.Option(callback=integer_option("--repeats", 1, 10_000), help="How often to measure.")
-    ] = 5,
-    cluster: Annotated[str | None, typer.Option(help="A preset or TOML file, to predict the time on.")] = None,
+    size: Annotated[str | None, Option(help="S, for example 4KiB or 16MiB; 1MiB if not given.")] = None,
+    repeats: Annotated[int, Option(callback=integer_option("--repeats", 1, 10_000), help="How often to measure.")] = 5,
+    cluster: Annotated[str | None, Option(help="A preset or TOML file, to predict the time on.")] = None,
     backend: Annotated[
-        Literal["auto", "motet", "gloo"], typer.Option(help="What carries the messages; auto is motet on Linux x86-64.")
+        Literal["auto", "motet", "gloo"], Option(help="What carries the messages; auto is motet on Linux x86-64.")
     ] = "auto",
     json: Json = False,
 ) -> None:

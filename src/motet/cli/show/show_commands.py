@@ -5,28 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
+from typer import Argument, Option, Typer
 
 from motet.cli.collectives.collectives_commands import Json, draw_command
 
-show_app = typer.Typer(no_args_is_help=True, help="Show what a run is made of.")
+show_app = Typer(no_args_is_help=True, help="Show what a run is made of.")
 
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Settings of the job to replace.")
+    list[str] | None, Argument(metavar="[SECTION.KEY=VALUE]...", help="Settings of the job to replace.")
 ]
 
 
 @show_app.command("model")
 def model_command(
+    *,
     source: Annotated[
-        str, typer.Argument(metavar="JOB_OR_CONFIG", help="A job, hf:FOLDER, or a config.json of Hugging Face.")
+        str, Argument(metavar="JOB_OR_CONFIG", help="A job, hf:FOLDER, or a config.json of Hugging Face.")
     ],
     overrides: Overrides = None,
     sequence_length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per sequence; else the job's, or the config's context.")
+        int | None, Option(min=1, help="Tokens per sequence; else the job's, or the config's context.")
     ] = None,
     attention: Annotated[
-        Literal["causal", "full"], typer.Option(help="Count attention as far as tokens see each other, or all pairs.")
+        Literal["causal", "full"], Option(help="Count attention as far as tokens see each other, or all pairs.")
     ] = "causal",
     json: Json = False,
 ) -> None:
@@ -41,12 +42,13 @@ show_app.command("collective")(draw_command)
 
 @show_app.command("layout")
 def layout_command(
-    words: Annotated[str, typer.Argument(metavar="LAYOUT", help='Such as "dp=8 zero=3 shard_group=4".')],
+    *,
+    words: Annotated[str, Argument(metavar="LAYOUT", help='Such as "dp=8 zero=3 shard_group=4".')],
     overrides: Overrides = None,
-    job: Annotated[str, typer.Option(help="The job whose model is sharded, and whose batch is read.")] = "tiny",
+    job: Annotated[str, Option(help="The job whose model is sharded, and whose batch is read.")] = "tiny",
     json: Json = False,
 ) -> None:
-    """Who holds, sums and gathers what in a layout, and a proof that every element and row counts once."""
+    """The ranks that hold, sum and gather each part of a layout, and a proof that all elements and rows count once."""
     from motet.cli.show.layout_report import show_layout
 
     show_layout(words, overrides or [], job, json=json)
@@ -54,19 +56,18 @@ def layout_command(
 
 @show_app.command("step")
 def step_command(
-    source: Annotated[str, typer.Argument(metavar="JOB", help="A job file, or the name of a built-in job.")],
+    *,
+    source: Annotated[str, Argument(metavar="JOB", help="A job file, or the name of a built-in job.")],
     overrides: Overrides = None,
-    ranks: Annotated[int, typer.Option(min=1, help="How many train it.")] = 2,
+    ranks: Annotated[int, Option(min=1, help="How many train it.")] = 2,
     communication: Annotated[
         float,
-        typer.Option(
-            min=0.0, help="Time to all-reduce the gradients over the time to compute a step, for the drawing."
-        ),
+        Option(min=0.0, help="Time to all-reduce the gradients over the time to compute a step, for the drawing."),
     ] = 0.5,
-    svg: Annotated[Path | None, typer.Option(help="Write a picture to this file.")] = None,
+    svg: Annotated[Path | None, Option(help="Write a picture to this file.")] = None,
     json: Json = False,
 ) -> None:
-    """What waits for what in a step: gradients, messages, updates, and the next forward."""
-    from motet.cli.show.step_timeline import show_step
+    """The dependencies in a step: gradients, messages, updates, and the next forward."""
+    from motet.cli.show.step_graph import show_step
 
     show_step(source, overrides or [], ranks, communication=communication, svg=svg, json=json)
