@@ -138,11 +138,11 @@ def calibrated(options: argparse.Namespace) -> "Predicted":
     import torch.distributed as dist
     from parts.step_time_model import Predicted
 
-    from motet.cli.show.step_graph import layers_and_messages
     from motet.cluster.cluster_toml import cluster_from_dict
     from motet.collectives.execute.link_measurement import calibrate_cluster
     from motet.parallel.layout import Layout
     from motet.train.job import load_job
+    from motet.train.step_graph import layers_and_messages
 
     group = dist.group.WORLD
     assert group is not None

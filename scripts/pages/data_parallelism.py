@@ -2,7 +2,6 @@
 
 from functools import cache
 
-from motet.cli.show.step_graph import step_timeline
 from motet.parallel.data_parallel.buckets import build_buckets
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits, FSDPUnit
@@ -13,6 +12,7 @@ from motet.parallel.step_plan.timeline import TimelineNode
 from motet.parallel.step_plan.traffic import sent_bytes_per_step
 from motet.precision.recipe import RECIPES
 from motet.train.job import load_job
+from motet.train.step_graph import step_timeline
 from pages import fill_blocks
 
 RINGS = CommunicationSettings(all_reduce="ring", reduce_scatter="ring", all_gather="ring")

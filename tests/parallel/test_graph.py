@@ -9,7 +9,6 @@ import torch
 from typer.testing import CliRunner
 
 from motet.cli.show.show_commands import show_app as app
-from motet.cli.show.step_graph import layers_and_messages
 from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.layout import Layout
@@ -22,6 +21,7 @@ from motet.parallel.step_plan.timeline import (
     compute_node_times,
 )
 from motet.train.build import build_components, precision_context
+from motet.train.step_graph import layers_and_messages
 from train.runs import small_job
 
 STRETCHES = [

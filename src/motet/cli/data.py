@@ -38,7 +38,7 @@ def build_command(
     """Turn text into tokens. The same command continues an interrupted build."""
     from motet.data.corpus.prepare import build_corpus_folder
 
-    fields, settings = _parse_settings(source, options or [], tokenizer, workers)
+    fields, settings = _parse_settings(source, options or [], tokenizer, workers=workers)
     with show_progress() as progress:
         manifest = build_corpus_folder(fields, settings, out, progress=progress)
     if json:
@@ -76,7 +76,7 @@ def show_command(
 
 
 def _parse_settings(
-    source: str, options: list[str], tokenizer: str, workers: int | None
+    source: str, options: list[str], tokenizer: str, *, workers: int | None
 ) -> tuple[DataSourceSettings, DataSettings]:
     from pydantic import ValidationError
 

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from errno import EISDIR
 from os import strerror
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from motet.core.errors import InputError
 from motet.monitor.console import stderr_console, stdout_console
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from rich.progress import TaskID
 
 ProgressReporter = Callable[[str, int, int], None]

@@ -61,7 +61,7 @@ def train_command(  # noqa: PLR0913 - a command's options
     else:
         options = {"run.ranks": ranks, "run.folder": run_folder}
         option_overrides = [f"{key}={json_format.dumps(value)}" for key, value in options.items() if value is not None]
-        request = _train_request(words or [], option_overrides, resume, resume_from)
+        request = _train_request(words or [], option_overrides, resume=resume, resume_from=resume_from)
         if print_job:
             _print_job(request.job, json)
         else:
@@ -69,7 +69,7 @@ def train_command(  # noqa: PLR0913 - a command's options
 
 
 def _train_request(
-    words: list[str], option_overrides: list[str], resume: bool, resume_from: str | None
+    words: list[str], option_overrides: list[str], *, resume: bool, resume_from: str | None
 ) -> "TrainRequest":
     """Load the job, and find the run to continue."""
     from motet.train.job import load_job, split_job_and_overrides

@@ -78,13 +78,16 @@ def cost_query(
     if options := [word for word in algorithms if "=" in word]:
         raise InputError(f"{options[0]!r} is an option, and cost tries the options itself; leave it out")
     sized_cluster = load_sized_cluster(cluster, ranks, hosts=hosts, dims=dims)
-    if collective not in COLLECTIVES_WITHOUT_DATA:
-        sizes = parse_size_range("1KiB..1GiB" if size is None else size)
-    elif size is None:
-        sizes = [0]
-    else:
-        raise InputError(f"--size {size}, but a {collective} carries no data; leave --size out")
+    has_data = check_carries_data(collective, size)
+    sizes = parse_size_range("1KiB..1GiB" if size is None else size) if has_data else [0]
     return CollectiveCostQuery(collective, tuple(algorithms) or None, sized_cluster, sizes)
+
+
+def check_carries_data(collective: str, size: str | None) -> bool:
+    """Whether a collective carries data; raise if `--size` is set for one that does not."""
+    if collective in COLLECTIVES_WITHOUT_DATA and size is not None:
+        raise InputError(f"--size {size}, but a {collective} carries no data; leave --size out")
+    return collective not in COLLECTIVES_WITHOUT_DATA
 
 
 def load_sized_cluster(source: str, ranks: int | None, *, hosts: int | None = None, dims: str | None = None) -> Cluster:
@@ -110,7 +113,10 @@ def load_sized_cluster(source: str, ranks: int | None, *, hosts: int | None = No
 def report_cost(query: CollectiveCostQuery, svg: Path | None, html: Path | None, *, json: bool) -> None:
     """Print times, cheapest algorithms and crossovers, and write the plots."""
     if svg or html:
-        _check_plottable(query)
+        if query.sizes == [0]:
+            raise InputError(f"a {query.collective} takes as long at every size; leave --svg and --html out")
+        if len(query.sizes) < 2:
+            raise InputError(f"a plot over the one size {query.sizes[0]} is none; give --size 1KiB..1GiB")
         check_writable(svg, html)
     curves = query.curves_at(query.sizes)
     time_rows = _time_rows(query, curves)
@@ -133,13 +139,6 @@ def report_cost(query: CollectiveCostQuery, svg: Path | None, html: Path | None,
         sizes = query.plot_sizes(_TERMINAL_COLUMNS)
         print_lines("", *ascii_plot(query.curves_at(sizes), sizes, query.crossovers))
     print_lines(*(f"{path} is written" for path in (svg, html) if path))
-
-
-def _check_plottable(query: CollectiveCostQuery) -> None:
-    if query.sizes == [0]:
-        raise InputError(f"a {query.collective} takes as long at every size; leave --svg and --html out")
-    if len(query.sizes) < 2:
-        raise InputError(f"a plot over the one size {query.sizes[0]} is none; give --size 1KiB..1GiB")
 
 
 def _time_rows(query: CollectiveCostQuery, curves: Sequence[AlgorithmTimeCurve]) -> list[list[str]]:

@@ -1,16 +1,14 @@
 """The output of `motet collectives run`: a Program on ranks of this machine, checked, counted and timed."""
 
-from __future__ import annotations
-
 import json as json_format
 import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from motet.cli.collectives.cost_report import load_sized_cluster
+from motet.cli.collectives.cost_report import check_carries_data, load_sized_cluster
 from motet.cli.collectives.program_arguments import (
     load_or_build_program,
     names_program_file,
@@ -20,6 +18,7 @@ from motet.cli.collectives.program_arguments import (
 from motet.cli.environment import read_environment
 from motet.cli.output import print_lines
 from motet.cli.parse_sizes import parse_bytes
+from motet.cluster.cluster import Cluster
 from motet.collectives.cost.alpha_beta import COLLECTIVES_WITHOUT_DATA, bus_bandwidth_factor, estimate_cost
 from motet.collectives.draw.frames import align_columns
 from motet.collectives.program import Program, group_by_pair
@@ -27,12 +26,9 @@ from motet.collectives.prove.program_checker import prove_program
 from motet.core.errors import InputError, MotetError, RankFailedError
 from motet.core.units import format_bytes, format_seconds
 from motet.monitor.console import print_json
+from motet.parallel.process.launch_environment import RankEnvironment
+from motet.train.launch.failures import StopFlag
 from motet.train.launch.supervisor import LaunchSpec, launch_ranks, rank_environment
-
-if TYPE_CHECKING:
-    from motet.cluster.cluster import Cluster
-    from motet.parallel.process.launch_environment import RankEnvironment
-    from motet.train.launch.failures import StopFlag
 
 Backend = Literal["auto", "motet", "gloo"]
 
@@ -70,7 +66,7 @@ def run_program(
     # Before the ranks start, so that a mistake in the file is reported early.
     prediction_cluster = load_sized_cluster(cluster, program.ranks) if cluster else None
     measurement = _run_ranks(program, (str(message_bytes), str(repeats), backend))
-    result = _as_json(program, options, measurement, prediction_cluster)
+    result = _as_json(program, options, measurement, cluster=prediction_cluster)
     if json:
         print_json(result)
     else:
@@ -82,10 +78,8 @@ def run_program(
 
 def _message_bytes(program: Program, text: str | None) -> int:
     """S in bytes; a collective without data moves tokens of four bytes."""
-    if program.collective not in COLLECTIVES_WITHOUT_DATA:
+    if check_carries_data(program.collective, text):
         return parse_bytes("1MiB" if text is None else text)
-    if text is not None:
-        raise InputError(f"--size {text}, but a {program.collective} carries no data; leave --size out")
     return 4 * program.message_size_units
 
 
@@ -129,7 +123,7 @@ def measure_rank(
 
 
 def _as_json(
-    program: Program, options: dict[str, object], measurement: dict[str, Any], cluster: Cluster | None
+    program: Program, options: dict[str, object], measurement: dict[str, Any], *, cluster: Cluster | None
 ) -> dict[str, Any]:
     seconds = measurement["seconds"]
     message_bytes = 0 if program.collective in COLLECTIVES_WITHOUT_DATA else measurement["size"]

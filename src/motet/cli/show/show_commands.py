@@ -68,6 +68,6 @@ def step_command(
     json: Json = False,
 ) -> None:
     """The dependencies in a step: gradients, messages, updates, and the next forward."""
-    from motet.cli.show.step_graph import show_step
+    from motet.cli.show.step_output import show_step
 
     show_step(source, overrides or [], ranks, communication=communication, svg=svg, json=json)

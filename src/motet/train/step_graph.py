@@ -1,15 +1,11 @@
-"""The output of `motet show step`: the graph of a data-parallel step, drawn."""
+"""The graph of a data-parallel step of a job: model segments, messages, and the time of each node, without torch."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from motet.cli.output import check_writable, print_lines, write_output_file
 from motet.core.dtypes import DTYPE_BYTES
 from motet.models.spec.model_spec import spec_from_settings
-from motet.monitor.console import print_json, stdout_console
 from motet.parallel.data_parallel.zero import make_buckets
 from motet.parallel.layout import Layout
-from motet.parallel.step_plan.draw import draw_svg, draw_text
 from motet.parallel.step_plan.timeline import (
     CommUnitVolume,
     ModelSegment,
@@ -19,6 +15,7 @@ from motet.parallel.step_plan.timeline import (
 )
 from motet.precision.recipe import RECIPES
 from motet.train.flops import batch_shape
+<<<<<<< HEAD:src/motet/cli/show/step_graph.py
 from motet.train.job import Job, load_job
 from motet.train.launch.preflight import check_job
 
@@ -41,6 +38,9 @@ def show_step(
         print_lines(f"{svg} is written")
     else:
         stdout_console().print(f"{title}; {note}\n\n{draw_text(nodes, times)}", markup=False, highlight=False)
+=======
+from motet.train.job import Job
+>>>>>>> bc74013 (The graph of a step stands in train, where scripts and tests can use it):src/motet/train/step_graph.py
 
 
 def step_timeline(
@@ -55,20 +55,6 @@ def step_timeline(
     all_reduce_bytes = 2.0 * reduce_bytes * spec_from_settings(job.model).parameter_count
     rates = {"compute": 1 / flops, "network": communication / all_reduce_bytes}
     return nodes, compute_node_times(nodes, lambda node: node.work * rates[node.resource])
-
-
-def _node_rows(nodes: Sequence[TimelineNode], times: dict[str, tuple[float, float]]) -> list[dict[str, object]]:
-    return [
-        {
-            "name": node.name,
-            "kind": node.kind,
-            "resource": node.resource,
-            "after": list(node.depends_on),
-            "start": times[node.name][0],
-            "stop": times[node.name][1],
-        }
-        for node in nodes
-    ]
 
 
 def layers_and_messages(job: Job, layout: Layout) -> tuple[list[ModelSegment], list[CommUnitVolume]]:
@@ -88,7 +74,7 @@ def layers_and_messages(job: Job, layout: Layout) -> tuple[list[ModelSegment], l
             if block.repeat > 1:
                 blocks.add(name)
     if layout.zero == 3:
-        return segments, _fsdp_unit_messages(job, segments, sizes, blocks)
+        return segments, _fsdp_unit_messages(job, segments, sizes, blocks=blocks)
     return segments, _bucket_messages(job, layout, sizes)
 
 
@@ -104,7 +90,7 @@ def _bucket_messages(job: Job, layout: Layout, sizes: dict[str, int]) -> list[Co
 
 
 def _fsdp_unit_messages(
-    job: Job, segments: Sequence[ModelSegment], sizes: dict[str, int], blocks: set[str]
+    job: Job, segments: Sequence[ModelSegment], sizes: dict[str, int], *, blocks: set[str]
 ) -> list[CommUnitVolume]:
     """A unit for each block, the last used first, and one for the other parameters."""
     recipe = RECIPES[job.precision.recipe]
