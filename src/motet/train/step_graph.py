@@ -15,32 +15,7 @@ from motet.parallel.step_plan.timeline import (
 )
 from motet.precision.recipe import RECIPES
 from motet.train.flops import batch_shape
-<<<<<<< HEAD:src/motet/cli/show/step_graph.py
-from motet.train.job import Job, load_job
-from motet.train.launch.preflight import check_job
-
-
-def show_step(
-    source: str, overrides: list[str], ranks: int, *, communication: float, svg: Path | None, json: bool
-) -> None:
-    """Draw a step on the terminal or into a file."""
-    check_writable(svg)
-    job = load_job(source, overrides)
-    layout = check_job(job, ranks)
-    nodes, times = step_timeline(job, layout, communication)
-    title = f"{job.name}: zero = {layout.zero}, {ranks} ranks, overlap = {job.communication.overlap!r}"
-    note = f"drawn for a network that all-reduces the gradients in {communication:g} of the time to compute a step"
-    if svg is not None:
-        write_output_file(svg, draw_svg(nodes, times, title=title, note=note))
-    if json:
-        print_json({"job": job.name, "ranks": ranks, "communication": communication, "nodes": _node_rows(nodes, times)})
-    elif svg is not None:
-        print_lines(f"{svg} is written")
-    else:
-        stdout_console().print(f"{title}; {note}\n\n{draw_text(nodes, times)}", markup=False, highlight=False)
-=======
 from motet.train.job import Job
->>>>>>> bc74013 (The graph of a step stands in train, where scripts and tests can use it):src/motet/train/step_graph.py
 
 
 def step_timeline(

@@ -21,7 +21,7 @@ def show_step(
     title = f"{job.name}: zero = {layout.zero}, {ranks} ranks, overlap = {job.communication.overlap!r}"
     note = f"drawn for a network that all-reduces the gradients in {communication:g} of the time to compute a step"
     if svg is not None:
-        write_output_file(svg, draw_svg(nodes, times, title, note))
+        write_output_file(svg, draw_svg(nodes, times, title=title, note=note))
     if json:
         rows = [
             {"name": n.name, "kind": n.kind, "resource": n.resource, "after": list(n.depends_on)}
