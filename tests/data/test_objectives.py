@@ -1,4 +1,4 @@
-"""What a model reads and predicts, checked place by place against the plain meaning of each objective."""
+"""Inputs and targets of each objective, checked position by position."""
 
 import numpy as np
 import pytest

@@ -18,7 +18,7 @@ HERE = str(Path(__file__).parent)
 
 
 def heard(given: DataSettings) -> list[str]:
-    """What `prepare` says that it does."""
+    """Activities that `prepare_data` reports."""
     told: list[str] = []
     prepare_data(given, lambda what, done, total: told.append(what))
     return list(dict.fromkeys(told))

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers, processors
 
 from motet.core.errors import InputError
-from motet.data.corpus.bpe_training import bpe_vocab_size, train_bpe
 from motet.data.corpus.discover import discover_corpus
-from motet.data.corpus.tokenizer import Tokenizer, load_tokenizer
+from motet.data.corpus.tokenizer import Tokenizer, bpe_vocab_size, load_tokenizer, train_bpe
 from motet.data.settings import DataSourceSettings
 
 BYTES = load_tokenizer("bytes")

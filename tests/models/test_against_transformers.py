@@ -67,7 +67,7 @@ def neighbours(weight: Tensor, head_dim: int, turned: int | None = None) -> Tens
 
 
 def llama_weights(theirs: nn.Module, head_dim: int, head_norms: bool = False) -> Weights:
-    """Of Llama, Qwen and Mistral."""
+    """Weights of Llama, Qwen and Mistral."""
     given = theirs.state_dict()
     weights = {"embedding.weight": given["model.embed_tokens.weight"], "norm.weight": given["model.norm.weight"]}
     if not theirs.config.tie_word_embeddings:

@@ -1,4 +1,4 @@
-"""From settings to a trainee: names, refusals, user's factories."""
+"""Trainable models from settings: names, errors, user factories."""
 
 from pathlib import Path
 
@@ -76,7 +76,7 @@ def test_a_trainee_of_each_dtype(dtype: torch.dtype) -> None:
 
 
 def test_bfloat16_is_near_float32() -> None:
-    """Of 8 bits, within the square root of the operations that a value goes through."""
+    """The error is 8 bits, within the square root of the operations that a value goes through."""
     torch.manual_seed(0)
     losses, grads = [], []
     for dtype in (torch.float32, torch.bfloat16):

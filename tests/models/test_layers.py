@@ -35,7 +35,7 @@ def test_rms_norm_is_its_formula_and_its_gradient_that_of_finite_differences() -
 
 
 def test_rms_norm_of_a_slice_of_something_larger() -> None:
-    """As of query heads, which lie beside key heads."""
+    """Query heads are such a slice: key heads follow them."""
     x, weight = doubles(2, 5, 6, 4), doubles(4)
     assert torch.autograd.gradcheck(lambda x, w: rms_norm(x[:, :, :3], w, 1e-5), (x, weight))
 
@@ -184,7 +184,7 @@ def test_gradient_of_attention_in_bfloat16() -> None:
 @pytest.mark.parametrize("length", [5, 128, 150, 300])
 @pytest.mark.parametrize("kind", ["causal", "full", "documents", "rows"])
 def test_gradient_of_attention_in_tiles(length: int, kind: str) -> None:
-    """In float64, where the formula is torch's own to rounding: blocks, groups of heads, and biases fall in place."""
+    """Float64, where the formula equals torch's to rounding: blocks, groups of heads, and biases fall in place."""
     q, k, v = (x.transpose(1, 2).requires_grad_() for x in heads(length))
     bias = None
     if kind in ("documents", "rows"):

@@ -189,7 +189,7 @@ def kept_bytes(model: TransformerSettings, shape: MicroBatchShape, dtype: torch.
 
 
 def unfused_bytes(model: EncoderDecoderSettings, shape: MicroBatchShape) -> int:
-    """What torch's attention on a CPU keeps more than the fused one where a bias is learned.
+    """Bytes that torch's attention on a CPU keeps beyond the fused one if a bias is learned.
 
     Each block keeps the probabilities of all pairs instead of the sums; the bias, once per stack, is not kept.
     """
@@ -220,7 +220,7 @@ def test_saved_bytes_are_those_that_autograd_keeps(dtype: torch.dtype, packed: b
 
 
 def test_saved_bytes_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With torch's own attention, and RMS norms: on a CPU layer norms also keep their weights in float32."""
+    """Torch's attention and RMS norms: on a CPU layer norms also keep their weights in float32."""
     monkeypatch.setattr(attention, "is_amx_faster", lambda *_: False)
     for values in DECODERS:
         decoder = DecoderSettings(**SMALL, **{**values, "norm": "rms"})
@@ -230,7 +230,7 @@ def test_saved_bytes_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", [DecoderSettings, EncoderSettings, EncoderDecoderSettings])
 def test_training_flops_are_those_of_torchs_counter(kind: type[TransformerSettings]) -> None:
-    """With dropout, for torch counts attention on a CPU only where it is computed in the open, and then all pairs."""
+    """Dropout, since torch counts attention on a CPU only if its probabilities are explicit, and then all pairs."""
     cases = {DecoderSettings: DECODERS, EncoderSettings: ENCODERS, EncoderDecoderSettings: ENCODER_DECODERS}
     shape = MicroBatchShape(3, 11, 9, targets=7 if kind is EncoderSettings else None)
     for values in cases[kind]:

@@ -50,7 +50,6 @@ def freeze(module: nn.Module, patterns: tuple[str, ...]) -> None:
 
 
 def _names_matching(patterns: tuple[str, ...], names: Iterable[str], problem: str) -> list[str]:
-    """The names that a pattern matches, in order; a pattern without a match raises `problem`."""
     names = list(names)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -85,8 +84,6 @@ def _attach_adapter(layer: nn.Module, name: str, settings: AdapterSettings, *, s
 
 @dataclass(frozen=True)
 class _LowRankAdapterHook:
-    """Forward hook that adds the adapter's output to that of its linear layer."""
-
     scale: float
 
     def __call__(self, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:

@@ -224,7 +224,6 @@ def _target_positions(weights: Tensor) -> Tensor:
 
 
 def _num_row_classes(settings: TransformerSettings) -> int | None:
-    """Classes of rows; None if targets are tokens."""
     return settings.classes if isinstance(settings, EncoderSettings) and settings.head == "classify" else None
 
 

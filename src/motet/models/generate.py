@@ -35,7 +35,6 @@ def generate_tokens(
 
 @torch.no_grad()
 def _next_token_logits(model: TrainableModel, tokens: Tensor) -> Tensor:
-    """[V] on the CPU in float64."""
     weights = torch.zeros(tokens.shape, device=tokens.device)
     rows = torch.zeros(1, dtype=torch.int64, device=tokens.device)
     logits = model.logits(Batch(tokens=tokens, targets=tokens, weights=weights, rows=rows))

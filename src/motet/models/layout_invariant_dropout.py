@@ -21,7 +21,7 @@ from motet.core.seeds import derive_seed
 
 
 class LayoutInvariantDropoutMode(TorchFunctionMode):
-    """`with mode.for_rows(step, rows): ...` around the forward of a micro-batch."""
+    """A mode for the forward of a micro-batch: `with mode.for_rows(step, rows): ...`."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -112,7 +112,6 @@ def _attention(  # noqa: PLR0913  # the signature of what it replaces
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """scaled_dot_product_attention, with explicit probabilities if they are dropped."""
     if dropout_p == 0:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa

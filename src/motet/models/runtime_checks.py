@@ -99,8 +99,6 @@ def with_loss_checks(
 
 @contextmanager
 def _check_embedding_rows(module: nn.Module, token_ids: Tensor, vocab_size: int) -> Iterator[None]:
-    """Raise if a table is indexed with the batch's tokens but has no row for some other token."""
-
     def add_check(name: str, table: nn.Embedding) -> torch.utils.hooks.RemovableHandle:
         def check(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             if inputs and inputs[0].untyped_storage().data_ptr() == token_ids.untyped_storage().data_ptr():

@@ -65,7 +65,6 @@ def extract_logits(output: object, module: nn.Module) -> Tensor:
 
 
 def _check_module(module: nn.Module, source: str) -> None:
-    """Raise for state that cannot be saved, or masks that cannot follow rows."""
     for name, submodule in module.named_modules():
         problem = None
         if type(submodule).get_extra_state is not nn.Module.get_extra_state:

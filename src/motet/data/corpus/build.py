@@ -143,7 +143,6 @@ def _build_missing_shards(
 
 
 def _write_plan(spec: CorpusBuildSpec, out: Path) -> CorpusBuildPlan:
-    """Keep the plan of an unfinished build of the same spec, else start anew."""
     is_byte_level = spec.tokenizer.is_byte_level
     plan = CorpusBuildPlan(
         recipe=spec.key,
@@ -166,7 +165,6 @@ def _write_plan(spec: CorpusBuildSpec, out: Path) -> CorpusBuildPlan:
 
 
 def _write_manifest(spec: CorpusBuildSpec, plan: CorpusBuildPlan, out: Path) -> CorpusManifest:
-    """Sum up the shards, write the manifest, and delete the files that only an unfinished build needs."""
     shard_ids = range(len(plan.shards))
     shards = [shard for i in shard_ids if (shard := read_finished_shard(out, i, verify=False)) is not None]
     assert len(shards) == len(plan.shards), "every shard was just built"

@@ -135,7 +135,6 @@ def _ranges_of_file(path: Path, size: int, step: int) -> list[FileRange]:
 
 
 def _split_into_ranges(path: str, kind: FileFormat, units: int, *, step: int, size: int) -> list[FileRange]:
-    """`units` in ranges of `step`, `size` bytes in all."""
     spans = [(start, min(start + step, units)) for start in range(0, units, step)]
     return [FileRange(path, kind, start, stop, size * (stop - start) // units) for start, stop in spans]
 
@@ -186,7 +185,6 @@ def _has_known_suffix(path: Path) -> bool:
 
 
 def _walk_files(root: Path, excluded: frozenset[str] = frozenset()) -> list[Path]:
-    """The files of known kinds below a folder, sorted, without hidden ones and excluded folders."""
     files: list[Path] = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in excluded]

@@ -117,7 +117,6 @@ def _read_hf_dataset(file_range: FileRange, columns: list[str]) -> LocatedRecord
 
 
 def _existing_columns(names: list[str], columns: list[str]) -> list[str]:
-    """The columns to read; all if none exists, so that the error can name them."""
     return [name for name in names if name in columns] or names
 
 

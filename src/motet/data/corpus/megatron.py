@@ -69,7 +69,6 @@ def open_megatron(prefix: Path) -> TokenStore:
 
 
 def _read_index(path: Path) -> tuple[str, NDArray[np.int32], NDArray[np.int64]]:
-    """The dtype, the lengths of the sequences, and the sequences at document borders."""
     content = path.read_bytes()
     if content[:9] != MAGIC:
         raise InputError(f"{path} is no Megatron index: it starts with {content[:9]!r} instead of {MAGIC!r}")

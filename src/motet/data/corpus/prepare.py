@@ -14,7 +14,6 @@ import filelock
 
 from motet.cluster.cpu_count import usable_cores
 from motet.core.errors import InputError
-from motet.data.corpus.bpe_training import TrainingText, bpe_vocab_size, train_bpe
 from motet.data.corpus.build import CorpusBuildSpec, ProgressCallback, build_corpus, check_output_folder
 from motet.data.corpus.discover import CorpusFiles, discover_corpus
 from motet.data.corpus.megatron import find_megatron_prefix
@@ -28,7 +27,14 @@ from motet.data.corpus.token_store import (
     read_corpus_manifest,
     report_write_errors,
 )
-from motet.data.corpus.tokenizer import NUM_SENTINELS, Tokenizer, load_tokenizer
+from motet.data.corpus.tokenizer import (
+    NUM_SENTINELS,
+    Tokenizer,
+    TrainingText,
+    bpe_vocab_size,
+    load_tokenizer,
+    train_bpe,
+)
 from motet.data.samples.dataset import open_mixture_dataset, open_token_store
 from motet.data.samples.synthetic import NUM_CLASSES, check_synthetic_source
 from motet.data.settings import DataSettings, DataSourceSettings
@@ -140,7 +146,6 @@ def tokenizer_from_settings(
 def _resolve_tokenizer(
     settings: DataSettings, sources: list[ResolvedSource], cache: Path, *, progress: ProgressCallback
 ) -> LoadedTokenizer:
-    """The tokenizer of built folders if there are any, else of the settings."""
     folders = [source.location for source in sources if source.location and source.kind == "built"]
     loaded = [load_corpus_tokenizer(Path(folder)) for folder in folders]
     for folder, other in zip(folders, loaded, strict=True):
@@ -181,7 +186,6 @@ def check_tokenizer_for_objective(tokenizer: Tokenizer, settings: DataSettings) 
 def _cached_tokenizer_folder(
     settings: DataSettings, texts: list[TrainingText], cache: Path, *, progress: ProgressCallback
 ) -> Path:
-    """The folder of the tokenizer trained on these texts, from the cache or new."""
     names = [
         (corpus.identity, fields.model_dump(exclude={"weight", "source"}), labelled)
         for corpus, fields, labelled in texts
@@ -204,7 +208,6 @@ def _cached_tokenizer_folder(
 
 
 def _cached_corpus_folder(spec: CorpusBuildSpec, cache: Path, *, workers: int, progress: ProgressCallback) -> Path:
-    """The folder of a corpus in the cache, built if it is missing or damaged."""
     folder = cache / spec.key
     try:
         _check_corpus_folder(folder)

@@ -89,7 +89,6 @@ def build_shard(
 
 
 def _document_batches(plan: CorpusBuildPlan, shard_id: int) -> Iterator[tuple[list[TextDocument], int]]:
-    """Batches of a shard's documents, and the bytes of the ranges that end with each."""
     batch: list[TextDocument] = []
     characters = bytes_read = 0
     for file_range in plan.shards[shard_id]:
@@ -106,7 +105,6 @@ def _document_batches(plan: CorpusBuildPlan, shard_id: int) -> Iterator[tuple[li
 def _tokenize_documents(
     documents: list[TextDocument], tokenizer: Tokenizer, dtype: str
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """The tokens of some documents, and their rows of the table."""
     owners = [
         (row, is_prompt, part)
         for row, document in enumerate(documents)

@@ -77,7 +77,6 @@ def _start_worker(folder: Path, threads: int, lock: int) -> "subprocess.Popen[st
 def _feed_shards(
     worker: "subprocess.Popen[str]", pending: "queue.SimpleQueue[int]", advance: Callable[[int], None]
 ) -> None:
-    """Give a worker one shard after the other until none is pending."""
     assert worker.stdin is not None and worker.stdout is not None
     while True:
         try:

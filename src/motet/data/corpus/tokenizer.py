@@ -6,15 +6,19 @@ training, and the sentinels that replace spans.
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from motet.core.errors import InputError
+from motet.data.corpus.discover import CorpusFiles
+from motet.data.corpus.document_reader import read_documents
+from motet.data.settings import DataSourceSettings
 
 END_TOKEN, MASK_TOKEN, PAD_TOKEN = "<|end|>", "<|mask|>", "<|pad|>"
 NUM_SENTINELS = 100  # Reserved by motet's own tokenizers for the objective `spans`
@@ -23,6 +27,12 @@ NUM_SENTINELS = 100  # Reserved by motet's own tokenizers for the objective `spa
 _KNOWN_END_TOKENS = (END_TOKEN, "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>", "[SEP]")
 _KNOWN_MASK_TOKENS = (MASK_TOKEN, "[MASK]", "<mask>")
 _KNOWN_PAD_TOKENS = (PAD_TOKEN, "[PAD]", "<pad>")
+
+# A corpus, the names of its fields, and whether its records have labels.
+TrainingText = tuple[CorpusFiles, DataSourceSettings, bool]
+
+# Bytes of text used, evenly distributed over a larger corpus; more hardly changes the merges.
+MAX_TRAINING_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -124,6 +134,41 @@ def special_token_names(sentinels: int) -> list[str]:
     return [END_TOKEN, MASK_TOKEN, PAD_TOKEN, *(f"<|span_{i}|>" for i in range(sentinels))]
 
 
+def bpe_vocab_size(spec: str, sentinels: int) -> int | None:
+    """SIZE of `bpe:SIZE`; None for a tokenizer that is not trained."""
+    if not spec.startswith("bpe:"):
+        return None
+    size, minimum = spec.removeprefix("bpe:"), 256 + len(special_token_names(sentinels))
+    if not size.isdecimal() or int(size) < minimum:
+        raise InputError(
+            f"data.tokenizer = {spec!r}: SIZE must be a number of at least {minimum} "
+            f"(256 bytes and {minimum - 256} special tokens)"
+        )
+    return int(size)
+
+
+def train_bpe(corpora: list[TrainingText], size: int, sentinels: int) -> Tokenizer:
+    """A byte-level BPE of at most `size` tokens, special ones included; a small corpus may have fewer merges."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=special_token_names(sentinels),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(_texts(corpora), trainer=trainer)
+    return resolve_special_tokens(backend, {}, f"bpe:{size}")
+
+
+def _texts(corpora: list[TrainingText]) -> Iterator[str]:
+    for corpus, fields, has_labels in corpora:
+        for file_range in corpus.file_ranges[:: -(-corpus.size // MAX_TRAINING_BYTES)]:
+            for document in read_documents(file_range, fields, has_labels):
+                yield from (document.prompt or "", document.text)
+
+
 def _byte_backend(sentinels: int) -> Any:
     """Every byte is a token whose id is its value; special tokens follow from 256.
 
@@ -149,7 +194,6 @@ def _read_tokenizer_config(path: Path) -> dict[str, Any]:
 
 
 def _find_token_id(backend: Any, configured: Any, known_names: tuple[str, ...]) -> int | None:
-    """The id of the token in the config (a text, or an object with `content`), else of the first known name."""
     name = configured.get("content") if isinstance(configured, dict) else configured
     names = (*([name] if isinstance(name, str) else []), *known_names)
     return next((int(token) for token in map(backend.token_to_id, names) if token is not None), None)

@@ -122,7 +122,6 @@ def gather_windows(
 def _copy_tokens(
     stream: PackedTokenStream, begin: int, out: IntArray, *, read_tokens: Callable[[int, int], NDArray[Any]]
 ) -> None:
-    """Copy a slice of the stream, run by run."""
     run_begins, corpus_begins = stream.contiguous_runs
     run = int(run_begins.searchsorted(begin, "right")) - 1
     done, end = begin, begin + len(out)

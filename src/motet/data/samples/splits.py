@@ -65,7 +65,6 @@ def assign_splits(hashes: NDArray[np.uint64], validation: float, test: float) ->
 
 
 def _fill_empty_splits(split_ids: NDArray[np.int8], hashes: NDArray[np.uint64], needed_splits: list[str]) -> None:
-    """Give each needed but empty split the training record with the smallest hash, while two are left to train on."""
     for name in needed_splits:
         split_id = SPLITS.index(name)
         train = np.flatnonzero(split_ids == 0)

@@ -79,7 +79,6 @@ class _TiledAttentionFunction(torch.autograd.Function):
 
 
 def _select_bias(bias: Tensor | None, row: int, heads: slice) -> Tensor | None:
-    """[h or 1, T, S] of one row."""
     if bias is None:
         return None
     row_bias = bias[row if bias.shape[0] > 1 else 0]

@@ -75,7 +75,6 @@ def _causal_window(length: int, window: int | None, device: torch.device) -> Ten
 
 
 def _same_document(documents: Tensor, sources: Tensor) -> Tensor:
-    """[R, 1, T, S]"""
     return (documents.unsqueeze(2) == sources.unsqueeze(1)).unsqueeze(1)
 
 

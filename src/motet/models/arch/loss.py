@@ -87,7 +87,6 @@ def _losses(logits: Tensor, targets: Tensor, overwrite_with_errors: bool) -> Ten
 def _add_gradients(
     grads: tuple[Tensor | None, ...], block: slice, inputs: tuple[Tensor, Tensor], *, errors: Tensor, scale: Tensor
 ) -> None:
-    """The weights of the rows scale the narrow factors ([N, H]) instead of the wide one ([N, V])."""
     hidden, weight = inputs
     grad_hidden, grad_weight, grad_bias = grads
     if grad_hidden is not None:
@@ -104,7 +103,6 @@ def _add_gradients(
 
 
 def _even_row_slices(rows: int, max_rows: int) -> Iterator[slice]:
-    """Slices of equal size, of at most `max_rows` rows but at least 8."""
     count = max(1, -(-rows // max(8, max_rows)))
     size = -(-rows // count) if rows else 1
     return (slice(start, start + size) for start in range(0, rows, size))

@@ -32,7 +32,6 @@ class RotaryEmbedding:
         return rotations.to(torch.promote_types(dtype, torch.float32).to_complex()).unsqueeze(-2)
 
     def _frequencies(self, device: torch.device) -> Tensor:
-        """[dims / 2] radians per position."""
         exponents = torch.arange(0, self.rotary_dims, 2, dtype=torch.float64, device=device) / self.rotary_dims
         frequencies = self.theta**-exponents
         return frequencies if self.scaling is None else _scale_frequencies(frequencies, self.scaling)

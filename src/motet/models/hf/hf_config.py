@@ -107,8 +107,6 @@ _LLAMA3_ROPE = {
 
 @dataclass(frozen=True)
 class _HuggingFaceConfig:
-    """The values of a config; a wrong value raises one sentence."""
-
     values: dict[str, Any]
 
     def read(self, key: str) -> Any:
@@ -150,30 +148,33 @@ class _HuggingFaceConfig:
 
 
 @dataclass(frozen=True)
-class _FamilyReader:
-    """A `model_type`: its reader, the classes whose parameters are counted, and the defaults of its keys."""
+class _Family:
+    """A `model_type`: the classes whose parameters are counted, the defaults of its keys, and its settings."""
 
-    read: Callable[[_HuggingFaceConfig], TransformerSettings]
     class_names: tuple[str, ...]
     defaults: dict[str, Any]
+    readers: tuple[
+        Callable[[_HuggingFaceConfig], dict[str, Any]], ...
+    ]  # Values of settings; later ones replace earlier
+    fixed: dict[str, Any] = field(default_factory=dict)  # Values that no key decides
+    settings: type[TransformerSettings] = DecoderSettings
     aliases: dict[str, str] = field(default_factory=dict)  # Another name of a key -> the key
 
 
 def settings_from_config(config: dict[str, Any]) -> TransformerSettings:
     """The settings of one of motet's architectures that has the sizes of the model of `config`."""
     kind = config.get("model_type")
-    family = _READERS_BY_MODEL_TYPE.get(kind) if isinstance(kind, str) else None
+    family = _FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        raise InputError(
-            f"config.json: model_type = {kind!r} is unknown; known are {', '.join(sorted(_READERS_BY_MODEL_TYPE))}"
-        )
+        raise InputError(f"config.json: model_type = {kind!r} is unknown; known are {', '.join(sorted(_FAMILIES))}")
     named = {family.aliases.get(key, key): value for key, value in config.items()}
-    values = _HuggingFaceConfig({**defaults.COMMON, **family.defaults, **named})
+    c = _HuggingFaceConfig({**defaults.COMMON, **family.defaults, **named})
     classes = named.get("architectures") or [family.class_names[0]]
     if not isinstance(classes, list) or classes[0] not in family.class_names:
-        raise values.error_for("architectures", f"for {kind}, sizes are known of {' and '.join(family.class_names)}")
+        raise c.error_for("architectures", f"for {kind}, sizes are known of {' and '.join(family.class_names)}")
+    values = {name: value for read in family.readers for name, value in read(c).items()}
     try:
-        return family.read(values)
+        return family.settings.model_validate({**values, **family.fixed})
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         path = ".".join(str(part) for part in problem["loc"])
@@ -212,87 +213,57 @@ def _rotary_values(c: _HuggingFaceConfig) -> dict[str, Any]:
     return values
 
 
-def _decoder_settings(c: _HuggingFaceConfig, **more: object) -> DecoderSettings:
-    """The settings of a relative of Llama."""
+def _llama_values(c: _HuggingFaceConfig) -> dict[str, Any]:
     values = {**c.read_all(_LLAMA), "norm_eps": c.values.get("norm_eps", c.values["rms_norm_eps"]), **_rotary_values(c)}
     values["head_dim"] = c.read("head_dim") or values["hidden"] // values["heads"]
-    values["kv_heads"] = c.read("num_key_value_heads") or values["heads"]
-    return DecoderSettings.model_validate({**values, **more})
+    return {**values, "kv_heads": c.read("num_key_value_heads") or values["heads"]}
 
 
-def _bias_values(c: _HuggingFaceConfig) -> dict[str, bool]:
+def _bias_values(c: _HuggingFaceConfig) -> dict[str, Any]:
     """`attention_bias` stands for all four projections, `mlp_bias` for the feed-forward network."""
     attention = c.read("attention_bias")
     return {"qkv_bias": attention, "bias": attention, "ffn_bias": c.read("mlp_bias")}
 
 
-def _llama(c: _HuggingFaceConfig) -> DecoderSettings:
-    return _decoder_settings(c, **_bias_values(c))
+def _window_values(c: _HuggingFaceConfig) -> dict[str, Any]:
+    return {"sliding_window": c.read("sliding_window")}
 
 
-def _mistral(c: _HuggingFaceConfig) -> DecoderSettings:
-    return _decoder_settings(c, sliding_window=c.read("sliding_window"))
-
-
-def _qwen_window(c: _HuggingFaceConfig) -> int | None:
+def _qwen_window_values(c: _HuggingFaceConfig) -> dict[str, Any]:
     """Qwen's first `max_window_layers` see everything; the window is kept only if every layer has it."""
     everywhere = c.read("use_sliding_window") and c.read("max_window_layers") == 0
-    window: int | None = c.read("sliding_window") if everywhere else None
-    return window
+    return _window_values(c) if everywhere else {}
 
 
-def _qwen2(c: _HuggingFaceConfig) -> DecoderSettings:
-    return _decoder_settings(c, qkv_bias=True, sliding_window=_qwen_window(c))
+def _mixtral_values(c: _HuggingFaceConfig) -> dict[str, Any]:
+    return {"experts": c.read_all(_MIXTRAL_EXPERTS)}
 
 
-def _qwen3(c: _HuggingFaceConfig) -> DecoderSettings:
-    biases = {**_bias_values(c), "ffn_bias": False}
-    return _decoder_settings(c, query_key_norm=True, sliding_window=_qwen_window(c), **biases)
-
-
-def _nemotron(c: _HuggingFaceConfig) -> DecoderSettings:
-    return _decoder_settings(c, norm="layer", norm_bias=True, gated=False, **_bias_values(c))
-
-
-def _mixtral(c: _HuggingFaceConfig) -> DecoderSettings:
-    return _decoder_settings(c, experts=c.read_all(_MIXTRAL_EXPERTS), sliding_window=c.read("sliding_window"))
-
-
-def _deepseek_v3(c: _HuggingFaceConfig) -> DecoderSettings:
+def _deepseek_values(c: _HuggingFaceConfig) -> dict[str, Any]:
     """The main model; transformers leaves out the module that predicts further tokens too."""
-    attention, latent = c.read("attention_bias"), c.read_all(_LATENT_ATTENTION)
-    first_dense = min(c.read("first_k_dense_replace"), c.read("num_hidden_layers"))
-    return _decoder_settings(
-        c,
-        latent_attention=latent,
-        experts={**c.read_all(_DEEPSEEK_EXPERTS), "first_dense_layers": first_dense},
-        # `head_dim` is the rotated part of a head here, and keys are not shared by heads.
-        head_dim=latent["plain_head_dim"],
-        kv_heads=c.read("num_attention_heads"),
-        qkv_bias=attention,
-        bias=attention,
-        ffn_bias=False,
-    )
+    latent, experts = c.read_all(_LATENT_ATTENTION), c.read_all(_DEEPSEEK_EXPERTS)
+    experts["first_dense_layers"] = min(c.read("first_k_dense_replace"), c.read("num_hidden_layers"))
+    # `head_dim` is the rotated part of a head here, and keys are not shared by heads.
+    heads = {"head_dim": latent["plain_head_dim"], "kv_heads": c.read("num_attention_heads")}
+    return {"latent_attention": latent, "experts": experts, **heads}
 
 
-def _gpt2(c: _HuggingFaceConfig) -> DecoderSettings:
+def _gpt2_values(c: _HuggingFaceConfig) -> dict[str, Any]:
     c.reject_keys("add_cross_attention")
     values = c.read_all(_GPT2)
-    fixed = {"gated": False, "norm": "layer", "positions": "learned", "bias": True}
-    return DecoderSettings.model_validate({**values, "ffn_hidden": c.read("n_inner") or 4 * values["hidden"], **fixed})
+    return {**values, "ffn_hidden": c.read("n_inner") or 4 * values["hidden"]}
 
 
-def _bert(c: _HuggingFaceConfig) -> EncoderSettings:
+def _bert_values(c: _HuggingFaceConfig) -> dict[str, Any]:
     c.reject_keys("add_cross_attention", "is_decoder")
     classify = (c.values.get("architectures") or [""])[0] == "BertForSequenceClassification"
     if not classify and not c.read("tie_word_embeddings"):
         raise c.error_for("tie_word_embeddings", "the masked-token head is the embedding table; it must be true")
     classes = len(c.section("id2label")) or c.values.get("num_labels", 2)
-    head = "classify" if classify else "masked"
-    return EncoderSettings.model_validate({**c.read_all(_BERT), "head": head, "classes": classes})
+    return {**c.read_all(_BERT), "head": "classify" if classify else "masked", "classes": classes}
 
 
-def _t5(c: _HuggingFaceConfig) -> EncoderDecoderSettings:
+def _t5_values(c: _HuggingFaceConfig) -> dict[str, Any]:
     """`tie_word_embeddings` has no effect: transformers always ties T5's head to its table."""
     gate, _, activation = str(c.values["feed_forward_proj"]).rpartition("-")
     if gate not in ("", "gated") or activation not in _ACTIVATIONS:
@@ -301,20 +272,56 @@ def _t5(c: _HuggingFaceConfig) -> EncoderDecoderSettings:
         )
     # transformers takes gated-gelu, and this pair alone, for the approximation by tanh.
     name = "gelu_tanh" if (gate, activation) == ("gated", "gelu") else _ACTIVATIONS[activation]
-    return EncoderDecoderSettings.model_validate({**c.read_all(_T5), "activation": name, "gated": gate == "gated"})
+    return {**c.read_all(_T5), "activation": name, "gated": gate == "gated"}
 
 
-_READERS_BY_MODEL_TYPE: dict[str, _FamilyReader] = {
-    "bert": _FamilyReader(_bert, ("BertForMaskedLM", "BertForSequenceClassification"), defaults.BERT),
-    "deepseek_v3": _FamilyReader(
-        _deepseek_v3, ("DeepseekV3ForCausalLM",), defaults.DEEPSEEK_V3, {"num_local_experts": "n_routed_experts"}
+_LLAMA_READERS, _NO_FFN_BIAS = (_llama_values, _bias_values), {"ffn_bias": False}
+_FAMILIES: dict[str, _Family] = {
+    "bert": _Family(
+        ("BertForMaskedLM", "BertForSequenceClassification"), defaults.BERT, (_bert_values,), settings=EncoderSettings
     ),
-    "gpt2": _FamilyReader(_gpt2, ("GPT2LMHeadModel",), defaults.GPT2, defaults.GPT2_ALIASES),
-    "llama": _FamilyReader(_llama, ("LlamaForCausalLM",), defaults.LLAMA),
-    "mistral": _FamilyReader(_mistral, ("MistralForCausalLM",), defaults.MISTRAL),
-    "mixtral": _FamilyReader(_mixtral, ("MixtralForCausalLM",), defaults.MIXTRAL, {"num_experts": "num_local_experts"}),
-    "nemotron": _FamilyReader(_nemotron, ("NemotronForCausalLM",), defaults.NEMOTRON),
-    "qwen2": _FamilyReader(_qwen2, ("Qwen2ForCausalLM",), defaults.QWEN2),
-    "qwen3": _FamilyReader(_qwen3, ("Qwen3ForCausalLM",), defaults.QWEN3),
-    "t5": _FamilyReader(_t5, ("T5ForConditionalGeneration", "T5WithLMHeadModel"), defaults.T5, defaults.T5_ALIASES),
+    "deepseek_v3": _Family(
+        ("DeepseekV3ForCausalLM",),
+        defaults.DEEPSEEK_V3,
+        (*_LLAMA_READERS, _deepseek_values),
+        fixed=_NO_FFN_BIAS,
+        aliases={"num_local_experts": "n_routed_experts"},
+    ),
+    "gpt2": _Family(
+        ("GPT2LMHeadModel",),
+        defaults.GPT2,
+        (_gpt2_values,),
+        fixed={"gated": False, "norm": "layer", "positions": "learned", "bias": True},
+        aliases=defaults.GPT2_ALIASES,
+    ),
+    "llama": _Family(("LlamaForCausalLM",), defaults.LLAMA, _LLAMA_READERS),
+    "mistral": _Family(("MistralForCausalLM",), defaults.MISTRAL, (_llama_values, _window_values)),
+    "mixtral": _Family(
+        ("MixtralForCausalLM",),
+        defaults.MIXTRAL,
+        (_llama_values, _mixtral_values, _window_values),
+        aliases={"num_experts": "num_local_experts"},
+    ),
+    "nemotron": _Family(
+        ("NemotronForCausalLM",),
+        defaults.NEMOTRON,
+        _LLAMA_READERS,
+        fixed={"norm": "layer", "norm_bias": True, "gated": False},
+    ),
+    "qwen2": _Family(
+        ("Qwen2ForCausalLM",), defaults.QWEN2, (_llama_values, _qwen_window_values), fixed={"qkv_bias": True}
+    ),
+    "qwen3": _Family(
+        ("Qwen3ForCausalLM",),
+        defaults.QWEN3,
+        (*_LLAMA_READERS, _qwen_window_values),
+        fixed={**_NO_FFN_BIAS, "query_key_norm": True},
+    ),
+    "t5": _Family(
+        ("T5ForConditionalGeneration", "T5WithLMHeadModel"),
+        defaults.T5,
+        (_t5_values,),
+        settings=EncoderDecoderSettings,
+        aliases=defaults.T5_ALIASES,
+    ),
 }

@@ -138,7 +138,6 @@ def _single_stack_inputs(module: nn.Module, checkpoint: HuggingFaceCheckpoint, b
 def _causal_masks(
     config: Any, tokens: Tensor, documents: Tensor, *, dtype: torch.dtype
 ) -> Tensor | dict[str, Tensor | None] | None:
-    """One mask [R, 1, T, T], or one for each kind of layer where a model mixes them."""
     windows = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
     kinds = set(getattr(config, "layer_types", None) or ())
     if not kinds <= windows.keys():
@@ -187,7 +186,7 @@ def _import_transformers() -> Any:
 
 @contextmanager
 def _silence_transformers() -> Iterator[None]:
-    """Hide the warnings of transformers; those that matter are checks here."""
+    """Hide the warnings of transformers; the important ones are checks here."""
     logging = _import_transformers().utils.logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -215,7 +214,6 @@ def _model_kind(config: Any) -> ModelKind:
 
 
 def _check_argument_names(arguments: dict[str, Any], config: Any) -> None:
-    """transformers takes any name, so a mistyped one would have no effect."""
     valid = {*type(config)().to_dict(), *config.attribute_map, "num_labels"}  # the last is kept as id2label
     for name in arguments:
         if name not in valid:
@@ -238,7 +236,6 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _check_all_weights_loaded(report: dict[str, Any], folder: Path) -> None:
-    """Raise unless the file has every weight of the model with its shape, and nothing else."""
     mismatched = [f"{n} {list(stored)} for {list(needed)}" for n, stored, needed in sorted(report["mismatched_keys"])]
     names_by_problem = {
         "are missing": sorted(report["missing_keys"]),

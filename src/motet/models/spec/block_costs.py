@@ -108,7 +108,6 @@ def _decoder_norm(s: DecoderSettings, name: str) -> LayerSpec:
 
 
 def _decoder_embedding(s: DecoderSettings) -> LayerSpec:
-    """Tokens and positions, with the rotations and the mask that all blocks share."""
     layer = embedding_spec("embedding", s.vocab_size, s.hidden, per="token")
     if s.positions == "learned":
         layer += embedding_spec("positions", s.context, s.hidden, per="position")
@@ -243,7 +242,6 @@ def _stack_end(s: EncoderDecoderSettings, per: CountedPer) -> LayerSpec:
 
 
 def _masked_head(s: EncoderSettings) -> LayerSpec:
-    """A further layer, then scores by the embedding table, only for the tokens to be predicted."""
     layer = linear_spec("transform", s.hidden, s.hidden, bias=True, per="target")
     layer += saved_spec(SavedActivation("transform.chosen", 1, "target", "int64"))
     if s.activation != "relu":
