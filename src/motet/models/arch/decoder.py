@@ -61,11 +61,7 @@ class DecoderBlock(nn.Module):
         s = settings
         self.attention_norm = build_norm(s, bias=s.has_norm_bias)
         self.attention = SelfAttention(
-            s,
-            kv_heads=s.kv_heads,
-            qkv_bias=s.qkv_bias or s.bias,
-            output_bias=s.bias,
-            query_key_norm=s.query_key_norm,
+            s, kv_heads=s.kv_heads, qkv_bias=s.qkv_bias or s.bias, output_bias=s.bias, query_key_norm=s.query_key_norm
         )
         self.ffn_norm = build_norm(s, bias=s.has_norm_bias)
         self.ffn = FeedForward(s, bias=s.has_ffn_bias)

@@ -32,20 +32,12 @@ class EncoderDecoderModel(nn.Module):
             self.head = OutputHeadWeight(s.vocab_size, s.hidden)
 
     def forward(
-        self,
-        tokens: Tensor,
-        source: Tensor,
-        documents: Tensor | None = None,
-        source_documents: Tensor | None = None,
+        self, tokens: Tensor, source: Tensor, documents: Tensor | None = None, source_documents: Tensor | None = None
     ) -> Tensor:
         return F.linear(self.features(tokens, source, documents, source_documents), self.head_weight())
 
     def features(
-        self,
-        tokens: Tensor,
-        source: Tensor,
-        documents: Tensor | None = None,
-        source_documents: Tensor | None = None,
+        self, tokens: Tensor, source: Tensor, documents: Tensor | None = None, source_documents: Tensor | None = None
     ) -> Tensor:
         """[R, T, H], the input of the head. Both kinds of documents are passed, or neither."""
         assert (documents is None) == (source_documents is None)

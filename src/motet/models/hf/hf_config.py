@@ -39,13 +39,14 @@ _ZERO_KEYS = frozenset({"max_window_layers", "n_shared_experts", "first_k_dense_
 _EPS_KEYS = frozenset({"rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"})
 _NUMBER_KEYS = _EPS_KEYS | {"initializer_range", "resid_pdrop", "hidden_dropout_prob", "dropout_rate"}
 
+
 # Our setting -> the key of a config.
+def _size_keys(context: str, layers: str, hidden: str, heads: str) -> dict[str, str]:
+    return {"vocab_size": "vocab_size", "context": context, "layers": layers, "hidden": hidden, "heads": heads}
+
+
 _LLAMA_AND_BERT = {
-    "vocab_size": "vocab_size",
-    "context": "max_position_embeddings",
-    "layers": "num_hidden_layers",
-    "hidden": "hidden_size",
-    "heads": "num_attention_heads",
+    **_size_keys("max_position_embeddings", "num_hidden_layers", "hidden_size", "num_attention_heads"),
     "ffn_hidden": "intermediate_size",
     "activation": "hidden_act",
     "init_std": "initializer_range",
@@ -66,11 +67,7 @@ _LATENT_ATTENTION = {
     "value_head_dim": "v_head_dim",
 }
 _GPT2 = {
-    "vocab_size": "vocab_size",
-    "context": "n_positions",
-    "layers": "n_layer",
-    "hidden": "n_embd",
-    "heads": "n_head",
+    **_size_keys("n_positions", "n_layer", "n_embd", "n_head"),
     "activation": "activation_function",
     "norm_eps": "layer_norm_epsilon",
     "dropout": "resid_pdrop",
@@ -84,12 +81,8 @@ _BERT = {
     "token_types": "type_vocab_size",
 }
 _T5 = {
-    "vocab_size": "vocab_size",
-    "context": "n_positions",
-    "layers": "num_layers",
+    **_size_keys("n_positions", "num_layers", "d_model", "num_heads"),
     "decoder_layers": "num_decoder_layers",
-    "hidden": "d_model",
-    "heads": "num_heads",
     "head_dim": "d_kv",
     "ffn_hidden": "d_ff",
     "norm_eps": "layer_norm_epsilon",

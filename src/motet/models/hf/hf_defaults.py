@@ -2,65 +2,49 @@
 
 from typing import Any
 
-COMMON: dict[str, Any] = {
-    "initializer_range": 0.02,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}
-LLAMA: dict[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 2048,
-}
-MISTRAL: dict[str, Any] = {
-    **LLAMA,
-    "intermediate_size": 14336,
+_SIZE_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
+
+
+def _sizes(*values: int) -> dict[str, Any]:
+    return dict(zip(_SIZE_KEYS, values, strict=True))
+
+
+COMMON = {"initializer_range": 0.02, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False}
+LLAMA = _sizes(32000, 4096, 11008, 32, 32, 2048)
+MISTRAL = {**_sizes(32000, 4096, 14336, 32, 32, 131072), "num_key_value_heads": 8, "sliding_window": 4096}
+MIXTRAL = {
+    **_sizes(32000, 4096, 14336, 32, 32, 131072),
     "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "sliding_window": 4096,
-}
-MIXTRAL: dict[str, Any] = {
-    **MISTRAL,
     "sliding_window": None,
     "rms_norm_eps": 1e-5,
     "rope_theta": 1e6,
     "num_experts_per_tok": 2,
     "num_local_experts": 8,
 }
-QWEN2: dict[str, Any] = {
-    **LLAMA,
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
+QWEN2 = {
+    **_sizes(151936, 4096, 22016, 32, 32, 32768),
     "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
-QWEN3: dict[str, Any] = {**QWEN2, "head_dim": 128}
-NEMOTRON: dict[str, Any] = {
-    "vocab_size": 256000,
-    "hidden_size": 6144,
-    "intermediate_size": 24576,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 48,
-    "max_position_embeddings": 4096,
+QWEN3 = {**QWEN2, "head_dim": 128}
+NEMOTRON = {
+    **_sizes(256000, 6144, 24576, 32, 48, 4096),
     "hidden_act": "relu2",
     "initializer_range": 0.0134,
     "norm_eps": 1e-5,
     "partial_rotary_factor": 0.5,
 }
-DEEPSEEK_V3: dict[str, Any] = {
-    "vocab_size": 129280,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
+DEEPSEEK_V3 = {
+    **_sizes(129280, 7168, 18432, 61, 128, 4096),
     "moe_intermediate_size": 2048,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "max_position_embeddings": 4096,
     "n_shared_experts": 1,
     "n_routed_experts": 256,
     "num_experts_per_tok": 8,
@@ -71,7 +55,15 @@ DEEPSEEK_V3: dict[str, Any] = {
     "qk_nope_head_dim": 128,
     "v_head_dim": 128,
 }
-GPT2: dict[str, Any] = {
+BERT = {
+    **_sizes(30522, 768, 3072, 12, 12, 512),
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.1,
+    "type_vocab_size": 2,
+    "layer_norm_eps": 1e-12,
+    "tie_word_embeddings": True,
+}
+GPT2 = {
     "vocab_size": 50257,
     "n_positions": 1024,
     "n_embd": 768,
@@ -82,20 +74,7 @@ GPT2: dict[str, Any] = {
     "layer_norm_epsilon": 1e-5,
     "tie_word_embeddings": True,
 }
-BERT: dict[str, Any] = {
-    "vocab_size": 30522,
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "intermediate_size": 3072,
-    "hidden_act": "gelu",
-    "hidden_dropout_prob": 0.1,
-    "max_position_embeddings": 512,
-    "type_vocab_size": 2,
-    "layer_norm_eps": 1e-12,
-    "tie_word_embeddings": True,
-}
-T5: dict[str, Any] = {
+T5 = {
     "vocab_size": 32128,
     "n_positions": 512,
     "d_model": 512,
