@@ -201,13 +201,7 @@ def _decode_shards(codec: BlockwiseCodec, messages: Tensor, unsharded: Tensor) -
 
 
 def _two_level_reduce_scatter(
-    shard: Tensor,
-    unsharded: Tensor,
-    codec: BlockwiseCodec,
-    *,
-    intra: RankGroup,
-    inter: RankGroup,
-    seed: int,
+    shard: Tensor, unsharded: Tensor, codec: BlockwiseCodec, *, intra: RankGroup, inter: RankGroup, seed: int
 ) -> None:
     """Reduce inside the host first, so that each host sends one message to another where each rank sent one before."""
     by_rank = unsharded.view(inter.world, intra.world, -1).transpose(0, 1)

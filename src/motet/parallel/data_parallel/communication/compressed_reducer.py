@@ -101,13 +101,7 @@ class CompressedGradientReducer:
         return {f"{kind}-{self._digest:08x}": tensor for kind, tensor in kinds.items() if tensor.numel()}
 
     def _all_reduce_low_rank(
-        self,
-        codec: PowerSGDCodec,
-        bucket_id: int,
-        compensated: Tensor,
-        *,
-        seed: int,
-        dense_all_reduce: DenseAllReduce,
+        self, codec: PowerSGDCodec, bucket_id: int, compensated: Tensor, *, seed: int, dense_all_reduce: DenseAllReduce
     ) -> tuple[Tensor, Tensor]:
         segments, bases = self._segments[bucket_id], self._bases[bucket_id]
         tensors = [compensated[s.start : s.stop].view(s[1:] if isinstance(s, MatrixView) else -1) for s in segments]
@@ -135,12 +129,7 @@ class CompressedGradientReducer:
 
 
 def make_compressed_reducer(
-    codec: Codec | None,
-    group: RankGroup,
-    specs: Sequence[StepReductionSpecs],
-    *,
-    shard: int,
-    uses_error_feedback: bool,
+    codec: Codec | None, group: RankGroup, specs: Sequence[StepReductionSpecs], *, shard: int, uses_error_feedback: bool
 ) -> CompressedGradientReducer | None:
     """A reducer, or None without a codec."""
     if codec is None:
