@@ -64,14 +64,18 @@ def a_server_hears_of_nobody(rank: int) -> Patch:
 def second_copies_are_of_the_step_before(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def gather(
-            self: DataParallelCommunicator, number: int, whole: torch.Tensor, own_part: torch.Tensor, near: bool = False
+            self: DataParallelCommunicator,
+            number: int,
+            whole: torch.Tensor,
+            own_part: torch.Tensor,
+            from_secondary: bool = False,
         ) -> Any:
-            if not near:
-                return own(self, number, whole, own_part, near)
+            if not from_secondary:
+                return own(self, number, whole, own_part)
             held = self.__dict__.setdefault("held", {})
             given = held.get(number, own_part)
             held[number] = own_part.clone()
-            return own(self, number, whole, given, near)
+            return own(self, number, whole, given, from_secondary=True)
 
         return gather
 

@@ -70,8 +70,8 @@ class Layout:
     secondary_shards: int | None = None  # Ranks of a secondary shard group, where these are fewer than `shards`
     min_shard_numel: int = 0
     bucket_owners: BucketOwners | None = None
-    # Rows of the global batch, if gradients are summed by one tree over them. Each row is a micro-batch; a rank may have
-    # one row fewer than there are micro-batches.
+    # Rows of the global batch, if gradients are summed by one tree over them. Each row is a micro-batch; a rank may
+    # have one row fewer than there are micro-batches.
     reproducible_batch_size: int | None = None
 
     @property
@@ -112,8 +112,8 @@ def resolve_layout(settings: LayoutSettings, ranks: int, batch_sequences: int, *
     dp, microbatches = ranks, settings.microbatches
     if settings.dp not in (None, ranks):
         raise InputError(
-            f"layout.dp = {settings.dp} does not match {ranks} ranks; start {settings.dp} ranks (--ranks {settings.dp}) or "
-            "leave layout.dp out"
+            f"layout.dp = {settings.dp} does not match {ranks} ranks; start {settings.dp} ranks "
+            f"(--ranks {settings.dp}) or leave layout.dp out"
         )
     if reproducible and batch_sequences < dp:
         raise InputError(

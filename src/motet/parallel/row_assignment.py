@@ -2,8 +2,8 @@
 
 Where gradients are summed by a tree over rows (`Layout.reproducible_batch_size`), a rank computes rows one by one. At
 stages 0 and 1 its rows are neighbours: it adds what it can locally, and exchanges the rest once a step. At stages 2 and
-3 partial sums are exchanged after each backward, so that no rank keeps an unsharded gradient. There the ranks of a shard
-group take rows in turn, so that rows computed at the same time are close in the tree.
+3 partial sums are exchanged after each backward, so that no rank keeps an unsharded gradient. There the ranks of a
+shard group take rows in turn, so that rows computed at the same time are close in the tree.
 """
 
 from typing import NamedTuple

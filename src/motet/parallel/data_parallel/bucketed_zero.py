@@ -1,6 +1,6 @@
 """Stages 0 to 2 of ZeRO on flat buckets: gradients are reduced over the ranks, and updated parameters gathered.
 
-With shards, a rank gets the sum of its shard, updates it, and gathers the other shards; a shard group is then one replica.
+With shards, a rank gets the sum of its shard, updates it, and gathers the other shards; a shard group is one replica.
 Without shards every rank is a replica, and gradients are all-reduced.
 """
 
@@ -83,8 +83,6 @@ def build_bucketed_data_parallel(
 
 @dataclass
 class _PendingBucketReduce:
-    """The reduction of one bucket, in flight."""
-
     bucket_id: int
     shard: Tensor  # Output: the sum of this rank's shard
     work: WorkHandle | None = None

@@ -1,8 +1,8 @@
 """Trainable parameters on flat tensors: parameters in the compute dtype, and this rank's masters.
 
     compute   recipe.compute   all buckets one after another; the module's parameters are views of it
-    master    recipe.master    this rank's shard of every bucket, updated by the optimizer; a view of `compute` where the
-                               dtypes agree, unless parameters are gathered by a lossy codec
+    master    recipe.master    this rank's shard of every bucket, updated by the optimizer; a view of `compute` where
+                               the dtypes agree, unless parameters are gathered by a lossy codec
 
 A shard may be the whole bucket: then every rank updates everything.
 """
@@ -43,7 +43,7 @@ class FlatParameters:
         gradients: GradientBuffer,
         separate_masters: bool = False,
     ) -> None:
-        """Of each bucket this rank updates one of `updated_slices`; `separate_masters`: never a view of `compute`."""
+        """This rank updates `updated_slices`, one of each bucket; separate masters are never views of `compute`."""
         self.buckets = tuple(buckets)
         self.gradients = gradients
         self._shapes = {name: p.shape for name, p in parameters.items()}
@@ -131,7 +131,7 @@ class FlatParameters:
         return current != expected
 
     def local_shards(self, tensors: Sequence[Tensor]) -> dict[str, LocalShard]:
-        """By name, the shards of parameters in `tensors`, one for each optimizer slice."""
+        """The shards of parameters in `tensors`, one for each optimizer slice, by name."""
         shards = {name: LocalShard(shape, 0, tensors[0][:0]) for name, shape in self._shapes.items()}
         for optimizer_slice, tensor in zip(self.optimizer_slices, tensors, strict=True):
             flat_slice = optimizer_slice.flat_slice

@@ -264,7 +264,7 @@ class _FSDPRootModule(nn.Module):
 def _local_rows(tensor: Tensor) -> Tensor:
     """A flat view of this rank's rows.
 
-    It runs no operation on the DTensor: torch caches what it computes for a mesh, with process groups that may have ended.
+    It runs no operation on the DTensor: torch caches results for a mesh, with process groups that may have ended.
     """
     assert isinstance(tensor, DTensor)
     local: Tensor = tensor.to_local()

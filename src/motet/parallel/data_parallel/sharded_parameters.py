@@ -67,7 +67,7 @@ class ShardedParameters(Protocol):
         """Wait until parameters and masters have the values of the last update or `sync_parameters`."""
 
     def local_shards(self, tensors: Sequence[Tensor]) -> dict[str, LocalShard]:
-        """By name, the shards of parameters in `tensors`, one for each master."""
+        """The shards of parameters in `tensors`, one for each master, by name."""
 
     def compression_state(self) -> dict[str, LocalShard | Tensor]:
         """State of compression that only the same layout can continue with, as views."""

@@ -149,7 +149,7 @@ class OuterOptimizer:
         return {"replicas": self.replicas.count} | vars(self._schedule)
 
     def state(self) -> dict[str, LocalShard]:
-        """State that all replicas share, by name, as views: outer parameters, momenta, and means that wait to be merged.
+        """State that all replicas share, by name, as views: outer parameters, momenta, and means to be merged.
 
         Outer parameters have the names of masters, so that a run without replicas resumes from them.
         """
@@ -251,7 +251,6 @@ class OuterOptimizer:
         return self._parameters.local_shards(self._parameters.local_masters)
 
     def _copy_masters(self, fragment_id: int) -> Tensor:
-        """A flat copy of the masters of a fragment."""
         shards = self._master_shards()
         return torch.cat([shards[name].values for name in self._fragments[fragment_id]])
 

@@ -68,7 +68,7 @@ def environment_variables_for(rank_env: RankEnvironment) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _LauncherVariables:
-    """The environment variables of one launcher, checked as they are read."""
+    """Reads and checks the environment variables of one launcher."""
 
     environment: Mapping[str, str]
     launcher: str
@@ -103,8 +103,9 @@ class _LauncherVariables:
     def check(self, rank_env: RankEnvironment) -> RankEnvironment:
         if not (rank_env.rank < rank_env.world and rank_env.local_rank < rank_env.local_world <= rank_env.world):
             raise InputError(
-                f"{self.launcher} gave rank {rank_env.rank} of {rank_env.world} and local rank {rank_env.local_rank} of "
-                f"{rank_env.local_world}; a rank must be below its count, and no more ranks can be local than there are"
+                f"{self.launcher} gave rank {rank_env.rank} of {rank_env.world} and local rank {rank_env.local_rank} "
+                f"of {rank_env.local_world}; a rank must be below its count, and no more ranks can be local than there "
+                "are"
             )
         return rank_env
 

@@ -61,7 +61,6 @@ def _integer_squares(tensors: Sequence[Tensor], exponent: int) -> int:
 
 
 def _all_reduce_integer(value: int, group: RankGroup) -> int:
-    """The sum of integers over the ranks, exchanged in limbs of int64."""
     mask = (1 << LIMB_BITS) - 1
     limbs = torch.tensor([value >> LIMB_BITS * i & mask for i in range(LIMBS)], device=group.device)
     all_reduce(limbs, group)

@@ -156,7 +156,7 @@ def _exchange_partial_sums(
 
 
 def _pack_message(sums: Sequence[Tensor], shard_numel: int, group: RankGroup, *, dtype: torch.dtype) -> Tensor:
-    """For each rank in turn, its shard of every sum."""
+    """The shards of the sums in the order of the ranks that get them."""
     if not sums:
         return torch.empty(0, dtype=dtype, device=group.device)
     padding = shard_numel * group.world - sums[0].numel()

@@ -1,1 +1,1 @@
-"""What each rank communicates in a step, as a value that is checked, counted, timed and drawn."""
+"""One description of a step: its plan, proof, traffic, memory and timeline."""

@@ -33,6 +33,11 @@ class InvalidStepPlanError(AssertionError):
     """A plan that would not train the model correctly."""
 
 
+def _require(is_right: bool, message: str) -> None:
+    if not is_right:
+        raise InvalidStepPlanError(message)
+
+
 @dataclass(frozen=True)
 class StepPlanProof:
     """Facts about a plan that was proven."""
@@ -90,9 +95,9 @@ def check_rank_matches_plan(
             )
             raise InvalidStepPlanError(f"rank {rank} updates {does} of {name}, where its plan says {should}")
     norm = next(action for action in plan.comm_units[0].schedule if action.kind == "norm")
-    if contributes_to_norm != any(rank in ranks for ranks in norm.rank_groups):
-        does = "counts" if contributes_to_norm else "does not count"
-        raise InvalidStepPlanError(f"rank {rank} {does} in the norm, unlike its plan")
+    does = "counts" if contributes_to_norm else "does not count"
+    is_planned = any(rank in ranks for ranks in norm.rank_groups)
+    _require(contributes_to_norm == is_planned, f"rank {rank} {does} in the norm, unlike its plan")
 
 
 # A ring over this many ranks is proven in a tenth of a second; the time grows with the cube of the ranks.
@@ -144,27 +149,22 @@ def _check_rows(plan: StepPlan) -> None:
     next_row, previous = 0, ""
     for start, stop, rank, microbatch in rows_read:
         reader = f"rank {rank} in micro-batch {microbatch}"
-        if start > next_row:
-            raise InvalidStepPlanError(f"nobody reads {_format_range('row', next_row, start)} of the global batch")
-        if start < next_row:
-            twice = _format_range("row", start, min(next_row, stop))
-            raise InvalidStepPlanError(f"{previous} and {reader} both read {twice} of the global batch")
+        missing, twice = _format_range("row", next_row, start), _format_range("row", start, min(next_row, stop))
+        _require(start <= next_row, f"nobody reads {missing} of the global batch")
+        _require(start >= next_row, f"{previous} and {reader} both read {twice} of the global batch")
         next_row, previous = stop, reader
     count = plan.batch_sequences
-    if next_row < count:
-        raise InvalidStepPlanError(f"nobody reads {_format_range('row', next_row, count)} of the global batch")
-    if next_row > count:
-        raise InvalidStepPlanError(f"{previous} reads up to row {next_row - 1} of a global batch of {count} rows")
+    _require(next_row >= count, f"nobody reads {_format_range('row', next_row, count)} of the global batch")
+    _require(next_row <= count, f"{previous} reads up to row {next_row - 1} of a global batch of {count} rows")
 
 
 def _check_gradient_reductions(plan: StepPlan) -> None:
     """The gradients of each micro-batch are reduced once."""
     times = Counter(microbatch for reduced in plan.reduce_after for microbatch in reduced)
     for microbatch in range(plan.microbatches):
-        if times[microbatch] != 1:
-            problem = f"are summed {times[microbatch]} times" if times[microbatch] else "are in no sum"
-            name = next(iter(plan.shapes))
-            raise InvalidStepPlanError(f"element 0 of {name}: gradients of micro-batch {microbatch} {problem}")
+        count, name = times[microbatch], next(iter(plan.shapes))
+        problem = f"are summed {count} times" if count else "are in no sum"
+        _require(count == 1, f"element 0 of {name}: gradients of micro-batch {microbatch} {problem}")
 
 
 def _check_members(plan: StepPlan) -> None:
@@ -176,32 +176,27 @@ def _check_members(plan: StepPlan) -> None:
         for member in sorted(unit.members, key=lambda member: member.start):
             name, numel = member.name, prod(plan.shapes[member.name])
             other = unit_of.setdefault(name, unit.name)
-            if other != unit.name or name == previous:
-                raise InvalidStepPlanError(f"element 0 of {name} is in {other} and again in {unit.name}")
-            if member.numel != numel:
-                lost = _format_range("element", min(member.numel, numel), max(member.numel, numel))
-                raise InvalidStepPlanError(f"{lost} of {name}: {unit.name} has {member.numel} of {numel}")
-            if member.numel and member.start < next_element:
-                raise InvalidStepPlanError(f"element 0 of {name} is in {unit.name} where {previous} is")
-            if member.stop > unit.start + unit.length:
-                beyond = _format_range("element", max(0, unit.start + unit.length - member.start), member.numel)
-                raise InvalidStepPlanError(f"{beyond} of {name}: beyond the end of {unit.name}")
+            is_first = other == unit.name and name != previous
+            _require(is_first, f"element 0 of {name} is in {other} and again in {unit.name}")
+            lost = _format_range("element", min(member.numel, numel), max(member.numel, numel))
+            _require(member.numel == numel, f"{lost} of {name}: {unit.name} has {member.numel} of {numel}")
+            is_free = member.numel == 0 or member.start >= next_element
+            _require(is_free, f"element 0 of {name} is in {unit.name} where {previous} is")
+            end = unit.start + unit.length
+            beyond = _format_range("element", max(0, end - member.start), member.numel)
+            _require(member.stop <= end, f"{beyond} of {name}: beyond the end of {unit.name}")
             next_element, previous = max(next_element, member.stop), name
         ends[unit.kind] = unit.start + unit.length
     for name, shape in plan.shapes.items():
-        if name not in unit_of:
-            raise InvalidStepPlanError(f"nobody updates {_format_range('element', 0, prod(shape))} of {name}")
+        _require(name in unit_of, f"nobody updates {_format_range('element', 0, prod(shape))} of {name}")
 
 
 def _check_outer_groups(plan: StepPlan) -> None:
     """Independent replicas average the same shards in an outer step."""
     for first, *others in plan.outer_groups:
         for rank in others:
-            if (rank - first) % plan.ranks:
-                name = next(iter(plan.shapes))
-                raise InvalidStepPlanError(
-                    f"element 0 of {name}: the outer step of ranks {first} and {rank} mixes shards"
-                )
+            name, is_same = next(iter(plan.shapes)), (rank - first) % plan.ranks == 0
+            _require(is_same, f"element 0 of {name}: the outer step of ranks {first} and {rank} mixes shards")
 
 
 # --- elements --------------------------------------------------------------------------------------
@@ -219,11 +214,9 @@ def _check_coverage(unit: CommUnit, requirement: ShardCoverageRequirement) -> No
             twice = requirement.overlap_message.format(_describe_elements(unit, first, min(next_element, stop)))
             raise InvalidStepPlanError(f"{twice}: ranks {last_rank} and {rank}")
         next_element, last_rank = stop, rank
-    if next_element < unit.length:
-        raise InvalidStepPlanError(requirement.gap_message.format(_describe_elements(unit, next_element, unit.length)))
-    if next_element > unit.length:
-        excess = next_element - unit.length
-        raise InvalidStepPlanError(f"rank {last_rank} has {excess} elements beyond the end of {unit.name}")
+    excess, missing = next_element - unit.length, _describe_elements(unit, next_element, unit.length)
+    _require(excess >= 0, requirement.gap_message.format(missing))
+    _require(excess <= 0, f"rank {last_rank} has {excess} elements beyond the end of {unit.name}")
 
 
 def _describe_shard(plan: StepPlan, unit: CommUnit, shard: int | None) -> str:

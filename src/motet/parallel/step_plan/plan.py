@@ -51,7 +51,7 @@ ShardRanges = tuple[tuple[int, int], ...]  # (first, stop) of each shard, from t
 
 @dataclass(frozen=True)
 class CommUnit:
-    """What is sharded as a whole: a bucket of stages 0 to 2, or a parameter that stage 3 cuts into rows."""
+    """A unit of sharding: a bucket of stages 0 to 2, or a parameter that stage 3 cuts into rows."""
 
     name: str
     kind: Literal["rows", "bucket"]
@@ -139,7 +139,7 @@ def updated_ranges(plan: StepPlan, rank: int) -> dict[str, tuple[int, int]]:
 def make_comm_units(
     parameters: ParameterInventory, layout: Layout, recipe: PrecisionRecipe, *, settings: CommunicationSettings
 ) -> tuple[CommUnit, ...]:
-    """Units of all parameters; those that are cut into rows come first."""
+    """Units of all parameters; parameters that are cut into rows come first."""
     groups = resolve_communication_groups(settings, layout)
     schedule, shards = make_unit_schedule(groups, layout), range(len(groups.shard_groups[0]))
     rows = {n: s for n, s in parameters.shapes.items() if uses_row_shards(layout) and not is_replicated(s, layout)}

@@ -1,4 +1,4 @@
-"""Execution of a unit's schedule on multisets of contributors: each rank holds one shard or all, and sums of some ranks.
+"""Execution of a unit's schedule on multisets of contributors: each rank holds a shard or all, and sums of some ranks.
 
 A mistake is a `UnitScheduleError`, which does not know yet which elements the unit has.
 """
@@ -19,6 +19,11 @@ class UnitScheduleError(Exception):
     def __init__(self, shard: int | None, text: str) -> None:
         self.shard = shard
         super().__init__(text)
+
+
+def _require(is_right: bool, shard: int | None, text: str) -> None:
+    if not is_right:
+        raise UnitScheduleError(shard, text)
 
 
 @dataclass(frozen=True)
@@ -69,8 +74,7 @@ class SymbolicRankStates:
     def require_each_rank_once(self, groups: RankGroups, predicate: str) -> None:
         times = Counter(rank for ranks in groups for rank in ranks)
         for rank, shard in enumerate(self.shard_of_rank):
-            if times[rank] != 1:
-                raise UnitScheduleError(shard, f"rank {rank} {predicate} {times[rank]} times, not once")
+            _require(times[rank] == 1, shard, f"rank {rank} {predicate} {times[rank]} times, not once")
 
     def require_complete_sums(self, ranks: Iterable[int]) -> None:
         """Require that what these ranks hold is the sum over all ranks, each once."""
@@ -88,10 +92,8 @@ def execute_symbolically(schedule: UnitSchedule, ranks: int) -> SymbolicRankStat
     for index, action in enumerate(schedule):
         _ACTIONS[action.kind](states, action.rank_groups, schedule[:index])
     for rank, shard in enumerate(states.shard_of_rank):
-        if shard is not None:
-            raise UnitScheduleError(None, f"rank {rank} does not get the updated {{}}, but has only its shard {shard}")
-    if not states.is_updated:
-        raise UnitScheduleError(None, "nobody updates {}")
+        _require(shard is None, None, f"rank {rank} does not get the updated {{}}, but has only its shard {shard}")
+    _require(states.is_updated, None, "nobody updates {}")
     return states
 
 
@@ -99,8 +101,7 @@ def _reduce_scatter(states: SymbolicRankStates, groups: RankGroups, earlier: Uni
     for ranks, total in [(ranks, states.combine_sums(ranks)) for ranks in groups]:
         for shard, rank in enumerate(ranks):
             held = states.shard_of_rank[rank]
-            if held is not None:
-                raise UnitScheduleError(held, f"rank {rank} holds only a shard where all of {{}} is to be summed")
+            _require(held is None, held, f"rank {rank} holds only a shard where all of {{}} is to be summed")
             states.shard_of_rank[rank], states.sum_of_rank[rank] = shard, total
 
 
@@ -108,8 +109,8 @@ def _all_reduce(states: SymbolicRankStates, groups: RankGroups, earlier: UnitSch
     for ranks, total in [(ranks, states.combine_sums(ranks)) for ranks in groups]:
         shard = states.shard_of_rank[ranks[0]]
         for rank in ranks:
-            if states.shard_of_rank[rank] != shard:
-                raise UnitScheduleError(shard, f"rank {ranks[0]} adds {{}} to another shard, which rank {rank} holds")
+            text = f"rank {ranks[0]} adds {{}} to another shard, which rank {rank} holds"
+            _require(states.shard_of_rank[rank] == shard, shard, text)
             states.sum_of_rank[rank] = total
 
 
@@ -122,8 +123,7 @@ def _count_in_norm(states: SymbolicRankStates, groups: RankGroups, earlier: Unit
 
 
 def _update(states: SymbolicRankStates, groups: RankGroups, earlier: UnitSchedule) -> None:
-    if states.is_updated:
-        raise UnitScheduleError(None, "a step updates {} twice")
+    _require(not states.is_updated, None, "a step updates {} twice")
     states.require_each_rank_once(groups, "updates {}")
     states.require_complete_sums(range(len(states.shard_of_rank)))
     for ranks in groups:
@@ -142,10 +142,8 @@ def _all_gather(states: SymbolicRankStates, groups: RankGroups, earlier: UnitSch
     for ranks in groups:
         for position, rank in enumerate(ranks):
             shard = states.shard_of_rank[rank]
-            if shard != position:
-                raise UnitScheduleError(
-                    position, f"rank {ranks[0]} gathers shard {shard} of rank {rank} in the place of {{}}"
-                )
+            text = f"rank {ranks[0]} gathers shard {shard} of rank {rank} in the place of {{}}"
+            _require(shard == position, position, text)
         names = format_ranks(ranks)
         states.require_coverage(
             "all_gather", ranks, gap_message=f"{names} do not gather {{}}", overlap_message=f"{names} gather {{}} twice"
@@ -165,10 +163,8 @@ def _keep_secondary(states: SymbolicRankStates, groups: RankGroups, earlier: Uni
     gathered = _positions(earlier, "all_gather")
     for first, *others in groups:
         for rank in others:
-            if gathered[rank][0] != gathered[first][0]:
-                raise UnitScheduleError(
-                    None, f"ranks {first} and {rank} share a secondary copy of {{}}, but not a primary one"
-                )
+            text = f"ranks {first} and {rank} share a secondary copy of {{}}, but not a primary one"
+            _require(gathered[rank][0] == gathered[first][0], None, text)
 
 
 def _two_level_reduce(states: SymbolicRankStates, groups: RankGroups, earlier: UnitSchedule) -> None:
@@ -182,8 +178,8 @@ def _two_level_reduce(states: SymbolicRankStates, groups: RankGroups, earlier: U
         for position, rank in enumerate(ranks):
             others, secondary_position = secondary[rank]
             shard = gathered[rank][1]
-            if position * len(others) + secondary_position != shard:
-                raise UnitScheduleError(shard, f"rank {rank} gets another shard than {{}} of a two-level sum")
+            is_same = position * len(others) + secondary_position == shard
+            _require(is_same, shard, f"rank {rank} gets another shard than {{}} of a two-level sum")
 
 
 _ACTIONS = {

@@ -83,8 +83,6 @@ def compute_node_times(
 
 
 class _StepGraphBuilder:
-    """Appends nodes in the order of time."""
-
     def __init__(
         self, segments: Sequence[ModelSegment], units: Sequence[CommUnitVolume], layout: Layout, *, overlap: str
     ) -> None:
@@ -123,14 +121,14 @@ class _StepGraphBuilder:
                 if arrivals[name].startswith("gather"):
                     arrivals[name] = self._add("update", name, 0.0, depends_on=(arrivals[name],))
             waits = [arrivals[name] for name in used if overlaps_forward]
-            self._compute("forward", f"{segment.name} of the next step", segment.flops, waits)
+            self._compute("forward", f"{segment.name} of the next step", flops=segment.flops, waits=waits)
 
     def _add_forward(self, suffix: str) -> None:
         earlier = [self._previous, self._previous]
         self._gathered = {}
         for segment in self._segments:
             waits = self._gather(segment, f" for forward{suffix}", depends_on=earlier[-2])
-            self._compute("forward", f"{segment.name}{suffix}", segment.flops, waits)
+            self._compute("forward", f"{segment.name}{suffix}", flops=segment.flops, waits=waits)
             earlier.append(self._previous)
 
     def _add_backward(self, suffix: str, *, reduces: bool) -> None:
@@ -143,7 +141,7 @@ class _StepGraphBuilder:
         for index in reversed(range(len(self._segments))):
             segment = self._segments[index]
             waits = self._gather(segment, f" for backward{suffix}", depends_on=earlier[-2])
-            self._compute("backward", f"{segment.name}{suffix}", 2 * segment.flops, waits)
+            self._compute("backward", f"{segment.name}{suffix}", flops=2 * segment.flops, waits=waits)
             earlier.append(self._previous)
             needed = frozenset[str]().union(*(s.parameters for s in self._segments[:index]))
             while unreduced and (index == 0 or (self._overlap != "none" and not unreduced[0].parameters & needed)):
@@ -162,14 +160,12 @@ class _StepGraphBuilder:
         return [self._gathered[unit.name] for unit in needed if unit.name in self._gathered]
 
     def _in_order_of_use(self) -> list[CommUnitVolume]:
-        """Units by the first segment that uses them."""
-
         def first_use(unit: CommUnitVolume) -> int:
             return next((i for i, s in enumerate(self._segments) if unit.parameters & s.parameters), 0)
 
         return sorted(self._units, key=first_use)
 
-    def _compute(self, kind: NodeKind, label: str, flops: float, waits: Sequence[str]) -> None:
+    def _compute(self, kind: NodeKind, label: str, *, flops: float, waits: Sequence[str]) -> None:
         depends_on = tuple(dict.fromkeys((*self._previous, *waits)))
         self._previous = (self._add(kind, label, flops, depends_on=depends_on),)
 

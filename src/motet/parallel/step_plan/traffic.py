@@ -179,7 +179,6 @@ class CollectiveTrafficModel:
         return sum(sent.values()) + self._bytes_sent("all-reduce", group_name, dense_numel, width=width)
 
     def _bytes_sent(self, collective: str, group_name: GroupName, count: int, *, width: int) -> int:
-        """Bytes of a collective over `count` elements of `width` bytes."""
         if self.algorithms.group_size(group_name) == 1 or count == 0:
             return 0
         program = self.algorithms.program(collective, group_name, width * count)

@@ -26,7 +26,7 @@ class CommunicationSettings(FrozenSettings):
     """How ranks exchange gradients and parameters."""
 
     overlap: Literal["forward", "backward", "none"] = "backward"
-    """What communication overlaps: `backward` sends each bucket of gradients as soon as it is complete; `forward` also
+    """What communication overlaps: `backward` sends each bucket of gradients once it is complete; `forward` also
     gathers during the next forward, in which each module waits for the parameters that it uses; or `none`."""
     bucket_mib: Mebibytes = 25.0
     """Size of a bucket of gradients, in MiB; a larger parameter has a bucket to itself."""
@@ -135,14 +135,15 @@ def check_communication(settings: CommunicationSettings, layout: Layout, indepen
     gathers_gradients = uses_gradient_gather(settings, layout)
     if layout.reproducible_batch_size and gathers_gradients:
         raise InputError(
-            f"{forward} cannot be had with run.reproducible = 'layout', whose sums arrive together; use layout.zero = 1, "
-            "or leave communication.overlap out"
+            f"{forward} cannot be had with run.reproducible = 'layout', whose sums arrive together; use layout.zero = "
+            "1, or leave communication.overlap out"
         )
     _check_codecs(settings, layout)
     _check_cluster(settings, layout)
     if gathers_gradients and settings.compress_gradients is not None:
         raise InputError(
-            f"{forward} sends gradients uncompressed; use layout.zero = 1, or leave communication.compress_gradients out"
+            f"{forward} sends gradients uncompressed; use layout.zero = 1, or leave "
+            "communication.compress_gradients out"
         )
     shards = len(resolve_communication_groups(settings, layout).shard_groups[0])
     shard_codec = resolve_codecs(settings, layout).shard_gradients
@@ -206,7 +207,6 @@ def _parse_codec(settings: CommunicationSettings, field: str) -> Codec | None:
 
 
 def _check_codecs(settings: CommunicationSettings, layout: Layout) -> None:
-    """Raise the message of the first row that applies."""
     parameters, gradients = _parse_codec(settings, "compress_parameters"), _parse_codec(settings, "compress_gradients")
     parameters_key = f"communication.compress_parameters = {settings.compress_parameters!r}"
     key = f"communication.compress_gradients = {settings.compress_gradients!r}"

@@ -45,7 +45,7 @@ class DataParallelCommunicator:
         unsharded_specs: StepReductionSpecs,
         shard_specs: Sequence[StepReductionSpecs],
     ) -> None:
-        """`unsharded_specs`: buffers reduced over the shard group; `shard_specs`: for each shard, those over replicas."""
+        """`unsharded_specs`: buffers reduced over the shard group; `shard_specs`: over replicas, for each shard."""
         self.mesh = mesh
         self.settings = settings
         self._bucket_owners = layout.bucket_owners
