@@ -27,22 +27,6 @@ from motet.collectives.prove.program_checker import prove_program
 from motet.core import trace
 from motet.core.errors import InputError
 
-__all__ = [
-    "CollectiveOptions",
-    "RankGroupLike",
-    "WorkHandle",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-    "sum_scalars",
-]
-
 
 class RankGroupLike(Protocol):
     """The ranks that take part. `process_group` is None for a single rank."""

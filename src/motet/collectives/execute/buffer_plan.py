@@ -134,7 +134,6 @@ def _consecutive_slices(buffer: Buffer, start: int, lengths: Iterable[int]) -> l
 
 
 def _chunks_needed_after_steps(plan: RankPlan, needed: set[int]) -> list[set[int]]:
-    """The chunks that are still read, added to or final after each step."""
     needed_after: list[set[int]] = []
     for step in reversed(plan.steps):
         needed_after.append(set(needed))
@@ -146,8 +145,6 @@ def _chunks_needed_after_steps(plan: RankPlan, needed: set[int]) -> list[set[int
 
 @dataclass
 class _BufferPlanner:
-    """The locations of the chunks of a rank as its steps are placed one by one."""
-
     lengths: Sequence[int]
     outputs: dict[int, BufferSlice]
     locations: dict[int, BufferSlice]
@@ -219,7 +216,6 @@ class _BufferPlanner:
         return LocalReduction(target, local, tuple(received), after_sends=False)
 
     def _merge_reductions(self, reductions: list[LocalReduction]) -> tuple[LocalReduction, ...]:
-        """Reductions in the order in which their messages are waited for, neighbours merged."""
         reductions.sort(key=lambda reduction: (max(r.receive_index for r in reduction.received), reduction.target))
         items = []
         for target, local, received, _ in reductions:
@@ -236,7 +232,6 @@ class _BufferPlanner:
         )
 
     def _overlaps_outgoing(self, span: BufferSlice) -> bool:
-        """Whether this step sends some of these elements."""
         return any(
             span.buffer == other.buffer and span.start < other.stop and other.start < span.stop
             for other in self._outgoing
@@ -268,7 +263,6 @@ def _chunks_by_peer(chunk_peers: Iterable[tuple[int, tuple[int, ...]]]) -> Itera
 
 
 def _join_contiguous(slices: Sequence[BufferSlice]) -> BufferSlice | None:
-    """One slice in place of several, if each follows the slice before it."""
     if any((a.buffer, a.stop) != (b.buffer, b.start) for a, b in pairwise(slices)):
         return None
     return slices[0]._replace(stop=slices[-1].stop)

@@ -65,8 +65,6 @@ def measure_program(program: Program, group: dist.ProcessGroup, *, size: int, re
 
 
 class _TraceCounterCollector:
-    """The sums of all counters of the trace."""
-
     def __init__(self) -> None:
         self.totals: Counter[str] = Counter()
 
@@ -83,7 +81,6 @@ def _rank_contribution(rank: int, elements: int) -> Tensor:
 
 
 def _initial_chunks(program: Program, rank: int, contribution: Tensor) -> Tensor:
-    """The initial chunks of a rank, one after another."""
     chunks = contribution.split(list(chunk_lengths(program, contribution.numel())))
     return torch.cat([contribution.new_empty(0), *(chunks[chunk] for chunk in sorted(program.initial[rank]))])
 

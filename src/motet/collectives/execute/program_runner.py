@@ -90,10 +90,6 @@ class RankCollectiveExecution:
     reduce_op: DtypeReduceOp
     channel: P2PChannel
 
-    @property
-    def device(self) -> torch.device:
-        return self.buffers["output"].device
-
 
 class _CollectiveProgramProperties(NamedTuple):
     """Properties of a Program that are slow to compute."""
@@ -220,7 +216,8 @@ def _run_step(
 
 
 def _start_execution(execution: RankCollectiveExecution, async_op: bool) -> WorkHandle:
-    queue, task = _execution_queue(execution.channel.group, execution.device), partial(_execute_plan, execution)
+    queue = _execution_queue(execution.channel.group, execution.buffers["output"].device)
+    task = partial(_execute_plan, execution)
     if isinstance(queue, WorkQueue):
         if async_op:
             return queue.submit(task)

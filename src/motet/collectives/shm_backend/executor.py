@@ -5,21 +5,34 @@ publishes one segment for the first step and earlier segments for later steps. W
 peers published one round before, so that no rank waits for the slower one in each round.
 """
 
-from dataclasses import dataclass, field
+import hashlib
+import threading
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from motet.collectives.execute.reduce_ops import DtypeReduceOp
-from motet.collectives.shm_backend.slot_plan import SlotPlan, SlotStep
-from motet.collectives.shm_backend.tensor_views import Chunks
+from motet.collectives.execute.reduce_ops import DtypeReduceOp, dtype_name, make_reduce_op
+from motet.collectives.shm_backend.slot_plan import (
+    ONE_STEP_ALL_REDUCE_MAX_BYTES,
+    HostOfRank,
+    SlotPlan,
+    SlotStep,
+    slot_plan_for,
+)
+from motet.collectives.shm_backend.tensor_views import Chunks, describe_tensor
 from motet.collectives.shm_backend.transport.local_peers import DESCRIPTION_INDEX_BITS, LocalPeerSync
-from motet.collectives.shm_backend.transport.shared_memory import BUFFER_BYTES, BUFFERS_PER_RANK
+from motet.collectives.shm_backend.transport.shared_memory import BUFFER_BYTES, BUFFERS_PER_RANK, DESCRIPTION_SLOTS
 from motet.collectives.shm_backend.transport.sockets import CollectivePeerSockets, memoryview_of
+from motet.core.errors import InputError
 
 SEGMENT_BYTES = 512 << 10
 # From here on, the first and last rounds, in which only some steps are active, cost less than waiting.
 LAG_MIN_SEGMENTS = 4
+
+_CHUNK_ALIGNMENT = 16  # Elements
+_ROOT_PREPOSITIONS = {"broadcast": "from", "scatter": "from", "reduce": "to", "gather": "to"}
 
 
 @dataclass
@@ -49,6 +62,68 @@ class PreparedCollective:
         self.slot_stride = -(-self.segment_numel * itemsize // 64) * 64 // itemsize
         self.readers = tuple({reader for step in self.plan.steps for reader in step.readers})
         self.sources = tuple({source for step in self.plan.steps for source in step.sources})
+
+
+class PreparedCollectiveCache:
+    """At most as many prepared collectives as a rank keeps descriptions; the oldest is dropped."""
+
+    def __init__(self, local_peers: LocalPeerSync, hosts: HostOfRank, rank: int) -> None:
+        self._local_peers, self._hosts, self._rank, self._ranks = local_peers, hosts, rank, len(hosts)
+        self._prepared: dict[Any, PreparedCollective] = {}
+        self._made_count = 0
+        self._lock = threading.Lock()
+
+    def get_or_prepare(
+        self, kind: str, tensor: Tensor, *, reduction: str = "", root: int = 0, lengths: tuple[int, ...] | None = None
+    ) -> PreparedCollective:
+        """`lengths` gives the elements of each chunk where these differ."""
+        key = (kind, tensor.dtype, tensor.shape if lengths is None else lengths, reduction, root)
+        if (cached := self._prepared.get(key)) is not None:
+            return cached
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+            raise InputError(
+                f"{kind} of a {tensor.layout} tensor on {tensor.device}: the backend motet moves dense tensors on the "
+                "CPU; for others start the group with cpu:gloo or cuda:nccl"
+            )
+        reduce_op = make_reduce_op(reduction, tensor.dtype, tensor.device) if reduction else None
+        is_small = tensor.nbytes <= ONE_STEP_ALL_REDUCE_MAX_BYTES
+        plan = slot_plan_for(kind, self._rank, self._hosts, is_small=is_small, root=root)
+        description = f"all-to-all of {dtype_name(tensor.dtype)} with split sizes"
+        if lengths is None:
+            lengths = self._chunk_numels(kind, tensor.numel(), plan.chunks)
+            description = _describe_collective(kind, reduction, tensor, root=root)
+        digest_size = 8 - DESCRIPTION_INDEX_BITS // 8
+        digest = hashlib.blake2b(f"{description}{lengths}".encode(), digest_size=digest_size).digest()
+        with self._lock:
+            index = self._made_count % (DESCRIPTION_SLOTS - 1)
+            self._made_count += 1
+            self._local_peers.write_description(index, description)
+        signature = int.from_bytes(digest, "little") << DESCRIPTION_INDEX_BITS | index
+        if reduce_op is not None and reduce_op.needs_wide_accumulation and plan.needs_wider_dtype:
+            reduce_op = replace(reduce_op, dtype=torch.float32)
+        dtype = tensor.dtype if reduce_op is None else reduce_op.dtype
+        divisor = self._ranks if reduction == "avg" else 1
+        prepared = PreparedCollective(description, signature, plan, lengths, dtype, reduce_op, divisor)
+        with self._lock:
+            self._prepared[key] = prepared
+            if len(self._prepared) > DESCRIPTION_SLOTS - 1:
+                del self._prepared[next(iter(self._prepared))]
+        return prepared
+
+    def _chunk_numels(self, kind: str, numel: int, chunks: int) -> tuple[int, ...]:
+        if kind == "all-to-all":
+            return (numel // self._ranks,) * chunks
+        if kind not in ("all-reduce", "reduce", "broadcast") or chunks == 1:
+            return (numel,) * chunks
+        chunk_numel = -(-numel // chunks // _CHUNK_ALIGNMENT) * _CHUNK_ALIGNMENT
+        return tuple(max(0, min(chunk_numel, numel - i * chunk_numel)) for i in range(chunks))
+
+
+def _describe_collective(kind: str, reduction: str, tensor: Tensor, *, root: int) -> str:
+    if kind == "barrier":
+        return kind
+    where = f" {_ROOT_PREPOSITIONS[kind]} rank {root}" if kind in _ROOT_PREPOSITIONS else ""
+    return f"{kind}{f' ({reduction})' if reduction else ''} of {describe_tensor(tensor)}{where}"
 
 
 # A step, with the input and output chunks of one segment.

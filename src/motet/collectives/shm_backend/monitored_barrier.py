@@ -17,17 +17,21 @@ def run_monitored_barrier(
 ) -> None:
     """Raise PeerLostError with the first missing rank, or with all of them if `wait_all_ranks`."""
     end = time.monotonic() + timeout_s
+
+    def wait(work: AsyncWork) -> None:
+        work.wait(timedelta(seconds=max(_MIN_WAIT_S, end - time.monotonic())))
+
     if rank:
         try:
-            _wait_until(messages.send(_token(), 0, tag), end)
-            _wait_until(messages.receive(_token(), 0, tag), end)
+            wait(messages.send(_token(), 0, tag))
+            wait(messages.receive(_token(), 0, tag))
         except CollectiveError as error:
             raise PeerLostError(f"rank {rank} came to the barrier, but rank 0 did not answer: {error}") from error
         return
     absent: dict[int, CollectiveError] = {}
     for other, work in [(other, messages.receive(_token(), other, tag)) for other in range(1, ranks)]:
         try:
-            _wait_until(work, end)
+            wait(work)
         except CollectiveError as error:
             absent[other] = error
             if not wait_all_ranks:
@@ -42,7 +46,3 @@ def run_monitored_barrier(
 
 def _token() -> torch.Tensor:
     return torch.zeros(1, dtype=torch.uint8)
-
-
-def _wait_until(work: AsyncWork, end: float) -> None:
-    work.wait(timedelta(seconds=max(_MIN_WAIT_S, end - time.monotonic())))

@@ -16,23 +16,12 @@ from torch.distributed import Store
 from motet.collectives.errors import CollectiveError, PeerLostError
 from motet.collectives.execute.reduce_ops import dtype_name
 from motet.collectives.execute.work_queue import AsyncWork, Task, WorkQueue
-from motet.collectives.shm_backend.executor import PreparedCollective
+from motet.collectives.shm_backend import tensor_views as views
+from motet.collectives.shm_backend.executor import PreparedCollective, PreparedCollectiveCache
 from motet.collectives.shm_backend.monitored_barrier import run_monitored_barrier
-from motet.collectives.shm_backend.plan_cache import PreparedCollectiveCache
 from motet.collectives.shm_backend.rank_connections import RankConnections
 from motet.collectives.shm_backend.sparse_all_reduce import all_reduce_sparse, check_sparse
-from motet.collectives.shm_backend.tensor_views import (
-    Chunks,
-    CopyBack,
-    Factor,
-    flatten,
-    output_buffer,
-    output_buffers,
-    per_rank_chunks,
-    require_contiguous,
-    split_equally,
-    split_rows,
-)
+from motet.collectives.shm_backend.tensor_views import Chunks, CopyBack, Factor
 from motet.core.errors import InputError
 
 _REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
@@ -59,7 +48,7 @@ class MotetProcessGroup(_TypedProcessGroupBase):
         self._messages = self._connections.messages
         self._queue = WorkQueue(waiters_help=True, on_worker_run=self._connections.reduce_spinning)
         self._failure: BaseException | None = None
-        self._cache = PreparedCollectiveCache(self._connections, rank, size)
+        self._cache = PreparedCollectiveCache(self._connections.local_peers, self._connections.hosts, rank)
         self._name = self._description = ""
         self._barrier_count = 0
 
@@ -117,7 +106,7 @@ class MotetProcessGroup(_TypedProcessGroupBase):
     def _in_place_job(self, kind: str, tensor: Tensor, *, op: Any = None, root: int = 0) -> Task:
         reduction, factor = _reduction_and_factor(op, tensor)
         prepared = self._cache.get_or_prepare(kind, tensor, reduction=reduction, root=root)
-        buffer, copy_back = output_buffer(tensor)
+        buffer, copy_back = views.output_buffer(tensor)
         numels = prepared.chunk_numels
         chunks: Chunks = [buffer] if len(numels) == 1 else list(buffer.split(numels))
         outputs = chunks if kind != "reduce" or root == self._rank else [None] * len(chunks)
@@ -146,14 +135,13 @@ class MotetProcessGroup(_TypedProcessGroupBase):
     def _gather_job(self, kind: str, input: Tensor, output: Tensor | list[Tensor] | None, *, root: int = 0) -> Task:
         prepared = self._cache.get_or_prepare(kind, input, root=root)
         input_chunks = self._empty_chunks()
-        input_chunks[self._rank] = flatten(input)
+        input_chunks[self._rank] = views.flatten(input)
         if output is None:
             return self._make_job(prepared, input_chunks, self._empty_chunks())
-        output_chunks, copy_back = per_rank_chunks(output, input, self._size, role=f"{kind} output")
+        output_chunks, copy_back = views.per_rank_chunks(output, input, self._size, role=f"{kind} output")
         return self._make_job(prepared, input_chunks, output_chunks, copy_back=copy_back)
 
     def _gather_stacked(self, tensor: Tensor) -> Tensor:
-        """Gather the tensors of all ranks within a job."""
         stacked = tensor.new_empty(self._size, *tensor.shape)
         self._gather_job("all-gather", tensor, stacked)()
         return stacked
@@ -183,9 +171,9 @@ class MotetProcessGroup(_TypedProcessGroupBase):
         prepared = self._cache.get_or_prepare(kind, output, reduction=reduction, root=root)
         input_chunks: Chunks = self._empty_chunks()
         if input is not None:
-            input_chunks, _ = per_rank_chunks(input, output, self._size, role=f"{kind} input")
+            input_chunks, _ = views.per_rank_chunks(input, output, self._size, role=f"{kind} input")
         output_chunks = self._empty_chunks()
-        output_chunks[self._rank], copy_back = output_buffer(output)
+        output_chunks[self._rank], copy_back = views.output_buffer(output)
         return self._make_job(prepared, input_chunks, output_chunks, copy_back=copy_back, factor=factor)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> AsyncWork:
@@ -195,8 +183,8 @@ class MotetProcessGroup(_TypedProcessGroupBase):
         self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
     ) -> AsyncWork:
         if output_sizes or input_sizes:
-            inputs = split_rows(input, input_sizes, self._size, role="input")
-            outputs = split_rows(output, output_sizes, self._size, role="output")
+            inputs = views.split_rows(input, input_sizes, self._size, role="input")
+            outputs = views.split_rows(output, output_sizes, self._size, role="output")
             return self._submit([self._uneven_all_to_all_job(inputs, outputs)], [output], opts)
         if input.numel() != output.numel() or input.numel() % self._size:
             raise InputError(
@@ -205,9 +193,10 @@ class MotetProcessGroup(_TypedProcessGroupBase):
             )
         prepared = self._cache.get_or_prepare("all-to-all", input)
         numel_per_rank = input.numel() // self._size
-        buffer, copy_back = output_buffer(output)
+        buffer, copy_back = views.output_buffer(output)
         input_chunks, output_chunks = self._all_to_all_chunks(
-            split_equally(flatten(input), numel_per_rank, self._size), split_equally(buffer, numel_per_rank, self._size)
+            views.split_equally(views.flatten(input), numel_per_rank, self._size),
+            views.split_equally(buffer, numel_per_rank, self._size),
         )
         return self._submit(
             [self._make_job(prepared, input_chunks, output_chunks, copy_back=copy_back)], [output], opts
@@ -226,8 +215,8 @@ class MotetProcessGroup(_TypedProcessGroupBase):
         counts = torch.tensor([tensor.numel() for tensor in inputs])
         counts_of_ranks = torch.empty(self._size, self._size, dtype=torch.int64)
         gather = self._gather_job("all-gather", counts, counts_of_ranks)
-        buffers, copy_back = output_buffers(outputs)
-        input_chunks, output_chunks = self._all_to_all_chunks([flatten(tensor) for tensor in inputs], buffers)
+        buffers, copy_back = views.output_buffers(outputs)
+        input_chunks, output_chunks = self._all_to_all_chunks([views.flatten(tensor) for tensor in inputs], buffers)
 
         def job() -> None:
             gather()
@@ -264,13 +253,13 @@ class MotetProcessGroup(_TypedProcessGroupBase):
     # Messages.
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> AsyncWork:
-        return self._messages.send(flatten(tensors[0]).view(tensors[0].shape), dst, tag)
+        return self._messages.send(views.flatten(tensors[0]).view(tensors[0].shape), dst, tag)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> AsyncWork:
-        return self._messages.receive(require_contiguous(tensors[0]), src, tag)
+        return self._messages.receive(views.require_contiguous(tensors[0]), src, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> AsyncWork:
-        return self._messages.receive(require_contiguous(tensors[0]), None, tag)
+        return self._messages.receive(views.require_contiguous(tensors[0]), None, tag)
 
     # Jobs, which the queue runs one after another.
 

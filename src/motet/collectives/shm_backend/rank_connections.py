@@ -2,7 +2,6 @@
 
 import atexit
 import os
-import select
 
 from torch.distributed import Store
 
@@ -14,10 +13,10 @@ from motet.collectives.shm_backend.transport.byte_streams import (
     RingBufferByteStream,
     SocketByteStream,
 )
-from motet.collectives.shm_backend.transport.local_peers import SPINS, STATE_FAILED, STATE_LEFT, LocalPeerSync
+from motet.collectives.shm_backend.transport.local_peers import SPINS, LocalPeerSync
 from motet.collectives.shm_backend.transport.message_matcher import MessageMatcher
 from motet.collectives.shm_backend.transport.rendezvous import establish_connections
-from motet.collectives.shm_backend.transport.shared_memory import EXIT_STATE, is_supported
+from motet.collectives.shm_backend.transport.shared_memory import is_supported
 from motet.collectives.shm_backend.transport.sockets import CollectivePeerSockets
 from motet.core.errors import InputError
 
@@ -58,10 +57,6 @@ class RankConnections:
         """Do not spin while another thread of this process wants to run."""
         self.local_peers.spins = 0 if enabled else self._spins
 
-    def write_description(self, index: int, text: str) -> None:
-        """Write the description of a kind of collective where the local peers can read it."""
-        self.local_peers.shared_memory.write_description(self.local_peers.local_rank, index, text)
-
     def set_timeout(self, timeout_s: float) -> None:
         self.local_peers.timeout_s = self.messages.timeout_s = timeout_s
         if self._sockets is not None:
@@ -87,13 +82,4 @@ class RankConnections:
             peer_socket.stream.close()
 
     def _lost_reason(self, rank: int) -> str:
-        """The reason why nothing more will come from a rank; empty if something may."""
-        if rank not in self.local_index:
-            return ""
-        local = self.local_index[rank]
-        words, memory = self.local_peers.words, self.local_peers.shared_memory
-        if words[memory.word_index(local, EXIT_STATE)] in (STATE_FAILED, STATE_LEFT):
-            return "that rank has given up or left the group"
-        poll = select.poll()
-        poll.register(self.local_peers.peers[local].pidfd, select.POLLIN)
-        return "its process has ended" if poll.poll(0) else ""
+        return self.local_peers.lost_reason(self.local_index[rank]) if rank in self.local_index else ""

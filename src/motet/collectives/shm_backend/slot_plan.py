@@ -117,10 +117,8 @@ def make_slot_plan(program: Program, rank: int, local_index: Mapping[int, int]) 
 
 
 def _assign_slots(steps: tuple[RankStep, ...]) -> dict[tuple[int, int], int]:
-    """The slot of each (step, chunk) that a rank publishes."""
-    return {
-        key: slot for slot, key in enumerate((i, send.chunk) for i, step in enumerate(steps) for send in step.sends)
-    }
+    keys = [(step_id, send.chunk) for step_id, step in enumerate(steps) for send in step.sends]
+    return {key: slot for slot, key in enumerate(keys)}
 
 
 def _completing_steps(program: Program) -> set[tuple[int, int, int]]:
@@ -141,13 +139,8 @@ def _completing_steps(program: Program) -> set[tuple[int, int, int]]:
 
 def _forwards_partial_sums(program: Program) -> bool:
     """Whether a chunk is added to in one step and again in a later one, on any rank."""
-    added: set[int] = set()
-    for step in program.steps:
-        now = {chunk for t in step if t.op == "reduce" for chunk in t.chunks}
-        if now & added:
-            return True
-        added |= now
-    return False
+    reduced = [{chunk for t in step if t.op == "reduce" for chunk in t.chunks} for step in program.steps]
+    return sum(map(len, reduced)) > len(set().union(*reduced))
 
 
 @lru_cache(maxsize=256)

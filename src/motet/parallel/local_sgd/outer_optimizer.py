@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from motet.collectives.execute.api import WorkHandle, all_gather, sum_scalars
+from motet.collectives.execute.api import all_gather, sum_scalars
+from motet.collectives.execute.work_queue import WorkHandle
 from motet.parallel.data_parallel.communication.communication_settings import (
     CommunicationSettings,
     resolve_communication_groups,

@@ -10,8 +10,8 @@ from torch import Tensor
 from motet.collectives.compression import compressed_collectives
 from motet.collectives.compression.byte_messages import codec_numerics, to_accumulation_dtype
 from motet.collectives.compression.powersgd import PowerSGDCodec
-from motet.collectives.execute.api import CollectiveOptions, WorkHandle, all_reduce
-from motet.collectives.execute.work_queue import CompletedWork, WorkQueue
+from motet.collectives.execute.api import CollectiveOptions, all_reduce
+from motet.collectives.execute.work_queue import CompletedWork, WorkHandle, WorkQueue
 from motet.core.errors import InputError
 from motet.core.seeds import derive_seed
 from motet.parallel.data_parallel.communication.algorithm_choice import CollectiveAlgorithmSelector

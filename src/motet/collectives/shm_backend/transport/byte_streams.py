@@ -2,7 +2,6 @@
 
 import select
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,21 +18,8 @@ BURST_BYTES = 128 << 10  # The reader can start after this many bytes
 _SOCKET_POLL_S = 0.0005
 
 
-class ByteStream(Protocol):
-    """Both directions to one rank. Tensors are flat and of bytes; the counts of bytes moved may be 0."""
-
-    def write(self, data: Tensor) -> int: ...
-
-    def read(self, into: Tensor) -> int: ...
-
-    @property
-    def is_drained(self) -> bool:
-        """Whether there is nothing to read now."""
-        ...
-
-
 class RingBufferByteStream:
-    """A stream through shared memory."""
+    """A stream through shared memory. Tensors are flat and of bytes; the counts of bytes moved may be 0."""
 
     def __init__(self, memory: SharedMemorySegment, rank: int, peer: int) -> None:
         self._words = memory.words
@@ -65,6 +51,7 @@ class RingBufferByteStream:
 
     @property
     def is_drained(self) -> bool:
+        """Whether there is nothing to read now."""
         return bool(self._words[self._sent_by_peer] == self._words[self._received])
 
 
@@ -91,6 +78,9 @@ class SocketByteStream:
 
     def read(self, into: Tensor) -> int:
         return self._socket.read(memoryview_of(into)) if len(into) else 0
+
+
+ByteStream = RingBufferByteStream | SocketByteStream
 
 
 class PeerActivityWaiter:

@@ -6,19 +6,7 @@ import time
 from dataclasses import dataclass
 
 from motet.collectives.errors import CollectiveError, PeerLostError
-from motet.collectives.shm_backend.transport.shared_memory import (
-    COLLECTIVE_SLEEP_FLAG,
-    CONSUMED_ROUND,
-    DESCRIPTION_SLOTS,
-    EXIT_STATE,
-    FINISHED_COLLECTIVE,
-    PUBLISHED_ROUND,
-    SIGNATURE_SLOTS,
-    SIGNATURES_OFFSET,
-    STARTED_COLLECTIVE,
-    SharedMemorySegment,
-    yield_core,
-)
+from motet.collectives.shm_backend.transport import shared_memory as shm
 
 LIVENESS_CHECK_S = 0.02  # How often a waiting rank checks that its peers are alive
 SPINS = 400
@@ -41,7 +29,7 @@ class LocalPeerSync:
 
     def __init__(
         self,
-        shared_memory: SharedMemorySegment,
+        shared_memory: shm.SharedMemorySegment,
         local_rank: int,
         peers: dict[int, LocalPeerProcess],
         *,
@@ -52,10 +40,10 @@ class LocalPeerSync:
         self.rank, self.timeout_s = rank, timeout_s
         self.words = shared_memory.words
         ranks = range(shared_memory.layout.ranks)
-        self.published_index = [shared_memory.word_index(r, PUBLISHED_ROUND) for r in ranks]
-        self.consumed_index = [shared_memory.word_index(r, CONSUMED_ROUND) for r in ranks]
-        self.sleep_flags = [shared_memory.word_index(r, COLLECTIVE_SLEEP_FLAG) for r in ranks]
-        self.signatures = [shared_memory.word_index(r, SIGNATURES_OFFSET) for r in ranks]
+        self.published_index = [shared_memory.word_index(r, shm.PUBLISHED_ROUND) for r in ranks]
+        self.consumed_index = [shared_memory.word_index(r, shm.CONSUMED_ROUND) for r in ranks]
+        self.sleep_flags = [shared_memory.word_index(r, shm.COLLECTIVE_SLEEP_FLAG) for r in ranks]
+        self.signatures = [shared_memory.word_index(r, shm.SIGNATURES_OFFSET) for r in ranks]
         self.collective_id = 0
         self.signature = 0
         self.spins = SPINS
@@ -68,18 +56,22 @@ class LocalPeerSync:
         """Publish the start and the signature of a collective."""
         self.collective_id += 1
         self.signature = signature
-        self.words[self.signatures[self.local_rank] + self.collective_id % SIGNATURE_SLOTS] = signature
-        self.words[self.published_index[self.local_rank] + STARTED_COLLECTIVE - PUBLISHED_ROUND] = self.collective_id
+        self.words[self.signatures[self.local_rank] + self.collective_id % shm.SIGNATURE_SLOTS] = signature
+        self.words[self.published_index[self.local_rank] + shm.STARTED_COLLECTIVE - shm.PUBLISHED_ROUND] = (
+            self.collective_id
+        )
 
     def finish(self) -> None:
         """Publish the end of the collective."""
-        self.words[self.published_index[self.local_rank] + FINISHED_COLLECTIVE - PUBLISHED_ROUND] = self.collective_id
+        self.words[self.published_index[self.local_rank] + shm.FINISHED_COLLECTIVE - shm.PUBLISHED_ROUND] = (
+            self.collective_id
+        )
 
     def _counter(self, local: int, counter: int) -> int:
         return self.words[self.shared_memory.word_index(local, counter)]
 
     def _check_signature(self, local: int) -> None:
-        signature = self.words[self.signatures[local] + self.collective_id % SIGNATURE_SLOTS]
+        signature = self.words[self.signatures[local] + self.collective_id % shm.SIGNATURE_SLOTS]
         if signature >> DESCRIPTION_INDEX_BITS != self.signature >> DESCRIPTION_INDEX_BITS:
             raise CollectiveError(
                 f"collective number {self.collective_id} of the group differs: rank {self.rank} called "
@@ -107,7 +99,7 @@ class LocalPeerSync:
             if words[index] >= value:
                 return
         for _ in range(YIELDS):
-            yield_core()
+            shm.yield_core()
             if words[index] >= value:
                 return
         flag = self.sleep_flags[self.local_rank]
@@ -125,17 +117,16 @@ class LocalPeerSync:
                     self._check_liveness(other, ended, now - start)
 
     def _check_liveness(self, other: int, ended: set[int], waited_s: float) -> None:
-        """Raise if another rank has ended or calls something else, or after the timeout."""
-        if self._counter(other, STARTED_COLLECTIVE) >= self.collective_id:
+        if self._counter(other, shm.STARTED_COLLECTIVE) >= self.collective_id:
             self._check_signature(other)
-        absent = [local for local in self.peers if self._counter(local, FINISHED_COLLECTIVE) < self.collective_id]
-        states = {local: self._counter(local, EXIT_STATE) for local in absent}
+        absent = [local for local in self.peers if self._counter(local, shm.FINISHED_COLLECTIVE) < self.collective_id]
+        states = {local: self._counter(local, shm.EXIT_STATE) for local in absent}
         this_rank = f"rank {self.rank} in {self.description(self.local_rank, self.signature)}"
         # A killed rank (state 0) is named before the ranks that failed because of it.
         for local in sorted(absent, key=lambda local: states[local]):
             who = f"rank {self.peers[local].rank}"
             if states[local] == STATE_FAILED:
-                reason = self.shared_memory.read_description(local, DESCRIPTION_SLOTS - 1)
+                reason = self.shared_memory.read_description(local, shm.DESCRIPTION_SLOTS - 1)
                 raise PeerLostError(f"{this_rank}: {who} has given up: {reason}")
             if states[local] == STATE_LEFT:
                 raise PeerLostError(f"{this_rank}: {who} has left the group without taking part")
@@ -151,23 +142,35 @@ class LocalPeerSync:
         return self.shared_memory.read_description(local, signature & ((1 << DESCRIPTION_INDEX_BITS) - 1))
 
     def _describe_progress(self, other: int) -> str:
-        started = self._counter(other, STARTED_COLLECTIVE)
+        started = self._counter(other, shm.STARTED_COLLECTIVE)
         if started == 0:
             return "it has not called any collective of this group"
-        last = self.description(other, self.words[self.signatures[other] + started % SIGNATURE_SLOTS])
-        doing = "is in" if self._counter(other, FINISHED_COLLECTIVE) < started else "has finished"
+        last = self.description(other, self.words[self.signatures[other] + started % shm.SIGNATURE_SLOTS])
+        doing = "is in" if self._counter(other, shm.FINISHED_COLLECTIVE) < started else "has finished"
         return f"it {doing} its collective number {started}, {last}, this is number {self.collective_id}"
+
+    def lost_reason(self, local: int) -> str:
+        """The reason why nothing more will come from a rank; empty if something may."""
+        if self._counter(local, shm.EXIT_STATE) in (STATE_FAILED, STATE_LEFT):
+            return "that rank has given up or left the group"
+        poll = select.poll()
+        poll.register(self.peers[local].pidfd, select.POLLIN)
+        return "its process has ended" if poll.poll(0) else ""
+
+    def write_description(self, index: int, text: str) -> None:
+        """Write the description of a kind of collective where the peers can read it."""
+        self.shared_memory.write_description(self.local_rank, index, text)
 
     def mark_failed(self, reason: str) -> None:
         """Tell the peers that this rank takes part in nothing more."""
-        self.shared_memory.write_description(self.local_rank, DESCRIPTION_SLOTS - 1, reason)
+        self.write_description(shm.DESCRIPTION_SLOTS - 1, reason)
         self._publish_exit_state(STATE_FAILED)
 
     def leave(self) -> None:
-        if not self._counter(self.local_rank, EXIT_STATE):
+        if not self._counter(self.local_rank, shm.EXIT_STATE):
             self._publish_exit_state(STATE_LEFT)
         for peer in self.peers.values():
             os.close(peer.pidfd)
 
     def _publish_exit_state(self, state: int) -> None:
-        self.publish(self.shared_memory.word_index(self.local_rank, EXIT_STATE), state, tuple(self.peers))
+        self.publish(self.shared_memory.word_index(self.local_rank, shm.EXIT_STATE), state, tuple(self.peers))

@@ -53,7 +53,6 @@ class IncomingMessage:
     tag: int
     length: int
     description: str
-    source: int
     data: Tensor | None = None  # None until a receive matches, or the message must make room for others
     received_bytes: int = 0
     receive: PostedReceive | None = None
@@ -139,9 +138,8 @@ class MessageMatcher:
 
     def _peer(self, rank: int) -> PeerMessageQueues:
         if rank not in self.peers:
-            raise CollectiveError(
-                f"rank {self.rank}: a message to or from rank {rank}; it can be one of {[*self.peers]}"
-            )
+            text = f"rank {self.rank}: a message to or from rank {rank}; it can be one of {[*self.peers]}"
+            raise CollectiveError(text)
         return self.peers[rank]
 
     # Progress, by whichever thread waits.
@@ -149,9 +147,8 @@ class MessageMatcher:
     def _start_progress(self, work: AsyncWork) -> AsyncWork:
         if not work.finished:
             if self._progress_thread is None:
-                self._progress_thread = threading.Thread(
-                    target=self._run_progress_thread, name="motet-messages", daemon=True
-                )
+                run = self._run_progress_thread
+                self._progress_thread = threading.Thread(target=run, name="motet-messages", daemon=True)
                 self._progress_thread.start()
             self._has_pending.set()
         return work
@@ -199,7 +196,6 @@ class MessageMatcher:
         return bool(self._any_source_receives) or any(peer.has_open_operations for peer in self.peers.values())
 
     def _progress(self) -> bool:
-        """Move everything that can be moved now; whether that was anything."""
         moved = False
         with self._lock:
             for peer in self.peers.values():
@@ -257,7 +253,7 @@ class MessageMatcher:
             return False
         peer.header_received_bytes = 0
         tag, length, description = _HEADER.unpack(bytes(peer.header.tolist()))
-        peer.incoming = IncomingMessage(tag, length, description.rstrip(b"\0").decode(errors="replace"), peer.rank)
+        peer.incoming = IncomingMessage(tag, length, description.rstrip(b"\0").decode(errors="replace"))
         return True
 
     # Matching of messages and receives.
@@ -295,11 +291,11 @@ class MessageMatcher:
         if message in peer.unexpected:
             peer.unexpected.remove(message)
         data = flat_bytes(receive.tensor)
-        receive.work.source = message.source
+        receive.work.source = peer.rank
         dtypes = {text.partition(" ")[0] for text in (receive.description, message.description)}
         if len(data) != message.length or len(dtypes) > 1:
             text = (
-                f"rank {self.rank} receives {receive.description} ({len(data)} bytes) from rank {message.source} with "
+                f"rank {self.rank} receives {receive.description} ({len(data)} bytes) from rank {peer.rank} with "
                 f"tag {message.tag}, which sent {message.description} ({message.length} bytes)"
             )
             _complete(receive.work, CollectiveError(text))

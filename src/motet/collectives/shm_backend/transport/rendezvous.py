@@ -13,13 +13,8 @@ import psutil
 from torch.distributed import Store
 
 from motet.collectives.errors import CollectiveError, PeerLostError
+from motet.collectives.shm_backend.transport import shared_memory as shm
 from motet.collectives.shm_backend.transport.local_peers import LocalPeerProcess
-from motet.collectives.shm_backend.transport.shared_memory import (
-    PUBLISHED_ROUND,
-    SharedMemorySegment,
-    create_shared_memory,
-    open_shared_memory,
-)
 from motet.collectives.shm_backend.transport.sockets import PeerSocket
 
 _CONNECT_S = 2.0
@@ -43,7 +38,7 @@ class RendezvousResult(NamedTuple):
     hosts: tuple[int, ...]  # The index of the host of each rank
     local_index: dict[int, int]  # The index within this host of each of its ranks
     local_peers: dict[int, LocalPeerProcess]
-    shared_memory: SharedMemorySegment
+    shared_memory: shm.SharedMemorySegment
     collective_sockets: dict[int, PeerSocket]
     message_sockets: dict[int, PeerSocket]
 
@@ -72,12 +67,12 @@ def establish_connections(store: Store, rank: int, ranks: int, *, timeout_s: flo
     local_ranks = [other for other in range(ranks) if contacts[other].host == contact.host]
     leader = local_ranks[0]
     if leader == rank:
-        descriptor = create_shared_memory(len(local_ranks))
+        descriptor = shm.create_shared_memory(len(local_ranks))
         store.set(f"memory/{rank}", str(descriptor))
     else:
         descriptor = _open_leader_memory(rank, leader, contacts[leader], descriptor=int(store.get(f"memory/{leader}")))
-    shared_memory = SharedMemorySegment(len(local_ranks), descriptor)
-    shared_memory.words[shared_memory.word_index(local_ranks.index(rank), PUBLISHED_ROUND)] = 1
+    shared_memory = shm.SharedMemorySegment(len(local_ranks), descriptor)
+    shared_memory.words[shared_memory.word_index(local_ranks.index(rank), shm.PUBLISHED_ROUND)] = 1
     if leader == rank:
         _wait_until_all_mapped(shared_memory, local_ranks, timeout_s)
     os.close(descriptor)
@@ -97,10 +92,10 @@ def establish_connections(store: Store, rank: int, ranks: int, *, timeout_s: flo
     )
 
 
-def _wait_until_all_mapped(memory: SharedMemorySegment, local_ranks: list[int], timeout_s: float) -> None:
+def _wait_until_all_mapped(memory: shm.SharedMemorySegment, local_ranks: list[int], timeout_s: float) -> None:
     """Keep the memory open in its leader, the first of the ranks, until all have mapped it."""
     deadline = time.monotonic() + timeout_s
-    indices = {rank: memory.word_index(local, PUBLISHED_ROUND) for local, rank in enumerate(local_ranks)}
+    indices = {rank: memory.word_index(local, shm.PUBLISHED_ROUND) for local, rank in enumerate(local_ranks)}
     while absent := [rank for rank, index in indices.items() if not memory.words[index]]:
         if time.monotonic() > deadline:
             leader = local_ranks[0]
@@ -110,7 +105,7 @@ def _wait_until_all_mapped(memory: SharedMemorySegment, local_ranks: list[int], 
 
 def _open_leader_memory(rank: int, leader: int, contact: RankContactInfo, *, descriptor: int) -> int:
     try:
-        return open_shared_memory(contact.pid, descriptor)
+        return shm.open_shared_memory(contact.pid, descriptor)
     except OSError as error:
         raise CollectiveError(
             f"rank {rank} cannot open the memory that rank {leader} (process {contact.pid}) shares: {error}; "
@@ -119,7 +114,6 @@ def _open_leader_memory(rank: int, leader: int, contact: RankContactInfo, *, des
 
 
 def _open_pidfd(rank: int, contact: RankContactInfo) -> int:
-    """A descriptor of the process of a rank, which becomes readable when the process ends."""
     try:
         descriptor = os.pidfd_open(contact.pid)
         if process_start_ticks(contact.pid) == contact.born:
@@ -131,7 +125,6 @@ def _open_pidfd(rank: int, contact: RankContactInfo) -> int:
 
 
 def _host_addresses() -> list[str]:
-    """The IPv4 addresses of this host, loopback last."""
     interfaces = psutil.net_if_addrs().values()
     addresses = {entry.address for entries in interfaces for entry in entries if entry.family == socket.AF_INET}
     return sorted(addresses, key=lambda address: (address.startswith("127."), address))

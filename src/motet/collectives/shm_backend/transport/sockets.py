@@ -5,6 +5,7 @@ import socket
 import struct
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,24 +50,22 @@ class PeerSocket:
 
     def write(self, data: memoryview) -> int:
         """Send without waiting, and return the number of bytes."""
-        try:
-            return self.stream.send(data)
-        except BlockingIOError:
-            return 0
-        except OSError as error:
-            raise self._peer_lost_error(error) from error
+        return self._without_waiting(self.stream.send, data) or 0
 
     def read(self, into: memoryview) -> int:
         """Receive without waiting, and return the number of bytes."""
-        try:
-            count = self.stream.recv_into(into)
-        except BlockingIOError:
-            return 0
-        except OSError as error:
-            raise self._peer_lost_error(error) from error
+        count = self._without_waiting(self.stream.recv_into, into)
         if count == 0 and len(into):
             raise self._peer_lost_error("it has closed the connection")
-        return count
+        return count or 0
+
+    def _without_waiting(self, operation: Callable[[memoryview], int], data: memoryview) -> int | None:
+        try:
+            return operation(data)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise self._peer_lost_error(error) from error
 
     def _peer_lost_error(self, reason: object) -> PeerLostError:
         return PeerLostError(f"{self.current_operation}: rank {self.rank}, on another host, is lost: {reason}")
