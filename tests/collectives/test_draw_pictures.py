@@ -71,7 +71,7 @@ def test_nothing_is_drawn_outside() -> None:
 def test_a_step_that_cannot_be_played_is_named() -> None:
     made = build("all-gather", "ring", 4)
     drawn = program_svg(replace(made, steps=(made.steps[1],)))
-    assert "step 0 cannot be played" in drawn
+    assert "step 0 cannot be executed" in drawn
     assert "has nothing to send" in drawn
 
 

@@ -108,7 +108,7 @@ def test_a_program_that_breaks_off_says_where_and_why() -> None:
     assert len(shown) == 2
     assert shown[1].contents == shown[0].contents
     assert shown[1].error is not None
-    assert "step 0 cannot be played: " + shown[1].error in program_text(broken)
+    assert "step 0 cannot be executed: " + shown[1].error in program_text(broken)
     assert "[" not in program_text(broken).split("step 0")[1]
 
 

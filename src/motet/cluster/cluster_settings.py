@@ -52,7 +52,7 @@ class NetworkPortSettings(FrozenSettings):
 
     alpha_s: DelayValue
     bandwidth_Bps: BandwidthValue  # noqa: N815 - a unit
-    """Of a rank's port; of one NIC between hosts; of one link to one neighbour in a mesh or torus."""
+    """The speed of a rank's port, of one NIC between hosts, or of the link to one neighbour in a mesh or torus."""
 
 
 class DeviceSwitchSettings(NetworkPortSettings):
@@ -73,7 +73,7 @@ class PcieTreeSettings(NetworkPortSettings):
     kind: Literal["pcie"]
     devices_per_switch: Count
     bridge_Bps: BandwidthValue  # noqa: N815 - a unit
-    """Of everything that crosses between the switches, in both directions together."""
+    """The speed of all traffic between the switches, in both directions together."""
 
 
 class MemoryBusSettings(NetworkPortSettings):
@@ -81,7 +81,7 @@ class MemoryBusSettings(NetworkPortSettings):
 
     kind: Literal["bus"]
     bus_Bps: BandwidthValue  # noqa: N815 - a unit
-    """Of all messages together, counted once each."""
+    """The speed of all messages together, each counted once."""
 
 
 class TorusNetworkSettings(NetworkPortSettings):
@@ -100,7 +100,7 @@ class NicSwitchSettings(NetworkPortSettings):
 
     kind: Literal["switch"]
     nics: Count = 1
-    """Per host, shared evenly by its devices."""
+    """NICs per host, shared evenly by its devices."""
 
 
 class SpineLeafNetworkSettings(NetworkPortSettings):
@@ -108,16 +108,16 @@ class SpineLeafNetworkSettings(NetworkPortSettings):
 
     kind: Literal["spine_leaf"]
     nics: Count = 1
-    """Per host, shared evenly by its devices."""
+    """NICs per host, shared evenly by its devices."""
     hosts_per_leaf: Count
     rails: bool = False
     """Rail-optimised: a leaf takes the NIC of the same number from each of its hosts."""
     uplinks: Annotated[int, Field(ge=1, le=4096)]
-    """Of each leaf. How full the fullest gets is computed in a time that grows with them."""
+    """Uplinks of each leaf. The time to compute the load of the fullest grows with their number."""
     oversubscription: Annotated[float, Field(ge=0.001, le=1000)] = 1.0
-    """What the NICs under a leaf carry over what its uplinks carry."""
+    """The bandwidth of the NICs under a leaf over that of its uplinks."""
     flows: Literal["hashed", "pinned"] = "hashed"
-    """Hashed: each message takes one uplink by chance (ECMP). Pinned: they are spread evenly."""
+    """Hashed: each message takes a random uplink (ECMP). Pinned: messages are spread evenly."""
     hop_s: DelayValue = DelaySettings(value=0)
     """The delay of an uplink, once up and once down."""
 

@@ -30,8 +30,8 @@ class LocalDevice:
     name: str
     kind: str  # `cpu` or `cuda`
     peak_flops: Mapping[str, ValueWithOrigin]
-    memory_bytes: int  # Of the whole device; of the whole machine for a CPU
-    threads: int  # What a matrix product on the CPU may use
+    memory_bytes: int  # All memory of the device; for a CPU that of the machine
+    threads: int  # Threads of a matrix product on the CPU
 
 
 def discover_device(device: torch.device | str, dtypes: Sequence[str] = ("float32",)) -> LocalDevice:

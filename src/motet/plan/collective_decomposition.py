@@ -20,7 +20,7 @@ from motet.collectives.cost.cheapest_algorithm import TIE_RATIO, cheapest, even_
 from motet.collectives.program import Program
 from motet.core.errors import InputError
 
-DecompositionKind = Literal["whole", "substitution", "groups", "size"]
+DecompositionKind = Literal["undivided", "substitution", "groups", "size"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def decompositions(
     """All known decompositions, the cheapest first; the undivided collective is one of them."""
     best = cheapest(collective, size, cluster)
     undivided = CollectiveDecomposition(
-        "whole", (_make_stage(f"{collective} {best}", best.program, size, cluster),), best.program
+        "undivided", (_make_stage(f"{collective} {best}", best.program, size, cluster),), best.program
     )
     candidates = [
         undivided,

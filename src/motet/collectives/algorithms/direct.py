@@ -33,7 +33,7 @@ def all_reduce_flat(ranks: int, root: int = 0) -> Program:
 
 @algorithm("all-reduce", "naive", cost=lambda n: messages(n - 1, reduced=True), same_bits=False)
 def all_reduce_naive(ranks: int) -> Program:
-    """Everybody sends everything to everybody in one step. Ranks add in different orders, so bits differ."""
+    """Every rank sends everything to all others in one step. Ranks add in different orders, so bits differ."""
     shifted = [(dst + shift, dst) for shift in range(1, ranks) for dst in range(ranks)]
     step = [ChunkTransfer(src % ranks, dst, 0, 0, "reduce") for src, dst in shifted]
     return collective_program("all-reduce", "naive", ranks, steps=[step], chunks=1, ports=ranks - 1)
@@ -41,7 +41,7 @@ def all_reduce_naive(ranks: int) -> Program:
 
 @algorithm("all-gather", "direct", cost=lambda n: messages(n - 1, Fraction(1, n)))
 def all_gather_direct(ranks: int) -> Program:
-    """Everybody sends its chunk to everybody in one step."""
+    """Every rank sends its chunk to all others in one step."""
     shifted = [(src, src + shift) for shift in range(1, ranks) for src in range(ranks)]
     step = [copy_chunk(src, dst % ranks, src) for src, dst in shifted]
     return collective_program("all-gather", "direct", ranks, steps=[step], ports=ranks - 1)
@@ -49,13 +49,13 @@ def all_gather_direct(ranks: int) -> Program:
 
 @algorithm("reduce-scatter", "direct", cost=lambda n: messages(n - 1, Fraction(1, n), reduced=True))
 def reduce_scatter_direct(ranks: int) -> Program:
-    """Everybody sends chunk i to rank i, all in one step."""
+    """Every rank sends chunk i to rank i, all in one step."""
     return reverse(all_gather_direct(ranks), "reduce-scatter")
 
 
 @algorithm("all-reduce", "direct", cost=sharded_all_reduce_cost)
 def all_reduce_direct(ranks: int) -> Program:
-    """Rank i adds up chunk i of everybody and sends the sum to everybody: two steps, the least traffic, many ports."""
+    """Rank i adds chunk i of all ranks and sends the sum to all: two steps, the least traffic, many ports."""
     return concatenate(reduce_scatter_direct(ranks), all_gather_direct(ranks), "all-reduce", "direct")
 
 

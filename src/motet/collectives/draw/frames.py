@@ -84,7 +84,7 @@ def program_text(program: Program, only_step: int | None = None) -> str:
         name = "start" if number < 0 else f"step {number}"
         parts.append("\n".join([name, *align_columns(_table_rows(program, frame))]))
         if frame.error:
-            parts.append(f"step {number} cannot be played: {frame.error}")
+            parts.append(f"step {number} cannot be executed: {frame.error}")
     return "\n\n".join(parts) + "\n"
 
 

@@ -169,7 +169,7 @@ def svg_panel(geometry: SvgPanelGeometry, step_index: int, frame: CollectiveStep
 
 def frame_name(step_index: int, frame: CollectiveStepFrame) -> str:
     name = "start" if step_index < 0 else f"step {step_index}"
-    return f"{name} cannot be played" if frame.error else name
+    return f"{name} cannot be executed" if frame.error else name
 
 
 def svg_labels(geometry: SvgPanelGeometry) -> str:
