@@ -17,7 +17,7 @@ from motet.parallel.local_sgd.schedule import FragmentSyncSchedule, split_into_f
 from motet.parallel.process.process_group import RankGroup
 from motet.train.engine import StepStats
 from on_ranks import Counter
-from parallel.apart import (
+from parallel.plain_diloco import (
     ADAMW,
     DILOCO,
     HALVES,

@@ -10,7 +10,7 @@ from motet.train.build import build_components, precision_context, run_rank
 from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
 from motet.train.state import newest_checkpoint
-from parallel.counting import count_bytes
+from parallel.traffic_counter import count_bytes
 from ranks import Ranks
 from train.runs import Trained, same_bits, saved_tensors, small_job, train, worst_difference
 

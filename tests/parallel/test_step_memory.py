@@ -10,7 +10,7 @@ from motet.parallel.layout import parse_layout, resolve_layout
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan.memory import model_state_memory, peak_transient_bytes
 from motet.precision.recipe import RECIPES
-from parallel.storages import Storages
+from parallel.tensor_memory import Storages
 from ranks import Ranks
 
 WIDTH = 384

@@ -12,7 +12,7 @@ from motet.parallel.step_plan.traffic import sent_bytes_per_step
 from motet.precision.recipe import RECIPES
 from motet.train.build import build_components
 from motet.train.job import Job
-from parallel.counting import count_bytes
+from parallel.traffic_counter import count_bytes
 from ranks import Ranks
 from train.runs import small_job
 

@@ -13,7 +13,7 @@ from motet.core.errors import InputError
 from motet.parallel.data_parallel.communication.algorithm_choice import CollectiveAlgorithmSelector, GroupName
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings, check_communication
 from motet.parallel.layout import Layout
-from parallel.counting import count_bytes
+from parallel.traffic_counter import count_bytes
 from ranks import Ranks
 from train.runs import small_job, train, worst_difference
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from proof_plans import plan, servers
+from small_plans import plan, servers
 
 from motet.parallel.layout import Layout
 from motet.parallel.step_plan.check import InvalidStepPlanError, prove_step_plan

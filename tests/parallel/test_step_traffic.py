@@ -21,7 +21,7 @@ from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan.memory import model_state_memory
 from motet.precision.recipe import RECIPES
 from motet.train.job import Job
-from parallel.counting import count_bytes
+from parallel.traffic_counter import count_bytes
 from ranks import Ranks
 from train.runs import small_job
 

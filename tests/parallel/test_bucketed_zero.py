@@ -21,7 +21,7 @@ from motet.train.build import build_components, precision_context
 from motet.train.job import Job
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer, build_sharded_optimizer
-from parallel.counting import count_bytes
+from parallel.traffic_counter import count_bytes
 from ranks import Ranks
 from train.runs import Trained, parameters_and_gradients, small_job, train, worst_difference
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from proof_plans import SHAPES, SMALL, plan, servers
+from small_plans import SHAPES, SMALL, plan, servers
 
 from motet.collectives import Program
 from motet.core.errors import InputError

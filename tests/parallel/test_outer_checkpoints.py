@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import motet
 from motet.parallel.process.process_group import RankGroup
 from motet.train.engine import TrainingEngine
-from parallel.apart import (
+from parallel.plain_diloco import (
     DILOCO,
     HALVES,
     STREAMING,
