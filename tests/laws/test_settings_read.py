@@ -54,7 +54,11 @@ def assignments(tree: ast.AST) -> Iterator[tuple[str, str]]:
     """(name, name of what it was taken from)"""
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
-            yield from ((name_of(target), name_of(node.value)) for target in node.targets)
+            for target in node.targets:
+                pairs = [(target, node.value)]
+                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    pairs = list(zip(target.elts, node.value.elts, strict=False))
+                yield from ((name_of(left), name_of(right)) for left, right in pairs)
         elif isinstance(node, ast.For | ast.comprehension):
             yield name_of(node.target), name_of(node.iter)
 
@@ -135,6 +139,7 @@ def f(job: Job, other: Other, planted):
         ("def g(planted: Other): return planted.count", True),  # a name is shared: the price of being simple
         ("def g(job: Job): return job.planted.count", True),
         ("def g(p: Planted | None): return p.count", True),
+        ("def g(job: Job):\n    a, p = 1, job.planted\n    return p.count", True),
         ("def g(job: Job):\n    mine = job.planted\n    return mine.count", True),
         ("def g(many: list[Planted]): return [one.count for one in many]", True),
     ],
