@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option, Typer
 
@@ -68,8 +68,7 @@ def show_command(
         print_json({**manifest.to_json(), "sample": sample})
         return
     screen = stdout_console()
-    rows: dict[str, Any] = {**manifest.to_json(), "shards": len(manifest.shards)}
-    for name, value in rows.items():
+    for name, value in {**manifest.to_json(), "shards": len(manifest.shards)}.items():
         screen.print(f"{name:>12}  {value}", highlight=False)
     screen.print(f"\nThe first {len(ids)} tokens of the first document:\n", style="bold")
     screen.print(sample, highlight=False)

@@ -1,20 +1,15 @@
 """Printing, progress bars and output files of the commands."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from errno import EISDIR
 from os import strerror
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from motet.core.errors import InputError
 from motet.monitor.console import stderr_console, stdout_console
-
-if TYPE_CHECKING:
-    from rich.progress import TaskID
 
 ProgressReporter = Callable[[str, int, int], None]
 
@@ -47,7 +42,7 @@ def show_progress() -> Iterator[ProgressReporter]:
 
     screen = stderr_console()
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    task_ids: dict[str, TaskID] = {}
+    task_ids: dict[str, Any] = {}
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:
 
         def update_bar(task: str, completed: int, total: int) -> None:

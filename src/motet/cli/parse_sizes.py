@@ -1,7 +1,10 @@
-"""Sizes and counts that people type: `64MiB`, `1KiB..1GiB`, `2..64`, `4x4`, and whole numbers within limits."""
+"""Options that commands share, and sizes and counts that people type: `64MiB`, `1KiB..1GiB`, `2..64`, `4x4`."""
 
 import re
 from collections.abc import Callable
+from typing import Annotated
+
+from typer import Argument, Option
 
 from motet.core.errors import InputError
 
@@ -9,6 +12,14 @@ MAX_RANKS = 1024  # A ring of 1024 ranks has two million transfers
 _DECIMAL = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS = {**_DECIMAL, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _MAX_SHOWN_CHARACTERS = 40
+
+_JOB_HELP = "A TOML file or a built-in job (tiny when not given), and settings to replace."
+JobWords = Annotated[list[str] | None, Argument(metavar="[JOB] [SECTION.KEY=VALUE]...", help=_JOB_HELP)]
+Overrides = Annotated[
+    list[str] | None, Argument(metavar="[SECTION.KEY=VALUE]...", help="Settings of the job to replace.")
+]
+Json = Annotated[bool, Option("--json", help="Print JSON.")]
+JsonAndProgress = Annotated[bool, Option("--json", help="Print JSON; progress goes to stderr.")]
 
 
 def integer_option(name: str, minimum: int, maximum: int | None = None) -> Callable[[int | None], int | None]:

@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Exit, Option
+from typer import Exit, Option
 
 from motet.cli.environment import read_environment
 from motet.cli.output import log, show_progress
+from motet.cli.parse_sizes import JobWords
 from motet.core.errors import InputError
 from motet.monitor.console import print_json, stderr_console, stdout_console
 from motet.parallel.process.launch_environment import RankEnvironment, read_rank_environment
@@ -32,13 +33,7 @@ ROOT_CAUSE_WAIT_S = 2.0
 
 def train_command(  # noqa: PLR0913 - a command's options
     *,
-    words: Annotated[
-        list[str] | None,
-        Argument(
-            metavar="[JOB] [SECTION.KEY=VALUE]...",
-            help=f"A TOML file or a built-in job ({DEFAULT_JOB} when not given), and settings to replace.",
-        ),
-    ] = None,
+    words: JobWords = None,
     ranks: Annotated[int | None, Option(min=1, help="Local ranks to start (run.ranks).")] = None,
     run_folder: Annotated[str | None, Option(help="The run folder (run.folder).")] = None,
     resume: Annotated[bool, Option("--resume", help="Continue the newest run (of JOB, when given).")] = False,

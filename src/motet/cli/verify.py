@@ -9,10 +9,11 @@ from contextlib import contextmanager, nullcontext, redirect_stdout
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Exit, Option
+from typer import Exit, Option
 
 from motet.cli.environment import read_environment
 from motet.cli.output import log
+from motet.cli.parse_sizes import JobWords, JsonAndProgress
 from motet.core.errors import InputError
 from motet.monitor.console import print_json, stderr_console, stdout_console
 
@@ -25,13 +26,7 @@ DEFAULT_RANKS = 4
 
 def verify_command(
     *,
-    words: Annotated[
-        list[str] | None,
-        Argument(
-            metavar="[JOB] [SECTION.KEY=VALUE]...",
-            help="A TOML file or a built-in job (tiny when not given), and settings to replace.",
-        ),
-    ] = None,
+    words: JobWords = None,
     layout: Annotated[
         list[str] | None, Option(help='A layout such as "dp=2 zero=1"; may be given several times.')
     ] = None,
@@ -40,7 +35,7 @@ def verify_command(
         int | None,
         Option(min=1, help=f"Ranks of layouts that do not say dp, and the most with --all; {DEFAULT_RANKS}."),
     ] = None,
-    json: Annotated[bool, Option("--json", help="Print JSON; progress goes to stderr.")] = False,
+    json: JsonAndProgress = False,
 ) -> None:
     """Compare layouts with one device in float64, on a small version of the job; say where they begin to differ."""
     from motet.parity.candidate_layouts import layout_text, layouts_up_to, with_default_ranks

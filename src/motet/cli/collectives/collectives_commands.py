@@ -7,12 +7,11 @@ from typing import Annotated, Literal
 
 from typer import Argument, Option, Typer
 
-from motet.cli.parse_sizes import MAX_RANKS, integer_option
+from motet.cli.parse_sizes import MAX_RANKS, Json, JsonAndProgress, integer_option
 
 collectives_app = Typer(no_args_is_help=True, help="Collectives: list, draw, prove, cost and run them.")
 
 _RANKS = integer_option("--ranks", 2, MAX_RANKS)
-Json = Annotated[bool, Option("--json", help="Print JSON.")]
 ProgramWords = Annotated[
     list[str], Argument(metavar="COLLECTIVE ALGORITHM [NAME=VALUE]... or FILE.json", help="The Program.")
 ]
@@ -65,7 +64,7 @@ def prove_command(
         Literal["grouped", "blocking"],
         Option(help="A rank sends and receives simultaneously, or each send waits for its receiver."),
     ] = "grouped",
-    json: Annotated[bool, Option("--json", help="Print JSON; progress goes to stderr.")] = False,
+    json: JsonAndProgress = False,
 ) -> None:
     """Prove that Programs do what their collective promises, for every input; draw the step where one does not."""
     from motet.cli.collectives.proof_report import prove_programs

@@ -12,7 +12,7 @@ from motet.parallel.layout import Layout
 from motet.parallel.step_plan.check import prove_collective_programs, prove_step_plan
 from motet.parallel.step_plan.plan import ParameterInventory, StepPlan, make_step_plan, updated_ranges
 from motet.precision.recipe import RECIPES
-from motet.train.job import Job, load_job
+from motet.train.job import load_job
 from motet.train.launch.preflight import check_job
 
 _MAX_SHOWN_RANKS = 16
@@ -37,7 +37,15 @@ def show_layout(words: str, overrides: list[str], job_name: str, *, json: bool) 
             "since any worker may do any work; set layout.server.transport=collectives, or leave layout.data out"
         )
     layout = check_job(job, job.layout.dp)
-    plan = _step_plan(job, layout)
+    shapes = {p.name: p.shape for p in spec_from_settings(job.model).named_parameters()}
+    plan = make_step_plan(
+        ParameterInventory(shapes, {name: len(shape) < 2 for name, shape in shapes.items()}),
+        layout,
+        RECIPES[job.precision.recipe],
+        settings=job.communication,
+        batch_sequences=job.data.batch_sequences,
+        independent_replicas=job.outer.every is not None,
+    )
     report = {
         "job": job.name,
         **_plan_report(plan, layout),
@@ -49,19 +57,6 @@ def show_layout(words: str, overrides: list[str], job_name: str, *, json: bool) 
         return
     stdout_console().print(_table(report))
     stdout_console().print("\n".join(_sentences(report)), highlight=False)
-
-
-def _step_plan(job: Job, layout: Layout) -> StepPlan:
-    shapes = {p.name: p.shape for p in spec_from_settings(job.model).named_parameters()}
-    parameters = ParameterInventory(shapes, {name: len(shape) < 2 for name, shape in shapes.items()})
-    return make_step_plan(
-        parameters,
-        layout,
-        RECIPES[job.precision.recipe],
-        settings=job.communication,
-        batch_sequences=job.data.batch_sequences,
-        independent_replicas=job.outer.every is not None,
-    )
 
 
 def _plan_report(plan: StepPlan, layout: Layout) -> dict[str, Any]:

@@ -7,13 +7,10 @@ from typing import Annotated, Literal
 
 from typer import Argument, Option, Typer
 
-from motet.cli.collectives.collectives_commands import Json, draw_command
+from motet.cli.collectives.collectives_commands import draw_command
+from motet.cli.parse_sizes import Json, Overrides
 
 show_app = Typer(no_args_is_help=True, help="Show what a run is made of.")
-
-Overrides = Annotated[
-    list[str] | None, Argument(metavar="[SECTION.KEY=VALUE]...", help="Settings of the job to replace.")
-]
 
 
 @show_app.command("model")
