@@ -32,7 +32,9 @@ def check_same_call(signature: CollectiveCallSignature, group: dist.ProcessGroup
     """Raise InputError on every rank if the calls differ or a rank rejects its call."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     hashes = [_text_hash(f"{signature.operation} {signature.digest}"), _text_hash(signature.tensor_description)]
-    local_hashes = torch.tensor([*hashes, len(signature.rejection)], device=_device_for_check(group))
+    # The host needs the answer, so the CPU is preferred.
+    device = "cpu" if "cpu" in dist.get_backend_config(group) else "cuda"
+    local_hashes = torch.tensor([*hashes, len(signature.rejection)], device=device)
     all_hashes = [torch.empty_like(local_hashes) for _ in range(world)]
     trace.count("check_bytes", (world - 1) * local_hashes.nbytes)
     try:
@@ -73,10 +75,3 @@ def _describe_difference(signatures: list[CollectiveCallSignature], rank: int) -
 def _text_hash(text: str) -> int:
     """A hash that is 0 for the empty text only."""
     return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big") | 1 if text else 0
-
-
-def _device_for_check(group: dist.ProcessGroup) -> torch.device:
-    """The CPU if the group has a backend for it, since the host needs the answer."""
-    if "cpu" in dist.get_backend_config(group):
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())

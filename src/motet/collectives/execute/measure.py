@@ -46,9 +46,13 @@ def measure_program(program: Program, group: dist.ProcessGroup, *, size: int, re
     error = (output.double() - expected).abs()
     if not bool((error <= allowed).all()):
         raise MotetError(f"{program}: rank {rank} has a wrong result; the largest error is {float(error.max())}")
-    seconds = torch.tensor(
-        [_time_once(program, output, input_tensor, group) for _ in range(repeats)], dtype=torch.float64
-    )
+    times: list[float] = []
+    for _ in range(repeats):
+        dist.barrier(group=group)
+        start_s = time.perf_counter()
+        run_program(program, output, input_tensor, group, check=False)
+        times.append(time.perf_counter() - start_s)
+    seconds = torch.tensor(times, dtype=torch.float64)
     max_errors = torch.tensor([_max_or_zero(error), _max_or_zero(allowed)], dtype=torch.float64)
     for tensor in (seconds, max_errors):
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
@@ -103,13 +107,6 @@ def _expected_result(program: Program, rank: int, elements: int) -> tuple[Tensor
         additions = len(program.final[rank][chunk]) - 1
         magnitude[home.start : home.stop] *= additions * unit / (1 - additions * unit)
     return total, magnitude
-
-
-def _time_once(program: Program, output: Tensor, input_tensor: Tensor, group: dist.ProcessGroup) -> float:
-    dist.barrier(group=group)
-    start_s = time.perf_counter()
-    run_program(program, output, input_tensor, group, check=False)
-    return time.perf_counter() - start_s
 
 
 def _max_or_zero(values: Tensor) -> float:

@@ -101,10 +101,9 @@ class P2PBatch:
         group, tag = self._channel.group, self._channel.tag
         for i, (view, peer) in enumerate(zip(byte_views, self._peers, strict=True)):
             with self._explain_errors(peer):
-                if i < self._receive_count:
-                    works.append(dist.irecv(view, group=group, group_src=peer, tag=tag))
-                else:
-                    works.append(dist.isend(view, group=group, group_dst=peer, tag=tag))
+                is_receive = i < self._receive_count
+                end = {"group_src" if is_receive else "group_dst": peer}
+                works.append((dist.irecv if is_receive else dist.isend)(view, group=group, tag=tag, **end))
         return works
 
     @contextmanager

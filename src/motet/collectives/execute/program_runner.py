@@ -239,17 +239,14 @@ _queues_lock = threading.Lock()
 def _execution_queue(group: dist.ProcessGroup, device: torch.device) -> _ExecutionQueue:
     with _queues_lock:
         device_queues = _execution_queues.setdefault(group, {})
-        if device not in device_queues:
-            device_queues[device] = _make_execution_queue(group, device)
+        if device in device_queues:
+            return device_queues[device]
+        if device.type == "cuda":
+            # NCCL needs all ranks when a group is first used, but not all have messages in the first step of a Program.
+            # A Program in which a rank takes no part must not be the first use of a group.
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+            device_queues[device] = torch.cuda.Stream(device)
+        else:
+            device_queues[device] = queue = WorkQueue()
+            finalize(group, queue.close)
         return device_queues[device]
-
-
-def _make_execution_queue(group: dist.ProcessGroup, device: torch.device) -> _ExecutionQueue:
-    if device.type == "cuda":
-        # NCCL needs all ranks when a group is first used, but not all have messages in the first step of a Program.
-        # A Program in which a rank takes no part must not be the first use of a group.
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
-        return torch.cuda.Stream(device)
-    queue = WorkQueue()
-    finalize(group, queue.close)
-    return queue

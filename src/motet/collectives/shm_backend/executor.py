@@ -1,8 +1,7 @@
 """The execution of a SlotPlan: each rank copies chunks into its slots and reads the slots of its peers.
 
-A large collective goes in segments, each of which is a part of every chunk, and segments overlap: in one round a rank
-publishes one segment for the first step and earlier segments for later steps. With many segments it reads what its
-peers published one round before, so that no rank waits for the slower one in each round.
+A large collective goes in segments, a part of every chunk each. In one round a rank publishes a segment for the first
+step and earlier segments for later steps. With many segments it reads the slots of the round before, to wait less.
 """
 
 import hashlib

@@ -18,18 +18,21 @@ def run_monitored_barrier(
     """Raise PeerLostError with the first missing rank, or with all of them if `wait_all_ranks`."""
     end = time.monotonic() + timeout_s
 
+    def token() -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.uint8)
+
     def wait(work: AsyncWork) -> None:
         work.wait(timedelta(seconds=max(_MIN_WAIT_S, end - time.monotonic())))
 
     if rank:
         try:
-            wait(messages.send(_token(), 0, tag))
-            wait(messages.receive(_token(), 0, tag))
+            wait(messages.send(token(), 0, tag))
+            wait(messages.receive(token(), 0, tag))
         except CollectiveError as error:
             raise PeerLostError(f"rank {rank} came to the barrier, but rank 0 did not answer: {error}") from error
         return
     absent: dict[int, CollectiveError] = {}
-    for other, work in [(other, messages.receive(_token(), other, tag)) for other in range(1, ranks)]:
+    for other, work in [(other, messages.receive(token(), other, tag)) for other in range(1, ranks)]:
         try:
             wait(work)
         except CollectiveError as error:
@@ -41,8 +44,4 @@ def run_monitored_barrier(
         late = f"Rank 0 timed out in monitoredBarrier after {timeout_s:g} s. " if time.monotonic() > end else ""
         raise PeerLostError(f"{late}{who} failed to pass monitoredBarrier: {next(iter(absent.values()))}")
     for other in range(1, ranks):
-        messages.send(_token(), other, tag).wait()
-
-
-def _token() -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.uint8)
+        messages.send(token(), other, tag).wait()
