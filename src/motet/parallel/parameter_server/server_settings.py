@@ -121,10 +121,8 @@ def check_server_settings(settings: ParameterServerSettings, workers: int) -> No
     if s.listen is not None:
         host, _ = parse_address(s.listen, "layout.server.listen")
         if host in ("0.0.0.0", "::"):
-            raise InputError(
-                f"layout.server.listen = {s.listen!r} is not an address that others can connect to; give one of this "
-                "machine's"
-            )
+            problem = f"layout.server.listen = {s.listen!r} is not an address that others can connect to"
+            raise InputError(f"{problem}; give one of this machine's")
 
 
 def parse_address(text: str, setting_name: str) -> tuple[str, int]:

@@ -59,9 +59,8 @@ def run_coordinator(
     handshake[WORK_ITEMS_ENTRY] = str(policy.work_items_per_step)
     with open_transport(role, COORDINATOR, handshake) as transport:
         coordinator = _build_coordinator(role, training, partition, policy=policy, transport=transport, done_steps=done)
-        train_step = CoordinatorTrainStep(
-            job, policy, training.total_steps, StepCompletionTracker(policy, done), coordinator
-        )
+        completion = StepCompletionTracker(policy, done)
+        train_step = CoordinatorTrainStep(job, policy, training.total_steps, completion, coordinator)
         coordinator.state_machine.update_rule = train_step.decide_update
         with open_rank_monitor(job, training.group, folder, callbacks) as monitor:
             coordinator.log_membership = lambda text: monitor.on_event(WarningIssued(text=text))

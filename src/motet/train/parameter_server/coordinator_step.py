@@ -78,9 +78,8 @@ class CoordinatorTrainStep:
             for work_item, version in zip(work_items, versions, strict=True)
         ]
         self.completion.add_update(update, work_items)
-        self.unreported_updates.append(
-            ServerUpdateStats(item_reports, update_staleness, step_staleness, norm, is_finite)
-        )
+        stats = ServerUpdateStats(item_reports, update_staleness, step_staleness, norm, is_finite)
+        self.unreported_updates.append(stats)
         if not is_finite:
             return UpdateScalars()
         clip_norm = self.job.optimizer.clip_norm

@@ -54,13 +54,10 @@ def run_worker(role: ParameterServerRole, stop: StopFlag) -> None:
         recipe=recipe,
         gradients=gradients,
     )
-    worker = ParameterServerWorker(
-        job, model, data, partition, flat_parameters, stop if role.has_joined_late else StopFlag()
-    )
-    bucket_ids: dict[Tensor, int] = {
-        named[m.name]: bucket_id for bucket_id, b in enumerate(partition.buckets) for m in b.members
-    }
-    parameter_usage = ParameterUsageTracker(model.module, bucket_ids, worker.wait_for_bucket)
+    stop = stop if role.has_joined_late else StopFlag()
+    worker = ParameterServerWorker(job, model, data, partition, flat_parameters, stop)
+    bucket_ids: dict[Tensor, int] = {named[m.name]: i for i, b in enumerate(partition.buckets) for m in b.members}
+    parameter_usage = ParameterUsageTracker(model.module, bucket_ids, lambda i: worker.client.wait_for_bucket(i))
     placement = placement_at_start(partition, job)
     for attempt in count():
         name = f"{role.process_name}+{attempt}" if attempt else role.process_name
@@ -110,15 +107,12 @@ class ParameterServerWorker:
                 layout = self.job.layout_for(int(client.coordinator_handshake[WORK_ITEMS_ENTRY]))
             self._run_work_item(assignment, layout, parameter_usage)
 
-    def wait_for_bucket(self, bucket_id: int) -> None:
-        self.client.wait_for_bucket(bucket_id)
-
     def _run_work_item(
         self, assignment: WorkAssignment, layout: Layout, parameter_usage: ParameterUsageTracker
     ) -> None:
         step, index = divmod(assignment.work_item, layout.dp)
         rows_by_microbatch = [m.rows for m in microbatches_of_rank(layout, index, self.job.data.batch_sequences)]
-        gradients = self.flat_parameters.gradients
+        gradients, buckets = self.flat_parameters.gradients, range(len(self.flat_parameters.buckets))
         gradients.begin_step()
         loss_sum, target_count, token_count = 0.0, 0.0, 0.0
         uses_per_item_updates = has_per_item_updates(self.job.layout.server)
@@ -131,17 +125,14 @@ class ParameterServerWorker:
             parameter_usage.finish_recording()
             self.client.wait_for_all()
             loss_sum += loss.item()
-            is_last = microbatch == len(rows_by_microbatch) - 1
             report = WorkItemReport(loss_sum, target_count, token_count, 0.0, float(self.client.oldest_version))
             pushed_buckets: set[int] = set()
             # The last bucket waits for the norm of the gradient, which is in the report.
-            max_pushed = len(self.flat_parameters.buckets) - uses_per_item_updates
-            gradients.on_bucket_ready = (
-                partial(self._push_bucket, report, pushed_buckets, max_pushed) if is_last else _ignore_bucket
-            )
+            is_last = microbatch == len(rows_by_microbatch) - 1
+            max_pushed = len(buckets) - uses_per_item_updates if is_last else 0
+            gradients.on_bucket_ready = partial(self._push_bucket, report, pushed_buckets, max_pushed)
             gradients.begin_backward()
             loss.backward()
-        buckets = range(len(self.flat_parameters.buckets))
         for bucket_id in buckets:
             gradients.zero_missing(bucket_id)
         if uses_per_item_updates:
@@ -157,7 +148,3 @@ class ParameterServerWorker:
         self.flat_parameters.gradients.zero_missing(bucket_id)
         pushed_buckets.add(bucket_id)
         self.client.push_bucket(bucket_id, report)
-
-
-def _ignore_bucket(bucket_id: int) -> None:
-    """Gradients of earlier micro-batches are accumulated."""

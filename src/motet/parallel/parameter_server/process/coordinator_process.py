@@ -7,25 +7,9 @@ from typing import NamedTuple
 
 from motet.core.errors import PeerFailedError
 from motet.parallel.parameter_server.process.tcp_transport import POLL_INTERVAL_S, TcpTransport, TransportEvent
+from motet.parallel.parameter_server.protocol import messages
 from motet.parallel.parameter_server.protocol.coordinator_state_machine import CoordinatorStateMachine
-from motet.parallel.parameter_server.protocol.messages import (
-    DecidedWorkItems,
-    DecisionReplayRequest,
-    EvictionNotice,
-    GradientNormReply,
-    OutgoingMessages,
-    ParameterStateAssignment,
-    ParameterStateReply,
-    ParameterStateRequest,
-    ProcessLost,
-    ServerAddress,
-    ServerAddressBook,
-    ServerShutdown,
-    ServerTakeoverOffer,
-    ServerTrafficReport,
-    WorkerJoined,
-    WorkItemCompleted,
-)
+from motet.parallel.parameter_server.protocol.messages import OutgoingMessages
 
 REFETCH_INTERVAL_S = 0.05  # Before the coordinator asks a server again that has not applied the last update
 RECONNECT_GRACE_S = 3.0  # After a connection was closed, as a process does that ends
@@ -38,11 +22,11 @@ class _Disconnection(NamedTuple):
 
 class _StoredVersion(NamedTuple):
     version: int
-    decided: DecidedWorkItems
+    decided: messages.DecidedWorkItems
 
 
 class _InitialState(NamedTuple):
-    assignment: ParameterStateAssignment
+    assignment: messages.ParameterStateAssignment
     sends_stored: bool  # Otherwise the server has the tensors in its snapshot
 
 
@@ -62,7 +46,7 @@ class CoordinatorProcess:
         eviction_timeout_s: float,
     ) -> None:
         self.state_machine = state_machine
-        self.traffic_reports: dict[str, ServerTrafficReport] = {}
+        self.traffic_reports: dict[str, messages.ServerTrafficReport] = {}
         self.log_membership: Callable[[str], None] = _log_nothing
         self._transport = transport
         self._stored_slice_state = stored_slice_state
@@ -85,7 +69,7 @@ class CoordinatorProcess:
         while not is_done():
             try:
                 event = self._transport.inbox.get(timeout=REFETCH_INTERVAL_S if self._stale_slices else POLL_INTERVAL_S)
-                if not (isinstance(event.message, ParameterStateReply) and self._stale_slices):
+                if not (isinstance(event.message, messages.ParameterStateReply) and self._stale_slices):
                     last_message_s = time.monotonic()
                 self._transport.send_all(self._handle(event))
             except queue.Empty:
@@ -95,9 +79,7 @@ class CoordinatorProcess:
             if is_done():
                 return
             if time.monotonic() - last_message_s > self._timeout_s:
-                raise PeerFailedError(
-                    f"the parameter server's coordinator has heard nothing for {self._timeout_s:g} s, {activity}"
-                )
+                raise PeerFailedError(f"the coordinator has heard nothing for {self._timeout_s:g} s, {activity}")
 
     def extend_to_step(self, step_limit: int, ends_at_step_limit: bool = False) -> None:
         self._transport.send_all(self.state_machine.extend_to_step(step_limit, ends_at_step_limit))
@@ -105,19 +87,18 @@ class CoordinatorProcess:
     def close(self, expected_processes: Collection[str]) -> None:
         """Tell all processes that the run has ended, and wait until they have left."""
         state_machine, transport = self.state_machine, self._transport
-        self._run_until(
-            lambda: self._ever_connected >= set(expected_processes) - state_machine.lost_processes,
-            self._eviction_timeout_s,
-        )
+        expected, lost = set(expected_processes), state_machine.lost_processes
+        self._run_until(lambda: self._ever_connected >= expected - lost, self._eviction_timeout_s)
         self._is_closing = True
         self.extend_to_step(state_machine.policy.step_of(state_machine.decided.floor), ends_at_step_limit=True)
         self._run_until(lambda: set(transport.connected_peers) <= set(state_machine.servers), self._timeout_s)
         self._has_sent_shutdown = True
-        transport.send_all([(server, ServerShutdown(state_machine.update_count)) for server in state_machine.servers])
+        transport.send_all(
+            [(server, messages.ServerShutdown(state_machine.update_count)) for server in state_machine.servers]
+        )
         self._run_until(lambda: not transport.connected_peers, self._timeout_s)
 
     def _run_until(self, is_done: Callable[[], bool], timeout_s: float) -> None:
-        """Handle events until the condition holds or time is up; all is saved, so a process that stays does not matter."""
         deadline_s = time.monotonic() + timeout_s
         self.run(lambda: is_done() or time.monotonic() > deadline_s, "waiting for all to end")
 
@@ -135,16 +116,16 @@ class CoordinatorProcess:
     def _request_slice_states(self, slice_ids: Iterable[int]) -> None:
         for slice_id in sorted(slice_ids):
             for primary in self.state_machine.placement.replicas[slice_id].servers[:1]:
-                self._transport.send(primary, ParameterStateRequest(slice_id))
+                self._transport.send(primary, messages.ParameterStateRequest(slice_id))
 
     def _handle(self, event: TransportEvent) -> OutgoingMessages:
         message, sender = event.message, event.sender
         match message:
             case None:
                 return self._handle_connection_change(event)
-            case ServerAddress(server, host, port, is_initialized):
+            case messages.ServerAddress(server, host, port, is_initialized):
                 if server in self.state_machine.lost_processes:
-                    return [(server, EvictionNotice(server))]
+                    return [(server, messages.EvictionNotice(server))]
                 self._addresses[server] = host, port
                 if is_initialized:
                     self._initialized_servers.add(server)
@@ -152,16 +133,21 @@ class CoordinatorProcess:
                     self._send_initial_states(server)
                 self._request_slice_states(self._pending_fetches)
                 return self._address_book_messages()
-            case ServerTakeoverOffer():
+            case messages.ServerTakeoverOffer():
                 return self._admit_server(message)
-            case ParameterStateReply(slice_id, version) if version < self.state_machine.update_count:
+            case messages.ParameterStateReply(slice_id, version) if version < self.state_machine.update_count:
                 self._stale_slices.add(slice_id)
-            case ParameterStateReply(slice_id):
+            case messages.ParameterStateReply(slice_id):
                 self._fetched_states[slice_id] = event.payload
                 self._pending_fetches.discard(slice_id)
-            case ServerTrafficReport():
+            case messages.ServerTrafficReport():
                 self.traffic_reports[sender] = message
-            case WorkerJoined() | WorkItemCompleted() | GradientNormReply() | DecisionReplayRequest():
+            case (
+                messages.WorkerJoined()
+                | messages.WorkItemCompleted()
+                | messages.GradientNormReply()
+                | messages.DecisionReplayRequest()
+            ):
                 return self.state_machine.handle(message)
         return []
 
@@ -180,11 +166,10 @@ class CoordinatorProcess:
             if self.state_machine.decision_log:
                 self.log_membership(f"{peer} has joined the run")
         if self._has_sent_shutdown and peer in self.state_machine.servers:
-            return [(peer, ServerShutdown(self.state_machine.update_count))]
+            return [(peer, messages.ServerShutdown(self.state_machine.update_count))]
         return [(peer, self._address_book())]
 
     def _evict_unreachable(self) -> None:
-        """Evict processes that others can replace, after their grace period."""
         for name, (at_s, grace_s) in list(self._disconnected.items()):
             disconnected_s = time.monotonic() - at_s
             if name in self._transport.connected_peers or name in self.state_machine.lost_processes:
@@ -193,9 +178,7 @@ class CoordinatorProcess:
                 del self._disconnected[name]
                 self._evict(name)
             elif disconnected_s > self._timeout_s:
-                raise PeerFailedError(
-                    f"server {name} has been gone for {self._timeout_s:g} s, and no other server has its slices"
-                )
+                raise PeerFailedError(f"server {name} is gone for {self._timeout_s:g} s, and no other has its slices")
 
     def _evict(self, name: str) -> None:
         if not self._is_closing:
@@ -204,8 +187,8 @@ class CoordinatorProcess:
             kind, remaining = "server" if is_server else "worker", len(set(peers) - {name})
             self.log_membership(f"{kind} {name} is gone; {remaining} {kind}{'s' * (remaining != 1)} left")
         self._forget_process(name)
-        self._transport.send_all(self.state_machine.handle(ProcessLost(name)))
-        self._transport.send_all([(name, EvictionNotice(name)), *self._address_book_messages()])
+        self._transport.send_all(self.state_machine.handle(messages.ProcessLost(name)))
+        self._transport.send_all([(name, messages.EvictionNotice(name)), *self._address_book_messages()])
         self._request_slice_states(self._pending_fetches)
 
     def _forget_process(self, name: str) -> None:
@@ -214,7 +197,7 @@ class CoordinatorProcess:
         if name in self.traffic_reports:
             self.traffic_reports[name] = self.traffic_reports[name]._replace(queued_bytes=0)
 
-    def _admit_server(self, offer: ServerTakeoverOffer) -> OutgoingMessages:
+    def _admit_server(self, offer: messages.ServerTakeoverOffer) -> OutgoingMessages:
         """Replace a lost server. Slices that its snapshot does not have are sent as of the last fetch."""
         name, replaced_server, snapshot = offer
         state_machine = self.state_machine
@@ -227,14 +210,18 @@ class CoordinatorProcess:
             self._evict(other)
         self._forget_process(replaced_server)
         versions = dict.fromkeys(range(len(state_machine.placement.replicas)), 0) | dict(snapshot)
-        outgoing = state_machine.handle(ServerTakeoverOffer(name, replaced_server, tuple(sorted(versions.items()))))
-        assigned = [m for to, m in outgoing if to == name and isinstance(m, ParameterStateAssignment)]
+        outgoing = state_machine.handle(
+            messages.ServerTakeoverOffer(name, replaced_server, tuple(sorted(versions.items())))
+        )
+        assigned = [m for to, m in outgoing if to == name and isinstance(m, messages.ParameterStateAssignment)]
         self._initial_states[name] = [_InitialState(state, state.slice_id not in dict(snapshot)) for state in assigned]
         self._log_takeover(name, replaced_server, [dict(snapshot).get(state.slice_id, -1) for state in assigned])
-        self._transport.send_all([(to, m) for to, m in outgoing if not isinstance(m, ParameterStateAssignment)])
+        self._transport.send_all(
+            [(to, m) for to, m in outgoing if not isinstance(m, messages.ParameterStateAssignment)]
+        )
         self._send_initial_states(name)
         self._request_slice_states(self._pending_fetches)
-        shutdown = [(name, ServerShutdown(state_machine.update_count))] if self._has_sent_shutdown else []
+        shutdown = [(name, messages.ServerShutdown(state_machine.update_count))] if self._has_sent_shutdown else []
         return [*self._address_book_messages(), *shutdown]
 
     def _uninitialized_replicas_of(self, server: str) -> list[str]:
@@ -260,7 +247,7 @@ class CoordinatorProcess:
         initial_states = self._initial_states.get(server)
         if initial_states is None:
             initial_states = [
-                _InitialState(ParameterStateAssignment(slice_id, *self._stored_version), sends_stored=True)
+                _InitialState(messages.ParameterStateAssignment(slice_id, *self._stored_version), sends_stored=True)
                 for slice_id, replicas in enumerate(self.state_machine.placement.replicas)
                 if server in replicas.servers
             ]
@@ -271,8 +258,10 @@ class CoordinatorProcess:
     def _address_book_messages(self) -> OutgoingMessages:
         return [(peer, self._address_book()) for peer in self._transport.connected_peers]
 
-    def _address_book(self) -> ServerAddressBook:
-        return ServerAddressBook(tuple((name, host, port) for name, (host, port) in sorted(self._addresses.items())))
+    def _address_book(self) -> messages.ServerAddressBook:
+        return messages.ServerAddressBook(
+            tuple((name, host, port) for name, (host, port) in sorted(self._addresses.items()))
+        )
 
 
 def _role_of(server: str) -> str:

@@ -96,11 +96,9 @@ class ParameterStore:
             scale, weight_decay = partition.optimizer_groups[group]
             optimizer_slices.append((slice_range, parameter))
             groups.append({"params": [parameter], "weight_decay": weight_decay, "scale": scale})
+        optimizer, published_value = self._make_optimizer(groups), self._encode_value(slice_id, master)
         compensator = DelayCompensator(partition.delay_compensation) if partition.delay_compensation else None
-        published_value = self._encode_value(slice_id, master)
-        return _ParameterSliceTensors(
-            master, self._make_optimizer(groups), optimizer_slices, published_value, compensator
-        )
+        return _ParameterSliceTensors(master, optimizer, optimizer_slices, published_value, compensator)
 
     def _encode_value(self, slice_id: int, master: Tensor) -> Tensor:
         if self._compressor:

@@ -16,24 +16,8 @@ from motet.parallel.parameter_server.process.parameter_store import (
 )
 from motet.parallel.parameter_server.process.server_snapshots import ServerSnapshots
 from motet.parallel.parameter_server.process.tcp_transport import POLL_INTERVAL_S, TcpTransport, TransportEvent
-from motet.parallel.parameter_server.protocol.messages import (
-    COORDINATOR,
-    ApplyUpdate,
-    BackupPush,
-    GradientNormReply,
-    GradientPush,
-    Message,
-    OutgoingMessages,
-    ParameterPullReply,
-    ParameterStateAssignment,
-    ParameterStateReply,
-    ParameterStateRequest,
-    ParameterStateTransfer,
-    ServerAddress,
-    ServerShutdown,
-    ServerTakeoverOffer,
-    ServerTrafficReport,
-)
+from motet.parallel.parameter_server.protocol import messages
+from motet.parallel.parameter_server.protocol.messages import COORDINATOR, Message, OutgoingMessages
 from motet.parallel.parameter_server.protocol.server_state_machine import ServerStateMachine
 
 PUSH_PREFIX = "push/"
@@ -58,7 +42,7 @@ class ParameterServerProcess:
         self._transport = transport
         self._timeout_s = timeout_s  # Without a coordinator
         self._snapshots = snapshots
-        self._takeover_offer: ServerTakeoverOffer | None = None
+        self._takeover_offer: messages.ServerTakeoverOffer | None = None
         self._coordinator_lost_at_s: float | None = time.monotonic()  # None while it is connected
         self._last_traffic_report_s = 0.0
 
@@ -68,7 +52,7 @@ class ParameterServerProcess:
         for slice_id, (_, tensors) in snapshots.items():
             self._store.load_slice_state(slice_id, tensors)
         versions = tuple(sorted((slice_id, version) for slice_id, (version, _) in snapshots.items()))
-        self._takeover_offer = ServerTakeoverOffer(self._state_machine.name, replaced_server, versions)
+        self._takeover_offer = messages.ServerTakeoverOffer(self._state_machine.name, replaced_server, versions)
 
     @torch.no_grad()
     def run(self) -> None:
@@ -78,9 +62,8 @@ class ParameterServerProcess:
             except queue.Empty:
                 lost_at_s = self._coordinator_lost_at_s
                 if lost_at_s is not None and time.monotonic() - lost_at_s > self._timeout_s:
-                    raise PeerFailedError(
-                        f"server {self._state_machine.name} has been without the coordinator for {self._timeout_s:g} s"
-                    ) from None
+                    name, seconds = self._state_machine.name, f"{self._timeout_s:g} s"
+                    raise PeerFailedError(f"server {name} has been without the coordinator for {seconds}") from None
                 continue
             was_initialized = self._is_initialized
             self._execute_all(self._handle(event))
@@ -94,23 +77,26 @@ class ParameterServerProcess:
         if self._transport.handle_membership(message, lambda name: name > state_machine.name):
             return []
         match message:
-            case ServerShutdown():
+            case messages.ServerShutdown():
                 self.has_ended = True
                 return []
-            case ParameterStateRequest(slice_id):
-                reply = ParameterStateReply(slice_id, state_machine.slice_states[slice_id].version)
+            case messages.ParameterStateRequest(slice_id):
+                reply = messages.ParameterStateReply(slice_id, state_machine.slice_states[slice_id].version)
                 self._transport.send(event.sender, reply, serialize_tensors(self._store.slice_state(slice_id)))
                 return []
             case (
-                GradientPush(slice_id=slice_id, work_item=work_item)
-                | BackupPush(slice_id=slice_id, work_item=work_item)
+                messages.GradientPush(slice_id=slice_id, work_item=work_item)
+                | messages.BackupPush(slice_id=slice_id, work_item=work_item)
             ):
                 was_pending = self._is_pending(slice_id, work_item)
                 outgoing = state_machine.handle(message)
                 if not was_pending and self._is_pending(slice_id, work_item):
                     self._store.add_push(slice_id, work_item, event.payload, event.sender)
                 return outgoing
-            case ParameterStateAssignment(slice_id=slice_id) | ParameterStateTransfer(slice_id=slice_id):
+            case (
+                messages.ParameterStateAssignment(slice_id=slice_id)
+                | messages.ParameterStateTransfer(slice_id=slice_id)
+            ):
                 if event.payload and not state_machine.is_slice_initialized(slice_id):
                     self._load_slice_state(slice_id, deserialize_tensors(event.payload))
         return state_machine.handle(message)
@@ -133,8 +119,8 @@ class ParameterServerProcess:
         slice_states = self._state_machine.slice_states.values()
         return bool(slice_states) and all(state.is_initialized for state in slice_states)
 
-    def _server_address(self) -> ServerAddress:
-        return ServerAddress(self._state_machine.name, *self._transport.address, self._is_initialized)
+    def _server_address(self) -> messages.ServerAddress:
+        return messages.ServerAddress(self._state_machine.name, *self._transport.address, self._is_initialized)
 
     def _load_slice_state(self, slice_id: int, tensors: dict[str, Tensor]) -> None:
         pushes = {name: tensors.pop(name) for name in list(tensors) if name.startswith(PUSH_PREFIX)}
@@ -153,7 +139,7 @@ class ParameterServerProcess:
     def _execute_all(self, outgoing: OutgoingMessages) -> None:
         for to, message in outgoing:
             self._execute(to, message)
-        for slice_id in {message.slice_id for _, message in outgoing if isinstance(message, ApplyUpdate)}:
+        for slice_id in {message.slice_id for _, message in outgoing if isinstance(message, messages.ApplyUpdate)}:
             state = self._state_machine.slice_states[slice_id]
             self._store.discard_pushes_except(slice_id, state.pending_work_items | state.pushes_awaiting_backup.keys())
             if self._snapshots and state.version % self._snapshots.interval_updates == 0:
@@ -162,9 +148,9 @@ class ParameterServerProcess:
             self._last_traffic_report_s = time.monotonic()
             self._transport.send(COORDINATOR, self._traffic_report())
 
-    def _traffic_report(self) -> ServerTrafficReport:
+    def _traffic_report(self) -> messages.ServerTrafficReport:
         traffic = {peer: traffic for peer, traffic in list(self._transport.traffic.items()) if peer != COORDINATOR}
-        return ServerTrafficReport(
+        return messages.ServerTrafficReport(
             sum(peer_traffic.sent_bytes for peer_traffic in traffic.values()),
             sum(peer_traffic.received_bytes for peer_traffic in traffic.values()),
             sum(map(self._transport.queued_bytes, traffic)),
@@ -175,18 +161,18 @@ class ParameterServerProcess:
         payload: memoryview | None = None
         priority = -1
         match message:
-            case ApplyUpdate(slice_id, decision):
+            case messages.ApplyUpdate(slice_id, decision):
                 if decision.scalars.is_applied:
                     self._store.apply_update(slice_id, decision.work_items, decision.scalars)
                 return
-            case GradientNormReply(attempt, slice_id):
+            case messages.GradientNormReply(attempt, slice_id):
                 assert self._state_machine.norm_request is not None
                 squared_norm = self._store.squared_norm(slice_id, self._state_machine.norm_request.work_items)
-                message = GradientNormReply(attempt, slice_id, squared_norm)
-            case ParameterPullReply(_, slice_id, _, priority):
+                message = messages.GradientNormReply(attempt, slice_id, squared_norm)
+            case messages.ParameterPullReply(_, slice_id, _, priority):
                 payload = self._store.value_for_worker(slice_id, to)
-            case BackupPush(_, slice_id, work_item):
+            case messages.BackupPush(_, slice_id, work_item):
                 payload = self._store.push_of(slice_id, work_item)
-            case ParameterStateTransfer(slice_id, _, _, pending_work_items):
+            case messages.ParameterStateTransfer(slice_id, _, _, pending_work_items):
                 payload = self._encoded_slice_state(slice_id, pending_work_items)
         self._transport.send(to, message, payload, priority)

@@ -134,7 +134,7 @@ class TcpTransport:
             connection.close()
 
     def send(self, peer: str, message: Message, payload: memoryview | None = None, priority: int = -1) -> None:
-        """Send to a connected peer, the lowest priority first. The payload must stay unchanged until it has been sent."""
+        """Send to a connected peer, the lowest priority first. The payload must stay unchanged until it is sent."""
         with self._lock:
             connection = self._connections.get(peer)
         if connection:
@@ -204,9 +204,8 @@ class TcpTransport:
         except (OSError, PeerFailedError):
             tcp_socket.close()
             return
-        connection = _TcpConnection(
-            tcp_socket, self._timeout_s / HEARTBEATS_PER_TIMEOUT, self.traffic.setdefault(peer, PeerTraffic())
-        )
+        traffic = self.traffic.setdefault(peer, PeerTraffic())
+        connection = _TcpConnection(tcp_socket, self._timeout_s / HEARTBEATS_PER_TIMEOUT, traffic)
         with self._lock:
             if self._closed.is_set() or (expected and expected not in self.peer_addresses):
                 tcp_socket.close()

@@ -12,17 +12,8 @@ from motet.parallel.data_parallel.flat_parameters import FlatParameters
 from motet.parallel.parameter_server.process.parameter_store import ParameterPartition, tensor_bytes
 from motet.parallel.parameter_server.process.push_pull_compression import decompress_parameters, make_compressor
 from motet.parallel.parameter_server.process.tcp_transport import POLL_INTERVAL_S, TcpTransport, TransportEvent
-from motet.parallel.parameter_server.protocol.messages import (
-    COORDINATOR,
-    NO_MORE_WORK,
-    GradientPush,
-    GradientsReady,
-    OutgoingMessages,
-    ParameterPullReply,
-    ParametersReady,
-    WorkAssignment,
-    WorkItemReport,
-)
+from motet.parallel.parameter_server.protocol import messages
+from motet.parallel.parameter_server.protocol.messages import COORDINATOR, NO_MORE_WORK, OutgoingMessages
 from motet.parallel.parameter_server.protocol.worker_state_machine import WorkerStateMachine
 
 
@@ -56,7 +47,7 @@ class ParameterServerClient:
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()
 
-    def next_assignment(self) -> WorkAssignment | None:
+    def next_assignment(self) -> messages.WorkAssignment | None:
         """The next assignment; None at the end. A connected coordinator may take any time to answer."""
         while not self._has_new_assignment():
             if COORDINATOR not in self._transport.peer_handshakes:
@@ -75,9 +66,7 @@ class ParameterServerClient:
 
     def _wait_for_coordinator(self) -> None:
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._error is not None or self._is_coordinator_connected, self._connect_timeout_s
-            )
+            self._changed.wait_for(lambda: self._error or self._is_coordinator_connected, self._connect_timeout_s)
         if COORDINATOR not in self._transport.peer_handshakes and self._error is None:
             host, port = self._transport.peer_addresses[COORDINATOR]
             raise InputError(
@@ -106,16 +95,16 @@ class ParameterServerClient:
         self._flat_parameters.bump_versions(bucket_id)
 
     def wait_for_all(self) -> None:
-        count = len(self._partition.slices)
-        self._wait_until(
-            lambda: len(self._state_machine.pulled_versions) == count, "parameters did not come", self._timeout_s
-        )
+        machine, count = self._state_machine, len(self._partition.slices)
+        self._wait_until(lambda: len(machine.pulled_versions) == count, "parameters did not come", self._timeout_s)
 
-    def push_bucket(self, bucket_id: int, report: WorkItemReport) -> None:
+    def push_bucket(self, bucket_id: int, report: messages.WorkItemReport) -> None:
         """Push the gradients of a bucket; they must stay unchanged until the next assignment."""
         slice_ids = tuple(self._partition.slice_ids_of_bucket(bucket_id))
         with self._changed:
-            self._send_all(self._state_machine.handle(GradientsReady(self._current_assignment_id, slice_ids, report)))
+            self._send_all(
+                self._state_machine.handle(messages.GradientsReady(self._current_assignment_id, slice_ids, report))
+            )
 
     def set_bucket_order(self, bucket_ids: Sequence[int]) -> None:
         """Give buckets priority in the order in which forward needs them."""
@@ -166,14 +155,14 @@ class ParameterServerClient:
             return state_machine.messages_on_connect(event.sender) if event.is_connected else []
         if self._transport.handle_membership(message, lambda name: True):
             return []
-        if isinstance(message, ParameterPullReply):
+        if isinstance(message, messages.ParameterPullReply):
             is_current = message.assignment_id == state_machine.assignment.assignment_id
             if is_current and message.slice_id not in state_machine.pulled_versions:
                 compute = self._flat_parameters.compute[self._partition.slices[message.slice_id].flat_range]
                 compute.copy_(decompress_parameters(self._partition.compression, event.payload, compute))
         return state_machine.handle(message)
 
-    def _encoded_push(self, push: GradientPush) -> Tensor:
+    def _encoded_push(self, push: messages.GradientPush) -> Tensor:
         """The message of a push. A repeated push sends the same one, so that error feedback counts it only once."""
         gradient = self._flat_parameters.gradients.local_slice(self._partition.slices[push.slice_id].flat_range).cpu()
         if self._compressor is None:
@@ -184,8 +173,8 @@ class ParameterServerClient:
 
     def _send_all(self, outgoing: OutgoingMessages) -> None:
         for to, message in outgoing:
-            if isinstance(message, GradientPush):
+            if isinstance(message, messages.GradientPush):
                 payload = tensor_bytes(self._encoded_push(message))
                 self._transport.send(to, message, payload, self._state_machine.priorities.get(message.slice_id, 0))
-            elif not isinstance(message, ParametersReady):
+            elif not isinstance(message, messages.ParametersReady):
                 self._transport.send(to, message)

@@ -73,9 +73,8 @@ class CoordinatorStateMachine:
         self.next_work_item = done_steps * items_per_step
         self.decided = DecidedWorkItems(self.next_work_item)
         if self.policy.max_staleness is not None:
-            bounds = range(
-                self.policy.required_work_items(self.next_work_item), self.next_work_item + 1, items_per_step
-            )
+            oldest_needed = self.policy.required_work_items(self.next_work_item)
+            bounds = range(oldest_needed, self.next_work_item + 1, items_per_step)
             self.updates_covering = dict.fromkeys(bounds, self.first_logged_update)
         return self
 
@@ -154,10 +153,7 @@ class CoordinatorStateMachine:
         if worker in self.current_assignments and self.current_assignments[worker].work_item == work_item:
             del self.current_assignments[worker]
             self.idle_workers.append(worker)
-            drops_late_items = (
-                not self.policy.has_per_item_updates and self.policy.quorum < self.policy.work_items_per_step
-            )
-            if drops_late_items and self.policy.step_of(work_item) == self.update_count:
+            if self.policy.drops_late_items and self.policy.step_of(work_item) == self.update_count:
                 self.workers_done_with_step.add(worker)
         if not self.decided.has(work_item) and work_item not in self.completed_reports:
             self.completed_reports[work_item] = report

@@ -35,6 +35,10 @@ class ConsistencyPolicy(NamedTuple):
     max_staleness: int | None
     has_per_item_updates: bool = False
 
+    @property
+    def drops_late_items(self) -> bool:
+        return not self.has_per_item_updates and self.quorum < self.work_items_per_step
+
     def step_of(self, work_item: int) -> int:
         return work_item // self.work_items_per_step
 
@@ -80,9 +84,6 @@ class ParameterPlacement(NamedTuple):
     replicas: tuple[ParameterReplicas, ...]
 
 
-# --- between the coordinator and workers ------------------------------------------------------------------
-
-
 class WorkerJoined(NamedTuple):
     worker: str
 
@@ -107,9 +108,6 @@ class WorkItemCompleted(NamedTuple):
     work_item: int
     epoch: int  # Of the placement in which all pushes were acknowledged
     report: WorkItemReport = NO_REPORT
-
-
-# --- between workers and servers -------------------------------------------------------------------
 
 
 class ParameterPull(NamedTuple):
@@ -138,9 +136,6 @@ class GradientPushAck(NamedTuple):
     server: str
     assignment_id: int
     slice_id: int
-
-
-# --- between servers -------------------------------------------------------------------------------
 
 
 class BackupPush(NamedTuple):
@@ -179,9 +174,6 @@ class ParameterStateTransfer(NamedTuple):
     version: int
     decided: DecidedWorkItems
     pending_work_items: frozenset[int]
-
-
-# --- between the coordinator and servers ------------------------------------------------------------------
 
 
 class ServerTakeoverOffer(NamedTuple):
@@ -253,9 +245,6 @@ class ServerTrafficReport(NamedTuple):
     queued_bytes: int
 
 
-# --- addresses -------------------------------------------------------------------------------------
-
-
 class ServerAddress(NamedTuple):
     """Tells the coordinator where a server listens."""
 
@@ -269,9 +258,6 @@ class ServerAddressBook(NamedTuple):
     """Where servers listen: (name, host, port)."""
 
     entries: tuple[tuple[str, str, int], ...]
-
-
-# --- inside one process --------------------------------------------------------------------------------
 
 
 class ConnectionRejected(NamedTuple):

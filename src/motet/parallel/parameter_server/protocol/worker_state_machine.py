@@ -109,10 +109,8 @@ class WorkerStateMachine:
 
     def _push_messages(self, slice_ids: Iterable[int]) -> OutgoingMessages:
         assignment_id, work_item, _ = self.assignment
-        return [
-            (to, GradientPush(self.name, assignment_id, slice_id, work_item))
-            for slice_id, to in self._primary_servers(slice_ids)
-        ]
+        primaries = self._primary_servers(slice_ids)
+        return [(to, GradientPush(self.name, assignment_id, slice_id, work_item)) for slice_id, to in primaries]
 
     def _primary_servers(self, slice_ids: Iterable[int]) -> list[tuple[int, str]]:
         """(slice, primary); a slice without servers waits for a later placement."""
