@@ -187,7 +187,7 @@ def test_a_worker_of_another_bound_does_not_belong(tmp_path: Path) -> None:
     """By it updates are made of single shares or of steps."""
     apart = [small_job(tmp_path, SERVED, "layout.server.mode=bounded", f"layout.server.staleness={s}") for s in (0, 2)]
     module = torch.nn.Linear(2, 2)
-    one, other = (build_handshake(job, module, build_partition(module, job), None) for job in apart)
+    one, other = (build_handshake(job, module, build_partition(module, job)) for job in apart)
     assert one["model"] == other["model"] and one["layout"] != other["layout"]
 
 

@@ -296,7 +296,7 @@ class Exploration:
 
 @dataclass
 class StateGraph:
-    """From where each state was come to, by what `hash` makes of them."""
+    """The transitions between states, which their hash stands for."""
 
     sources: "array[int]" = field(default_factory=lambda: array("q"))
     targets: "array[int]" = field(default_factory=lambda: array("q"))
@@ -322,7 +322,7 @@ def explore(
     result: Exploration | None = None,
     graph: StateGraph | None = None,
 ) -> Exploration:
-    """Where a promise is broken, `found` has what came before."""
+    """Explore all states. `result` has the counts until a promise is broken."""
     explorer = Explorer(scenario, without_reduction)
     start = explorer.cluster.start()
     seen = {hash(start)}

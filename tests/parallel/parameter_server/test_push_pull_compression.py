@@ -44,7 +44,7 @@ def pulled(plan: ParameterPartition, shelf: ParameterStore) -> Tensor:
 
 
 def push(shelf: ParameterStore, share: int, gradient: Tensor, factor: float = 1.0) -> None:
-    shelf.add_push(0, share, bytearray(tensor_bytes(gradient)), "w0")
+    shelf.add_push(0, share, bytearray(tensor_bytes(gradient)), worker="w0")
     shelf.apply_update(0, [share], UpdateScalars(RATE, factor, is_applied=True))
 
 
@@ -61,7 +61,7 @@ def test_what_a_push_loses_comes_with_a_later_one(codec: str) -> None:
         given += gradient
         message = bytearray(tensor_bytes(packer.compress(3, share, gradient)))
         assert len(message) == parse_codec(codec).wire_bytes([SIZE], "float64")
-        arrived += decompress_gradient(packing, message, 3, share, gradient)
+        arrived += decompress_gradient(packing, message, slice_id=3, work_item=share, like=gradient)
     (error,) = packer.error_feedback_state(3).values()
     assert torch.allclose(arrived + error, given, atol=1e-4 * float(given.abs().max()))
     without = PushPullCompressor(parse_codec(codec), replace(packing, has_error_feedback=False))
@@ -104,7 +104,7 @@ def test_a_late_gradient_is_corrected() -> None:
     plan = replace(PLAN, delay_compensation=0.5)
     shelf = shelf_of(plan)
     before = pulled(plan, shelf)
-    shelf.add_push(0, 0, bytearray(tensor_bytes(drawn(7))), "another")
+    shelf.add_push(0, 0, bytearray(tensor_bytes(drawn(7))), worker="another")
     shelf.apply_update(0, [0], UpdateScalars(RATE, 1.0, is_applied=True))
     now = shelf.slice_state(0)["master"].clone()
     assert torch.allclose(now, before - RATE * drawn(7)), "nothing is known of what this worker had"

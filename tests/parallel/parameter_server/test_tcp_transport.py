@@ -24,7 +24,7 @@ WAIT_S = 20.0
 @contextmanager
 def posts(*names: str, limit_s: float = WAIT_S) -> Iterator[list[TcpTransport]]:
     with ExitStack() as stack:
-        made = [TcpTransport(name, {"run": "run"}, limit_s, "127.0.0.1") for name in names]
+        made = [TcpTransport(name, {"run": "run"}, limit_s, host="127.0.0.1") for name in names]
         for post in made:
             stack.callback(post.close)
         yield made

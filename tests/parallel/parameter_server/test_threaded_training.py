@@ -102,7 +102,7 @@ def serve(
     module = small()
     plan = plan_of(module, len({owned.servers[0] for owned in view.replicas}))
     mine = [piece for piece, owned in enumerate(view.replicas) if name in owned.servers]
-    post = TcpTransport(name, {"run": "run"}, LIMIT_S, "127.0.0.1")
+    post = TcpTransport(name, {"run": "run"}, LIMIT_S, host="127.0.0.1")
     shelf = ParameterStore(plan, lambda groups: make_torch_optimizer(groups, SETTINGS))
     keeper = ServerStateMachine(name, view, {piece: ServerSliceState(is_initialized=False) for piece in mine})
     found[name] = keeper, shelf
@@ -161,7 +161,7 @@ def train(workers: int, servers: int, copies: int = 1) -> dict[str, Tensor]:
     view = view_of(plan, copies, servers)
     rule = ConsistencyPolicy(workers, STEPS, workers, 0)
     names = [f"s{i}" for i in range(servers)]
-    post = TcpTransport(COORDINATOR, {"run": "run"}, LIMIT_S, "127.0.0.1")
+    post = TcpTransport(COORDINATOR, {"run": "run"}, LIMIT_S, host="127.0.0.1")
     begin = flat_of(module, plan).compute.clone()
     desk = CoordinatorStateMachine(rule, view, names, copies, update_rule=decide)
     office = CoordinatorProcess(

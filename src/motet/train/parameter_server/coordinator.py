@@ -55,7 +55,7 @@ def run_coordinator(
     done = resume_point.completed_steps
     delete_old_snapshots(folder, role.rank_env)
     policy = consistency_policy(server, workers, training.total_steps)
-    handshake = build_handshake(job, training.model.module, partition, training.data)
+    handshake = build_handshake(job, training.model.module, partition, data=training.data)
     handshake[WORK_ITEMS_ENTRY] = str(policy.work_items_per_step)
     with open_transport(role, COORDINATOR, handshake) as transport:
         coordinator = _build_coordinator(role, training, partition, policy=policy, transport=transport, done_steps=done)

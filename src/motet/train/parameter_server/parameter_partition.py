@@ -1,4 +1,4 @@
-"""What all processes of a run with a parameter server compute alike: the partition of the parameters and its checksum."""
+"""The partition of the parameters and its checksum, which all processes of a run compute alike."""
 
 from zlib import crc32
 
@@ -37,7 +37,7 @@ def placement_at_start(partition: ParameterPartition, job: Job) -> ParameterPlac
 
 
 def build_handshake(
-    job: Job, module: nn.Module, partition: ParameterPartition, data: BatchLoader | None
+    job: Job, module: nn.Module, partition: ParameterPartition, *, data: BatchLoader | None = None
 ) -> dict[str, str]:
     """Checksums of what must be the same in every process."""
     server, p = job.layout.server, partition

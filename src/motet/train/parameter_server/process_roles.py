@@ -24,7 +24,7 @@ ADDRESS_POLL_INTERVAL_S = 0.05
 
 @dataclass(frozen=True)
 class ParameterServerRole:
-    """What one process does in a run."""
+    """The role of one process in a run."""
 
     job: Job
     rank_env: RankEnvironment
@@ -87,7 +87,8 @@ def open_transport(role: ParameterServerRole, name: str, handshake: dict[str, st
         host, listened = parse_address(server.listen, "layout.server.listen")
         port = listened if name == COORDINATOR else 0
     try:
-        transport = TcpTransport(name, handshake | {"name": role.job.name}, server.eviction_timeout_s / 2, host, port)
+        handshake = handshake | {"name": role.job.name}
+        transport = TcpTransport(name, handshake, server.eviction_timeout_s / 2, host=host, port=port)
     except OSError as error:
         raise InputError(
             f"cannot listen at {host}:{port}: {error.strerror}; give layout.server.listen an address of this machine "

@@ -28,7 +28,7 @@ def run_server(role: ParameterServerRole, folder: Path) -> None:
     job = role.job
     _, model = build_model(job, torch.device("cpu"))
     partition = build_partition(model.module, job)
-    handshake = build_handshake(job, model.module, partition, None)
+    handshake = build_handshake(job, model.module, partition)
     del model
     snapshots = _open_snapshots(role, folder)
     predecessor_name, name = role.predecessor_name if role.rank_env.incarnation else "", role.process_name

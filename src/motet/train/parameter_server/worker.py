@@ -43,7 +43,7 @@ def run_worker(role: ParameterServerRole, stop: StopFlag) -> None:
     data, model = build_model(job, device)
     recipe = RECIPES[job.precision.recipe]
     partition = build_partition(model.module, job)
-    handshake = build_handshake(job, model.module, partition, data)
+    handshake = build_handshake(job, model.module, partition, data=data)
     cast_frozen_parameters(model.module, recipe)
     named = {n: p for n, p in model.module.named_parameters() if p.requires_grad}
     gradients = GradientBuffer(partition.buckets, 0, partition.gradient_dtype, device=device, keeps_full_gradients=True)

@@ -105,7 +105,7 @@ class ParameterStore:
             return self._compressor.compress(slice_id, 0, master)
         return master.to(getattr(torch, self._partition.recipe.compute), copy=True)
 
-    def add_push(self, slice_id: int, work_item: int, gradient: bytearray, worker: str = "") -> None:
+    def add_push(self, slice_id: int, work_item: int, gradient: bytearray, *, worker: str = "") -> None:
         tensors = self._tensors_of(slice_id)
         tensors.pushes.setdefault(work_item, gradient)
         if tensors.compensator:
@@ -151,9 +151,10 @@ class ParameterStore:
         tensors = self._tensors_of(slice_id)
         if tensors.gradient_sum is None or tensors.gradient_sum.work_items != tuple(work_items):
             like = torch.empty(tensors.master.shape, dtype=self._partition.gradient_dtype, device="meta")
+            compression = self._partition.compression
             first, *others = (
-                decompress_gradient(self._partition.compression, tensors.pushes[work_item], slice_id, work_item, like)
-                for work_item in work_items
+                decompress_gradient(compression, tensors.pushes[i], slice_id=slice_id, work_item=i, like=like)
+                for i in work_items
             )
             total = first.to(tensors.master.dtype, copy=True)
             for other in others:

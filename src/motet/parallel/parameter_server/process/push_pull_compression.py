@@ -46,19 +46,19 @@ def make_compressor(codec: Codec | None, compression: PushPullCompression) -> Pu
 
 
 def decompress_gradient(
-    compression: PushPullCompression, message: bytearray | memoryview, slice_id: int, work_item: int, like: Tensor
+    compression: PushPullCompression, message: bytearray | memoryview, *, slice_id: int, work_item: int, like: Tensor
 ) -> Tensor:
     """A pushed gradient, in the shape and dtype of `like`."""
     seed = message_seed(compression.seed, str(slice_id), work_item)
-    return _decompress(compression.push_codec, message, like, seed)
+    return _decompress(compression.push_codec, message, like, seed=seed)
 
 
 def decompress_parameters(compression: PushPullCompression, message: bytearray | memoryview, like: Tensor) -> Tensor:
     """Pulled parameters, in the shape and dtype of `like`."""
-    return _decompress(compression.pull_codec, message, like, 0)
+    return _decompress(compression.pull_codec, message, like)
 
 
-def _decompress(codec: Codec | None, message: bytearray | memoryview, like: Tensor, seed: int) -> Tensor:
+def _decompress(codec: Codec | None, message: bytearray | memoryview, like: Tensor, *, seed: int = 0) -> Tensor:
     if codec is None:
         return torch.frombuffer(message, dtype=like.dtype)
     with codec_numerics():

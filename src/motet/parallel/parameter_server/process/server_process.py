@@ -91,7 +91,7 @@ class ParameterServerProcess:
                 was_pending = self._is_pending(slice_id, work_item)
                 outgoing = state_machine.handle(message)
                 if not was_pending and self._is_pending(slice_id, work_item):
-                    self._store.add_push(slice_id, work_item, event.payload, event.sender)
+                    self._store.add_push(slice_id, work_item, event.payload, worker=event.sender)
                 return outgoing
             case (
                 messages.ParameterStateAssignment(slice_id=slice_id)
@@ -175,4 +175,4 @@ class ParameterServerProcess:
                 payload = self._store.push_of(slice_id, work_item)
             case messages.ParameterStateTransfer(slice_id, _, _, pending_work_items):
                 payload = self._encoded_slice_state(slice_id, pending_work_items)
-        self._transport.send(to, message, payload, priority)
+        self._transport.send(to, message, payload, priority=priority)

@@ -70,9 +70,9 @@ class TcpTransport:
     """The connections of one process. Events arrive in `inbox`."""
 
     def __init__(
-        self, name: str, handshake: Mapping[str, str], timeout_s: float, host: str | None = None, port: int = 0
+        self, name: str, handshake: Mapping[str, str], timeout_s: float, *, host: str | None = None, port: int = 0
     ) -> None:
-        """With a host, others can connect. A connection that is silent for `timeout_s` is lost.
+        """Others can connect if a host is given. A connection that is silent for `timeout_s` is lost.
 
         Entries that both handshakes have must be equal; else the side that connects gets a `ConnectionRejected`.
         """
@@ -133,7 +133,7 @@ class TcpTransport:
         if connection:
             connection.close()
 
-    def send(self, peer: str, message: Message, payload: memoryview | None = None, priority: int = -1) -> None:
+    def send(self, peer: str, message: Message, payload: memoryview | None = None, *, priority: int = -1) -> None:
         """Send to a connected peer, the lowest priority first. The payload must stay unchanged until it is sent."""
         with self._lock:
             connection = self._connections.get(peer)
@@ -162,7 +162,7 @@ class TcpTransport:
             self._listener.close()
         with self._lock:
             connections = list(self._connections.values())
-            self._connections.clear()  # so that no event tells of a loss
+            self._connections.clear()  # so that the inbox gets no loss
         for connection in connections:
             connection.close()
         # A thread that frees tensors while Python ends would abort the process.

@@ -175,6 +175,7 @@ class ParameterServerClient:
         for to, message in outgoing:
             if isinstance(message, messages.GradientPush):
                 payload = tensor_bytes(self._encoded_push(message))
-                self._transport.send(to, message, payload, self._state_machine.priorities.get(message.slice_id, 0))
+                priority = self._state_machine.priorities.get(message.slice_id, 0)
+                self._transport.send(to, message, payload, priority=priority)
             elif not isinstance(message, messages.ParametersReady):
                 self._transport.send(to, message)

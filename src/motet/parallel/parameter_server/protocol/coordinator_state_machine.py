@@ -35,7 +35,7 @@ UpdateRule = Callable[[int, dict[int, WorkItemReport], dict[int, float]], Update
 
 @dataclass
 class CoordinatorStateMachine:
-    """What the coordinator of a run knows; each message changes it and yields the messages to send."""
+    """The state of a run's coordinator; each message changes it and yields the messages to send."""
 
     policy: ConsistencyPolicy
     placement: ParameterPlacement

@@ -255,7 +255,7 @@ class ServerAddress(NamedTuple):
 
 
 class ServerAddressBook(NamedTuple):
-    """Where servers listen: (name, host, port)."""
+    """Addresses of the servers: (name, host, port)."""
 
     entries: tuple[tuple[str, str, int], ...]
 

@@ -15,7 +15,7 @@ from motet.parallel.parameter_server.protocol.messages import ParameterPlacement
 
 @dataclass(frozen=True)
 class ParameterSlice:
-    """What one message pushes or pulls."""
+    """The part of a bucket that one message pushes or pulls."""
 
     bucket_id: int
     flat_range: slice  # In the flat tensors

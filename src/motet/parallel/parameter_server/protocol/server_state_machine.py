@@ -44,7 +44,7 @@ class ServerSliceState:
 
 @dataclass
 class ServerStateMachine:
-    """What one server knows; each message changes it and yields the messages to send."""
+    """The state of one server; each message changes it and yields the messages to send."""
 
     name: str
     placement: ParameterPlacement
@@ -90,7 +90,7 @@ class ServerStateMachine:
                 raise AssertionError(message)
 
     def messages_on_connect(self, peer: str) -> OutgoingMessages:
-        """What the peer may have missed while the connection was lost."""
+        """Messages that the peer may have missed while the connection was lost."""
         if peer == COORDINATOR:
             replay_request = DecisionReplayRequest(self.name, self._oldest_version())
             return [(COORDINATOR, replay_request), *self._norm_replies()]

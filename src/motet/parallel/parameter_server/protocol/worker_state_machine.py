@@ -26,7 +26,7 @@ from motet.parallel.parameter_server.protocol.messages import (
 
 @dataclass
 class WorkerStateMachine:
-    """What one worker knows. It pulls all slices, computes, and pushes each gradient when it is ready."""
+    """The state of one worker. It pulls all slices, computes, and pushes each gradient when it is ready."""
 
     name: str
     placement: ParameterPlacement
@@ -65,7 +65,7 @@ class WorkerStateMachine:
                 raise AssertionError(message)
 
     def messages_on_connect(self, peer: str) -> OutgoingMessages:
-        """What the peer may have missed while the connection was lost."""
+        """Messages that the peer may have missed while the connection was lost."""
         if peer == COORDINATOR:
             has_started = self.assignment.assignment_id > 0
             return [(COORDINATOR, WorkerJoined(self.name)), *(self._report_if_complete() if has_started else [])]
