@@ -132,8 +132,7 @@ def _wrap_transformer(module: nn.Module, settings: TransformerSettings, randomne
 def _wrap_user_module(
     module: nn.Module, settings: UserModuleSettings, *, randomness: Randomness, requirements: DataRequirements | None
 ) -> TrainableModel:
-    logits = user_module.make_logits_function(module)
-    loss_sum: Any = getattr(module, "loss_sum", None)
+    logits, loss_sum = user_module.make_logits_function(module), getattr(module, "loss_sum", None)
     return TrainableModel(
         module=module,
         loss_sum=with_loss_checks(module, loss_sum or _loss_from_logits(logits, module, requirements), requirements),
@@ -195,7 +194,7 @@ def _transformer_inputs(batch: Batch, settings: TransformerSettings) -> dict[str
 def _transformer_loss(module: nn.Module, settings: TransformerSettings) -> Callable[[Batch], Tensor]:
     """The loss from features, so that all logits never exist together; classes of rows have few logits."""
     if _num_row_classes(settings):
-        return _loss_from_logits(lambda batch: module(**_transformer_inputs(batch, settings)), module, None)
+        return _loss_from_logits(lambda batch: module(**_transformer_inputs(batch, settings)), module)
     assert isinstance(module, CausalDecoder | BidirectionalEncoder | EncoderDecoderModel)
 
     def loss_sum(batch: Batch) -> Tensor:
@@ -228,7 +227,7 @@ def _num_row_classes(settings: TransformerSettings) -> int | None:
 
 
 def _loss_from_logits(
-    logits: Callable[[Batch], Tensor], module: nn.Module, requirements: DataRequirements | None
+    logits: Callable[[Batch], Tensor], module: nn.Module, requirements: DataRequirements | None = None
 ) -> Callable[[Batch], Tensor]:
     def loss_sum(batch: Batch) -> Tensor:
         scores = logits(batch)

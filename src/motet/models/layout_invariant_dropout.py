@@ -58,13 +58,13 @@ class LayoutInvariantDropoutMode(TorchFunctionMode):
             )
         shape = list(x.shape[:mask_dims]) + [1] * len(x.shape[mask_dims:] if mask_dims else ())
         shape[0] //= len(self.rows)
-        keep = torch.cat([self._mask(row, shape, p, x.device) for row in self.rows])
+        keep = torch.cat([self._mask(row, shape, p, device=x.device) for row in self.rows])
         if self.on_mask:
             self.on_mask(self.dropout_index, keep)
         self.dropout_index += 1
         return x * keep.to(x.dtype).mul_(0.0 if p >= 1 else 1 / (1 - p))
 
-    def _mask(self, row: int, shape: list[int], p: float, device: torch.device) -> Tensor:
+    def _mask(self, row: int, shape: list[int], p: float, *, device: torch.device) -> Tensor:
         generator = torch.Generator(device).manual_seed(derive_seed(self.seed, self.step, self.dropout_index, row))
         return torch.empty(shape, dtype=torch.bool, device=device).bernoulli_(1 - p, generator=generator)
 

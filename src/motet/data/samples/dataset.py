@@ -113,7 +113,7 @@ class MixtureDataset:
 
 
 def open_mixture_dataset(
-    corpora: tuple[PreparedCorpus, ...], settings: DataSettings, tokenizer: Tokenizer, seed: int
+    corpora: tuple[PreparedCorpus, ...], settings: DataSettings, tokenizer: Tokenizer, *, seed: int
 ) -> MixtureDataset:
     """Open, split and pack every corpus; raises if one does not fill a single sample."""
     stride, width = window_sizes(settings, tokenizer)

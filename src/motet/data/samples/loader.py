@@ -39,7 +39,7 @@ class BatchLoader:
         self.tokenizer = load_tokenizer(prepared.tokenizer, prepared.sentinels)
         self._settings = settings
         self._seed = seed
-        self.samples = open_mixture_dataset(prepared.corpora, settings, self.tokenizer, seed)
+        self.samples = open_mixture_dataset(prepared.corpora, settings, self.tokenizer, seed=seed)
         # A hash of everything that decides the samples.
         self.fingerprint = dataset_fingerprint(self.samples, prepared.corpora, settings, tokenizer=self.tokenizer)
         self.train_samples = self.samples.count("train")  # In one epoch, over all corpora

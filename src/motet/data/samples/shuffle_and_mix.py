@@ -54,12 +54,12 @@ def shuffled_samples(positions: StreamPositions, size: int, seed: int) -> Stream
     samples = np.empty_like(positions)
     for epoch, block in set(zip(epochs.tolist(), blocks.tolist(), strict=True)):
         is_in_block = (epochs == epoch) & (blocks == block)
-        samples[is_in_block] = _permuted_block(epoch, block, size, seed)[position_in_block[is_in_block]]
+        samples[is_in_block] = _permuted_block(epoch, block, size, seed=seed)[position_in_block[is_in_block]]
     return samples
 
 
 @lru_cache(maxsize=64)
-def _permuted_block(epoch: int, block: int, size: int, seed: int) -> StreamPositions:
+def _permuted_block(epoch: int, block: int, size: int, *, seed: int) -> StreamPositions:
     """A block of an epoch: permuting 16 positions costs nearly as much as 4096, which then serve the next steps."""
     positions = np.arange(block * _BLOCK_SIZE, min((block + 1) * _BLOCK_SIZE, size))
     samples = permute(positions, size, derive_seed(seed, "epoch", epoch))

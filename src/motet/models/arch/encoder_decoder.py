@@ -125,12 +125,8 @@ def relative_bucket(distance: Tensor, buckets: int, max_distance: int) -> Tensor
 
 
 def _check_relative_positions(s: EncoderDecoderSettings) -> None:
+    buckets, distance = f"model.relative_buckets = {s.relative_buckets}", s.relative_distance
     if s.relative_buckets < 4:
-        raise InputError(
-            f"model.relative_buckets = {s.relative_buckets} is too few: the encoder halves them twice, so at least 4"
-        )
-    if s.relative_distance <= s.relative_buckets // 2:
-        raise InputError(
-            f"model.relative_distance = {s.relative_distance} must be above half of model.relative_buckets = "
-            f"{s.relative_buckets}"
-        )
+        raise InputError(f"{buckets} is too few: the encoder halves them twice, so at least 4")
+    if distance <= s.relative_buckets // 2:
+        raise InputError(f"model.relative_distance = {distance} must be above half of {buckets}")

@@ -41,8 +41,8 @@ _NUMBER_KEYS = _EPS_KEYS | {"initializer_range", "resid_pdrop", "hidden_dropout_
 
 
 # Our setting -> the key of a config.
-def _size_keys(context: str, layers: str, hidden: str, heads: str) -> dict[str, str]:
-    return {"vocab_size": "vocab_size", "context": context, "layers": layers, "hidden": hidden, "heads": heads}
+def _size_keys(*keys: str) -> dict[str, str]:
+    return dict(zip(("vocab_size", "context", "layers", "hidden", "heads"), ("vocab_size", *keys), strict=True))
 
 
 _LLAMA_AND_BERT = {
