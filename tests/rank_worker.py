@@ -64,7 +64,7 @@ def _call(call: Call) -> Any:
     arguments = pickle.loads(call.arguments)
     if not call.with_group:
         return function(call.place, *arguments)
-    with start_process_group(call.place, "cpu", call.timeout_s, call.backend) as group:
+    with start_process_group(call.place, "cpu", call.timeout_s, cpu_backend=call.backend) as group:
         return function(group, *arguments)
 
 

@@ -195,8 +195,8 @@ def travels(portions: BucketsAndFSDPUnits, layout: Layout, settings: Communicati
 
 def _buckets(portions: BucketsAndFSDPUnits, paths: Paths) -> Iterator[Travel]:
     gathers = paths.layout.zero > 0
-    wholes = bucket_reduction_specs(portions.buckets, None, portions.shapes, DTYPE).buffers
-    parts = bucket_reduction_specs(portions.buckets, 0, portions.shapes, DTYPE).buffers
+    wholes = bucket_reduction_specs(portions.buckets, None, portions.shapes, dtype=DTYPE).buffers
+    parts = bucket_reduction_specs(portions.buckets, 0, portions.shapes, dtype=DTYPE).buffers
     for number, (bucket, whole, part) in enumerate(zip(portions.buckets, wholes, parts, strict=True)):
         reduced = (*(paths.scattered(whole) if gathers else ()), *paths.summed(part))
         gathered = (paths.gathered(whole.numel),) if gathers else ()

@@ -128,7 +128,7 @@ def one_is_missing(place: RankEnvironment, asynchronous: bool, backend: CpuBacke
     """Rank 1 does not come to the second of two; on rank 0 it is underway already."""
     said = ""
     # No farewell in a broken group.
-    with contextlib.suppress(RuntimeError), start_process_group(place, "cpu", 3.0, backend) as group:
+    with contextlib.suppress(RuntimeError), start_process_group(place, "cpu", 3.0, cpu_backend=backend) as group:
         all_reduce(torch.ones(4), group, algorithm="ring")
         try:
             if group.rank == 1:

@@ -31,7 +31,7 @@ def total(group: RankGroup) -> float:
 def over_tcp(place: RankEnvironment, port: int) -> float:
     """As under srun: rank 0 serves the store, on which the run folder is agreed first."""
     with rendezvous_store(replace(place, rendezvous=f"tcp://127.0.0.1:{port}"), 30.0) as (place, store):
-        assert broadcast_decision(store, place.rank, "folder", lambda: "runs/x-001") == "runs/x-001"
+        assert broadcast_decision(store, place.rank, "folder", decide=lambda: "runs/x-001") == "runs/x-001"
         with start_process_group(place, "cpu", 30.0) as group:
             return total(group)
 
@@ -43,7 +43,7 @@ def attempts_on_one_store(place: RankEnvironment) -> list[float]:
         for attempt in range(3):
             with start_process_group(replace(place, attempt=attempt), "cpu", 30.0) as group:
                 sums.append(total(group))
-        broadcast_decision(store, place.rank, "left-0", lambda: "by attempt 0")
+        broadcast_decision(store, place.rank, "left-0", decide=lambda: "by attempt 0")
         assert read_decision(store, "left-0") == "by attempt 0"
     return sums
 
@@ -54,7 +54,7 @@ def one_cannot_decide(place: RankEnvironment) -> tuple[int, str, bool]:
 
     def work() -> int:
         with rendezvous_store(place, 30.0) as (_, store):
-            broadcast_decision(store, place.rank, "folder", fail)
+            broadcast_decision(store, place.rank, "folder", decide=fail)
         return 0
 
     record = run_and_record(place.rank, work)

@@ -128,9 +128,9 @@ def test_the_matrices_of_a_part_are_its_whole_rows() -> None:
         (BucketParameter("a", 0, 32, 35), BucketParameter("b", 0, 96, 6), BucketParameter("c", 0, 128, 24)), 32, 128, 4
     )
     shapes = {"a": (5, 7), "b": (6,), "c": (4, 3, 2)}
-    (whole,) = bucket_reduction_specs([bucket], None, shapes, "float32").buffers
+    (whole,) = bucket_reduction_specs([bucket], None, shapes, dtype="float32").buffers
     assert whole == (128, ((0, 5, 7), (96, 4, 6)), ((35, 64), (70, 96), (120, 128)))
-    parts = [bucket_reduction_specs([bucket], shard, shapes, "float32").buffers[0] for shard in range(4)]
+    parts = [bucket_reduction_specs([bucket], shard, shapes, dtype="float32").buffers[0] for shard in range(4)]
     # Of the 35 numbers of "a" the first 32 are in the first part: four whole rows, and four numbers of the fifth.
     assert [part.matrices for part in parts] == [((0, 4, 7),), (), (), ((0, 4, 6),)]
     assert [part.padding for part in parts] == [(), ((3, 32),), ((6, 32),), ((24, 32),)]

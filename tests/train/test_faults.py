@@ -172,7 +172,7 @@ def collective(how: str, world: int) -> int:
 def lose_rank_1(place: RankEnvironment, how: str, backend: CpuBackend) -> tuple[str, bool] | None:
     """Rank 1 leaves the group while the others are in a collective with it."""
     record = None
-    with contextlib.suppress(LeaveError), start_process_group(place, "cpu", 30.0, backend) as group:
+    with contextlib.suppress(LeaveError), start_process_group(place, "cpu", 30.0, cpu_backend=backend) as group:
         dist.barrier()  # nobody leaves before the others have met
         if place.rank != 1:
             record = run_and_record(place.rank, lambda: collective(how, group.world))
@@ -191,7 +191,7 @@ def test_what_is_said_when_a_rank_is_gone(ranks: Ranks, how: str, backend: CpuBa
 def wait_in_vain(place: RankEnvironment, backend: CpuBackend) -> tuple[str, bool] | None:
     """Rank 1 lives, but does not come to the collective in time."""
     record = None
-    with contextlib.suppress(LeaveError), start_process_group(place, "cpu", 0.5, backend) as group:
+    with contextlib.suppress(LeaveError), start_process_group(place, "cpu", 0.5, cpu_backend=backend) as group:
         if place.rank == 0:
             record = run_and_record(place.rank, lambda: collective("all_reduce", group.world))
         else:

@@ -36,7 +36,7 @@ def record_layouts_on_rank(rank_env: RankEnvironment, stop: StopFlag, folder: st
         while previous.layout_index >= 0 and not previous.is_done():  # It may take longer than a group's timeout
             time.sleep(POLL_S)
         world_env = replace(rank_env, world=world, local_world=world, rendezvous=f"{rank_env.rendezvous}-{world}")
-        with start_process_group(world_env, "cpu", job.run.timeout_s, job.run.cpu_backend) as group:
+        with start_process_group(world_env, "cpu", job.run.timeout_s, cpu_backend=job.run.cpu_backend) as group:
             for layout_index, candidate in indexed:
                 _record_layout(candidate, group, RecordFolder(path, layout_index, world))
     return 0

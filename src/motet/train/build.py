@@ -93,7 +93,8 @@ def run_rank(
     if job.run.reproducible and device.type == "cuda":
         torch.use_deterministic_algorithms(True)
     torch.set_num_threads(threads_for(rank_env, job.run.requested_threads))
-    with start_process_group(rank_env, device, job.run.timeout_s, job.run.cpu_backend) as group, precision_context(job):
+    process_group = start_process_group(rank_env, device, job.run.timeout_s, cpu_backend=job.run.cpu_backend)
+    with process_group as group, precision_context(job):
         components = build_components(job, group, folder)
         resume_point = restore_newest_checkpoint(components)  # it may refuse, so it comes before any event
         with open_rank_monitor(job, group, folder, callbacks) as monitor:

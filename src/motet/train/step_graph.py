@@ -57,7 +57,9 @@ def _bucket_messages(job: Job, layout: Layout, sizes: dict[str, int]) -> list[Co
     recipe = RECIPES[job.precision.recipe]
     reduced = DTYPE_BYTES[recipe.reduce]
     gathered = reduced if layout.zero == 0 else DTYPE_BYTES[recipe.compute]
-    buckets = make_buckets({name: (0, size) for name, size in sizes.items()}, layout, recipe, job.communication)
+    buckets = make_buckets(
+        {name: (0, size) for name, size in sizes.items()}, layout, recipe, settings=job.communication
+    )
     return [
         CommUnitVolume(f"bucket {i}", frozenset(m.name for m in b.members), reduced * b.length, gathered * b.length)
         for i, b in enumerate(buckets)

@@ -114,7 +114,7 @@ def measure_rank(
     stop.exit_on_sigterm()
     torch.set_num_threads(1)
     program = read_program(str(Path(folder) / _PROGRAM_FILE))
-    with start_process_group(rank_env, "cpu", _TIMEOUT_S, backend) as group:
+    with start_process_group(rank_env, "cpu", _TIMEOUT_S, cpu_backend=backend) as group:
         assert group.process_group is not None
         measurement = measure_program(program, group.process_group, size=int(size), repeats=int(repeats))
     if rank_env.rank == 0:

@@ -44,7 +44,7 @@ def build_bucketed_data_parallel(
     sizes = {name: (group, parameter.numel()) for name, (group, parameter) in parameters.items()}
     named = {name: parameter for name, (_, parameter) in parameters.items()}
     shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
-    buckets, group = make_buckets(sizes, layout, recipe, settings), mesh.shard_group
+    buckets, group = make_buckets(sizes, layout, recipe, settings=settings), mesh.shard_group
     gathers_gradients = uses_gradient_gather(settings, layout)
     keeps_full_gradients = not ZERO_STAGES[layout.zero].gradients and layout.reproducible_batch_size is None
     gradients = GradientBuffer(
@@ -67,8 +67,8 @@ def build_bucketed_data_parallel(
         mesh,
         layout,
         settings,
-        unsharded_specs=bucket_reduction_specs(buckets, None, shapes, recipe.reduce),
-        shard_specs=[bucket_reduction_specs(buckets, shard, shapes, recipe.reduce) for shard in shards],
+        unsharded_specs=bucket_reduction_specs(buckets, None, shapes, dtype=recipe.reduce),
+        shard_specs=[bucket_reduction_specs(buckets, shard, shapes, dtype=recipe.reduce) for shard in shards],
     )
     return BucketedDataParallel(
         flat_parameters,

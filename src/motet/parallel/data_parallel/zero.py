@@ -100,7 +100,7 @@ def is_replicated(shape: Shape, layout: Layout) -> bool:
 
 
 def make_buckets(
-    sizes: Mapping[str, tuple[int, int]], layout: Layout, recipe: PrecisionRecipe, settings: CommunicationSettings
+    sizes: Mapping[str, tuple[int, int]], layout: Layout, recipe: PrecisionRecipe, *, settings: CommunicationSettings
 ) -> tuple[Bucket, ...]:
     """Buckets of the parameters `sizes`, name -> (optimizer group, elements), in the order of use."""
     width, shards = DTYPE_BYTES[recipe.reduce], len(resolve_communication_groups(settings, layout).shard_groups[0])

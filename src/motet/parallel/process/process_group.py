@@ -50,7 +50,7 @@ def pick_device(kind: Literal["auto", "cpu", "cuda"], rank_env: RankEnvironment)
 
 @contextmanager
 def start_process_group(
-    rank_env: RankEnvironment, device: torch.device | str, timeout_s: float, cpu_backend: CpuBackend = "auto"
+    rank_env: RankEnvironment, device: torch.device | str, timeout_s: float, *, cpu_backend: CpuBackend = "auto"
 ) -> Iterator[RankGroup]:
     """Join the group, and leave it at the end. `timeout_s` bounds each wait for another rank."""
     device = torch.device(device)
@@ -95,7 +95,7 @@ def rendezvous_store(rank_env: RankEnvironment, timeout_s: float) -> Iterator[tu
     yield replace(rank_env, store_exists=True), store
 
 
-def broadcast_decision(store: Store, rank: int, key: str, decide: Callable[[], str]) -> str:
+def broadcast_decision(store: Store, rank: int, key: str, *, decide: Callable[[], str]) -> str:
     """Rank 0's decision on every rank. If it fails with a MotetError, the others raise a PeerFailedError."""
     if rank != 0:
         return read_decision(store, key)

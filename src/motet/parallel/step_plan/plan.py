@@ -159,7 +159,7 @@ def make_comm_units(
         start, numel = units[-1].start + units[-1].length if units else 0, prod(shape)
         members = (BucketParameter(name, 0, start, numel),)
         units.append(CommUnit(name, "rows", members, start, numel, row_shard_ranges(shape), schedule))
-    for i, bucket in enumerate(make_buckets(sizes, layout, recipe, settings)):
+    for i, bucket in enumerate(make_buckets(sizes, layout, recipe, settings=settings)):
         ranges = bucket_shard_ranges(bucket.length, bucket.owner)
         units.append(CommUnit(f"bucket {i}", "bucket", bucket.members, bucket.start, bucket.length, ranges, schedule))
     return tuple(units)

@@ -109,7 +109,8 @@ def _unit_traffic(
     codecs = resolve_codecs(settings, layout)
     bucket_codecs = CommunicationCodecs() if layout.zero == 3 else codecs
     unsharded, sharded = (
-        bucket_reduction_specs(comm_units.buckets, index, comm_units.shapes, dtype).buffers for index in (None, shard)
+        bucket_reduction_specs(comm_units.buckets, index, comm_units.shapes, dtype=dtype).buffers
+        for index in (None, shard)
     )
     for unsharded_gradients, sharded_gradients in zip(unsharded, sharded, strict=True):
         yield _CommUnitTraffic(unsharded_gradients, sharded_gradients, bucket_codecs, unsharded_gradients.numel)

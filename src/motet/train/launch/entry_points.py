@@ -211,7 +211,7 @@ def _train_launched_rank(request: TrainRequest, rank_env: RankEnvironment, stop:
                 stack.enter_context(_undo_on_input_error(snapshot))
             return str(snapshot.path.resolve())
 
-        path = Path(broadcast_decision(store, rank_env.rank, f"folder-{rank_env.attempt}", open_or_reuse_folder))
+        path = Path(broadcast_decision(store, rank_env.rank, f"folder-{rank_env.attempt}", decide=open_or_reuse_folder))
         code = train_in_run_folder(job, rank_env, path, stop)
         if code == STOPPED_EXIT_CODE and rank_env.rank == 0:
             log(f"continue with the same command and --resume-from {path}")

@@ -51,7 +51,7 @@ class StepReductionSpecs(NamedTuple):
 
 
 def bucket_reduction_specs(
-    buckets: Sequence[Bucket], shard: int | None, shapes: Mapping[str, Shape], dtype: str
+    buckets: Sequence[Bucket], shard: int | None, shapes: Mapping[str, Shape], *, dtype: str
 ) -> StepReductionSpecs:
     """Specs of unsharded buckets (shard None), or of one shard of each."""
     slices = [bucket.flat_slice if shard is None else bucket.shard_slice(shard) for bucket in buckets]
