@@ -64,18 +64,14 @@ def a_server_hears_of_nobody(rank: int) -> Patch:
 def second_copies_are_of_the_step_before(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def gather(
-            self: DataParallelCommunicator,
-            number: int,
-            whole: torch.Tensor,
-            own_part: torch.Tensor,
-            from_secondary: bool = False,
+            self: DataParallelCommunicator, bucket_id: int, full: Any, shard: torch.Tensor, **options: Any
         ) -> Any:
-            if not from_secondary:
-                return own(self, number, whole, own_part)
-            held = self.__dict__.setdefault("held", {})
-            given = held.get(number, own_part)
-            held[number] = own_part.clone()
-            return own(self, number, whole, given, from_secondary=True)
+            if not options.get("from_secondary"):
+                return own(self, bucket_id, full, shard, **options)
+            stored = self.__dict__.setdefault("stored", {})
+            previous = stored.get(bucket_id, shard)
+            stored[bucket_id] = shard.clone()
+            return own(self, bucket_id, full, previous, **options)
 
         return gather
 

@@ -67,9 +67,8 @@ def fork_rank_pool(ranks: int, functions: Mapping[str, GroupFunction]) -> Iterat
     try:
         for _ in range(ranks):
             parent_end, child_end = context.Pipe()
-            process: BaseProcess = context.Process(
-                target=_serve_requests, args=(child_end, functions, os.getpid()), daemon=True
-            )
+            arguments = (child_end, functions, os.getpid())
+            process: BaseProcess = context.Process(target=_serve_requests, args=arguments, daemon=True)
             process.start()
             child_end.close()
             workers.append((process, parent_end))
@@ -85,9 +84,7 @@ def _serve_requests(pipe: Connection, functions: Mapping[str, GroupFunction], pa
     exit_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles Ctrl-C, and ends this process
     torch.set_num_threads(1)
-    warnings.filterwarnings(
-        "ignore", message=".*returned a view tensor.*"
-    )  # A warning of stage 3; nothing writes to the view
+    warnings.filterwarnings("ignore", message=".*returned a view tensor.*")  # Of stage 3; nothing writes to the view
     while True:
         name, rank_env = pipe.recv()
         try:
@@ -98,7 +95,7 @@ def _serve_requests(pipe: Connection, functions: Mapping[str, GroupFunction], pa
             pipe.send(error)
             return
         except Exception as error:  # noqa: BLE001  # the parent raises it
-            last_frame = traceback.extract_tb(error.__traceback__)[-1]
-            message = f"rank {rank_env.rank} failed: {type(error).__name__}: {error} ({last_frame.filename}:{last_frame.lineno})"
-            pipe.send(RankFailedError(message))
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            message = f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
+            pipe.send(RankFailedError(f"rank {rank_env.rank} failed: {message}"))
             return

@@ -1,6 +1,6 @@
-"""Large tensors made short: sums of their elements with pseudo-random signs, which differ where the tensors do.
+"""Sketches of large tensors: sums of their elements with pseudo-random signs.
 
-It is linear, so what holds of sums of tensors holds of what they are folded to, and norms stay about what they are.
+Sketching is linear, so sums of tensors have the sums of their sketches, and it keeps norms approximately.
 """
 
 from functools import lru_cache
@@ -8,19 +8,19 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-# A part of a parameter of more elements than the first becomes one of the second.
+# A shard with more elements than the first gets a sketch of the second size.
 MAX_SHARD_NUMEL, SHARD_SKETCH_WIDTH = 2**18, 4096
-# The same for what belongs to one index of the first dimension of an activation.
+# The same for one row of an activation.
 MAX_ROW_NUMEL, ROW_SKETCH_WIDTH = 2048, 512
 
 
 def sketch_shard(values: Tensor, start: int) -> Tensor:
-    """`values` stand at `start` in the whole. Those of parts of a whole add up to that of the whole."""
+    """The sketch of a shard that begins at `start`; the sketches of all shards sum to that of the tensor."""
     return values if values.numel() <= MAX_SHARD_NUMEL else _sketch(values.view(1, -1), start, SHARD_SKETCH_WIDTH)[0]
 
 
 def sketch_rows(tensor: Tensor) -> Tensor:
-    """Each index of the first dimension by itself."""
+    """The sketch of each row by itself; rows are the first dimension."""
     if tensor.ndim < 2 or tensor.shape[0] == 0 or tensor[0].numel() <= MAX_ROW_NUMEL:
         return tensor
     return _sketch(tensor.reshape(tensor.shape[0], -1), 0, ROW_SKETCH_WIDTH)
