@@ -6,13 +6,13 @@ million of them, two are taken for one with a chance of 3 in a million.
 What makes no difference is left out:
 
 - States that differ in the names of workers alone count once, and messages that will be ignored are not underway.
-- A process ends when the desk hears of it. Before, one that has ended is as good as one that is slow.
+- A process ends when the coordinator hears of it. Before, one that has ended is as good as one that is slow.
 - What is lost of what a process had sent is lost when it ends. To lose it later is to have it underway for longer.
 
 And unless `all_of_it` is asked for:
 
 - A second arrival that would be ignored uses up no chance of one.
-- What the desk decided is forgotten when nobody can ask for it, and a version is as good as any other within the bound.
+- What the coordinator decided is forgotten when nobody can ask for it, and a version is as good as any other within the bound.
 - Where a message is certain to arrive, and what comes of it is the same now and after anything else that may happen, it
   arrives first, and nothing else is tried in its place (`Explorer.urgent`).
 """
@@ -192,7 +192,7 @@ class Explorer:
         require(first == version, f"{value} is torn: its first part is of version {first}, the other of {version}")
         return self.cluster.number(to, sender, value)
 
-    # --- what goes wrong, and what the owner of the desk does ---------------------------------------
+    # --- what goes wrong, and what the owner of the coordinator does ---------------------------------------
 
     def _cut(self, state: State, one: int, other: int) -> Iterator[State]:
         """A connection is lost, and made again."""
@@ -204,7 +204,7 @@ class Explorer:
         now = list(machines)
         sent: InFlight = ()
         for here, there in ((one, other), (other, one)):
-            if here:  # the desk waits to be told where others are
+            if here:  # the coordinator waits to be told where others are
                 now[here], said = cluster.resume(machines[here], here, there)
                 sent += said
         coordinator, server_machine = cluster.machines[machines[one]], cluster.machines[machines[other]]
@@ -216,7 +216,7 @@ class Explorer:
             yield cluster.state(tuple(now), state + sent + cluster.stands(server_machine, version, settled), left)
 
     def _known(self, coordinator: CoordinatorStateMachine) -> Iterator[tuple[int, DecidedWorkItems]]:
-        """What the desk's owner may have of the parameters: those of the beginning, or of a rest."""
+        """What the coordinator's owner may have of the parameters: those of the beginning, or of a rest."""
         yield (
             coordinator.first_logged_update,
             DecidedWorkItems(self.scenario.first * self.scenario.policy.work_items_per_step),

@@ -26,11 +26,15 @@ def is_ignored(machine: Machine, message: Message | PartialRead, is_lasting: boo
     """By the one that it goes to. `is_lasting`: what a worker knows to be safe stays so."""
     message = message.value if isinstance(message, PartialRead) else message
     if isinstance(machine, WorkerStateMachine):
-        return _by_client(machine, message, is_lasting)
-    return _by_keeper(machine, message) if isinstance(machine, ServerStateMachine) else _by_desk(machine, message)
+        return _ignored_by_worker(machine, message, is_lasting)
+    return (
+        _ignored_by_server(machine, message)
+        if isinstance(machine, ServerStateMachine)
+        else _ignored_by_coordinator(machine, message)
+    )
 
 
-def _by_client(worker_machine: WorkerStateMachine, message: Message, is_lasting: bool) -> bool:
+def _ignored_by_worker(worker_machine: WorkerStateMachine, message: Message, is_lasting: bool) -> bool:
     match message:
         case WorkAssignment(number):
             return number <= worker_machine.assignment.assignment_id
@@ -48,7 +52,7 @@ def _by_client(worker_machine: WorkerStateMachine, message: Message, is_lasting:
     return False
 
 
-def _by_keeper(server_machine: ServerStateMachine, message: Message) -> bool:
+def _ignored_by_server(server_machine: ServerStateMachine, message: Message) -> bool:
     match message:
         case ParameterPlacement(epoch):
             return epoch <= server_machine.placement.epoch
@@ -71,7 +75,7 @@ def _by_keeper(server_machine: ServerStateMachine, message: Message) -> bool:
     return False
 
 
-def _by_desk(coordinator: CoordinatorStateMachine, message: Message) -> bool:
+def _ignored_by_coordinator(coordinator: CoordinatorStateMachine, message: Message) -> bool:
     match message:
         case GradientNormReply(turn, slice_id):
             return (

@@ -86,7 +86,7 @@ class Invariants:
                     require(all_held, f"{server} has not all of {chosen} of slice {slice_id}")
 
     def of_updates(self, before: Machine, now: Machine, sent: OutgoingMessages) -> None:
-        """A server does one update after another, and an update is in the floor of the desk once."""
+        """A server does one update after another, and an update is in the floor of the coordinator once."""
         for slice_id, state in (
             now.slice_states.items()
             if isinstance(now, ServerStateMachine) and isinstance(before, ServerStateMachine)

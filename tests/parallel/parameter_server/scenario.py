@@ -44,11 +44,11 @@ class Scenario:
     has_late_decisions: bool = False
     """Decisions may be late also where it makes no difference, as long as servers wait for those that are missing."""
     starts_empty: bool = False
-    """Servers begin with nothing, and hear from the desk's owner what their pieces are."""
+    """Servers begin with nothing, and hear from the coordinator's owner what their pieces are."""
     first: int = 0
     """Steps that were done before."""
     is_paced: bool = False
-    """The desk goes on from step to step when its owner says so."""
+    """The coordinator goes on from step to step when its owner says so."""
     stops: int = 0
     """And may be told to end with the steps that were begun."""
     coordinator: type[CoordinatorStateMachine] = CoordinatorStateMachine
@@ -66,11 +66,11 @@ def require(state: bool, sentence: str) -> None:
 
 
 Machines = tuple[int, ...]
-"""What the desk, the servers, the workers and a server that comes later know; by number."""
+"""What the coordinator, the servers, the workers and a server that comes later know; by number."""
 InFlight = tuple[int, ...]
 """Messages, by number."""
 FaultsLeft = tuple[int, ...]
-"""How often a message may still arrive twice, a process end, a connection be lost, and the desk's owner stop."""
+"""How often a message may still arrive twice, a process end, a connection be lost, and the coordinator's owner stop."""
 State = tuple[Machines, InFlight, FaultsLeft]
 NONE = 0
 """A process that has ended, or not begun."""

@@ -103,14 +103,14 @@ def alike(line: str) -> str:
 
 
 class AsksOnce(WorkerStateMachine):
-    """A worker does not say again what was lost with a connection."""
+    """A worker does not repeat messages that were lost with a connection."""
 
     def messages_on_connect(self, peer: str) -> OutgoingMessages:
         return []
 
 
 class AcknowledgesAtOnce(ServerStateMachine):
-    """A server acknowledges a push before the second server of the piece has it."""
+    """A server acknowledges a push before the second server of the slice has it."""
 
     def _replicate_push(self, slice_id: int, work_item: int, pushes: frozenset[GradientPush]) -> OutgoingMessages:
         return self._push_acks(pushes) + super()._replicate_push(slice_id, work_item, pushes)
@@ -124,7 +124,7 @@ class AnswersAnyPull(ServerStateMachine):
 
 
 class ForgetsTheSum(ServerStateMachine):
-    """A server that becomes the first of a piece does not tell the norm that the one before it owed."""
+    """A server that becomes primary does not send the norm that the former primary owed."""
 
     def _change_placement(self, view: ParameterPlacement) -> OutgoingMessages:
         closing, self.norm_request = self.norm_request, None
@@ -134,7 +134,7 @@ class ForgetsTheSum(ServerStateMachine):
 
 
 class SkipsDecisions(ServerStateMachine):
-    """A server does the update that it hears of, and not the one before that it has not heard of."""
+    """A server applies a decision although an earlier one is missing."""
 
     def _apply_decisions(self) -> OutgoingMessages:
         for state in self.slice_states.values():
@@ -144,7 +144,7 @@ class SkipsDecisions(ServerStateMachine):
 
 
 class DropsShares(CoordinatorStateMachine):
-    """The desk takes all shares for done that come before one that is."""
+    """The coordinator counts all work items before a decided one as decided."""
 
     def _decide_update(self, work_items: tuple[int, ...]) -> OutgoingMessages:
         self.decided = self.decided.with_decided(tuple(range(min(work_items))), self.decided.floor)
@@ -152,7 +152,7 @@ class DropsShares(CoordinatorStateMachine):
 
 
 class CountsTwice(CoordinatorStateMachine):
-    """The desk makes an update of a share again whose end it hears of again."""
+    """The coordinator makes a second update of a work item that is reported twice."""
 
     def _complete_work_item(self, done: WorkItemCompleted) -> None:
         super()._complete_work_item(done)
@@ -161,7 +161,7 @@ class CountsTwice(CoordinatorStateMachine):
 
 
 class RunsAhead(CoordinatorStateMachine):
-    """The desk lets workers begin a step more than the bound allows."""
+    """The coordinator lets workers begin one step more than the bound allows."""
 
     def resume_after(self, done: int) -> CoordinatorStateMachine:
         self.policy = self.policy._replace(max_staleness=(self.policy.max_staleness or 0) + 1)
@@ -169,7 +169,7 @@ class RunsAhead(CoordinatorStateMachine):
 
 
 class ForgetsWorkers(CoordinatorStateMachine):
-    """The desk does not give the share of a lost worker to another."""
+    """The coordinator does not assign the work item of a lost worker again."""
 
     def _remove_process(self, name: str) -> OutgoingMessages:
         sent = super()._remove_process(name)
@@ -178,14 +178,14 @@ class ForgetsWorkers(CoordinatorStateMachine):
 
 
 class BelievesTheLost(CoordinatorStateMachine):
-    """The desk takes a share for done whose pushes were lost since."""
+    """The coordinator counts a work item as done whose pushes were lost since."""
 
     def _complete_work_item(self, done: WorkItemCompleted) -> None:
         super()._complete_work_item(done._replace(epoch=self.placement.epoch))
 
 
 class WaitsForOld(WorkerStateMachine):
-    """A worker does not ask the server again that took the place of a lost one."""
+    """A worker does not ask the server that replaced a lost one."""
 
     def _change_placement(self, view: ParameterPlacement) -> OutgoingMessages:
         self.placement = view
@@ -193,7 +193,7 @@ class WaitsForOld(WorkerStateMachine):
 
 
 class KeepsLateCopies(ServerStateMachine):
-    """A server that becomes the first of a piece keeps what the one before it still copies, and tells no second one."""
+    """A server that becomes primary keeps late copies of the former primary, and forwards them to no second server."""
 
     takes_copy = False
 
@@ -206,7 +206,7 @@ class KeepsLateCopies(ServerStateMachine):
 
 
 class ForgetsDecisions(ServerStateMachine):
-    """A new server forgets decisions that a piece needs of which it has not heard yet."""
+    """A new server drops decisions that a slice without a state still needs."""
 
     def _oldest_version(self) -> int:
         return min((state.version if state.is_initialized else 0 for state in self.slice_states.values()), default=0)

@@ -108,7 +108,7 @@ class SimulatedCluster:
         return self.state((*map(self.machines.number, machines), NONE), tuple(in_flight), left)
 
     def stands(self, server_machine: ServerStateMachine, version: int, settled: DecidedWorkItems) -> InFlight:
-        """What the desk's owner tells a server that is connected, and has not begun."""
+        """What the coordinator's owner tells a server that is connected, and has not begun."""
         if all(state.is_initialized for state in server_machine.slice_states.values()):
             return ()
         stands = [ParameterStateAssignment(slice_id, version, settled) for slice_id in server_machine.slice_states]

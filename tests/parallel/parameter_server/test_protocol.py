@@ -88,7 +88,7 @@ def test_what_is_left_out_leads_to_no_other_end_of_larger_systems(name: str, pol
 
 
 def _ends(scenario: Scenario, without_reduction: bool) -> set[tuple[str, ...]]:
-    """What everybody knows in the end, but for the desk's history, with the least of all names of workers."""
+    """What everybody knows in the end, but for the coordinator's history, with the least of all names of workers."""
     explorer, result = Explorer(scenario, without_reduction), set()
     orders = [
         dict(zip(explorer.cluster.workers, order, strict=True)) for order in permutations(explorer.cluster.workers)

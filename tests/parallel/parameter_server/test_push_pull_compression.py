@@ -33,19 +33,19 @@ def drawn(seed: int) -> Tensor:
     return torch.randn(SIZE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def shelf_of(plan: ParameterPartition, settings: OptimizerSettings = SGD) -> ParameterStore:
-    shelf = ParameterStore(plan, lambda groups: make_torch_optimizer(groups, settings))
-    shelf.load_slice_state(0, {"master": drawn(0)})
-    return shelf
+def store_of(partition: ParameterPartition, settings: OptimizerSettings = SGD) -> ParameterStore:
+    store = ParameterStore(partition, lambda groups: make_torch_optimizer(groups, settings))
+    store.load_slice_state(0, {"master": drawn(0)})
+    return store
 
 
-def pulled(plan: ParameterPartition, shelf: ParameterStore) -> Tensor:
-    return decompress_parameters(plan.compression, bytearray(shelf.value_for_worker(0, "w0")), drawn(0))
+def pulled(partition: ParameterPartition, store: ParameterStore) -> Tensor:
+    return decompress_parameters(partition.compression, bytearray(store.value_for_worker(0, "w0")), drawn(0))
 
 
-def push(shelf: ParameterStore, share: int, gradient: Tensor, factor: float = 1.0) -> None:
-    shelf.add_push(0, share, bytearray(tensor_bytes(gradient)), worker="w0")
-    shelf.apply_update(0, [share], UpdateScalars(RATE, factor, is_applied=True))
+def push(store: ParameterStore, share: int, gradient: Tensor, factor: float = 1.0) -> None:
+    store.add_push(0, share, bytearray(tensor_bytes(gradient)), worker="w0")
+    store.apply_update(0, [share], UpdateScalars(RATE, factor, is_applied=True))
 
 
 @pytest.mark.parametrize(
@@ -53,46 +53,46 @@ def push(shelf: ParameterStore, share: int, gradient: Tensor, factor: float = 1.
 )
 def test_what_a_push_loses_comes_with_a_later_one(codec: str) -> None:
     """The sum of all that arrives is the sum of all that was given, but for what the last one lost."""
-    packing = PushPullCompression(push_codec=parse_codec(codec), seed=5)
-    packer = PushPullCompressor(parse_codec(codec), packing)
+    compression_plan = PushPullCompression(push_codec=parse_codec(codec), seed=5)
+    compressor = PushPullCompressor(parse_codec(codec), compression_plan)
     given, arrived = torch.zeros_like(drawn(0)), torch.zeros_like(drawn(0))
     for share in range(30):
         gradient = drawn(share)
         given += gradient
-        message = bytearray(tensor_bytes(packer.compress(3, share, gradient)))
+        message = bytearray(tensor_bytes(compressor.compress(3, share, gradient)))
         assert len(message) == parse_codec(codec).wire_bytes([SIZE], "float64")
-        arrived += decompress_gradient(packing, message, slice_id=3, work_item=share, like=gradient)
-    (error,) = packer.error_feedback_state(3).values()
+        arrived += decompress_gradient(compression_plan, message, slice_id=3, work_item=share, like=gradient)
+    (error,) = compressor.error_feedback_state(3).values()
     assert torch.allclose(arrived + error, given, atol=1e-4 * float(given.abs().max()))
-    without = PushPullCompressor(parse_codec(codec), replace(packing, has_error_feedback=False))
+    without = PushPullCompressor(parse_codec(codec), replace(compression_plan, has_error_feedback=False))
     assert without.error_feedback_state(3) == {}
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "float8"])
 def test_pulled_parameters_are_right_on_average(codec: str) -> None:
     """They stay where they are while nothing is learned; what is pulled goes around them."""
-    plan = replace(PLAN, compression=PushPullCompression(pull_codec=parse_codec(codec)))
-    shelf = shelf_of(plan)
+    partition = replace(PLAN, compression=PushPullCompression(pull_codec=parse_codec(codec)))
+    store = store_of(partition)
     found = []
     for share in range(40):
-        found.append(pulled(plan, shelf))
-        push(shelf, share, torch.zeros_like(drawn(0)))
+        found.append(pulled(partition, store))
+        push(store, share, torch.zeros_like(drawn(0)))
     mean, once = torch.stack(found).mean(0), (found[0] - drawn(0)).abs().max()
     assert float(once) > 0
     assert float((mean - drawn(0)).abs().max()) < 0.2 * float(once)
 
 
 def test_a_second_server_goes_on_with_the_same_bits() -> None:
-    plan = replace(PLAN, compression=PushPullCompression(parse_codec("int8"), parse_codec("int4")))
-    packer = PushPullCompressor(parse_codec("int8"), plan.compression)
-    first = shelf_of(plan)
+    partition = replace(PLAN, compression=PushPullCompression(parse_codec("int8"), parse_codec("int4")))
+    compressor = PushPullCompressor(parse_codec("int8"), partition.compression)
+    first = store_of(partition)
     for share in range(3):
-        push(first, share, packer.compress(0, share, drawn(share)))
-    second = shelf_of(plan)
+        push(first, share, compressor.compress(0, share, drawn(share)))
+    second = store_of(partition)
     second.load_slice_state(0, {name: tensor.clone() for name, tensor in first.full_slice_state(0).items()})
     for share in range(3, 6):
         assert bytes(first.value_for_worker(0)) == bytes(second.value_for_worker(0))
-        message = packer.compress(0, share, drawn(share))
+        message = compressor.compress(0, share, drawn(share))
         push(first, share, message)
         push(second, share, message)
     assert torch.equal(first.slice_state(0)["master"], second.slice_state(0)["master"])
@@ -101,17 +101,17 @@ def test_a_second_server_goes_on_with_the_same_bits() -> None:
 
 def test_a_late_gradient_is_corrected() -> None:
     """By its square times what has become of the parameters since the worker pulled them (arXiv:1609.08326)."""
-    plan = replace(PLAN, delay_compensation=0.5)
-    shelf = shelf_of(plan)
-    before = pulled(plan, shelf)
-    shelf.add_push(0, 0, bytearray(tensor_bytes(drawn(7))), worker="another")
-    shelf.apply_update(0, [0], UpdateScalars(RATE, 1.0, is_applied=True))
-    now = shelf.slice_state(0)["master"].clone()
+    partition = replace(PLAN, delay_compensation=0.5)
+    store = store_of(partition)
+    before = pulled(partition, store)
+    store.add_push(0, 0, bytearray(tensor_bytes(drawn(7))), worker="another")
+    store.apply_update(0, [0], UpdateScalars(RATE, 1.0, is_applied=True))
+    now = store.slice_state(0)["master"].clone()
     assert torch.allclose(now, before - RATE * drawn(7)), "nothing is known of what this worker had"
-    push(shelf, 1, drawn(8), factor=0.25)
+    push(store, 1, drawn(8), factor=0.25)
     mean = 0.25 * drawn(8)
     wanted = now - RATE * (mean + 0.5 * mean.square() * (now - before))
-    assert torch.allclose(shelf.slice_state(0)["master"], wanted, rtol=1e-14)
+    assert torch.allclose(store.slice_state(0)["master"], wanted, rtol=1e-14)
 
 
 @pytest.mark.parametrize(

@@ -78,120 +78,139 @@ def plan_of(module: nn.Module, servers: int) -> ParameterPartition:
 
 def decide(update: int, reports: dict[int, WorkItemReport], norms: dict[int, float]) -> UpdateScalars:
     count = sum(report.targets for report in reports.values())
-    norm = math.sqrt(sum(norms[piece] for piece in sorted(norms))) / count
+    norm = math.sqrt(sum(norms[slice_id] for slice_id in sorted(norms))) / count
     return UpdateScalars(RATE, min(1.0, 0.5 / norm) / count, is_applied=True)
 
 
-def view_of(plan: ParameterPartition, copies: int, servers: int) -> ParameterPlacement:
+def view_of(partition: ParameterPartition, copies: int, servers: int) -> ParameterPlacement:
     return ParameterPlacement(
         0,
         tuple(
             ParameterReplicas(tuple(f"s{(p.server_index + copy) % servers}" for copy in range(copies)))
-            for p in plan.slices
+            for p in partition.slices
         ),
     )
 
 
 def serve(
     name: str,
-    view: ParameterPlacement,
-    desk: tuple[str, int],
+    placement: ParameterPlacement,
+    coordinator_address: tuple[str, int],
     end: threading.Event,
     found: dict[str, dict[int, Tensor]],
 ) -> None:
     module = small()
-    plan = plan_of(module, len({owned.servers[0] for owned in view.replicas}))
-    mine = [piece for piece, owned in enumerate(view.replicas) if name in owned.servers]
-    post = TcpTransport(name, {"run": "run"}, LIMIT_S, host="127.0.0.1")
-    shelf = ParameterStore(plan, lambda groups: make_torch_optimizer(groups, SETTINGS))
-    keeper = ServerStateMachine(name, view, {piece: ServerSliceState(is_initialized=False) for piece in mine})
-    found[name] = keeper, shelf
-    server = ParameterServerProcess(keeper, shelf, post, timeout_s=LIMIT_S)
-    post.connect(COORDINATOR, desk)
+    partition = plan_of(module, len({replicas.servers[0] for replicas in placement.replicas}))
+    slice_ids = [slice_id for slice_id, replicas in enumerate(placement.replicas) if name in replicas.servers]
+    transport = TcpTransport(name, {"run": "run"}, LIMIT_S, host="127.0.0.1")
+    store = ParameterStore(partition, lambda groups: make_torch_optimizer(groups, SETTINGS))
+    state_machine = ServerStateMachine(
+        name, placement, {slice_id: ServerSliceState(is_initialized=False) for slice_id in slice_ids}
+    )
+    found[name] = state_machine, store
+    server = ParameterServerProcess(state_machine, store, transport, timeout_s=LIMIT_S)
+    transport.connect(COORDINATOR, coordinator_address)
     watch = threading.Thread(target=lambda: (end.wait(), setattr(server, "has_ended", True)), daemon=True)
     watch.start()
     server.run()
-    post.close()
+    transport.close()
 
 
-def flat_of(module: nn.Module, plan: ParameterPartition) -> FlatParameters:
-    gradients = GradientBuffer(plan.buckets, 0, torch.float64, device=torch.device("cpu"), keeps_full_gradients=True)
-    held = [slice(b.start, b.start) for b in plan.buckets]
-    return FlatParameters(dict(module.named_parameters()), plan.buckets, held, recipe=plan.recipe, gradients=gradients)
+def flat_of(module: nn.Module, partition: ParameterPartition) -> FlatParameters:
+    gradients = GradientBuffer(
+        partition.buckets, 0, torch.float64, device=torch.device("cpu"), keeps_full_gradients=True
+    )
+    held = [slice(b.start, b.start) for b in partition.buckets]
+    return FlatParameters(
+        dict(module.named_parameters()), partition.buckets, held, recipe=partition.recipe, gradients=gradients
+    )
 
 
-def work(name: str, view: ParameterPlacement, desk: tuple[str, int], rule: ConsistencyPolicy) -> None:
+def work(
+    name: str, placement: ParameterPlacement, coordinator_address: tuple[str, int], policy: ConsistencyPolicy
+) -> None:
     module = small()
-    plan = plan_of(module, len({owned.servers[0] for owned in view.replicas}))
-    weights = flat_of(module, plan)
+    partition = plan_of(module, len({replicas.servers[0] for replicas in placement.replicas}))
+    weights = flat_of(module, partition)
     with torch.no_grad():
         weights.compute.fill_(math.nan)
-    post = TcpTransport(name, {"run": "run"}, LIMIT_S)
-    attendant = ParameterServerClient(
-        WorkerStateMachine(name, view),
-        plan,
+    transport = TcpTransport(name, {"run": "run"}, LIMIT_S)
+    client = ParameterServerClient(
+        WorkerStateMachine(name, placement),
+        partition,
         weights,
-        transport=post,
+        transport=transport,
         timeout_s=LIMIT_S,
         connect_timeout_s=LIMIT_S,
     )
-    post.connect(COORDINATOR, desk)
-    while (ticket := attendant.next_assignment()) is not None:
-        for bucket in range(len(plan.buckets)):
-            attendant.wait_for_bucket(bucket)
+    transport.connect(COORDINATOR, coordinator_address)
+    while (assignment := client.next_assignment()) is not None:
+        for bucket in range(len(partition.buckets)):
+            client.wait_for_bucket(bucket)
         loss, count = squares(
             module,
-            rows(rule.step_of(ticket.work_item)).chunk(rule.work_items_per_step)[
-                ticket.work_item % rule.work_items_per_step
+            rows(policy.step_of(assignment.work_item)).chunk(policy.work_items_per_step)[
+                assignment.work_item % policy.work_items_per_step
             ],
         )
         report = WorkItemReport(loss.item(), float(count))
-        weights.gradients.on_bucket_ready = lambda bucket, report=report: attendant.push_bucket(bucket, report)
+        weights.gradients.on_bucket_ready = lambda bucket, report=report: client.push_bucket(bucket, report)
         weights.gradients.begin_step()
         weights.gradients.begin_backward()
         loss.backward()
-    attendant.close()
-    post.close()
+    client.close()
+    transport.close()
 
 
 def train(workers: int, servers: int, copies: int = 1) -> dict[str, Tensor]:
     """The parameters at the end. What two servers have must be the same bits."""
     module = small()
-    plan = plan_of(module, servers)
-    view = view_of(plan, copies, servers)
-    rule = ConsistencyPolicy(workers, STEPS, workers, 0)
+    partition = plan_of(module, servers)
+    placement = view_of(partition, copies, servers)
+    policy = ConsistencyPolicy(workers, STEPS, workers, 0)
     names = [f"s{i}" for i in range(servers)]
-    post = TcpTransport(COORDINATOR, {"run": "run"}, LIMIT_S, host="127.0.0.1")
-    begin = flat_of(module, plan).compute.clone()
-    desk = CoordinatorStateMachine(rule, view, names, copies, update_rule=decide)
-    office = CoordinatorProcess(
-        desk,
-        post,
-        lambda piece: serialize_tensors({"master": begin[plan.slices[piece].flat_range]}),
+    transport = TcpTransport(COORDINATOR, {"run": "run"}, LIMIT_S, host="127.0.0.1")
+    begin = flat_of(module, partition).compute.clone()
+    state_machine = CoordinatorStateMachine(policy, placement, names, copies, update_rule=decide)
+    coordinator = CoordinatorProcess(
+        state_machine,
+        transport,
+        lambda slice_id: serialize_tensors({"master": begin[partition.slices[slice_id].flat_range]}),
         timeout_s=LIMIT_S,
         eviction_timeout_s=LIMIT_S,
     )
     end = threading.Event()
     found: Found = {}
-    threads = [threading.Thread(target=serve, args=(n, view, post.address, end, found)) for n in names]
-    attending = [threading.Thread(target=work, args=(f"w{i}", view, post.address, rule)) for i in range(workers)]
-    for thread in threads + attending:
+    threads = [threading.Thread(target=serve, args=(n, placement, transport.address, end, found)) for n in names]
+    worker_threads = [
+        threading.Thread(target=work, args=(f"w{i}", placement, transport.address, policy)) for i in range(workers)
+    ]
+    for thread in threads + worker_threads:
         thread.start()
-    office.run(lambda: desk.is_finished, "training")
-    fetched = {piece: deserialize_tensors(content)["master"] for piece, content in office.fetch_slice_states().items()}
-    office.run(lambda: not any(thread.is_alive() for thread in attending), "ending")
-    until(lambda: all(kept.version == STEPS for keeper, _ in found.values() for kept in keeper.slice_states.values()))
+    coordinator.run(lambda: state_machine.is_finished, "training")
+    fetched = {
+        slice_id: deserialize_tensors(content)["master"]
+        for slice_id, content in coordinator.fetch_slice_states().items()
+    }
+    coordinator.run(lambda: not any(thread.is_alive() for thread in worker_threads), "ending")
+    until(
+        lambda: all(
+            slice_state.version == STEPS
+            for state_machine, _ in found.values()
+            for slice_state in state_machine.slice_states.values()
+        )
+    )
     end.set()
     for thread in threads:
         thread.join()
-    post.close()
-    weights = flat_of(module, plan)
-    for number, piece in enumerate(plan.slices):
-        first, *others = [found[name][1].slice_state(number)["master"] for name in view.replicas[number].servers]
+    transport.close()
+    weights = flat_of(module, partition)
+    for number, slice_id in enumerate(partition.slices):
+        first, *others = [found[name][1].slice_state(number)["master"] for name in placement.replicas[number].servers]
         assert torch.equal(first, fetched[number])
         assert all(torch.equal(first, other) for other in others)
         with torch.no_grad():
-            weights.compute[piece.flat_range] = first
+            weights.compute[slice_id.flat_range] = first
     return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
