@@ -115,8 +115,7 @@ class DataParallelCommunicator:
     def reduce(self, bucket: Tensor, owner: int) -> WorkHandle:
         """Reduce to the rank that owns the bucket."""
         assert self._bucket_owners
-        options = self._options(self._bucket_owners.reduce_algorithm)
-        return api.reduce(bucket, self.mesh.shard_group, owner, **options)
+        return api.reduce(bucket, self.mesh.shard_group, owner, **self._options(self._bucket_owners.reduce_algorithm))
 
     def broadcast(self, bucket: Tensor, owner: int) -> WorkHandle:
         """Broadcast from the rank that owns the bucket."""
