@@ -47,8 +47,8 @@ def test_a_complaint_that_nobody_can_read_keeps_its_exit_code(to: str) -> None:
 
 
 def test_a_reader_who_goes_away_ends_it_quietly() -> None:
-    done = shell(f"{MOTET} list | head -1; echo ${{PIPESTATUS[0]}}")
-    assert (done.stdout, done.stderr) == ("broadcast of 8 ranks\n141\n", "")
+    done = shell(f"{MOTET} list | true; echo ${{PIPESTATUS[0]}}")
+    assert (done.stdout, done.stderr) == ("141\n", "")
 
 
 def test_what_the_encoding_lacks_is_escaped(tmp_path: Path) -> None:

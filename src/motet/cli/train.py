@@ -66,7 +66,6 @@ def train_command(  # noqa: PLR0913 - a command's options
 def _train_request(
     words: list[str], option_overrides: list[str], *, resume: bool, resume_from: str | None
 ) -> "TrainRequest":
-    """Load the job, and find the run to continue."""
     from motet.train.job import load_job, split_job_and_overrides
     from motet.train.launch.entry_points import TrainRequest
     from motet.train.launch.run_folder import existing_run_folder, find_newest_run, read_stored_job
@@ -167,7 +166,6 @@ def _list_jobs(json: bool) -> None:
 
 
 def _first_sentence(text: str) -> str:
-    """The first sentence of the comment at the head of a TOML file."""
     lines = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
     comment = " ".join(line.removeprefix("#").strip() for line in lines)
     return re.split(r"(?<=\.)\s", comment)[0]

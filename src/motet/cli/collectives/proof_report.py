@@ -6,12 +6,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
 
-from motet.cli.collectives.program_arguments import (
-    names_program_file,
-    only_program_file,
-    read_program,
-    split_algorithm_words,
-)
+from motet.cli.collectives import program_arguments
 from motet.cli.output import ProgressReporter, highlight, print_lines, show_progress
 from motet.cli.parse_sizes import parse_rank_counts
 from motet.collectives.algorithms import Algorithm, algorithm_names, collective_names, find_algorithm
@@ -56,14 +51,14 @@ def prove_programs(words: list[str], ranks: str | None, sends: SendMode, *, ever
 
 
 def _cases(words: list[str], ranks: str | None) -> list[ProgramCase]:
-    if names_program_file(words):
+    if program_arguments.names_program_file(words):
         if ranks is not None:
             raise InputError(f"--ranks {ranks}, but {words[0]} is a file, which says its ranks; leave --ranks out")
-        return [partial(read_program, only_program_file(words))]
+        return [partial(program_arguments.read_program, program_arguments.only_program_file(words))]
     counts = parse_rank_counts("2..16" if ranks is None else ranks)
     if not words:
         return list(all_cases(counts))
-    collective, name, options = split_algorithm_words(words)
+    collective, name, options = program_arguments.split_algorithm_words(words)
     selected = [find_algorithm(collective, name) for name in (algorithm_names(collective) if name is None else (name,))]
     if name is None and options:
         selected = _with_options(selected, options)
@@ -75,7 +70,6 @@ def _cases(words: list[str], ranks: str | None) -> list[ProgramCase]:
 
 
 def _with_options(candidates: list[Algorithm], options: dict[str, object]) -> list[Algorithm]:
-    """The algorithms that have all of these options."""
     collective = candidates[0].collective
     known = sorted({name for algorithm in candidates for name in algorithm.options})
     for option in options:

@@ -8,13 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+from motet.cli.collectives import program_arguments
 from motet.cli.collectives.cost_report import check_carries_data, load_sized_cluster
-from motet.cli.collectives.program_arguments import (
-    load_or_build_program,
-    names_program_file,
-    read_program,
-    split_algorithm_words,
-)
 from motet.cli.environment import read_environment
 from motet.cli.output import print_lines
 from motet.cli.parse_sizes import parse_bytes
@@ -50,7 +45,7 @@ def run_program(
     json: bool,
 ) -> None:
     """Execute the Program and print the measurement; raise if a rank did not send what the Program says."""
-    program = load_or_build_program(words, ranks, 2)
+    program = program_arguments.load_or_build_program(words, ranks, 2)
     if not 2 <= program.ranks <= _MAX_RANKS:
         remedy = "more" if program.ranks < 2 else "fewer"
         raise InputError(f"{program}: this machine executes Programs of 2 to {_MAX_RANKS} ranks; give {remedy} ranks")
@@ -62,7 +57,7 @@ def run_program(
             f"{program}: S of {format_bytes(largest)} is more than the {format_bytes(_MAX_BYTES)} that ranks of one "
             "machine execute; give less, or smaller relative sizes"
         )
-    options = {} if names_program_file(words) else split_algorithm_words(words)[2]
+    options = {} if program_arguments.names_program_file(words) else program_arguments.split_algorithm_words(words)[2]
     # Before the ranks start, so that a mistake in the file is reported early.
     prediction_cluster = load_sized_cluster(cluster, program.ranks) if cluster else None
     measurement = _run_ranks(program, (str(message_bytes), str(repeats), backend))
@@ -84,7 +79,6 @@ def _message_bytes(program: Program, text: str | None) -> int:
 
 
 def _run_ranks(program: Program, arguments: tuple[str, ...]) -> dict[str, Any]:
-    """Start the ranks, and read the file that rank 0 has written."""
     with tempfile.TemporaryDirectory(prefix="motet-run-") as name:
         folder = Path(name)
         (folder / _PROGRAM_FILE).write_text(program.to_json(), encoding="utf-8")
@@ -113,7 +107,7 @@ def measure_rank(
 
     stop.exit_on_sigterm()
     torch.set_num_threads(1)
-    program = read_program(str(Path(folder) / _PROGRAM_FILE))
+    program = program_arguments.read_program(str(Path(folder) / _PROGRAM_FILE))
     with start_process_group(rank_env, "cpu", _TIMEOUT_S, cpu_backend=backend) as group:
         assert group.process_group is not None
         measurement = measure_program(program, group.process_group, size=int(size), repeats=int(repeats))

@@ -59,7 +59,6 @@ def _load_job_or_config(source: str, overrides: list[str], sequence_length: int 
 
 
 def _model_sizes(job: Job, spec: ModelSpec, attention: AttentionCount) -> dict[str, Any]:
-    """Sizes of the whole model, and of one repetition of each block."""
     sequence, two_sequences = batch_shape(job, 1), batch_shape(job, 2)
     dtype = RECIPES[job.precision.recipe].compute
     tokens = sequence.length + sequence.source_length
