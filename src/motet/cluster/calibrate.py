@@ -33,6 +33,5 @@ def fit_alpha_beta(sizes: Sequence[int], seconds: Sequence[float]) -> AlphaBetaF
     beta = covariance / variance if variance else 0.0
     alpha = time_s - beta * size
     if alpha < 0 or beta <= 0:  # the best line through zero
-        products = [s * t for s, t in zip(sizes, seconds, strict=True)]
-        alpha, beta = 0.0, mean(products) / mean([s * s for s in sizes])
+        alpha, beta = 0.0, mean([s * t for s, t in zip(sizes, seconds, strict=True)]) / mean([s * s for s in sizes])
     return AlphaBetaFit(alpha, 1 / beta)

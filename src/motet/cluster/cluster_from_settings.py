@@ -44,13 +44,11 @@ def _intra_host_network(settings: ClusterSettings) -> NetworkTopology:
         case "mesh":
             return FullMesh(devices, port)
         case "bus":
-            bus = SwitchLevel("bus", one_switch, switch=_link(inside.bus_Bps))
-            return SwitchTree(devices, port, (bus,))
+            return SwitchTree(devices, port, (SwitchLevel("bus", one_switch, switch=_link(inside.bus_Bps)),))
         case "pcie":
             switches = tuple(device // inside.devices_per_switch for device in range(devices))
             leaf = SwitchLevel("switch", switches, uplink=_link(inside.bandwidth_Bps))
-            bridge = SwitchLevel("bridge", one_switch, switch=_link(inside.bridge_Bps))
-            return SwitchTree(devices, port, (leaf, bridge))
+            return SwitchTree(devices, port, (leaf, SwitchLevel("bridge", one_switch, switch=_link(inside.bridge_Bps))))
         case "torus":
             return _torus_network(inside, devices, "devices_per_host")
 

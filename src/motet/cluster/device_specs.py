@@ -80,8 +80,7 @@ def _spec_from_row(names: str, gigabytes: float, gigabytes_per_s: float, *terafl
 
 
 def _normalized_name(name: str) -> str:
-    words = name.lower().replace("-", " ").split()
-    return " ".join(word for word in words if word not in _MAKERS)
+    return " ".join(word for word in name.lower().replace("-", " ").split() if word not in _MAKERS)
 
 
 DEVICES: tuple[DeviceSpec, ...] = tuple(_spec_from_row(*row) for row in _DATASHEETS)

@@ -72,8 +72,7 @@ class SwitchTree:
         for level in self.levels:
             src_switch, dst_switch = level.groups[src], level.groups[dst]
             if src_switch == dst_switch:
-                turn = [f"{level.name}{src_switch}"] if level.switch else []
-                return (*up, *turn, *reversed(down))
+                return (*up, *([f"{level.name}{src_switch}"] if level.switch else []), *reversed(down))
             if level.uplink:
                 up.append(f"{level.name}{src_switch}.up")
                 down.append(f"{level.name}{dst_switch}.down")

@@ -67,12 +67,11 @@ def concatenate(first: Program, second: Program, collective: str, algorithm: str
             merged[chunk, sources] = tuple(sorted(total.elements()))
         return merged[chunk, sources]
 
-    final = tuple({chunk: trace_sources(chunk, sources) for chunk, sources in held.items()} for held in second.final)
     return replace(
         first,
         collective=collective,
         algorithm=algorithm,
-        final=final,
+        final=tuple({chunk: trace_sources(chunk, sources) for chunk, sources in held.items()} for held in second.final),
         steps=first.steps + second.steps,
         ports=max(first.ports, second.ports),
     )

@@ -37,6 +37,5 @@ def _scale(count: float, base: int, names: tuple[str, ...]) -> str:
     # 999.5 would be printed as 1e+03, so it belongs to the next unit.
     while abs(scaled) >= base * 0.9995 and power < len(names) - 1:
         scaled, power = scaled / base, power + 1
-    is_whole = power == 0 and scaled == int(scaled)
-    digits = f"{scaled:.0f}" if is_whole or scaled >= 1000 else f"{scaled:.3g}"
+    digits = f"{scaled:.0f}" if (power == 0 and scaled == int(scaled)) or scaled >= 1000 else f"{scaled:.3g}"
     return f"{digits} {names[power]}"

@@ -70,11 +70,10 @@ def decompositions(
 ) -> tuple[CollectiveDecomposition, ...]:
     """All known decompositions, the cheapest first; the undivided collective is one of them."""
     best = cheapest(collective, size, cluster)
-    undivided = CollectiveDecomposition(
-        "undivided", (_make_stage(f"{collective} {best}", best.program, size, cluster),), best.program
-    )
     candidates = [
-        undivided,
+        CollectiveDecomposition(
+            "undivided", (_make_stage(f"{collective} {best}", best.program, size, cluster),), best.program
+        ),
         *_decompose_by_substitution(collective, size, cluster),
         *_decompose_by_hosts(collective, size, cluster, hosts),
     ]

@@ -64,8 +64,7 @@ def _expand_to_all_hosts(steps: tuple[Step, ...], count: int, size: int) -> tupl
     """Chunk i of a host's ring stands for the chunks of all ranks with local rank i."""
 
     def expand(t: ChunkTransfer) -> list[ChunkTransfer]:
-        chunks = range(t.first, count * size, size)
-        return [t._replace(first=chunk, last=chunk) for chunk in chunks]
+        return [t._replace(first=chunk, last=chunk) for chunk in range(t.first, count * size, size)]
 
     return tuple(tuple(expanded for t in step for expanded in expand(t)) for step in steps)
 
@@ -119,8 +118,7 @@ def all_to_all_hierarchical(ranks: int, hosts: int | None = None) -> Program:
     for shift in range(1, count):
         for host in range(count):
             other = (host + shift) % count
-            chunks = _chunks(members(host), members(other), ranks)
-            across[shift - 1] += transfers_for(host * size, other * size, chunks)
+            across[shift - 1] += transfers_for(host * size, other * size, _chunks(members(host), members(other), ranks))
     return collective_program("all-to-all", "hierarchical", ranks, steps=[*gather, *across, *scatter])
 
 

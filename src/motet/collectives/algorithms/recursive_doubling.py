@@ -17,8 +17,7 @@ def _powers_of_two_below(power: int) -> list[int]:
 
 
 def _with_extra_ranks(inner: AlphaBetaGammaCost, ranks: int) -> AlphaBetaGammaCost:
-    is_power = floor_power_of_two(ranks) == ranks
-    return inner if is_power else messages(1, reduced=True) + inner + messages(1)
+    return inner if (floor_power_of_two(ranks) == ranks) else messages(1, reduced=True) + inner + messages(1)
 
 
 def _doubling_cost(ranks: int) -> AlphaBetaGammaCost:

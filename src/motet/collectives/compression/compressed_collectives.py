@@ -190,8 +190,7 @@ def sum_sparse(indices: Tensor, values: Tensor, numel: int, ranks: RankGroupLike
     Values with the same index are added. The ranks first exchange their counts, eight bytes each.
     """
     if ranks.world > 1:
-        message = torch.tensor([indices.numel()], device=indices.device).view(torch.uint8)
-        gathered = all_gather_messages(message, ranks)
+        gathered = all_gather_messages(torch.tensor([indices.numel()], device=indices.device).view(torch.uint8), ranks)
         counts = read_numbers(gathered.view(-1), 0, gathered.numel(), torch.int64).tolist()
         if is_sparse_smaller(counts, numel, dtype_name(values.dtype)):
             return _sum_sparse(indices, values, numel, counts, ranks)

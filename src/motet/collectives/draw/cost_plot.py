@@ -117,8 +117,7 @@ def _curve_path(scale: _LogLogScale, curve: AlgorithmTimeCurve, curve_index: int
 def _curve_labels(scale: _LogLogScale, curves: Sequence[AlgorithmTimeCurve]) -> Iterator[str]:
     """The names at the right ends of the curves, moved if curves end close to each other."""
     ends = sorted((scale.y(curve.seconds[-1]), n) for n, curve in enumerate(curves))
-    label_positions = _spread_labels([y for y, _ in ends])
-    for (y, curve_index), label_y in zip(ends, label_positions, strict=True):
+    for (y, curve_index), label_y in zip(ends, _spread_labels([y for y, _ in ends]), strict=True):
         colour = curve_index % len(COLOURS)
         yield f'<path class="curve c{colour} light" d="M{_RIGHT} {y:.1f} L{_RIGHT + 16} {label_y:.1f} h6"/>'
         name = curves[curve_index].algorithm

@@ -31,12 +31,11 @@ def program_html(program: Program) -> str:
     check_drawable_size(program)
     geometry = SvgPanelGeometry(program)
     width, height = max(geometry.width, _MIN_WIDTH), geometry.height + _LEGEND_HEIGHT
-    steps = [_svg_step(geometry, number, frame) for number, frame in enumerate(program_frames(program), start=-1)]
     svg_parts = [
         svg_opening(width + 2, height + 2, program_title(program), role="group"),
         svg_legend(geometry, 8, 18),
         f'<g transform="translate({1 + (width - geometry.width) / 2:g} {_LEGEND_HEIGHT})">{svg_labels(geometry)}',
-        *steps,
+        *[_svg_step(geometry, number, frame) for number, frame in enumerate(program_frames(program), start=-1)],
         '<g id="chips"></g></g></svg>',
     ]
     html = files("motet.collectives.draw").joinpath("draw_page.html").read_text(encoding="utf-8")
@@ -47,8 +46,7 @@ def program_html(program: Program) -> str:
 
 
 def _svg_step(geometry: SvgPanelGeometry, step_index: int, frame: CollectiveStepFrame) -> str:
-    sentences = [frame_name(step_index, frame), *transfer_sentences(frame.step), frame.error]
-    description = ". ".join(filter(None, sentences))
+    description = ". ".join(filter(None, [frame_name(step_index, frame), *transfer_sentences(frame.step), frame.error]))
     return (
         f'<g class="step" data-says="{escape(description)}"><g class="state hidden">{svg_cells(geometry, frame)}</g>'
         f'<g class="arrows hidden">{"".join(svg_arrows(geometry, frame))}</g></g>'

@@ -28,8 +28,7 @@ DARK_MODE_COLOURS = ("#79aef2", "#f0924a", "#5cc27f", "#c39aec", "#4dc3cf", "#f2
 
 
 def _arrow_colours(colours: Sequence[str]) -> str:
-    rules = (f".c{n} {{ stroke: {colour} }} .t{n} {{ fill: {colour} }}" for n, colour in enumerate(colours))
-    return "\n".join(rules)
+    return "\n".join((f".c{n} {{ stroke: {colour} }} .t{n} {{ fill: {colour} }}" for n, colour in enumerate(colours)))
 
 
 _CELL_COLOURS = "\n".join(f".k{n} {{ fill: {colour} }}" for n, colour in enumerate(COLOURS))

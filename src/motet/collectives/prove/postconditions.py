@@ -12,8 +12,7 @@ from motet.collectives.program import Contributors, Program
 
 def missing_postcondition(program: Program) -> str | None:
     """The first requirement of the collective that `final` does not have; None if `final` has all."""
-    checks = _POSTCONDITIONS.get(program.collective, ())
-    return next(chain.from_iterable(check(program) for check in checks), None)
+    return next(chain.from_iterable(check(program) for check in _POSTCONDITIONS.get(program.collective, ())), None)
 
 
 def _final_contents(program: Program) -> tuple[Mapping[int, Contributors], ...]:

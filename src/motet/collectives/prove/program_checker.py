@@ -87,8 +87,7 @@ def prove_program(program: Program, send_mode: SendMode = "grouped") -> Collecti
 
 def _apply_to_orders(orders: list[dict[int, int]], step: Step) -> None:
     """Hash each chunk's order of additions: a + b and b + a give the same bits, (a + b) + c and a + (b + c) do not."""
-    arriving = [(t, [orders[t.src][chunk] for chunk in t.chunks]) for t in step]
-    for t, values in arriving:
+    for t, values in [(t, [orders[t.src][chunk] for chunk in t.chunks]) for t in step]:
         local = orders[t.dst]
         if t.op == "reduce":
             values = [hash((min(local[c], v), max(local[c], v))) for c, v in zip(t.chunks, values, strict=True)]
@@ -145,18 +144,17 @@ def _describe_difference(rank: int, chunk: int, actual: int | None, expected: Co
     actual_counts, expected_counts = Counter(decode_contributors(actual)), Counter(expected)
     # If a Program asks for a contribution several times, "once" does not describe the mistake.
     expects_repeats = max(expected_counts.values(), default=1) > 1
-    differing_ranks = {
-        "has too seldom" if expects_repeats else "does not contain": [
-            rank for rank in expected_counts if actual_counts[rank] < expected_counts[rank]
-        ],
-        "has too often" if expects_repeats else "has more than once": [
-            rank for rank in actual_counts if actual_counts[rank] > max(expected_counts[rank], 1)
-        ],
-        "should not have": [rank for rank in actual_counts if rank not in expected_counts],
-    }
     parts = [
         f"{what} rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
-        for what, ranks in differing_ranks.items()
+        for what, ranks in {
+            "has too seldom" if expects_repeats else "does not contain": [
+                rank for rank in expected_counts if actual_counts[rank] < expected_counts[rank]
+            ],
+            "has too often" if expects_repeats else "has more than once": [
+                rank for rank in actual_counts if actual_counts[rank] > max(expected_counts[rank], 1)
+            ],
+            "should not have": [rank for rank in actual_counts if rank not in expected_counts],
+        }.items()
         if ranks
     ]
     return f"{where} {' and '.join(parts)}"
