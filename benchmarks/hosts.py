@@ -115,11 +115,11 @@ def start_ranks(hosts: list[str], folder: str) -> int:
 def measure_as_rank(options: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
+    from parts.link_measurement import calibrate_cluster
 
     from motet.cluster.cluster_toml import cluster_from_dict
     from motet.collectives import build
     from motet.collectives.cost.alpha_beta import estimate_cost
-    from motet.collectives.execute.link_measurement import calibrate_cluster
     from motet.collectives.execute.measure import measure_program
 
     torch.set_num_threads(1)

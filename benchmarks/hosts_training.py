@@ -136,10 +136,10 @@ def stepping(engine: "TrainingEngine", data: "Batches") -> Callable[[], float]:
 def calibrated(options: argparse.Namespace) -> "Predicted":
     """What predictions go by, but for computing: measured before anything is trained."""
     import torch.distributed as dist
+    from parts.link_measurement import calibrate_cluster
     from parts.step_time_model import Predicted
 
     from motet.cluster.cluster_toml import cluster_from_dict
-    from motet.collectives.execute.link_measurement import calibrate_cluster
     from motet.parallel.layout import Layout
     from motet.train.job import load_job
     from motet.train.step_graph import layers_and_messages

@@ -19,7 +19,7 @@ from motet.collectives.algorithms.rank_grouping import (
     split_over_hosts,
 )
 from motet.collectives.algorithms.rank_grouping import grid_dims as lengths_of
-from motet.collectives.cost.size_sweep import crossovers, log_spaced_sizes, time_curves
+from motet.collectives.cost.cheapest_algorithm import crossovers, log_spaced_sizes, time_curves
 from motet.collectives.draw.cost_plot import cost_plot_svg
 from motet.collectives.draw.frames import program_text
 from motet.collectives.draw.svg import program_svg

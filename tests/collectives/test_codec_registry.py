@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from motet.collectives.compression.blockwise_codecs import Float8Codec, Int4Codec, Int8Codec, SignCodec, quantile_levels
 from motet.collectives.compression.codec_base import Codec, index_bytes, rank_slices
 from motet.collectives.compression.codec_registry import (
     CODECS,
@@ -15,12 +16,8 @@ from motet.collectives.compression.codec_registry import (
     ring_all_reduce_bytes,
     sparse_all_gather_bytes,
 )
-from motet.collectives.compression.float8 import Float8Codec
-from motet.collectives.compression.int_quantize import Int4Codec, Int8Codec, quantile_levels
 from motet.collectives.compression.powersgd import PowerSGDCodec
-from motet.collectives.compression.random_k import RandomKCodec
-from motet.collectives.compression.sign import SignCodec
-from motet.collectives.compression.top_k import TopKCodec
+from motet.collectives.compression.sparse_codecs import RandomKCodec, TopKCodec
 from motet.core.errors import InputError
 
 

@@ -7,15 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from motet.collectives.compression.blockwise_codecs import Int4Codec, Int8Codec, SignCodec, quantile_levels
 from motet.collectives.compression.byte_messages import decode, encode
 from motet.collectives.compression.codec_base import Codec
 from motet.collectives.compression.codec_registry import CODECS as KINDS
 from motet.collectives.compression.codec_registry import parse_codec
-from motet.collectives.compression.int_quantize import Int4Codec, Int8Codec, quantile_levels
 from motet.collectives.compression.powersgd import PowerSGDCodec
-from motet.collectives.compression.random_k import RandomKCodec
-from motet.collectives.compression.sign import SignCodec
-from motet.collectives.compression.top_k import TopKCodec
+from motet.collectives.compression.sparse_codecs import RandomKCodec, TopKCodec
 from motet.core.errors import InputError
 
 PAGE = Path(__file__).parents[2] / "docs/guide/compression.md"

@@ -10,8 +10,7 @@ import pytest
 from motet.cluster.cluster import Cluster, uniform_cluster
 from motet.collectives.algorithms import build, closed_form
 from motet.collectives.cost.alpha_beta import estimate_cost
-from motet.collectives.cost.cheapest_algorithm import cheapest
-from motet.collectives.cost.size_sweep import crossovers, log_spaced_sizes, time_curves
+from motet.collectives.cost.cheapest_algorithm import cheapest, crossovers, log_spaced_sizes, time_curves
 from motet.collectives.draw.cost_plot import _spread_labels, ascii_plot, cost_plot_html, cost_plot_svg
 from motet.core.units import format_seconds
 

@@ -8,8 +8,7 @@ import pytest
 
 from motet.collectives.algorithms import algorithm_names, build, collective_names, find_algorithm
 from motet.collectives.draw.frames import program_frames
-from motet.collectives.draw.html_animation import program_html
-from motet.collectives.draw.svg import COLOURS, DARK_MODE_COLOURS, program_svg
+from motet.collectives.draw.svg import COLOURS, DARK_MODE_COLOURS, program_html, program_svg
 from motet.core.errors import InputError
 
 SMALL = [

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from motet.cluster.device_specs import ValueWithOrigin
 from motet.cluster.network_link import NetworkLink, Number, with_origin
 from motet.cluster.topology import NetworkTopology, Route, SwitchTree
-from motet.core.errors import InputError
+from motet.core.errors import check_input
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,12 @@ class Cluster:
     device: str = ""  # The device of each rank, which the table of devices need not have
 
     def __post_init__(self) -> None:
-        if self.ranks < 1:
-            raise InputError(f"a cluster cannot have {self.ranks} ranks; give 1 or more")
-        if self.ranks > self.network.ranks:
-            raise InputError(
-                f"cluster {self.name} has {self.network.ranks} ranks, not {self.ranks}: "
-                "use fewer, or describe it with more hosts"
-            )
+        check_input(self.ranks >= 1, f"a cluster cannot have {self.ranks} ranks; give 1 or more")
+        check_input(
+            self.ranks <= self.network.ranks,
+            f"cluster {self.name} has {self.network.ranks} ranks, not {self.ranks}: "
+            "use fewer, or describe it with more hosts",
+        )
 
     @property
     def hosts(self) -> int:

@@ -1,4 +1,7 @@
-"""Reads a `Cluster` from a TOML file or a preset; a mistake in it is an `InputError`."""
+"""Reads a `Cluster` from a TOML file or a preset; a mistake in it is an `InputError`.
+
+Each kind of network has a function that makes it from its settings.
+"""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -7,10 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from motet.cluster.cluster import Cluster, cluster_for_ranks
-from motet.cluster.cluster_from_settings import build_cluster
-from motet.cluster.cluster_settings import ClusterSettings
+from motet.cluster.cluster_settings import (
+    BandwidthSettings,
+    ClusterSettings,
+    DelaySettings,
+    NetworkPortSettings,
+    NicSwitchSettings,
+    SpineLeafNetworkSettings,
+    TorusNetworkSettings,
+)
+from motet.cluster.device_specs import ValueWithOrigin, find_device
+from motet.cluster.network_link import NetworkLink, with_origin
+from motet.cluster.topology import FullMesh, NetworkTopology, SwitchLevel, SwitchTree, TorusNetwork, TwoLevelNetwork
 from motet.core.config_loading import builtin_texts, read_toml, settings_from_dict
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 
 
 def cluster_presets() -> dict[str, str]:
@@ -64,3 +77,107 @@ def _resize_torus(values: dict[str, Any], dims: list[int], source: str) -> None:
     raise InputError(
         f"{source}: dims = {dims} is for a torus, and this cluster has none; give --hosts, or hosts= in Python"
     )
+
+
+_MAX_RANKS = 2**17  # About as many as the largest clusters have; each takes about a kilobyte here
+
+
+def build_cluster(settings: ClusterSettings, name: str) -> Cluster:
+    """The cluster of these settings; an `InputError` if they contradict each other."""
+    check_input(
+        settings.hosts * settings.devices_per_host <= _MAX_RANKS,
+        f"hosts = {settings.hosts} times devices_per_host = {settings.devices_per_host} are more than the "
+        f"{_MAX_RANKS} ranks that a cluster may have; give fewer",
+    )
+    network = _intra_host_network(settings)
+    if settings.hosts > 1 or settings.between:  # with one host, mistakes in [between] are still reported
+        between = _inter_host_network(settings)
+        network = TwoLevelNetwork(settings.hosts, network, between) if settings.hosts > 1 else network
+    gamma = _reduce_s_per_byte(settings)
+    return Cluster(name, network.ranks, settings.devices_per_host, network, gamma, settings.device)
+
+
+def _intra_host_network(settings: ClusterSettings) -> NetworkTopology:
+    devices, inside = settings.devices_per_host, settings.inside
+    port, one_switch = _port_link(inside), (0,) * devices
+    match inside.kind:
+        case "switch":
+            return SwitchTree(devices, port)
+        case "mesh":
+            return FullMesh(devices, port)
+        case "bus":
+            return SwitchTree(devices, port, (SwitchLevel("bus", one_switch, switch=_link(inside.bus_Bps)),))
+        case "pcie":
+            switches = tuple(device // inside.devices_per_switch for device in range(devices))
+            leaf = SwitchLevel("switch", switches, uplink=_link(inside.bandwidth_Bps))
+            return SwitchTree(devices, port, (leaf, SwitchLevel("bridge", one_switch, switch=_link(inside.bridge_Bps))))
+        case "torus":
+            return _torus_network(inside, devices, "devices_per_host")
+
+
+def _inter_host_network(settings: ClusterSettings) -> NetworkTopology:
+    between = settings.between
+    if between is None:
+        raise InputError(f"hosts = {settings.hosts} need a section [between] that joins them; give one, or hosts = 1")
+    if between.kind == "torus":
+        return _torus_network(between, settings.hosts, "hosts")
+    return _nic_network(between, settings.hosts, settings.devices_per_host)
+
+
+def _link(bandwidth: BandwidthSettings, delay: DelaySettings | None = None) -> NetworkLink:
+    return NetworkLink(delay.with_origin if delay else with_origin(0), bandwidth.with_origin)
+
+
+def _torus_network(settings: TorusNetworkSettings, ranks: int, key: str) -> TorusNetwork:
+    dims = settings.dims
+    if prod(dims) != ranks:
+        sizes = " x ".join(map(str, dims))
+        raise InputError(f"a torus of dims {sizes} = {prod(dims)} does not fit {key} = {ranks}; make them equal")
+    wrap = settings.wrap * len(dims) if len(settings.wrap) == 1 else settings.wrap
+    check_input(
+        len(wrap) == len(dims), f"wrap has {len(wrap)} values for {len(dims)} dims; give one each, or one true or false"
+    )
+    return TorusNetwork(dims, wrap, _port_link(settings), _link(settings.bandwidth_Bps, settings.hop_s))
+
+
+def _nic_network(settings: NicSwitchSettings | SpineLeafNetworkSettings, hosts: int, devices: int) -> SwitchTree:
+    """NICs on switches. A rank's port is as fast as its NIC, which other ranks of the host may share."""
+    check_input(
+        not (devices % settings.nics),
+        f"nics = {settings.nics} cannot be shared evenly by {devices} devices per host; "
+        "give a number that divides it (several NICs of one device are one faster NIC)",
+    )
+    ranks = range(hosts * devices)
+    nics = tuple(rank * settings.nics // devices for rank in ranks)
+    nic = SwitchLevel("nic", nics, uplink=_link(settings.bandwidth_Bps))
+    levels = (nic, _leaf_switch_level(settings, nics)) if settings.kind == "spine_leaf" else (nic,)
+    return SwitchTree(len(ranks), _port_link(settings), levels)
+
+
+def _leaf_switch_level(settings: SpineLeafNetworkSettings, nics: tuple[int, ...]) -> SwitchLevel:
+    """The leaf switch of each rank; NICs are counted over all hosts. A leaf that is not full has all its uplinks."""
+    per_host, per_leaf = settings.nics, settings.hosts_per_leaf
+    leaves = tuple(nic // per_host // per_leaf for nic in nics)
+    nics_per_leaf = per_leaf * per_host
+    if settings.rails:
+        leaves = tuple(leaf * per_host + nic % per_host for leaf, nic in zip(leaves, nics, strict=True))
+        nics_per_leaf = per_leaf
+    bandwidth = with_origin(settings.bandwidth_Bps.value * nics_per_leaf / settings.oversubscription)
+    hashed_paths = settings.uplinks if settings.flows == "hashed" else 1
+    return SwitchLevel("leaf", leaves, uplink=NetworkLink(settings.hop_s.with_origin, bandwidth, False, hashed_paths))
+
+
+def _port_link(settings: NetworkPortSettings) -> NetworkLink:
+    return NetworkLink(settings.alpha_s.with_origin, settings.bandwidth_Bps.with_origin, is_port=True)
+
+
+def _reduce_s_per_byte(settings: ClusterSettings) -> ValueWithOrigin:
+    if settings.gamma_s_per_byte is not None:
+        return settings.gamma_s_per_byte.with_origin
+    device = find_device(settings.device)
+    if device is None:
+        raise InputError(
+            f"device = {settings.device!r} is not in the table of devices, so gamma_s_per_byte must be given; "
+            "three bytes of memory traffic for each byte are a fair guess"
+        )
+    return with_origin(3 / device.bandwidth_Bps.value)  # two are read, one is written

@@ -9,7 +9,7 @@ from typing import cast
 import numpy as np
 
 from motet.cluster.device_specs import Origin, ValueWithOrigin
-from motet.core.errors import InputError
+from motet.core.errors import check_input
 
 Number = float | Fraction
 
@@ -30,12 +30,9 @@ class NetworkLink:
 
     def __post_init__(self) -> None:
         bandwidth, alpha = self.bandwidth_Bps.value, self.alpha_s.value
-        if not bandwidth > 0:
-            raise InputError(f"a link with bandwidth_Bps = {bandwidth} carries nothing; give more than 0")
-        if not alpha >= 0:
-            raise InputError(f"a link with alpha_s = {alpha} starts before it is asked; give 0 or more")
-        if self.hashed_paths < 1:
-            raise InputError(f"a link cannot have {self.hashed_paths} paths; give 1 or more")
+        check_input(bandwidth > 0, f"a link with bandwidth_Bps = {bandwidth} carries nothing; give more than 0")
+        check_input(alpha >= 0, f"a link with alpha_s = {alpha} starts before it is asked; give 0 or more")
+        check_input(self.hashed_paths >= 1, f"a link cannot have {self.hashed_paths} paths; give 1 or more")
 
     def imbalance(self, flows: int) -> float:
         """The time of the fullest path over that of an even load, if equal flows are hashed.

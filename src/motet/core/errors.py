@@ -31,6 +31,12 @@ class InputError(MotetError, ValueError):
     exit_code = 2
 
 
+def check_input(is_valid: object, message: str) -> None:
+    """Raise an `InputError` unless the input is valid."""
+    if not is_valid:
+        raise InputError(message)
+
+
 class RankFailedError(MotetError):
     """A rank failed or was killed."""
 

@@ -13,10 +13,11 @@ from motet.cluster.cluster import Cluster, cluster_for_ranks
 from motet.cluster.cluster_toml import load_cluster, load_cluster_for_ranks
 from motet.cluster.topology import TorusNetwork
 from motet.collectives.cost.alpha_beta import COLLECTIVES_WITHOUT_DATA, bus_bandwidth_factor
-from motet.collectives.cost.cheapest_algorithm import TIE_RATIO, cheapest
-from motet.collectives.cost.size_sweep import (
+from motet.collectives.cost.cheapest_algorithm import (
+    TIE_RATIO,
     AlgorithmCrossover,
     AlgorithmTimeCurve,
+    cheapest,
     crossovers,
     log_spaced_sizes,
     time_curves,

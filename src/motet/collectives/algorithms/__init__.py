@@ -23,7 +23,6 @@ for _module in (
     "bruck",
     "hierarchical",
     "torus",
-    "point_to_point",
 ):
     import_module(f"motet.collectives.algorithms.{_module}")
 

@@ -2,10 +2,9 @@
 
 from fractions import Fraction
 
-from motet.collectives.algorithms.program_builders import collective_program
 from motet.collectives.algorithms.rank_grouping import doubling_rounds
 from motet.collectives.algorithms.registry import AlphaBetaGammaCost, algorithm, doubling_cost
-from motet.collectives.compose import reverse
+from motet.collectives.compose import collective_program, reverse
 from motet.collectives.program import ChunkTransfer, Program, transfers_for
 
 
@@ -55,3 +54,9 @@ def all_to_all_bruck(ranks: int) -> Program:
             step += transfers_for(rank, (rank + bit) % ranks, chunks)
         steps.append(step)
     return collective_program("all-to-all", "bruck", ranks, steps=steps)
+
+
+@algorithm("barrier", "dissemination", cost=doubling_cost)
+def barrier(ranks: int) -> Program:
+    """Tokens spread over ever larger distances; a rank with all tokens knows that every rank has arrived."""
+    return collective_program("barrier", "dissemination", ranks, steps=bruck_steps(ranks))

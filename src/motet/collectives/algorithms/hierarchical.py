@@ -6,7 +6,6 @@ Rank `host * size + local` has local rank `local` on this host of `size` ranks.
 from collections.abc import Iterable
 from fractions import Fraction
 
-from motet.collectives.algorithms.program_builders import collective_program
 from motet.collectives.algorithms.rank_grouping import (
     doubling_rounds,
     hosts_and_ranks_per_host,
@@ -16,7 +15,7 @@ from motet.collectives.algorithms.rank_grouping import (
 from motet.collectives.algorithms.registry import AlphaBetaGammaCost, algorithm, messages, sharded_all_reduce_cost
 from motet.collectives.algorithms.ring import all_gather_ring, all_reduce_ring
 from motet.collectives.algorithms.tree import broadcast_tree, reduce_tree
-from motet.collectives.compose import concatenate, parallel_steps, reverse, steps_on_ranks
+from motet.collectives.compose import collective_program, concatenate, parallel_steps, reverse, steps_on_ranks
 from motet.collectives.program import ChunkTransfer, Program, Step, transfers_for
 
 

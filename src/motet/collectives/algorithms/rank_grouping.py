@@ -4,15 +4,10 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from math import isqrt, prod
 
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 
 # On all ranks together: a piece is a few transfers of some hundred bytes on each rank.
 _MAX_TOTAL_PIECES = 2**18
-
-
-def check_root(root: int, ranks: int, name: str = "root") -> None:
-    if not 0 <= root < ranks:
-        raise InputError(f"{name} {root}: with {ranks} ranks it is one of 0 to {ranks - 1}")
 
 
 def doubling_rounds(ranks: int) -> int:
@@ -45,8 +40,7 @@ def grid_dims(ranks: int, dims: Sequence[int] | None, axes: int | None) -> tuple
         for prime in reversed(prime_factors(ranks)):
             lengths[lengths.index(min(lengths))] *= prime
         return tuple(sorted(lengths))
-    if axes is not None and len(dims) != axes:
-        raise InputError(f"dims {format_dims(dims)}: this algorithm has {axes} dimensions")
+    check_input(axes is None or len(dims) == axes, f"dims {format_dims(dims)}: this algorithm has {axes} dimensions")
     if prod(dims) != ranks or min(dims) < 2:
         example = grid_dims(ranks, None, min(2, len(prime_factors(ranks))))
         raise InputError(
@@ -74,8 +68,7 @@ def split_over_hosts(ranks: int, hosts: int | None) -> list[range]:
     """Consecutive ranks for each host; the sizes of hosts differ by at most one."""
     if hosts is None:
         hosts = grid_dims(ranks, None, 2)[0] if is_composite(ranks) else max(2, isqrt(ranks))
-    if not 1 <= hosts <= ranks:
-        raise InputError(f"hosts {hosts}: {ranks} ranks are on 1 to {ranks} hosts")
+    check_input(1 <= hosts <= ranks, f"hosts {hosts}: {ranks} ranks are on 1 to {ranks} hosts")
     smallest, larger_hosts = divmod(ranks, hosts)
     starts = [host * smallest + min(host, larger_hosts) for host in range(hosts + 1)]
     return [range(*bounds) for bounds in pairwise(starts)]
@@ -83,7 +76,7 @@ def split_over_hosts(ranks: int, hosts: int | None) -> list[range]:
 
 def check_pieces(pieces: int, ranks: int) -> None:
     max_pieces = _MAX_TOTAL_PIECES // ranks
-    if not 1 <= pieces <= max_pieces:
-        raise InputError(
-            f"pieces {pieces}: a message is cut into at least 1, and with {ranks} ranks at most {max_pieces}"
-        )
+    check_input(
+        1 <= pieces <= max_pieces,
+        f"pieces {pieces}: a message is cut into at least 1, and with {ranks} ranks at most {max_pieces}",
+    )

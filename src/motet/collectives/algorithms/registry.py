@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from motet.cluster.network_link import Number
 from motet.collectives.program import Program
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 
 MAX_AXES = 6  # The most dimensions of a torus with a free number of them, which cuts the data in two parts for each
 
@@ -85,10 +85,8 @@ class Algorithm:
 
     def check_ranks(self, ranks: int) -> None:
         """Raise an `InputError` that names supported counts if the algorithm does not support this one."""
-        if not _is_integer(ranks):
-            raise InputError(f"ranks: {ranks!r} is no whole number; give 2 or more")
-        if ranks < 2:
-            raise InputError(f"{ranks} ranks: {self.collective}/{self.name} needs at least 2")
+        check_input(_is_integer(ranks), f"ranks: {ranks!r} is no whole number; give 2 or more")
+        check_input(ranks >= 2, f"{ranks} ranks: {self.collective}/{self.name} needs at least 2")
         if not self.supports(ranks):
             possible = ", ".join(str(count) for count in range(2, 65) if self.supports(count))
             raise InputError(f"{ranks} ranks: {self.collective}/{self.name} takes {possible} (of 2 to 64)")
@@ -156,10 +154,14 @@ def _check_options(entry: Algorithm, options: dict[str, object]) -> dict[str, ob
 def _check_option_value(name: str, value: object) -> None:
     if value is None:
         return
-    if name == "dims" and not (isinstance(value, list | tuple) and value and all(map(_is_integer, value))):
-        raise InputError(f"dims: {value!r} are no whole numbers; give them as in dims=(4, 4)")
-    if name in ("root", "pieces", "hosts", "src", "dst") and not _is_integer(value):
-        raise InputError(f"{name}: {value!r} is no whole number; give one, as in {name}=1")
+    check_input(
+        name != "dims" or (isinstance(value, list | tuple) and value and all(map(_is_integer, value))),
+        f"dims: {value!r} are no whole numbers; give them as in dims=(4, 4)",
+    )
+    check_input(
+        name not in ("root", "pieces", "hosts", "src", "dst") or _is_integer(value),
+        f"{name}: {value!r} is no whole number; give one, as in {name}=1",
+    )
 
 
 def _is_integer(value: object) -> bool:

@@ -3,10 +3,9 @@
 from dataclasses import replace
 from fractions import Fraction
 
-from motet.collectives.algorithms.program_builders import collective_program
 from motet.collectives.algorithms.rank_grouping import check_pieces
 from motet.collectives.algorithms.registry import AlphaBetaGammaCost, algorithm, messages, sharded_all_reduce_cost
-from motet.collectives.compose import concatenate, parallel_steps, reverse
+from motet.collectives.compose import collective_program, concatenate, parallel_steps, reverse
 from motet.collectives.program import ChunkTransfer, Program, Step, copy_chunk
 
 

@@ -4,13 +4,12 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from math import prod
 
-from motet.collectives.algorithms.program_builders import collective_program
 from motet.collectives.algorithms.rank_grouping import format_dims, grid_dims, is_composite, prime_factors
 from motet.collectives.algorithms.registry import MAX_AXES, AlphaBetaGammaCost, algorithm, messages
 from motet.collectives.algorithms.ring import all_gather_ring
-from motet.collectives.compose import parallel_steps, reverse
+from motet.collectives.compose import collective_program, parallel_steps, reverse
 from motet.collectives.program import ChunkTransfer, Program, Step, copy_chunk
-from motet.core.errors import InputError
+from motet.core.errors import check_input
 
 Dims = Sequence[int] | None
 
@@ -34,8 +33,10 @@ def _torus_dims(ranks: int, dims: Dims, axes: int | None) -> tuple[int, ...]:
     """The lengths of a torus: one ring if neither `dims` nor `axes` says otherwise."""
     if axes is None and dims is None:
         return (ranks,)
-    if axes is None and len(dims or ()) > MAX_AXES:
-        raise InputError(f"dims {format_dims(dims or ())}: a torus has at most {MAX_AXES} dimensions; give fewer")
+    check_input(
+        axes is not None or len(dims or ()) <= MAX_AXES,
+        f"dims {format_dims(dims or ())}: a torus has at most {MAX_AXES} dimensions; give fewer",
+    )
     return grid_dims(ranks, dims, axes)
 
 

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from motet.collectives.algorithms.direct import gather_from_scatter
-from motet.collectives.algorithms.program_builders import collective_program
 from motet.collectives.algorithms.rank_grouping import doubling_rounds
 from motet.collectives.algorithms.registry import AlphaBetaGammaCost, algorithm, doubling_cost, messages
 from motet.collectives.algorithms.ring import all_gather_ring
-from motet.collectives.compose import concatenate, reverse
+from motet.collectives.compose import collective_program, concatenate, reverse
 from motet.collectives.program import ChunkTransfer, Program, copy_chunk, transfers_for
 
 

@@ -11,7 +11,7 @@ from math import ceil, prod
 from typing import TYPE_CHECKING, ClassVar, get_args
 
 from motet.core.dtypes import DTYPE_BYTES
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 
 if TYPE_CHECKING:
     import torch
@@ -105,10 +105,10 @@ class SparseCodec(Codec):
 
 def element_bytes(dtype: str) -> int:
     """Bytes of an element; an `InputError` if the dtype cannot be compressed."""
-    if dtype not in COMPRESSIBLE_DTYPES:
-        raise InputError(
-            f"a tensor of {dtype} cannot be compressed; convert it to {', '.join(COMPRESSIBLE_DTYPES)} first"
-        )
+    check_input(
+        dtype in COMPRESSIBLE_DTYPES,
+        f"a tensor of {dtype} cannot be compressed; convert it to {', '.join(COMPRESSIBLE_DTYPES)} first",
+    )
     return DTYPE_BYTES[dtype]
 
 

@@ -5,14 +5,11 @@ from dataclasses import fields
 from math import ceil, prod
 from typing import Any
 
+from motet.collectives.compression.blockwise_codecs import Float8Codec, Int4Codec, Int8Codec, SignCodec
 from motet.collectives.compression.codec_base import BlockwiseCodec, Codec, element_bytes, index_bytes, rank_slices
-from motet.collectives.compression.float8 import Float8Codec
-from motet.collectives.compression.int_quantize import Int4Codec, Int8Codec
 from motet.collectives.compression.powersgd import PowerSGDCodec
-from motet.collectives.compression.random_k import RandomKCodec
-from motet.collectives.compression.sign import SignCodec
-from motet.collectives.compression.top_k import TopKCodec
-from motet.core.errors import InputError
+from motet.collectives.compression.sparse_codecs import RandomKCodec, TopKCodec
+from motet.core.errors import InputError, check_input
 
 CODECS: dict[str, type[Codec]] = {
     kind.name: kind for kind in (Int8Codec, Int4Codec, Float8Codec, SignCodec, TopKCodec, RandomKCodec, PowerSGDCodec)
@@ -29,10 +26,10 @@ def parse_codec(text: str) -> Codec:
     options: dict[str, Any] = {}
     for part in option_text.split(",") if option_text else ():
         option, _, value = (word.strip() for word in part.partition("="))
-        if option not in types or option in options:
-            raise InputError(
-                f"compression {text!r}: option {option!r} is unknown or given twice; {name} has {', '.join(types)}"
-            )
+        check_input(
+            option in types and option not in options,
+            f"compression {text!r}: option {option!r} is unknown or given twice; {name} has {', '.join(types)}",
+        )
         parse_value, expected = _OPTION_PARSERS.get(types[option], (str, "a word"))
         try:
             options[option] = parse_value(value)

@@ -30,8 +30,13 @@ from motet.collectives.compression.byte_messages import (
 )
 from motet.collectives.compression.codec_base import BlockwiseCodec, Codec, element_bytes, index_bytes, rank_slices
 from motet.collectives.compression.codec_registry import is_sparse_smaller
-from motet.collectives.compression.random_k import RandomKCodec
-from motet.collectives.compression.top_k import TopKCodec, pack_sparse, scatter_to_dense, unpack_sparse
+from motet.collectives.compression.sparse_codecs import (
+    RandomKCodec,
+    TopKCodec,
+    pack_sparse,
+    scatter_to_dense,
+    unpack_sparse,
+)
 from motet.collectives.execute import api
 from motet.collectives.execute.api import RankGroupLike
 from motet.core.seeds import derive_seed

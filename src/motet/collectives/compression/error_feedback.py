@@ -9,9 +9,9 @@ from torch import Tensor
 from motet.collectives.compression import compressed_collectives
 from motet.collectives.compression.byte_messages import decode, encode, to_accumulation_dtype
 from motet.collectives.compression.codec_base import Codec
-from motet.collectives.compression.random_k import RandomKCodec
+from motet.collectives.compression.sparse_codecs import RandomKCodec
 from motet.collectives.execute.api import RankGroupLike
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.core.seeds import derive_seed
 
 
@@ -27,8 +27,10 @@ class ErrorFeedback:
     """
 
     def __init__(self, codec: Codec, seed: int) -> None:
-        if isinstance(codec, RandomKCodec) and codec.unbiased:
-            raise InputError(f"compression {codec}: error feedback would make its errors grow; use unbiased=false")
+        check_input(
+            not isinstance(codec, RandomKCodec) or not codec.unbiased,
+            f"compression {codec}: error feedback would make its errors grow; use unbiased=false",
+        )
         self.codec = codec
         self.seed = seed
         self.errors: dict[str, Tensor] = {}
@@ -75,11 +77,11 @@ class ErrorFeedback:
         """(tensor + error, the same in the tensor's dtype)"""
         tensor = tensor.detach()
         error = self.errors.setdefault(name, torch.zeros_like(to_accumulation_dtype(tensor)))
-        if error.shape != tensor.shape:
-            raise InputError(
-                f"error feedback: the error of {name!r} has shape {list(error.shape)}, its tensor "
-                f"{list(tensor.shape)}; start with no errors, or give each tensor its own name"
-            )
+        check_input(
+            error.shape == tensor.shape,
+            f"error feedback: the error of {name!r} has shape {list(error.shape)}, its tensor "
+            f"{list(tensor.shape)}; start with no errors, or give each tensor its own name",
+        )
         corrected = to_accumulation_dtype(tensor) + error
         return corrected, corrected.to(tensor.dtype)
 

@@ -13,7 +13,7 @@ from functools import cache, cached_property, lru_cache
 from motet.cluster.cluster import Cluster
 from motet.cluster.network_link import Number
 from motet.collectives.program import Program, Step
-from motet.core.errors import InputError
+from motet.core.errors import check_input
 
 COLLECTIVES_WITHOUT_DATA = ("barrier", "signal")  # Only tokens travel, at the cost of a message of 0 bytes
 
@@ -70,10 +70,10 @@ def estimate_cost(program: Program, cluster: Cluster, rank_groups: RankGroups | 
     Without `rank_groups` the first ranks of the cluster are the only group.
     """
     groups = rank_groups or (tuple(range(program.ranks)),)
-    if max(map(max, groups)) >= cluster.ranks:
-        raise InputError(
-            f"{program} does not fit on cluster {cluster.name}, which has {cluster.ranks} ranks; give it more hosts"
-        )
+    check_input(
+        max(map(max, groups)) < cluster.ranks,
+        f"{program} does not fit on cluster {cluster.name}, which has {cluster.ranks} ranks; give it more hosts",
+    )
     message_size, gamma = program.message_size_units, cluster.gamma_s_per_byte.value
     route, latency_s = lru_cache(maxsize=None)(cluster.route), lru_cache(maxsize=None)(cluster.latency_s)
 

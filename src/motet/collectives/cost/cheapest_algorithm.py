@@ -1,4 +1,4 @@
-"""The cheapest algorithm on a cluster for a message size, and the sizes at which it changes."""
+"""The cheapest algorithm on a cluster for a message size, the sizes at which it changes, and time over message size."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from motet.collectives.algorithms import Algorithm, algorithm_names, find_algori
 from motet.collectives.algorithms.rank_grouping import format_dims
 from motet.collectives.cost.alpha_beta import COLLECTIVES_WITHOUT_DATA, CollectiveCost, RankGroups, estimate_cost
 from motet.collectives.program import Program
-from motet.core.errors import InputError
+from motet.core.errors import check_input
 
 PIECE_COUNTS = (1, 2, 4, 8, 16, 32, 64)  # Tried for algorithms with pieces
 TIE_RATIO = 1 + 1e-9  # Times with a smaller ratio differ by rounding only
@@ -46,8 +46,7 @@ def costed_algorithms(
     `rank_groups` execute the collective simultaneously; by default all ranks are one group.
     """
     ranks = len(rank_groups[0]) if rank_groups else cluster.ranks
-    if ranks < 2:
-        raise InputError(f"cluster {cluster.name} has {ranks} rank; a collective needs at least 2")
+    check_input(ranks >= 2, f"cluster {cluster.name} has {ranks} rank; a collective needs at least 2")
     torus_dims = () if rank_groups else _torus_dims(cluster)
     eligible = [find_algorithm(collective, name) for name in names or algorithm_names(collective)]
     if names:
@@ -111,8 +110,7 @@ def cheapest(
     rank_groups: RankGroups | None = None,
 ) -> CostedAlgorithm:
     """The algorithm that `auto` selects for a message of `size` bytes."""
-    if size <= 0 and collective not in COLLECTIVES_WITHOUT_DATA:
-        raise InputError(f"a message of {size} bytes: give more than 0")
+    check_input(size > 0 or collective in COLLECTIVES_WITHOUT_DATA, f"a message of {size} bytes: give more than 0")
     return _cheapest_of(costed_algorithms(collective, cluster, names, rank_groups), size)
 
 
@@ -146,8 +144,7 @@ def cheapest_algorithm_ranges(
     """
     choices = costed_algorithms(collective, cluster, names)
     low, high = log2(sizes[0]), log2(sizes[1])
-    if not low < high:
-        raise InputError(f"sizes {sizes[0]:.0f} to {sizes[1]:.0f}: the second must be larger than the first")
+    check_input(low < high, f"sizes {sizes[0]:.0f} to {sizes[1]:.0f}: the second must be larger than the first")
     cells = max(2, round(_GRID_CELLS_PER_DOUBLING * (high - low)))
     grid = [low + (high - low) * n / cells for n in range(cells + 1)]
     changes = [change for left, right in pairwise(grid) for change in _crossovers_between(choices, left, right)]
@@ -167,3 +164,52 @@ def _crossovers_between(
         return [(exp2(right), after)]
     middle = (left + right) / 2
     return _crossovers_between(choices, left, middle) + _crossovers_between(choices, middle, right)
+
+
+@dataclass(frozen=True)
+class AlgorithmTimeCurve:
+    """The predicted time of an algorithm at each size, with the best options for that size."""
+
+    algorithm: str
+    seconds: tuple[float, ...]
+    best_candidates: tuple[CostedAlgorithm, ...]
+
+
+@dataclass(frozen=True)
+class AlgorithmCrossover:
+    """The size from which another algorithm is the cheapest."""
+
+    size: float
+    before: str
+    after: str
+
+
+def time_curves(
+    collective: str, cluster: Cluster, sizes: Sequence[float], names: tuple[str, ...] | None = None
+) -> list[AlgorithmTimeCurve]:
+    """The curves of all algorithms that support the number of ranks, or of `names`."""
+    by_name: dict[str, list[CostedAlgorithm]] = {}
+    for candidate in costed_algorithms(collective, cluster, names):
+        by_name.setdefault(candidate.algorithm, []).append(candidate)
+    sweep = []
+    for name, variants in by_name.items():
+        best = [min(variants, key=lambda candidate: candidate.seconds(size)) for size in sizes]
+        seconds = tuple(candidate.seconds(size) for candidate, size in zip(best, sizes, strict=True))
+        sweep.append(AlgorithmTimeCurve(name, seconds, tuple(best)))
+    return sweep
+
+
+def crossovers(
+    collective: str, cluster: Cluster, smallest: float, largest: float, names: tuple[str, ...] | None = None
+) -> list[AlgorithmCrossover]:
+    """The sizes at which the cheapest algorithm changes; a change of its options is no crossover."""
+    if not smallest < largest:
+        return []
+    ranges = cheapest_algorithm_ranges(collective, cluster, (smallest, largest), names)
+    pairs = ((after.smallest, a.candidate.algorithm, after.candidate.algorithm) for a, after in pairwise(ranges))
+    return [AlgorithmCrossover(size, before, after) for size, before, after in pairs if before != after]
+
+
+def log_spaced_sizes(smallest: float, largest: float, points: int) -> list[float]:
+    """Sizes at equal distances on a logarithmic scale."""
+    return [smallest * (largest / smallest) ** (n / (points - 1)) for n in range(points)]

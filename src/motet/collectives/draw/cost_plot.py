@@ -6,7 +6,7 @@ from html import escape
 from itertools import pairwise
 from math import ceil, floor, log, log2, log10
 
-from motet.collectives.cost.size_sweep import AlgorithmCrossover, AlgorithmTimeCurve
+from motet.collectives.cost.cheapest_algorithm import AlgorithmCrossover, AlgorithmTimeCurve
 from motet.collectives.draw.frames import align_columns
 from motet.collectives.draw.svg import COLOURS, svg_opening
 from motet.core.units import format_bytes, format_seconds

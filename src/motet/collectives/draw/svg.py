@@ -1,7 +1,8 @@
 """A Program as SVG: a panel for each step, with a column for each rank and a row for each chunk.
 
 A chunk has the same index on every rank, so a transfer is an arrow along one row. A cell has a slot for each rank,
-filled if the chunk contains that rank's contribution. Without reductions it shows the chunk instead.
+filled if the chunk contains that rank's contribution. Without reductions it shows the chunk instead. `program_html` is
+an animated page that plays, pauses and steps: one file without external resources.
 """
 
 from collections import Counter
@@ -9,16 +10,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
+from importlib.resources import files
 
 from motet.collectives.draw.frames import (
     CollectiveStepFrame,
     format_ranges,
     plural_suffix,
     program_frames,
+    program_text,
     program_title,
+    transfer_sentences,
 )
 from motet.collectives.program import ChunkTransfer, Contributors, Program
-from motet.core.errors import InputError
+from motet.core.errors import check_input
 
 # Colours of the chunks, repeated in turn. White text on each has a contrast of at least 5 to 1.
 COLOURS = ("#1f5fbf", "#a84300", "#1a7439", "#7a3fb0", "#006b75", "#b3226b", "#7a5417", "#4c5a6b")
@@ -105,11 +109,11 @@ class SvgPanelGeometry:
 def check_drawable_size(program: Program) -> None:
     """Raise an `InputError` if a picture of the Program would be too large."""
     cells = program.ranks * program.chunks * (len(program.steps) + 1)
-    if program.ranks > _MAX_RANKS or cells > _MAX_CELLS:
-        raise InputError(
-            f"{program} has {cells} cells to draw; a picture has at most {_MAX_RANKS} ranks and {_MAX_CELLS} cells, "
-            "so give fewer ranks or pieces, or draw it as text"
-        )
+    check_input(
+        program.ranks <= _MAX_RANKS and cells <= _MAX_CELLS,
+        f"{program} has {cells} cells to draw; a picture has at most {_MAX_RANKS} ranks and {_MAX_CELLS} cells, "
+        "so give fewer ranks or pieces, or draw it as text",
+    )
 
 
 def program_svg(program: Program, only_steps: tuple[int, ...] | None = None) -> str:
@@ -271,3 +275,33 @@ def _arrow_paths(path: str, tip: str, op: str, chunk: int | None) -> str:
     colour = chunk % len(COLOURS)
     line = f'<path class="arrow {op} c{colour}" data-chunk="{chunk}" d="{path}"/>'
     return f'{line}<path class="tip t{colour}" d="{tip}"/>'
+
+
+_LEGEND_HEIGHT, _MIN_WIDTH = 34, 940
+
+
+def program_html(program: Program) -> str:
+    """The HTML of the page, from the template draw_page.html."""
+    check_drawable_size(program)
+    geometry = SvgPanelGeometry(program)
+    width, height = max(geometry.width, _MIN_WIDTH), geometry.height + _LEGEND_HEIGHT
+    svg_parts = [
+        svg_opening(width + 2, height + 2, program_title(program), role="group"),
+        svg_legend(geometry, 8, 18),
+        f'<g transform="translate({1 + (width - geometry.width) / 2:g} {_LEGEND_HEIGHT})">{svg_labels(geometry)}',
+        *[_svg_step(geometry, number, frame) for number, frame in enumerate(program_frames(program), start=-1)],
+        '<g id="chips"></g></g></svg>',
+    ]
+    html = files("motet.collectives.draw").joinpath("draw_page.html").read_text(encoding="utf-8")
+    values = {"title": escape(program_title(program)), "colours": str(len(COLOURS))}
+    for name, value in {**values, "text": escape(program_text(program)), "svg": "\n".join(svg_parts)}.items():
+        html = html.replace(f"@{name}@", value)
+    return html
+
+
+def _svg_step(geometry: SvgPanelGeometry, step_index: int, frame: CollectiveStepFrame) -> str:
+    description = ". ".join(filter(None, [frame_name(step_index, frame), *transfer_sentences(frame.step), frame.error]))
+    return (
+        f'<g class="step" data-says="{escape(description)}"><g class="state hidden">{svg_cells(geometry, frame)}</g>'
+        f'<g class="arrows hidden">{"".join(svg_arrows(geometry, frame))}</g></g>'
+    )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from motet.collectives.compression.codec_base import BlockwiseCodec, Codec
 from motet.collectives.compression.codec_registry import parse_codec
 from motet.collectives.compression.powersgd import PowerSGDCodec
-from motet.collectives.compression.random_k import RandomKCodec
+from motet.collectives.compression.sparse_codecs import RandomKCodec
 from motet.core.errors import InputError
 
 

@@ -11,7 +11,7 @@ from motet.cluster.cluster_toml import load_cluster_for_ranks
 from motet.collectives.algorithms import find_algorithm
 from motet.collectives.compression.codec_base import BlockwiseCodec, Codec
 from motet.collectives.compression.codec_registry import CODECS, parse_codec
-from motet.collectives.compression.random_k import RandomKCodec
+from motet.collectives.compression.sparse_codecs import RandomKCodec
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.core.base_settings import FrozenSettings
 from motet.core.errors import InputError

@@ -1,7 +1,8 @@
-"""int8 and int4: each element becomes the nearest level, or without bias one of the two next to it at random.
+"""The codecs of a fixed number of bits per element, with a scale per block: int8, int4, sign and float8.
 
-A code is 0 to 2n, with n = 2**(bits - 1) - 1; code n is zero, codes 0 and 2n are the largest magnitude of the block.
-Two codes of int4 share a byte, the first one in its low half.
+Integers: each element becomes the nearest level, or without bias one of the two next to it at random. A code is 0 to 2n,
+with n = 2**(bits - 1) - 1; code n is zero, codes 0 and 2n are the largest magnitude of the block. Two codes of int4
+share a byte, the first one in its low half.
 """
 
 from dataclasses import dataclass
@@ -92,3 +93,63 @@ def quantile_levels(bits: int) -> tuple[float, ...]:
     upper = [NormalDist().inv_cdf(0.5 + i / (2 * half + 1)) for i in range(1, half + 1)]
     upper = [level / upper[-1] for level in upper]
     return (*(-level for level in reversed(upper)), 0.0, *upper)
+
+
+@dataclass(frozen=True)
+class SignCodec(BlockwiseCodec):
+    """The sign of each element; the scale is the mean magnitude of its block."""
+
+    name = "sign"
+    bits = 1
+    block: int = 1024
+
+    def encode(self, tensor: "Tensor", seed: int) -> "Tensor":
+        import torch
+
+        from motet.collectives.compression import block_scaling
+
+        blocks = block_scaling.to_blocks(tensor, self.block)
+        starts = torch.arange(len(blocks), device=blocks.device) * blocks.shape[1]
+        lengths = (tensor.numel() - starts).clamp(max=blocks.shape[1]).view(-1, 1)
+        scales = (blocks.abs() / lengths).sum(1, keepdim=True)  # divided first: the sum alone may overflow
+        codes = self.units_to_codes(tensor.reshape(-1), seed)
+        return block_scaling.pack_message(block_scaling.finite_or_nan(scales), codes)
+
+    def units_to_codes(self, units: "Tensor", seed: int) -> "Tensor":
+        import torch
+        import torch.nn.functional as F
+
+        bits = (units >= 0).to(torch.uint8)
+        bits = F.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
+        return (bits << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(1, dtype=torch.uint8)
+
+    def codes_to_units(self, codes: "Tensor", numel: int) -> "Tensor":
+        import torch
+
+        bits = codes.view(-1, 1) >> torch.arange(8, dtype=torch.uint8, device=codes.device) & 1
+        return bits.view(-1)[:numel].to(torch.float32) * 2 - 1
+
+
+# Name of torch's dtype, and the largest finite number of the format.
+_FORMATS = {"e4m3": ("float8_e4m3fn", 448.0), "e5m2": ("float8_e5m2", 57344.0)}
+
+
+@dataclass(frozen=True)
+class Float8Codec(BlockwiseCodec):
+    """Scaled so that the largest magnitude of a block becomes the largest finite number of the format."""
+
+    name = "float8"
+    bits = 8
+    format: Literal["e4m3", "e5m2"] = "e4m3"
+
+    def units_to_codes(self, units: "Tensor", seed: int) -> "Tensor":
+        import torch
+
+        float8_dtype, largest = _FORMATS[self.format]
+        return (units * largest).to(getattr(torch, float8_dtype)).view(torch.uint8)
+
+    def codes_to_units(self, codes: "Tensor", numel: int) -> "Tensor":
+        import torch
+
+        float8_dtype, largest = _FORMATS[self.format]
+        return codes.view(getattr(torch, float8_dtype)).to(torch.float32) / largest
