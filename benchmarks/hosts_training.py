@@ -207,7 +207,7 @@ def time_of_agreements() -> float:
 
 def check_traffic(way: "TrainingConfiguration", engine: "TrainingEngine", rank: int) -> None:
     """What is costed is what motet/parallel/step_plan/traffic.py says is sent, to the byte."""
-    from motet.parallel.step_plan.traffic import sent_bytes_per_step
+    from motet.parallel.step_plan.traffic_and_memory import sent_bytes_per_step
     from motet.precision.recipe import RECIPES
 
     portions = engine.optimizer.sharded_parameters.comm_units

@@ -58,7 +58,7 @@ def bytes_per_parameter(settings: list[str]) -> float:
     from motet.models.build import build_trainable_model
     from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
     from motet.parallel.layout import resolve_layout
-    from motet.parallel.step_plan.traffic import sent_bytes_per_step
+    from motet.parallel.step_plan.traffic_and_memory import sent_bytes_per_step
     from motet.precision.recipe import RECIPES
 
     job = load_job("tiny", settings)
@@ -83,8 +83,7 @@ def _portions(module: Any, job: Any, layout: Any) -> Any:
 
     named = dict(module.named_parameters())
     if layout.zero == 3:
-        from motet.parallel.data_parallel.fsdp import describe_fsdp_units
-        from motet.parallel.data_parallel.wrap_policy import find_blocks
+        from motet.parallel.data_parallel.fsdp import describe_fsdp_units, find_blocks
 
         return BucketsAndFSDPUnits(units=describe_fsdp_units(module, find_blocks(module), set()))
     groups = group_parameters(named, job.optimizer)

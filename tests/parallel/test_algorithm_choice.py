@@ -10,8 +10,12 @@ from motet.collectives.cost.alpha_beta import estimate_cost
 from motet.collectives.cost.cheapest_algorithm import cheapest, even_host_groups
 from motet.collectives.program import Program
 from motet.core.errors import InputError
-from motet.parallel.data_parallel.communication.algorithm_choice import CollectiveAlgorithmSelector, GroupName
-from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings, check_communication
+from motet.parallel.data_parallel.communication.communication_settings import (
+    CollectiveAlgorithmSelector,
+    CommunicationSettings,
+    GroupName,
+    check_communication,
+)
 from motet.parallel.layout import Layout
 from parallel.traffic_counter import count_bytes
 from ranks import Ranks

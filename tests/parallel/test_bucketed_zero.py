@@ -15,7 +15,7 @@ from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits
 from motet.parallel.layout import Layout, LayoutSettings, resolve_layout
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.process.rank_consistency import broadcast_parameters_and_buffers
-from motet.parallel.step_plan.traffic import sent_bytes_per_step
+from motet.parallel.step_plan.traffic_and_memory import sent_bytes_per_step
 from motet.precision.recipe import RECIPES
 from motet.train.build import build_components, precision_context
 from motet.train.job import Job

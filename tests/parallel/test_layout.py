@@ -3,8 +3,7 @@
 import pytest
 
 from motet.core.errors import InputError
-from motet.parallel.layout import LayoutSettings, resolve_layout
-from motet.parallel.row_assignment import microbatches_of_rank
+from motet.parallel.layout import LayoutSettings, microbatches_of_rank, resolve_layout
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])

@@ -12,7 +12,7 @@ from motet.core.errors import InputError
 from motet.core.trace import install_sink
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.layout import Layout
-from motet.parallel.local_sgd.pseudo_gradients import PseudoGradientReducer
+from motet.parallel.local_sgd.outer_optimizer import PseudoGradientReducer
 from motet.parallel.local_sgd.schedule import FragmentSyncSchedule, split_into_fragments
 from motet.parallel.process.process_group import RankGroup
 from motet.train.engine import StepStats

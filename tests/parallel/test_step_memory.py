@@ -8,7 +8,7 @@ import motet
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.layout import parse_layout, resolve_layout
 from motet.parallel.process.process_group import RankGroup
-from motet.parallel.step_plan.memory import model_state_memory, peak_transient_bytes
+from motet.parallel.step_plan.traffic_and_memory import model_state_memory, peak_transient_bytes
 from motet.precision.recipe import RECIPES
 from parallel.tensor_memory import Storages
 from ranks import Ranks

@@ -18,7 +18,7 @@ from motet.parallel.data_parallel.communication.powersgd_matrices import bucket_
 from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits, FSDPUnit
 from motet.parallel.layout import Layout, LayoutSettings, resolve_layout
 from motet.parallel.process.process_group import RankGroup
-from motet.parallel.step_plan.memory import model_state_memory
+from motet.parallel.step_plan.traffic_and_memory import model_state_memory
 from motet.precision.recipe import RECIPES
 from motet.train.job import Job
 from parallel.traffic_counter import count_bytes

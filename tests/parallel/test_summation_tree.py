@@ -5,9 +5,15 @@ import random
 import pytest
 
 from motet.core.errors import InputError
-from motet.parallel.layout import Layout, LayoutSettings, resolve_layout
+from motet.parallel.layout import (
+    Layout,
+    LayoutSettings,
+    microbatches_of_rank,
+    partial_sums_sent_by_rank,
+    partial_sums_sent_by_replica,
+    resolve_layout,
+)
 from motet.parallel.reproducible.summation_tree import PartialTreeSums, SummationTreeNode, maximal_subtrees
-from motet.parallel.row_assignment import microbatches_of_rank, partial_sums_sent_by_rank, partial_sums_sent_by_replica
 
 LAYOUTS = [
     (dp, zero, group) for dp in range(1, 7) for zero in range(4) for group in range(1, dp + 1)

@@ -8,7 +8,7 @@ import pytest
 
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.reproducible import tree_reduce
-from motet.parallel.step_plan.traffic import sent_bytes_per_step
+from motet.parallel.step_plan.traffic_and_memory import sent_bytes_per_step
 from motet.precision.recipe import RECIPES
 from motet.train.build import build_components
 from motet.train.job import Job

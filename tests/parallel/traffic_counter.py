@@ -12,8 +12,7 @@ from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 from motet.parallel.data_parallel.fsdp import FSDP2DataParallel
 from motet.parallel.data_parallel.sharded_parameters import ShardedParameters
 from motet.parallel.process.process_group import RankGroup
-from motet.parallel.step_plan.memory import model_state_memory
-from motet.parallel.step_plan.traffic import sent_bytes_per_step
+from motet.parallel.step_plan.traffic_and_memory import model_state_memory, sent_bytes_per_step
 from motet.precision.recipe import RECIPES
 from motet.train.build import build_components, precision_context
 from motet.train.job import Job

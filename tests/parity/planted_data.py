@@ -9,7 +9,7 @@ from torch import Tensor
 
 from motet.core.batch import Batch
 from motet.data.samples.loader import BatchLoader
-from motet.parallel.data_parallel.gradient_buffer import GradientBuffer
+from motet.parallel.data_parallel.flat_parameters import GradientBuffer
 from parity.faults import GRADIENT, fault, nothing, replaced
 
 Patch = AbstractContextManager[object]

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from motet.collectives.execute.work_queue import CompletedWork
 from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 from motet.parallel.data_parallel.communication.communicator import DataParallelCommunicator
+from motet.parallel.data_parallel.flat_parameters import GradientBuffer
 from motet.parallel.data_parallel.fsdp import FSDP2DataParallel
-from motet.parallel.data_parallel.gradient_buffer import GradientBuffer
 from motet.train.engine import TrainingEngine
 from motet.train.optimizer import sharded_optimizer
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer

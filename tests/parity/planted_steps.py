@@ -11,7 +11,7 @@ from torch import Tensor
 from motet.core.batch import Batch
 from motet.data.samples.loader import BatchLoader
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
-from motet.parallel.row_assignment import MicroBatchRows
+from motet.parallel.layout import MicroBatchRows
 from motet.train import engine, evaluation, step
 from motet.train.engine import TrainingEngine
 from motet.train.optimizer import sharded_optimizer

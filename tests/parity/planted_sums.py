@@ -9,7 +9,7 @@ from motet.collectives.execute.work_queue import CompletedWork
 from motet.parallel.data_parallel import fsdp
 from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 from motet.parallel.data_parallel.communication.communicator import DataParallelCommunicator
-from motet.parallel.data_parallel.gradient_buffer import GradientBuffer
+from motet.parallel.data_parallel.flat_parameters import GradientBuffer
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
 from parity.faults import GRADIENT, all_of, fault, replaced
 

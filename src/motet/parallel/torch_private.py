@@ -18,10 +18,8 @@ def reshard_to_secondary(block: FSDPModule, mesh: DeviceMesh) -> None:
     """Let FSDP2 reshard a block, after its forward, over the second dimension of a mesh only."""
     info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
     state: Any = block._get_fsdp_state()
-    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    for group in groups:
+    for group in state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]:
         group.post_forward_mesh_info = info
         for parameter in group.fsdp_params:
             parameter.post_forward_mesh_info = info
-            unsharded = torch.empty(parameter._orig_size, device="meta")
-            parameter._init_sharded_post_forward_param_metadata(unsharded)
+            parameter._init_sharded_post_forward_param_metadata(torch.empty(parameter._orig_size, device="meta"))

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from motet.collectives.execute.api import sum_scalars
 from motet.core.batch import Batch
 from motet.models.arch.loss import cross_entropy
-from motet.parallel.layout import Layout
+from motet.parallel.layout import Layout, microbatches_of_rank
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.reproducible.norms import exact_sum
-from motet.parallel.row_assignment import microbatches_of_rank
 from motet.train.step import StepModel
 
 

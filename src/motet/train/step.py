@@ -15,8 +15,7 @@ from torch import Tensor
 from motet.core.batch import Batch
 from motet.core.trace import span
 from motet.monitor.events import ParameterServerStepStats, ReplicaCheckDone
-from motet.parallel.layout import Layout
-from motet.parallel.row_assignment import MicroBatchRows, microbatches_of_rank
+from motet.parallel.layout import Layout, MicroBatchRows, microbatches_of_rank
 from motet.train.engine import StepStats, TrainingEngine
 
 

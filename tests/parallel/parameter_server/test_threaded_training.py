@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 import motet
 from motet.parallel.data_parallel.buckets import build_buckets
-from motet.parallel.data_parallel.flat_parameters import FlatParameters
-from motet.parallel.data_parallel.gradient_buffer import GradientBuffer
+from motet.parallel.data_parallel.flat_parameters import FlatParameters, GradientBuffer
 from motet.parallel.parameter_server.process.coordinator_process import CoordinatorProcess
 from motet.parallel.parameter_server.process.parameter_store import (
     ParameterPartition,

@@ -23,9 +23,8 @@ from motet.parallel.data_parallel.communication.communication_settings import (
 from motet.parallel.data_parallel.communication.communicator import DataParallelCommunicator
 from motet.parallel.data_parallel.communication.powersgd_matrices import bucket_reduction_specs
 from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh
-from motet.parallel.data_parallel.flat_parameters import FlatParameters
+from motet.parallel.data_parallel.flat_parameters import FlatParameters, GradientBuffer
 from motet.parallel.data_parallel.forward_prefetch import ParameterUsageTracker
-from motet.parallel.data_parallel.gradient_buffer import GradientBuffer
 from motet.parallel.data_parallel.sharded_parameters import LocalShard
 from motet.parallel.data_parallel.zero import ZERO_STAGES, BucketsAndFSDPUnits, make_buckets
 from motet.parallel.layout import Layout
@@ -47,33 +46,31 @@ def build_bucketed_data_parallel(
     buckets, group = make_buckets(sizes, layout, recipe, settings=settings), mesh.shard_group
     gathers_gradients = uses_gradient_gather(settings, layout)
     keeps_full_gradients = not ZERO_STAGES[layout.zero].gradients and layout.reproducible_batch_size is None
-    gradients = GradientBuffer(
-        buckets,
-        group.rank,
-        getattr(torch, recipe.reduce),
-        device=group.device,
-        keeps_full_gradients=keeps_full_gradients,
-    )
     flat_parameters = FlatParameters(
         named,
         buckets,
         [bucket.flat_slice if gathers_gradients else bucket.shard_slice(group.rank) for bucket in buckets],
         recipe=recipe,
-        gradients=gradients,
+        gradients=GradientBuffer(
+            buckets,
+            group.rank,
+            getattr(torch, recipe.reduce),
+            device=group.device,
+            keeps_full_gradients=keeps_full_gradients,
+        ),
         separate_masters=resolve_codecs(settings, layout).parameters is not None,
     )
     shards = range(group.world if settings.compress_gradients else 0)
-    communicator = DataParallelCommunicator(
-        mesh,
-        layout,
-        settings,
-        unsharded_specs=bucket_reduction_specs(buckets, None, shapes, dtype=recipe.reduce),
-        shard_specs=[bucket_reduction_specs(buckets, shard, shapes, dtype=recipe.reduce) for shard in shards],
-    )
     return BucketedDataParallel(
         flat_parameters,
         mesh,
-        communicator,
+        DataParallelCommunicator(
+            mesh,
+            layout,
+            settings,
+            unsharded_specs=bucket_reduction_specs(buckets, None, shapes, dtype=recipe.reduce),
+            shard_specs=[bucket_reduction_specs(buckets, shard, shapes, dtype=recipe.reduce) for shard in shards],
+        ),
         overlaps_backward=settings.overlap != "none",
         keeps_full_gradients=keeps_full_gradients,
         gathers_gradients=gathers_gradients,
@@ -232,8 +229,7 @@ class BucketedDataParallel:
         for bucket_id in self._first_use_order() or range(len(buckets)):
             unsharded, owner = buckets[bucket_id], self._buckets[bucket_id].owner
             if owner is None:
-                shard = unsharded.view(group.world, -1)[group.rank]
-                work = self.communicator.all_gather(bucket_id, unsharded, shard)
+                work = self.communicator.all_gather(bucket_id, unsharded, unsharded.view(group.world, -1)[group.rank])
             else:
                 work = self.communicator.broadcast(unsharded, owner)
             self._pending_gathers[bucket_id] = work

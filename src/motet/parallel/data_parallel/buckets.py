@@ -64,10 +64,9 @@ class Bucket:
     def group_slices(self, flat_slice: slice) -> list[tuple[int, slice]]:
         """(optimizer group, its range within `flat_slice`), in order; padding goes with the parameter before it."""
         groups = [(group, next(members).start) for group, members in groupby(self.members, lambda m: m.optimizer_group)]
-        stops = [start for _, start in groups[1:]] + [self.stop]
         slices = [
             (group, slice(max(start, flat_slice.start), min(stop, flat_slice.stop)))
-            for (group, start), stop in zip(groups, stops, strict=True)
+            for (group, start), stop in zip(groups, [*(start for _, start in groups[1:]), self.stop], strict=True)
         ]
         return [(group, clipped) for group, clipped in slices if clipped.start < clipped.stop]
 

@@ -4,7 +4,8 @@ The parameters of a block are gathered when it is called, and again for its back
 gathered from the first forward to the end of backward. Parameters that have no rows, or are small, are in buckets.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from math import prod
@@ -24,7 +25,6 @@ from motet.parallel.data_parallel.communication.communicator import DataParallel
 from motet.parallel.data_parallel.communication.powersgd_matrices import row_shard_reduction_specs
 from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh
 from motet.parallel.data_parallel.sharded_parameters import LocalShard
-from motet.parallel.data_parallel.wrap_policy import find_blocks
 from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits, FSDPUnit, is_replicated, shard_rows
 from motet.parallel.layout import Layout
 from motet.parallel.torch_private import reshard_to_secondary
@@ -104,9 +104,8 @@ def describe_fsdp_units(
         assigned.update(new)
         trainable = [p for p in new if p.requires_grad]
         late = [p for p in trainable if unit is module and p in after_blocks]
-        frozen = [p for p in new if not p.requires_grad]
         trainable_shapes, frozen_shapes, late_shapes = (
-            tuple(tuple(p.shape) for p in each) for each in (trainable, frozen, late)
+            tuple(tuple(p.shape) for p in each) for each in (trainable, [p for p in new if not p.requires_grad], late)
         )
         units.append(FSDPUnit(trainable_shapes, frozen_shapes, unit is not module, late_shapes))
     return tuple(units)
@@ -354,3 +353,36 @@ class _HSDPAllReduceHook:
             shard.add_(self.accumulated)
             self.accumulated = None
         self.communicator.all_reduce(self.unit_id, shard).wait()
+
+
+_LIST_TYPES = (nn.ModuleList, nn.Sequential)
+
+
+def find_blocks(module: nn.Module) -> list[nn.Module]:
+    """The outermost items of lists of modules whose parameters nothing else owns.
+
+    Lists inside of items are not split: they may be experts, of which ranks call different ones.
+    """
+    module_counts = Counter(inner for _, inner in module.named_modules(remove_duplicate=False))
+    parameter_counts = Counter(p for _, p in module.named_parameters(remove_duplicate=False))
+
+    def owns_its_parameters(block: nn.Module) -> bool:
+        block_parameters = Counter(p for _, p in block.named_parameters(remove_duplicate=False))
+        return all(parameter_counts[p] == module_counts[block] * count for p, count in block_parameters.items())
+
+    return [block for block in dict.fromkeys(_list_items(module)) if owns_its_parameters(block)]
+
+
+def _list_items(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(module, _LIST_TYPES) and _is_block(child, in_list=isinstance(module, nn.ModuleList)):
+            yield child
+        else:
+            yield from _list_items(child)
+
+
+def _is_block(child: nn.Module, in_list: bool) -> bool:
+    """Whether a child has parameters and a forward; a single layer of a Sequential is too small."""
+    called = type(child).forward is not nn.Module.forward
+    large = in_list or any(True for _ in child.children())
+    return called and large and not isinstance(child, _LIST_TYPES) and any(True for _ in child.parameters())

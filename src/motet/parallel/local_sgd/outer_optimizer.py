@@ -10,23 +10,31 @@ All are sharded like the masters, so an outer step communicates within replica g
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from motet.collectives.execute.api import all_gather, sum_scalars
-from motet.collectives.execute.work_queue import WorkHandle
+from motet.collectives.compression import compressed_collectives
+from motet.collectives.compression.byte_messages import codec_numerics, to_accumulation_dtype
+from motet.collectives.compression.powersgd import PowerSGDCodec
+from motet.collectives.execute.api import CollectiveOptions, all_gather, all_reduce, sum_scalars
+from motet.collectives.execute.work_queue import CompletedWork, WorkHandle, WorkQueue
+from motet.core.errors import InputError
+from motet.core.seeds import derive_seed
 from motet.parallel.data_parallel.communication.communication_settings import (
+    CollectiveAlgorithmSelector,
     CommunicationSettings,
+    resolve_codecs,
     resolve_communication_groups,
     without_forward_overlap,
 )
 from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh, make_mesh
 from motet.parallel.data_parallel.sharded_parameters import LocalShard, ShardedParameters
 from motet.parallel.layout import Layout
-from motet.parallel.local_sgd.pseudo_gradients import PseudoGradientReducer
 from motet.parallel.local_sgd.schedule import FragmentSyncSchedule, LocalSGDSettings, split_into_fragments
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.process.rank_consistency import broadcast_buffers, persistent_buffers
@@ -244,8 +252,7 @@ class OuterOptimizer:
     def _update_outer_parameters(self, fragment_id: int, mean: Tensor) -> None:
         """SGD with Nesterov momentum, whose gradient is the mean pseudo-gradient."""
         if self._momentum:
-            momentum = self._momentum_buffers[fragment_id].mul_(self._momentum).add_(mean)
-            mean = mean.add(momentum, alpha=self._momentum)
+            mean = mean.add(self._momentum_buffers[fragment_id].mul_(self._momentum).add_(mean), alpha=self._momentum)
         self._outer_parameters[fragment_id].sub_(mean, alpha=self._learning_rate)
 
     def _master_shards(self) -> dict[str, LocalShard]:
@@ -302,3 +309,57 @@ class _PendingOuterStep:
         self.status = OuterStepStatus(stop > 0, int(skipped))
         for total in self.pseudo_gradients.values():
             total.div_(max(1, self.finite_replicas))
+
+
+class PseudoGradientReducer:
+    """Sums over replicas of one flat tensor for each fragment."""
+
+    def __init__(
+        self, settings: CommunicationSettings, layout: Layout, replicas: RankGroup, *, templates: Sequence[Tensor]
+    ) -> None:
+        codecs = resolve_codecs(settings, layout)
+        if isinstance(codecs.replica_gradients, PowerSGDCodec):
+            raise InputError(
+                f"communication.compress_gradients = {settings.compress_gradients!r} is for matrices, but the "
+                "pseudo-gradients of outer.every are flat; use another codec, or "
+                "communication.compress_over=shards"
+            )
+        self._codec = codecs.replica_gradients
+        self._compress_after = settings.compress_after
+        self._algorithms = CollectiveAlgorithmSelector(without_forward_overlap(settings), layout)
+        self._replicas = replicas
+        self._check_next_call = True
+        self.compression_errors = (
+            [torch.zeros_like(to_accumulation_dtype(t)) for t in templates] if codecs.has_replica_error_feedback else []
+        )
+        self._work_queue = WorkQueue()
+        finalize(self, self._work_queue.close)
+
+    def start(self, fragment_id: int, tensor: Tensor, step: int) -> WorkHandle:
+        """Start to sum in place. Every rank starts the same fragments in the same order."""
+        algorithm = self._algorithms.program("all-reduce", "replicas", tensor.nbytes)
+        options: CollectiveOptions = {"async_op": True, "algorithm": algorithm, "check": self._check_next_call}
+        self._check_next_call = False
+        if not tensor.numel():
+            return CompletedWork()
+        if self._codec is None or step <= self._compress_after or self._replicas.world == 1:
+            return all_reduce(tensor, self._replicas, **options)
+        task = partial(self._all_reduce_compressed, fragment_id, tensor, derive_seed(step, fragment_id, "outer"))
+        if tensor.device.type == "cpu":
+            return self._work_queue.submit(task)
+        task()  # queued on the stream; the host continues
+        return CompletedWork()
+
+    def _all_reduce_compressed(self, fragment_id: int, tensor: Tensor, seed: int) -> None:
+        assert self._codec is not None
+        with codec_numerics():
+            corrected = (
+                (tensor + self.compression_errors[fragment_id]).to(tensor.dtype) if self.compression_errors else tensor
+            )
+            compressed_sum = compressed_collectives.all_reduce(corrected, self._codec, self._replicas, seed)
+            if self.compression_errors:
+                is_finite = compressed_sum.error.isfinite().all()
+                self.compression_errors[fragment_id].copy_(
+                    torch.where(is_finite, compressed_sum.error, self.compression_errors[fragment_id])
+                )
+            tensor.copy_(compressed_sum.total)

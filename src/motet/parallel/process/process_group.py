@@ -91,8 +91,7 @@ def rendezvous_store(rank_env: RankEnvironment, timeout_s: float) -> Iterator[tu
 
     torchrun's store outlives the ranks, so that an attempt can read what an earlier one wrote.
     """
-    store = _open_store(rank_env, timeout_s)
-    yield replace(rank_env, store_exists=True), store
+    yield replace(rank_env, store_exists=True), _open_store(rank_env, timeout_s)
 
 
 def broadcast_decision(store: Store, rank: int, key: str, *, decide: Callable[[], str]) -> str:

@@ -82,5 +82,4 @@ def squared_norm(tensor: Tensor) -> float:
     flat = tensor.reshape(-1)
     blocked_numel = flat.numel() // BLOCK_ELEMENTS * BLOCK_ELEMENTS
     norms = torch.linalg.vector_norm(flat[:blocked_numel].view(-1, BLOCK_ELEMENTS), dim=1)
-    remainder = torch.linalg.vector_norm(flat[blocked_numel:])
-    return float(norms.double().square().sum() + remainder.double().square())
+    return float(norms.double().square().sum() + torch.linalg.vector_norm(flat[blocked_numel:]).double().square())

@@ -16,10 +16,9 @@ from motet.collectives.execute.api import all_gather, all_to_all
 from motet.collectives.execute.work_queue import CompletedWork, WorkHandle
 from motet.core.errors import InputError
 from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh
-from motet.parallel.layout import Layout
+from motet.parallel.layout import Layout, microbatches_of_rank, partial_sums_sent_by_rank, partial_sums_sent_by_replica
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.reproducible.summation_tree import PartialTreeSums, SummationTreeNode
-from motet.parallel.row_assignment import microbatches_of_rank, partial_sums_sent_by_rank, partial_sums_sent_by_replica
 
 
 class WorkWithFinish:
@@ -140,8 +139,7 @@ def _exchange_partial_sums(
     message = _pack_message(list(sums.values()), shard_numel, group, dtype=like.dtype)
     counts = [len(nodes) for nodes in nodes_sent]
     arrived = torch.empty(sum(counts) * shard_numel, dtype=like.dtype, device=group.device)
-    sizes = [[count * shard_numel] * group.world for count in counts]
-    work = all_to_all(arrived, message, group, sizes, async_op=True)
+    work = all_to_all(arrived, message, group, [[count * shard_numel] * group.world for count in counts], async_op=True)
 
     def add_arrived() -> None:
         nodes = [node for nodes_of_rank in nodes_sent for node in nodes_of_rank]

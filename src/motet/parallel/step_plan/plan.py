@@ -20,8 +20,7 @@ from motet.parallel.data_parallel.communication.communication_settings import (
 )
 from motet.parallel.data_parallel.communication.powersgd_matrices import Shape
 from motet.parallel.data_parallel.zero import ZERO_STAGES, is_replicated, make_buckets, shard_rows, uses_row_shards
-from motet.parallel.layout import Layout
-from motet.parallel.row_assignment import contributing_rows_of_rank
+from motet.parallel.layout import Layout, contributing_rows_of_rank
 from motet.precision.recipe import PrecisionRecipe
 
 ActionKind = Literal["reduce_scatter", "all_reduce", "norm", "update", "all_gather", "keep_secondary", "two_level"]

@@ -66,9 +66,8 @@ class SymbolicRankStates:
         key = tuple(self.shard_of_rank[rank] for rank in ranks)
         known = self.coverage_requirements.get(key)
         if known is None or known.action_kind != action_kind == "update":
-            held_shards = tuple(zip(key, ranks, strict=True))
             self.coverage_requirements[key] = ShardCoverageRequirement(
-                action_kind, held_shards, gap_message, overlap_message
+                action_kind, tuple(zip(key, ranks, strict=True)), gap_message, overlap_message
             )
 
     def require_each_rank_once(self, groups: RankGroups, predicate: str) -> None:

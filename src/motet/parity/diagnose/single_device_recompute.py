@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from motet.parallel.layout import Layout
-from motet.parallel.row_assignment import contributing_rows_of_rank
+from motet.parallel.layout import Layout, contributing_rows_of_rank
 from motet.parity.compare.align_with_reference import ReferenceTensor
 from motet.parity.compare.reference_runs import ReferenceRuns
 from motet.parity.compare.tensor_differences import build_reference_tensors

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from motet.parallel.layout import LayoutSettings
+from motet.parallel.layout import LayoutSettings, microbatches_of_rank
 from motet.parallel.process.process_group import RankGroup
-from motet.parallel.row_assignment import microbatches_of_rank
 from motet.parity.record.recording_wrappers import (
     TRAINING_MODE_CALLS,
     RecordingModel,

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from motet.core.errors import InputError
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
-from motet.parallel.layout import Layout, LayoutSettings, resolve_layout
+from motet.parallel.layout import Layout, LayoutSettings, contributing_rows_of_rank, resolve_layout
 from motet.parallel.process.process_group import RankGroup
-from motet.parallel.row_assignment import contributing_rows_of_rank
 from motet.parity.record.recording_wrappers import recording_dropout_masks
 from motet.parity.record.tensor_recorder import TensorRecorder
 from motet.precision.float64_mode import use_float64

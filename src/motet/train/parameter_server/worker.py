@@ -9,10 +9,9 @@ from torch import Tensor
 
 from motet.data.samples.loader import BatchLoader
 from motet.models.build import TrainableModel
-from motet.parallel.data_parallel.flat_parameters import FlatParameters
+from motet.parallel.data_parallel.flat_parameters import FlatParameters, GradientBuffer
 from motet.parallel.data_parallel.forward_prefetch import ParameterUsageTracker
-from motet.parallel.data_parallel.gradient_buffer import GradientBuffer
-from motet.parallel.layout import Layout
+from motet.parallel.layout import Layout, microbatches_of_rank
 from motet.parallel.parameter_server.process.parameter_store import ParameterPartition
 from motet.parallel.parameter_server.process.tcp_transport import EvictedError
 from motet.parallel.parameter_server.process.worker_client import ParameterServerClient
@@ -21,7 +20,6 @@ from motet.parallel.parameter_server.protocol.worker_state_machine import Worker
 from motet.parallel.parameter_server.server_settings import has_per_item_updates
 from motet.parallel.process.process_group import pick_device
 from motet.parallel.reproducible.norms import squared_norm
-from motet.parallel.row_assignment import microbatches_of_rank
 from motet.precision.cast_frozen import cast_frozen_parameters
 from motet.precision.recipe import RECIPES
 from motet.train.build import build_model

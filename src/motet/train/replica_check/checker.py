@@ -27,9 +27,8 @@ from motet.parallel.data_parallel.communication.communication_settings import (
     resolve_communication_groups,
 )
 from motet.parallel.data_parallel.sharded_parameters import LocalShard
-from motet.parallel.layout import Layout
+from motet.parallel.layout import Layout, contributing_rows_of_rank
 from motet.parallel.process.process_group import RankGroup
-from motet.parallel.row_assignment import contributing_rows_of_rank
 from motet.train.engine import StepStats, TrainingEngine
 from motet.train.replica_check.invariants import (
     VIOLATION_CAUSES,

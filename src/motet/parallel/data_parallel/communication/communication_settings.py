@@ -1,18 +1,21 @@
-"""The `[communication]` section: overlap, buckets, algorithms and compression of gradients and parameters."""
+"""The `[communication]` section: overlap, buckets, algorithms and compression, and what they are for a layout."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from motet.cluster.cluster import Cluster
 from motet.cluster.cluster_toml import load_cluster_for_ranks
-from motet.collectives.algorithms import find_algorithm
+from motet.collectives.algorithms import build, find_algorithm
 from motet.collectives.compression.codec_base import BlockwiseCodec, Codec
 from motet.collectives.compression.codec_registry import CODECS, parse_codec
 from motet.collectives.compression.sparse_codecs import RandomKCodec
 from motet.collectives.cost.alpha_beta import RankGroups
+from motet.collectives.cost.cheapest_algorithm import cheapest
+from motet.collectives.program import Program
 from motet.core.base_settings import FrozenSettings
 from motet.core.errors import InputError
 from motet.parallel.layout import Layout
@@ -148,12 +151,11 @@ def check_communication(settings: CommunicationSettings, layout: Layout, indepen
     shards = len(resolve_communication_groups(settings, layout).shard_groups[0])
     shard_codec = resolve_codecs(settings, layout).shard_gradients
     is_dense = shard_codec is None or isinstance(shard_codec, BlockwiseCodec)
-    group_sizes = {
+    for collective, sizes in {
         "all-reduce": (layout.dp // shards, 1 if is_dense else layout.shards),
         "reduce-scatter": (shards,),
         "all-gather": (shards, layout.secondary_shards or 1),
-    }
-    for collective, sizes in group_sizes.items():
+    }.items():
         _check_algorithm(collective, settings.algorithm(collective), sizes)
 
 
@@ -213,7 +215,7 @@ def _check_codecs(settings: CommunicationSettings, layout: Layout) -> None:
     over = f"communication.compress_over = {settings.compress_over!r}"
     is_biased = not isinstance(gradients, RandomKCodec) or not gradients.unbiased
     shards_stage3 = gradients and layout.zero == 3 and resolve_codecs(settings, layout).shard_gradients
-    rules = (
+    for applies, message in (
         (
             parameters and not isinstance(parameters, BlockwiseCodec),
             f"{parameters_key} would leave most of a parameter out; use one of {_BLOCKWISE_CODECS}",
@@ -248,7 +250,40 @@ def _check_codecs(settings: CommunicationSettings, layout: Layout) -> None:
             "communication.error_feedback = true, but at stage 3 the errors over the shard group would be as large as "
             "all gradients; leave it out, or use layout.zero=2 or communication.compress_over=replicas",
         ),
-    )
-    for applies, message in rules:
+    ):
         if applies:
             raise InputError(message)
+
+
+GroupName = Literal["shards", "replicas", "near"]  # Shard groups, replica groups, secondary shard groups
+
+
+class CollectiveAlgorithmSelector:
+    """Algorithms of one layout. On a cluster, all groups communicate in parallel and share its links in the cost."""
+
+    def __init__(self, settings: CommunicationSettings, layout: Layout) -> None:
+        self._settings = settings
+        self._cluster = None if settings.cluster is None else communication_cluster(settings.cluster, layout.dp)
+        groups = resolve_communication_groups(settings, layout)
+        self._rank_groups: dict[GroupName, RankGroups] = {
+            "shards": groups.shard_groups,
+            "replicas": groups.replica_groups,
+            "near": groups.secondary_shard_groups,
+        }
+        # (collective, group, bytes of the unsharded buffer) -> a Program, or None for the backend's choice.
+        self.program: Callable[[str, GroupName, int], Program | None] = cache(self._select_program)
+
+    def group_size(self, group_name: GroupName) -> int:
+        return len(self._rank_groups[group_name][0]) if self._rank_groups[group_name] else 1
+
+    def rank_in_group(self, group_name: GroupName, rank: int) -> int:
+        return next(ranks.index(rank) for ranks in self._rank_groups[group_name] if rank in ranks)
+
+    def _select_program(self, collective: str, group_name: GroupName, size: int) -> Program | None:
+        name, ranks = self._settings.algorithm(collective), self.group_size(group_name)
+        if name == BACKEND or ranks == 1:
+            return None
+        if self._cluster is None:
+            return build(collective, name, ranks)
+        names = None if name == AUTO else (name,)
+        return cheapest(collective, max(size, 1), self._cluster, names, self._rank_groups[group_name]).program
