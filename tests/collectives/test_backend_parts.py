@@ -109,11 +109,7 @@ def test_ranks_of_other_hosts_are_sent_what_they_fetch(name: str) -> None:
                 assert sent == fetched
     assert (
         sum(len(part.socket_sends) for rank in lowered for part in rank.steps)
-        == {
-            "direct": 16,
-            "ring": 12,
-            "hierarchical-sharded": 8,
-        }[name]
+        == {"direct": 16, "ring": 12, "hierarchical-sharded": 8}[name]
     )
     first = lowered[1].steps[0]
     local = {source for arrival in first.received for source, _ in arrival.sources if source >= 0}

@@ -3,13 +3,7 @@
 import pytest
 
 from motet.collectives.algorithms import algorithm_names, build
-from motet.collectives.compose import (
-    concatenate,
-    renumber_chunks,
-    replicate_in_groups,
-    reverse,
-    subdivide_chunks,
-)
+from motet.collectives.compose import concatenate, renumber_chunks, replicate_in_groups, reverse, subdivide_chunks
 from motet.collectives.prove.program_checker import prove_program
 
 

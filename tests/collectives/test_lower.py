@@ -10,13 +10,7 @@ import pytest
 
 from motet.collectives import algorithm_names, build, collective_names
 from motet.collectives.algorithms import find_algorithm
-from motet.collectives.execute.buffer_plan import (
-    BufferPlan,
-    BufferSlice,
-    LocalCopy,
-    LocalReduction,
-    make_buffer_plan,
-)
+from motet.collectives.execute.buffer_plan import BufferPlan, BufferSlice, LocalCopy, LocalReduction, make_buffer_plan
 from motet.collectives.execute.rank_plan import chunk_lengths, total_elements
 from motet.collectives.program import ChunkTransfer, Program
 from motet.core.errors import InputError
@@ -146,10 +140,7 @@ def test_scratch_of_the_ring() -> None:
     assert [
         make_buffer_plan(build("all-reduce", "ring", 2), rank, 400, in_place=False).scratch_elements
         for rank in range(2)
-    ] == [
-        0,
-        0,
-    ]
+    ] == [0, 0]
 
 
 @pytest.mark.parametrize("name", algorithm_names("all-gather"))

@@ -32,11 +32,7 @@ def cluster_presets() -> dict[str, str]:
 
 
 def load_cluster(
-    source: str,
-    *,
-    hosts: int | None = None,
-    devices_per_host: int | None = None,
-    dims: Sequence[int] | None = None,
+    source: str, *, hosts: int | None = None, devices_per_host: int | None = None, dims: Sequence[int] | None = None
 ) -> Cluster:
     """The cluster of a TOML file or preset, with other sizes if they are given: `load_cluster("dgx-h100", hosts=16)`.
 

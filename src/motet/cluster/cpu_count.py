@@ -15,7 +15,6 @@ def usable_cores(cgroup_root: Path = _CGROUP_ROOT, own_cgroup_file: Path = _OWN_
 
 
 def _quotas(cgroup_root: Path, own_cgroup_file: Path) -> list[float]:
-    """The quotas of this process's control group and of every group above it, in versions 1 and 2."""
     quotas: list[float] = []
     for line in _read_or_empty(own_cgroup_file).splitlines():
         _, controllers, path = line.split(":", 2)

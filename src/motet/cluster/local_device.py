@@ -123,6 +123,5 @@ def _cpu_name() -> str:
 
 
 def _proc_entry(path: str, key: str) -> str | None:
-    """The first value of a key in a file of Linux's /proc; None without the file or key."""
     lines = Path(path).read_text().splitlines() if Path(path).exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), None)

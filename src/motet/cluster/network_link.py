@@ -40,9 +40,7 @@ class NetworkLink:
         It is between 1 and the number of paths, since a single flow uses one path.
         """
         assert flows >= 1
-        if self.hashed_paths == 1:
-            return 1
-        return self.hashed_paths * expected_max_load(flows, self.hashed_paths) / flows
+        return 1 if self.hashed_paths == 1 else self.hashed_paths * expected_max_load(flows, self.hashed_paths) / flows
 
 
 @lru_cache(maxsize=4096)

@@ -122,7 +122,6 @@ class TorusNetwork:
         return (f"{src}.out{wires[0][1]}", *(f"{rank}{way}" for rank, way in wires), f"{dst}.in{wires[-1][1]}")
 
     def _hops(self, src: int, dst: int) -> Iterator[tuple[int, str]]:
-        """(rank, direction) of each hop on the way."""
         position, goal = self._coordinates(src), self._coordinates(dst)
         for axis, (size, wraps) in enumerate(zip(self.dims, self.wrap, strict=True)):
             ahead = goal[axis] - position[axis]

@@ -61,7 +61,6 @@ def read_program_record(text: str | bytes | Mapping[str, Any], source: str) -> P
 
 
 def _to_bytes(record: str | bytes | Mapping[str, Any], source: str) -> bytes:
-    """The record as UTF-8 without a byte order mark."""
     try:
         match record:
             case Mapping():

@@ -146,6 +146,5 @@ def _settings_classes_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _discriminator_values(group: type[BaseModel]) -> list[str]:
-    """The values that identify a group: those of settings with a single choice."""
     kinds = [field.annotation for field in group.model_fields.values()]
     return [str(get_args(kind)[0]) for kind in kinds if get_origin(kind) is Literal and len(get_args(kind)) == 1]

@@ -98,7 +98,6 @@ def _make_stage(name: str, program: Program, size: float, cluster: Cluster) -> C
 
 
 def _concatenate_stages(stages: Sequence[Program], collective: str) -> Program:
-    """The stages as one Program, on chunks that all stages can be cut into."""
     chunks = lcm(*(stage.chunks for stage in stages))
     refined = [subdivide_chunks(stage, chunks // stage.chunks) for stage in stages]
     name = "+".join(stage.algorithm for stage in stages)
@@ -121,7 +120,6 @@ def _decompose_by_substitution(collective: str, size: float, cluster: Cluster) -
 def _decompose_by_hosts(
     collective: str, size: float, cluster: Cluster, hosts: int | None
 ) -> list[CollectiveDecomposition]:
-    """Stages inside each host, across hosts between ranks with the same local rank, and inside again."""
     if collective not in _HOST_LEVELS:
         return []
     hosts = hosts or even_host_groups(cluster) or (cluster.hosts if cluster.hosts < cluster.ranks else None)

@@ -14,16 +14,7 @@ from motet.collectives.algorithms.registry import (
 )
 
 # In the order in which lists show their algorithms.
-for _module in (
-    "direct",
-    "ring",
-    "tree",
-    "double_binary_tree",
-    "recursive_doubling",
-    "bruck",
-    "hierarchical",
-    "torus",
-):
+for _module in ("direct", "ring", "tree", "double_binary_tree", "recursive_doubling", "bruck", "hierarchical", "torus"):
     import_module(f"motet.collectives.algorithms.{_module}")
 
 __all__ = [

@@ -28,7 +28,6 @@ def _parent(label: int, last_label: int) -> int:
 
 
 def _edges(ranks: int) -> tuple[list[_BinaryTreeEdge], tuple[int, int]]:
-    """The edges of both trees, parents before their children, and the two roots."""
     edges: list[_BinaryTreeEdge] = []
     roots = [0, 0]
     # The second tree is the mirror image, or shifted by one if a mirror image would have the same leaves.
@@ -97,7 +96,6 @@ def _steps_between_pieces(ranks: int) -> int:
 
 
 def _double_tree_cost(ranks: int, pieces: int = 8) -> AlphaBetaGammaCost:
-    """The cost of both directions; in each step a port carries at most one of the 2 * pieces parts."""
     steps = _steps_one_way(ranks, pieces)
     return AlphaBetaGammaCost(2 * steps, Fraction(2 * steps, 2 * pieces), Fraction(steps, 2 * pieces))
 
@@ -111,7 +109,6 @@ def all_reduce_double_tree(ranks: int, pieces: int = 8) -> Program:
 
 
 def _broadcast_down_trees(ranks: int, pieces: int) -> Program:
-    """A broadcast of the first half of the chunks from one root, and of the second half from the other."""
     _, roots = _edges(ranks)
     pace = _steps_between_pieces(ranks)
     steps: list[list[ChunkTransfer]] = [[] for _ in range(_steps_one_way(ranks, pieces))]

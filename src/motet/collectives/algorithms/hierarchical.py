@@ -20,7 +20,6 @@ from motet.collectives.program import ChunkTransfer, Program, Step, transfers_fo
 
 
 def _leaders_all_reduce_cost(ranks: int, hosts: int | None = None) -> AlphaBetaGammaCost:
-    """The largest host takes the longest: a tree up, a ring of leaders, a tree down."""
     members = split_over_hosts(ranks, hosts)
     levels = doubling_rounds(max(map(len, members)))
     return messages(levels, reduced=True) + sharded_all_reduce_cost(len(members)) + messages(levels)
@@ -122,7 +121,6 @@ def all_to_all_hierarchical(ranks: int, hosts: int | None = None) -> Program:
 
 
 def _chunks(sources: Iterable[int], targets: Iterable[int], ranks: int) -> list[int]:
-    """The chunks of an all-to-all that these ranks have for those."""
     target_ranks = list(targets)
     return [source * ranks + target for source in sources for target in target_ranks]
 

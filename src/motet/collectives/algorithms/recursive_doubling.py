@@ -35,7 +35,6 @@ def all_reduce_recursive_doubling(ranks: int) -> Program:
 
 
 def _all_reduce_with_extra_ranks(name: str, ranks: int, steps: tuple[Step, ...], *, chunks: int) -> Program:
-    """An all-reduce of the first 2^k ranks; the extra ranks give first and get the result at the end."""
     power = floor_power_of_two(ranks)
     if ranks > power:
         give = tuple(ChunkTransfer(rank, rank - power, 0, chunks - 1, "reduce") for rank in range(power, ranks))

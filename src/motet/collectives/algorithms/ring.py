@@ -16,7 +16,6 @@ def all_gather_ring(ranks: int) -> Program:
 
 
 def _ring_all_gather(ranks: int, direction: int) -> Program:
-    """Every rank sends in step t the chunk that started t ranks behind it."""
     steps = [
         [copy_chunk(rank, (rank + direction) % ranks, (rank - direction * step) % ranks) for rank in range(ranks)]
         for step in range(ranks - 1)
@@ -53,8 +52,6 @@ def all_reduce_bidirectional_ring(ranks: int) -> Program:
 
 
 def _mirror(ring: tuple[Step, ...], ranks: int) -> tuple[Step, ...]:
-    """The ring in the other direction, on the second half of the chunks."""
-
     def mirror(t: ChunkTransfer) -> ChunkTransfer:
         chunk = ranks + (-t.first) % ranks
         return ChunkTransfer(-t.src % ranks, -t.dst % ranks, chunk, chunk, t.op)

@@ -30,7 +30,6 @@ def _torus_cost(axes: int | None) -> Callable[..., AlphaBetaGammaCost]:
 
 
 def _torus_dims(ranks: int, dims: Dims, axes: int | None) -> tuple[int, ...]:
-    """The lengths of a torus: one ring if neither `dims` nor `axes` says otherwise."""
     if axes is None and dims is None:
         return (ranks,)
     check_input(
@@ -57,7 +56,6 @@ def _torus_all_reduce(name: str, ranks: int, lengths: Sequence[int]) -> Program:
 
 
 def _all_reduce_from_all_gather(name: str, gathered: Sequence[Step], ranks: int, *, chunks: int, ports: int) -> Program:
-    """The all-gather's steps after the reduce-scatter that is their reverse."""
     scattered = [
         tuple(ChunkTransfer(t.dst, t.src, t.first, t.last, "reduce") for t in reversed(step))
         for step in reversed(gathered)

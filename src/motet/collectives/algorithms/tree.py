@@ -25,7 +25,6 @@ def broadcast_tree(ranks: int, root: int = 0) -> Program:
 
 
 def _send_distances(ranks: int) -> list[int]:
-    """The distances over which a binomial tree sends, the longest first."""
     return [1 << bit for bit in reversed(range(doubling_rounds(ranks)))]
 
 

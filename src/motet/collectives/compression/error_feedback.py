@@ -74,7 +74,6 @@ class ErrorFeedback:
         return ("error", self.errors), ("basis", self.bases)
 
     def _add_error(self, name: str, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """(tensor + error, the same in the tensor's dtype)"""
         tensor = tensor.detach()
         error = self.errors.setdefault(name, torch.zeros_like(to_accumulation_dtype(tensor)))
         check_input(

@@ -121,7 +121,6 @@ def _link_load(name: str, flows: int, message_fraction: Fraction, cluster: Clust
 
 
 def _upper_envelope(loads: list[LinkLoad]) -> tuple[LinkLoad, ...]:
-    """The loads that are the slowest at some size."""
     envelope: list[LinkLoad] = []
     for load in sorted(loads, key=lambda load: (-load.per_byte_s, -load.fixed_s)):
         if not envelope or load.fixed_s > max(other.fixed_s for other in envelope):

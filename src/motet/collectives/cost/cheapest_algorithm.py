@@ -70,7 +70,6 @@ def costed_algorithms(
 def _tuned_options(
     algorithm: Algorithm, hosts: int | None, torus_dims: tuple[int, ...]
 ) -> list[tuple[tuple[str, object], ...]]:
-    """The options worth trying."""
     if "pieces" in algorithm.options:
         return [(("pieces", pieces),) for pieces in PIECE_COUNTS]
     if "hosts" in algorithm.options and hosts:
@@ -79,7 +78,6 @@ def _tuned_options(
 
 
 def _torus_dims(cluster: Cluster) -> tuple[int, ...]:
-    """The dimensions longer than 1 if all of the cluster is one torus; none otherwise."""
     network = cluster.network
     if not isinstance(network, TorusNetwork) or network.ranks != cluster.ranks:
         return ()
@@ -132,10 +130,7 @@ class CheapestAlgorithmRange:
 
 
 def cheapest_algorithm_ranges(
-    collective: str,
-    cluster: Cluster,
-    sizes: tuple[float, float] = (1024, 2**30),
-    names: tuple[str, ...] | None = None,
+    collective: str, cluster: Cluster, sizes: tuple[float, float] = (1024, 2**30), names: tuple[str, ...] | None = None
 ) -> tuple[CheapestAlgorithmRange, ...]:
     """The cheapest algorithm at every size, from small to large, with a crossover between each two.
 
@@ -156,7 +151,6 @@ def cheapest_algorithm_ranges(
 def _crossovers_between(
     choices: Sequence[CostedAlgorithm], left: float, right: float
 ) -> list[tuple[float, CostedAlgorithm]]:
-    """(size, new cheapest algorithm) of each change between two log2 sizes."""
     after = _cheapest_of(choices, exp2(right))
     if _cheapest_of(choices, exp2(left)) is after:
         return []

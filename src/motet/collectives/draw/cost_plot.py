@@ -20,14 +20,11 @@ _CURVE_LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def _log_position(value: float, low: float, high: float) -> float:
-    """The position of a value on a logarithmic axis: 0 at `low`, 1 at `high`."""
     return log(value / low) / max(log(high / low), 1e-9)
 
 
 @dataclass(frozen=True)
 class _LogLogScale:
-    """The coordinates of a size and a time in the picture."""
-
     sizes: Sequence[float]
     fastest: float
     slowest: float
@@ -82,7 +79,6 @@ def _cheapest_bands(
     crossovers: Sequence[AlgorithmCrossover],
     curve_index: dict[str, int],
 ) -> Iterator[str]:
-    """The range of sizes of each cheapest algorithm, with the crossovers as lines through the plot."""
     edges = [scale.sizes[0], *(crossover.size for crossover in crossovers), scale.sizes[-1]]
     y = _TOP - _BAND_HEIGHT - 20
     for name, (first, last) in zip(cheapest_names, pairwise(edges), strict=True):
@@ -115,7 +111,6 @@ def _curve_path(scale: _LogLogScale, curve: AlgorithmTimeCurve, curve_index: int
 
 
 def _curve_labels(scale: _LogLogScale, curves: Sequence[AlgorithmTimeCurve]) -> Iterator[str]:
-    """The names at the right ends of the curves, moved if curves end close to each other."""
     ends = sorted((scale.y(curve.seconds[-1]), n) for n, curve in enumerate(curves))
     for (y, curve_index), label_y in zip(ends, _spread_labels([y for y, _ in ends]), strict=True):
         colour = curve_index % len(COLOURS)

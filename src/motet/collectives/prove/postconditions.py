@@ -72,7 +72,6 @@ def _each_chunk_has_one_origin(program: Program) -> Iterator[str]:
 
 
 def _origins(program: Program) -> list[int]:
-    """The ranks that chunks come from, in ascending order; each chunk has one origin."""
     return sorted({sources[0] for held in _final_contents(program) for sources in held.values()})
 
 

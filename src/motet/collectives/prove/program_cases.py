@@ -43,7 +43,6 @@ def option_sets(algorithm: Algorithm, ranks: int) -> list[dict[str, object]]:
 
 
 def _factorizations(ranks: int, factor_count: int, min_length: int) -> Iterator[tuple[int, ...]]:
-    """Ascending lengths whose product is the number of ranks."""
     if factor_count == 1:
         if ranks >= min_length:
             yield (ranks,)
