@@ -45,7 +45,9 @@ def discover_device(device: torch.device | str, dtypes: Sequence[str] = ("float3
 
 def device_name(device: torch.device) -> str:
     """The maker's name of the device."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return _proc_entry("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
 
 
 def bfloat16_warnings(device: LocalDevice) -> list[str]:
@@ -65,8 +67,7 @@ def memory_bytes(device: torch.device | str) -> int:
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    resident: int = psutil.Process().memory_info().rss
-    return resident
+    return int(psutil.Process().memory_info().rss)
 
 
 def peak_memory_bytes(device: torch.device | str) -> int:
@@ -116,10 +117,6 @@ def _matmul_s(left: torch.Tensor, right: torch.Tensor, result: torch.Tensor) -> 
     if left.is_cuda:
         torch.cuda.synchronize(left.device)
     return time.perf_counter() - start_s
-
-
-def _cpu_name() -> str:
-    return _proc_entry("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
 
 
 def _proc_entry(path: str, key: str) -> str | None:

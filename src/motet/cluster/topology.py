@@ -7,24 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Protocol
+from typing import Union
 
 from motet.cluster.network_link import NetworkLink
 
 Route = tuple[str, ...]
 
 
-class NetworkTopology(Protocol):
-    """The interface of all networks."""
-
-    @property
-    def ranks(self) -> int: ...
-
-    def link(self, name: str) -> NetworkLink:
-        """The link that routes call `name`."""
-
-    def route(self, src: int, dst: int) -> Route:
-        """The names of the links that a message crosses, in order."""
+# A network has a number of `ranks`, the `route` between two of them, and the `link` that routes call by a name.
+NetworkTopology = Union["SwitchTree", "FullMesh", "TorusNetwork", "TwoLevelNetwork"]
 
 
 @dataclass(frozen=True)
@@ -134,17 +125,10 @@ class TorusNetwork:
                 position[axis] = (position[axis] + step) % size
 
     def _coordinates(self, rank: int) -> list[int]:
-        coordinates = []
-        for size in reversed(self.dims):
-            rank, coordinate = divmod(rank, size)
-            coordinates.append(coordinate)
-        return coordinates[::-1]
+        return [rank // prod(self.dims[axis + 1 :]) % size for axis, size in enumerate(self.dims)]
 
     def _rank(self, coordinates: Sequence[int]) -> int:
-        rank = 0
-        for size, coordinate in zip(self.dims, coordinates, strict=True):
-            rank = rank * size + coordinate
-        return rank
+        return sum(coordinate * prod(self.dims[axis + 1 :]) for axis, coordinate in enumerate(coordinates))
 
 
 @dataclass(frozen=True)

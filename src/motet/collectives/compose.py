@@ -32,24 +32,21 @@ def collective_program(
     every_rank = range(ranks)
     count = ranks if chunks is None else chunks
     everything = tuple(range(count))
-    initial: tuple[tuple[int, ...], ...]
+    initial: tuple[tuple[int, ...], ...] = tuple((rank,) for rank in every_rank)
     final: tuple[Mapping[int, Contributors], ...]
+    if collective in ("broadcast", "scatter"):
+        initial = tuple(everything if rank == root else () for rank in every_rank)
     match collective:
         case "broadcast":
-            initial = tuple(everything if rank == root else () for rank in every_rank)
             final = (dict.fromkeys(everything, (root,)),) * ranks
         case "scatter":
-            initial = tuple(everything if rank == root else () for rank in every_rank)
             final = tuple({rank: (root,)} for rank in every_rank)
         case "gather":
-            initial = tuple((rank,) for rank in every_rank)
             final = tuple({rank: (rank,) for rank in every_rank} if rank == root else {} for rank in every_rank)
         case "all-gather" | "barrier":
-            initial = tuple((rank,) for rank in every_rank)
             final = ({rank: (rank,) for rank in every_rank},) * ranks
         case "all-reduce":
-            initial = (everything,) * ranks
-            final = (dict.fromkeys(everything, tuple(every_rank)),) * ranks
+            initial, final = (everything,) * ranks, (dict.fromkeys(everything, tuple(every_rank)),) * ranks
         case "all-to-all":
             count = ranks**2
             initial = tuple(tuple(range(rank * ranks, (rank + 1) * ranks)) for rank in every_rank)

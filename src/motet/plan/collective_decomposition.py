@@ -177,18 +177,10 @@ def _host_level_programs(level: HostLevel, collective: str, algorithm: str, shap
     if collective != "all-reduce":
         assert group_program.chunks == members
     if level == "inside":
-        groups: list[range] = [range(host * ranks_per_host, (host + 1) * ranks_per_host) for host in range(host_count)]
-        return [
-            replicate_in_groups(
-                group_program,
-                groups,
-                chunks=[[local * host_count for local in range(ranks_per_host)]] * host_count,
-                width=host_count,
-            )
-        ]
-    groups = [range(local, host_count * ranks_per_host, ranks_per_host) for local in range(ranks_per_host)]
-    first_chunks = [
-        [local * group_program.chunks + chunk for chunk in range(group_program.chunks)]
-        for local in range(ranks_per_host)
-    ]
-    return [replicate_in_groups(group_program, groups, chunks=first_chunks, width=1)]
+        groups = [range(host * ranks_per_host, (host + 1) * ranks_per_host) for host in range(host_count)]
+        first_chunks = [range(0, ranks_per_host * host_count, host_count)] * host_count
+    else:
+        groups = [range(local, host_count * ranks_per_host, ranks_per_host) for local in range(ranks_per_host)]
+        first_chunks = [range(n * group_program.chunks, (n + 1) * group_program.chunks) for n in range(ranks_per_host)]
+    width = host_count if level == "inside" else 1
+    return [replicate_in_groups(group_program, groups, chunks=first_chunks, width=width)]

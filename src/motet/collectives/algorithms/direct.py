@@ -82,11 +82,8 @@ def gather_from_scatter(scatter: Program) -> Program:
 @algorithm("all-to-all", "pairwise", cost=lambda n: messages(n - 1, Fraction(1, n)))
 def all_to_all_pairwise(ranks: int) -> Program:
     """Every rank i sends to rank i + t the chunk for it in step t."""
-
-    def transfer(src: int, dst: int) -> ChunkTransfer:
-        return copy_chunk(src, dst, src * ranks + dst)
-
-    steps = [[transfer(src, (src + shift) % ranks) for src in range(ranks)] for shift in range(1, ranks)]
+    pairs_of_step = ([(src, (src + shift) % ranks) for src in range(ranks)] for shift in range(1, ranks))
+    steps = [[copy_chunk(src, dst, src * ranks + dst) for src, dst in pairs] for pairs in pairs_of_step]
     return collective_program("all-to-all", "pairwise", ranks, steps=steps)
 
 

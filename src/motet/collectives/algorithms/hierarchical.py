@@ -50,21 +50,21 @@ def all_gather_hierarchical(ranks: int, hosts: int | None = None) -> Program:
     count, size = hosts_and_ranks_per_host(ranks, hosts)
     rails = [range(local, ranks, size) for local in range(size)]
     across = parallel_steps([steps_on_ranks(all_gather_ring(count), rail, rail) for rail in rails] if count > 1 else [])
-    inside: list[tuple[Step, ...]] = []
-    if size > 1:
-        for host in range(count):
-            members = range(host * size, (host + 1) * size)
-            inside += [_expand_to_all_hosts(steps_on_ranks(all_gather_ring(size), members, range(size)), count, size)]
+    inside = [
+        _expand_to_all_hosts(
+            steps_on_ranks(all_gather_ring(size), range(host * size, (host + 1) * size), range(size)), count, size
+        )
+        for host in range(count if size > 1 else 0)
+    ]
     return collective_program("all-gather", "hierarchical", ranks, steps=[*across, *parallel_steps(inside)])
 
 
 def _expand_to_all_hosts(steps: tuple[Step, ...], count: int, size: int) -> tuple[Step, ...]:
     """Chunk i of a host's ring stands for the chunks of all ranks with local rank i."""
-
-    def expand(t: ChunkTransfer) -> list[ChunkTransfer]:
-        return [t._replace(first=chunk, last=chunk) for chunk in range(t.first, count * size, size)]
-
-    return tuple(tuple(expanded for t in step for expanded in expand(t)) for step in steps)
+    return tuple(
+        tuple(t._replace(first=chunk, last=chunk) for t in step for chunk in range(t.first, count * size, size))
+        for step in steps
+    )
 
 
 def _reduce_scatter_cost(ranks: int, hosts: int | None = None) -> AlphaBetaGammaCost:

@@ -128,40 +128,33 @@ def find_algorithm(collective: str, name: str) -> Algorithm:
 
 def build(collective: str, algorithm: str, ranks: int, **options: object) -> Program:
     """The Program of an algorithm, whose options may be `root`, `pieces`, `hosts`, `dims`, `src` and `dst`."""
-    entry = find_algorithm(collective, algorithm)
-    entry.check_ranks(ranks)
-    return entry.build(ranks, **_check_options(entry, options))
+    entry, checked = _find_checked(collective, algorithm, ranks, options=options)
+    return entry.build(ranks, **checked)
 
 
 def closed_form(collective: str, algorithm: str, ranks: int, **options: object) -> AlphaBetaGammaCost:
     """The cost of the algorithm on a uniform network."""
-    entry = find_algorithm(collective, algorithm)
-    entry.check_ranks(ranks)
-    checked = _check_options(entry, options)
+    entry, checked = _find_checked(collective, algorithm, ranks, options=options)
     cost_parameters = inspect.signature(entry.cost).parameters
     return entry.cost(ranks, **{name: value for name, value in checked.items() if name in cost_parameters})
 
 
-def _check_options(entry: Algorithm, options: dict[str, object]) -> dict[str, object]:
-    for name in options:
-        if name not in entry.options:
-            has = f"has the options {', '.join(entry.options)}" if entry.options else "has no options"
-            raise InputError(f"{entry.collective}/{entry.name} has no option {name!r}; it {has}")
-        _check_option_value(name, options[name])
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _check_option_value(name: str, value: object) -> None:
-    if value is None:
-        return
-    check_input(
-        name != "dims" or (isinstance(value, list | tuple) and value and all(map(_is_integer, value))),
-        f"dims: {value!r} are no whole numbers; give them as in dims=(4, 4)",
-    )
-    check_input(
-        name not in ("root", "pieces", "hosts", "src", "dst") or _is_integer(value),
-        f"{name}: {value!r} is no whole number; give one, as in {name}=1",
-    )
+def _find_checked(
+    collective: str, name: str, ranks: int, *, options: dict[str, object]
+) -> tuple[Algorithm, dict[str, object]]:
+    """An algorithm, if it supports these ranks and has these options, and the options that are not None."""
+    entry = find_algorithm(collective, name)
+    entry.check_ranks(ranks)
+    has = f"has the options {', '.join(entry.options)}" if entry.options else "has no options"
+    for option, value in options.items():
+        check_input(option in entry.options, f"{collective}/{name} has no option {option!r}; it {has}")
+        if option == "dims":
+            is_valid = value is None or (isinstance(value, list | tuple) and value and all(map(_is_integer, value)))
+            check_input(is_valid, f"dims: {value!r} are no whole numbers; give them as in dims=(4, 4)")
+        elif option in ("root", "pieces", "hosts", "src", "dst"):
+            is_valid = value is None or _is_integer(value)
+            check_input(is_valid, f"{option}: {value!r} is no whole number; give one, as in {option}=1")
+    return entry, {option: value for option, value in options.items() if value is not None}
 
 
 def _is_integer(value: object) -> bool:

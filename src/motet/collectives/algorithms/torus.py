@@ -42,13 +42,11 @@ def _torus_dims(ranks: int, dims: Dims, axes: int | None) -> tuple[int, ...]:
 def _torus_all_reduce(name: str, ranks: int, lengths: Sequence[int]) -> Program:
     """An all-reduce in 2 n parts, each of which starts along another dimension or direction, so that all links work."""
     axes = len(lengths)
-    parts: list[list[tuple[Step, ...]]] = []
-    for part_id in range(2 * axes):
-        axis_order = [(axis + part_id // 2) % axes for axis in range(axes)]
-        offset = part_id * ranks
-        parts.append(
-            _all_gather_phases(lengths, axis_order, offset, line_all_gather=all_gather_ring, backwards=part_id % 2 == 1)
-        )
+    orders = [[(axis + part_id // 2) % axes for axis in range(axes)] for part_id in range(2 * axes)]
+    parts = [
+        _all_gather_phases(lengths, order, part_id * ranks, line_all_gather=all_gather_ring, backwards=part_id % 2 == 1)
+        for part_id, order in enumerate(orders)
+    ]
     # The parts change dimension together, so that no two parts use the same link.
     gathered = [step for phases in zip(*parts, strict=True) for step in parallel_steps(phases)]
     ports = sum(1 if d == 2 else 2 for d in lengths)
@@ -85,7 +83,7 @@ def _all_gather_phases(
         lines = []
         for rank in range(ranks):
             if _coordinate(rank, axis, lengths) == 0:
-                members = [_rank_at_coordinate(rank, axis, n, lengths=lengths) for n in range(length)]
+                members = [rank + n * prod(lengths[axis + 1 :]) for n in range(length)]
                 first = _index_in_axis_order(rank, order, lengths) // (width * length) * width * length + offset
                 lines.append(_place_line(line, members, first=first, width=width, backwards=backwards))
         phases.append(parallel_steps(lines))
@@ -113,15 +111,9 @@ def _coordinate(rank: int, axis: int, lengths: Sequence[int]) -> int:
     return rank // prod(lengths[axis + 1 :]) % lengths[axis]
 
 
-def _rank_at_coordinate(rank: int, axis: int, coordinate: int, *, lengths: Sequence[int]) -> int:
-    return rank + (coordinate - _coordinate(rank, axis, lengths)) * prod(lengths[axis + 1 :])
-
-
 def _index_in_axis_order(rank: int, order: Sequence[int], lengths: Sequence[int]) -> int:
-    index = 0
-    for axis in order:
-        index = index * lengths[axis] + _coordinate(rank, axis, lengths)
-    return index
+    sizes = [lengths[axis] for axis in order]
+    return sum(_coordinate(rank, axis, lengths) * prod(sizes[n + 1 :]) for n, axis in enumerate(order))
 
 
 @algorithm("all-reduce", "torus", cost=_torus_cost(None))

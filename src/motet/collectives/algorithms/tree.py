@@ -5,7 +5,7 @@ from fractions import Fraction
 
 from motet.collectives.algorithms.direct import gather_from_scatter
 from motet.collectives.algorithms.rank_grouping import doubling_rounds
-from motet.collectives.algorithms.registry import AlphaBetaGammaCost, algorithm, doubling_cost, messages
+from motet.collectives.algorithms.registry import algorithm, doubling_cost, messages
 from motet.collectives.algorithms.ring import all_gather_ring
 from motet.collectives.compose import collective_program, concatenate, reverse
 from motet.collectives.program import ChunkTransfer, Program, copy_chunk, transfers_for
@@ -34,11 +34,9 @@ def reduce_tree(ranks: int, root: int = 0) -> Program:
     return reverse(broadcast_tree(ranks, root), "reduce")
 
 
-def _all_reduce_cost(ranks: int) -> AlphaBetaGammaCost:
-    return messages(doubling_rounds(ranks), reduced=True) + messages(doubling_rounds(ranks))
-
-
-@algorithm("all-reduce", "tree", cost=_all_reduce_cost)
+@algorithm(
+    "all-reduce", "tree", cost=lambda n: messages(doubling_rounds(n), reduced=True) + messages(doubling_rounds(n))
+)
 def all_reduce_tree(ranks: int, root: int = 0) -> Program:
     """Reduce to the root of a binomial tree, then broadcast from it."""
     return concatenate(reduce_tree(ranks, root), broadcast_tree(ranks, root), "all-reduce", "tree")

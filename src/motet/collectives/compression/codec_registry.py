@@ -38,14 +38,10 @@ def parse_codec(text: str) -> Codec:
     return codec_class(**options)
 
 
-def _parse_bool(value: str) -> bool:
-    return {"true": True, "false": False}[value.lower()]
-
-
 _OPTION_PARSERS: dict[object, tuple[Callable[[str], object], str]] = {
     int: (int, "a whole number"),
     float: (float, "a number"),
-    bool: (_parse_bool, "true or false"),
+    bool: (lambda value: {"true": True, "false": False}[value.lower()], "true or false"),
 }
 
 

@@ -185,12 +185,14 @@ def time_curves(
     by_name: dict[str, list[CostedAlgorithm]] = {}
     for candidate in costed_algorithms(collective, cluster, names):
         by_name.setdefault(candidate.algorithm, []).append(candidate)
-    sweep = []
-    for name, variants in by_name.items():
-        best = [min(variants, key=lambda candidate: candidate.seconds(size)) for size in sizes]
-        seconds = tuple(candidate.seconds(size) for candidate, size in zip(best, sizes, strict=True))
-        sweep.append(AlgorithmTimeCurve(name, seconds, tuple(best)))
-    return sweep
+    best = {
+        name: [min(variants, key=lambda candidate: candidate.seconds(size)) for size in sizes]
+        for name, variants in by_name.items()
+    }
+    return [
+        AlgorithmTimeCurve(name, tuple(map(CostedAlgorithm.seconds, candidates, sizes)), tuple(candidates))
+        for name, candidates in best.items()
+    ]
 
 
 def crossovers(

@@ -6,6 +6,7 @@ The proof is exact: it holds for every input. `prove_program` returns what it le
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 from motet.collectives.program import ChunkTransfer, Contributors, Program, Step, group_by_pair
@@ -95,12 +96,10 @@ def _apply_to_orders(orders: list[dict[int, int]], step: Step) -> None:
 
 
 def _check_ports(step: Step, ports: int) -> None:
-    sent: dict[int, list[int]] = {}
-    received: dict[int, list[int]] = {}
-    for src, dst in group_by_pair(step):
-        sent.setdefault(src, []).append(dst)
-        received.setdefault(dst, []).append(src)
-    for verb, peers_of_rank in (("sends to", sent), ("receives from", received)):
+    for verb, rank_index in (("sends to", 0), ("receives from", 1)):
+        peers_of_rank: dict[int, list[int]] = {}
+        for pair in group_by_pair(step):
+            peers_of_rank.setdefault(pair[rank_index], []).append(pair[1 - rank_index])
         for rank, peers in peers_of_rank.items():
             if len(peers) > ports:
                 names = ", ".join(map(str, peers))
@@ -197,8 +196,6 @@ def _issue_order(program: Program) -> list[list[_Message]]:
     order: list[list[_Message]] = [[] for _ in range(program.ranks)]
     for step_index, step in enumerate(program.steps):
         messages = [(step_index, src, dst) for src, dst in group_by_pair(step)]
-        for message in messages:
-            order[message[1]].append(message)
-        for message in messages:
-            order[message[2]].append(message)
+        for end, message in product((1, 2), messages):
+            order[message[end]].append(message)
     return [queue[::-1] for queue in order]
