@@ -29,8 +29,7 @@ def made(devices: int, hosts: int = 1, inside: dict[str, Any] | None = None, **b
 def torus(*dims: int, wrap: bool = True) -> Cluster:
     """A torus or a mesh whose wires delay nothing."""
     port = NetworkLink(with_origin(1), with_origin(1), is_port=True)
-    wire = NetworkLink(with_origin(0), with_origin(1))
-    network = TorusNetwork(dims, (wrap,) * len(dims), port, wire)
+    network = TorusNetwork(dims, (wrap,) * len(dims), port, NetworkLink(with_origin(0), with_origin(1)))
     return Cluster("torus", network.ranks, 1, network, with_origin(0))
 
 
@@ -69,8 +68,7 @@ def check_routes(cluster: Cluster) -> None:
         assert cluster.latency_s(src, src) == 0
         for dst in set(range(cluster.ranks)) - {src}:
             route = cluster.route(src, dst)
-            ports = [name for name in route if cluster.link(name).is_port]
-            assert ports == [route[0], route[-1]]
+            assert [name for name in route if cluster.link(name).is_port] == [route[0], route[-1]]
             assert len(set(route)) == len(route)
             assert len(route) == len(cluster.route(dst, src))
             assert cluster.latency_s(src, dst) == pytest.approx(cluster.latency_s(dst, src))
@@ -127,8 +125,7 @@ def test_all_share_one_bus() -> None:
 
 def test_devices_share_nics() -> None:
     cluster = made(8, 2, kind="switch", nics=2)
-    nics = [cluster.route(src, 8)[1] for src in range(8)]
-    assert nics == ["net/nic0.up"] * 4 + ["net/nic1.up"] * 4
+    assert [cluster.route(src, 8)[1] for src in range(8)] == ["net/nic0.up"] * 4 + ["net/nic1.up"] * 4
 
 
 def test_rails_stay_under_their_leaf() -> None:

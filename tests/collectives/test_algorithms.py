@@ -77,8 +77,7 @@ def test_a_ring_moves_what_theory_says() -> None:
 
 @pytest.mark.parametrize("name", ["recursive-doubling", "halving-doubling"])
 def test_butterflies_meet_every_partner_at_a_distance_of_a_power_of_two(name: str) -> None:
-    built = build("all-reduce", name, 16)
-    distances = [{t.src ^ t.dst for t in step} for step in built.steps]
+    distances = [{t.src ^ t.dst for t in step} for step in build("all-reduce", name, 16).steps]
     assert all(len(distance) == 1 for distance in distances)
     assert {one for distance in distances for one in distance} == {1, 2, 4, 8}
 

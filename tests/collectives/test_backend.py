@@ -36,14 +36,13 @@ def reductions(place: RankEnvironment) -> None:
     with motet_group(place):
         for count in SIZES:
             everybody = torch.stack([values(rank, count) for rank in range(place.world)]).double()
-            expected = {
+            for op, result in {
                 dist.ReduceOp.SUM: everybody.sum(0),
                 dist.ReduceOp.AVG: everybody.sum(0) / place.world,
                 dist.ReduceOp.PRODUCT: everybody.prod(0),
                 dist.ReduceOp.MIN: everybody.amin(0),
                 dist.ReduceOp.MAX: everybody.amax(0),
-            }
-            for op, result in expected.items():
+            }.items():
                 mine = values(place.rank, count)
                 dist.all_reduce(mine, op=op)
                 torch.testing.assert_close(mine, result.float())
@@ -223,12 +222,10 @@ def called_when_done(place: RankEnvironment) -> None:
             made: list[Tensor] = work.get_future().wait()
             return made
 
-        mine = torch.full((4,), float(place.rank + 1))
-        work = dist.all_reduce(mine, async_op=True)
+        work = dist.all_reduce(torch.full((4,), float(place.rank + 1)), async_op=True)
         assert work is not None
         after = work.get_future().then(again).then(again)
-        total = sum(range(1, place.world + 1)) * place.world**2
-        assert after.wait()[0].tolist() == [float(total)] * 4
+        assert after.wait()[0].tolist() == [float((sum(range(1, place.world + 1)) * place.world**2))] * 4
 
 
 def messages(place: RankEnvironment) -> None:
@@ -253,8 +250,7 @@ def messages(place: RankEnvironment) -> None:
         dist.barrier()
         if rank == 0:
             got = torch.empty(2)
-            sources = {dist.recv(got) for _ in range(world - 1)}
-            assert sources == set(range(1, world))
+            assert {dist.recv(got) for _ in range(world - 1)} == set(range(1, world))
         else:
             dist.send(torch.full((2,), float(rank)), 0)
         dist.barrier()  # or a message of the batch could be received as one from any rank

@@ -134,8 +134,7 @@ def test_contributions_are_multiplied_before_the_sum(ranks: Ranks, world: int, k
 def divided(place: RankEnvironment) -> None:
     """Small integers, so float32 is exact: FSDP multiplies before the sum in this dtype alone."""
     with motet_group(place):
-        layer = nn.Linear(4, 6, bias=False)
-        sharded: Any = fully_shard(layer, mesh=init_device_mesh("cpu", (place.world,)))
+        sharded: Any = fully_shard(nn.Linear(4, 6, bias=False), mesh=init_device_mesh("cpu", (place.world,)))
         sharded.set_gradient_divide_factor(8.0)
         sharded(torch.full((2, 4), place.rank + 1.0)).sum().backward()
         gradient = sharded.weight.grad

@@ -203,14 +203,12 @@ def test_messages_that_do_not_come_or_do_not_fit(ranks: Ranks) -> None:
 
 def uneven(place: RankEnvironment) -> str:
     with pytest.raises(CollectiveError) as raised, motet_group(place):
-        sizes = [2, 2] if place.rank else [1, 3]
-        dist.all_to_all_single(torch.empty(4), torch.ones(4), sizes, [2, 2])
+        dist.all_to_all_single(torch.empty(4), torch.ones(4), ([2, 2] if place.rank else [1, 3]), [2, 2])
     return str(raised.value)
 
 
 def test_split_sizes_that_do_not_match(ranks: Ranks) -> None:
-    sentences = ranks.run_places(2, uneven)
-    assert sentences[0] == "rank 0 in all-to-all: rank 0 has 2 elements for it, where it expects 1"
+    assert ranks.run_places(2, uneven)[0] == "rank 0 in all-to-all: rank 0 has 2 elements for it, where it expects 1"
 
 
 def refused(place: RankEnvironment) -> None:

@@ -34,8 +34,7 @@ def played(score: Program) -> list[Held]:
             for arrival in part.steps[number].received:
                 own = (begun if arrival.is_initial_value else made)[rank].get(arrival.chunk, Counter[int]())
                 total = own if arrival.op == "reduce" and arrival.adds_local_value else Counter[int]()
-                sources = arrival.sources if arrival.op == "reduce" else arrival.sources[-1:]
-                for source in sources:
+                for source in arrival.sources if arrival.op == "reduce" else arrival.sources[-1:]:
                     total = total + slots[source]
                 made[rank][arrival.chunk] = total
                 promised = max(
@@ -90,11 +89,10 @@ def test_a_step_that_replaces_what_came_waits() -> None:
 
 
 def test_only_sums_passed_on_are_widened() -> None:
-    widened = {
+    assert {
         name: plan_on_one_host(build("all-reduce", name, 4), 0).needs_wider_dtype
         for name in ("naive", "direct", "flat", "ring")
-    }
-    assert widened == {"naive": False, "direct": False, "flat": False, "ring": True}
+    } == {"naive": False, "direct": False, "flat": False, "ring": True}
 
 
 @pytest.mark.parametrize("name", ["direct", "ring", "hierarchical-sharded"])
@@ -105,12 +103,10 @@ def test_ranks_of_other_hosts_are_sent_what_they_fetch(name: str) -> None:
         for src in range(4):
             for dst in set(range(4)) - set(hosts[src // 2]):
                 sent = [post[1:] for post in lowered[src].steps[number].socket_sends if post[0] == dst]
-                fetched = [fetch[1:] for fetch in lowered[dst].steps[number].socket_receives if fetch[0] == src]
-                assert sent == fetched
+                assert sent == [fetch[1:] for fetch in lowered[dst].steps[number].socket_receives if fetch[0] == src]
     assert (
         sum(len(part.socket_sends) for rank in lowered for part in rank.steps)
         == {"direct": 16, "ring": 12, "hierarchical-sharded": 8}[name]
     )
     first = lowered[1].steps[0]
-    local = {source for arrival in first.received for source, _ in arrival.sources if source >= 0}
-    assert local == set(first.sources)
+    assert {source for arrival in first.received for source, _ in arrival.sources if source >= 0} == set(first.sources)

@@ -106,8 +106,7 @@ def test_unknown_dtypes_are_refused(codec: Codec) -> None:
 
 
 def test_index_bytes() -> None:
-    edges = (1, 2**16, 2**16 + 1, 2**31, 2**31 + 1)
-    assert [index_bytes(numel) for numel in edges] == [2, 2, 4, 4, 8]
+    assert [index_bytes(numel) for numel in (1, 2**16, 2**16 + 1, 2**31, 2**31 + 1)] == [2, 2, 4, 4, 8]
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -91,8 +91,7 @@ def test_a_float64_beyond_float32_is_not_hidden() -> None:
 @pytest.mark.parametrize("size", [1e-42, 1e-30, 1e30, 3e38])
 @pytest.mark.parametrize("text", ["int8", "int8:rounding=stochastic", "int4:levels=quantile", "float8", "sign"])
 def test_sizes_at_the_edges_of_float32(text: str, size: float) -> None:
-    tensor = torch.tensor([size, -size, 0.0, size])
-    arrived = passed(parse_codec(text), tensor)
+    arrived = passed(parse_codec(text), torch.tensor([size, -size, 0.0, size]))
     assert arrived[[0, 1, 3]].sign().tolist() == [1, -1, 1]
     assert arrived.abs().max() == pytest.approx(size * (0.75 if text == "sign" else 1), rel=1e-3)
 
@@ -179,8 +178,7 @@ def test_random_k_has_no_bias(keep: float) -> None:
     codec = RandomKCodec(keep)
     draws = torch.stack([passed(codec, tensor, seed) for seed in range(4000)]).double()
     assert draws.count_nonzero(1).unique().tolist() == [round(keep * 50)]
-    away = (draws.mean(0) - tensor).abs()
-    assert (away < 5 * draws.std(0) / math.sqrt(len(draws)) + 1e-6).all()
+    assert ((draws.mean(0) - tensor).abs() < 5 * draws.std(0) / math.sqrt(len(draws)) + 1e-6).all()
     as_it_is = passed(RandomKCodec(keep, unbiased=False), tensor)
     assert torch.equal(as_it_is, torch.where(as_it_is != 0, tensor, 0))
 
@@ -201,8 +199,7 @@ def test_power_sgd_is_exact_up_to_its_rank() -> None:
     for tensor in (matrix, matrix.view(30, 5, 8)):
         torch.testing.assert_close(passed(PowerSGDCodec(3), tensor), tensor, rtol=1e-4, atol=1e-4)
     lost = (passed(PowerSGDCodec(2), matrix) - matrix).norm() / matrix.norm()
-    best = torch.linalg.svdvals(matrix)[2] / matrix.norm()
-    assert best <= lost < 1
+    assert (torch.linalg.svdvals(matrix)[2] / matrix.norm()) <= lost < 1
 
 
 def test_power_sgd_sends_what_it_cannot_make_smaller() -> None:

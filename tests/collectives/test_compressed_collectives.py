@@ -80,8 +80,7 @@ def check(text: str, shape: tuple[int, ...], dtype: torch.dtype, results: list[R
 @pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.proof)])
 def test_nearly_the_sum(ranks: Ranks, world: int) -> None:
     cases = [(text, shape, dtype) for text in TEXTS for shape in SHAPES for dtype in DTYPES]
-    results = ranks.run(world, reduce_all, cases)
-    for case, *of_ranks in zip(cases, *results, strict=True):
+    for case, *of_ranks in zip(cases, *ranks.run(world, reduce_all, cases), strict=True):
         check(*case, of_ranks)
 
 
@@ -187,23 +186,19 @@ def sparse_sums(group: RankGroup, cases: list[tuple[list[int], int]]) -> list[tu
     """Rank r gives counts[r] elements; one index is given by all."""
     results = []
     for counts, numel in cases:
-        draw = torch.Generator().manual_seed(group.rank)
-        indices = torch.randperm(numel, generator=draw)[: counts[group.rank]]
+        indices = torch.randperm(numel, generator=torch.Generator().manual_seed(group.rank))[: counts[group.rank]]
         values = torch.arange(1.0, len(indices) + 1)
         counters = Counters()
         with trace.install_sink(counters):
             total = compressed_collectives.sum_sparse(indices, values, numel, group)
-        mine = torch.zeros(numel).index_put((indices,), values)
-        results.append((torch.stack([total, mine]), dict(counters.counts)))
+        results.append((torch.stack([total, torch.zeros(numel).index_put((indices,), values)]), dict(counters.counts)))
     return results
 
 
 def test_sparse_sums_of_any_counts(ranks: Ranks) -> None:
-    cases = [([3, 0, 5], 1000), ([0, 0, 0], 10), ([40, 1, 1], 50), ([7, 7, 9], 70_000)]
-    results = ranks.run(3, sparse_sums, cases)
+    results = ranks.run(3, sparse_sums, [([3, 0, 5], 1000), ([0, 0, 0], 10), ([40, 1, 1], 50), ([7, 7, 9], 70_000)])
     told = 2 * 8  # the counts
-    traffic = [2 * 5 * 6, 0, None, 2 * 9 * 8]
-    for sent, of_ranks in zip(traffic, zip(*results, strict=True), strict=True):
+    for sent, of_ranks in zip([2 * 5 * 6, 0, None, 2 * 9 * 8], zip(*results, strict=True), strict=True):
         exact = torch.stack([both[1] for both, _ in of_ranks]).sum(0)
         for both, counted in of_ranks:
             assert torch.equal(both[0], exact)

@@ -47,8 +47,7 @@ def _two_level(hosts: int, each: int, inside_Bps: float, uplink_Bps: float) -> C
 
 def test_messages_that_share_a_link_wait_for_each_other() -> None:
     """Both ranks of a host use its uplink in an all-to-all step of distance 2, which takes twice as long."""
-    cluster = _two_level(2, 2, 100e9, 1e9)
-    pairwise = estimate_cost(build("all-to-all", "pairwise", 4), cluster)
+    pairwise = estimate_cost(build("all-to-all", "pairwise", 4), _two_level(2, 2, 100e9, 1e9))
     size = 400e6
     chunk_s = size / 4 / 1e9
     latency_s = 2 * 1e-5
@@ -92,8 +91,7 @@ def test_a_torus_algorithm_uses_the_wires_of_its_torus() -> None:
     torus = Cluster("torus", 16, 1, TorusNetwork((4, 4), (True, True), port, wire), _figure(0.0))
     best = cheapest("all-reduce", 64 * MIB, torus)
     assert str(best) == "torus-2d dims=4x4"
-    ring_s = 2 * 15 / 16 * 64 * MIB / 10e9
-    assert float(best.cost.seconds(64 * MIB)) == pytest.approx(ring_s / 4)
+    assert float(best.cost.seconds(64 * MIB)) == pytest.approx((2 * 15 / 16 * 64 * MIB / 10e9) / 4)
 
 
 @pytest.mark.parametrize(
@@ -116,8 +114,7 @@ def test_the_free_torus_is_tried_where_no_other_fits(dims: tuple[int, ...], best
 
 
 def test_of_decompositions_that_cost_the_same_the_whole_comes_first() -> None:
-    free = uniform_cluster(8, 0.0, 25e9)
-    found = decompositions("all-reduce", 2**26, free)
+    found = decompositions("all-reduce", 2**26, uniform_cluster(8, 0.0, 25e9))
     equals = [d for d in found if d.seconds <= min(d.seconds for d in found) * TIE_RATIO]
     assert len(equals) > 1
     assert found[0].kind == "undivided" == equals[0].kind
@@ -149,8 +146,7 @@ def test_auto_never_picks_what_lets_replicas_drift_apart() -> None:
 
 
 def test_chunks_of_unequal_sizes_cost_what_they_weigh() -> None:
-    ring = build("broadcast", "pipelined-ring", 3, pieces=2)
-    uneven = replace(ring, sizes=(3, 1))
+    uneven = replace(build("broadcast", "pipelined-ring", 3, pieces=2), sizes=(3, 1))
     network = uniform_cluster(3, Fraction(0), Fraction(1))
     assert [step.seconds(Fraction(8)) for step in estimate_cost(uneven, network).steps] == [6, 6, 2]
 
@@ -169,8 +165,7 @@ def test_bus_bandwidth_is_counted_as_nccl_tests_do() -> None:
 @pytest.mark.parametrize("collective", collective_names())
 @pytest.mark.parametrize("ranks", [2, 6, 8])
 def test_every_decomposition_is_the_same_collective(collective: str, ranks: int) -> None:
-    cluster = cluster_for_ranks(UNIFORM, ranks)
-    found = decompositions(collective, MIB, cluster)
+    found = decompositions(collective, MIB, cluster_for_ranks(UNIFORM, ranks))
     assert [d.seconds for d in found] == sorted(d.seconds for d in found)
     assert "undivided" in {d.kind for d in found}
     whole = build(collective, algorithm_names(collective)[0], ranks)

@@ -66,8 +66,7 @@ def test_the_plot_shows_the_cheapest_in_capitals() -> None:
     found = time_curves("all-reduce", NET, SIZES, names)
     (crossed,) = crossovers("all-reduce", NET, SIZES[0], SIZES[-1], names)
     lines = ascii_plot(found, SIZES, [crossed])
-    field = [line[12:].ljust(64) for line in lines[:16]]
-    columns = ["".join(column) for column in zip(*field, strict=True)]
+    columns = ["".join(column) for column in zip(*[line[12:].ljust(64) for line in lines[:16]], strict=True)]
     at = lines[17].index("^") - 12
     assert SIZES[at - 1] < crossed.size < SIZES[at + 1]
     assert all("A" in column and "B" not in column for column in columns[:at])
@@ -93,8 +92,7 @@ def test_the_picture_has_all_curves_inside_and_all_crossovers() -> None:
 
 def test_times_that_are_one_power_of_ten_can_be_drawn() -> None:
     sizes = log_spaced_sizes(1, 4096, 5)
-    same = time_curves("send", uniform_cluster(2, 1e-4, 1e30), sizes)
-    root = ET.fromstring(cost_plot_svg("alike", same, sizes, []))
+    root = ET.fromstring(cost_plot_svg("alike", time_curves("send", uniform_cluster(2, 1e-4, 1e30), sizes), sizes, []))
     assert "nan" not in ET.tostring(root, encoding="unicode")
 
 

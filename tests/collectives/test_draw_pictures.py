@@ -50,8 +50,7 @@ def test_every_cell_and_every_chunk_that_moves_is_drawn(collective: str, name: s
 
 
 def test_cells_say_what_they_hold() -> None:
-    made = build("all-reduce", "ring", 4)
-    words = re.findall(r'data-words="([^"]*)"', program_svg(made, only_steps=(2,)))
+    words = re.findall(r'data-words="([^"]*)"', program_svg(build("all-reduce", "ring", 4), only_steps=(2,)))
     assert words[0] == "rank 0, chunk 0: from ranks 0-3, as it must be at the end"
     assert words[1] == "rank 0, chunk 1: from ranks 0,2,3"
     assert len(words) == 16

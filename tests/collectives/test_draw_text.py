@@ -67,8 +67,7 @@ def test_the_text_can_be_read_back(collective: str, name: str) -> None:
     for block, after, step in zip(blocks[1:], played(made), [(), *made.steps], strict=True):
         written = {(t.dst, chunk) for t in step for chunk in t.chunks}
         for rank, line in enumerate(block.splitlines()[2:]):
-            cells = re.split(r" {2,}", line.strip())[-made.chunks :]
-            for chunk, cell in enumerate(cells):
+            for chunk, cell in enumerate(re.split(r" {2,}", line.strip())[-made.chunks :]):
                 assert cell.startswith("[") == ((rank, chunk) in written)
                 assert (cell == ".") == (chunk not in after[rank])
                 if cell != ".":
@@ -89,8 +88,7 @@ def test_what_is_sent_is_said_in_words() -> None:
 
 
 def test_many_chunks_are_named_in_groups() -> None:
-    made = build("all-to-all", "pairwise", 5)
-    start = program_text(made).split("\n\n")[1].splitlines()
+    start = program_text(build("all-to-all", "pairwise", 5)).split("\n\n")[1].splitlines()
     assert start[1].split() == ["rank", "then", "holds"]
     assert start[3].split(maxsplit=1) == ["1", "5-9: 1"]
 
@@ -114,8 +112,7 @@ def test_a_program_that_breaks_off_says_where_and_why() -> None:
 
 def test_a_contribution_that_is_there_twice_is_seen() -> None:
     made = build("all-reduce", "recursive-doubling", 2)
-    twice = replace(made, steps=made.steps * 2)
-    assert "[0,0,1,1]" in program_text(twice)
+    assert "[0,0,1,1]" in program_text(replace(made, steps=made.steps * 2))
 
 
 @pytest.mark.parametrize(

@@ -45,11 +45,10 @@ def test_sent_plus_last_error_is_given(text: str) -> None:
 
 def all_reduces(group: RankGroup, text: str, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
     feedback = ErrorFeedback(parse_codec(text), seed=1)
-    totals = [
+    return [
         feedback.all_reduce("w", gradient(step, group.rank).to(dtype), group, step).clone().double()
         for step in range(5)
-    ]
-    return totals, feedback.errors["w"].double()
+    ], feedback.errors["w"].double()
 
 
 @pytest.mark.parametrize("text", [*TEXTS, "topk:keep=0.9"])

@@ -42,8 +42,7 @@ HOW = [
 
 def numbers(rank: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """Small whole numbers, so that sums are exact in every dtype."""
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randint(1, 4, shape, generator=generator).to(dtype)
+    return torch.randint(1, 4, shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
 def every_call(group: RankGroup) -> None:
@@ -64,8 +63,7 @@ def every_call(group: RankGroup) -> None:
                 assert torch.equal(tensor, everyone.sum(0) if rank == root else everyone[rank])
     for algorithm in (None, "ring", "bruck", "recursive-halving"):
         output = torch.empty(2, 3)
-        whole = numbers(rank, 2 * world, 3, dtype=torch.float32)
-        reduce_scatter(output, whole, group, algorithm=algorithm)
+        reduce_scatter(output, numbers(rank, 2 * world, 3, dtype=torch.float32), group, algorithm=algorithm)
         wanted = torch.stack([numbers(r, 2 * world, 3) for r in range(world)]).sum(0)
         assert torch.equal(output.double(), wanted[2 * rank : 2 * rank + 2])
         if algorithm != "recursive-halving":
@@ -91,8 +89,7 @@ def roots_and_parts(group: RankGroup) -> None:
         parts = torch.arange(2 * world) + 100 * rank
         output = torch.empty_like(parts)
         all_to_all(output, parts, group, algorithm=algorithm)
-        wanted = [100 * r + 2 * rank + i for r in range(world) for i in range(2)]
-        assert output.tolist() == wanted
+        assert output.tolist() == [100 * r + 2 * rank + i for r in range(world) for i in range(2)]
     sizes = [[(3 * i + 5 * j) % 4 for j in range(world)] for i in range(world)]
     for algorithm in (None, "pairwise", "bruck", "hierarchical"):
         parts = torch.arange(sum(sizes[rank]), dtype=torch.bfloat16) + 32 * rank
@@ -178,8 +175,7 @@ def test_sums_of_a_step_are_rounded_once(ranks: Ranks) -> None:
 
 def groups_at_once(group: RankGroup) -> None:
     """Overlapping sub-groups whose ranks are in no simple relation to the global ones, all underway together."""
-    members = [[1, 3], [3, 0, 2], [2, 1, 0, 3]]
-    groups = [(ranks, dist.new_group(ranks, sort_ranks=False)) for ranks in members]
+    groups = [(ranks, dist.new_group(ranks, sort_ranks=False)) for ranks in [[1, 3], [3, 0, 2], [2, 1, 0, 3]]]
     works, tensors = [], []
     for ranks, made in groups:
         for algorithm in ("ring", "tree", "bidirectional-ring"):
@@ -234,8 +230,7 @@ def counted(group: RankGroup) -> dict[str, float]:
 
 def test_counters(ranks: Ranks) -> None:
     """24 bytes in two halves there and back, and a half of an all-gather; the size of what a backend does itself."""
-    counts = ranks.run(2, counted)[0]
-    assert counts == {
+    assert ranks.run(2, counted)[0] == {
         "all_reduce_bytes": 48, "all_gather_bytes": 24, "sent_bytes": 36, "messages": 3, "check_bytes": 24
     }  # fmt: skip
 

@@ -115,8 +115,7 @@ def test_every_algorithm_at_any_length(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
 def test_what_is_sent_is_what_the_program_sends(ranks: int) -> None:
     for made in every_program(ranks):
-        numel = 2 * sum(made.sizes)
-        parts = play(made, numel, in_place=True)
+        parts = play(made, (2 * sum(made.sizes)), in_place=True)
         assert [Fraction(elements_sent(part), 2 * made.message_size_units) for part in parts] == [
             made.send_fraction(rank) for rank in range(ranks)
         ]
@@ -125,16 +124,14 @@ def test_what_is_sent_is_what_the_program_sends(ranks: int) -> None:
 
 def test_scratch_of_the_ring() -> None:
     """A chunk that arrives cannot be added while it arrives; one that only passes through has to be somewhere."""
-    whole = [
+    assert [
         make_buffer_plan(build("all-reduce", "ring", 4), rank, 400, in_place=True).scratch_elements for rank in range(4)
-    ]
-    assert whole == [100] * 4
+    ] == [100] * 4
     # The sum of the last step grows in the output, so that the one before it is all that is elsewhere.
-    scatter = [
+    assert [
         make_buffer_plan(build("reduce-scatter", "ring", 4), rank, 400, in_place=False).scratch_elements
         for rank in range(4)
-    ]
-    assert scatter == [200] * 4
+    ] == [200] * 4
     assert make_buffer_plan(build("reduce-scatter", "ring", 2), 0, 400, in_place=False).scratch_elements == 0
     # Sums start in the input, so the first reduce lands in the output: nothing else is needed.
     assert [
@@ -149,14 +146,13 @@ def test_copies_land_in_place(name: str) -> None:
         for rank in range(ranks):
             part = make_buffer_plan(build("all-gather", name, ranks), rank, 64 * ranks, in_place=False)
             packed = max((sum(pack.target.elements for pack in act.packs) for act in part.steps), default=0)
-            landed = max(
+            assert part.scratch_elements <= packed + max(
                 (
                     sum(r.buffer_slice.elements for r in act.receives if r.buffer_slice.buffer == "scratch")
                     for act in part.steps
                 ),
                 default=0,
             )
-            assert part.scratch_elements <= packed + landed
             if name in ("ring", "direct", "line"):
                 assert part.scratch_elements == 0
 

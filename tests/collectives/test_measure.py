@@ -53,8 +53,7 @@ def test_every_algorithm_is_right_and_sends_what_its_program_says(ranks: Ranks) 
 
 
 def test_a_wrong_result_is_noticed(ranks: Ranks) -> None:
-    complaints = ranks.run(2, wrong)
-    assert all("has a wrong result; the largest error is" in complaint for complaint in complaints)
+    assert all("has a wrong result; the largest error is" in complaint for complaint in ranks.run(2, wrong))
 
 
 def test_what_is_expected_is_the_sum_of_the_contributors() -> None:

@@ -89,8 +89,7 @@ def test_reading_what_has_not_arrived() -> None:
 
 def test_a_chunk_in_the_wrong_place() -> None:
     swapped = build("all-to-all", "pairwise", 3)
-    first = swapped.steps[0][0]
-    astray = replace(swapped, steps=((first._replace(dst=2), *swapped.steps[0][2:]), *swapped.steps[1:]))
+    astray = replace(swapped, steps=((swapped.steps[0][0]._replace(dst=2), *swapped.steps[0][2:]), *swapped.steps[1:]))
     with pytest.raises(UnprovenCollectiveError, match=r"chunk 1 of rank 1 has not arrived"):
         prove_program(astray)
 

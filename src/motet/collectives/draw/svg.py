@@ -277,14 +277,14 @@ def _arrow_paths(path: str, tip: str, op: str, chunk: int | None) -> str:
     return f'{line}<path class="tip t{colour}" d="{tip}"/>'
 
 
-_LEGEND_HEIGHT, _MIN_WIDTH = 34, 940
+_LEGEND_HEIGHT, _MIN_PAGE_WIDTH = 34, 940
 
 
 def program_html(program: Program) -> str:
     """The HTML of the page, from the template draw_page.html."""
     check_drawable_size(program)
     geometry = SvgPanelGeometry(program)
-    width, height = max(geometry.width, _MIN_WIDTH), geometry.height + _LEGEND_HEIGHT
+    width, height = max(geometry.width, _MIN_PAGE_WIDTH), geometry.height + _LEGEND_HEIGHT
     svg_parts = [
         svg_opening(width + 2, height + 2, program_title(program), role="group"),
         svg_legend(geometry, 8, 18),
