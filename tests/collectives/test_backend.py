@@ -225,7 +225,7 @@ def called_when_done(place: RankEnvironment) -> None:
         work = dist.all_reduce(torch.full((4,), float(place.rank + 1)), async_op=True)
         assert work is not None
         after = work.get_future().then(again).then(again)
-        assert after.wait()[0].tolist() == [float((sum(range(1, place.world + 1)) * place.world**2))] * 4
+        assert after.wait()[0].tolist() == [float(sum(range(1, place.world + 1)) * place.world**2)] * 4
 
 
 def messages(place: RankEnvironment) -> None:
