@@ -158,7 +158,7 @@ def branches(group: RankGroup, zero: int, parts: int) -> dict[str, torch.Tensor]
             updater.sharded_parameters.end_backward()
     flat = {name: torch.zeros(piece.shape.numel(), dtype=torch.float64) for name, piece in found(updater).items()}
     for name, piece in found(updater).items():
-        if updater.sharded_parameters.contributes_to_norm:
+        if updater.sharded_parameters.mesh.contributes_to_norm:
             flat[name][piece.start : piece.start + piece.values.numel()] = piece.values
         if group.process_group is not None and zero:
             dist.all_reduce(flat[name], group=group.process_group)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import motet
 from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
-from motet.parallel.data_parallel.sharded_parameters import LocalShard
+from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.process.process_group import RankGroup
 from motet.train.engine import TrainingEngine
 from motet.train.state import newest_checkpoint
@@ -165,7 +165,7 @@ def sent_and_owed(group: RankGroup, case: Case, parts: int, count: int) -> tuple
             out[first : first + piece.values.numel()] += piece.values
     rows = [
         part.values
-        for name, part in spread.compression_state().items()
+        for name, part in spread.communicator.compression_state().items()
         if isinstance(part, LocalShard) and "errors" in name
     ]
     owed += rows[0] if rows else 0
@@ -218,7 +218,7 @@ def after_a_bad_step(group: RankGroup) -> list[bool]:
         for step in range(3):
             x = given(group.rank, step)
             finite.append(engine.step(x * float("inf") if step == 1 and group.rank == 0 else x).is_finite)
-        kept = engine.optimizer.sharded_parameters.compression_state().values()
+        kept = engine.optimizer.sharded_parameters.communicator.compression_state().values()
         finite.append(all(part.values.isfinite().all() for part in kept if isinstance(part, LocalShard)))
     return finite
 

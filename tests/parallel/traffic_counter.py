@@ -9,8 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from motet.core.trace import install_sink
 from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
-from motet.parallel.data_parallel.fsdp import FSDP2DataParallel
-from motet.parallel.data_parallel.sharded_parameters import ShardedParameters
+from motet.parallel.data_parallel.fsdp import FSDP2DataParallel, ShardedParameters
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.step_plan.traffic_and_memory import model_state_memory, sent_bytes_per_step
 from motet.precision.recipe import RECIPES

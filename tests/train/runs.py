@@ -11,8 +11,8 @@ import torch
 from motet.checkpoint.load import load_checkpoint
 from motet.checkpoint.manifest import read_manifest
 from motet.collectives.execute.api import all_reduce
+from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.data_parallel.fsdp import local_shard
-from motet.parallel.data_parallel.sharded_parameters import LocalShard
 from motet.parallel.process.process_group import RankGroup
 from motet.train.build import TrainingComponents, build_components, precision_context
 from motet.train.job import Job, load_job
@@ -107,7 +107,7 @@ def train(group: RankGroup, job: Job, steps: int | None = None) -> Trained:
             rates += rate
         spread = parts.optimizer.sharded_parameters
         masters = {
-            n: _whole(p, group, spread.contributes_to_norm)
+            n: _whole(p, group, spread.mesh.contributes_to_norm)
             for n, p in spread.local_shards(spread.local_masters).items()
         }
         return Trained(losses, norms, *parameters_and_gradients(parts), rates, masters)
@@ -118,10 +118,11 @@ def parameters_and_gradients(parts: TrainingComponents) -> tuple[dict[str, torch
     spread, group = parts.optimizer.sharded_parameters, parts.group
     spread.wait_for_pending()
     parameters = {
-        n: _whole(local_shard(p), group, spread.contributes_to_norm) for n, p in parts.model.module.named_parameters()
+        n: _whole(local_shard(p), group, spread.mesh.contributes_to_norm)
+        for n, p in parts.model.module.named_parameters()
     }
     gradients = {
-        n: _whole(piece, group, spread.contributes_to_norm)
+        n: _whole(piece, group, spread.mesh.contributes_to_norm)
         for n, piece in spread.local_shards(spread.local_gradients()).items()
     }
     return parameters, gradients

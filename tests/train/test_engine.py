@@ -78,7 +78,7 @@ def losses_of(group: RankGroup, layout: str, folder: str = "") -> tuple[list[flo
     held = {}
     for name, piece in spread.local_shards(spread.local_masters).items():
         held[name] = torch.zeros(piece.shape.numel(), dtype=torch.float64)
-        if spread.contributes_to_norm:
+        if spread.mesh.contributes_to_norm:
             held[name][piece.start : piece.start + piece.values.numel()] = piece.values
     return losses, held
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from motet.core.errors import InputError
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
-from motet.parallel.data_parallel.sharded_parameters import LocalShard
+from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.layout import Layout
 from motet.parallel.process.process_group import RankGroup
 from motet.precision.recipe import RECIPES

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from motet.core.batch import Batch
 from motet.core.errors import InputError, NumericalMismatchError
 from motet.monitor.events import ReplicaCheckDone, RunEnded, read_events
+from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.data_parallel.fsdp import local_shard
-from motet.parallel.data_parallel.sharded_parameters import LocalShard
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.parallel.process.process_group import RankGroup
 from motet.train.build import TrainingComponents, build_components, precision_context, run_rank

@@ -337,7 +337,7 @@ def build_optimizers(
         name: (shard.start, shard.start + shard.values.numel())
         for name, shard in parameters.local_shards(parameters.local_masters).items()
     }
-    check_rank_matches_plan(plan, step_group.rank, held_ranges, contributes_to_norm=parameters.contributes_to_norm)
+    check_rank_matches_plan(plan, step_group.rank, held_ranges, contributes_to_norm=parameters.mesh.contributes_to_norm)
     if replicas is None:
         return inner, None
     return inner, OuterOptimizer(module, parameters, replicas, settings=settings.outer, communication=communication)

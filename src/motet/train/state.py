@@ -19,8 +19,8 @@ from motet.checkpoint.save import save_checkpoint
 from motet.checkpoint.shard_boxes import CheckpointShard
 from motet.collectives.execute.api import sum_scalars
 from motet.core.errors import InputError, TrainingDivergedError
+from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.data_parallel.fsdp import local_shard
-from motet.parallel.data_parallel.sharded_parameters import LocalShard
 from motet.parallel.local_sgd.outer_optimizer import OuterOptimizer
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.process.rank_consistency import broadcast_buffers, persistent_buffers

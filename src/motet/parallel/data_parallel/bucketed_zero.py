@@ -5,7 +5,7 @@ Without shards every rank is a replica, and gradients are all-reduced.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from motet.collectives.execute.api import broadcast
 from motet.collectives.execute.work_queue import WorkHandle
 from motet.core import trace
 from motet.core.errors import InputError
-from motet.parallel.data_parallel.buckets import Bucket
 from motet.parallel.data_parallel.communication.communication_settings import (
     CommunicationSettings,
     resolve_codecs,
@@ -23,59 +22,11 @@ from motet.parallel.data_parallel.communication.communication_settings import (
 from motet.parallel.data_parallel.communication.communicator import DataParallelCommunicator
 from motet.parallel.data_parallel.communication.powersgd_matrices import bucket_reduction_specs
 from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh
-from motet.parallel.data_parallel.flat_parameters import FlatParameters, GradientBuffer
+from motet.parallel.data_parallel.flat_parameters import FlatParameters, GradientBuffer, LocalShard
 from motet.parallel.data_parallel.forward_prefetch import ParameterUsageTracker
-from motet.parallel.data_parallel.sharded_parameters import LocalShard
 from motet.parallel.data_parallel.zero import ZERO_STAGES, BucketsAndFSDPUnits, make_buckets
 from motet.parallel.layout import Layout
 from motet.precision.recipe import PrecisionRecipe
-
-
-def build_bucketed_data_parallel(
-    parameters: Mapping[str, tuple[int, nn.Parameter]],
-    recipe: PrecisionRecipe,
-    mesh: ShardReplicaMesh,
-    *,
-    layout: Layout,
-    settings: CommunicationSettings,
-) -> "BucketedDataParallel":
-    """Put parameters, name -> (optimizer group, parameter), on flat tensors that are sharded as the layout says."""
-    sizes = {name: (group, parameter.numel()) for name, (group, parameter) in parameters.items()}
-    named = {name: parameter for name, (_, parameter) in parameters.items()}
-    shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
-    buckets, group = make_buckets(sizes, layout, recipe, settings=settings), mesh.shard_group
-    gathers_gradients = uses_gradient_gather(settings, layout)
-    keeps_full_gradients = not ZERO_STAGES[layout.zero].gradients and layout.reproducible_batch_size is None
-    flat_parameters = FlatParameters(
-        named,
-        buckets,
-        [bucket.flat_slice if gathers_gradients else bucket.shard_slice(group.rank) for bucket in buckets],
-        recipe=recipe,
-        gradients=GradientBuffer(
-            buckets,
-            group.rank,
-            getattr(torch, recipe.reduce),
-            device=group.device,
-            keeps_full_gradients=keeps_full_gradients,
-        ),
-        separate_masters=resolve_codecs(settings, layout).parameters is not None,
-    )
-    shards = range(group.world if settings.compress_gradients else 0)
-    return BucketedDataParallel(
-        flat_parameters,
-        mesh,
-        DataParallelCommunicator(
-            mesh,
-            layout,
-            settings,
-            unsharded_specs=bucket_reduction_specs(buckets, None, shapes, dtype=recipe.reduce),
-            shard_specs=[bucket_reduction_specs(buckets, shard, shapes, dtype=recipe.reduce) for shard in shards],
-        ),
-        overlaps_backward=settings.overlap != "none",
-        keeps_full_gradients=keeps_full_gradients,
-        gathers_gradients=gathers_gradients,
-        bucket_ids={named[member.name]: i for i, bucket in enumerate(buckets) for member in bucket.members},
-    )
 
 
 @dataclass
@@ -86,45 +37,70 @@ class _PendingBucketReduce:
     is_scattered: bool = False  # The reduce-scatter has completed; `work` is the all-reduce over the replicas
 
 
-@dataclass
 class BucketedDataParallel:
     """Stages 0 to 2, and the communication of a step.
 
     Every rank communicates the buckets in the same order, whatever the order of its backward.
     """
 
-    flat_parameters: FlatParameters
-    mesh: ShardReplicaMesh
-    communicator: DataParallelCommunicator
-    overlaps_backward: bool
-    keeps_full_gradients: bool  # Reduced once a step; otherwise shards are reduced after every micro-batch
-    gathers_gradients: bool  # Gathers shards of the sums instead of parameters; then every rank updates everything
-    bucket_ids: Mapping[Tensor, int]
-    fetch_updates: Callable[[], None] = lambda: None  # Fetches updates that other processes do, such as servers
-    _pending_reduces: list[_PendingBucketReduce] = field(default_factory=list)
-    _ready_buckets: set[int] = field(default_factory=set)
-    _next_bucket: int = 0
-    _is_first_microbatch: bool = True
-    _is_last_microbatch: bool = True
-    _usage_tracker: ParameterUsageTracker | None = None
-    _gather_order: tuple[int, ...] = ()  # Order of gathers that overlap forward, once it is known
-    _pending_gathers: dict[int, WorkHandle] = field(default_factory=dict)
-    _pending_update: Callable[[Sequence[int]], None] | None = None  # Runs when gathered gradients arrive
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, tuple[int, nn.Parameter]],
+        recipe: PrecisionRecipe,
+        mesh: ShardReplicaMesh,
+        *,
+        layout: Layout,
+        settings: CommunicationSettings,
+    ) -> None:
+        """Put parameters, name -> (optimizer group, parameter), on flat tensors that are sharded as the layout says."""
+        named = {name: parameter for name, (_, parameter) in parameters.items()}
+        shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
+        sizes = {name: (optimizer_group, p.numel()) for name, (optimizer_group, p) in parameters.items()}
+        buckets, rank = make_buckets(sizes, layout, recipe, settings=settings), mesh.shard_group.rank
+        self.mesh, self._buckets = mesh, buckets
+        # Gathers shards of the sums instead of parameters; then every rank updates everything, as the sums arrive.
+        self.updates_on_arrival = uses_gradient_gather(settings, layout)
+        self.keeps_full_gradients = not ZERO_STAGES[layout.zero].gradients and layout.reproducible_batch_size is None
+        self._gradients = GradientBuffer(
+            buckets,
+            rank,
+            getattr(torch, recipe.reduce),
+            device=mesh.shard_group.device,
+            keeps_full_gradients=self.keeps_full_gradients,
+        )
         self._gradients.on_bucket_ready = self._on_bucket_ready
-
-    @property
-    def _buckets(self) -> tuple[Bucket, ...]:
-        return self.flat_parameters.buckets
-
-    @property
-    def _gradients(self) -> GradientBuffer:
-        return self.flat_parameters.gradients
+        self.flat_parameters = FlatParameters(
+            named,
+            buckets,
+            [bucket.flat_slice if self.updates_on_arrival else bucket.shard_slice(rank) for bucket in buckets],
+            recipe=recipe,
+            gradients=self._gradients,
+            separate_masters=resolve_codecs(settings, layout).parameters is not None,
+        )
+        shards = range(mesh.shard_group.world if settings.compress_gradients else 0)
+        self.communicator = DataParallelCommunicator(
+            mesh,
+            layout,
+            settings,
+            unsharded_specs=bucket_reduction_specs(buckets, None, shapes, dtype=recipe.reduce),
+            shard_specs=[bucket_reduction_specs(buckets, shard, shapes, dtype=recipe.reduce) for shard in shards],
+        )
+        self._overlaps_backward = settings.overlap != "none"
+        self._bucket_ids: dict[Tensor, int] = {named[m.name]: i for i, each in enumerate(buckets) for m in each.members}
+        # Fetches updates that other processes do, such as servers.
+        self.fetch_updates: Callable[[], None] = lambda: None
+        self._pending_reduces: list[_PendingBucketReduce] = []
+        self._ready_buckets: set[int] = set()
+        self._next_bucket = 0
+        self._is_first_microbatch = self._is_last_microbatch = True
+        self._usage_tracker: ParameterUsageTracker | None = None
+        self._gather_order: tuple[int, ...] = ()  # Order of gathers that overlap forward, once it is known
+        self._pending_gathers: dict[int, WorkHandle] = {}
+        self._pending_update: Callable[[Sequence[int]], None] | None = None  # Runs when gathered gradients arrive
 
     def enable_forward_prefetch(self, module: nn.Module) -> None:
         """After the first forward, let each module wait only for the buckets that it uses."""
-        self._usage_tracker = ParameterUsageTracker(module, self.bucket_ids, self._wait_for_bucket)
+        self._usage_tracker = ParameterUsageTracker(module, self._bucket_ids, self._wait_for_bucket)
 
     def begin_step(self) -> None:
         self.flat_parameters.check_storage_unchanged()
@@ -160,42 +136,40 @@ class BucketedDataParallel:
 
     @property
     def comm_units(self) -> BucketsAndFSDPUnits:
+        """Everything that a step communicates."""
         shapes = {name: tuple(shard.shape) for name, shard in self.local_shards(self.local_masters).items()}
         return BucketsAndFSDPUnits(self._buckets, shapes=shapes)
 
     @property
     def optimizer_groups(self) -> Sequence[int]:
+        """The optimizer group of each master."""
         return [each.optimizer_group for each in self.flat_parameters.optimizer_slices]
 
     @property
     def local_masters(self) -> Sequence[Tensor]:
+        """The tensors that this rank updates."""
         return [each.master for each in self.flat_parameters.optimizer_slices]
 
-    @property
-    def contributes_to_norm(self) -> bool:
-        return self.mesh.contributes_to_norm
-
-    @property
-    def updates_on_arrival(self) -> bool:
-        return self.gathers_gradients
-
     def local_gradients(self) -> Sequence[Tensor]:
+        """The gradients of the masters."""
         return [self._gradients.local_slice(each.flat_slice) for each in self.flat_parameters.optimizer_slices]
 
     def local_shards(self, tensors: Sequence[Tensor]) -> dict[str, LocalShard]:
+        """The shards of parameters in `tensors`, one for each master, by name."""
         return self.flat_parameters.local_shards(tensors)
 
-    def compression_state(self) -> dict[str, LocalShard | Tensor]:
-        return self.communicator.compression_state()
-
     def reduced_gradients(self) -> Sequence[Tensor]:
-        if not self.gathers_gradients:
-            return self.local_gradients()
-        return [self._gradients.shard(bucket_id) for bucket_id in range(len(self._buckets))]
+        """This rank's shards of the sums, each element once over the ranks that count; may be scaled in place."""
+        return (
+            [*map(self._gradients.shard, range(len(self._buckets)))]
+            if self.updates_on_arrival
+            else self.local_gradients()
+        )
 
     def update(self, update_masters: Callable[[Sequence[int]], None]) -> None:
+        """Update masters by their indices, and let every rank compute with the result."""
         self.wait_for_pending()
-        if self.gathers_gradients:
+        if self.updates_on_arrival:
             self._pending_update = update_masters
             self._start_gathers([self._gradients.bucket(bucket_id) for bucket_id in range(len(self._buckets))])
         else:
@@ -206,10 +180,11 @@ class BucketedDataParallel:
         """Cast this rank's masters, and gather the parameters that other ranks have updated."""
         self.wait_for_pending()
         self.flat_parameters.cast_masters()
-        if self.mesh.shard_group.world > 1 and not self.gathers_gradients:
+        if self.mesh.shard_group.world > 1 and not self.updates_on_arrival:
             self._start_gathers([self.flat_parameters.compute[bucket.flat_slice] for bucket in self._buckets])
 
     def load_assigned_values(self) -> None:
+        """Continue from values that were assigned to parameters, on all ranks alike."""
         if self._pending_gathers:
             raise InputError(
                 'load_assigned_values: with communication.overlap = "forward" some values were still arriving, and may '
@@ -218,6 +193,7 @@ class BucketedDataParallel:
         self.flat_parameters.load_assigned_values()
 
     def wait_for_pending(self) -> None:
+        """Wait until parameters and masters have the values of the last update or `sync_parameters`."""
         self.fetch_updates()
         if self._usage_tracker:
             self._usage_tracker.exit_recorder()
@@ -228,11 +204,11 @@ class BucketedDataParallel:
         group = self.mesh.shard_group
         for bucket_id in self._first_use_order() or range(len(buckets)):
             unsharded, owner = buckets[bucket_id], self._buckets[bucket_id].owner
-            if owner is None:
-                work = self.communicator.all_gather(bucket_id, unsharded, unsharded.view(group.world, -1)[group.rank])
-            else:
-                work = self.communicator.broadcast(unsharded, owner)
-            self._pending_gathers[bucket_id] = work
+            self._pending_gathers[bucket_id] = (
+                self.communicator.all_gather(bucket_id, unsharded, unsharded.view(group.world, -1)[group.rank])
+                if owner is None
+                else self.communicator.broadcast(unsharded, owner)
+            )
         if not self._gather_order:
             self.wait_for_pending()
 
@@ -245,7 +221,6 @@ class BucketedDataParallel:
         return self._gather_order
 
     def _wait_for_bucket(self, bucket_id: int) -> None:
-        """Wait for a bucket's gather, and update its parameters if gradients were gathered."""
         work = self._pending_gathers.pop(bucket_id, None)
         if work is None:
             return
@@ -269,9 +244,8 @@ class BucketedDataParallel:
         return not (self.keeps_full_gradients or self._is_first_microbatch or self.communicator.uses_summation_tree)
 
     def _on_bucket_ready(self, bucket_id: int) -> None:
-        """Called from backward, when it has all gradients of a bucket."""
         self._ready_buckets.add(bucket_id)
-        if self._reduces_this_microbatch and self.overlaps_backward:
+        if self._reduces_this_microbatch and self._overlaps_backward:
             while self._next_bucket in self._ready_buckets:
                 self._start_reduce()
 
@@ -280,8 +254,7 @@ class BucketedDataParallel:
 
         The order never depends on which reduction happens to be complete, so it is the same on every rank.
         """
-        bucket_id = self._next_bucket
-        self._next_bucket += 1
+        bucket_id, self._next_bucket = self._next_bucket, self._next_bucket + 1
         self._gradients.zero_missing(bucket_id)
         unsharded, shard = self._gradients.bucket(bucket_id), self._gradients.shard(bucket_id)
         pending = _PendingBucketReduce(bucket_id, torch.empty_like(shard) if self._accumulates_shards else shard)

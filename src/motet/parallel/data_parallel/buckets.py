@@ -113,12 +113,11 @@ def build_buckets(
 def assign_owners(buckets: Sequence[Bucket], owner_count: int) -> tuple[Bucket, ...]:
     """Give each bucket to that of the first `owner_count` ranks that has the fewest elements so far."""
     owned_numel = [0] * owner_count
-    assigned = []
+    owners = []
     for bucket in buckets:
-        owner = min(range(owner_count), key=lambda rank: owned_numel[rank])
-        owned_numel[owner] += bucket.length
-        assigned.append(replace(bucket, owner=owner))
-    return tuple(assigned)
+        owners.append(owned_numel.index(min(owned_numel)))
+        owned_numel[owners[-1]] += bucket.length
+    return tuple(replace(bucket, owner=owner) for bucket, owner in zip(buckets, owners, strict=True))
 
 
 def _round_up(count: int, unit: int) -> int:

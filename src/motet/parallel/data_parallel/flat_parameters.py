@@ -17,8 +17,15 @@ from torch.autograd.graph import increment_version
 
 from motet.core.errors import InputError
 from motet.parallel.data_parallel.buckets import Bucket, BucketParameter
-from motet.parallel.data_parallel.sharded_parameters import LocalShard
 from motet.precision.recipe import PrecisionRecipe
+
+
+class LocalShard(NamedTuple):
+    """The contiguous elements of a parameter that a rank holds, from `start` on."""
+
+    shape: torch.Size  # Of the unsharded parameter
+    start: int
+    values: Tensor
 
 
 class GradientBuffer:
@@ -33,8 +40,7 @@ class GradientBuffer:
         device: torch.device,
         keeps_full_gradients: bool,
     ) -> None:
-        self._buckets = buckets
-        self._keeps_full_gradients = keeps_full_gradients
+        self._buckets, self._keeps_full_gradients = buckets, keeps_full_gradients
         self._dtype, self._device = dtype, device
         self._shard_slices = [bucket.shard_slice(shard_index) for bucket in buckets]
         self._offsets = [0, *accumulate(s.stop - s.start for s in self._shard_slices)]
@@ -51,7 +57,6 @@ class GradientBuffer:
         self._unwritten = self._all_names()
 
     def begin_backward(self) -> None:
-        """Begin a micro-batch."""
         self._missing = self._all_names()
         if not self._keeps_full_gradients:
             self._unwritten = self._all_names()
@@ -145,8 +150,7 @@ class FlatParameters:
         """This rank updates `updated_slices`, one of each bucket; separate masters are never views of `compute`."""
         self.buckets = tuple(buckets)
         self.gradients = gradients
-        self._shapes = {name: p.shape for name, p in parameters.items()}
-        self._parameters = dict(parameters)
+        self._shapes, self._parameters = {name: p.shape for name, p in parameters.items()}, dict(parameters)
         self._members = {member.name: member for bucket in self.buckets for member in bucket.members}
         compute, master = getattr(torch, recipe.compute), getattr(torch, recipe.master)
         self.compute = torch.zeros(self.buckets[-1].stop, dtype=compute, device=next(iter(parameters.values())).device)
@@ -162,11 +166,9 @@ class FlatParameters:
             group, empty = self.buckets[0].members[0].optimizer_group, self.compute.new_zeros(0, dtype=master)
             slices = [OptimizerSlice(0, group, slice(0, 0), empty)]
         self.optimizer_slices = tuple(slices)
-        for bucket_id, bucket in enumerate(self.buckets):
-            for member in bucket.members:
-                parameter = parameters[member.name]
-                parameter.data = self._view(member)
-                parameter.register_post_accumulate_grad_hook(gradients.make_grad_hook(bucket_id, member))
+        for bucket_id, member in ((i, member) for i, bucket in enumerate(self.buckets) for member in bucket.members):
+            parameters[member.name].data = self._view(member)
+            parameters[member.name].register_post_accumulate_grad_hook(gradients.make_grad_hook(bucket_id, member))
         self._addresses = {name: p.data_ptr() for name, p in parameters.items() if p.numel()}
 
     def _view(self, member: BucketParameter) -> Tensor:
@@ -193,9 +195,13 @@ class FlatParameters:
 
     def load_assigned_values(self) -> None:
         """Continue from values that were assigned to parameters; masters that round to these values stay."""
-        assigned = {
-            name: self._parameters[name].detach().clone() for name in self._members if self._has_new_storage(name)
-        }
+        assigned = {}
+        for name, member in self._members.items():
+            current, expected = (
+                (t.data_ptr(), t.shape, t.stride()) for t in (self._parameters[name], self._view(member))
+            )
+            if current != expected:
+                assigned[name] = self._parameters[name].detach().clone()
         for name, values in assigned.items():
             shape, device = self._shapes[name], self.compute.device
             if values.shape != shape or values.device != device:
@@ -221,11 +227,6 @@ class FlatParameters:
                     "its module), where updates do not reach it; call engine.load_assigned_values() after you have "
                     "assigned values"
                 )
-
-    def _has_new_storage(self, name: str) -> bool:
-        tensors = self._parameters[name], self._view(self._members[name])
-        current, expected = ((t.data_ptr(), t.shape, t.stride()) for t in tensors)
-        return current != expected
 
     def local_shards(self, tensors: Sequence[Tensor]) -> dict[str, LocalShard]:
         """The shards of parameters in `tensors`, one for each optimizer slice, by name."""

@@ -7,7 +7,7 @@ last. Parameters that were not used, or used before any module was called, are w
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from itertools import chain
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,8 +23,7 @@ class ParameterUsageTracker:
     def __init__(
         self, module: nn.Module, bucket_ids: Mapping[Tensor, int], wait_for_bucket: Callable[[int], None]
     ) -> None:
-        self._module = module
-        self._wait_for_bucket = wait_for_bucket
+        self._module, self._wait_for_bucket = module, wait_for_bucket
         self._bucket_ids = {id(parameter): bucket_id for parameter, bucket_id in bucket_ids.items()}
         self._recorder: _ParameterUsageRecorder | None = None
         self._waited_at_step_start: tuple[int, ...] = ()
@@ -62,14 +61,11 @@ class ParameterUsageTracker:
         self.first_use_order = tuple(dict.fromkeys((*self._waited_at_step_start, *used)))
         for module, bucket_ids in users.items():
             if module is not None and (bucket_ids or module is self._module):
-                module.register_forward_pre_hook(self._make_wait_hook(tuple(bucket_ids)))
+                module.register_forward_pre_hook(partial(self._wait_before_forward, tuple(bucket_ids)))
 
-    def _make_wait_hook(self, bucket_ids: tuple[int, ...]) -> Callable[..., None]:
-        def wait_before_forward(module: nn.Module, args: object) -> None:
-            for bucket_id in chain(self._waited_at_step_start, bucket_ids):
-                self._wait_for_bucket(bucket_id)
-
-        return wait_before_forward
+    def _wait_before_forward(self, bucket_ids: tuple[int, ...], module: nn.Module, args: object) -> None:
+        for bucket_id in (*self._waited_at_step_start, *bucket_ids):
+            self._wait_for_bucket(bucket_id)
 
 
 # Functions that read no values.
@@ -83,8 +79,6 @@ _METADATA_FUNCTIONS = {
 
 
 class _ParameterUsageRecorder(TorchFunctionMode):
-    """Records the arguments of all torch functions that are called."""
-
     def __init__(self, module: nn.Module, bucket_ids: Mapping[int, int]) -> None:
         super().__init__()
         self._bucket_ids = bucket_ids
@@ -92,22 +86,20 @@ class _ParameterUsageRecorder(TorchFunctionMode):
         self._last_module: nn.Module | None = None  # Called last while no other module was active
         self.uses: dict[tuple[nn.Module | None, int], None] = {}
         self.used_parameters: set[int] = set()
-        self._handles: list[RemovableHandle] = []
-        for inner in module.modules():
-            self._handles.append(inner.register_forward_pre_hook(self._on_forward_start))
-            self._handles.append(inner.register_forward_hook(self._on_forward_end, always_call=True))
+        starts = [inner.register_forward_pre_hook(self._on_forward_start) for inner in module.modules()]
+        ends = [inner.register_forward_hook(self._on_forward_end, always_call=True) for inner in module.modules()]
+        self._handles: list[RemovableHandle] = starts + ends
         self._mode_stack = ExitStack()
         self._mode_stack.enter_context(self)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         if self._handles and func not in _METADATA_FUNCTIONS:
-            for tensor in _nested_tensors((*args, *kwargs.values())):
+            for tensor in _nested_tensors((*args, *(kwargs or {}).values())):
                 bucket_id = self._bucket_ids.get(id(tensor))
                 if bucket_id is not None:
                     self.uses[self._active_modules[-1] if self._active_modules else self._last_module, bucket_id] = None
                     self.used_parameters.add(id(tensor))
-        return func(*args, **kwargs)
+        return func(*args, **(kwargs or {}))
 
     def remove_hooks(self) -> None:
         for handle in self._handles:

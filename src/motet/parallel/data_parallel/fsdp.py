@@ -19,74 +19,25 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from motet.core.errors import InputError
-from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel, build_bucketed_data_parallel
+from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
 from motet.parallel.data_parallel.communication.communicator import DataParallelCommunicator
 from motet.parallel.data_parallel.communication.powersgd_matrices import row_shard_reduction_specs
 from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh
-from motet.parallel.data_parallel.sharded_parameters import LocalShard
+from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits, FSDPUnit, is_replicated, shard_rows
 from motet.parallel.layout import Layout
 from motet.parallel.torch_private import reshard_to_secondary
 from motet.precision.recipe import PrecisionRecipe
 
 
-def apply_fsdp(
-    module: nn.Module,
-    parameters: Mapping[str, tuple[int, nn.Parameter]],
-    recipe: PrecisionRecipe,
-    *,
-    mesh: ShardReplicaMesh,
-    layout: Layout,
-    settings: CommunicationSettings,
-) -> "FSDP2DataParallel":
-    """Shard a module, whose trainable `parameters` are name -> (optimizer group, parameter)."""
-    group = mesh.shard_group
-    assert group.process_group is not None
-    replicated = {p for p in module.parameters() if is_replicated(tuple(p.shape), layout) or not p.is_floating_point()}
-    row_sharded = {parameter for _, parameter in parameters.values()} - replicated
+def _check_no_sparse_gradients(module: nn.Module, row_sharded: Collection[nn.Parameter]) -> None:
     for name, inner in module.named_modules():
         if isinstance(inner, nn.Embedding | nn.EmbeddingBag) and inner.sparse and inner.weight in row_sharded:
             raise InputError(
                 f"{type(inner).__name__} {name!r} has sparse gradients, which layout.zero = 3 cannot cut into rows; "
                 "make it without sparse=True, or use layout.zero = 2"
             )
-    bucketed = {name: grouped for name, grouped in parameters.items() if grouped[1] in replicated}
-    compute, reduce = getattr(torch, recipe.compute), getattr(torch, recipe.reduce)
-    shard: Callable[..., FSDPModule] = partial(
-        fully_shard,
-        mesh=DeviceMesh.from_group(group.process_group, group.device.type),
-        mp_policy=MixedPrecisionPolicy(compute, reduce, cast_forward_inputs=False),
-        ignored_params=replicated,
-    )
-    root, blocks = _FSDPRootModule(module), find_blocks(module)
-    units = describe_fsdp_units(module, blocks, replicated)
-    fsdp_blocks = [shard(block, reshard_after_forward=layout.reshard_after_forward) for block in blocks]
-    fsdp_modules = [*fsdp_blocks, shard(root, reshard_after_forward=False)]
-    if layout.secondary_shards:
-        _install_secondary_shards(fsdp_blocks, mesh)
-    unit_specs, shard_specs = row_shard_reduction_specs([u.trainable for u in units], layout.shards, recipe.reduce)
-    communicator = DataParallelCommunicator(
-        mesh, layout, settings, unsharded_specs=unit_specs, shard_specs=[shard_specs] * layout.shards
-    )
-    replica_hooks = [_install_collectives(unit, i, communicator) for i, unit in enumerate(fsdp_modules)]
-    named = dict(module.named_parameters())  # FSDP2 has replaced the parameters by DTensors
-    sharded_parameters = {name: (group, named[name]) for name, (group, _) in parameters.items() if name not in bucketed}
-    uncompressed = settings.model_copy(update={"compress_gradients": None, "compress_parameters": None})
-    unsharded = None
-    if bucketed:
-        unsharded = build_bucketed_data_parallel(bucketed, recipe, mesh, layout=layout, settings=uncompressed)
-    fsdp = FSDP2DataParallel(
-        root,
-        fsdp_modules,
-        units,
-        sharded_parameters=sharded_parameters,
-        communicator=communicator,
-        replica_hooks=replica_hooks,
-        unsharded=unsharded,
-    )
-    module.forward = fsdp.wrap_as_forward(module.forward)
-    return fsdp
 
 
 def describe_fsdp_units(
@@ -122,17 +73,56 @@ def local_shard(parameter: Tensor, values: Tensor | None = None) -> LocalShard:
     return LocalShard(shape, first * prod(shape[1:]), _local_rows(parameter) if values is None else values)
 
 
-@dataclass
 class FSDP2DataParallel:
     """A module sharded at stage 3. Outside of its forward, and of `wrap_as_forward`, it has shards only."""
 
-    root: "_FSDPRootModule"
-    fsdp_modules: Sequence[FSDPModule]  # The blocks, and the root with the parameters outside of blocks
-    fsdp_units: tuple[FSDPUnit, ...]  # The same as values
-    sharded_parameters: Mapping[str, tuple[int, nn.Parameter]]  # Name -> (optimizer group, parameter)
-    communicator: DataParallelCommunicator
-    replica_hooks: Sequence["_HSDPAllReduceHook"]
-    unsharded: BucketedDataParallel | None  # The parameters that are not cut into rows
+    updates_on_arrival = False
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Mapping[str, tuple[int, nn.Parameter]],
+        recipe: PrecisionRecipe,
+        *,
+        mesh: ShardReplicaMesh,
+        layout: Layout,
+        settings: CommunicationSettings,
+    ) -> None:
+        """Shard a module, whose trainable `parameters` are name -> (optimizer group, parameter)."""
+        group, shapes = mesh.shard_group, {p: tuple(p.shape) for p in module.parameters()}
+        assert group.process_group is not None
+        replicated = {p for p, s in shapes.items() if is_replicated(s, layout) or not p.is_floating_point()}
+        bucketed = {name: grouped for name, grouped in parameters.items() if grouped[1] in replicated}
+        _check_no_sparse_gradients(module, {p for _, p in parameters.values()} - replicated)
+        compute, reduce = getattr(torch, recipe.compute), getattr(torch, recipe.reduce)
+        shard: Callable[..., FSDPModule] = partial(
+            fully_shard,
+            mesh=DeviceMesh.from_group(group.process_group, group.device.type),
+            mp_policy=MixedPrecisionPolicy(compute, reduce, cast_forward_inputs=False),
+            ignored_params=replicated,
+        )
+        self.mesh, self.root, blocks = mesh, _FSDPRootModule(module), find_blocks(module)
+        self.fsdp_units = describe_fsdp_units(module, blocks, replicated)
+        fsdp_blocks = [shard(block, reshard_after_forward=layout.reshard_after_forward) for block in blocks]
+        # The blocks, and the root with the parameters outside of blocks.
+        self.fsdp_modules = [*fsdp_blocks, shard(self.root, reshard_after_forward=False)]
+        if layout.secondary_shards:
+            _install_secondary_shards(fsdp_blocks, mesh)
+        trainable = [unit.trainable for unit in self.fsdp_units]
+        unit_specs, shard_specs = row_shard_reduction_specs(trainable, layout.shards, recipe.reduce)
+        self.communicator = DataParallelCommunicator(
+            mesh, layout, settings, unsharded_specs=unit_specs, shard_specs=[shard_specs] * layout.shards
+        )
+        self.replica_hooks = [_install_collectives(m, i, self.communicator) for i, m in enumerate(self.fsdp_modules)]
+        named = dict(module.named_parameters())  # FSDP2 has replaced the parameters by DTensors
+        row_sharded = {name: group for name, (group, _) in parameters.items() if name not in bucketed}
+        # Name -> (optimizer group, parameter).
+        self.sharded_parameters = {name: (group, named[name]) for name, group in row_sharded.items()}
+        uncompressed = settings.model_copy(update={"compress_gradients": None, "compress_parameters": None})
+        self.unsharded = (  # The parameters that are not cut into rows
+            BucketedDataParallel(bucketed, recipe, mesh, layout=layout, settings=uncompressed) if bucketed else None
+        )
+        module.forward = self.wrap_as_forward(module.forward)
 
     def wrap_as_forward(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         """The same function, in which parameters of the module may be used outside of its forward."""
@@ -173,14 +163,6 @@ class FSDP2DataParallel:
     def local_masters(self) -> Sequence[Tensor]:
         return [*map(_local_rows, self._parameters), *(self.unsharded.local_masters if self.unsharded else ())]
 
-    @property
-    def contributes_to_norm(self) -> bool:
-        return self.communicator.mesh.contributes_to_norm
-
-    @property
-    def updates_on_arrival(self) -> bool:
-        return False
-
     def begin_step(self) -> None:
         self.communicator.begin_step()
         for parameter in self._parameters:
@@ -199,7 +181,7 @@ class FSDP2DataParallel:
         is_incomplete = any(hook.is_last_microbatch and hook.accumulated is not None for hook in self.replica_hooks)
         assert not is_incomplete, "a block had no last backward"
         self.communicator.end_backward()
-        if self.communicator.mesh.secondary_shard_group:  # a block without a backward still has stale secondary shards
+        if self.mesh.secondary_shard_group:  # a block without a backward still has stale secondary shards
             self._reshard()
         if self.unsharded:
             self.unsharded.end_backward()
@@ -234,12 +216,12 @@ class FSDP2DataParallel:
         shards = {name: local_shard(parameter, tensor) for name, parameter, tensor in named}
         return shards | (self.unsharded.local_shards(tensors[count:]) if self.unsharded else {})
 
-    def compression_state(self) -> dict[str, LocalShard | Tensor]:
-        return self.communicator.compression_state()
-
     @property
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self.sharded_parameters.values()]
+
+
+ShardedParameters = BucketedDataParallel | FSDP2DataParallel  # The trainable parameters, as one rank holds them
 
 
 class _FSDPRootModule(nn.Module):

@@ -33,7 +33,8 @@ from motet.parallel.data_parallel.communication.communication_settings import (
     without_forward_overlap,
 )
 from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh, make_mesh
-from motet.parallel.data_parallel.sharded_parameters import LocalShard, ShardedParameters
+from motet.parallel.data_parallel.flat_parameters import LocalShard
+from motet.parallel.data_parallel.fsdp import ShardedParameters
 from motet.parallel.layout import Layout
 from motet.parallel.local_sgd.schedule import FragmentSyncSchedule, LocalSGDSettings, split_into_fragments
 from motet.parallel.process.process_group import RankGroup
@@ -92,15 +93,14 @@ class OuterOptimizer:
         communication: CommunicationSettings,
     ) -> None:
         assert settings.every is not None
-        self.replicas = replicas
+        self._module, self._parameters, self.replicas = module, parameters, replicas
         self.steps = 0
-        self._module, self._parameters = module, parameters
         self._schedule = FragmentSyncSchedule(settings.every, settings.fragments, settings.delay)
         self._mixing_factor = settings.mixing_factor
         averages = settings.optimizer == "average"
         self._learning_rate, self._momentum = (1.0, 0.0) if averages else (settings.learning_rate, settings.momentum)
-        shards = self._master_shards()
-        sizes = {name: shards[name].shape.numel() for name, _ in module.named_parameters() if name in shards}
+        numels = {name: shard.shape.numel() for name, shard in self._master_shards().items()}
+        sizes = {name: numels[name] for name, _ in module.named_parameters() if name in numels}
         self._fragments = split_into_fragments(sizes, settings.fragments)
         self._outer_parameters = self._copy_all_masters()
         self._reducer = PseudoGradientReducer(
@@ -120,8 +120,10 @@ class OuterOptimizer:
         due = self._schedule.due_fragments(self.steps)
         if due:
             self._start_outer_step(due, stop_requested)
-        delay = self._schedule.delay
-        return self._finish_outer_steps([p for p in self._pending_steps if p.start_step + delay <= self.steps])
+        last_start = self.steps - self._schedule.delay
+        return self._finish_outer_steps(
+            [pending for pending in self._pending_steps if pending.start_step <= last_start]
+        )
 
     def finish(self) -> OuterStepStatus | None:
         """Merge all fragments after the last step, so that replicas are one model; None if they already were."""
@@ -132,9 +134,8 @@ class OuterOptimizer:
         self._start_outer_step(remaining, stop_requested=False)
         second = self._finish_outer_steps(self._pending_steps)
         assert second is not None
-        if first is None:
-            return second
-        return OuterStepStatus(first.stop_requested, max(first.max_consecutive_skips, second.max_consecutive_skips))
+        skips = max(first.max_consecutive_skips if first else 0, second.max_consecutive_skips)
+        return OuterStepStatus(first.stop_requested if first else second.stop_requested, skips)
 
     @contextmanager
     def using_outer_parameters(self) -> Iterator[None]:
@@ -192,8 +193,8 @@ class OuterOptimizer:
         self._restart_at(steps)
         for start_step, fragment_ids in self._schedule.in_flight(steps):
             waiting = [i for i in fragment_ids if f"outer/mean/{self._fragments[i][0]}" in stored_names]
-            means = {i: torch.zeros_like(self._outer_parameters[i]) for i in waiting}
             if waiting:
+                means = {i: torch.zeros_like(self._outer_parameters[i]) for i in waiting}
                 status = OuterStepStatus(stop_requested=False, max_consecutive_skips=0)
                 self._pending_steps.append(_PendingOuterStep(start_step, means, is_locally_finite=True, status=status))
 
@@ -210,14 +211,12 @@ class OuterOptimizer:
     def _start_outer_step(self, fragment_ids: Sequence[int], stop_requested: bool) -> None:
         """Start to sum the pseudo-gradients of these fragments, and to gather the status of all ranks."""
         self._parameters.wait_for_pending()
-        replicas = self.replicas
-        device = replicas.all_ranks.device
+        replicas, device = self.replicas, self.replicas.all_ranks.device
         pseudo_gradients = {i: torch.sub(self._outer_parameters[i], self._copy_masters(i)) for i in fragment_ids}
         is_nonfinite = float(not all(each.isfinite().all() for each in pseudo_gradients.values()))
         is_finite = not sum_scalars([is_nonfinite], replicas.mesh.shard_group, device)[0]
-        if not is_finite:  # a diverged replica contributes nothing, and restarts from the outer parameters
-            for each in pseudo_gradients.values():
-                each.zero_()
+        for each in () if is_finite else pseudo_gradients.values():
+            each.zero_()  # a diverged replica contributes nothing, and restarts from the outer parameters
         works = [self._reducer.start(i, each, self.steps) for i, each in pseudo_gradients.items()]
         local_status = torch.tensor(
             [stop_requested, self._max_consecutive_skips, is_finite], dtype=torch.float64, device=device
@@ -241,8 +240,11 @@ class OuterOptimizer:
             for fragment_id, mean in pending.pseudo_gradients.items():
                 if pending.finite_replicas:
                     self._update_outer_parameters(fragment_id, mean)
-                local_weight = self._mixing_factor if is_mixed else 0.0
-                self._write_fragment(fragment_id, self._outer_parameters[fragment_id], local_weight=local_weight)
+                self._write_fragment(
+                    fragment_id,
+                    self._outer_parameters[fragment_id],
+                    local_weight=self._mixing_factor if is_mixed else 0.0,
+                )
         self._pending_steps = [pending for pending in self._pending_steps if pending not in pending_steps]
         self._parameters.sync_parameters()
         broadcast_buffers(self._module, self.replicas.all_ranks)
@@ -266,7 +268,6 @@ class OuterOptimizer:
         return [self._copy_masters(fragment_id) for fragment_id in range(len(self._fragments))]
 
     def _write_masters(self, fragments: Sequence[Tensor]) -> None:
-        """Write masters, and wait until this replica computes with them."""
         self._parameters.wait_for_pending()
         for fragment_id, flat in enumerate(fragments):
             self._write_fragment(fragment_id, flat)
@@ -304,9 +305,8 @@ class _PendingOuterStep:
             work.wait()
         assert self.gathered_status is not None
         rows = self.gathered_status.view(replicas.all_ranks.world, -1).cpu()
-        stop, skipped = rows[:, 0].max().item(), rows[:, 1].max().item()
         self.finite_replicas = int(rows[:, 2].sum().item()) // replicas.full_layout.shards
-        self.status = OuterStepStatus(stop > 0, int(skipped))
+        self.status = OuterStepStatus(rows[:, 0].max().item() > 0, int(rows[:, 1].max().item()))
         for total in self.pseudo_gradients.values():
             total.div_(max(1, self.finite_replicas))
 
@@ -324,10 +324,9 @@ class PseudoGradientReducer:
                 "pseudo-gradients of outer.every are flat; use another codec, or "
                 "communication.compress_over=shards"
             )
-        self._codec = codecs.replica_gradients
+        self._codec, self._replicas = codecs.replica_gradients, replicas
         self._compress_after = settings.compress_after
         self._algorithms = CollectiveAlgorithmSelector(without_forward_overlap(settings), layout)
-        self._replicas = replicas
         self._check_next_call = True
         self.compression_errors = (
             [torch.zeros_like(to_accumulation_dtype(t)) for t in templates] if codecs.has_replica_error_feedback else []
@@ -358,8 +357,6 @@ class PseudoGradientReducer:
             )
             compressed_sum = compressed_collectives.all_reduce(corrected, self._codec, self._replicas, seed)
             if self.compression_errors:
-                is_finite = compressed_sum.error.isfinite().all()
-                self.compression_errors[fragment_id].copy_(
-                    torch.where(is_finite, compressed_sum.error, self.compression_errors[fragment_id])
-                )
+                error, previous = compressed_sum.error, self.compression_errors[fragment_id]
+                previous.copy_(torch.where(error.isfinite().all(), error, previous))
             tensor.copy_(compressed_sum.total)

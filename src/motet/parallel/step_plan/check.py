@@ -109,9 +109,8 @@ def prove_collective_programs(layout: Layout, settings: CommunicationSettings) -
     groups, owners = resolve_communication_groups(settings, layout), layout.bucket_owners
     programs: set[tuple[str, str, int, int | None]] = set()
     if owners:
-        for root in range(owners.count):
-            programs.add(("reduce", owners.reduce_algorithm, layout.dp, root))
-            programs.add(("broadcast", owners.broadcast_algorithm, layout.dp, root))
+        algorithms = {"reduce": owners.reduce_algorithm, "broadcast": owners.broadcast_algorithm}
+        programs = {(c, name, layout.dp, root) for c, name in algorithms.items() for root in range(owners.count)}
     else:
         for collective, rank_groups in (
             ("reduce-scatter", groups.shard_groups),
@@ -139,7 +138,6 @@ def prove_collective_programs(layout: Layout, settings: CommunicationSettings) -
 
 
 def _check_rows(plan: StepPlan) -> None:
-    """Each row of the global batch is read once."""
     rows_read = sorted(
         (rows.start, rows.stop, rank, microbatch)
         for rank, row_ranges in enumerate(plan.rows_by_rank)
@@ -159,12 +157,11 @@ def _check_rows(plan: StepPlan) -> None:
 
 
 def _check_gradient_reductions(plan: StepPlan) -> None:
-    """The gradients of each micro-batch are reduced once."""
     times = Counter(microbatch for reduced in plan.reduce_after for microbatch in reduced)
     for microbatch in range(plan.microbatches):
-        count, name = times[microbatch], next(iter(plan.shapes))
-        problem = f"are summed {count} times" if count else "are in no sum"
-        _require(count == 1, f"element 0 of {name}: gradients of micro-batch {microbatch} {problem}")
+        problem = f"are summed {times[microbatch]} times" if times[microbatch] else "are in no sum"
+        text = f"element 0 of {next(iter(plan.shapes))}: gradients of micro-batch {microbatch} {problem}"
+        _require(times[microbatch] == 1, text)
 
 
 def _check_members(plan: StepPlan) -> None:
@@ -176,8 +173,8 @@ def _check_members(plan: StepPlan) -> None:
         for member in sorted(unit.members, key=lambda member: member.start):
             name, numel = member.name, prod(plan.shapes[member.name])
             other = unit_of.setdefault(name, unit.name)
-            is_first = other == unit.name and name != previous
-            _require(is_first, f"element 0 of {name} is in {other} and again in {unit.name}")
+            repeated = f"element 0 of {name} is in {other} and again in {unit.name}"
+            _require(other == unit.name and name != previous, repeated)
             lost = _format_range("element", min(member.numel, numel), max(member.numel, numel))
             _require(member.numel == numel, f"{lost} of {name}: {unit.name} has {member.numel} of {numel}")
             is_free = member.numel == 0 or member.start >= next_element
@@ -203,7 +200,6 @@ def _check_outer_groups(plan: StepPlan) -> None:
 
 
 def _check_coverage(unit: CommUnit, requirement: ShardCoverageRequirement) -> None:
-    """Each element of a unit is held by one of these ranks."""
     ranges: dict[int | None, tuple[int, int]] = {None: (0, unit.length), **dict(enumerate(unit.shard_ranges))}
     intervals = [(*ranges.get(shard, (0, 0)), rank) for shard, rank in requirement.held_shards]
     next_element, last_rank = 0, -1

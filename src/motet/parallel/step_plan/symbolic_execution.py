@@ -77,12 +77,11 @@ class SymbolicRankStates:
 
     def require_complete_sums(self, ranks: Iterable[int]) -> None:
         """Require that what these ranks hold is the sum over all ranks, each once."""
-        checked: set[int] = set()
+        everyone, first_ranks = range(len(self.shard_of_rank)), dict[int, int]()
         for rank in ranks:
-            index, everyone = self.sum_of_rank[rank], range(len(self.shard_of_rank))
-            if index not in checked:
-                checked.add(index)
-                _require_all_contributors(self.contributors[index], everyone, rank=rank, shard=self.shard_of_rank[rank])
+            first_ranks.setdefault(self.sum_of_rank[rank], rank)
+        for index, rank in first_ranks.items():
+            _require_all_contributors(self.contributors[index], everyone, rank=rank, shard=self.shard_of_rank[rank])
 
 
 def execute_symbolically(schedule: UnitSchedule, ranks: int) -> SymbolicRankStates:
@@ -175,8 +174,7 @@ def _two_level_reduce(states: SymbolicRankStates, groups: RankGroups, earlier: U
         contributors = Counter(other for rank in ranks for other in secondary[rank][0])
         _require_all_contributors(contributors, everyone, rank=ranks[0], shard=shard)
         for position, rank in enumerate(ranks):
-            others, secondary_position = secondary[rank]
-            shard = gathered[rank][1]
+            (others, secondary_position), (_, shard) = secondary[rank], gathered[rank]
             is_same = position * len(others) + secondary_position == shard
             _require(is_same, shard, f"rank {rank} gets another shard than {{}} of a two-level sum")
 

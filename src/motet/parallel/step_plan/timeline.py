@@ -64,8 +64,11 @@ def build_step_graph(
     """The graph of segments in the order of the forward, and units in the order in which they are reduced."""
     assert segments and units
     builder = _StepGraphBuilder(segments, units, layout, overlap=settings.overlap)
-    for microbatch in range(layout.microbatches):
-        builder.add_microbatch(microbatch)
+    count = layout.microbatches
+    for microbatch in range(count):
+        suffix = f" of part {microbatch + 1}" if count > 1 else ""
+        builder.add_forward(suffix)
+        builder.add_backward(suffix, reduces=ZERO_STAGES[layout.zero].gradients or microbatch == count - 1)
     builder.add_update()
     return tuple(builder.nodes)
 
@@ -95,12 +98,6 @@ class _StepGraphBuilder:
         self._previous: tuple[str, ...] = ()  # Dependencies of the next computation
         self._gathered: dict[str, str] = {}  # Unit -> the gather of its parameters, at stage 3
 
-    def add_microbatch(self, microbatch: int) -> None:
-        count = self._layout.microbatches
-        suffix = f" of part {microbatch + 1}" if count > 1 else ""
-        self._add_forward(suffix)
-        self._add_backward(suffix, reduces=ZERO_STAGES[self._layout.zero].gradients or microbatch == count - 1)
-
     def add_update(self) -> None:
         """Add the norm, the update and the forward of the next step."""
         layout, overlaps_forward = self._layout, self._overlap == "forward"
@@ -108,7 +105,7 @@ class _StepGraphBuilder:
         updates_on_arrival = layout.zero == 0 and overlaps_forward
         self._previous = (norm,) if updates_on_arrival else (self._add("update", "all", 0.0, depends_on=(norm,)),)
         if layout.zero == 3:
-            self._add_forward(" of the next step")
+            self.add_forward(" of the next step")
             return
         units = self._in_order_of_use() if overlaps_forward else list(self._units)
         arrivals: dict[str, str] = {}
@@ -124,7 +121,7 @@ class _StepGraphBuilder:
             waits = [arrivals[name] for name in used if overlaps_forward]
             self._compute("forward", f"{segment.name} of the next step", flops=segment.flops, waits=waits)
 
-    def _add_forward(self, suffix: str) -> None:
+    def add_forward(self, suffix: str) -> None:
         earlier = [self._previous, self._previous]
         self._gathered = {}
         for segment in self._segments:
@@ -132,15 +129,13 @@ class _StepGraphBuilder:
             self._compute("forward", f"{segment.name}{suffix}", flops=segment.flops, waits=waits)
             earlier.append(self._previous)
 
-    def _add_backward(self, suffix: str, *, reduces: bool) -> None:
+    def add_backward(self, suffix: str, *, reduces: bool) -> None:
         earlier = [self._previous, self._previous]
-        if self._layout.reshard_after_forward:
-            for unit in self._units:
-                if unit.is_block:
-                    self._gathered.pop(unit.name, None)
+        for unit in self._units:
+            if unit.is_block and self._layout.reshard_after_forward:
+                self._gathered.pop(unit.name, None)
         unreduced = list(self._units) if reduces else []
-        for index in reversed(range(len(self._segments))):
-            segment = self._segments[index]
+        for index, segment in reversed(list(enumerate(self._segments))):
             waits = self._gather(segment, f" for backward{suffix}", depends_on=earlier[-2])
             self._compute("backward", f"{segment.name}{suffix}", flops=2 * segment.flops, waits=waits)
             earlier.append(self._previous)
@@ -224,8 +219,7 @@ def draw_svg(
 
     `end_time` is the time at the right edge; the end of the last node when not given.
     """
-    scale = (_WIDTH - _LABEL - 16) / (end_time or _end_time(times))
-    height = _TOP + 2 * _ROW + _GAP + 24
+    scale, height = (_WIDTH - _LABEL - 16) / (end_time or _end_time(times)), _TOP + 2 * _ROW + _GAP + 24
     resource_of = {node.name: node.resource for node in nodes}
 
     def x_at(time: float) -> float:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from motet.collectives.compression.byte_messages import codec_numerics, dtype_name
+from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.data_parallel.fsdp import local_shard
-from motet.parallel.data_parallel.sharded_parameters import LocalShard
 from motet.parallel.process.rank_consistency import persistent_buffers
 from motet.parallel.reproducible.norms import squared_norm
 from motet.parity.record.random_sign_sketch import sketch_rows, sketch_shard

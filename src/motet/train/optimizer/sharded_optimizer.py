@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from motet.checkpoint.manifest import COMPRESSION_STATE_PREFIX
 from motet.core.errors import InputError
-from motet.parallel.data_parallel.bucketed_zero import build_bucketed_data_parallel
+from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 from motet.parallel.data_parallel.communication.communication_settings import (
     CommunicationSettings,
     resolve_communication_groups,
 )
 from motet.parallel.data_parallel.communication.shard_replica_mesh import make_mesh
-from motet.parallel.data_parallel.fsdp import apply_fsdp
-from motet.parallel.data_parallel.sharded_parameters import LocalShard, ShardedParameters
+from motet.parallel.data_parallel.flat_parameters import LocalShard
+from motet.parallel.data_parallel.fsdp import FSDP2DataParallel, ShardedParameters
 from motet.parallel.data_parallel.zero import uses_row_shards
 from motet.parallel.layout import Layout
 from motet.parallel.process.process_group import RankGroup
@@ -85,11 +85,11 @@ def build_sharded_optimizer(
     in_order = {name: (group_ids[name], p) for name, p in named.items()}
     mesh = make_mesh(group, resolve_communication_groups(communication, layout))
     if uses_row_shards(layout):
-        sharded_parameters: ShardedParameters = apply_fsdp(
+        sharded_parameters: ShardedParameters = FSDP2DataParallel(
             module, in_order, recipe, mesh=mesh, layout=layout, settings=communication
         )
     else:
-        sharded_parameters = bucketed = build_bucketed_data_parallel(
+        sharded_parameters = bucketed = BucketedDataParallel(
             in_order, recipe, mesh, layout=layout, settings=communication
         )
         if communication.overlap == "forward":
@@ -126,7 +126,7 @@ class ShardedOptimizer:
 
     def squared_norm(self) -> float:
         """This rank's summand of the squared norm of all gradients; rank 0 has the whole sum if it must be exact."""
-        contributes, group = self.sharded_parameters.contributes_to_norm, self._reproducible_group
+        contributes, group = self.sharded_parameters.mesh.contributes_to_norm, self._reproducible_group
         if group is None:
             return self.local_squared_norm() if contributes else 0.0
         total = exact_squared_norm(self.sharded_parameters.reduced_gradients() if contributes else [], group)
@@ -181,7 +181,7 @@ class ShardedOptimizer:
                 state[kind] = first  # the count of steps, the same for all tensors
             else:
                 state |= self._named_shards(kind, [kinds[kind] for kinds in moments])
-        compression = parameters.compression_state()
+        compression = parameters.communicator.compression_state()
         return state | {f"{COMPRESSION_STATE_PREFIX}{name}": shard for name, shard in compression.items()}
 
     def sync_parameters(self) -> None:

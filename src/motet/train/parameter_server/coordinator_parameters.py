@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from motet.parallel.data_parallel.sharded_parameters import LocalShard
+from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.parameter_server.process.coordinator_process import CoordinatorProcess
 from motet.parallel.parameter_server.process.parameter_store import (
     ParameterPartition,

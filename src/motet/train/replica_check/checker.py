@@ -26,7 +26,7 @@ from motet.parallel.data_parallel.communication.communication_settings import (
     CommunicationSettings,
     resolve_communication_groups,
 )
-from motet.parallel.data_parallel.sharded_parameters import LocalShard
+from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.layout import Layout, contributing_rows_of_rank
 from motet.parallel.process.process_group import RankGroup
 from motet.train.engine import StepStats, TrainingEngine

@@ -59,8 +59,7 @@ class CommunicationSettings(FrozenSettings):
 
     def algorithm(self, collective: str) -> str:
         """The setting of a collective such as `all-reduce`."""
-        names = {"all-reduce": self.all_reduce, "reduce-scatter": self.reduce_scatter, "all-gather": self.all_gather}
-        return names[collective]
+        return str(getattr(self, collective.replace("-", "_")))
 
 
 def communication_cluster(source: str, ranks: int) -> Cluster:
@@ -165,9 +164,8 @@ def _check_algorithm(collective: str, name: str, group_sizes: Sequence[int]) -> 
     key = f"communication.{collective.replace('-', '_')} = {name!r}"
     try:
         algorithm = find_algorithm(collective, name)
-        for ranks in group_sizes:
-            if ranks > 1:
-                algorithm.check_ranks(ranks)
+        for ranks in (size for size in group_sizes if size > 1):
+            algorithm.check_ranks(ranks)
     except InputError as error:
         raise InputError(f"{key}: {error}; or leave it to the backend") from None
     if not algorithm.same_bits:
@@ -179,20 +177,20 @@ def _check_algorithm(collective: str, name: str, group_sizes: Sequence[int]) -> 
 
 def _check_cluster(settings: CommunicationSettings, layout: Layout) -> None:
     algorithms = {field: getattr(settings, field) for field in ("all_reduce", "reduce_scatter", "all_gather")}
+    automatic = [field for field, name in algorithms.items() if name == AUTO]
+    if settings.cluster is None and automatic:
+        raise InputError(
+            f"communication.{automatic[0]} = 'auto' takes what is cheapest on a network that is not given; set "
+            "communication.cluster to a TOML file or a preset such as dgx-h100, or leave it to the backend"
+        )
     if settings.cluster is None:
-        for field, name in algorithms.items():
-            if name == AUTO:
-                raise InputError(
-                    f"communication.{field} = 'auto' takes what is cheapest on a network that is not given; set "
-                    "communication.cluster to a TOML file or a preset such as dgx-h100, or leave it to the backend"
-                )
-    elif set(algorithms.values()) == {BACKEND}:
+        return
+    if set(algorithms.values()) == {BACKEND}:
         raise InputError(
             f"communication.cluster = {settings.cluster!r} has no effect where the backend chooses; leave it out, or "
             "set communication.all_reduce, reduce_scatter or all_gather to 'auto' or the name of an algorithm"
         )
-    else:
-        communication_cluster(settings.cluster, layout.dp)
+    communication_cluster(settings.cluster, layout.dp)
 
 
 _BLOCKWISE_CODECS = ", ".join(name for name, kind in CODECS.items() if issubclass(kind, BlockwiseCodec))
@@ -200,10 +198,8 @@ _BLOCKWISE_CODECS = ", ".join(name for name, kind in CODECS.items() if issubclas
 
 def _parse_codec(settings: CommunicationSettings, field: str) -> Codec | None:
     text = getattr(settings, field)
-    if text is None:
-        return None
     try:
-        return parse_codec(text)
+        return None if text is None else parse_codec(text)
     except InputError as error:
         raise InputError(f"communication.{field} = {text!r}: {error}") from None
 

@@ -15,7 +15,7 @@ from motet.collectives.compression.compressed_collectives import DenseAllReduce
 from motet.collectives.compression.powersgd import PowerSGDCodec
 from motet.collectives.execute import api
 from motet.collectives.execute.api import CollectiveOptions
-from motet.collectives.execute.work_queue import Task, WorkHandle, WorkQueue, run_on_stream
+from motet.collectives.execute.work_queue import WorkHandle, WorkQueue, run_on_stream
 from motet.collectives.program import Program
 from motet.core.seeds import derive_seed
 from motet.parallel.data_parallel.communication.communication_settings import (
@@ -27,7 +27,7 @@ from motet.parallel.data_parallel.communication.communication_settings import (
 )
 from motet.parallel.data_parallel.communication.powersgd_matrices import MatrixView, StepReductionSpecs
 from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh
-from motet.parallel.data_parallel.sharded_parameters import LocalShard
+from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.layout import Layout
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.reproducible.tree_reduce import ReproducibleTreeReducer, WorkWithFinish
@@ -49,32 +49,28 @@ class DataParallelCommunicator:
         shard_specs: Sequence[StepReductionSpecs],
     ) -> None:
         """`unsharded_specs`: buffers reduced over the shard group; `shard_specs`: over replicas, for each shard."""
-        self.mesh = mesh
-        self.settings = settings
+        self.mesh, self.settings = mesh, settings
         self._bucket_owners = layout.bucket_owners
         self._algorithms = CollectiveAlgorithmSelector(settings, layout)
         codecs = resolve_codecs(settings, layout)
-        self._shard_reducer = make_compressed_reducer(
-            codecs.shard_gradients,
-            mesh.shard_group,
-            [unsharded_specs],
-            shard=0,
-            uses_error_feedback=codecs.has_shard_error_feedback,
-        )
-        self._replica_reducer = make_compressed_reducer(
-            codecs.replica_gradients,
-            mesh.replica_group,
-            shard_specs,
-            shard=mesh.shard_group.rank,
-            uses_error_feedback=codecs.has_replica_error_feedback,
+        self._shard_reducer, self._replica_reducer = (
+            CompressedGradientReducer(codec, group, specs, shard=shard, uses_error_feedback=feedback) if codec else None
+            for codec, group, specs, shard, feedback in (
+                (codecs.shard_gradients, mesh.shard_group, [unsharded_specs], 0, codecs.has_shard_error_feedback),
+                (
+                    codecs.replica_gradients,
+                    mesh.replica_group,
+                    shard_specs,
+                    mesh.shard_group.rank,
+                    codecs.has_replica_error_feedback,
+                ),
+            )
         )
         self._parameter_codec = codecs.parameters
         self._tree_reducer = ReproducibleTreeReducer(mesh, layout) if layout.reproducible_batch_size else None
         self._steps_begun = torch.zeros((), dtype=torch.int64)  # Since the start of the run
         self._microbatch = 0
-        # Ranks check that they make the same calls in the first step; every later step is like it.
-        self._checks_calls = True
-        self._has_begun = False
+        self._local_steps = 0  # Begun by this process
         device = mesh.shard_group.device
         self._stream = torch.cuda.Stream(device) if codecs != CommunicationCodecs() and device.type == "cuda" else None
         self._work_queue = WorkQueue()
@@ -82,8 +78,7 @@ class DataParallelCommunicator:
 
     def begin_step(self) -> None:
         self._steps_begun += 1
-        self._checks_calls = not self._has_begun
-        self._has_begun = True
+        self._local_steps += 1
 
     def begin_backward(self, is_first: bool) -> None:
         self._microbatch = 0 if is_first else self._microbatch + 1
@@ -145,14 +140,14 @@ class DataParallelCommunicator:
 
         With a codec all ranks get the same bits, this rank's shard included.
         """
-        group, codec = self.mesh.shard_group, self._parameter_codec
-        if from_secondary:
-            assert self.mesh.secondary_shard_group is not None
-            options = self._call_options("all-gather", "near", unsharded)
-            return api.all_gather(unsharded, local_shard, self.mesh.secondary_shard_group, **options)
-        if codec is None or not local_shard.is_floating_point():
-            options = self._call_options("all-gather", "shards", unsharded)
-            return api.all_gather(unsharded, local_shard, group, **options)
+        group = self.mesh.secondary_shard_group if from_secondary else self.mesh.shard_group
+        group_name: GroupName = "near" if from_secondary else "shards"
+        codec = self._parameter_codec
+        assert group is not None
+        if from_secondary or codec is None or not local_shard.is_floating_point():
+            return api.all_gather(
+                unsharded, local_shard, group, **self._call_options("all-gather", group_name, unsharded)
+            )
         with codec_numerics():
             message = encode(codec, local_shard, self._seed(bucket_id, "gather", group.rank))
             messages = message.new_empty(group.world, message.numel())
@@ -186,13 +181,15 @@ class DataParallelCommunicator:
         return self._options(self._algorithms.program(collective, group_name, tensor.nbytes))
 
     def _options(self, algorithm: str | Program | None) -> CollectiveOptions:
-        return {"async_op": True, "algorithm": algorithm, "check": self._checks_calls}
+        # Ranks check that they make the same calls in the first step; every later step is like it.
+        return {"async_op": True, "algorithm": algorithm, "check": self._local_steps <= 1}
 
     def _start_async(self, task: Callable[[], None]) -> WorkHandle:
-        task = partial(_run_with_codec_numerics, task)
-        if self._stream is None:
-            return self._work_queue.submit(task)
-        return run_on_stream(task, self._stream)
+        def run() -> None:
+            with codec_numerics():
+                task()
+
+        return self._work_queue.submit(run) if self._stream is None else run_on_stream(run, self._stream)
 
 
 def _decode_shards(codec: BlockwiseCodec, messages: Tensor, unsharded: Tensor) -> None:
@@ -208,11 +205,6 @@ def _two_level_reduce_scatter(
     by_rank = unsharded.view(inter.world, intra.world, -1).transpose(0, 1)
     sums, _ = compressed_collectives.reduce_scatter(by_rank, codec, intra, derive_seed(seed, "near"))
     shard.copy_(compressed_collectives.reduce_scatter(sums, codec, inter, derive_seed(seed, "far"))[0])
-
-
-def _run_with_codec_numerics(task: Task) -> None:
-    with codec_numerics():
-        task()
 
 
 # Checkpoints name this state by a digest of its specs, spelled with the names of the first version of the format.
@@ -237,8 +229,7 @@ class CompressedGradientReducer:
         uses_error_feedback: bool,
     ) -> None:
         """The buffers are those of `specs[shard]`; the specs of all shards decide the size of the state."""
-        self.codec = codec
-        self.group = group
+        self.codec, self.group = codec, group
         self._specs = specs[shard].buffers
         text = repr((str(codec), group.world, specs))
         for word, stored in _STORED_WORDS.items():
@@ -249,7 +240,6 @@ class CompressedGradientReducer:
         self.errors = torch.zeros(sum(sizes), dtype=getattr(torch, dtype), device=group.device)
         self._errors = self.errors.split(sizes)
         self._segments: list[list[slice | MatrixView]] = [[] for _ in self._specs]
-        self._bases: list[list[Tensor]] = []
         basis_shapes: list[list[list[tuple[int, int]]]] = [[] for _ in specs]
         if isinstance(codec, PowerSGDCodec):
             self._segments = [spec.split_for_powersgd(codec, dtype) for spec in self._specs]
@@ -257,12 +247,9 @@ class CompressedGradientReducer:
         max_numel = max(sum(rows * columns for bases in each for rows, columns in bases) for each in basis_shapes)
         with codec_numerics():
             self.bases = torch.zeros(max_numel, dtype=torch.float32, device=group.device)
-        offset = 0
-        for bases in basis_shapes[shard]:
-            self._bases.append([])
-            for rows, columns in bases:
-                self._bases[-1].append(self.bases[offset : offset + rows * columns].view(rows, columns))
-                offset += rows * columns
+        numels = [rows * columns for bases in basis_shapes[shard] for rows, columns in bases]
+        views = iter(self.bases[: sum(numels)].split(numels))
+        self._bases = [[next(views).view(shape) for shape in bases] for bases in basis_shapes[shard]]
 
     def all_reduce(self, bucket_id: int, tensor: Tensor, seed: int, *, dense_all_reduce: DenseAllReduce) -> None:
         """Sum in place; all ranks get the same bits."""
@@ -327,15 +314,6 @@ class CompressedGradientReducer:
         if self.errors.numel():
             is_finite = total.isfinite().all() & error.isfinite().all()
             self._errors[bucket_id].copy_(torch.where(is_finite, error, self._errors[bucket_id]))
-
-
-def make_compressed_reducer(
-    codec: Codec | None, group: RankGroup, specs: Sequence[StepReductionSpecs], *, shard: int, uses_error_feedback: bool
-) -> CompressedGradientReducer | None:
-    """A reducer, or None without a codec."""
-    if codec is None:
-        return None
-    return CompressedGradientReducer(codec, group, specs, shard=shard, uses_error_feedback=uses_error_feedback)
 
 
 def _basis_shapes(codec: PowerSGDCodec, specs: StepReductionSpecs) -> list[list[tuple[int, int]]]:

@@ -33,9 +33,7 @@ class ReductionBufferSpec(NamedTuple):
         """The matrices that the codec makes smaller, and the slices between them, in order."""
         segments: list[slice | MatrixView] = []
         offset = 0
-        for matrix in self.matrices:
-            if codec.factor_shape(matrix[1:], dtype) is None:
-                continue
+        for matrix in (m for m in self.matrices if codec.factor_shape(m[1:], dtype) is not None):
             if matrix.start > offset:
                 segments.append(slice(offset, matrix.start))
             segments.append(matrix)
@@ -86,10 +84,9 @@ def _reduction_spec(bucket: Bucket, flat_slice: slice, shapes: Mapping[str, Shap
     for member in bucket.members:
         shape = shapes.get(member.name, ())
         columns = prod(shape[1:])
-        if len(shape) < 2 or columns == 0:
-            continue
-        first = max(0, ceil((start - member.start) / columns))
-        last = min(shape[0], (stop - member.start) // columns)
-        if last > first:
-            matrices.append(MatrixView(member.start + first * columns - start, last - first, columns))
+        if len(shape) > 1 and columns:
+            first = max(0, ceil((start - member.start) / columns))
+            last = min(shape[0], (stop - member.start) // columns)
+            if last > first:
+                matrices.append(MatrixView(member.start + first * columns - start, last - first, columns))
     return ReductionBufferSpec(stop - start, tuple(matrices), padding)
