@@ -1,4 +1,4 @@
-"""What compressed, quantised and infrequent communication does to training: loss curves beside the exact run's.
+"""Loss curves of compressed, quantised and infrequent communication, compared with the exact run's.
 
 Each variant trains the job `tiny` on two ranks with the same values, batches and learning rates as the exact run of its
 seed; only the communication differs. A finished run is a line of docs/benchmarks/training-curves.csv, and is
@@ -8,7 +8,7 @@ not repeated. Every run is made in a temporary folder; an interrupted run begins
                                              [--page | --no-page]
 
 At the end docs/benchmarks/compressed-training.md and its pictures are made of the curves that are there; --page does
-that alone, --no-page does not. Beside other work on the machine, the losses are the same.
+that alone, --no-page does not. Other work on the machine does not change the losses.
 """
 
 from parts.compression_variants import COMPRESSION_STUDY, VARIANTS, bytes_per_parameter

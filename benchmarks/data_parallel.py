@@ -100,7 +100,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def contenders(options: argparse.Namespace) -> list[Contender]:
-    """Of each stage: motet, its peer and DeepSpeed, on each backend; motet on its own also with other overlaps."""
+    """List motet, its peer and DeepSpeed for each stage and backend; motet also runs alone with other overlaps."""
     found = []
     for stage in options.stages:
         for who in options.only:

@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def missing() -> str | None:
-    """What hosts in miniature lack here, if anything."""
+    """Say what this machine is missing for miniature hosts, or return None."""
     if os.geteuid() != 0:
         return "hosts in miniature are network namespaces, which only root can make"
     if shutil.which("tc") is None or shutil.which("ip") is None:

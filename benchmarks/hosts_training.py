@@ -134,7 +134,7 @@ def stepping(engine: "TrainingEngine", data: "Batches") -> Callable[[], float]:
 
 
 def calibrated(options: argparse.Namespace) -> "Predicted":
-    """What predictions go by, but for computing: measured before anything is trained."""
+    """Measure what predictions need, except the time of computing, before anything is trained."""
     import torch.distributed as dist
     from parts.link_measurement import calibrate_cluster
     from parts.step_time_model import Predicted
@@ -157,7 +157,7 @@ def calibrated(options: argparse.Namespace) -> "Predicted":
 
 @dataclass(frozen=True)
 class Expected:
-    """What is known of a way before it is measured."""
+    """The prediction for a configuration, made before it is measured."""
 
     step_s: float
     crossing_bytes: float
@@ -192,7 +192,7 @@ def seconds_of(
 
 
 def time_of_agreements() -> float:
-    """What a step agrees on beside its gradients: how many micro-batches there are, then loss, norm and counts."""
+    """Time a step's small all-reduces: the number of micro-batches, then loss, norm and counts."""
     import torch
     import torch.distributed as dist
 
@@ -206,7 +206,7 @@ def time_of_agreements() -> float:
 
 
 def check_traffic(way: "TrainingConfiguration", engine: "TrainingEngine", rank: int) -> None:
-    """What is costed is what motet/parallel/step_plan/traffic.py says is sent, to the byte."""
+    """Check that the costed bytes are those of motet/parallel/step_plan/traffic.py, to the byte."""
     from motet.parallel.step_plan.traffic_and_memory import sent_bytes_per_step
     from motet.precision.recipe import RECIPES
 

@@ -94,7 +94,7 @@ def mean_loss(model: Any, batch: Any) -> Any:
 
 
 def errors_of(text: str, gradients: Any) -> Errors:
-    """Of the sum of all rows, by both ways."""
+    """Errors of the sum of all rows, computed in both ways."""
     import torch
 
     from motet.collectives.compression.codec_base import rank_slices
@@ -125,7 +125,7 @@ def at_the_owner(codec: Any, parts: Any) -> Any:
 
 
 def through(codec: Any, tensor: Any, seed: int) -> Any:
-    """What arrives of it."""
+    """Encode and decode the tensor, as a receiver sees it."""
     from motet.collectives.compression.byte_messages import decode, encode
 
     return decode(codec, encode(codec, tensor, seed), tensor.shape, tensor.dtype, seed)

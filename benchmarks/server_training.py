@@ -1,4 +1,4 @@
-"""What the modes of a parameter server do to training: loss curves beside the synchronous run's, and staleness.
+"""Loss curves and staleness of a parameter server's modes, compared with the synchronous run's.
 
 Each variant trains the job `tiny` with four workers and one server, from the same values as the synchronous run of its
 seed. A finished run is a line of docs/benchmarks/training-curves.csv, and is not repeated. Every run is made in a

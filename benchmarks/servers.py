@@ -218,7 +218,7 @@ def settings_of(way: Way, steps: int) -> list[str]:
 
 
 def read(path: Path, way: Way) -> Measured:
-    """By when steps were told, which those of a parameter server are as they are decided upon."""
+    """Read step times from the times of the events; a parameter server emits them when the step is decided."""
     from motet.monitor.events import read_steps
 
     steps = read_steps(path)
@@ -263,7 +263,7 @@ def plan_bytes(way: Way) -> tuple[list[tuple[int, int, int, str]], int]:
 
 
 def predict(way: Way, rate: float, update_s: float, steps: int) -> float:
-    """Of the same steps, in which the same workers are slow."""
+    """Predict the same steps, in which the same workers are slow."""
     if not way.servers:
         return ring(way, rate, steps)
     from parts.parameter_server_simulation import (
@@ -283,7 +283,7 @@ def predict(way: Way, rate: float, update_s: float, steps: int) -> float:
     begun: dict[int, list[int]] = {}
 
     def slow(worker: int, share: int) -> float:
-        """By how many shares it has begun, as the workers themselves go by."""
+        """The delay of a worker by the number of work items it has begun, as the workers themselves compute it."""
         mine = begun.setdefault(worker, [])
         if share not in mine:
             mine.append(share)
@@ -318,7 +318,7 @@ def ring(way: Way, rate: float, steps: int) -> float:
 
 
 def seconds_of_update() -> float:
-    """Of a byte of gradients, on a server: its norm, its update, and what is published."""
+    """Measure the seconds that a server needs for a byte of gradients: norm, update and publishing."""
     import torch
 
     from motet.parallel.data_parallel.buckets import build_buckets

@@ -1,7 +1,7 @@
-"""What a span and a counter cost the code that they are in: nobody listening, a collector listening.
+"""The cost of a span and of a counter, without and with a collector that listens.
 
 Prints nanoseconds per use, the median of rounds in which the cases take turns, with the cost of an empty loop and of an
-empty `with` beside them.
+empty `with` for comparison.
 """
 
 import statistics

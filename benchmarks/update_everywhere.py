@@ -83,7 +83,7 @@ def table_of_times(found: Found) -> str:
 
 
 def table_of_rates(found: Found, ranks: int) -> str:
-    """What an update reads and writes in a second, what a gather sends in one, and what that foretells."""
+    """The rates of updates and gathers in bytes per second, and the times that they predict."""
     head = ["recipe", "millions", "update (GB/s)", "gather (GB/s)", "gather / update", "even at", "with sums hidden"]
     rows = []
     for (recipe, millions), times in found.items():

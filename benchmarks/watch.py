@@ -1,6 +1,6 @@
-"""What the replica check costs (`monitor.replica_check_every`): steps with and without it, in turn, on the same ranks.
+"""The cost of the replica check (`monitor.replica_check_every`): steps with and without it, in turn, on the same ranks.
 
-Blocks of so many steps, of which one is watched, take turns with blocks in which none is; a round gives one ratio, and
+Blocks of N steps, of which one is checked, take turns with blocks in which none is; a round gives one ratio, and
 medians and quartiles over the rounds are printed. Nothing else differs: training is the same, bit for bit.
 
     python benchmarks/watch.py [--ranks 2 --threads 1] [--rounds 9] [--layouts zero=0 zero=2 zero=3] [--every 1 10 100]

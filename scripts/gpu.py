@@ -1,4 +1,4 @@
-"""What can be checked on a CUDA device: parity with the CPU, speed, and resuming; into docs/benchmarks/gpu-NAME.md.
+"""Checks on a CUDA device: parity with the CPU, speed, and resuming; writes docs/benchmarks/gpu-NAME.md.
 
 Small jobs have the same numbers in float64 on the CPU and on CUDA; the built-in job `tiny` trains in bfloat16; a run
 that is stopped and resumed ends with the same bits as one that is not. As many devices are used as there are and as
@@ -60,7 +60,7 @@ class Row:
 
 
 def ranks_for(devices: int) -> int:
-    """As many as there are devices for, and as the batch can be cut into."""
+    """The largest number of ranks that the devices allow and that divides the batch."""
     return max(n for n in range(1, max(devices, 1) + 1) if BATCH % n == 0)
 
 

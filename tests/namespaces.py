@@ -17,7 +17,7 @@ class Host:
     space: str
 
     def command(self, *command: str) -> list[str]:
-        """What runs a command on this host."""
+        """The argument vector that runs a command on this host."""
         named = ["unshare", "--uts", "sh", "-c", f'hostname {self.name} && exec "$@"', "sh"]
         return ["ip", "netns", "exec", self.space, *named, *command]
 

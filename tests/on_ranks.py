@@ -1,4 +1,4 @@
-"""What the tests of collectives on real ranks share."""
+"""Helpers that the tests of collectives on real ranks share."""
 
 from dataclasses import dataclass, field
 
@@ -34,13 +34,13 @@ def contribution(rank: int, chunk: int, length: int) -> Tensor:
 
 
 def start_of(made: Program, rank: int, numel: int) -> Tensor:
-    """What a rank begins with."""
+    """The input of a rank."""
     lengths = chunk_lengths(made, numel)
     return _joined([contribution(rank, chunk, lengths[chunk]) for chunk in sorted(made.initial[rank])])
 
 
 def end_of(made: Program, rank: int, numel: int) -> Tensor:
-    """What the Program promises this rank, summed up in float64."""
+    """The output that the Program's postcondition requires on this rank, summed in float64."""
     lengths = chunk_lengths(made, numel)
     ends = sorted(made.final[rank].items())
     return _joined([_total([contribution(r, chunk, lengths[chunk]) for r in sources]) for chunk, sources in ends])

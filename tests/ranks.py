@@ -31,12 +31,12 @@ GRACE_S = 2.0
 
 
 class RankFailureError(AssertionError):
-    """What went wrong on a rank, as that rank tells it."""
+    """A failure on a rank, with the rank's traceback."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """What a rank is asked to do. The function goes by file and name, since test modules are not importable by name."""
+    """A call that a rank is asked to make. The function goes by file and name, since test modules are not importable by name."""
 
     file: str
     module: str
@@ -82,7 +82,7 @@ class Worker:
             raise RuntimeError(f"a rank process could not start:\n{self.tail()}") from None
 
     def stands(self) -> str:
-        """Where every thread of the process is now."""
+        """The stack of every thread of the process."""
         before = self.output.stat().st_size
         self.process.send_signal(signal.SIGUSR1)
         time.sleep(0.3)

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of the supervisor, and a program that supervises them, in place of real training.
+"""Stand-ins for training in the tests of the supervisor, and a program that supervises them.
 
 `python -m standins RANKS RESTARTS LOGS WORK [ARGUMENT ...]` runs `standins:WORK` and prints what the supervisor tells.
 """
@@ -62,7 +62,7 @@ def heed(place: RankEnvironment, stop: StopFlag, folder: str) -> int:
 
 
 def unready(place: RankEnvironment, stop: StopFlag, folder: str) -> int:
-    """As a rank is before it has got hold of its signals."""
+    """Behave as a rank that has not installed its signal handlers yet."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return sleep(place, stop, folder)
 
@@ -140,7 +140,7 @@ def all_reduce(place: RankEnvironment, stop: StopFlag, folder: str) -> int:
 
 
 def supervise() -> int:
-    """What `motet train` does around a launch, without the training."""
+    """Do what `motet train` does around a launch, without the training."""
     ranks, restarts, logs, work, *arguments = sys.argv[1:]
     start = launch_of(int(ranks), Path(logs), work, *arguments, restarts=int(restarts))
     ended = launch_ranks(start, lambda text: sys.stdout.write(f"{text}\n") and sys.stdout.flush())

@@ -1,4 +1,4 @@
-"""What tests of processes wait for, and where they meet."""
+"""Waiting and rendezvous helpers for tests of processes."""
 
 import socket
 import time

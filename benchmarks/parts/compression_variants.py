@@ -51,7 +51,7 @@ COMPRESSION_STUDY = Study(
 
 
 def bytes_per_parameter(settings: list[str]) -> float:
-    """What a rank sends in a step, on average, by ring algorithms, as `motet.parallel.step_plan.traffic` says."""
+    """The bytes that a rank sends in a step with ring algorithms, on average, by `motet.parallel.step_plan.traffic`."""
     import torch
 
     from motet import load_job
@@ -76,7 +76,7 @@ def bytes_per_parameter(settings: list[str]) -> float:
 
 
 def _portions(module: Any, job: Any, layout: Any) -> Any:
-    """As training cuts the model."""
+    """Cut the model into comm units as training does."""
     from motet.parallel.data_parallel.buckets import build_buckets
     from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits
     from motet.train.optimizer.sharded_optimizer import group_parameters

@@ -76,7 +76,7 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def make_motet(contender: Contender, dtype: str, group: dist.ProcessGroup) -> Trainer:
-    """What `motet.parallelize` gives, on a process group that need not be the default one."""
+    """Make a trainer with `motet.parallelize`, on a process group that need not be the default one."""
     from motet.parallel.data_parallel.communication.communication_settings import CommunicationSettings
     from motet.parallel.layout import LayoutSettings, resolve_layout
     from motet.parallel.process.process_group import RankGroup

@@ -14,7 +14,7 @@ WINDOWS = 50
 
 @dataclass(frozen=True)
 class Curve:
-    """What is kept of a run."""
+    """The record of one run."""
 
     settings: list[str]
     """Differences from the job `tiny`, except for threads."""

@@ -63,7 +63,7 @@ with socket.create_server((sys.argv[1], 4999)) as server:
 
 
 def bytes_per_second(sender: str, receiver: tuple[str, str], size: int = 1 << 24) -> float:
-    """What one connection carries of what is sent over the link."""
+    """Measure the throughput of one connection over the link."""
     space, address = receiver
     command = ["ip", "netns", "exec", space, sys.executable, "-c", _RECEIVE, address]
     send = (

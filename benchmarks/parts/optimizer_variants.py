@@ -78,7 +78,7 @@ class OptimizerVariant:
                 own.copy_(master)
 
     def gather(self) -> None:
-        """In place; nothing where each rank has updated all."""
+        """All-gather the updated shards in place; a no-op where each rank has updated everything."""
         if self._shards > 1:
             own = zip(self._wholes, self._own, strict=True)
             works = [all_gather(whole, share, self._group, async_op=True) for whole, share in own]

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServerStatistics:
-    """What the servers of a run did, summed over its steps."""
+    """Counts of what the servers of a run did, summed over its steps."""
 
     events: int
     """Steps that were told."""
@@ -36,7 +36,7 @@ class ServerStatistics:
         return sum(late * count for late, count in enumerate(self.staleness)) / sum(self.staleness)
 
     def share(self, first: int, last: int | None = None) -> float:
-        """Of the gradients: those whose staleness is from `first` to `last`; without an end when that is not given."""
+        """The fraction of gradients whose staleness is at least `first`, and at most `last` if that is not None."""
         return sum(self.staleness[first : None if last is None else last + 1]) / sum(self.staleness)
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def rank_parser(about: str | None, rounds: int) -> argparse.ArgumentParser:
-    """With what is to be said of the ranks, and how often they take turns."""
+    """Make a parser with the options for ranks, threads and rounds."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="per rank")

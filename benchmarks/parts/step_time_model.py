@@ -63,7 +63,7 @@ class Hop:
         return self.width * elements_sent(single, place, of_all_chunks)
 
     def crossing_bytes(self, host: Ranks) -> float:
-        """What leaves a host."""
+        """The bytes that leave a host."""
         if not self.does_something:
             return 0.0
         whole = self.program
@@ -84,7 +84,7 @@ class Hop:
 
 
 def side_by_side(single: Program, groups: Sequence[Ranks]) -> Program:
-    """In every group the same Program, with chunks of its own."""
+    """Run the same Program in every group at the same time, each with its own chunks."""
     places = {rank: (number, place) for number, group in enumerate(groups) for place, rank in enumerate(group)}
     shift = single.chunks
     initial = [tuple(c + places[r][0] * shift for c in single.initial[places[r][1]]) for r in sorted(places)]
@@ -109,7 +109,7 @@ def side_by_side(single: Program, groups: Sequence[Ranks]) -> Program:
 
 @dataclass(frozen=True)
 class Travel:
-    """What is sent of one bucket or unit in a step."""
+    """The messages of one comm unit in a step."""
 
     name: str
     parameters: frozenset[str] = frozenset()
@@ -232,7 +232,7 @@ class Alone:
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a step is made of."""
+    """The predicted parts of a step."""
 
     cluster: Cluster
     stretches: Sequence[ModelSegment]
@@ -280,7 +280,7 @@ class Predicted:
 
 
 def apart(predicted: Mapping[str, float], quartiles: Mapping[str, tuple[float, float]], least: float) -> dict[str, str]:
-    """Of every pair: `right`, `wrong`, or `equal`.
+    """Classify every pair as `right`, `wrong`, or `equal`.
 
     Two are equal where predictions differ by less than `least` of the smaller one, or measured quartiles overlap.
     """

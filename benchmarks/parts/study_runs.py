@@ -20,7 +20,7 @@ CURVES = DOCS / "training-curves.csv"
 
 
 def make(study: Study, words: str, steps: int, write: Callable[[Curves, int], None]) -> None:
-    """What the command line asks for; `words` is its help."""
+    """Do what the command line asks for; `words` is its help."""
     options = options_of(study, words, steps)
     if options.steps > WINDOWS and options.steps % WINDOWS:
         raise SystemExit(f"--steps {options.steps} is no multiple of the {WINDOWS} windows of a curve")

@@ -47,7 +47,7 @@ FORMULAS: dict[str, Formula] = {
     "broadcast/ring": Formula("N-1", "N-1", "0", "S crosses N-1 links, one after another."),
     "broadcast/pipelined-ring": Formula(
         "N-2+P", "(N-2+P)/P", "0",
-        "The first of P pieces needs N-1 steps to the last rank; the other P-1 follow a step apart. A step moves S/P.",
+        "The first of P pieces needs N-1 steps to the last rank; the other P-1 follow at intervals of one step. A step moves S/P.",
     ),
     "broadcast/tree": Formula("L", "L", "0", "Who has S doubles in every step, and each step moves all of it."),
     "broadcast/scatter-all-gather": Formula(
@@ -100,7 +100,7 @@ FORMULAS: dict[str, Formula] = {
     **{
         f"all-reduce/torus{axes}": Formula(
             *_TORUS,
-            "2A parts of S at once, each reduce-scattered along all A dimensions, in its own order and direction, and "
+            "2A parts of S at the same time, each reduce-scattered along all A dimensions, in its own order and direction, and "
             "gathered back. Along a dimension of length d each part takes d-1 messages there and d-1 back; on one port "
             "all of them take turns. Where d = 2 both directions are one message. On a torus, with a port for each "
             "neighbour, the parts travel together, and the time is up to 2A times shorter.",
@@ -130,7 +130,7 @@ FORMULAS: dict[str, Formula] = {
         "chunks more, and hand them N-1 at the end, after one at the start.",
     ),
     "all-gather/bruck": Formula(
-        "L", "(N-1)/N", "0", "Chunks double over ever larger distances; the last step sends only what is lacking."
+        "L", "(N-1)/N", "0", "Chunks double over ever larger distances; the last step sends only what is missing."
     ),
     "all-gather/hierarchical": Formula(
         "H-1+M-1", "(N-1)/N", "0", "H-1 steps of S/N across, then M-1 of S/M in the host: (H-1)/N + (M-1)/M = (N-1)/N."
@@ -161,7 +161,7 @@ FORMULAS: dict[str, Formula] = {
 
 
 def letters(name: str, ranks: int) -> dict[str, int]:
-    """What the letters of the formulas stand for, with the options that an algorithm has by default."""
+    """Values of the letters in the formulas, with the default options of an algorithm."""
     power = floor_power_of_two(ranks)
     rest = ranks - power
     known = {
@@ -203,7 +203,7 @@ def value(formula: str, known: dict[str, int]) -> Fraction:
 
 
 def _shown(formula: str) -> str:
-    """As it is written by hand: 2(N-1)/N."""
+    """Write a formula as people do: 2(N-1)/N."""
     return formula.replace("*", "")
 
 
@@ -211,7 +211,7 @@ def _shown(formula: str) -> str:
 
 
 def all_reduce_table() -> str:
-    """What the all-reduces cost at 8 and at 64 ranks, from `closed_form` and from their Programs."""
+    """The costs of all-reduces at 8 and at 64 ranks, from `closed_form` and from their Programs."""
     rows = []
     for name in algorithm_names("all-reduce"):
         cells = [f"`{name}`"]
@@ -264,7 +264,7 @@ def example() -> str:
 
 
 def drawn() -> str:
-    """What `motet collectives draw` prints."""
+    """The output of `motet collectives draw`."""
     return f"```\n{program_text(build('all-reduce', 'ring', 3))}```\n"
 
 

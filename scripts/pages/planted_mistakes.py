@@ -32,11 +32,11 @@ def measure(words: list[str]) -> tuple[str, bool]:
 
 def _page(fault_count: int, rows: list[list[str]], marks: list[tuple[bool, bool, bool]]) -> str:
     ratios = [f"{100 * sum(column) / len(marks):.0f} %" for column in zip(*marks, strict=True)]
-    return f"""# Planted mistakes, and what is said of them
+    return f"""# Planted mistakes, and the reports about them
 
-{fault_count} mistakes that train on without a word, on {len(marks)} pairs of a mistake and a layout. Found:
-{ratios[0]}; the first tensor named rightly: {ratios[1]}; the cause in words right: {ratios[2]}. Each says
-beforehand which tensor and words are right (`tests/parity/planted_*.py`), and the verifier knows none of
+These are {fault_count} mistakes that cause no error message, on {len(marks)} pairs of a mistake and a layout. The
+verifier found {ratios[0]} of them; it named the right first tensor in {ratios[1]}, and the right cause in {ratios[2]}.
+Each mistake declares the right tensor and words (`tests/parity/planted_*.py`), and the verifier knows none of
 them. Made by `python scripts/docs.py reference/planted-mistakes.md` at commit {commit()}.
 
 {markdown_table(HEAD, rows)}"""

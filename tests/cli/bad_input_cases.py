@@ -1,4 +1,4 @@
-"""What is put in place before each line of docs/reference/bad-input.md is tried, by the words of its first column.
+"""Files and state that each line of docs/reference/bad-input.md needs, by the words of its first column.
 
 A line that needs nothing but `small.toml`, `text.txt`, `models.py` and its own command has no entry here.
 """

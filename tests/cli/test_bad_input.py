@@ -73,7 +73,7 @@ class Done:
 
 
 def in_this_process(start: LaunchSpec, tell: Callable[[str], None]) -> LaunchExitStatus:
-    """What the supervisor makes of one rank."""
+    """Run one rank in this process, with the exit status that the supervisor would report."""
     record = run_and_record(0, lambda: train_rank(SINGLE_RANK, StopFlag(), start.command[-1]))
     return LaunchExitStatus(record.exit_code, record.message, record.traceback)
 

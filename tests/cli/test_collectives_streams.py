@@ -1,4 +1,4 @@
-"""Where the output of `motet collectives` goes: streams that take nothing more, and files that are replaced."""
+"""Output of `motet collectives`: closed or full streams, and files that are replaced."""
 
 import os
 import subprocess

@@ -213,7 +213,7 @@ def at_once(place: RankEnvironment) -> None:
 
 
 def called_when_done(place: RankEnvironment) -> None:
-    """What hangs on a future may itself call a collective, and wait for it."""
+    """A callback of a future may itself call a collective, and wait for it."""
     with motet_group(place):
 
         def again(future: Any) -> list[Tensor]:

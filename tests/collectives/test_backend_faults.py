@@ -1,4 +1,4 @@
-"""What goes wrong between ranks: killed processes, calls that do not match, timeouts. Each is said in a sentence."""
+"""Faults between ranks: killed processes, calls that do not match, timeouts. Each has a message of one sentence."""
 
 import os
 import signal

@@ -71,7 +71,7 @@ def test_every_program_ends_as_promised(collective: str, ranks: int) -> None:
     ],
 )
 def test_steps_that_need_not_wait_are_one(collective: str, name: str, steps: int, messages: int) -> None:
-    """And what rank 0 puts out for several ranks, it puts out once."""
+    """Rank 0 also publishes a chunk once for several readers."""
     lowered = plan_on_one_host(build(collective, name, 4), 0)
     assert len(lowered.steps) == steps
     assert sum(len(part.published) for part in lowered.steps) == messages

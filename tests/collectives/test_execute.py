@@ -17,7 +17,7 @@ from ranks import Ranks
 
 
 class Told(NamedTuple):
-    """What a rank told the trace of a Program on `sum(sizes)` elements of eight bytes."""
+    """The trace records of a rank for a Program on `sum(sizes)` elements of eight bytes."""
 
     collective: str
     algorithm: str

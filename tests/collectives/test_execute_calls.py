@@ -169,7 +169,7 @@ def low_precision(group: RankGroup) -> tuple[list[float], list[float]]:
 
 
 def test_sums_of_a_step_are_rounded_once(ranks: Ranks) -> None:
-    """And those of another step again, which a Program that adds one by one cannot help."""
+    """Sums of different steps are rounded again, which a Program that adds one by one cannot avoid."""
     assert ranks.run(3, low_precision) == [([258.0], [256.0])] * 3
 
 

@@ -1,4 +1,4 @@
-"""What ranks are told when they do not agree, when one does not come, and when the tensors cannot work."""
+"""Messages on ranks that disagree, on a missing rank, and on tensors that cannot work."""
 
 import contextlib
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The parts of ranks, played on arrays: they give what the Program promises, and take no more room than it needs."""
+"""Rank plans, played on arrays: they satisfy the postcondition, and use no more memory than needed."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -75,7 +75,7 @@ def overlap(a: BufferSlice, b: BufferSlice) -> bool:
 
 
 def play(program: Program, numel: int, in_place: bool) -> list[BufferPlan]:
-    """What is sent is read only when all receives have written: a buffer in which both meet is noticed."""
+    """Play the plans of all ranks. Sends are read after all receives have written, so that an overlap shows."""
     players = [Player(program, rank, numel, in_place) for rank in range(program.ranks)]
     for number in range(len(program.steps)):
         acts = [player.part.steps[number] for player in players]

@@ -119,7 +119,7 @@ def test_the_page_counts_them() -> None:
 
 
 def parts(page: str) -> tuple[str, str, str]:
-    """What stands before, in and behind the part of the page that is written here."""
+    """The text before, in and after the generated part of the page."""
     start, mark, rest = page.partition("<!-- counted -->\n")
     middle, other, end = rest.partition("<!-- end -->\n")
     return start + mark, middle, other + end

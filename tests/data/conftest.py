@@ -1,4 +1,4 @@
-"""No test of this room depends on how fast the machine is."""
+"""No test of this package depends on how fast the machine is."""
 
 from hypothesis import settings
 

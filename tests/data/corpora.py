@@ -1,4 +1,4 @@
-"""Small corpora for the tests of the data room."""
+"""Small corpora for the tests of the package data."""
 
 import json
 import struct

@@ -101,7 +101,7 @@ def all_reads(texts: Iterable[str]) -> set[tuple[str, str]]:
 
 
 def is_read(kind: type[FrozenSettings], field: str, found: set[tuple[str, str]]) -> bool:
-    """From the class itself, one that it is made of, or one that is made of it."""
+    """Whether the field is read from the class itself, a base class, or a subclass."""
     return any((k.__name__, field) in found for k in kinds() if issubclass(k, kind) or issubclass(kind, k))
 
 

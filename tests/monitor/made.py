@@ -1,4 +1,4 @@
-"""Events of made-up runs, for the tests of this room."""
+"""Events of made-up runs, for the tests of this package."""
 
 from motet.monitor.events import EvaluationDone, RunEnded, RunStarted, StepDone
 

@@ -11,7 +11,7 @@ from motet.monitor.profile import TorchProfilerWindow
 
 
 def run(profiler, steps):
-    """What the profiler says, with `torch.mm` done in each step under a span of its own."""
+    """Profile steps that each run `torch.mm` in their own span."""
     said = []
     with trace.install_sink(SpanCollector()):
         for number in steps:

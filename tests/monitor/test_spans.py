@@ -1,4 +1,4 @@
-"""What a rank does is handed over step by step, on one clock."""
+"""The spans of a rank are handed over step by step, on one clock."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""What a person sees: plain lines in a pipe; on a terminal a live line that nothing else tears."""
+"""Output for people: plain lines in a pipe; on a terminal a live line that no other output breaks."""
 
 import io
 import logging

@@ -1,4 +1,4 @@
-"""What TensorBoard reads back and what Weights & Biases is given."""
+"""Values that TensorBoard reads back, and values that Weights & Biases receives."""
 
 import sys
 from types import SimpleNamespace

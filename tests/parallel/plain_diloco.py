@@ -37,7 +37,7 @@ def loss_sum(module: nn.Module, x: Tensor) -> tuple[Tensor, int]:
 
 
 def held(engine: TrainingEngine) -> dict[str, tuple[int, Tensor]]:
-    """What this rank keeps of each parameter: from where on, and the numbers."""
+    """The shard that this rank holds of each parameter: its offset and its elements."""
     spread = engine.optimizer.sharded_parameters
     return {n: (piece.start, piece.values.clone()) for n, piece in spread.local_shards(spread.local_masters).items()}
 

@@ -12,7 +12,7 @@ SMALL = CommunicationSettings(bucket_mib=0.0005, first_bucket_mib=0.0001)
 def plan(
     layout: str, ranks: int = 4, overlap: str = "backward", *, apart: bool = False, **shapes: tuple[int, ...]
 ) -> StepPlan:
-    """With buckets of a hundred numbers, so that there are several."""
+    """Make a plan with buckets of a hundred elements, so that there are several."""
     how = SMALL.model_copy(update={"overlap": overlap})
     found = resolve_layout(parse_layout(layout), ranks, 48)
     parameters = ParameterInventory(shapes or SHAPES, {"b": 1, "scale": 1})

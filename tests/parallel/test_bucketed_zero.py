@@ -114,7 +114,7 @@ def test_bytes_sent_and_kept_are_those_that_are_promised(
 
 
 def test_the_textbook_holds_where_everything_divides() -> None:
-    """With N ranks, P parameters, gradients of g and parameters of p bytes: 2gP, or (g + p)P, times (N - 1) / N."""
+    """The bytes of N ranks, P parameters, gradients of g and parameters of p bytes: 2gP, or (g + p)P, times (N - 1) / N."""
     sizes = {f"w{i}": (0, 4096) for i in range(6)}
     recipe, settings = (
         RECIPES["bf16"],
@@ -198,7 +198,7 @@ def save_at(group: RankGroup, job: Job, folder: str, steps: int) -> None:
 
 
 def go_on_at(group: RankGroup, job: Job, folder: str, steps: int) -> Trained:
-    """From the checkpoint, some steps more."""
+    """Train some steps more from the checkpoint."""
     with precision_context(job):
         parts = build_components(job, group, Path(folder))
         done, _ = parts.state.restore(Path(folder) / "checkpoints" / "step-00000002")

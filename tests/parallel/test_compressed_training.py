@@ -60,7 +60,7 @@ def engine_of(case: Case, precision: str = "fp32") -> TrainingEngine:
 
 
 def steps(engine: TrainingEngine, group: RankGroup, first: int, count: int) -> list[Tensor]:
-    """What the model of this rank answers after each step."""
+    """The output of this rank's model after each step."""
     answers = []
     for step in range(first, first + count):
         engine.step(given(group.rank, step))
@@ -176,7 +176,7 @@ def sent_and_owed(group: RankGroup, case: Case, parts: int, count: int) -> tuple
 
 @pytest.mark.parametrize("codec", [*BLOCKWISE, *OTHERS])
 def test_what_was_not_sent_is_owed(ranks: Ranks, codec: str) -> None:
-    """To the last bit but for rounding, which is that of float32 where factors are multiplied."""
+    """The sum is exact up to rounding, which is that of float32 where factors are multiplied."""
     limit = 1e-5 if "powersgd" in codec else 1e-13
     for layout, parts in (("zero=0", 1), ("zero=2 microbatches=2", 2)):
         for out, true, owed in ranks.run(3, sent_and_owed, (layout, {"compress_gradients": codec}), parts, 4):
@@ -259,7 +259,7 @@ def interrupted(group: RankGroup, folder: str) -> list[bool]:
 
 
 def elsewhere(group: RankGroup, folder: str) -> list[list[str]]:
-    """What is said when the checkpoints are read in another layout, or by other means."""
+    """Warnings when the checkpoints are read in another layout, or by other means."""
     said = []
     for number, case in enumerate([("zero=2", ERRORS[0][1]), ("zero=1", {}), ERRORS[2], ("zero=2", {}), ("", {})]):
         where = newest_checkpoint(Path(folder) / f"{number}")

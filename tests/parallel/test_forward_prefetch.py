@@ -1,4 +1,4 @@
-"""Who uses a parameter is found out by watching; modules wait for what they use, and for nothing else."""
+"""Uses of parameters are recorded in the first forward; modules wait for what they use, and for nothing else."""
 
 import pytest
 import torch

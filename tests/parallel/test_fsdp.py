@@ -92,7 +92,7 @@ def _train(place: RankEnvironment, job: Job, folder: Path) -> int:
 
 
 def _load_and_save(group: RankGroup, job: Job, found: Path, folder: Path) -> None:
-    """In another layout, into another folder."""
+    """Load in another layout, and save into another folder."""
     with precision_context(job):
         state = build_components(job, group, folder).state
         newest = newest_checkpoint(found / "checkpoints")

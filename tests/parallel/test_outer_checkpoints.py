@@ -62,7 +62,7 @@ def test_a_run_goes_on_bit_for_bit(
 def save_at(
     group: RankGroup, layout: str, outer: dict[str, Any], folder: str, at: int
 ) -> dict[str, tuple[int, Tensor]]:
-    """What the replicas have agreed on."""
+    """Train and save; return the outer parameters."""
     engine = engine_of(layout, outer)
     for step in range(at):
         engine.step(batch(step, group.rank))

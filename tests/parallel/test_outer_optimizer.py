@@ -129,7 +129,7 @@ LOSSLESS = {"compress_gradients": "randomk:keep=1.0,unbiased=false", "compress_o
 def test_what_was_underway_is_merged_after_the_delay(
     ranks: Ranks, world: int, shards: int, layout: str, communication: dict[str, Any] | None
 ) -> None:
-    """With 3 steps of delay two fragments are underway at times."""
+    """A delay of 3 steps sometimes leaves two fragments in transit."""
     alone = Alone(world // shards, shards)
     sent: dict[int, Parameters] = {}
 
@@ -175,7 +175,7 @@ def test_nothing_is_sent_between_meetings_and_the_parameters_at_them(ranks: Rank
 
 
 def test_between_meetings_bytes_stay_inside_a_replica(ranks: Ranks) -> None:
-    """In what a step of stage 1 sends in a replica of 2, half of everything is reduced and half of it gathered."""
+    """A step of stage 1 in a replica of 2 ranks reduces half of everything and gathers half of it."""
     alone = ranks.run(2, bytes_of_steps, "zero=1", {})
     apart = ranks.run(4, bytes_of_steps, "zero=1 shard_group=2", DILOCO)
     sent = [[c.get("sent_bytes", 0) for c in counts] for counts in (*alone, *apart)]

@@ -29,7 +29,7 @@ def total(group: RankGroup) -> float:
 
 
 def over_tcp(place: RankEnvironment, port: int) -> float:
-    """As under srun: rank 0 serves the store, on which the run folder is agreed first."""
+    """Join a group as under srun: rank 0 serves the store, on which the ranks first agree on the run folder."""
     with rendezvous_store(replace(place, rendezvous=f"tcp://127.0.0.1:{port}"), 30.0) as (place, store):
         assert broadcast_decision(store, place.rank, "folder", decide=lambda: "runs/x-001") == "runs/x-001"
         with start_process_group(place, "cpu", 30.0) as group:
@@ -37,7 +37,7 @@ def over_tcp(place: RankEnvironment, port: int) -> float:
 
 
 def attempts_on_one_store(place: RankEnvironment) -> list[float]:
-    """As under torchrun after a restart: the store is still there, with what the attempt before has left."""
+    """Join a group as under torchrun after a restart: the store still has the keys of the last attempt."""
     sums = []
     with rendezvous_store(place, 30.0) as (_, store):  # a FileStore is gone with the last that has it open
         for attempt in range(3):

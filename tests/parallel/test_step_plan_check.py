@@ -1,4 +1,4 @@
-"""What the engine does is proven, whatever the layout."""
+"""The proof covers what the engine does, in every layout."""
 
 from dataclasses import replace
 from itertools import product

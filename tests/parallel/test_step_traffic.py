@@ -1,4 +1,4 @@
-"""What compression sends, byte for byte, and which settings of it are refused."""
+"""Bytes that compression sends, exactly, and settings of it that motet refuses."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -22,7 +22,7 @@ LAYOUTS = [
 
 
 def expression(first: int, stop: int) -> str:
-    """As it is defined: halves of halves."""
+    """The sum as it is defined: halves of halves."""
     if stop - first == 1:
         return str(first)
     middle = first + (stop - first + 1) // 2
@@ -76,7 +76,7 @@ def test_whatever_ranks_tell_each_other_comes_to_one_expression(dp: int, zero: i
 
 
 def sums_of_replica(layout: Layout, replica: int, count: int) -> dict[SummationTreeNode, str]:
-    """What its ranks come to, part after part."""
+    """The tree nodes that the ranks of a replica sum, micro-batch after micro-batch."""
     together = forest(count)
     mates = range(replica * layout.shards, (replica + 1) * layout.shards)
     own = {mate: forest(count) for mate in mates}

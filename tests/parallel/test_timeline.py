@@ -120,7 +120,7 @@ def test_overlap_makes_a_step_shorter_and_never_longer(zero: int) -> None:
 
 
 def complete_in_order(job_folder: Path) -> tuple[list[int], list[frozenset[str]], list[str]]:
-    """Of a real backward: the order of the buckets, their parameters, and the kind of the job's model."""
+    """The order of the buckets in a real backward, their parameters, and the kind of the job's model."""
     small = ("communication.bucket_mib=0.02", "communication.first_bucket_mib=0.001")
     job = small_job(job_folder, *small)
     order: list[int] = []

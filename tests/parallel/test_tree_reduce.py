@@ -1,4 +1,4 @@
-"""What sums by a tree send and keep is what traffic.py says, to the byte."""
+"""Tree sums send and keep what traffic.py says, to the byte."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_bytes(ranks: Ranks, tmp_path: Path, world: int, batch: int, layout: str
 
 
 def _count(group: RankGroup, job: Job, folder: str) -> tuple[int, ...]:
-    """By sums, in two steps, and what was said; by Programs, and what was said of all; kept, and what was said."""
+    """Measured and predicted bytes of two steps: of the sums, of all Programs, and of the memory kept."""
     given = [0]
     with pytest.MonkeyPatch.context() as inside:
         for name, is_cut in (("all_to_all", True), ("all_gather", False)):
@@ -50,7 +50,7 @@ def _count(group: RankGroup, job: Job, folder: str) -> tuple[int, ...]:
 
 
 def _counting(collective: Callable[..., Any], given: list[int], is_cut: bool) -> Callable[..., Any]:
-    """What is cut over ranks stays with this one in part; what is gathered goes to each of the others."""
+    """Count the bytes of a collective: of a scattered tensor this rank keeps one part; a gathered one goes to all others."""
 
     def call(output: Any, input: Any, ranks: RankGroup, *args: Any, **kwargs: Any) -> Any:
         given[0] += input.nbytes * (ranks.world - 1) // (ranks.world if is_cut else 1)

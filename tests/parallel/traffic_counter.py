@@ -43,7 +43,7 @@ def _moments(updater: ShardedOptimizer) -> list[torch.Tensor]:
 
 
 def _computed_with(spread: ShardedParameters) -> Iterator[torch.Tensor]:
-    """What the model has of its parameters between steps."""
+    """The tensors in which the model holds its parameters between steps."""
     if isinstance(spread, BucketedDataParallel):
         yield spread.flat_parameters.compute
     if isinstance(spread, FSDP2DataParallel):

@@ -17,7 +17,7 @@ from parity.planted_steps import Patch
 
 
 @fault("dp=2 zero=0", "dp=2 zero=3", first="starting parameter .*in a row", cause="initial values .*rank 1 alone")
-def each_rank_has_initial_values_of_its_own(rank: int) -> Patch:
+def ranks_have_different_initial_values(rank: int) -> Patch:
     def other(own: Any) -> Any:
         return lambda settings, seed, *rest: own(settings, seed + rank, *rest)
 
@@ -54,30 +54,30 @@ def rows_are_numbered_within_the_rank(rank: int) -> Patch:
 
 def _evaluated(change: Any) -> Patch:
     def wrong(own: Any) -> Any:
-        def judged(model: Any, *rest: Any, **options: Any) -> Any:
+        def evaluated(model: Any, *rest: Any, **options: Any) -> Any:
             try:
                 return own(model, *rest, **options)
             finally:
                 change(model.module)
 
-        return judged
+        return evaluated
 
     return replaced(build, "evaluate", wrong)
 
 
 @fault("dp=2 zero=1", first="random mask .*step 2, steps in a row", cause="no rank draws it for rows", model="bert")
-def a_rank_goes_on_as_if_it_was_judged(rank: int) -> Patch:
+def a_rank_trains_as_in_evaluation(rank: int) -> Patch:
     return _evaluated(lambda module: module.eval()) if rank else nothing()
 
 
 @fault("dp=2 zero=1", first="modules called as in training", cause="in training mode.*rank 1", model="bert")
-def a_rank_is_judged_as_it_trains(rank: int) -> Patch:
+def a_rank_is_evaluated_in_training_mode(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
-        def judged(model: Any, batch: Batch) -> Any:
+        def evaluated(model: Any, batch: Batch) -> Any:
             model.module.train()
             return own(model, batch)
 
-        return judged
+        return evaluated
 
     return replaced(evaluation, "_token_loss_sums", wrong) if rank else nothing()
 
@@ -113,7 +113,7 @@ def a_rank_rounds_what_it_sends(rank: int) -> Patch:
 
 
 @fault("dp=3 zero=2", "dp=2 zero=1", first="gradient norm", cause="of what rank . has alone")
-def each_rank_clips_by_a_norm_of_its_own(rank: int) -> Patch:
+def each_rank_clips_by_its_own_norm(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def summed(values: list[float], *rest: Any) -> list[float]:
             count, _, *others = own(values, *rest)

@@ -87,7 +87,7 @@ def masks_follow_the_place_in_the_microbatch(rank: int) -> Patch:
 
 
 @fault(*DROPS, first="random mask .*", cause="another seed", model="bert")
-def each_rank_has_a_seed_of_its_own(rank: int) -> Patch:
+def each_rank_has_another_seed(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def other(self: LayoutInvariantDropoutMode, seed: int) -> None:
             own(self, seed + rank)

@@ -196,7 +196,7 @@ def gradients_are_summed_in_fewer_bits(rank: int) -> Patch:
 
 
 @fault("dp=2 zero=0", "dp=2 zero=1", first=GRADIENT, cause="belongs 1 element before")
-def a_gradient_lands_beside_its_place(rank: int) -> Patch:
+def a_gradient_lands_next_to_its_place(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
         def fill(self: GradientBuffer, number: int) -> None:
             own(self, number)

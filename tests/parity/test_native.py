@@ -56,7 +56,7 @@ def step_on_a_rank(group: RankGroup, job: Job, folder: Path, plant: Plant) -> li
         return record_native_step(JobVerificationSubject(job), group, folder)
 
 
-def judged(
+def compared(
     ranks: Ranks, recipe: str, layout: str, plant: Plant = nothing, *settings: str
 ) -> tuple[DifferenceZScore | None, DifferenceZScore | None]:
     native = referred(recipe, *settings)
@@ -107,7 +107,7 @@ LAYOUTS = ["dp=3 zero=3", "dp=2 zero=2 microbatches=2"]
 @pytest.mark.parametrize("recipe", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rounding_is_as_likely_as_in_other_orders(ranks: Ranks, recipe: str, layout: str) -> None:
-    worst, first = judged(ranks, recipe, layout)
+    worst, first = compared(ranks, recipe, layout)
     assert first is None, (first, first and first.cause)
     assert worst.z < 8
 
@@ -115,14 +115,14 @@ def test_rounding_is_as_likely_as_in_other_orders(ranks: Ranks, recipe: str, lay
 @pytest.mark.parametrize("recipe", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", ["dp=2 zero=1 microbatches=2", "dp=3 zero=0 microbatches=2"])
 def test_a_sum_that_is_kept_too_short_is_found(ranks: Ranks, recipe: str, layout: str) -> None:
-    _, first = judged(ranks, recipe, layout, sums_in_bfloat16)
+    _, first = compared(ranks, recipe, layout, sums_in_bfloat16)
     assert first is not None
     assert first.difference.key[0] == "gradient"
     assert "rounded" in first.cause
 
 
 def test_masters_that_are_kept_too_short_are_found(ranks: Ranks) -> None:
-    _, first = judged(ranks, "bf16", "dp=2 zero=1", masters_in_bfloat16)
+    _, first = compared(ranks, "bf16", "dp=2 zero=1", masters_in_bfloat16)
     assert first is not None
     assert first.difference.key[0] == "state"
     assert "bfloat16" in first.cause
@@ -144,7 +144,7 @@ def masters_of_rounded_values() -> AbstractContextManager[object]:
 
 
 def test_masters_that_are_made_of_rounded_values_are_found(ranks: Ranks) -> None:
-    _, first = judged(ranks, "bf16", "dp=2 zero=1", masters_of_rounded_values)
+    _, first = compared(ranks, "bf16", "dp=2 zero=1", masters_of_rounded_values)
     assert first is not None
     assert first.difference.key[0] == "starting parameter"
     assert "bfloat16" in first.cause
@@ -152,17 +152,17 @@ def test_masters_that_are_made_of_rounded_values_are_found(ranks: Ranks) -> None
 
 def test_promised_bits_are_held_to(ranks: Ranks) -> None:
     promise = ("run.reproducible=layout", "data.batch_sequences=13")
-    assert judged(ranks, "fp32", "dp=3 zero=1", nothing, *promise)[1] is None
-    assert judged(ranks, "fp32", "dp=3 zero=1", a_bit_in_a_master)[1] is None
-    _, first = judged(ranks, "fp32", "dp=3 zero=1", a_bit_in_a_master, *promise)
+    assert compared(ranks, "fp32", "dp=3 zero=1", nothing, *promise)[1] is None
+    assert compared(ranks, "fp32", "dp=3 zero=1", a_bit_in_a_master)[1] is None
+    _, first = compared(ranks, "fp32", "dp=3 zero=1", a_bit_in_a_master, *promise)
     assert first is not None
     assert first.difference.key[0] == "state"
     assert "its bits are not those of one device" in first.cause
 
 
-def test_in_float64_the_bits_alone_are_judged(ranks: Ranks) -> None:
+def test_in_float64_the_bits_alone_are_compared(ranks: Ranks) -> None:
     promise = ("run.reproducible=layout", "data.batch_sequences=13")
-    assert judged(ranks, "fp64", "dp=3 zero=1", nothing, *promise) == (None, None)
-    _, first = judged(ranks, "fp64", "dp=3 zero=1", a_bit_in_a_master, *promise)
+    assert compared(ranks, "fp64", "dp=3 zero=1", nothing, *promise) == (None, None)
+    _, first = compared(ranks, "fp64", "dp=3 zero=1", a_bit_in_a_master, *promise)
     assert first is not None
     assert "its bits are not those of one device" in first.cause

@@ -176,7 +176,7 @@ class Pair(NamedTuple):
     y: Tensor
 
 
-def test_a_batch_may_have_names_of_its_own() -> None:
+def test_a_batch_may_have_other_names() -> None:
     def own(module: nn.Module, given: Pair) -> Tensor:
         return loss(module, (given.x, given.y))
 

@@ -80,7 +80,7 @@ def _hugging_face(model: str, folder: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run computed, in full."""
+    """All values that a run computed, unsharded."""
 
     losses: list[float]
     norms: list[float]
@@ -114,7 +114,7 @@ def train(group: RankGroup, job: Job, steps: int | None = None) -> Trained:
 
 
 def parameters_and_gradients(parts: TrainingComponents) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """As they are after a step, put together from what ranks have of them."""
+    """Parameters and gradients after a step, assembled from the shards of the ranks."""
     spread, group = parts.optimizer.sharded_parameters, parts.group
     spread.wait_for_pending()
     parameters = {
@@ -129,7 +129,7 @@ def parameters_and_gradients(parts: TrainingComponents) -> tuple[dict[str, torch
 
 
 def _whole(piece: LocalShard, group: RankGroup, counts: bool) -> torch.Tensor:
-    """What this rank may have a part of; `counts`: nobody else gives the same part."""
+    """The unsharded tensor of a shard; `counts`: no other rank contributes the same shard."""
     everywhere = torch.tensor(int(piece.values.numel() == piece.shape.numel()))
     all_reduce(everywhere, group, op="min")
     if everywhere:

@@ -24,7 +24,7 @@ EXPECTED = ExpectedInvariants(HYBRID, HYBRID, range(8), 40.0)
 
 
 def report(rank: int, **changes: int) -> RankDigestReport:
-    """Of one of four ranks, two of which share a copy; all is right."""
+    """A report without faults of one of four ranks; two ranks form a shard group."""
     before = (rank - 1) % RANKS
     right = RankDigestReport(
         machine_digest=1,
@@ -48,7 +48,7 @@ def report(rank: int, **changes: int) -> RankDigestReport:
 def found(
     changed: int | None = None, expected: ExpectedInvariants = EXPECTED, **changes: int
 ) -> list[tuple[str, tuple[int, ...]]]:
-    """(what, ranks) of what is told when one rank, or every rank, reports something else."""
+    """The reported (invariant, ranks) when one rank, or every rank, reports another value."""
     reports = [report(rank, **(changes if changed in (rank, None) else {})) for rank in range(RANKS)]
     return [(one.invariant, one.ranks) for one in find_violations(reports, expected)]
 

@@ -47,7 +47,7 @@ def swap(module: nn.Module) -> None:
 
 
 def nothing(module: nn.Module) -> None:
-    """As after an evaluation with other values that were given back."""
+    """Leave parameters as after an evaluation with other values that were restored."""
     kept = {name: value.clone() for name, value in module.state_dict().items()}
     load(module)
     module.load_state_dict(kept)

@@ -203,7 +203,7 @@ def test_nobody_is_there_to_join(town: Town) -> None:
 
 @pytest.mark.parametrize("copies", [pytest.param(1, marks=pytest.mark.proof), 2])
 def test_a_server_ends(town: Town, ranks: Ranks, copies: int) -> None:
-    """With a second server nothing is lost: the numbers are those of one rank alone, whose life is quieter."""
+    """Two copies lose nothing: the numbers are those of one rank alone."""
     sure = ["run.steps=240", "checkpoint.every=240", "layout.server.count=2", f"layout.server.copies={copies}"]
     job = small_job(town.folder, *SERVED, *sure)
     first = town.train(0, job, "--ranks", "1")

@@ -71,7 +71,7 @@ def test_tensors_need_not_be_contiguous_or_have_elements(ranks: Ranks, layout: s
 
 @dataclass(frozen=True)
 class Given:
-    """What a rank gives."""
+    """The arguments of one rank."""
 
     names: tuple[str, ...] = ("a", "b")
     layout: str = "zero=0"
@@ -80,7 +80,7 @@ class Given:
 
 
 def told(group: RankGroup, *ranks: Given) -> str:
-    """What each of these ranks is told."""
+    """The message that each of these ranks raises."""
     given = ranks[group.rank]
     try:
         motet.parallelize(

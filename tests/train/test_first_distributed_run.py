@@ -65,7 +65,7 @@ def started(command: str, folder: Path, host: Host | None = None) -> "subprocess
 
 
 def outputs(runs: "list[subprocess.Popen[str]]") -> str:
-    """What all of them print, once they have ended well."""
+    """The output of all runs, once they have ended well."""
     try:
         ended = [run.communicate(timeout=LIMIT_S) for run in runs]
     finally:
@@ -90,7 +90,7 @@ def same(losses: list[float], alone: list[float]) -> bool:
 
 
 def run_script_alone(_: RankEnvironment, path: str) -> list[float]:
-    """As the only rank, in this process."""
+    """Run the script as the only rank, in this process."""
     variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
         for name, value in variables.items():

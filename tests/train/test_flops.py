@@ -1,4 +1,4 @@
-"""What a step is given, by the job's objective, and what it costs."""
+"""The inputs of a step by the job's objective, and its FLOPs."""
 
 import motet
 from motet.data.samples.span_corruption import span_corruption_lengths

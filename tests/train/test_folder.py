@@ -35,7 +35,7 @@ def job(*overrides: str) -> Job:
 
 
 def start(started: Job) -> Path:
-    """As far as a run gets before its ranks start."""
+    """Do what a run does before its ranks start."""
     path = choose_run_folder(started).create()
     write_run_start(path, started, {"host": "here"})
     return path

@@ -1,4 +1,4 @@
-"""What is refused before ranks start, beyond what tests/cli/test_train.py shows of it."""
+"""Jobs that motet refuses before ranks start, beyond those of tests/cli/test_train.py."""
 
 from dataclasses import replace
 

@@ -35,7 +35,7 @@ def job_of(folder: Path, layout: str, *changes: str, model: str = "decoder") -> 
 
 
 def unlike(a: Trained, b: Trained) -> list[str]:
-    """What differs in any bit."""
+    """Names of the tensors that differ in any bit."""
     numbers = [name for name in ("losses", "norms") if getattr(a, name) != getattr(b, name)]
     kinds = (a.masters, b.masters), (a.gradients, b.gradients)
     return numbers + [name for x, y in kinds for name in x if not torch.equal(_bits(x[name]), _bits(y[name]))]
@@ -82,7 +82,7 @@ def test_other_models_have_the_same_bits(ranks: Ranks, tmp_path: Path, model: st
 @pytest.mark.proof
 @pytest.mark.parametrize("recipe", ["fp32", "bf16"])
 def test_larger_products_of_matrices_have_the_same_bits(ranks: Ranks, tmp_path: Path, recipe: str) -> None:
-    """Of which libraries cut the inner dimension, and choose by the shape."""
+    """Libraries split the inner dimension of large products, and choose how by the shape."""
     shape = "vocab_size=1000, context=128, layers=2, hidden=256, heads=8, kv_heads=4, ffn_hidden=688"
     wide = [f"model={{family='decoder', {shape}}}", "data.sequence_length=128", "data.batch_sequences=5"]
     layouts = [(2, "zero=0"), (3, "zero=1"), (2, "zero=2"), (3, "zero=3")]

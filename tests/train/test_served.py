@@ -37,7 +37,7 @@ def alone(place: RankEnvironment, job: Job, folder: Path) -> int:
 
 
 def losses(folder: Path) -> list[float]:
-    """Of steps, with their norms, and of judgements."""
+    """Losses and norms of steps, and losses of evaluations."""
     found = []
     for event in read_events(folder / "events.jsonl"):
         if isinstance(event, StepDone):
@@ -184,7 +184,7 @@ def with_other_data(place: RankEnvironment, job: Job, folder: Path) -> str:
 
 
 def test_a_worker_of_another_bound_does_not_belong(tmp_path: Path) -> None:
-    """By it updates are made of single shares or of steps."""
+    """The bound decides whether updates are made of single work items or of steps."""
     apart = [small_job(tmp_path, SERVED, "layout.server.mode=bounded", f"layout.server.staleness={s}") for s in (0, 2)]
     module = torch.nn.Linear(2, 2)
     one, other = (build_handshake(job, module, build_partition(module, job)) for job in apart)

@@ -1,4 +1,4 @@
-"""What versions.json says of a start, inside and outside of a git repository."""
+"""Contents of versions.json, inside and outside of a git repository."""
 
 import subprocess
 from pathlib import Path

@@ -36,7 +36,7 @@ FP32 = "precision.recipe=fp32"
 def watched(
     group: RankGroup, job: Job, plant: str = "", on: int | None = 1
 ) -> tuple[list[ReplicaCheckDone], dict[str, Tensor]]:
-    """What ranks find in three steps, into the second of which something is planted on one rank, or on all."""
+    """The differences that ranks report in three steps, with a fault planted in the second, on one rank or on all."""
     with precision_context(job), tempfile.TemporaryDirectory() as folder:
         parts = build_components(job, group, Path(folder))
         found, stepper = [], parts.make_train_step(job)
@@ -117,7 +117,7 @@ def test_buffers_that_each_rank_changes_are_none_of_it(ranks: Ranks, tmp_path: P
 
 
 def other_without_gradients(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
-    """As where kernels are chosen by whether there will be a backward."""
+    """A step whose forward without gradients uses another kernel."""
     right = stepper.model.loss_sum
 
     def loss_sum(batch: Batch) -> Tensor:

@@ -14,7 +14,7 @@ TICKS = 8
 
 @dataclass(frozen=True)
 class Line:
-    """What is drawn, and how. Points come from left to right."""
+    """The points of one line, from left to right, and its style."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -24,7 +24,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Axis:
-    """What is on it, and its ends; `logarithmic` needs numbers above 0."""
+    """The label and the ends of an axis; `logarithmic` needs numbers above 0."""
 
     label: str
     logarithmic: bool = False
@@ -37,7 +37,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class _Scale:
-    """Where a number lies, from 0 to 1."""
+    """The map from numbers on an axis to positions from 0 to 1."""
 
     low: float
     high: float

@@ -50,7 +50,7 @@ def left_out(curves: Curves, name: str) -> str:
 
 
 def traffic_cells(curves: Curves, name: str) -> list[str]:
-    """For each parameter and step, of all workers together."""
+    """Bytes for each parameter and step, summed over all workers."""
     served = statistics_of_variant(curves, name)
     pushed = fmean(run.pushed_bytes / run.events for run in served) / PARAMETERS
     pulled = fmean(run.pulled_bytes / run.events for run in served) / PARAMETERS

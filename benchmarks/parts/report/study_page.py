@@ -17,7 +17,7 @@ SMOOTHED = 5
 
 
 def write_page(study: Study, curves: Curves, steps: int, tables: Sequence[str]) -> None:
-    """With these tables above the pictures."""
+    """Write the page of a study, with `tables` above the pictures."""
     page, losses = DOCS / f"{study.page}.md", DOCS / f"{study.page}.svg"
     losses.write_text(picture_of_losses(study, curves, steps), encoding="utf-8")
     parts = [what_is_there(study, curves, steps), *tables]
@@ -52,12 +52,12 @@ def seeds_of(curves: Curves, name: str) -> list[int]:
 
 
 def loss_cells(curves: Curves, name: str) -> list[str]:
-    """Of the validation loss."""
+    """Mean and range of the validation loss."""
     return cells([curves[name, seed].validation for seed in seeds_of(curves, name)], ".4f")
 
 
 def gap_cells(study: Study, curves: Curves, name: str) -> list[str]:
-    """Of the validation loss to that of the reference, seed by seed; nothing for the reference itself."""
+    """Gap of the validation loss to the reference's, seed by seed; empty for the reference itself."""
     if name == study.reference:
         return ["", ""]
     gaps: list[float | None] = []
@@ -114,7 +114,7 @@ def line_of(study: Study, name: str, points: list[tuple[float, float]]) -> Line:
 
 
 def ends(lines: list[Line]) -> tuple[float, float]:
-    """Of the axis: from the second tenth of the run on. What happens before may be cut off, and what is far off."""
+    """Ends of the axis, from the second tenth of the run on; earlier points and outliers may be cut off."""
     later = [y for line in lines for _, y in line.points[len(line.points) // 10 :]]
     low, high = min([0.0, *later]), max([0.0, *later])
     margin = 0.05 * (high - low) or 0.1
@@ -122,7 +122,7 @@ def ends(lines: list[Line]) -> tuple[float, float]:
 
 
 def mean_curve(found: list[list[float]], each: int) -> list[tuple[float, float]]:
-    """As far as all of them go; a window stands at its middle."""
+    """The mean of curves up to the end of the shortest; a window is drawn at its middle."""
     shortest = min(map(len, found), default=0)
     return [((number + 0.5) * each, fmean(losses[number] for losses in found)) for number in range(shortest)]
 
@@ -134,7 +134,7 @@ def smooth(values: list[float]) -> list[float]:
 
 
 def steps_of(curves: Curves) -> int:
-    """In a window."""
+    """The number of steps in a window."""
     return next(iter(curves.values())).steps_per_window
 
 

@@ -216,7 +216,7 @@ class Explorer:
             yield cluster.state(tuple(now), state + sent + cluster.stands(server_machine, version, settled), left)
 
     def _known(self, coordinator: CoordinatorStateMachine) -> Iterator[tuple[int, DecidedWorkItems]]:
-        """What the coordinator's owner may have of the parameters: those of the beginning, or of a rest."""
+        """Parameters that the coordinator process may hold: the initial ones, or those of a pause."""
         yield (
             coordinator.first_logged_update,
             DecidedWorkItems(self.scenario.first * self.scenario.policy.work_items_per_step),

@@ -23,7 +23,7 @@ from parallel.parameter_server.scenario import Machine, PartialRead
 
 
 def is_ignored(machine: Machine, message: Message | PartialRead, is_lasting: bool) -> bool:
-    """By the one that it goes to. `is_lasting`: what a worker knows to be safe stays so."""
+    """Whether the receiver ignores the message. `is_lasting`: what a worker knows to be safe stays so."""
     message = message.value if isinstance(message, PartialRead) else message
     if isinstance(machine, WorkerStateMachine):
         return _ignored_by_worker(machine, message, is_lasting)
@@ -91,7 +91,7 @@ def _ignored_by_coordinator(coordinator: CoordinatorStateMachine, message: Messa
 def is_answered(
     server_machine: ServerStateMachine, worker_machine: WorkerStateMachine | None, pull: ParameterPull
 ) -> bool:
-    """Who asked has ended or gone on, or has the answer: the server's would be ignored. None: has ended."""
+    """Whether the worker would ignore the server's answer: it has ended (None), gone on, or has the answer."""
     if pull.slice_id not in server_machine.slice_states:
         return False
     if worker_machine is None or pull.assignment_id < worker_machine.assignment.assignment_id:

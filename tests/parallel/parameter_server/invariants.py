@@ -1,4 +1,4 @@
-"""What must be true of a parameter server, whatever happens."""
+"""Invariants of a parameter server."""
 
 from dataclasses import dataclass, field
 
@@ -30,12 +30,12 @@ class Invariants:
 
     @property
     def _is_lasting(self) -> bool:
-        """What is acknowledged is not lost again. Where it is, a worker that does a share again may hear that it need
-        not: what it has done before is there."""
+        """Whether an acknowledged push is never lost. Otherwise a worker that repeats a work item may hear that it need
+        not: its earlier push is there."""
         return self.scenario.copies > 1 or not self.scenario.replacements
 
     def of_step(self, machines: tuple[int, ...], at: int, said: tuple[Message, ...]) -> None:
-        """Of what a machine is now, and has said."""
+        """Check the state of a machine and the messages that it has sent."""
         for message in said:
             if isinstance(message, GradientPushAck):
                 self._is_kept(machines, message)
@@ -71,7 +71,7 @@ class Invariants:
                 )
 
     def _are_kept(self, machines: tuple[int, ...], chosen: GradientNormRequest | UpdateDecision) -> None:
-        """What makes an update is with all servers."""
+        """All servers hold the pushes that make an update."""
         coordinator = self.machines[machines[0]]
         assert isinstance(coordinator, CoordinatorStateMachine)
         for slice_id, is_paced in enumerate(coordinator.placement.replicas):
@@ -103,7 +103,7 @@ class Invariants:
             require(settled == now.update_count, f"{settled} shares are decided upon, in {now.update_count} updates")
 
     def _client(self, machines: tuple[int, ...], assignment: int) -> WorkerStateMachine | None:
-        """Who waits to hear that its pushes are safe."""
+        """The worker that waits for the acknowledgement of its pushes, if there is one."""
         worker_machines = (self.machines[number] for number in machines)
         return next(
             (
@@ -115,7 +115,7 @@ class Invariants:
         )
 
     def _is_free(self, machines: tuple[int, ...], assignment: WorkAssignment) -> None:
-        """Who is given something to do has nothing to do."""
+        """A worker that is assigned an item is idle."""
         coordinator = self.machines[machines[0]]
         assert isinstance(coordinator, CoordinatorStateMachine)
         name = next(

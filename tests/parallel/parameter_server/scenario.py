@@ -1,4 +1,4 @@
-"""What is explored of the parameter server's protocol, and the names that the explorer has for it."""
+"""Scenarios of the parameter server's protocol to explore, and the names that the explorer uses."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,7 +20,7 @@ class PartialRead(NamedTuple):
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is explored."""
+    """A small system to explore, and the faults that may happen to it."""
 
     policy: ConsistencyPolicy
     workers: int

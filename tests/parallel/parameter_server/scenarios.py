@@ -36,7 +36,7 @@ def with_mode(scenario: Scenario, name: str) -> Scenario:
 
 
 def _of(workers: int, servers: int, steps: int, work_items: int = 0, **others: Any) -> Scenario:
-    """As many shares as workers, if nothing else is said."""
+    """Make a scenario; it has one work item for each worker by default."""
     return replace(Scenario(policy("sync", work_items or workers, steps), workers, servers), **others)
 
 
@@ -76,7 +76,7 @@ LARGE = {
 
 
 def modes_of(scenario: Scenario) -> list[str]:
-    """Those that differ for it: with one step bounded is async, and with one worker first-k is sync."""
+    """The modes that differ in a scenario: with one step bounded is async, with one worker first-k is sync."""
     different: dict[ConsistencyPolicy, str] = {}
     for name in RULES:
         asked = with_mode(scenario, name).policy
@@ -86,7 +86,7 @@ def modes_of(scenario: Scenario) -> list[str]:
 
 
 def row(name: str, scenario: Scenario, result: Exploration) -> str:
-    """Of the table of what was explored."""
+    """A row of the table of explored scenarios."""
     size = f"{scenario.workers} x {scenario.servers} x {scenario.policy.steps - scenario.first}"
     (kind,) = (kind for kind in RULES if with_mode(scenario, kind) == scenario and kind in modes_of(scenario))
     faults = scenario.duplicates, scenario.crashes, scenario.disconnects
@@ -95,7 +95,7 @@ def row(name: str, scenario: Scenario, result: Exploration) -> str:
 
 
 def alike(line: str) -> str:
-    """Of a row: which system it is of, and in which mode."""
+    """The part of a row that names the system and the mode."""
     return "|".join(line.split("|")[:8])
 
 

@@ -108,7 +108,7 @@ class SimulatedCluster:
         return self.state((*map(self.machines.number, machines), NONE), tuple(in_flight), left)
 
     def stands(self, server_machine: ServerStateMachine, version: int, settled: DecidedWorkItems) -> InFlight:
-        """What the coordinator's owner tells a server that is connected, and has not begun."""
+        """Messages of the coordinator process to a server that is connected and has not begun."""
         if all(state.is_initialized for state in server_machine.slice_states.values()):
             return ()
         stands = [ParameterStateAssignment(slice_id, version, settled) for slice_id in server_machine.slice_states]
@@ -191,7 +191,7 @@ class SimulatedCluster:
         return PartialRead(value) if self.scenario.partial_reads else value
 
     def _without_history(self, machine: Machine) -> Machine:
-        """What nothing will ask for is forgotten."""
+        """The machine without history that nothing will ask for."""
         if isinstance(machine, CoordinatorStateMachine) and self._forgets:
             machine.decision_log = [FORGOTTEN] * len(machine.decision_log)
             if self.scenario.policy.quorum == self.scenario.policy.work_items_per_step:

@@ -25,7 +25,7 @@ def _each(scenarios: dict[str, Scenario]) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("name", "policy"), _each(SMALL))
 @pytest.mark.no_cover
 def test_promises_are_kept(name: str, policy: str) -> None:
-    """And from wherever it comes to, it can come to an end. What is found is what the page says."""
+    """Every reachable state can also reach an end, and the counts are those of the page."""
     scenario, graph = with_mode(SMALL[name], policy), StateGraph()
     result = explore(scenario, graph=graph)
     assert result.ends and len(graph.lead_to_an_end()) == result.states
@@ -88,7 +88,7 @@ def test_what_is_left_out_leads_to_no_other_end_of_larger_systems(name: str, pol
 
 
 def _ends(scenario: Scenario, without_reduction: bool) -> set[tuple[str, ...]]:
-    """What everybody knows in the end, but for the coordinator's history, with the least of all names of workers."""
+    """The final states without the coordinator's history, under the smallest renaming of workers."""
     explorer, result = Explorer(scenario, without_reduction), set()
     orders = [
         dict(zip(explorer.cluster.workers, order, strict=True)) for order in permutations(explorer.cluster.workers)

@@ -46,7 +46,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """By the other side."""
+    """Whether the other side has closed the connection."""
     try:
         return connection.recv(1024) == b""
     except ConnectionResetError:
@@ -54,7 +54,7 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 def stranger(name: str, run: str) -> bytes:
-    """What a process of another run says."""
+    """The greeting of a process of another run."""
     hello = json.dumps([name, {"run": run}, ""]).encode()
     return FRAME_HEADER.pack(0, HANDSHAKE_FRAME, len(hello)) + hello
 
