@@ -1,4 +1,4 @@
-"""All-reduce between CPU ranks of one host: the backend `motet` beside Gloo, OpenMPI and a plain copy of memory.
+"""All-reduce between CPU ranks of one host: the backend `motet` compared with Gloo, OpenMPI and a plain copy of memory.
 
 All of them run in the same rank processes on tensors of the same size, a few calls each in turn; a round gives one
 ratio per peer, and medians with quartiles over the rounds are printed. Processes are not bound to cores: Gloo has

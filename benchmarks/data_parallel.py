@@ -1,4 +1,4 @@
-"""A data-parallel training step: motet's stages 0 to 3 beside DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed.
+"""A data-parallel training step: motet's stages 0 to 3 and DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed.
 
 All of them train the decoder of the job `tiny` from the same values on the same batches with the same loss, clipping
 and AdamW, in the same rank processes, a few steps each in turn; who comes first changes from round to round. A round

@@ -1,4 +1,4 @@
-"""All-reduce between two hosts over a slow link: hierarchical beside a flat ring, measured beside predicted.
+"""All-reduce between two hosts over a slow link: hierarchical and a flat ring, measured and predicted.
 
 The hosts are network namespaces with two ranks each; `tc tbf` shapes the link between them to 200 Mbit/s in each
 direction. Start-up, bandwidth and the cost of adding are calibrated on messages of 256 KiB, 2 MiB and 16 MiB, and

@@ -1,4 +1,4 @@
-"""The price of `run.reproducible = "layout"`: a step of it beside a usual one, in turn.
+"""The price of `run.reproducible = "layout"`: steps of it and usual steps, in turn.
 
 Three ways train the decoder of the job `tiny` from the same values on the same batches, in the same rank processes: the
 usual one, the usual one with micro-batches of one sequence, which tells what computing them one by one costs, and the

@@ -35,7 +35,7 @@ WORKERS, LAYERS, WIDTH = 3, 8, 500
 FORWARD_S, BACKWARD_S = 0.03, 0.06
 """Of a layer."""
 HANDLING_S = 0.002
-"""From one process to another, of any message: assumed, and hardly seen beside the rest."""
+"""The latency of any message between processes: assumed, and small against the rest."""
 SKIP = 3
 """Steps until all have got going."""
 PAGE = DOCS / "parameter-server.md"

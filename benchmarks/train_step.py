@@ -1,4 +1,4 @@
-"""Tokens per second of a training step: motet beside a hand-written DDP loop, Accelerate and Lightning.
+"""Tokens per second of a training step: motet, a hand-written DDP loop, Accelerate and Lightning.
 
 All of them train the same model class from the same values on the same batches, in the same rank processes, a few steps
 each in turn; a round gives one ratio per peer, and medians and lower quartiles over the rounds are printed. Everyone

@@ -30,7 +30,7 @@ class TrainingConfiguration:
     communication: Mapping[str, Any] = field(default_factory=dict)
     outer: Mapping[str, Any] = field(default_factory=dict)
     base: str | None = None
-    """The way that computes the same but for a codec, whose work goes on beside backward."""
+    """The configuration that computes the same without the codec, whose work runs during backward."""
     exact: bool = True
     """It trains what the ring trains, up to the order of additions."""
 

@@ -16,9 +16,9 @@ class ServerStatistics:
     events: int
     """Steps that were told."""
     staleness: list[int]
-    """How many gradients lacked 0, 1, 2 and so on of the updates before theirs."""
+    """The number of gradients that missed 0, 1, 2 and so on of the updates before theirs."""
     behind: list[int]
-    """How many gradients lacked something of no step before theirs, of the last one, and so on."""
+    """The number of gradients that missed something of no step before theirs, of the last one, and so on."""
     tokens: int
     """That updates were made of."""
     pulled_bytes: int

@@ -49,7 +49,7 @@ def rank_group(threads: int) -> "Iterator[RankGroup]":
 
 
 def launch(ranks: int, threads: int, arguments: Sequence[str] = ()) -> int:
-    """Start the ranks, with these arguments beside those of the command, and wait for them; 0 if all ended well."""
+    """Start the ranks, with these arguments added to those of the command, and wait for them; 0 if all ended well."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -246,7 +246,7 @@ class Predicted:
     def overlapped(
         self, sent: Sequence[Travel], layout: Layout, settings: CommunicationSettings, alone: Alone, coding_s: float
     ) -> float:
-        """Stages 0 to 2: until the next forward may begin. `coding_s` goes on beside backward, as messages do."""
+        """Stages 0 to 2: until the next forward may begin. `coding_s` runs during backward, as messages do."""
         messages = [CommUnitVolume(t.name, t.parameters, t.elements, t.elements) for t in sent]
         nodes = build_step_graph(self.stretches, messages, layout, settings=settings)
         flops = sum(stretch.flops for stretch in self.stretches)

@@ -1,4 +1,4 @@
-"""Replicas that train apart and meet rarely, in plain torch: one after another in one process, meetings by formula."""
+"""Independent replicas in plain torch: one after another in one process, with outer steps by formula."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Replicas that train apart: their checkpoints, what goes wrong in one of them, and when they are one model."""
+"""Independent replicas: their checkpoints, failures of one of them, and layouts in which they are one model."""
 
 from pathlib import Path
 from typing import Any

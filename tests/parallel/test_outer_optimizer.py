@@ -1,4 +1,4 @@
-"""Replicas that train apart and meet rarely: the same numbers as plain torch, and what is sent."""
+"""Independent replicas with outer steps: the same numbers as plain torch, and the bytes sent."""
 
 from pathlib import Path
 from typing import Any
@@ -174,7 +174,7 @@ def test_nothing_is_sent_between_meetings_and_the_parameters_at_them(ranks: Rank
         assert not any(name.endswith("_bytes") for c in counts[::2] for name in c if name != "sent_bytes")
 
 
-def test_between_meetings_bytes_stay_inside_a_replica(ranks: Ranks) -> None:
+def test_between_outer_steps_bytes_stay_inside_a_replica(ranks: Ranks) -> None:
     """A step of stage 1 in a replica of 2 ranks reduces half of everything and gathers half of it."""
     alone = ranks.run(2, bytes_of_steps, "zero=1", {})
     apart = ranks.run(4, bytes_of_steps, "zero=1 shard_group=2", DILOCO)

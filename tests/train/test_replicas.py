@@ -1,4 +1,4 @@
-"""Jobs whose replicas train apart: evaluation, checkpoints, requests to stop, and steps that are not finite."""
+"""Jobs with independent replicas: evaluation, checkpoints, requests to stop, and steps that are not finite."""
 
 from pathlib import Path
 

@@ -69,7 +69,7 @@ def served(curve: Curve) -> ServerStatistics:
 
 def table_of_staleness(curves: Curves) -> str:
     """Shares of all gradients of all seeds."""
-    head = ["share of gradients that lacked", "gradients", *map(str, range(LAST)), f"{LAST} or more", "updates of"]
+    head = ["share of gradients that missed", "gradients", *map(str, range(LAST)), f"{LAST} or more", "updates of"]
     rows = []
     for name, variant in VARIANTS.items():
         runs = statistics_of_variant(curves, name)

@@ -11,7 +11,7 @@ Times = dict[Contender, list[float]]
 
 
 def table_of_ratios(times: Times, losses: dict[Contender, float], tokens: int) -> str:
-    """Each beside motet with its defaults at the same stage."""
+    """Each contender compared with motet with its defaults at the same stage."""
     lines = ["| stage | | backend | tokens/s | motet is (median) | quartiles | loss |", "|---|---|---|---|---|---|---|"]
     for contender, seconds in times.items():
         ours = times.get(Contender(contender.stage, "motet", "motet"))

@@ -34,14 +34,14 @@ def write_page(study: Study, curves: Curves, steps: int, tables: Sequence[str]) 
 def what_is_there(study: Study, curves: Curves, steps: int) -> str:
     seeds = {name: seeds_of(curves, name) for name in study.variants}
     most = sorted({seed for _, seed in curves})
-    lacking = [
+    missing = [
         f"{study.variants[name].words} (has {', '.join(map(str, has)) or 'none'})"
         for name, has in seeds.items()
         if has != most
     ]
     total = len(study.variants) * len(most)
     text = f"{len(curves)} of {total} runs of {steps} steps are there; seeds {', '.join(map(str, most))}"
-    text += f". Not all seeds: {'; '.join(lacking)}." if lacking else ", each of every variant."
+    text += f". Not all seeds: {'; '.join(missing)}." if missing else ", each of every variant."
     versions = ", ".join(sorted({curve.torch for curve in curves.values()}))
     shown = " ".join(setting for setting in study.common if setting.startswith(("data.", "optimizer.", "layout.")))
     return f"{text} `motet train tiny --ranks {study.ranks} {shown}`, torch {versions}."
