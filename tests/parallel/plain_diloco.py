@@ -47,13 +47,7 @@ STREAMING = {**DILOCO, "fragments": 2, "delay": 3, "mixing_factor": 0.3}
 
 def engine_of(layout: str, outer: dict[str, Any], communication: dict[str, Any] | None = None) -> TrainingEngine:
     return motet.parallelize(
-        net(),
-        layout,
-        loss=loss_sum,
-        optimizer=ADAMW,
-        precision="fp64",
-        communication=communication,
-        outer=outer,
+        net(), layout, loss=loss_sum, optimizer=ADAMW, precision="fp64", communication=communication, outer=outer
     )
 
 

@@ -47,13 +47,7 @@ def train(
 ) -> tuple[list[StepStats], list[dict[str, tuple[int, Tensor]]]]:
     """After each step, what it told and what this rank keeps."""
     engine = motet.parallelize(
-        net(),
-        layout,
-        loss=loss_sum,
-        optimizer=optimizer,
-        precision="fp64",
-        communication=communication,
-        outer=outer,
+        net(), layout, loss=loss_sum, optimizer=optimizer, precision="fp64", communication=communication, outer=outer
     )
     told, kept = [], []
     for step in range(STEPS):
@@ -206,8 +200,7 @@ def compressed(group: RankGroup, layout: str, outer: dict[str, Any], codec: str,
 
 @pytest.mark.parametrize("codec", ["int8:rounding=stochastic", "topk:keep=0.1", "randomk:keep=0.2,unbiased=false"])
 @pytest.mark.parametrize(
-    ("world", "layout", "outer"),
-    [(2, "", DILOCO), (3, "", STREAMING), (4, "zero=2 shard_group=2", STREAMING)],
+    ("world", "layout", "outer"), [(2, "", DILOCO), (3, "", STREAMING), (4, "zero=2 shard_group=2", STREAMING)]
 )
 def test_differences_may_be_compressed(
     ranks: Ranks, tmp_path: Path, codec: str, world: int, layout: str, outer: dict[str, Any]

@@ -59,7 +59,8 @@ class CommunicationSettings(FrozenSettings):
 
     def algorithm(self, collective: str) -> str:
         """The setting of a collective such as `all-reduce`."""
-        return str(getattr(self, collective.replace("-", "_")))
+        names = {"all-reduce": self.all_reduce, "reduce-scatter": self.reduce_scatter, "all-gather": self.all_gather}
+        return names[collective]
 
 
 def communication_cluster(source: str, ranks: int) -> Cluster:
