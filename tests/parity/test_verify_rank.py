@@ -10,7 +10,7 @@ from motet.core.toml_writer import to_toml
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.parity import rank_main
 from motet.parity.rank_main import record_layouts_on_rank
-from motet.parity.record.record_files import RecordFolder
+from motet.parity.record.recorded_phases import RecordFolder
 from motet.train.job import load_job
 from motet.train.launch.failures import StopFlag
 from motet.train.launch.run_folder import JOB_FILE
@@ -20,7 +20,7 @@ def test_groups_of_other_sizes_meet_in_other_files(tmp_path: Path, monkeypatch: 
     """The one that is left last removes the file, which may be when others have opened it again."""
     met: list[tuple[int, str]] = []
 
-    def start_group(place: RankEnvironment, *how: Any) -> Any:
+    def start_group(place: RankEnvironment, *how: Any, cpu_backend: str) -> Any:
         met.append((place.world, place.rendezvous))
         return nullcontext()
 

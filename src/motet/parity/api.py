@@ -21,10 +21,21 @@ from motet.parity.compare.reference_runs import ReferenceRuns, make_external_ref
 from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute
 from motet.parity.layout_verdict import LayoutVerdict, self_difference_verdict, verify_recorded_steps
 from motet.parity.process_pool import ForkedRankPool, fork_rank_pool
-from motet.parity.record.record_files import RecordFolder
-from motet.parity.record.recorded_phases import TRAJECTORY, PhaseStep, RecordedStep, record_phases, single_thread
-from motet.parity.subjects.external_parallel_code import ExternalStepFunction, record_external_steps
-from motet.parity.subjects.module_subject import ModuleVerificationSubject, UserBatch, default_loss
+from motet.parity.record.recorded_phases import (
+    TRAJECTORY,
+    PhaseStep,
+    RecordedStep,
+    RecordFolder,
+    record_phases,
+    single_thread,
+)
+from motet.parity.subjects.module_subject import (
+    ExternalStepFunction,
+    ModuleVerificationSubject,
+    UserBatch,
+    default_loss,
+    record_external_steps,
+)
 from motet.train.engine import LossFunction
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from motet.core.errors import NumericalMismatchError
-from motet.parity.compare.first_difference import Comparison, DifferenceAtStep, compare_recorded_steps
 from motet.parity.compare.native_precision import NativeComparison
+from motet.parity.compare.reference_runs import Comparison, DifferenceAtStep, compare_recorded_steps
 from motet.parity.compare.tensor_differences import TensorDifference
 from motet.parity.diagnose.hypotheses import find_likely_cause
 from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute

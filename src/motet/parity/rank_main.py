@@ -13,8 +13,14 @@ import torch
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.parallel.process.process_group import RankGroup, start_process_group
 from motet.parity.candidate_layouts import CandidateLayout, make_candidate
-from motet.parity.record.record_files import RecordFolder, native_folder
-from motet.parity.record.recorded_phases import NATIVE_PHASE, PhaseStep, record_native_step, record_phases
+from motet.parity.record.recorded_phases import (
+    NATIVE_PHASE,
+    PhaseStep,
+    RecordFolder,
+    native_folder,
+    record_native_step,
+    record_phases,
+)
 from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.train.launch.failures import StopFlag
 from motet.train.launch.run_folder import read_stored_job

@@ -30,8 +30,7 @@ from motet.parity.layout_verdict import (
     self_difference_verdict,
     verify_recorded_steps,
 )
-from motet.parity.record.record_files import RecordFolder, native_folder
-from motet.parity.record.recorded_phases import single_thread
+from motet.parity.record.recorded_phases import RecordFolder, native_folder, single_thread
 from motet.parity.shrink_job import make_small_job
 from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.parity.verify_parameter_server import ParameterServerVerifier

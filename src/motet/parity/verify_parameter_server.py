@@ -15,8 +15,7 @@ from motet.checkpoint.manifest import is_compression_state, read_manifest
 from motet.core.errors import RankFailedError
 from motet.monitor.events import EVENTS_FILE, StepDone, read_events
 from motet.parity.candidate_layouts import CandidateLayout
-from motet.parity.compare.first_difference import DifferenceAtStep, compare_recorded_steps
-from motet.parity.compare.reference_runs import ReferenceRuns
+from motet.parity.compare.reference_runs import DifferenceAtStep, ReferenceRuns, compare_recorded_steps
 from motet.parity.compare.tensor_differences import ReferenceStep, build_reference_tensors
 from motet.parity.diagnose.mismatch_evidence import MismatchEvidence
 from motet.parity.diagnose.tensor_hypotheses import TENSOR_HYPOTHESES, explain

@@ -1,7 +1,7 @@
-"""The steps of one device that those of layouts are compared with, and how far rounding may move them."""
+"""The steps of one device, how far rounding may move them, and the first tensor in which recorded steps differ."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from motet.parity.record.recorded_phases import (
 from motet.parity.record.tensor_recorder import RecordedTensor, RecordsByRank, TensorKey, TensorRecorder, record_step
 
 PERTURBED_RUNS = 2  # References whose parameters start one ulp away
+MAX_NOISE_BOUND = 1e-3  # Where rounding alone is larger, a mistake may be smaller
 
 
 @dataclass(frozen=True)
@@ -154,3 +155,39 @@ def _with_mean_gradients(reference: ReferenceStep, keys: set[TensorKey]) -> Refe
         if key in keys:
             tensors[key] = replace(tensor, value=tensor.value / count) if key.kind == "gradient" else tensor
     return replace(reference, tensors=tensors)
+
+
+@dataclass(frozen=True)
+class DifferenceAtStep:
+    """The difference of a tensor, and the step in which it was computed."""
+
+    at: PhaseStep
+    difference: TensorDifference
+
+    def __str__(self) -> str:
+        phase_text = "" if self.at.phase == FROM_REFERENCE else f", steps {self.at.phase}"
+        return f"{self.difference.key}, step {self.at.step + 1}{phase_text}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All recorded steps against the reference, up to the first tensor that differs."""
+
+    worst: DifferenceAtStep
+    first: DifferenceAtStep | None
+    noise_dominated: tuple[str, ...]  # Tensors that rounding alone changes too much
+
+
+def compare_recorded_steps(reference_runs: ReferenceRuns, recorded: Mapping[PhaseStep, RecordsByRank]) -> Comparison:
+    """Compare step by step; steps after one that differs are not looked at."""
+    differences: list[DifferenceAtStep] = []
+    for at in recorded:
+        of_step = compare_with_reference(reference_runs.reference_for(at), recorded[at])
+        differences += [DifferenceAtStep(at, difference) for difference in of_step]
+        if not all(difference.is_rounding for difference in of_step):
+            break
+    worst = max(differences, key=lambda each: each.difference.relative_error)
+    if first := next((each for each in differences if not each.difference.is_rounding), None):
+        return Comparison(worst, first, ())
+    noisy = tuple(str(each) for each in differences if each.difference.bound > MAX_NOISE_BOUND)
+    return Comparison(worst, None, noisy)

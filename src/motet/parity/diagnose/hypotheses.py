@@ -3,45 +3,43 @@
 from dataclasses import replace
 
 from motet.parity.compare.align_with_reference import TensorAlignmentError, align_tensor
-from motet.parity.compare.first_difference import DifferenceAtStep
+from motet.parity.compare.reference_runs import DifferenceAtStep
+from motet.parity.compare.tensor_differences import ACTIVATION_KINDS
 from motet.parity.diagnose import optimizer_hypotheses as optimizer
 from motet.parity.diagnose import scalar_hypotheses as scalars
 from motet.parity.diagnose.linear_fit import is_equal_up_to_rounding
-from motet.parity.diagnose.located_difference import LocatedDifference
-from motet.parity.diagnose.mismatch_evidence import MismatchEvidence, make_evidence
+from motet.parity.diagnose.mismatch_evidence import LocatedDifference, MismatchEvidence, make_evidence
 from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute
-from motet.parity.diagnose.tensor_hypotheses import TENSOR_HYPOTHESES, Hypothesis, explain
+from motet.parity.diagnose.tensor_hypotheses import LOSSES, TENSOR_HYPOTHESES, Hypothesis, explain
 from motet.parity.record.recorded_phases import TRAJECTORY
-from motet.parity.record.tensor_recorder import RecordsByRank, TensorKind, group_by_key
+from motet.parity.record.tensor_recorder import RecordsByRank, group_by_key
 
 
 def starts_differently(e: MismatchEvidence) -> str:
-    phase, step = e.source.difference.at
-    if phase != TRAJECTORY:
+    if e.source.difference.at.phase != TRAJECTORY:
         return "it is not what was stored before this step"
-    return "" if step else "its initial values differ from those of one device"
+    return "" if e.source.recompute.step else "its initial values differ from those of one device"
 
 
 def depends_on_microbatching(e: MismatchEvidence) -> str:
-    record = e.source.worst_pair.record
-    for _, other in e.source.recompute.records_with_same_microbatches.get(e.source.key, []) if record else ():
-        is_same_shape = record is not None and (other.rows, other.value.shape) == (record.rows, record.value.shape)
-        if is_same_shape and record is not None and is_equal_up_to_rounding(record.value, other.value):
-            return (
-                "its rows depend on the other rows of their micro-batch, or on how many there are (statistics over "
-                "the batch, say, or numbers that are drawn for all rows together): one device that splits the batch in the "
-                "same way has the same"
-            )
+    if (record := e.source.worst_pair.record) is None:
+        return ""
+    for _, other in e.source.recompute.records_with_same_microbatches.get(e.source.key, []):
+        is_same_shape = (other.rows, other.value.shape) == (record.rows, record.value.shape)
+        if is_same_shape and is_equal_up_to_rounding(record.value, other.value):
+            return ROWS_DEPEND
     return ""
 
 
 def buffer_differs(e: MismatchEvidence) -> str:
-    for difference in e.source.all_differences:
-        if difference.key.kind == "buffer" and difference.rank == e.rank and not difference.is_rounding:
-            return f"on this rank buffer {difference.key.name} differs after the step, too"
-    return ""
+    buffers = [d for d in e.source.all_differences if d.key.kind == "buffer" and d.rank == e.rank and not d.is_rounding]
+    return f"on this rank buffer {buffers[0].key.name} differs after the step, too" if buffers else ""
 
 
+ROWS_DEPEND = (
+    "its rows depend on the other rows of their micro-batch, or on how many there are (statistics over the batch, say, "
+    "or numbers that are drawn for all rows together): one device that splits the batch in the same way has the same"
+)
 UNEXPLAINED = {
     "gradient": "no sum of what ranks and micro-batches have gives it: it was changed while it was summed, or after",
     "norm": "gradients are right, and no sum of their squares gives it: it has others in it, or was changed after",
@@ -53,8 +51,9 @@ def describe_unexplained(e: MismatchEvidence) -> str:
     """Words for a tensor that no hypothesis explains."""
     if e.kind != "sample":
         return UNEXPLAINED.get(e.kind, "")
-    is_same_shape, count = e.value.shape == e.expected.shape, e.value.numel()
-    differing = int((e.value != e.expected).sum()) if is_same_shape else count
+    count = differing = e.value.numel()
+    if e.value.shape == e.expected.shape:
+        differing = int((e.value != e.expected).sum())
     if differing < count / 2:
         return f"its rows are right, but {differing} of their {count} elements differ"
     return (
@@ -63,26 +62,22 @@ def describe_unexplained(e: MismatchEvidence) -> str:
     )
 
 
-def _kinds(*kinds: TensorKind) -> frozenset[TensorKind]:
-    return frozenset(kinds)
-
-
-HYPOTHESES = (
-    Hypothesis(_kinds("evaluation"), scalars.runs_in_training_mode),
-    Hypothesis(_kinds("sum", "evaluation"), scalars.is_another_count_or_loss),
-    Hypothesis(_kinds("sum", "evaluation"), scalars.has_other_losses),
-    Hypothesis(_kinds("norm"), scalars.squares_are_multiplied),
-    Hypothesis(_kinds("norm"), scalars.is_another_norm),
-    Hypothesis(_kinds("sum", "evaluation", "norm"), scalars.is_multiplied),
-    Hypothesis(_kinds("sum", "evaluation"), scalars.has_few_bits),
-    Hypothesis(_kinds("sum", "evaluation"), scalars.has_other_targets),
-    Hypothesis(_kinds("loss"), scalars.microbatch_loss_differs),
-    Hypothesis(_kinds("state"), optimizer.counts_other_steps),
-    Hypothesis(_kinds("state"), optimizer.update_differs),
+HYPOTHESES: tuple[Hypothesis, ...] = (
+    (("evaluation",), scalars.runs_in_training_mode),
+    (LOSSES, scalars.is_another_count_or_loss),
+    (LOSSES, scalars.has_other_losses),
+    (("norm",), scalars.squares_are_multiplied),
+    (("norm",), scalars.is_another_norm),
+    ((*LOSSES, "norm"), scalars.is_multiplied),
+    (LOSSES, scalars.has_few_bits),
+    (LOSSES, scalars.has_other_targets),
+    (("loss",), scalars.microbatch_loss_differs),
+    (("state",), optimizer.counts_other_steps),
+    (("state",), optimizer.update_differs),
     *TENSOR_HYPOTHESES,
-    Hypothesis(_kinds("starting parameter"), starts_differently),
-    Hypothesis(_kinds("activation", "activation gradient"), depends_on_microbatching),
-    Hypothesis(_kinds("activation", "activation gradient"), buffer_differs),
+    (("starting parameter",), starts_differently),
+    (ACTIVATION_KINDS, depends_on_microbatching),
+    (ACTIVATION_KINDS, buffer_differs),
 )
 
 
@@ -110,13 +105,11 @@ def _find_cause(recompute: SingleDeviceRecompute, records_by_rank: RecordsByRank
     evidence = make_evidence(located)
     if text := explain(evidence, HYPOTHESES):
         return text + located.location_text()
-    if any(record.is_sketched for _, record in records):  # A sketch does not show elements; a smaller tensor may
-        for other in located.all_differences:
-            others = records_by_key.get(other.key, [])
-            is_sketched = any(record.is_sketched for _, record in others)
-            if other.key.kind == key.kind and not other.is_rounding and not is_sketched:
-                if text := _find_cause(recompute, records_by_rank, replace(difference, difference=other)):
-                    return f"as {other.key.name}: {text}"
-                break
+    sketched = {key for key, some in records_by_key.items() if any(record.is_sketched for _, record in some)}
+    if key in sketched:  # A sketch does not show elements; a smaller tensor may
+        same_kind = [d for d in located.all_differences if d.key.kind == key.kind and not d.is_rounding]
+        for other in [d for d in same_kind if d.key not in sketched][:1]:
+            if text := _find_cause(recompute, records_by_rank, replace(difference, difference=other)):
+                return f"as {other.key.name}: {text}"
     text = describe_unexplained(evidence)
     return text and text + located.location_text()

@@ -1,24 +1,156 @@
-"""A tensor that differs, and the reference data of which it could be made: contributions, other tensors, rows, updates."""
+"""A tensor that differs: its ranks and elements, and the reference data of which it could be made."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from motet.parity.compare.align_with_reference import reshape_to_rows
-from motet.parity.compare.tensor_differences import ReferenceStep
-from motet.parity.diagnose.contribution_fit import MicroBatchContribution
-from motet.parity.diagnose.located_difference import LocatedDifference
+from motet.parity.compare.align_with_reference import (
+    AlignedTensorPair,
+    ReferenceTensor,
+    join_numbers,
+    reshape_to_rows,
+)
+from motet.parity.compare.reference_runs import DifferenceAtStep
+from motet.parity.compare.tensor_differences import (
+    ReferenceStep,
+    TensorDifference,
+    compare_with_reference,
+    elementwise_difference,
+    pair_distance,
+)
+from motet.parity.diagnose.linear_fit import TARGET_TOKENS, MicroBatchContribution
 from motet.parity.diagnose.optimizer_update import ExpectedOptimizerUpdate
-from motet.parity.diagnose.single_device_recompute import MicroBatchResult
-from motet.parity.record.tensor_recorder import MASTER_PREFIX, TensorKey, TensorKind
+from motet.parity.diagnose.single_device_recompute import MicroBatchResult, SingleDeviceRecompute
+from motet.parity.record.random_sign_sketch import sketch_shard
+from motet.parity.record.tensor_recorder import MASTER_PREFIX, RecordsByRank, TensorKey, TensorKind, group_by_key
 from motet.train.optimizer.sharded_optimizer import group_parameters
 
 ROW_KINDS = ("sample", "random mask", "activation", "activation gradient")
 SCALAR_KINDS = ("sum", "norm", "evaluation", "loss")
 MAX_OTHER_GRADIENTS = 8
+BEFORE_CLIPPING = "the gradient before clipping"
+
+
+@dataclass(frozen=True)
+class LocatedDifference:
+    """One tensor that differs, as the ranks recorded it and as one device has it."""
+
+    recompute: SingleDeviceRecompute  # Of its step
+    records_by_rank: RecordsByRank
+    difference: DifferenceAtStep
+    reference: ReferenceStep
+    tensor: ReferenceTensor
+    pairs: Sequence[AlignedTensorPair]
+
+    @property
+    def key(self) -> TensorKey:
+        return self.tensor.key
+
+    def _distance(self, pair: AlignedTensorPair) -> float:
+        return pair_distance(self.reference, self.key, pair)
+
+    @cached_property
+    def worst_pair(self) -> AlignedTensorPair:
+        worst = max(self.pairs, key=self._distance)
+        return worst._replace(value=as_numbers(worst.value), expected=as_numbers(worst.expected))
+
+    @cached_property
+    def all_differences(self) -> list[TensorDifference]:
+        return compare_with_reference(self.reference, self.records_by_rank)
+
+    def location_text(self) -> str:
+        """The ranks and elements that differ, if others do not."""
+        bound, all_ranks = self.difference.difference.bound, {p.rank for p in self.pairs if p.value.numel()}
+        ranks = sorted({p.rank for p in self.pairs if p.rank is not None and self._distance(p) > bound})
+        is_part = 0 < len(ranks) < len(all_ranks)
+        text = f", on rank{'s' * (len(ranks) > 1)} {join_numbers(ranks)} alone" if is_part else ""
+        elements, record = self.differing_slice, self.worst_pair.record
+        if elements is None or record is None:
+            return text
+        first, last = record.start + elements.start, record.start + elements.stop - 1
+        element_text = f"element {first}" if first == last else f"elements {first} to {last}"
+        text = f"{text}, in {element_text} of {self.tensor.value.numel()}"
+        master_key = TensorKey("state", f"{MASTER_PREFIX}{self.key.name.rpartition('/')[2]}")
+        for rank, master in group_by_key(self.records_by_rank).get(master_key, []):
+            is_inside = master.start <= first and last < master.start + master.numel
+            if is_inside and 0 < master.numel < self.tensor.value.numel():
+                return f"{text}, which rank {rank} updates"
+        return text
+
+    @cached_property
+    def differing_slice(self) -> slice | None:
+        """The elements of the worst shard that differ; None if nearly all do."""
+        value, expected, record = self.worst_pair.value, self.worst_pair.expected, self.worst_pair.record
+        if record is None or not record.is_shard or record.is_sketched or value.numel() < 2:
+            return None
+        error = elementwise_difference(value, expected).abs().nan_to_num(math.inf)
+        limit = 1e-3 * self.difference.difference.bound * float(expected.double().abs().max())
+        wrong_indices = (error > limit).nonzero().flatten().tolist()
+        differing = slice(wrong_indices[0], wrong_indices[-1] + 1) if wrong_indices else slice(0, value.numel())
+        return differing if differing.stop - differing.start < 0.95 * value.numel() else None
+
+    def cut(self, shard: Tensor) -> Tensor:
+        """The elements of the worst shard that differ."""
+        return shard if self.differing_slice is None else shard[self.differing_slice]
+
+    def select(self, tensor: Tensor) -> Tensor:
+        """The part of an unsharded tensor that the worst pair is about."""
+        record = self.worst_pair.record
+        if record is None or not record.is_shard:
+            return as_numbers(tensor)
+        elements = as_numbers(tensor).reshape(-1)[record.start : record.start + record.numel]
+        return self.cut(sketch_shard(elements, record.start))
+
+    @cached_property
+    def known_factors(self) -> dict[str, float]:
+        """Description -> number by which something may have been multiplied or divided."""
+        layout, results = self.recompute.layout, self.recompute.microbatch_results
+        rows, microbatches = self.recompute.subject.batch_rows, self.recompute.all_microbatches
+        targets_by_rank = [sum(r.target_count for r in results if r.rank == rank) for rank in range(layout.dp)]
+        return {
+            "dp": float(layout.dp),
+            "micro-batches of a rank": float(layout.microbatches),
+            "all micro-batches": float(microbatches),
+            "ranks of a shard group": float(layout.shards),
+            "replicas": layout.dp / layout.shards,
+            "rows of the batch": float(rows),
+            "rows of a rank": rows / layout.dp,
+            "rows of a micro-batch": rows / microbatches,
+            TARGET_TOKENS: sum(targets_by_rank),
+            **{f"{TARGET_TOKENS} of rank {rank}": count for rank, count in enumerate(targets_by_rank)},
+            **{f"{TARGET_TOKENS} of micro-batch {r.microbatch} of rank {r.rank}": r.target_count for r in results},
+            "what gradients are scaled by": self.gradient_scale,
+            "the square of dp": float(layout.dp) ** 2,
+        }
+
+    @cached_property
+    def gradient_scale(self) -> float:
+        """The factor by which sums of gradients are divided and clipped."""
+        norm, count = self.reference.scalar("norm", "gradient norm"), self.reference.scalar("sum", TARGET_TOKENS)
+        engine = self.recompute.rank_subject.engine
+        return 1.0 if norm is None or count is None else engine.gradient_scale(norm, count)
+
+    @property
+    def target_count(self) -> float:
+        return self.reference.scalar("sum", TARGET_TOKENS) or 1.0
+
+    @property
+    def other_steps(self) -> dict[str, ReferenceStep]:
+        """Description -> another step of one device, the nearest first."""
+        steps, step = self.recompute.reference_runs.step_references, self.recompute.step
+        words = {step - 1: "the step before", step + 1: "the step after"}
+        others = sorted((n for n in range(len(steps)) if n != step), key=lambda n: abs(n - step + 0.1))
+        return {words.get(n, f"step {n + 1}"): steps[n] for n in others}
+
+
+def as_numbers(tensor: Tensor) -> Tensor:
+    """A mask as numbers; other tensors as they are."""
+    return tensor.double() if tensor.dtype == torch.bool else tensor
 
 
 @dataclass(frozen=True)
@@ -47,19 +179,6 @@ class MismatchEvidence:
         assert self.located is not None, "hypotheses of kinds that are only recorded"
         return self.located
 
-    def as_numbers(self) -> "MismatchEvidence":
-        """The same, with masks as numbers."""
-        if self.value.dtype != torch.bool:
-            return self
-        return replace(
-            self,
-            value=self.value.double(),
-            expected=self.expected.double(),
-            alternatives={words: tensor.double() for words, tensor in self.alternatives.items()},
-            alternative_rows={words: rows.double() for words, rows in self.alternative_rows.items()},
-            value_before_step=None if self.value_before_step is None else self.value_before_step.double(),
-        )
-
 
 class OptimizerEvidence(NamedTuple):
     """The inputs of the update of a master or a moment."""
@@ -79,38 +198,39 @@ def make_evidence(located: LocatedDifference) -> MismatchEvidence:
     )
     if kind in SCALAR_KINDS:
         results = recompute.evaluation_results if kind == "evaluation" else recompute.microbatch_results
-        targets = located.reference.value_of(TensorKey("sample", "targets"))
-        token_count = 0 if kind == "evaluation" or targets is None else targets.numel()
-        return replace(evidence, results=results, token_count=token_count)
+        targets = None if kind == "evaluation" else located.reference.value_of(TensorKey("sample", "targets"))
+        return replace(evidence, results=results, token_count=0 if targets is None else targets.numel())
     if kind in ROW_KINDS:
         return _with_rows(evidence, located)
-    if pair.is_shard and located.differing_slice is not None:
-        evidence = replace(
-            evidence, value=pair.value[located.differing_slice], expected=pair.expected[located.differing_slice]
-        )
-    tensors = located.reference.tensors.values()
+    state_name = {"parameter": f"{MASTER_PREFIX}{name}", "state": name, "buffer": f"buffer/{name}"}.get(kind, "")
+    before = recompute.state_before_step.get(state_name)
     evidence = replace(
         evidence,
+        value=located.cut(pair.value),
+        expected=located.cut(pair.expected),
         alternatives=_same_kind(located),
-        value_before_step=_value_before_step(located),
+        value_before_step=None if before is None or before.ndim == 0 else located.select(before),
         source_tensors={
-            f"{t.key.kind} {t.key.name}": t.value for t in tensors if t.key.kind == kind and t.record.is_shard
+            f"{kind} {key.name}": tensor.value
+            for key, tensor in located.reference.tensors.items()
+            if key.kind == kind and tensor.record.is_shard
         },
     )
     if kind == "gradient":
-        previous = _contributions(located, name, steps_ago=1) if located.step else []
+        previous = _contributions(located, name, steps_ago=1) if recompute.step else []
         return replace(evidence, contributions=_contributions(located, name), previous_contributions=previous)
     if kind == "clipped gradient":
-        contributions = _contributions(located, name, scale=located.gradient_scale)
-        alternatives = {**_unclipped(located, name), **evidence.alternatives, **_wrong_clippings(located, name)}
-        return replace(evidence, contributions=contributions, alternatives=alternatives)
+        unclipped = _unclipped(located, name, BEFORE_CLIPPING)
+        alternatives = {**unclipped, **evidence.alternatives, **_wrong_clippings(located, unclipped)}
+        return replace(evidence, contributions=_contributions(located, name, clips=True), alternatives=alternatives)
     return replace(evidence, optimizer=_optimizer_evidence(evidence, located)) if kind == "state" else evidence
 
 
 def _contributions(
-    located: LocatedDifference, name: str, *, scale: float = 1.0, steps_ago: int = 0
+    located: LocatedDifference, name: str, *, clips: bool = False, steps_ago: int = 0
 ) -> list[MicroBatchContribution]:
-    recompute = replace(located.recompute, step=located.step - steps_ago) if steps_ago else located.recompute
+    recompute, scale = located.recompute, located.gradient_scale if clips else 1.0
+    recompute = replace(recompute, step=recompute.step - steps_ago) if steps_ago else recompute
     return [
         MicroBatchContribution(r.rank, r.microbatch, scale * located.select(r.gradients[name]), r.target_count)
         for r in recompute.microbatch_results
@@ -120,52 +240,45 @@ def _contributions(
 
 def _same_kind(located: LocatedDifference) -> dict[str, Tensor]:
     """Tensors of the same kind and shape: of other steps, and of other names."""
-    (kind, name), shape, tensors = located.key, located.tensor.value.shape, dict[str, Tensor]()
-    if kind == "gradient" and located.step:
-        previous = located.recompute.reference_runs.step_references[located.step - 1]
+    (kind, name), step, tensors = located.key, located.recompute.step, dict[str, Tensor]()
+    if kind == "gradient" and step:
+        previous = located.recompute.reference_runs.step_references[step - 1]
         if (clipped := previous.value_of(TensorKey("clipped gradient", name))) is not None:
             tensors["the clipped gradient of the step before"] = clipped
     if kind not in ("state", "parameter", "buffer"):
-        tensors |= {f"what it was in {words}": t for words, t in _in_other_steps(located, located.key).items()}
-    for key, other in located.reference.tensors.items():
-        if key.kind == kind and key.name != name and other.value.shape == shape:
-            tensors[f"that of {key.name}"] = other.value
+        tensors |= _in_other_steps(located, located.key, "what it was in")
+    tensors |= {f"that of {other}": tensor for other, tensor in _others_of_kind(located, kind, name).items()}
     selected = {words: located.select(tensor) for words, tensor in tensors.items()}
     return {words: tensor for words, tensor in selected.items() if tensor.ndim}
 
 
-def _in_other_steps(located: LocatedDifference, key: TensorKey) -> dict[str, Tensor]:
-    values = {words: reference.value_of(key) for words, reference in located.other_steps.items()}
-    return {words: value for words, value in values.items() if value is not None}
+def _in_other_steps(located: LocatedDifference, key: TensorKey, words: str) -> dict[str, Tensor]:
+    values = {f"{words} {step}": reference.value_of(key) for step, reference in located.other_steps.items()}
+    return {description: value for description, value in values.items() if value is not None}
 
 
-def _value_before_step(located: LocatedDifference) -> Tensor | None:
-    kind, name = located.key
-    key = {"parameter": f"{MASTER_PREFIX}{name}", "state": name, "buffer": f"buffer/{name}"}.get(kind, "")
-    before = located.recompute.state_before_step.get(key)
-    return None if before is None or before.ndim == 0 else located.select(before)
+def _others_of_kind(located: LocatedDifference, kind: TensorKind, name: str) -> dict[str, Tensor]:
+    """Name -> another tensor of a kind, of the same shape."""
+    tensors, shape = located.reference.tensors, located.tensor.value.shape
+    others = {key.name: tensor.value for key, tensor in tensors.items() if key.kind == kind and key.name != name}
+    return {other: value for other, value in others.items() if value.shape == shape}
 
 
-def _summed_gradient(located: LocatedDifference, name: str, scale: float = 1.0) -> Tensor | None:
-    values = [c.value for c in _contributions(located, name, scale=scale)]
-    return sum(values[1:], values[0]) if values and values[0].numel() else None
-
-
-def _unclipped(located: LocatedDifference, name: str) -> dict[str, Tensor]:
-    summed = _summed_gradient(located, name)
-    if summed is None:
+def _unclipped(located: LocatedDifference, name: str, words: str) -> dict[str, Tensor]:
+    """The mean and the sum of gradients; empty where nothing is trained."""
+    values = [c.value for c in _contributions(located, name)]
+    if not values or not values[0].numel():
         return {}
-    mean = summed / located.target_count
-    return {"the gradient before clipping": mean, "the sum, not divided or clipped": summed}
+    summed = torch.stack(values).sum(0)
+    return {words: summed / located.target_count, "the sum, not divided or clipped": summed}
 
 
-def _wrong_clippings(located: LocatedDifference, name: str) -> dict[str, Tensor]:
+def _wrong_clippings(located: LocatedDifference, unclipped: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The mean gradient, clipped by something else than the norm of all gradients."""
     limit, norm = located.recompute.subject.optimizer.clip_norm, _gradient_norm(located.reference)
-    summed = _summed_gradient(located, name)
-    if limit is None or summed is None:
+    if limit is None or not unclipped:
         return {}
-    mean = summed / located.target_count
+    mean = unclipped[BEFORE_CLIPPING]
     norms = {
         "clipped by its own norm, instead of that of all gradients": float(torch.linalg.vector_norm(mean)),
         "clipped twice": norm * max(1.0, norm / limit),
@@ -185,7 +298,8 @@ def _optimizer_evidence(evidence: MismatchEvidence, located: LocatedDifference) 
     """The update that made a master or a moment; None for other state."""
     state_name, _, name = located.key.name.partition("/")
     reference, record, settings = located.reference, located.worst_pair.record, located.recompute.subject.optimizer
-    gradient, before = reference.value_of(TensorKey("clipped gradient", name)), located.recompute.state_before_step
+    clipped_key, before = TensorKey("clipped gradient", name), located.recompute.state_before_step
+    gradient = reference.value_of(clipped_key)
     if gradient is None or f"{MASTER_PREFIX}{name}" not in before or (record and record.is_sketched):
         return None
     trained = {n: p for n, p in located.recompute.module.named_parameters() if p.requires_grad}
@@ -204,28 +318,18 @@ def _optimizer_evidence(evidence: MismatchEvidence, located: LocatedDifference) 
         gradient=located.select(gradient),
         alternative_rates=rates | {f"parameters whose scale is {other:g}": rate * other for other, _ in groups},
     )
-    others = _in_other_steps(located, TensorKey("clipped gradient", name))
-    alternatives = {f"that of {words}": located.select(tensor) for words, tensor in others.items()}
-    clip = located.gradient_scale
-    if (summed := _summed_gradient(located, name, clip)) is not None:
-        alternatives["the one before clipping"] = summed / clip / located.target_count
-        alternatives["the sum, not divided or clipped"] = summed / clip
+    others = _in_other_steps(located, clipped_key, "that of")
+    alternatives = {words: located.select(tensor) for words, tensor in others.items()}
     gradient_evidence = MismatchEvidence(
         evidence.value,
         evidence.expected,
         evidence.rank,
         evidence.known_factors,
-        contributions=_contributions(located, name, scale=clip),
-        alternatives=alternatives,
+        contributions=_contributions(located, name, clips=True),
+        alternatives=alternatives | _unclipped(located, name, "the one before clipping"),
     )
-    same_shape = [
-        (key.name, tensor.value)
-        for key, tensor in reference.tensors.items()
-        if (key.kind, tensor.value.shape) == ("clipped gradient", located.tensor.value.shape) and key.name != name
-    ]
-    other_gradients = {
-        f"the gradient of {other}": located.select(value) for other, value in same_shape[:MAX_OTHER_GRADIENTS]
-    }
+    same_shape = list(_others_of_kind(located, "clipped gradient", name).items())[:MAX_OTHER_GRADIENTS]
+    other_gradients = {f"the gradient of {other}": located.select(value) for other, value in same_shape}
     state_before = {n: t for n, t in before.items() if n.startswith(f"{state_name}/") or n.endswith(name)}
     return OptimizerEvidence(state_name, update, gradient_evidence, other_gradients, state_before)
 
@@ -238,20 +342,21 @@ def _with_rows(evidence: MismatchEvidence, located: LocatedDifference) -> Mismat
     (kind, name), record = located.key, located.worst_pair.record
     if record is None or evidence.value.ndim != 2:
         return evidence
-    rows: dict[str, Tensor] = {}
-    batches = {f"the batch of {words}": reference for words, reference in located.other_steps.items()}
-    for words, reference in {"the batch": located.reference, **batches}.items():
-        for key, tensor in reference.tensors.items():
-            if key.kind == kind and (key.name == name or kind == "random mask"):
-                label = words if key.name == name else f"{words}, {key.name}"
-                rows |= _as_rows(located, {label: tensor.value})
+    others = {f"the batch of {words}": reference for words, reference in located.other_steps.items()}
+    rows = {
+        words if key.name == name else f"{words}, {key.name}": tensor.value
+        for words, reference in {"the batch": located.reference, **others}.items()
+        for key, tensor in reference.tensors.items()
+        if key.kind == kind and (key.name == name or kind == "random mask")
+    }
     alternatives: dict[str, Tensor] = {}
     if kind == "sample":
-        samples = [key for key in located.reference.tensors if key.kind == kind and key.name != name]
-        alternatives = {f"what {key.name} should be": located.reference.tensors[key].value for key in samples}
-    elif kind != "random mask" and located.step > 0:
+        samples = _others_of_kind(located, kind, name)
+        alternatives = {f"what {other} should be": value for other, value in samples.items()}
+    elif kind != "random mask" and located.recompute.step > 0:
         alternatives = _with_stale_parameters(located)
-    return replace(evidence, alternative_rows=rows, alternatives=_as_rows(located, alternatives, set(record.rows)))
+    own_rows = _as_rows(located, alternatives, set(record.rows))
+    return replace(evidence, alternative_rows=_as_rows(located, rows), alternatives=own_rows)
 
 
 def _as_rows(
@@ -261,7 +366,7 @@ def _as_rows(
     count, shape = len(located.tensor.rows), located.tensor.value.shape
     indices = [index for index, row in enumerate(located.tensor.rows) if rows is None or row in rows]
     return {
-        words: reshape_to_rows(tensor, count)[indices]
+        words: reshape_to_rows(as_numbers(tensor), count)[indices]
         for words, tensor in tensors.items()
         if tensor.ndim and tensor.shape == shape and tensor.shape[0] % count == 0
     }

@@ -16,23 +16,21 @@ from motet.parity.diagnose.linear_fit import (
     solve_coefficients,
 )
 from motet.parity.diagnose.mismatch_evidence import MismatchEvidence, OptimizerEvidence
-from motet.parity.diagnose.optimizer_update import ExpectedOptimizerUpdate, ExpectedSummand
+from motet.parity.diagnose.optimizer_update import ExpectedOptimizerUpdate, ExpectedSummand, weighted_sum
 from motet.parity.diagnose.tensor_hypotheses import EXACT_HYPOTHESES, TENSOR_HYPOTHESES, explain
 
 UPDATE_TOLERANCE = 1e-6  # Between changes of masters, which are small against the masters
 
 
 def counts_other_steps(e: MismatchEvidence) -> str:
-    if e.name != "step":
-        return ""
-    return f"it counts {float(e.value):g} steps, where one device has {float(e.expected):g}"
+    return f"it counts {float(e.value):g} steps, where one device has {float(e.expected):g}" if e.name == "step" else ""
 
 
 def update_differs(e: MismatchEvidence) -> str:
     o = e.optimizer
     if o is None:
         return ""
-    update, base = o.update, o.update.base(o.state_name)
+    update, change = o.update, e.value - o.update.base(o.state_name)
     for words, rate in update.alternative_rates.items():
         if rate != update.learning_rate and _is_result_of(e, o, replace(update, learning_rate=rate)):
             factor = rate / update.learning_rate if update.learning_rate else 0.0
@@ -40,20 +38,19 @@ def update_differs(e: MismatchEvidence) -> str:
             text = f", or with {format_factor(factor)} times its own{meaning}" if meaning else ""
             return f"it was updated with the learning rate of {words}{text}"
     summands = update.summands(o.state_name)
-    if text := explain_sum(e.value - base, summands, e):
+    if text := explain_sum(change, summands, e):
         return text
     for words, alternative in update.alternatives():
         if _is_result_of(e, o, alternative):
             return f"it was updated {words}"
     for words, gradient in o.gradient.alternatives.items():
-        is_same_shape = gradient.shape == update.gradient.shape
-        if is_same_shape and _is_result_of(e, o, replace(update, gradient=gradient)):
+        if gradient.shape == update.gradient.shape and _is_result_of(e, o, replace(update, gradient=gradient)):
             return f"it was updated with a gradient that is {words}"
     if text := _epsilon_differs(e, o):
         return text
     others = o.other_gradients.items() if o.state_name in ("exp_avg", "momentum_buffer") else ()
     extra = [ExpectedSummand(words, gradient, 0.0) for words, gradient in others]
-    return explain_sum(e.value - base, [*summands, *extra], e) or _implied_input_differs(e, o)
+    return explain_sum(change, [*summands, *extra], e) or _implied_input_differs(e, o)
 
 
 def _is_result_of(e: MismatchEvidence, o: OptimizerEvidence, alternative: ExpectedOptimizerUpdate) -> bool:
@@ -69,23 +66,24 @@ def explain_sum(value: Tensor, summands: Sequence[ExpectedSummand], e: MismatchE
     """Name the terms that the sum has more or less often than it should."""
     present = [s for s in summands if s.expected_factor or float(s.value.abs().max())]
     fitted = solve_coefficients(value, [s.value for s in present]) if value.numel() > len(present) else None
-    if fitted is None:
+    if not fitted:
         return ""
     ratios = [f / s.expected_factor if s.expected_factor else None for s, f in zip(present, fitted, strict=True)]
     known = {round(ratio, 6) for ratio in ratios if ratio is not None}
     if len(present) > 1 and len(known) == 1 and None not in ratios and known != {1.0}:
         return f"all of it counts {_times(fitted[0] / present[0].expected_factor, e)}"
-    findings = []
-    for summand, factor, ratio in zip(present, fitted, ratios, strict=True):
-        expected = summand.expected_factor
-        if abs(factor - expected) <= COEFFICIENT_TOLERANCE * max(abs(expected), COEFFICIENT_TOLERANCE):
-            continue
-        if ratio is None:
-            text = f"is in it, {format_factor(factor)} times, where it should not be"
-        else:
-            text = "is missing" if is_about(ratio, 0) else f"counts {_times(ratio, e)}"
-        findings.append(f"{summand.description} {text}")
-    return "; ".join(findings)
+    differing = [
+        f"{s.description} {_describe_factor(factor, ratio, e)}"
+        for s, factor, ratio in zip(present, fitted, ratios, strict=True)
+        if abs(factor - s.expected_factor) > COEFFICIENT_TOLERANCE * max(abs(s.expected_factor), COEFFICIENT_TOLERANCE)
+    ]
+    return "; ".join(differing)
+
+
+def _describe_factor(factor: float, ratio: float | None, e: MismatchEvidence) -> str:
+    if ratio is None:
+        return f"is in it, {format_factor(factor)} times, where it should not be"
+    return "is missing" if is_about(ratio, 0) else f"counts {_times(ratio, e)}"
 
 
 def _times(factor: float, e: MismatchEvidence) -> str:
@@ -98,7 +96,7 @@ def _epsilon_differs(e: MismatchEvidence, o: OptimizerEvidence) -> str:
     if o.state_name != "master" or update.settings.name != "adamw":
         return ""
     state = update.expected_state()
-    mean, root = update.bias_corrected(state["exp_avg"], state["exp_avg_sq"])
+    mean, root = update.bias_corrected(state)
     ratio = (update.master - e.value) / update.learning_rate - update.weight_decay * update.master
     epsilon = float((ratio * (mean - ratio * root)).sum() / ratio.square().sum())
     alternative = replace(update, settings=update.settings.model_copy(update={"eps": epsilon}))
@@ -109,18 +107,17 @@ def _epsilon_differs(e: MismatchEvidence, o: OptimizerEvidence) -> str:
 
 def _implied_input_differs(e: MismatchEvidence, o: OptimizerEvidence) -> str:
     """Solve for the moment before the step, or for the gradient, and explain that."""
-    terms = o.update.implied_terms(o.state_name)
-    if terms is None:
+    if o.state_name == "master":
         return ""
-    decay, new_term, gradient_factor = terms
-    moment = o.update.moments[o.state_name]
+    (_, moment, decay), *new_terms = o.update.summands(o.state_name)
     if decay:
         sources = {f"{name} before the step": tensor for name, tensor in o.state_before.items()}
-        before = MismatchEvidence((e.value - new_term) / decay, moment, e.rank, e.known_factors, source_tensors=sources)
+        implied = (e.value - weighted_sum(new_terms)) / decay
+        before = MismatchEvidence(implied, moment, e.rank, e.known_factors, source_tensors=sources)
         if text := explain(before, EXACT_HYPOTHESES):
             return f"what it was before the step is wrong: {text}"
-    if not gradient_factor:
+    if o.state_name == "exp_avg_sq":
         return ""
-    gradient = (e.value - decay * moment) / gradient_factor
+    gradient = (e.value - decay * moment) / new_terms[0].expected_factor
     text = explain(replace(o.gradient, value=gradient, expected=o.update.gradient), TENSOR_HYPOTHESES)
     return text and f"the gradient that it was updated with is wrong: {text}"

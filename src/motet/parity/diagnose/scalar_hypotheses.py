@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 
 from motet.collectives.compression.byte_messages import dtype_name
-from motet.parity.diagnose.contribution_fit import MicroBatchContribution, explain_by_enumeration
 from motet.parity.diagnose.linear_fit import (
     TARGET_TOKENS,
+    MicroBatchContribution,
+    explain_by_enumeration,
     factor_meaning,
     format_factor,
     is_about,
@@ -24,6 +25,10 @@ MEAN_OF_COUNT = {TARGET_TOKENS: "mean loss", "evaluation targets": "evaluation l
 SCALAR_TOLERANCE = 1e-10
 Alternatives = Iterator[tuple[str, float]]
 SquaresByRank = Sequence[Mapping[str, float]]  # Parameter -> squared norm of the gradient that a rank has
+LOSS_DEPENDS_ON_SPLIT = (
+    "each micro-batch has the loss that one device has for its rows: the loss depends on how the batch is split "
+    "(one over pairs of rows, say)"
+)
 MAX_SUBSET_TENSORS = 16  # With more tensors only one alone, or all that are smaller than one, may be wrong
 
 
@@ -32,27 +37,27 @@ def _is_near(a: float, b: float) -> bool:
 
 
 def _first_near(value: float, expected: float, alternatives: Iterable[tuple[str, float]]) -> str:
-    matches = (words for words, other in alternatives if _is_near(value, other) and not _is_near(other, expected))
-    return next(matches, "")
+    return next((words for words, n in alternatives if _is_near(value, n) and not _is_near(n, expected)), "")
 
 
 def runs_in_training_mode(e: MismatchEvidence) -> str:
-    if e.name != TRAINING_MODE_CALLS:
-        return ""
-    return f"{float(e.value):g} calls are made in training mode, where the model is evaluated"
+    is_count = e.name == TRAINING_MODE_CALLS
+    return f"{float(e.value):g} calls are made in training mode, where the model is evaluated" if is_count else ""
 
 
 def is_another_count_or_loss(e: MismatchEvidence) -> str:
-    is_count = e.name in MEAN_OF_COUNT
-    alternatives = _alternative_counts(e.results, e.token_count) if is_count else _alternative_losses(e.results)
-    return _first_near(float(e.value), float(e.expected), alternatives)
+    numbers = _alternative_counts(e) if e.name in MEAN_OF_COUNT else _alternative_losses(e.results)
+    return _first_near(float(e.value), float(e.expected), numbers)
 
 
 def has_other_losses(e: MismatchEvidence) -> str:
     if e.name in MEAN_OF_COUNT:
         return ""
-    losses = [MicroBatchContribution(r.rank, r.microbatch, r.loss_sum, r.target_count) for r in e.results]
-    return explain_by_enumeration(e.value * sum(r.target_count for r in e.results), losses, "the loss of ")
+    return explain_by_enumeration(e.value * sum(r.target_count for r in e.results), _losses(e), "the loss of ")
+
+
+def _losses(e: MismatchEvidence) -> list[MicroBatchContribution]:
+    return [MicroBatchContribution(r.rank, r.microbatch, r.loss_sum, r.target_count) for r in e.results]
 
 
 def squares_are_multiplied(e: MismatchEvidence) -> str:
@@ -73,9 +78,8 @@ def is_another_norm(e: MismatchEvidence) -> str:
     if words := _first_near(square, expected, _alternative_squares(squares_by_rank, expected, count)):
         return words
     names = _find_tensor_subset(squares_by_rank, square - expected, SCALAR_TOLERANCE * expected)
-    if not names:
-        return ""
-    return f"it leaves out {_join_names(names)}" if square < expected else f"it has {_join_names(names)} twice"
+    words = f"it leaves out {names}" if square < expected else f"it has {names} twice"
+    return words if names else ""
 
 
 def is_multiplied(e: MismatchEvidence) -> str:
@@ -97,10 +101,10 @@ def has_other_targets(e: MismatchEvidence) -> str:
     """The targets of a count are those whose losses are in the sum; counts alone are too small to tell."""
     if e.name not in MEAN_OF_COUNT or e.located is None:
         return ""
-    records = e.located.records_by_rank[e.rank or 0]
-    mean = next((record.value for record in records if record.name == MEAN_OF_COUNT[e.name]), None)
-    losses = [MicroBatchContribution(r.rank, r.microbatch, r.loss_sum, r.target_count) for r in e.results]
-    return "" if mean is None else explain_by_enumeration(mean * e.value, losses, "the contribution of ")
+    for record in e.located.records_by_rank[e.rank or 0]:
+        if record.name == MEAN_OF_COUNT[e.name]:
+            return explain_by_enumeration(record.value * e.value, _losses(e), "the contribution of ")
+    return ""
 
 
 def microbatch_loss_differs(e: MismatchEvidence) -> str:
@@ -113,10 +117,7 @@ def microbatch_loss_differs(e: MismatchEvidence) -> str:
         and not is_equal_up_to_rounding(record.value, result.loss_sum)
     ]
     if not wrong:
-        return (
-            "each micro-batch has the loss that one device has for its rows: the loss depends on how the batch is split "
-            "(one over pairs of rows, say)"
-        )
+        return LOSS_DEPENDS_ON_SPLIT
     rank, value, result = wrong[0]
     factors = {**e.known_factors, f"{TARGET_TOKENS} of the micro-batch": result.target_count}
     if e.token_count:
@@ -131,14 +132,13 @@ def microbatch_loss_differs(e: MismatchEvidence) -> str:
 
 def _alternative_losses(results: Sequence[MicroBatchResult]) -> Alternatives:
     """Means of the loss over wrong targets, or with a wrong divisor."""
-    total, count = sum(float(r.loss_sum) for r in results), sum(r.target_count for r in results)
+    by_rank, by_microbatch = _sums_by_rank(results), [(float(r.loss_sum), r.target_count) for r in results]
+    total, count = (sum(numbers) for numbers in zip((0.0, 0.0), *by_microbatch, strict=True))
     if not count:
         return
-    by_rank = _sums_by_rank(results)
-    means = [loss / targets for loss, targets in by_rank.values() if targets]
-    yield "it is the mean of the means of ranks, instead of that over all targets", sum(means) / len(means)
-    means = [float(r.loss_sum) / r.target_count for r in results if r.target_count]
-    yield "it is the mean of the means of micro-batches, instead of that over all targets", sum(means) / len(means)
+    for owners, sums in (("ranks", by_rank.values()), ("micro-batches", by_microbatch)):
+        means = [loss / targets for loss, targets in sums if targets]
+        yield f"it is the mean of the means of {owners}, instead of that over all targets", sum(means) / len(means)
     yield "it is the sum of the losses, not divided by the count of targets", total
     for rank, (loss, targets) in by_rank.items():
         if targets:
@@ -149,22 +149,21 @@ def _alternative_losses(results: Sequence[MicroBatchResult]) -> Alternatives:
             yield f"it leaves out rank {rank}", (total - loss) / (count - targets)
 
 
-def _alternative_counts(results: Sequence[MicroBatchResult], tokens: int) -> Alternatives:
+def _alternative_counts(e: MismatchEvidence) -> Alternatives:
     """Counts of wrong targets."""
-    total = sum(r.target_count for r in results)
-    yield "all tokens are counted, instead of the targets alone", float(tokens)
+    results, total = e.results, sum(r.target_count for r in e.results)
+    yield "all tokens are counted, instead of the targets alone", float(e.token_count)
     last = {r.rank: r for r in results}.values()
     most = max((r.microbatch for r in last), default=0)
-    if padding := [r.target_count for r in last if r.microbatch < most]:
-        words = "rows that ranks compute once more, since others have more of them, are counted again"
-        yield words, total + sum(padding)
-    by_rank, ranks_by_count = _sums_by_rank(results), dict[float, list[str]]()
-    for rank, (_, targets) in by_rank.items():
-        ranks_by_count.setdefault(targets, []).append(str(rank))
-    named = [(targets, " or ".join(ranks)) for targets, ranks in ranks_by_count.items()]
-    for targets, ranks in named:
-        yield f"it is that of rank {ranks} alone: the sum over the ranks is missing", targets
-    subsets = [(targets, f"rank {ranks}") for targets, ranks in named]
+    padding = sum(r.target_count for r in last if r.microbatch < most)
+    yield "rows that ranks compute once more, since others have more of them, are counted again", total + padding
+    by_rank = {rank: targets for rank, (_, targets) in _sums_by_rank(results).items()}
+    subsets = [
+        (count, f"rank {' or '.join(str(rank) for rank, targets in by_rank.items() if targets == count)}")
+        for count in dict.fromkeys(by_rank.values())
+    ]
+    for targets, ranks in subsets:
+        yield f"it is that of {ranks} alone: the sum over the ranks is missing", targets
     subsets += [(r.target_count, f"micro-batch {r.microbatch} of rank {r.rank}") for r in results]
     for targets, subset in subsets:
         yield f"it leaves out that of {subset}", total - targets
@@ -172,17 +171,14 @@ def _alternative_counts(results: Sequence[MicroBatchResult], tokens: int) -> Alt
     yield "it is the mean over the ranks, instead of the sum", total / max(len(by_rank), 1)
     yield "it is the number of micro-batches", float(len(results))
     for microbatch in sorted({r.microbatch for r in results}):
-        counted = sum(r.target_count for r in results if r.microbatch == microbatch)
-        yield f"only micro-batch {microbatch} of each rank is counted", counted
+        counts = [r.target_count for r in results if r.microbatch == microbatch]
+        yield f"only micro-batch {microbatch} of each rank is counted", sum(counts)
 
 
 def _sums_by_rank(results: Sequence[MicroBatchResult]) -> dict[int, tuple[float, float]]:
     """Rank -> sum of losses, count of targets."""
-    sums: dict[int, tuple[float, float]] = {}
-    for r in results:
-        loss, targets = sums.get(r.rank, (0.0, 0.0))
-        sums[r.rank] = loss + float(r.loss_sum), targets + r.target_count
-    return sums
+    by_rank = {rank: [r for r in results if r.rank == rank] for rank in dict.fromkeys(r.rank for r in results)}
+    return {k: (sum(float(r.loss_sum) for r in own), sum(r.target_count for r in own)) for k, own in by_rank.items()}
 
 
 def _alternative_squares(squares_by_rank: SquaresByRank, expected_square: float, target_count: float) -> Alternatives:
@@ -195,22 +191,24 @@ def _alternative_squares(squares_by_rank: SquaresByRank, expected_square: float,
         yield f"it has what rank {rank} has twice", expected_square + local_square
     names = sorted({name for squares in squares_by_rank for name in squares})
     largest = {name: max(squares.get(name, 0.0) for squares in squares_by_rank) for name in names}
-    words = "it is the sum of the norms of the tensors, not the root of the sum of their squares"
-    yield words, sum(math.sqrt(square) for square in largest.values()) ** 2
+    sum_of_norms = sum(math.sqrt(square) for square in largest.values())
+    yield "it is the sum of the norms of the tensors, not the root of the sum of their squares", sum_of_norms**2
     yield "it is the largest norm of any tensor", max(largest.values(), default=0.0)
     replicated = [name for name in names if len({squares.get(name) for squares in squares_by_rank}) == 1]
-    repeated_squares = sum(largest[name] for name in replicated) * (len(squares_by_rank) - 1)
-    words = f"{_join_names(replicated)} are counted {len(squares_by_rank)} times, once by each rank"
-    yield words, expected_square + repeated_squares
-    total = {name: sum(squares.get(name, 0.0) for squares in squares_by_rank) for name in names}
-    yield "squares of all ranks are added, of replicas too", sum(total.values())
+    square, ranks = (
+        expected_square + sum(largest[n] for n in replicated) * (len(squares_by_rank) - 1),
+        len(squares_by_rank),
+    )
+    yield f"{_join_names(replicated)} are counted {ranks} times, once by each rank", square
+    total = sum(sum(squares.values()) for squares in squares_by_rank)
+    yield "squares of all ranks are added, of replicas too", total
 
 
-def _find_tensor_subset(squares_by_rank: SquaresByRank, excess: float, tolerance: float) -> list[str]:
+def _find_tensor_subset(squares_by_rank: SquaresByRank, excess: float, tolerance: float) -> str:
     """The fewest tensors whose squares, of all ranks or of the rank with most of them, sum to the excess."""
     names = sorted({name for squares in squares_by_rank for name in squares if squares[name]})
     if not names:
-        return []
+        return ""
     rows = [[squares.get(name, 0.0) for squares in squares_by_rank] for name in names]
     matrix = torch.tensor(rows, dtype=torch.float64)
     summed, largest = matrix.sum(1), matrix.amax(1)
@@ -222,8 +220,8 @@ def _find_tensor_subset(squares_by_rank: SquaresByRank, excess: float, tolerance
         fitting = subsets[(subsets @ squares_of_names - abs(excess)).abs() <= tolerance]
         if len(fitting):
             smallest = fitting[fitting.sum(1).argmin()].tolist()
-            return [name for name, is_member in zip(names, smallest, strict=True) if is_member]
-    return []
+            return _join_names([name for name, is_member in zip(names, smallest, strict=True) if is_member])
+    return ""
 
 
 def _join_names(names: Sequence[str]) -> str:

@@ -4,8 +4,8 @@ A hypothesis knows of no mistake; its equation holds up to rounding or does not.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, get_args
+from collections.abc import Callable, Iterable, Sequence
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -13,35 +13,30 @@ from torch import Tensor
 from motet.collectives.compression.byte_messages import dtype_name
 from motet.parity.compare.align_with_reference import join_numbers
 from motet.parity.compare.tensor_differences import relative_distance
-from motet.parity.diagnose.contribution_fit import explain_contributions, explain_rounded_contribution
 from motet.parity.diagnose.linear_fit import (
     DTYPE_EPSILON,
     FIT_TOLERANCE,
+    explain_contributions,
+    explain_rounded_contribution,
     factor_meaning,
     find_rounding_dtype,
     format_factor,
     is_equal_up_to_rounding,
     solve_coefficients,
 )
-from motet.parity.diagnose.mismatch_evidence import MismatchEvidence
+from motet.parity.diagnose.mismatch_evidence import SCALAR_KINDS, MismatchEvidence
 from motet.parity.record.tensor_recorder import MASTER_PREFIX, TensorKey, TensorKind
 
 NOT_UPDATED = "it was not updated"
 MOSTLY_EQUAL_FRACTION = 0.9  # Of the elements of a slice
 MIN_ELEMENTS_FOR_ROUNDING = 16  # Fewer do not tell rounding from other small mistakes
+# A test of what went wrong, for some kinds of tensors; its words are empty where it does not hold.
+Hypothesis = tuple[Sequence[TensorKind], Callable[[MismatchEvidence], str]]
 
 
-class Hypothesis(NamedTuple):
-    """A test of what went wrong, for some kinds of tensors; its words are empty where it does not hold."""
-
-    kinds: frozenset[TensorKind]
-    explain: Callable[[MismatchEvidence], str]
-
-
-def explain(evidence: MismatchEvidence, hypotheses: Sequence[Hypothesis]) -> str:
+def explain(evidence: MismatchEvidence, hypotheses: Iterable[Hypothesis]) -> str:
     """The words of the first hypothesis that holds."""
-    evidence = evidence.as_numbers()
-    attempts = (row.explain(evidence) for row in hypotheses if evidence.kind in row.kinds)
+    attempts = (test(evidence) for kinds, test in hypotheses if evidence.kind in kinds)
     return next(filter(None, attempts), "")
 
 
@@ -59,10 +54,8 @@ def is_unchanged(e: MismatchEvidence) -> str:
 
 def _master_text(e: MismatchEvidence) -> str:
     """The master of a model's parameter may be right."""
-    if e.kind != "parameter" or e.located is None:
-        return ""
-    master_key = TensorKey("state", f"{MASTER_PREFIX}{e.name}")
-    is_right = any(d.key == master_key and d.is_rounding for d in e.located.all_differences)
+    key, differences = TensorKey("state", f"{MASTER_PREFIX}{e.name}"), e.located.all_differences if e.located else ()
+    is_right = e.kind == "parameter" and any(d.key == key and d.is_rounding for d in differences)
     return ", though its master was: the model keeps the old" if is_right else ""
 
 
@@ -81,16 +74,15 @@ def is_another_tensor(e: MismatchEvidence) -> str:
 
 def has_other_rows(e: MismatchEvidence) -> str:
     for words, rows in e.alternative_rows.items():
-        if e.value.ndim != 2 or e.value.shape[1:] != rows.shape[1:]:
-            continue
-        matches = [[n for n, other in enumerate(rows) if is_equal_up_to_rounding(row, other)] for row in e.value]
-        if not all(matches):
+        own_rows = e.value if e.value.ndim == 2 and e.value.shape[1:] == rows.shape[1:] else ()
+        matches = [[n for n, other in enumerate(rows) if is_equal_up_to_rounding(row, other)] for row in own_rows]
+        if not matches or not all(matches):
             continue
         if len(matches) > 1 and len(e.value.unique(dim=0)) == 1:
             return f"each of its rows is like row{'s' * (len(matches[0]) > 1)} {join_numbers(matches[0])} of {words}"
         clearest = min(range(len(matches)), key=lambda index: len(matches[index]))
         first = matches[clearest][0] - clearest
-        nearest = [min((abs(n - first - index), n) for n in rows_)[1] for index, rows_ in enumerate(matches)]
+        nearest = [min((abs(n - first - index), n) for n in found)[1] for index, found in enumerate(matches)]
         return f"it is of row{'s' * (len(matches) > 1)} {join_numbers(nearest)} of {words}"
     return ""
 
@@ -104,35 +96,28 @@ def update_is_scaled(e: MismatchEvidence) -> str:
     if before is None or e.value.numel() == 1:
         return ""
     factors = solve_coefficients(e.value - before, [e.expected - before])
-    if factors is None:
-        return ""
-    if factors[0] == 0:
-        return NOT_UPDATED + _master_text(e)
+    if not factors or factors[0] == 0:
+        return NOT_UPDATED + _master_text(e) if factors else ""
     meaning = factor_meaning(factors[0], e.known_factors)
     return f"it was updated by {format_factor(factors[0])} times what it should be{meaning}"
 
 
 def is_scaled(e: MismatchEvidence) -> str:
     factors = solve_coefficients(e.value, [e.expected])
-    if factors is None:
-        return ""
-    if factors[0] == 0:
-        return "it is 0 throughout"
+    if not factors or factors[0] == 0:
+        return "it is 0 throughout" if factors else ""
     meaning = factor_meaning(factors[0], e.known_factors)
-    if e.value.numel() == 1 and not meaning:  # Any number is some factor times another
-        return ""
-    return f"it is {format_factor(factors[0])} times what it should be{meaning}"
+    is_known = meaning or e.value.numel() > 1  # Any number is some factor times another
+    return f"it is {format_factor(factors[0])} times what it should be{meaning}" if is_known else ""
 
 
 def is_another_slice(e: MismatchEvidence) -> str:
     """A slice of another tensor, or of the same one; most of it at least."""
-    value = e.value.flatten().double()
-    if value.numel() < 2 or not float(value.abs().max()):
+    value, count = e.value.flatten().double(), e.value.numel()
+    limit = FIT_TOLERANCE * float(value.abs().max()) if count > 1 else 0.0
+    if not limit or _is_mostly_equal(value, e.expected.flatten().double(), limit):
         return ""
-    limit = FIT_TOLERANCE * float(value.abs().max())
-    if _is_mostly_equal(value, e.expected.flatten().double(), limit):
-        return ""
-    count, largest = value.numel(), int(value.abs().argmax())
+    largest = int(value.abs().argmax())
     for name, tensor in e.source_tensors.items():
         flat = tensor.flatten().double()
         matches = (flat - value[largest]).abs() <= FIT_TOLERANCE * value[largest].abs()
@@ -153,10 +138,9 @@ def _is_mostly_equal(value: Tensor, other: Tensor, limit: float) -> bool:
 
 def has_another_term(e: MismatchEvidence) -> str:
     for words, other in e.alternatives.items():
-        if other.shape != e.value.shape or other.numel() < 2:  # Any number is some factor times another
-            continue
-        factors = solve_coefficients(e.value - e.expected, [other])
-        if factors is not None and factors[0]:
+        is_basis = other.shape == e.value.shape and other.numel() > 1  # Any number is some factor times another
+        factors = solve_coefficients(e.value - e.expected, [other]) if is_basis else None
+        if factors and factors[0]:
             return f"it has {format_factor(factors[0])} times {words} too much"
     return ""
 
@@ -178,22 +162,19 @@ def has_low_precision(e: MismatchEvidence) -> str:
     return f"it differs as much as what is computed in {names[0]} does" if names else ""
 
 
-SCALARS: frozenset[TensorKind] = frozenset({"sum", "norm", "evaluation", "loss"})
-TENSORS: frozenset[TensorKind] = frozenset(get_args(TensorKind)) - SCALARS
-EXACT_HYPOTHESES = tuple(
-    Hypothesis(TENSORS, test)
-    for test in (
-        is_not_finite,
-        is_unchanged,
-        is_rounded,
-        is_another_tensor,
-        has_other_rows,
-        has_other_contributions,
-        update_is_scaled,
-        is_scaled,
-        is_another_slice,
-        has_another_term,
-        contribution_is_rounded,
-    )
+LOSSES: tuple[TensorKind, ...] = ("sum", "evaluation")
+TENSORS: tuple[TensorKind, ...] = tuple(kind for kind in get_args(TensorKind) if kind not in SCALAR_KINDS)
+EXACT_HYPOTHESES: tuple[Hypothesis, ...] = (
+    (TENSORS, is_not_finite),
+    (TENSORS, is_unchanged),
+    (TENSORS, is_rounded),
+    (TENSORS, is_another_tensor),
+    (TENSORS, has_other_rows),
+    (TENSORS, has_other_contributions),
+    (TENSORS, update_is_scaled),
+    (TENSORS, is_scaled),
+    (TENSORS, is_another_slice),
+    (TENSORS, has_another_term),
+    (TENSORS, contribution_is_rounded),
 )
-TENSOR_HYPOTHESES = (*EXACT_HYPOTHESES, Hypothesis(TENSORS, has_low_precision))
+TENSOR_HYPOTHESES: tuple[Hypothesis, ...] = (*EXACT_HYPOTHESES, (TENSORS, has_low_precision))

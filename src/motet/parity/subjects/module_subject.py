@@ -1,11 +1,11 @@
-"""A module and batches of the caller as a subject of verification, without a job or files."""
+"""A module and batches of the caller as a subject of verification, without a job or files; and parallel code of the caller."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from weakref import WeakSet
 
 import torch
@@ -16,13 +16,17 @@ from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
 from motet.parallel.layout import Layout, LayoutSettings, contributing_rows_of_rank, resolve_layout
 from motet.parallel.process.process_group import RankGroup
 from motet.parity.record.recording_wrappers import recording_dropout_masks
-from motet.parity.record.tensor_recorder import TensorRecorder
+from motet.parity.record.tensor_recorder import RecordedTensor, TensorKey, TensorKind, TensorRecorder
 from motet.precision.float64_mode import use_float64
 from motet.train.engine import LossFunction, TrainingEngine, loss_and_count, parallelize
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 from motet.train.state import TrainingState
 
 UserBatch = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
+# Called with the batch of all ranks; returns full tensors by name, the same on every rank.
+ExternalStepFunction = Callable[[Any], Mapping[str, Tensor]]
+SCALAR_KEYS = {"loss": TensorKey("sum", "mean loss"), "norm": TensorKey("norm", "gradient norm")}
+TENSOR_KINDS = ("gradient", "parameter", "activation")
 SEED = 0
 _BUILT_MODULES: WeakSet[nn.Module] = WeakSet()
 
@@ -161,3 +165,37 @@ def select_rows(batch: UserBatch, rows: range) -> Any:
     if isinstance(batch, Mapping):
         return selected
     return type(batch)(*selected.values()) if hasattr(batch, "_fields") else tuple(selected.values())
+
+
+# --- parallel code of the caller: a function that returns full tensors after each step -----
+
+
+def record_external_steps(subject: ModuleVerificationSubject, step: ExternalStepFunction) -> list[list[RecordedTensor]]:
+    """The tensors that the function returns for each step."""
+    records_by_step = []
+    for step_index in range(subject.steps):
+        recorder = TensorRecorder()
+        for name, tensor in step(select_rows(subject.batch(step_index), range(subject.batch_rows))).items():
+            _record_output(recorder, name, tensor)
+        records_by_step.append(recorder.records)
+    return records_by_step
+
+
+def _record_output(recorder: TensorRecorder, name: str, tensor: Any) -> None:
+    prefix, _, inner = name.partition(".")
+    if not isinstance(tensor, Tensor | float | int):
+        advice = "give a tensor, zeros where there is no gradient"
+        raise InputError(f"verify: your step gives {name} = {tensor!r}; {advice}")
+    if name in SCALAR_KEYS:
+        recorder.add_scalar(*SCALAR_KEYS[name], float(tensor))
+        return
+    if prefix not in TENSOR_KINDS or not inner:
+        raise InputError(
+            f"verify: your step gives {name!r}; names are loss, norm, gradient.NAME, parameter.NAME (of the module's "
+            "parameters) and activation.NAME (of its modules)"
+        )
+    kind: TensorKind = next(each for each in get_args(TensorKind) if each == prefix)
+    if kind == "activation":
+        recorder.add_for_microbatch(kind, inner, torch.as_tensor(tensor), microbatch=-1, rows=())
+    else:
+        recorder.add_shard(kind, inner, torch.as_tensor(tensor))
