@@ -117,9 +117,7 @@ def _train_and_record(
 
 def _record_step_end(path: Path, event: StepDone, sketches_shards: bool) -> list[RecordedTensor]:
     recorder = TensorRecorder(sketches_shards=sketches_shards)
-    recorder.add_scalar("sum", "target tokens", event.target_tokens)
-    recorder.add_scalar("sum", "mean loss", event.loss)
-    recorder.add_scalar("norm", "gradient norm", event.grad_norm or 0.0)
+    recorder.add_step_scalars(event.target_tokens, event.loss, event.grad_norm or 0.0)
     checkpoint = step_checkpoint_path(path, event.step)
     manifest = read_manifest(checkpoint)
     state = {

@@ -149,7 +149,7 @@ class LocatedDifference:
 
 
 def as_numbers(tensor: Tensor) -> Tensor:
-    """A mask as numbers; other tensors as they are."""
+    """A mask as numbers; other tensors unchanged."""
     return tensor.double() if tensor.dtype == torch.bool else tensor
 
 

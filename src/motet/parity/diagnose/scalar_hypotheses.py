@@ -18,8 +18,8 @@ from motet.parity.diagnose.linear_fit import (
 from motet.parity.diagnose.mismatch_evidence import MismatchEvidence
 from motet.parity.diagnose.single_device_recompute import MicroBatchResult
 from motet.parity.diagnose.tensor_hypotheses import TENSOR_HYPOTHESES, explain
-from motet.parity.record.recording_wrappers import TRAINING_MODE_CALLS
 from motet.parity.record.tensor_recorder import group_by_key
+from motet.parity.subjects.job_subject import TRAINING_MODE_CALLS
 
 MEAN_OF_COUNT = {TARGET_TOKENS: "mean loss", "evaluation targets": "evaluation loss"}  # A count, and the mean over it
 SCALAR_TOLERANCE = 1e-10

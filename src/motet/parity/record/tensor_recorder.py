@@ -2,8 +2,9 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from motet.collectives.compression.byte_messages import codec_numerics, dtype_name
+from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
 from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.data_parallel.fsdp import local_shard
 from motet.parallel.process.rank_consistency import persistent_buffers
@@ -108,8 +110,7 @@ class TensorRecorder:
         """Record a tensor of the micro-batch that is computed now."""
         if not self.is_recording:
             return
-        self.call_counts[TensorKey(kind, name)] += 1
-        call = self.call_counts[TensorKey(kind, name)]
+        call = self.call_counts[TensorKey(kind, name)] = self.call_counts[TensorKey(kind, name)] + 1
         name = name if call == 1 else f"{name} (call {call})"
         self.add_for_microbatch(kind, name, value, microbatch=self.microbatch, rows=self.rows)
 
@@ -118,51 +119,37 @@ class TensorRecorder:
         self, kind: TensorKind, name: str, value: Tensor, *, microbatch: int, rows: tuple[int, ...]
     ) -> None:
         value = value.detach().cpu()
-        sketch = sketch_rows(value)
-        self._append(
-            RecordedTensor(
-                kind,
-                name,
-                sketch.clone(),
-                microbatch,
-                rows,
-                dtype=dtype_name(value.dtype),
-                is_sketched=sketch is not value,
-                significant_bits=count_significant_bits(value),
-            )
-        )
+        self._append(kind, name, value, sketch_rows(value), microbatch=microbatch, rows=rows)
 
     def add_scalar(self, kind: TensorKind, name: str, value: float) -> None:
-        self._append(RecordedTensor(kind, name, torch.tensor(value, dtype=torch.float64)))
+        tensor = torch.tensor(value, dtype=torch.float64)
+        self._append(kind, name, tensor, tensor)
+
+    def add_step_scalars(self, target_count: float, mean_loss: float, gradient_norm: float) -> None:
+        """The metrics of a step."""
+        self.add_scalar("sum", "target tokens", target_count)
+        self.add_scalar("sum", "mean loss", mean_loss)
+        self.add_scalar("norm", "gradient norm", gradient_norm)
 
     @codec_numerics()
     def add_shard(self, kind: TensorKind, name: str, shard: LocalShard | Tensor) -> None:
         """Record this rank's part of a parameter, or a tensor that every rank has."""
         start, tensor = (0, shard) if isinstance(shard, Tensor) else (shard.start, shard.values)
         values = tensor.detach().cpu().reshape(-1)
+        square, shape = squared_norm(values) if kind == "gradient" else 0.0, tuple(shard.shape)
         sketch = sketch_shard(values, start) if self.sketches_shards else values
-        self._append(
-            RecordedTensor(
-                kind,
-                name,
-                sketch.clone(),
-                start=start,
-                numel=values.numel(),
-                unsharded_shape=tuple(shard.shape),
-                dtype=dtype_name(values.dtype),
-                is_sketched=sketch is not values,
-                significant_bits=count_significant_bits(values),
-                squared_norm=squared_norm(values) if kind == "gradient" else 0.0,
-            )
-        )
+        more = {"start": start, "numel": values.numel(), "unsharded_shape": shape, "squared_norm": square}
+        self._append(kind, name, values, sketch, **more)
 
     def add_shards(self, kind: TensorKind, shards: Mapping[str, LocalShard | Tensor]) -> None:
         """Record shards in the order in which backward reached their parameters."""
         for name in dict.fromkeys([*(name for name in self.gradient_order if name in shards), *shards]):
             self.add_shard(kind, name, shards[name])
 
-    def _append(self, record: RecordedTensor) -> None:
-        self.records.append(record._replace(flops_so_far=float(self.flops_so_far())))
+    def _append(self, kind: TensorKind, name: str, value: Tensor, sketch: Tensor, **more: Any) -> None:
+        facts = {"dtype": dtype_name(value.dtype), "is_sketched": sketch is not value, **more}
+        facts |= {"significant_bits": count_significant_bits(value), "flops_so_far": float(self.flops_so_far())}
+        self.records.append(RecordedTensor(kind, name, sketch.clone(), **facts))
 
     def begin_microbatch(self, rows: Sequence[int], is_recording: bool = True) -> None:
         self.microbatch, self.rows, self.is_recording = self.microbatch + 1, tuple(rows), is_recording
@@ -172,9 +159,7 @@ class TensorRecorder:
     @contextmanager
     def recording_hooks(self, module: nn.Module) -> Iterator[None]:
         """Record the outputs of all inner modules, and the gradients of these."""
-        hooks = [
-            m.register_forward_hook(self._make_forward_hook(name or "model")) for name, m in module.named_modules()
-        ]
+        hooks = [m.register_forward_hook(self._forward_hook(name or "model")) for name, m in module.named_modules()]
         hooks += [
             p.register_post_accumulate_grad_hook(lambda _, name=name: self.gradient_order.append(name))
             for name, p in module.named_parameters()
@@ -186,47 +171,52 @@ class TensorRecorder:
             for hook in [*hooks, *self.gradient_hooks]:
                 hook.remove()
 
-    def record_dropout_mask(self, dropout_index: int, mask: Tensor) -> None:
+    def _record_dropout_mask(self, dropout_index: int, mask: Tensor) -> None:
         self.mask_count += 1  # The index of the dropout may be wrong
         self.add("random mask", f"dropout {self.mask_count}", mask)
 
-    def _make_forward_hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            if not (self.is_recording and torch.is_grad_enabled()):
+    @contextmanager
+    def recording_masks(self, randomness: AbstractContextManager[object]) -> Iterator[None]:
+        """Record the dropout masks that are drawn inside."""
+        with randomness as mode:
+            if not isinstance(mode, LayoutInvariantDropoutMode):
+                yield
                 return
-            for label, tensor in named_float_tensors(output, name):
+            mode.on_mask = self._record_dropout_mask
+            try:
+                yield
+            finally:
+                mode.on_mask = None
+
+    def _forward_hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            is_recording = self.is_recording and torch.is_grad_enabled()
+            for label, tensor in named_float_tensors(output, name) if is_recording else ():
                 self.add("activation", label, tensor)
                 if tensor.requires_grad:
-                    gradient_hook = self._make_gradient_hook(self.records[-1].name, self.microbatch, self.rows)
-                    self.gradient_hooks.append(tensor.register_hook(gradient_hook))
+                    call, microbatch, rows = self.records[-1].name, self.microbatch, self.rows
+                    add = partial(
+                        self.add_for_microbatch, "activation gradient", call, microbatch=microbatch, rows=rows
+                    )
+                    self.gradient_hooks.append(tensor.register_hook(add))
 
         return hook
-
-    def _make_gradient_hook(self, name: str, microbatch: int, rows: tuple[int, ...]) -> Callable[[Tensor], None]:
-        return lambda gradient: self.add_for_microbatch(
-            "activation gradient", name, gradient, microbatch=microbatch, rows=rows
-        )
 
 
 def named_float_tensors(output: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """The floating-point tensors in whatever a module returns."""
-    if isinstance(output, Tensor):
-        if output.is_floating_point():
-            yield name, output
-        return
-    is_sequence = isinstance(output, list | tuple)
-    items = output.items() if isinstance(output, Mapping) else enumerate(output) if is_sequence else ()
-    for key, value in items:
-        yield from named_float_tensors(value, f"{name}[{key}]")
+    if isinstance(output, Tensor) and output.is_floating_point():
+        yield name, output
+    elif isinstance(output, Mapping | list | tuple):
+        for key, value in output.items() if isinstance(output, Mapping) else enumerate(output):
+            yield from named_float_tensors(value, f"{name}[{key}]")
 
 
 def count_significant_bits(tensor: Tensor) -> int:
     """The bits that its numbers need: 8 for values rounded to bfloat16, whatever dtype holds them."""
-    if not tensor.is_floating_point() or tensor.numel() < MIN_ELEMENTS_FOR_BITS:
-        return 0
     sample = tensor.detach().reshape(-1)[: 16 * MIN_ELEMENTS_FOR_BITS].double()
     sample = sample[sample.isfinite() & (sample != 0)]
-    if sample.numel() < MIN_ELEMENTS_FOR_BITS:
+    if not tensor.is_floating_point() or sample.numel() < MIN_ELEMENTS_FOR_BITS:
         return 0
     mantissas = (torch.frexp(sample).mantissa * 2.0**53).long()
     return 53 - int(torch.log2((mantissas & -mantissas).double().min()))
@@ -250,9 +240,7 @@ def _recording_update(engine: TrainingEngine, recorder: TensorRecorder) -> Itera
             scale = engine.gradient_scale(stats.grad_norm, stats.count)
             summed = {name: shard._replace(values=shard.values / scale) for name, shard in clipped.items()}
         recorder.add_shards("gradient", summed)
-        recorder.add_scalar("sum", "target tokens", stats.count)
-        recorder.add_scalar("sum", "mean loss", stats.loss)
-        recorder.add_scalar("norm", "gradient norm", stats.grad_norm)
+        recorder.add_step_scalars(stats.count, stats.loss, stats.grad_norm)
         recorder.add_shards("clipped gradient", clipped)
         record_state(recorder, engine.optimizer.state())
         return stats

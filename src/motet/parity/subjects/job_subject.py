@@ -1,28 +1,31 @@
 """A job as a subject of verification."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from motet.core.batch import Batch
 from motet.parallel.layout import LayoutSettings, microbatches_of_rank
 from motet.parallel.process.process_group import RankGroup
-from motet.parity.record.recording_wrappers import (
-    TRAINING_MODE_CALLS,
-    RecordingModel,
-    RecordingSamples,
-    training_mode_calls,
-)
 from motet.parity.record.tensor_recorder import TensorRecorder
-from motet.parity.subjects.stress_data import ReorderedRowSamples, UnevenTargetSamples, with_extra_boundaries
+from motet.parity.subjects.stress_data import (
+    ReorderedRowSamples,
+    UnevenTargetSamples,
+    batch_tensors,
+    with_extra_boundaries,
+)
 from motet.train.build import TrainingComponents, build_components, evaluate_split, precision_context
 from motet.train.engine import TrainingEngine
 from motet.train.job import Job
 from motet.train.optimizer.optimizer_settings import OptimizerSettings, learning_rate_factor
 from motet.train.state import TrainingState
-from motet.train.step import BatchSource
+from motet.train.step import BatchSource, StepModel
+
+TRAINING_MODE_CALLS = "modules called as in training"
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,8 @@ class JobVerificationSubject:
         return precision_context(self.job)
 
     def build(self, group: RankGroup, folder: Path) -> "JobVerificationSubjectOnRank":
-        return JobVerificationSubjectOnRank(self.job, build_components(self.job, group, folder))
+        components = build_components(self.job, group, folder)
+        return JobVerificationSubjectOnRank(self.job, components, components.engine, components.state)
 
     def with_microbatches(self, microbatches: int) -> "JobVerificationSubject":
         run_settings = self.job.run.model_copy(update={"reproducible": None})
@@ -62,15 +66,9 @@ class JobVerificationSubjectOnRank:
 
     job: Job
     components: TrainingComponents
+    engine: TrainingEngine
+    state: TrainingState
     row_order: Sequence[int] | None = None  # Another order of the rows of a batch
-
-    @property
-    def engine(self) -> TrainingEngine:
-        return self.components.engine
-
-    @property
-    def state(self) -> TrainingState:
-        return self.components.state
 
     def learning_rate(self, step: int) -> float:
         settings = self.job.optimizer
@@ -80,9 +78,8 @@ class JobVerificationSubjectOnRank:
         train_step = self.components.make_train_step(self.job)
         microbatches = microbatches_of_rank(train_step.layout, self.engine.group.rank, train_step.batch_sequences)
         flags = (microbatch.contributes_gradients for microbatch in microbatches)
-        samples = RecordingSamples(self._ordered_samples, recorder, self.row_order, flags)
-        model = RecordingModel(train_step.model, recorder)
-        replace(train_step, model=model, batch_source=samples).step(step, self.learning_rate(step))
+        recording = _RecordingStep(self._ordered_samples, train_step.model, recorder, self.row_order, flags)
+        replace(train_step, model=recording, batch_source=recording).step(step, self.learning_rate(step))
 
     def loss_of_rows(self, step: int, rows: range) -> tuple[Tensor, float]:
         batch = self._ordered_samples.batch(step, rows)
@@ -90,18 +87,22 @@ class JobVerificationSubjectOnRank:
             return self.components.model.loss_sum(batch), float(batch.weights.sum())
 
     def evaluation_metrics(self) -> dict[str, float]:
-        with training_mode_calls(self.components.model.module) as calls:
+        with _training_mode_calls(self.components.model.module) as calls:
             evaluation = evaluate_split(self.job, self.components, "validation", self._stress_samples)
         if evaluation is None:
             return {}
-        metrics = {TRAINING_MODE_CALLS: float(len(calls)), "evaluation targets": evaluation.targets}
-        metrics["evaluation loss"] = evaluation.loss
-        return metrics if evaluation.accuracy is None else {**metrics, "evaluation accuracy": evaluation.accuracy}
+        metrics = {
+            TRAINING_MODE_CALLS: float(len(calls)),
+            "evaluation targets": evaluation.targets,
+            "evaluation loss": evaluation.loss,
+            "evaluation accuracy": evaluation.accuracy,
+        }
+        return {name: value for name, value in metrics.items() if value is not None}
 
     def evaluation_losses(self, rows: range) -> list[tuple[Tensor, float]]:
         samples = self._stress_samples
-        indices = range(samples.evaluation_batches("validation"))
-        batches = (samples.evaluation_batch("validation", index, rows) for index in indices)
+        count = samples.evaluation_batches("validation")
+        batches = (samples.evaluation_batch("validation", index, rows) for index in range(count))
         return [(self.components.model.loss_sum(batch), float(batch.weights.sum())) for batch in batches]
 
     def with_row_order(self, row_order: Sequence[int]) -> "JobVerificationSubjectOnRank":
@@ -115,3 +116,56 @@ class JobVerificationSubjectOnRank:
     @property
     def _stress_samples(self) -> UnevenTargetSamples:
         return UnevenTargetSamples(with_extra_boundaries(self.components.data, self.job.data.batch_sequences))
+
+
+@dataclass(frozen=True)
+class _RecordingStep:
+    """The samples and the model of a step; samples, random masks and losses are recorded."""
+
+    samples: BatchSource
+    model: StepModel
+    recorder: TensorRecorder
+    row_order: Sequence[int] | None
+    recording_flags: Iterator[bool]  # False for a micro-batch whose results are discarded
+
+    def batch(self, step: int, rows: range) -> Batch:
+        batch = self.samples.batch(step, rows)
+        row_numbers = rows if self.row_order is None else [self.row_order[row] for row in rows]
+        self.recorder.begin_microbatch(row_numbers, next(self.recording_flags, True))
+        for name, value in _with_default_tensors(batch).items():
+            self.recorder.add("sample", name, value)
+        return batch
+
+    def randomness(self, step: int, rows: Tensor) -> AbstractContextManager[None]:
+        return self.recorder.recording_masks(self.model.randomness(step, rows))
+
+    def loss_sum(self, batch: Batch) -> Tensor:
+        loss = self.model.loss_sum(batch)
+        self.recorder.add("loss", "loss", loss)
+        return loss
+
+
+def _with_default_tensors(batch: Batch) -> dict[str, Tensor]:
+    """A batch leaves out documents and positions where each of its rows is one document."""
+    present, positions = batch_tensors(batch), torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    defaults = {"documents": torch.zeros_like(batch.tokens), "positions": positions.expand_as(batch.tokens)}
+    if batch.source is not None:
+        defaults["source_documents"] = torch.zeros_like(batch.source)
+    return present | {name: value for name, value in defaults.items() if name not in present}
+
+
+@contextmanager
+def _training_mode_calls(module: nn.Module) -> Iterator[list[nn.Module]]:
+    """Inner modules that are called inside while they are in training mode."""
+    calls: list[nn.Module] = []
+
+    def hook(called: nn.Module, inputs: object) -> None:
+        if called.training:
+            calls.append(called)
+
+    hooks = [inner.register_forward_pre_hook(hook) for inner in module.modules()]
+    try:
+        yield calls
+    finally:
+        for each in hooks:
+            each.remove()

@@ -15,7 +15,6 @@ from motet.core.errors import InputError
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
 from motet.parallel.layout import Layout, LayoutSettings, contributing_rows_of_rank, resolve_layout
 from motet.parallel.process.process_group import RankGroup
-from motet.parity.record.recording_wrappers import recording_dropout_masks
 from motet.parity.record.tensor_recorder import RecordedTensor, TensorKey, TensorKind, TensorRecorder
 from motet.precision.float64_mode import use_float64
 from motet.train.engine import LossFunction, TrainingEngine, loss_and_count, parallelize
@@ -100,7 +99,7 @@ class ModuleVerificationSubjectOnRank:
             batch = select_rows(global_batch, rows)
             for name, tensor in named_tensors(batch):
                 recorder.add("sample", name, tensor)
-            with recording_dropout_masks(self._randomness.for_rows(step, row_indices), recorder):
+            with recorder.recording_masks(self._randomness.for_rows(step, row_indices)):
                 loss, targets = self._loss_sum_and_count(batch)
             recorder.add("loss", "loss", loss)
             engine.backward(loss, microbatch == 0, microbatch == len(row_ranges) - 1)

@@ -83,8 +83,12 @@ class ReorderedRowSamples:
     def batch(self, step: int, rows: range) -> Batch:
         batch = self.inner.batch(step, range(len(self.row_order)))
         row_indices = torch.tensor(self.row_order[rows.start : rows.stop])
-        tensors = {part.name: value for part in fields(batch) if (value := getattr(batch, part.name)) is not None}
-        return replace(batch, **{name: value[row_indices] for name, value in tensors.items()})
+        return replace(batch, **{name: value[row_indices] for name, value in batch_tensors(batch).items()})
+
+
+def batch_tensors(batch: Batch) -> dict[str, Tensor]:
+    """The tensors that a batch has, by name."""
+    return {part.name: value for part in fields(batch) if (value := getattr(batch, part.name)) is not None}
 
 
 def _zero_some_weights(weights: Tensor, rows: Tensor, step: int) -> Tensor:
