@@ -83,7 +83,7 @@ def _plan_report(plan: StepPlan, layout: Layout) -> dict[str, Any]:
 
 
 def _table(report: dict[str, Any]) -> Table:
-    placement = ", ".join(f"{state} {how}" for state, how in report["state_placement"].items())
+    placement = ", ".join(f"{state.replace('_', ' ')} {how}" for state, how in report["state_placement"].items())
     table = Table(title=f"{report['job']}, zero = {report['zero']}: {placement}")
     table.add_column("rank", justify="right")
     table.add_column("updates", justify="right")
