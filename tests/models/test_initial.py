@@ -1,5 +1,7 @@
 """Initial values depend on seed, name and index alone."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -56,9 +58,11 @@ def test_values_do_not_depend_on_the_order_of_construction() -> None:
 
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = nn.ModuleList([nn.Identity(), block.__class__(settings)])
+            self.blocks = nn.ModuleList([nn.Identity(), copy.deepcopy(block)])
 
     alone = Alone()
+    for parameter in alone.parameters():
+        parameter.data.zero_()
     initialize_parameters(alone, settings, 7)
     for name, parameter in alone.named_parameters():
         assert torch.equal(parameter, model.get_parameter(name)), name

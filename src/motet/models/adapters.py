@@ -6,8 +6,8 @@ of all others stay. B is zero at first, so an adapted model computes what it did
 
 import difflib
 from collections.abc import Iterable
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -39,7 +39,13 @@ def add_adapters(module: nn.Module, settings: AdapterSettings, seed: int) -> Non
     names = _names_matching(settings.targets, layers, "model.adapters.targets: {!r} matches no linear layer")
     module.requires_grad_(False)
     for name in names:
-        _attach_adapter(layers[name], f"{name}.adapter_a", settings, seed=seed)
+        layer: Any = layers[name]
+        in_features, out_features = layer.weight.shape if _is_conv1d(layer) else reversed(layer.weight.shape)
+        shape = (settings.rank, in_features)
+        normal_values = torch.from_numpy(standard_normal_values(seed, f"{name}.adapter_a", 0, prod(shape))).view(shape)
+        layer.register_parameter("adapter_a", nn.Parameter((normal_values / in_features**0.5).to(layer.weight)))
+        layer.register_parameter("adapter_b", nn.Parameter(layer.weight.new_zeros(out_features, settings.rank)))
+        layer.register_forward_hook(partial(_add_low_rank_product, scale=settings.alpha / settings.rank))
 
 
 def freeze(module: nn.Module, patterns: tuple[str, ...]) -> None:
@@ -62,29 +68,13 @@ def _names_matching(patterns: tuple[str, ...], names: Iterable[str], problem: st
 def _is_linear(layer: nn.Module) -> bool:
     # transformers' Conv1D (GPT-2) is a linear layer with a weight of [in, out]. The output projection inside
     # nn.MultiheadAttention is never called as a layer, so an adapter on it would do nothing.
-    if isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        return False
-    return isinstance(layer, nn.Linear) or _is_conv1d(layer)
+    is_called = not isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear)
+    return is_called and (isinstance(layer, nn.Linear) or _is_conv1d(layer))
 
 
 def _is_conv1d(layer: nn.Module) -> bool:
     return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
 
 
-def _attach_adapter(layer: nn.Module, name: str, settings: AdapterSettings, *, seed: int) -> None:
-    weight = layer.weight
-    assert isinstance(weight, Tensor)
-    in_features, out_features = weight.shape if _is_conv1d(layer) else reversed(weight.shape)
-    shape = (settings.rank, in_features)
-    initial_a = torch.from_numpy(standard_normal_values(seed, name, 0, prod(shape))).view(shape) / in_features**0.5
-    layer.register_parameter("adapter_a", nn.Parameter(initial_a.to(weight)))
-    layer.register_parameter("adapter_b", nn.Parameter(weight.new_zeros(out_features, settings.rank)))
-    layer.register_forward_hook(_LowRankAdapterHook(settings.alpha / settings.rank))
-
-
-@dataclass(frozen=True)
-class _LowRankAdapterHook:
-    scale: float
-
-    def __call__(self, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return output + self.scale * F.linear(F.linear(inputs[0], layer.adapter_a), layer.adapter_b)
+def _add_low_rank_product(layer: Any, inputs: tuple[Tensor, ...], output: Tensor, *, scale: float) -> Tensor:
+    return output + scale * F.linear(F.linear(inputs[0], layer.adapter_a), layer.adapter_b)

@@ -3,7 +3,8 @@
 import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +35,11 @@ from motet.models.weight_init import initialize_parameters
 
 TARGET_COUNT_MULTIPLE = 64
 Randomness = Callable[[int, Tensor], AbstractContextManager[object]]
+_ARCHITECTURES: dict[type[TransformerSettings], Callable[[Any], nn.Module]] = {
+    DecoderSettings: CausalDecoder,
+    EncoderSettings: BidirectionalEncoder,
+    EncoderDecoderSettings: EncoderDecoderModel,
+}
 
 
 @dataclass(frozen=True)
@@ -57,14 +63,9 @@ def build_module(settings: ModelSettings, checkpoint: hf_model.HuggingFaceCheckp
     check_can_be_trained(settings)
     if checkpoint := checkpoint or _open_hf_checkpoint(settings):
         return hf_model.build_hf_model(checkpoint)
-    match settings:
-        case DecoderSettings():
-            return CausalDecoder(settings)
-        case EncoderSettings():
-            return BidirectionalEncoder(settings)
-        case EncoderDecoderSettings():
-            return EncoderDecoderModel(settings)
-    return user_module.build_user_module(settings.factory, settings.arguments)
+    if isinstance(settings, UserModuleSettings):
+        return user_module.build_user_module(settings.factory, settings.arguments)
+    return _ARCHITECTURES[type(settings)](settings)
 
 
 def build_trainable_model(
@@ -80,10 +81,11 @@ def build_trainable_model(
     """
     checkpoint = _open_hf_checkpoint(settings)
     if isinstance(settings, UserModuleSettings):
+        module_seed = derive_seed(seed, "module")
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derive_seed(seed, "module"))
-            random.seed(derive_seed(seed, "module"))
-            np.random.seed(derive_seed(seed, "module") % 2**32)
+            torch.manual_seed(module_seed)
+            random.seed(module_seed)
+            np.random.seed(module_seed % 2**32)
             module = build_module(settings, checkpoint)
     else:
         with torch.device("meta"):
@@ -94,11 +96,18 @@ def build_trainable_model(
     _cast_parameters(module, dtype)
     module.to(device).train()
     randomness = LayoutInvariantDropoutMode(derive_seed(seed, "dropout")).for_rows
-    if not isinstance(settings, UserModuleSettings):
-        return _wrap_transformer(module, settings, randomness)
-    if checkpoint is not None:
-        return _wrap_huggingface(module, checkpoint, settings, randomness=randomness, requirements=requirements)
-    return _wrap_user_module(module, settings, randomness=randomness, requirements=requirements)
+    if isinstance(settings, UserModuleSettings):
+        return _wrap_user_module(module, settings, checkpoint, randomness=randomness, requirements=requirements)
+    return TrainableModel(
+        module=module,
+        loss_sum=_transformer_loss(module, settings),
+        logits=lambda batch: module(**_transformer_inputs(batch, settings)),
+        vocab_size=settings.vocab_size,
+        num_classes=_num_row_classes(settings) or settings.vocab_size,
+        randomness=randomness if settings.dropout > 0 else _no_randomness,
+        context=settings.context,
+        is_autoregressive=isinstance(settings, DecoderSettings),
+    )
 
 
 def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
@@ -112,27 +121,20 @@ def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
         buffer.data = buffer.data.contiguous()  # an expanded buffer could be neither sent nor loaded
 
 
-# --- each kind of module as a TrainableModel -------------------------------------------------------
-
-
-def _wrap_transformer(module: nn.Module, settings: TransformerSettings, randomness: Randomness) -> TrainableModel:
-    return TrainableModel(
-        module=module,
-        loss_sum=_transformer_loss(module, settings),
-        logits=lambda batch: module(**_transformer_inputs(batch, settings)),
-        vocab_size=settings.vocab_size,
-        num_classes=_num_row_classes(settings) or settings.vocab_size,
-        randomness=randomness if settings.dropout > 0 else _no_randomness,
-        context=settings.context,
-        is_autoregressive=isinstance(settings, DecoderSettings),
-    )
-
-
 def _wrap_user_module(
-    module: nn.Module, settings: UserModuleSettings, *, randomness: Randomness, requirements: DataRequirements | None
+    module: nn.Module,
+    settings: UserModuleSettings,
+    checkpoint: hf_model.HuggingFaceCheckpoint | None,
+    *,
+    randomness: Randomness,
+    requirements: DataRequirements | None,
 ) -> TrainableModel:
-    logits, loss_sum = user_module.make_logits_function(module), getattr(module, "loss_sum", None)
-    return TrainableModel(
+    loss_sum = getattr(module, "loss_sum", None)
+    if checkpoint is None:
+        logits = user_module.make_logits_function(module)
+    else:
+        logits = hf_model.make_logits_function(module, checkpoint)
+    model = TrainableModel(
         module=module,
         loss_sum=with_loss_checks(module, loss_sum or _loss_from_logits(logits, module, requirements), requirements),
         logits=logits,
@@ -141,27 +143,16 @@ def _wrap_user_module(
         randomness=randomness,  # a user's module may drop anything
         has_own_loss=loss_sum is not None,
     )
-
-
-def _wrap_huggingface(
-    module: nn.Module,
-    checkpoint: hf_model.HuggingFaceCheckpoint,
-    settings: UserModuleSettings,
-    *,
-    randomness: Randomness,
-    requirements: DataRequirements | None,
-) -> TrainableModel:
+    if checkpoint is None:
+        return model
     vocab_size = getattr(checkpoint.config, "vocab_size", None)
     if settings.vocab_size not in (None, vocab_size):
         raise InputError(
             f"model.vocab_size = {settings.vocab_size}, but the config of {settings.factory} has {vocab_size}; "
             "leave it out, or set model.arguments.vocab_size"
         )
-    logits = hf_model.make_logits_function(module, checkpoint)
-    return TrainableModel(
-        module=module,
-        loss_sum=with_loss_checks(module, _loss_from_logits(logits, module, requirements), requirements),
-        logits=logits,
+    return replace(
+        model,
         vocab_size=vocab_size,
         num_classes=checkpoint.config.num_labels if checkpoint.kind == "classify" else vocab_size,
         randomness=randomness if has_dropout(module, checkpoint.config.to_dict()) else _no_randomness,
@@ -172,9 +163,9 @@ def _wrap_huggingface(
 
 
 def _open_hf_checkpoint(settings: ModelSettings) -> hf_model.HuggingFaceCheckpoint | None:
-    if not isinstance(settings, UserModuleSettings) or settings.hf_path is None:
-        return None
-    return hf_model.open_hf_checkpoint(settings.hf_path, settings.arguments)
+    if isinstance(settings, UserModuleSettings) and settings.hf_path is not None:
+        return hf_model.open_hf_checkpoint(settings.hf_path, settings.arguments)
+    return None
 
 
 def _no_randomness(step: int, rows: Tensor) -> AbstractContextManager[object]:

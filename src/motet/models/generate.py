@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from motet.core.batch import Batch
-from motet.core.errors import InputError
+from motet.core.errors import raise_first
 from motet.core.seeds import derive_seed
 from motet.models.build import TrainableModel
 
@@ -22,10 +22,9 @@ def generate_tokens(
 
     The model reads the last tokens that its context holds. Token n depends on (seed, n) and on the tokens before it.
     """
-    if not model.is_autoregressive:
-        raise InputError("only a causal decoder can continue a text; set monitor.sample_tokens = 0 for other models")
-    if not prompt:
-        raise InputError("a text can only be continued after at least one token; give a prompt")
+    other_kind = "only a causal decoder can continue a text; set monitor.sample_tokens = 0 for other models"
+    no_prompt = "a text can only be continued after at least one token; give a prompt"
+    raise_first({other_kind: not model.is_autoregressive, no_prompt: not prompt})
     device = next(model.module.parameters()).device
     tokens, training = list(prompt), model.module.training
     model.module.eval()

@@ -25,10 +25,8 @@ class LayoutInvariantDropoutMode(TorchFunctionMode):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self.seed = seed
-        self.step = 0
+        self.seed, self.step, self.dropout_index = seed, 0, 0
         self.rows: list[int] = []
-        self.dropout_index = 0
         self.on_mask: Callable[[int, Tensor], None] | None = None  # Called with each site and its mask
 
     @contextmanager
@@ -42,9 +40,7 @@ class LayoutInvariantDropoutMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _REPLACEMENTS:
-            func = partial(_REPLACEMENTS[func], self)
-        return func(*args, **(kwargs or {}))
+        return (partial(_REPLACEMENTS[func], self) if func in _REPLACEMENTS else func)(*args, **(kwargs or {}))
 
     def apply_dropout(self, x: Tensor, p: float, mask_dims: int | None = None) -> Tensor:
         """x with elements set to 0 with probability p and the others scaled by 1 / (1 - p).

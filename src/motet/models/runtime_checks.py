@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from motet.core.batch import Batch
-from motet.core.errors import InputError
+from motet.core.errors import InputError, raise_first
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,15 @@ def check_sequence_length(tokens: Tensor, context: int, setting: str = "model.co
 def check_parameters(parameters: Mapping[str, nn.Parameter], source: str) -> None:
     """Raise if a parameter has no real values; the message begins with `source`."""
     for name, parameter in parameters.items():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            problem = "has no shape before a first forward; give it a fixed shape"
-        elif parameter.is_meta:
-            problem = "is on the meta device; give it values on the CPU"
-        elif parameter.is_complex():
-            problem = "is complex; keep its real and imaginary part as two"
-        else:
-            continue
-        raise InputError(f"{source}: parameter {name!r} {problem}")
+        problem = f"{source}: parameter {name!r}"
+        has_shape = not isinstance(parameter, nn.parameter.UninitializedParameter)
+        raise_first(
+            {
+                f"{problem} has no shape before a first forward; give it a fixed shape": not has_shape,
+                f"{problem} is on the meta device; give it values on the CPU": parameter.is_meta,
+                f"{problem} is complex; keep its real and imaginary part as two": parameter.is_complex(),
+            }
+        )
 
 
 def check_prediction_shape(predicted: torch.Size, batch: Batch, module: nn.Module) -> None:
@@ -56,9 +56,8 @@ def check_prediction_shape(predicted: torch.Size, batch: Batch, module: nn.Modul
 
 def check_num_logits(num_logits: int, requirements: DataRequirements, module: nn.Module) -> None:
     """Raise if there are fewer logits than possible targets."""
-    needed, what = requirements.num_classes, "classes in the data"
-    if needed is None:
-        needed, what = requirements.vocab_size, "tokens of data.tokenizer"
+    tokens = (requirements.vocab_size, "tokens of data.tokenizer")
+    needed, what = tokens if requirements.num_classes is None else (requirements.num_classes, "classes in the data")
     if num_logits < needed:
         raise InputError(
             f"{type(module).__name__} gives {num_logits} logits for each target, but there are {needed} {what}; "

@@ -5,7 +5,6 @@ The module's forward takes tokens [R, T] and gives logits, or an object that has
 name `documents` attends across their borders. A method `loss_sum(batch)` replaces the loss.
 """
 
-import difflib
 import inspect
 import sys
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from motet.core.batch import Batch
+from motet.core.config_loading import did_you_mean
 from motet.core.errors import InputError
 from motet.models.runtime_checks import check_parameters
 
@@ -66,15 +66,12 @@ def extract_logits(output: object, module: nn.Module) -> Tensor:
 
 def _check_module(module: nn.Module, source: str) -> None:
     for name, submodule in module.named_modules():
-        problem = None
+        layer = f"{source}: {type(submodule).__name__} {name!r}"
         if type(submodule).get_extra_state is not nn.Module.get_extra_state:
-            problem = "keeps state in get_extra_state, which is not saved; keep it in a buffer"
-        elif isinstance(submodule, nn.RNNBase) and submodule.dropout > 0:
-            problem = (
-                f"has dropout = {submodule.dropout}, whose masks cannot follow rows; put nn.Dropout around its layers"
-            )
-        if problem:
-            raise InputError(f"{source}: {type(submodule).__name__} {name!r} {problem}")
+            raise InputError(f"{layer} keeps state in get_extra_state, which is not saved; keep it in a buffer")
+        if isinstance(submodule, nn.RNNBase) and submodule.dropout > 0:
+            masks = f"has dropout = {submodule.dropout}, whose masks cannot follow rows"
+            raise InputError(f"{layer} {masks}; put nn.Dropout around its layers")
     check_parameters(dict(module.named_parameters()), source)
 
 
@@ -96,9 +93,8 @@ def _import_factory(factory: str) -> Callable[..., Any]:
         ) from None
     function: Callable[..., Any] | None = getattr(module, name, None)
     if function is None:
-        near = difflib.get_close_matches(name, [n for n in dir(module) if callable(getattr(module, n))], n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise InputError(f"{setting}: {path} has no function {name!r}{hint}")
+        hint = did_you_mean(name, [n for n in dir(module) if callable(getattr(module, n))])
+        raise InputError("; ".join(filter(None, [f"{setting}: {path} has no function {name!r}", hint])))
     if not callable(function):
         raise InputError(f"{setting}: this is {function!r:.40}, which cannot be called; name a function")
     return function

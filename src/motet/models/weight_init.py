@@ -78,12 +78,7 @@ def initialize_parameters(module: "nn.Module", settings: TransformerSettings, se
 
 def _num_residual_additions(settings: TransformerSettings, name: str) -> int:
     """Layer outputs that are added to the residual stream which this parameter writes to."""
-    match settings:
-        case DecoderSettings():
-            return 2 * settings.layers
-        case EncoderDecoderSettings() if name.startswith("decoder."):
-            return 3 * (settings.decoder_layers or settings.layers)
-        case EncoderDecoderSettings():
-            return 2 * settings.layers
-        case _:
-            return 1  # an encoder's norms come after the sums
+    if isinstance(settings, EncoderDecoderSettings) and name.startswith("decoder."):
+        return 3 * (settings.decoder_layers or settings.layers)
+    # The norms of a BERT encoder come after the sums.
+    return 2 * settings.layers if isinstance(settings, DecoderSettings | EncoderDecoderSettings) else 1

@@ -56,10 +56,6 @@ class CorpusBuildSpec:
         parts = [CORPUS_FORMAT_VERSION, self.corpus.identity, names, self.has_labels, *tokenizer]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()
 
-    @property
-    def dtype(self) -> str:
-        return "uint16" if self.tokenizer.vocab_size <= 1 << 16 else "uint32"
-
 
 def build_corpus(
     spec: CorpusBuildSpec, out: Path, *, workers: int, progress: ProgressCallback, is_cache_folder: bool = False
@@ -75,13 +71,13 @@ def build_corpus(
             if out.is_dir():
                 wait_for_orphans(out)
             try:
-                finished = _finished_manifest(spec, out)
+                if finished := _finished_manifest(spec, out):
+                    return finished
             except InputError:
                 if not is_cache_folder:
                     raise
                 delete_corpus_files(out)
-                finished = None
-            return finished or _build_missing_shards(spec, out, workers=workers, progress=progress)
+            return _build_missing_shards(spec, out, workers=workers, progress=progress)
 
 
 def check_output_folder(out: Path) -> None:
@@ -126,7 +122,7 @@ def _build_missing_shards(
     plan = _write_plan(spec, out)
     shard_ids = range(len(plan.shards))
     missing = [shard_id for shard_id in shard_ids if not read_finished_shard(out, shard_id, verify=True)]
-    bytes_done = sum(plan.shard_bytes(shard_id) for shard_id in shard_ids if shard_id not in missing)
+    bytes_done = sum(part.size for shard_id in shard_ids if shard_id not in missing for part in plan.shards[shard_id])
     progress("tokenising", bytes_done, spec.corpus.size)
 
     def advance(bytes_read: int) -> None:
@@ -143,14 +139,13 @@ def _build_missing_shards(
 
 
 def _write_plan(spec: CorpusBuildSpec, out: Path) -> CorpusBuildPlan:
-    is_byte_level = spec.tokenizer.is_byte_level
     plan = CorpusBuildPlan(
         recipe=spec.key,
         fields=spec.fields,
         labelled=spec.has_labels,
-        tokenizer="bytes" if is_byte_level else "tokenizer.json",
+        tokenizer="bytes" if spec.tokenizer.is_byte_level else "tokenizer.json",
         sentinels=spec.num_sentinels,
-        dtype=spec.dtype,
+        dtype="uint16" if spec.tokenizer.vocab_size <= 1 << 16 else "uint32",
         shards=spec.corpus.shards(),
     )
     earlier = read_build_plan(out)
@@ -159,7 +154,7 @@ def _write_plan(spec: CorpusBuildSpec, out: Path) -> CorpusBuildPlan:
         delete_corpus_files(out)
         write_json_atomically(out / "plan.json", plan.to_json())
     # Written again even if it exists: the build may have been interrupted in the middle of the file.
-    if not is_byte_level:
+    if not spec.tokenizer.is_byte_level:
         spec.tokenizer.save(out)
     return plan
 
@@ -172,12 +167,7 @@ def _write_manifest(spec: CorpusBuildSpec, plan: CorpusBuildPlan, out: Path) -> 
         delete_corpus_files(out)
         out.rmdir()
         raise InputError(f"data source {spec.corpus.name!r} is empty: it holds no document with text")
-    digest, classes, loss_mask = hashlib.blake2b(digest_size=16), 0, False
-    for shard_id in shard_ids:
-        table = np.fromfile(out / f"{shard_id:05}.docs", dtype=DOCUMENT_DTYPE)
-        digest.update(table["hash"].tobytes())
-        classes = max(classes, int(table["label"].max(initial=-1)) + 1)
-        loss_mask = loss_mask or bool(table["skip"].any())
+    table = np.concatenate([np.fromfile(out / f"{i:05}.docs", dtype=DOCUMENT_DTYPE) for i in shard_ids])
     manifest = CorpusManifest(
         source=spec.corpus.name,
         recipe=plan.recipe,
@@ -187,9 +177,9 @@ def _write_manifest(spec: CorpusBuildSpec, plan: CorpusBuildPlan, out: Path) -> 
         dtype=plan.dtype,
         documents=sum(shard.documents for shard in shards),
         tokens=sum(shard.tokens for shard in shards),
-        corpus_hash=digest.hexdigest(),
-        loss_mask=loss_mask,
-        classes=classes,
+        corpus_hash=hashlib.blake2b(table["hash"].tobytes(), digest_size=16).hexdigest(),
+        loss_mask=bool(table["skip"].any()),
+        classes=int(table["label"].max()) + 1,
         shards=tuple(shards),
     )
     write_json_atomically(out / "manifest.json", manifest.to_json())

@@ -71,13 +71,12 @@ def discover_corpus(source: str) -> CorpusFiles:
     """The corpus of `stdlib`, of `hf:NAME`, or of a file, folder or pattern."""
     if source.startswith("hf:"):
         return _discover_hf_dataset(source)
-    files = _stdlib_files() if source == "stdlib" else _find_files(source)
+    files = _find_files(source)
     stats = [(path, path.stat()) for path in files]
     total = sum(stat.st_size for _, stat in stats)
     if total == 0:
         raise InputError(f"data source {source!r} is empty ({len(files)} files of 0 bytes); give one that holds text")
-    step = target_range_bytes(total)
-    ranges = [file_range for path, stat in stats for file_range in _ranges_of_file(path, stat.st_size, step)]
+    ranges = [part for path, stat in stats for part in _ranges_of_file(path, stat.st_size, target_range_bytes(total))]
     states = [f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}" for path, stat in stats]
     return CorpusFiles(source, tuple(ranges), _identity_hash(states))
 
@@ -87,8 +86,7 @@ def _discover_hf_dataset(source: str) -> CorpusFiles:
     rows, size = len(dataset), int(dataset.data.nbytes)
     if rows == 0:
         raise InputError(f"data source {source!r} is empty (0 rows); give one that holds text")
-    step = max(1, rows * target_range_bytes(size) // max(size, 1))
-    ranges = _split_into_ranges(source, "hf", rows, step=step, size=size)
+    ranges = _split_into_ranges(source, "hf", rows, range_bytes=target_range_bytes(size), size=size)
     return CorpusFiles(source, tuple(ranges), _identity_hash([source, str(dataset._fingerprint), str(rows)]))
 
 
@@ -113,28 +111,25 @@ def open_hf_dataset(source: str) -> Any:
     except Exception as error:  # noqa: BLE001 - the library has different errors for every host and format
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(f"data source {source!r} could not be loaded: {first_line}") from None
-    if not isinstance(dataset, dict):
-        return dataset
-    if "train" not in dataset:
+    if isinstance(dataset, dict) and "train" not in dataset:
         raise InputError(f"data source {source!r} has no split `train`, only {', '.join(dataset)}")
-    return dataset["train"]
+    return dataset["train"] if isinstance(dataset, dict) else dataset
 
 
 def _identity_hash(parts: Iterable[str]) -> str:
     return hashlib.blake2b("\n".join(parts).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 
-def _ranges_of_file(path: Path, size: int, step: int) -> list[FileRange]:
+def _ranges_of_file(path: Path, size: int, range_bytes: int) -> list[FileRange]:
     kind = RECORD_SUFFIXES.get(path.suffix.lower(), "text")
-    if kind == "jsonl":
-        return _split_into_ranges(str(path), kind, size, step=step, size=size)
-    if kind == "parquet":
-        groups = _count_row_groups(path)
-        return _split_into_ranges(str(path), kind, groups, step=max(1, groups * step // max(size, 1)), size=size)
-    return [FileRange(str(path), "text", 0, size, size)] if size else []
+    if kind == "text":
+        return [FileRange(str(path), kind, 0, size, size)] if size else []
+    units = size if kind == "jsonl" else _count_row_groups(path)
+    return _split_into_ranges(str(path), kind, units, range_bytes=range_bytes, size=size)
 
 
-def _split_into_ranges(path: str, kind: FileFormat, units: int, *, step: int, size: int) -> list[FileRange]:
+def _split_into_ranges(path: str, kind: FileFormat, units: int, *, range_bytes: int, size: int) -> list[FileRange]:
+    step = max(1, units * range_bytes // max(size, 1))
     spans = [(start, min(start + step, units)) for start in range(0, units, step)]
     return [FileRange(path, kind, start, stop, size * (stop - start) // units) for start, stop in spans]
 
@@ -149,13 +144,10 @@ def _count_row_groups(path: Path) -> int:
         raise InputError(f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}") from None
 
 
-def _stdlib_files() -> list[Path]:
-    """Python's standard library as source text, which differs between Python versions."""
-    files = _walk_files(Path(sysconfig.get_path("stdlib")), _EXCLUDED_STDLIB_FOLDERS)
-    return [path for path in files if path.suffix == ".py"]
-
-
 def _find_files(source: str) -> list[Path]:
+    if source == "stdlib":  # as source text, which differs between Python versions
+        files = _walk_files(Path(sysconfig.get_path("stdlib")), _EXCLUDED_STDLIB_FOLDERS)
+        return [path for path in files if path.suffix == ".py"]
     path = Path(source).expanduser()
     if path.is_file():
         if not _has_known_suffix(path):
@@ -195,8 +187,7 @@ def _walk_files(root: Path, excluded: frozenset[str] = frozenset()) -> list[Path
 
 def _glob_files(pattern: Path) -> list[Path]:
     """The paths that match, sorted, without hidden ones; the search starts at the first `*`, `?` or `[`."""
-    parts = pattern.parts
-    first = next(i for i, part in enumerate(parts) if any(mark in part for mark in "*?["))
-    base = Path(*parts[:first])
-    matches = sorted(base.glob(str(Path(*parts[first:]))))
+    first = next(i for i, part in enumerate(pattern.parts) if any(mark in part for mark in "*?["))
+    base = Path(*pattern.parts[:first])
+    matches = sorted(base.glob(str(Path(*pattern.parts[first:]))))
     return [path for path in matches if not any(part.startswith(".") for part in path.relative_to(base).parts)]

@@ -81,12 +81,11 @@ def _read_jsonl(file_range: FileRange, _columns: list[str]) -> LocatedRecords:
             location = RecordLocation(file_range.path, line_number, start)
             try:
                 yield location, json.loads(line)
-            except json.JSONDecodeError as error:
-                # The error's own line number is always 1, since the line was parsed alone.
-                what = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                what: object = error
+                if isinstance(error, json.JSONDecodeError):  # whose line number is always 1: the line was parsed alone
+                    what = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
                 raise InputError(f"{location}: not valid JSON: {what}; fix or remove this line") from None
-            except UnicodeDecodeError as error:
-                raise InputError(f"{location}: not valid JSON: {error}; fix or remove this line") from None
 
 
 def _read_parquet(file_range: FileRange, columns: list[str]) -> LocatedRecords:
@@ -108,10 +107,9 @@ def _read_parquet(file_range: FileRange, columns: list[str]) -> LocatedRecords:
 def _read_hf_dataset(file_range: FileRange, columns: list[str]) -> LocatedRecords:
     dataset = open_hf_dataset(file_range.path)
     columns = _existing_columns(dataset.column_names, columns)
-    dataset = dataset.select_columns(columns)
     for start in range(file_range.start, file_range.stop, 1000):
         stop = min(start + 1000, file_range.stop)
-        batch = dataset[start:stop]
+        batch = dataset.select_columns(columns)[start:stop]
         for row in range(stop - start):
             yield RecordLocation(file_range.path, start + row + 1), {name: batch[name][row] for name in columns}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.core.errors import InputError
+from motet.core.errors import InputError, raise_first
 from motet.data.corpus.token_store import DOCUMENT_DTYPE, TokenStore, map_tokens
 from motet.data.samples.counter_rng import derive_keys
 
@@ -28,8 +28,7 @@ def find_megatron_prefix(source: str) -> Path | None:
     path = Path(source).expanduser()
     has_suffix = path.suffix in (".bin", ".idx")
     prefix = path.with_suffix("") if has_suffix else path
-    files = [Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx")]
-    missing = [file for file in files if not file.is_file()]
+    missing = [file for suffix in (".bin", ".idx") if not (file := Path(f"{prefix}{suffix}")).is_file()]
     if not missing:
         return prefix
     if has_suffix or (len(missing) == 1 and not path.exists()):
@@ -42,13 +41,13 @@ def open_megatron(prefix: Path) -> TokenStore:
     index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     dtype, lengths, borders = _read_index(index)
     total, width = int(lengths.sum(dtype=np.int64)), np.dtype(dtype).itemsize
-    if tokens.stat().st_size != total * width:
-        raise InputError(
+    raise_first(
+        {
             f"{tokens} has {tokens.stat().st_size} bytes, but {index.name} says {total} tokens of {dtype} = "
-            f"{total * width} bytes; copy or build it again"
-        )
-    if total == 0:
-        raise InputError(f"data source {prefix} is empty (0 tokens)")
+            f"{total * width} bytes; copy or build it again": tokens.stat().st_size != total * width,
+            f"data source {prefix} is empty (0 tokens)": total == 0,
+        }
+    )
     sizes = np.diff(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[borders])
     documents = np.zeros(int(np.count_nonzero(sizes)), DOCUMENT_DTYPE)
     documents["length"] = sizes[sizes > 0]
@@ -70,30 +69,23 @@ def open_megatron(prefix: Path) -> TokenStore:
 
 def _read_index(path: Path) -> tuple[str, NDArray[np.int32], NDArray[np.int64]]:
     content = path.read_bytes()
-    if content[:9] != MAGIC:
-        raise InputError(f"{path} is no Megatron index: it starts with {content[:9]!r} instead of {MAGIC!r}")
-    if len(content) < _HEADER.size:
-        raise InputError(f"{path} is cut short: {len(content)} bytes, the header alone has {_HEADER.size}")
+    no_index = f"{path} is no Megatron index: it starts with {content[:9]!r} instead of {MAGIC!r}"
+    no_header = f"{path} is cut short: {len(content)} bytes, the header alone has {_HEADER.size}"
+    raise_first({no_index: content[:9] != MAGIC, no_header: len(content) < _HEADER.size})
     _, version, code, sequences, borders = _HEADER.unpack_from(content)
-    if version != 1 or code not in DTYPES:
-        raise InputError(
-            f"{path}: version {version} with dtype code {code} is unknown; version 1 with 1 to 8 can be read"
-        )
     needed = _HEADER.size + sequences * 12 + borders * 8
-    if len(content) < needed:
-        raise InputError(
-            f"{path} is cut short: {len(content)} bytes where {sequences} sequences and {borders} borders need {needed}"
-        )
+    unknown = f"{path}: version {version} with dtype code {code} is unknown; version 1 with 1 to 8 can be read"
+    cut = f"{path} is cut short: {len(content)} bytes where {sequences} sequences and {borders} borders need {needed}"
+    raise_first({unknown: version != 1 or code not in DTYPES, cut: len(content) < needed})
     lengths = np.frombuffer(content, "<i4", sequences, _HEADER.size)
     byte_offsets = np.frombuffer(content, "<i8", sequences, _HEADER.size + sequences * 4)
     border_ids = np.frombuffer(content, "<i8", borders, _HEADER.size + sequences * 12)
     ends = np.cumsum(lengths, dtype=np.int64) * np.dtype(DTYPES[code]).itemsize
-    if (lengths < 0).any() or (sequences and byte_offsets[0] != 0) or (byte_offsets[1:] != ends[:-1]).any():
-        raise InputError(f"{path}: the sequences have gaps or overlaps in the .bin; write the corpus again")
-    if (np.diff(border_ids) < 0).any() or (border_ids > sequences).any() or (border_ids < 0).any():
-        raise InputError(
-            f"{path}: the document borders do not ascend within the {sequences} sequences; write the corpus again"
-        )
+    has_gaps = (lengths < 0).any() or (sequences and byte_offsets[0] != 0) or (byte_offsets[1:] != ends[:-1]).any()
+    is_unordered = (np.diff(border_ids) < 0).any() or (border_ids > sequences).any() or (border_ids < 0).any()
+    disorder = f"{path}: the document borders do not ascend within the {sequences} sequences; write the corpus again"
+    gaps = f"{path}: the sequences have gaps or overlaps in the .bin; write the corpus again"
+    raise_first({gaps: bool(has_gaps), disorder: bool(is_unordered)})
     # A writer that never ends a document leaves the borders out.
     return DTYPES[code], lengths, np.unique(np.concatenate([[0], border_ids, [sequences]]))
 

@@ -5,6 +5,7 @@ Any number of processes may call `prepare_data` concurrently; one does the work 
 
 import hashlib
 import json
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,7 @@ from typing import NamedTuple
 
 import filelock
 
-from motet.cluster.cpu_count import usable_cores
-from motet.core.errors import InputError
+from motet.core.errors import InputError, raise_first
 from motet.data.corpus.build import CorpusBuildSpec, ProgressCallback, build_corpus, check_output_folder
 from motet.data.corpus.discover import CorpusFiles, discover_corpus
 from motet.data.corpus.megatron import find_megatron_prefix
@@ -69,20 +69,16 @@ def prepare_data(settings: DataSettings, progress: ProgressCallback | None = Non
     tokenizer_spec, tokenizer, sentinels = _resolve_tokenizer(settings, sources, cache, progress=progress)
     corpora, classes = [], 0
     for source in sources:
-        location, kind, weight = source.location, source.kind, source.fields.weight
+        location, content, source_classes = source.location, ("", 0, 0), NUM_CLASSES
         if source.corpus is not None:
-            build_spec = CorpusBuildSpec(
-                source.corpus, source.fields, settings.objective == "classify", tokenizer, sentinels
-            )
-            location = str(_cached_corpus_folder(build_spec, cache, workers=num_workers(settings), progress=progress))
-        if kind == "synthetic":
-            corpora.append(PreparedCorpus(kind, location, weight, "", 0, 0))
-            classes = max(classes, NUM_CLASSES)
-        else:
-            store = open_token_store(kind, location)
-            size = (len(store.documents), int(store.first_token[-1]))
-            corpora.append(PreparedCorpus(kind, location, weight, store.corpus_hash, *size))
-            classes = max(classes, store.classes)
+            spec = CorpusBuildSpec(source.corpus, source.fields, settings.objective == "classify", tokenizer, sentinels)
+            location = str(_cached_corpus_folder(spec, cache, workers=num_workers(settings), progress=progress))
+        if source.kind != "synthetic":
+            store = open_token_store(source.kind, location)
+            content = (store.corpus_hash, len(store.documents), int(store.first_token[-1]))
+            source_classes = store.classes
+        corpora.append(PreparedCorpus(source.kind, location, source.fields.weight, *content))
+        classes = max(classes, source_classes)
     train_samples = open_mixture_dataset(tuple(corpora), settings, tokenizer, seed=0).count("train")
     return PreparedData(tuple(corpora), tokenizer_spec, sentinels, tokenizer.vocab_size, classes, train_samples)
 
@@ -120,7 +116,8 @@ def resolve_source(source: DataSourceSettings, settings: DataSettings) -> Resolv
 
 def num_workers(settings: DataSettings) -> int:
     """Processes that tokenise: the setting, else the cores that this process may use."""
-    return settings.workers or usable_cores()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores if settings.workers is None else settings.workers
 
 
 def tokenizer_from_settings(
@@ -174,13 +171,14 @@ def load_corpus_tokenizer(folder: Path) -> LoadedTokenizer:
 
 def check_tokenizer_for_objective(tokenizer: Tokenizer, settings: DataSettings) -> None:
     """Raise for a tokenizer without the special tokens that the objective needs."""
-    missing = None
-    if settings.objective == "masked" and tokenizer.mask_id is None:
-        missing = "mask token; name it as mask_token in a tokenizer_config.json in the same folder"
-    elif settings.objective == "spans" and not tokenizer.sentinel_ids:
-        missing = "sentinels (<|span_0|> or <extra_id_0> and so on); use bpe:SIZE or `bytes` and build for `spans`"
-    if missing:
-        raise InputError(f"data.objective = {settings.objective!r}: the tokenizer has no {missing}")
+    raise_first(
+        {
+            "data.objective = 'masked': the tokenizer has no mask token; name it as mask_token in a "
+            "tokenizer_config.json in the same folder": settings.objective == "masked" and tokenizer.mask_id is None,
+            "data.objective = 'spans': the tokenizer has no sentinels (<|span_0|> or <extra_id_0> and so on); use "
+            "bpe:SIZE or `bytes` and build for `spans`": settings.objective == "spans" and not tokenizer.sentinel_ids,
+        }
+    )
 
 
 def _cached_tokenizer_folder(

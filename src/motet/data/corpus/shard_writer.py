@@ -35,18 +35,13 @@ class CorpusBuildPlan:
     dtype: str
     shards: list[list[FileRange]]
 
-    def shard_bytes(self, shard_id: int) -> int:
-        """Bytes of text of a shard."""
-        return sum(file_range.size for file_range in self.shards[shard_id])
-
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "fields": self.fields.model_dump()}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
-        fields = DataSourceSettings.model_validate(values["fields"])
         shards = [[FileRange(**file_range) for file_range in shard] for shard in values["shards"]]
-        return cls(**{**values, "fields": fields, "shards": shards})
+        return cls(**{**values, "fields": DataSourceSettings.model_validate(values["fields"]), "shards": shards})
 
 
 def read_build_plan(folder: Path) -> CorpusBuildPlan | None:
@@ -113,15 +108,16 @@ def _tokenize_documents(
     ]
     begin = tokenizer.begin_ids
     skips, bodies = [0] * len(documents), [list(begin) for _ in documents]
-    encoded = tokenizer.encode_batch([part for _, _, part in owners])
-    for (row, is_prompt, _), ids in zip(owners, encoded, strict=True):
+    for (row, is_prompt, _), ids in zip(owners, tokenizer.encode_batch([part for *_, part in owners]), strict=True):
         bodies[row] += ids
         skips[row] += len(ids) if is_prompt else 0
     table = np.empty(len(documents), DOCUMENT_DTYPE)
     for row, document in enumerate(documents):
         bodies[row].append(tokenizer.end_id)
+        # The hash of the content makes equal documents fall into the same split.
+        content = hashlib.blake2b(f"{document.prompt or ''}\0{document.text}".encode(), digest_size=8).digest()
         skip = len(begin) + skips[row] if document.prompt is not None else 0
-        table[row] = (len(bodies[row]), _content_hash(document), skip, document.label)
+        table[row] = (len(bodies[row]), int.from_bytes(content, "little"), skip, document.label)
     return np.fromiter(chain.from_iterable(bodies), dtype=np.dtype(dtype).newbyteorder("<")), table
 
 
@@ -133,13 +129,6 @@ def _split_long_text(text: str) -> list[str]:
         # A line that starts with a space may share a token with the line break before it.
         while split_at > 1 and text[split_at].isspace():
             split_at = text.rfind("\n", 0, split_at - 1) + 1
-        split_at = split_at or _MAX_TEXT_CHARACTERS
-        parts.append(text[:split_at])
-        text = text[split_at:]
+        parts.append(text[: split_at or _MAX_TEXT_CHARACTERS])
+        text = text[split_at or _MAX_TEXT_CHARACTERS :]
     return [*parts, text] if text else parts
-
-
-def _content_hash(document: TextDocument) -> int:
-    """A document's content as 64 bits, so that equal documents fall into the same split."""
-    content = f"{document.prompt or ''}\0{document.text}".encode()
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")

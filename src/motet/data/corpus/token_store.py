@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.core.errors import InputError
+from motet.core.errors import InputError, raise_first
 from motet.core.units import format_count
 
 CORPUS_FORMAT, CORPUS_FORMAT_VERSION = "motet tokens", 1
@@ -88,11 +88,6 @@ class CorpusManifest:
         size = f"{format_count(self.documents)} documents, {format_count(self.tokens)} tokens"
         return f"{size} of a vocabulary of {self.vocab_size}; corpus hash {self.corpus_hash}"
 
-    @property
-    def content_hash(self) -> str:
-        """A hash of all tokens and documents."""
-        return hashlib.blake2b("".join(s.checksum for s in self.shards).encode(), digest_size=16).hexdigest()
-
 
 @dataclass(frozen=True)
 class TokenStore:
@@ -124,14 +119,12 @@ def is_built_corpus(folder: Path) -> bool:
 def read_corpus_manifest(folder: Path) -> CorpusManifest:
     """The manifest of a built folder."""
     values = _read_json(folder / "manifest.json")
-    if values.get("format") != CORPUS_FORMAT:
-        raise InputError(
-            f"{folder} holds no corpus built by `motet data build` (no manifest.json of the format {CORPUS_FORMAT!r})"
-        )
-    if values.get("version") != CORPUS_FORMAT_VERSION:
-        raise InputError(
-            f"{folder} is of format version {values.get('version')}, this motet reads {CORPUS_FORMAT_VERSION}; build it again"
-        )
+    version = values.get("version")
+    no_corpus = (
+        f"{folder} holds no corpus built by `motet data build` (no manifest.json of the format {CORPUS_FORMAT!r})"
+    )
+    other_version = f"{folder} is of format version {version}, this motet reads {CORPUS_FORMAT_VERSION}; build it again"
+    raise_first({no_corpus: values.get("format") != CORPUS_FORMAT, other_version: version != CORPUS_FORMAT_VERSION})
     try:
         known = {field.name: values[field.name] for field in fields(CorpusManifest)}
         return CorpusManifest(**{**known, "shards": tuple(CorpusShardEntry(**shard) for shard in known["shards"])})
@@ -144,7 +137,7 @@ def open_built_corpus(folder: Path) -> TokenStore:
     manifest = read_corpus_manifest(folder)
     check_undamaged(folder, manifest, checksums=False)
     paths = [folder / f"{shard_id:05}" for shard_id in range(len(manifest.shards))]
-    counts = [shard.tokens for shard in manifest.shards]
+    counts, checksums = [shard.tokens for shard in manifest.shards], "".join(s.checksum for s in manifest.shards)
     return TokenStore(
         name=f"{manifest.source} (built in {folder})",
         files=tuple(
@@ -155,7 +148,7 @@ def open_built_corpus(folder: Path) -> TokenStore:
         loss_mask=manifest.loss_mask,
         classes=manifest.classes,
         corpus_hash=manifest.corpus_hash,
-        fingerprint=manifest.content_hash,
+        fingerprint=hashlib.blake2b(checksums.encode(), digest_size=16).hexdigest(),
     )
 
 

@@ -116,12 +116,11 @@ def run_worker(folder: Path, requests: Iterable[str], answers: TextIO) -> None:
     for line in requests:
         try:
             build_shard(folder, plan, int(line), tokenizer=tokenizer, advance=lambda read: answer(read=read))
-        except InputError as error:
-            answer(error=str(error))
-            return
-        except OSError as error:
-            path = error.filename or folder
-            answer(error=f"cannot write {path}: {error.strerror or error}; free some space")
+        except (InputError, OSError) as error:
+            problem = str(error)
+            if isinstance(error, OSError):
+                problem = f"cannot write {error.filename or folder}: {error.strerror or error}; free some space"
+            answer(error=problem)
             return
         answer(done=int(line))
 

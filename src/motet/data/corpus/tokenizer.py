@@ -6,7 +6,6 @@ training, and the sentinels that replace spans.
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -158,15 +157,15 @@ def train_bpe(corpora: list[TrainingText], size: int, sentinels: int) -> Tokeniz
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    backend.train_from_iterator(_texts(corpora), trainer=trainer)
+    texts = (
+        text
+        for corpus, fields, has_labels in corpora
+        for file_range in corpus.file_ranges[:: -(-corpus.size // MAX_TRAINING_BYTES)]
+        for document in read_documents(file_range, fields, has_labels)
+        for text in (document.prompt or "", document.text)
+    )
+    backend.train_from_iterator(texts, trainer=trainer)
     return resolve_special_tokens(backend, {}, f"bpe:{size}")
-
-
-def _texts(corpora: list[TrainingText]) -> Iterator[str]:
-    for corpus, fields, has_labels in corpora:
-        for file_range in corpus.file_ranges[:: -(-corpus.size // MAX_TRAINING_BYTES)]:
-            for document in read_documents(file_range, fields, has_labels):
-                yield from (document.prompt or "", document.text)
 
 
 def _byte_backend(sentinels: int) -> Any:

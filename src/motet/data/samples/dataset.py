@@ -7,11 +7,10 @@ import hashlib
 import json
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
-from motet.core.errors import InputError
+from motet.core.errors import InputError, raise_first
 from motet.core.seeds import derive_seed
 from motet.data.corpus.megatron import open_megatron
 from motet.data.corpus.token_store import CorpusKind, PreparedCorpus, TokenStore, open_built_corpus
@@ -27,19 +26,8 @@ from motet.data.samples.packing import (
 from motet.data.samples.shuffle_and_mix import DataMixtureSchedule, build_mixture_schedule, permute, shuffled_samples
 from motet.data.samples.span_corruption import span_corruption_lengths
 from motet.data.samples.splits import split_documents
-from motet.data.samples.synthetic import open_synthetic_source
+from motet.data.samples.synthetic import SyntheticClassificationData, open_synthetic_source
 from motet.data.settings import DataSettings
-
-
-class SampleSource(Protocol):
-    """Samples of one corpus by index."""
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    def count(self, split: str) -> int: ...
-
-    def rows(self, split: str, samples: IntArray) -> TokenWindows: ...
 
 
 @dataclass(frozen=True)
@@ -62,12 +50,12 @@ class PackedTokenSource:
 
     def rows(self, split: str, samples: IntArray) -> TokenWindows:
         rows = gather_windows(self.streams[split], samples, self.store.read, pad_id=self.pad_id)
-        lowest, highest = rows.tokens.min(initial=0), rows.tokens.max(initial=0)
-        if lowest < 0 or highest >= self.vocab_size:
-            raise InputError(
-                f"{self.store.name} holds the token {highest if highest >= self.vocab_size else lowest}, but the tokenizer has only 0 to {self.vocab_size - 1}; "
-                "set data.tokenizer to the one that the corpus was made with"
-            )
+        for token in (rows.tokens.max(initial=0), rows.tokens.min(initial=0)):
+            if not 0 <= token < self.vocab_size:
+                raise InputError(
+                    f"{self.store.name} holds the token {token}, but the tokenizer has only 0 to "
+                    f"{self.vocab_size - 1}; set data.tokenizer to the one that the corpus was made with"
+                )
         return rows
 
 
@@ -75,7 +63,7 @@ class PackedTokenSource:
 class MixtureDataset:
     """The samples of a job's mixture."""
 
-    sources: tuple[SampleSource, ...]
+    sources: tuple[PackedTokenSource | SyntheticClassificationData, ...]
     mixture: DataMixtureSchedule
     seed: int
 
@@ -88,11 +76,9 @@ class MixtureDataset:
         corpus, source_positions = self.mixture.locate(positions)
         sample_ids = np.empty_like(positions)
         for source_id in np.unique(corpus):
-            is_from_source = corpus == source_id
-            size = self.sources[source_id].count("train")
-            sample_ids[is_from_source] = shuffled_samples(
-                source_positions[is_from_source], size, derive_seed(self.seed, "order", int(source_id))
-            )
+            chosen, size = corpus == source_id, self.sources[source_id].count("train")
+            seed = derive_seed(self.seed, "order", int(source_id))
+            sample_ids[chosen] = shuffled_samples(source_positions[chosen], size, seed)
         return self._rows("train", corpus, sample_ids)
 
     def held_out_windows(self, split: str, positions: IntArray) -> TokenWindows:
@@ -117,14 +103,15 @@ def open_mixture_dataset(
 ) -> MixtureDataset:
     """Open, split and pack every corpus; raises if one does not fill a single sample."""
     stride, width = window_sizes(settings, tokenizer)
-    sources: list[SampleSource] = []
-    for corpus in corpora:
-        if corpus.kind == "synthetic":
-            sources.append(open_synthetic_source(corpus.location, settings, tokenizer, seed=seed, width=width))
-        else:
-            store = open_token_store(corpus.kind, corpus.location)
-            sources.append(_open_packed_source(store, settings, tokenizer, stride=stride, width=width))
-    return MixtureDataset(tuple(sources), build_mixture_schedule([corpus.weight for corpus in corpora]), seed)
+    sources = tuple(
+        open_synthetic_source(corpus.location, settings, tokenizer, seed=seed, width=width)
+        if corpus.kind == "synthetic"
+        else _open_packed_source(
+            open_token_store(corpus.kind, corpus.location), settings, tokenizer, stride=stride, width=width
+        )
+        for corpus in corpora
+    )
+    return MixtureDataset(sources, build_mixture_schedule([corpus.weight for corpus in corpora]), seed)
 
 
 def open_token_store(kind: CorpusKind, location: str) -> TokenStore:
@@ -134,45 +121,31 @@ def open_token_store(kind: CorpusKind, location: str) -> TokenStore:
 
 def window_sizes(settings: DataSettings, tokenizer: Tokenizer) -> tuple[int, int]:
     """Tokens from the start of one sample to the next, and tokens of a sample."""
-    length = settings.sequence_length
-    match settings.objective:
-        case "causal":
-            return length, length + 1
-        case "masked":
-            return length, length
-        case "spans":
-            raw = span_corruption_lengths(length, settings.mask_fraction, len(tokenizer.sentinel_ids)).raw_tokens
-            return raw, raw
-        case "classify":
-            text_tokens = length if tokenizer.begin_ids else length - 1
-            if text_tokens < 1:
-                raise InputError(
-                    f"data.sequence_length = {length} leaves no room for a text to classify; use at least 2"
-                )
-            return text_tokens, text_tokens
+    length, objective = settings.sequence_length, settings.objective
+    if objective == "spans":
+        length = span_corruption_lengths(length, settings.mask_fraction, len(tokenizer.sentinel_ids)).raw_tokens
+    if objective == "classify" and not tokenizer.begin_ids:
+        length -= 1
+    if length < 1:
+        raise InputError("data.sequence_length = 1 leaves no room for a text to classify; use at least 2")
+    return length, length + (objective == "causal")
 
 
 def _open_packed_source(
     store: TokenStore, settings: DataSettings, tokenizer: Tokenizer, *, stride: int, width: int
 ) -> PackedTokenSource:
     classify = settings.objective == "classify"
-    if classify and not store.classes:
-        raise InputError(f"{store.name} has no classes; objective `classify` needs records with a label, built for it")
-    if store.loss_mask and settings.objective in ("masked", "spans"):
-        raise InputError(
-            f"{store.name} holds prompts and answers, which data.objective = {settings.objective!r} does not support; "
-            "use `causal`"
-        )
+    no_classes = f"{store.name} has no classes; objective `classify` needs records with a label, built for it"
+    prompts = f"{store.name} holds prompts and answers, which data.objective = {settings.objective!r} does not support"
+    is_unfit = store.loss_mask and settings.objective in ("masked", "spans")
+    raise_first({no_classes: classify and not store.classes, f"{prompts}; use `causal`": is_unfit})
     records = classify or store.loss_mask
     splits = split_documents(store.documents, settings, has_records=records, window=width)
     if records:
         streams = {name: pack_records(segments, width, one_per_window=classify) for name, segments in splits.items()}
     else:  # training rows are full, and span corruption needs full rows
         partial = {"validation", "test"} if settings.objective != "spans" else set()
-        streams = {
-            name: cut_into_windows(segments, stride, width, keep_partial=name in partial)
-            for name, segments in splits.items()
-        }
+        streams = {n: cut_into_windows(part, stride, width, keep_partial=n in partial) for n, part in splits.items()}
     if streams["train"].num_samples == 0:
         tokens = int(streams["train"].segments.length.sum())
         raise InputError(
@@ -186,8 +159,7 @@ def dataset_fingerprint(
     samples: MixtureDataset, corpora: tuple[PreparedCorpus, ...], settings: DataSettings, *, tokenizer: Tokenizer
 ) -> str:
     """A hash of everything that decides the samples of every step."""
-    sources = [source.fingerprint for source in samples.sources]
-    weights = [corpus.weight for corpus in corpora]
+    sources, weights = [source.fingerprint for source in samples.sources], [corpus.weight for corpus in corpora]
     # The contents of the corpora matter, not their paths.
     values = settings.model_dump(exclude={"source", "mixture", "tokenizer", "workers", "cache"})
     parts = [sources, weights, tokenizer.fingerprint, values, samples.seed]

@@ -37,8 +37,7 @@ class BatchLoader:
 
     def __init__(self, prepared: PreparedData, settings: DataSettings, seed: int, epochs: float | None = None) -> None:
         self.tokenizer = load_tokenizer(prepared.tokenizer, prepared.sentinels)
-        self._settings = settings
-        self._seed = seed
+        self._settings, self._seed = settings, seed
         self.samples = open_mixture_dataset(prepared.corpora, settings, self.tokenizer, seed=seed)
         # A hash of everything that decides the samples.
         self.fingerprint = dataset_fingerprint(self.samples, prepared.corpora, settings, tokenizer=self.tokenizer)
@@ -96,11 +95,9 @@ class BatchLoader:
                 masking = TokenMaskingRule(settings.mask_fraction, tokenizer.mask_id, tokenizer.vocab_size, unmasked)
                 return masked_objective(window, row_keys, masking, isolate_documents=settings.restart_documents)
             case "spans":
-                lengths = span_corruption_lengths(
-                    settings.sequence_length, settings.mask_fraction, len(tokenizer.sentinel_ids)
-                )
-                special = SpanCorruptionTokens(tokenizer.sentinel_ids, tokenizer.end_id, tokenizer.pad_id)
-                isolate = settings.restart_documents
+                sentinels, isolate = tokenizer.sentinel_ids, settings.restart_documents
+                lengths = span_corruption_lengths(settings.sequence_length, settings.mask_fraction, len(sentinels))
+                special = SpanCorruptionTokens(sentinels, tokenizer.end_id, tokenizer.pad_id)
                 return corrupt_spans(window, row_keys, lengths, special_tokens=special, isolate_documents=isolate)
 
 

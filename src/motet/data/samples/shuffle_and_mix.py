@@ -99,8 +99,7 @@ def build_mixture_schedule(weights: list[float]) -> DataMixtureSchedule:
     counts[order[: MIXTURE_PERIOD - int(counts.sum())]] += 1
     corpus = np.repeat(np.arange(len(weights)), counts)
     occurrence = np.concatenate([np.arange(count) for count in counts])
-    slot_time = (occurrence + 0.5) / counts[corpus]
-    slot_order = np.lexsort((corpus, slot_time))
+    slot_order = np.lexsort((corpus, (occurrence + 0.5) / counts[corpus]))
     return DataMixtureSchedule(corpus[slot_order], occurrence[slot_order], counts)
 
 

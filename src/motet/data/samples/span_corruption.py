@@ -100,8 +100,7 @@ def corrupt_spans(
     in_source = ~is_noise | (starts > 0)
     source = np.where(starts > 0, sentinels[span], rows.tokens)[in_source].reshape(count, -1)
     source = np.append(source, np.full((count, 1), special_tokens.end_id), axis=1)
-    source_segment = segment[in_source].reshape(count, -1)
-    source_segment = np.append(source_segment, source_segment[:, -1:], axis=1)
+    source_segment = np.pad(segment[in_source].reshape(count, -1), ((0, 0), (0, 1)), mode="edge")
 
     targets = np.empty((count, lengths.target_tokens), np.int64)
     target_documents = np.empty_like(targets)
@@ -128,10 +127,9 @@ def _shift_targets_right(arrays: BatchArrays, start_id: int) -> BatchArrays:
     assert target_documents is not None and arrays.source_documents is not None
     tokens = np.full_like(targets, start_id)
     tokens[:, 1:] = np.where(target_documents[:, 1:] == target_documents[:, :-1], targets[:, :-1], start_id)
-    has_borders = bool(target_documents.any() or arrays.source_documents.any())
-    if not has_borders:
-        return replace(arrays, tokens=tokens, documents=None, source_documents=None)
-    return replace(arrays, tokens=tokens, positions=positions_within_documents(target_documents))
+    if target_documents.any() or arrays.source_documents.any():
+        return replace(arrays, tokens=tokens, positions=positions_within_documents(target_documents))
+    return replace(arrays, tokens=tokens, documents=None, source_documents=None)
 
 
 def _random_partition(row_keys: UInt64Array, total: int, num_parts: int, *, stream: int) -> IntArray:
@@ -140,7 +138,4 @@ def _random_partition(row_keys: UInt64Array, total: int, num_parts: int, *, stre
         return np.full((len(row_keys), 1), total)
     scores = uniform_floats(row_keys, total - 1, stream)
     cuts = np.sort(scores.argpartition(num_parts - 2, axis=1)[:, : num_parts - 1], axis=1) + 1
-    edges = np.full((len(row_keys), num_parts + 1), total)
-    edges[:, 0] = 0
-    edges[:, 1:-1] = cuts
-    return np.diff(edges, axis=1)
+    return np.diff(cuts, axis=1, prepend=0, append=total)

@@ -37,12 +37,8 @@ def split_documents(
 ) -> dict[str, DocumentSegments]:
     """The segments of each split of a table of documents; `window` is the size of a sample of plain text."""
     length = documents["length"].astype(np.int64)
-    all_segments = DocumentSegments(
-        start=np.cumsum(length) - length,
-        length=length,
-        skip=documents["skip"].astype(np.int64),
-        label=documents["label"].astype(np.int64),
-    )
+    skip, label = documents["skip"].astype(np.int64), documents["label"].astype(np.int64)
+    all_segments = DocumentSegments(np.cumsum(length) - length, length, skip, label)
     split_ids = assign_splits(documents["hash"], settings.validation_fraction, settings.test_fraction)
     fractions = {"validation": settings.validation_fraction, "test": settings.test_fraction}
     if not (split_ids == 0).any():

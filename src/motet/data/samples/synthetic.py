@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from motet.core.errors import InputError
+from motet.core.errors import raise_first
 from motet.core.seeds import derive_seed
 from motet.data.corpus.tokenizer import Tokenizer
 from motet.data.samples.counter_rng import UInt64Array, derive_keys, uniform_floats
@@ -62,29 +62,21 @@ class SyntheticClassificationData:
         letters, label = RULES[self.rule](row_keys, self.width - begin)
         tokens = np.full((len(samples), self.width), self.begin_id or 0, dtype=np.int64)
         tokens[:, begin:] = self.letter_ids[letters]
-        return TokenWindows(
-            tokens=tokens,
-            size=np.full(len(samples), self.width),
-            segment=np.zeros_like(tokens),
-            eligible=np.ones(tokens.shape, np.bool_),
-            label=label,
-        )
+        size, eligible = np.full(len(samples), self.width), np.ones(tokens.shape, np.bool_)
+        return TokenWindows(tokens, size, np.zeros_like(tokens), eligible, label)
 
 
 def check_synthetic_source(source: str, settings: DataSettings) -> str:
     """The rule of `synthetic:RULE`; raises if it is unknown or the settings do not fit it."""
-    rule, problem = source.removeprefix("synthetic:"), None
-    if rule not in RULES:
-        problem = f"data source {source!r}: there is no rule {rule!r}; known: {', '.join(RULES)}"
-    elif settings.objective != "classify":
-        problem = (
+    rule, length = source.removeprefix("synthetic:"), settings.sequence_length
+    raise_first(
+        {
+            f"data source {source!r}: there is no rule {rule!r}; known: {', '.join(RULES)}": rule not in RULES,
             f"data source {source!r} makes samples with a class, but data.objective = {settings.objective!r}; "
-            'set data.objective = "classify"'
-        )
-    elif settings.sequence_length < 4:
-        problem = f"data.sequence_length = {settings.sequence_length} is too short for {source!r}; use at least 4"
-    if problem:
-        raise InputError(problem)
+            'set data.objective = "classify"': settings.objective != "classify",
+            f"data.sequence_length = {length} is too short for {source!r}; use at least 4": length < 4,
+        }
+    )
     return rule
 
 

@@ -25,9 +25,8 @@ def _relu_squared_backward(grad: Tensor, x: Tensor) -> Tensor:
     return F.relu(x).mul_(grad).mul_(2)
 
 
-_Backward = Callable[[Tensor, Tensor], Tensor]
 # Name -> the function, and the gradient of its input from the gradient of its output and its input.
-ACTIVATIONS: dict[ActivationName, tuple[Callable[[Tensor], Tensor], _Backward]] = {
+ACTIVATIONS: dict[ActivationName, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     "silu": (F.silu, _aten.silu_backward),
     "gelu": (F.gelu, _aten.gelu_backward),
     "gelu_tanh": (partial(F.gelu, approximate="tanh"), partial(_aten.gelu_backward, approximate="tanh")),
@@ -65,8 +64,7 @@ class _GatedActivationFunction(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         function, gradient = ACTIVATIONS[ctx.name]
         gate, up = x.chunk(2, -1)
-        gate = gate.contiguous()
-        result = torch.empty_like(x)
+        gate, result = gate.contiguous(), torch.empty_like(x)
         grad_gate, grad_up = result.chunk(2, -1)
         torch.mul(grad, function(gate), out=grad_up)
         grad_gate.copy_(gradient(grad * up, gate))

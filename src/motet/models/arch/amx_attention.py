@@ -22,10 +22,9 @@ SCORES_PER_TILE = 1 << 18  # The float32 scores and their 16-bit copies stay wit
 
 def is_amx_faster(q: Tensor, k: Tensor, bias: Tensor | None) -> bool:
     """Whether backward will run, and is faster here. q [R, h, T, D], k [R, kv, S, D]."""
-    if q.device.type != "cpu" or q.dtype != torch.bfloat16 or not (torch.is_grad_enabled() and q.requires_grad):
-        return False
-    is_bias_learned = bias is not None and bias.requires_grad
-    return not is_bias_learned and k.shape[2] <= MAX_KEY_LENGTH and _has_amx()
+    needs_gradient = torch.is_grad_enabled() and q.requires_grad and not (bias is not None and bias.requires_grad)
+    is_fit = q.device.type == "cpu" and q.dtype == torch.bfloat16 and k.shape[2] <= MAX_KEY_LENGTH
+    return is_fit and needs_gradient and _has_amx()
 
 
 @cache
@@ -71,23 +70,15 @@ class _TiledAttentionFunction(torch.autograd.Function):
             for start in range(0, kv_heads, tile_heads):
                 kv = slice(start, min(start + tile_heads, kv_heads))
                 heads = slice(kv.start * group, kv.stop * group)
-                tile = _AttentionTile(
-                    q[row, heads], k[row, kv], v[row, kv], _select_bias(bias, row, heads), causal_bias, ctx.scale
-                )
+                bias_tile = None if bias is None else bias.expand(*q.shape[:2], -1, -1)[row, heads]
+                tile = _AttentionTile(q[row, heads], k[row, kv], v[row, kv], bias_tile, causal_bias, ctx.scale)
                 grad_q[row, heads], grad_k[row, kv], grad_v[row, kv] = tile.gradients(grad[row, heads])
         return grad_q, grad_k, grad_v, None, None, None
 
 
-def _select_bias(bias: Tensor | None, row: int, heads: slice) -> Tensor | None:
-    if bias is None:
-        return None
-    row_bias = bias[row if bias.shape[0] > 1 else 0]
-    return row_bias[heads] if row_bias.shape[0] > 1 else row_bias
-
-
 @dataclass(frozen=True)
 class _AttentionTile:
-    """Some heads of one row: q [h, T, D], k and v [kv, S, D], bias [h or 1, T, S]."""
+    """Some heads of one row: q [h, T, D], k and v [kv, S, D], bias [h, T, S]."""
 
     q: Tensor
     k: Tensor

@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from motet.core.errors import InputError
-from motet.models.arch.attention import AttentionMask, causal_mask
-from motet.models.arch.layers import FeedForward, OutputHeadWeight, SelfAttention
+from motet.models.arch.attention import causal_mask
+from motet.models.arch.layers import FeedForward, OutputHeadWeight, PreNormBlock, SelfAttention
 from motet.models.arch.norms import build_norm
 from motet.models.arch.rotary import RotaryEmbedding
 from motet.models.runtime_checks import check_sequence_length
@@ -24,7 +24,7 @@ class CausalDecoder(nn.Module):
         if s.positions == "learned":
             self.positions = nn.Embedding(s.context, s.hidden)
         self.dropout = nn.Dropout(s.dropout)
-        self.blocks = nn.ModuleList(DecoderBlock(s) for _ in range(s.layers))
+        self.blocks = nn.ModuleList(_build_block(s) for _ in range(s.layers))
         self.norm = build_norm(s, bias=s.has_norm_bias)
         if not s.tied:
             self.head = OutputHeadWeight(s.vocab_size, s.hidden)
@@ -53,24 +53,11 @@ class CausalDecoder(nn.Module):
         return self.embedding.weight if self.settings.tied else self.head.weight
 
 
-class DecoderBlock(nn.Module):
-    """x + attention(norm(x)), then x + ffn(norm(x))."""
-
-    def __init__(self, settings: DecoderSettings) -> None:
-        super().__init__()
-        s = settings
-        self.attention_norm = build_norm(s, bias=s.has_norm_bias)
-        self.attention = SelfAttention(
-            s, kv_heads=s.kv_heads, qkv_bias=s.qkv_bias or s.bias, output_bias=s.bias, query_key_norm=s.query_key_norm
-        )
-        self.ffn_norm = build_norm(s, bias=s.has_norm_bias)
-        self.ffn = FeedForward(s, bias=s.has_ffn_bias)
-        self.dropout = nn.Dropout(s.dropout)
-
-    def forward(self, x: Tensor, mask: AttentionMask, rotary: Tensor | None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), mask, rotary))
-        y: Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))
-        return y
+def _build_block(s: DecoderSettings) -> PreNormBlock:
+    attention = SelfAttention(
+        s, kv_heads=s.kv_heads, qkv_bias=s.qkv_bias or s.bias, output_bias=s.bias, query_key_norm=s.query_key_norm
+    )
+    return PreNormBlock(s, attention, FeedForward(s, bias=s.has_ffn_bias), norm_bias=s.has_norm_bias)
 
 
 def _build_rotary(s: DecoderSettings) -> RotaryEmbedding | None:

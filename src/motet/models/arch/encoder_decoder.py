@@ -4,14 +4,15 @@ The encoder reads the source. The decoder reads the tokens and attends to the en
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from motet.core.errors import InputError
+from motet.core.errors import raise_first
 from motet.models.arch.attention import AttentionMask, bidirectional_mask, causal_mask
-from motet.models.arch.layers import CrossAttention, FeedForward, OutputHeadWeight, SelfAttention
+from motet.models.arch.layers import FeedForward, OutputHeadWeight, PreNormBlock, SelfAttention
 from motet.models.arch.norms import build_norm
 from motet.models.runtime_checks import check_sequence_length
 from motet.models.settings import EncoderDecoderSettings
@@ -23,7 +24,10 @@ class EncoderDecoderModel(nn.Module):
     def __init__(self, settings: EncoderDecoderSettings) -> None:
         super().__init__()
         s = self.settings = settings
-        _check_relative_positions(s)
+        buckets, distance = f"model.relative_buckets = {s.relative_buckets}", s.relative_distance
+        far = f"model.relative_distance = {distance} must be above half of {buckets}"
+        few = f"{buckets} is too few: the encoder halves them twice, so at least 4"
+        raise_first({few: s.relative_buckets < 4, far: distance <= s.relative_buckets // 2})
         self.embedding = nn.Embedding(s.vocab_size, s.hidden)
         self.encoder = T5Stack(s, s.layers, is_decoder=False)
         self.decoder = T5Stack(s, s.decoder_layers or s.layers, is_decoder=True)
@@ -62,17 +66,15 @@ class T5Stack(nn.Module):
         super().__init__()
         s = self.settings = settings
         self.is_decoder = is_decoder
-        self.blocks = nn.ModuleList(T5Block(s, is_decoder) for _ in range(layers))
+        self.blocks = nn.ModuleList(_build_block(s, is_decoder) for _ in range(layers))
         self.relative = nn.Embedding(s.relative_buckets, s.heads)
         self.norm = build_norm(s, bias=False)
         self.dropout = nn.Dropout(s.dropout)
 
-    def forward(
-        self, x: Tensor, mask: AttentionMask, encoded: Tensor | None = None, cross_mask: AttentionMask | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, mask: AttentionMask, *encoded: Any) -> Tensor:
         mask = mask.with_bias(self._relative_bias(x.shape[1], x.device))
         for block in self.blocks:
-            x = block(x, mask, encoded, cross_mask)
+            x = block(x, mask, None, *encoded)
         y: Tensor = self.dropout(self.norm(x))
         return y
 
@@ -90,29 +92,9 @@ class T5Stack(nn.Module):
         return bias.permute(2, 0, 1).unsqueeze(0)
 
 
-class T5Block(nn.Module):
-    """x + attention(norm(x)), in a decoder x + cross(norm(x), encoded), then x + ffn(norm(x))."""
-
-    def __init__(self, settings: EncoderDecoderSettings, is_decoder: bool) -> None:
-        super().__init__()
-        s = settings
-        self.attention_norm = build_norm(s, bias=False)
-        self.attention = SelfAttention(s, scale_scores=False)
-        if is_decoder:
-            self.cross_norm = build_norm(s, bias=False)
-            self.cross = CrossAttention(s)
-        self.ffn_norm = build_norm(s, bias=False)
-        self.ffn = FeedForward(s, inner_dropout=s.dropout)
-        self.dropout = nn.Dropout(s.dropout)
-
-    def forward(
-        self, x: Tensor, mask: AttentionMask, encoded: Tensor | None, cross_mask: AttentionMask | None
-    ) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), mask))
-        if encoded is not None:
-            x = x + self.dropout(self.cross(self.cross_norm(x), encoded, cross_mask))
-        y: Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))
-        return y
+def _build_block(s: EncoderDecoderSettings, is_decoder: bool) -> PreNormBlock:
+    attention, ffn = SelfAttention(s, scale_scores=False), FeedForward(s, inner_dropout=s.dropout)
+    return PreNormBlock(s, attention, ffn, has_cross_attention=is_decoder)
 
 
 def relative_bucket(distance: Tensor, buckets: int, max_distance: int) -> Tensor:
@@ -122,11 +104,3 @@ def relative_bucket(distance: Tensor, buckets: int, max_distance: int) -> Tensor
     growth = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
     coarse = exact + (growth * (buckets - exact)).long()
     return torch.where(distance < exact, distance, coarse.clamp(max=buckets - 1))
-
-
-def _check_relative_positions(s: EncoderDecoderSettings) -> None:
-    buckets, distance = f"model.relative_buckets = {s.relative_buckets}", s.relative_distance
-    if s.relative_buckets < 4:
-        raise InputError(f"{buckets} is too few: the encoder halves them twice, so at least 4")
-    if distance <= s.relative_buckets // 2:
-        raise InputError(f"model.relative_distance = {distance} must be above half of {buckets}")

@@ -3,13 +3,15 @@
 Projections that read the same input are one matrix product: queries, keys and values; gate and up.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from motet.models.arch.activations import apply_activation, gated_activation
 from motet.models.arch.attention import AttentionMask, dot_product_attention
-from motet.models.arch.norms import RMSNorm
+from motet.models.arch.norms import RMSNorm, build_norm
 from motet.models.arch.rotary import apply_rotary
 from motet.models.settings import TransformerSettings
 
@@ -86,6 +88,38 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         inner = self.activate(self.up(x), self.activation)
         y: Tensor = self.down(F.dropout(inner, self.inner_dropout) if self.training and self.inner_dropout else inner)
+        return y
+
+
+class PreNormBlock(nn.Module):
+    """x + attention(norm(x)), in a T5 decoder x + cross(norm(x), encoded), then x + ffn(norm(x))."""
+
+    def __init__(
+        self,
+        settings: TransformerSettings,
+        attention: SelfAttention,
+        ffn: FeedForward,
+        *,
+        norm_bias: bool = False,
+        has_cross_attention: bool = False,
+    ) -> None:
+        super().__init__()
+        s = settings
+        self.attention_norm = build_norm(s, bias=norm_bias)
+        self.attention = attention
+        if has_cross_attention:
+            self.cross_norm = build_norm(s, bias=norm_bias)
+            self.cross = CrossAttention(s)
+        self.ffn_norm = build_norm(s, bias=norm_bias)
+        self.ffn = ffn
+        self.dropout = nn.Dropout(s.dropout)
+
+    def forward(self, x: Tensor, mask: AttentionMask, rotary: Tensor | None = None, *encoded: Any) -> Tensor:
+        """`encoded` is the output of the encoder and its mask."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), mask, rotary))
+        if encoded:
+            x = x + self.dropout(self.cross(self.cross_norm(x), *encoded))
+        y: Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))
         return y
 
 

@@ -49,6 +49,6 @@ def apply_rotary(heads: Tensor, rotations: Tensor) -> Tensor:
 def _scale_frequencies(frequencies: Tensor, s: RopeScalingSettings) -> Tensor:
     """Llama 3.1 stretches wavelengths beyond original / low by `factor` and keeps those below original / high."""
     rotations = s.original_context * frequencies / (2 * math.pi)
-    unscaled = (rotations - s.low_frequency_factor) / (s.high_frequency_factor - s.low_frequency_factor)
-    unscaled = unscaled.clamp(0, 1)
+    span = s.high_frequency_factor - s.low_frequency_factor
+    unscaled = ((rotations - s.low_frequency_factor) / span).clamp(0, 1)
     return frequencies * (unscaled + (1 - unscaled) / s.factor)

@@ -146,9 +146,8 @@ class _Family:
 
     class_names: tuple[str, ...]
     defaults: dict[str, Any]
-    readers: tuple[
-        Callable[[_HuggingFaceConfig], dict[str, Any]], ...
-    ]  # Values of settings; later ones replace earlier
+    # Values of settings; later ones replace earlier
+    readers: tuple[Callable[[_HuggingFaceConfig], dict[str, Any]], ...]
     fixed: dict[str, Any] = field(default_factory=dict)  # Values that no key decides
     settings: type[TransformerSettings] = DecoderSettings
     aliases: dict[str, str] = field(default_factory=dict)  # Another name of a key -> the key
@@ -176,8 +175,7 @@ def settings_from_config(config: dict[str, Any]) -> TransformerSettings:
 
 def read_config(path: str | Path) -> dict[str, Any]:
     """The config of a Hugging Face folder, or of the path of its config.json."""
-    file = Path(path)
-    file = file / "config.json" if file.is_dir() else file
+    file = Path(path, "config.json") if Path(path).is_dir() else Path(path)
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -229,7 +227,7 @@ def _qwen_window_values(c: _HuggingFaceConfig) -> dict[str, Any]:
 
 
 def _mixtral_values(c: _HuggingFaceConfig) -> dict[str, Any]:
-    return {"experts": c.read_all(_MIXTRAL_EXPERTS)}
+    return {"experts": c.read_all(_MIXTRAL_EXPERTS), **_window_values(c)}
 
 
 def _deepseek_values(c: _HuggingFaceConfig) -> dict[str, Any]:
@@ -292,7 +290,7 @@ _FAMILIES: dict[str, _Family] = {
     "mixtral": _Family(
         ("MixtralForCausalLM",),
         defaults.MIXTRAL,
-        (_llama_values, _mixtral_values, _window_values),
+        (_llama_values, _mixtral_values),
         aliases={"num_experts": "num_local_experts"},
     ),
     "nemotron": _Family(

@@ -4,7 +4,6 @@ A folder's safetensors weights are loaded if it has any; a config.json, or a fol
 weights from the seed. Nothing is downloaded.
 """
 
-import difflib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from motet.core.batch import Batch
+from motet.core.config_loading import did_you_mean
 from motet.core.errors import InputError
 from motet.models.arch.attention import bidirectional_mask, causal_mask
 from motet.models.hf.hf_config import read_config
@@ -58,8 +58,7 @@ def open_hf_checkpoint(folder_or_file: str, arguments: dict[str, Any]) -> Huggin
     mapping = _import_transformers().models.auto.configuration_auto.CONFIG_MAPPING
     model_type = values.get("model_type")
     if model_type not in mapping:
-        near = difflib.get_close_matches(str(model_type), list(mapping), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "a custom model needs a function as model.factory"
+        hint = did_you_mean(str(model_type), mapping) or "a custom model needs a function as model.factory"
         raise InputError(f"{path}: model_type = {model_type!r} is not known to transformers; {hint}")
     wrong_type = import_module("huggingface_hub.errors").StrictDataclassError
     try:
@@ -125,13 +124,11 @@ def max_context(checkpoint: HuggingFaceCheckpoint) -> int | None:
 
 
 def _single_stack_inputs(module: nn.Module, checkpoint: HuggingFaceCheckpoint, batch: Batch) -> dict[str, Any]:
-    mask = None
-    if batch.documents is not None:
-        dtype = next(module.parameters()).dtype
-        if checkpoint.kind == "causal" or getattr(checkpoint.config, "is_decoder", False):
-            mask = _causal_masks(checkpoint.config, batch.tokens, batch.documents, dtype=dtype)
-        else:
-            mask = bidirectional_mask(batch.documents, batch.documents, dtype).bias
+    mask, dtype, documents = None, next(module.parameters()).dtype, batch.documents
+    if documents is not None and (checkpoint.kind == "causal" or getattr(checkpoint.config, "is_decoder", False)):
+        mask = _causal_masks(checkpoint.config, batch.tokens, documents, dtype=dtype)
+    elif documents is not None:
+        mask = bidirectional_mask(documents, documents, dtype).bias
     return {"input_ids": batch.tokens, "position_ids": batch.positions, "attention_mask": mask}
 
 
@@ -145,9 +142,8 @@ def _causal_masks(
             f"a {config.model_type} has layers of {', '.join(sorted(kinds))}, which cannot be kept within documents; "
             "set data.restart_documents = false"
         )
-    masks = {
-        kind: causal_mask(tokens, windows[kind], documents, dtype=dtype).bias for kind in kinds or ["sliding_attention"]
-    }
+    kinds = kinds or {"sliding_attention"}
+    masks = {kind: causal_mask(tokens, windows[kind], documents, dtype=dtype).bias for kind in kinds}
     return masks if len(masks) > 1 else masks.popitem()[1]
 
 
@@ -198,19 +194,17 @@ def _silence_transformers() -> Iterator[None]:
 def _model_kind(config: Any) -> ModelKind:
     """The kind by the config's architecture, else by the usual task of its model type."""
     names = list(config.architectures or ())
-    for name in names:
-        for ending, kind in _KIND_BY_CLASS_SUFFIX.items():
-            if name.endswith(ending):
-                return kind
+    kinds = [kind for name in names for ending, kind in _KIND_BY_CLASS_SUFFIX.items() if name.endswith(ending)]
+    if kinds:
+        return kinds[0]
     if names:
         known = ", ".join(f"*{ending}" for ending in _KIND_BY_CLASS_SUFFIX)
         raise InputError(f"config.json: architectures = {names}: only {known} can be trained")
-    auto = _import_transformers().models.auto.modeling_auto
     if config.is_encoder_decoder:
         return "encoder-decoder"
-    if config.model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
-        return "masked"
-    return "causal"
+    masked_models = _import_transformers().models.auto.modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    is_masked = config.model_type in masked_models and not getattr(config, "is_decoder", False)
+    return "masked" if is_masked else "causal"
 
 
 def _check_argument_names(arguments: dict[str, Any], config: Any) -> None:
@@ -218,29 +212,28 @@ def _check_argument_names(arguments: dict[str, Any], config: Any) -> None:
     for name in arguments:
         if name not in valid:
             known = [key for key in (*config.to_dict(), *config.attribute_map) if key not in arguments]
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise InputError(f"model.arguments: a {config.model_type} has no {name!r}{hint}")
+            problem = f"model.arguments: a {config.model_type} has no {name!r}"
+            raise InputError("; ".join(filter(None, [problem, did_you_mean(name, known)])))
 
 
 def _has_weights(folder: Path) -> bool:
-    if any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
-        return True
+    has_weights = any((folder / f"model.safetensors{ending}").is_file() for ending in ("", ".index.json"))
     pickled = sorted(file.name for file in folder.glob("pytorch_model*.bin*"))
-    if pickled:
+    if pickled and not has_weights:
         raise InputError(
             f"{folder} has its weights in {pickled[0]}, which is a pickle; save them as safetensors, "
             f"or give {folder / 'config.json'} for random weights"
         )
-    return False
+    return has_weights
 
 
 def _check_all_weights_loaded(report: dict[str, Any], folder: Path) -> None:
-    mismatched = [f"{n} {list(stored)} for {list(needed)}" for n, stored, needed in sorted(report["mismatched_keys"])]
     names_by_problem = {
         "are missing": sorted(report["missing_keys"]),
         "are not part of this model": sorted(report["unexpected_keys"]),
-        "do not fit": mismatched,
+        "do not fit": [
+            f"{n} {list(stored)} for {list(needed)}" for n, stored, needed in sorted(report["mismatched_keys"])
+        ],
     }
     problems = [
         f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''} {problem}"

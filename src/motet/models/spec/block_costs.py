@@ -32,7 +32,8 @@ def decoder_block_specs(settings: DecoderSettings) -> tuple[BlockSpec, ...]:
     s, experts = settings, settings.experts
     dense = s.layers if experts is None else min(experts.first_dense_layers, s.layers)
     attention = _decoder_attention(s) if s.latent_attention is None else _latent_attention(s, s.latent_attention)
-    layer = _decoder_norm(s, "attention_norm") + attention + _decoder_norm(s, "ffn_norm")
+    bias = s.has_norm_bias
+    layer = norm_spec(s, "attention_norm", bias=bias) + attention + norm_spec(s, "ffn_norm", bias=bias)
     blocks = [BlockSpec("embedding", _decoder_embedding(s))]
     if dense:
         dense_layer = layer + feed_forward_spec(s, bias=s.has_ffn_bias)
@@ -40,7 +41,7 @@ def decoder_block_specs(settings: DecoderSettings) -> tuple[BlockSpec, ...]:
     if experts is not None and s.layers > dense:
         layer += _experts(s, experts)
         blocks.append(BlockSpec("expert block", layer, "blocks.{i}.", repeat=s.layers - dense, first_index=dense))
-    return (*blocks, BlockSpec("head", _decoder_norm(s, "norm") + output_head_spec(s, tied=s.tied)))
+    return (*blocks, BlockSpec("head", norm_spec(s, "norm", bias=bias) + output_head_spec(s, tied=s.tied)))
 
 
 def encoder_block_specs(settings: EncoderSettings) -> tuple[BlockSpec, ...]:
@@ -91,10 +92,6 @@ def _document_mask(s: TransformerSettings, window: int | None = None, keys: Coun
 
 
 # --- the decoder -----------------------------------------------------------------------------------
-
-
-def _decoder_norm(s: DecoderSettings, name: str) -> LayerSpec:
-    return norm_spec(s, name, bias=s.has_norm_bias)
 
 
 def _decoder_embedding(s: DecoderSettings) -> LayerSpec:
@@ -152,23 +149,24 @@ def _causal_attention(s: DecoderSettings, key_dim: int, value_dim: int, *saved: 
     attention = AttentionSpec("attention", s.heads, key_dim, value_dim, causal=True, window=s.sliding_window)
     layer = attention_spec(s, attention, *saved, bias=s.bias)
     # Attention with explicit probabilities also keeps the mask of later keys.
-    causal_mask = SavedAttentionMatrix(
-        "attention.causal_mask", window=s.sliding_window, saved_with="implicit mask", dtype="bool"
-    )
-    return layer + saved_spec(causal_mask) if s.dropout else layer
+    name, window = "attention.causal_mask", s.sliding_window
+    mask = SavedAttentionMatrix(name, window=window, saved_with="implicit mask", dtype="bool")
+    return layer + saved_spec(mask) if s.dropout else layer
 
 
 def _experts(s: DecoderSettings, experts: MixtureOfExpertsSettings) -> LayerSpec:
     """A router, and experts of which each token visits a few; shared experts are one wider network for all tokens."""
     per_token, inner, gates = experts.per_token, experts.hidden, 2 if s.gated else 1
     fraction = Fraction(per_token, experts.count)
-    up = ParameterSpec("ffn.experts.up", (experts.count, gates * inner, s.hidden), fraction)
-    down = ParameterSpec("ffn.experts.down", (experts.count, s.hidden, inner), fraction)
+    up, down = "ffn.experts.up", "ffn.experts.down"
     layer = linear_spec("ffn.router", s.hidden, experts.count, bias=False) + LayerSpec(
-        (up, down),
         (
-            MatmulSpec(up.name, s.hidden, gates * inner, uses_per_token=per_token),
-            MatmulSpec(down.name, inner, s.hidden, uses_per_token=per_token),
+            ParameterSpec(up, (experts.count, gates * inner, s.hidden), fraction),
+            ParameterSpec(down, (experts.count, s.hidden, inner), fraction),
+        ),
+        (
+            MatmulSpec(up, s.hidden, gates * inner, uses_per_token=per_token),
+            MatmulSpec(down, inner, s.hidden, uses_per_token=per_token),
         ),
         (
             SavedActivation("ffn.router.scores", experts.count, dtype="wide"),
@@ -354,8 +352,7 @@ def feed_forward_spec(
 def output_head_spec(s: TransformerSettings, *, tied: bool, bias: bool = False, per: CountedPer = "token") -> LayerSpec:
     """Output head fused with its loss, which keeps gradients but no logits (models/arch/loss.py)."""
     name = "embedding.weight" if tied else "head.weight"
-    shape = (s.vocab_size, s.hidden)
-    parameters = () if tied else (ParameterSpec(name, shape),)
+    parameters = () if tied else (ParameterSpec(name, (s.vocab_size, s.hidden)),)
     layer = LayerSpec(parameters, (MatmulSpec(name, s.hidden, s.vocab_size, per),)) + saved_spec(
         SavedActivation("head.input.gradient", s.hidden, per),
         SavedActivation("head.weight.gradient", s.vocab_size * s.hidden, "step"),

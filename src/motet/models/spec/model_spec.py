@@ -5,8 +5,9 @@ the forward; work that an attention kernel or recomputation repeats is not count
 that autograd holds at the end of the forward pass: every storage once, without parameters.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from motet.core.errors import InputError
 from motet.models.hf.hf_config import read_config, settings_from_config
@@ -56,19 +57,16 @@ class ModelSpec:
 
 def spec_from_settings(settings: ModelSettings | TransformerSettings) -> ModelSpec:
     """The spec of one of motet's architectures, or of the Hugging Face config that `factory = "hf:..."` names."""
-    match settings:
-        case DecoderSettings():
-            return ModelSpec(decoder_block_specs(settings))
-        case EncoderSettings():
-            return ModelSpec(encoder_block_specs(settings))
-        case EncoderDecoderSettings():
-            return ModelSpec(encoder_decoder_block_specs(settings))
-        case UserModuleSettings() if settings.hf_path is not None:
-            config = {**read_config(settings.hf_path), **settings.arguments}
-            return spec_from_settings(settings_from_config(config))
-        case UserModuleSettings():
+    if isinstance(settings, UserModuleSettings):
+        if settings.hf_path is None:
             raise InputError(
                 f"model.factory = {settings.factory!r}: sizes are known for motet's families and for hf: configs, "
                 "not for the module that a function returns"
             )
-    raise AssertionError(f"no family {type(settings).__name__}")
+        settings = settings_from_config({**read_config(settings.hf_path), **settings.arguments})
+    block_specs: dict[type[TransformerSettings], Callable[[Any], tuple[BlockSpec, ...]]] = {
+        DecoderSettings: decoder_block_specs,
+        EncoderSettings: encoder_block_specs,
+        EncoderDecoderSettings: encoder_decoder_block_specs,
+    }
+    return ModelSpec(block_specs[type(settings)](settings))
