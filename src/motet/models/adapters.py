@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.models.settings import AdapterSettings, TrainableParameterSettings
 from motet.models.weight_init import standard_normal_values
 
@@ -25,12 +25,12 @@ def apply_adapters_and_freezing(module: nn.Module, settings: TrainableParameterS
     if settings.adapters is not None:
         add_adapters(module, settings.adapters, seed)
     freeze(module, settings.frozen)
-    if not any(p.requires_grad for p in module.parameters()):
-        raise InputError(
-            f"nothing is left to train: model.frozen = {list(settings.frozen)} covers every parameter; leave some out"
-            if settings.frozen
-            else f"nothing to train: {type(module).__name__} has no trainable parameter; give it some"
-        )
+    check_input(
+        any(p.requires_grad for p in module.parameters()),
+        f"nothing is left to train: model.frozen = {list(settings.frozen)} covers every parameter; leave some out"
+        if settings.frozen
+        else f"nothing to train: {type(module).__name__} has no trainable parameter; give it some",
+    )
 
 
 def add_adapters(module: nn.Module, settings: AdapterSettings, seed: int) -> None:

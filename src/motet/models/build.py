@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from motet.core.batch import Batch
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.core.seeds import derive_seed
 from motet.models import user_module
 from motet.models.adapters import apply_adapters_and_freezing
@@ -146,11 +146,11 @@ def _wrap_user_module(
     if checkpoint is None:
         return model
     vocab_size = getattr(checkpoint.config, "vocab_size", None)
-    if settings.vocab_size not in (None, vocab_size):
-        raise InputError(
-            f"model.vocab_size = {settings.vocab_size}, but the config of {settings.factory} has {vocab_size}; "
-            "leave it out, or set model.arguments.vocab_size"
-        )
+    check_input(
+        settings.vocab_size in (None, vocab_size),
+        f"model.vocab_size = {settings.vocab_size}, but the config of {settings.factory} has {vocab_size}; "
+        "leave it out, or set model.arguments.vocab_size",
+    )
     return replace(
         model,
         vocab_size=vocab_size,

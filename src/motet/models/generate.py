@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from motet.core.batch import Batch
-from motet.core.errors import raise_first
+from motet.core.errors import check_input
 from motet.core.seeds import derive_seed
 from motet.models.build import TrainableModel
 
@@ -24,7 +24,8 @@ def generate_tokens(
     """
     other_kind = "only a causal decoder can continue a text; set monitor.sample_tokens = 0 for other models"
     no_prompt = "a text can only be continued after at least one token; give a prompt"
-    raise_first({other_kind: not model.is_autoregressive, no_prompt: not prompt})
+    check_input(model.is_autoregressive, other_kind)
+    check_input(prompt, no_prompt)
     device = next(model.module.parameters()).device
     tokens, training = list(prompt), model.module.training
     model.module.eval()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from motet.core.batch import Batch
-from motet.core.errors import InputError, raise_first
+from motet.core.errors import InputError, check_input
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,9 @@ def check_parameters(parameters: Mapping[str, nn.Parameter], source: str) -> Non
     for name, parameter in parameters.items():
         problem = f"{source}: parameter {name!r}"
         has_shape = not isinstance(parameter, nn.parameter.UninitializedParameter)
-        raise_first(
-            {
-                f"{problem} has no shape before a first forward; give it a fixed shape": not has_shape,
-                f"{problem} is on the meta device; give it values on the CPU": parameter.is_meta,
-                f"{problem} is complex; keep its real and imaginary part as two": parameter.is_complex(),
-            }
-        )
+        check_input(has_shape, f"{problem} has no shape before a first forward; give it a fixed shape")
+        check_input(not parameter.is_meta, f"{problem} is on the meta device; give it values on the CPU")
+        check_input(not parameter.is_complex(), f"{problem} is complex; keep its real and imaginary part as two")
 
 
 def check_prediction_shape(predicted: torch.Size, batch: Batch, module: nn.Module) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from motet.core.base_settings import FrozenSettings
-from motet.core.errors import InputError
+from motet.core.errors import check_input
 
 NormKind = Literal["rms", "layer"]
 ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
@@ -197,8 +197,8 @@ ModelSettings = Annotated[
 def check_can_be_trained(settings: ModelSettings) -> None:
     """Raise for a model that can only be planned so far."""
     for name in ("experts", "latent_attention"):
-        if getattr(settings, name, None) is not None:
-            raise InputError(
-                f"a model with [model.{name}] can be planned but not trained yet; "
-                "see its sizes with `motet show model`, or take a model without it"
-            )
+        check_input(
+            getattr(settings, name, None) is None,
+            f"a model with [model.{name}] can be planned but not trained yet; "
+            "see its sizes with `motet show model`, or take a model without it",
+        )

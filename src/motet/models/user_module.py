@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from motet.core.batch import Batch
 from motet.core.config_loading import did_you_mean
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.models.runtime_checks import check_parameters
 
 _OPTIONAL_BATCH_FIELDS = ("positions", "documents", "rows", "source", "source_documents")
@@ -31,9 +31,11 @@ def build_user_module(factory: str, arguments: dict[str, Any]) -> nn.Module:
         raise InputError(f"model.arguments do not fit {factory}: {error}") from None
     except ValueError:
         pass  # a built-in without a signature checks its arguments when it is called
-    module = function(**arguments)
-    if not isinstance(module, nn.Module):
-        raise InputError(f"model.factory = {factory!r} must return a torch.nn.Module, not {type(module).__name__}")
+    module: nn.Module = function(**arguments)
+    check_input(
+        isinstance(module, nn.Module),
+        f"model.factory = {factory!r} must return a torch.nn.Module, not {type(module).__name__}",
+    )
     _check_module(module, f"model.factory = {factory!r}")
     return module
 
@@ -67,8 +69,10 @@ def extract_logits(output: object, module: nn.Module) -> Tensor:
 def _check_module(module: nn.Module, source: str) -> None:
     for name, submodule in module.named_modules():
         layer = f"{source}: {type(submodule).__name__} {name!r}"
-        if type(submodule).get_extra_state is not nn.Module.get_extra_state:
-            raise InputError(f"{layer} keeps state in get_extra_state, which is not saved; keep it in a buffer")
+        check_input(
+            type(submodule).get_extra_state is nn.Module.get_extra_state,
+            f"{layer} keeps state in get_extra_state, which is not saved; keep it in a buffer",
+        )
         if isinstance(submodule, nn.RNNBase) and submodule.dropout > 0:
             masks = f"has dropout = {submodule.dropout}, whose masks cannot follow rows"
             raise InputError(f"{layer} {masks}; put nn.Dropout around its layers")
@@ -78,8 +82,10 @@ def _check_module(module: nn.Module, source: str) -> None:
 def _import_factory(factory: str) -> Callable[..., Any]:
     path, colon, name = factory.partition(":")
     setting = f"model.factory = {factory!r}"
-    if not colon or not all(part.isidentifier() for part in [*path.split("."), name]):
-        raise InputError(f"{setting} is neither 'package.module:function' nor 'hf:' and a folder or config.json")
+    check_input(
+        colon and all(part.isidentifier() for part in [*path.split("."), name]),
+        f"{setting} is neither 'package.module:function' nor 'hf:' and a folder or config.json",
+    )
     current_folder = str(Path.cwd())
     if current_folder not in sys.path:
         sys.path.append(current_folder)  # last, so that no file in it hides an installed module
@@ -95,6 +101,5 @@ def _import_factory(factory: str) -> Callable[..., Any]:
     if function is None:
         hint = did_you_mean(name, [n for n in dir(module) if callable(getattr(module, n))])
         raise InputError("; ".join(filter(None, [f"{setting}: {path} has no function {name!r}", hint])))
-    if not callable(function):
-        raise InputError(f"{setting}: this is {function!r:.40}, which cannot be called; name a function")
+    check_input(callable(function), f"{setting}: this is {function!r:.40}, which cannot be called; name a function")
     return function

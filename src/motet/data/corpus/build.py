@@ -14,7 +14,7 @@ from pathlib import Path
 import filelock
 import numpy as np
 
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.data.corpus.discover import CorpusFiles
 from motet.data.corpus.shard_writer import CorpusBuildPlan, build_shard, read_build_plan, read_finished_shard
 from motet.data.corpus.token_store import (
@@ -88,8 +88,7 @@ def check_output_folder(out: Path) -> None:
 
 
 def _file_names(out: Path) -> list[str]:
-    if out.exists() and not out.is_dir():
-        raise InputError(f"{out} is a file; choose a folder")
+    check_input(not out.exists() or out.is_dir(), f"{out} is a file; choose a folder")
     return sorted(path.name for path in out.iterdir()) if out.is_dir() else []
 
 
@@ -103,11 +102,11 @@ def _finished_manifest(spec: CorpusBuildSpec, out: Path) -> CorpusManifest | Non
     names = _file_names(out)
     if is_built_corpus(out):
         manifest = read_corpus_manifest(out)
-        if manifest.recipe != spec.key:
-            raise InputError(
-                f"{out} holds another corpus (built from {manifest.source!r}, or from other files or settings than "
-                "now); choose another folder or delete it"
-            )
+        check_input(
+            manifest.recipe == spec.key,
+            f"{out} holds another corpus (built from {manifest.source!r}, or from other files or settings than "
+            "now); choose another folder or delete it",
+        )
         if find_damage(out, manifest, checksums=True) is None:
             return manifest
         delete_corpus_files(out)

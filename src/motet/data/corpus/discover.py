@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 
 FileFormat = Literal["text", "jsonl", "parquet", "hf"]
 
@@ -74,8 +74,7 @@ def discover_corpus(source: str) -> CorpusFiles:
     files = _find_files(source)
     stats = [(path, path.stat()) for path in files]
     total = sum(stat.st_size for _, stat in stats)
-    if total == 0:
-        raise InputError(f"data source {source!r} is empty ({len(files)} files of 0 bytes); give one that holds text")
+    check_input(total, f"data source {source!r} is empty ({len(files)} files of 0 bytes); give one that holds text")
     ranges = [part for path, stat in stats for part in _ranges_of_file(path, stat.st_size, target_range_bytes(total))]
     states = [f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}" for path, stat in stats]
     return CorpusFiles(source, tuple(ranges), _identity_hash(states))
@@ -84,8 +83,7 @@ def discover_corpus(source: str) -> CorpusFiles:
 def _discover_hf_dataset(source: str) -> CorpusFiles:
     dataset = open_hf_dataset(source)
     rows, size = len(dataset), int(dataset.data.nbytes)
-    if rows == 0:
-        raise InputError(f"data source {source!r} is empty (0 rows); give one that holds text")
+    check_input(rows, f"data source {source!r} is empty (0 rows); give one that holds text")
     ranges = _split_into_ranges(source, "hf", rows, range_bytes=target_range_bytes(size), size=size)
     return CorpusFiles(source, tuple(ranges), _identity_hash([source, str(dataset._fingerprint), str(rows)]))
 
@@ -150,11 +148,11 @@ def _find_files(source: str) -> list[Path]:
         return [path for path in files if path.suffix == ".py"]
     path = Path(source).expanduser()
     if path.is_file():
-        if not _has_known_suffix(path):
-            raise InputError(
-                f"data source {source!r} has the unknown extension {path.suffix or '(none)'!r}; known are "
-                f"{', '.join(sorted(RECORD_SUFFIXES))} for records and {', '.join(sorted(TEXT_SUFFIXES))} for text"
-            )
+        check_input(
+            _has_known_suffix(path),
+            f"data source {source!r} has the unknown extension {path.suffix or '(none)'!r}; known are "
+            f"{', '.join(sorted(RECORD_SUFFIXES))} for records and {', '.join(sorted(TEXT_SUFFIXES))} for text",
+        )
         return [path.resolve()]
     if path.is_dir():
         files = [file.resolve() for file in _walk_files(path)]
@@ -164,11 +162,11 @@ def _find_files(source: str) -> list[Path]:
         raise InputError(
             f"data source {source!r} does not exist; give a file, a folder, a pattern, `stdlib` or hf:NAME"
         )
-    if not files:
-        raise InputError(
-            f"data source {source!r} holds no file of a known kind; known are .txt, .md, .py, .jsonl, .parquet and "
-            "other source files"
-        )
+    check_input(
+        files,
+        f"data source {source!r} holds no file of a known kind; known are .txt, .md, .py, .jsonl, .parquet and "
+        "other source files",
+    )
     return files
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.data.corpus.discover import FileRange, open_hf_dataset
 from motet.data.settings import DataSourceSettings
 
@@ -33,8 +33,9 @@ def read_documents(file_range: FileRange, fields: DataSourceSettings, has_labels
 
 def _read_file_range(file_range: FileRange, fields: DataSourceSettings, has_labels: bool) -> Iterator[TextDocument]:
     if file_range.format == "text":
-        if has_labels:
-            raise InputError(f"{file_range.path} is plain text, but objective `classify` needs records with a label")
+        check_input(
+            not has_labels, f"{file_range.path} is plain text, but objective `classify` needs records with a label"
+        )
         # A stray byte that is not UTF-8 must not end a build of a million files.
         yield TextDocument(Path(file_range.path).read_bytes().decode("utf-8", "replace"))
         return

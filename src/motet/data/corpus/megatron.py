@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.core.errors import InputError, raise_first
+from motet.core.errors import InputError, check_input
 from motet.data.corpus.token_store import DOCUMENT_DTYPE, TokenStore, map_tokens
 from motet.data.samples.counter_rng import derive_keys
 
@@ -41,13 +41,12 @@ def open_megatron(prefix: Path) -> TokenStore:
     index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     dtype, lengths, borders = _read_index(index)
     total, width = int(lengths.sum(dtype=np.int64)), np.dtype(dtype).itemsize
-    raise_first(
-        {
-            f"{tokens} has {tokens.stat().st_size} bytes, but {index.name} says {total} tokens of {dtype} = "
-            f"{total * width} bytes; copy or build it again": tokens.stat().st_size != total * width,
-            f"data source {prefix} is empty (0 tokens)": total == 0,
-        }
+    check_input(
+        tokens.stat().st_size == total * width,
+        f"{tokens} has {tokens.stat().st_size} bytes, but {index.name} says {total} tokens of {dtype} = "
+        f"{total * width} bytes; copy or build it again",
     )
+    check_input(total, f"data source {prefix} is empty (0 tokens)")
     sizes = np.diff(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[borders])
     documents = np.zeros(int(np.count_nonzero(sizes)), DOCUMENT_DTYPE)
     documents["length"] = sizes[sizes > 0]
@@ -71,12 +70,14 @@ def _read_index(path: Path) -> tuple[str, NDArray[np.int32], NDArray[np.int64]]:
     content = path.read_bytes()
     no_index = f"{path} is no Megatron index: it starts with {content[:9]!r} instead of {MAGIC!r}"
     no_header = f"{path} is cut short: {len(content)} bytes, the header alone has {_HEADER.size}"
-    raise_first({no_index: content[:9] != MAGIC, no_header: len(content) < _HEADER.size})
+    check_input(content[:9] == MAGIC, no_index)
+    check_input(len(content) >= _HEADER.size, no_header)
     _, version, code, sequences, borders = _HEADER.unpack_from(content)
     needed = _HEADER.size + sequences * 12 + borders * 8
     unknown = f"{path}: version {version} with dtype code {code} is unknown; version 1 with 1 to 8 can be read"
     cut = f"{path} is cut short: {len(content)} bytes where {sequences} sequences and {borders} borders need {needed}"
-    raise_first({unknown: version != 1 or code not in DTYPES, cut: len(content) < needed})
+    check_input(version == 1 and code in DTYPES, unknown)
+    check_input(len(content) >= needed, cut)
     lengths = np.frombuffer(content, "<i4", sequences, _HEADER.size)
     byte_offsets = np.frombuffer(content, "<i8", sequences, _HEADER.size + sequences * 4)
     border_ids = np.frombuffer(content, "<i8", borders, _HEADER.size + sequences * 12)
@@ -85,7 +86,8 @@ def _read_index(path: Path) -> tuple[str, NDArray[np.int32], NDArray[np.int64]]:
     is_unordered = (np.diff(border_ids) < 0).any() or (border_ids > sequences).any() or (border_ids < 0).any()
     disorder = f"{path}: the document borders do not ascend within the {sequences} sequences; write the corpus again"
     gaps = f"{path}: the sequences have gaps or overlaps in the .bin; write the corpus again"
-    raise_first({gaps: bool(has_gaps), disorder: bool(is_unordered)})
+    check_input(not has_gaps, gaps)
+    check_input(not is_unordered, disorder)
     # A writer that never ends a document leaves the borders out.
     return DTYPES[code], lengths, np.unique(np.concatenate([[0], border_ids, [sequences]]))
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import filelock
 
-from motet.core.errors import InputError, raise_first
+from motet.core.errors import InputError, check_input
 from motet.data.corpus.build import CorpusBuildSpec, ProgressCallback, build_corpus, check_output_folder
 from motet.data.corpus.discover import CorpusFiles, discover_corpus
 from motet.data.corpus.megatron import find_megatron_prefix
@@ -128,11 +128,11 @@ def tokenizer_from_settings(
     size = bpe_vocab_size(settings.tokenizer, sentinels)
     if size is None:
         return load_tokenizer(settings.tokenizer, sentinels), sentinels
-    if not texts:
-        raise InputError(
-            f"data.tokenizer = {settings.tokenizer!r} is trained on text, but no source holds text; use `bytes` "
-            "for synthetic samples, or the path of the tokenizer.json that the tokens were made with"
-        )
+    check_input(
+        texts,
+        f"data.tokenizer = {settings.tokenizer!r} is trained on text, but no source holds text; use `bytes` "
+        "for synthetic samples, or the path of the tokenizer.json that the tokens were made with",
+    )
     total = sum(corpus.size for corpus, _, _ in texts)
     progress("training the tokenizer", 0, total)
     tokenizer = train_bpe(texts, size, sentinels)
@@ -146,10 +146,10 @@ def _resolve_tokenizer(
     folders = [source.location for source in sources if source.location and source.kind == "built"]
     loaded = [load_corpus_tokenizer(Path(folder)) for folder in folders]
     for folder, other in zip(folders, loaded, strict=True):
-        if other.tokenizer.fingerprint != loaded[0].tokenizer.fingerprint:
-            raise InputError(
-                f"data.mixture: {folders[0]} and {folder} were built with different tokenizers; build one again"
-            )
+        check_input(
+            other.tokenizer.fingerprint == loaded[0].tokenizer.fingerprint,
+            f"data.mixture: {folders[0]} and {folder} were built with different tokenizers; build one again",
+        )
     if not loaded:
         has_labels = settings.objective == "classify"
         texts = [(source.corpus, source.fields, has_labels) for source in sources if source.corpus is not None]
@@ -171,13 +171,15 @@ def load_corpus_tokenizer(folder: Path) -> LoadedTokenizer:
 
 def check_tokenizer_for_objective(tokenizer: Tokenizer, settings: DataSettings) -> None:
     """Raise for a tokenizer without the special tokens that the objective needs."""
-    raise_first(
-        {
-            "data.objective = 'masked': the tokenizer has no mask token; name it as mask_token in a "
-            "tokenizer_config.json in the same folder": settings.objective == "masked" and tokenizer.mask_id is None,
-            "data.objective = 'spans': the tokenizer has no sentinels (<|span_0|> or <extra_id_0> and so on); use "
-            "bpe:SIZE or `bytes` and build for `spans`": settings.objective == "spans" and not tokenizer.sentinel_ids,
-        }
+    check_input(
+        settings.objective != "masked" or tokenizer.mask_id is not None,
+        "data.objective = 'masked': the tokenizer has no mask token; name it as mask_token in a tokenizer_config.json "
+        "in the same folder",
+    )
+    check_input(
+        settings.objective != "spans" or tokenizer.sentinel_ids,
+        "data.objective = 'spans': the tokenizer has no sentinels (<|span_0|> or <extra_id_0> and so on); use bpe:SIZE "
+        "or `bytes` and build for `spans`",
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.core.errors import InputError, raise_first
+from motet.core.errors import InputError, check_input
 from motet.core.units import format_count
 
 CORPUS_FORMAT, CORPUS_FORMAT_VERSION = "motet tokens", 1
@@ -124,7 +124,8 @@ def read_corpus_manifest(folder: Path) -> CorpusManifest:
         f"{folder} holds no corpus built by `motet data build` (no manifest.json of the format {CORPUS_FORMAT!r})"
     )
     other_version = f"{folder} is of format version {version}, this motet reads {CORPUS_FORMAT_VERSION}; build it again"
-    raise_first({no_corpus: values.get("format") != CORPUS_FORMAT, other_version: version != CORPUS_FORMAT_VERSION})
+    check_input(values.get("format") == CORPUS_FORMAT, no_corpus)
+    check_input(version == CORPUS_FORMAT_VERSION, other_version)
     try:
         known = {field.name: values[field.name] for field in fields(CorpusManifest)}
         return CorpusManifest(**{**known, "shards": tuple(CorpusShardEntry(**shard) for shard in known["shards"])})

@@ -14,7 +14,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.data.corpus.discover import CorpusFiles
 from motet.data.corpus.document_reader import read_documents
 from motet.data.settings import DataSourceSettings
@@ -92,11 +92,11 @@ def load_tokenizer(spec: str, sentinels: int = 0) -> Tokenizer:
         return replace(resolve_special_tokens(_byte_backend(sentinels), {}, spec), is_byte_level=True)
     path = Path(spec).expanduser()
     path = path / "tokenizer.json" if path.is_dir() else path
-    if not path.is_file():
-        raise InputError(
-            f"data.tokenizer = {spec!r}: there is no {path}; give bpe:SIZE, `bytes`, or the path of a tokenizer.json "
-            "or its folder"
-        )
+    check_input(
+        path.is_file(),
+        f"data.tokenizer = {spec!r}: there is no {path}; give bpe:SIZE, `bytes`, or the path of a tokenizer.json "
+        "or its folder",
+    )
     try:
         backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:  # noqa: BLE001 - the library raises a bare Exception
@@ -138,11 +138,11 @@ def bpe_vocab_size(spec: str, sentinels: int) -> int | None:
     if not spec.startswith("bpe:"):
         return None
     size, minimum = spec.removeprefix("bpe:"), 256 + len(special_token_names(sentinels))
-    if not size.isdecimal() or int(size) < minimum:
-        raise InputError(
-            f"data.tokenizer = {spec!r}: SIZE must be a number of at least {minimum} "
-            f"(256 bytes and {minimum - 256} special tokens)"
-        )
+    check_input(
+        size.isdecimal() and int(size) >= minimum,
+        f"data.tokenizer = {spec!r}: SIZE must be a number of at least {minimum} "
+        f"(256 bytes and {minimum - 256} special tokens)",
+    )
     return int(size)
 
 

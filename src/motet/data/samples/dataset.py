@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from motet.core.errors import InputError, raise_first
+from motet.core.errors import InputError, check_input
 from motet.core.seeds import derive_seed
 from motet.data.corpus.megatron import open_megatron
 from motet.data.corpus.token_store import CorpusKind, PreparedCorpus, TokenStore, open_built_corpus
@@ -126,8 +126,7 @@ def window_sizes(settings: DataSettings, tokenizer: Tokenizer) -> tuple[int, int
         length = span_corruption_lengths(length, settings.mask_fraction, len(tokenizer.sentinel_ids)).raw_tokens
     if objective == "classify" and not tokenizer.begin_ids:
         length -= 1
-    if length < 1:
-        raise InputError("data.sequence_length = 1 leaves no room for a text to classify; use at least 2")
+    check_input(length >= 1, "data.sequence_length = 1 leaves no room for a text to classify; use at least 2")
     return length, length + (objective == "causal")
 
 
@@ -136,9 +135,9 @@ def _open_packed_source(
 ) -> PackedTokenSource:
     classify = settings.objective == "classify"
     no_classes = f"{store.name} has no classes; objective `classify` needs records with a label, built for it"
+    check_input(store.classes or not classify, no_classes)
     prompts = f"{store.name} holds prompts and answers, which data.objective = {settings.objective!r} does not support"
-    is_unfit = store.loss_mask and settings.objective in ("masked", "spans")
-    raise_first({no_classes: classify and not store.classes, f"{prompts}; use `causal`": is_unfit})
+    check_input(not store.loss_mask or settings.objective not in ("masked", "spans"), f"{prompts}; use `causal`")
     records = classify or store.loss_mask
     splits = split_documents(store.documents, settings, has_records=records, window=width)
     if records:

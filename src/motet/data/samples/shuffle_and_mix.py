@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.core.errors import InputError
+from motet.core.errors import check_input
 from motet.core.seeds import derive_seed
 from motet.data.samples.counter_rng import derive_keys, splitmix64_hash
 
@@ -89,11 +89,11 @@ def build_mixture_schedule(weights: list[float]) -> DataMixtureSchedule:
         return DataMixtureSchedule(zero, zero, np.ones(1, dtype=np.int64))
     exact_counts = np.array(weights, dtype=np.float64) / math.fsum(weights) * MIXTURE_PERIOD
     smallest = int(np.argmin(exact_counts))
-    if exact_counts[smallest] < 1 - 1e-9:
-        raise InputError(
-            f"data.mixture: weight {weights[smallest]:g} of source {smallest + 1} is less than 1/{MIXTURE_PERIOD} of the sum "
-            f"{math.fsum(weights):g}; raise it or leave the source out"
-        )
+    check_input(
+        exact_counts[smallest] >= 1 - 1e-9,
+        f"data.mixture: weight {weights[smallest]:g} of source {smallest + 1} is less than 1/{MIXTURE_PERIOD} of the sum "
+        f"{math.fsum(weights):g}; raise it or leave the source out",
+    )
     counts = np.floor(exact_counts + 1e-9).astype(np.int64)
     order = np.argsort(-(exact_counts - counts), kind="stable")
     counts[order[: MIXTURE_PERIOD - int(counts.sum())]] += 1

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from motet.core.errors import InputError
+from motet.core.errors import check_input
 from motet.data.samples.counter_rng import UInt64Array, uniform_floats
 from motet.data.samples.objectives import BatchArrays, positions_within_documents
 from motet.data.samples.packing import IntArray, TokenWindows
@@ -45,10 +45,10 @@ class SpanCorruptionLengths:
 def span_corruption_lengths(sequence_length: int, fraction: float, sentinels: int) -> SpanCorruptionLengths:
     """The longest raw text whose source and targets both fit into `sequence_length`."""
     lengths = _lengths_for_raw(2, fraction, sentinels)
-    if lengths.longest > sequence_length:
-        raise InputError(
-            f"data.sequence_length = {sequence_length} is too short for spans; use at least {lengths.source_tokens}"
-        )
+    check_input(
+        lengths.longest <= sequence_length,
+        f"data.sequence_length = {sequence_length} is too short for spans; use at least {lengths.source_tokens}",
+    )
     while (longer := _lengths_for_raw(lengths.raw_tokens + 1, fraction, sentinels)).longest <= sequence_length:
         lengths = longer
     return lengths

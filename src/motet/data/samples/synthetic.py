@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from motet.core.errors import raise_first
+from motet.core.errors import check_input
 from motet.core.seeds import derive_seed
 from motet.data.corpus.tokenizer import Tokenizer
 from motet.data.samples.counter_rng import UInt64Array, derive_keys, uniform_floats
@@ -69,14 +69,13 @@ class SyntheticClassificationData:
 def check_synthetic_source(source: str, settings: DataSettings) -> str:
     """The rule of `synthetic:RULE`; raises if it is unknown or the settings do not fit it."""
     rule, length = source.removeprefix("synthetic:"), settings.sequence_length
-    raise_first(
-        {
-            f"data source {source!r}: there is no rule {rule!r}; known: {', '.join(RULES)}": rule not in RULES,
-            f"data source {source!r} makes samples with a class, but data.objective = {settings.objective!r}; "
-            'set data.objective = "classify"': settings.objective != "classify",
-            f"data.sequence_length = {length} is too short for {source!r}; use at least 4": length < 4,
-        }
+    check_input(rule in RULES, f"data source {source!r}: there is no rule {rule!r}; known: {', '.join(RULES)}")
+    check_input(
+        settings.objective == "classify",
+        f"data source {source!r} makes samples with a class, but data.objective = {settings.objective!r}; "
+        'set data.objective = "classify"',
     )
+    check_input(length >= 4, f"data.sequence_length = {length} is too short for {source!r}; use at least 4")
     return rule
 
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.models.arch.attention import causal_mask
 from motet.models.arch.layers import FeedForward, OutputHeadWeight, PreNormBlock, SelfAttention
 from motet.models.arch.norms import build_norm
@@ -64,11 +64,11 @@ def _build_rotary(s: DecoderSettings) -> RotaryEmbedding | None:
     if s.positions != "rotary":
         return None
     dims, scaling = int(s.dim_per_head * s.rotary_fraction), s.rope_scaling
-    if s.dim_per_head % 2 or dims % 2 or dims == 0:
-        raise InputError(
-            f"rotary positions rotate pairs of components: model.head_dim = {s.dim_per_head} and the {dims} of them "
-            f"that model.rotary_fraction = {s.rotary_fraction} rotates must be even and more than 0"
-        )
+    check_input(
+        not (s.dim_per_head % 2 or dims % 2 or dims == 0),
+        f"rotary positions rotate pairs of components: model.head_dim = {s.dim_per_head} and the {dims} of them "
+        f"that model.rotary_fraction = {s.rotary_fraction} rotates must be even and more than 0",
+    )
     if scaling and scaling.high_frequency_factor <= scaling.low_frequency_factor:
         raise InputError(
             f"model.rope_scaling.high_frequency_factor = {scaling.high_frequency_factor} must be above "

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from motet.core.errors import raise_first
+from motet.core.errors import check_input
 from motet.models.arch.attention import AttentionMask, bidirectional_mask, causal_mask
 from motet.models.arch.layers import FeedForward, OutputHeadWeight, PreNormBlock, SelfAttention
 from motet.models.arch.norms import build_norm
@@ -26,8 +26,8 @@ class EncoderDecoderModel(nn.Module):
         s = self.settings = settings
         buckets, distance = f"model.relative_buckets = {s.relative_buckets}", s.relative_distance
         far = f"model.relative_distance = {distance} must be above half of {buckets}"
-        few = f"{buckets} is too few: the encoder halves them twice, so at least 4"
-        raise_first({few: s.relative_buckets < 4, far: distance <= s.relative_buckets // 2})
+        check_input(s.relative_buckets >= 4, f"{buckets} is too few: the encoder halves them twice, so at least 4")
+        check_input(distance > s.relative_buckets // 2, far)
         self.embedding = nn.Embedding(s.vocab_size, s.hidden)
         self.encoder = T5Stack(s, s.layers, is_decoder=False)
         self.decoder = T5Stack(s, s.decoder_layers or s.layers, is_decoder=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.models.hf import hf_defaults as defaults
 from motet.models.settings import DecoderSettings, EncoderDecoderSettings, EncoderSettings, TransformerSettings
 
@@ -177,15 +177,16 @@ def read_config(path: str | Path) -> dict[str, Any]:
     """The config of a Hugging Face folder, or of the path of its config.json."""
     file = Path(path, "config.json") if Path(path).is_dir() else Path(path)
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(
             f"cannot read {file}: {error.strerror}; give a folder with a config.json, or its path"
         ) from None
     except ValueError as error:
         raise InputError(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise InputError(f"{file} holds a {type(config).__name__}; a config is a JSON object with a model_type")
+    check_input(
+        isinstance(config, dict), f"{file} holds a {type(config).__name__}; a config is a JSON object with a model_type"
+    )
     return config
 
 

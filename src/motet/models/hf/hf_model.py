@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from motet.core.batch import Batch
 from motet.core.config_loading import did_you_mean
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.models.arch.attention import bidirectional_mask, causal_mask
 from motet.models.hf.hf_config import read_config
 from motet.models.runtime_checks import check_sequence_length
@@ -240,5 +240,4 @@ def _check_all_weights_loaded(report: dict[str, Any], folder: Path) -> None:
         for problem, names in names_by_problem.items()
         if names
     ]
-    if problems:
-        raise InputError(f"the weights in {folder} are not those of its config: {'; '.join(problems)}")
+    check_input(not problems, f"the weights in {folder} are not those of its config: {'; '.join(problems)}")
