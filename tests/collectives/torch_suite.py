@@ -110,7 +110,7 @@ def _standing_in() -> Iterator[None]:
 
 
 def _why(leave: SystemExit) -> str:
-    """What the code with which a test ends its process stands for."""
+    """The meaning of the exit code with which a test ends its process."""
     for skip in importlib.import_module("torch.testing._internal.common_distributed").TEST_SKIPS.values():
         if skip.exit_code == leave.code:
             return str(skip.message)
