@@ -57,7 +57,7 @@ def run(place: RankEnvironment, name: str) -> str:
 
 @contextmanager
 def _surroundings(module: ModuleType, folder: Path, world: int) -> Iterator[None]:
-    """What torch's tests find around them, for each as in a process of its own."""
+    """Give each of torch's tests the environment of a separate process."""
     for part in ("barrier", "test_dir", "init_dir"):
         (folder / part).mkdir(exist_ok=True)
     environment = {
