@@ -4,9 +4,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from motet.collectives.compression.codec_base import BlockwiseCodec
+from motet.collectives.compression.codec_registry import parse_codec
+from motet.collectives.compression.powersgd import PowerSGDCodec
+from motet.collectives.compression.sparse_codecs import RandomKCodec
 from motet.core.base_settings import FrozenSettings
 from motet.core.errors import InputError
-from motet.parallel.parameter_server.compression_settings import check_codecs
 from motet.parallel.parameter_server.protocol.messages import ConsistencyPolicy
 
 
@@ -85,44 +88,50 @@ def has_per_item_updates(settings: ParameterServerSettings) -> bool:
 
 def check_server_settings(settings: ParameterServerSettings, workers: int) -> None:
     """Raise InputError for settings that contradict each other or need more workers."""
-    s = settings
-    work_items = s.work_items_per_step or workers
-    for is_wrong, problem in (
-        (
-            s.mode == "first-k" and s.first_k is None,
-            "mode = 'first-k' needs a number of work items; set layout.server.first_k",
+    s, work_items = settings, settings.work_items_per_step or workers
+    problems = {
+        "mode = 'first-k' needs a number of work items; set layout.server.first_k": (
+            s.mode == "first-k" and s.first_k is None
         ),
-        (
-            s.mode == "bounded" and s.staleness is None,
-            "mode = 'bounded' needs a bound; set layout.server.staleness",
+        "mode = 'bounded' needs a bound; set layout.server.staleness": s.mode == "bounded" and s.staleness is None,
+        f"count = {s.count} servers on {workers} workers; with layout.server.placement = 'colocated' set "
+        f"layout.server.count={workers} at most, or start more workers": (
+            s.placement == "colocated" and s.count > workers
         ),
-        (
-            s.placement == "colocated" and s.count > workers,
-            f"count = {s.count} servers on {workers} workers; with layout.server.placement = 'colocated' set "
-            f"layout.server.count={workers} at most, or start more workers",
+        f"first_k = {s.first_k} of {work_items} work items; set it to {work_items} at most": (
+            s.first_k is not None and s.first_k > work_items
         ),
-        (
-            s.first_k is not None and s.first_k > work_items,
-            f"first_k = {s.first_k} of {work_items} work items; set it to {work_items} at most",
+        f"copies = {s.copies}, but there is {s.count} server; set layout.server.count=2": s.copies > s.count,
+        f"delay_compensation = {s.delay_compensation:g} needs what each worker has pulled, which second servers do not "
+        "know; set layout.server.copies=1": s.delay_compensation and s.copies > 1,
+    }
+    for problem in (problem for problem, is_wrong in problems.items() if is_wrong):
+        raise InputError(f"layout.server.{problem}")
+    for name, text in (("compress_pushes", s.compress_pushes), ("compress_pulls", s.compress_pulls)):
+        _check_codec(f"layout.server.{name} = {text!r}", text, is_pull=name == "compress_pulls", settings=s)
+    if s.listen is not None and parse_address(s.listen, "layout.server.listen")[0] in ("0.0.0.0", "::"):
+        problem = f"layout.server.listen = {s.listen!r} is not an address that others can connect to"
+        raise InputError(f"{problem}; give one of this machine's")
+
+
+def _check_codec(key: str, text: str | None, *, is_pull: bool, settings: ParameterServerSettings) -> None:
+    try:
+        codec = parse_codec(text) if text else None
+    except InputError as error:
+        raise InputError(f"{key}: {error}") from None
+    problems = {
+        " would leave most of a parameter out; use int8, int4 or float8": (
+            is_pull and codec is not None and not isinstance(codec, BlockwiseCodec)
         ),
-        (
-            s.copies > s.count,
-            f"copies = {s.copies}, but there is {s.count} server; set layout.server.count=2",
+        " needs unsharded matrices, and servers have slices; use int8, int4, float8 or topk": (
+            isinstance(codec, PowerSGDCodec)
         ),
-        (
-            s.delay_compensation and s.copies > 1,
-            f"delay_compensation = {s.delay_compensation:g} needs what each worker has pulled, which second servers do "
-            "not know; set layout.server.copies=1",
+        ": error feedback would make its errors grow; use randomk:unbiased=false, or layout.server.error_feedback=false": (
+            isinstance(codec, RandomKCodec) and codec.unbiased and settings.error_feedback
         ),
-    ):
-        if is_wrong:
-            raise InputError(f"layout.server.{problem}")
-    check_codecs(s.compress_pushes, s.compress_pulls, has_error_feedback=s.error_feedback)
-    if s.listen is not None:
-        host, _ = parse_address(s.listen, "layout.server.listen")
-        if host in ("0.0.0.0", "::"):
-            problem = f"layout.server.listen = {s.listen!r} is not an address that others can connect to"
-            raise InputError(f"{problem}; give one of this machine's")
+    }
+    for problem in (problem for problem, is_wrong in problems.items() if is_wrong):
+        raise InputError(key + problem)
 
 
 def parse_address(text: str, setting_name: str) -> tuple[str, int]:

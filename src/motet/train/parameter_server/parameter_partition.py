@@ -4,12 +4,13 @@ from zlib import crc32
 
 from torch import nn
 
+from motet.collectives.compression.codec_registry import parse_codec
 from motet.core.dtypes import DTYPE_BYTES
 from motet.data.samples.loader import BatchLoader
 from motet.parallel.data_parallel.buckets import build_buckets
 from motet.parallel.data_parallel.zero import MIB
-from motet.parallel.parameter_server.compression_settings import PushPullCompression, parse_codecs
 from motet.parallel.parameter_server.process.parameter_store import ParameterPartition, tensor_bytes
+from motet.parallel.parameter_server.process.push_pull_compression import PushPullCompression
 from motet.parallel.parameter_server.protocol.messages import ParameterPlacement
 from motet.parallel.parameter_server.protocol.parameter_slices import initial_placement, partition_buckets
 from motet.parallel.process.rank_consistency import module_signature
@@ -27,7 +28,9 @@ def build_partition(module: nn.Module, job: Job) -> ParameterPartition:
     max_numel = max(1, int(server.slice_mib * MIB / DTYPE_BYTES[recipe.compute]))
     buckets = build_buckets({name: (group_indices[name], p.numel()) for name, p in named.items()}, 1, max_numel)
     slices = partition_buckets(buckets, max_numel, server.count)
-    push_codec, pull_codec = parse_codecs(server.compress_pushes, server.compress_pulls)
+    push_codec, pull_codec = (
+        parse_codec(text) if text else None for text in (server.compress_pushes, server.compress_pulls)
+    )
     compression = PushPullCompression(push_codec, pull_codec, server.error_feedback, job.run.seed)
     return ParameterPartition(buckets, slices, recipe, tuple(groups), compression, server.delay_compensation)
 

@@ -3,7 +3,6 @@
 import queue
 import time
 from collections.abc import Callable, Collection, Iterable
-from typing import NamedTuple
 
 from motet.core.errors import PeerFailedError
 from motet.parallel.parameter_server.process.tcp_transport import POLL_INTERVAL_S, TcpTransport, TransportEvent
@@ -13,21 +12,6 @@ from motet.parallel.parameter_server.protocol.messages import OutgoingMessages
 
 REFETCH_INTERVAL_S = 0.05  # Before the coordinator asks a server again that has not applied the last update
 RECONNECT_GRACE_S = 3.0  # After a connection was closed, as a process does that ends
-
-
-class _Disconnection(NamedTuple):
-    at_s: float
-    grace_s: float  # Afterwards the process is evicted, if others can replace it
-
-
-class _StoredVersion(NamedTuple):
-    version: int
-    decided: messages.DecidedWorkItems
-
-
-class _InitialState(NamedTuple):
-    assignment: messages.ParameterStateAssignment
-    sends_stored: bool  # Otherwise the server has the tensors in its snapshot
 
 
 class CoordinatorProcess:
@@ -47,20 +31,20 @@ class CoordinatorProcess:
     ) -> None:
         self.state_machine = state_machine
         self.traffic_reports: dict[str, messages.ServerTrafficReport] = {}
-        self.log_membership: Callable[[str], None] = _log_nothing
-        self._transport = transport
-        self._stored_slice_state = stored_slice_state
+        self.log_membership: Callable[[str], None] = lambda text: None
+        self._transport, self._stored_slice_state = transport, stored_slice_state
         self._timeout_s, self._eviction_timeout_s = timeout_s, eviction_timeout_s
-        self._stored_version = _StoredVersion(state_machine.first_logged_update, state_machine.decided)
+        self._stored_version = state_machine.first_logged_update, state_machine.decided
         self._addresses: dict[str, tuple[str, int]] = {}
-        self._disconnected: dict[str, _Disconnection] = {}
-        self._initial_states: dict[str, list[_InitialState]] = {}  # Of servers that replace another
+        # (since when, seconds until the process is evicted, if others can replace it).
+        self._disconnected: dict[str, tuple[float, float]] = {}
+        # By server that replaces another; True: with the stored tensors, as they are not in the server's snapshot.
+        self._initial_states: dict[str, list[tuple[messages.ParameterStateAssignment, bool]]] = {}
         self._fetched_states: dict[int, bytearray] = {}
         self._pending_fetches: set[int] = set()
         self._stale_slices: set[int] = set()  # Fetched at an older version than the last
         self._ever_connected: set[str] = set()
         self._initialized_servers: set[str] = set()
-        self._is_closing = False
         self._has_sent_shutdown = False
 
     def run(self, is_done: Callable[[], bool], activity: str) -> None:
@@ -85,17 +69,16 @@ class CoordinatorProcess:
         self._transport.send_all(self.state_machine.extend_to_step(step_limit, ends_at_step_limit))
 
     def close(self, expected_processes: Collection[str]) -> None:
-        """Tell all processes that the run has ended, and wait until they have left."""
+        """Tell all processes that the run has ended, and wait until they have left. Nothing is logged any more."""
         state_machine, transport = self.state_machine, self._transport
         expected, lost = set(expected_processes), state_machine.lost_processes
+        self.log_membership = lambda text: None
         self._run_until(lambda: self._ever_connected >= expected - lost, self._eviction_timeout_s)
-        self._is_closing = True
         self.extend_to_step(state_machine.policy.step_of(state_machine.decided.floor), ends_at_step_limit=True)
         self._run_until(lambda: set(transport.connected_peers) <= set(state_machine.servers), self._timeout_s)
         self._has_sent_shutdown = True
-        transport.send_all(
-            [(server, messages.ServerShutdown(state_machine.update_count)) for server in state_machine.servers]
-        )
+        shutdown = messages.ServerShutdown(state_machine.update_count)
+        transport.send_all([(server, shutdown) for server in state_machine.servers])
         self._run_until(lambda: not transport.connected_peers, self._timeout_s)
 
     def _run_until(self, is_done: Callable[[], bool], timeout_s: float) -> None:
@@ -110,7 +93,7 @@ class CoordinatorProcess:
         self._request_slice_states(self._pending_fetches)
         self.run(lambda: not self._pending_fetches, "waiting for the parameters of the servers")
         slice_states, self._fetched_states = self._fetched_states, {}
-        self._stored_version = _StoredVersion(self.state_machine.update_count, self.state_machine.decided)
+        self._stored_version = self.state_machine.update_count, self.state_machine.decided
         return slice_states
 
     def _request_slice_states(self, slice_ids: Iterable[int]) -> None:
@@ -158,7 +141,7 @@ class CoordinatorProcess:
         if not event.is_connected:
             timeout_s = self._eviction_timeout_s
             grace_s = timeout_s / 2 if event.has_timed_out else min(RECONNECT_GRACE_S, timeout_s)
-            self._disconnected[peer] = _Disconnection(time.monotonic(), grace_s)
+            self._disconnected[peer] = time.monotonic(), grace_s
             return []
         self._disconnected.pop(peer, None)
         if peer not in self._ever_connected:
@@ -181,11 +164,10 @@ class CoordinatorProcess:
                 raise PeerFailedError(f"server {name} is gone for {self._timeout_s:g} s, and no other has its slices")
 
     def _evict(self, name: str) -> None:
-        if not self._is_closing:
-            is_server = name in self.state_machine.servers
-            peers = self.state_machine.servers if is_server else self.state_machine.workers
-            kind, remaining = "server" if is_server else "worker", len(set(peers) - {name})
-            self.log_membership(f"{kind} {name} is gone; {remaining} {kind}{'s' * (remaining != 1)} left")
+        servers, workers = self.state_machine.servers, self.state_machine.workers
+        kind, peers = ("server", servers) if name in servers else ("worker", workers)
+        remaining = len(set(peers) - {name})
+        self.log_membership(f"{kind} {name} is gone; {remaining} {kind}{'s' * (remaining != 1)} left")
         self._forget_process(name)
         self._transport.send_all(self.state_machine.handle(messages.ProcessLost(name)))
         self._transport.send_all([(name, messages.EvictionNotice(name)), *self._address_book_messages()])
@@ -206,28 +188,25 @@ class CoordinatorProcess:
         for other in state_machine.servers:
             if _role_of(other) == _role_of(name):  # its predecessor may have ended before it offered anything
                 replaced_server = other
-        for other in self._uninitialized_replicas_of(replaced_server):  # they cannot continue, and join again
-            self._evict(other)
+        replicas = state_machine.placement.replicas
+        neighbors = {server for r in replicas if replaced_server in r.servers for server in r.servers}
+        for other in list(state_machine.servers):  # without a state they cannot continue, and join again
+            if other in neighbors - {replaced_server, *self._initialized_servers}:
+                self._evict(other)
         self._forget_process(replaced_server)
-        versions = dict.fromkeys(range(len(state_machine.placement.replicas)), 0) | dict(snapshot)
-        outgoing = state_machine.handle(
-            messages.ServerTakeoverOffer(name, replaced_server, tuple(sorted(versions.items())))
-        )
+        versions = dict.fromkeys(range(len(replicas)), 0) | dict(snapshot)
+        offer = messages.ServerTakeoverOffer(name, replaced_server, tuple(sorted(versions.items())))
+        outgoing = state_machine.handle(offer)
         assigned = [m for to, m in outgoing if to == name and isinstance(m, messages.ParameterStateAssignment)]
-        self._initial_states[name] = [_InitialState(state, state.slice_id not in dict(snapshot)) for state in assigned]
+        self._initial_states[name] = [(state, state.slice_id not in dict(snapshot)) for state in assigned]
         self._log_takeover(name, replaced_server, [dict(snapshot).get(state.slice_id, -1) for state in assigned])
         self._transport.send_all(
-            [(to, m) for to, m in outgoing if not isinstance(m, messages.ParameterStateAssignment)]
+            [sent for sent in outgoing if not isinstance(sent[1], messages.ParameterStateAssignment)]
         )
         self._send_initial_states(name)
         self._request_slice_states(self._pending_fetches)
         shutdown = [(name, messages.ServerShutdown(state_machine.update_count))] if self._has_sent_shutdown else []
         return [*self._address_book_messages(), *shutdown]
-
-    def _uninitialized_replicas_of(self, server: str) -> list[str]:
-        replica_sets = [r.servers for r in self.state_machine.placement.replicas if server in r.servers]
-        neighbors = {other for servers in replica_sets for other in servers} - {server, *self._initialized_servers}
-        return [other for other in self.state_machine.servers if other in neighbors]
 
     def _log_takeover(self, server: str, replaced_server: str, snapshot_versions: list[int]) -> None:
         """Log where the new server's slices come from; a version of -1 is not in its snapshot."""
@@ -244,14 +223,12 @@ class CoordinatorProcess:
 
     def _send_initial_states(self, server: str) -> None:
         """Tell a server the state of its slices, again if that was lost."""
-        initial_states = self._initial_states.get(server)
-        if initial_states is None:
-            initial_states = [
-                _InitialState(messages.ParameterStateAssignment(slice_id, *self._stored_version), sends_stored=True)
-                for slice_id, replicas in enumerate(self.state_machine.placement.replicas)
-                if server in replicas.servers
-            ]
-        for state, sends_stored in initial_states:
+        stored = [
+            (messages.ParameterStateAssignment(slice_id, *self._stored_version), True)
+            for slice_id, replicas in enumerate(self.state_machine.placement.replicas)
+            if server in replicas.servers
+        ]
+        for state, sends_stored in self._initial_states.get(server, stored):
             payload = self._stored_slice_state(state.slice_id) if sends_stored else None
             self._transport.send(server, state, payload)
 
@@ -259,15 +236,9 @@ class CoordinatorProcess:
         return [(peer, self._address_book()) for peer in self._transport.connected_peers]
 
     def _address_book(self) -> messages.ServerAddressBook:
-        return messages.ServerAddressBook(
-            tuple((name, host, port) for name, (host, port) in sorted(self._addresses.items()))
-        )
+        return messages.ServerAddressBook(tuple((name, *address) for name, address in sorted(self._addresses.items())))
 
 
 def _role_of(server: str) -> str:
     """`s0.1+2` -> `s0`."""
     return server.partition(".")[0].partition("+")[0]
-
-
-def _log_nothing(text: str) -> None:
-    pass

@@ -7,17 +7,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from io import BytesIO
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from motet.parallel.data_parallel.buckets import Bucket
-from motet.parallel.parameter_server.compression_settings import NO_COMPRESSION, PushPullCompression
-from motet.parallel.parameter_server.process.delay_compensation import DelayCompensator
 from motet.parallel.parameter_server.process.push_pull_compression import (
     ERROR_FEEDBACK_ENTRY,
     PUBLISHED_VALUE_ENTRY,
+    PushPullCompression,
     decompress_gradient,
     make_compressor,
 )
@@ -37,7 +36,7 @@ class ParameterPartition:
     slices: tuple[ParameterSlice, ...]
     recipe: PrecisionRecipe
     optimizer_groups: tuple[tuple[float, float], ...]  # (scale of the learning rate, weight decay)
-    compression: PushPullCompression = NO_COMPRESSION
+    compression: PushPullCompression = PushPullCompression()
     delay_compensation: float = 0.0
 
     @property
@@ -45,20 +44,39 @@ class ParameterPartition:
         dtype: torch.dtype = getattr(torch, self.recipe.reduce)
         return dtype
 
-    def slice_ids_of_bucket(self, bucket_id: int) -> list[int]:
-        return self._slice_ids_by_bucket[bucket_id]
-
     @cached_property
-    def _slice_ids_by_bucket(self) -> dict[int, list[int]]:
-        slice_ids: dict[int, list[int]] = {}
+    def slice_ids_by_bucket(self) -> list[list[int]]:
+        slice_ids: list[list[int]] = [[] for _ in self.buckets]
         for slice_id, parameter_slice in enumerate(self.slices):
-            slice_ids.setdefault(parameter_slice.bucket_id, []).append(slice_id)
+            slice_ids[parameter_slice.bucket_id].append(slice_id)
         return slice_ids
 
 
-class _GradientSum(NamedTuple):
-    work_items: tuple[int, ...]
-    total: Tensor
+class DelayCompensator:
+    """Remembers the parameters of each worker's last pull of one slice, until its gradient is applied.
+
+    The method is DC-ASGD (arXiv:1609.08326): correct a gradient by how far the parameters have moved since the pull.
+    """
+
+    def __init__(self, strength: float) -> None:
+        self._strength = strength
+        self._pulled_by_worker: dict[str, Tensor] = {}
+        self._at_work_item: dict[int, Tensor] = {}
+
+    def on_pull(self, worker: str, master: Tensor) -> None:
+        self._pulled_by_worker[worker] = master.clone()
+
+    def on_push(self, worker: str, work_item: int) -> None:
+        if worker in self._pulled_by_worker:
+            self._at_work_item.setdefault(work_item, self._pulled_by_worker.pop(worker))
+
+    def discard_except(self, work_items: Collection[int]) -> None:
+        self._at_work_item = {item: tensor for item, tensor in self._at_work_item.items() if item in work_items}
+
+    def correct(self, gradient: Tensor, work_item: int, master: Tensor) -> None:
+        """Add strength * gradient^2 * drift in place."""
+        if work_item in self._at_work_item:
+            gradient.add_(self._strength * gradient.square() * (master - self._at_work_item[work_item]))
 
 
 @dataclass
@@ -69,24 +87,20 @@ class _ParameterSliceTensors:
     published_value: Tensor  # What workers pull: parameters, or a compressed message
     compensator: DelayCompensator | None
     pushes: dict[int, bytearray] = field(default_factory=dict)  # By work item, as received
-    gradient_sum: _GradientSum | None = None
+    gradient_sum: tuple[tuple[int, ...], Tensor] | None = None  # Of these work items
 
 
 class ParameterStore:
     """The slices of one server. A slice is zero until it is loaded."""
 
     def __init__(self, partition: ParameterPartition, make_optimizer: OptimizerFactory) -> None:
-        self._partition = partition
-        self._make_optimizer = make_optimizer
+        self._partition, self._make_optimizer = partition, make_optimizer
         self._tensors_by_slice: dict[int, _ParameterSliceTensors] = {}
         self._compressor = make_compressor(partition.compression.pull_codec, partition.compression)
 
     def _tensors_of(self, slice_id: int) -> _ParameterSliceTensors:
-        if slice_id not in self._tensors_by_slice:
-            self._tensors_by_slice[slice_id] = self._create_tensors(slice_id)
-        return self._tensors_by_slice[slice_id]
-
-    def _create_tensors(self, slice_id: int) -> _ParameterSliceTensors:
+        if slice_id in self._tensors_by_slice:
+            return self._tensors_by_slice[slice_id]
         partition, parameter_slice = self._partition, self._partition.slices[slice_id]
         master = torch.zeros(parameter_slice.numel, dtype=getattr(torch, partition.recipe.master))
         optimizer_slices, groups, start = [], [], parameter_slice.flat_range.start
@@ -98,7 +112,8 @@ class ParameterStore:
             groups.append({"params": [parameter], "weight_decay": weight_decay, "scale": scale})
         optimizer, published_value = self._make_optimizer(groups), self._encode_value(slice_id, master)
         compensator = DelayCompensator(partition.delay_compensation) if partition.delay_compensation else None
-        return _ParameterSliceTensors(master, optimizer, optimizer_slices, published_value, compensator)
+        tensors = _ParameterSliceTensors(master, optimizer, optimizer_slices, published_value, compensator)
+        return self._tensors_by_slice.setdefault(slice_id, tensors)
 
     def _encode_value(self, slice_id: int, master: Tensor) -> Tensor:
         if self._compressor:
@@ -149,7 +164,7 @@ class ParameterStore:
     def _sum_pushes(self, slice_id: int, work_items: Sequence[int]) -> Tensor:
         """The sum in the order of the work items, in whatever order they arrived."""
         tensors = self._tensors_of(slice_id)
-        if tensors.gradient_sum is None or tensors.gradient_sum.work_items != tuple(work_items):
+        if tensors.gradient_sum is None or tensors.gradient_sum[0] != tuple(work_items):
             like = torch.empty(tensors.master.shape, dtype=self._partition.gradient_dtype, device="meta")
             compression = self._partition.compression
             first, *others = (
@@ -159,8 +174,8 @@ class ParameterStore:
             total = first.to(tensors.master.dtype, copy=True)
             for other in others:
                 total.add_(other)
-            tensors.gradient_sum = _GradientSum(tuple(work_items), total)
-        return tensors.gradient_sum.total
+            tensors.gradient_sum = tuple(work_items), total
+        return tensors.gradient_sum[1]
 
     # --- state for a second server, a checkpoint or a snapshot ---------------------------------------
 

@@ -4,24 +4,34 @@ The sender adds the compression error of a message to its next message about the
 its next work item, a server to the parameters of the next version.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from motet.collectives.compression.byte_messages import codec_numerics, decode, encode
 from motet.collectives.compression.codec_base import Codec
 from motet.collectives.compression.error_feedback import ErrorFeedback, message_seed
-from motet.parallel.parameter_server.compression_settings import PushPullCompression
 
 # State of a slice that a second server needs, in addition to master parameters and moments.
 ERROR_FEEDBACK_ENTRY, PUBLISHED_VALUE_ENTRY = "pull/error", "pull/message"
+
+
+@dataclass(frozen=True)
+class PushPullCompression:
+    """The codecs of pushes and pulls; None sends the tensor uncompressed."""
+
+    push_codec: Codec | None = None
+    pull_codec: Codec | None = None
+    has_error_feedback: bool = True
+    seed: int = 0
 
 
 class PushPullCompressor:
     """Compresses what one process sends: gradients of a worker, or parameters of a server."""
 
     def __init__(self, codec: Codec, compression: PushPullCompression) -> None:
-        self._codec = codec
-        self._seed = compression.seed
+        self._codec, self._seed = codec, compression.seed
         self._error_feedback = ErrorFeedback(codec, compression.seed) if compression.has_error_feedback else None
 
     def compress(self, slice_id: int, sequence_number: int, tensor: Tensor) -> Tensor:

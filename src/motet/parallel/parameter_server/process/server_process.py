@@ -2,7 +2,6 @@
 
 import queue
 import time
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -37,11 +36,8 @@ class ParameterServerProcess:
         snapshots: ServerSnapshots | None = None,
     ) -> None:
         self.has_ended = False
-        self._state_machine = state_machine
-        self._store = store
-        self._transport = transport
-        self._timeout_s = timeout_s  # Without a coordinator
-        self._snapshots = snapshots
+        self._state_machine, self._store, self._snapshots = state_machine, store, snapshots
+        self._transport, self._timeout_s = transport, timeout_s  # The timeout is for a server without a coordinator
         self._takeover_offer: messages.ServerTakeoverOffer | None = None
         self._coordinator_lost_at_s: float | None = time.monotonic()  # None while it is connected
         self._last_traffic_report_s = 0.0
@@ -128,14 +124,6 @@ class ParameterServerProcess:
         for name, gradient in pushes.items():
             self._store.add_push(slice_id, int(name.removeprefix(PUSH_PREFIX)), bytearray(tensor_bytes(gradient)))
 
-    def _encoded_slice_state(self, slice_id: int, work_items: Iterable[int]) -> memoryview:
-        """The state of a slice, with the pushes of these work items."""
-        pushes = {
-            f"{PUSH_PREFIX}{work_item}": torch.frombuffer(self._store.push_of(slice_id, work_item), dtype=torch.uint8)
-            for work_item in work_items
-        }
-        return serialize_tensors(self._store.full_slice_state(slice_id) | pushes)
-
     def _execute_all(self, outgoing: OutgoingMessages) -> None:
         for to, message in outgoing:
             self._execute(to, message)
@@ -146,15 +134,13 @@ class ParameterServerProcess:
                 self._snapshots.save(slice_id, state.version, self._store.full_slice_state(slice_id))
         if time.monotonic() - self._last_traffic_report_s > TRAFFIC_REPORT_INTERVAL_S:
             self._last_traffic_report_s = time.monotonic()
-            self._transport.send(COORDINATOR, self._traffic_report())
-
-    def _traffic_report(self) -> messages.ServerTrafficReport:
-        traffic = {peer: traffic for peer, traffic in list(self._transport.traffic.items()) if peer != COORDINATOR}
-        return messages.ServerTrafficReport(
-            sum(peer_traffic.sent_bytes for peer_traffic in traffic.values()),
-            sum(peer_traffic.received_bytes for peer_traffic in traffic.values()),
-            sum(map(self._transport.queued_bytes, traffic)),
-        )
+            traffic = [
+                (peer_traffic.sent_bytes, peer_traffic.received_bytes, self._transport.queued_bytes(peer))
+                for peer, peer_traffic in list(self._transport.traffic.items())
+                if peer != COORDINATOR
+            ]
+            totals = map(sum, zip((0, 0, 0), *traffic, strict=True))
+            self._transport.send(COORDINATOR, messages.ServerTrafficReport(*totals))
 
     def _execute(self, to: str, message: Message) -> None:
         """Apply an update, or send a message with its payload."""
@@ -174,5 +160,9 @@ class ParameterServerProcess:
             case messages.BackupPush(_, slice_id, work_item):
                 payload = self._store.push_of(slice_id, work_item)
             case messages.ParameterStateTransfer(slice_id, _, _, pending_work_items):
-                payload = self._encoded_slice_state(slice_id, pending_work_items)
+                state = self._store.full_slice_state(slice_id)
+                for work_item in pending_work_items:
+                    push = self._store.push_of(slice_id, work_item)
+                    state[f"{PUSH_PREFIX}{work_item}"] = torch.frombuffer(push, dtype=torch.uint8)
+                payload = serialize_tensors(state)
         self._transport.send(to, message, payload, priority=priority)

@@ -27,16 +27,10 @@ from motet.parallel.parameter_server.protocol.message_framing import (
     MessageFrameReader,
     cut_into_frames,
 )
-from motet.parallel.parameter_server.protocol.messages import (
-    ConnectionRejected,
-    EvictionNotice,
-    Message,
-    OutgoingMessages,
-    ServerAddressBook,
-)
+from motet.parallel.parameter_server.protocol import messages
+from motet.parallel.parameter_server.protocol.messages import Message, OutgoingMessages
 
-HEARTBEAT_FRAME = 2
-HANDSHAKE_FRAME = 3
+HEARTBEAT_FRAME, HANDSHAKE_FRAME = 2, 3
 HEARTBEATS_PER_TIMEOUT = 4
 RECONNECT_INTERVAL_S = 0.2
 CONNECT_TIMEOUT_S = 3.0  # Then motet tries again: the kernel's retries become ever less frequent
@@ -76,23 +70,23 @@ class TcpTransport:
 
         Entries that both handshakes have must be equal; else the side that connects gets a `ConnectionRejected`.
         """
-        self.name = name
-        self.handshake = handshake
+        self.name, self.handshake = name, handshake
         self.inbox: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
         self.traffic: dict[str, PeerTraffic] = {}
         self.peer_handshakes: dict[str, Mapping[str, str]] = {}
-        self._instance_id = uuid4().hex
+        self._instance_id, self._timeout_s = uuid4().hex, timeout_s
         self._peer_instance_ids: dict[str, str] = {}
-        self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._connections: dict[str, _TcpConnection] = {}
         self.peer_addresses: dict[str, tuple[str, int]] = {}  # Peers to stay connected to
         self._listed_peers: set[str] = set()  # Of the last address book
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._listener = _listen(host, port) if host is not None else None
-        if self._listener:
-            self._start_thread(self._accept)
+        self._listener: socket.socket | None = None
+        if host is not None:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._listener = socket.create_server((host, port), family=family)
+            self._start_thread(self._accept, self._listener)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -111,16 +105,16 @@ class TcpTransport:
     def handle_membership(self, message: Message, should_connect: Callable[[str], bool]) -> bool:
         """Follow the address book, and raise if this process is rejected or evicted; False for other messages."""
         match message:
-            case ServerAddressBook(entries):
+            case messages.ServerAddressBook(entries):
                 addresses = {name: (host, port) for name, host, port in entries}
                 for peer in self._listed_peers - addresses.keys():
                     self.disconnect(peer)
                 for peer in filter(should_connect, addresses):
                     self.connect(peer, addresses[peer])
                 self._listed_peers = set(addresses)
-            case ConnectionRejected(reason):
+            case messages.ConnectionRejected(reason):
                 raise InputError(reason)
-            case EvictionNotice():
+            case messages.EvictionNotice():
                 raise EvictedError(f"{self.name} was out of reach for too long")
             case _:
                 return False
@@ -161,14 +155,10 @@ class TcpTransport:
                 self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
             self._listener.close()
         with self._lock:
-            connections = list(self._connections.values())
-            self._connections.clear()  # so that the inbox gets no loss
-        for connection in connections:
+            connections, self._connections = self._connections, {}  # so that the inbox gets no loss
+        for connection in connections.values():
             connection.close()
-        # A thread that frees tensors while Python ends would abort the process.
-        with self._lock:
-            threads = list(self._threads)
-        for thread in threads:
+        for thread in self._threads:  # one that frees tensors while Python ends would abort the process
             thread.join(CONNECT_TIMEOUT_S + RECONNECT_INTERVAL_S)
 
     # --- making connections ------------------------------------------------------------------------
@@ -179,14 +169,10 @@ class TcpTransport:
         with self._lock:
             self._threads = [*(other for other in self._threads if other.is_alive()), thread]
 
-    def _accept(self) -> None:
-        assert self._listener
-        while not self._closed.is_set():
-            try:
-                tcp_socket, _ = self._listener.accept()
-            except OSError:  # closed
-                return
-            self._start_thread(self._run_connection, tcp_socket)
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while not self._closed.is_set():
+                self._start_thread(self._run_connection, listener.accept()[0])
 
     def _keep_connected(self, peer: str, address: tuple[str, int]) -> None:
         while not self._closed.is_set() and self.peer_addresses.get(peer) == address:
@@ -196,7 +182,10 @@ class TcpTransport:
             self._closed.wait(RECONNECT_INTERVAL_S)
 
     def _run_connection(self, tcp_socket: socket.socket, expected: str | None = None) -> None:
-        _set_socket_options(tcp_socket, self._timeout_s)
+        tcp_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(OSError):
+            tcp_socket.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, MAX_FRAME_BYTES)
+        tcp_socket.settimeout(self._timeout_s)
         try:
             handshake = json.dumps([self.name, dict(self.handshake), self._instance_id]).encode()
             tcp_socket.sendall(FRAME_HEADER.pack(0, HANDSHAKE_FRAME, len(handshake)) + handshake)
@@ -228,9 +217,9 @@ class TcpTransport:
     def _receive_handshake(self, tcp_socket: socket.socket, expected: str | None) -> str:
         """The name of the other side, if it belongs to the same run."""
         _, kind, length = FRAME_HEADER.unpack(_receive_exactly(tcp_socket, FRAME_HEADER.size))
-        if kind != HANDSHAKE_FRAME or length > MAX_FRAME_BYTES:
-            raise PeerFailedError("the other side is not a process of a parameter server")
         try:
+            if kind != HANDSHAKE_FRAME or length > MAX_FRAME_BYTES:
+                raise ValueError(kind, length)
             name, peer_handshake, instance_id = json.loads(_receive_exactly(tcp_socket, length))
             shared_keys = peer_handshake.keys() & self.handshake.keys()
             mismatches = sorted(key for key in shared_keys if peer_handshake[key] != self.handshake[key])
@@ -245,26 +234,22 @@ class TcpTransport:
                 f"{peer_handshake[key]} there); give every machine the same job and the same files"
             )
             if expected:
-                self.inbox.put(TransportEvent(expected, ConnectionRejected(reason)))
+                self.inbox.put(TransportEvent(expected, messages.ConnectionRejected(reason)))
             raise PeerFailedError(reason)
         if expected and self._peer_instance_ids.setdefault(name, instance_id) != instance_id:
-            self.inbox.put(TransportEvent(expected, EvictionNotice(self.name)))
+            self.inbox.put(TransportEvent(expected, messages.EvictionNotice(self.name)))
             raise PeerFailedError(f"{name} is another process than before")
         self.peer_handshakes[name] = peer_handshake
         return str(name)
 
     def _receive_all(self, peer: str, connection: "_TcpConnection") -> bool:
         """Receive until the connection is lost; returns whether it had fallen silent."""
-        reader, tcp_socket = MessageFrameReader(), connection.tcp_socket
-        receive_into = partial(_receive_into, tcp_socket)
+        reader, receive_into = MessageFrameReader(), partial(_receive_into, connection.tcp_socket)
         try:
             while True:
-                message_id, kind, length = FRAME_HEADER.unpack(_receive_exactly(tcp_socket, FRAME_HEADER.size))
-                connection.traffic.received_bytes += FRAME_HEADER.size + length
-                if kind == HEARTBEAT_FRAME:
-                    continue
-                received = reader.read(message_id, kind, length, receive_into=receive_into)
-                if received:
+                header = FRAME_HEADER.unpack(_receive_exactly(connection.tcp_socket, FRAME_HEADER.size))
+                connection.traffic.received_bytes += FRAME_HEADER.size + header[2]
+                if header[1] != HEARTBEAT_FRAME and (received := reader.read(*header, receive_into=receive_into)):
                     self.inbox.put(TransportEvent(peer, *received))
         except (OSError, PeerFailedError) as error:
             return connection.has_timed_out or isinstance(error, TimeoutError)
@@ -295,8 +280,12 @@ class _TcpConnection:
     def send_all(self) -> None:
         try:
             while (frame := self._next_frame()) is not None:
-                _send_frame(self.tcp_socket, frame)
-                self.traffic.sent_bytes += len(frame.header) + len(frame.body)
+                header, body = frame
+                sent_bytes = self.tcp_socket.sendmsg([header, body])
+                if sent_bytes < len(header):
+                    self.tcp_socket.sendall(header[sent_bytes:])
+                self.tcp_socket.sendall(memoryview(body)[max(0, sent_bytes - len(header)) :])
+                self.traffic.sent_bytes += len(header) + len(body)
         except OSError as error:
             self.has_timed_out = isinstance(error, TimeoutError)
             self.close()
@@ -327,25 +316,6 @@ class _TcpConnection:
         self.tcp_socket.close()
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-
-
-def _set_socket_options(tcp_socket: socket.socket, timeout_s: float) -> None:
-    tcp_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    with contextlib.suppress(OSError):
-        tcp_socket.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, MAX_FRAME_BYTES)
-    tcp_socket.settimeout(timeout_s)
-
-
-def _send_frame(tcp_socket: socket.socket, frame: Frame) -> None:
-    header, body = frame
-    sent_bytes = tcp_socket.sendmsg([header, body])
-    if sent_bytes < len(header):
-        tcp_socket.sendall(header[sent_bytes:])
-    tcp_socket.sendall(memoryview(body)[max(0, sent_bytes - len(header)) :])
-
-
 def _receive_exactly(tcp_socket: socket.socket, count: int) -> bytes:
     buffer = bytearray(count)
     _receive_into(tcp_socket, memoryview(buffer))
@@ -353,9 +323,7 @@ def _receive_exactly(tcp_socket: socket.socket, count: int) -> bytes:
 
 
 def _receive_into(tcp_socket: socket.socket, buffer: memoryview) -> None:
-    offset = 0
-    while offset < len(buffer):
-        count = tcp_socket.recv_into(buffer[offset:])
-        if not count:
+    while buffer:
+        if not (count := tcp_socket.recv_into(buffer)):
             raise ConnectionError("the other side has closed the connection")
-        offset += count
+        buffer = buffer[count:]

@@ -1,5 +1,6 @@
 """A worker's connections: parameters arrive during forward, and gradients are sent during backward."""
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -31,17 +32,14 @@ class ParameterServerClient:
         connect_timeout_s: float,
     ) -> None:
         self.sibling_errors: list[BaseException] = []  # Errors of other threads of this process
-        self._state_machine = state_machine
-        self._partition = partition
-        self._flat_parameters = flat_parameters
-        self._transport = transport
+        self._state_machine, self._transport = state_machine, transport
+        self._partition, self._flat_parameters = partition, flat_parameters
         self._timeout_s, self._connect_timeout_s = timeout_s, connect_timeout_s
         self._changed = threading.Condition()
         self._arrived_buckets: set[int] = set()
-        self._is_coordinator_connected = False
+        self._is_coordinator_connected = self._is_closed = False
         self._current_assignment_id = 0
         self._error: BaseException | None = None
-        self._is_closed = False
         self._compressor = make_compressor(partition.compression.push_codec, partition.compression)
         self._encoded_pushes: dict[int, Tensor] = {}  # Of the current assignment, by slice
         self._thread = threading.Thread(target=self._listen, daemon=True)
@@ -52,12 +50,9 @@ class ParameterServerClient:
         while not self._has_new_assignment():
             if COORDINATOR not in self._transport.peer_handshakes:
                 self._wait_for_coordinator()
-            self._wait_until(
-                lambda: self._is_coordinator_connected or self._has_new_assignment(),
-                "the coordinator does not answer",
-                self._timeout_s,
-            )
-            self._wait_until(lambda: not self._is_coordinator_connected or self._has_new_assignment(), "", None)
+            failure = "the coordinator does not answer"
+            self._wait_until(lambda: self._is_coordinator_connected or self._has_new_assignment(), failure)
+            self._wait_until(lambda: not self._is_coordinator_connected or self._has_new_assignment())
         assignment = self._state_machine.assignment
         self._current_assignment_id = assignment.assignment_id
         self._arrived_buckets.clear()
@@ -68,11 +63,9 @@ class ParameterServerClient:
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._is_coordinator_connected, self._connect_timeout_s)
         if COORDINATOR not in self._transport.peer_handshakes and self._error is None:
-            host, port = self._transport.peer_addresses[COORDINATOR]
-            raise InputError(
-                f"cannot reach the coordinator at {host}:{port} within {self._connect_timeout_s:g} s; check that the "
-                "run exists and sets layout.server.listen"
-            )
+            (host, port), seconds = self._transport.peer_addresses[COORDINATOR], f"{self._connect_timeout_s:g} s"
+            remedy = "check that the run exists and sets layout.server.listen"
+            raise InputError(f"cannot reach the coordinator at {host}:{port} within {seconds}; {remedy}")
 
     @property
     def coordinator_handshake(self) -> Mapping[str, str]:
@@ -85,32 +78,28 @@ class ParameterServerClient:
         """Wait until the parameters of a bucket have arrived."""
         if bucket_id in self._arrived_buckets:
             return
-        slice_ids = set(self._partition.slice_ids_of_bucket(bucket_id))
-        self._wait_until(
-            lambda: slice_ids <= self._state_machine.pulled_versions.keys(),
-            f"parameters of bucket {bucket_id} did not come",
-            self._timeout_s,
-        )
+        slice_ids = set(self._partition.slice_ids_by_bucket[bucket_id])
+        failure = f"parameters of bucket {bucket_id} did not come"
+        self._wait_until(lambda: slice_ids <= self._state_machine.pulled_versions.keys(), failure)
         self._arrived_buckets.add(bucket_id)
         self._flat_parameters.bump_versions(bucket_id)
 
     def wait_for_all(self) -> None:
         machine, count = self._state_machine, len(self._partition.slices)
-        self._wait_until(lambda: len(machine.pulled_versions) == count, "parameters did not come", self._timeout_s)
+        self._wait_until(lambda: len(machine.pulled_versions) == count, "parameters did not come")
 
     def push_bucket(self, bucket_id: int, report: messages.WorkItemReport) -> None:
         """Push the gradients of a bucket; they must stay unchanged until the next assignment."""
-        slice_ids = tuple(self._partition.slice_ids_of_bucket(bucket_id))
+        slice_ids = tuple(self._partition.slice_ids_by_bucket[bucket_id])
         with self._changed:
-            self._send_all(
-                self._state_machine.handle(messages.GradientsReady(self._current_assignment_id, slice_ids, report))
-            )
+            ready = messages.GradientsReady(self._current_assignment_id, slice_ids, report)
+            self._send_all(self._state_machine.handle(ready))
 
     def set_bucket_order(self, bucket_ids: Sequence[int]) -> None:
         """Give buckets priority in the order in which forward needs them."""
         with self._changed:
             for priority, bucket_id in enumerate(bucket_ids):
-                slice_ids = self._partition.slice_ids_of_bucket(bucket_id)
+                slice_ids = self._partition.slice_ids_by_bucket[bucket_id]
                 self._state_machine.priorities |= dict.fromkeys(slice_ids, priority)
 
     @property
@@ -122,7 +111,9 @@ class ParameterServerClient:
         self._is_closed = True
         self._thread.join()
 
-    def _wait_until(self, condition: Callable[[], bool], failure: str, timeout_s: float | None) -> None:
+    def _wait_until(self, condition: Callable[[], bool], failure: str = "") -> None:
+        """Wait for as long as it takes if the failure has no name."""
+        timeout_s = self._timeout_s if failure else None
         with self._changed:
             is_satisfied = self._changed.wait_for(lambda: self._error is not None or condition(), timeout_s)
         if self._error is not None:
@@ -135,13 +126,11 @@ class ParameterServerClient:
             while not self._is_closed:
                 if self.sibling_errors:
                     raise self.sibling_errors[0]
-                try:
+                with contextlib.suppress(queue.Empty):
                     event = self._transport.inbox.get(timeout=POLL_INTERVAL_S)
-                except queue.Empty:
-                    continue
-                with self._changed, torch.no_grad():
-                    self._send_all(self._handle(event))
-                    self._changed.notify_all()
+                    with self._changed, torch.no_grad():
+                        self._send_all(self._handle(event))
+                        self._changed.notify_all()
         except BaseException as error:  # noqa: BLE001  # raised by the methods that wait
             with self._changed:
                 self._error = error

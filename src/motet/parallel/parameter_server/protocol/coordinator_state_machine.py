@@ -3,62 +3,41 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from motet.parallel.parameter_server.protocol.messages import (
-    NO_MORE_WORK,
-    NONE_DECIDED,
-    ConsistencyPolicy,
-    DecidedWorkItems,
-    DecisionReplayRequest,
-    EvictionNotice,
-    GradientNormReply,
-    GradientNormRequest,
-    Message,
-    OutgoingMessages,
-    ParameterPlacement,
-    ParameterReplicas,
-    ParameterStateAssignment,
-    ProcessLost,
-    ServerTakeoverOffer,
-    UpdateDecision,
-    UpdateScalars,
-    WorkAssignment,
-    WorkerJoined,
-    WorkItemCompleted,
-    WorkItemReport,
-)
+from motet.parallel.parameter_server.protocol import messages
+from motet.parallel.parameter_server.protocol.messages import NO_MORE_WORK, Message, OutgoingMessages
 
 # Decisions that a server can have missed: one that is further behind was evicted long ago.
 MAX_MISSED_DECISIONS = 2_000
 # (update, reports by work item, squared norms by slice) -> how servers apply it.
-UpdateRule = Callable[[int, dict[int, WorkItemReport], dict[int, float]], UpdateScalars]
+UpdateRule = Callable[[int, dict[int, messages.WorkItemReport], dict[int, float]], messages.UpdateScalars]
 
 
 @dataclass
 class CoordinatorStateMachine:
     """The state of a run's coordinator; each message changes it and yields the messages to send."""
 
-    policy: ConsistencyPolicy
-    placement: ParameterPlacement
+    policy: messages.ConsistencyPolicy
+    placement: messages.ParameterPlacement
     servers: list[str]
     copies: int = 1
     first_logged_update: int = 0  # Earlier ones precede this run, or are so old that no server asks for them
-    update_rule: UpdateRule = lambda update, reports, squared_norms: UpdateScalars()
+    update_rule: UpdateRule = lambda update, reports, squared_norms: messages.UpdateScalars()
     workers: list[str] = field(default_factory=list)
     lost_processes: set[str] = field(default_factory=set)
     lost_epoch: int = 0  # The epoch in which acknowledged pushes were lost last
     assignment_count: int = 0
-    current_assignments: dict[str, WorkAssignment] = field(default_factory=dict)  # By worker
+    current_assignments: dict[str, messages.WorkAssignment] = field(default_factory=dict)  # By worker
     idle_workers: list[str] = field(default_factory=list)
     next_work_item: int = 0  # The first that was never assigned
     orphaned_work_items: set[int] = field(default_factory=set)  # Assigned to workers that were lost
     # Pushed, and in no update yet: their reports, in the order of arrival.
-    completed_reports: dict[int, WorkItemReport] = field(default_factory=dict)
-    decided: DecidedWorkItems = NONE_DECIDED
+    completed_reports: dict[int, messages.WorkItemReport] = field(default_factory=dict)
+    decided: messages.DecidedWorkItems = messages.NONE_DECIDED
     # Work items -> updates that have all of them, for every bound that a later work item may need.
     updates_covering: dict[int, int] = field(default_factory=lambda: {0: 0})
     # For `first-k`: workers that completed a work item of the step to be decided next.
     workers_done_with_step: set[str] = field(default_factory=set)
-    decision_log: list[UpdateDecision] = field(default_factory=list)  # From `first_logged_update` on
+    decision_log: list[messages.UpdateDecision] = field(default_factory=list)  # From `first_logged_update` on
     # The work items of the next update, while servers compute the norm of its gradient.
     next_update_items: tuple[int, ...] | None = None
     step_limit: int | None = None  # Later steps wait until this is raised; None: no limit
@@ -71,7 +50,7 @@ class CoordinatorStateMachine:
         items_per_step = self.policy.work_items_per_step
         self.first_logged_update = done_steps * (items_per_step if self.policy.has_per_item_updates else 1)
         self.next_work_item = done_steps * items_per_step
-        self.decided = DecidedWorkItems(self.next_work_item)
+        self.decided = messages.DecidedWorkItems(self.next_work_item)
         if self.policy.max_staleness is not None:
             oldest_needed = self.policy.required_work_items(self.next_work_item)
             bounds = range(oldest_needed, self.next_work_item + 1, items_per_step)
@@ -111,18 +90,18 @@ class CoordinatorStateMachine:
     def handle(self, message: Message) -> OutgoingMessages:
         """The messages to send in answer, in this order."""
         match message:
-            case WorkerJoined(worker):
+            case messages.WorkerJoined(worker):
                 return self._add_worker(worker)
-            case WorkItemCompleted():
+            case messages.WorkItemCompleted():
                 self._complete_work_item(message)
-            case GradientNormReply(attempt, slice_id, squared_norm):
+            case messages.GradientNormReply(attempt, slice_id, squared_norm):
                 if self.next_update_items is not None and attempt == self.norm_attempt:
                     self.squared_norms[slice_id] = squared_norm
-            case ProcessLost(name):
+            case messages.ProcessLost(name):
                 return self._remove_process(name) + self._progress()
-            case ServerTakeoverOffer():
+            case messages.ServerTakeoverOffer():
                 return self._admit_server(message) + self._progress()
-            case DecisionReplayRequest(server, version):
+            case messages.DecisionReplayRequest(server, version):
                 return self._replay_decisions(server, version) if server in self.servers else []
             case _:
                 raise AssertionError(message)
@@ -138,7 +117,7 @@ class CoordinatorStateMachine:
     def _add_worker(self, worker: str) -> OutgoingMessages:
         """Answer a worker that joins, or connects again."""
         if worker in self.lost_processes:
-            return [(worker, EvictionNotice(worker))]
+            return [(worker, messages.EvictionNotice(worker))]
         if worker in self.current_assignments:
             return [(worker, self.placement), (worker, self.current_assignments[worker])]
         if worker not in self.workers:
@@ -146,7 +125,7 @@ class CoordinatorStateMachine:
             self.idle_workers.append(worker)
         return [(worker, self.placement), *self._progress()]
 
-    def _complete_work_item(self, completed: WorkItemCompleted) -> None:
+    def _complete_work_item(self, completed: messages.WorkItemCompleted) -> None:
         worker, work_item, epoch, report = completed
         if epoch < self.lost_epoch:  # some of its pushes are lost; the worker will see that, and report again
             return
@@ -164,21 +143,16 @@ class CoordinatorStateMachine:
         if self._is_at_step_limit:
             return NO_MORE_WORK if self.ends_at_step_limit else None
         work_item = min(self.orphaned_work_items, default=self.next_work_item)
-        step = self.policy.step_of(work_item)
-        is_too_far = step >= self._effective_step_limit
-        if is_too_far or self.policy.required_work_items(work_item) > self.decided.floor:
+        step, needed_work_items = self.policy.step_of(work_item), self.policy.required_work_items(work_item)
+        if step >= self._effective_step_limit or needed_work_items > self.decided.floor:
             return None
-        is_next_step = worker in self.workers_done_with_step and step == self.update_count
-        if is_next_step and self._has_quorum_in_flight(step):
-            return None
+        if worker in self.workers_done_with_step and step == self.update_count:  # it only helps if a process is lost
+            steps = list(map(self.policy.step_of, [*self.completed_reports, *self._items_in_flight]))
+            if steps.count(step) >= self.policy.quorum:
+                return None
         self.orphaned_work_items.discard(work_item)
         self.next_work_item = max(self.next_work_item, work_item + 1)
         return work_item
-
-    def _has_quorum_in_flight(self, step: int) -> bool:
-        """Whether completed and assigned work items make the step, if no process is lost."""
-        steps = list(map(self.policy.step_of, [*self.completed_reports, *self._items_in_flight]))
-        return steps.count(step) >= self.policy.quorum
 
     # --- servers -----------------------------------------------------------------------------------
 
@@ -186,23 +160,18 @@ class CoordinatorStateMachine:
         self.lost_processes.add(name)
         if name in self.workers:
             self.workers.remove(name)
-            if name in self.idle_workers:
-                self.idle_workers.remove(name)
-            assignment = self.current_assignments.pop(name, None)
-            if assignment and not (
-                assignment.work_item in self.completed_reports or self.decided.has(assignment.work_item)
-            ):
-                self.orphaned_work_items.add(assignment.work_item)
+            self.idle_workers = [worker for worker in self.idle_workers if worker != name]
+            _, item, _ = self.current_assignments.pop(name, messages.NO_ASSIGNMENT)
+            if item not in self.completed_reports and not self.decided.has(item):
+                self.orphaned_work_items.add(item)
             return []
         if name not in self.servers:
             return []
         self.servers.remove(name)
-        return self._change_placement([
-            ParameterReplicas(tuple(server for server in replicas.servers if server != name), replicas.incarnation)
-            for replicas in self.placement.replicas
-        ])  # fmt: skip
+        placed = self.placement.replicas
+        return self._change_placement([r._replace(servers=tuple(s for s in r.servers if s != name)) for r in placed])
 
-    def _admit_server(self, offer: ServerTakeoverOffer) -> OutgoingMessages:
+    def _admit_server(self, offer: messages.ServerTakeoverOffer) -> OutgoingMessages:
         """Give a new server the slices of a lost one."""
         name, replaced_server, snapshot_versions = offer
         if name in self.servers or name in self.lost_processes:
@@ -212,18 +181,18 @@ class CoordinatorStateMachine:
         placed = list(self.placement.replicas)
         for slice_id, (servers, incarnation) in enumerate(placed):
             if not servers and slice_id in dict(snapshot_versions):
-                placed[slice_id] = ParameterReplicas((name,), incarnation + 1)
-                outgoing.append((name, ParameterStateAssignment(slice_id, self.update_count, self.decided)))
+                placed[slice_id] = messages.ParameterReplicas((name,), incarnation + 1)
+                outgoing.append((name, messages.ParameterStateAssignment(slice_id, self.update_count, self.decided)))
                 self._discard_lost_pushes()
             elif servers and len(servers) < self.copies:
-                placed[slice_id] = ParameterReplicas((*servers, name), incarnation)
+                placed[slice_id] = messages.ParameterReplicas((*servers, name), incarnation)
         return outgoing + self._change_placement(placed) + self._replay_decisions(name, 0)
 
     def _replay_decisions(self, server: str, from_update: int) -> OutgoingMessages:
-        messages: list[Message] = [self.placement, *self.decision_log[max(0, from_update - self.first_logged_update) :]]
+        replayed: list[Message] = [self.placement, *self.decision_log[max(0, from_update - self.first_logged_update) :]]
         if self.next_update_items is not None:
-            messages.append(GradientNormRequest(self.norm_attempt, self.update_count, self.next_update_items))
-        return [(server, message) for message in messages]
+            replayed.append(messages.GradientNormRequest(self.norm_attempt, self.update_count, self.next_update_items))
+        return [(server, message) for message in replayed]
 
     def _discard_lost_pushes(self) -> None:
         """Acknowledged pushes are lost, so their work items are assigned again."""
@@ -234,8 +203,8 @@ class CoordinatorStateMachine:
         self.orphaned_work_items |= self.completed_reports.keys() - in_flight
         self.completed_reports.clear()
 
-    def _change_placement(self, replicas: list[ParameterReplicas]) -> OutgoingMessages:
-        self.placement = ParameterPlacement(self.placement.epoch + 1, tuple(replicas))
+    def _change_placement(self, replicas: list[messages.ParameterReplicas]) -> OutgoingMessages:
+        self.placement = messages.ParameterPlacement(self.placement.epoch + 1, tuple(replicas))
         return [(other, self.placement) for other in (*self.workers, *self.servers)]
 
     # --- updates -----------------------------------------------------------------------------------
@@ -250,17 +219,17 @@ class CoordinatorStateMachine:
             if self.next_update_items is None:
                 self.next_update_items = work_items
                 self.norm_attempt += 1
-                norm_request = GradientNormRequest(self.norm_attempt, self.update_count, work_items)
-                outgoing += [(server, norm_request) for server in self.servers]
+                request = messages.GradientNormRequest(self.norm_attempt, self.update_count, work_items)
+                outgoing += [(server, request) for server in self.servers]
             break
         for worker in list(self.idle_workers):
             if (work_item := self._pop_work_item(worker)) is None:
                 continue
             self.assignment_count += 1
-            has_work = work_item != NO_MORE_WORK
-            min_version = self.updates_covering[self.policy.required_work_items(work_item)] if has_work else 0
+            needed = self.policy.required_work_items(work_item)
+            min_version = self.updates_covering[needed] if work_item != NO_MORE_WORK else 0
             self.idle_workers.remove(worker)
-            self.current_assignments[worker] = WorkAssignment(self.assignment_count, work_item, min_version)
+            self.current_assignments[worker] = messages.WorkAssignment(self.assignment_count, work_item, min_version)
             outgoing.append((worker, self.current_assignments[worker]))
         return outgoing
 
@@ -281,25 +250,19 @@ class CoordinatorStateMachine:
                 floor += 1
         else:
             floor = (self.update_count + 1) * self.policy.work_items_per_step
-        decision = UpdateDecision(self.update_count, work_items, floor, scalars)
+        decision = messages.UpdateDecision(self.update_count, work_items, floor, scalars)
         self.decision_log.append(decision)
         if len(self.decision_log) > 2 * MAX_MISSED_DECISIONS:
             self.first_logged_update += MAX_MISSED_DECISIONS
             del self.decision_log[:MAX_MISSED_DECISIONS]
-        self._record_coverage(self.decided.floor, floor)
+        if self.policy.max_staleness is not None:  # remember which update completed the work items below the floor
+            per_step, oldest_needed = self.policy.work_items_per_step, self.policy.required_work_items(floor)
+            step_ends = range(self.decided.floor // per_step * per_step + per_step, floor + 1, per_step)
+            covering = self.updates_covering | dict.fromkeys(step_ends, self.update_count)
+            self.updates_covering = {end: updates for end, updates in covering.items() if end >= oldest_needed}
         self.decided = self.decided.with_decided(work_items, floor)
         self.next_update_items, self.squared_norms, self.workers_done_with_step = None, {}, set()
         self.completed_reports = {i: report for i, report in self.completed_reports.items() if not self.decided.has(i)}
         self.orphaned_work_items = {item for item in self.orphaned_work_items if not self.decided.has(item)}
         self.next_work_item = max(self.next_work_item, floor)
         return [(server, decision) for server in self.servers]
-
-    def _record_coverage(self, previous_floor: int, floor: int) -> None:
-        """Remember which update completed the work items below the floor."""
-        if self.policy.max_staleness is None:
-            return
-        per_step = self.policy.work_items_per_step
-        step_ends = range(previous_floor // per_step * per_step + per_step, floor + 1, per_step)
-        self.updates_covering |= dict.fromkeys(step_ends, self.update_count)
-        oldest_needed = self.policy.required_work_items(floor)
-        self.updates_covering = {end: updates for end, updates in self.updates_covering.items() if end >= oldest_needed}

@@ -294,8 +294,11 @@ class ApplyUpdate(NamedTuple):
 
 
 Message = (
-    WorkerJoined | WorkAssignment | EvictionNotice | WorkItemCompleted | ParameterPull | ParameterPullReply | GradientPush | GradientPushAck | BackupPush | BackupPushAck | ParameterStateTransfer | ServerTakeoverOffer | DecisionReplayRequest | ParameterStateAssignment
-    | GradientNormRequest | GradientNormReply | UpdateDecision | ParameterPlacement | ServerShutdown | ParameterStateRequest | ParameterStateReply | ServerTrafficReport | ServerAddress | ServerAddressBook | ConnectionRejected | ProcessLost | ParametersReady | GradientsReady
+    WorkerJoined | WorkAssignment | EvictionNotice | WorkItemCompleted | ParameterPull | ParameterPullReply
+    | GradientPush | GradientPushAck | BackupPush | BackupPushAck | ParameterStateTransfer | ServerTakeoverOffer
+    | DecisionReplayRequest | ParameterStateAssignment | GradientNormRequest | GradientNormReply | UpdateDecision
+    | ParameterPlacement | ServerShutdown | ParameterStateRequest | ParameterStateReply | ServerTrafficReport
+    | ServerAddress | ServerAddressBook | ConnectionRejected | ProcessLost | ParametersReady | GradientsReady
     | ApplyUpdate
 )  # fmt: skip
 OutgoingMessages = list[tuple[str, Message]]  # (recipient, message), in order

@@ -3,27 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from motet.parallel.parameter_server.protocol.messages import (
-    COORDINATOR,
-    NONE_DECIDED,
-    ApplyUpdate,
-    BackupPush,
-    BackupPushAck,
-    DecidedWorkItems,
-    DecisionReplayRequest,
-    GradientNormReply,
-    GradientNormRequest,
-    GradientPush,
-    GradientPushAck,
-    Message,
-    OutgoingMessages,
-    ParameterPlacement,
-    ParameterPull,
-    ParameterPullReply,
-    ParameterStateAssignment,
-    ParameterStateTransfer,
-    UpdateDecision,
-)
+from motet.parallel.parameter_server.protocol import messages
+from motet.parallel.parameter_server.protocol.messages import COORDINATOR, Message, OutgoingMessages
 
 
 @dataclass
@@ -31,11 +12,11 @@ class ServerSliceState:
     """A parameter slice on one server."""
 
     version: int = 0  # Updates that were applied
-    decided: DecidedWorkItems = NONE_DECIDED
+    decided: messages.DecidedWorkItems = messages.NONE_DECIDED
     pending_work_items: set[int] = field(default_factory=set)  # Pushed, and in no update yet
     # By work item: pushes to acknowledge once the second server has the gradient.
-    pushes_awaiting_backup: dict[int, frozenset[GradientPush]] = field(default_factory=dict)
-    waiting_pulls: list[ParameterPull] = field(default_factory=list)
+    pushes_awaiting_backup: dict[int, frozenset[messages.GradientPush]] = field(default_factory=dict)
+    waiting_pulls: list[messages.ParameterPull] = field(default_factory=list)
     is_initialized: bool = True  # False until the coordinator or the primary sends its state
 
     def drop_decided(self) -> None:
@@ -47,44 +28,45 @@ class ServerStateMachine:
     """The state of one server; each message changes it and yields the messages to send."""
 
     name: str
-    placement: ParameterPlacement
+    placement: messages.ParameterPlacement
     slice_states: dict[int, ServerSliceState] = field(default_factory=dict)
-    norm_request: GradientNormRequest | None = None
-    decisions: dict[int, UpdateDecision] = field(default_factory=dict)  # By update, if a slice has not applied it
+    norm_request: messages.GradientNormRequest | None = None
+    # By update, if a slice has not applied it.
+    decisions: dict[int, messages.UpdateDecision] = field(default_factory=dict)
 
     def handle(self, message: Message) -> OutgoingMessages:
         """The messages to send and the updates to apply, in this order."""
         match message:
-            case GradientPush():
+            case messages.GradientPush():
                 return self._handle_push(message)
-            case BackupPush(server, slice_id, work_item):
+            case messages.BackupPush(server, slice_id, work_item):
                 if self._is_primary(slice_id):  # from a server that is lost, and has acknowledged nothing
                     return []
                 slice_state = self._slice_state(slice_id)
                 if not slice_state.decided.has(work_item):
                     slice_state.pending_work_items.add(work_item)
-                return [(server, BackupPushAck(self.name, slice_id, work_item))]
-            case BackupPushAck(server, slice_id, work_item):
-                if server != self._other_replica(slice_id):
-                    return []
-                return self._push_acks(self._slice_state(slice_id).pushes_awaiting_backup.pop(work_item, frozenset()))
-            case ParameterPull():
+                return [(server, messages.BackupPushAck(self.name, slice_id, work_item))]
+            case messages.BackupPushAck(server, slice_id, work_item):
+                is_current = server == self._other_replica(slice_id)
+                waiting = self._slice_state(slice_id).pushes_awaiting_backup if is_current else {}
+                return self._push_acks(waiting.pop(work_item, frozenset()))
+            case messages.ParameterPull():
                 return self._handle_pull(message)
-            case ParameterStateTransfer() | ParameterStateAssignment():
+            case messages.ParameterStateTransfer() | messages.ParameterStateAssignment():
                 return self._initialize_slice(message)
             case _:
                 return self._handle_from_coordinator(message)
 
     def _handle_from_coordinator(self, message: Message) -> OutgoingMessages:
         match message:
-            case GradientNormRequest(attempt):
+            case messages.GradientNormRequest(attempt):
                 if self.norm_request is None or attempt > self.norm_request.attempt:
                     self.norm_request = message
                 return self._norm_replies()
-            case UpdateDecision(update):
+            case messages.UpdateDecision(update):
                 self.decisions[update] = message
                 return self._apply_decisions()
-            case ParameterPlacement(epoch):
+            case messages.ParameterPlacement(epoch):
                 return self._change_placement(message) if epoch > self.placement.epoch else []
             case _:
                 raise AssertionError(message)
@@ -92,14 +74,14 @@ class ServerStateMachine:
     def messages_on_connect(self, peer: str) -> OutgoingMessages:
         """Messages that the peer may have missed while the connection was lost."""
         if peer == COORDINATOR:
-            replay_request = DecisionReplayRequest(self.name, self._oldest_version())
-            return [(COORDINATOR, replay_request), *self._norm_replies()]
+            request = messages.DecisionReplayRequest(self.name, self._oldest_version())
+            return [(COORDINATOR, request), *self._norm_replies()]
         outgoing: OutgoingMessages = []
-        for slice_id, slice_state in self.slice_states.items():
+        for slice_id, state in self.slice_states.items():
             if self._other_replica(slice_id) == peer:
-                if self._is_primary(slice_id) and slice_state.is_initialized:
+                if self._is_primary(slice_id) and state.is_initialized:
                     outgoing.append((peer, self._state_transfer(slice_id)))
-                outgoing += [(peer, BackupPush(self.name, slice_id, i)) for i in slice_state.pushes_awaiting_backup]
+                outgoing += [(peer, messages.BackupPush(self.name, slice_id, i)) for i in state.pushes_awaiting_backup]
         return outgoing
 
     def _oldest_version(self) -> int:
@@ -109,9 +91,10 @@ class ServerStateMachine:
         versions = (state.version if state.is_initialized else 0 for state in self.slice_states.values())
         return min(versions, default=0)
 
-    def _state_transfer(self, slice_id: int) -> ParameterStateTransfer:
+    def _state_transfer(self, slice_id: int) -> messages.ParameterStateTransfer:
         state = self.slice_states[slice_id]
-        return ParameterStateTransfer(slice_id, state.version, state.decided, frozenset(state.pending_work_items))
+        pending = frozenset(state.pending_work_items)
+        return messages.ParameterStateTransfer(slice_id, state.version, state.decided, pending)
 
     def is_slice_initialized(self, slice_id: int) -> bool:
         return slice_id in self.slice_states and self.slice_states[slice_id].is_initialized
@@ -119,25 +102,26 @@ class ServerStateMachine:
     def _slice_state(self, slice_id: int) -> ServerSliceState:
         return self.slice_states.setdefault(slice_id, ServerSliceState(is_initialized=False))
 
-    def _handle_push(self, push: GradientPush) -> OutgoingMessages:
+    def _handle_push(self, push: messages.GradientPush) -> OutgoingMessages:
         _, _, slice_id, work_item = push
-        slice_state = self._slice_state(slice_id)
-        if work_item in slice_state.pushes_awaiting_backup:
-            slice_state.pushes_awaiting_backup[work_item] |= {push}
+        state = self._slice_state(slice_id)
+        if work_item in state.pushes_awaiting_backup:
+            state.pushes_awaiting_backup[work_item] |= {push}
             return []
-        if slice_state.decided.has(work_item) or work_item in slice_state.pending_work_items:
+        if state.decided.has(work_item) or work_item in state.pending_work_items:
             return self._push_acks([push])
-        slice_state.pending_work_items.add(work_item)
+        state.pending_work_items.add(work_item)
         return self._replicate_push(slice_id, work_item, frozenset({push}))
 
-    def _replicate_push(self, slice_id: int, work_item: int, pushes: frozenset[GradientPush]) -> OutgoingMessages:
-        backup = self._other_replica(slice_id)
-        if backup is None:
+    def _replicate_push(
+        self, slice_id: int, work_item: int, pushes: frozenset[messages.GradientPush]
+    ) -> OutgoingMessages:
+        if (backup := self._other_replica(slice_id)) is None:
             return self._push_acks(pushes)
         self._slice_state(slice_id).pushes_awaiting_backup[work_item] = pushes
-        return [(backup, BackupPush(self.name, slice_id, work_item))]
+        return [(backup, messages.BackupPush(self.name, slice_id, work_item))]
 
-    def _handle_pull(self, pull: ParameterPull) -> OutgoingMessages:
+    def _handle_pull(self, pull: messages.ParameterPull) -> OutgoingMessages:
         slice_state = self._slice_state(pull.slice_id)
         if pull not in slice_state.waiting_pulls:
             slice_state.waiting_pulls.append(pull)
@@ -149,7 +133,7 @@ class ServerStateMachine:
         pulls, version = slice_state.waiting_pulls, slice_state.version
         slice_state.waiting_pulls = [pull for pull in pulls if pull.min_version > version]
         return [
-            (pull.worker, ParameterPullReply(pull.assignment_id, pull.slice_id, version, pull.priority))
+            (pull.worker, messages.ParameterPullReply(pull.assignment_id, pull.slice_id, version, pull.priority))
             for pull in pulls
             if pull.min_version <= version
         ]
@@ -160,7 +144,7 @@ class ServerStateMachine:
             return []
         attempt, update, work_items = self.norm_request
         return [
-            (COORDINATOR, GradientNormReply(attempt, slice_id))
+            (COORDINATOR, messages.GradientNormReply(attempt, slice_id))
             for slice_id, state in self.slice_states.items()
             if state.is_initialized
             and state.version == update
@@ -174,7 +158,7 @@ class ServerStateMachine:
         for slice_id, state in self.slice_states.items():
             while state.is_initialized and (decision := self.decisions.get(state.version)) is not None:
                 assert state.pending_work_items >= set(decision.work_items), (self.name, slice_id, decision)
-                outgoing.append((self.name, ApplyUpdate(slice_id, decision)))
+                outgoing.append((self.name, messages.ApplyUpdate(slice_id, decision)))
                 state.version += 1
                 state.decided = state.decided.with_decided(decision.work_items, decision.decided_floor)
                 state.drop_decided()
@@ -183,7 +167,7 @@ class ServerStateMachine:
         self.decisions = {update: decision for update, decision in self.decisions.items() if update >= oldest_version}
         return outgoing + self._norm_replies()
 
-    def _change_placement(self, placement: ParameterPlacement) -> OutgoingMessages:
+    def _change_placement(self, placement: messages.ParameterPlacement) -> OutgoingMessages:
         previous, self.placement = self.placement, placement
         outgoing: OutgoingMessages = []
         for slice_id, replicas in enumerate(placement.replicas):
@@ -197,15 +181,17 @@ class ServerStateMachine:
                 outgoing += self._replicate_push(slice_id, work_item, pushes)
         return outgoing + self._norm_replies()
 
-    def _initialize_slice(self, assigned: ParameterStateTransfer | ParameterStateAssignment) -> OutgoingMessages:
-        slice_state = self._slice_state(assigned.slice_id)
-        if slice_state.is_initialized:
+    def _initialize_slice(
+        self, assigned: messages.ParameterStateTransfer | messages.ParameterStateAssignment
+    ) -> OutgoingMessages:
+        state = self._slice_state(assigned.slice_id)
+        if state.is_initialized:
             return []
-        slice_state.is_initialized, slice_state.version, slice_state.decided = True, assigned.version, assigned.decided
-        if isinstance(assigned, ParameterStateTransfer):
-            slice_state.pending_work_items |= assigned.pending_work_items
-        slice_state.drop_decided()
-        return self._pull_replies(slice_state) + self._apply_decisions()
+        state.is_initialized, state.version, state.decided = True, assigned.version, assigned.decided
+        if isinstance(assigned, messages.ParameterStateTransfer):
+            state.pending_work_items |= assigned.pending_work_items
+        state.drop_decided()
+        return self._pull_replies(state) + self._apply_decisions()
 
     def _is_primary(self, slice_id: int) -> bool:
         return self.placement.replicas[slice_id].servers[:1] == (self.name,)
@@ -213,5 +199,5 @@ class ServerStateMachine:
     def _other_replica(self, slice_id: int) -> str | None:
         return next((server for server in self.placement.replicas[slice_id].servers if server != self.name), None)
 
-    def _push_acks(self, pushes: Iterable[GradientPush]) -> OutgoingMessages:
-        return [(push.worker, GradientPushAck(self.name, push.assignment_id, push.slice_id)) for push in sorted(pushes)]
+    def _push_acks(self, pushes: Iterable[messages.GradientPush]) -> OutgoingMessages:
+        return [(p.worker, messages.GradientPushAck(self.name, p.assignment_id, p.slice_id)) for p in sorted(pushes)]

@@ -3,25 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from motet.parallel.parameter_server.protocol.messages import (
-    COORDINATOR,
-    NO_ASSIGNMENT,
-    NO_MORE_WORK,
-    NO_REPORT,
-    GradientPush,
-    GradientPushAck,
-    GradientsReady,
-    Message,
-    OutgoingMessages,
-    ParameterPlacement,
-    ParameterPull,
-    ParameterPullReply,
-    ParametersReady,
-    WorkAssignment,
-    WorkerJoined,
-    WorkItemCompleted,
-    WorkItemReport,
-)
+from motet.parallel.parameter_server.protocol import messages
+from motet.parallel.parameter_server.protocol.messages import COORDINATOR, NO_MORE_WORK, Message, OutgoingMessages
 
 
 @dataclass
@@ -29,37 +12,36 @@ class WorkerStateMachine:
     """The state of one worker. It pulls all slices, computes, and pushes each gradient when it is ready."""
 
     name: str
-    placement: ParameterPlacement
-    assignment: WorkAssignment = NO_ASSIGNMENT
+    placement: messages.ParameterPlacement
+    assignment: messages.WorkAssignment = messages.NO_ASSIGNMENT
     pulled_versions: dict[int, int] = field(default_factory=dict)  # By slice
     ready_slices: set[int] = field(default_factory=set)  # Their gradient is computed
     acknowledged_slices: set[int] = field(default_factory=set)  # Their servers have the gradient
-    report: WorkItemReport = NO_REPORT
-    # By slice: the lower, the sooner forward needs it.
-    priorities: dict[int, int] = field(default_factory=dict)
+    report: messages.WorkItemReport = messages.NO_REPORT
+    priorities: dict[int, int] = field(default_factory=dict)  # By slice: the lower, the sooner forward needs it
 
     def handle(self, message: Message) -> OutgoingMessages:
         """The messages to send in answer, in this order."""
         match message:
-            case WorkAssignment(new_assignment_id):
+            case messages.WorkAssignment(new_assignment_id):
                 return self._start_assignment(message) if new_assignment_id > self.assignment.assignment_id else []
-            case ParameterPullReply(assignment_id, slice_id, version):
+            case messages.ParameterPullReply(assignment_id, slice_id, version):
                 if assignment_id != self.assignment.assignment_id or slice_id in self.pulled_versions:
                     return []
                 self.pulled_versions[slice_id] = version
                 has_all = len(self.pulled_versions) == self._slice_count
-                return [(self.name, ParametersReady(self.assignment))] if has_all else []
-            case GradientsReady(_, slice_ids, report):
+                return [(self.name, messages.ParametersReady(self.assignment))] if has_all else []
+            case messages.GradientsReady(_, slice_ids, report):
                 self.report = report
                 self.ready_slices.update(slice_ids)
                 return self._push_messages(slice_ids)
-            case GradientPushAck(server, assignment_id, slice_id):
+            case messages.GradientPushAck(server, assignment_id, slice_id):
                 is_current = assignment_id == self.assignment.assignment_id
                 if not is_current or slice_id in self.acknowledged_slices or server not in self._servers_of(slice_id):
                     return []
                 self.acknowledged_slices.add(slice_id)
                 return self._report_if_complete()
-            case ParameterPlacement(epoch):
+            case messages.ParameterPlacement(epoch):
                 return self._change_placement(message) if epoch > self.placement.epoch else []
             case _:
                 raise AssertionError(message)
@@ -67,10 +49,9 @@ class WorkerStateMachine:
     def messages_on_connect(self, peer: str) -> OutgoingMessages:
         """Messages that the peer may have missed while the connection was lost."""
         if peer == COORDINATOR:
-            has_started = self.assignment.assignment_id > 0
-            return [(COORDINATOR, WorkerJoined(self.name)), *(self._report_if_complete() if has_started else [])]
-        slice_ids = {slice_id for slice_id in range(self._slice_count) if self._servers_of(slice_id)[:1] == (peer,)}
-        return self._outstanding(slice_ids)
+            completed = self._report_if_complete() if self.assignment.assignment_id > 0 else []
+            return [(COORDINATOR, messages.WorkerJoined(self.name)), *completed]
+        return self._outstanding({i for i in range(self._slice_count) if self._servers_of(i)[:1] == (peer,)})
 
     @property
     def has_ended(self) -> bool:
@@ -83,13 +64,13 @@ class WorkerStateMachine:
     def _servers_of(self, slice_id: int) -> tuple[str, ...]:
         return self.placement.replicas[slice_id].servers
 
-    def _start_assignment(self, assignment: WorkAssignment) -> OutgoingMessages:
-        self.assignment, self.report = assignment, NO_REPORT
+    def _start_assignment(self, assignment: messages.WorkAssignment) -> OutgoingMessages:
+        self.assignment, self.report = assignment, messages.NO_REPORT
         self.pulled_versions, self.ready_slices, self.acknowledged_slices = {}, set(), set()
         return [] if assignment.work_item == NO_MORE_WORK else self._pull_messages(range(self._slice_count))
 
     def _report_if_complete(self) -> OutgoingMessages:
-        done = WorkItemCompleted(self.name, self.assignment.work_item, self.placement.epoch, self.report)
+        done = messages.WorkItemCompleted(self.name, self.assignment.work_item, self.placement.epoch, self.report)
         return [(COORDINATOR, done)] if len(self.acknowledged_slices) == self._slice_count else []
 
     def _outstanding(self, slice_ids: set[int]) -> OutgoingMessages:
@@ -103,20 +84,27 @@ class WorkerStateMachine:
     def _pull_messages(self, slice_ids: Iterable[int]) -> OutgoingMessages:
         assignment_id, _, min_version = self.assignment
         return [
-            (to, ParameterPull(self.name, assignment_id, slice_id, min_version, self.priorities.get(slice_id, 0)))
+            (
+                to,
+                messages.ParameterPull(
+                    self.name, assignment_id, slice_id, min_version, self.priorities.get(slice_id, 0)
+                ),
+            )
             for slice_id, to in self._primary_servers(slice_ids)
         ]
 
     def _push_messages(self, slice_ids: Iterable[int]) -> OutgoingMessages:
         assignment_id, work_item, _ = self.assignment
         primaries = self._primary_servers(slice_ids)
-        return [(to, GradientPush(self.name, assignment_id, slice_id, work_item)) for slice_id, to in primaries]
+        return [
+            (to, messages.GradientPush(self.name, assignment_id, slice_id, work_item)) for slice_id, to in primaries
+        ]
 
     def _primary_servers(self, slice_ids: Iterable[int]) -> list[tuple[int, str]]:
         """(slice, primary); a slice without servers waits for a later placement."""
         return [(slice_id, servers[0]) for slice_id in slice_ids if (servers := self._servers_of(slice_id))]
 
-    def _change_placement(self, placement: ParameterPlacement) -> OutgoingMessages:
+    def _change_placement(self, placement: messages.ParameterPlacement) -> OutgoingMessages:
         """Ask the new servers of a slice for what the lost ones did not answer."""
         previous, self.placement = self.placement, placement
         if self.assignment.work_item == NO_MORE_WORK:
