@@ -9,9 +9,9 @@ from torch import Tensor
 from motet.collectives.compression.codec_registry import parse_codec
 from motet.core.errors import InputError
 from motet.parallel.data_parallel.buckets import build_buckets
-from motet.parallel.parameter_server.process.push_pull_compression import PushPullCompression
 from motet.parallel.parameter_server.process.parameter_store import ParameterPartition, ParameterStore, tensor_bytes
 from motet.parallel.parameter_server.process.push_pull_compression import (
+    PushPullCompression,
     PushPullCompressor,
     decompress_gradient,
     decompress_parameters,

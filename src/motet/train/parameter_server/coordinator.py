@@ -1,46 +1,113 @@
 """The coordinator of a run does what rank 0 does elsewhere: it logs, evaluates and writes checkpoints."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from motet.core.errors import InputError
 from motet.monitor.callback import Callback
 from motet.monitor.events import WarningIssued
 from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
+from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.layout import LayoutSettings
 from motet.parallel.parameter_server.process.coordinator_process import CoordinatorProcess
-from motet.parallel.parameter_server.process.parameter_store import ParameterPartition
-from motet.parallel.parameter_server.process.tcp_transport import TcpTransport
+from motet.parallel.parameter_server.process.parameter_store import (
+    ParameterPartition,
+    deserialize_tensors,
+    serialize_tensors,
+)
 from motet.parallel.parameter_server.protocol.coordinator_state_machine import CoordinatorStateMachine
-from motet.parallel.parameter_server.protocol.messages import COORDINATOR, ConsistencyPolicy
+from motet.parallel.parameter_server.protocol.messages import COORDINATOR
+from motet.parallel.parameter_server.protocol.parameter_slices import initial_placement
 from motet.parallel.parameter_server.server_settings import consistency_policy, extra_process_count
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.process.rank_consistency import persistent_buffers
-from motet.train.build import (
-    TrainingComponents,
-    build_components,
-    open_rank_monitor,
-    restore_newest_checkpoint,
-    run_training,
-)
+from motet.train.build import build_components, open_rank_monitor, restore_newest_checkpoint, run_training
 from motet.train.launch.failures import StopFlag
 from motet.train.loop import RunProgress
-from motet.train.parameter_server.coordinator_parameters import CoordinatorParameterCopy
+from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
 from motet.train.parameter_server.coordinator_step import CoordinatorTrainStep, StepCompletionTracker
-from motet.train.parameter_server.parameter_partition import build_handshake, build_partition, placement_at_start
+from motet.train.parameter_server.parameter_partition import build_handshake, build_partition
 from motet.train.parameter_server.process_roles import WORK_ITEMS_ENTRY, ParameterServerRole, open_transport
 from motet.train.parameter_server.server import delete_old_snapshots
+
+
+@dataclass
+class CoordinatorParameterCopy:
+    """The master parameters and moments of the coordinator's optimizer, cut into slices."""
+
+    partition: ParameterPartition
+    optimizer: ShardedOptimizer
+    version: int
+    _skips_fetch: bool = False  # While the copy itself is read, however old it is
+
+    def refresh(self, coordinator: CoordinatorProcess) -> None:
+        """Fetch the parameters from the servers, unless the copy is up to date."""
+        if self.version != coordinator.state_machine.update_count and not self._skips_fetch:
+            content = coordinator.fetch_slice_states()
+            self.version = coordinator.state_machine.update_count
+            self.load_slice_states(content)
+
+    def stored_slice_state(self, slice_id: int) -> memoryview:
+        """The serialized state of a slice at the version of the copy."""
+        self._skips_fetch = True
+        try:
+            tensors_by_kind = self._tensors_by_kind()
+        finally:
+            self._skips_fetch = False
+        tensors: dict[str, Tensor] = {}
+        for kind, named in tensors_by_kind.items():
+            if "" in named:
+                tensors[kind] = named[""]
+                continue
+            values = torch.zeros(self.partition.slices[slice_id].numel, dtype=next(iter(named.values())).dtype)
+            for name, in_member, in_slice in self._members_of_slice(slice_id):
+                values[in_slice] = named[name][in_member]
+            tensors[kind] = values
+        return serialize_tensors(tensors)
+
+    def load_slice_states(self, slice_states: Mapping[int, bytearray]) -> None:
+        """Load the state of slices from the servers."""
+        tensors_by_kind = self._tensors_by_kind()
+        for slice_id, content in slice_states.items():
+            for kind, values in deserialize_tensors(content).items():
+                named = tensors_by_kind[kind]
+                if "" in named:
+                    named[""].copy_(values)
+                    continue
+                for name, in_member, in_slice in self._members_of_slice(slice_id):
+                    named[name][in_member] = values[in_slice]
+        self.optimizer.sync_parameters()
+
+    def _tensors_by_kind(self) -> dict[str, dict[str, Tensor]]:
+        """By kind of state, the flat values of each parameter by name; or a count that all share, without a name."""
+        tensors_by_kind: dict[str, dict[str, Tensor]] = {}
+        for state_name, value in self.optimizer.state().items():
+            kind, slash, name = state_name.partition("/")
+            if isinstance(value, LocalShard) or not slash:
+                values = value.values if isinstance(value, LocalShard) else value
+                tensors_by_kind.setdefault(kind, {})[name] = values
+        return tensors_by_kind
+
+    def _members_of_slice(self, slice_id: int) -> Iterator[tuple[str, slice, slice]]:
+        """(name, range in the parameter, range in the slice) of each parameter in a slice."""
+        parameter_slice = self.partition.slices[slice_id]
+        flat = parameter_slice.flat_range
+        for member in self.partition.buckets[parameter_slice.bucket_id].members:
+            first, stop = max(member.start, flat.start), min(member.stop, flat.stop)
+            if first < stop:
+                in_member = slice(first - member.start, stop - member.start)
+                yield member.name, in_member, slice(first - flat.start, stop - flat.start)
 
 
 def run_coordinator(
     role: ParameterServerRole, folder: Path, stop: StopFlag, callbacks: Sequence[Callback]
 ) -> RunProgress:
-    job = role.job
-    server = job.layout.server
+    job, server = role.job, role.job.layout.server
     single_device_job = job.model_copy(update={"layout": LayoutSettings(microbatches=job.layout.microbatches)})
     workers = role.rank_env.world - extra_process_count(server)
     group = RankGroup(0, 1, None, torch.device("cpu"))
@@ -52,54 +119,33 @@ def run_coordinator(
         )
     partition = build_partition(training.model.module, job)
     resume_point = restore_newest_checkpoint(training)
-    done = resume_point.completed_steps
+    done_steps = resume_point.completed_steps
     delete_old_snapshots(folder, role.rank_env)
     policy = consistency_policy(server, workers, training.total_steps)
     handshake = build_handshake(job, training.model.module, partition, data=training.data)
     handshake[WORK_ITEMS_ENTRY] = str(policy.work_items_per_step)
+    servers = [f"s{index}" for index in range(server.count)]
+    placement = initial_placement(partition.slices, server.count, server.copies)
+    state_machine = CoordinatorStateMachine(
+        policy, placement, list(servers), server.copies, step_limit=done_steps, ends_at_step_limit=False
+    ).resume_after(done_steps)
+    parameter_copy = CoordinatorParameterCopy(partition, training.optimizer, state_machine.update_count)
     with open_transport(role, COORDINATOR, handshake) as transport:
-        coordinator = _build_coordinator(role, training, partition, policy=policy, transport=transport, done_steps=done)
-        completion = StepCompletionTracker(policy, done)
+        coordinator = CoordinatorProcess(
+            state_machine,
+            transport,
+            parameter_copy.stored_slice_state,
+            timeout_s=job.run.timeout_s,
+            eviction_timeout_s=server.eviction_timeout_s,
+        )
+        parameters = training.optimizer.sharded_parameters
+        assert isinstance(parameters, BucketedDataParallel)
+        parameters.fetch_updates = partial(parameter_copy.refresh, coordinator)
+        completion = StepCompletionTracker(policy, done_steps)
         train_step = CoordinatorTrainStep(job, policy, training.total_steps, completion, coordinator)
-        coordinator.state_machine.update_rule = train_step.decide_update
+        state_machine.update_rule = train_step.decide_update
         with open_rank_monitor(job, training.group, folder, callbacks) as monitor:
             coordinator.log_membership = lambda text: monitor.on_event(WarningIssued(text=text))
             outcome = run_training(job, training, resume_point, monitor, stop, train_step)
-            coordinator.close(_process_names("s", server.count) + _process_names("w", workers))
+            coordinator.close([*servers, *(f"w{index}" for index in range(workers))])
         return outcome
-
-
-def _build_coordinator(
-    role: ParameterServerRole,
-    training: TrainingComponents,
-    partition: ParameterPartition,
-    *,
-    policy: ConsistencyPolicy,
-    transport: TcpTransport,
-    done_steps: int,
-) -> CoordinatorProcess:
-    job, server = role.job, role.job.layout.server
-    state_machine = CoordinatorStateMachine(
-        policy,
-        placement_at_start(partition, job),
-        _process_names("s", server.count),
-        server.copies,
-        step_limit=done_steps,
-        ends_at_step_limit=False,
-    ).resume_after(done_steps)
-    parameter_copy = CoordinatorParameterCopy(partition, training.optimizer, state_machine.update_count)
-    coordinator = CoordinatorProcess(
-        state_machine,
-        transport,
-        parameter_copy.stored_slice_state,
-        timeout_s=job.run.timeout_s,
-        eviction_timeout_s=server.eviction_timeout_s,
-    )
-    parameters = training.optimizer.sharded_parameters
-    assert isinstance(parameters, BucketedDataParallel)
-    parameters.fetch_updates = partial(parameter_copy.refresh, coordinator)
-    return coordinator
-
-
-def _process_names(prefix: str, count: int) -> list[str]:
-    return [f"{prefix}{index}" for index in range(count)]

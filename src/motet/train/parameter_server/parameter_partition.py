@@ -11,8 +11,7 @@ from motet.parallel.data_parallel.buckets import build_buckets
 from motet.parallel.data_parallel.zero import MIB
 from motet.parallel.parameter_server.process.parameter_store import ParameterPartition, tensor_bytes
 from motet.parallel.parameter_server.process.push_pull_compression import PushPullCompression
-from motet.parallel.parameter_server.protocol.messages import ParameterPlacement
-from motet.parallel.parameter_server.protocol.parameter_slices import initial_placement, partition_buckets
+from motet.parallel.parameter_server.protocol.parameter_slices import partition_buckets
 from motet.parallel.process.rank_consistency import module_signature
 from motet.precision.recipe import RECIPES
 from motet.train.job import Job
@@ -33,10 +32,6 @@ def build_partition(module: nn.Module, job: Job) -> ParameterPartition:
     )
     compression = PushPullCompression(push_codec, pull_codec, server.error_feedback, job.run.seed)
     return ParameterPartition(buckets, slices, recipe, tuple(groups), compression, server.delay_compensation)
-
-
-def placement_at_start(partition: ParameterPartition, job: Job) -> ParameterPlacement:
-    return initial_placement(partition.slices, job.layout.server.count, job.layout.server.copies)
 
 
 def build_handshake(

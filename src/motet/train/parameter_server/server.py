@@ -7,17 +7,17 @@ from pathlib import Path
 
 import torch
 
-from motet.parallel.parameter_server.process.parameter_store import ParameterPartition, ParameterStore
+from motet.parallel.parameter_server.process.parameter_store import ParameterStore
 from motet.parallel.parameter_server.process.server_process import ParameterServerProcess
 from motet.parallel.parameter_server.process.server_snapshots import ServerSnapshots
-from motet.parallel.parameter_server.process.tcp_transport import EvictedError, TcpTransport
+from motet.parallel.parameter_server.process.tcp_transport import EvictedError
 from motet.parallel.parameter_server.protocol.messages import ParameterPlacement
+from motet.parallel.parameter_server.protocol.parameter_slices import initial_placement
 from motet.parallel.parameter_server.protocol.server_state_machine import ServerSliceState, ServerStateMachine
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.train.build import build_model
-from motet.train.job import Job
 from motet.train.optimizer.sharded_optimizer import make_torch_optimizer
-from motet.train.parameter_server.parameter_partition import build_handshake, build_partition, placement_at_start
+from motet.train.parameter_server.parameter_partition import build_handshake, build_partition
 from motet.train.parameter_server.process_roles import ParameterServerRole, open_transport
 
 SNAPSHOTS_FOLDER = "servers"  # In the run folder
@@ -30,11 +30,20 @@ def run_server(role: ParameterServerRole, folder: Path) -> None:
     partition = build_partition(model.module, job)
     handshake = build_handshake(job, model.module, partition)
     del model
+    placement = initial_placement(partition.slices, job.layout.server.count, job.layout.server.copies)
+    make_optimizer = partial(make_torch_optimizer, settings=job.optimizer)
     snapshots = _open_snapshots(role, folder)
     predecessor_name, name = role.predecessor_name if role.rank_env.incarnation else "", role.process_name
     for attempt in count(1):
         with open_transport(role, name, handshake) as transport:
-            server = _build_server(job, partition, transport, snapshots=snapshots, is_successor=bool(predecessor_name))
+            if predecessor_name:
+                state_machine = ServerStateMachine(name, ParameterPlacement(-1, placement.replicas))
+            else:
+                slice_ids = [slice_id for slice_id, (servers, _) in enumerate(placement.replicas) if name in servers]
+                slice_states = {slice_id: ServerSliceState(is_initialized=False) for slice_id in slice_ids}
+                state_machine = ServerStateMachine(name, placement, slice_states)
+            store, timeout_s = ParameterStore(partition, make_optimizer), job.run.timeout_s
+            server = ParameterServerProcess(state_machine, store, transport, timeout_s=timeout_s, snapshots=snapshots)
             if predecessor_name:
                 server.offer_takeover(predecessor_name)
             try:
@@ -47,30 +56,10 @@ def run_server(role: ParameterServerRole, folder: Path) -> None:
         snapshots.clear()
 
 
-def _build_server(
-    job: Job,
-    partition: ParameterPartition,
-    transport: TcpTransport,
-    *,
-    snapshots: ServerSnapshots | None,
-    is_successor: bool,
-) -> ParameterServerProcess:
-    name, placement = transport.name, placement_at_start(partition, job)
-    if is_successor:
-        state_machine = ServerStateMachine(name, ParameterPlacement(-1, placement.replicas))
-    else:
-        slice_ids = [slice_id for slice_id, replicas in enumerate(placement.replicas) if name in replicas.servers]
-        slice_states = {slice_id: ServerSliceState(is_initialized=False) for slice_id in slice_ids}
-        state_machine = ServerStateMachine(name, placement, slice_states)
-    store = ParameterStore(partition, partial(make_torch_optimizer, settings=job.optimizer))
-    return ParameterServerProcess(state_machine, store, transport, timeout_s=job.run.timeout_s, snapshots=snapshots)
-
-
 def _open_snapshots(role: ParameterServerRole, folder: Path) -> ServerSnapshots | None:
     """Snapshots are for a server whose slices have no second copy, and that the launcher can restart."""
     server = role.job.layout.server
-    elastic = role.rank_env.rendezvous.startswith("file://")
-    if server.copies > 1 or not server.snapshot_every or not elastic:
+    if server.copies > 1 or not server.snapshot_every or not role.rank_env.rendezvous.startswith("file://"):
         return None
     return ServerSnapshots(snapshots_folder(folder, role.rank_env) / role.role_name, server.snapshot_every)
 

@@ -1,5 +1,6 @@
 """A worker of a run: computes work items, and joins again after an eviction."""
 
+import contextlib
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -16,6 +17,7 @@ from motet.parallel.parameter_server.process.parameter_store import ParameterPar
 from motet.parallel.parameter_server.process.tcp_transport import EvictedError
 from motet.parallel.parameter_server.process.worker_client import ParameterServerClient
 from motet.parallel.parameter_server.protocol.messages import WorkAssignment, WorkItemReport
+from motet.parallel.parameter_server.protocol.parameter_slices import initial_placement
 from motet.parallel.parameter_server.protocol.worker_state_machine import WorkerStateMachine
 from motet.parallel.parameter_server.server_settings import has_per_item_updates
 from motet.parallel.process.process_group import pick_device
@@ -25,7 +27,7 @@ from motet.precision.recipe import RECIPES
 from motet.train.build import build_model
 from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
-from motet.train.parameter_server.parameter_partition import build_handshake, build_partition, placement_at_start
+from motet.train.parameter_server.parameter_partition import build_handshake, build_partition
 from motet.train.parameter_server.process_roles import (
     WORK_ITEMS_ENTRY,
     ParameterServerRole,
@@ -45,18 +47,13 @@ def run_worker(role: ParameterServerRole, stop: StopFlag) -> None:
     cast_frozen_parameters(model.module, recipe)
     named = {n: p for n, p in model.module.named_parameters() if p.requires_grad}
     gradients = GradientBuffer(partition.buckets, 0, partition.gradient_dtype, device=device, keeps_full_gradients=True)
-    flat_parameters = FlatParameters(
-        named,
-        partition.buckets,
-        [slice(b.start, b.start) for b in partition.buckets],
-        recipe=recipe,
-        gradients=gradients,
-    )
+    no_masters = [slice(b.start, b.start) for b in partition.buckets]
+    flat_parameters = FlatParameters(named, partition.buckets, no_masters, recipe=recipe, gradients=gradients)
     stop = stop if role.has_joined_late else StopFlag()
     worker = ParameterServerWorker(job, model, data, partition, flat_parameters, stop)
     bucket_ids: dict[Tensor, int] = {named[m.name]: i for i, b in enumerate(partition.buckets) for m in b.members}
     parameter_usage = ParameterUsageTracker(model.module, bucket_ids, lambda i: worker.client.wait_for_bucket(i))
-    placement = placement_at_start(partition, job)
+    placement = initial_placement(partition.slices, job.layout.server.count, job.layout.server.copies)
     for attempt in count():
         name = f"{role.process_name}+{attempt}" if attempt else role.process_name
         with open_transport(role, name, handshake) as transport:
@@ -69,13 +66,9 @@ def run_worker(role: ParameterServerRole, stop: StopFlag) -> None:
                 connect_timeout_s=job.layout.server.eviction_timeout_s,
             )
             client.sibling_errors = role.sibling_errors
-            try:
+            with contextlib.closing(client), contextlib.suppress(EvictedError):
                 worker.run(client, parameter_usage)
                 return
-            except EvictedError:
-                continue
-            finally:
-                client.close()
 
 
 @dataclass
@@ -101,21 +94,20 @@ class ParameterServerWorker:
             if not parameter_usage.first_use_order:
                 for bucket_id in range(len(self.partition.buckets)):
                     client.wait_for_bucket(bucket_id)
-            if layout is None:
-                layout = self.job.layout_for(int(client.coordinator_handshake[WORK_ITEMS_ENTRY]))
+            layout = layout or self.job.layout_for(int(client.coordinator_handshake[WORK_ITEMS_ENTRY]))
             self._run_work_item(assignment, layout, parameter_usage)
 
     def _run_work_item(
         self, assignment: WorkAssignment, layout: Layout, parameter_usage: ParameterUsageTracker
     ) -> None:
         step, index = divmod(assignment.work_item, layout.dp)
-        rows_by_microbatch = [m.rows for m in microbatches_of_rank(layout, index, self.job.data.batch_sequences)]
+        microbatches = microbatches_of_rank(layout, index, self.job.data.batch_sequences)
         gradients, buckets = self.flat_parameters.gradients, range(len(self.flat_parameters.buckets))
         gradients.begin_step()
-        loss_sum, target_count, token_count = 0.0, 0.0, 0.0
+        loss_sum, target_count, token_count, pushed_buckets = 0.0, 0.0, 0.0, set[int]()
         uses_per_item_updates = has_per_item_updates(self.job.layout.server)
-        for microbatch, rows in enumerate(rows_by_microbatch):
-            batch = self.data.batch(step, rows).to(self.flat_parameters.compute.device)
+        for microbatch in microbatches:
+            batch = self.data.batch(step, microbatch.rows).to(self.flat_parameters.compute.device)
             target_count += batch.weights.sum(dtype=torch.float64).item()
             token_count += batch.tokens.numel()
             with self.model.randomness(step, batch.rows):
@@ -124,10 +116,8 @@ class ParameterServerWorker:
             self.client.wait_for_all()
             loss_sum += loss.item()
             report = WorkItemReport(loss_sum, target_count, token_count, 0.0, float(self.client.oldest_version))
-            pushed_buckets: set[int] = set()
             # The last bucket waits for the norm of the gradient, which is in the report.
-            is_last = microbatch == len(rows_by_microbatch) - 1
-            max_pushed = len(buckets) - uses_per_item_updates if is_last else 0
+            max_pushed = len(buckets) - uses_per_item_updates if microbatch is microbatches[-1] else 0
             gradients.on_bucket_ready = partial(self._push_bucket, report, pushed_buckets, max_pushed)
             gradients.begin_backward()
             loss.backward()
@@ -141,8 +131,7 @@ class ParameterServerWorker:
                 self._push_bucket(report, pushed_buckets, len(buckets), bucket_id)
 
     def _push_bucket(self, report: WorkItemReport, pushed_buckets: set[int], max_pushed: int, bucket_id: int) -> None:
-        if len(pushed_buckets) >= max_pushed:
-            return
-        self.flat_parameters.gradients.zero_missing(bucket_id)
-        pushed_buckets.add(bucket_id)
-        self.client.push_bucket(bucket_id, report)
+        if len(pushed_buckets) < max_pushed:
+            self.flat_parameters.gradients.zero_missing(bucket_id)
+            pushed_buckets.add(bucket_id)
+            self.client.push_bucket(bucket_id, report)

@@ -36,7 +36,7 @@ class ParameterPartition:
     slices: tuple[ParameterSlice, ...]
     recipe: PrecisionRecipe
     optimizer_groups: tuple[tuple[float, float], ...]  # (scale of the learning rate, weight decay)
-    compression: PushPullCompression = PushPullCompression()
+    compression: PushPullCompression = field(default_factory=PushPullCompression)
     delay_compensation: float = 0.0
 
     @property

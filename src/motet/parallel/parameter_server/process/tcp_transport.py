@@ -19,6 +19,7 @@ from typing import NamedTuple
 from uuid import uuid4
 
 from motet.core.errors import InputError, PeerFailedError
+from motet.parallel.parameter_server.protocol import messages
 from motet.parallel.parameter_server.protocol.message_framing import (
     FRAME_HEADER,
     MAX_FRAME_BYTES,
@@ -27,7 +28,6 @@ from motet.parallel.parameter_server.protocol.message_framing import (
     MessageFrameReader,
     cut_into_frames,
 )
-from motet.parallel.parameter_server.protocol import messages
 from motet.parallel.parameter_server.protocol.messages import Message, OutgoingMessages
 
 HEARTBEAT_FRAME, HANDSHAKE_FRAME = 2, 3
