@@ -17,7 +17,6 @@ from motet.parallel.parameter_server.protocol.message_framing import (
     PAYLOAD_FRAME,
     Frame,
     MessageFrameReader,
-    ReceivedMessage,
     cut_into_frames,
     decode_message,
     encode_message,
@@ -80,11 +79,11 @@ def arrive(reader: MessageFrameReader, sent: list[deque[Frame]]) -> list[tuple[A
             if not frames:
                 sent.remove(frames)
             if message := read(reader, frame):
-                received.append((message.message, bytes(message.payload)))
+                received.append((message[0], bytes(message[1])))
     return received
 
 
-def read(reader: MessageFrameReader, frame: Frame) -> ReceivedMessage | None:
+def read(reader: MessageFrameReader, frame: Frame) -> tuple[messages.Message, bytearray] | None:
     def receive_into(buffer: memoryview) -> None:
         buffer[:] = frame.body
 

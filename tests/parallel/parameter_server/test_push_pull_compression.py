@@ -13,8 +13,8 @@ from motet.parallel.parameter_server.process.parameter_store import ParameterPar
 from motet.parallel.parameter_server.process.push_pull_compression import (
     PushPullCompression,
     PushPullCompressor,
+    decompress,
     decompress_gradient,
-    decompress_parameters,
 )
 from motet.parallel.parameter_server.protocol.messages import UpdateScalars
 from motet.parallel.parameter_server.protocol.parameter_slices import partition_buckets
@@ -40,7 +40,7 @@ def store_of(partition: ParameterPartition, settings: OptimizerSettings = SGD) -
 
 
 def pulled(partition: ParameterPartition, store: ParameterStore) -> Tensor:
-    return decompress_parameters(partition.compression, bytearray(store.value_for_worker(0, "w0")), drawn(0))
+    return decompress(partition.compression.pull_codec, bytearray(store.value_for_worker(0, "w0")), drawn(0))
 
 
 def push(store: ParameterStore, share: int, gradient: Tensor, factor: float = 1.0) -> None:

@@ -56,8 +56,7 @@ class CoordinatorTrainStep:
     coordinator: CoordinatorProcess
     unreported_updates: list[ServerUpdateStats] = field(default_factory=list)
     consecutive_skipped: int = 0
-    last_sent_bytes: int = 0  # Of all servers, at the last step
-    last_received_bytes: int = 0
+    last_traffic: tuple[int, int] = 0, 0  # Bytes that all servers had sent and received at the last step
 
     def decide_update(
         self, update: int, reports: dict[int, WorkItemReport], squared_norms: dict[int, float]
@@ -67,9 +66,9 @@ class CoordinatorTrainStep:
         item_reports = [reports[work_item] for work_item in work_items]
         count = sum(report.targets for report in item_reports)
         divisor = count if count > 0 else 1.0
-        per_item = self.policy.has_per_item_updates
-        norms = [report.squared_norm for report in item_reports] if per_item else squared_norms.values()
-        norm = math.sqrt(math.fsum(norms)) / divisor
+        if self.policy.has_per_item_updates:
+            squared_norms = {work_item: reports[work_item].squared_norm for work_item in work_items}
+        norm = math.sqrt(math.fsum(squared_norms.values())) / divisor
         is_finite = math.isfinite(norm) and all(math.isfinite(report.loss_sum) for report in item_reports)
         versions = [int(report.oldest_version) for report in item_reports]
         update_staleness = [update - version for version in versions]
@@ -88,8 +87,9 @@ class CoordinatorTrainStep:
 
     def _update_rate(self, update: int, update_staleness: list[int]) -> float:
         """The learning rate; that of a step is divided among its updates."""
-        updates_per_step = self._updates_per_step
-        rate = self.learning_rate_at(update // updates_per_step) / updates_per_step
+        updates_per_step, optimizer = self._updates_per_step, self.job.optimizer
+        factor = learning_rate_factor(optimizer.schedule, update // updates_per_step, self.total_steps)
+        rate = factor * optimizer.learning_rate / updates_per_step
         if self.job.layout.server.learning_rate_scaling == "by-staleness":
             mean_staleness = sum(update_staleness) / len(update_staleness)
             rate /= max(1.0, mean_staleness / updates_per_step)
@@ -98,10 +98,6 @@ class CoordinatorTrainStep:
     @property
     def _updates_per_step(self) -> int:
         return self.policy.work_items_per_step if self.policy.has_per_item_updates else 1
-
-    def learning_rate_at(self, step: int) -> float:
-        optimizer = self.job.optimizer
-        return learning_rate_factor(optimizer.schedule, step, self.total_steps) * optimizer.learning_rate
 
     def step(self, step: int, learning_rate: float, stop: bool = False, last: bool = False) -> StepResult:
         state_machine = self.coordinator.state_machine
@@ -126,6 +122,16 @@ class CoordinatorTrainStep:
         count = math.fsum(report.targets for report in reports)
         is_finite = all(update.is_applied for update in updates)
         self.consecutive_skipped = 0 if is_finite else self.consecutive_skipped + 1
+        traffic, previous_traffic = self.coordinator.traffic_reports.values(), self.last_traffic
+        sent, received = self.last_traffic = sum(t.sent_bytes for t in traffic), sum(t.received_bytes for t in traffic)
+        server_work = ParameterServerStepStats(
+            staleness_histogram=_histogram(late for update in updates for late in update.update_staleness),
+            steps_behind_histogram=_histogram(late for update in updates for late in update.step_staleness),
+            workers=len(self.coordinator.state_machine.workers),
+            sent_bytes=sent - previous_traffic[0],
+            received_bytes=received - previous_traffic[1],
+            waiting_bytes=sum(report.queued_bytes for report in traffic),
+        )
         return StepResult(
             loss=math.fsum(report.loss_sum for report in reports) / (count if count > 0 else 1.0),
             grad_norm=max(update.grad_norm for update in updates),
@@ -135,21 +141,7 @@ class CoordinatorTrainStep:
             is_finite=is_finite,
             stop_requested=stop_requested,
             skipped_steps=self.consecutive_skipped,
-            server_work=self._server_work(updates),
-        )
-
-    def _server_work(self, updates: list[ServerUpdateStats]) -> ParameterServerStepStats:
-        previous_sent, previous_received = self.last_sent_bytes, self.last_received_bytes
-        traffic = self.coordinator.traffic_reports.values()
-        self.last_sent_bytes = sum(report.sent_bytes for report in traffic)
-        self.last_received_bytes = sum(report.received_bytes for report in traffic)
-        return ParameterServerStepStats(
-            staleness_histogram=_histogram(late for update in updates for late in update.update_staleness),
-            steps_behind_histogram=_histogram(late for update in updates for late in update.step_staleness),
-            workers=len(self.coordinator.state_machine.workers),
-            sent_bytes=self.last_sent_bytes - previous_sent,
-            received_bytes=self.last_received_bytes - previous_received,
-            waiting_bytes=sum(report.queued_bytes for report in traffic),
+            server_work=server_work,
         )
 
 

@@ -57,22 +57,12 @@ class ParameterServerRole:
         return replace(self, role_name=f"s{server_index}")
 
 
-def assign_role(job: Job, rank_env: RankEnvironment) -> ParameterServerRole:
-    extra_processes = extra_process_count(job.layout.server)
-    if rank_env.rank == 0:
-        return ParameterServerRole(job, rank_env, COORDINATOR)
-    if rank_env.rank < extra_processes:
-        return ParameterServerRole(job, rank_env, f"s{rank_env.rank - 1}")
-    return ParameterServerRole(job, rank_env, f"w{rank_env.rank - extra_processes}")
-
-
 def rank_env_among_workers(role: ParameterServerRole) -> RankEnvironment:
     """The rank environment as if only workers ran on this machine."""
-    rank_env = role.rank_env
-    first_rank = rank_env.rank - rank_env.local_rank
-    local_non_workers = max(0, min(extra_process_count(role.job.layout.server) - first_rank, rank_env.local_world))
+    rank_env, non_workers = role.rank_env, extra_process_count(role.job.layout.server)
     if role.has_joined_late:  # its machine has workers alone
-        local_non_workers = 0
+        non_workers = 0
+    local_non_workers = max(0, min(non_workers - (rank_env.rank - rank_env.local_rank), rank_env.local_world))
     workers = max(1, rank_env.local_world - local_non_workers)
     return replace(rank_env, local_rank=max(0, rank_env.local_rank - local_non_workers), local_world=workers)
 
@@ -90,10 +80,8 @@ def open_transport(role: ParameterServerRole, name: str, handshake: dict[str, st
         handshake = handshake | {"name": role.job.name}
         transport = TcpTransport(name, handshake, server.eviction_timeout_s / 2, host=host, port=port)
     except OSError as error:
-        raise InputError(
-            f"cannot listen at {host}:{port}: {error.strerror}; give layout.server.listen an address of this machine "
-            "and a free port"
-        ) from None
+        remedy = "give layout.server.listen an address of this machine and a free port"
+        raise InputError(f"cannot listen at {host}:{port}: {error.strerror}; {remedy}") from None
     try:
         if name == COORDINATOR:
             _publish_coordinator_address(role, *transport.address)
@@ -130,7 +118,6 @@ def _coordinator_address(role: ParameterServerRole) -> tuple[str, int]:
 
 
 def _reachable_host(rank_env: RankEnvironment) -> str:
-    """The address of this machine in the network of the rendezvous."""
     if not rank_env.rendezvous.startswith("tcp://"):
         return "127.0.0.1"
     host, _, port = rank_env.rendezvous.removeprefix("tcp://").rpartition(":")

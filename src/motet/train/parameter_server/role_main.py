@@ -8,13 +8,14 @@ import torch
 
 from motet.monitor.callback import Callback
 from motet.parallel.parameter_server.protocol.messages import COORDINATOR
+from motet.parallel.parameter_server.server_settings import extra_process_count
 from motet.parallel.process.launch_environment import RankEnvironment, threads_for
 from motet.train.build import precision_context
 from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
 from motet.train.loop import RunProgress
 from motet.train.parameter_server.coordinator import run_coordinator
-from motet.train.parameter_server.process_roles import ParameterServerRole, assign_role, rank_env_among_workers
+from motet.train.parameter_server.process_roles import ParameterServerRole, rank_env_among_workers
 from motet.train.parameter_server.server import run_server
 from motet.train.parameter_server.worker import run_worker
 
@@ -22,7 +23,9 @@ from motet.train.parameter_server.worker import run_worker
 def run_parameter_server_rank(
     job: Job, rank_env: RankEnvironment, folder: Path, stop: StopFlag, callbacks: Sequence[Callback] = ()
 ) -> RunProgress:
-    return run_role(assign_role(job, rank_env), folder, stop, callbacks)
+    names = [COORDINATOR, *(f"s{index}" for index in range(extra_process_count(job.layout.server) - 1))]
+    name = names[rank_env.rank] if rank_env.rank < len(names) else f"w{rank_env.rank - len(names)}"
+    return run_role(ParameterServerRole(job, rank_env, name), folder, stop, callbacks)
 
 
 def run_late_worker(job: Job, rank_env: RankEnvironment, host: str, stop: StopFlag) -> None:

@@ -52,8 +52,7 @@ def run_server(role: ParameterServerRole, folder: Path) -> None:
             except EvictedError:
                 predecessor_name, name = name, f"{role.process_name}+{attempt}"
     if snapshots:
-        snapshots.close()
-        snapshots.clear()
+        snapshots.close_and_delete()
 
 
 def _open_snapshots(role: ParameterServerRole, folder: Path) -> ServerSnapshots | None:

@@ -222,7 +222,6 @@ class CoordinatorProcess:
         self.log_membership(f"server {server} takes the place of {replaced_server}, {origin}")
 
     def _send_initial_states(self, server: str) -> None:
-        """Tell a server the state of its slices, again if that was lost."""
         stored = [
             (messages.ParameterStateAssignment(slice_id, *self._stored_version), True)
             for slice_id, replicas in enumerate(self.state_machine.placement.replicas)

@@ -52,41 +52,16 @@ class ParameterPartition:
         return slice_ids
 
 
-class DelayCompensator:
-    """Remembers the parameters of each worker's last pull of one slice, until its gradient is applied.
-
-    The method is DC-ASGD (arXiv:1609.08326): correct a gradient by how far the parameters have moved since the pull.
-    """
-
-    def __init__(self, strength: float) -> None:
-        self._strength = strength
-        self._pulled_by_worker: dict[str, Tensor] = {}
-        self._at_work_item: dict[int, Tensor] = {}
-
-    def on_pull(self, worker: str, master: Tensor) -> None:
-        self._pulled_by_worker[worker] = master.clone()
-
-    def on_push(self, worker: str, work_item: int) -> None:
-        if worker in self._pulled_by_worker:
-            self._at_work_item.setdefault(work_item, self._pulled_by_worker.pop(worker))
-
-    def discard_except(self, work_items: Collection[int]) -> None:
-        self._at_work_item = {item: tensor for item, tensor in self._at_work_item.items() if item in work_items}
-
-    def correct(self, gradient: Tensor, work_item: int, master: Tensor) -> None:
-        """Add strength * gradient^2 * drift in place."""
-        if work_item in self._at_work_item:
-            gradient.add_(self._strength * gradient.square() * (master - self._at_work_item[work_item]))
-
-
 @dataclass
 class _ParameterSliceTensors:
     master: Tensor
     optimizer: torch.optim.Optimizer
     optimizer_slices: list[tuple[slice, nn.Parameter]]  # (range in the slice, view of the master parameters)
     published_value: Tensor  # What workers pull: parameters, or a compressed message
-    compensator: DelayCompensator | None
     pushes: dict[int, bytearray] = field(default_factory=dict)  # By work item, as received
+    # For delay compensation: the master parameters of each worker's last pull, until its gradient is applied.
+    pulled_by_worker: dict[str, Tensor] = field(default_factory=dict)
+    pulled_for_item: dict[int, Tensor] = field(default_factory=dict)
     gradient_sum: tuple[tuple[int, ...], Tensor] | None = None  # Of these work items
 
 
@@ -111,8 +86,7 @@ class ParameterStore:
             optimizer_slices.append((slice_range, parameter))
             groups.append({"params": [parameter], "weight_decay": weight_decay, "scale": scale})
         optimizer, published_value = self._make_optimizer(groups), self._encode_value(slice_id, master)
-        compensator = DelayCompensator(partition.delay_compensation) if partition.delay_compensation else None
-        tensors = _ParameterSliceTensors(master, optimizer, optimizer_slices, published_value, compensator)
+        tensors = _ParameterSliceTensors(master, optimizer, optimizer_slices, published_value)
         return self._tensors_by_slice.setdefault(slice_id, tensors)
 
     def _encode_value(self, slice_id: int, master: Tensor) -> Tensor:
@@ -123,8 +97,8 @@ class ParameterStore:
     def add_push(self, slice_id: int, work_item: int, gradient: bytearray, *, worker: str = "") -> None:
         tensors = self._tensors_of(slice_id)
         tensors.pushes.setdefault(work_item, gradient)
-        if tensors.compensator:
-            tensors.compensator.on_push(worker, work_item)
+        if worker in tensors.pulled_by_worker:
+            tensors.pulled_for_item.setdefault(work_item, tensors.pulled_by_worker.pop(worker))
 
     def push_of(self, slice_id: int, work_item: int) -> memoryview:
         return memoryview(self._tensors_of(slice_id).pushes[work_item])
@@ -132,8 +106,7 @@ class ParameterStore:
     def discard_pushes_except(self, slice_id: int, work_items: Collection[int]) -> None:
         tensors = self._tensors_of(slice_id)
         tensors.pushes = {item: gradient for item, gradient in tensors.pushes.items() if item in work_items}
-        if tensors.compensator:
-            tensors.compensator.discard_except(work_items)
+        tensors.pulled_for_item = {item: t for item, t in tensors.pulled_for_item.items() if item in work_items}
 
     def squared_norm(self, slice_id: int, work_items: Sequence[int]) -> float:
         """The squared norm of the summed gradient."""
@@ -143,8 +116,9 @@ class ParameterStore:
         """Step the optimizer with the sum of these gradients times the factor."""
         tensors, total = self._tensors_of(slice_id), self._sum_pushes(slice_id, work_items)
         total.mul_(scalars.gradient_factor)
-        if tensors.compensator:
-            tensors.compensator.correct(total, work_items[0], tensors.master)
+        if work_items[0] in tensors.pulled_for_item:  # add strength * gradient^2 * drift (DC-ASGD, arXiv:1609.08326)
+            drift = tensors.master - tensors.pulled_for_item[work_items[0]]
+            total.add_(self._partition.delay_compensation * total.square() * drift)
         for group in tensors.optimizer.param_groups:
             group["lr"] = scalars.learning_rate * group["scale"]
         for slice_range, parameter in tensors.optimizer_slices:
@@ -157,8 +131,8 @@ class ParameterStore:
 
     def value_for_worker(self, slice_id: int, worker: str = "") -> memoryview:
         tensors = self._tensors_of(slice_id)
-        if tensors.compensator:
-            tensors.compensator.on_pull(worker, tensors.master)
+        if self._partition.delay_compensation:
+            tensors.pulled_by_worker[worker] = tensors.master.clone()
         return tensor_bytes(tensors.published_value)
 
     def _sum_pushes(self, slice_id: int, work_items: Sequence[int]) -> Tensor:

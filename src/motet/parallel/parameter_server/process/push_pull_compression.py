@@ -60,15 +60,11 @@ def decompress_gradient(
 ) -> Tensor:
     """A pushed gradient, in the shape and dtype of `like`."""
     seed = message_seed(compression.seed, str(slice_id), work_item)
-    return _decompress(compression.push_codec, message, like, seed=seed)
+    return decompress(compression.push_codec, message, like, seed=seed)
 
 
-def decompress_parameters(compression: PushPullCompression, message: bytearray | memoryview, like: Tensor) -> Tensor:
-    """Pulled parameters, in the shape and dtype of `like`."""
-    return _decompress(compression.pull_codec, message, like)
-
-
-def _decompress(codec: Codec | None, message: bytearray | memoryview, like: Tensor, *, seed: int = 0) -> Tensor:
+def decompress(codec: Codec | None, message: bytearray | memoryview, like: Tensor, *, seed: int = 0) -> Tensor:
+    """The tensor of a message, in the shape and dtype of `like`."""
     if codec is None:
         return torch.frombuffer(message, dtype=like.dtype)
     with codec_numerics():

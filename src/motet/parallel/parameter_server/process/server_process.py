@@ -143,7 +143,6 @@ class ParameterServerProcess:
             self._transport.send(COORDINATOR, messages.ServerTrafficReport(*totals))
 
     def _execute(self, to: str, message: Message) -> None:
-        """Apply an update, or send a message with its payload."""
         payload: memoryview | None = None
         priority = -1
         match message:

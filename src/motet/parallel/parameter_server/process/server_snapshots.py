@@ -16,8 +16,7 @@ class ServerSnapshots:
     """The newest snapshot of each slice; a newer one replaces one that is not yet written."""
 
     def __init__(self, folder: Path, interval_updates: int) -> None:
-        self.interval_updates = interval_updates
-        self._folder = folder
+        self.interval_updates, self._folder = interval_updates, folder
         self._changed = threading.Condition()
         self._pending: dict[int, tuple[int, dict[str, Tensor]]] = {}
         self._write_error: OSError | None = None
@@ -29,9 +28,8 @@ class ServerSnapshots:
     def save(self, slice_id: int, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Copy the tensors, and write them later."""
         if self._write_error:
-            raise CheckpointSaveError(
-                f"cannot write a snapshot to {self._folder}: {self._write_error.strerror}; free some space"
-            )
+            reason = f"{self._write_error.strerror}; free some space"
+            raise CheckpointSaveError(f"cannot write a snapshot to {self._folder}: {reason}")
         copies = {name: tensor.clone() for name, tensor in tensors.items()}
         with self._changed:
             self._pending[slice_id] = version, copies
@@ -45,14 +43,12 @@ class ServerSnapshots:
             snapshots[int(path.stem)] = int(tensors.pop("version")), tensors
         return snapshots
 
-    def close(self) -> None:
-        """Write what is pending, and end."""
+    def close_and_delete(self) -> None:
+        """End the writing thread, and delete the snapshots."""
         with self._changed:
             self._closed = True
             self._changed.notify()
         self._thread.join()
-
-    def clear(self) -> None:
         for path in self._folder.glob("*.pt"):
             path.unlink()
         with contextlib.suppress(OSError):  # another server has files there
@@ -68,13 +64,9 @@ class ServerSnapshots:
                 slice_id = next(iter(self._pending))
                 version, tensors = self._pending.pop(slice_id)
             try:
-                self._write(slice_id, version, tensors)
+                partial = self._folder / f"{slice_id}.partial"
+                partial.write_bytes(serialize_tensors(tensors | {"version": torch.tensor(version)}))
+                partial.replace(self._folder / f"{slice_id}.pt")
             except OSError as error:
                 self._write_error = error
                 return
-
-    def _write(self, slice_id: int, version: int, tensors: dict[str, Tensor]) -> None:
-        partial = self._folder / f"{slice_id}.partial"
-        with partial.open("wb") as file:
-            file.write(serialize_tensors(tensors | {"version": torch.tensor(version)}))
-        partial.replace(self._folder / f"{slice_id}.pt")

@@ -215,7 +215,6 @@ class TcpTransport:
             connection.close()
 
     def _receive_handshake(self, tcp_socket: socket.socket, expected: str | None) -> str:
-        """The name of the other side, if it belongs to the same run."""
         _, kind, length = FRAME_HEADER.unpack(_receive_exactly(tcp_socket, FRAME_HEADER.size))
         try:
             if kind != HANDSHAKE_FRAME or length > MAX_FRAME_BYTES:

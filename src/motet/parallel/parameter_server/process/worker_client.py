@@ -11,7 +11,7 @@ from torch import Tensor
 from motet.core.errors import InputError, PeerFailedError
 from motet.parallel.data_parallel.flat_parameters import FlatParameters
 from motet.parallel.parameter_server.process.parameter_store import ParameterPartition, tensor_bytes
-from motet.parallel.parameter_server.process.push_pull_compression import decompress_parameters, make_compressor
+from motet.parallel.parameter_server.process.push_pull_compression import decompress, make_compressor
 from motet.parallel.parameter_server.process.tcp_transport import POLL_INTERVAL_S, TcpTransport, TransportEvent
 from motet.parallel.parameter_server.protocol import messages
 from motet.parallel.parameter_server.protocol.messages import COORDINATOR, NO_MORE_WORK, OutgoingMessages
@@ -148,7 +148,7 @@ class ParameterServerClient:
             is_current = message.assignment_id == state_machine.assignment.assignment_id
             if is_current and message.slice_id not in state_machine.pulled_versions:
                 compute = self._flat_parameters.compute[self._partition.slices[message.slice_id].flat_range]
-                compute.copy_(decompress_parameters(self._partition.compression, event.payload, compute))
+                compute.copy_(decompress(self._partition.compression.pull_codec, event.payload, compute))
         return state_machine.handle(message)
 
     def _encoded_push(self, push: messages.GradientPush) -> Tensor:

@@ -115,7 +115,6 @@ class CoordinatorStateMachine:
     # --- workers -----------------------------------------------------------------------------------
 
     def _add_worker(self, worker: str) -> OutgoingMessages:
-        """Answer a worker that joins, or connects again."""
         if worker in self.lost_processes:
             return [(worker, messages.EvictionNotice(worker))]
         if worker in self.current_assignments:
@@ -210,7 +209,6 @@ class CoordinatorStateMachine:
     # --- updates -----------------------------------------------------------------------------------
 
     def _progress(self) -> OutgoingMessages:
-        """Decide the updates that are complete, and assign work to idle workers."""
         outgoing: OutgoingMessages = []
         while (work_items := self._items_of_next_update()) is not None:
             if self.policy.has_per_item_updates or len(self.squared_norms) == len(self.placement.replicas):

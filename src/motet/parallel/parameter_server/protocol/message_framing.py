@@ -85,37 +85,33 @@ def cut_into_frames(message_id: int, message: messages.Message, payload: memoryv
     return frames
 
 
-class ReceivedMessage(NamedTuple):
-    message: messages.Message
-    payload: bytearray
-
-
 class MessageFrameReader:
     """Joins the frames that arrive from one sender."""
 
     def __init__(self) -> None:
-        self._incomplete: dict[int, tuple[ReceivedMessage, int]] = {}  # By message id, with the bytes received
+        # By message id: the message, its payload, and the bytes of it that were received.
+        self._incomplete: dict[int, tuple[messages.Message, bytearray, int]] = {}
 
     def read(
         self, message_id: int, kind: int, length: int, *, receive_into: Callable[[memoryview], object]
-    ) -> ReceivedMessage | None:
-        """Receive one frame after its header; returns the message if it is complete."""
+    ) -> tuple[messages.Message, bytearray] | None:
+        """Receive one frame after its header; returns the message with its payload if it is complete."""
         if kind == MESSAGE_FRAME:
             if length > MAX_MESSAGE_BYTES:
                 raise PeerFailedError(f"a message of {length} bytes, {MAX_MESSAGE_BYTES} at most")
             text = bytearray(length)
             receive_into(memoryview(text))
             message, payload_bytes = decode_message(bytes(text))
-            received, offset = ReceivedMessage(message, bytearray(payload_bytes)), 0
+            payload, offset = bytearray(payload_bytes), 0
         elif message_id not in self._incomplete:
             raise PeerFailedError(f"a payload frame came for message {message_id}, which has no first frame")
         else:
-            received, start = self._incomplete.pop(message_id)
+            message, payload, start = self._incomplete.pop(message_id)
             offset = start + length
-            if offset > len(received.payload):
-                raise PeerFailedError(f"a payload of {len(received.payload)} bytes has at least {offset}")
-            receive_into(memoryview(received.payload)[start:offset])
-        if offset == len(received.payload):
-            return received
-        self._incomplete[message_id] = received, offset
+            if offset > len(payload):
+                raise PeerFailedError(f"a payload of {len(payload)} bytes has at least {offset}")
+            receive_into(memoryview(payload)[start:offset])
+        if offset == len(payload):
+            return message, payload
+        self._incomplete[message_id] = message, payload, offset
         return None
