@@ -37,7 +37,7 @@ def alone(place: RankEnvironment, job: Job, folder: Path) -> int:
 
 
 def losses(folder: Path) -> list[float]:
-    """Losses and norms of steps, and losses of evaluations."""
+    """Of steps, with their norms, and of judgements."""
     found = []
     for event in read_events(folder / "events.jsonl"):
         if isinstance(event, StepDone):
@@ -110,10 +110,10 @@ def test_every_mode_learns(ranks: Ranks, tmp_path: Path, mode: list[str]) -> Non
 
 
 def test_how_far_behind_a_version_is() -> None:
-    """Two shares a step; the first of step 1 is there before the last of step 0."""
+    """Two work items a step; the first of step 1 is there before the last of step 0."""
     whole = StepCompletionTracker(ConsistencyPolicy(2, 9, 1, 1, has_per_item_updates=True), first_step=0)
-    for number, share in enumerate([0, 2, 1, 3, 5, 4]):
-        whole.add_update(number, [share])
+    for number, work_item in enumerate([0, 2, 1, 3, 5, 4]):
+        whole.add_update(number, [work_item])
     assert [whole.completed_steps(updates) for updates in range(7)] == [0, 0, 0, 1, 2, 2, 3]
     first = StepCompletionTracker(ConsistencyPolicy(3, 9, 2, 0), first_step=4)
     first.add_update(4, [12, 14])
@@ -184,7 +184,7 @@ def with_other_data(place: RankEnvironment, job: Job, folder: Path) -> str:
 
 
 def test_a_worker_of_another_bound_does_not_belong(tmp_path: Path) -> None:
-    """The bound decides whether updates are made of single work items or of steps."""
+    """By it updates are made of single work items or of steps."""
     apart = [small_job(tmp_path, SERVED, "layout.server.mode=bounded", f"layout.server.staleness={s}") for s in (0, 2)]
     module = torch.nn.Linear(2, 2)
     one, other = (build_handshake(job, module, build_partition(module, job)) for job in apart)

@@ -12,7 +12,7 @@ What makes no difference is left out:
 And unless `all_of_it` is asked for:
 
 - A second arrival that would be ignored uses up no chance of one.
-- What the coordinator decided is forgotten when nobody can ask for it, and a version is as good as any other within the bound.
+- What the coordinator decided is forgotten when nobody can ask for it, and a version within the bound is as good as any other.
 - Where a message is certain to arrive, and what comes of it is the same now and after anything else that may happen, it
   arrives first, and nothing else is tried in its place (`Explorer.urgent`).
 """
@@ -23,22 +23,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import combinations, product
 
+from motet.parallel.parameter_server.protocol import messages
 from motet.parallel.parameter_server.protocol.coordinator_state_machine import CoordinatorStateMachine
-from motet.parallel.parameter_server.protocol.messages import (
-    COORDINATOR,
-    BackupPushAck,
-    DecidedWorkItems,
-    GradientPushAck,
-    GradientsReady,
-    Message,
-    ParameterPlacement,
-    ParameterPull,
-    ParameterPullReply,
-    ProcessLost,
-    ServerTakeoverOffer,
-    UpdateDecision,
-    WorkAssignment,
-)
+from motet.parallel.parameter_server.protocol.messages import COORDINATOR, Message, ParameterPull, ParameterPullReply
 from motet.parallel.parameter_server.protocol.server_state_machine import ServerStateMachine
 from motet.parallel.parameter_server.protocol.worker_state_machine import WorkerStateMachine
 from parallel.parameter_server.scenario import (
@@ -111,13 +98,12 @@ class Explorer:
         """The place of a message that can neither be lost nor make a difference by when it arrives. What is lost with
         its receiver makes none; a connection that is cut does."""
         machines, in_flight, left = state
-        if left[DISCONNECTS] or (
-            self.scenario.replacements and self.scenario.copies == 1
-        ):  # then a ticket may come before its time
+        # With a snapshot's server an assignment may come before its time.
+        if left[DISCONNECTS] or (self.scenario.replacements and self.scenario.copies == 1):
             return None
         for index, number in enumerate(in_flight):
             to, sender, message = self.cluster.messages[number]
-            if isinstance(message, WorkAssignment):
+            if isinstance(message, messages.WorkAssignment):
                 return index
             if isinstance(message, ParameterPullReply):
                 is_urgent = not (left[CRASHES] and self._may_end(machines, self.cluster.places[sender]))
@@ -128,40 +114,37 @@ class Explorer:
         return None
 
     def _is_urgent(self, state: State, receiver: int, message: Message | PartialRead) -> bool:
-        if not isinstance(message, GradientPushAck | ParameterPull | UpdateDecision | BackupPushAck):
+        if not isinstance(
+            message, messages.GradientPushAck | ParameterPull | messages.UpdateDecision | messages.BackupPushAck
+        ):
             return False
         machine = self.cluster.machines[receiver]
         match message:
             case ParameterPull(slice_id=slice_id):
                 return isinstance(machine, ServerStateMachine) and slice_id in machine.slice_states
-            case GradientPushAck():
+            case messages.GradientPushAck():
                 return self._knows_all_views(state, machine)
-            case UpdateDecision():
+            case messages.UpdateDecision():
                 is_early = not self._is_needed(message) and not self.scenario.has_late_decisions
                 return is_early and not self.scenario.replacements and not self.scenario.starts_empty
         return not (self.scenario.replacements or self.scenario.starts_empty) and self._knows_all_views(state, machine)
 
-    def _is_needed(self, decision: UpdateDecision) -> bool:
-        """Some share will be computed with what was decided, at least until then."""
+    def _is_needed(self, decision: messages.UpdateDecision) -> bool:
+        """Some work item will be computed with what was decided, at least until then."""
         policy = self.scenario.policy
-        return (
-            policy.max_staleness is not None
-            and decision.decided_floor // policy.work_items_per_step > policy.step_of(decision.work_items[0])
-        )
+        is_later = policy.step_of(decision.decided_floor) > policy.step_of(decision.work_items[0])
+        return policy.max_staleness is not None and is_later
 
     def _knows_all_views(self, state: State, machine: Machine | None) -> bool:
         _, in_flight, left = state
         if not self._may_lose_servers:
             return True
         coordinator = self.cluster.machines[state[0][0]]
-        assert isinstance(machine, WorkerStateMachine | ServerStateMachine) and isinstance(
-            coordinator, CoordinatorStateMachine
-        )
-        messages = (self.cluster.messages[number][2] for number in in_flight)
-        is_calm = not left[CRASHES] and not any(
-            isinstance(message, ProcessLost | ServerTakeoverOffer) for message in messages
-        )
-        return is_calm and machine.placement.epoch == coordinator.placement.epoch
+        assert isinstance(machine, WorkerStateMachine | ServerStateMachine)
+        assert isinstance(coordinator, CoordinatorStateMachine)
+        membership = messages.ProcessLost | messages.ServerTakeoverOffer
+        is_calm = not any(isinstance(self.cluster.messages[number][2], membership) for number in in_flight)
+        return is_calm and not left[CRASHES] and machine.placement.epoch == coordinator.placement.epoch
 
     def _arrive(self, state: State, index: int) -> Iterator[State]:
         machines, in_flight, left = state
@@ -174,7 +157,7 @@ class Explorer:
         now, sent = self.cluster.take(machines, number)
         once = self.cluster.state(now, rest + sent, left)
         yield once
-        if left[DUPLICATES] and not isinstance(message, GradientsReady | ProcessLost):
+        if left[DUPLICATES] and not isinstance(message, messages.GradientsReady | messages.ProcessLost):
             twice = self.cluster.state(now, in_flight + sent, _less(left, DUPLICATES))
             if self.without_reduction or twice[1] != once[1]:
                 yield twice
@@ -184,9 +167,9 @@ class Explorer:
         to, sender, reading = self.cluster.messages[number]
         assert isinstance(reading, PartialRead)
         value, first = reading
-        server_machine, version = self.cluster.machines[machines[self.cluster.places[sender]]], value.version
-        if self.scenario.updates_in_place and isinstance(server_machine, ServerStateMachine):
-            version = server_machine.slice_states[value.slice_id].version
+        server, version = self.cluster.machines[machines[self.cluster.places[sender]]], value.version
+        if self.scenario.updates_in_place and isinstance(server, ServerStateMachine):
+            version = server.slice_states[value.slice_id].version
         if first is None:
             return self.cluster.number(to, sender, PartialRead(value, version))
         require(first == version, f"{value} is torn: its first part is of version {first}, the other of {version}")
@@ -207,29 +190,25 @@ class Explorer:
             if here:  # the coordinator waits to be told where others are
                 now[here], said = cluster.resume(machines[here], here, there)
                 sent += said
-        coordinator, server_machine = cluster.machines[machines[one]], cluster.machines[machines[other]]
+        coordinator, server = cluster.machines[machines[one]], cluster.machines[machines[other]]
         left = _less(left, DISCONNECTS)
-        if not (isinstance(coordinator, CoordinatorStateMachine) and isinstance(server_machine, ServerStateMachine)):
+        if not (isinstance(coordinator, CoordinatorStateMachine) and isinstance(server, ServerStateMachine)):
             yield cluster.state(tuple(now), state + sent, left)
             return
-        for version, settled in self._known(coordinator):
-            yield cluster.state(tuple(now), state + sent + cluster.stands(server_machine, version, settled), left)
-
-    def _known(self, coordinator: CoordinatorStateMachine) -> Iterator[tuple[int, DecidedWorkItems]]:
-        """Parameters that the coordinator process may hold: the initial ones, or those of a pause."""
-        yield (
-            coordinator.first_logged_update,
-            DecidedWorkItems(self.scenario.first * self.scenario.policy.work_items_per_step),
-        )
+        # The coordinator's owner has the parameters of the beginning, or of a rest.
+        first = messages.DecidedWorkItems(self.scenario.first * self.scenario.policy.work_items_per_step)
+        known = [(coordinator.first_logged_update, first)]
         if self.scenario.is_paced and coordinator.is_quiescent:
-            yield coordinator.update_count, coordinator.decided
+            known.append((coordinator.update_count, coordinator.decided))
+        for version, settled in known:
+            yield cluster.state(tuple(now), state + sent + cluster.stands(server, version, settled), left)
 
     @property
     def _may_lose_servers(self) -> bool:
         return bool(self.scenario.crashes) and (self.scenario.copies > 1 or self.scenario.replacements)
 
     def _may_end(self, machines: Machines, place: int) -> bool:
-        """Somebody must be left to go on, and to keep each piece."""
+        """Somebody must be left to go on, and to keep each slice."""
         if not 0 < place < len(machines) - 1:
             return False
         if place > self.scenario.servers:
@@ -241,7 +220,7 @@ class Explorer:
         name, machine = cluster.names[place], cluster.machines[machines[place]]
         left = _less(left, CRASHES)
         gone = (*machines[:place], NONE, *machines[place + 1 :])
-        lost = cluster.number(COORDINATOR, name, ProcessLost(name))
+        lost = cluster.number(COORDINATOR, name, messages.ProcessLost(name))
         others = tuple(m for m in in_flight if cluster.messages[m][1] != name)
         own = Counter(m for m in in_flight if cluster.messages[m][1] == name)
         for counts in product(*(range(count + 1) for count in own.values())):
@@ -258,13 +237,11 @@ class Explorer:
     def _offers(self, lost: ServerStateMachine) -> Iterator[tuple[int, int]]:
         """(a server that comes instead, what it says)"""
         for older in (0, 1) if self.scenario.copies == 1 else (0,):
-            snapshot = (
-                tuple((p, k.version - older) for p, k in lost.slice_states.items()) if self.scenario.copies == 1 else ()
-            )
-            new = self.cluster.machines.number(
-                self.scenario.server_machine("new", ParameterPlacement(-1, self.cluster.owners))
-            )
-            yield new, self.cluster.number(COORDINATOR, "new", ServerTakeoverOffer("new", lost.name, snapshot))
+            kept = lost.slice_states.items() if self.scenario.copies == 1 else ()
+            snapshot = tuple((slice_id, state.version - older) for slice_id, state in kept)
+            placement = messages.ParameterPlacement(-1, self.cluster.owners)
+            new = self.cluster.machines.number(self.scenario.server_machine("new", placement))
+            yield new, self.cluster.number(COORDINATOR, "new", messages.ServerTakeoverOffer("new", lost.name, snapshot))
 
     def _owner(self, state: State) -> Iterator[State]:
         machines, _, left = state

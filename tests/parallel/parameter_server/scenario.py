@@ -1,4 +1,4 @@
-"""Scenarios of the parameter server's protocol to explore, and the names that the explorer uses."""
+"""Scenarios of the parameter server's protocol that are explored, and the explorer's names."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,13 +20,13 @@ class PartialRead(NamedTuple):
 
 @dataclass(frozen=True)
 class Scenario:
-    """A small system to explore, and the faults that may happen to it."""
+    """A system to explore, with the faults that may happen."""
 
     policy: ConsistencyPolicy
     workers: int
     servers: int
     copies: int = 1
-    """Servers that keep a piece; piece i is first on server i."""
+    """Servers that keep a slice; slice i is first on server i."""
     duplicates: int = 0
     """So many messages arrive twice."""
     crashes: int = 0
@@ -40,11 +40,11 @@ class Scenario:
     updates_in_place: bool = False
     """And that is what is there by then."""
     gradients_by_slice: bool = False
-    """The gradient of each piece is there at a time of its own."""
+    """The gradient of each slice is there at a time of its own."""
     has_late_decisions: bool = False
     """Decisions may be late also where it makes no difference, as long as servers wait for those that are missing."""
     starts_empty: bool = False
-    """Servers begin with nothing, and hear from the coordinator's owner what their pieces are."""
+    """Servers begin with nothing, and hear from the coordinator's owner what their slices are."""
     first: int = 0
     """Steps that were done before."""
     is_paced: bool = False

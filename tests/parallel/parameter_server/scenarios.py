@@ -3,17 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+from motet.parallel.parameter_server.protocol import messages
 from motet.parallel.parameter_server.protocol.coordinator_state_machine import CoordinatorStateMachine
-from motet.parallel.parameter_server.protocol.messages import (
-    BackupPush,
-    ConsistencyPolicy,
-    GradientPush,
-    Message,
-    OutgoingMessages,
-    ParameterPlacement,
-    ParameterPull,
-    WorkItemCompleted,
-)
+from motet.parallel.parameter_server.protocol.messages import ConsistencyPolicy, OutgoingMessages
 from motet.parallel.parameter_server.protocol.server_state_machine import ServerStateMachine
 from motet.parallel.parameter_server.protocol.worker_state_machine import WorkerStateMachine
 from parallel.parameter_server.explorer import Exploration
@@ -23,7 +15,7 @@ RULES = ("sync", "first-k", "async", "bounded")
 
 
 def policy(name: str, work_items: int, steps: int, first: int = 0) -> ConsistencyPolicy:
-    """The first shares but one make an update; or each does, and where there are steps enough one more may be begun."""
+    """The first work items but one make an update; or each does, and where there are steps enough one more may be begun."""
     closes = {"first-k": max(1, work_items - 1), "bounded": 1, "async": 1}.get(name, work_items)
     ahead = {"bounded": int(steps - first > 2), "async": None}.get(name, 0)
     return ConsistencyPolicy(work_items, steps, closes, ahead, has_per_item_updates=name in ("bounded", "async"))
@@ -36,14 +28,14 @@ def with_mode(scenario: Scenario, name: str) -> Scenario:
 
 
 def _of(workers: int, servers: int, steps: int, work_items: int = 0, **others: Any) -> Scenario:
-    """Make a scenario; it has one work item for each worker by default."""
+    """A scenario with a work item per worker, unless `work_items` is given."""
     return replace(Scenario(policy("sync", work_items or workers, steps), workers, servers), **others)
 
 
 SMALL = {
     "nothing goes wrong": _of(2, 2, 3),
-    "three shares for two workers": _of(2, 1, 3, work_items=3),
-    "each piece has two servers": _of(2, 2, 1, copies=2),
+    "three work items for two workers": _of(2, 1, 3, work_items=3),
+    "each slice has two servers": _of(2, 2, 1, copies=2),
     "decisions overtake each other": _of(2, 1, 2, has_late_decisions=True),
     "a message comes twice": _of(2, 1, 2, duplicates=1),
     "a connection is lost": _of(2, 1, 1, disconnects=1),
@@ -52,8 +44,8 @@ SMALL = {
     "a server ends": _of(1, 2, 2, copies=2, crashes=1),
     "a server ends, and one comes with its snapshot": _of(1, 1, 2, crashes=1, replacements=True),
     "values are read in parts": _of(2, 1, 2, partial_reads=True),
-    "gradients come piece by piece, a server ends": _of(1, 2, 1, copies=2, crashes=1, gradients_by_slice=True),
-    "gradients come piece by piece, a connection is lost": _of(1, 2, 1, disconnects=1, gradients_by_slice=True),
+    "gradients come slice by slice, a server ends": _of(1, 2, 1, copies=2, crashes=1, gradients_by_slice=True),
+    "gradients come slice by slice, a connection is lost": _of(1, 2, 1, disconnects=1, gradients_by_slice=True),
     "a run that goes on for two steps": _of(2, 1, 3, starts_empty=True, first=1),
     "a run that goes on; a message comes twice": _of(1, 2, 2, copies=2, duplicates=1, starts_empty=True, first=1),
     "a run that goes on; a connection is lost": _of(1, 2, 2, copies=2, disconnects=1, starts_empty=True, first=1),
@@ -71,12 +63,12 @@ LARGE = {
     "three workers; a message comes twice, and one ends": _of(3, 2, 2, duplicates=1, crashes=1),
     "a server of two ends, and one comes with nothing": _of(1, 2, 1, copies=2, crashes=1, replacements=True),
     "one of two workers or of two servers ends, and a server comes": _of(2, 2, 1, crashes=1, replacements=True),
-    "two servers for each piece, a connection is lost": _of(2, 2, 1, copies=2, disconnects=1),
+    "two servers for each slice, a connection is lost": _of(2, 2, 1, copies=2, disconnects=1),
 }
 
 
 def modes_of(scenario: Scenario) -> list[str]:
-    """The modes that differ in a scenario: with one step bounded is async, with one worker first-k is sync."""
+    """The modes that differ for it: with one step bounded is async, and with one worker first-k is sync."""
     different: dict[ConsistencyPolicy, str] = {}
     for name in RULES:
         asked = with_mode(scenario, name).policy
@@ -95,7 +87,7 @@ def row(name: str, scenario: Scenario, result: Exploration) -> str:
 
 
 def alike(line: str) -> str:
-    """The part of a row that names the system and the mode."""
+    """The cells of a row that name the system and the mode."""
     return "|".join(line.split("|")[:8])
 
 
@@ -112,21 +104,23 @@ class AsksOnce(WorkerStateMachine):
 class AcknowledgesAtOnce(ServerStateMachine):
     """A server acknowledges a push before the second server of the slice has it."""
 
-    def _replicate_push(self, slice_id: int, work_item: int, pushes: frozenset[GradientPush]) -> OutgoingMessages:
+    def _replicate_push(
+        self, slice_id: int, work_item: int, pushes: frozenset[messages.GradientPush]
+    ) -> OutgoingMessages:
         return self._push_acks(pushes) + super()._replicate_push(slice_id, work_item, pushes)
 
 
 class AnswersAnyPull(ServerStateMachine):
     """A server answers with what it has, however old."""
 
-    def _handle_pull(self, pull: ParameterPull) -> OutgoingMessages:
+    def _handle_pull(self, pull: messages.ParameterPull) -> OutgoingMessages:
         return super()._handle_pull(pull._replace(min_version=0))
 
 
 class ForgetsTheSum(ServerStateMachine):
     """A server that becomes primary does not send the norm that the former primary owed."""
 
-    def _change_placement(self, view: ParameterPlacement) -> OutgoingMessages:
+    def _change_placement(self, view: messages.ParameterPlacement) -> OutgoingMessages:
         closing, self.norm_request = self.norm_request, None
         sent = super()._change_placement(view)
         self.norm_request = closing
@@ -143,7 +137,7 @@ class SkipsDecisions(ServerStateMachine):
         return super()._apply_decisions()
 
 
-class DropsShares(CoordinatorStateMachine):
+class DropsWorkItems(CoordinatorStateMachine):
     """The coordinator counts all work items before a decided one as decided."""
 
     def _decide_update(self, work_items: tuple[int, ...]) -> OutgoingMessages:
@@ -154,7 +148,7 @@ class DropsShares(CoordinatorStateMachine):
 class CountsTwice(CoordinatorStateMachine):
     """The coordinator makes a second update of a work item that is reported twice."""
 
-    def _complete_work_item(self, done: WorkItemCompleted) -> None:
+    def _complete_work_item(self, done: messages.WorkItemCompleted) -> None:
         super()._complete_work_item(done)
         if self.decided.has(done.work_item) and done.worker not in self.current_assignments:
             self.completed_reports[done.work_item] = done.report
@@ -180,14 +174,14 @@ class ForgetsWorkers(CoordinatorStateMachine):
 class BelievesTheLost(CoordinatorStateMachine):
     """The coordinator counts a work item as done whose pushes were lost since."""
 
-    def _complete_work_item(self, done: WorkItemCompleted) -> None:
+    def _complete_work_item(self, done: messages.WorkItemCompleted) -> None:
         super()._complete_work_item(done._replace(epoch=self.placement.epoch))
 
 
 class WaitsForOld(WorkerStateMachine):
     """A worker does not ask the server that replaced a lost one."""
 
-    def _change_placement(self, view: ParameterPlacement) -> OutgoingMessages:
+    def _change_placement(self, view: messages.ParameterPlacement) -> OutgoingMessages:
         self.placement = view
         return []
 
@@ -200,8 +194,8 @@ class KeepsLateCopies(ServerStateMachine):
     def _is_primary(self, slice_id: int) -> bool:
         return not self.takes_copy and super()._is_primary(slice_id)
 
-    def handle(self, message: Message) -> OutgoingMessages:
-        self.takes_copy = isinstance(message, BackupPush)
+    def handle(self, message: messages.Message) -> OutgoingMessages:
+        self.takes_copy = isinstance(message, messages.BackupPush)
         return super().handle(message)
 
 
@@ -233,7 +227,7 @@ LOST = "no push that was acknowledged is lost"
 TORN = "no value is torn"
 BOUND = "the bound is kept"
 DEADLOCK = "everybody comes to the end"
-ONCE = "each share is in one update"
+ONCE = "each work item is in one update"
 
 MISTAKES = {
     "acknowledges at once": PlantedMistake(_of(2, 2, 2, copies=2, crashes=1, server_machine=AcknowledgesAtOnce), LOST),
@@ -248,7 +242,7 @@ MISTAKES = {
     "skips decisions": PlantedMistake(
         replace(with_mode(_of(2, 1, 2, has_late_decisions=True), "async"), server_machine=SkipsDecisions), ONCE
     ),
-    "drops shares": PlantedMistake(replace(with_mode(_of(2, 1, 3), "bounded"), coordinator=DropsShares), ONCE),
+    "drops work items": PlantedMistake(replace(with_mode(_of(2, 1, 3), "bounded"), coordinator=DropsWorkItems), ONCE),
     "runs ahead": PlantedMistake(replace(with_mode(_of(2, 1, 3), "bounded"), coordinator=RunsAhead), BOUND),
     "counts twice": PlantedMistake(
         replace(with_mode(_of(2, 1, 2, duplicates=1), "async"), coordinator=CountsTwice), ONCE

@@ -6,26 +6,14 @@ What a process does with a message is computed once, and remembered for all stat
 from copy import deepcopy
 from itertools import permutations
 
+from motet.parallel.parameter_server.protocol import messages
 from motet.parallel.parameter_server.protocol.coordinator_state_machine import CoordinatorStateMachine
 from motet.parallel.parameter_server.protocol.messages import (
     COORDINATOR,
-    ApplyUpdate,
-    DecidedWorkItems,
-    GradientNormRequest,
-    GradientPush,
-    GradientPushAck,
-    GradientsReady,
     Message,
     OutgoingMessages,
-    ParameterPlacement,
     ParameterPull,
     ParameterPullReply,
-    ParameterReplicas,
-    ParametersReady,
-    ParameterStateAssignment,
-    UpdateDecision,
-    WorkAssignment,
-    WorkerJoined,
 )
 from motet.parallel.parameter_server.protocol.server_state_machine import ServerSliceState, ServerStateMachine
 from motet.parallel.parameter_server.protocol.worker_state_machine import WorkerStateMachine
@@ -41,11 +29,12 @@ from parallel.parameter_server.scenario import (
     PartialRead,
     Scenario,
     State,
+    require,
 )
 
 Outcome = tuple[int, InFlight, InFlight, tuple[Message, ...]]
 """(what a machine is then, what it sends but for values, the values that it sends, what it says by that)"""
-FORGOTTEN = UpdateDecision(0, (), 0)
+FORGOTTEN = messages.UpdateDecision(0, (), 0)
 
 
 class SimulatedCluster:
@@ -60,7 +49,7 @@ class SimulatedCluster:
         self.names = [COORDINATOR, *self.servers, *self.workers, "new"]
         self.places = {name: place for place, name in enumerate(self.names)}
         self.owners = tuple(
-            ParameterReplicas(tuple(self.servers[(slice_id + copy) % s.servers] for copy in range(s.copies)))
+            messages.ParameterReplicas(tuple(self.servers[(slice_id + copy) % s.servers] for copy in range(s.copies)))
             for slice_id in range(s.servers)
         )
         self.invariants = Invariants(scenario, self.machines, self.places)
@@ -82,37 +71,29 @@ class SimulatedCluster:
 
     def start(self) -> State:
         s = self.scenario
-        view = ParameterPlacement(0, self.owners)
+        view = messages.ParameterPlacement(0, self.owners)
         coordinator = s.coordinator(s.policy, view, list(self.servers), s.copies).resume_after(s.first)
         if s.is_paced:
             coordinator.step_limit, coordinator.ends_at_step_limit = s.first, False
         machines: list[Machine] = [coordinator]
+        known = coordinator.first_logged_update, coordinator.decided
         for name in self.servers:
             own = [slice_id for slice_id, is_paced in enumerate(self.owners) if name in is_paced.servers]
-            state = (
-                ServerSliceState(is_initialized=False)
-                if s.starts_empty
-                else ServerSliceState(coordinator.first_logged_update, coordinator.decided)
-            )
+            state = ServerSliceState(*known) if not s.starts_empty else ServerSliceState(is_initialized=False)
             machines.append(s.server_machine(name, view, {slice_id: deepcopy(state) for slice_id in own}))
         machines += [s.worker_machine(name, view) for name in self.workers]
-        in_flight = [self.number(COORDINATOR, name, WorkerJoined(name)) for name in self.workers]
-        known = coordinator.first_logged_update, coordinator.decided
-        in_flight += [
-            m
-            for server_machine in machines
-            if isinstance(server_machine, ServerStateMachine)
-            for m in self.stands(server_machine, *known)
-        ]
+        in_flight = [self.number(COORDINATOR, name, messages.WorkerJoined(name)) for name in self.workers]
+        for server in [machine for machine in machines if isinstance(machine, ServerStateMachine)]:
+            in_flight += self.stands(server, *known)
         left = s.duplicates, s.crashes, s.disconnects, s.stops
         return self.state((*map(self.machines.number, machines), NONE), tuple(in_flight), left)
 
-    def stands(self, server_machine: ServerStateMachine, version: int, settled: DecidedWorkItems) -> InFlight:
-        """Messages of the coordinator process to a server that is connected and has not begun."""
-        if all(state.is_initialized for state in server_machine.slice_states.values()):
+    def stands(self, server: ServerStateMachine, version: int, settled: messages.DecidedWorkItems) -> InFlight:
+        """The messages of the coordinator's owner to a server that is connected, and has not begun."""
+        if all(state.is_initialized for state in server.slice_states.values()):
             return ()
-        stands = [ParameterStateAssignment(slice_id, version, settled) for slice_id in server_machine.slice_states]
-        return tuple(self.number(server_machine.name, COORDINATOR, stand) for stand in stands)
+        stands = [messages.ParameterStateAssignment(slice_id, version, settled) for slice_id in server.slice_states]
+        return tuple(self.number(server.name, COORDINATOR, stand) for stand in stands)
 
     def number(self, to: str, sender: str, message: Message | PartialRead) -> int:
         number = self.messages.number((to, sender, message))
@@ -122,7 +103,7 @@ class SimulatedCluster:
     def _find_routes(self) -> None:
         for number in range(len(self._routes), len(self.messages)):
             to, _, message = self.messages[number]
-            asks = isinstance(message, ParameterPull | GradientPush) and not self.without_reduction
+            asks = isinstance(message, ParameterPull | messages.GradientPush) and not self.without_reduction
             self._routes.append((self.places[to], self.places[message.worker] if asks else 0))
 
     # --- what a process does -----------------------------------------------------------------------
@@ -135,8 +116,10 @@ class SimulatedCluster:
         if key not in self._known:
             now = deepcopy(self.machines[machines[to]])
             assert now is not None and not isinstance(message, PartialRead)
-            if isinstance(message, GradientsReady):
-                self.invariants.of_gradient(now, message)
+            if isinstance(message, messages.GradientsReady):
+                assert isinstance(now, WorkerStateMachine)
+                is_current = now.assignment.assignment_id == message.assignment_id
+                require(is_current, f"{message} is taken for one of {now.assignment}")
             before = deepcopy(now)
             sent = now.handle(message)
             self.invariants.of_updates(before, now, sent)
@@ -162,27 +145,27 @@ class SimulatedCluster:
 
     def _told(self, now: Machine, here: int, sent: OutgoingMessages) -> Outcome:
         name, slice_ids = self.names[here], tuple(range(self.scenario.servers))
-        for _, computed in [m for m in sent if isinstance(m[1], ParametersReady)]:
-            assert isinstance(now, WorkerStateMachine) and isinstance(computed, ParametersReady)
+        for _, computed in [m for m in sent if isinstance(m[1], messages.ParametersReady)]:
+            assert isinstance(now, WorkerStateMachine) and isinstance(computed, messages.ParametersReady)
             number = computed.assignment.assignment_id
             if self.scenario.gradients_by_slice:
-                sent += [(name, GradientsReady(number, (slice_id,))) for slice_id in slice_ids]
+                sent += [(name, messages.GradientsReady(number, (slice_id,))) for slice_id in slice_ids]
             else:
-                sent += now.handle(GradientsReady(number, slice_ids))
+                sent += now.handle(messages.GradientsReady(number, slice_ids))
         said = tuple(
             m
             for _, m in sent
             if isinstance(
                 m,
-                GradientPushAck
-                | WorkAssignment
-                | GradientNormRequest
-                | UpdateDecision
+                messages.GradientPushAck
+                | messages.WorkAssignment
+                | messages.GradientNormRequest
+                | messages.UpdateDecision
                 | ParameterPullReply
-                | ApplyUpdate,
+                | messages.ApplyUpdate,
             )
         )
-        out = [(to, m) for to, m in sent if not isinstance(m, ApplyUpdate | ParametersReady)]
+        out = [(to, m) for to, m in sent if not isinstance(m, messages.ApplyUpdate | messages.ParametersReady)]
         others = tuple(self.number(to, name, m) for to, m in out if not isinstance(m, ParameterPullReply))
         values = tuple(self.number(to, name, self._underway(m)) for to, m in out if isinstance(m, ParameterPullReply))
         return self.machines.number(self._without_history(now)), others, values, said
@@ -191,7 +174,7 @@ class SimulatedCluster:
         return PartialRead(value) if self.scenario.partial_reads else value
 
     def _without_history(self, machine: Machine) -> Machine:
-        """The machine without history that nothing will ask for."""
+        """Forget what nothing will ask for."""
         if isinstance(machine, CoordinatorStateMachine) and self._forgets:
             machine.decision_log = [FORGOTTEN] * len(machine.decision_log)
             if self.scenario.policy.quorum == self.scenario.policy.work_items_per_step:
@@ -206,14 +189,13 @@ class SimulatedCluster:
             return number
         key = worker, number
         if key not in self._within:
-            worker_machine = self.machines[worker]
-            assert isinstance(worker_machine, WorkerStateMachine)
+            receiver = self.machines[worker]
+            assert isinstance(receiver, WorkerStateMachine)
             self._within[key] = number
-            if worker_machine.assignment.assignment_id == message.assignment_id:
-                self.invariants.of_value(worker_machine, message)
-                self._within[key] = self.number(
-                    to, sender, message._replace(version=worker_machine.assignment.min_version)
-                )
+            if receiver.assignment.assignment_id == message.assignment_id:
+                self.invariants.of_value(receiver, message)
+                oldest = message._replace(version=receiver.assignment.min_version)
+                self._within[key] = self.number(to, sender, oldest)
         return self._within[key]
 
     # --- states that are the same ------------------------------------------------------------------
@@ -238,17 +220,17 @@ class SimulatedCluster:
         assert machine is not None
         is_lasting = self.scenario.copies > 1 or not self.scenario.replacements
         if self._routes[number][1]:
-            worker_machine = self._client(worker)
-            assert isinstance(machine, ServerStateMachine) and isinstance(message, ParameterPull | GradientPush)
+            assert isinstance(machine, ServerStateMachine)
             if isinstance(message, ParameterPull):
-                return is_answered(machine, worker_machine, message)
-            return is_known(machine, worker_machine, message, is_lasting)
+                return is_answered(machine, self._client(worker), message)
+            assert isinstance(message, messages.GradientPush)
+            return is_known(machine, self._client(worker), message, is_lasting)
         return is_ignored(machine, message, is_lasting)
 
     def _client(self, number: int) -> WorkerStateMachine | None:
-        worker_machine = self.machines[number]
-        assert worker_machine is None or isinstance(worker_machine, WorkerStateMachine)
-        return worker_machine
+        worker = self.machines[number]
+        assert worker is None or isinstance(worker, WorkerStateMachine)
+        return worker
 
     def _without_pulls(self, machines: Machines) -> Machines:
         """A server does not keep pulls whose answers would be ignored."""
@@ -256,26 +238,21 @@ class SimulatedCluster:
         key = machines[1:]
         tidied = self._tidy.get(key)
         if tidied is None:
-            worker_machines = machines[first:stop]
-            server_machines = [
-                self._without_answered(machines[place], *worker_machines) for place in (*range(1, first), stop)
-            ]
-            tidied = self._tidy[key] = *server_machines[:-1], *worker_machines, server_machines[-1]
+            workers = machines[first:stop]
+            servers = [self._without_answered(machines[place], *workers) for place in (*range(1, first), stop)]
+            tidied = self._tidy[key] = *servers[:-1], *workers, servers[-1]
         return machines[0], *tidied
 
-    def _without_answered(self, number: int, *worker_machines: int) -> int:
-        server_machine = self.machines[number]
-        if not isinstance(server_machine, ServerStateMachine) or not any(
-            state.waiting_pulls for state in server_machine.slice_states.values()
-        ):
+    def _without_answered(self, number: int, *workers: int) -> int:
+        server = self.machines[number]
+        if not isinstance(server, ServerStateMachine) or not any(s.waiting_pulls for s in server.slice_states.values()):
             return number
-        by_name = dict(zip(self.workers, map(self._client, worker_machines), strict=True))
-        server_machine = deepcopy(server_machine)
-        for state in server_machine.slice_states.values():
-            state.waiting_pulls = [
-                pull for pull in state.waiting_pulls if not is_answered(server_machine, by_name[pull.worker], pull)
-            ]
-        return self.machines.number(server_machine)
+        by_name = dict(zip(self.workers, map(self._client, workers), strict=True))
+        server = deepcopy(server)
+        for state in server.slice_states.values():
+            waiting = state.waiting_pulls
+            state.waiting_pulls = [pull for pull in waiting if not is_answered(server, by_name[pull.worker], pull)]
+        return self.machines.number(server)
 
     def canonical(self, state: State) -> State:
         """The least of the states that are this one with other names of workers."""

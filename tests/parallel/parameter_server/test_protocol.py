@@ -25,7 +25,7 @@ def _each(scenarios: dict[str, Scenario]) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("name", "policy"), _each(SMALL))
 @pytest.mark.no_cover
 def test_promises_are_kept(name: str, policy: str) -> None:
-    """Every reachable state can also reach an end, and the counts are those of the page."""
+    """An end can be reached from every state. The counts are those of the page."""
     scenario, graph = with_mode(SMALL[name], policy), StateGraph()
     result = explore(scenario, graph=graph)
     assert result.ends and len(graph.lead_to_an_end()) == result.states
@@ -60,7 +60,7 @@ def test_what_is_wrong_is_found_with_nothing_left_out(wrong: str) -> None:
         explore(MISTAKES[wrong].scenario, 1_000_000, without_reduction=True)
 
 
-ALIKE = ["each piece has two servers", "a worker ends"]
+ALIKE = ["each slice has two servers", "a worker ends"]
 ALIKE_LARGE = {
     "a message comes twice, one server": Scenario(SYNC._replace(steps=2), 2, 1, duplicates=1),
     "a server ends": Scenario(SYNC._replace(steps=2, work_items_per_step=1, quorum=1), 1, 2, copies=2, crashes=1),
@@ -88,7 +88,7 @@ def test_what_is_left_out_leads_to_no_other_end_of_larger_systems(name: str, pol
 
 
 def _ends(scenario: Scenario, without_reduction: bool) -> set[tuple[str, ...]]:
-    """The final states without the coordinator's history, under the smallest renaming of workers."""
+    """All states of the processes in the end, but for the coordinator's history, with the least of all names of workers."""
     explorer, result = Explorer(scenario, without_reduction), set()
     orders = [
         dict(zip(explorer.cluster.workers, order, strict=True)) for order in permutations(explorer.cluster.workers)

@@ -43,9 +43,9 @@ def pulled(partition: ParameterPartition, store: ParameterStore) -> Tensor:
     return decompress(partition.compression.pull_codec, bytearray(store.value_for_worker(0, "w0")), drawn(0))
 
 
-def push(store: ParameterStore, share: int, gradient: Tensor, factor: float = 1.0) -> None:
-    store.add_push(0, share, bytearray(tensor_bytes(gradient)), worker="w0")
-    store.apply_update(0, [share], UpdateScalars(RATE, factor, is_applied=True))
+def push(store: ParameterStore, work_item: int, gradient: Tensor, factor: float = 1.0) -> None:
+    store.add_push(0, work_item, bytearray(tensor_bytes(gradient)), worker="w0")
+    store.apply_update(0, [work_item], UpdateScalars(RATE, factor, is_applied=True))
 
 
 @pytest.mark.parametrize(
@@ -56,12 +56,12 @@ def test_what_a_push_loses_comes_with_a_later_one(codec: str) -> None:
     compression_plan = PushPullCompression(push_codec=parse_codec(codec), seed=5)
     compressor = PushPullCompressor(parse_codec(codec), compression_plan)
     given, arrived = torch.zeros_like(drawn(0)), torch.zeros_like(drawn(0))
-    for share in range(30):
-        gradient = drawn(share)
+    for work_item in range(30):
+        gradient = drawn(work_item)
         given += gradient
-        message = bytearray(tensor_bytes(compressor.compress(3, share, gradient)))
+        message = bytearray(tensor_bytes(compressor.compress(3, work_item, gradient)))
         assert len(message) == parse_codec(codec).wire_bytes([SIZE], "float64")
-        arrived += decompress_gradient(compression_plan, message, slice_id=3, work_item=share, like=gradient)
+        arrived += decompress_gradient(compression_plan, message, slice_id=3, work_item=work_item, like=gradient)
     (error,) = compressor.error_feedback_state(3).values()
     assert torch.allclose(arrived + error, given, atol=1e-4 * float(given.abs().max()))
     without = PushPullCompressor(parse_codec(codec), replace(compression_plan, has_error_feedback=False))
@@ -74,9 +74,9 @@ def test_pulled_parameters_are_right_on_average(codec: str) -> None:
     partition = replace(PLAN, compression=PushPullCompression(pull_codec=parse_codec(codec)))
     store = store_of(partition)
     found = []
-    for share in range(40):
+    for work_item in range(40):
         found.append(pulled(partition, store))
-        push(store, share, torch.zeros_like(drawn(0)))
+        push(store, work_item, torch.zeros_like(drawn(0)))
     mean, once = torch.stack(found).mean(0), (found[0] - drawn(0)).abs().max()
     assert float(once) > 0
     assert float((mean - drawn(0)).abs().max()) < 0.2 * float(once)
@@ -86,21 +86,21 @@ def test_a_second_server_goes_on_with_the_same_bits() -> None:
     partition = replace(PLAN, compression=PushPullCompression(parse_codec("int8"), parse_codec("int4")))
     compressor = PushPullCompressor(parse_codec("int8"), partition.compression)
     first = store_of(partition)
-    for share in range(3):
-        push(first, share, compressor.compress(0, share, drawn(share)))
+    for work_item in range(3):
+        push(first, work_item, compressor.compress(0, work_item, drawn(work_item)))
     second = store_of(partition)
     second.load_slice_state(0, {name: tensor.clone() for name, tensor in first.full_slice_state(0).items()})
-    for share in range(3, 6):
+    for work_item in range(3, 6):
         assert bytes(first.value_for_worker(0)) == bytes(second.value_for_worker(0))
-        message = compressor.compress(0, share, drawn(share))
-        push(first, share, message)
-        push(second, share, message)
+        message = compressor.compress(0, work_item, drawn(work_item))
+        push(first, work_item, message)
+        push(second, work_item, message)
     assert torch.equal(first.slice_state(0)["master"], second.slice_state(0)["master"])
     assert bytes(first.value_for_worker(0)) == bytes(second.value_for_worker(0))
 
 
 def test_a_late_gradient_is_corrected() -> None:
-    """The correction is its square times the change of the parameters since the worker's pull (arXiv:1609.08326)."""
+    """The correction is its square times what has become of the parameters since the worker pulled them (arXiv:1609.08326)."""
     partition = replace(PLAN, delay_compensation=0.5)
     store = store_of(partition)
     before = pulled(partition, store)

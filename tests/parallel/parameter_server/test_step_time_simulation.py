@@ -27,7 +27,7 @@ def play(
     rule: ConsistencyPolicy = SYNC,
     by_need: bool = True,
     rate: float = RATE,
-    slow: Callable[[int, int], float] = lambda worker, share: 1.0,
+    slow: Callable[[int, int], float] = lambda worker, work_item: 1.0,
 ) -> ParameterServerSimulation:
     each = BYTES / LAYERS
     loads = [SimulatedParameterSlice(each, each, (f"s{layer % servers}",), layer) for layer in reversed(range(LAYERS))]
@@ -60,7 +60,7 @@ def test_what_is_needed_first_comes_first() -> None:
 def test_who_waits_for_a_slow_worker() -> None:
     """Synchronous training takes as long as the slowest; the other modes do not."""
 
-    def slow(worker: int, share: int) -> float:
+    def slow(worker: int, work_item: int) -> float:
         return 4.0 if worker == 0 else 1.0
 
     def seconds(rule: ConsistencyPolicy) -> float:

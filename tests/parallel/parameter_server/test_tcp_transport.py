@@ -46,7 +46,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the other side has closed the connection."""
+    """Whether the other side has closed it."""
     try:
         return connection.recv(1024) == b""
     except ConnectionResetError:
@@ -54,7 +54,7 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 def stranger(name: str, run: str) -> bytes:
-    """The greeting of a process of another run."""
+    """The handshake of a process of another run."""
     hello = json.dumps([name, {"run": run}, ""]).encode()
     return FRAME_HEADER.pack(0, HANDSHAKE_FRAME, len(hello)) + hello
 
@@ -84,8 +84,8 @@ def test_what_is_urgent_overtakes() -> None:
     with posts("server", "worker") as (server, worker):
         worker.connect("server", server.address)
         arrived(worker)
-        for share in range(3):
-            worker.send("server", GradientPush("worker", 1, 0, share), large, priority=9)
+        for work_item in range(3):
+            worker.send("server", GradientPush("worker", 1, 0, work_item), large, priority=9)
         worker.send("server", GradientPush("worker", 1, 1, 7), large[:10], priority=2)
         worker.send("server", GradientNormReply(1, 1, 0.5))
         order = [server.inbox.get(timeout=WAIT_S).message for _ in range(6)][1:]
@@ -144,6 +144,6 @@ def test_nobody_is_left_when_it_is_closed() -> None:
     with posts("a", "b") as (a, b):
         b.connect("a", a.address)
         until(lambda: b.connected_peers == ["a"])
-        for piece in range(50):
-            b.send("a", GradientPush("b", 1, piece, piece), memoryview(bytes(MAX_FRAME_BYTES)))
+        for item in range(50):
+            b.send("a", GradientPush("b", 1, item, item), memoryview(bytes(MAX_FRAME_BYTES)))
     assert set(threading.enumerate()) <= before

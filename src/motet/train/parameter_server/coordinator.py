@@ -84,7 +84,7 @@ class CoordinatorParameterCopy:
         self.optimizer.sync_parameters()
 
     def _tensors_by_kind(self) -> dict[str, dict[str, Tensor]]:
-        """By kind of state, the flat values of each parameter by name; or a count that all share, without a name."""
+        """The flat values of each parameter by kind of state and name; a count that all share has no name."""
         tensors_by_kind: dict[str, dict[str, Tensor]] = {}
         for state_name, value in self.optimizer.state().items():
             kind, slash, name = state_name.partition("/")

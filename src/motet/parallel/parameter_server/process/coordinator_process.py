@@ -38,7 +38,7 @@ class CoordinatorProcess:
         self._addresses: dict[str, tuple[str, int]] = {}
         # (since when, seconds until the process is evicted, if others can replace it).
         self._disconnected: dict[str, tuple[float, float]] = {}
-        # By server that replaces another; True: with the stored tensors, as they are not in the server's snapshot.
+        # By server that replaces another; True: with the stored tensors, for its snapshot has none.
         self._initial_states: dict[str, list[tuple[messages.ParameterStateAssignment, bool]]] = {}
         self._fetched_states: dict[int, bytearray] = {}
         self._pending_fetches: set[int] = set()
