@@ -15,7 +15,7 @@ RULES = ("sync", "first-k", "async", "bounded")
 
 
 def policy(name: str, work_items: int, steps: int, first: int = 0) -> ConsistencyPolicy:
-    """The first work items but one make an update; or each does, and where there are steps enough one more may be begun."""
+    """All work items but one make an update; or each does, and with enough steps one more step may be begun."""
     closes = {"first-k": max(1, work_items - 1), "bounded": 1, "async": 1}.get(name, work_items)
     ahead = {"bounded": int(steps - first > 2), "async": None}.get(name, 0)
     return ConsistencyPolicy(work_items, steps, closes, ahead, has_per_item_updates=name in ("bounded", "async"))

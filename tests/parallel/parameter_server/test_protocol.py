@@ -88,7 +88,7 @@ def test_what_is_left_out_leads_to_no_other_end_of_larger_systems(name: str, pol
 
 
 def _ends(scenario: Scenario, without_reduction: bool) -> set[tuple[str, ...]]:
-    """All states of the processes in the end, but for the coordinator's history, with the least of all names of workers."""
+    """The final states without the coordinator's history, under the smallest renaming of workers."""
     explorer, result = Explorer(scenario, without_reduction), set()
     orders = [
         dict(zip(explorer.cluster.workers, order, strict=True)) for order in permutations(explorer.cluster.workers)

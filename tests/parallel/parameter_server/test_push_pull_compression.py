@@ -100,7 +100,7 @@ def test_a_second_server_goes_on_with_the_same_bits() -> None:
 
 
 def test_a_late_gradient_is_corrected() -> None:
-    """The correction is its square times what has become of the parameters since the worker pulled them (arXiv:1609.08326)."""
+    """The correction is its square times the change of the parameters since the worker's pull (arXiv:1609.08326)."""
     partition = replace(PLAN, delay_compensation=0.5)
     store = store_of(partition)
     before = pulled(partition, store)
