@@ -1,4 +1,4 @@
-"""Tree sums send and keep what traffic.py says, to the byte."""
+"""Tree sums send and keep what traffic_and_memory.py says, to the byte."""
 
 from collections.abc import Callable
 from pathlib import Path
