@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +54,11 @@ def agree(
     mine_grad, other_grad = ours.get_parameter(shared[0]).grad, theirs.get_parameter(shared[1]).grad
     assert mine_grad is not None and other_grad is not None
     assert (mine_grad - other_grad).norm() <= 1e-12 * other_grad.norm()
+
+
+def agree_on_tokens(ours: nn.Module, theirs: nn.Module, shared: tuple[str, str], lowest: int = 0) -> None:
+    tokens = torch.randint(lowest, VOCAB, (3, LENGTH))
+    agree(ours, theirs, lambda: (ours(tokens), theirs(tokens).logits), shared)
 
 
 def neighbours(weight: Tensor, head_dim: int, turned: int | None = None) -> Tensor:
@@ -112,46 +118,26 @@ LLAMA3 = {
 }
 
 
+LLAMA3_SETTINGS = {"rope_theta": 500.0, "rope_scaling": RopeScalingSettings(original_context=16)}
+
+
 @pytest.mark.parametrize(
-    ("theirs", "ours"),
+    ("family", "values", "more"),
     [
-        (
-            lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON, rms_norm_eps=1e-3)),
-            DecoderSettings(**OURS, norm_eps=1e-3, tied=False),
-        ),
-        (
-            lambda: transformers.LlamaForCausalLM(
-                transformers.LlamaConfig(**COMMON, rope_parameters=LLAMA3, tie_word_embeddings=True)
-            ),
-            DecoderSettings(
-                **OURS, norm_eps=1e-6, rope_theta=500.0, rope_scaling=RopeScalingSettings(original_context=16)
-            ),
-        ),
-        (
-            lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**COMMON, tie_word_embeddings=True)),
-            DecoderSettings(**OURS, norm_eps=1e-6, qkv_bias=True),
-        ),
-        (
-            lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**COMMON, head_dim=10)),
-            DecoderSettings(**OURS, norm_eps=1e-6, head_dim=10, query_key_norm=True, tied=False),
-        ),
-        (
-            lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**COMMON, sliding_window=4)),
-            DecoderSettings(**OURS, norm_eps=1e-6, sliding_window=4, tied=False),
-        ),
+        ("Llama", {"rms_norm_eps": 1e-3}, {"norm_eps": 1e-3, "tied": False}),
+        ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}, LLAMA3_SETTINGS),
+        ("Qwen2", {"tie_word_embeddings": True}, {"qkv_bias": True}),
+        ("Qwen3", {"head_dim": 10}, {"head_dim": 10, "query_key_norm": True, "tied": False}),
+        ("Mistral", {"sliding_window": 4}, {"sliding_window": 4, "tied": False}),
     ],
     ids=["llama", "llama-3.1", "qwen2", "qwen3", "mistral"],
 )
-def test_relatives_of_llama(theirs: Callable[[], nn.Module], ours: DecoderSettings) -> None:
-    other = randomised(theirs())
+def test_relatives_of_llama(family: str, values: dict[str, Any], more: dict[str, Any]) -> None:
+    config = getattr(transformers, f"{family}Config")(**COMMON, **values)
+    other = randomised(getattr(transformers, f"{family}ForCausalLM")(config))
+    ours = DecoderSettings(**{**OURS, "norm_eps": 1e-6, **more})
     mine = load(CausalDecoder(ours), llama_weights(other, ours.dim_per_head, ours.query_key_norm))
-    tokens = torch.randint(VOCAB, (3, LENGTH))
-    agree(
-        mine,
-        other,
-        lambda: (mine(tokens), other(tokens, use_cache=False).logits),
-        ("embedding.weight", "model.embed_tokens.weight"),
-    )
+    agree_on_tokens(mine, other, ("embedding.weight", "model.embed_tokens.weight"))
 
 
 def test_gpt2() -> None:
@@ -177,27 +163,11 @@ def test_gpt2() -> None:
                 weights[f"blocks.{i}.{ours}.{kind}"] = value.T if kind == "weight" else value
             for theirs, ours in norms.items():
                 weights[f"blocks.{i}.{ours}.{kind}"] = given[f"transformer.h.{i}.{theirs}.{kind}"]
-    settings = DecoderSettings(
-        vocab_size=VOCAB,
-        context=20,
-        layers=2,
-        hidden=32,
-        heads=4,
-        ffn_hidden=40,
-        activation="gelu_tanh",
-        gated=False,
-        norm="layer",
-        positions="learned",
-        bias=True,
-    )
+    sizes = {**OURS, "kv_heads": None, "context": 20, "ffn_hidden": 40}
+    kinds = {"activation": "gelu_tanh", "norm": "layer", "positions": "learned"}
+    settings = DecoderSettings.model_validate({**sizes, **kinds, "gated": False, "bias": True})
     mine = load(CausalDecoder(settings), weights)
-    tokens = torch.randint(VOCAB, (3, LENGTH))
-    agree(
-        mine,
-        other,
-        lambda: (mine(tokens), other(tokens, use_cache=False).logits),
-        ("positions.weight", "transformer.wpe.weight"),
-    )
+    agree_on_tokens(mine, other, ("positions.weight", "transformer.wpe.weight"))
 
 
 def test_part_of_each_head_is_turned() -> None:
@@ -222,14 +192,8 @@ def test_part_of_each_head_is_turned() -> None:
 
 # --- encoders ----------------------------------------------------------------------------------------
 
-BERT = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 20,
-}
+BERT = {name: value for name, value in COMMON.items() if name != "num_key_value_heads"}
+BERT["max_position_embeddings"] = 20
 OUR_BERT = {"vocab_size": VOCAB, "hidden": 32, "layers": 2, "heads": 4, "ffn_hidden": 48, "context": 20}
 
 
@@ -285,13 +249,8 @@ def test_bert_for_classes() -> None:
         weights[f"pooler.{kind}"] = given[f"bert.pooler.dense.{kind}"]
         weights[f"head.{kind}"] = given[f"classifier.{kind}"]
     mine = load(BidirectionalEncoder(EncoderSettings(**OUR_BERT, head="classify", classes=3)), weights)
-    tokens = torch.randint(1, VOCAB, (3, LENGTH))  # theirs never trains token 0, its padding
-    agree(
-        mine,
-        other,
-        lambda: (mine(tokens), other(tokens).logits),
-        ("embedding.weight", "bert.embeddings.word_embeddings.weight"),
-    )
+    # Theirs never trains token 0, its padding.
+    agree_on_tokens(mine, other, ("embedding.weight", "bert.embeddings.word_embeddings.weight"), lowest=1)
 
 
 # --- encoder-decoder ---------------------------------------------------------------------------------
@@ -344,20 +303,9 @@ def test_t5(gated: bool) -> None:
     if gated:  # T5 1.1: transformers shares the table all the same, and only leaves out the scaling
         other.lm_head.weight = nn.Parameter(torch.empty(VOCAB, 32))
     randomised(other)
-    settings = EncoderDecoderSettings(
-        vocab_size=VOCAB,
-        context=64,
-        layers=2,
-        hidden=32,
-        heads=4,
-        head_dim=6,
-        ffn_hidden=40,
-        activation="gelu_tanh" if gated else "relu",
-        gated=gated,
-        relative_buckets=8,
-        relative_distance=11,
-        tied=not gated,
-    )
+    sizes = {"vocab_size": VOCAB, "context": 64, "layers": 2, "hidden": 32, "heads": 4, "head_dim": 6, "ffn_hidden": 40}
+    kinds = {"activation": "gelu_tanh" if gated else "relu", "gated": gated, "tied": not gated}
+    settings = EncoderDecoderSettings(**sizes, **kinds, relative_buckets=8, relative_distance=11)
     mine = load(EncoderDecoderModel(settings), t5_weights(other, gated))
     source, tokens = torch.randint(VOCAB, (3, 19)), torch.randint(VOCAB, (3, LENGTH))
 
