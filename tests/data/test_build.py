@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +42,23 @@ def recipe(source: Path, labelled: bool = False) -> CorpusBuildSpec:
     return CorpusBuildSpec(discover_corpus(str(source)), DataSourceSettings(source=str(source)), labelled, BYTES, 0)
 
 
+def build(source: Path, out: Path, workers: int = 1, *, labelled: bool = False) -> tuple[CorpusManifest, list[int]]:
+    """The manifest, and the bytes that were reported as done."""
+    heard: list[int] = []
+    spec = recipe(source, labelled)
+    manifest = build_corpus(spec, out, workers=workers, progress=lambda what, done, total: heard.append(done))
+    return manifest, heard
+
+
+def interrupt(source: Path, out: Path) -> None:
+    def stop(what: str, done: int, total: int) -> None:
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_corpus(recipe(source), out, workers=1, progress=stop)
+
+
 def silent(what: str, done: int, total: int) -> None:
     """Progress for nobody."""
 
@@ -60,7 +76,7 @@ def texts(folder: Path) -> list[str]:
 
 
 def test_the_tokens_are_those_of_the_text(records: Path, tmp_path: Path) -> None:
-    manifest = build_corpus(recipe(records), tmp_path / "out", workers=1, progress=silent)
+    manifest, _ = build(records, tmp_path / "out")
     assert texts(tmp_path / "out") == [record["text"] + "<|end|>" for record in numbered(1000)]
     assert len(manifest.shards) == 14
     assert (manifest.documents, manifest.classes, manifest.loss_mask) == (1000, 0, False)
@@ -72,35 +88,49 @@ def test_the_tokens_are_those_of_the_text(records: Path, tmp_path: Path) -> None
 def test_processes_write_the_same_bytes(
     records: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
-    heard: list[int] = []
-    build_corpus(recipe(records), tmp_path / "one", workers=1, progress=silent)
+    build(records, tmp_path / "one")
     monkeypatch.setattr(build_module, "_IN_PROCESS_BYTES", 0)
-    build_corpus(
-        recipe(records), tmp_path / "many", workers=workers, progress=lambda what, done, total: heard.append(done)
-    )
+    _, heard = build(records, tmp_path / "many", workers)
     assert content(tmp_path / "one") == content(tmp_path / "many")
     assert heard == sorted(heard)
     assert (heard[0], heard[-1]) == (0, records.stat().st_size)
 
 
 KILLED = """
-import os, signal, sys
-from motet.data.corpus import build, discover
-from test_build import Path, recipe
-build._IN_PROCESS_BYTES, discover._MIN_RANGE_BYTES = int(sys.argv[3]), 4000
-def kill(what, done, total):
+import os, signal
+def progress(what, done, total):
     if done > total // 2:
         os.kill(os.getpid(), signal.SIGKILL)
-build.build_corpus(recipe(Path(sys.argv[1])), Path(sys.argv[2]), workers=2, progress=kill)
 """
+FULL = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (15_000, -1))
+"""
+
+
+def run_build(prelude: str, source: Path, out: Path, inline: int) -> "subprocess.CompletedProcess[str]":
+    script = f"""
+import sys
+sys.path.insert(0, {HERE!r})
+from test_build import InputError, Path, build_module, discover, recipe, silent as progress
+build_module._IN_PROCESS_BYTES, discover._MIN_RANGE_BYTES = {inline}, 4000
+{prelude}
+try:
+    build_module.build_corpus(recipe(Path({str(source)!r})), Path({str(out)!r}), workers=2, progress=progress)
+except InputError as error:
+    sys.exit(str(error))
+"""
+    # The limit would stop the records of a measurement of coverage, too.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
 
 
 @pytest.mark.parametrize("inline", [0, 1 << 20])
 def test_a_killed_build_goes_on_where_it_was(records: Path, tmp_path: Path, inline: int) -> None:
-    build_corpus(recipe(records), tmp_path / "whole", workers=1, progress=silent)
+    build(records, tmp_path / "whole")
     out = tmp_path / "killed"
-    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {HERE!r}){KILLED}"]
-    assert subprocess.run([*command, str(records), str(out), str(inline)], check=False).returncode == -9
+    assert run_build(KILLED, records, out, inline).returncode == -9
     assert (out / "plan.json").exists()
     assert not (out / "manifest.json").exists()
     done = {path.with_suffix(".bin"): path.with_suffix(".bin").stat() for path in out.glob("*.done")}
@@ -110,8 +140,7 @@ def test_a_killed_build_goes_on_where_it_was(records: Path, tmp_path: Path, inli
     spoilt[0].write_bytes(b"x" * done[spoilt[0]].st_size)
     spoilt[1].with_suffix(".docs").unlink()
 
-    heard: list[int] = []
-    build_corpus(recipe(records), out, workers=1, progress=lambda what, done, total: heard.append(done))
+    _, heard = build(records, out)
     assert content(out) == content(tmp_path / "whole")
     assert heard[0] > 0
     for path, before in done.items():
@@ -119,81 +148,48 @@ def test_a_killed_build_goes_on_where_it_was(records: Path, tmp_path: Path, inli
 
 
 def test_an_unfinished_build_of_something_else_starts_anew(records: Path, tmp_path: Path) -> None:
-    def stop(what: str, done: int, total: int) -> None:
-        if done:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        build_corpus(recipe(records), tmp_path / "out", workers=1, progress=stop)
+    interrupt(records, tmp_path / "out")
     write_records(records, numbered(700))
-    build_corpus(recipe(records), tmp_path / "out", workers=1, progress=silent)
-    build_corpus(recipe(records), tmp_path / "other", workers=1, progress=silent)
+    build(records, tmp_path / "out")
+    build(records, tmp_path / "other")
     assert content(tmp_path / "out") == content(tmp_path / "other")
 
 
 def test_a_finished_build_is_left_alone_and_a_damaged_one_made_again(records: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    build_corpus(recipe(records), out, workers=1, progress=silent)
+    build(records, out)
     before = content(out)
-    heard: list[int] = []
-    build_corpus(recipe(records), out, workers=1, progress=lambda what, done, total: heard.append(done))
-    assert heard == []
+    assert build(records, out)[1] == []
     (out / "00003.bin").write_bytes(b"x" * (out / "00003.bin").stat().st_size)
-    build_corpus(recipe(records), out, workers=1, progress=lambda what, done, total: heard.append(done))
-    assert heard
+    assert build(records, out)[1]
     assert content(out) == before
 
 
-def refuse(out: Path, make: Callable[[Path], object], message: str) -> None:
-    make(out)
+def refuse(out: Path, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        build_corpus(recipe(SMALL), out, workers=1, progress=silent)
+        build(SMALL, out)
 
 
 def test_folders_of_others_are_not_touched(records: Path, tmp_path: Path) -> None:
-    refuse(
-        tmp_path / "a",
-        lambda out: build_corpus(recipe(records), out, workers=1, progress=silent),
-        r"holds another corpus \(built from '",
-    )
-    refuse(tmp_path / "b", lambda out: out.write_text("mine"), "b is a file; choose a folder")
-
-    def fill(out: Path) -> None:
-        out.mkdir()
-        (out / "thesis.tex").write_text("mine")
-
-    refuse(tmp_path / "c", fill, r"is not empty and holds no corpus \(but 'thesis\.tex'\)")
+    build(records, tmp_path / "a")
+    refuse(tmp_path / "a", r"holds another corpus \(built from '")
+    (tmp_path / "b").write_text("mine")
+    refuse(tmp_path / "b", "b is a file; choose a folder")
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "thesis.tex").write_text("mine")
+    refuse(tmp_path / "c", r"is not empty and holds no corpus \(but 'thesis\.tex'\)")
     assert (tmp_path / "c" / "thesis.tex").read_text() == "mine"
 
 
 def test_a_disk_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"cannot write .*file: File exists; free some space or choose another folder"):
-        build_corpus(recipe(SMALL), tmp_path / "file" / "out", workers=1, progress=silent)
-
-
-FULL = """
-import resource, sys
-from motet.core.errors import InputError
-from motet.data.corpus import build, discover
-from test_build import Path, recipe, silent
-build._IN_PROCESS_BYTES, discover._MIN_RANGE_BYTES = int(sys.argv[3]), 4000
-resource.setrlimit(resource.RLIMIT_FSIZE, (15_000, -1))
-try:
-    build.build_corpus(recipe(Path(sys.argv[1])), Path(sys.argv[2]), workers=1, progress=silent)
-except InputError as error:
-    sys.exit(str(error))
-"""
+    refuse(tmp_path / "file" / "out", r"cannot write .*file: File exists; free some space or choose another folder")
 
 
 @pytest.mark.parametrize("inline", [0, 1 << 20])
 def test_a_disk_that_is_full(tmp_path: Path, inline: int) -> None:
     source = write_records(tmp_path / "a.jsonl", [{"text": "x" * 20_000}])
-    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {HERE!r}){FULL}"]
-    arguments = [str(source), str(tmp_path / "out"), str(inline)]
-    # The limit would stop the records of a measurement of coverage, too.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
-    result = subprocess.run([*command, *arguments], check=False, capture_output=True, text=True, env=environment)
+    result = run_build(FULL, source, tmp_path / "out", inline)
     assert result.returncode == 1
     assert result.stderr.startswith(f"cannot write {tmp_path / 'out'}: File too large; free some space")
     assert result.stderr.count("\n") == 1
@@ -209,17 +205,17 @@ def test_bad_records_end_the_build_with_a_sentence(
     lines[700] = "{"
     records.write_text("\n".join(lines))
     with pytest.raises(InputError, match=r"records\.jsonl:701: not valid JSON"):
-        build_corpus(recipe(records), tmp_path / "out", workers=2, progress=silent)
+        build(records, tmp_path / "out", 2)
     lines[700] = '{"text": "mended"}'
     records.write_text("\n".join(lines))
-    build_corpus(recipe(records), tmp_path / "out", workers=2, progress=silent)
+    build(records, tmp_path / "out", 2)
     assert texts(tmp_path / "out")[700] == "mended<|end|>"
 
 
 def test_documents_without_text_make_no_corpus(tmp_path: Path) -> None:
     source = write_records(tmp_path / "a.jsonl", [{"text": ""}] * 3)
     with pytest.raises(InputError, match=r"a\.jsonl' is empty: it holds no document with text"):
-        build_corpus(recipe(source), tmp_path / "out", workers=1, progress=silent)
+        build(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -233,16 +229,11 @@ def test_a_killed_worker_is_told(records: Path, tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr("motet.data.corpus.tokenize_workers._start_worker", start_and_kill)
     with pytest.raises(MotetError, match=r"ended with code -9 \(killed: out of memory\?.*the same command goes on"):
-        build_corpus(recipe(records), tmp_path / "out", workers=2, progress=silent)
+        build(records, tmp_path / "out", 2)
 
 
 def test_a_worker_ends_with_its_parent(records: Path, tmp_path: Path) -> None:
-    def stop(what: str, done: int, total: int) -> None:
-        if done:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        build_corpus(recipe(records), tmp_path / "out", workers=1, progress=stop)
+    interrupt(records, tmp_path / "out")
     with _exclusive_folder_lock(tmp_path / "out") as lock:
         worker = _start_worker(tmp_path / "out", 1, lock)
     assert worker.stdin is not None
@@ -260,7 +251,7 @@ def test_a_worker_ends_with_its_parent(records: Path, tmp_path: Path) -> None:
 
 def test_prompts_are_no_targets_and_labels_are_kept(tmp_path: Path) -> None:
     source = write_records(tmp_path / "a.jsonl", [{"prompt": "ab", "answer": "cde"}, {"text": "fg"}])
-    manifest = build_corpus(recipe(source), tmp_path / "out", workers=1, progress=silent)
+    manifest, _ = build(source, tmp_path / "out")
     table = np.fromfile(tmp_path / "out" / "00000.docs", DOCUMENT_DTYPE)
     assert manifest.loss_mask
     assert table["skip"].tolist() == [2, 0]
@@ -268,14 +259,14 @@ def test_prompts_are_no_targets_and_labels_are_kept(tmp_path: Path) -> None:
     assert table["label"].tolist() == [-1, -1]
     assert texts(tmp_path / "out") == ["abcde<|end|>", "fg<|end|>"]
     source = write_records(tmp_path / "b.jsonl", [{"text": "x", "label": 4}, {"text": "y", "label": 0}])
-    assert build_corpus(recipe(source, labelled=True), tmp_path / "labels", workers=1, progress=silent).classes == 5
+    assert build(source, tmp_path / "labels", labelled=True)[0].classes == 5
 
 
 def test_the_corpus_hash_is_that_of_the_text(tmp_path: Path) -> None:
     def built(name: str, lines: list[str]) -> CorpusManifest:
         (tmp_path / name).mkdir()
         source = write_records(tmp_path / name / "x.jsonl", [{"text": line} for line in lines])
-        return build_corpus(recipe(source), tmp_path / name / "out", workers=1, progress=silent)
+        return build(source, tmp_path / name / "out")[0]
 
     first, same, other = built("a", ["x", "y"]), built("b", ["x", "y"]), built("c", ["y", "x"])
     assert first.corpus_hash == same.corpus_hash != other.corpus_hash
@@ -292,18 +283,11 @@ def test_long_texts_are_cut_where_lines_start(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_two_threads_build_once(records: Path, tmp_path: Path) -> None:
-    heard: list[int] = []
-    threads = [
-        threading.Thread(
-            target=build_corpus,
-            args=(recipe(records), tmp_path / "out"),
-            kwargs={"workers": 1, "progress": lambda w, d, t: heard.append(d)},
-        )
-        for _ in range(2)
-    ]
+    heard: list[list[int]] = []
+    threads = [threading.Thread(target=lambda: heard.append(build(records, tmp_path / "out")[1])) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert heard.count(0) == 1
+    assert sorted(heard)[0] == [] != sorted(heard)[1]
     assert find_damage(tmp_path / "out", read_corpus_manifest(tmp_path / "out"), checksums=True) is None

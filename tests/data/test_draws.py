@@ -35,11 +35,8 @@ def test_a_number_depends_on_key_and_place_alone(seed: int, rows: list[int], wid
 
 def test_seeds_rows_and_streams_differ() -> None:
     first = uniform_floats(derive_keys(0, np.arange(3)), 50, 0)
-    others = [
-        uniform_floats(derive_keys(1, np.arange(3)), 50, 0),
-        uniform_floats(derive_keys(0, np.arange(3, 6)), 50, 0),
-    ]
-    others.append(uniform_floats(derive_keys(0, np.arange(3)), 50, 1))
+    cases = ((1, np.arange(3), 0), (0, np.arange(3, 6), 0), (0, np.arange(3), 1))
+    others = [uniform_floats(derive_keys(seed, rows), 50, stream) for seed, rows, stream in cases]
     assert all((first != other).all() for other in others)
     assert len(np.unique(first)) == first.size
 

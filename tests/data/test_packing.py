@@ -115,12 +115,8 @@ def test_neighbouring_documents_are_read_in_one_go() -> None:
         calls.append((start, count))
         return read(start, count)
 
-    gather_windows(
-        cut_into_windows(segments([3, 4, 5, 4], [2, 0, 0, 7]), 16, 16, keep_partial=False),
-        np.array([0]),
-        counted,
-        pad_id=PAD,
-    )
+    stream = cut_into_windows(segments([3, 4, 5, 4], [2, 0, 0, 7]), 16, 16, keep_partial=False)
+    gather_windows(stream, np.array([0]), counted, pad_id=PAD)
     assert calls == [(2, 12), (21, 4)]
 
 

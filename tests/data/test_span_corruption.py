@@ -9,7 +9,12 @@ from motet.core.errors import InputError
 from motet.data.samples.counter_rng import derive_keys
 from motet.data.samples.objectives import BatchArrays
 from motet.data.samples.packing import TokenWindows
-from motet.data.samples.span_corruption import SpanCorruptionTokens, corrupt_spans, span_corruption_lengths
+from motet.data.samples.span_corruption import (
+    SpanCorruptionLengths,
+    SpanCorruptionTokens,
+    corrupt_spans,
+    span_corruption_lengths,
+)
 
 SENTINELS = tuple(range(1000, 1100))
 END, START = 2000, 2001
@@ -25,6 +30,11 @@ def text(count: int, raw: int, starts: list[int]) -> TokenWindows:
     return TokenWindows(
         tokens, np.full(count, raw), np.cumsum(segment, axis=1), np.ones_like(tokens, bool), np.zeros(count)
     )
+
+
+def corrupt(rows: TokenWindows, seed: int, shape: SpanCorruptionLengths, isolate: bool = True) -> BatchArrays:
+    keys = derive_keys(seed, np.arange(len(rows.tokens)))
+    return corrupt_spans(rows, keys, shape, special_tokens=SPECIAL, isolate_documents=isolate)
 
 
 def spans_of(targets: list[int]) -> dict[int, list[int]]:
@@ -65,9 +75,7 @@ def test_too_short() -> None:
 def test_source_and_targets_hold_the_text(length: int, fraction: float, seed: int, count: int) -> None:
     shape = span_corruption_lengths(length, fraction, len(SENTINELS))
     rows = text(count, shape.raw_tokens, [])
-    arrays = corrupt_spans(
-        rows, derive_keys(seed, np.arange(count)), shape, special_tokens=SPECIAL, isolate_documents=True
-    )
+    arrays = corrupt(rows, seed, shape)
     assert arrays.source is not None
     assert arrays.source.shape == (count, shape.source_tokens)
     assert arrays.tokens.shape == arrays.targets.shape == (count, shape.target_tokens)
@@ -117,14 +125,8 @@ def owners(arrays: BatchArrays, row: int, starts: list[int]) -> None:
 def test_documents_do_not_see_one_another(seed: int, starts: list[int]) -> None:
     shape = span_corruption_lengths(64, 0.4, len(SENTINELS))
     rows = text(1, shape.raw_tokens, starts)
-    owners(
-        corrupt_spans(rows, derive_keys(seed, np.arange(1)), shape, special_tokens=SPECIAL, isolate_documents=True),
-        0,
-        [s for s in starts if s < shape.raw_tokens],
-    )
-    together = corrupt_spans(
-        rows, derive_keys(seed, np.arange(1)), shape, special_tokens=SPECIAL, isolate_documents=False
-    )
+    owners(corrupt(rows, seed, shape), 0, [s for s in starts if s < shape.raw_tokens])
+    together = corrupt(rows, seed, shape, isolate=False)
     assert together.documents is None
     assert together.weights.all()
 
@@ -132,13 +134,7 @@ def test_documents_do_not_see_one_another(seed: int, starts: list[int]) -> None:
 def test_every_place_is_cut_about_as_often() -> None:
     shape = span_corruption_lengths(40, 0.3, len(SENTINELS))
     count = 4000
-    arrays = corrupt_spans(
-        text(count, shape.raw_tokens, []),
-        derive_keys(3, np.arange(count)),
-        shape,
-        special_tokens=SPECIAL,
-        isolate_documents=True,
-    )
+    arrays = corrupt(text(count, shape.raw_tokens, []), 3, shape)
     cut = arrays.targets[arrays.targets < count * shape.raw_tokens]
     cut = cut[(cut < 1000) | (cut > 2001)] % shape.raw_tokens
     often = np.bincount(cut, minlength=shape.raw_tokens) / count

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from motet.data.corpus.token_store import DOCUMENT_DTYPE
 from motet.data.samples.counter_rng import derive_keys
-from motet.data.samples.splits import SPLITS, assign_splits, split_documents
+from motet.data.samples.splits import SPLITS, DocumentSegments, assign_splits, split_documents
 from motet.data.settings import DataSettings
 
 HASHES = st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=60, unique=True)
@@ -19,6 +19,13 @@ def table(hashes: list[int], length: int = 10) -> np.ndarray:
     documents["length"] = length
     documents["label"] = np.arange(len(hashes))
     return documents
+
+
+def split(
+    documents: np.ndarray, validation: float = 0.01, test: float = 0.01, *, records: bool, window: int = 8
+) -> dict[str, DocumentSegments]:
+    settings = DataSettings(validation_fraction=validation, test_fraction=test)
+    return split_documents(documents, settings, has_records=records, window=window)
 
 
 @given(HASHES, st.floats(0, 0.4), st.floats(0, 0.4), st.data())
@@ -33,8 +40,7 @@ def test_adding_documents_moves_none(hashes: list[int], validation: float, test:
 def test_every_token_is_in_exactly_one_split(
     hashes: list[int], validation: float, test: float, records: bool, window: int
 ) -> None:
-    settings = DataSettings(validation_fraction=validation, test_fraction=test)
-    splits = split_documents(table(hashes), settings, has_records=records, window=window)
+    splits = split(table(hashes), validation, test, records=records, window=window)
     tokens = [
         t
         for name in SPLITS
@@ -47,50 +53,44 @@ def test_every_token_is_in_exactly_one_split(
 
 def test_fractions_are_kept() -> None:
     documents = table(derive_keys(0, np.arange(20_000)).tolist())
-    splits = split_documents(
-        documents, DataSettings(validation_fraction=0.1, test_fraction=0.05), has_records=True, window=8
-    )
+    splits = split(documents, 0.1, 0.05, records=True)
     # Five standard deviations of a share of 20,000.
     assert abs(len(splits["validation"]) - 2000) < 5 * 42.5
     assert abs(len(splits["test"]) - 1000) < 5 * 31
 
 
 def test_a_single_text_gives_its_end() -> None:
-    documents = table([2**63], length=1000)
-    splits = split_documents(
-        documents, DataSettings(validation_fraction=0.1, test_fraction=0.02), has_records=False, window=33
-    )
+    splits = split(table([2**63], length=1000), 0.1, 0.02, records=False, window=33)
     spans = {name: (splits[name].start.tolist(), splits[name].length.tolist()) for name in SPLITS}
     assert spans == {"train": ([0], [867]), "validation": ([900], [100]), "test": ([867], [33])}
 
 
 @pytest.mark.parametrize("length", [33, 64, 65])
 def test_too_short_a_text_is_all_for_training(length: int) -> None:
-    splits = split_documents(table([2**63], length), DataSettings(), has_records=False, window=33)
+    splits = split(table([2**63], length), records=False, window=33)
     assert int(splits["train"].length.sum()) == length
     assert len(splits["validation"]) == 0
 
 
 def test_a_text_whose_hash_is_not_in_training_is_trained_on() -> None:
-    splits = split_documents(table([0], length=1000), DataSettings(), has_records=False, window=10)
+    splits = split(table([0], length=1000), records=False, window=10)
     assert splits["train"].start.tolist() == [0]
 
 
 def test_of_few_records_the_one_with_the_smallest_hash_is_held_out() -> None:
     high = [2**63 + i for i in range(5)]
-    splits = split_documents(table([high[3], high[1], high[4], high[2]]), DataSettings(), has_records=True, window=8)
+    splits = split(table([high[3], high[1], high[4], high[2]]), records=True, window=8)
     assert splits["validation"].label.tolist() == [1]
     assert splits["test"].label.tolist() == [3]
     assert splits["train"].label.tolist() == [0, 2]
 
 
 def test_two_records_are_both_trained_on() -> None:
-    splits = split_documents(table([2**63, 2**63 + 1]), DataSettings(), has_records=True, window=8)
+    splits = split(table([2**63, 2**63 + 1]), records=True, window=8)
     assert {name: len(splits[name]) for name in SPLITS} == {"train": 2, "validation": 0, "test": 0}
 
 
 def test_a_split_that_is_not_wanted_stays_empty() -> None:
-    settings = DataSettings(validation_fraction=0.0, test_fraction=0.0)
     for records in (True, False):
-        splits = split_documents(table([0, 1, 2**63, 2**64 - 1], 100), settings, has_records=records, window=8)
+        splits = split(table([0, 1, 2**63, 2**64 - 1], 100), 0.0, 0.0, records=records)
         assert {name: len(splits[name]) for name in SPLITS} == {"train": 4, "validation": 0, "test": 0}

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 from corpora import SMALL
-from test_build import recipe, silent
+from test_build import build
 
 from motet.core.errors import InputError
-from motet.data.corpus.build import build_corpus
 from motet.data.corpus.token_store import (
     delete_corpus_files,
     find_damage,
@@ -21,7 +20,7 @@ from motet.data.corpus.token_store import (
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    build_corpus(recipe(SMALL), tmp_path / "out", workers=1, progress=silent)
+    build(SMALL, tmp_path / "out")
     return tmp_path / "out"
 
 
@@ -45,27 +44,25 @@ def test_damage_of_every_kind(folder: Path) -> None:
     assert damage(folder) == "00000.docs is missing"
 
 
-def manifest_with(folder: Path, **values: object) -> None:
-    read = json.loads((folder / "manifest.json").read_text())
-    write_json_atomically(
-        folder / "manifest.json", {key: value for key, value in {**read, **values}.items() if value is not None}
-    )
-
-
-def test_manifests_that_cannot_be_read(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"holds no corpus built by `motet data build` \(no manifest\.json"):
-        read_corpus_manifest(tmp_path)
-    manifest_with(folder, version=7)
-    with pytest.raises(InputError, match="is of format version 7, this motet reads 1; build it again"):
-        read_corpus_manifest(folder)
-    manifest_with(folder, version=1, shards=[{"tokens": 1}])
-    with pytest.raises(InputError, match=r"manifest\.json is damaged"):
-        read_corpus_manifest(folder)
-    manifest_with(folder, tokens=None)
-    with pytest.raises(InputError, match=r"manifest\.json is damaged \('tokens'\)"):
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"format": "other"}, r"holds no corpus built by `motet data build` \(no manifest\.json"),
+        ({"version": 7}, "is of format version 7, this motet reads 1; build it again"),
+        ({"shards": [{"tokens": 1}]}, r"manifest\.json is damaged"),
+        ({"tokens": None}, r"manifest\.json is damaged \('tokens'\)"),
+    ],
+)
+def test_manifests_that_cannot_be_read(folder: Path, values: dict[str, object], message: str) -> None:
+    manifest = {**json.loads((folder / "manifest.json").read_text()), **values}
+    known = {key: value for key, value in manifest.items() if value is not None}
+    write_json_atomically(folder / "manifest.json", known)
+    with pytest.raises(InputError, match=message):
         read_corpus_manifest(folder)
     (folder / "manifest.json").write_text("[1")
     assert not is_built_corpus(folder)
+    with pytest.raises(InputError, match=r"holds no corpus built by `motet data build` \(no manifest\.json"):
+        read_corpus_manifest(folder)
 
 
 def test_clear_deletes_what_is_ours_alone(folder: Path) -> None:
@@ -79,7 +76,7 @@ def test_reading_across_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("motet.data.corpus.discover._MIN_RANGE_BYTES", 10)
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(name * 8)
-    build_corpus(recipe(tmp_path), tmp_path / "out", workers=1, progress=silent)
+    build(tmp_path, tmp_path / "out")
     store = open_built_corpus(tmp_path / "out")
     assert len(store.files) == 3
     everything = [*b"a" * 8, 256, *b"b" * 8, 256, *b"c" * 8, 256]

@@ -107,12 +107,12 @@ def test_frozen_by_either_name_of_a_shared_tensor() -> None:
     [
         (
             {"frozen": ("blocks.9.*",)},
-            "model.frozen: 'blocks.9.\\*' matches no parameter; the nearest names are blocks.",
+            r"model.frozen: 'blocks.9.\*' matches no parameter; the nearest names are blocks.",
         ),
         ({"frozen": ("*",)}, "nothing is left to train"),
         (
             {"adapters": AdapterSettings(targets=("*.q_proj",))},
-            "model.adapters.targets: '\\*.q_proj' matches no linear layer",
+            r"adapters.targets: '\*.q_proj' matches no linear layer",
         ),
         ({"adapters": AdapterSettings(), "frozen": ("*adapter*",)}, "nothing is left to train"),
     ],

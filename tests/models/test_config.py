@@ -17,18 +17,8 @@ from motet.models.spec.model_spec import spec_from_settings
 LLAMA = {"vocab_size": 101, "hidden_size": 24, "intermediate_size": 33, "num_hidden_layers": 3}
 LLAMA |= {"num_attention_heads": 6, "bos_token_id": 0, "eos_token_id": 1}
 MOE = {**LLAMA, "num_experts_per_tok": 2}
-DEEPSEEK = {
-    **MOE,
-    "moe_intermediate_size": 7,
-    "n_routed_experts": 8,
-    "n_group": 2,
-    "topk_group": 1,
-    "kv_lora_rank": 5,
-    "q_lora_rank": 11,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 6,
-    "v_head_dim": 3,
-}
+DEEPSEEK = {**MOE, "moe_intermediate_size": 7, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "kv_lora_rank": 5}
+DEEPSEEK |= {"q_lora_rank": 11, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 3}
 GPT2 = {"vocab_size": 101, "n_positions": 19, "n_embd": 24, "n_layer": 3, "n_head": 4, "bos_token_id": 0}
 GPT2 |= {"eos_token_id": 1}
 BERT = {"vocab_size": 101, "hidden_size": 24, "intermediate_size": 33, "num_hidden_layers": 3}
@@ -136,15 +126,9 @@ def test_what_cannot_be_is_told_in_a_sentence(config: dict[str, Any], words: lis
 
 
 def test_what_is_read_besides_sizes() -> None:
-    llama = settings_from_config(
-        {
-            "model_type": "llama",
-            "rope_theta": 500000.0,
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 131072,
-            "rope_scaling": {"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 4096},
-        }
-    )
+    rope = {"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 4096}
+    values = {"rope_theta": 500000.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_scaling": rope}
+    llama = settings_from_config({"model_type": "llama", **values})
     assert isinstance(llama, DecoderSettings)
     assert (llama.rope_theta, llama.norm_eps, llama.context, llama.tied) == (5e5, 1e-5, 131072, False)
     assert llama.rope_scaling is not None
@@ -154,13 +138,8 @@ def test_what_is_read_besides_sizes() -> None:
     assert isinstance(nemotron, DecoderSettings)
     assert (nemotron.rotary_fraction, nemotron.activation, nemotron.norm_eps) == (0.5, "relu_squared", 1e-5)
 
-    bert = settings_from_config(
-        {
-            "model_type": "bert",
-            "architectures": ["BertForSequenceClassification"],
-            "id2label": {"0": "a", "1": "b", "2": "c"},
-        }
-    )
+    classes = {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "a", "1": "b", "2": "c"}}
+    bert = settings_from_config({"model_type": "bert", **classes})
     assert isinstance(bert, EncoderSettings)
     assert (bert.head, bert.classes, bert.dropout) == ("classify", 3, 0.1)
 

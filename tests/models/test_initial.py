@@ -1,6 +1,7 @@
 """Initial values depend on seed, name and index alone."""
 
 import copy
+from itertools import product
 
 import numpy as np
 import pytest
@@ -31,12 +32,8 @@ def test_values_are_standard_normal_and_differ_by_seed_name_and_chunk() -> None:
     n = drawn.size
     assert abs(drawn.mean()) < 5 / n**0.5
     assert abs(drawn.var() - 1) < 5 * (2 / n) ** 0.5
-    starts = {
-        float(standard_normal_values(s, name, at, at + 1)[0])
-        for s in (1, 2)
-        for name in "ab"
-        for at in (0, VALUES_PER_CHUNK)
-    }
+    cases = product((1, 2), "ab", (0, VALUES_PER_CHUNK))
+    starts = {float(standard_normal_values(seed, name, at, at + 1)[0]) for seed, name, at in cases}
     assert len(starts) == 8
 
 
@@ -78,9 +75,8 @@ def test_other_dtypes_hold_the_same_values(dtype: torch.dtype) -> None:
 
 def test_table() -> None:
     decoder = DecoderSettings(**SIZES, init_std=0.1)
-    assert init_rule_for(decoder, "blocks.0.attention_norm.weight").value == 1
-    assert init_rule_for(decoder, "norm.weight").value == 1
-    assert init_rule_for(decoder, "blocks.1.attention.query_norm.weight").value == 1
+    for norm in ("blocks.0.attention_norm", "norm", "blocks.1.attention.query_norm"):
+        assert init_rule_for(decoder, f"{norm}.weight").value == 1
     assert init_rule_for(decoder, "blocks.0.ffn.up.bias") == init_rule_for(decoder, "head.bias")
     assert init_rule_for(decoder, "head.bias").std == 0
     assert init_rule_for(decoder, "blocks.0.attention.qkv.weight").std == 0.1

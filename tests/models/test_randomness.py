@@ -15,16 +15,8 @@ from motet.models.settings import DecoderSettings, EncoderDecoderSettings, Encod
 from motet.precision.float64_mode import use_float64
 
 ROWS = torch.tensor([4, 9, 2, 7])
-SIZES = {
-    "vocab_size": 30,
-    "context": 16,
-    "layers": 2,
-    "hidden": 16,
-    "heads": 4,
-    "ffn_hidden": 24,
-    "dropout": 0.3,
-    "init_std": 0.3,
-}
+SIZES = {"vocab_size": 30, "context": 16, "layers": 2, "hidden": 16, "heads": 4, "ffn_hidden": 24}
+SIZES |= {"dropout": 0.3, "init_std": 0.3}
 
 
 def masks(step: int = 0, rows: Tensor = ROWS, seed: int = 1, sites: int = 2) -> list[Tensor]:

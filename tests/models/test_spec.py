@@ -131,21 +131,12 @@ def test_the_class_of_a_row_is_paid_per_row() -> None:
 
 def test_wide_tensors_follow_float64_and_fixed_ones_follow_nothing() -> None:
     shape = MicroBatchShape(2, 3, 5)
-    assert [SavedActivation("s", 7, dtype="wide").bytes(shape, d) for d in ("bfloat16", "float32", "float64")] == [
-        168,
-        168,
-        336,
-    ]
-    assert [SavedActivation("s", 7).bytes(shape, d) for d in ("bfloat16", "float32", "float64")] == [84, 168, 336]
+    dtypes = ("bfloat16", "float32", "float64")
+    assert [SavedActivation("s", 7, dtype="wide").bytes(shape, d) for d in dtypes] == [168, 168, 336]
+    assert [SavedActivation("s", 7).bytes(shape, d) for d in dtypes] == [84, 168, 336]
     assert SavedActivation("s", 7, dtype="bool", per="source").bytes(shape, "float64") == 70
-    assert {per: SavedActivation("s", 1, per, "bool").bytes(shape, "float32") for per in get_args(CountedPer)} == {
-        "token": 6,
-        "source": 10,
-        "target": 6,
-        "row": 2,
-        "position": 3,
-        "step": 1,
-    }
+    per_kind = {per: SavedActivation("s", 1, per, "bool").bytes(shape, "float32") for per in get_args(CountedPer)}
+    assert per_kind == {"token": 6, "source": 10, "target": 6, "row": 2, "position": 3, "step": 1}
 
 
 def test_matmul_counts_two_per_multiplication() -> None:

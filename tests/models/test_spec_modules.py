@@ -70,12 +70,8 @@ decoders = architectures(
     query_key_norm=flags,
     tied=flags,
 )
-encoders = architectures(
-    EncoderSettings,
-    head=st.sampled_from(["masked", "classify"]),
-    classes=st.integers(2, 4),
-    token_types=st.integers(0, 2),
-)
+heads = st.sampled_from(["masked", "classify"])
+encoders = architectures(EncoderSettings, head=heads, classes=st.integers(2, 4), token_types=st.integers(0, 2))
 encoder_decoders = architectures(
     EncoderDecoderSettings,
     decoder_layers=st.sampled_from([None, 1, 4]),
@@ -133,6 +129,11 @@ ENCODER_DECODERS: list[dict[str, Any]] = [
     {"gated": False, "activation": "relu", "tied": False, "decoder_layers": 1},
     {"gated": False, "activation": "relu_squared", "norm": "layer"},
 ]
+CASES: dict[type[TransformerSettings], list[dict[str, Any]]] = {
+    DecoderSettings: DECODERS,
+    EncoderSettings: ENCODERS,
+    EncoderDecoderSettings: ENCODER_DECODERS,
+}
 
 
 def batch_of(model: TransformerSettings, shape: MicroBatchShape) -> Batch:
@@ -207,16 +208,15 @@ def unfused_bytes(model: EncoderDecoderSettings, shape: MicroBatchShape) -> int:
 def test_saved_bytes_are_those_that_autograd_keeps(dtype: torch.dtype, packed: bool, dropout: float) -> None:
     shape, name = MicroBatchShape(3, 11, 9, packed), str(dtype).removeprefix("torch.")
     masked = MicroBatchShape(3, 11, 9, packed, targets=7)
-    for values in DECODERS:
-        decoder = DecoderSettings(**SMALL, **values, dropout=dropout)
-        assert spec_from_settings(decoder).saved_bytes(shape, name) == kept_bytes(decoder, shape, dtype), values
-    for values in ENCODERS:
-        encoder = EncoderSettings(**SMALL, **values, dropout=dropout)
-        assert spec_from_settings(encoder).saved_bytes(masked, name) == kept_bytes(encoder, masked, dtype), values
-    for values in ENCODER_DECODERS:
-        both = EncoderDecoderSettings(**SMALL, **values, dropout=dropout)
-        more = 0 if dropout else unfused_bytes(both, shape) * dtype.itemsize
-        assert spec_from_settings(both).saved_bytes(shape, name) + more == kept_bytes(both, shape, dtype), values
+    for kind, cases in CASES.items():
+        for values in cases:
+            model = kind.model_validate({**SMALL, **values, "dropout": dropout})
+            counted = masked if isinstance(model, EncoderSettings) else shape
+            is_learned = isinstance(model, EncoderDecoderSettings) and not dropout
+            more = unfused_bytes(model, shape) * dtype.itemsize if is_learned else 0
+            assert spec_from_settings(model).saved_bytes(counted, name) + more == kept_bytes(model, counted, dtype), (
+                values
+            )
 
 
 def test_saved_bytes_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,12 +228,11 @@ def test_saved_bytes_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
         assert predicted == kept_bytes(decoder, SHAPE, torch.bfloat16), values
 
 
-@pytest.mark.parametrize("kind", [DecoderSettings, EncoderSettings, EncoderDecoderSettings])
+@pytest.mark.parametrize("kind", CASES)
 def test_training_flops_are_those_of_torchs_counter(kind: type[TransformerSettings]) -> None:
     """Dropout, since torch counts attention on a CPU only if its probabilities are explicit, and then all pairs."""
-    cases = {DecoderSettings: DECODERS, EncoderSettings: ENCODERS, EncoderDecoderSettings: ENCODER_DECODERS}
     shape = MicroBatchShape(3, 11, 9, targets=7 if kind is EncoderSettings else None)
-    for values in cases[kind]:
+    for values in CASES[kind]:
         model = kind.model_validate({**SMALL, **values, "dropout": 0.1})
         _, loss = forward(model, shape, torch.bfloat16)
         with FlopCounterMode(display=False) as counter:
