@@ -2,7 +2,7 @@
 
 from typing import get_args
 
-from made import ended, evaluated, started, step
+from example_events import ended, evaluated, started, step
 
 from motet.monitor.callback import Callback
 from motet.monitor.events import CheckpointSaved, Event, ProfileSaved, ReplicaCheckDone, TextSampled, WarningIssued

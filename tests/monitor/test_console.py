@@ -24,10 +24,9 @@ def test_results_and_errors_go_their_own_ways_with_their_brackets(capsys):
 
 
 def test_a_stream_that_is_exchanged_is_followed(capsys):
-    stdout_console().print("first")
-    assert capsys.readouterr().out == "first\n"
-    stdout_console().print("second")
-    assert capsys.readouterr().out == "second\n"
+    for text in ("first", "second"):
+        stdout_console().print(text)
+        assert capsys.readouterr().out == f"{text}\n"
 
 
 def test_json_is_printed_as_one_document(capsys):

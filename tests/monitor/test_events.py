@@ -5,9 +5,9 @@ import math
 from typing import get_args
 
 import pytest
+from example_events import ended, evaluated, started, step, whole_run
 from hypothesis import given
 from hypothesis import strategies as st
-from made import ended, evaluated, started, step, whole_run
 from pydantic import ValidationError
 
 from motet.core.errors import InputError
@@ -47,9 +47,8 @@ def test_numbers_that_json_lacks_are_strings():
 
 def test_a_span_is_keyed_by_step_rank_and_action():
     line = json.loads(step(3, spans=(TraceSpan(3, 0, "forward", 0.25, 0.5, 1),)).to_json())
-    assert line["spans"] == [
-        {"step": 3, "rank": 0, "action": "forward", "start_s": 0.25, "duration_s": 0.5, "depth": 1}
-    ]
+    names = ("step", "rank", "action", "start_s", "duration_s", "depth")
+    assert line["spans"] == [dict(zip(names, (3, 0, "forward", 0.25, 0.5, 1), strict=True))]
 
 
 def test_an_event_is_frozen_and_refuses_what_it_does_not_know():
@@ -70,7 +69,9 @@ def test_a_torn_last_line_is_left_out(tmp_path):
     assert read_events(write(tmp_path / "empty", [])) == []
 
 
-def test_a_line_that_is_no_event_is_told_with_its_number(tmp_path):
+def test_a_missing_file_and_a_line_that_is_no_event_are_told(tmp_path):
+    with pytest.raises(InputError, match=r"cannot read .*events\.jsonl: No such file"):
+        read_events(tmp_path / "events.jsonl")
     path = write(tmp_path / "events.jsonl", [started()])
     for damage, what in (('{"event": "step_do', "JSON"), ('{"event": "danced"}', "danced"), ("", "JSON")):
         with path.open("a") as file:
@@ -78,11 +79,6 @@ def test_a_line_that_is_no_event_is_told_with_its_number(tmp_path):
         with pytest.raises(InputError, match=rf"line 2 of .*{path.name}.*{what}"):
             read_events(path)
         write(path, [started()])
-
-
-def test_a_missing_file_is_told(tmp_path):
-    with pytest.raises(InputError, match=r"cannot read .*events\.jsonl: No such file"):
-        read_events(tmp_path / "events.jsonl")
 
 
 def test_a_later_attempt_replaces_the_steps_it_does_again(tmp_path):

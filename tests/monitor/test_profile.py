@@ -18,8 +18,7 @@ def run(profiler, steps):
             said.append(profiler.step(number))
             with trace.span(f"work {number}"):
                 torch.mm(torch.ones(4, 4), torch.ones(4, 4))
-        said.append(profiler.step(steps[-1] + 1))
-        said.append(profiler.close())
+        said += [profiler.step(steps[-1] + 1), profiler.close()]
     return [event for event in said if event is not None]
 
 

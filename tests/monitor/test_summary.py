@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from made import ended, evaluated, started, step, whole_run
+from example_events import ended, evaluated, started, step, whole_run
 
 from motet.core.errors import CheckpointSaveError, InputError
 from motet.monitor import summary as module

@@ -4,7 +4,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from made import ended, evaluated, started, step
+from example_events import ended, evaluated, started, step
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from motet.core.errors import InputError
@@ -27,20 +27,12 @@ def read(folder):
 
 def test_tensorboard_reads_back_what_was_told(tmp_path):
     steps = [step(1, mfu=0.5), step(2, mfu=0.25)]
-    board(
-        tmp_path, [started(), *steps, evaluated(2, accuracy=0.75), TextSampled(step=2, prompt="a", text="b"), ended()]
-    )
+    sample = TextSampled(step=2, prompt="a", text="b")
+    board(tmp_path, [started(), *steps, evaluated(2, accuracy=0.75), sample, ended()])
     found = read(tmp_path)
     assert sorted(found.Tags()["scalars"]) == [
-        "memory/peak_bytes",
-        "speed/mfu",
-        "speed/step_time_s",
-        "speed/tokens_per_s",
-        "train/epoch",
-        "train/learning_rate",
-        "train/loss",
-        "validation/accuracy",
-        "validation/loss",
+        *("memory/peak_bytes", "speed/mfu", "speed/step_time_s", "speed/tokens_per_s", "train/epoch"),
+        *("train/learning_rate", "train/loss", "validation/accuracy", "validation/loss"),
     ]
     assert [(e.step, e.value, e.wall_time) for e in found.Scalars("train/loss")] == [(1, 7.5, 1002.0), (2, 6.5, 1004.0)]
     assert [e.value for e in found.Scalars("speed/mfu")] == [0.5, 0.25]
@@ -51,12 +43,7 @@ def test_tensorboard_reads_back_what_was_told(tmp_path):
 def test_tensorboard_shows_a_resumed_step_once(tmp_path):
     board(tmp_path, [started(), step(1), step(2), step(3, loss=99.0)])
     board(tmp_path, [started(first_step=3), step(3), step(4)])
-    assert [(e.step, e.value) for e in read(tmp_path).Scalars("train/loss")] == [
-        (1, 7.5),
-        (2, 6.5),
-        (3, 5.5),
-        (4, 4.5),
-    ]
+    assert [(e.step, e.value) for e in read(tmp_path).Scalars("train/loss")] == [(n, 8.5 - n) for n in range(1, 5)]
 
 
 def test_a_board_that_saw_no_event_closes(tmp_path):
@@ -95,19 +82,19 @@ def test_wandb_gets_the_same_names(tmp_path, monkeypatch):
     sink.close()
     assert (fake.given["project"], fake.given["mode"], fake.given["group"]) == ("voices", "offline", "tiny-001")
     assert fake.given["config"] == {"run": {"steps": 4}}
-    assert fake.logged[0][0] == 1
-    assert fake.logged[0][1]["train/loss"] == 7.5
+    assert (fake.logged[0][0], fake.logged[0][1]["train/loss"]) == (1, 7.5)
     assert fake.logged[1] == (1, {"validation/loss": 5.0})
     assert fake.finished == 1
 
 
-def test_wandb_that_is_not_installed_is_a_sentence(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(InputError, match=r"'online' needs the package wandb.*pip install 'motet\[wandb\]'.*wandb=off"):
-        WandbSink(tmp_path, "voices", "online", {})
-
-
-def test_wandb_that_does_not_start_is_a_sentence(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", FakeWandb(RuntimeError("no key")))
-    with pytest.raises(InputError, match=r"does not start: no key; use monitor\.wandb=offline"):
+@pytest.mark.parametrize(
+    ("module", "sentence"),
+    [
+        (None, r"'online' needs the package wandb.*pip install 'motet\[wandb\]'.*wandb=off"),
+        (FakeWandb(RuntimeError("no key")), r"does not start: no key; use monitor\.wandb=offline"),
+    ],
+)
+def test_wandb_that_is_not_installed_or_does_not_start_is_a_sentence(tmp_path, monkeypatch, module, sentence):
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    with pytest.raises(InputError, match=sentence):
         WandbSink(tmp_path, "voices", "online", {})

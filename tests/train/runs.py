@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 
-from motet.checkpoint.load import load_checkpoint
 from motet.checkpoint.manifest import read_manifest
+from motet.checkpoint.save_and_load import load_checkpoint
 from motet.collectives.execute.api import all_reduce
 from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.data_parallel.fsdp import local_shard
+from motet.parallel.process.launch_environment import RankEnvironment
 from motet.parallel.process.process_group import RankGroup
-from motet.train.build import TrainingComponents, build_components, precision_context
+from motet.train.build import TrainingComponents, build_components, precision_context, run_rank
 from motet.train.job import Job, load_job
+from motet.train.launch.failures import StopFlag
 from motet.train.optimizer.optimizer_settings import learning_rate_factor
 from motet.train.state import newest_checkpoint
 
@@ -106,26 +108,23 @@ def train(group: RankGroup, job: Job, steps: int | None = None) -> Trained:
             norms.append(result.grad_norm)
             rates += rate
         spread = parts.optimizer.sharded_parameters
-        masters = {
-            n: _whole(p, group, spread.mesh.contributes_to_norm)
-            for n, p in spread.local_shards(spread.local_masters).items()
-        }
+        counts, held = spread.mesh.contributes_to_norm, spread.local_shards(spread.local_masters)
+        masters = {n: _whole(p, group, counts) for n, p in held.items()}
         return Trained(losses, norms, *parameters_and_gradients(parts), rates, masters)
+
+
+def run_job(place: RankEnvironment, job: Job, folder: Path) -> int:
+    """A whole run with its files on one rank. Gives the steps that it has done."""
+    return run_rank(job, place, folder, StopFlag()).completed_steps
 
 
 def parameters_and_gradients(parts: TrainingComponents) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Parameters and gradients after a step, assembled from the shards of the ranks."""
     spread, group = parts.optimizer.sharded_parameters, parts.group
     spread.wait_for_pending()
-    parameters = {
-        n: _whole(local_shard(p), group, spread.mesh.contributes_to_norm)
-        for n, p in parts.model.module.named_parameters()
-    }
-    gradients = {
-        n: _whole(piece, group, spread.mesh.contributes_to_norm)
-        for n, piece in spread.local_shards(spread.local_gradients()).items()
-    }
-    return parameters, gradients
+    counts, held = spread.mesh.contributes_to_norm, spread.local_shards(spread.local_gradients())
+    parameters = {n: _whole(local_shard(p), group, counts) for n, p in parts.model.module.named_parameters()}
+    return parameters, {n: _whole(piece, group, counts) for n, piece in held.items()}
 
 
 def _whole(piece: LocalShard, group: RankGroup, counts: bool) -> torch.Tensor:
@@ -146,10 +145,8 @@ def worst_difference(a: Trained, b: Trained) -> float:
 
     |p| counts at least as what updates could do, and |g| as its share of the norm of all gradients.
     """
-    scalars = [
-        abs(x - y) / (abs(y) or 1.0)
-        for x, y in [*zip(a.losses, b.losses, strict=True), *zip(a.norms, b.norms, strict=True)]
-    ]
+    pairs = [*zip(a.losses, b.losses, strict=True), *zip(a.norms, b.norms, strict=True)]
+    scalars = [abs(x - y) / (abs(y) or 1.0) for x, y in pairs]
     tensors: list[float] = [
         ((a.parameters[n] - p).double().norm() / max(p.double().norm().item(), b.rates * p.numel() ** 0.5)).item()
         for n, p in b.parameters.items()

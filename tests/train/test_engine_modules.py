@@ -12,17 +12,9 @@ from motet.parallel.process.process_group import RankGroup
 from ranks import Ranks
 
 
-class Named(nn.Module):
+def named(*names: str) -> nn.ModuleDict:
     """Layers in the order of these names."""
-
-    def __init__(self, names: list[str]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleDict({name: nn.Linear(4, 4) for name in names})
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers.values():
-            x = layer(x)
-        return x
+    return nn.ModuleDict({"layers": nn.ModuleDict({name: nn.Linear(4, 4) for name in names})})
 
 
 class Odd(nn.Module):
@@ -49,11 +41,9 @@ def squares(module: nn.Module, x: Tensor) -> tuple[Tensor, int]:
 
 def train_odd(group: RankGroup, layout: str) -> list[Tensor]:
     """The parameters after three steps; each rank has its part of four rows."""
-    module = Odd().double()
+    module, sgd = Odd().double(), {"name": "sgd", "learning_rate": 0.01}
     assert not any(t.is_contiguous() for t in (module.turned, module.conv.weight, module.frozen, module.shift))
-    engine = motet.parallelize(
-        module, layout, loss=squares, precision="fp64", optimizer={"name": "sgd", "learning_rate": 0.01}
-    )
+    engine = motet.parallelize(module, layout, loss=squares, precision="fp64", optimizer=sgd)
     for step in range(3):
         rows = torch.randn(4, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
         engine.step(rows.chunk(group.world)[group.rank])
@@ -82,22 +72,16 @@ class Given:
 def told(group: RankGroup, *ranks: Given) -> str:
     """The message that each of these ranks raises."""
     given = ranks[group.rank]
-    try:
-        motet.parallelize(
-            Named(list(given.names)), given.layout, optimizer={"learning_rate": given.rate}, precision=given.precision
-        )
-    except (InputError, PeerFailedError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+    module, optimizer = named(*given.names), {"learning_rate": given.rate}
+    with pytest.raises((InputError, PeerFailedError)) as refusal:
+        motet.parallelize(module, given.layout, optimizer=optimizer, precision=given.precision)
+    return f"{type(refusal.value).__name__}: {refusal.value}"
 
 
 @pytest.mark.parametrize(
     ("other", "sentence"),
     [
-        (
-            Given(names=("b", "a")),
-            "rank 1 has parameter layers.b.weight of shape (4, 4), torch.float32, trained, where ",
-        ),
+        (Given(("b", "a")), "rank 1 has parameter layers.b.weight of shape (4, 4), torch.float32, trained, where "),
         (Given(names=("a",)), "rank 1 has nothing more, where rank 0 has parameter layers.b.weight"),
         (Given(rate=0.5), "rank 1 has optimizer.learning_rate = 0.5, where rank 0 has"),
         (Given(layout="zero=1"), "rank 1 has layout.zero = 1, where rank 0 has layout.zero = 0; build the same module"),
@@ -111,32 +95,24 @@ def test_ranks_that_are_not_alike_are_refused(ranks: Ranks, other: Given, senten
 
 
 def test_what_cannot_be_trained_is_refused() -> None:
-    module = Named(["a"])
+    module = named("a")
     module.z = nn.Parameter(torch.tensor([1 + 2j]))
     with pytest.raises(InputError, match="parallelize: parameter 'z' is complex; keep its real and imaginary part"):
         motet.parallelize(module)
     with pytest.raises(InputError, match="parallelize: parameter 'weight' has no shape before a first forward"):
         motet.parallelize(nn.LazyLinear(3))
     with pytest.raises(InputError, match=r"layout\.shard_group = 2 has no effect without layout\.zero"):
-        motet.parallelize(Named(["a"]), "zero=0 shard_group=2")
-    once = Named(["a"])
+        motet.parallelize(named("a"), "zero=0 shard_group=2")
+    once = named("a")
     motet.parallelize(once)
     with pytest.raises(InputError, match="is parallelized already; go on with the engine that it has"):
         motet.parallelize(nn.Sequential(once))
 
 
-class Sparse(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(6, 4, sparse=True)
-
-
 def sparse_at_stage_3(group: RankGroup) -> str:
-    try:
-        motet.parallelize(Sparse(), "zero=3")
-    except InputError as error:
-        return str(error)
-    return "nothing"
+    with pytest.raises(InputError) as refusal:
+        motet.parallelize(nn.ModuleDict({"table": nn.Embedding(6, 4, sparse=True)}), "zero=3")
+    return str(refusal.value)
 
 
 def test_sparse_gradients_cannot_be_cut_into_rows(ranks: Ranks) -> None:

@@ -7,20 +7,21 @@ events of the same run without a stop.
 import copy
 import os
 import shutil
-import tomllib
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from motet.core.config_loading import parse_value
 from motet.core.errors import InputError
+from motet.core.renamed_settings import RENAMED_SETTINGS, translate_renamed_settings
 from motet.monitor.events import read_steps
 from motet.monitor.summary import read_summary
+from motet.parallel.layout import parse_layout
 from motet.train.job import job_from_tree, load_job, with_overrides
 from motet.train.launch.entry_points import SupervisorIO, TrainRequest, supervise_local_ranks
 from motet.train.launch.run_folder import read_stored_job
-from motet.train.renamed_settings import RENAMED_SETTINGS, translate_renamed_settings
 
 DATA = Path(__file__).parent / "data"
 
@@ -73,6 +74,13 @@ def test_a_job_with_an_old_name_is_refused(override: str, sentence: str) -> None
     assert str(refusal.value) == f"verify: {sentence}"
 
 
+def test_a_layout_text_with_an_old_name_is_refused() -> None:
+    with pytest.raises(InputError) as refusal:
+        parse_layout("zero=3 regather=false")
+    sentence = "layout 'zero=3 regather=false': layout.regather is now layout.reshard_after_forward"
+    assert str(refusal.value) == sentence
+
+
 def test_a_file_with_an_old_name_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "job.toml"
     file.write_text("[model]\nlayers = 1\n[layout]\nzero = 3\nregather = false\n")
@@ -84,16 +92,10 @@ def test_a_file_with_an_old_name_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("override", REFUSALS)
 def test_a_stored_job_with_an_old_name_has_the_new_one(override: str) -> None:
     key, _, text = override.partition("=")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    tree: dict[str, Any] = {}
-    node = tree
-    *path, name = key.split(".")
-    for section in path:
-        node = node.setdefault(section, {})
-    node[name] = value
+    value: Any = parse_value(text)
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    tree: dict[str, Any] = value
     translate_renamed_settings(tree)
     job_from_tree({"name": "x", "run": {"steps": 1}, "model": {"factory": "a:b"}, **tree})
     again = copy.deepcopy(tree)

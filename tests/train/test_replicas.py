@@ -13,14 +13,12 @@ from ranks import RankFailureError, Ranks
 from train.runs import same_bits, saved_tensors, small_job
 
 STREAMING = ["outer.every=4", "outer.fragments=2", "outer.delay=1", "run.steps=10", "monitor.evaluate_batches=1"]
-NORMED = "model={factory='train.batch_norm_model:WithBatchNorm', arguments={vocab_size=260}, vocab_size=260}"
+NORMED = "model={factory='train.user_models:WithBatchNorm', arguments={vocab_size=260}, vocab_size=260}"
 
 
 def _train(place: RankEnvironment, job: Job, folder: Path, stops: int = -1) -> int:
     """`stops`: the rank that is asked to stop at its start."""
-    stop = StopFlag()
-    stop.requested = place.rank == stops
-    return run_rank(job, place, folder, stop).completed_steps
+    return run_rank(job, place, folder, StopFlag(requested=place.rank == stops)).completed_steps
 
 
 def _judged(folder: Path) -> dict[int, float]:
@@ -43,9 +41,8 @@ def test_a_run_is_the_same_with_a_break_and_more_evaluations(
     assert ranks.run_places(world, _train, stopped, cut) == [7] * world
     assert ranks.run_places(world, _train, often, cut) == [10] * world
     assert same_bits(saved_tensors(cut), saved_tensors(whole))
-    assert [step.loss for step in read_steps(cut / "events.jsonl")] == [
-        step.loss for step in read_steps(whole / "events.jsonl")
-    ]
+    losses = [[step.loss for step in read_steps(folder / "events.jsonl")] for folder in (cut, whole)]
+    assert losses[0] == losses[1]
     judged = _judged(cut)
     assert judged[10] == _judged(whole)[10]
     if NORMED in changes:  # its buffers are the first rank's, after every step
@@ -75,7 +72,7 @@ def test_a_request_to_stop_is_heard_at_the_next_meeting(ranks: Ranks, tmp_path: 
 
 
 def test_a_step_that_is_not_finite_ends_the_run_at_the_next_meeting(ranks: Ranks, tmp_path: Path) -> None:
-    bad = "model={factory='train.foreign_models:normed', arguments={nan_at=2}}"
+    bad = "model={factory='train.user_models:Normed', arguments={nan_at=2}}"
     job = small_job(tmp_path, bad, "outer.every=4", "run.steps=10")
     says = "stopped at step 4: a loss or gradient of some replica since the last outer step is not finite; its update"
     with pytest.raises(RankFailureError, match=says):

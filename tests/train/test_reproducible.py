@@ -6,15 +6,12 @@ import pytest
 import torch
 
 from motet.monitor.events import EvaluationDone, Event, StepDone, WarningIssued, read_events
-from motet.parallel.process.launch_environment import RankEnvironment
-from motet.train.build import run_rank
 from motet.train.job import Job
-from motet.train.launch.failures import StopFlag
 from ranks import RankFailureError, Ranks
-from train.runs import Trained, same_bits, saved_tensors, small_job, train
+from train.runs import Trained, run_job, same_bits, saved_tensors, small_job, train
 
 STEPS = 4
-NOISY = "model={factory='train.foreign_models:noisy', vocab_size=260}"
+NOISY = "model={factory='train.user_models:Noisy', vocab_size=260}"
 """Draws by itself, which follows its sequence."""
 CASES = [  # model, recipe, batch, (ranks, settings of the layout)
     ("decoder", "fp32", 10, [(2, "zero=0"), (3, "zero=1"), (4, "zero=2"), (3, "zero=3")]),
@@ -102,20 +99,16 @@ def _agree(
 
 def test_a_run_goes_on_with_the_same_bits_in_another_layout(ranks: Ranks, tmp_path: Path) -> None:
     changes = ["precision.recipe=bf16", "data.batch_sequences=10", "run.steps=8", "monitor.evaluate_every=4"]
-    ranks.run_places(1, _run, job_of(tmp_path, "zero=0", *changes), tmp_path / "whole", timeout_s=120)
+    ranks.run_places(1, run_job, job_of(tmp_path, "zero=0", *changes), tmp_path / "whole", timeout_s=120)
     first = job_of(tmp_path, "zero=2", *changes, "run.stop_at=4")
-    assert ranks.run_places(2, _run, first, tmp_path / "run", timeout_s=120) == [4, 4]
+    assert ranks.run_places(2, run_job, first, tmp_path / "run", timeout_s=120) == [4, 4]
     then = job_of(tmp_path, "zero=3", *changes)
-    assert ranks.run_places(3, _run, then, tmp_path / "run", timeout_s=120) == [8] * 3
+    assert ranks.run_places(3, run_job, then, tmp_path / "run", timeout_s=120) == [8] * 3
     assert same_bits(saved_tensors(tmp_path / "run"), saved_tensors(tmp_path / "whole"))
     told, whole = (read_events(tmp_path / run / "events.jsonl") for run in ("run", "whole"))
     assert _curves(told) == _curves(whole)
     assert len(_curves(whole)) == 8 + 3
     assert not [event for event in told if isinstance(event, WarningIssued) and "bit for bit" in event.text]
-
-
-def _run(place: RankEnvironment, job: Job, folder: Path) -> int:
-    return run_rank(job, place, folder, StopFlag()).completed_steps
 
 
 def _curves(events: list[Event]) -> list[tuple[int, float, float | None]]:
@@ -125,8 +118,8 @@ def _curves(events: list[Event]) -> list[tuple[int, float, float | None]]:
 
 def test_a_checkpoint_of_a_run_that_was_not_is_told_apart(ranks: Ranks, tmp_path: Path) -> None:
     usual = small_job(tmp_path, "run.steps=4", "run.stop_at=2")
-    ranks.run_places(1, _run, usual, tmp_path / "run", timeout_s=120)
-    ranks.run_places(1, _run, job_of(tmp_path, "zero=0", "run.steps=4"), tmp_path / "run", timeout_s=120)
+    ranks.run_places(1, run_job, usual, tmp_path / "run", timeout_s=120)
+    ranks.run_places(1, run_job, job_of(tmp_path, "zero=0", "run.steps=4"), tmp_path / "run", timeout_s=120)
     assert "made with reproducible = None, this run has layout" in (tmp_path / "run/events.jsonl").read_text()
 
 
@@ -139,7 +132,7 @@ def test_a_block_that_is_used_twice_is_refused_at_stage_3(ranks: Ranks, tmp_path
 
 
 def test_running_statistics_are_refused(ranks: Ranks, tmp_path: Path) -> None:
-    model = "model={factory='train.batch_norm_model:WithBatchNorm', arguments={vocab_size=260}, vocab_size=260}"
+    model = "model={factory='train.user_models:WithBatchNorm', arguments={vocab_size=260}, vocab_size=260}"
     with pytest.raises(RankFailureError, match=r"training changes the buffer 'norm\.running_mean'"):
         ranks.run(2, train, job_of(tmp_path, "zero=0", model, "precision.recipe=fp32"), 2)
 

@@ -77,12 +77,8 @@ def checkpoint_name(step: int) -> str:
 
 def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """(step, folder) of all complete checkpoints, oldest first."""
-    if not folder.is_dir():
-        return []
-    checkpoints = [
-        (int(match[1]), path) for path in folder.iterdir() if (match := _CHECKPOINT_NAME.fullmatch(path.name))
-    ]
-    return sorted(checkpoints)
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return sorted((int(match[1]), path) for path in paths if (match := _CHECKPOINT_NAME.fullmatch(path.name)))
 
 
 def check_same_model(manifest: CheckpointManifest, shapes: dict[str, list[int]], folder: Path) -> None:
@@ -91,16 +87,14 @@ def check_same_model(manifest: CheckpointManifest, shapes: dict[str, list[int]],
     missing = sorted(shapes.keys() - stored.keys())
     unexpected = sorted(name for name in stored.keys() - shapes.keys() if not name.startswith(optional))
     mismatched = sorted(name for name in shapes.keys() & stored.keys() if shapes[name] != stored[name])
-    if not (missing or unexpected or mismatched):
+    details = [
+        *(f"{name!r} is {stored[name]} there and {shapes[name]} in this job" for name in mismatched),
+        *(f"{name!r} is not in it" for name in missing),
+        *(f"it holds {name!r}, which this job does not have" for name in unexpected),
+    ]
+    if not details:
         return
-    if mismatched:
-        detail = f"{mismatched[0]!r} is {stored[mismatched[0]]} there and {shapes[mismatched[0]]} in this job"
-    elif missing:
-        detail = f"{missing[0]!r} is not in it"
-    else:
-        detail = f"it holds {unexpected[0]!r}, which this job does not have"
-    count = len(missing) + len(unexpected) + len(mismatched)
     raise InputError(
-        f"checkpoint {folder} is of another model or optimizer: {detail} ({count} tensors differ); "
+        f"checkpoint {folder} is of another model or optimizer: {details[0]} ({len(details)} tensors differ); "
         "resume with the job that made it, or start in another run folder"
     )

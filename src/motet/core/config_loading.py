@@ -44,6 +44,14 @@ def read_toml(kind: str, source: str, builtin: Mapping[str, str], hint: str = ""
         raise InputError(f"{kind} {source} is not valid TOML: {error}; fix it there") from None
 
 
+def parse_value(text: str) -> Any:
+    """A TOML value, or else the text itself, so that no shell needs nested quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
 def settings_from_dict(kind: type[SettingsT], values: Mapping[str, Any], source: str) -> SettingsT:
     """The settings of nested values as TOML gives them."""
     try:

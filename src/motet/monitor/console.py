@@ -93,14 +93,13 @@ def _convert_print_errors(stderr: bool) -> Iterator[None]:
     except OSError as error:
         _redirect_to_devnull(stderr)
         if not stderr:
-            message = f"cannot print: {error.strerror}; free some space, or send it elsewhere"
-            raise CheckpointSaveError(message) from None
+            raise CheckpointSaveError(
+                f"cannot print: {error.strerror}; free some space, or send it elsewhere"
+            ) from None
 
 
 def _redirect_to_devnull(stderr: bool) -> None:
     """Otherwise Python would write its buffer at exit, and rich at the next print."""
     _make_console.cache_clear()
-    with suppress(OSError, ValueError):
-        devnull = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(devnull, (sys.stderr if stderr else sys.stdout).fileno())
-        os.close(devnull)
+    with suppress(OSError, ValueError), open(os.devnull, "wb") as devnull:
+        os.dup2(devnull.fileno(), (sys.stderr if stderr else sys.stdout).fileno())

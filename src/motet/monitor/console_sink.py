@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from motet.core.units import format_bytes, format_count, format_duration
 from motet.monitor.callback import Callback
@@ -44,12 +44,10 @@ class ConsoleSink(Callback):
     """Shows a run on `screen`, by default stdout."""
 
     def __init__(self, folder: Path, screen: Console | None = None) -> None:
-        self._folder = folder
-        self._screen = screen or stdout_console()
+        self._folder, self._screen = folder, screen or stdout_console()
         self._start: RunStarted | None = None
         self._first_step: StepDone | None = None
-        self._drawn_at = -math.inf
-        self._twentieths_done = 0
+        self._drawn_at, self._twentieths_done = -math.inf, 0
         self._live: Live | None = None
         self._exit_stack = ExitStack()
 
@@ -81,8 +79,7 @@ class ConsoleSink(Callback):
         self._print(f"{event.split} after step {event.step}: {evaluation_text(event)}")
 
     def on_checkpoint(self, event: CheckpointSaved) -> None:
-        size, took = format_bytes(event.size_bytes), format_duration(event.duration_s)
-        self._print(f"saved {event.path} ({size} in {took})")
+        self._print(f"saved {event.path} ({format_bytes(event.size_bytes)} in {format_duration(event.duration_s)})")
 
     def on_sample(self, event: TextSampled) -> None:
         self._print(f"sample after step {event.step}:")
@@ -116,9 +113,8 @@ class ConsoleSink(Callback):
 
 def start_lines(event: RunStarted) -> list[str]:
     """The lines of a run before its first step."""
-    ranks, threads = (
-        f"{count} {noun}{'s' * (count > 1)}" for count, noun in ((event.ranks, "rank"), (event.threads, "thread"))
-    )
+    counts = (event.ranks, "rank"), (event.threads, "thread")
+    ranks, threads = (f"{count} {noun}{'s' * (count > 1)}" for count, noun in counts)
     lines = [f"{event.name}: {format_count(event.parameters)} parameters on {ranks} x {threads}, {event.device}"]
     if event.num_classes:
         lines.append(f"a model that knows nothing has loss ln({event.num_classes}) = {math.log(event.num_classes):.4f}")
@@ -160,12 +156,8 @@ def seconds_left(first: StepDone, now: StepDone, last_step: int) -> float:
 
 def evaluation_text(event: EvaluationDone) -> str:
     """The metrics of an evaluation."""
-    parts = [f"loss {event.loss:.4f}"]
-    if event.perplexity is not None:
-        parts.append(f"perplexity {event.perplexity:.4g}")
-    if event.accuracy is not None:
-        parts.append(f"accuracy {event.accuracy:.1%}")
-    return ", ".join(parts)
+    perplexity = "" if event.perplexity is None else f", perplexity {event.perplexity:.4g}"
+    return f"loss {event.loss:.4f}{perplexity}" + ("" if event.accuracy is None else f", accuracy {event.accuracy:.1%}")
 
 
 def summary_rows(summary: RunSummary, folder: Path) -> list[tuple[str, str]]:
@@ -203,15 +195,11 @@ def _live_display(screen: Console) -> Iterator[Live]:
     streams = sys.stdout, sys.stderr
     with Live(console=screen, auto_refresh=False, transient=True) as live, ExitStack() as undo:
         # rich takes sys.stdout and sys.stderr over, but a log handler keeps the stream it was made with.
-        for handler in _stream_handlers():
+        loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+        handlers = [handler for logger in loggers if isinstance(logger, logging.Logger) for handler in logger.handlers]
+        for handler in (handler for handler in handlers if isinstance(handler, logging.StreamHandler)):
             for stream, taken_over in zip(streams, (sys.stdout, sys.stderr), strict=True):
                 if handler.stream is stream:
                     handler.setStream(taken_over)
                     undo.callback(handler.setStream, stream)
         yield live
-
-
-def _stream_handlers() -> list[logging.StreamHandler[Any]]:
-    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
-    handlers = [handler for logger in loggers if isinstance(logger, logging.Logger) for handler in logger.handlers]
-    return [handler for handler in handlers if isinstance(handler, logging.StreamHandler)]

@@ -10,7 +10,8 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
+from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from motet.monitor.console_sink import ConsoleSink
 from motet.monitor.events import Event, ProfileSaved, RunEnded, RunStarted, StepDone, WarningIssued
 from motet.monitor.run_files import JsonlSink, SummarySink
 from motet.monitor.settings import MonitorSettings
+from motet.monitor.trackers import TensorBoardSink, WandbSink
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,10 +58,9 @@ class SpanCollector:
         with self._counters_lock:
             counters, self._counters = self._counters, defaultdict(float)
         zero_s, self._zero_s = self._zero_s, time.perf_counter()
-        ordered = sorted(spans, key=lambda span: (span[1], span[3]))
         step_spans = (
             TraceSpan(step, self._rank, action, start_s - zero_s, duration_s, depth)
-            for action, start_s, duration_s, depth in ordered
+            for action, start_s, duration_s, depth in sorted(spans, key=itemgetter(1, 3))
         )
         return tuple(step_spans), dict(counters)
 
@@ -75,11 +76,8 @@ class EventDispatcher:
         collector: SpanCollector | None = None,
         profiler: TorchProfilerWindow | None = None,
     ) -> None:
-        self._callbacks = list(callbacks)
-        self._failed_callbacks: list[Callback] = []
-        self._every = every
-        self._collector = collector
-        self._profiler = profiler
+        self._callbacks, self._failed_callbacks = list(callbacks), list[Callback]()
+        self._every, self._collector, self._profiler = every, collector, profiler
         self._start: RunStarted | None = None
         self._unreported_step: StepDone | None = None
         self._exit_stack = ExitStack()
@@ -112,9 +110,8 @@ class EventDispatcher:
             case StepDone():
                 self._on_step(event)
             case RunEnded():
-                unreported_step, self._unreported_step = self._unreported_step, None
-                if unreported_step is not None:
-                    self._dispatch(unreported_step)
+                if self._unreported_step is not None:
+                    self._dispatch(self._unreported_step)
                 self._advance_profiler(None)
                 self._dispatch(event)
             case _:
@@ -126,11 +123,12 @@ class EventDispatcher:
             spans, counters = self._collector.drain(event.step)
             event = event.model_copy(update={"spans": spans, "counters": counters})
         is_first_or_last = event.step in (self._start.first_step, self._start.last_step)
-        if is_first_or_last or event.step % self._every == 0 or event.skipped or not math.isfinite(event.loss):
+        is_reported = (
+            is_first_or_last or event.step % self._every == 0 or event.skipped or not math.isfinite(event.loss)
+        )
+        if is_reported:
             self._dispatch(event)
-            self._unreported_step = None
-        else:
-            self._unreported_step = event  # it is reported if it turns out to be the last
+        self._unreported_step = None if is_reported else event  # it is reported if it turns out to be the last
         self._advance_profiler(event.step + 1)
 
     def _dispatch(self, event: Event) -> None:
@@ -151,15 +149,14 @@ class EventDispatcher:
             raise errors[0]
 
     def _close(self, callback: Callback) -> None:
-        if callback in self._failed_callbacks:
-            with suppress(Exception):  # its failure was reported before
-                callback.close()
-            return
-        self._callbacks.remove(callback)
+        has_failed = callback in self._failed_callbacks
+        if not has_failed:
+            self._callbacks.remove(callback)
         try:
             callback.close()
         except Exception as problem:  # noqa: BLE001 - as above
-            self._dispatch(_warning(f"{type(callback).__name__} did not close", problem))
+            if not has_failed:  # otherwise its failure was reported before
+                self._dispatch(_warning(f"{type(callback).__name__} did not close", problem))
 
     def _advance_profiler(self, step: int | None) -> None:
         if (profiler := self._profiler) is None:
@@ -187,12 +184,8 @@ def open_event_dispatcher(
     """The dispatcher of rank 0, for an existing run folder. Trackers that keep settings get `job`."""
     trackers: list[Callback] = []
     if settings.wandb != "off":
-        from motet.monitor.trackers import WandbSink
-
         trackers.append(WandbSink(folder, settings.wandb_project, settings.wandb, job or {}))
     if settings.tensorboard:
-        from motet.monitor.trackers import TensorBoardSink
-
         trackers.append(TensorBoardSink(folder))
     profiler = None
     if settings.profile_from is not None:

@@ -13,16 +13,20 @@ from typing import Annotated, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from motet.core.errors import InputError
+from motet.core.errors import CheckpointSaveError, InputError, NumericalMismatchError, TrainingDivergedError
 from motet.core.trace import TraceSpan
 
 EVENTS_FILE = "events.jsonl"
 
 
-class _RunEventBase(BaseModel):
-    """The fields of every event."""
+class StoredRecord(BaseModel):
+    """What a run folder keeps as JSON."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings", use_attribute_docstrings=True)
+
+
+class _RunEventBase(StoredRecord):
+    """The fields of every event."""
 
     time: float = Field(default_factory=time.time)
     """Seconds since 1970."""
@@ -57,10 +61,8 @@ class RunStarted(_RunEventBase):
     """The size of the vocabulary, or the number of classes. A model that knows nothing has loss ln(num_classes)."""
 
 
-class ParameterServerStepStats(BaseModel):
+class ParameterServerStepStats(StoredRecord):
     """The work of a parameter server in a step."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     staleness_histogram: tuple[int, ...] = Field(validation_alias=AliasChoices("staleness_histogram", "staleness"))
     """How many work items were computed with parameters that missed 0, 1, 2 and so on of the earlier updates."""
@@ -177,6 +179,14 @@ class WarningIssued(_RunEventBase):
 
 
 RunEndReason = Literal["finished", "stopped", "diverged", "disagreed", "save_failed", "failed"]
+# By exit code; any other is "failed".
+RUN_END_REASONS: dict[int, RunEndReason] = {
+    130: "stopped",
+    137: "stopped",
+    TrainingDivergedError.exit_code: "diverged",
+    NumericalMismatchError.exit_code: "disagreed",
+    CheckpointSaveError.exit_code: "save_failed",
+}
 
 
 class RunEnded(_RunEventBase):

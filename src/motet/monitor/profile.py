@@ -14,9 +14,7 @@ class TorchProfilerWindow:
     """Records up to `steps` steps from `first_step` on."""
 
     def __init__(self, folder: Path, first_step: int, steps: int) -> None:
-        self._folder = folder
-        self._first_step = first_step
-        self._end_step = first_step + steps
+        self._folder, self._first_step, self._end_step = folder, first_step, first_step + steps
         self._current_step = 0
         self._window_start: int | None = None
         self._profile: profile | None = None
@@ -29,9 +27,7 @@ class TorchProfilerWindow:
             return self._save()
         if self._profile is None and self._window_start is None and self._first_step <= step < self._end_step:
             self._window_start = step
-            activities = [ProfilerActivity.CPU]
-            if torch.cuda.is_available():
-                activities.append(ProfilerActivity.CUDA)
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
             self._profile = self._exit_stack.enter_context(profile(activities=activities))
             self._exit_stack.enter_context(trace.profiler_ranges(record_function))
         return None
@@ -51,7 +47,7 @@ class TorchProfilerWindow:
         assert self._profile is not None and self._window_start is not None
         recorded, self._profile = self._profile, None
         self._exit_stack.close()
-        last = self._current_step - 1
-        path = self._folder / f"profile-steps-{self._window_start}-{last}.json"
+        first, last = self._window_start, self._current_step - 1
+        path = self._folder / f"profile-steps-{first}-{last}.json"
         recorded.export_chrome_trace(str(path))
-        return ProfileSaved(first_step=self._window_start, last_step=last, path=path.name)
+        return ProfileSaved(first_step=first, last_step=last, path=path.name)

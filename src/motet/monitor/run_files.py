@@ -20,10 +20,7 @@ class JsonlSink(Callback):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a+b", buffering=0)
-            content = self._path.read_bytes()
-            complete_bytes = content.rfind(b"\n") + 1
-            if complete_bytes < len(content):
-                os.truncate(self._path, complete_bytes)
+            os.truncate(self._path, self._path.read_bytes().rfind(b"\n") + 1)
         except OSError as error:
             raise self._error(error) from error
 
@@ -48,11 +45,7 @@ class SummarySink(Callback):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def on_start(self, event: RunStarted) -> None:
-        self._write()
-
-    def on_end(self, event: RunEnded) -> None:
-        self._write()
-
-    def _write(self) -> None:
+    def on_start(self, event: RunStarted | RunEnded) -> None:
         write_summary(summarize(read_events(self._folder / EVENTS_FILE)), self._folder)
+
+    on_end = on_start

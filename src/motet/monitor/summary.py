@@ -12,18 +12,25 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, Field, ValidationError
 
 from motet.core.errors import CheckpointSaveError, InputError
-from motet.monitor.events import EvaluationDone, Event, RunEnded, RunEndReason, RunStarted, StepDone, effective_events
+from motet.monitor.events import (
+    EvaluationDone,
+    Event,
+    RunEnded,
+    RunEndReason,
+    RunStarted,
+    StepDone,
+    StoredRecord,
+    effective_events,
+)
 
 SUMMARY_FILE = "summary.json"
 
 
-class EvaluationSummary(BaseModel):
+class EvaluationSummary(StoredRecord):
     """The last evaluation on one split."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
     step: int
     loss: float
@@ -32,10 +39,8 @@ class EvaluationSummary(BaseModel):
     accuracy: float | None
 
 
-class RunSummary(BaseModel):
+class RunSummary(StoredRecord):
     """The outcome of a run over all its attempts."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings", use_attribute_docstrings=True)
 
     name: str
     finished: bool
@@ -71,13 +76,11 @@ def summarize(events: Iterable[Event]) -> RunSummary:
     steps = [event for event in run if isinstance(event, StepDone)]
     if not starts:
         raise InputError("no run_started among the events; give the events of a whole run")
-    start = starts[-1]
-    last = next(event for event in reversed(run) if isinstance(event, RunStarted | RunEnded))
+    start, last = starts[-1], next(event for event in reversed(run) if isinstance(event, RunStarted | RunEnded))
     end = last if isinstance(last, RunEnded) else None
     reason = end.reason if end else "running"
     last_reported_step = steps[-1].step if steps else start.first_step - 1
-    evaluations = (event for event in run if isinstance(event, EvaluationDone))
-    fields = set(EvaluationSummary.model_fields)
+    evaluations, fields = (e for e in run if isinstance(e, EvaluationDone)), set(EvaluationSummary.model_fields)
     return RunSummary(
         name=start.name,
         finished=reason == "finished",
@@ -101,8 +104,7 @@ def summarize(events: Iterable[Event]) -> RunSummary:
 
 def write_summary(summary: RunSummary, folder: Path) -> None:
     """Replace `summary.json` atomically, or raise and leave the old one."""
-    path = folder / SUMMARY_FILE
-    partial = path.with_name(f".{path.name}.partial")
+    path, partial = folder / SUMMARY_FILE, folder / f".{SUMMARY_FILE}.partial"
     try:
         with partial.open("w", encoding="utf-8") as file:
             file.write(summary.model_dump_json(indent=2) + "\n")
@@ -111,8 +113,9 @@ def write_summary(summary: RunSummary, folder: Path) -> None:
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        message = f"cannot write {path}: {error.strerror}; free some space or repair the folder"
-        raise CheckpointSaveError(message) from error
+        raise CheckpointSaveError(
+            f"cannot write {path}: {error.strerror}; free some space or repair the folder"
+        ) from error
 
 
 def read_summary(folder: Path) -> RunSummary:
@@ -121,18 +124,17 @@ def read_summary(folder: Path) -> RunSummary:
     try:
         return RunSummary.model_validate_json(path.read_bytes())
     except (OSError, ValueError) as error:
-        reason: object = error
+        reason = str(error)
         if isinstance(error, ValidationError):
             detail = error.errors(include_url=False)[0]
             reason = ": ".join([*map(str, detail["loc"]), detail["msg"]])
-        message = f"{path} is not the summary of a run ({reason}); remove it, for a run writes it anew"
-        raise InputError(message) from None
+        raise InputError(
+            f"{path} is not the summary of a run ({reason}); remove it, for a run writes it anew"
+        ) from None
 
 
 def _count_tokens(steps: list[StepDone]) -> int:
-    if not steps:
-        return 0
-    first = steps[0].tokens * steps[0].step
+    first = steps[0].tokens * steps[0].step if steps else 0
     return first + sum(after.tokens * (after.step - before.step) for before, after in pairwise(steps))
 
 

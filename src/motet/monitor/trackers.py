@@ -1,6 +1,7 @@
 """TensorBoard and Weights & Biases as callbacks, which show the same names. Each is imported only if the job uses it."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,13 +27,11 @@ class TensorBoardSink(Callback):
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._make_writer = SummaryWriter
-        self._folder = folder / "tensorboard"
+        self._make_writer = partial(SummaryWriter, str(folder / "tensorboard"), flush_secs=10)
         self._writer: SummaryWriter | None = None
 
     def on_start(self, event: RunStarted) -> None:
-        purge = event.first_step if event.first_step > 1 else None
-        self._writer = self._make_writer(str(self._folder), purge_step=purge, flush_secs=10)
+        self._writer = self._make_writer(purge_step=event.first_step if event.first_step > 1 else None)
 
     def on_step(self, event: StepDone) -> None:
         self._add(step_scalars(event), event)

@@ -6,7 +6,6 @@ stages 0 and 1 its rows are neighbours: it adds what it can locally, and exchang
 shard group take rows in turn, so that rows computed at the same time are close in the tree.
 """
 
-import tomllib
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, NamedTuple
 
@@ -15,8 +14,9 @@ from pydantic import Field
 from motet.collectives.algorithms import find_algorithm
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.core.base_settings import FrozenSettings
-from motet.core.config_loading import settings_from_dict
+from motet.core.config_loading import parse_value, settings_from_dict
 from motet.core.errors import InputError
+from motet.core.renamed_settings import check_no_renamed_settings
 from motet.parallel.parameter_server.server_settings import ParameterServerSettings
 from motet.parallel.reproducible.summation_tree import SummationTreeNode, maximal_subtrees
 
@@ -192,10 +192,8 @@ def parse_layout(text: str) -> LayoutSettings:
         key, equals, value = word.partition("=")
         if not (key and equals and value):
             raise InputError(f"layout {text!r}: {word!r} is not of the form key=value, e.g. zero=2")
-        try:
-            tree[key] = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
-            tree[key] = value
+        tree[key] = parse_value(value)
+    check_no_renamed_settings({"layout": tree}, f"layout {text!r}")
     return settings_from_dict(LayoutSettings, tree, f"layout {text!r}")
 
 

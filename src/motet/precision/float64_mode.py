@@ -29,9 +29,7 @@ class _Float32ToFloat64Mode(TorchFunctionMode):
 
 
 def _to_float64(value: Any) -> Any:
-    return (
-        _FLOAT64_EQUIVALENTS[value] if isinstance(value, torch.dtype | str) and value in _FLOAT64_EQUIVALENTS else value
-    )
+    return _FLOAT64_EQUIVALENTS.get(value, value) if isinstance(value, torch.dtype | str) else value
 
 
 @contextmanager

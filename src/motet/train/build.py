@@ -108,21 +108,19 @@ def precision_context(job: Job) -> AbstractContextManager[None]:
 
 def build_model(job: Job, device: torch.device) -> tuple[BatchLoader, TrainableModel]:
     """Data, and the model with its initial values."""
-    recipe = RECIPES[job.precision.recipe]
-    prepared = prepare_data(job.data)
+    prepared, dtype = prepare_data(job.data), getattr(torch, RECIPES[job.precision.recipe].master)
     data = BatchLoader(prepared, job.data, job.run.seed, job.run.epochs)
     requirements = DataRequirements(prepared.vocab_size, prepared.classes if job.data.objective == "classify" else None)
-    model = build_trainable_model(job.model, job.run.seed, getattr(torch, recipe.master), device, requirements)
-    if (objective := model.objective) is not None:
-        vocab_size, num_classes = model.vocab_size, model.num_classes
-        check_huggingface_model(job, prepared, objective=objective, vocab_size=vocab_size, num_classes=num_classes)
+    model = build_trainable_model(job.model, job.run.seed, dtype, device, requirements)
+    if model.objective is not None:
+        sizes = {"vocab_size": model.vocab_size, "num_classes": model.num_classes}
+        check_huggingface_model(job, prepared, objective=model.objective, **sizes)
     return data, model
 
 
 def build_components(job: Job, group: RankGroup, folder: Path) -> TrainingComponents:
     """Data, model and optimizer at step 0, the same for every layout."""
-    recipe, rows = RECIPES[job.precision.recipe], job.data.batch_sequences
-    layout = job.layout_for(group.world)
+    recipe, layout = RECIPES[job.precision.recipe], job.layout_for(group.world)
     data, model = build_model(job, group.device)
     module = model.module
     check_same_on_all_ranks(module_signature(module), group)
@@ -130,7 +128,7 @@ def build_components(job: Job, group: RankGroup, folder: Path) -> TrainingCompon
     _check_same_data(data, group)
     cast_frozen_parameters(module, recipe)
     optimizer, outer_optimizer = build_optimizers(
-        module, recipe, group, layout=layout, settings=job, batch_sequences=rows
+        module, recipe, group, layout=layout, settings=job, batch_sequences=job.data.batch_sequences
     )
     engine = TrainingEngine(
         module,
@@ -140,14 +138,12 @@ def build_components(job: Job, group: RankGroup, folder: Path) -> TrainingCompon
         outer_optimizer=outer_optimizer,
         reproducible=job.run.reproducible is not None,
     )
-    parameters = optimizer.sharded_parameters
-    if isinstance(parameters, FSDP2DataParallel):
+    if isinstance(parameters := optimizer.sharded_parameters, FSDP2DataParallel):
         wrap = parameters.wrap_as_forward
         model = replace(model, loss_sum=wrap(model.loss_sum), logits=wrap(model.logits))
-    keep, fingerprint, reproducible = job.checkpoint.keep, data.fingerprint, job.run.reproducible
-    state = TrainingState(
-        module, optimizer, group, folder / "checkpoints", keep, fingerprint, outer_optimizer, reproducible
-    )
+    checkpoints, keep, fingerprint = folder / "checkpoints", job.checkpoint.keep, data.fingerprint
+    outer_and_rule = outer_optimizer, job.run.reproducible
+    state = TrainingState(module, optimizer, group, checkpoints, keep, fingerprint, *outer_and_rule)
     steps = job.run.steps if job.run.steps is not None else data.steps_for_epochs(job.run.epochs or 1.0)
     return TrainingComponents(group, layout, data, model, engine, state, steps)
 
@@ -166,8 +162,8 @@ def _check_same_data(data: BatchLoader, group: RankGroup) -> None:
 
 def open_rank_monitor(job: Job, group: RankGroup, folder: Path, callbacks: Sequence[Callback]) -> EventDispatcher:
     """The monitor of the job on rank 0, and one that ignores all events on other ranks."""
-    if group.rank != 0:
-        return EventDispatcher([])
+    if group.rank:
+        return EventDispatcher()
     return open_event_dispatcher(job.monitor, folder, job.model_dump(mode="json"), callbacks=callbacks)
 
 
@@ -187,7 +183,20 @@ def run_training(
     """Train to the end or a stop; without a `step_runner` this rank takes the steps with its group."""
     compute = RECIPES[job.precision.recipe].compute
     device = discover_device(components.group.device, [compute, "float32"] if compute == "bfloat16" else [compute])
-    monitor.on_event(_run_started_event(job, components, device=device.name, resume_point=resume_point))
+    newest = resume_point.checkpoint
+    run_started = RunStarted(
+        name=job.name,
+        ranks=components.ranks,
+        threads=torch.get_num_threads(),
+        device=device.name,
+        parameters=sum(p.numel() for p in components.model.module.parameters()),
+        data=components.data.fingerprint,
+        first_step=resume_point.completed_steps + 1,
+        last_step=components.total_steps,
+        resumed_from=f"checkpoints/{newest.name}" if newest else None,
+        num_classes=components.model.num_classes,
+    )
+    monitor.on_event(run_started)
     for text in [*resume_point.remarks, *bfloat16_warnings(device)]:
         monitor.on_event(WarningIssued(text=text))
     progress = RunProgress(resume_point.completed_steps, components.total_steps)
@@ -205,24 +214,6 @@ def run_training(
         if progress.is_finished:
             _sample_text(job, components, monitor)
     return progress
-
-
-def _run_started_event(
-    job: Job, components: TrainingComponents, *, device: str, resume_point: ResumePoint
-) -> RunStarted:
-    newest = resume_point.checkpoint
-    return RunStarted(
-        name=job.name,
-        ranks=components.ranks,
-        threads=torch.get_num_threads(),
-        device=device,
-        parameters=sum(p.numel() for p in components.model.module.parameters()),
-        data=components.data.fingerprint,
-        first_step=resume_point.completed_steps + 1,
-        last_step=components.total_steps,
-        resumed_from=f"checkpoints/{newest.name}" if newest else None,
-        num_classes=components.model.num_classes,
-    )
 
 
 def _step_event_maker(
@@ -284,5 +275,5 @@ def _sample_text(job: Job, components: TrainingComponents, monitor: EventDispatc
             seed=job.run.seed,
             temperature=settings.sample_temperature,
         )
-    text = tokenizer.decode(token_ids)
-    monitor.on_event(TextSampled(step=components.total_steps, prompt=settings.sample_prompt, text=text))
+    step, text = components.total_steps, tokenizer.decode(token_ids)
+    monitor.on_event(TextSampled(step=step, prompt=settings.sample_prompt, text=text))

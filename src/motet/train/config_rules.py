@@ -25,20 +25,17 @@ class SettingRequirement:
 
     def is_met(self, value: object) -> bool:
         """Whether the setting has an effect when the one it depends on has this value."""
-        if self.accepted == "set":
-            return bool(value)
-        return not value if self.accepted == "unset" else value in self.accepted
+        return bool(value) == (self.accepted == "set") if isinstance(self.accepted, str) else value in self.accepted
 
     def remedy(self, value: object) -> str:
         key = self.depends_on
-        match self.accepted:
-            case "set":
-                return f"without {key}; leave it out, or set {key}"
-            case "unset":
-                return f"together with {key}; leave one of them out"
-            case values:
-                choices = " or ".join(map(str, values))
-                return f"with {key} = {value!r}; leave it out, or set {key}={choices}"
+        if isinstance(self.accepted, str):
+            set_it, leave_one_out = (
+                f"without {key}; leave it out, or set {key}",
+                f"together with {key}; leave one of them out",
+            )
+            return set_it if self.accepted == "set" else leave_one_out
+        return f"with {key} = {value!r}; leave it out, or set {key}={' or '.join(map(str, self.accepted))}"
 
 
 # (section, its settings, the setting that they depend on, its accepted values). A name without a section is of the
@@ -123,9 +120,16 @@ def check_no_unused_settings(job: object, source: str) -> None:
             raise InputError(f"{source}: {setting} has no effect {requirement.remedy(values[0])}")
 
 
-def drop_unused_settings(tree: dict[str, Any]) -> None:
+def drop_unused_settings(
+    tree: dict[str, Any], requirements: Iterable[SettingRequirement] = SETTING_REQUIREMENTS
+) -> None:
     """Remove settings without effect from a complete job, as plain nested values."""
-    _drop_unmet(tree, SETTING_REQUIREMENTS)
+    for requirement in requirements:
+        path, _, name = requirement.setting.rpartition(".")
+        keys = [key.rpartition(".") for key in requirement.depends_on.split(" or ")]
+        values = [section.get(key) for path, _, key in keys if (section := _section(tree, path)) is not None]
+        if (section := _section(tree, path)) is not None and values and not any(map(requirement.is_met, values)):
+            section.pop(name, None)
 
 
 def drop_replaced_settings(tree: dict[str, Any], overridden: Collection[str]) -> None:
@@ -134,37 +138,25 @@ def drop_replaced_settings(tree: dict[str, Any], overridden: Collection[str]) ->
     def is_overridden(key: str) -> bool:
         return any(key == path or key.startswith(f"{path}.") for path in overridden)
 
-    _drop_unmet(
-        tree,
-        (
-            requirement
-            for requirement in SETTING_REQUIREMENTS
-            if any(map(is_overridden, requirement.depends_on.split(" or "))) and not is_overridden(requirement.setting)
-        ),
+    replaced = (
+        requirement
+        for requirement in SETTING_REQUIREMENTS
+        if any(map(is_overridden, requirement.depends_on.split(" or "))) and not is_overridden(requirement.setting)
     )
+    drop_unused_settings(tree, replaced)
 
 
 def reproducibility_conflicts(job: object) -> Iterator[str]:
     """A sentence for each setting of a job with which numbers depend on the layout."""
     for key, reason in _NOT_REPRODUCIBLE.items():
         section, _, name = key.partition(".")
-        settings = attrgetter(section)(job)
-        value = getattr(settings, name)
+        settings, value = attrgetter(section, key)(job)
         if value != type(settings).model_fields[name].default:
             yield f"run.reproducible = 'layout' does not go with {key} = {value!r}: {reason}; leave one of them out"
 
 
 def _has_section(job: object, key: str) -> bool:
     return hasattr(job, key.partition(".")[0])
-
-
-def _drop_unmet(tree: dict[str, Any], requirements: Iterable[SettingRequirement]) -> None:
-    for requirement in requirements:
-        path, _, name = requirement.setting.rpartition(".")
-        keys = [key.rpartition(".") for key in requirement.depends_on.split(" or ")]
-        values = [section.get(key) for path, _, key in keys if (section := _section(tree, path)) is not None]
-        if (section := _section(tree, path)) is not None and values and not any(map(requirement.is_met, values)):
-            section.pop(name, None)
 
 
 def _section(tree: dict[str, Any], path: str) -> dict[str, Any] | None:
@@ -175,12 +167,6 @@ def _section(tree: dict[str, Any], path: str) -> dict[str, Any] | None:
 
 
 def _format_value(value: object) -> str:
-    match value:
-        case BaseModel():
-            return ""
-        case bool():
-            return f" = {str(value).lower()}"
-        case tuple():
-            return f" = {list(value)}"
-        case _:
-            return f" = {value!r}"
+    if isinstance(value, bool | BaseModel):
+        return f" = {str(value).lower()}" if isinstance(value, bool) else ""
+    return f" = {list(value) if isinstance(value, tuple) else value!r}"

@@ -109,10 +109,9 @@ class TrainingEngine:
 
     def begin_step(self) -> None:
         """Begin a step, with buffers that are the same on all ranks."""
-        parameters = self._trainable_parameters()
-        if changed_keys := parameters.keys() ^ self._initial_parameters.keys():
-            key = next(key for key in (*parameters, *self._initial_parameters) if key in changed_keys)
-            name = parameters.get(key) or self._initial_parameters[key]
+        now, initial = self._trainable_parameters(), self._initial_parameters
+        if changed_keys := now.keys() ^ initial.keys():
+            name = next(name for key, name in (*now.items(), *initial.items()) if key in changed_keys)
             raise InputError(
                 f"parameter {name} was replaced, added, frozen or released after the module was parallelized; do that "
                 "before, and change values in place afterwards"
@@ -142,9 +141,8 @@ class TrainingEngine:
 
         `loss` is the sum on this rank, or equally many partial sums on each rank, which are added exactly.
         """
-        group = self.step_group
         self._check_buffers_unchanged()
-        partial_losses = loss if isinstance(loss, Sequence) else [loss]
+        group, partial_losses = self.step_group, loss if isinstance(loss, Sequence) else [loss]
         with span("norm"):
             squared_norm = self.optimizer.squared_norm()
         with span("agree"):
@@ -346,10 +344,8 @@ def build_optimizers(
 def loss_and_count(loss_output: Any, caller: str = "step") -> tuple[Tensor, float]:
     """Split the output of a loss function; the count is 1 where it returns none."""
     value, count = loss_output if isinstance(loss_output, tuple) and len(loss_output) == 2 else (loss_output, 1.0)
-    for name, item, allowed_types in (
-        ("loss", value, Tensor),
-        ("count that goes with the loss", count, Tensor | float | int),
-    ):
+    counted = ("count that goes with the loss", count, Tensor | float | int)
+    for name, item, allowed_types in (("loss", value, Tensor), counted):
         if not isinstance(item, allowed_types) or (isinstance(item, Tensor) and item.numel() != 1):
             description = f"of shape {list(item.shape)}" if isinstance(item, Tensor) else f"a {type(item).__name__}"
             raise InputError(
@@ -378,7 +374,6 @@ def _default_group(module: nn.Module) -> RankGroup:
     if any(inner in _PARALLELIZED_MODULES for inner in module.modules()):
         raise InputError("the module, or a part of it, is parallelized already; go on with the engine that it has")
     check_parameters({name: p for name, p in module.named_parameters() if p.requires_grad}, "parallelize")
-    device = next(module.parameters()).device
-    if not dist.is_initialized():
-        return RankGroup(0, 1, None, device)
-    return RankGroup(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, device)
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    process_group = dist.group.WORLD if dist.is_initialized() else None
+    return RankGroup(rank, world, process_group, next(module.parameters()).device)

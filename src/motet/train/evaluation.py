@@ -5,27 +5,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
 
 from motet.collectives.execute.api import sum_scalars
 from motet.core.batch import Batch
 from motet.models.arch.loss import cross_entropy
+from motet.models.build import TrainableModel
 from motet.parallel.layout import Layout, microbatches_of_rank
 from motet.parallel.process.process_group import RankGroup
 from motet.parallel.reproducible.norms import exact_sum
-from motet.train.step import StepModel
-
-
-class EvaluableModel(StepModel, Protocol):
-    """A model that can also give its logits."""
-
-    @property
-    def module(self) -> nn.Module: ...
-
-    @property
-    def has_own_loss(self) -> bool: ...
-
-    def logits(self, batch: Batch, /) -> Tensor: ...
 
 
 class EvaluationBatchSource(Protocol):
@@ -51,7 +38,7 @@ class EvaluationResult:
 
 @torch.no_grad()
 def evaluate(
-    model: EvaluableModel,
+    model: TrainableModel,
     data: EvaluationBatchSource,
     split: str,
     *,
@@ -61,11 +48,10 @@ def evaluate(
     batch_sequences: int,
 ) -> EvaluationResult:
     """The loss over up to `max_batches` global batches of `batch_sequences` each."""
-    batches = min(max_batches, data.evaluation_batches(split))
+    batches, has_classes = min(max_batches, data.evaluation_batches(split)), False
     # One loss for each row where the sum must not depend on the layout.
     losses = [0.0] * (batches * batch_sequences if layout.reproducible_batch_size else 1)
     sums = torch.zeros(2, dtype=torch.float64)
-    has_classes = False
     was_training = model.module.training
     model.module.eval()
     try:
@@ -73,7 +59,7 @@ def evaluate(
             for microbatch in microbatches_of_rank(layout, group.rank, batch_sequences):
                 batch = data.evaluation_batch(split, index, microbatch.rows).to(group.device)
                 has_classes = batch.targets.ndim == 1 and not model.has_own_loss
-                loss, *counts = _class_loss_sums(model, batch) if has_classes else _token_loss_sums(model, batch)
+                loss, *counts = _loss_sums(model, batch, has_classes)
                 if microbatch.contributes_gradients:
                     row = index * batch_sequences + microbatch.rows.start
                     losses[row if layout.reproducible_batch_size else 0] += loss
@@ -85,14 +71,11 @@ def evaluate(
     return EvaluationResult(exact_sum(losses) / divisor, targets, correct / divisor if has_classes else None)
 
 
-def _token_loss_sums(model: EvaluableModel, batch: Batch) -> list[float]:
-    """Sums of the losses and of the weights; accuracy is not counted."""
-    return [model.loss_sum(batch).item(), batch.weights.sum(dtype=torch.float64).item(), 0.0]
-
-
-def _class_loss_sums(model: EvaluableModel, batch: Batch) -> list[float]:
+def _loss_sums(model: TrainableModel, batch: Batch, has_classes: bool) -> list[float]:
     """Sums of the losses, of the weights, and of the weights of rows that are classified correctly."""
+    weights = batch.weights.sum(dtype=torch.float64).item()
+    if not has_classes:
+        return [model.loss_sum(batch).item(), weights, 0.0]
     logits = model.logits(batch)
     correct = ((logits.argmax(dim=-1) == batch.targets) * batch.weights).sum(dtype=torch.float64)
-    loss = cross_entropy(logits, batch.targets, batch.weights)
-    return [loss.item(), batch.weights.sum(dtype=torch.float64).item(), correct.item()]
+    return [cross_entropy(logits, batch.targets, batch.weights).item(), weights, correct.item()]

@@ -3,7 +3,6 @@
 Read one with `load_job("tiny", ["run.steps=20"])`. A mistake is reported in one sentence with the nearest valid key.
 """
 
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,8 +10,9 @@ from pydantic import Field, model_validator
 
 from motet.checkpoint.settings import CheckpointSettings
 from motet.core.base_settings import FrozenSettings
-from motet.core.config_loading import builtin_texts, read_toml, settings_from_dict
+from motet.core.config_loading import builtin_texts, parse_value, read_toml, settings_from_dict
 from motet.core.errors import InputError
+from motet.core.renamed_settings import check_no_renamed_settings
 from motet.data.settings import DataSettings
 from motet.models.settings import ModelSettings
 from motet.monitor.settings import MonitorSettings
@@ -22,7 +22,6 @@ from motet.parallel.local_sgd.schedule import LocalSGDSettings
 from motet.precision.recipe import PrecisionSettings
 from motet.train.config_rules import check_no_unused_settings, drop_replaced_settings, reproducibility_conflicts
 from motet.train.optimizer.optimizer_settings import OptimizerSettings, RunSettings
-from motet.train.renamed_settings import check_no_renamed_settings
 
 
 class Job(FrozenSettings):
@@ -90,10 +89,9 @@ def with_overrides(job: Job, overrides: list[str], source: str) -> Job:
 
 def job_from_tree(tree: dict[str, Any], source: str = "job") -> Job:
     """The job of plain nested values, as TOML gives them."""
-    model = tree.get("model")
+    model, optimizer = tree.get("model"), tree.get("optimizer")
     if isinstance(model, dict) and "family" not in model:
         tree = {**tree, "model": {"family": "module" if "factory" in model else "decoder", **model}}
-    optimizer = tree.get("optimizer")
     if isinstance(optimizer, dict) and optimizer.get("clip_norm") is False:
         tree = {**tree, "optimizer": {**optimizer, "clip_norm": None}}
     return settings_from_dict(Job, tree, source)
@@ -115,23 +113,14 @@ def split_job_and_overrides(words: list[str]) -> tuple[str | None, list[str]]:
 
 def _apply_override(tree: dict[str, Any], override: str) -> str:
     key, equals, text = override.partition("=")
-    path = key.strip().split(".")
+    path, node = key.strip().split("."), tree
     if not equals or not all(path):
         raise InputError(f"override {override!r} is not of the form section.key=value, e.g. run.steps=100")
-    node = tree
     for part in path[:-1]:
         node = node.setdefault(part, {})
         if not isinstance(node, dict):
             raise InputError(f"override {override!r}: {part!r} is a value, not a section")
-    node[path[-1]] = _parse_value(text.strip())
+    node[path[-1]] = parse_value(text.strip())
     if path in (["run", "steps"], ["run", "epochs"]):  # the last one counts
         node.pop("epochs" if path[-1] == "steps" else "steps", None)
     return ".".join(path)
-
-
-def _parse_value(text: str) -> Any:
-    """A TOML value, or else the text itself, so that no shell needs nested quotes."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text

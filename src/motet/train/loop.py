@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
-from motet.core.errors import CheckpointSaveError, MotetError, NumericalMismatchError, TrainingDivergedError
+from motet.core.errors import MotetError, NumericalMismatchError, TrainingDivergedError
 from motet.core.trace import span
-from motet.monitor.events import CheckpointSaved, EvaluationDone, Event, RunEnded, RunEndReason, StepDone
+from motet.monitor.events import RUN_END_REASONS, CheckpointSaved, EvaluationDone, Event, RunEnded, StepDone
 from motet.train.evaluation import EvaluationResult
 from motet.train.job import Job
 from motet.train.optimizer.optimizer_settings import learning_rate_factor
@@ -21,11 +21,6 @@ DIVERGENCE_REMEDY = (
     "lower optimizer.learning_rate, lengthen the warm-up or look at the data, then start again (--resume continues "
     "from the last checkpoint, if there is one)"
 )
-_END_REASONS: dict[type[MotetError], RunEndReason] = {
-    TrainingDivergedError: "diverged",
-    NumericalMismatchError: "disagreed",
-    CheckpointSaveError: "save_failed",
-}
 
 
 class StepRunner(Protocol):
@@ -61,13 +56,12 @@ class TrainingLoop:
 
     def run(self) -> None:
         """Train from where `progress` is to the last step, or until a stop is requested, and save."""
-        progress, total = self.progress, self.progress.total_steps
-        stop = False
+        progress, total, stop = self.progress, self.progress.total_steps, False
         end = min(total, self.job.run.stop_at or total)
         while progress.completed_steps < end and not stop:
             result, seconds = self._step(progress.completed_steps)
-            progress.completed_steps, stop = progress.completed_steps + 1, result.stop_requested
-            done = progress.completed_steps
+            done = progress.completed_steps = progress.completed_steps + 1
+            stop = result.stop_requested
             with span("log"):
                 self.emit_event(self.make_step_event(done, result, seconds))
             self._check_replica_disagreement(done, result)
@@ -147,7 +141,7 @@ def report_run_end(emit_event: Callable[[Event], None], progress: RunProgress) -
     try:
         yield
     except BaseException as error:
-        reason = next((reason for kind, reason in _END_REASONS.items() if isinstance(error, kind)), "failed")
+        reason = RUN_END_REASONS.get(error.exit_code, "failed") if isinstance(error, MotetError) else "failed"
         message = str(error) if isinstance(error, MotetError) else f"{type(error).__name__}: {error}"
         with suppress(MotetError):  # that this event could not be written is not what ended the run
             emit_event(RunEnded(reason=reason, steps=progress.completed_steps, message=message))

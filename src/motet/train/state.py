@@ -1,13 +1,11 @@
 """The state of a run as named tensors, and how it is saved to a checkpoint and restored."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from motet.checkpoint.load import load_checkpoint
 from motet.checkpoint.manifest import (
     COMPRESSION_STATE_PREFIX,
     CheckpointManifest,
@@ -15,7 +13,7 @@ from motet.checkpoint.manifest import (
     is_compression_state,
     read_manifest,
 )
-from motet.checkpoint.save import save_checkpoint
+from motet.checkpoint.save_and_load import load_checkpoint, save_checkpoint
 from motet.checkpoint.shard_boxes import CheckpointShard
 from motet.collectives.execute.api import sum_scalars
 from motet.core.errors import InputError, TrainingDivergedError
@@ -43,7 +41,8 @@ class TrainingState:
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by name, as views: reading them saves the run, writing to them restores it."""
         tensors, outer = self._replica_tensors(), self.outer_optimizer
-        return _checkpoint_tensors((_all_replicas(tensors, outer) if outer else tensors) | self._frozen_parameters())
+        all_tensors = (_all_replicas(tensors, outer) if outer else tensors) | self._frozen_parameters()
+        return {name: _checkpoint_tensor(tensor) for name, tensor in all_tensors.items()}
 
     def save(self, step: int) -> tuple[Path, int]:
         """Write a checkpoint. Returns its folder and its bytes."""
@@ -107,12 +106,11 @@ class TrainingState:
         if outer_state or manifest.outer:  # the compression state of one replica is of no use to others
             tensors = {name: tensor for name, tensor in tensors.items() if not is_compression_state(name)}
         outer_parameters = {n: t for n, t in outer_state.items() if n.startswith("outer/") and n in manifest.shapes}
-        return _checkpoint_tensors(tensors | outer_parameters)
+        return {name: _checkpoint_tensor(tensor) for name, tensor in (tensors | outer_parameters).items()}
 
     def _replicas_match(self, manifest: CheckpointManifest) -> bool:
-        if self.outer_optimizer is None:
-            return not manifest.outer
-        return manifest.outer == {**self.outer_optimizer.schedule_state(), "steps": manifest.outer.get("steps", 0)}
+        schedule = self.outer_optimizer.schedule_state() if self.outer_optimizer else {}
+        return manifest.outer == ({**schedule, "steps": manifest.outer.get("steps", 0)} if schedule else {})
 
     def _change_remarks(self, manifest: CheckpointManifest) -> list[str]:
         remarks = []
@@ -156,24 +154,14 @@ def _all_replicas(
         for name, tensor in replica_tensors.items():
             has_plain_name = replica == 0 and not name.startswith("master/")
             full_name = name if has_plain_name else f"replica-{replica}/{name}"
-            tensors[full_name] = tensor if is_local else _empty_shard(tensor)
+            values = tensor.values if isinstance(tensor, LocalShard) else tensor.detach().view(-1)
+            tensors[full_name] = tensor if is_local else LocalShard(tensor.shape, 0, values[:0])
     return tensors
 
 
-def _empty_shard(tensor: LocalShard | Tensor) -> LocalShard:
-    values = tensor.values if isinstance(tensor, LocalShard) else tensor.detach().view(-1)
-    return LocalShard(tensor.shape, 0, values[:0])
-
-
-def _checkpoint_tensors(tensors: Mapping[str, LocalShard | Tensor]) -> dict[str, Tensor]:
-    return {name: _checkpoint_tensor(tensor) for name, tensor in tensors.items()}
-
-
 def _checkpoint_tensor(tensor: LocalShard | Tensor) -> Tensor:
-    if isinstance(tensor, Tensor):
-        return tensor
-    if tensor.values.numel() == tensor.shape.numel():
-        return tensor.values.view(tensor.shape)
+    if isinstance(tensor, Tensor) or tensor.values.numel() == tensor.shape.numel():
+        return tensor if isinstance(tensor, Tensor) else tensor.values.view(tensor.shape)
     return CheckpointShard.from_values(tensor.values, tensor.shape, tensor.start)
 
 

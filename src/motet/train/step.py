@@ -7,7 +7,7 @@ micro-batches and ranks first and divided once. Every rank computes the same nor
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from motet.core.batch import Batch
 from motet.core.trace import span
 from motet.monitor.events import ParameterServerStepStats, ReplicaCheckDone
 from motet.parallel.layout import Layout, MicroBatchRows, microbatches_of_rank
-from motet.train.engine import StepStats, TrainingEngine
+from motet.train.engine import TrainingEngine
+from motet.train.replica_check.checker import LocalStepResult, ReplicaChecker
 
 
 class StepModel(Protocol):
@@ -52,30 +53,6 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class LocalStepResult:
-    """The work of one rank in a step before the update."""
-
-    loss_sums: list[float]  # Sums over its targets: one, or one for each row of the global batch
-    targets: float
-    tokens: int
-    batches: list[Batch]  # Micro-batches as they were read; empty without a replica check
-    first_loss: float  # Sum over the targets of the first micro-batch; 0 without a replica check
-
-
-DigestsT = TypeVar("DigestsT")
-
-
-class RankComparer(Protocol[DigestsT]):
-    """Compares ranks in some steps; `ReplicaChecker` is one."""
-
-    def is_due(self, step: int) -> bool: ...
-
-    def digest_before_update(self, step: int, local_step: LocalStepResult) -> DigestsT: ...
-
-    def compare_ranks(self, step: int, pre_update: DigestsT, stats: StepStats) -> ReplicaCheckDone: ...
-
-
-@dataclass(frozen=True)
 class TrainStep:
     """Everything that the steps of a run share."""
 
@@ -84,17 +61,17 @@ class TrainStep:
     engine: TrainingEngine
     layout: Layout
     batch_sequences: int
-    rank_comparer: RankComparer[Any] | None = None
+    replica_checker: ReplicaChecker | None = None
 
     def step(self, step: int, learning_rate: float, stop: bool = False, last: bool = False) -> StepResult:
         """Do step `step` (from 0), the `last` of the run or not. A loss or gradient that is not finite updates nothing."""
-        comparer = self.rank_comparer if self.rank_comparer and self.rank_comparer.is_due(step) else None
-        engine = self.engine
+        checker, engine = self.replica_checker, self.engine
+        is_checked = checker is not None and checker.is_due(step)
         engine.begin_step()
-        local = self._forward_and_backward(step, keep_batches=comparer is not None)
-        pre_update = comparer.digest_before_update(step, local) if comparer else None
+        local = self._forward_and_backward(step, keep_batches=is_checked)
+        pre_update = checker.digest_before_update(step, local) if checker and is_checked else None
         stats = engine.update(learning_rate, local.loss_sums, local.targets, float(local.tokens), stop=stop)
-        replica_check = comparer.compare_ranks(step, pre_update, stats) if comparer else None
+        replica_check = checker.compare_ranks(step, pre_update, stats) if checker and pre_update else None
         final_status = engine.finalize() if last else None
         # Independent replicas read equally many rows, and the sums are those of one replica.
         replicas = engine.outer_optimizer.replicas.count if engine.outer_optimizer else 1
@@ -111,8 +88,7 @@ class TrainStep:
         )
 
     def _forward_and_backward(self, step: int, keep_batches: bool) -> LocalStepResult:
-        losses, targets, tokens, kept_batches = [], 0.0, 0, []
-        group = self.engine.group
+        losses, targets, tokens, kept_batches, group = [], 0.0, 0, [], self.engine.group
         microbatches = microbatches_of_rank(self.layout, group.rank, self.batch_sequences)
         for index, microbatch in enumerate(microbatches):
             with span("read"):

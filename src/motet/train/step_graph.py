@@ -35,9 +35,7 @@ def step_timeline(
 def layers_and_messages(job: Job, layout: Layout) -> tuple[list[ModelSegment], list[CommUnitVolume]]:
     """A segment for each repetition of each block of the model, and the messages of a step."""
     shape = batch_shape(job, layout.rows_per_microbatch(job.data.batch_sequences))
-    segments: list[ModelSegment] = []
-    sizes: dict[str, int] = {}
-    blocks: set[str] = set()
+    segments, sizes, blocks = list[ModelSegment](), dict[str, int](), set[str]()
     for block in spec_from_settings(job.model).blocks:
         parameters = list(block.named_parameters())
         count = len(parameters) // block.repeat
@@ -46,20 +44,17 @@ def layers_and_messages(job: Job, layout: Layout) -> tuple[list[ModelSegment], l
             segment_sizes = {p.name: p.numel for p in parameters[i * count : (i + 1) * count]}
             segments.append(ModelSegment(name, block.forward_flops(shape), frozenset(segment_sizes)))
             sizes |= segment_sizes
-            if block.repeat > 1:
-                blocks.add(name)
+            blocks |= {name} if block.repeat > 1 else set()
     if layout.zero == 3:
         return segments, _fsdp_unit_messages(job, segments, sizes, blocks=blocks)
     return segments, _bucket_messages(job, layout, sizes)
 
 
 def _bucket_messages(job: Job, layout: Layout, sizes: dict[str, int]) -> list[CommUnitVolume]:
-    recipe = RECIPES[job.precision.recipe]
+    recipe, members = RECIPES[job.precision.recipe], {name: (0, size) for name, size in sizes.items()}
     reduced = DTYPE_BYTES[recipe.reduce]
     gathered = reduced if layout.zero == 0 else DTYPE_BYTES[recipe.compute]
-    buckets = make_buckets(
-        {name: (0, size) for name, size in sizes.items()}, layout, recipe, settings=job.communication
-    )
+    buckets = make_buckets(members, layout, recipe, settings=job.communication)
     return [
         CommUnitVolume(f"bucket {i}", frozenset(m.name for m in b.members), reduced * b.length, gathered * b.length)
         for i, b in enumerate(buckets)
@@ -72,11 +67,10 @@ def _fsdp_unit_messages(
     """A unit for each block, the last used first, and one for the other parameters."""
     recipe = RECIPES[job.precision.recipe]
 
-    def unit(name: str, parameters: frozenset[str], is_block: bool) -> CommUnitVolume:
-        count = sum(sizes[parameter] for parameter in parameters)
-        reduced, gathered = DTYPE_BYTES[recipe.reduce] * count, DTYPE_BYTES[recipe.compute] * count
-        return CommUnitVolume(name, parameters, reduced, gathered, is_block)
-
     others = frozenset[str]().union(*(s.parameters for s in segments if s.name not in blocks))
-    block_units = [unit(s.name, s.parameters, True) for s in reversed(segments) if s.name in blocks]
-    return [*block_units, unit("the rest", others, False)]
+    units = [(s.name, s.parameters, True) for s in reversed(segments) if s.name in blocks] + [
+        ("the rest", others, False)
+    ]
+    counted = [(*unit, sum(sizes[name] for name in unit[1])) for unit in units]
+    reduced, gathered = DTYPE_BYTES[recipe.reduce], DTYPE_BYTES[recipe.compute]
+    return [CommUnitVolume(name, p, reduced * n, gathered * n, is_block) for name, p, is_block, n in counted]

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,9 @@ class TrainRequest:
     resume_from: Path | None  # The run folder to resume; by `run.folder` if None
     command_line: list[str]
 
+    def choose_folder(self) -> RunFolderChoice:
+        return choose_resumed_run(self.job, self.resume_from) if self.resume_from else choose_run_folder(self.job)
+
 
 @dataclass(frozen=True)
 class SupervisorIO:
@@ -72,7 +76,7 @@ def supervise_local_ranks(request: TrainRequest, io: SupervisorIO) -> tuple[Path
     job, ranks = request.job, request.job.run.ranks
     check_job(job, ranks)
     check_memory(job, ranks)
-    folder_choice = _choose_run_folder(request)
+    folder_choice = request.choose_folder()
     threads = _prepare_local_ranks(job, io)
     with _open_run_folder(request, folder_choice, ranks=ranks, threads=threads, log=io.log) as snapshot:
         path, server_processes, server = snapshot.path, server_process_count(job), job.layout.server
@@ -152,13 +156,9 @@ def run(job: Job, callbacks: Sequence[Callback] = ()) -> "tuple[Path, RunProgres
     check_job(job, 1)
     check_memory(job, 1)
     request = TrainRequest(job, None, sys.argv)
-    folder_choice = _choose_run_folder(request)
+    folder_choice = request.choose_folder()
     check_data(job, prepare_data(job.data))
-    threads = threads_for(SINGLE_RANK, job.run.requested_threads)
-
-    def log(text: str) -> None:
-        stderr_console().print(text, highlight=False)
-
+    threads, log = threads_for(SINGLE_RANK, job.run.requested_threads), partial(stderr_console().print, highlight=False)
     with (
         _open_run_folder(request, folder_choice, ranks=1, threads=threads, log=log) as snapshot,
         _undo_on_input_error(snapshot),
@@ -203,8 +203,7 @@ def _train_launched_rank(request: TrainRequest, rank_env: RankEnvironment, stop:
                 path = read_decision(store, previous_key)
                 stack.enter_context(lock_run_folder(Path(path)))
                 return path
-            threads = threads_for(rank_env, job.run.requested_threads)
-            folder_choice = _choose_run_folder(request)
+            folder_choice, threads = request.choose_folder(), threads_for(rank_env, job.run.requested_threads)
             opened = _open_run_folder(request, folder_choice, ranks=rank_env.world, threads=threads, log=log)
             snapshot = stack.enter_context(opened)
             if snapshot.had_run:  # a new folder stays: the launcher may restart the ranks of the same run
@@ -216,12 +215,6 @@ def _train_launched_rank(request: TrainRequest, rank_env: RankEnvironment, stop:
         if code == STOPPED_EXIT_CODE and rank_env.rank == 0:
             log(f"continue with the same command and --resume-from {path}")
         return code
-
-
-def _choose_run_folder(request: TrainRequest) -> RunFolderChoice:
-    if request.resume_from is None:
-        return choose_run_folder(request.job)
-    return choose_resumed_run(request.job, request.resume_from)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ whether this rank is the cause or only lost its connection to the rank that is.
 """
 
 import json
+import math
 import os
 import re
 import signal
@@ -36,14 +37,14 @@ class StopFlag:
     """Set from outside when the run should stop; the loop reads it once a step, on every rank together."""
 
     requested: bool = False
-    first_request_s: float = 0.0
+    first_request_s: float = math.inf
+    is_immediate: bool = False  # A second request came
 
-    def request(self) -> bool:
-        """Note one request to stop; True when it is a second one."""
+    def request(self) -> None:
+        """Note one request to stop."""
+        self.is_immediate = self.is_immediate or time.monotonic() - self.first_request_s >= SIGNAL_DEBOUNCE_S
         if not self.requested:
             self.requested, self.first_request_s = True, time.monotonic()
-            return False
-        return time.monotonic() - self.first_request_s >= SIGNAL_DEBOUNCE_S
 
     def exit_on_sigterm(self) -> None:
         """SIGTERM ends this process from here on, or now if it came already: there is nothing to save."""
@@ -69,7 +70,8 @@ def stop_on_signals() -> Iterator[StopFlag]:
     flag = StopFlag()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if flag.request():
+        flag.request()
+        if flag.is_immediate:
             os._exit(KILLED_EXIT_CODE)
 
     with handle_signals(handle, signal.SIGINT, signal.SIGTERM):
@@ -116,15 +118,14 @@ def run_and_record(rank: int, function: Callable[[], int]) -> RankExitRecord:
     try:
         return RankExitRecord(rank, time.time(), function())
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank is recorded
-        code, stack, is_by_peer = RankFailedError.exit_code, "", is_caused_by_peer(error)
+        by_peer = is_caused_by_peer(error)
         if isinstance(error, MotetError):
-            code, message = error.exit_code, str(error)
-        else:
-            stack, message = _format_traceback(error), "".join(traceback.format_exception_only(error)).strip()
+            return RankExitRecord(rank, time.time(), error.exit_code, str(error), caused_by_peer=by_peer)
+        message, code = "".join(traceback.format_exception_only(error)).strip(), RankFailedError.exit_code
         if isinstance(error, SystemExit):
             message = f"the code of this rank called sys.exit({error.code!r}) before its work was done"
-            is_by_peer = False
-        return RankExitRecord(rank, time.time(), code, message, stack, caused_by_peer=is_by_peer)
+            by_peer = False
+        return RankExitRecord(rank, time.time(), code, message, _format_traceback(error), by_peer)
 
 
 # Messages of Gloo, NCCL and the stores when the other side has ended or does not come (torch 2.11 to 2.13).
@@ -139,12 +140,10 @@ _PEER_LOST_ERROR_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreErro
 
 def is_caused_by_peer(error: BaseException | None) -> bool:
     """Whether an error only says that another rank has ended or is late."""
-    if error is None:
-        return False
     is_lost_peer = type(error) in (RuntimeError, ConnectionError) and _PEER_LOST_PATTERN.search(str(error))
     if is_lost_peer or isinstance(error, PeerFailedError) or type(error).__name__ in _PEER_LOST_ERROR_TYPES:
         return True
-    return is_caused_by_peer(error.__cause__)
+    return error is not None and is_caused_by_peer(error.__cause__)
 
 
 def root_cause(records: Sequence[RankExitRecord]) -> RankExitRecord:

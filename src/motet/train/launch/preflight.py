@@ -22,8 +22,7 @@ def check_job(job: Job, ranks: int) -> Layout:
     """The layout in which `ranks` ranks can train this job."""
     check_model(job)
     uses_server_processes = job.layout.uses_server_processes
-    dp_size = (job.layout.server.work_items_per_step if uses_server_processes else None) or ranks
-    layout = job.layout_for(dp_size)
+    layout = job.layout_for((job.layout.server.work_items_per_step if uses_server_processes else None) or ranks)
     check_communication(job.communication, layout, independent_replicas=job.outer.every is not None)
     if uses_server_processes:
         check_server_settings(job.layout.server, ranks)
@@ -39,25 +38,21 @@ def check_job(job: Job, ranks: int) -> Layout:
 def check_model(job: Job) -> None:
     """Refuse a model that cannot be trained, or does not fit the data."""
     check_can_be_trained(job.model)
-    _check_objective(job)
-    context = getattr(job.model, "context", None)
+    model, objective = job.model, job.data.objective
+    if not isinstance(model, UserModuleSettings):
+        expected, head = {"decoder": "causal", "encoder-decoder": "spans"}.get(model.family, ""), ""
+        if isinstance(model, EncoderSettings):
+            expected, head = model.head, f" with head {model.head!r}"
+        if objective != expected:
+            raise InputError(
+                f"data.objective = {objective!r} does not fit a model of family {model.family!r}{head}; "
+                f"set data.objective={expected}"
+            )
+    context = getattr(model, "context", None)
     if context is not None and job.data.sequence_length > context:
         raise InputError(
             f"data.sequence_length = {job.data.sequence_length} is more than model.context = {context}; "
             "shorten the sequences or raise model.context"
-        )
-
-
-def _check_objective(job: Job) -> None:
-    if isinstance(job.model, UserModuleSettings):
-        return
-    expected, head = {"decoder": "causal", "encoder-decoder": "spans"}.get(job.model.family, ""), ""
-    if isinstance(job.model, EncoderSettings):
-        expected, head = job.model.head, f" with head {job.model.head!r}"
-    if job.data.objective != expected:
-        raise InputError(
-            f"data.objective = {job.data.objective!r} does not fit a model of family {job.model.family!r}{head}; "
-            f"set data.objective={expected}"
         )
 
 
@@ -68,9 +63,8 @@ def check_memory(job: Job, local_ranks: int) -> None:
     weight_bytes, total_memory = parameter_count * DTYPE_BYTES[dtype], psutil.virtual_memory().total
     needed_bytes = local_ranks * (weight_bytes + TORCH_PROCESS_BYTES)
     if needed_bytes > total_memory:
-        needed, weights, torch, total = map(
-            format_bytes, (needed_bytes, weight_bytes, TORCH_PROCESS_BYTES, total_memory)
-        )
+        sizes = needed_bytes, weight_bytes, TORCH_PROCESS_BYTES, total_memory
+        needed, weights, torch, total = map(format_bytes, sizes)
         raise InputError(
             f"job {job.name!r} takes {needed} of memory at least: in each of {local_ranks} ranks {weights} of {dtype} "
             f"weights and {torch} of torch itself; this machine has {total}, so take a smaller model or fewer ranks"

@@ -6,22 +6,14 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from motet.core.errors import CheckpointSaveError, InputError, NumericalMismatchError, TrainingDivergedError
-from motet.monitor.events import EVENTS_FILE, RunEnded, RunEndReason, StepDone, parse_event, read_events
+from motet.core.errors import CheckpointSaveError, InputError
+from motet.monitor.events import EVENTS_FILE, RUN_END_REASONS, RunEnded, StepDone, parse_event, read_events
 from motet.monitor.run_files import JsonlSink, SummarySink
 from motet.monitor.summary import SUMMARY_FILE, summarize
-from motet.train.launch.failures import KILLED_EXIT_CODE, STOPPED_EXIT_CODE
 from motet.train.launch.run_folder import JOB_FILE, LOGS_FOLDER, VERSIONS_FILE, write_file_atomically
 from motet.train.launch.supervisor import LaunchExitStatus
 
 _OVERWRITTEN_FILES = (JOB_FILE, VERSIONS_FILE, SUMMARY_FILE)
-_REASONS: dict[int, RunEndReason] = {
-    STOPPED_EXIT_CODE: "stopped",
-    KILLED_EXIT_CODE: "stopped",
-    TrainingDivergedError.exit_code: "diverged",
-    NumericalMismatchError.exit_code: "disagreed",
-    CheckpointSaveError.exit_code: "save_failed",
-}
 
 
 def record_run_end(path: Path, exit_status: LaunchExitStatus) -> None:
@@ -29,8 +21,18 @@ def record_run_end(path: Path, exit_status: LaunchExitStatus) -> None:
 
     If that fails, or an old file is damaged, the caller still reports the cause.
     """
+    failure_file, message = path / LOGS_FOLDER / "failure.txt", exit_status.message
     with suppress(OSError, InputError, CheckpointSaveError):
-        _write_run_end(path, exit_status)
+        failure_file.unlink(missing_ok=True)
+        if exit_status.traceback:
+            failure_file.write_text(f"{message}\n{exit_status.traceback}\n", encoding="utf-8")
+        events = read_events(path / EVENTS_FILE) if message and (path / EVENTS_FILE).is_file() else []
+        if events and not (isinstance(events[-1], RunEnded) and events[-1].message in message):
+            reason = RUN_END_REASONS.get(exit_status.exit_code, "failed")
+            run_ended = RunEnded(reason=reason, steps=summarize(events).steps, message=message)
+            with closing(JsonlSink(path)) as events_file:
+                events_file.on_event(run_ended)
+            SummarySink(path).on_event(run_ended)
 
 
 @dataclass(frozen=True)
@@ -73,21 +75,5 @@ def snapshot_run_folder(path: Path) -> RunFolderSnapshot:
     except OSError as error:
         raise InputError(f"cannot read {error.filename}: {error.strerror}; repair it or give another folder") from None
     events = contents.pop(EVENTS_FILE, b"")
-    return RunFolderSnapshot(
-        path, contents, events.rfind(b"\n") + 1
-    )  # an incomplete line is cut off by the next writer
-
-
-def _write_run_end(path: Path, exit_status: LaunchExitStatus) -> None:
-    failure_file = path / LOGS_FOLDER / "failure.txt"
-    failure_file.unlink(missing_ok=True)
-    if exit_status.traceback:
-        failure_file.write_text(f"{exit_status.message}\n{exit_status.traceback}\n", encoding="utf-8")
-    events = read_events(path / EVENTS_FILE) if exit_status.message and (path / EVENTS_FILE).is_file() else []
-    if not events or (isinstance(events[-1], RunEnded) and events[-1].message in exit_status.message):
-        return
-    reason = _REASONS.get(exit_status.exit_code, "failed")
-    run_ended = RunEnded(reason=reason, steps=summarize(events).steps, message=exit_status.message)
-    with closing(JsonlSink(path)) as events_file:
-        events_file.on_event(run_ended)
-    SummarySink(path).on_event(run_ended)
+    complete_bytes = events.rfind(b"\n") + 1  # an incomplete line is cut off by the next writer
+    return RunFolderSnapshot(path, contents, complete_bytes)

@@ -21,10 +21,11 @@ from typing import Any, Literal
 import motet
 from motet.checkpoint.manifest import complete_checkpoints
 from motet.core.errors import InputError
+from motet.core.renamed_settings import translate_renamed_settings
 from motet.core.toml_writer import to_toml
+from motet.monitor.summary import SUMMARY_FILE, read_summary
 from motet.train.config_rules import drop_unused_settings
 from motet.train.job import Job, is_existing_file, job_from_tree, overridden_job
-from motet.train.renamed_settings import translate_renamed_settings
 
 RUNS_FOLDER = Path("runs")
 JOB_FILE = "job.toml"
@@ -45,12 +46,9 @@ RESUME_RULES: dict[str, ResumeRule] = {
     "run.epochs": "may_grow",
     "run.seed": "fixed",
     **dict.fromkeys(("run.device", "layout", "communication", "outer", "optimizer"), "warned"),
-    "layout.server.send_order": "ignored",
-    "layout.server.copies": "ignored",
-    "layout.server.eviction_timeout_s": "ignored",
+    **dict.fromkeys(("layout.server.send_order", "layout.server.copies", "layout.server.snapshot_every"), "ignored"),
+    **dict.fromkeys(("layout.server.listen", "layout.server.eviction_timeout_s"), "ignored"),
     "layout.server.max_process_restarts": "ignored",
-    "layout.server.snapshot_every": "ignored",
-    "layout.server.listen": "ignored",
     "optimizer.name": "fixed",
     "optimizer.momentum": "fixed",
 }
@@ -122,8 +120,8 @@ def choose_resumed_run(job: Job, path: Path) -> RunFolderChoice:
         )
     if saved_step is None:
         remarks.append(f"{path} holds no checkpoint yet: the run begins at its first step")
-    length = (job.run.steps, job.run.epochs)
-    if _is_finished(path) and length == (stored.run.steps, stored.run.epochs):
+    is_finished = (path / SUMMARY_FILE).is_file() and read_summary(path).finished
+    if is_finished and (job.run.steps, job.run.epochs) == (stored.run.steps, stored.run.epochs):
         key = "run.steps" if job.run.steps is not None else "run.epochs"
         raise InputError(
             f"run folder {path} holds a finished run ({key} = {job.run.steps or job.run.epochs}); "
@@ -168,15 +166,14 @@ def check_resume(old: Job, new: Job, path: Path) -> list[str]:
         if old_value == new_value:
             continue
         change = f"{key} was {_format_value(old_value)} in {path} and is {_format_value(new_value)} now"
-        has_grown = old_value is not None and new_value is not None and new_value > old_value
-        match _resume_rule(key):
-            case "warned":
-                remarks.append(f"{change}: the run goes on, but not as it would have")
-            case "may_grow" if has_grown:
-                remarks.append(f"{change}: a schedule that ends with the run is stretched")
-            case "fixed" | "may_grow" as rule:
-                allowed = "it can only grow" if rule == "may_grow" else "it cannot change"
-                raise InputError(f"{change}: {allowed} when a run is resumed; start another run folder for it")
+        rule, has_grown = _resume_rule(key), old_value is not None and new_value is not None and new_value > old_value
+        if rule == "warned":
+            remarks.append(f"{change}: the run goes on, but not as it would have")
+        elif rule == "may_grow" and has_grown:
+            remarks.append(f"{change}: a schedule that ends with the run is stretched")
+        elif rule != "ignored":
+            allowed = "it can only grow" if rule == "may_grow" else "it cannot change"
+            raise InputError(f"{change}: {allowed} when a run is resumed; start another run folder for it")
     return remarks
 
 
@@ -234,12 +231,6 @@ def _next_numbered(stem: Path, first: int) -> Path:
     return stem.with_name(f"{stem.name}-{max([first - 1, *taken]) + 1:03d}")
 
 
-def _is_finished(path: Path) -> bool:
-    from motet.monitor.summary import SUMMARY_FILE, read_summary
-
-    return (path / SUMMARY_FILE).is_file() and read_summary(path).finished
-
-
 def _stored_name(path: Path) -> str | None:
     with suppress(InputError):
         return str(read_stored_tree(path.parent).get("name"))
@@ -254,10 +245,8 @@ def _resume_rule(key: str) -> ResumeRule:
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+        is_section = isinstance(value, dict)
+        yield from _flatten(value, f"{prefix}{key}.") if is_section else [(f"{prefix}{key}", value)]
 
 
 def _format_value(value: Any) -> str:
@@ -298,16 +287,12 @@ def collect_provenance(ranks: int, threads: int, command_line: list[str]) -> dic
 
 
 def _git_state() -> dict[str, Any] | None:
-    commit = _git("rev-parse", "HEAD")
-    if commit is None:
-        return None
-    changes = _git("status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "dirty": bool(changes) if changes is not None else None}
+    commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": None if changes is None else bool(changes)} if commit is not None else None
 
 
 def _git(*arguments: str) -> str | None:
-    try:
-        completed = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=5, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return completed.stdout.strip()
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["git", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    return None

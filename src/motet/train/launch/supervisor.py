@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
 
 from motet.core.errors import RankFailedError
 from motet.parallel.process.launch_environment import (
@@ -96,28 +95,21 @@ def rank_environment(base: Mapping[str, str], threads: int) -> dict[str, str]:
 
 def launch_ranks(spec: LaunchSpec, log: Callable[[str], None]) -> LaunchExitStatus:
     """Run the ranks until all have ended, and restart them after a failure as often as allowed."""
-    stop = _StopRequest()
-    with handle_signals(stop.handle, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # SIGHUP: the terminal was closed
+    stop = StopFlag()
+    with handle_signals(
+        lambda *_: stop.request(), signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+    ):  # SIGHUP: the terminal was closed
         for attempt in range(spec.max_restarts + 1):
             status = _run_attempt(spec, attempt, stop, log=log)
             # Bad input, divergence and a full disk would only come again.
-            is_retryable = status.exit_code == RankFailedError.exit_code and not stop.flag.requested
+            is_retryable = status.exit_code == RankFailedError.exit_code and not stop.requested
             if not is_retryable or attempt == spec.max_restarts:
                 break
             log(f"{status.message}; starting again from the last checkpoint ({attempt + 1} of {spec.max_restarts})")
-    return replace(status, stop_requested=stop.flag.requested)
+    return replace(status, stop_requested=stop.requested)
 
 
-@dataclass
-class _StopRequest:
-    flag: StopFlag = field(default_factory=StopFlag)
-    is_immediate: bool = False
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        self.is_immediate = self.flag.request() or self.is_immediate
-
-
-def _run_attempt(spec: LaunchSpec, attempt: int, stop: _StopRequest, *, log: Callable[[str], None]) -> LaunchExitStatus:
+def _run_attempt(spec: LaunchSpec, attempt: int, stop: StopFlag, *, log: Callable[[str], None]) -> LaunchExitStatus:
     # A fresh folder (mode 0700) for each attempt: a store must not remember dead ranks.
     with tempfile.TemporaryDirectory(prefix="motet-") as folder:
         launch = _LaunchAttempt(spec, attempt, Path(folder))
@@ -144,10 +136,9 @@ class _RankProcess:
     ended_at_s: float = 0.0
 
     def poll(self) -> int | None:
-        code = self.process.poll()
-        if code is not None and not self.ended_at_s:
+        if self.process.poll() is not None and not self.ended_at_s:
             self.ended_at_s = time.time() - POLL_S  # it may have ended right after the last poll
-        return code
+        return self.process.returncode
 
     def exit_record(self) -> RankExitRecord | None:
         return read_exit_record(self.records_folder, self.rank)
@@ -160,8 +151,7 @@ class _RankProcess:
 
     def failure_record(self) -> RankExitRecord:
         """The record of its failure, or a record of how the process ended if it left none."""
-        record, code = self.exit_record(), self.poll()
-        assert code is not None
+        record, code = self.exit_record(), self.process.wait()
         if record and record.error_message:
             return replace(record, error_message=record.message)
         sentence = f"rank {self.rank} ended with exit code {code} in the middle of its work"
@@ -170,12 +160,10 @@ class _RankProcess:
             sentence = f"rank {self.rank} was killed by signal {-code}{''.join(names[:1])}"
         if code == -signal.SIGKILL:
             sentence += "; if nobody did that, the machine ran out of memory"
-        return RankExitRecord(self.rank, self.ended_at_s, RankFailedError.exit_code, sentence, self._log_tail())
-
-    def _log_tail(self) -> str:
         output = self.log_file.read_bytes()[self.log_offset :] if self.log_file.is_file() else b""
         lines = output.decode(errors="replace").splitlines()
-        return "\n".join(["its last words:", *lines[-LOG_TAIL_LINES:]]) if lines else ""
+        log_tail = "\n".join(["its last words:", *lines[-LOG_TAIL_LINES:]]) if lines else ""
+        return RankExitRecord(self.rank, self.ended_at_s, RankFailedError.exit_code, sentence, log_tail)
 
 
 @dataclass
@@ -188,12 +176,12 @@ class _LaunchAttempt:
 
     def start_ranks(self) -> None:
         if self.spec.coordinator_address:
-            address_file = coordinator_address_file(self._rank_env(0))
+            address_file = coordinator_address_file(self._rank_env(0, 0))
             address_file.write_text(self.spec.coordinator_address, encoding="utf-8")
-        for rank in range(self.spec.ranks):
+        for rank in range(self.spec.ranks):  # one by one, so that those that run are ended if one does not start
             self.ranks.append(self._start_rank(rank))
 
-    def _rank_env(self, rank: int, incarnation: int = 0) -> RankEnvironment:
+    def _rank_env(self, rank: int, incarnation: int) -> RankEnvironment:
         ranks, store = self.spec.ranks, f"file://{self.folder}/store"
         return RankEnvironment(rank, ranks, rank, ranks, self.attempt, store, incarnation=incarnation)
 
@@ -216,15 +204,14 @@ class _LaunchAttempt:
     def _has_coordinator(self) -> bool:
         return self.spec.elastic_policy is not None and self.spec.elastic_policy.has_coordinator
 
-    @property
     def _coordinator_has_finished(self) -> bool:
         return self._has_coordinator and self.ranks[0].poll() is not None and not self.ranks[0].has_failed()
 
-    def wait_for_end(self, stop: _StopRequest, log: Callable[[str], None]) -> None:
+    def wait_for_end(self, stop: StopFlag, log: Callable[[str], None]) -> None:
         """Wait until all ranks have ended, or one has failed and the others had time to say why, or an immediate stop."""
         forwarded, deadline = False, float("inf")
         while not stop.is_immediate and time.monotonic() < deadline:
-            if stop.flag.requested and not forwarded:
+            if stop.requested and not forwarded:
                 forwarded = True
                 log(f"{self.spec.stop_message}; Ctrl-C once more stops immediately")
                 # A coordinator stops the others.
@@ -232,11 +219,9 @@ class _LaunchAttempt:
             if all(rank.poll() is not None for rank in self.ranks):
                 return
             self._handle_failures(log)
-            if deadline == float("inf"):
-                if any(rank.has_failed() for rank in self.ranks):
-                    deadline = time.monotonic() + EXIT_RECORD_WAIT_S
-                elif self._coordinator_has_finished:
-                    deadline = time.monotonic() + COORDINATOR_EXIT_GRACE_S
+            has_failed = any(rank.has_failed() for rank in self.ranks)
+            if deadline == float("inf") and (has_failed or self._coordinator_has_finished()):
+                deadline = time.monotonic() + (EXIT_RECORD_WAIT_S if has_failed else COORDINATOR_EXIT_GRACE_S)
             time.sleep(POLL_S)
 
     def _handle_failures(self, log: Callable[[str], None]) -> None:
@@ -261,13 +246,13 @@ class _LaunchAttempt:
                 log(f"{sentence}; the others go on")
                 self.ranks.remove(rank)
 
-    def exit_status(self, stop: _StopRequest) -> LaunchExitStatus:
+    def exit_status(self, stop: StopFlag) -> LaunchExitStatus:
         """The outcome, from the exit codes and records of the ranks."""
         if stop.is_immediate:
             return LaunchExitStatus(KILLED_EXIT_CODE, "stopped immediately")
-        ranks = self.ranks[:1] if self._coordinator_has_finished else self.ranks
+        ranks = self.ranks[:1] if self._coordinator_has_finished() else self.ranks
         codes = [rank.poll() for rank in ranks]
-        if stop.flag.requested and -signal.SIGTERM in codes:
+        if stop.requested and -signal.SIGTERM in codes:
             return LaunchExitStatus(STOPPED_EXIT_CODE, "stopped while the ranks were starting")
         failures = [rank.failure_record() for rank in ranks if rank.has_failed()]
         if not failures:

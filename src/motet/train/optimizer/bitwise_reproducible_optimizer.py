@@ -28,12 +28,11 @@ class BitwiseReproducibleOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    self._update(self._settings, p, self.state[p], rate=group["lr"], decay=group["weight_decay"])
+                    self._update(self._settings, p, self.state[p], group)
 
 
-def _adamw(
-    settings: OptimizerSettings, parameter: Tensor, state: dict[str, Tensor], *, rate: float, decay: float
-) -> None:
+def _adamw(settings: OptimizerSettings, parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+    rate, decay = group["lr"], group["weight_decay"]
     state["step"] += 1
     count, (beta1, beta2) = state["step"].item(), settings.betas
     correction1, root2 = 1 - beta1**count, (1 - beta2**count) ** 0.5
@@ -45,16 +44,14 @@ def _adamw(
         p.sub_((mean * (rate / correction1)).div_(denominator))
 
 
-def _sgd(
-    settings: OptimizerSettings, parameter: Tensor, state: dict[str, Tensor], *, rate: float, decay: float
-) -> None:
+def _sgd(settings: OptimizerSettings, parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
     momentum = [state["momentum_buffer"]] if settings.momentum else []
     for p, g, *buffers in _blocks(parameter, parameter.grad, *momentum):
-        update = (p * decay).add_(g) if decay else g
+        update = (p * group["weight_decay"]).add_(g) if group["weight_decay"] else g
         for buffer in buffers:
             buffer.mul_(settings.momentum).add_(update)
             update = (buffer * settings.momentum).add_(update) if settings.nesterov else buffer
-        p.sub_(update * rate)
+        p.sub_(update * group["lr"])
 
 
 def _blocks(*tensors: Tensor | None) -> Any:

@@ -25,14 +25,10 @@ def learning_rate_factor(schedule: LearningRateScheduleSettings, step: int, tota
     warmup = min(schedule.warmup_steps, total_steps)
     if step < warmup:
         return (step + 1) / warmup
-    if schedule.kind == "constant":
+    length = schedule.decay_steps if schedule.decay_steps is not None else max(1, total_steps // 5)
+    decay_start = max(warmup, total_steps - length) if schedule.kind == "warmup-stable-decay" else warmup
+    if schedule.kind == "constant" or step < decay_start:
         return 1.0
-    decay_start = warmup
-    if schedule.kind == "warmup-stable-decay":
-        length = schedule.decay_steps if schedule.decay_steps is not None else max(1, total_steps // 5)
-        decay_start = max(warmup, total_steps - length)
-        if step < decay_start:
-            return 1.0
     progress = min(1.0, (step - decay_start + 1) / (total_steps - decay_start))
     remaining = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.kind == "cosine" else 1 - progress
     return schedule.final_fraction + (1 - schedule.final_fraction) * remaining

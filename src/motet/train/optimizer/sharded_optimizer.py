@@ -57,17 +57,19 @@ def group_parameters(
 
 def trainable_parameters(module: nn.Module, settings: OptimizerSettings) -> ParameterInventory:
     """Shapes and groups of the parameters that are trained."""
-    named = _trainable(module)
-    group_ids = _group_ids(group_parameters(named, settings))
-    return ParameterInventory({name: tuple(p.shape) for name, p in named.items()}, group_ids)
+    _, in_order = _grouped_parameters(module, settings)
+    shapes = {name: tuple(p.shape) for name, (_, p) in in_order.items()}
+    return ParameterInventory(shapes, {name: group_id for name, (group_id, _) in in_order.items()})
 
 
-def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in module.named_parameters() if p.requires_grad}
-
-
-def _group_ids(groups: dict[ParameterGroupKey, dict[str, nn.Parameter]]) -> dict[str, int]:
-    return {name: group_id for group_id, members in enumerate(groups.values()) for name in members}
+def _grouped_parameters(
+    module: nn.Module, settings: OptimizerSettings
+) -> tuple[list[ParameterGroupKey], dict[str, tuple[int, nn.Parameter]]]:
+    """The keys of the groups, and the group index and value of each trainable parameter, in the order of the module."""
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    groups = group_parameters(named, settings)
+    group_ids = {name: group_id for group_id, members in enumerate(groups.values()) for name in members}
+    return list(groups), {name: (group_ids[name], p) for name, p in named.items()}
 
 
 def build_sharded_optimizer(
@@ -79,10 +81,7 @@ def build_sharded_optimizer(
     communication: CommunicationSettings,
 ) -> "ShardedOptimizer":
     """Shard the trainable parameters of a module over the ranks, with an optimizer for this rank's shards."""
-    named = _trainable(module)
-    groups = group_parameters(named, settings)
-    group_ids = _group_ids(groups)
-    in_order = {name: (group_ids[name], p) for name, p in named.items()}
+    group_keys, in_order = _grouped_parameters(module, settings)
     mesh = make_mesh(group, resolve_communication_groups(communication, layout))
     if uses_row_shards(layout):
         sharded_parameters: ShardedParameters = FSDP2DataParallel(
@@ -95,7 +94,7 @@ def build_sharded_optimizer(
         if communication.overlap == "forward":
             bucketed.enable_forward_prefetch(module)
     reproducible_group = group if layout.reproducible_batch_size else None
-    return ShardedOptimizer(sharded_parameters, list(groups), settings, reproducible_group)
+    return ShardedOptimizer(sharded_parameters, group_keys, settings, reproducible_group)
 
 
 class ShardedOptimizer:
@@ -109,9 +108,8 @@ class ShardedOptimizer:
         reproducible_group: RankGroup | None = None,
     ) -> None:
         """`reproducible_group`: the ranks, if every layout must have the same bits."""
-        self.sharded_parameters = sharded_parameters
+        self.sharded_parameters, self._settings = sharded_parameters, settings
         self._reproducible_group = reproducible_group
-        self._settings = settings
         self._learning_rate_scales = [scale for scale, _ in group_keys]
         self._masters = [nn.Parameter(master, requires_grad=False) for master in sharded_parameters.local_masters]
         group_ids = list(zip(self._masters, sharded_parameters.optimizer_groups, strict=True))
@@ -176,11 +174,9 @@ class ShardedOptimizer:
         parameters.wait_for_pending()
         state: dict[str, LocalShard | Tensor] = dict(self._named_shards("master", parameters.local_masters))
         moments = [self._optimizer_state(tensor) for tensor in self._masters]
-        for kind, first in moments[0].items():
-            if first.ndim == 0:
-                state[kind] = first  # the count of steps, the same for all tensors
-            else:
-                state |= self._named_shards(kind, [kinds[kind] for kinds in moments])
+        for kind, first in moments[0].items():  # the count of steps is the same for all tensors
+            values = [kinds[kind] for kinds in moments]
+            state |= self._named_shards(kind, values) if first.ndim else {kind: first}
         compression = parameters.communicator.compression_state()
         return state | {f"{COMPRESSION_STATE_PREFIX}{name}": shard for name, shard in compression.items()}
 
@@ -199,8 +195,7 @@ class ShardedOptimizer:
         moments: dict[str, Any] = self._optimizer.state[parameter]
         if self._settings.name == "adamw" and not moments:
             moments["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            moments["exp_avg"] = torch.zeros_like(parameter)
-            moments["exp_avg_sq"] = torch.zeros_like(parameter)
+            moments.update(exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
         if self._settings.name == "sgd" and self._settings.momentum and not moments:
             # torch sets the buffer to the first gradient; from zero, momentum x 0 + gradient is the same.
             moments["momentum_buffer"] = torch.zeros_like(parameter)
@@ -208,8 +203,7 @@ class ShardedOptimizer:
 
 
 def make_torch_optimizer(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:
+    rate, momentum, nesterov = settings.learning_rate, settings.momentum, settings.nesterov
     if settings.name == "adamw":
-        return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps, fused=True)
-    return torch.optim.SGD(
-        groups, lr=settings.learning_rate, momentum=settings.momentum, nesterov=settings.nesterov, fused=True
-    )
+        return torch.optim.AdamW(groups, lr=rate, betas=settings.betas, eps=settings.eps, fused=True)
+    return torch.optim.SGD(groups, lr=rate, momentum=momentum, nesterov=nesterov, fused=True)

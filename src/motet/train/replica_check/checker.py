@@ -21,6 +21,8 @@ from motet.collectives.execute.api import all_gather
 from motet.core.batch import Batch
 from motet.core.seeds import derive_seed
 from motet.core.trace import span
+from motet.data.samples.loader import BatchLoader
+from motet.models.build import TrainableModel
 from motet.monitor.events import ReplicaCheckDone
 from motet.parallel.data_parallel.communication.communication_settings import (
     CommunicationSettings,
@@ -41,9 +43,19 @@ from motet.train.replica_check.invariants import (
     rows_digest,
     to_signed_int64,
 )
-from motet.train.step import BatchSource, LocalStepResult, StepModel
 
 DIGEST_CHUNK_WORDS = 1 << 20  # Words that are digested together
+
+
+@dataclass(frozen=True)
+class LocalStepResult:
+    """The work of one rank in a step before the update."""
+
+    loss_sums: list[float]  # Sums over its targets: one, or one for each row of the global batch
+    targets: float
+    tokens: int
+    batches: list[Batch]  # Micro-batches as they were read; empty without a replica check
+    first_loss: float  # Sum over the targets of the first micro-batch; 0 without a replica check
 
 
 @dataclass(frozen=True)
@@ -59,8 +71,8 @@ class PreUpdateDigests:
 class ReplicaChecker:
     """Checks one rank against the others."""
 
-    model: StepModel
-    batch_source: BatchSource
+    model: TrainableModel
+    batch_source: BatchLoader
     engine: TrainingEngine
     layout: Layout
     batch_sequences: int
@@ -84,11 +96,9 @@ class ReplicaChecker:
             loss, neighbour_loss = self._first_microbatch_losses(step, local_step, neighbour_batches[0])
             neighbour_targets = sum(batch.weights.sum(dtype=torch.float64).item() for batch in neighbour_batches)
             gradients = digest_tensors(dict(enumerate(optimizer.sharded_parameters.reduced_gradients())))
-            device, kernels = self.engine.group.device, torch.backends.cpu.get_cpu_capability()
+            device, kernels = device_name(self.engine.group.device), torch.backends.cpu.get_cpu_capability()
             report = RankDigestReport(
-                machine_digest=derive_seed(
-                    device_name(device), kernels, str(torch.get_num_threads()), torch.__version__
-                ),
+                machine_digest=derive_seed(device, kernels, str(torch.get_num_threads()), torch.__version__),
                 parameters=derive_seed(*parameter_digests.values()),
                 states=0,
                 rows=rows_digest(rows),
@@ -116,17 +126,15 @@ class ReplicaChecker:
             reports = [RankDigestReport(*numbers) for numbers in all_gather_integers(list(report), group)]
             digests = {"parameters": pre_update.parameter_digests, "states": state_digests}
             violations = [
-                (violation, self._first_differing_tensor(violation, digests.get(violation.invariant)))
-                for violation in find_violations(reports, self._expected_invariants(stats.count))
+                f"{found.description}{self._first_differing_tensor(found, digests.get(found.invariant))}: "
+                f"{VIOLATION_CAUSES[found.invariant]}"
+                for found in find_violations(reports, self._expected_invariants(stats.count))
             ]
         return ReplicaCheckDone(
             step=step + 1,
             ranks=group.world,
             same_machines=len({report.machine_digest for report in reports}) == 1,
-            violations=tuple(
-                f"{violation.description}{tensor}: {VIOLATION_CAUSES[violation.invariant]}"
-                for violation, tensor in violations
-            ),
+            violations=tuple(violations),
             duration_s=pre_update.seconds + time.perf_counter() - start_s,
         )
 
@@ -179,8 +187,6 @@ class ReplicaChecker:
         if local_digests is None:
             return ""
         reports = all_gather_integers(list(local_digests.values()), self.engine.step_group)
-        if len({len(numbers) for numbers in reports}) > 1:
-            return ""
         ranks: Iterable[int] = range(len(reports))
         if violation.invariant != "parameters":  # other ranks hold other shards, which all differ
             groups = self._expected_invariants(0.0).state_groups
@@ -197,8 +203,7 @@ Key = TypeVar("Key")
 def digest_tensors(tensors: Mapping[Key, Tensor]) -> dict[Key, int]:
     """The digest of the bits of each tensor."""
     digests = [_digest_tensor(tensor).cpu() for tensor in tensors.values()]
-    numbers = torch.stack(digests).tolist() if digests else []
-    return dict(zip(tensors, numbers, strict=True))
+    return dict(zip(tensors, torch.stack(digests).tolist() if digests else [], strict=True))
 
 
 def _digest_tensor(tensor: Tensor) -> Tensor:
@@ -243,8 +248,7 @@ def all_gather_integers(numbers: list[int], group: RankGroup) -> list[list[int]]
     local = torch.tensor(numbers, dtype=torch.int64, device=group.device)
     gathered = local.new_empty(group.world, len(numbers))
     all_gather(gathered, local, group)
-    by_rank: list[list[int]] = gathered.tolist()
-    return by_rank
+    return [list(map(int, row)) for row in gathered.tolist()]
 
 
 @contextmanager

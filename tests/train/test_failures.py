@@ -32,12 +32,10 @@ def test_the_first_request_counts_and_its_echo_does_not(monkeypatch: pytest.Monk
     monkeypatch.setattr(failures.time, "monotonic", lambda: now)
     flag = StopFlag()
     assert not flag.requested
-    assert not flag.request()
-    assert flag.requested
-    now += 0.1
-    assert not flag.request()
-    now += 0.9
-    assert flag.request()
+    for later_s, is_immediate in ((0.0, False), (0.1, False), (0.9, True), (0.0, True)):
+        now += later_s
+        flag.request()
+        assert (flag.requested, flag.is_immediate) == (True, is_immediate)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from motet.checkpoint.load import load_checkpoint
 from motet.checkpoint.manifest import CheckpointManifest
-from motet.checkpoint.save import save_checkpoint
+from motet.checkpoint.save_and_load import load_checkpoint, save_checkpoint
 from motet.checkpoint.shard_boxes import CheckpointShard, boxes_of_range
 from motet.parallel.process.process_group import RankGroup
 from ranks import Ranks
@@ -39,26 +38,16 @@ def _pieces(group: RankGroup, filled: bool) -> dict[str, torch.Tensor]:
     made: dict[str, torch.Tensor] = {}
     for name, shape in SAVED.items():
         total = prod(shape)
-        cuts = [total * r * r // group.world**2 for r in range(group.world + 1)]
-        if name == "d":
-            cuts = [0] * group.world + [total]
+        cuts = [0 if name == "d" else total * r * r // group.world**2 for r in range(group.world)] + [total]
         run = _whole(name).flatten()[cuts[group.rank] : cuts[group.rank + 1]]
-        made[name] = CheckpointShard.from_values(
-            run.clone() if filled else torch.zeros_like(run), shape, cuts[group.rank]
-        )
+        values = run.clone() if filled else torch.zeros_like(run)
+        made[name] = CheckpointShard.from_values(values, shape, cuts[group.rank])
     return made
 
 
 def _manifest(state: dict[str, torch.Tensor]) -> CheckpointManifest:
-    return CheckpointManifest(
-        step=1,
-        ranks=1,
-        threads=1,
-        torch=torch.__version__,
-        data_fingerprint="x",
-        shapes={name: list(t.size()) for name, t in state.items()},
-        dtypes=dict.fromkeys(state, "float32"),
-    )
+    shapes = {name: list(t.size()) for name, t in state.items()}
+    return CheckpointManifest(1, 1, 1, torch.__version__, "x", shapes, dict.fromkeys(state, "float32"))
 
 
 def save_pieces(group: RankGroup, folder: str) -> None:

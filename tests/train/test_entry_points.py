@@ -46,17 +46,22 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_run_that_is_refused_on_its_way_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
+def changeable_text(folder: Path) -> tuple[Path, list[str]]:
+    """A copy of the small text, and the settings of a run that reads it."""
+    text = folder / "text.txt"
     text.write_bytes(TEXT.read_bytes())
-    changes = ["run.steps=4", f"run.folder={tmp_path / 'run'}", f"data.source={text}"]
+    return text, ["run.steps=4", f"run.folder={folder / 'run'}", f"data.source={text}"]
+
+
+def test_a_run_that_is_refused_on_its_way_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
+    text, changes = changeable_text(tmp_path)
     motet.run(small_job(tmp_path, *changes, "run.stop_at=2"))
     text.write_bytes(TEXT.read_bytes().replace(b"the", b"The"))
     before = contents(tmp_path / "run")
     with pytest.raises(motet.MotetError, match="the data changed"):
         motet.run(small_job(tmp_path, *changes, "optimizer.learning_rate=0.5"))
     assert contents(tmp_path / "run") == before
-    model = "model={factory='train.foreign_models:hidden_state'}"
+    model = "model={factory='train.user_models:HiddenState'}"
     with pytest.raises(motet.MotetError, match="get_extra_state"):
         motet.run(small_job(tmp_path, "run.steps=4", f"run.folder={tmp_path / 'new'}", model))
     assert not (tmp_path / "new").exists()
@@ -90,9 +95,7 @@ def _joined(place: RankEnvironment, job: Job) -> tuple[RankExitRecord, list[str]
 
 
 def test_a_refusal_under_a_launcher_leaves_the_folder_as_it_was(ranks: Ranks, tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_bytes(TEXT.read_bytes())
-    changes = ["run.steps=4", f"run.folder={tmp_path / 'run'}", f"data.source={text}"]
+    text, changes = changeable_text(tmp_path)
     for record, _ in ranks.run_places(2, _joined, small_job(tmp_path, *changes, "run.stop_at=2")):
         assert record.exit_code == 0, record
     text.write_bytes(TEXT.read_bytes().replace(b"the", b"The"))
@@ -103,7 +106,7 @@ def test_a_refusal_under_a_launcher_leaves_the_folder_as_it_was(ranks: Ranks, tm
 
 
 def test_divergence_under_a_launcher_is_told_once(ranks: Ranks, tmp_path: Path) -> None:
-    model = "model={factory='train.foreign_models:normed', arguments={nan_at=2}}"
+    model = "model={factory='train.user_models:Normed', arguments={nan_at=2}}"
     job = small_job(tmp_path, "run.steps=4", f"run.folder={tmp_path / 'run'}", model)
     (first, told), (second, silent) = ranks.run_places(2, _joined, job)
     end = read_events(tmp_path / "run/events.jsonl")[-1]

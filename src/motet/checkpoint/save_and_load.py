@@ -1,4 +1,4 @@
-"""Writing a checkpoint so that an interruption at any moment leaves earlier ones complete.
+"""Saving a checkpoint so that an interruption at any moment leaves earlier ones complete, and loading one in place.
 
 Everything is written to `step-N.partial` and flushed to disk, and only then renamed to `step-N`.
 """
@@ -13,10 +13,21 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from motet.checkpoint.manifest import PARTIAL_SUFFIX, CheckpointManifest, checkpoint_name, complete_checkpoints
-from motet.core.errors import CheckpointSaveError
+from motet.checkpoint.manifest import (
+    MANIFEST_FILE,
+    PARTIAL_SUFFIX,
+    CheckpointManifest,
+    check_same_model,
+    checkpoint_name,
+    complete_checkpoints,
+    is_compression_state,
+    read_manifest,
+    verify_checksums,
+)
+from motet.core.errors import CheckpointSaveError, InputError
 from motet.core.units import format_bytes
 
 
@@ -37,9 +48,7 @@ def save_checkpoint(
         if group is not None:
             dist.barrier(group)  # nobody writes into a folder that is still being cleared
         try:
-            with warnings.catch_warnings():
-                # Without a process group DCP says that it assumes one process, which is the case.
-                warnings.filterwarnings("ignore", message=".*torch.distributed is.*")
+            with _ignore_single_process_warning():
                 save(state, checkpoint_id=str(partial), process_group=group, no_dist=group is None)
             if is_rank_zero:
                 manifest.write(partial)
@@ -55,9 +64,34 @@ def save_checkpoint(
     return final
 
 
+def load_checkpoint(folder: Path, state: dict[str, Tensor], group: dist.ProcessGroup | None) -> CheckpointManifest:
+    """Load the tensors of `state` in place; compression state of another layout is left unchanged."""
+    manifest = read_manifest(folder)
+    state = {n: t for n, t in state.items() if not is_compression_state(n) or manifest.shapes.get(n) == list(t.size())}
+    check_same_model(manifest, {name: list(t.size()) for name, t in state.items()}, folder)
+    if group is None or dist.get_rank(group) == 0:
+        verify_checksums(manifest, folder)
+    try:
+        with _ignore_single_process_warning():
+            load(state, checkpoint_id=str(folder), process_group=group, no_dist=group is None)
+    except CheckpointException as error:  # a BaseException, which every rank gets
+        cause = next(iter(error.failures.values()))[0]
+        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0].split(". ")[0]
+        raise InputError(f"checkpoint {folder} is damaged ({reason}); remove it to use the one before it") from None
+    return manifest
+
+
+@contextmanager
+def _ignore_single_process_warning() -> Iterator[None]:
+    """Without a process group DCP says that it assumes one process, which is the case."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.distributed is.*")
+        yield
+
+
 def _commit(partial: Path, final: Path) -> None:
     """Flush the manifest and the names to disk, then rename the checkpoint atomically."""
-    _flush(partial / "manifest.json")
+    _flush(partial / MANIFEST_FILE)
     _flush(partial)
     if final.exists():  # a step that was saved before, e.g. at the end of a run that is then extended
         old = final.with_name(f"{final.name}.old{PARTIAL_SUFFIX}")
@@ -80,10 +114,9 @@ def _convert_to_save_error(final: Path, size: int) -> Iterator[None]:
     try:
         yield
     except (OSError, CheckpointException, RuntimeError) as error:
-        reason = _reason(error)
         free = shutil.disk_usage(final.parent).free if final.parent.exists() else 0
         raise CheckpointSaveError(
-            f"could not save {final} ({reason}): it needs {format_bytes(size)} and {format_bytes(free)} are free; "
+            f"could not save {final} ({_reason(error)}): it needs {format_bytes(size)} and {format_bytes(free)} are free; "
             f"earlier checkpoints are whole; make room or choose another run.folder, then --resume"
         ) from error
 

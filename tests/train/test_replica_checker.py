@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,11 +108,8 @@ def test_training_goes_on_as_if_nothing_had_been(
 
 def test_buffers_that_each_rank_changes_are_none_of_it(ranks: Ranks, tmp_path: Path) -> None:
     """The running statistics of a batch norm: another batch on each rank, and the first rank's after each step."""
-    job = job_of(
-        tmp_path,
-        "model={factory='train.batch_norm_model:WithBatchNorm', arguments={vocab_size=260}}",
-        "precision.recipe=fp32",
-    )
+    model = "model={factory='train.user_models:WithBatchNorm', arguments={vocab_size=260}}"
+    job = job_of(tmp_path, model, FP32)
     for found, _ in ranks.run(2, watched, job):
         assert [one.violations for one in found] == [(), (), ()]
 
@@ -123,9 +121,9 @@ def other_without_gradients(parts: TrainingComponents, stepper: TrainStep) -> Tr
     def loss_sum(batch: Batch) -> Tensor:
         return right(batch) if torch.is_grad_enabled() else right(batch) * (1 + 2**-9)
 
-    assert stepper.rank_comparer is not None
+    assert stepper.replica_checker is not None
     model = replace(stepper.model, loss_sum=loss_sum)
-    return replace(stepper, model=model, rank_comparer=replace(stepper.rank_comparer, model=model))
+    return replace(stepper, model=model, replica_checker=replace(stepper.replica_checker, model=model))
 
 
 @pytest.mark.parametrize("on", [None, 1])
@@ -152,8 +150,7 @@ def test_a_digest_is_of_every_bit(size: int, dtype: torch.dtype, monkeypatch: py
 
 def test_a_digest_tells_places_apart() -> None:
     tensor = torch.arange(100.0)
-    swapped = tensor.clone()
-    swapped[[3, 90]] = tensor[[90, 3]]
+    swapped = tensor[[*range(3), 90, *range(4, 90), 3, *range(91, 100)]]
     assert checker.digest_tensors({"t": tensor}) != checker.digest_tensors({"t": swapped})
 
 
@@ -168,8 +165,7 @@ def flipped(tensor: Tensor, place: int) -> None:
 
 
 def parameter_flips(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
-    named = dict(parts.model.module.named_parameters())
-    flipped(named["blocks.1.ffn.down.weight"], 7)
+    flipped(parts.model.module.get_parameter("blocks.1.ffn.down.weight"), 7)
     return stepper
 
 
@@ -180,43 +176,33 @@ def moment_flips(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
     return stepper
 
 
-class Samples:
-    """Reads what it is told to, and changes it."""
-
-    def __init__(
-        self, parts: TrainingComponents, change: Callable[[Batch], Batch], rows: Callable[[range], range]
-    ) -> None:
-        self._parts, self._change, self._rows = parts, change, rows
-
-    def batch(self, step: int, rows: range) -> Batch:
-        return self._change(self._parts.data.batch(step, self._rows(rows)))
-
-
-def reads(stepper: TrainStep, samples: Any) -> TrainStep:
+def reads(stepper: TrainStep, batch: Callable[[int, range], Batch]) -> TrainStep:
     """The rank reads other things in its steps, and the right ones when it looks at its neighbour's."""
-    return replace(stepper, batch_source=samples)
+    return replace(stepper, batch_source=SimpleNamespace(batch=batch))
 
 
 def other_rows(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
-    return reads(stepper, Samples(parts, lambda batch: batch, lambda rows: range(rows.start - 1, rows.stop - 1)))
+    return reads(stepper, lambda step, rows: parts.data.batch(step, range(rows.start - 1, rows.stop - 1)))
 
 
 def other_files(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
-    def changed(batch: Batch) -> Batch:
+    def changed(step: int, rows: range) -> Batch:
+        batch = parts.data.batch(step, rows)
         tokens = batch.tokens.clone()
         tokens[0, 0] += 1
         return replace(batch, tokens=tokens)
 
-    return reads(stepper, Samples(parts, changed, lambda rows: rows))
+    return reads(stepper, changed)
 
 
 def fewer_targets(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
-    def changed(batch: Batch) -> Batch:
+    def changed(step: int, rows: range) -> Batch:
+        batch = parts.data.batch(step, rows)
         weights = batch.weights.clone()
         weights[0] = 0
         return replace(batch, weights=weights)
 
-    return reads(stepper, Samples(parts, changed, lambda rows: rows))
+    return reads(stepper, changed)
 
 
 def other_norm(parts: TrainingComponents, stepper: TrainStep) -> TrainStep:
@@ -309,13 +295,12 @@ def broken_run(group: RankGroup, job: Job, folder: Path) -> str:
 
     def step(stepper: TrainStep, number: int, *given: Any, **named: Any) -> Any:
         if number == 1 and group.rank == 1:
-            parameter = next(iter(stepper.engine.module.parameters()))
-            flipped(parameter, 0)
+            flipped(next(stepper.engine.module.parameters()), 0)
         return right(stepper, number, *given, **named)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainStep, "step", step)
-        patch.setattr("motet.train.build.start_process_group", lambda *given: nullcontext(group))
+        patch.setattr("motet.train.build.start_process_group", lambda *_, **__: nullcontext(group))
         try:
             run_rank(job, place, folder, StopFlag())
         except NumericalMismatchError as error:

@@ -9,16 +9,9 @@ def started(**changes):
 
 
 def step(number, **changes):
-    values = {
-        "loss": 8.5 - number,
-        "target_tokens": 90.0,
-        "tokens": 100,
-        "learning_rate": 1e-3,
-        "step_time_s": 0.5,
-        "tokens_per_s": 200.0,
-        "memory_bytes": 1024**3,
-    }
-    return StepDone(**{**values, "step": number, "time": 1000.0 + 2 * number, **changes})
+    values = {"step": number, "time": 1000.0 + 2 * number, "loss": 8.5 - number, "learning_rate": 1e-3}
+    counts = {"target_tokens": 90.0, "tokens": 100, "memory_bytes": 1024**3}
+    return StepDone(**{**values, **counts, "step_time_s": 0.5, "tokens_per_s": 200.0, **changes})
 
 
 def evaluated(number, **changes):

@@ -1,11 +1,13 @@
 """Which folder a run gets, and what may change when it is resumed."""
 
 import json
-import threading
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+import motet
 from motet.core.errors import InputError
 from motet.monitor.events import RunEnded, RunStarted
 from motet.monitor.summary import summarize, write_summary
@@ -16,6 +18,7 @@ from motet.train.launch.run_folder import (
     check_resume,
     choose_resumed_run,
     choose_run_folder,
+    collect_provenance,
     find_newest_run,
     job_to_tree,
     lock_run_folder,
@@ -42,9 +45,7 @@ def start(started: Job) -> Path:
 
 
 def finish(path: Path, steps: int) -> None:
-    begun = RunStarted(
-        name="tiny", ranks=2, threads=1, device="cpu", parameters=1, data="x", first_step=1, last_step=steps
-    )
+    begun = RunStarted(name="tiny", ranks=2, threads=1, device="cpu", parameters=1, data="x", last_step=steps)
     write_summary(summarize([begun, RunEnded(reason="finished", steps=steps)]), path)
 
 
@@ -60,13 +61,9 @@ def test_without_a_folder_runs_are_numbered() -> None:
 
 
 def test_runs_that_start_together_get_different_numbers() -> None:
-    made: list[Path] = []
     choice = choose_run_folder(job())
-    threads = [threading.Thread(target=lambda: made.append(choice.create())) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(16) as pool:
+        made = list(pool.map(lambda _: choice.create(), range(16)))
     assert sorted(path.name for path in made) == [f"tiny-{number:03d}" for number in range(1, 17)]
 
 
@@ -97,12 +94,18 @@ def test_a_folder_of_something_else_is_left_alone() -> None:
         choose_run_folder(job("run.folder=a"))
 
 
-def test_a_file_is_no_folder() -> None:
-    Path("a").touch()
-    with pytest.raises(InputError, match=r"run\.folder = a is a file"):
-        choose_run_folder(job("run.folder=a"))
-    with pytest.raises(InputError, match=r"cannot write run folder a/b: Not a directory; .* --run-folder"):
-        choose_run_folder(job("run.folder=a/b")).create()
+@pytest.mark.parametrize(
+    ("file", "overrides", "sentence"),
+    [
+        ("a", ["run.folder=a"], r"run\.folder = a is a file"),
+        ("a", ["run.folder=a/b"], r"cannot write run folder a/b: Not a directory; .* --run-folder"),
+        ("runs", [], r"cannot write run folder runs/tiny: File exists"),
+    ],
+)
+def test_a_file_is_no_folder(file: str, overrides: list[str], sentence: str) -> None:
+    Path(file).touch()
+    with pytest.raises(InputError, match=sentence):
+        choose_run_folder(job(*overrides)).create()
 
 
 def test_a_folder_without_permission(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,12 +113,6 @@ def test_a_folder_without_permission(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: False)  # tests may run as root, who may write everywhere
     with pytest.raises(InputError, match="cannot write run folder a: no permission to write"):
         choose_run_folder(job("run.folder=a")).create()
-
-
-def test_runs_that_cannot_be_made() -> None:
-    Path("runs").touch()
-    with pytest.raises(InputError, match=r"cannot write run folder runs/tiny: File exists"):
-        choose_run_folder(job()).create()
 
 
 # --- a folder that holds a run ---------------------------------------------------------------------
@@ -164,27 +161,17 @@ def test_what_makes_it_another_run_is_refused(override: str, sentence: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("override", "remarks"),
+    ("overrides", "remarks"),
     [
-        ("run.ranks=4", 0),
-        ("run.threads=1", 0),
-        ("run.folder=b", 0),
-        ("run.stop_at=3", 0),
-        ("run.restarts=3", 0),
-        ("monitor.tensorboard=false", 0),
-        ("checkpoint.every=3", 0),
-        ("data.workers=1", 0),
-        ("run.steps=201", 1),
-        ("layout.microbatches=2", 1),
-        ("communication.overlap=none", 1),
-        ("run.device=cpu", 1),
-        ("optimizer.learning_rate=1e-4", 1),
-        ("optimizer.clip_norm=false", 1),
-        ("optimizer.schedule.kind=constant", 1),
+        ("run.ranks=4 run.threads=1 run.folder=b run.stop_at=3 run.restarts=3", 0),
+        ("monitor.tensorboard=false checkpoint.every=3 data.workers=1", 0),
+        ("run.steps=201 layout.microbatches=2 communication.overlap=none run.device=cpu", 1),
+        ("optimizer.learning_rate=1e-4 optimizer.clip_norm=false optimizer.schedule.kind=constant", 1),
     ],
 )
-def test_what_may_change_is_free_or_told(override: str, remarks: int) -> None:
-    assert len(check_resume(job(), job(override), Path("a"))) == remarks
+def test_what_may_change_is_free_or_told(overrides: str, remarks: int) -> None:
+    for override in overrides.split():
+        assert len(check_resume(job(), job(override), Path("a"))) == remarks, override
 
 
 def test_the_table_names_settings_that_exist() -> None:
@@ -249,10 +236,9 @@ def test_every_start_adds_its_versions() -> None:
 
 def test_one_at_a_time() -> None:
     path = start(job())
-    with lock_run_folder(path), pytest.raises(InputError, match="is in use by another motet"), lock_run_folder(path):
-        pass
-    with lock_run_folder(path):
-        pass
+    for _ in range(2):
+        with lock_run_folder(path), pytest.raises(InputError, match="is in use by another"), lock_run_folder(path):
+            pass
 
 
 def test_the_newest_whole_checkpoint() -> None:
@@ -267,3 +253,36 @@ def test_a_job_as_a_tree_has_no_none() -> None:
     tree = job_to_tree(job("optimizer.clip_norm=false"))
     assert tree["optimizer"]["clip_norm"] is False
     assert "folder" not in tree["run"]
+
+
+# --- versions.json: the state of the git repository
+
+
+def git(*arguments: str) -> None:
+    who = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
+    subprocess.run(["git", *who, *arguments], check=True, capture_output=True)
+
+
+def test_outside_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    found = collect_provenance(2, 3, ["motet", "train"])
+    assert (found["ranks"], found["threads"], found["command_line"]) == (2, 3, ["motet", "train"])
+    assert (found["motet"], found["git"]) == (motet.__version__, None)
+    assert found["torch"][0].isdigit()
+
+
+def test_the_state_of_a_repository() -> None:
+    git("init", "-q")
+    Path("a").write_text("1")
+    git("add", "a")
+    git("commit", "-q", "-m", "first")
+    Path("untracked").touch()
+    clean = collect_provenance(1, 1, [])["git"]
+    assert (len(clean["commit"]), clean["dirty"]) == (40, False)
+    Path("a").write_text("2")
+    assert collect_provenance(1, 1, [])["git"] == {"commit": clean["commit"], "dirty": True}
+
+
+def test_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert collect_provenance(1, 1, [])["git"] is None

@@ -10,29 +10,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from motet.checkpoint.load import load_checkpoint
 from motet.checkpoint.manifest import CheckpointManifest, complete_checkpoints, read_manifest
-from motet.checkpoint.save import save_checkpoint
+from motet.checkpoint.save_and_load import load_checkpoint, save_checkpoint
 from motet.core.errors import CheckpointSaveError, InputError
 from motet.parallel.process.process_group import RankGroup
 from ranks import Ranks
 
 
 def _state(value: float = 1.0, size: int = 6) -> dict[str, torch.Tensor]:
-    return {
-        "a/weight": torch.full((size, 2), value),
-        "b": torch.tensor(value),
-        "c/half": torch.ones(3).bfloat16() * value,
-    }
+    half = torch.ones(3).bfloat16() * value
+    return {"a/weight": torch.full((size, 2), value), "b": torch.tensor(value), "c/half": half}
 
 
-def _save(
-    folder: Path, step: int, state: dict[str, torch.Tensor], keep: int = 2, group: RankGroup | None = None
-) -> Path:
-    manifest = CheckpointManifest(
-        step, 1, 1, torch.__version__, "data", {n: list(t.shape) for n, t in state.items()}, dict.fromkeys(state, "")
-    )
-    return save_checkpoint(folder, state, manifest, keep, group.process_group if group else None)
+def _save(folder: Path, step: int, state: dict[str, torch.Tensor], group: RankGroup | None = None) -> Path:
+    shapes = {n: list(t.shape) for n, t in state.items()}
+    manifest = CheckpointManifest(step, 1, 1, torch.__version__, "data", shapes, dict.fromkeys(state, ""))
+    return save_checkpoint(folder, state, manifest, 2, group.process_group if group else None)
 
 
 def test_what_is_saved_comes_back_in_place(tmp_path: Path) -> None:
@@ -83,12 +76,14 @@ def test_the_others_wait_until_the_leader_has_cleared_the_folder(ranks: Ranks, t
 
 def test_another_model_is_refused_by_the_first_tensor_that_differs(tmp_path: Path) -> None:
     where = _save(tmp_path, 1, _state())
-    with pytest.raises(InputError, match=r"another model.*'a/weight' is \[6, 2\] there and \[8, 2\] in this job"):
-        load_checkpoint(where, _state(size=8), None)
-    with pytest.raises(InputError, match=r"'extra' is not in it"):
-        load_checkpoint(where, _state() | {"extra": torch.ones(1)}, None)
-    with pytest.raises(InputError, match=r"it holds 'b', which this job does not have"):
-        load_checkpoint(where, {n: t for n, t in _state().items() if n != "b"}, None)
+    without_b = {n: t for n, t in _state().items() if n != "b"}
+    for state, sentence in (
+        (_state(size=8), r"another model.*'a/weight' is \[6, 2\] there and \[8, 2\] in this job"),
+        (_state() | {"extra": torch.ones(1)}, r"'extra' is not in it"),
+        (without_b, r"it holds 'b', which this job does not have"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            load_checkpoint(where, state, None)
 
 
 def test_a_damaged_manifest_is_told_with_a_remedy(tmp_path: Path) -> None:
@@ -113,12 +108,8 @@ def small_disk(tmp_path: Path) -> Path:
     """A file system of 4 MiB."""
     where = tmp_path / "disk"
     where.mkdir()
-    if (
-        os.geteuid() != 0
-        or subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(where)], capture_output=True, check=False
-        ).returncode
-    ):
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(where)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("mounting a small file system needs root")
     yield where
     subprocess.run(["umount", "-l", str(where)], check=True)
@@ -127,9 +118,8 @@ def small_disk(tmp_path: Path) -> Path:
 def test_a_full_disk_leaves_the_checkpoint_before_whole(small_disk: Path) -> None:
     folder = small_disk / "checkpoints"
     before = _save(folder, 1, {"w": torch.ones(2**18)})
-    with pytest.raises(
-        CheckpointSaveError, match=r"step-00000002 \(No space left on device\): it needs 8 MiB and .* free"
-    ):
+    sentence = r"step-00000002 \(No space left on device\): it needs 8 MiB and .* free"
+    with pytest.raises(CheckpointSaveError, match=sentence):
         _save(folder, 2, {"w": torch.zeros(2**21)})
     assert [path for _, path in complete_checkpoints(folder)] == [before]
     state = {"w": torch.zeros(2**18)}

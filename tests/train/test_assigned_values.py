@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import motet
 from motet.core.errors import InputError
 from motet.parallel.process.process_group import RankGroup
+from motet.train.engine import TrainingEngine
 from ranks import Ranks
 
 
@@ -91,9 +92,8 @@ def test_masters_apart_from_the_model_follow_it(ranks: Ranks, layout: str) -> No
     """0.5 is far from what the weights were; one small step does not lead back. What was not changed keeps its bits."""
     for found in ranks.run(2, train, layout, "bf16", "assign", {}):
         assert (found[2] - 0.5).abs().max() < 0.1
-    for ours, theirs in zip(
-        ranks.run(2, train, layout, "bf16", "nothing", {}), ranks.run(2, train, layout, "bf16", "", {}), strict=True
-    ):
+    both = (ranks.run(2, train, layout, "bf16", edit, {}) for edit in ("nothing", ""))
+    for ours, theirs in zip(*both, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
@@ -121,27 +121,42 @@ def underway(group: RankGroup) -> str:
     for _ in range(2):
         engine.step(torch.ones(2, 4))
     scale(module)
-    try:
+    with pytest.raises(InputError) as refusal:
         engine.load_assigned_values()
-    except InputError as error:
-        return str(error)
-    return "nothing"
+    return str(refusal.value)
 
 
-def test_a_change_of_what_is_underway_is_refused(ranks: Ranks) -> None:
-    for said in ranks.run(2, underway):
-        assert said.startswith(
-            'load_assigned_values: with communication.overlap = "forward" some values were still arriving'
-        )
+def freeze_one(group: RankGroup) -> str:
+    module = small()
+    engine = motet.parallelize(module, "zero=3", loss=squares)
+    engine.step(torch.ones(2, 4))
+    freeze(module)
+    with pytest.raises(InputError) as refusal:
+        engine.step(torch.ones(2, 4))
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("work", "sentence"),
+    [
+        (underway, 'load_assigned_values: with communication.overlap = "forward" some values were still arriving'),
+        (freeze_one, "parameter 0.weight was replaced, added, frozen or released"),
+    ],
+)
+def test_all_ranks_refuse_it(ranks: Ranks, work: Callable[[RankGroup], str], sentence: str) -> None:
+    assert all(said.startswith(sentence) for said in ranks.run(2, work))
+
+
+def parallelized() -> tuple[nn.Module, TrainingEngine]:
+    module = small()
+    return module, motet.parallelize(module, loss=squares)
 
 
 def test_other_memory_must_be_adopted() -> None:
-    module = small()
-    engine = motet.parallelize(module, loss=squares)
+    module, engine = parallelized()
     assign(module)
-    with pytest.raises(
-        InputError, match=r"parameter 2.weight was given other memory .*; call engine\.load_assigned_values\(\)"
-    ):
+    sentence = r"parameter 2.weight was given other memory .*; call engine\.load_assigned_values\(\)"
+    with pytest.raises(InputError, match=sentence):
         engine.step(torch.ones(2, 4))
     engine.load_assigned_values()
     assert engine.step(torch.ones(2, 4)).is_finite
@@ -169,50 +184,23 @@ def resize(module: nn.Module) -> None:
     layer(module, 0).weight.data = torch.ones(5, 5)
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        (replace, "parameter 0.weight was replaced, added, frozen or released"),
-        (freeze, "parameter 0.weight was replaced, added, frozen or released"),
-        (add, "parameter more was replaced, added, frozen or released"),
-    ],
-)
-def test_other_parameters_are_refused(change: Callable[[nn.Module], None], sentence: str) -> None:
-    module = small()
-    engine = motet.parallelize(module, loss=squares)
+@pytest.mark.parametrize(("change", "name"), [(replace, "0.weight"), (freeze, "0.weight"), (add, "more")])
+def test_other_parameters_are_refused(change: Callable[[nn.Module], None], name: str) -> None:
+    module, engine = parallelized()
     engine.step(torch.ones(2, 4))
     change(module)
-    with pytest.raises(InputError, match=sentence):
+    with pytest.raises(InputError, match=f"parameter {name} was replaced, added, frozen or released"):
         engine.step(torch.ones(2, 4))
 
 
 def test_another_shape_is_refused() -> None:
-    module = small()
-    engine = motet.parallelize(module, loss=squares)
+    module, engine = parallelized()
     resize(module)
     with pytest.raises(InputError, match=r"0.weight has become \[5, 5\] on cpu after .*, when it was \[5, 4"):
         engine.load_assigned_values()
 
 
 def test_parameters_may_get_other_names() -> None:
-    module = small()
-    engine = motet.parallelize(module, loss=squares)
+    module, engine = parallelized()
     module.register_module("0", nn.Sequential(layer(module, 0)))
     assert engine.step(torch.ones(2, 4)).is_finite
-
-
-def freeze_one(group: RankGroup, layout: str) -> str:
-    module = small()
-    engine = motet.parallelize(module, layout, loss=squares)
-    engine.step(torch.ones(2, 4))
-    freeze(module)
-    try:
-        engine.step(torch.ones(2, 4))
-    except InputError as error:
-        return str(error)
-    return "nothing"
-
-
-def test_freezing_at_stage_3_is_refused(ranks: Ranks) -> None:
-    for said in ranks.run(2, freeze_one, "zero=3"):
-        assert said.startswith("parameter 0.weight was replaced, added, frozen or released")

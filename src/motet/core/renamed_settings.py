@@ -5,42 +5,38 @@ be resumed.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from motet.core.errors import InputError
 
 
-@dataclass(frozen=True)
-class RenamedSetting:
+class RenamedSetting(NamedTuple):
     """A setting whose name or values changed; `old` and `new` are both in `section`."""
 
     section: str
     old: str
     new: str
-    values: dict[str, str] = field(default_factory=dict)  # Old -> new; what ends in `:` is a prefix
+    values: tuple[tuple[str, str], ...] = ()  # Old -> new; what ends in `:` is a prefix
 
     def translate(self, value: Any) -> Any:
-        if isinstance(value, str):
-            for old, new in self.values.items():
-                if value == old or (old.endswith(":") and value.startswith(old)):
-                    return new + value.removeprefix(old)
+        for old, new in self.values if isinstance(value, str) else ():
+            if value == old or (old.endswith(":") and value.startswith(old)):
+                return new + value.removeprefix(old)
         return value
 
 
+_TRANSPORTS = (("messages", "point-to-point"), ("programs", "collectives"))
 RENAMED_SETTINGS = (
     RenamedSetting("layout", "regather", "reshard_after_forward"),
     RenamedSetting("layout", "whole_below", "min_shard_numel"),
-    RenamedSetting("layout.server", "place", "placement", {"own": "dedicated", "workers": "colocated"}),
-    RenamedSetting(
-        "layout.server", "transport", "transport", {"messages": "point-to-point", "programs": "collectives"}
-    ),
+    RenamedSetting("layout.server", "place", "placement", (("own", "dedicated"), ("workers", "colocated"))),
+    RenamedSetting("layout.server", "transport", "transport", _TRANSPORTS),
     RenamedSetting("layout.server", "reduce", "reduce_algorithm"),
     RenamedSetting("layout.server", "broadcast", "broadcast_algorithm"),
     RenamedSetting("layout.server", "first", "first_k"),
-    RenamedSetting("layout.server", "order", "send_order", {"need": "priority", "arrival": "fifo"}),
+    RenamedSetting("layout.server", "order", "send_order", (("need", "priority"), ("arrival", "fifo"))),
     RenamedSetting("layout.server", "compress", "compress_pushes"),
-    RenamedSetting("layout.server", "rate", "learning_rate_scaling", {"plain": "none"}),
+    RenamedSetting("layout.server", "rate", "learning_rate_scaling", (("plain", "none"),)),
     RenamedSetting("layout.server", "shares", "work_items_per_step"),
     RenamedSetting("layout.server", "patience_s", "eviction_timeout_s"),
     RenamedSetting("layout.server", "spares", "max_process_restarts"),
@@ -48,8 +44,8 @@ RENAMED_SETTINGS = (
     RenamedSetting("monitor", "watch_every", "replica_check_every"),
     RenamedSetting("monitor", "watch", "replica_check_action"),
     RenamedSetting("outer", "mix", "mixing_factor"),
-    RenamedSetting("data", "source", "source", {"made:": "synthetic:"}),
-    RenamedSetting("data.mixture", "source", "source", {"made:": "synthetic:"}),
+    RenamedSetting("data", "source", "source", (("made:", "synthetic:"),)),
+    RenamedSetting("data.mixture", "source", "source", (("made:", "synthetic:"),)),
 )
 
 

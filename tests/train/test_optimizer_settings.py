@@ -40,13 +40,7 @@ def test_stable_part_and_its_default_length() -> None:
     assert _curve(20, kind="warmup-stable-decay", decay_steps=2, final_fraction=0.0)[-3:] == [1.0, 0.5, 0.0]
 
 
-@given(
-    kind=st.sampled_from(KINDS),
-    steps=st.integers(1, 60),
-    warmup=st.integers(0, 80),
-    decay=st.none() | st.integers(1, 80),
-    final=st.floats(0, 1),
-)
+@given(st.sampled_from(KINDS), st.integers(1, 60), st.integers(0, 80), st.none() | st.integers(1, 80), st.floats(0, 1))
 def test_never_above_one_and_never_rises_after_warm_up(
     kind: str, steps: int, warmup: int, decay: int | None, final: float
 ) -> None:

@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from made import ended, started, step, whole_run
+from example_events import ended, started, step, whole_run
 
 from motet.core.errors import CheckpointSaveError
 from motet.monitor.events import read_events
@@ -42,7 +42,7 @@ def test_what_was_told_survives_a_kill(tmp_path):
         import os, signal, sys
         from pathlib import Path
         sys.path.insert(0, sys.argv[1])
-        from made import started, step
+        from example_events import started, step
         from motet.monitor.run_files import JsonlSink
         sink = JsonlSink(Path(sys.argv[2]))
         for event in (started(), step(1), step(2)):
@@ -67,9 +67,8 @@ def test_a_full_disk_is_a_save_error_and_the_file_can_be_gone_on_with(tmp_path, 
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(sink, "_file", Full())
-    with pytest.raises(
-        CheckpointSaveError, match=r"cannot write .*events\.jsonl: No space left on device; free some space"
-    ):
+    sentence = r"cannot write .*events\.jsonl: No space left on device; free some space"
+    with pytest.raises(CheckpointSaveError, match=sentence):
         sink.on_event(step(1))
     file.close()
     path = record(tmp_path, [started(first_step=1)])
@@ -85,11 +84,9 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path):
 def test_the_summary_says_running_from_the_start_and_the_outcome_at_the_end(tmp_path):
     events = whole_run()
     file, outcome = JsonlSink(tmp_path), SummarySink(tmp_path)
-    for event in events[:-1]:
-        file.on_event(event)
-        outcome.on_event(event)
-    assert (read_summary(tmp_path).exit_reason, read_summary(tmp_path).steps) == ("running", 0)
-    file.on_event(ended())
-    outcome.on_event(ended())
+    for happened, found in ((events[:-1], ("running", 0)), ([ended()], ("finished", 4))):
+        for event in happened:
+            file.on_event(event)
+            outcome.on_event(event)
+        assert (read_summary(tmp_path).exit_reason, read_summary(tmp_path).steps) == found
     file.close()
-    assert (read_summary(tmp_path).exit_reason, read_summary(tmp_path).steps) == ("finished", 4)

@@ -22,15 +22,12 @@ class _Table(nn.Module):
         return logits
 
 
-class _Unhurried(_Table):
+class Unhurried(_Table):
+    """Leaves the processors to others for most of a step."""
+
     def forward(self, tokens: Tensor) -> Tensor:
         time.sleep(0.02)
         return super().forward(tokens)
-
-
-def unhurried() -> nn.Module:
-    """Leaves the processors to others for most of a step."""
-    return _Unhurried()
 
 
 def other_values_on_each_rank() -> nn.Module:
@@ -41,7 +38,7 @@ def other_values_on_each_rank() -> nn.Module:
     return module
 
 
-class _Normed(_Table):
+class Normed(_Table):
     """Batch statistics, and a buffer that is a view of one number."""
 
     def __init__(self, nan_at: int = -1) -> None:
@@ -59,11 +56,21 @@ class _Normed(_Table):
         return logits
 
 
-def normed(**arguments: Any) -> nn.Module:
-    return _Normed(**arguments)
+class WithBatchNorm(nn.Module):
+    """Its running mean and variance are buffers, which each rank fills from the rows that it reads."""
+
+    def __init__(self, vocab_size: int, width: int = 8) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.head = nn.Linear(width, vocab_size)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(self.embedding(tokens).transpose(1, 2)).transpose(1, 2))
+        return logits
 
 
-class _Noisy(_Table):
+class Noisy(_Table):
     """Draws by itself, outside of dropout."""
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -72,16 +79,8 @@ class _Noisy(_Table):
         return logits
 
 
-def noisy() -> nn.Module:
-    return _Noisy()
-
-
-class _Hidden(_Table):
+class HiddenState(_Table):
     def get_extra_state(self) -> Any:
         return {"calls": 1}
 
     def set_extra_state(self, state: Any) -> None: ...
-
-
-def hidden_state() -> nn.Module:
-    return _Hidden()

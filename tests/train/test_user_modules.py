@@ -8,21 +8,15 @@ import torch
 
 from motet.core.errors import InputError, TrainingDivergedError
 from motet.monitor.events import EvaluationDone, StepDone, read_events
-from motet.parallel.process.launch_environment import SINGLE_RANK, RankEnvironment
+from motet.parallel.process.launch_environment import SINGLE_RANK
 from motet.parallel.process.process_group import RankGroup
-from motet.train.build import run_rank
 from motet.train.job import Job
-from motet.train.launch.failures import StopFlag
 from ranks import Ranks
-from train.runs import same_bits, saved_tensors, small_job, train
+from train.runs import run_job, same_bits, saved_tensors, small_job, train
 
 
 def _job(folder: Path, factory: str, *overrides: str) -> Job:
-    return small_job(folder, "run.steps=6", f"model={{factory='train.foreign_models:{factory}'}}", *overrides)
-
-
-def _run(place: RankEnvironment, job: Job, folder: Path) -> int:
-    return run_rank(job, place, folder, StopFlag()).completed_steps
+    return small_job(folder, "run.steps=6", f"model={{factory='train.user_models:{factory}'}}", *overrides)
 
 
 def test_replicas_start_from_the_same_values(ranks: Ranks, tmp_path: Path) -> None:
@@ -41,18 +35,18 @@ def test_ranks_with_other_data_are_refused(ranks: Ranks, tmp_path: Path) -> None
         ranks.run(2, _train_on_its_own_data, tmp_path)
 
 
-@pytest.mark.parametrize("factory", ["normed", "noisy"])
+@pytest.mark.parametrize("factory", ["Normed", "Noisy"])
 def test_two_halves_are_the_whole(ranks: Ranks, tmp_path: Path, factory: str) -> None:
     """Also when saving in between: a checkpoint changes nothing about what is computed."""
     for name, changes in {"whole": [], "halves": ["run.stop_at=3", "checkpoint.every=2"]}.items():
-        ranks.run_places(2, _run, _job(tmp_path, factory, *changes), tmp_path / name)
-    ranks.run_places(2, _run, _job(tmp_path, factory), tmp_path / "halves")
+        ranks.run_places(2, run_job, _job(tmp_path, factory, *changes), tmp_path / name)
+    ranks.run_places(2, run_job, _job(tmp_path, factory), tmp_path / "halves")
     assert same_bits(saved_tensors(tmp_path / "whole"), saved_tensors(tmp_path / "halves"))
 
 
 def test_a_skipped_step_leaves_nothing_behind(tmp_path: Path) -> None:
-    job = _job(tmp_path, "normed", "run.on_nan=skip", "model.arguments={nan_at=2}")
-    run_rank(job, SINGLE_RANK, tmp_path / "run", StopFlag())
+    job = _job(tmp_path, "Normed", "run.on_nan=skip", "model.arguments={nan_at=2}")
+    run_job(SINGLE_RANK, job, tmp_path / "run")
     events = read_events(tmp_path / "run/events.jsonl")
     assert [e.skipped for e in events if isinstance(e, StepDone)] == [False, False, True, False, False, False]
     assert all(math.isfinite(e.loss) for e in events if isinstance(e, EvaluationDone))
@@ -65,21 +59,18 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
     with pytest.raises(
         TrainingDivergedError, match="stopped at step 1: the parameters are not finite after it, so they"
     ):
-        run_rank(job, SINGLE_RANK, tmp_path / "run", StopFlag())
+        run_job(SINGLE_RANK, job, tmp_path / "run")
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
 
 
 def test_state_that_would_be_lost_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="keeps state in get_extra_state, which is not saved; keep it in a buffer"):
-        run_rank(_job(tmp_path, "hidden_state"), SINGLE_RANK, tmp_path / "run", StopFlag())
+        run_job(SINGLE_RANK, _job(tmp_path, "HiddenState"), tmp_path / "run")
 
 
 @pytest.mark.parametrize(
     "change", ["optimizer.weight_decay=0.0", "optimizer.learning_rate=0.001", "layout.microbatches=3"]
 )
 def test_what_may_change_on_resume_may(tmp_path: Path, change: str) -> None:
-    run_rank(small_job(tmp_path, "run.steps=4", "run.stop_at=2"), SINGLE_RANK, tmp_path / "run", StopFlag())
-    assert (
-        run_rank(small_job(tmp_path, "run.steps=4", change), SINGLE_RANK, tmp_path / "run", StopFlag()).completed_steps
-        == 4
-    )
+    for changes, steps in (["run.stop_at=2"], 2), ([change], 4):
+        assert run_job(SINGLE_RANK, small_job(tmp_path, "run.steps=4", *changes), tmp_path / "run") == steps

@@ -1,9 +1,10 @@
 """Events reach everyone who listens, in order; nobody who breaks takes the run along."""
 
 import math
+import threading
 
 import pytest
-from made import ended, evaluated, started, step
+from example_events import ended, evaluated, started, step
 
 from motet.core import trace
 from motet.core.errors import CheckpointSaveError, InputError, TrainingDivergedError
@@ -42,27 +43,24 @@ class Broken(Callback):
             raise self.error
 
 
+def tell(monitor, *events):
+    for event in events:
+        monitor.on_event(event)
+
+
 def told_steps(every, steps, last_step=None):
     heard = Heard()
     with EventDispatcher([heard], every) as monitor:
-        monitor.on_event(started(last_step=last_step or len(steps)))
-        for event in steps:
-            monitor.on_event(event)
-        monitor.on_event(ended())
+        tell(monitor, started(last_step=last_step or len(steps)), *steps, ended())
     return [event.step for event in heard.events if event.event == "step_done"]
 
 
-def test_every_so_many_steps_the_first_and_the_last_are_told():
+def test_every_so_many_steps_the_first_the_last_and_those_that_fail_are_told():
     assert told_steps(1, [step(n) for n in range(1, 6)]) == [1, 2, 3, 4, 5]
     assert told_steps(3, [step(n) for n in range(1, 9)]) == [1, 3, 6, 8]
-
-
-def test_a_step_that_fails_is_told_whatever_the_rule():
     steps = [step(1), step(2), step(3, skipped=True), step(4, loss=math.nan), step(5), step(6)]
     assert told_steps(100, steps) == [1, 3, 4, 6]
-
-
-def test_the_last_step_before_a_stop_is_told_before_the_end():
+    # The last step before a stop is told before the end.
     assert told_steps(10, [step(n) for n in range(1, 8)], last_step=100) == [1, 7]
 
 
@@ -78,10 +76,8 @@ def test_spans_and_counters_come_with_their_step_alone():
             with trace.span("log"):
                 monitor.on_event(step(number))
     found = [event for event in heard.events if event.event == "step_done"]
-    assert [[(s.step, s.action) for s in event.spans] for event in found] == [
-        [(1, "forward")],
-        [(2, "log"), (2, "forward")],
-    ]
+    spans = [[(span.step, span.action) for span in event.spans] for event in found]
+    assert spans == [[(1, "forward")], [(2, "log"), (2, "forward")]]
     assert [event.counters for event in found] == [{"bytes": 10}, {"bytes": 20}]
     assert trace.span("nobody listens") is trace.span("any more")
 
@@ -89,8 +85,7 @@ def test_spans_and_counters_come_with_their_step_alone():
 def test_a_callback_that_raises_is_told_once_and_left_out():
     heard, broken = Heard(), Broken(ValueError("no such board"))
     with EventDispatcher([heard, broken]) as monitor:
-        for event in (started(), step(1), step(2), ended()):
-            monitor.on_event(event)
+        tell(monitor, started(), step(1), step(2), ended())
     kinds = [event.event for event in heard.events]
     assert kinds == ["run_started", "step_done", "warned", "step_done", "run_ended"]
     assert "Broken is left out from here on: ValueError: no such board (" in heard.events[2].text
@@ -100,12 +95,9 @@ def test_a_callback_that_raises_is_told_once_and_left_out():
 def test_one_that_breaks_over_the_warning_about_another_is_left_out_too():
     heard = Heard()
     with EventDispatcher([Broken(ValueError("a")), Broken(KeyError("b"), on=("warned",)), heard]) as monitor:
-        monitor.on_event(started())
-        monitor.on_event(step(1))
-    assert [event.text.split(" (")[0].split(": ", 1)[1] for event in heard.events if event.event == "warned"] == [
-        "ValueError: a",
-        "KeyError: 'b'",
-    ]
+        tell(monitor, started(), step(1))
+    texts = [event.text.split(" (")[0].split(": ", 1)[1] for event in heard.events if event.event == "warned"]
+    assert texts == ["ValueError: a", "KeyError: 'b'"]
 
 
 def test_an_error_for_the_user_ends_the_run_after_all_were_told():
@@ -137,8 +129,7 @@ def test_an_error_of_the_run_passes_and_everyone_is_closed():
 
 def test_a_monitor_for_nobody_does_nothing():
     with EventDispatcher() as monitor:
-        for event in (step(1), started(), ended()):
-            monitor.on_event(event)
+        tell(monitor, step(1), started(), ended())
 
 
 def test_a_profiler_that_breaks_is_left_out():
@@ -148,16 +139,14 @@ def test_a_profiler_that_breaks_is_left_out():
 
     heard = Heard()
     with EventDispatcher([heard], profiler=BrokenProfiler()) as monitor:
-        for event in (started(), step(1), ended()):
-            monitor.on_event(event)
+        tell(monitor, started(), step(1), ended())
     assert [event.event for event in heard.events] == ["run_started", "warned", "step_done", "run_ended"]
 
 
 def test_an_opened_monitor_keeps_events_and_outcome_and_prints(tmp_path, capsys):
     heard = Heard()
     with open_event_dispatcher(QUIET, tmp_path, callbacks=[heard]) as monitor:
-        for event in (started(), *(step(n) for n in range(1, 5)), evaluated(4), ended()):
-            monitor.on_event(event)
+        tell(monitor, started(), *(step(n) for n in range(1, 5)), evaluated(4), ended())
     assert [event.event for event in read_events(tmp_path / "events.jsonl")] == [e.event for e in heard.events]
     assert read_summary(tmp_path).finished
     assert "finished      4 of 4 steps" in capsys.readouterr().out
@@ -167,8 +156,7 @@ def test_an_opened_monitor_keeps_events_and_outcome_and_prints(tmp_path, capsys)
 def test_settings_choose_the_rest(tmp_path, capsys):
     settings = MonitorSettings(spans=False, profile_from=2, profile_steps=1, every=10)
     with open_event_dispatcher(settings, tmp_path) as monitor:
-        for event in (started(), *(step(n) for n in range(1, 5)), ended()):
-            monitor.on_event(event)
+        tell(monitor, started(), *(step(n) for n in range(1, 5)), ended())
     told = read_events(tmp_path / "events.jsonl")
     assert [event.step for event in told if event.event == "step_done"] == [1, 4]
     assert [event.path for event in told if event.event == "profile_saved"] == ["profile-steps-2-2.json"]
@@ -184,7 +172,66 @@ def test_wandb_that_is_not_there_is_told_before_anything_is_written(tmp_path):
 
 def test_a_warning_is_part_of_the_record(tmp_path, capsys):
     with open_event_dispatcher(QUIET, tmp_path, callbacks=[Broken(ValueError("x"), on=("run_ended",))]) as monitor:
-        for event in (started(), step(1), ended(steps=1)):
-            monitor.on_event(event)
+        tell(monitor, started(), step(1), ended(steps=1))
     assert isinstance(read_events(tmp_path / "events.jsonl")[-1], WarningIssued)
     assert read_summary(tmp_path).exit_reason == "finished"
+
+
+# --- spans and counters of a step
+
+
+def test_nested_spans_come_in_order_of_start_and_keyed():
+    collector = SpanCollector(rank=3)
+    with trace.install_sink(collector):
+        with trace.span("step"), trace.span("forward"):
+            pass
+        with trace.span("log"):
+            pass
+    spans, _ = collector.drain(7)
+    found = [(span.step, span.rank, span.action, span.depth) for span in spans]
+    assert found == [(7, 3, "step", 0), (7, 3, "forward", 1), (7, 3, "log", 0)]
+    outer, inner, after = spans
+    assert 0 <= outer.start_s <= inner.start_s
+    assert inner.start_s + inner.duration_s <= outer.start_s + outer.duration_s <= after.start_s
+
+
+def test_each_span_is_handed_over_once_and_an_open_one_with_the_next_step():
+    collector = SpanCollector()
+    with trace.install_sink(collector):
+        with trace.span("forward"):
+            pass
+        with trace.span("log"):
+            first, _ = collector.drain(1)
+        second, _ = collector.drain(2)
+    third, _ = collector.drain(3)
+    assert [[span.action for span in spans] for spans in (first, second, third)] == [["forward"], ["log"], []]
+
+
+def test_counters_add_up_within_a_step_and_start_anew():
+    collector = SpanCollector()
+    with trace.install_sink(collector):
+        trace.count("bytes", 3)
+        trace.count("bytes", 4)
+        trace.count("samples", 1)
+        assert collector.drain(1)[1] == {"bytes": 7, "samples": 1}
+        trace.count("bytes", 5)
+        assert collector.drain(2)[1] == {"bytes": 5}
+    assert collector.drain(3)[1] == {}
+
+
+def test_no_count_of_several_threads_is_lost():
+    collector = SpanCollector()
+    taken = []
+
+    def work():
+        for _ in range(2000):
+            trace.count("samples", 1)
+
+    with trace.install_sink(collector):
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            taken.append(collector.drain(len(taken))[1])
+        taken.append(collector.drain(len(taken))[1])
+    assert sum(counters.get("samples", 0) for counters in taken) == 8000
