@@ -25,7 +25,7 @@ def _state(value: float = 1.0, size: int = 6) -> dict[str, torch.Tensor]:
 def _save(folder: Path, step: int, state: dict[str, torch.Tensor], group: RankGroup | None = None) -> Path:
     shapes = {n: list(t.shape) for n, t in state.items()}
     manifest = CheckpointManifest(step, 1, 1, torch.__version__, "data", shapes, dict.fromkeys(state, ""))
-    return save_checkpoint(folder, state, manifest, 2, group.process_group if group else None)
+    return save_checkpoint(folder, state, manifest, keep=2, group=group.process_group if group else None)
 
 
 def test_what_is_saved_comes_back_in_place(tmp_path: Path) -> None:

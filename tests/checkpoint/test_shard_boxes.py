@@ -52,7 +52,7 @@ def _manifest(state: dict[str, torch.Tensor]) -> CheckpointManifest:
 
 def save_pieces(group: RankGroup, folder: str) -> None:
     state = _pieces(group, filled=True)
-    save_checkpoint(Path(folder), state, _manifest(state), 1, group.process_group)
+    save_checkpoint(Path(folder), state, _manifest(state), keep=1, group=group.process_group)
 
 
 def load_pieces(group: RankGroup, where: str) -> None:
@@ -71,7 +71,7 @@ def load_whole(group: RankGroup, where: str) -> None:
 
 def save_whole(group: RankGroup, folder: str) -> None:
     state = {name: _whole(name) for name in SAVED}
-    save_checkpoint(Path(folder), state, _manifest(state), 1, group.process_group)
+    save_checkpoint(Path(folder), state, _manifest(state), keep=1, group=group.process_group)
 
 
 def test_pieces_of_one_world_are_read_by_another(ranks: Ranks, tmp_path: Path) -> None:

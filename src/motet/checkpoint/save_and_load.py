@@ -32,7 +32,7 @@ from motet.core.units import format_bytes
 
 
 def save_checkpoint(
-    folder: Path, state: dict[str, Tensor], manifest: CheckpointManifest, keep: int, group: dist.ProcessGroup | None
+    folder: Path, state: dict[str, Tensor], manifest: CheckpointManifest, *, keep: int, group: dist.ProcessGroup | None
 ) -> Path:
     """Save the state of all ranks; every rank calls it. Returns the folder of the checkpoint."""
     final = folder / checkpoint_name(manifest.step)

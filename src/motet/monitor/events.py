@@ -20,7 +20,7 @@ EVENTS_FILE = "events.jsonl"
 
 
 class StoredRecord(BaseModel):
-    """What a run folder keeps as JSON."""
+    """A part of a run folder as JSON."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings", use_attribute_docstrings=True)
 

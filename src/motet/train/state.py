@@ -68,7 +68,8 @@ class TrainingState:
             outer={**outer.schedule_state(), "steps": outer.steps} if outer else {},
             reproducible=self.reproducible,
         )
-        path = save_checkpoint(self.checkpoint_folder, tensors, manifest, self.keep_newest, self.group.process_group)
+        keep, group = self.keep_newest, self.group.process_group
+        path = save_checkpoint(self.checkpoint_folder, tensors, manifest, keep=keep, group=group)
         return path, sum(t.nbytes for t in tensors.values())
 
     def restore(self, checkpoint: Path) -> tuple[int, list[str]]:

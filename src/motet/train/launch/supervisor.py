@@ -178,7 +178,7 @@ class _LaunchAttempt:
         if self.spec.coordinator_address:
             address_file = coordinator_address_file(self._rank_env(0, 0))
             address_file.write_text(self.spec.coordinator_address, encoding="utf-8")
-        for rank in range(self.spec.ranks):  # one by one, so that those that run are ended if one does not start
+        for rank in range(self.spec.ranks):  # if one does not start, the ones before it are ended
             self.ranks.append(self._start_rank(rank))
 
     def _rank_env(self, rank: int, incarnation: int) -> RankEnvironment:

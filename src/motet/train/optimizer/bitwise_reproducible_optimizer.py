@@ -28,10 +28,10 @@ class BitwiseReproducibleOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    self._update(self._settings, p, self.state[p], group)
+                    self._update(self._settings, p, self.state[p], group=group)
 
 
-def _adamw(settings: OptimizerSettings, parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+def _adamw(settings: OptimizerSettings, parameter: Tensor, state: dict[str, Tensor], *, group: dict[str, Any]) -> None:
     rate, decay = group["lr"], group["weight_decay"]
     state["step"] += 1
     count, (beta1, beta2) = state["step"].item(), settings.betas
@@ -44,7 +44,7 @@ def _adamw(settings: OptimizerSettings, parameter: Tensor, state: dict[str, Tens
         p.sub_((mean * (rate / correction1)).div_(denominator))
 
 
-def _sgd(settings: OptimizerSettings, parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+def _sgd(settings: OptimizerSettings, parameter: Tensor, state: dict[str, Tensor], *, group: dict[str, Any]) -> None:
     momentum = [state["momentum_buffer"]] if settings.momentum else []
     for p, g, *buffers in _blocks(parameter, parameter.grad, *momentum):
         update = (p * group["weight_decay"]).add_(g) if group["weight_decay"] else g
