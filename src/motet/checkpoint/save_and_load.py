@@ -116,8 +116,8 @@ def _convert_to_save_error(final: Path, size: int) -> Iterator[None]:
     except (OSError, CheckpointException, RuntimeError) as error:
         free = shutil.disk_usage(final.parent).free if final.parent.exists() else 0
         raise CheckpointSaveError(
-            f"could not save {final} ({_reason(error)}): it needs {format_bytes(size)} and {format_bytes(free)} are free; "
-            f"earlier checkpoints are whole; make room or choose another run.folder, then --resume"
+            f"could not save {final} ({_reason(error)}): it needs {format_bytes(size)} and {format_bytes(free)} are "
+            f"free; earlier checkpoints are whole; make room or choose another run.folder, then --resume"
         ) from error
 
 

@@ -16,6 +16,7 @@ import os
 import sys
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from motet.core.errors import CheckpointSaveError
@@ -101,5 +102,5 @@ def _convert_print_errors(stderr: bool) -> Iterator[None]:
 def _redirect_to_devnull(stderr: bool) -> None:
     """Otherwise Python would write its buffer at exit, and rich at the next print."""
     _make_console.cache_clear()
-    with suppress(OSError, ValueError), open(os.devnull, "wb") as devnull:
+    with suppress(OSError, ValueError), Path(os.devnull).open("wb") as devnull:
         os.dup2(devnull.fileno(), (sys.stderr if stderr else sys.stdout).fileno())
