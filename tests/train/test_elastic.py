@@ -17,13 +17,11 @@ from torch import Tensor
 from environment import uncounted
 from motet.core.toml_writer import to_toml
 from motet.monitor.events import Event, RunEnded, StepDone, WarningIssued, read_events
-from motet.parallel.process.launch_environment import RankEnvironment
-from motet.train.build import run_rank
 from motet.train.job import Job
-from motet.train.launch.failures import StopFlag
 from namespaces import Host, missing, two_hosts
 from ranks import TESTS, Ranks
 from train.runs import saved_tensors, small_job
+from train.test_served import alone
 
 NO_HOSTS = missing()
 # Links that are cut and hosts with addresses of their own are network namespaces here, which need root and iproute2.
@@ -34,19 +32,8 @@ ADDRESS = "10.78.0.1:4007"
 UNHURRIED = "model={factory='train.user_models:Unhurried'}"
 """Processes that start meanwhile need the processors."""
 SERVED = [
-    *(
-        "layout.data=parameter_server",
-        "layout.server.eviction_timeout_s=3",
-        "layout.server.slice_mib=0.02",
-        "run.threads=1",
-    ),
-    *(
-        UNHURRIED,
-        f"layout.server.listen='{ADDRESS}'",
-        "run.steps=100000",
-        "checkpoint.every=100000",
-        "monitor.tensorboard=false",
-    ),
+    *("layout.data=parameter_server", "layout.server.eviction_timeout_s=3", "layout.server.slice_mib=0.02"),
+    *(UNHURRIED, f"layout.server.listen='{ADDRESS}'", "run.steps=100000", "checkpoint.every=100000", "run.threads=1"),
 ]
 
 
@@ -62,15 +49,12 @@ class Town:
         path = self.folder / "small.toml"
         path.write_text(to_toml(job.model_dump(exclude_none=True, exclude_unset=True)), encoding="utf-8")
         command = [sys.executable, "-m", "motet", "train", str(path), "run.folder=run", *words]
+        command, environment = self.hosts[host].command(*command), {**uncounted(), "OMP_NUM_THREADS": "1"}
         with self.output(host).open("wb") as output:
             process = subprocess.Popen(
-                self.hosts[host].command(*command),
-                cwd=self.folder,
-                env={**uncounted(), "OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS},
-                stdout=output,
-                stderr=output,
+                command, cwd=self.folder, env={**environment, "PYTHONPATH": PATHS}, stdout=output, stderr=output,
                 start_new_session=True,
-            )
+            )  # fmt: skip
         self.started.append(process)
         return process
 
@@ -104,19 +88,16 @@ class Town:
         self.until(lambda: len(self.steps()) >= before + count)
 
     def cable(self, state: str) -> None:
-        space = self.hosts[1].space
-        subprocess.run(["ip", "-n", space, "link", "set", "cable", state], check=True, capture_output=True)
+        command = ["ip", "-n", self.hosts[1].space, "link", "set", "cable", state]
+        subprocess.run(command, check=True, capture_output=True)
 
     def ends(self, process: "subprocess.Popen[bytes]") -> None:
         """After Ctrl-C, as it should."""
-        supervisor(process).send_signal(signal.SIGINT)
+        here = psutil.Process(process.pid)
+        supervisor = next(p for p in [here, *here.children(recursive=True)] if "motet" in p.cmdline())
+        supervisor.send_signal(signal.SIGINT)
         assert process.wait(LIMIT_S) in (0, 130), self.outputs()
         self.started.remove(process)
-
-
-def supervisor(process: "subprocess.Popen[bytes]") -> psutil.Process:
-    here = psutil.Process(process.pid)
-    return next(p for p in [here, *here.children(recursive=True)] if "motet" in p.cmdline())
 
 
 def kill(process: "subprocess.Popen[bytes]", rank: int) -> None:
@@ -231,7 +212,3 @@ def quiet(town: Town, ranks: Ranks, world: int) -> dict[str, Tensor]:
 
 def furthest(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     return max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
-
-
-def alone(place: RankEnvironment, job: Job, folder: Path) -> int:
-    return run_rank(job, place, folder, StopFlag()).completed_steps

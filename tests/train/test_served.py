@@ -1,6 +1,7 @@
 """Runs with a parameter server: its processes are ranks of the pool."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,20 +38,14 @@ def alone(place: RankEnvironment, job: Job, folder: Path) -> int:
 
 
 def losses(folder: Path) -> list[float]:
-    """Of steps, with their norms, and of judgements."""
-    found = []
-    for event in read_events(folder / "events.jsonl"):
-        if isinstance(event, StepDone):
-            found += [event.loss, event.grad_norm or 0.0]
-        if isinstance(event, EvaluationDone):
-            found.append(event.loss)
-    return found
+    """Losses and norms of steps, and losses of evaluations."""
+    events = [e for e in read_events(folder / "events.jsonl") if isinstance(e, StepDone | EvaluationDone)]
+    return [x for e in events for x in ([e.loss, e.grad_norm or 0.0] if isinstance(e, StepDone) else [e.loss])]
 
 
 def close(found: list[float], wanted: list[float]) -> bool:
-    return len(found) == len(wanted) and all(
-        abs(f - w) <= 1e-12 * max(1.0, abs(w)) for f, w in zip(found, wanted, strict=True)
-    )
+    pairs = zip(found, wanted, strict=True)
+    return all(abs(f - w) <= 1e-12 * max(1.0, abs(w)) for f, w in pairs)
 
 
 COLOCATED = ["layout.server.placement=colocated", "layout.server.count=2"]
@@ -121,35 +116,37 @@ def test_how_far_behind_a_version_is() -> None:
 
 
 def test_what_modes_ask_for() -> None:
-    assert consistency_policy(ParameterServerSettings(mode="sync"), 3, 7)[:4] == (3, 7, 3, 0)
-    assert consistency_policy(ParameterServerSettings(mode="bounded", staleness=2), 3, 7) == (3, 7, 1, 2, True)
-    assert consistency_policy(ParameterServerSettings(mode="bounded", staleness=0), 3, 7) == consistency_policy(
-        ParameterServerSettings(), 3, 7
-    )
-    assert consistency_policy(ParameterServerSettings(mode="first-k", first_k=2), 3, 7)[:4] == (3, 7, 2, 0)
-    assert consistency_policy(ParameterServerSettings(mode="async"), 3, 7) == (3, 7, 1, None, True)
+    for settings, policy in (
+        (ParameterServerSettings(), (3, 7, 3, 0, False)),
+        (ParameterServerSettings(mode="bounded", staleness=2), (3, 7, 1, 2, True)),
+        (ParameterServerSettings(mode="bounded", staleness=0), (3, 7, 3, 0, False)),
+        (ParameterServerSettings(mode="first-k", first_k=2), (3, 7, 2, 0, False)),
+        (ParameterServerSettings(mode="async"), (3, 7, 1, None, True)),
+    ):
+        assert consistency_policy(settings, 3, 7) == policy
 
 
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        (ParameterServerSettings(mode="first-k"), "layout.server.mode = 'first-k' needs a number of work items"),
-        (ParameterServerSettings(mode="bounded"), "layout.server.mode = 'bounded' needs a bound"),
-        (
-            ParameterServerSettings(mode="first-k", first_k=3),
-            "layout.server.first_k = 3 of 2 work items; set it to 2 at most",
-        ),
-        (ParameterServerSettings(copies=2), "layout.server.copies = 2, but there is 1 server"),
+        ({"mode": "first-k"}, "layout.server.mode = 'first-k' needs a number of work items"),
+        ({"mode": "bounded"}, "layout.server.mode = 'bounded' needs a bound"),
+        ({"mode": "first-k", "first_k": 3}, "layout.server.first_k = 3 of 2 work items; set it to 2 at most"),
+        ({"copies": 2}, "layout.server.copies = 2, but there is 1 server"),
+        ({"compress_pushes": "zip"}, "layout.server.compress_pushes = 'zip': .* there is no codec 'zip'"),
+        ({"compress_pushes": "powersgd"}, "needs unsharded matrices, and servers have slices"),
+        ({"compress_pushes": "randomk"}, "error feedback would make its errors grow"),
+        ({"compress_pulls": "topk"}, "layout.server.compress_pulls = 'topk' would leave most of a param"),
     ],
 )
-def test_what_is_refused(settings: ParameterServerSettings, sentence: str) -> None:
+def test_what_is_refused(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
-        check_server_settings(settings, 2)
+        check_server_settings(ParameterServerSettings(**settings), 2)
 
 
 class StopsAfter(Callback):
-    def __init__(self, stop: StopFlag, step: int) -> None:
-        self.stop, self.step = stop, step
+    def __init__(self, step: int) -> None:
+        self.stop, self.step = StopFlag(), step
 
     def on_step(self, event: StepDone) -> None:
         if event.step == self.step:
@@ -157,15 +154,13 @@ class StopsAfter(Callback):
 
 
 def serve_until(place: RankEnvironment, job: Job, folder: Path, step: int) -> int:
-    stop = StopFlag()
-    return run_parameter_server_rank(job, place, folder, stop, [StopsAfter(stop, step)]).completed_steps
+    callback = StopsAfter(step)
+    return run_parameter_server_rank(job, place, folder, callback.stop, [callback]).completed_steps
 
 
-@pytest.mark.parametrize(
-    "mode", [["mode=sync"], ["mode=bounded", "layout.server.staleness=3"]], ids=lambda mode: mode[0]
-)
+@pytest.mark.parametrize("mode", [["mode=sync"], ["mode=bounded", "staleness=3"]], ids=lambda mode: mode[0])
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on(ranks: Ranks, tmp_path: Path, mode: list[str]) -> None:
-    job = small_job(tmp_path, SERVED, f"layout.server.{mode[0]}", *mode[1:])
+    job = small_job(tmp_path, SERVED, *(f"layout.server.{setting}" for setting in mode))
     stopped = ranks.run_places(4, serve_until, job, tmp_path / "run", 6)[0]
     assert 7 <= stopped <= 11
     assert ranks.run_places(4, serve, job, tmp_path / "run")[0] == 20
@@ -184,7 +179,7 @@ def with_other_data(place: RankEnvironment, job: Job, folder: Path) -> str:
 
 
 def test_a_worker_of_another_bound_does_not_belong(tmp_path: Path) -> None:
-    """By it updates are made of single work items or of steps."""
+    """The bound decides whether updates are made of single work items or of steps."""
     apart = [small_job(tmp_path, SERVED, "layout.server.mode=bounded", f"layout.server.staleness={s}") for s in (0, 2)]
     module = torch.nn.Linear(2, 2)
     one, other = (build_handshake(job, module, build_partition(module, job)) for job in apart)

@@ -21,13 +21,7 @@ from motet.parallel.parameter_server.protocol.message_framing import (
     decode_message,
     encode_message,
 )
-from motet.parallel.parameter_server.protocol.messages import (
-    DecidedWorkItems,
-    GradientPush,
-    ParameterPlacement,
-    ParameterReplicas,
-    ParameterStateTransfer,
-)
+from motet.parallel.parameter_server.protocol.messages import DecidedWorkItems, GradientPush
 
 OWN = (
     messages.ConnectionRejected,
@@ -52,17 +46,9 @@ def test_every_message_comes_back_as_it_was(kind: Any, data: st.DataObject) -> N
 @pytest.mark.parametrize(
     "text",
     [
-        b"",
-        b"nonsense",
-        b"[]",
-        b'["Nothing",[],0]',
-        b'["ProcessLost",["s0"],0]',
-        b'["GradientPush",["w0",1,2],0]',
-        b'["GradientPush",["w0",1,2,"3"],0]',
-        b'["GradientPush",["w0",1,2,3.5],0]',
-        b'["ParameterPlacement",[1,[[["s0"],0,0]]],0]',
-        b'["GradientPush",{"worker":1},0]',
-        b"[" * 100_000,
+        *(b"", b"nonsense", b"[]", b"[" * 100_000, b'["Nothing",[],0]', b'["ProcessLost",["s0"],0]'),
+        *(b'["GradientPush",["w0",1,2],0]', b'["GradientPush",["w0",1,2,"3"],0]', b'["GradientPush",["w0",1,2,3.5],0]'),
+        *(b'["ParameterPlacement",[1,[[["s0"],0,0]]],0]', b'["GradientPush",{"worker":1},0]'),
     ],
 )
 def test_what_is_no_message_is_refused(text: bytes) -> None:
@@ -92,17 +78,12 @@ def read(reader: MessageFrameReader, frame: Frame) -> tuple[messages.Message, by
 
 def test_frames_of_messages_may_interleave() -> None:
     long, short = bytes(range(256)) * 2048, b"12345"
-    first, second = (
-        GradientPush("w0", 1, 0, 0),
-        ParameterStateTransfer(1, 2, DecidedWorkItems(3, frozenset({5})), frozenset({4})),
-    )
-    third = ParameterPlacement(1, (ParameterReplicas(("s0", "s1"), 2),))
+    first = GradientPush("w0", 1, 0, 0)
+    second = messages.ParameterStateTransfer(1, 2, DecidedWorkItems(3, frozenset({5})), frozenset({4}))
+    third = messages.ParameterPlacement(1, (messages.ParameterReplicas(("s0", "s1"), 2),))
     assert len(long) > 3 * MAX_FRAME_BYTES
-    sent = [
-        cut_into_frames(1, first, memoryview(long)),
-        cut_into_frames(2, second, memoryview(short)),
-        cut_into_frames(3, third, None),
-    ]
+    payloads = [(first, memoryview(long)), (second, memoryview(short)), (third, None)]
+    sent = [cut_into_frames(number, *sending) for number, sending in enumerate(payloads, 1)]
     assert arrive(MessageFrameReader(), sent) == [(third, b""), (second, short), (first, long)]
 
 

@@ -90,9 +90,8 @@ def test_what_is_left_out_leads_to_no_other_end_of_larger_systems(name: str, pol
 def _ends(scenario: Scenario, without_reduction: bool) -> set[tuple[str, ...]]:
     """The final states without the coordinator's history, under the smallest renaming of workers."""
     explorer, result = Explorer(scenario, without_reduction), set()
-    orders = [
-        dict(zip(explorer.cluster.workers, order, strict=True)) for order in permutations(explorer.cluster.workers)
-    ]
+    workers = explorer.cluster.workers
+    orders = [dict(zip(workers, order, strict=True)) for order in permutations(workers)]
     for state in explorer.states():
         if explorer.is_end(state):
             machines = [explorer.cluster.machines[number] for number in state[0] if number != NONE]

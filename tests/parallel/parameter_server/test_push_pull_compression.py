@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from motet.collectives.compression.codec_registry import parse_codec
-from motet.core.errors import InputError
 from motet.parallel.data_parallel.buckets import build_buckets
 from motet.parallel.parameter_server.process.parameter_store import ParameterPartition, ParameterStore, tensor_bytes
 from motet.parallel.parameter_server.process.push_pull_compression import (
@@ -18,7 +17,6 @@ from motet.parallel.parameter_server.process.push_pull_compression import (
 )
 from motet.parallel.parameter_server.protocol.messages import UpdateScalars
 from motet.parallel.parameter_server.protocol.parameter_slices import partition_buckets
-from motet.parallel.parameter_server.server_settings import ParameterServerSettings, check_server_settings
 from motet.precision.recipe import RECIPES
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 from motet.train.optimizer.sharded_optimizer import make_torch_optimizer
@@ -112,23 +110,3 @@ def test_a_late_gradient_is_corrected() -> None:
     mean = 0.25 * drawn(8)
     wanted = now - RATE * (mean + 0.5 * mean.square() * (now - before))
     assert torch.allclose(store.slice_state(0)["master"], wanted, rtol=1e-14)
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        (
-            ParameterServerSettings(compress_pushes="zip"),
-            "layout.server.compress_pushes = 'zip': .* there is no codec 'zip'",
-        ),
-        (ParameterServerSettings(compress_pushes="powersgd"), "needs unsharded matrices, and servers have slices"),
-        (ParameterServerSettings(compress_pushes="randomk"), "error feedback would make its errors grow"),
-        (
-            ParameterServerSettings(compress_pulls="topk"),
-            "layout.server.compress_pulls = 'topk' would leave most of a param",
-        ),
-    ],
-)
-def test_codecs_that_do_not_fit_are_refused(settings: ParameterServerSettings, sentence: str) -> None:
-    with pytest.raises(InputError, match=sentence):
-        check_server_settings(settings, 1)

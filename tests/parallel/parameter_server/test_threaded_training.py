@@ -26,11 +26,10 @@ from motet.parallel.parameter_server.protocol.messages import (
     COORDINATOR,
     ConsistencyPolicy,
     ParameterPlacement,
-    ParameterReplicas,
     UpdateScalars,
     WorkItemReport,
 )
-from motet.parallel.parameter_server.protocol.parameter_slices import partition_buckets
+from motet.parallel.parameter_server.protocol.parameter_slices import initial_placement, partition_buckets
 from motet.parallel.parameter_server.protocol.server_state_machine import ServerSliceState, ServerStateMachine
 from motet.parallel.parameter_server.protocol.worker_state_machine import WorkerStateMachine
 from motet.precision.recipe import RECIPES
@@ -81,16 +80,6 @@ def decide(update: int, reports: dict[int, WorkItemReport], norms: dict[int, flo
     return UpdateScalars(RATE, min(1.0, 0.5 / norm) / count, is_applied=True)
 
 
-def view_of(partition: ParameterPartition, copies: int, servers: int) -> ParameterPlacement:
-    return ParameterPlacement(
-        0,
-        tuple(
-            ParameterReplicas(tuple(f"s{(p.server_index + copy) % servers}" for copy in range(copies)))
-            for p in partition.slices
-        ),
-    )
-
-
 def serve(
     name: str,
     placement: ParameterPlacement,
@@ -103,9 +92,8 @@ def serve(
     slice_ids = [slice_id for slice_id, replicas in enumerate(placement.replicas) if name in replicas.servers]
     transport = TcpTransport(name, {"run": "run"}, LIMIT_S, host="127.0.0.1")
     store = ParameterStore(partition, lambda groups: make_torch_optimizer(groups, SETTINGS))
-    state_machine = ServerStateMachine(
-        name, placement, {slice_id: ServerSliceState(is_initialized=False) for slice_id in slice_ids}
-    )
+    slice_states = {slice_id: ServerSliceState(is_initialized=False) for slice_id in slice_ids}
+    state_machine = ServerStateMachine(name, placement, slice_states)
     found[name] = state_machine, store
     server = ParameterServerProcess(state_machine, store, transport, timeout_s=LIMIT_S)
     transport.connect(COORDINATOR, coordinator_address)
@@ -116,13 +104,10 @@ def serve(
 
 
 def flat_of(module: nn.Module, partition: ParameterPartition) -> FlatParameters:
-    gradients = GradientBuffer(
-        partition.buckets, 0, torch.float64, device=torch.device("cpu"), keeps_full_gradients=True
-    )
-    held = [slice(b.start, b.start) for b in partition.buckets]
-    return FlatParameters(
-        dict(module.named_parameters()), partition.buckets, held, recipe=partition.recipe, gradients=gradients
-    )
+    buckets, named = partition.buckets, dict(module.named_parameters())
+    gradients = GradientBuffer(buckets, 0, torch.float64, device=torch.device("cpu"), keeps_full_gradients=True)
+    held = [slice(b.start, b.start) for b in buckets]
+    return FlatParameters(named, buckets, held, recipe=partition.recipe, gradients=gradients)
 
 
 def work(
@@ -146,12 +131,8 @@ def work(
     while (assignment := client.next_assignment()) is not None:
         for bucket in range(len(partition.buckets)):
             client.wait_for_bucket(bucket)
-        loss, count = squares(
-            module,
-            rows(policy.step_of(assignment.work_item)).chunk(policy.work_items_per_step)[
-                assignment.work_item % policy.work_items_per_step
-            ],
-        )
+        step, index = divmod(assignment.work_item, policy.work_items_per_step)
+        loss, count = squares(module, rows(step).chunk(policy.work_items_per_step)[index])
         report = WorkItemReport(loss.item(), float(count))
         weights.gradients.on_bucket_ready = lambda bucket, report=report: client.push_bucket(bucket, report)
         weights.gradients.begin_step()
@@ -165,7 +146,7 @@ def train(workers: int, servers: int, copies: int = 1) -> dict[str, Tensor]:
     """The parameters at the end. What two servers have must be the same bits."""
     module = small()
     partition = plan_of(module, servers)
-    placement = view_of(partition, copies, servers)
+    placement = initial_placement(partition.slices, servers, copies)
     policy = ConsistencyPolicy(workers, STEPS, workers, 0)
     names = [f"s{i}" for i in range(servers)]
     transport = TcpTransport(COORDINATOR, {"run": "run"}, LIMIT_S, host="127.0.0.1")
@@ -181,24 +162,15 @@ def train(workers: int, servers: int, copies: int = 1) -> dict[str, Tensor]:
     end = threading.Event()
     found: Found = {}
     threads = [threading.Thread(target=serve, args=(n, placement, transport.address, end, found)) for n in names]
-    worker_threads = [
-        threading.Thread(target=work, args=(f"w{i}", placement, transport.address, policy)) for i in range(workers)
-    ]
+    work_arguments = [(f"w{i}", placement, transport.address, policy) for i in range(workers)]
+    worker_threads = [threading.Thread(target=work, args=arguments) for arguments in work_arguments]
     for thread in threads + worker_threads:
         thread.start()
     coordinator.run(lambda: state_machine.is_finished, "training")
-    fetched = {
-        slice_id: deserialize_tensors(content)["master"]
-        for slice_id, content in coordinator.fetch_slice_states().items()
-    }
+    contents = coordinator.fetch_slice_states()
+    fetched = {slice_id: deserialize_tensors(content)["master"] for slice_id, content in contents.items()}
     coordinator.run(lambda: not any(thread.is_alive() for thread in worker_threads), "ending")
-    until(
-        lambda: all(
-            slice_state.version == STEPS
-            for state_machine, _ in found.values()
-            for slice_state in state_machine.slice_states.values()
-        )
-    )
+    until(lambda: all(s.version == STEPS for machine, _ in found.values() for s in machine.slice_states.values()))
     end.set()
     for thread in threads:
         thread.join()

@@ -59,9 +59,8 @@ class ParameterServerRole:
 
 def rank_env_among_workers(role: ParameterServerRole) -> RankEnvironment:
     """The rank environment as if only workers ran on this machine."""
-    rank_env, non_workers = role.rank_env, extra_process_count(role.job.layout.server)
-    if role.has_joined_late:  # its machine has workers alone
-        non_workers = 0
+    rank_env = role.rank_env  # the machine of a late worker has workers alone
+    non_workers = 0 if role.has_joined_late else extra_process_count(role.job.layout.server)
     local_non_workers = max(0, min(non_workers - (rank_env.rank - rank_env.local_rank), rank_env.local_world))
     workers = max(1, rank_env.local_world - local_non_workers)
     return replace(rank_env, local_rank=max(0, rank_env.local_rank - local_non_workers), local_world=workers)

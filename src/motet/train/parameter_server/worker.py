@@ -113,9 +113,9 @@ class ParameterServerWorker:
             with self.model.randomness(step, batch.rows):
                 loss = self.model.loss_sum(batch)
             parameter_usage.finish_recording()
-            self.client.wait_for_all()
+            oldest_version = self.client.wait_for_all()
             loss_sum += loss.item()
-            report = WorkItemReport(loss_sum, target_count, token_count, 0.0, float(self.client.oldest_version))
+            report = WorkItemReport(loss_sum, target_count, token_count, 0.0, float(oldest_version))
             # The last bucket waits for the norm of the gradient, which is in the report.
             max_pushed = len(buckets) - uses_per_item_updates if microbatch is microbatches[-1] else 0
             gradients.on_bucket_ready = partial(self._push_bucket, report, pushed_buckets, max_pushed)

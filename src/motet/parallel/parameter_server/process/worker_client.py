@@ -55,8 +55,7 @@ class ParameterServerClient:
             self._wait_until(lambda: not self._is_coordinator_connected or self._has_new_assignment())
         assignment = self._state_machine.assignment
         self._current_assignment_id = assignment.assignment_id
-        self._arrived_buckets.clear()
-        self._encoded_pushes.clear()
+        self._arrived_buckets, self._encoded_pushes = set(), {}
         return None if assignment.work_item == NO_MORE_WORK else assignment
 
     def _wait_for_coordinator(self) -> None:
@@ -84,9 +83,11 @@ class ParameterServerClient:
         self._arrived_buckets.add(bucket_id)
         self._flat_parameters.bump_versions(bucket_id)
 
-    def wait_for_all(self) -> None:
+    def wait_for_all(self) -> int:
+        """Wait until all parameters have arrived; returns the oldest version among them."""
         machine, count = self._state_machine, len(self._partition.slices)
         self._wait_until(lambda: len(machine.pulled_versions) == count, "parameters did not come")
+        return min(machine.pulled_versions.values())
 
     def push_bucket(self, bucket_id: int, report: messages.WorkItemReport) -> None:
         """Push the gradients of a bucket; they must stay unchanged until the next assignment."""
@@ -101,11 +102,6 @@ class ParameterServerClient:
             for priority, bucket_id in enumerate(bucket_ids):
                 slice_ids = self._partition.slice_ids_by_bucket[bucket_id]
                 self._state_machine.priorities |= dict.fromkeys(slice_ids, priority)
-
-    @property
-    def oldest_version(self) -> int:
-        """The oldest version of the pulled parameters."""
-        return min(tuple(self._state_machine.pulled_versions.values()))
 
     def close(self) -> None:
         self._is_closed = True

@@ -109,8 +109,8 @@ class CoordinatorStateMachine:
 
     def is_replaceable(self, name: str, initialized_servers: Collection[str]) -> bool:
         """Whether an initialized server has a second copy of each slice of this process."""
-        replica_sets = [set(replicas.servers) for replicas in self.placement.replicas if name in replicas.servers]
-        return all((servers - {name}) & set(initialized_servers) for servers in replica_sets)
+        others = set(initialized_servers) - {name}
+        return all(others & set(servers) for servers, _ in self.placement.replicas if name in servers)
 
     # --- workers -----------------------------------------------------------------------------------
 
@@ -196,11 +196,8 @@ class CoordinatorStateMachine:
     def _discard_lost_pushes(self) -> None:
         """Acknowledged pushes are lost, so their work items are assigned again."""
         self.lost_epoch = self.placement.epoch + 1
-        self.next_update_items = None
-        self.squared_norms.clear()
-        in_flight = {assignment.work_item for assignment in self.current_assignments.values()}
-        self.orphaned_work_items |= self.completed_reports.keys() - in_flight
-        self.completed_reports.clear()
+        self.orphaned_work_items |= self.completed_reports.keys() - set(self._items_in_flight)
+        self.next_update_items, self.squared_norms, self.completed_reports = None, {}, {}
 
     def _change_placement(self, replicas: list[messages.ParameterReplicas]) -> OutgoingMessages:
         self.placement = messages.ParameterPlacement(self.placement.epoch + 1, tuple(replicas))
