@@ -1,7 +1,7 @@
 """Independent replicas in plain torch: one after another in one process, with outer steps by formula."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,10 +45,9 @@ def held(engine: TrainingEngine) -> dict[str, tuple[int, Tensor]]:
 STREAMING = {**DILOCO, "fragments": 2, "delay": 3, "mixing_factor": 0.3}
 
 
-def engine_of(layout: str, outer: dict[str, Any], communication: dict[str, Any] | None = None) -> TrainingEngine:
-    return motet.parallelize(
-        net(), layout, loss=loss_sum, optimizer=ADAMW, precision="fp64", communication=communication, outer=outer
-    )
+def engine_of(layout: str, outer: Any, communication: Any = None, optimizer: Any = ADAMW) -> TrainingEngine:
+    settings = {"optimizer": optimizer, "communication": communication, "outer": outer}
+    return motet.parallelize(net(), layout, loss=loss_sum, precision="fp64", **settings)
 
 
 def same_bits(a: dict[str, tuple[int, Tensor]], b: dict[str, tuple[int, Tensor]]) -> bool:
@@ -59,11 +58,8 @@ def same_bits(a: dict[str, tuple[int, Tensor]], b: dict[str, tuple[int, Tensor]]
 
 
 def adamw(module: nn.Module) -> torch.optim.Optimizer:
-    decayed = [p for p in module.parameters() if p.ndim > 1]
-    others = [p for p in module.parameters() if p.ndim == 1]
-    return torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], RATE, (0.9, 0.95)
-    )
+    groups = [{"params": [p], "weight_decay": 0.1 if p.ndim > 1 else 0.0} for p in module.parameters()]
+    return torch.optim.AdamW(groups, RATE, (0.9, 0.95))
 
 
 @dataclass
@@ -74,9 +70,6 @@ class Alone:
     shards: int
     rate: float = 0.6
     momentum: float = 0.8
-    modules: list[nn.Module] = field(default_factory=list)
-    anchor: Parameters = field(default_factory=dict)
-    momenta: Parameters = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.modules = [net() for _ in range(self.replicas)]
@@ -113,12 +106,10 @@ class Alone:
                 own.copy_(mix * own + (1 - mix) * self.anchor[name])
 
 
-def compare(
-    results: list[Any], alone: Alone, meet: Callable[[int], None], shards: int, steps: int = STEPS
-) -> list[float]:
+def compare(results: list[Any], alone: Alone, meet: Callable[[int], None], shards: int) -> list[float]:
     """After each step, the largest difference of any number that any rank holds or tells."""
     worst = []
-    for step in range(steps):
+    for step in range(STEPS):
         losses = alone.step(step)
         meet(step + 1)
         most = 0.0

@@ -33,14 +33,8 @@ def inside(net: nn.Module, x: Tensor) -> tuple[Tensor, int]:
 
 def engine_of(zero: int, rank: int) -> TrainingEngine:
     torch.manual_seed(0)
-    return motet.parallelize(
-        Net().double(),
-        f"zero={zero}",
-        loss=inside,
-        precision="fp64",
-        optimizer={"learning_rate": 0.01, "clip_norm": 1e9},
-        communication=HOW,
-    )
+    settings = {"optimizer": {"learning_rate": 0.01, "clip_norm": 1e9}, "communication": HOW}
+    return motet.parallelize(Net().double(), f"zero={zero}", loss=inside, precision="fp64", **settings)
 
 
 def batch(step: int, rank: int) -> Tensor:
@@ -65,11 +59,8 @@ def underway(group: RankGroup, zero: int) -> tuple[list[list[str]], list[Tensor]
 def alone(loss: LossFunction) -> list[Tensor]:
     torch.manual_seed(0)
     net = Net().double()
-    optimizer = torch.optim.AdamW(
-        [{"params": [p], "weight_decay": 0.1 if p.ndim > 1 else 0.0} for p in net.parameters()],
-        lr=0.01,
-        betas=(0.9, 0.95),
-    )
+    groups = [{"params": [p], "weight_decay": 0.1 if p.ndim > 1 else 0.0} for p in net.parameters()]
+    optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95))
     for step in range(3):
         optimizer.zero_grad()
         total, count = loss(net, torch.cat([batch(step, 0), batch(step, 1)]))

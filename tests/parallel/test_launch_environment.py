@@ -17,26 +17,19 @@ from motet.parallel.process.launch_environment import (
     threads_for,
 )
 
-TORCHRUN = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "MASTER_ADDR": "host-a",
-    "MASTER_PORT": "29500",
-    "TORCHELASTIC_RESTART_COUNT": "2",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-}
-SLURM = {
-    "SLURM_JOB_ID": "12345",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "5",
-    "SLURM_NTASKS": "6",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "2",
-    "SLURM_NODELIST": "node[07-09]",
-    "SLURM_TASKS_PER_NODE": "2(x3)",
-}
+
+def variables(text: str) -> dict[str, str]:
+    return dict(word.split("=") for word in text.split())
+
+
+TORCHRUN = variables(
+    "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 MASTER_ADDR=host-a MASTER_PORT=29500 "
+    "TORCHELASTIC_RESTART_COUNT=2 TORCHELASTIC_USE_AGENT_STORE=True"
+)
+SLURM = variables(
+    "SLURM_JOB_ID=12345 SLURM_STEP_ID=0 SLURM_PROCID=5 SLURM_NTASKS=6 SLURM_LOCALID=1 SLURM_NODEID=2 "
+    "SLURM_NODELIST=node[07-09] SLURM_TASKS_PER_NODE=2(x3)"
+)
 
 
 def test_no_launcher() -> None:
@@ -75,11 +68,16 @@ def test_half_of_torchrun_is_refused(missing: str) -> None:
         ("RANK", "8", "rank 8 of 8"),
         ("LOCAL_RANK", "4", "local rank 4 of 4"),
         ("LOCAL_WORLD_SIZE", "9", "local rank 1 of 9"),
+        ("SLURM_NODELIST", "", "SLURM_NODELIST is not set"),
+        ("SLURM_NODELIST", "node[1-", "no list of nodes"),
+        ("SLURM_TASKS_PER_NODE", "two", "not of the form"),
+        ("SLURM_NODEID", "3", "has 3 nodes"),
+        ("SLURM_LOCALID", "2", "local rank 2 of 2"),
     ],
 )
 def test_impossible_places_are_refused(name: str, value: str, sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
-        read_rank_environment({**TORCHRUN, name: value})
+        read_rank_environment({**(SLURM if name.startswith("SLURM") else TORCHRUN), name: value})
 
 
 def test_slurm() -> None:
@@ -111,21 +109,6 @@ def test_a_step_counts_more_than_its_allocation() -> None:
 )
 def test_a_shell_of_slurm_is_no_rank(shell: dict[str, str]) -> None:
     assert read_rank_environment(shell) is None
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "sentence"),
-    [
-        ("SLURM_NODELIST", "", "SLURM_NODELIST is not set"),
-        ("SLURM_NODELIST", "node[1-", "no list of nodes"),
-        ("SLURM_TASKS_PER_NODE", "two", "not of the form"),
-        ("SLURM_NODEID", "3", "has 3 nodes"),
-        ("SLURM_LOCALID", "2", "local rank 2 of 2"),
-    ],
-)
-def test_half_of_slurm_is_refused(name: str, value: str, sentence: str) -> None:
-    with pytest.raises(InputError, match=sentence):
-        read_rank_environment({**SLURM, name: value})
 
 
 @pytest.mark.parametrize(

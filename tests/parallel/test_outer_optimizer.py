@@ -30,7 +30,6 @@ from parallel.plain_diloco import (
     compare,
     engine_of,
     held,
-    loss_sum,
     net,
     same_bits,
 )
@@ -38,18 +37,10 @@ from ranks import Ranks
 
 
 def train(
-    group: RankGroup,
-    layout: str,
-    outer: dict[str, Any],
-    optimizer: dict[str, Any],
-    even: bool = False,
-    communication: dict[str, Any] | None = None,
+    group: RankGroup, layout: str, outer: Any, optimizer: Any = ADAMW, even: bool = False, communication: Any = None
 ) -> tuple[list[StepStats], list[dict[str, tuple[int, Tensor]]]]:
     """After each step, what it told and what this rank keeps."""
-    engine = motet.parallelize(
-        net(), layout, loss=loss_sum, optimizer=optimizer, precision="fp64", communication=communication, outer=outer
-    )
-    told, kept = [], []
+    engine, told, kept = engine_of(layout, outer, communication, optimizer), [], []
     for step in range(STEPS):
         told.append(engine.step(batch(step, group.rank, even)))
         engine.synchronize()
@@ -88,7 +79,7 @@ def test_diloco_is_what_its_formula_gives(ranks: Ranks, world: int, shards: int,
         if done % 4 == 0:
             alone.meet(alone.differences([n for half in HALVES for n in half]))
 
-    results = ranks.run(world, train, layout, DILOCO, ADAMW)
+    results = ranks.run(world, train, layout, DILOCO)
     assert max(compare(results, alone, meet, shards)) < 1e-12
     for step in range(STEPS):
         pairs = [same_bits(kept[step], results[rank % shards][1][step]) for rank, (_, kept) in enumerate(results)]
@@ -103,7 +94,7 @@ def test_fragments_meet_in_turn(ranks: Ranks, world: int, shards: int, layout: s
         if done % 2 == 0:  # the first half after 2 steps, 6, 10
             alone.meet(alone.differences(HALVES[done // 2 % 2 - 1]))
 
-    results = ranks.run(world, train, layout, {**DILOCO, "fragments": 2}, ADAMW)
+    results = ranks.run(world, train, layout, {**DILOCO, "fragments": 2})
     assert max(compare(results, alone, meet, shards)) < 1e-12
 
 
@@ -143,10 +134,7 @@ def test_what_was_underway_is_merged_after_the_delay(
 def bytes_of_steps(group: RankGroup, layout: str, outer: dict[str, Any]) -> list[dict[str, float]]:
     """Per step: what was sent by Programs, and the sizes of all collectives."""
     ring = {"all_reduce": "ring", "reduce_scatter": "ring", "all_gather": "ring"}
-    engine = motet.parallelize(
-        net(), layout, loss=loss_sum, optimizer=ADAMW, precision="fp64", communication=ring, outer=outer
-    )
-    found = []
+    engine, found = engine_of(layout, outer, ring), []
     for step in range(8):
         counter = Counter()
         with install_sink(counter):

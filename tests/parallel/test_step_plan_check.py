@@ -79,11 +79,8 @@ def test_odd_shapes_are_right(shapes: list[tuple[int, ...]], ranks: int, stage: 
     except InputError:
         return
     how = SMALL.model_copy(update={"overlap": overlap})
-    check = prove_step_plan(
-        make_step_plan(
-            ParameterInventory(named, {"p1": 1}), layout, RECIPES["bf16"], settings=how, batch_sequences=ranks
-        )
-    )
+    parameters = ParameterInventory(named, {"p1": 1})
+    check = prove_step_plan(make_step_plan(parameters, layout, RECIPES["bf16"], settings=how, batch_sequences=ranks))
     assert check.parameters == len(shapes)
 
 
@@ -115,9 +112,8 @@ def test_a_thousand_ranks_are_looked_at_by_their_classes() -> None:
     how = CommunicationSettings()
     for words in ("zero=0", "zero=1", "zero=2 shard_group=8", "zero=3", "zero=3 shard_group=8 secondary_group=2"):
         layout = resolve_layout(parse_layout(words), 1024, 1024)
-        found = make_step_plan(
-            ParameterInventory(shapes, {}), layout, RECIPES["bf16"], settings=how, batch_sequences=1024
-        )
+        parameters = ParameterInventory(shapes, {})
+        found = make_step_plan(parameters, layout, RECIPES["bf16"], settings=how, batch_sequences=1024)
         assert prove_step_plan(found).ranks == 1024
         assert len({id(portion.shard_ranges) for portion in found.comm_units}) <= 8
         assert len({id(portion.schedule) for portion in found.comm_units}) == 1
@@ -127,24 +123,17 @@ def test_a_thousand_ranks_are_looked_at_by_their_classes() -> None:
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
 def test_ranks_are_held_to_their_plan(layout: str, overlap: str) -> None:
     made = plan(layout, 4, overlap)
-    counting = {
-        rank
-        for move in made.comm_units[0].schedule
-        if move.kind == "norm"
-        for ranks in move.rank_groups
-        for rank in ranks
-    }
+    sets = [ranks for move in made.comm_units[0].schedule if move.kind == "norm" for ranks in move.rank_groups]
+    counting = {rank for ranks in sets for rank in ranks}
     for rank in range(4):
-        check_rank_matches_plan(
-            made, rank, updated_ranges(made, rank) | {"none": (0, 0)}, contributes_to_norm=rank in counting
-        )
+        ranges = updated_ranges(made, rank)
+        check_rank_matches_plan(made, rank, ranges | {"none": (0, 0)}, contributes_to_norm=rank in counting)
         with pytest.raises(InvalidStepPlanError, match=f"rank {rank} (counts|does not count) in the norm"):
-            check_rank_matches_plan(made, rank, updated_ranges(made, rank), contributes_to_norm=rank not in counting)
-    name, (first, stop) = next(iter(updated_ranges(made, 0).items()))
+            check_rank_matches_plan(made, rank, ranges, contributes_to_norm=rank not in counting)
+    ranges = updated_ranges(made, 0)
+    name, (first, stop) = next(iter(ranges.items()))
     one_less = f"elements? {first}( to {stop - 2})? of {name}"
     with pytest.raises(InvalidStepPlanError, match=f"rank 0 updates {one_less}, where its plan says element"):
-        check_rank_matches_plan(made, 0, updated_ranges(made, 0) | {name: (first, stop - 1)}, contributes_to_norm=True)
+        check_rank_matches_plan(made, 0, ranges | {name: (first, stop - 1)}, contributes_to_norm=True)
     with pytest.raises(InvalidStepPlanError, match=f"rank 0 updates nothing of {name}, where its plan says"):
-        check_rank_matches_plan(
-            made, 0, {n: part for n, part in updated_ranges(made, 0).items() if n != name}, contributes_to_norm=True
-        )
+        check_rank_matches_plan(made, 0, {n: p for n, p in ranges.items() if n != name}, contributes_to_norm=True)

@@ -18,7 +18,7 @@ from motet.parallel.data_parallel.communication.powersgd_matrices import bucket_
 from motet.parallel.data_parallel.zero import BucketsAndFSDPUnits, FSDPUnit
 from motet.parallel.layout import Layout, LayoutSettings, resolve_layout
 from motet.parallel.process.process_group import RankGroup
-from motet.parallel.step_plan.traffic_and_memory import model_state_memory
+from motet.parallel.step_plan.traffic_and_memory import ModelStateMemory, model_state_memory
 from motet.precision.recipe import RECIPES
 from motet.train.job import Job
 from parallel.traffic_counter import count_bytes
@@ -60,17 +60,8 @@ SMALL = ["communication.bucket_mib=0.02", "communication.first_bucket_mib=0.001"
 
 def jobs_of(folder: Path, layouts: list[list[str]], codecs: list[str], recipe: str) -> list[Job]:
     base = [f"precision.recipe={recipe}", *RINGS]
-    return [
-        small_job(
-            folder,
-            *base,
-            *layout,
-            *([] if "layout.zero=3" in layout else SMALL),
-            f"communication.compress_gradients={codec}",
-        )
-        for layout in layouts
-        for codec in codecs
-    ]
+    sized = [layout if "layout.zero=3" in layout else [*layout, *SMALL] for layout in layouts]
+    return [small_job(folder, *base, *s, f"communication.compress_gradients={c}") for s in sized for c in codecs]
 
 
 PARAMETERS = "communication.compress_parameters=int8:block=100"
@@ -100,27 +91,50 @@ def test_bytes_of_replicas_and_of_second_copies_are_too(ranks: Ranks, tmp_path: 
     promised(ranks, 4, jobs)
 
 
+AHEAD = "communication.overlap=forward"
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("world", "settings", "model"),
+    [
+        (2, ["layout.zero=0"], "decoder"),
+        (3, ["layout.zero=1"], "decoder"),
+        (2, ["layout.zero=2", "layout.microbatches=2"], "decoder"),
+        (4, ["layout.zero=2", *HYBRID], "decoder"),
+        (4, ["layout.zero=1", "layout.shard_group=2"], "decoder"),
+        (3, ["layout.zero=0", AHEAD], "decoder"),
+        (2, ["layout.zero=3"], "decoder"),
+        (3, ["layout.zero=3", "layout.microbatches=2", "layout.reshard_after_forward=false"], "decoder"),
+        (4, ["layout.zero=3", *HYBRID], "decoder"),
+        (3, ["layout.zero=3"], "adapters"),
+        (2, ["layout.zero=3", "layout.min_shard_numel=100", "layout.microbatches=2"], "decoder"),
+    ],
+)
+def test_bytes_sent_and_kept_are_those_that_are_promised(
+    ranks: Ranks, tmp_path: Path, world: int, settings: list[str], model: str, recipe: str
+) -> None:
+    sizes = [] if "layout.zero=3" in settings else ["data.batch_sequences=48", *SMALL]
+    job = small_job(tmp_path, f"precision.recipe={recipe}", *settings, *RINGS, *sizes, model=model)
+    for sent, promised, kept, formula in ranks.run(world, count_bytes, job):
+        assert sent == promised > 0
+        assert kept == formula
+
+
 def test_memory_counts_what_is_owed_and_masters_that_are_apart() -> None:
     portions = BucketsAndFSDPUnits(build_buckets({"w": (0, 1000), "v": (0, 24)}, 2, 1024))
-    how = CommunicationSettings(compress_gradients="int8", compress_parameters="int8")
-    kept = model_state_memory(
-        portions, Layout(4, 1, 2, 2), RECIPES["fp32"], moments_per_parameter=2, rank=0, settings=how
-    )
-    assert (kept.parameters, kept.masters, kept.compression_errors) == (1088 * 4, 544 * 4, (1088 + 544) * 4)
     rows = BucketsAndFSDPUnits(units=(FSDPUnit(((10, 3), (7,))),))
-    assert (
-        model_state_memory(
-            rows, Layout(4, 1, 3, 2), RECIPES["fp64"], moments_per_parameter=2, rank=0, settings=how
-        ).compression_errors
-        == (5 * 3 + 4) * 8
-    )
-    off = how.model_copy(update={"error_feedback": False})
-    assert (
-        model_state_memory(
-            rows, Layout(4, 1, 3, 2), RECIPES["fp64"], moments_per_parameter=2, rank=0, settings=off
-        ).compression_errors
-        == 0
-    )
+    on = CommunicationSettings(compress_gradients="int8", compress_parameters="int8")
+    off = on.model_copy(update={"error_feedback": False})
+
+    def kept(units: BucketsAndFSDPUnits, zero: int, recipe: str, how: CommunicationSettings) -> ModelStateMemory:
+        layout = Layout(4, 1, zero, 2)
+        return model_state_memory(units, layout, RECIPES[recipe], moments_per_parameter=2, rank=0, settings=how)
+
+    found = kept(portions, 2, "fp32", on)
+    assert (found.parameters, found.masters, found.compression_errors) == (1088 * 4, 544 * 4, (1088 + 544) * 4)
+    assert kept(rows, 3, "fp64", on).compression_errors == (5 * 3 + 4) * 8
+    assert kept(rows, 3, "fp64", off).compression_errors == 0
 
 
 def test_the_matrices_of_a_part_are_its_whole_rows() -> None:
@@ -193,7 +207,6 @@ def test_a_second_copy_must_fit_the_first() -> None:
     ):
         resolve_layout(wanted.model_copy(update={"reshard_after_forward": False}), 6, 6)
     assert resolve_layout(wanted, 6, 6).secondary_shards == 3
-    assert resolve_layout(LayoutSettings(zero=3, secondary_group=1), 6, 6) == Layout(
-        6, 1, 3, 6, reshard_after_forward=False
-    )
+    kept = Layout(6, 1, 3, 6, reshard_after_forward=False)
+    assert resolve_layout(LayoutSettings(zero=3, secondary_group=1), 6, 6) == kept
     assert resolve_layout(LayoutSettings(zero=3, secondary_group=6), 6, 6) == Layout(6, 1, 3, 6)

@@ -219,8 +219,7 @@ def microbatches_of_rank(layout: Layout, rank: int, batch_sequences: int) -> lis
 
 def contributing_rows_of_rank(layout: Layout, rank: int, batch_sequences: int) -> list[range]:
     """The rows of a rank whose gradients count, by micro-batch."""
-    microbatches = microbatches_of_rank(layout, rank, batch_sequences)
-    return [microbatch.rows for microbatch in microbatches if microbatch.contributes_gradients]
+    return [rows for rows, contributes in microbatches_of_rank(layout, rank, batch_sequences) if contributes]
 
 
 def partial_sums_sent_by_rank(layout: Layout, rank: int) -> list[list[SummationTreeNode]]:

@@ -150,8 +150,9 @@ def _all_replicas(
     All ranks name the same tensors, but have elements only in those of their replica.
     """
     tensors: dict[str, LocalShard | Tensor] = dict(outer.state())
-    for replica in range(outer.replicas.count):
-        is_local = replica == outer.replicas.replica_index
+    replica_group = outer.replicas.mesh.replica_group
+    for replica in range(replica_group.world):
+        is_local = replica == replica_group.rank
         for name, tensor in replica_tensors.items():
             has_plain_name = replica == 0 and not name.startswith("master/")
             full_name = name if has_plain_name else f"replica-{replica}/{name}"

@@ -74,7 +74,7 @@ class TrainStep:
         replica_check = checker.compare_ranks(step, pre_update, stats) if checker and pre_update else None
         final_status = engine.finalize() if last else None
         # Independent replicas read equally many rows, and the sums are those of one replica.
-        replicas = engine.outer_optimizer.replicas.count if engine.outer_optimizer else 1
+        replicas = engine.outer_optimizer.replicas.mesh.replica_group.world if engine.outer_optimizer else 1
         return StepResult(
             loss=stats.loss,
             grad_norm=stats.grad_norm,

@@ -213,7 +213,7 @@ class BucketedDataParallel:
             self.wait_for_pending()
 
     def _first_use_order(self) -> tuple[int, ...]:
-        """The order in which the first rank's forward uses buckets."""
+        # The order in which the first rank's forward uses buckets.
         if not self._gather_order and self._usage_tracker and self._usage_tracker.first_use_order:
             order = torch.tensor(self._usage_tracker.first_use_order, device=self.mesh.shard_group.device)
             broadcast(order, self.mesh.shard_group)
@@ -240,7 +240,7 @@ class BucketedDataParallel:
 
     @property
     def _accumulates_shards(self) -> bool:
-        """Whether shards of this micro-batch are added to those before it; a summation tree does so itself."""
+        # Shards of this micro-batch are added to those before it; a summation tree does so itself.
         return not (self.keeps_full_gradients or self._is_first_microbatch or self.communicator.uses_summation_tree)
 
     def _on_bucket_ready(self, bucket_id: int) -> None:

@@ -240,6 +240,5 @@ class FlatParameters:
 
 
 def _overlaps(bucket: Bucket, flat_slice: slice) -> list[tuple[BucketParameter, int, int]]:
-    """(parameter, first, stop) in the flat tensor, for parameters with elements in a range."""
     overlaps = [(m, max(m.start, flat_slice.start), min(m.stop, flat_slice.stop)) for m in bucket.members]
     return [(member, first, stop) for member, first, stop in overlaps if first < stop]

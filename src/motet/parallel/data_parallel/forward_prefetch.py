@@ -55,8 +55,7 @@ class ParameterUsageTracker:
         for user_or_none, bucket_id in recorder.uses:
             users[user_or_none][bucket_id] = None
         unused = {bucket_id for key, bucket_id in self._bucket_ids.items() if key not in recorder.used_parameters}
-        used_before_modules = (bucket_id for bucket_id in users.pop(None) if bucket_id not in unused)
-        self._waited_at_step_start = (*sorted(unused), *used_before_modules)
+        self._waited_at_step_start = (*sorted(unused), *(i for i in users.pop(None) if i not in unused))
         used = (bucket_id for _, bucket_id in recorder.uses)
         self.first_use_order = tuple(dict.fromkeys((*self._waited_at_step_start, *used)))
         for module, bucket_ids in users.items():

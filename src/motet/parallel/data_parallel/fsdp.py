@@ -53,12 +53,10 @@ def describe_fsdp_units(
     for unit in (*blocks, module):
         new = [p for p in unit.parameters() if p not in assigned]
         assigned.update(new)
-        trainable = [p for p in new if p.requires_grad]
-        late = [p for p in trainable if unit is module and p in after_blocks]
-        trainable_shapes, frozen_shapes, late_shapes = (
-            tuple(tuple(p.shape) for p in each) for each in (trainable, [p for p in new if not p.requires_grad], late)
-        )
-        units.append(FSDPUnit(trainable_shapes, frozen_shapes, unit is not module, late_shapes))
+        late = [p for p in new if p.requires_grad and unit is module and p in after_blocks]
+        trainable, frozen = ([p for p in new if p.requires_grad == is_trained] for is_trained in (True, False))
+        shapes, frozen_shapes, late_shapes = (tuple(tuple(p.shape) for p in each) for each in (trainable, frozen, late))
+        units.append(FSDPUnit(shapes, frozen_shapes, unit is not module, late_shapes))
     return tuple(units)
 
 
@@ -190,8 +188,7 @@ class FSDP2DataParallel:
         grads = [torch.zeros_like(_local_rows(p)) if p.grad is None else _local_rows(p.grad) for p in self._parameters]
         return [*grads, *(self.unsharded.local_gradients() if self.unsharded else ())]
 
-    def reduced_gradients(self) -> Sequence[Tensor]:
-        return self.local_gradients()
+    reduced_gradients = local_gradients
 
     def update(self, update_masters: Callable[[Sequence[int]], None]) -> None:
         update_masters(range(len(self.local_masters)))
@@ -365,6 +362,5 @@ def _list_items(module: nn.Module) -> Iterator[nn.Module]:
 
 def _is_block(child: nn.Module, in_list: bool) -> bool:
     """Whether a child has parameters and a forward; a single layer of a Sequential is too small."""
-    called = type(child).forward is not nn.Module.forward
-    large = in_list or any(True for _ in child.children())
+    called, large = type(child).forward is not nn.Module.forward, in_list or any(True for _ in child.children())
     return called and large and not isinstance(child, _LIST_TYPES) and any(True for _ in child.parameters())

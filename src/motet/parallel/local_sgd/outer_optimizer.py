@@ -50,14 +50,6 @@ class IndependentReplicas:
     full_layout: Layout  # Of all ranks
 
     @property
-    def count(self) -> int:
-        return self.mesh.replica_group.world
-
-    @property
-    def replica_index(self) -> int:
-        return self.mesh.replica_group.rank
-
-    @property
     def local_group_and_layout(self) -> tuple[RankGroup, Layout]:
         """The ranks of this replica, and their layout."""
         return self.mesh.shard_group, replace(self.full_layout, dp=self.full_layout.shards)
@@ -156,7 +148,7 @@ class OuterOptimizer:
 
     def schedule_state(self) -> dict[str, int]:
         """Numbers that must be the same for a run to resume exactly."""
-        return {"replicas": self.replicas.count} | vars(self._schedule)
+        return {"replicas": self.replicas.mesh.replica_group.world} | vars(self._schedule)
 
     def state(self) -> dict[str, LocalShard]:
         """State that all replicas share, by name, as views: outer parameters, momenta, and means to be merged.
@@ -181,7 +173,6 @@ class OuterOptimizer:
         return dict(self._local_shards(dict(enumerate(self._reducer.compression_errors))))
 
     def _local_shards(self, tensors: Mapping[int, Tensor]) -> Iterator[tuple[str, LocalShard]]:
-        """The shards of parameters in flat tensors, which are given by fragment."""
         shards = self._master_shards()
         for fragment_id, flat in tensors.items():
             names = self._fragments[fragment_id]
@@ -209,7 +200,6 @@ class OuterOptimizer:
     # --- outer steps -------------------------------------------------------------------------------
 
     def _start_outer_step(self, fragment_ids: Sequence[int], stop_requested: bool) -> None:
-        """Start to sum the pseudo-gradients of these fragments, and to gather the status of all ranks."""
         self._parameters.wait_for_pending()
         replicas, device = self.replicas, self.replicas.all_ranks.device
         pseudo_gradients = {i: torch.sub(self._outer_parameters[i], self._copy_masters(i)) for i in fragment_ids}
@@ -325,9 +315,8 @@ class PseudoGradientReducer:
                 "communication.compress_over=shards"
             )
         self._codec, self._replicas = codecs.replica_gradients, replicas
-        self._compress_after = settings.compress_after
+        self._compress_after, self._check_next_call = settings.compress_after, True
         self._algorithms = CollectiveAlgorithmSelector(without_forward_overlap(settings), layout)
-        self._check_next_call = True
         self.compression_errors = (
             [torch.zeros_like(to_accumulation_dtype(t)) for t in templates] if codecs.has_replica_error_feedback else []
         )

@@ -68,8 +68,6 @@ def environment_variables_for(rank_env: RankEnvironment) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _LauncherVariables:
-    """Reads and checks the environment variables of one launcher."""
-
     environment: Mapping[str, str]
     launcher: str
 
@@ -112,8 +110,7 @@ class _LauncherVariables:
 
 def _from_supervisor(variables: _LauncherVariables) -> RankEnvironment:
     rank, world, attempt = (variables.integer(f"MOTET_{name}") for name in ("RANK", "WORLD", "ATTEMPT"))
-    rendezvous = variables.text("MOTET_RENDEZVOUS")
-    incarnation = variables.integer("MOTET_LIFE", default=0)
+    rendezvous, incarnation = variables.text("MOTET_RENDEZVOUS"), variables.integer("MOTET_LIFE", default=0)
     return variables.check(RankEnvironment(rank, world, rank, world, attempt, rendezvous, incarnation=incarnation))
 
 
@@ -121,11 +118,16 @@ def _from_torchrun(variables: _LauncherVariables) -> RankEnvironment:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     rank, world, local_rank, local_world = (variables.integer(name) for name in names)
     port = variables.port()
-    attempt = variables.integer("TORCHELASTIC_RESTART_COUNT", default=0)
-    rendezvous = _tcp_url(variables.text("MASTER_ADDR"), port)
-    store_exists = variables.environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return variables.check(
-        RankEnvironment(rank, world, local_rank, local_world, attempt, rendezvous, store_exists=store_exists)
+        RankEnvironment(
+            rank,
+            world,
+            local_rank,
+            local_world,
+            attempt=variables.integer("TORCHELASTIC_RESTART_COUNT", default=0),
+            rendezvous=_tcp_url(variables.text("MASTER_ADDR"), port),
+            store_exists=variables.environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )
     )
 
 
@@ -139,16 +141,17 @@ def _from_slurm(variables: _LauncherVariables) -> RankEnvironment | None:
     host = variables.environment.get("MASTER_ADDR") or first_host(variables.text(hosts))
     # Below the range of ephemeral ports, and another one for each step of a job.
     port = variables.port(default=15000 + (job * 31 + step) % 15000)
-    rank_env = RankEnvironment(
-        rank=rank,
-        world=world,
-        local_rank=local_rank,
-        local_world=_tasks_on_this_node(variables, world),
-        attempt=variables.integer("SLURM_RESTART_COUNT", default=0),
-        rendezvous=_tcp_url(host, port),
-        cores=variables.integer("SLURM_CPUS_PER_TASK", default=0) or None,
+    return variables.check(
+        RankEnvironment(
+            rank,
+            world,
+            local_rank,
+            local_world=_tasks_on_this_node(variables, world),
+            attempt=variables.integer("SLURM_RESTART_COUNT", default=0),
+            rendezvous=_tcp_url(host, port),
+            cores=variables.integer("SLURM_CPUS_PER_TASK", default=0) or None,
+        )
     )
-    return variables.check(rank_env)
 
 
 def first_host(nodelist: str) -> str:

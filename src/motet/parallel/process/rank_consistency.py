@@ -31,10 +31,8 @@ def check_same_on_all_ranks(lines: Sequence[str], group: RankGroup) -> None:
     encoded = "\n".join(lines).encode()
     size = torch.tensor([len(encoded)], device=group.device)
     broadcast(size, group)
-    text = torch.zeros(int(size), dtype=torch.uint8)
-    if group.rank == 0:
-        text = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).clone()
-    text = text.to(group.device)
+    values = list(encoded) if group.rank == 0 else [0] * int(size)
+    text = torch.tensor(values, dtype=torch.uint8, device=group.device)
     broadcast(text, group)
     first_lines = bytes(text.tolist()).decode().split("\n")
     difference = next(((a, b) for a, b in zip_longest(lines, first_lines, fillvalue="nothing more") if a != b), None)

@@ -54,18 +54,15 @@ def _integer_squares(tensors: Sequence[Tensor], exponent: int) -> int:
         integer_part = scaled.floor()
         high.append(integer_part.sum(dtype=torch.int64))
         low.append(scaled.sub_(integer_part).mul_(2.0**LOW_BITS).floor_().sum(dtype=torch.int64))
-    if not high:
-        return 0
-    sums: list[list[int]] = [torch.stack(high).tolist(), torch.stack(low).tolist()]
-    return (sum(sums[0]) << LOW_BITS) + sum(sums[1])
+    high_sum, low_sum = (sum(torch.stack(sums).tolist()) if sums else 0 for sums in (high, low))
+    return (int(high_sum) << LOW_BITS) + int(low_sum)
 
 
 def _all_reduce_integer(value: int, group: RankGroup) -> int:
     mask = (1 << LIMB_BITS) - 1
     limbs = torch.tensor([value >> LIMB_BITS * i & mask for i in range(LIMBS)], device=group.device)
     all_reduce(limbs, group)
-    summed: list[int] = limbs.tolist()
-    return sum(limb << LIMB_BITS * i for i, limb in enumerate(summed))
+    return sum(int(limb) << LIMB_BITS * i for i, limb in enumerate(limbs.tolist()))
 
 
 def _max_magnitude(tensor: Tensor) -> float:

@@ -45,8 +45,7 @@ class ReproducibleTreeReducer:
 
     def __init__(self, mesh: ShardReplicaMesh, layout: Layout) -> None:
         assert layout.reproducible_batch_size is not None
-        self._mesh = mesh
-        batch_size = layout.reproducible_batch_size
+        self._mesh, batch_size = mesh, layout.reproducible_batch_size
         self._last_microbatch = layout.microbatches - 1
         group_ranks = [mesh.replica_group.rank * layout.shards + shard for shard in range(layout.shards)]
         self._microbatch_rows = microbatches_of_rank(layout, group_ranks[mesh.shard_group.rank], batch_size)
@@ -154,7 +153,6 @@ def _exchange_partial_sums(
 
 
 def _pack_message(sums: Sequence[Tensor], shard_numel: int, group: RankGroup, *, dtype: torch.dtype) -> Tensor:
-    """The shards of the sums in the order of the ranks that get them."""
     if not sums:
         return torch.empty(0, dtype=dtype, device=group.device)
     padding = shard_numel * group.world - sums[0].numel()

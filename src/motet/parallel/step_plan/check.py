@@ -165,7 +165,6 @@ def _check_gradient_reductions(plan: StepPlan) -> None:
 
 
 def _check_members(plan: StepPlan) -> None:
-    """Each parameter is in one unit, and overlaps with no other."""
     unit_of: dict[str, str] = {}
     ends = {"rows": 0, "bucket": 0}
     for unit in sorted(plan.comm_units, key=lambda unit: unit.start):
@@ -189,7 +188,6 @@ def _check_members(plan: StepPlan) -> None:
 
 
 def _check_outer_groups(plan: StepPlan) -> None:
-    """Independent replicas average the same shards in an outer step."""
     for first, *others in plan.outer_groups:
         for rank in others:
             name, is_same = next(iter(plan.shapes)), (rank - first) % plan.ranks == 0
@@ -228,7 +226,6 @@ def _describe_shard(plan: StepPlan, unit: CommUnit, shard: int | None) -> str:
 
 
 def _describe_elements(unit: CommUnit, first: int, stop: int) -> str:
-    """Elements of the first parameter that has some in this range of a unit."""
     for member in sorted(unit.members, key=lambda member: member.start):
         start, end = max(member.start, unit.start + first), min(member.stop, unit.start + stop)
         if start < end:

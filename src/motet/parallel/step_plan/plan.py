@@ -93,10 +93,9 @@ def make_step_plan(
     independent_replicas: bool = False,
 ) -> StepPlan:
     """The plan of a layout; with independent replicas, that of the first replica, which all others follow."""
-    full_layout = layout
+    full_layout, microbatches = layout, tuple(range(layout.microbatches))
     if independent_replicas:
         layout, settings = replace(layout, dp=layout.shards), without_forward_overlap(settings)
-    microbatches = tuple(range(layout.microbatches))
     return StepPlan(
         parameters.shapes,
         make_comm_units(parameters, layout, recipe, settings=settings),

@@ -133,7 +133,6 @@ def _update(states: SymbolicRankStates, groups: RankGroups, earlier: UnitSchedul
 
 
 def _all_gather(states: SymbolicRankStates, groups: RankGroups, earlier: UnitSchedule) -> None:
-    """Gathers updated parameters, or sums with which every rank then updates everything."""
     states.require_each_rank_once(groups, "gathers {}")
     if not states.is_updated:
         states.require_complete_sums(range(len(states.shard_of_rank)))

@@ -107,7 +107,7 @@ class _StepGraphBuilder:
         if layout.zero == 3:
             self.add_forward(" of the next step")
             return
-        units = self._in_order_of_use() if overlaps_forward else list(self._units)
+        units = sorted(self._units, key=self._first_use) if overlaps_forward else list(self._units)
         arrivals: dict[str, str] = {}
         if overlaps_forward or (layout.shards > 1 and layout.zero > 0):
             arrivals = {u.name: self._add("gather", u.name, u.gather_bytes, depends_on=self._previous) for u in units}
@@ -155,11 +155,8 @@ class _StepGraphBuilder:
                 )
         return [self._gathered[unit.name] for unit in needed if unit.name in self._gathered]
 
-    def _in_order_of_use(self) -> list[CommUnitVolume]:
-        def first_use(unit: CommUnitVolume) -> int:
-            return next((i for i, s in enumerate(self._segments) if unit.parameters & s.parameters), 0)
-
-        return sorted(self._units, key=first_use)
+    def _first_use(self, unit: CommUnitVolume) -> int:
+        return next((i for i, s in enumerate(self._segments) if unit.parameters & s.parameters), 0)
 
     def _compute(self, kind: NodeKind, label: str, *, flops: float, waits: Sequence[str]) -> None:
         self._previous = (self._add(kind, label, flops, depends_on=tuple(dict.fromkeys((*self._previous, *waits)))),)
@@ -200,10 +197,8 @@ def draw_text(nodes: Sequence[TimelineNode], times: NodeTimes, width: int = 96) 
                 row = row[:width]
         rows.append(f"{resource:8} {''.join(row).rstrip()}")
     longest = max(len(node.name) for node in nodes)
-    lines = []
-    for node in nodes:
-        after = f"after {', '.join(node.depends_on)}" if node.depends_on else ""
-        lines.append(f"{100 * times[node.name][0] / end:6.1f} % {node.name:{longest}}  {after}".rstrip())
+    after = {node.name: f"after {', '.join(node.depends_on)}" if node.depends_on else "" for node in nodes}
+    lines = [f"{100 * times[name][0] / end:6.1f} % {name:{longest}}  {text}".rstrip() for name, text in after.items()]
     kinds = ", ".join(f"{kind[0]} {kind}" for kind in dict.fromkeys(node.kind for node in nodes if node.work))
     return "\n".join([*rows, f"({kinds})", "", *lines])
 
@@ -259,7 +254,5 @@ def _box(node: TimelineNode, x: float, width: float) -> str:
     y = _top(node.resource)
     hint = escape("\n".join((node.name, *(f"after {name}" for name in node.depends_on))))
     box = f'<rect class="box {node.kind}" x="{x:.1f}" y="{y:g}" width="{width:.1f}" height="{_ROW}"/>'
-    label = ""
-    if width > 6.5 * len(node.label):
-        label = f'<text class="inside" x="{x + width / 2:.1f}" y="{y + _ROW / 2 + 4:g}">{escape(node.label)}</text>'
-    return f"<g><title>{hint}</title>{box}{label}</g>"
+    label = f'<text class="inside" x="{x + width / 2:.1f}" y="{y + _ROW / 2 + 4:g}">{escape(node.label)}</text>'
+    return f"<g><title>{hint}</title>{box}{label if width > 6.5 * len(node.label) else ''}</g>"

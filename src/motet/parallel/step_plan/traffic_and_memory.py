@@ -77,14 +77,12 @@ def sent_bytes_per_step(
 ) -> StepTrafficBytes:
     """Bytes of a rank in a step after the warm-up, with the algorithms and codecs of the settings."""
     gathers_gradients = uses_gradient_gather(settings, layout)
-    model = CollectiveTrafficModel(CollectiveAlgorithmSelector(settings, layout), rank)
+    model = _CollectiveTrafficModel(CollectiveAlgorithmSelector(settings, layout), rank)
     grad, compute = recipe.reduce, recipe.reduce if gathers_gradients else recipe.compute
     shards = layout.dp if gathers_gradients else layout.shards
     units = list(_unit_traffic(comm_units, layout, settings, dtype=grad, shards=shards, shard=rank % shards))
     if layout.reproducible_batch_size:
-        reduce_scatter, all_reduce = _tree_reduction_numel(units, layout, rank)
-        width = DTYPE_BYTES[grad]
-        reduce_scatter, all_reduce = width * reduce_scatter, width * all_reduce
+        reduce_scatter, all_reduce = (DTYPE_BYTES[grad] * n for n in _tree_reduction_numel(units, layout, rank))
     else:
         reduce_scatter = (layout.microbatches if ZERO_STAGES[layout.zero].gradients else 1) * sum(
             model.reduce_scatter_bytes(unit.unsharded_gradients, grad, unit.codecs.shard_gradients) for unit in units
@@ -94,7 +92,7 @@ def sent_bytes_per_step(
         )
     all_gather = sum(
         unit.gather_count * model.all_gather_bytes(unit.gathered_numel, compute, unit.codecs.parameters)
-        + unit.secondary_gather_count * model.secondary_all_gather_bytes(unit.gathered_numel, compute)
+        + unit.secondary_gather_count * model.all_gather_bytes(unit.gathered_numel, compute, None, "near")
         for unit in units
     )
     return StepTrafficBytes(reduce_scatter, all_reduce, all_gather)
@@ -139,14 +137,11 @@ def _unit_traffic(
 
 
 @dataclass(frozen=True)
-class CollectiveTrafficModel:
-    """Bytes that one rank sends in one collective."""
-
+class _CollectiveTrafficModel:
     algorithms: CollectiveAlgorithmSelector
     rank: int
 
-    def reduce_scatter_bytes(self, buffer: ReductionBufferSpec, dtype: str, codec: Codec | None = None) -> int:
-        """Bytes of a reduction over the shard group."""
+    def reduce_scatter_bytes(self, buffer: ReductionBufferSpec, dtype: str, codec: Codec | None) -> int:
         shards = self.algorithms.group_size("shards")
         if codec is None or shards == 1:
             return self._bytes_sent("reduce-scatter", "shards", buffer.numel, width=DTYPE_BYTES[dtype])
@@ -159,27 +154,22 @@ class CollectiveTrafficModel:
         inter_size = shards // intra_size
         return (intra_size - 1) * codec.wire_bytes([inter_size * shard_numel], dtype) + (inter_size - 1) * inter_bytes
 
-    def all_reduce_bytes(self, buffer: ReductionBufferSpec, dtype: str, codec: Codec | None = None) -> int:
-        """Bytes of a reduction over the replica group."""
+    def all_reduce_bytes(self, buffer: ReductionBufferSpec, dtype: str, codec: Codec | None) -> int:
         if codec is None or self.algorithms.group_size("replicas") == 1:
             return self._bytes_sent("all-reduce", "replicas", buffer.numel, width=DTYPE_BYTES[dtype])
         return self._compressed_all_reduce_bytes(buffer, dtype, codec, group_name="replicas")
 
-    def all_gather_bytes(self, numel: int, dtype: str, codec: BlockwiseCodec | None = None) -> int:
-        """Bytes of a gather of `numel` elements from the shard group."""
+    def all_gather_bytes(
+        self, numel: int, dtype: str, codec: BlockwiseCodec | None, group_name: GroupName = "shards"
+    ) -> int:
         if codec is None:
-            return self._bytes_sent("all-gather", "shards", numel, width=DTYPE_BYTES[dtype])
+            return self._bytes_sent("all-gather", group_name, numel, width=DTYPE_BYTES[dtype])
         shards = self.algorithms.group_size("shards")
         return self._bytes_sent("all-gather", "shards", shards * codec.wire_bytes([numel // shards], dtype), width=1)
-
-    def secondary_all_gather_bytes(self, numel: int, dtype: str) -> int:
-        """Bytes of a gather of `numel` elements from the secondary shard group."""
-        return self._bytes_sent("all-gather", "near", numel, width=DTYPE_BYTES[dtype])
 
     def _compressed_all_reduce_bytes(
         self, buffer: ReductionBufferSpec, dtype: str, codec: Codec, *, group_name: GroupName
     ) -> int:
-        """Bytes of a compressed all-reduce, whose dense part travels by the algorithm of the settings."""
         width = DTYPE_BYTES[dtype]
         if isinstance(codec, PowerSGDCodec):
             matrices = [m for m in buffer.split_for_powersgd(codec, dtype) if isinstance(m, MatrixView)]
@@ -232,8 +222,10 @@ def model_state_memory(
     master, compute, reduce = (DTYPE_BYTES[dtype] for dtype in (recipe.master, recipe.compute, recipe.reduce))
     bucket_numel = sum(bucket.length for bucket in comm_units.buckets)
     bucket_shard = bucket_numel // shards
-    row_shard = sum(padded_shard_numel(unit.trainable, shards) for unit in comm_units.units)
-    frozen_shard = sum(padded_shard_numel(unit.frozen, shards) for unit in comm_units.units)
+    row_shard, frozen_shard = (
+        sum(padded_shard_numel(shapes, shards) for shapes in unit_shapes)
+        for unit_shapes in ([u.trainable for u in comm_units.units], [u.frozen for u in comm_units.units])
+    )
     updated_rows = sum(shard_numel(unit.trainable, shards, rank % shards) for unit in comm_units.units)
     is_exact = layout.zero == 3 or codecs.parameters is None
     separate_masters = 0 if recipe.master == recipe.compute and is_exact else bucket_shard
@@ -277,8 +269,6 @@ def _peak_of_buckets(buckets: Sequence[Bucket], layout: Layout, recipe: Precisio
 
 
 class _AccumulationCase(NamedTuple):
-    """Gradient shards, in bytes, during one micro-batch."""
-
     accumulated: int  # Kept from earlier micro-batches
     waiting: int  # Copies that wait for the all-reduce over the replicas
     growth: int  # Copies that each unit adds to those (1) or removes from them (-1)

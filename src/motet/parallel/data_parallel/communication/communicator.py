@@ -69,10 +69,9 @@ class DataParallelCommunicator:
         self._parameter_codec = codecs.parameters
         self._tree_reducer = ReproducibleTreeReducer(mesh, layout) if layout.reproducible_batch_size else None
         self._steps_begun = torch.zeros((), dtype=torch.int64)  # Since the start of the run
-        self._microbatch = 0
-        self._local_steps = 0  # Begun by this process
-        device = mesh.shard_group.device
-        self._stream = torch.cuda.Stream(device) if codecs != CommunicationCodecs() and device.type == "cuda" else None
+        self._microbatch, self._local_steps = 0, 0  # Steps begun by this process
+        device, is_compressed = mesh.shard_group.device, codecs != CommunicationCodecs()
+        self._stream = torch.cuda.Stream(device) if is_compressed and device.type == "cuda" else None
         self._work_queue = WorkQueue()
         finalize(self, self._work_queue.close)
 
@@ -118,8 +117,8 @@ class DataParallelCommunicator:
     def broadcast(self, bucket: Tensor, owner: int) -> WorkHandle:
         """Broadcast from the rank that owns the bucket."""
         assert self._bucket_owners
-        options = self._options(self._bucket_owners.broadcast_algorithm)
-        return api.broadcast(bucket, self.mesh.shard_group, owner, **options)
+        algorithm = self._bucket_owners.broadcast_algorithm
+        return api.broadcast(bucket, self.mesh.shard_group, owner, **self._options(algorithm))
 
     def all_reduce(self, bucket_id: int, shard: Tensor) -> WorkHandle:
         """Reduce over the replica group."""
@@ -128,10 +127,8 @@ class DataParallelCommunicator:
         reducer, group = self._replica_reducer, self.mesh.replica_group
         if reducer is None or self._is_warming_up:
             return api.all_reduce(shard, group, **self._call_options("all-reduce", "replicas", shard))
-        seed = self._seed(bucket_id, "replicas", self._microbatch)
-        return self._start_async(
-            partial(reducer.all_reduce, bucket_id, shard, seed, dense_all_reduce=self._dense_all_reduce)
-        )
+        seed, dense_all_reduce = self._seed(bucket_id, "replicas", self._microbatch), self._dense_all_reduce
+        return self._start_async(partial(reducer.all_reduce, bucket_id, shard, seed, dense_all_reduce=dense_all_reduce))
 
     def all_gather(
         self, bucket_id: int, unsharded: Tensor, local_shard: Tensor, *, from_secondary: bool = False
@@ -152,8 +149,13 @@ class DataParallelCommunicator:
             message = encode(codec, local_shard, self._seed(bucket_id, "gather", group.rank))
             messages = message.new_empty(group.world, message.numel())
         options = self._call_options("all-gather", "shards", messages)
-        work = api.all_gather(messages, message, group, **options)
-        return WorkWithFinish(work, partial(_decode_shards, codec, messages, unsharded))
+
+        def decode_shards() -> None:
+            with codec_numerics():
+                for shard, received in zip(unsharded.view(len(messages), -1), messages, strict=True):
+                    shard.copy_(decode(codec, received, shard.shape, shard.dtype))
+
+        return WorkWithFinish(api.all_gather(messages, message, group, **options), decode_shards)
 
     def compression_state(self) -> dict[str, LocalShard | Tensor]:
         """State that only the same layout can continue with, one row for each rank; views, to be read and written."""
@@ -192,12 +194,6 @@ class DataParallelCommunicator:
         return self._work_queue.submit(run) if self._stream is None else run_on_stream(run, self._stream)
 
 
-def _decode_shards(codec: BlockwiseCodec, messages: Tensor, unsharded: Tensor) -> None:
-    with codec_numerics():
-        for shard, message in zip(unsharded.view(len(messages), -1), messages, strict=True):
-            shard.copy_(decode(codec, message, shard.shape, shard.dtype))
-
-
 def _two_level_reduce_scatter(
     shard: Tensor, unsharded: Tensor, codec: BlockwiseCodec, *, intra: RankGroup, inter: RankGroup, seed: int
 ) -> None:
@@ -234,8 +230,7 @@ class CompressedGradientReducer:
         text = repr((str(codec), group.world, specs))
         for word, stored in _STORED_WORDS.items():
             text = text.replace(word, stored)
-        self._digest = crc32(text.encode())
-        dtype = specs[shard].dtype
+        self._digest, dtype = crc32(text.encode()), specs[shard].dtype
         sizes = [spec.numel if uses_error_feedback else 0 for spec in self._specs]
         self.errors = torch.zeros(sum(sizes), dtype=getattr(torch, dtype), device=group.device)
         self._errors = self.errors.split(sizes)
@@ -317,7 +312,6 @@ class CompressedGradientReducer:
 
 
 def _basis_shapes(codec: PowerSGDCodec, specs: StepReductionSpecs) -> list[list[tuple[int, int]]]:
-    """Shapes of the bases by buffer and segment; a segment that is no matrix has 0 x 0."""
     return [
         [(s.columns, min(codec.rank, s.rows, s.columns)) if isinstance(s, MatrixView) else (0, 0) for s in segments]
         for segments in (spec.split_for_powersgd(codec, specs.dtype) for spec in specs.buffers)
