@@ -163,11 +163,8 @@ def sent_and_owed(group: RankGroup, case: Case, parts: int, count: int) -> tuple
         for name, piece in spread.local_shards(spread.local_gradients()).items():
             first = where[name].start + piece.start
             out[first : first + piece.values.numel()] += piece.values
-    rows = [
-        part.values
-        for name, part in spread.communicator.compression_state().items()
-        if isinstance(part, LocalShard) and "errors" in name
-    ]
+    state = spread.communicator.compression_state().items()
+    rows = [part.values for name, part in state if isinstance(part, LocalShard) and "errors" in name]
     owed += rows[0] if rows else 0
     for total in (true, owed, *([out] if "zero=0" not in case[0] else [])):
         dist.all_reduce(total)
@@ -198,9 +195,8 @@ def arrivals(group: RankGroup, feeds_back: bool) -> int:
     for _ in range(20):
         engine.begin_step()
         engine.backward((module.weight * slope).sum())
-        for piece in engine.optimizer.sharded_parameters.local_shards(
-            engine.optimizer.sharded_parameters.local_gradients()
-        ).values():
+        spread = engine.optimizer.sharded_parameters
+        for piece in spread.local_shards(spread.local_gradients()).values():
             seen[piece.start : piece.start + piece.values.numel()] += piece.values.abs()
     dist.all_reduce(seen)
     return int(seen.count_nonzero())

@@ -49,13 +49,11 @@ def measured(group: RankGroup, layout: str, name: str, how: dict[str, object]) -
     """Kept and most bytes of a step, counted; and what is said of both."""
     settings, recipe = parse_layout(layout), RECIPES[name]
     communication = CommunicationSettings.model_validate(how)
-    engine = motet.parallelize(
-        Net(),
-        settings,
-        loss=lambda module, x: (module(x).float().square().sum(), 1),
-        precision=name,
-        communication=communication,
-    )
+
+    def loss(module: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+        return module(x).float().square().sum(), 1
+
+    engine = motet.parallelize(Net(), settings, loss=loss, precision=name, communication=communication)
     batches = [torch.randn(1, WIDTH, dtype=getattr(torch, recipe.compute)) for _ in range(settings.microbatches)]
     for _ in range(2):
         engine.step(*batches)
@@ -70,12 +68,8 @@ def measured(group: RankGroup, layout: str, name: str, how: dict[str, object]) -
         engine.step(*batches)
     resolved = resolve_layout(settings, group.world, group.world * settings.microbatches)
     said = model_state_memory(spread.comm_units, resolved, recipe, moments_per_parameter=2, rank=group.rank).total
-    return (
-        kept,
-        storages.peak,
-        said,
-        said + peak_transient_bytes(spread.comm_units, resolved, recipe, settings=communication),
-    )
+    peak = peak_transient_bytes(spread.comm_units, resolved, recipe, settings=communication)
+    return kept, storages.peak, said, said + peak
 
 
 @pytest.mark.parametrize(

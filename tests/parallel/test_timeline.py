@@ -121,8 +121,7 @@ def test_overlap_makes_a_step_shorter_and_never_longer(zero: int) -> None:
 
 def complete_in_order(job_folder: Path) -> tuple[list[int], list[frozenset[str]], list[str]]:
     """The order of the buckets in a real backward, their parameters, and the kind of the job's model."""
-    small = ("communication.bucket_mib=0.02", "communication.first_bucket_mib=0.001")
-    job = small_job(job_folder, *small)
+    job = small_job(job_folder, "communication.bucket_mib=0.02", "communication.first_bucket_mib=0.001")
     order: list[int] = []
     with precision_context(job):
         parts = build_components(job, RankGroup(0, 1, None, torch.device("cpu")), job_folder)

@@ -250,5 +250,4 @@ def _reproducible_rows_of_rank(layout: Layout, rank: int, count: int) -> range:
 
 
 def _even_range(count: int, parts: int, index: int) -> range:
-    """One of `parts` ranges whose lengths differ by one at most."""
     return range(index * count // parts, (index + 1) * count // parts)

@@ -75,8 +75,7 @@ def shard_range(length: int, shards: int, index: int, *, owner: int | None = Non
     """(first, stop) of one of equal shards; with an owner, the owner has everything."""
     if owner is not None:
         return 0, length if index == owner else 0
-    size = length // shards
-    return index * size, (index + 1) * size
+    return index * (length // shards), (index + 1) * (length // shards)
 
 
 def build_buckets(

@@ -79,8 +79,7 @@ def padded_shard_numel(shapes: Iterable[Shape], shards: int) -> int:
 def shard_rows(rows: int, shards: int, shard: int) -> tuple[int, int]:
     """(first, stop) of the rows of a parameter that a shard holds, without padding."""
     rows_per_shard = -(-rows // shards)
-    first = rows_per_shard * shard
-    return min(first, rows), min(first + rows_per_shard, rows)
+    return min(rows_per_shard * shard, rows), min(rows_per_shard * (shard + 1), rows)
 
 
 def shard_numel(shapes: Iterable[Shape], shards: int, shard: int) -> int:

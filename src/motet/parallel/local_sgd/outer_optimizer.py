@@ -265,7 +265,6 @@ class OuterOptimizer:
         self._parameters.wait_for_pending()
 
     def _write_fragment(self, fragment_id: int, flat: Tensor, *, local_weight: float = 0.0) -> None:
-        """Write the masters of a fragment; `local_weight` is the weight of their values before."""
         shards = self._master_shards()
         for name, shard in self._local_shards({fragment_id: flat}):
             if local_weight:
@@ -276,8 +275,6 @@ class OuterOptimizer:
 
 @dataclass(eq=False)
 class _PendingOuterStep:
-    """The outer step of some fragments, in flight or waiting to be merged."""
-
     start_step: int  # The step after which it began
     pseudo_gradients: dict[int, Tensor]  # By fragment; their means once it is finished
     is_locally_finite: bool  # On this replica

@@ -216,10 +216,7 @@ def draw_svg(
     """
     scale, height = (_WIDTH - _LABEL - 16) / (end_time or _end_time(times)), _TOP + 2 * _ROW + _GAP + 24
     resource_of = {node.name: node.resource for node in nodes}
-
-    def x_at(time: float) -> float:
-        return _LABEL + time * scale
-
+    spans = {name: (_LABEL + start * scale, _LABEL + stop * scale) for name, (start, stop) in times.items()}
     elements = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">',
         f"<title>{escape(title)}</title><style>{_STYLE}</style>",
@@ -231,12 +228,10 @@ def draw_svg(
     for node in nodes:
         for name in node.depends_on:
             if resource_of[name] != node.resource:
-                begin, end = x_at(times[name][1]), x_at(times[node.name][0])
-                elements.append(_dependency_path(begin, end, is_downward=resource_of[name] == "compute"))
-    for node in nodes:
-        start, stop = times[node.name]
-        elements.append(_box(node, x_at(start), max(x_at(stop) - x_at(start), 2.0)))
-    return "\n".join([*elements, "</svg>", ""])
+                is_downward = resource_of[name] == "compute"
+                elements.append(_dependency_path(spans[name][1], spans[node.name][0], is_downward=is_downward))
+    boxes = (_box(node, spans[node.name][0], max(spans[node.name][1] - spans[node.name][0], 2.0)) for node in nodes)
+    return "\n".join([*elements, *boxes, "</svg>", ""])
 
 
 def _top(resource: TimelineResource) -> float:
@@ -245,8 +240,7 @@ def _top(resource: TimelineResource) -> float:
 
 def _dependency_path(begin: float, end: float, *, is_downward: bool) -> str:
     compute, network = _top("compute") + _ROW, _top("network")
-    y1, y2 = (compute, network) if is_downward else (network, compute)
-    middle = (y1 + y2) / 2
+    (y1, y2), middle = (compute, network) if is_downward else (network, compute), (compute + network) / 2
     return f'<path class="waits" d="M{begin:.1f} {y1:g}C{begin:.1f} {middle:g} {end:.1f} {middle:g} {end:.1f} {y2:g}"/>'
 
 

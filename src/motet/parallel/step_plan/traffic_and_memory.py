@@ -92,7 +92,7 @@ def sent_bytes_per_step(
         )
     all_gather = sum(
         unit.gather_count * model.all_gather_bytes(unit.gathered_numel, compute, unit.codecs.parameters)
-        + unit.secondary_gather_count * model.all_gather_bytes(unit.gathered_numel, compute, None, "near")
+        + unit.secondary_gather_count * model.all_gather_bytes(unit.gathered_numel, compute, None, group_name="near")
         for unit in units
     )
     return StepTrafficBytes(reduce_scatter, all_reduce, all_gather)
@@ -160,7 +160,7 @@ class _CollectiveTrafficModel:
         return self._compressed_all_reduce_bytes(buffer, dtype, codec, group_name="replicas")
 
     def all_gather_bytes(
-        self, numel: int, dtype: str, codec: BlockwiseCodec | None, group_name: GroupName = "shards"
+        self, numel: int, dtype: str, codec: BlockwiseCodec | None, *, group_name: GroupName = "shards"
     ) -> int:
         if codec is None:
             return self._bytes_sent("all-gather", group_name, numel, width=DTYPE_BYTES[dtype])
@@ -292,7 +292,6 @@ def _peak_of_units(units: Sequence[FSDPUnit], layout: Layout, recipe: PrecisionR
 def _live_bytes(
     units: Sequence[FSDPUnit], layout: Layout, recipe: PrecisionRecipe, *, case: _AccumulationCase
 ) -> Iterator[int]:
-    """Bytes that are live during a micro-batch, without masters and moments."""
     compute, reduce, shards = DTYPE_BYTES[recipe.compute], DTYPE_BYTES[recipe.reduce], layout.shards
     reshards = layout.reshard_after_forward
     *blocks, root = units

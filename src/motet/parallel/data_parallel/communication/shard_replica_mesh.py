@@ -41,11 +41,8 @@ def make_mesh(group: RankGroup, comm_groups: CommunicationGroups) -> ShardReplic
 
 def _make_subgroup(group: RankGroup, rank_groups: RankGroups) -> RankGroup:
     """This rank's subgroup. Every rank makes all subgroups, in the same order."""
-    if len(rank_groups) == 1:
-        return group
-    if len(rank_groups[0]) == 1:
-        return RankGroup(0, 1, None, group.device)
-    process_groups = [dist.new_group(list(ranks)) for ranks in rank_groups]
-    index = next(i for i, ranks in enumerate(rank_groups) if group.rank in ranks)
-    ranks = rank_groups[index]
-    return replace(group, rank=ranks.index(group.rank), world=len(ranks), process_group=process_groups[index])
+    if len(rank_groups) == 1 or len(rank_groups[0]) == 1:
+        return group if len(rank_groups) == 1 else RankGroup(0, 1, None, group.device)
+    process_groups = {ranks: dist.new_group(list(ranks)) for ranks in rank_groups}
+    ranks = next(ranks for ranks in rank_groups if group.rank in ranks)
+    return replace(group, rank=ranks.index(group.rank), world=len(ranks), process_group=process_groups[ranks])
