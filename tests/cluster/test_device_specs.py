@@ -31,24 +31,16 @@ def test_a_device_is_found_by_the_name_that_is_reported(reported):
 
 @pytest.mark.parametrize(
     "reported",
-    [
-        "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "NVIDIA GeForce RTX 4090 D",
-        "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
-        "A10G",
-        "",
-    ],
+    [f"NVIDIA {name}" for name in ("GeForce RTX 4090 Laptop GPU", "GeForce RTX 4090 D", "A100-SXM4-80GB MIG 1g.10gb")]
+    + ["A10G", ""],
 )
 def test_a_similar_name_is_another_device(reported):
     assert find_device(reported) is None
 
 
-def test_a_device_knows_only_the_dtypes_that_it_has():
+def test_the_table_is_in_order():
     assert "bfloat16" not in find_device("Tesla V100-SXM2-16GB").peak_flops
     assert "float8" not in find_device("NVIDIA A100-SXM4-80GB").peak_flops
-
-
-def test_the_table_is_in_order():
     assert len({device.name for device in DEVICES}) == len(DEVICES)
     for device in DEVICES:
         figures = [*device.peak_flops.values(), device.memory_bytes, device.bandwidth_Bps]

@@ -1,9 +1,9 @@
-"""Networks: every rank reaches every other, over links that exist and hang together, and over no more than it must."""
+"""Networks: every rank reaches every other over links that exist, and over no more than it must; what hashed flows cost."""
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from fractions import Fraction
-from itertools import permutations
-from math import prod
+from itertools import permutations, product
+from math import comb, prod
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from motet.cluster.cluster import Cluster, cluster_for_ranks, uniform_cluster
 from motet.cluster.cluster_toml import cluster_from_dict
-from motet.cluster.network_link import NetworkLink, with_origin
+from motet.cluster.network_link import NetworkLink, expected_max_load, with_origin
 from motet.cluster.topology import TorusNetwork
 from motet.core.errors import InputError
 
@@ -20,7 +20,6 @@ PORT = {"alpha_s": 1e-6, "bandwidth_Bps": 8}
 
 
 def made(devices: int, hosts: int = 1, inside: dict[str, Any] | None = None, **between: Any) -> Cluster:
-    """A cluster from the fewest words."""
     tree: dict[str, Any] = {"devices_per_host": devices, "hosts": hosts, "gamma_s_per_byte": 0}
     tree["inside"] = PORT | (inside or {"kind": "switch"})
     return cluster_from_dict(tree | ({"between": PORT | between} if between else {}))
@@ -54,7 +53,6 @@ def between_kinds(hosts: int) -> list[dict[str, Any]]:
 
 
 def links_of(cluster: Cluster) -> dict[str, NetworkLink]:
-    """The links that any message crosses."""
     pairs = permutations(range(cluster.ranks), 2)
     return {name: cluster.link(name) for src, dst in pairs for name in cluster.route(src, dst)}
 
@@ -112,18 +110,12 @@ def test_a_uniform_network_is_ports_alone_and_exact() -> None:
     assert port.alpha_s.origin == "assumed"
 
 
-def test_pcie_crosses_the_bridge_only_between_switches() -> None:
+def test_devices_share_bridges_buses_and_nics() -> None:
     cluster = made(4, inside=inside_kinds(4)[3])
     assert cluster.route(0, 1) == ("0.out", "1.in")
     assert cluster.route(0, 3) == ("0.out", "switch0.up", "bridge0", "switch1.down", "3.in")
-
-
-def test_all_share_one_bus() -> None:
     cluster = made(3, inside=inside_kinds(2)[2])
     assert all("bus0" in cluster.route(a, b) for a in range(3) for b in range(3) if a != b)
-
-
-def test_devices_share_nics() -> None:
     cluster = made(8, 2, kind="switch", nics=2)
     assert [cluster.route(src, 8)[1] for src in range(8)] == ["net/nic0.up"] * 4 + ["net/nic1.up"] * 4
 
@@ -137,12 +129,8 @@ def test_rails_stay_under_their_leaf() -> None:
 
 
 def loads(cluster: Cluster, pairs: list[tuple[int, int]]) -> dict[str, float]:
-    """Seconds for which each link carries one byte of each pair, evenly spread."""
-    found: dict[str, float] = defaultdict(float)
-    for src, dst in pairs:
-        for name in cluster.route(src, dst):
-            found[name] += 1 / cluster.link(name).bandwidth_Bps.value
-    return found
+    crossed = Counter(name for pair in pairs for name in cluster.route(*pair))
+    return {name: times / cluster.link(name).bandwidth_Bps.value for name, times in crossed.items()}
 
 
 @given(st.integers(1, 3), st.sampled_from([1, 2, 4]), st.sampled_from([0.5, 1.0, 2.0, 3.0]), st.booleans())
@@ -150,17 +138,8 @@ def test_the_cut_above_a_leaf_is_narrower_by_the_oversubscription(
     hosts_per_leaf: int, nics: int, oversubscription: float, rails: bool
 ) -> None:
     hosts, devices = 2 * hosts_per_leaf, 4
-    cluster = made(
-        devices,
-        hosts,
-        kind="spine_leaf",
-        nics=nics,
-        hosts_per_leaf=hosts_per_leaf,
-        uplinks=4,
-        oversubscription=oversubscription,
-        rails=rails,
-        flows="pinned",
-    )
+    choices: dict[str, Any] = {"kind": "spine_leaf", "nics": nics, "hosts_per_leaf": hosts_per_leaf, "uplinks": 4}
+    cluster = made(devices, hosts, **choices, oversubscription=oversubscription, rails=rails, flows="pinned")
     half = cluster.ranks // 2  # every leaf has all of its hosts in one half
     found = loads(cluster, [(src, src + half) for src in range(half)] + [(src + half, src) for src in range(half)])
     leaf = {name: seconds for name, seconds in found.items() if "leaf" in name}
@@ -186,14 +165,8 @@ def tori(draw: st.DrawFn) -> TorusNetwork:
 
 
 def ends_of_wires(network: TorusNetwork) -> dict[str, tuple[int, int]]:
-    """The two ends of each wire, by the ports of the same neighbours."""
-    ends = {}
-    for a in range(network.ranks):
-        for b in range(network.ranks):
-            route = network.route(a, b)
-            if len(route) == 3:
-                ends[route[1]] = a, b
-    return ends
+    routes = {pair: network.route(*pair) for pair in product(range(network.ranks), repeat=2)}
+    return {route[1]: pair for pair, route in routes.items() if len(route) == 3}
 
 
 @settings(deadline=None, max_examples=12)
@@ -256,3 +229,66 @@ def test_the_first_ranks_of_a_cluster_keep_their_routes() -> None:
         cluster_for_ranks(whole, 0)
     with pytest.raises(InputError, match="cannot have 0 ranks"):
         uniform_cluster(0, 1, 1)
+
+
+def counted(balls: int, bins: int) -> Fraction:
+    """The expectation over all `bins ** balls` ways, counted: the tail sum of P(fullest > k)."""
+
+    def ways(most: int) -> int:
+        found = [1] + [0] * balls  # of placing n balls into the bins so far, none with more than `most`
+        for _ in range(bins):
+            found = [sum(comb(n, i) * found[n - i] for i in range(min(n, most) + 1)) for n in range(balls + 1)]
+        return found[balls]
+
+    return sum((1 - Fraction(ways(k), bins**balls) for k in range(balls)), Fraction(0))
+
+
+@pytest.mark.parametrize("bins", [1, 2, 3, 5, 16])
+@pytest.mark.parametrize("balls", [0, 1, 2, 3, 7, 16, 24])
+def test_the_fullest_bin_is_as_full_as_counted(balls: int, bins: int) -> None:
+    assert expected_max_load(balls, bins) == pytest.approx(float(counted(balls, bins)), rel=1e-10, abs=1e-12)
+
+
+def test_cases_that_are_known_by_heart() -> None:
+    assert expected_max_load(2, 2) == pytest.approx(1.5, rel=1e-12)
+    assert expected_max_load(2, 365) == pytest.approx(1 + 1 / 365, rel=1e-12)
+    assert expected_max_load(3, 3) == pytest.approx((6 * 1 + 18 * 2 + 3 * 3) / 27, rel=1e-12)
+
+
+@given(st.integers(1, 400), st.integers(1, 64))
+def test_the_fullest_bin_has_at_least_the_mean_and_at_most_all(balls: int, bins: int) -> None:
+    fullest = expected_max_load(balls, bins)
+    assert max(1, balls / bins) * (1 - 1e-10) <= fullest <= balls * (1 + 1e-10)
+    assert expected_max_load(balls + 1, bins) > fullest - 1e-9
+
+
+def paths(count: int) -> NetworkLink:
+    return NetworkLink(with_origin(0), with_origin(1), hashed_paths=count)
+
+
+@given(st.integers(1, 400), st.integers(1, 64))
+def test_imbalance_is_between_even_and_all_in_one_path(flows: int, count: int) -> None:
+    assert 1 - 1e-10 <= paths(count).imbalance(flows) <= count * (1 + 1e-10)
+
+
+def test_imbalance_of_one_flow_of_very_many_and_of_fractions() -> None:
+    assert paths(8).imbalance(1) == 8  # it has one path of eight
+    assert 1 < paths(8).imbalance(20_000) < 1.04
+    assert paths(1).imbalance(5) == 1
+    link = NetworkLink(with_origin(Fraction(1, 3)), with_origin(Fraction(7)))
+    assert Fraction(1) / link.bandwidth_Bps.value + link.alpha_s.value == Fraction(10, 21)
+    assert isinstance(link.imbalance(3) * Fraction(1, 3), Fraction)
+
+
+@pytest.mark.parametrize(
+    ("alpha_s", "bandwidth", "count", "words"),
+    [
+        (0, 0, 1, "bandwidth_Bps = 0 carries nothing; give more than 0"),
+        (0, float("nan"), 1, "bandwidth_Bps = nan carries nothing"),
+        (-1, 1, 1, "alpha_s = -1 starts before it is asked; give 0 or more"),
+        (0, 1, 0, "0 paths; give 1 or more"),
+    ],
+)
+def test_impossible_links(alpha_s: float, bandwidth: float, count: int, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        NetworkLink(with_origin(alpha_s), with_origin(bandwidth), hashed_paths=count)

@@ -14,15 +14,12 @@ from motet.collectives.program import ChunkTransfer, Program, Step
 from motet.collectives.prove.program_cases import ProgramCase
 from motet.collectives.prove.program_checker import UnprovenCollectiveError, prove_program
 
-MutationOutcome = Literal["rejected", "equivalent", "missed"]
-
 
 @dataclass(frozen=True)
 class MutatedCollectiveProgram:
     """A Program with one thing changed, and what."""
 
     description: str
-    step: int
     program: Program
 
 
@@ -31,8 +28,7 @@ class MutationCheckResult:
     """`missed` is a fault of the proof: it lets a Program pass that gives wrong sums."""
 
     mutation: MutatedCollectiveProgram
-    outcome: MutationOutcome
-    reason: str
+    outcome: Literal["rejected", "equivalent", "missed"]
 
 
 def spread_mutations(cases: Sequence[ProgramCase], count: int) -> Iterator[MutationCheckResult]:
@@ -52,14 +48,15 @@ def generate_mutations(program: Program, count: int, seed: int = 0) -> Iterator[
             return
         name, mutate = rng.choice(_MUTATIONS)
         step_index = rng.randrange(len(program.steps))
-        transfer_index = rng.randrange(len(program.steps[step_index])) if program.steps[step_index] else None
-        steps = None if transfer_index is None else mutate(program, step_index, transfer_index, rng)
-        if steps is not None and steps not in seen_steps:
+        if not program.steps[step_index]:
+            continue
+        transfer_index = rng.randrange(len(program.steps[step_index]))
+        steps = tuple(mutate(program, step_index, transfer_index, rng) or ())
+        if steps and steps not in seen_steps:
             seen_steps.add(steps)
-            assert transfer_index is not None
             transfer = program.steps[step_index][transfer_index]
             description = f"step {step_index}: {transfer} {name}{_describe_added_transfer(program.steps, steps)}"
-            yield MutatedCollectiveProgram(description, step_index, replace(program, steps=steps))
+            yield MutatedCollectiveProgram(description, replace(program, steps=steps))
 
 
 def _describe_added_transfer(before: Sequence[Step], after: Sequence[Step]) -> str:
@@ -76,11 +73,9 @@ def check_mutation(mutation: MutatedCollectiveProgram) -> MutationCheckResult:
     """The proof's verdict and, where it accepts the Program, whether the sums are right."""
     try:
         prove_program(mutation.program)
-    except UnprovenCollectiveError as error:
-        return MutationCheckResult(mutation, "rejected", str(error))
-    if computes_correct_sums(mutation.program):
-        return MutationCheckResult(mutation, "equivalent", "every rank ends with the right sums")
-    return MutationCheckResult(mutation, "missed", "it is proven, and gives wrong sums")
+    except UnprovenCollectiveError:
+        return MutationCheckResult(mutation, "rejected")
+    return MutationCheckResult(mutation, "equivalent" if computes_correct_sums(mutation.program) else "missed")
 
 
 def computes_correct_sums(program: Program, seed: int = 1) -> bool:
@@ -103,74 +98,67 @@ def computes_correct_sums(program: Program, seed: int = 1) -> bool:
     )
 
 
-def _replace_step(program: Program, step_index: int, step: list[ChunkTransfer]) -> tuple[Step, ...]:
-    return (*program.steps[:step_index], tuple(step), *program.steps[step_index + 1 :])
+def _edited(
+    program: Program, step_index: int, transfer_index: int, edit: Callable[[ChunkTransfer], list[ChunkTransfer]]
+) -> list[Step]:
+    """The steps, with others in place of one transfer."""
+    step = program.steps[step_index]
+    changed = (*step[:transfer_index], *edit(step[transfer_index]), *step[transfer_index + 1 :])
+    return [*program.steps[:step_index], changed, *program.steps[step_index + 1 :]]
 
 
-def _drop_transfer(program: Program, step_index: int, transfer_index: int, rng: random.Random) -> tuple[Step, ...]:
-    step = list(program.steps[step_index])
-    del step[transfer_index]
-    return _replace_step(program, step_index, step)
+def _drop_transfer(program: Program, step_index: int, transfer_index: int, rng: random.Random) -> list[Step]:
+    return _edited(program, step_index, transfer_index, lambda t: [])
 
 
-def _repeat_transfer(program: Program, step_index: int, transfer_index: int, rng: random.Random) -> tuple[Step, ...]:
-    later = rng.randrange(step_index, len(program.steps))
-    return _replace_step(program, later, [*program.steps[later], program.steps[step_index][transfer_index]])
+def _repeat_transfer(program: Program, step_index: int, transfer_index: int, rng: random.Random) -> list[Step]:
+    steps, later = list(program.steps), rng.randrange(step_index, len(program.steps))
+    steps[later] = (*steps[later], program.steps[step_index][transfer_index])
+    return steps
 
 
-def _redirect_transfer(
-    program: Program, step_index: int, transfer_index: int, rng: random.Random
-) -> tuple[Step, ...] | None:
-    step = list(program.steps[step_index])
-    t = step[transfer_index]
-    others = [rank for rank in range(program.ranks) if rank not in (t.src, t.dst)]
-    if not others:
-        step[transfer_index] = t._replace(src=t.dst, dst=t.src)
-    else:
+def _redirect_transfer(program: Program, step_index: int, transfer_index: int, rng: random.Random) -> list[Step]:
+    def redirect(t: ChunkTransfer) -> list[ChunkTransfer]:
+        others = [rank for rank in range(program.ranks) if rank not in (t.src, t.dst)]
+        if not others:
+            return [t._replace(src=t.dst, dst=t.src)]
         other = rng.choice(others)
-        step[transfer_index] = t._replace(src=other) if rng.random() < 0.5 else t._replace(dst=other)
-    return _replace_step(program, step_index, step)
+        return [t._replace(src=other) if rng.random() < 0.5 else t._replace(dst=other)]
+
+    return _edited(program, step_index, transfer_index, redirect)
 
 
 def _move_to_other_step(
     program: Program, step_index: int, transfer_index: int, rng: random.Random
-) -> tuple[Step, ...] | None:
+) -> list[Step] | None:
     others = [n for n in range(len(program.steps)) if n != step_index]
     if not others:
         return None
-    target = rng.choice(others)
-    steps = list(_drop_transfer(program, step_index, transfer_index, rng))
+    target, steps = rng.choice(others), _edited(program, step_index, transfer_index, lambda t: [])
     steps[target] = (*steps[target], program.steps[step_index][transfer_index])
-    return tuple(steps)
+    return steps
 
 
-def _swap_steps(program: Program, step_index: int, transfer_index: int, rng: random.Random) -> tuple[Step, ...] | None:
-    other = rng.randrange(len(program.steps))
-    steps = list(program.steps)
+def _swap_steps(program: Program, step_index: int, transfer_index: int, rng: random.Random) -> list[Step]:
+    steps, other = list(program.steps), rng.randrange(len(program.steps))
     steps[step_index], steps[other] = steps[other], steps[step_index]
-    return tuple(steps)
+    return steps
 
 
-def _shift_chunks(
-    program: Program, step_index: int, transfer_index: int, rng: random.Random
-) -> tuple[Step, ...] | None:
-    step = list(program.steps[step_index])
-    t = step[transfer_index]
-    offset = rng.choice((-1, 1))
-    if t.first + offset < 0 or t.last + offset >= program.chunks:
-        return None
-    step[transfer_index] = t._replace(first=t.first + offset, last=t.last + offset)
-    return _replace_step(program, step_index, step)
+def _shift_chunks(program: Program, step_index: int, transfer_index: int, rng: random.Random) -> list[Step] | None:
+    t, offset = program.steps[step_index][transfer_index], rng.choice((-1, 1))
+    shifted = t._replace(first=t.first + offset, last=t.last + offset)
+    is_possible = shifted.first >= 0 and shifted.last < program.chunks
+    return _edited(program, step_index, transfer_index, lambda t: [shifted]) if is_possible else None
 
 
-def _flip_operation(program: Program, step_index: int, transfer_index: int, rng: random.Random) -> tuple[Step, ...]:
-    step = list(program.steps[step_index])
-    step[transfer_index] = step[transfer_index]._replace(op="copy" if step[transfer_index].op == "reduce" else "reduce")
-    return _replace_step(program, step_index, step)
+def _flip_operation(program: Program, step_index: int, transfer_index: int, rng: random.Random) -> list[Step]:
+    return _edited(
+        program, step_index, transfer_index, lambda t: [t._replace(op="copy" if t.op == "reduce" else "reduce")]
+    )
 
 
-_Mutation = Callable[[Program, int, int, random.Random], tuple[Step, ...] | None]
-_MUTATIONS: tuple[tuple[str, _Mutation], ...] = (
+_MUTATIONS: tuple[tuple[str, Callable[[Program, int, int, random.Random], list[Step] | None]], ...] = (
     ("dropped", _drop_transfer),
     ("repeated", _repeat_transfer),
     ("redirected", _redirect_transfer),

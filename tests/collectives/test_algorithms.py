@@ -2,18 +2,20 @@
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from fractions import Fraction
+from itertools import chain, product
 from math import prod
 
 import pytest
 
 from motet.cluster.cluster import uniform_cluster
-from motet.collectives.algorithms import algorithm_names, build, closed_form, collective_names, find_algorithm
+from motet.collectives.algorithms import build, closed_form, find_algorithm
 from motet.collectives.cost.alpha_beta import estimate_cost
 from motet.collectives.prove.program_checker import prove_program
 from motet.core.errors import InputError
+from program_library import ALL
 
-ALL = [(collective, name) for collective in collective_names() for name in algorithm_names(collective)]
 SOME_COUNTS = (2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 24, 32)
 OPTIONS: dict[str, tuple[object, ...]] = {
     "root": (1,),
@@ -36,16 +38,10 @@ def _check(collective: str, name: str, ranks: int, **options: object) -> None:
     assert derived == closed_form(collective, name, ranks, **options).seconds(alpha, beta * size, gamma * size)
 
 
+@pytest.mark.parametrize("counts", [SOME_COUNTS, pytest.param(range(2, 65), marks=pytest.mark.proof)])
 @pytest.mark.parametrize(("collective", "name"), ALL)
-def test_proven_and_costed_as_the_closed_form(collective: str, name: str) -> None:
-    for ranks in filter(find_algorithm(collective, name).supports, SOME_COUNTS):
-        _check(collective, name, ranks)
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize(("collective", "name"), ALL)
-def test_proven_and_costed_at_every_count_up_to_64(collective: str, name: str) -> None:
-    for ranks in filter(find_algorithm(collective, name).supports, range(2, 65)):
+def test_proven_and_costed_as_the_closed_form(collective: str, name: str, counts: Sequence[int]) -> None:
+    for ranks in filter(find_algorithm(collective, name).supports, counts):
         _check(collective, name, ranks)
 
 
@@ -55,9 +51,8 @@ def test_options_change_the_program_and_its_cost_alike(collective: str, name: st
     for option in found.options:
         assert OPTIONS[option]
         for value in OPTIONS[option]:
-            if isinstance(value, tuple) and len(value) != found.axes:
-                continue
-            _check(collective, name, 12, **{option: value})
+            if not isinstance(value, tuple) or len(value) in found.axes:
+                _check(collective, name, prod(value) if isinstance(value, tuple) else 12, **{option: value})
 
 
 def test_every_algorithm_says_what_it_is() -> None:
@@ -68,11 +63,17 @@ def test_every_algorithm_says_what_it_is() -> None:
         assert (built.collective, built.algorithm) == (collective, name)
 
 
-def test_a_ring_moves_what_theory_says() -> None:
+def test_a_ring_moves_what_theory_says_and_a_torus_uses_all_its_links_alike() -> None:
     built = build("all-reduce", "ring", 5)
     assert [built.send_fraction(rank) for rank in range(5)] == [Fraction(2 * 4, 5)] * 5
     assert len(built.steps) == 8 and built.message_count == 40
     assert {(t.src, t.dst) for step in built.steps for t in step} == {(rank, (rank + 1) % 5) for rank in range(5)}
+    built = build("all-reduce", "torus-2d", 16, dims=(4, 4))
+    crossed = Counter[tuple[int, int]]()
+    for step in built.steps:
+        for t in step:
+            crossed[t.src, t.dst] += built.relative_size(t)
+    assert len(crossed) == 16 * 4 and len(set(crossed.values())) == 1
 
 
 @pytest.mark.parametrize("name", ["recursive-doubling", "halving-doubling"])
@@ -86,41 +87,22 @@ def test_butterflies_meet_every_partner_at_a_distance_of_a_power_of_two(name: st
 def test_grids_use_only_neighbours(name: str, dims: tuple[int, ...]) -> None:
     """Two ranks that talk differ by one in one coordinate, on a torus also around its end."""
     built = build("all-reduce", name, 12, dims=dims)
-
-    def place(rank: int) -> list[int]:
-        found = []
-        for length in reversed(dims):
-            rank, coordinate = divmod(rank, length)
-            found.append(coordinate)
-        return found[::-1]
-
-    for step in built.steps:
-        for t in step:
-            apart = [(abs(a - b), d) for a, b, d in zip(place(t.src), place(t.dst), dims, strict=True) if a != b]
-            assert len(apart) == 1
-            distance, length = apart[0]
-            assert distance == 1 or (name != "mesh-2d" and distance == length - 1)
-
-
-def test_a_torus_uses_all_its_links_alike() -> None:
-    built = build("all-reduce", "torus-2d", 16, dims=(4, 4))
-    crossed = Counter[tuple[int, int]]()
-    for step in built.steps:
-        for t in step:
-            crossed[t.src, t.dst] += built.relative_size(t)
-    assert len(crossed) == 16 * 4 and len(set(crossed.values())) == 1
+    places = list(product(*map(range, dims)))
+    for t in chain.from_iterable(built.steps):
+        apart = [(abs(a - b), d) for a, b, d in zip(places[t.src], places[t.dst], dims, strict=True) if a != b]
+        assert len(apart) == 1
+        distance, length = apart[0]
+        assert distance == 1 or (name != "mesh-2d" and distance == length - 1)
 
 
 def test_in_a_double_tree_whoever_is_inside_one_is_a_leaf_of_the_other() -> None:
     for ranks in range(3, 40):
         built = build("all-reduce", "double-tree", ranks, pieces=1)
-        parents = [
-            {t.dst for step in built.steps for t in step if t.op == "reduce" and t.first == tree} for tree in (0, 1)
-        ]
+        sums = [t for t in chain.from_iterable(built.steps) if t.op == "reduce"]
+        parents = [{t.dst for t in sums if t.first == tree} for tree in (0, 1)]
+        copies = [t for t in chain.from_iterable(built.steps) if t.op == "copy"]
         roots = [
-            {t.src for step in built.steps for t in step if t.op == "copy" and t.first == tree}
-            - {t.dst for step in built.steps for t in step if t.op == "copy" and t.first == tree}
-            for tree in (0, 1)
+            {t.src for t in copies if t.first == tree} - {t.dst for t in copies if t.first == tree} for tree in (0, 1)
         ]
         assert not parents[0] & parents[1] and all(len(root) == 1 for root in roots)
 
@@ -194,8 +176,8 @@ def test_a_torus_of_any_number_of_dimensions(dims: tuple[int, ...]) -> None:
         assert build("all-reduce", "torus", prod(dims), dims=dims).steps == named.steps
 
 
-def test_the_double_tree_is_as_deep_as_derived() -> None:
-    """docs/reference/collective-costs.md: 2q-1 or 2q steps for the first piece, p more for each other one."""
+def test_the_double_tree_is_as_deep_as_derived_and_hosts_may_be_unequal() -> None:
+    # docs/reference/collective-costs.md: 2q-1 or 2q steps for the first piece, p more for each other one.
     for ranks in range(2, 129):
         q = ranks.bit_length() - 1
         one, four = (len(build("all-reduce", "double-tree", ranks, pieces=pieces).steps) // 2 for pieces in (1, 4))
@@ -203,9 +185,6 @@ def test_the_double_tree_is_as_deep_as_derived() -> None:
         assert four == one + (1 if ranks == 2 else 2) * 3
         if ranks == 1 << q:
             assert one == 2 * q - 1
-
-
-def test_hosts_of_unequal_sizes_take_any_number_of_ranks() -> None:
     for ranks in (5, 7, 11):
         for hosts in range(1, ranks + 1):
             _check("all-reduce", "hierarchical", ranks, hosts=hosts)

@@ -1,4 +1,4 @@
-"""Faults between ranks: killed processes, calls that do not match, timeouts. Each has a message of one sentence."""
+"""The backend when calls go wrong, each told in a sentence; monitored barriers, sparse sums and factors."""
 
 import os
 import signal
@@ -12,6 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from motet.collectives.shm_backend import CollectiveError, PeerLostError
 from motet.core.errors import InputError
@@ -101,9 +105,6 @@ def test_nothing_stays_when_all_are_killed(ranks: Ranks) -> None:
     assert sorted(path.name for path in Path("/dev/shm").iterdir()) == before
 
 
-Calls = dict[int, Callable[[], Any]]
-
-
 def differing(place: RankEnvironment, case: str, each: int) -> str:
     place = replace(place, local_world=each)
     rank, world = place.rank, place.world
@@ -142,9 +143,7 @@ def test_calls_that_differ_are_told_apart(ranks: Ranks, case: str, called: list[
     sentences = ranks.run_places(world, differing, case, each)
     first = next(sentence for sentence in sentences if "differs" in sentence)
     for sentence in sentences:
-        assert (
-            "differs" in sentence or "has given up" in sentence or "left the group" in sentence or "is lost" in sentence
-        ), sentence
+        assert any(words in sentence for words in ("differs", "has given up", "left the group", "is lost")), sentence
     assert f"rank 0 called {called[0]}" in first
     assert f"called {called[1]}" in first
 
@@ -163,7 +162,7 @@ def one_waits(place: RankEnvironment) -> str:
         raise RuntimeError(f"{raised.value} | {again.value}")
 
 
-def test_a_timeout_says_whom_it_waits_for(ranks: Ranks) -> None:
+def test_a_timeout_uneven_sizes_and_the_first_who_is_missing_are_named(ranks: Ranks) -> None:
     with pytest.raises(RankFailureError) as raised:
         ranks.run_places(2, one_waits)
     assert (
@@ -171,6 +170,10 @@ def test_a_timeout_says_whom_it_waits_for(ranks: Ranks) -> None:
         "it has finished its collective number 2, barrier, this is number 3 | "
         "this group has failed before: rank 0 in all-reduce (sum) of float32 [3]: rank 1 did not take part"
     ) in str(raised.value)
+    assert ranks.run_places(2, uneven)[0] == "rank 0 in all-to-all: rank 0 has 2 elements for it, where it expects 1"
+    message = ranks.run_places(3, first_missing)[0]
+    assert "Rank 1 failed to pass monitoredBarrier" in message
+    assert "2" not in message.partition("failed")[0]
 
 
 def one_receives(place: RankEnvironment) -> None:
@@ -178,10 +181,8 @@ def one_receives(place: RankEnvironment) -> None:
         if place.rank == 0:
             work = dist.irecv(torch.empty(3), src=1, tag=5)
             assert work is not None
-            with pytest.raises(
-                CollectiveError,
-                match=r"rank 0: receiving float32 \[3\] from rank 1 with tag 5 did not end within 0.2 s",
-            ):
+            late = r"rank 0: receiving float32 \[3\] from rank 1 with tag 5 did not end within 0.2 s"
+            with pytest.raises(CollectiveError, match=late):
                 work.wait(timedelta(seconds=0.2))
         dist.barrier()
         if place.rank == 1:
@@ -189,16 +190,9 @@ def one_receives(place: RankEnvironment) -> None:
             dist.send(torch.ones(2, dtype=torch.int64), 0)
         if place.rank == 0:
             work.wait()
-            with pytest.raises(
-                CollectiveError,
-                match=r"rank 0 receives float32 \[3\] \(12 bytes\) from rank 1 with tag 0, which sent int64 \[2\] "
-                r"\(16 bytes\)",
-            ):
+            unfit = r"rank 0 receives float32 \[3\] \(12 bytes\) from rank 1 with tag 0, which sent int64 \[2\] \(16 "
+            with pytest.raises(CollectiveError, match=unfit + r"bytes\)"):
                 dist.recv(torch.empty(3), src=1)
-
-
-def test_messages_that_do_not_come_or_do_not_fit(ranks: Ranks) -> None:
-    ranks.run_places(2, one_receives)
 
 
 def uneven(place: RankEnvironment) -> str:
@@ -207,28 +201,143 @@ def uneven(place: RankEnvironment) -> str:
     return str(raised.value)
 
 
-def test_split_sizes_that_do_not_match(ranks: Ranks) -> None:
-    assert ranks.run_places(2, uneven)[0] == "rank 0 in all-to-all: rank 0 has 2 elements for it, where it expects 1"
-
-
 def refused(place: RankEnvironment) -> None:
     ones = torch.ones(4)
     with motet_group(place):
-        for call, sentence in (
-            (lambda: dist.all_reduce(ones.bool()), "sum of bool: use max for any"),
-            (lambda: dist.all_reduce(ones, op=dist.ReduceOp.BXOR), "only integers have bits to combine"),
-            (lambda: dist.all_reduce(ones.to(torch.float8_e4m3fn)), "it can be moved but not reduced"),
-            (
-                lambda: dist.all_gather([torch.empty(3)] * 2, ones),
-                "it must be 2 such tensors, or one with as many elements",
-            ),
-            (lambda: dist.all_to_all_single(ones.clone(), ones, [1, 1], [2, 2]), "with the sum 4"),
-        ):
-            with pytest.raises(InputError, match=sentence):
-                call()
+        with pytest.raises(InputError, match="sum of bool: use max for any"):
+            dist.all_reduce(ones.bool())
+        with pytest.raises(InputError, match="only integers have bits to combine"):
+            dist.all_reduce(ones, op=dist.ReduceOp.BXOR)
+        with pytest.raises(InputError, match="it can be moved but not reduced"):
+            dist.all_reduce(ones.to(torch.float8_e4m3fn))
+        with pytest.raises(InputError, match="it must be 2 such tensors, or one with as many elements"):
+            dist.all_gather([torch.empty(3)] * 2, ones)
+        with pytest.raises(InputError, match="with the sum 4"):
+            dist.all_to_all_single(ones.clone(), ones, [1, 1], [2, 2])
         dist.all_reduce(ones)
         assert ones.tolist() == [2.0] * 4
 
 
-def test_what_is_refused_before_anything_moves(ranks: Ranks) -> None:
-    ranks.run_places(2, refused)
+@pytest.mark.parametrize("check", [one_receives, refused])
+def test_messages_that_do_not_fit_and_calls_that_are_refused(
+    ranks: Ranks, check: Callable[[RankEnvironment], None]
+) -> None:
+    ranks.run_places(2, check)
+
+
+def barriers(place: RankEnvironment, absent: list[int]) -> str:
+    with motet_group(place) as made:
+        group: Any = made
+        for number in range(3):
+            dist.all_reduce(torch.ones(10))
+            group.monitored_barrier(timedelta(seconds=20), wait_all_ranks=number % 2 == 0)
+        message = ""
+        if place.rank not in absent:
+            try:
+                group.monitored_barrier(timedelta(seconds=0.2), wait_all_ranks=place.rank == 0)
+            except PeerLostError as error:
+                message = str(error)
+        dist.all_reduce(torch.ones(10))  # the group goes on
+        return message
+
+
+@pytest.mark.parametrize(("world", "local"), [(3, 3), (4, 2)])
+def test_a_monitored_barrier_names_who_does_not_come(ranks: Ranks, world: int, local: int) -> None:
+    absent = [world - 2, world - 1]
+    messages = ranks.run_places(world, barriers, absent)
+    assert f"Ranks {absent[0]}, {absent[1]} failed to pass monitoredBarrier" in messages[0]
+    assert [message for rank, message in enumerate(messages) if rank in absent] == ["", ""]
+    for rank in range(1, world - 2):
+        assert f"rank {rank} came to the barrier, but rank 0 did not answer" in messages[rank]
+
+
+def first_missing(place: RankEnvironment) -> str:
+    with motet_group(place) as made:
+        group: Any = made
+        message = ""
+        start = time.monotonic()
+        if place.rank == 0:
+            with pytest.raises(PeerLostError) as raised:
+                group.monitored_barrier(timedelta(0))
+            message = str(raised.value)
+        assert time.monotonic() - start < 10
+        dist.barrier()
+        return message
+
+
+def own_part(rank: int, dense: tuple[int, ...] = ()) -> Tensor:
+    """Each rank has another number of places, one of them twice, and shares some with others."""
+    generator = torch.Generator().manual_seed(rank)
+    places = torch.stack([torch.randint(high, (2 * rank,), generator=generator) for high in (5, 3)])
+    places = torch.cat([places, places[:, :1]], 1)
+    values = torch.randn(places.shape[1], *dense, dtype=torch.float64, generator=generator)
+    return torch.sparse_coo_tensor(places, values, (5, 3, *dense), check_invariants=True)
+
+
+def sparse_sums(place: RankEnvironment) -> None:
+    with motet_group(place):
+        for dense in ((), (2,), (2, 3)):
+            expected = sum(own_part(rank, dense).to_dense() for rank in range(place.world))
+            found = own_part(place.rank, dense).requires_grad_()
+            work = dist.all_reduce(found, async_op=True)
+            assert work is not None
+            work.wait()
+            assert found.is_coalesced()
+            torch.testing.assert_close(found.detach().to_dense(), expected, rtol=1e-12, atol=1e-13)
+        with pytest.raises(InputError, match="can only be added up"):
+            dist.all_reduce(own_part(place.rank), op=dist.ReduceOp.MAX)
+
+
+def sparse_tensors_of_unlike_shapes(place: RankEnvironment) -> None:
+    with pytest.raises(CollectiveError, match="all-reduce of sparse tensors"), motet_group(place):
+        dist.all_reduce(torch.sparse_coo_tensor([[0]], [1.0], (3 + place.rank,), check_invariants=True))
+
+
+def factors(place: RankEnvironment, kind: str) -> None:
+    """Every rank has a factor of its own."""
+    world = place.world
+    each = [torch.arange(6 * world, dtype=torch.float64) + rank for rank in range(world)]
+    whole = sum(each[rank] / (rank + 1) for rank in range(world))
+    assert isinstance(whole, Tensor)
+    factor = torch.tensor([1 / (place.rank + 1)], dtype=torch.float64) if kind == "tensor" else 1 / (place.rank + 1)
+    op = dist.ReduceOp.PREMUL_SUM(factor)
+    with motet_group(place):
+        given = each[place.rank].clone()
+        part = torch.empty(6, dtype=torch.float64)
+        dist.reduce_scatter_single(part, given, op=op)
+        torch.testing.assert_close(part, whole.chunk(world)[place.rank], rtol=1e-12, atol=0)
+        dist.reduce(given, dst=0, op=op)
+        if place.rank == 0:
+            torch.testing.assert_close(given, whole, rtol=1e-12, atol=0)
+        given = each[place.rank].clone()
+        dist.all_reduce(given, op=op)
+        torch.testing.assert_close(given, whole, rtol=1e-12, atol=0)
+        with pytest.raises(InputError, match="int64"):
+            dist.all_reduce(torch.ones(2, dtype=torch.int64), op=op)
+
+
+@pytest.mark.parametrize("kind", ["number", "tensor"])
+@pytest.mark.parametrize("world", [1, 3])
+def test_contributions_are_multiplied_before_the_sum(ranks: Ranks, world: int, kind: str) -> None:
+    ranks.run_places(world, factors, kind)
+
+
+def divided(place: RankEnvironment) -> None:
+    """Small integers, so float32 is exact: FSDP multiplies before the sum in this dtype alone."""
+    with motet_group(place):
+        sharded: Any = fully_shard(nn.Linear(4, 6, bias=False), mesh=init_device_mesh("cpu", (place.world,)))
+        sharded.set_gradient_divide_factor(8.0)
+        sharded(torch.full((2, 4), place.rank + 1.0)).sum().backward()
+        gradient = sharded.weight.grad
+        assert isinstance(gradient, DTensor)
+        assert gradient.full_tensor().unique().tolist() == [2 * sum(range(1, place.world + 1)) / 8]
+
+
+CHECKS = [*((world, sparse_sums) for world in (1, 2, 3)), (2, sparse_tensors_of_unlike_shapes), (3, divided)]
+
+
+@pytest.mark.parametrize(("world", "check"), CHECKS)
+def test_sparse_tensors_and_a_divisor_of_gradients(
+    ranks: Ranks, world: int, check: Callable[[RankEnvironment], None]
+) -> None:
+    ranks.run_places(world, check)

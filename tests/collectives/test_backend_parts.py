@@ -4,11 +4,11 @@ from collections import Counter
 
 import pytest
 
-from motet.collectives import algorithm_names, build, collective_names
-from motet.collectives.algorithms import find_algorithm
+from motet.collectives import build, collective_names
 from motet.collectives.execute.rank_plan import merge_independent_steps
 from motet.collectives.program import ChunkTransfer, Program
 from motet.collectives.shm_backend.slot_plan import SlotPlan, make_slot_plan
+from program_library import every_program
 
 Held = dict[int, Counter[int]]
 
@@ -50,10 +50,9 @@ def played(score: Program) -> list[Held]:
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6])
 @pytest.mark.parametrize("collective", sorted({*collective_names()} - {"send", "copy", "signal"}))
 def test_every_program_ends_as_promised(collective: str, ranks: int) -> None:
-    taken = [name for name in algorithm_names(collective) if find_algorithm(collective, name).supports(ranks)]
-    assert taken
-    for name in taken:
-        score = build(collective, name, ranks)
+    scores = [score for score in every_program(ranks) if score.collective == collective]
+    assert scores
+    for score in scores:
         for rank, held in enumerate(played(score)):
             for chunk, contributors in score.final[rank].items():
                 assert sorted(held[chunk].elements()) == list(contributors), f"{score}, rank {rank}, chunk {chunk}"
@@ -62,33 +61,22 @@ def test_every_program_ends_as_promised(collective: str, ranks: int) -> None:
 @pytest.mark.parametrize(
     ("collective", "name", "steps", "messages"),
     [
-        ("broadcast", "flat", 1, 1),
-        ("reduce", "flat", 1, 0),
-        ("all-to-all", "pairwise", 1, 3),
-        ("all-reduce", "flat", 2, 1),
-        ("all-reduce", "direct", 2, 4),
-        ("all-reduce", "ring", 6, 6),
+        *(("broadcast", "flat", 1, 1), ("reduce", "flat", 1, 0), ("all-to-all", "pairwise", 1, 3)),
+        *(("all-reduce", "flat", 2, 1), ("all-reduce", "direct", 2, 4), ("all-reduce", "ring", 6, 6)),
     ],
 )
 def test_steps_that_need_not_wait_are_one(collective: str, name: str, steps: int, messages: int) -> None:
-    """Rank 0 also publishes a chunk once for several readers."""
     lowered = plan_on_one_host(build(collective, name, 4), 0)
     assert len(lowered.steps) == steps
     assert sum(len(part.published) for part in lowered.steps) == messages
 
 
-def test_a_step_that_replaces_what_came_waits() -> None:
-    first, replaced, added = (
-        ChunkTransfer(0, 1, 0, 0, "reduce"),
-        ChunkTransfer(2, 1, 0, 0, "copy"),
-        ChunkTransfer(2, 1, 0, 0, "reduce"),
-    )
+def test_a_step_that_replaces_what_came_waits_and_only_sums_passed_on_are_widened() -> None:
+    first, added = (ChunkTransfer(src, 1, 0, 0, "reduce") for src in (0, 2))
+    replaced = added._replace(op="copy")
     assert merge_independent_steps(((first,), (added,))) == ((first, added),)
     assert merge_independent_steps(((first,), (replaced,))) == ((first,), (replaced,))
     assert merge_independent_steps(((replaced,), (first,))) == ((replaced,), (first,))
-
-
-def test_only_sums_passed_on_are_widened() -> None:
     assert {
         name: plan_on_one_host(build("all-reduce", name, 4), 0).needs_wider_dtype
         for name in ("naive", "direct", "flat", "ring")

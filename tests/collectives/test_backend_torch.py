@@ -155,13 +155,8 @@ def test_sharding(ranks: Ranks, world: int, reshard: bool | int, hybrid: bool) -
 @pytest.mark.parametrize(
     ("world", "schedule"),
     [
-        (2, "GPipe"),
-        (3, "1F1B"),
-        (4, "Interleaved1F1B"),
-        (2, "LoopedBFS"),
-        (2, "InterleavedZeroBubble"),
-        (2, "ZBVZeroBubble"),
-        (2, "DualPipeV"),
+        *((2, "GPipe"), (3, "1F1B"), (4, "Interleaved1F1B"), (2, "LoopedBFS")),
+        *((2, "InterleavedZeroBubble"), (2, "ZBVZeroBubble"), (2, "DualPipeV")),
     ],
 )
 def test_pipelines(ranks: Ranks, world: int, schedule: str) -> None:

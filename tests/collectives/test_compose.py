@@ -16,15 +16,12 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(name: str) -> None:
     assert joined.final == build("all-reduce", "ring", ranks).final
 
 
-def test_parts_that_do_not_fit_are_not_joined() -> None:
+def test_parts_that_do_not_fit_are_not_joined_and_a_reduction_is_a_distribution_backwards() -> None:
     ring = build("all-gather", "ring", 4)
     with pytest.raises(ValueError, match="do not have the same ranks and chunks"):
         concatenate(build("reduce-scatter", "ring", 5), ring, "all-reduce", "ring")
     with pytest.raises(ValueError, match="starts with chunk 1 on rank 1, where gather/flat of 4 ranks leaves none"):
         concatenate(build("gather", "flat", 4), ring, "all-gather", "odd")
-
-
-def test_a_reduction_is_a_distribution_backwards() -> None:
     for collective, backwards in (("broadcast", "reduce"), ("all-gather", "reduce-scatter")):
         for name in set(algorithm_names(collective)) - {"scatter-all-gather"}:
             prove_program(reverse(build(collective, name, 8), backwards))
@@ -32,16 +29,13 @@ def test_a_reduction_is_a_distribution_backwards() -> None:
         reverse(build("broadcast", "scatter-all-gather", 8), "reduce")
 
 
-def test_groups_at_once_are_one_program() -> None:
+def test_groups_are_one_program_and_chunks_can_be_cut_up_and_renamed() -> None:
     small = build("all-reduce", "ring", 3)
     both = replicate_in_groups(small, [[0, 2, 4], [1, 3, 5]], chunks=[range(3)] * 2, width=1)
     prove_program(both)
     assert both.collective == "all-reduce in groups"
     assert both.ranks == 6 and len(both.steps) == len(small.steps) and both.message_count == 2 * small.message_count
     assert both.final[4] == dict.fromkeys(range(3), (0, 2, 4)) and both.final[5][0] == (1, 3, 5)
-
-
-def test_chunks_can_be_cut_up_and_renamed() -> None:
     ring = build("all-gather", "ring", 4)
     fine = subdivide_chunks(ring, 3)
     prove_program(fine)

@@ -1,6 +1,6 @@
 """Compressed sums over real ranks: nearly the sum, the same bits everywhere, losses known, bytes counted."""
 
-from collections import Counter
+import math
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from motet.collectives.compression.codec_registry import all_reduce_traffic, par
 from motet.core import trace
 from motet.core.errors import InputError
 from motet.parallel.process.process_group import RankGroup
+from on_ranks import Counter
 from ranks import Ranks
 
 TEXTS = [
@@ -24,16 +25,6 @@ LIMITS = {"int8": 0.02, "int4": 0.3, "float8": 0.1}
 """Largest relative error (2-norm) of the total; sums of what two encodings of the widest kind lose."""
 
 
-class Counters:
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-
-    def on_span(self, action: str, start_s: float, duration_s: float, depth: int) -> None: ...
-
-    def on_count(self, name: str, value: float) -> None:
-        self.counts[name] += int(value)
-
-
 def given_by(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
@@ -43,7 +34,7 @@ def sum_of(world: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 Case = tuple[str, tuple[int, ...], torch.dtype]
-Result = tuple[Tensor, Tensor, dict[str, int]]
+Result = tuple[Tensor, Tensor, dict[str, float]]
 
 
 def reduce_all(group: RankGroup, cases: list[Case]) -> list[Result]:
@@ -51,7 +42,7 @@ def reduce_all(group: RankGroup, cases: list[Case]) -> list[Result]:
     results = []
     for text, shape, dtype in cases:
         tensor = given_by(group.rank, shape, dtype)
-        kept, counters = tensor.clone(), Counters()
+        kept, counters = tensor.clone(), Counter()
         with trace.install_sink(counters):
             reduced = compressed_collectives.all_reduce(tensor, parse_codec(text), group, seed=4)
         assert torch.equal(tensor, kept)
@@ -94,38 +85,25 @@ def alone(group: RankGroup) -> None:
     assert torch.equal(compressed_collectives.sum_sparse(torch.tensor([2]), tensor[:1], 3, group)[2], tensor[0])
 
 
-def test_a_group_of_one_loses_nothing(ranks: Ranks) -> None:
+def test_one_rank_loses_nothing_ranks_round_independently_and_integers_are_refused(ranks: Ranks) -> None:
     ranks.run(1, alone)
+    _, one, two = ranks.run(3, error_of_the_same)
+    assert not torch.equal(one, two)
+    sentence = "a tensor of int64 cannot be compressed; convert it to float64, float32, bfloat16, float16 first"
+    assert ranks.run(2, refused) == [sentence] * 2
 
 
-def with_one_bad(group: RankGroup) -> list[bool]:
-    finite = []
-    for bad in (float("nan"), float("inf")):
-        for text in TEXTS:
-            tensor = given_by(group.rank, (40, 30))
-            if group.rank == 1:
-                tensor[17, 3] = bad
-            finite.append(
-                bool(compressed_collectives.all_reduce(tensor, parse_codec(text), group, seed=4).total.isfinite().all())
-            )
-    return finite
+def finite_totals(group: RankGroup, bad: list[float]) -> list[bool]:
+    """Whether all of each codec's total is finite if each rank has one bad number."""
+    tensor = given_by(group.rank, (40, 30))
+    tensor[17, 3] = bad[group.rank]
+    totals = [compressed_collectives.all_reduce(tensor, parse_codec(text), group, seed=4).total for text in TEXTS]
+    return [bool(total.isfinite().all()) for total in totals]
 
 
-def test_what_is_not_finite_on_one_rank_reaches_all(ranks: Ranks) -> None:
-    assert ranks.run(3, with_one_bad) == [[False] * 2 * len(TEXTS)] * 3
-
-
-def infinities_cancel(group: RankGroup) -> list[bool]:
-    tensor = torch.ones(8)
-    tensor[3] = float("inf") * (-1) ** group.rank
-    return [
-        bool(compressed_collectives.all_reduce(tensor, parse_codec(t), group, seed=4).total.isfinite().all())
-        for t in TEXTS
-    ]
-
-
-def test_opposite_infinities_do_not_cancel(ranks: Ranks) -> None:
-    assert ranks.run(2, infinities_cancel) == [[False] * len(TEXTS)] * 2
+@pytest.mark.parametrize("bad", [[0.0, math.nan, 0.0], [0.0, math.inf, 0.0], [math.inf, -math.inf]], ids=str)
+def test_what_is_not_finite_reaches_all_and_opposite_infinities_do_not_cancel(ranks: Ranks, bad: list[float]) -> None:
+    assert ranks.run(len(bad), finite_totals, bad) == [[False] * len(TEXTS)] * len(bad)
 
 
 def error_of_the_same(group: RankGroup) -> Tensor:
@@ -133,11 +111,6 @@ def error_of_the_same(group: RankGroup) -> Tensor:
     return compressed_collectives.all_reduce(
         given_by(0, (300,)), parse_codec("int4:rounding=stochastic"), group, seed=4
     ).error[:100]
-
-
-def test_ranks_round_independently(ranks: Ranks) -> None:
-    _, one, two = ranks.run(3, error_of_the_same)
-    assert not torch.equal(one, two)
 
 
 def power_iterations(group: RankGroup) -> list[float]:
@@ -188,7 +161,7 @@ def sparse_sums(group: RankGroup, cases: list[tuple[list[int], int]]) -> list[tu
     for counts, numel in cases:
         indices = torch.randperm(numel, generator=torch.Generator().manual_seed(group.rank))[: counts[group.rank]]
         values = torch.arange(1.0, len(indices) + 1)
-        counters = Counters()
+        counters = Counter()
         with trace.install_sink(counters):
             total = compressed_collectives.sum_sparse(indices, values, numel, group)
         results.append((torch.stack([total, torch.zeros(numel).index_put((indices,), values)]), dict(counters.counts)))
@@ -210,8 +183,3 @@ def refused(group: RankGroup) -> str:
     with pytest.raises(InputError) as raised:
         compressed_collectives.all_reduce(torch.zeros(3, dtype=torch.int64), parse_codec("int8"), group, seed=0)
     return str(raised.value)
-
-
-def test_integers_are_refused(ranks: Ranks) -> None:
-    sentence = "a tensor of int64 cannot be compressed; convert it to float64, float32, bfloat16, float16 first"
-    assert ranks.run(2, refused) == [sentence] * 2

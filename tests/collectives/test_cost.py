@@ -11,14 +11,9 @@ from motet.cluster.device_specs import ValueWithOrigin
 from motet.cluster.network_link import NetworkLink
 from motet.cluster.topology import SwitchLevel, SwitchTree, TorusNetwork
 from motet.collectives.algorithms import algorithm_names, build, closed_form, collective_names, find_algorithm
+from motet.collectives.cost import cheapest_algorithm
 from motet.collectives.cost.alpha_beta import bus_bandwidth_factor, estimate_cost
-from motet.collectives.cost.cheapest_algorithm import (
-    TIE_RATIO,
-    cheapest,
-    cheapest_algorithm_ranges,
-    costed_algorithms,
-    even_host_groups,
-)
+from motet.collectives.cost.cheapest_algorithm import cheapest, cheapest_algorithm_ranges, costed_algorithms
 from motet.collectives.prove.program_checker import prove_program
 from motet.core.errors import InputError
 from motet.plan.collective_decomposition import decompositions
@@ -36,13 +31,13 @@ def _two_level(hosts: int, each: int, inside_Bps: float, uplink_Bps: float) -> C
     port = NetworkLink(_figure(1e-6), _figure(inside_Bps), is_port=True)
     uplink = NetworkLink(_figure(1e-5), _figure(uplink_Bps))
     groups = tuple(rank // each for rank in range(hosts * each))
-    return Cluster(
-        "two-level",
-        hosts * each,
-        each,
-        SwitchTree(hosts * each, port, (SwitchLevel("host", groups, uplink=uplink),)),
-        _figure(0.0),
-    )
+    network = SwitchTree(hosts * each, port, (SwitchLevel("host", groups, uplink=uplink),))
+    return Cluster("two-level", hosts * each, each, network, _figure(0.0))
+
+
+def _torus(*dims: int) -> Cluster:
+    port, wire = (NetworkLink(_figure(0.0), _figure(10e9), is_port=is_port) for is_port in (True, False))
+    return Cluster("torus", 16, 1, TorusNetwork(dims, (True,) * len(dims), port, wire), _figure(0.0))
 
 
 def test_messages_that_share_a_link_wait_for_each_other() -> None:
@@ -59,10 +54,8 @@ def test_messages_that_share_a_link_wait_for_each_other() -> None:
 
 def test_hierarchies_win_where_the_links_between_hosts_are_slow() -> None:
     slow, even = _two_level(4, 4, 100e9, 1e9), uniform_cluster(16, 1e-6, 100e9)
-    ring, sharded = (
-        float(estimate_cost(build("all-reduce", name, 16), slow).seconds(64 * MIB))
-        for name in ("ring", "hierarchical-sharded")
-    )
+    programs = [build("all-reduce", name, 16) for name in ("ring", "hierarchical-sharded")]
+    ring, sharded = (float(estimate_cost(program, slow).seconds(64 * MIB)) for program in programs)
     assert sharded < ring
     # The ring crosses each uplink with 2 (N-1)/N of the data, the hierarchy with 2 (H-1)/H.
     assert ring / sharded == pytest.approx((30 / 16) / (6 / 4), rel=0.05)
@@ -74,7 +67,7 @@ def test_hierarchies_win_where_the_links_between_hosts_are_slow() -> None:
 def test_hierarchies_have_no_group_on_two_hosts(ranks: int, groups: int | None) -> None:
     """Also where the last host is not full: two groups of 6 among 8 and 4 ranks would mix the hosts."""
     cluster = cluster_for_ranks(load_cluster("dgx-h100", hosts=2), ranks)
-    assert even_host_groups(cluster) == groups
+    assert cheapest_algorithm.even_host_groups(cluster) == groups
     if groups:
         size = ranks // groups
         assert all(first // 8 == (first + size - 1) // 8 for first in range(0, ranks, size))
@@ -86,10 +79,7 @@ def test_hierarchies_have_no_group_on_two_hosts(ranks: int, groups: int | None) 
 
 def test_a_torus_algorithm_uses_the_wires_of_its_torus() -> None:
     """On a 4 x 4 torus all four wires of a rank work at once: a quarter of the time of a ring."""
-    port = NetworkLink(_figure(0.0), _figure(10e9), is_port=True)
-    wire = NetworkLink(_figure(0.0), _figure(10e9))
-    torus = Cluster("torus", 16, 1, TorusNetwork((4, 4), (True, True), port, wire), _figure(0.0))
-    best = cheapest("all-reduce", 64 * MIB, torus)
+    best = cheapest("all-reduce", 64 * MIB, _torus(4, 4))
     assert str(best) == "torus-2d dims=4x4"
     assert float(best.cost.seconds(64 * MIB)) == pytest.approx((2 * 15 / 16 * 64 * MIB / 10e9) / 4)
 
@@ -104,9 +94,7 @@ def test_a_torus_algorithm_uses_the_wires_of_its_torus() -> None:
     ],
 )
 def test_the_free_torus_is_tried_where_no_other_fits(dims: tuple[int, ...], best: str, without: set[str]) -> None:
-    port = NetworkLink(_figure(0.0), _figure(10e9), is_port=True)
-    network = TorusNetwork(dims, (True,) * len(dims), port, NetworkLink(_figure(0.0), _figure(10e9)))
-    cluster = Cluster("torus", 16, 1, network, _figure(0.0))
+    cluster = _torus(*dims)
     assert str(cheapest("all-reduce", 64 * MIB, cluster)) == best
     assert {candidate.algorithm for candidate in costed_algorithms("all-reduce", cluster)}.isdisjoint(without)
     assert "torus" not in {candidate.algorithm for candidate in costed_algorithms("all-reduce", UNIFORM)}
@@ -115,37 +103,29 @@ def test_the_free_torus_is_tried_where_no_other_fits(dims: tuple[int, ...], best
 
 def test_of_decompositions_that_cost_the_same_the_whole_comes_first() -> None:
     found = decompositions("all-reduce", 2**26, uniform_cluster(8, 0.0, 25e9))
-    equals = [d for d in found if d.seconds <= min(d.seconds for d in found) * TIE_RATIO]
+    equals = [d for d in found if d.seconds <= min(d.seconds for d in found) * cheapest_algorithm.TIE_RATIO]
     assert len(equals) > 1
     assert found[0].kind == "undivided" == equals[0].kind
 
 
-def test_small_messages_go_by_few_steps_and_large_ones_by_little_traffic() -> None:
+def test_ranges_say_what_is_cheapest_at_every_size() -> None:
     found = cheapest_algorithm_ranges("all-reduce", UNIFORM)
     assert [str(reign.candidate) for reign in found] == ["recursive-doubling", "halving-doubling"]
     # 3 (a + S b + S g) = 6 a + 2 * 7/8 S b + 7/8 S g
     crossover = 3 * 5e-6 / ((3 - 7 / 4) / 25e9 + (3 - 7 / 8) * 1e-12)
     assert found[0].largest == found[1].smallest == pytest.approx(crossover, rel=1e-3)
     assert (found[0].smallest, found[-1].largest) == (1024, 2**30)
-
-
-def test_reigns_say_what_is_cheapest_everywhere() -> None:
     for collective in ("broadcast", "all-reduce", "all-to-all"):
         for reign in cheapest_algorithm_ranges(collective, cluster_for_ranks(UNIFORM, 5)):
             middle = (reign.smallest * reign.largest) ** 0.5
-            best = min(
-                float(c.cost.seconds(middle)) for c in costed_algorithms(collective, cluster_for_ranks(UNIFORM, 5))
-            )
+            best = min(c.seconds(middle) for c in costed_algorithms(collective, cluster_for_ranks(UNIFORM, 5)))
             assert float(reign.candidate.cost.seconds(middle)) == pytest.approx(best, rel=1e-6)
 
 
-def test_auto_never_picks_what_lets_replicas_drift_apart() -> None:
+def test_auto_lets_no_replicas_drift_and_uneven_chunks_cost_what_they_weigh() -> None:
     assert "naive" not in {candidate.algorithm for candidate in costed_algorithms("all-reduce", UNIFORM)}
     assert [c.algorithm for c in costed_algorithms("all-reduce", UNIFORM, ("naive",))] == ["naive"]
     assert not find_algorithm("all-reduce", "naive").same_bits
-
-
-def test_chunks_of_unequal_sizes_cost_what_they_weigh() -> None:
     uneven = replace(build("broadcast", "pipelined-ring", 3, pieces=2), sizes=(3, 1))
     network = uniform_cluster(3, Fraction(0), Fraction(1))
     assert [step.seconds(Fraction(8)) for step in estimate_cost(uneven, network).steps] == [6, 6, 2]
@@ -153,9 +133,8 @@ def test_chunks_of_unequal_sizes_cost_what_they_weigh() -> None:
 
 def test_bus_bandwidth_is_counted_as_nccl_tests_do() -> None:
     assert bus_bandwidth_factor("all-reduce", 8) == Fraction(14, 8)
-    assert {bus_bandwidth_factor(name, 4) for name in ("reduce-scatter", "all-gather", "all-to-all")} == {
-        Fraction(3, 4)
-    }
+    for name in ("reduce-scatter", "all-gather", "all-to-all"):
+        assert bus_bandwidth_factor(name, 4) == Fraction(3, 4)
     assert {bus_bandwidth_factor(name, 4) for name in ("broadcast", "reduce", "send")} == {1}
     # A ring on a uniform network without start-ups: the bus bandwidth is that of the link.
     seconds = closed_form("all-reduce", "ring", 8).seconds(0, Fraction(1000, 25), 0)
@@ -175,9 +154,8 @@ def test_every_decomposition_is_the_same_collective(collective: str, ranks: int)
         scale = built.chunks / whole.chunks
         if scale >= 1:
             for rank in range(ranks):
-                assert {int(chunk / scale): sources for chunk, sources in built.final[rank].items()} == whole.final[
-                    rank
-                ]
+                held = built.final[rank].items()
+                assert {int(chunk / scale): sources for chunk, sources in held} == whole.final[rank]
                 assert {int(chunk / scale) for chunk in built.initial[rank]} == set(whole.initial[rank])
         stages = sum(stage.seconds for stage in decomposition.stages)
         assert decomposition.seconds == pytest.approx(stages) and decomposition.longest_s <= stages
@@ -187,14 +165,10 @@ def test_the_stages_of_groups_cost_what_the_whole_hierarchy_does() -> None:
     cluster = _two_level(4, 4, 100e9, 1e9)
     groups = next(d for d in decompositions("all-reduce", 64 * MIB, cluster) if d.kind == "groups")
     assert [stage.name.split()[-2:] for stage in groups.stages] == [
-        ["inside", "hosts"],
-        ["across", "hosts"],
-        ["inside", "hosts"],
+        [w, "hosts"] for w in ("inside", "across", "inside")
     ]
-    assert (
-        groups.seconds
-        <= float(estimate_cost(build("all-reduce", "hierarchical-sharded", 16), cluster).seconds(64 * MIB)) * 1.001
-    )
+    whole = estimate_cost(build("all-reduce", "hierarchical-sharded", 16), cluster)
+    assert groups.seconds <= float(whole.seconds(64 * MIB)) * 1.001
     assert float(estimate_cost(groups.program, cluster).seconds(64 * MIB)) == pytest.approx(groups.seconds, rel=1e-6)
 
 

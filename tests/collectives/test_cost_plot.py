@@ -25,28 +25,22 @@ def where_equal(first: str, second: str, cluster: Cluster) -> float:
     return float((two.alpha - one.alpha) * alpha * bandwidth / (one.beta - two.beta))
 
 
-def test_a_curve_is_the_cost_of_the_program() -> None:
+def test_a_curve_is_the_cost_of_the_program_with_the_best_pieces_at_each_size() -> None:
     (ring,) = time_curves("all-reduce", NET, SIZES, ("ring",))
     exact = estimate_cost(build("all-reduce", "ring", 8), NET)
     assert ring.seconds == tuple(float(exact.seconds(size)) for size in SIZES)
-
-
-def test_pieces_are_the_best_ones_at_each_size() -> None:
     (tree,) = time_curves("all-reduce", NET, SIZES, ("double-tree",))
     chosen = [dict(candidate.options)["pieces"] for candidate in tree.best_candidates]
-    assert chosen[0] == 1
-    assert chosen[-1] == 64
+    assert (chosen[0], chosen[-1]) == (1, 64)
     assert chosen == sorted(chosen)
 
 
-def test_they_cross_where_the_closed_forms_are_equal() -> None:
+def test_they_cross_where_the_closed_forms_are_equal_and_auto_picks_the_one_that_is_named() -> None:
     names = ("recursive-doubling", "halving-doubling")
+    assert crossovers("all-reduce", NET, 1024, 1024) == []
     (crossed,) = crossovers("all-reduce", NET, 1024, 2**30, names)
     assert (crossed.before, crossed.after) == names
     assert crossed.size == pytest.approx(where_equal(*names, NET), rel=1e-3)
-
-
-def test_between_crossovers_auto_picks_the_one_that_is_named() -> None:
     found = crossovers("all-reduce", NET, 1024, 2**30)
     assert found
     for crossed in found:
@@ -55,10 +49,6 @@ def test_between_crossovers_auto_picks_the_one_that_is_named() -> None:
     for one, other in pairwise(found):
         assert one.after == other.before
         assert one.size < other.size
-
-
-def test_one_size_has_no_crossover() -> None:
-    assert crossovers("all-reduce", NET, 1024, 1024) == []
 
 
 def test_the_plot_shows_the_cheapest_in_capitals() -> None:
@@ -90,26 +80,20 @@ def test_the_picture_has_all_curves_inside_and_all_crossovers() -> None:
     assert len(re.findall(r"<title>[^<]*, [^<]* to [^<]*</title>", drawn)) == len(crossed) + 1
 
 
-def test_times_that_are_one_power_of_ten_can_be_drawn() -> None:
+def test_equal_times_can_be_drawn_and_names_do_not_overlap() -> None:
     sizes = log_spaced_sizes(1, 4096, 5)
     root = ET.fromstring(cost_plot_svg("alike", time_curves("send", uniform_cluster(2, 1e-4, 1e30), sizes), sizes, []))
     assert "nan" not in ET.tostring(root, encoding="unicode")
-
-
-def test_names_do_not_overlap() -> None:
     places = _spread_labels([100, 101, 102, 300, 570, 575, 576])
     assert all(b - a >= 17 for a, b in pairwise(places))
-    assert places[0] == 100
-    assert places[3] == 300
-    assert places[-1] == 576
+    assert (places[0], places[3], places[-1]) == (100, 300, 576)
 
 
 def test_the_page_has_picture_and_table() -> None:
     drawn = cost_plot_html("a < b", "<svg></svg>", [["", "1 KiB"], ["ring", "* 1 us"]])
     assert "<title>a &lt; b</title>" in drawn
-    assert (
-        "<thead><tr><td></td><td>1 KiB</td></tr></thead><tbody><tr><td>ring</td><td>* 1 us</td></tr></tbody>" in drawn
-    )
+    rows = "<thead><tr><td></td><td>1 KiB</td></tr></thead><tbody><tr><td>ring</td><td>* 1 us</td></tr></tbody>"
+    assert rows in drawn
 
 
 @pytest.mark.parametrize(

@@ -83,16 +83,13 @@ def test_a_resumed_run_goes_on_with_the_same_bits(ranks: Ranks, text: str) -> No
     assert ranks.run(2, resumed, text) == [True, True]
 
 
-def test_draws_follow_from_seed_step_and_name() -> None:
+def test_draws_follow_from_seed_step_and_name_and_the_state_has_plain_names() -> None:
     def message(seed: int, step: int, name: str) -> Tensor:
         return ErrorFeedback(parse_codec("int4:rounding=stochastic"), seed).encode(name, gradient(0), step)
 
     assert torch.equal(message(1, 2, "w"), message(1, 2, "w"))
     for other in ((2, 2, "w"), (1, 3, "w"), (1, 2, "v")):
         assert not torch.equal(message(1, 2, "w"), message(*other))
-
-
-def test_state_has_plain_names() -> None:
     feedback = ErrorFeedback(parse_codec("sign"), seed=1)
     feedback.encode("layers/0.w", gradient(0), 0)
     assert list(feedback.state_dict()) == ["error/layers/0.w"]

@@ -13,17 +13,7 @@ from torch import Tensor
 from motet.cluster.cluster import uniform_cluster
 from motet.collectives import build
 from motet.collectives.execute import api
-from motet.collectives.execute.api import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    barrier,
-    broadcast,
-    gather,
-    reduce,
-    reduce_scatter,
-    scatter,
-)
+from motet.collectives.execute.api import all_gather, all_reduce, all_to_all, barrier, broadcast, reduce_scatter
 from motet.collectives.execute.reduce_ops import REDUCE_OP_NAMES
 from motet.core.errors import InputError
 from motet.core.trace import install_sink
@@ -58,7 +48,7 @@ def every_call(group: RankGroup) -> None:
             broadcast(tensor, group, root, **how).wait()
             assert torch.equal(tensor, everyone[root])
             tensor = numbers(rank, 5, 3)
-            reduce(tensor, group, root, **how).wait()
+            api.reduce(tensor, group, root, **how).wait()
             if rank == root or how:  # what is left elsewhere is up to the backend
                 assert torch.equal(tensor, everyone.sum(0) if rank == root else everyone[rank])
     for algorithm in (None, "ring", "bruck", "recursive-halving"):
@@ -80,10 +70,10 @@ def roots_and_parts(group: RankGroup) -> None:
     for algorithm in (None, "flat", "tree"):
         for root in (0, world - 1):
             output = torch.empty_like(everyone) if rank == root else None
-            gather(output, numbers(rank, 2), group, root, algorithm=algorithm)
+            api.gather(output, numbers(rank, 2), group, root, algorithm=algorithm)
             assert output is None or torch.equal(output, everyone)
             mine = torch.empty(2, dtype=torch.float64)
-            scatter(mine, everyone if rank == root else None, group, root, algorithm=algorithm)
+            api.scatter(mine, everyone if rank == root else None, group, root, algorithm=algorithm)
             assert torch.equal(mine, everyone[rank])
     for algorithm in (None, "pairwise", "bruck"):
         parts = torch.arange(2 * world) + 100 * rank
@@ -103,11 +93,6 @@ def roots_and_parts(group: RankGroup) -> None:
         barrier(group, algorithm=algorithm)
 
 
-def test_every_call(ranks: Ranks) -> None:
-    ranks.run(4, every_call)
-    ranks.run(4, roots_and_parts)
-
-
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 OTHERS = (torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -125,7 +110,6 @@ REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def every_dtype(group: RankGroup, algorithm: str | None) -> list[tuple[str, str]]:
-    """All operators where they make sense, and plain movement for all."""
     refused = []
     everyone = torch.stack([numbers(r, 7) for r in range(group.world)])
     for dtype in (*FLOATS, *INTEGERS, *OTHERS):
@@ -160,21 +144,22 @@ def test_every_dtype_and_operator(ranks: Ranks, backend: CpuBackend, algorithm: 
 
 def low_precision(group: RankGroup) -> tuple[list[float], list[float]]:
     """256 + 1 + 1: bfloat16 has no 257, but 258."""
-    found = []
-    for algorithm in ("naive", "flat"):
-        tensor = torch.tensor([256.0 if group.rank == 0 else 1.0], dtype=torch.bfloat16)
+    tensors = [torch.tensor([256.0 if group.rank == 0 else 1.0], dtype=torch.bfloat16) for _ in range(2)]
+    for tensor, algorithm in zip(tensors, ("naive", "flat"), strict=True):
         all_reduce(tensor, group, algorithm=algorithm)
-        found.append(tensor.tolist())
-    return found[0], found[1]
+    return tensors[0].tolist(), tensors[1].tolist()
 
 
-def test_sums_of_a_step_are_rounded_once(ranks: Ranks) -> None:
-    """Sums of different steps are rounded again, which a Program that adds one by one cannot avoid."""
+def test_sums_of_a_step_are_rounded_once_calls_keep_their_order_and_bytes_are_counted(ranks: Ranks) -> None:
     assert ranks.run(3, low_precision) == [([258.0], [256.0])] * 3
+    assert ranks.run(2, in_order) == [[2**6]] * 2
+    # 24 bytes in two halves there and back, and a half of an all-gather; the size of what a backend does itself.
+    assert ranks.run(2, counted)[0] == {
+        "all_reduce_bytes": 48, "all_gather_bytes": 24, "sent_bytes": 36, "messages": 3, "check_bytes": 24
+    }  # fmt: skip
 
 
 def groups_at_once(group: RankGroup) -> None:
-    """Overlapping sub-groups whose ranks are in no simple relation to the global ones, all underway together."""
     groups = [(ranks, dist.new_group(ranks, sort_ranks=False)) for ranks in [[1, 3], [3, 0, 2], [2, 1, 0, 3]]]
     works, tensors = [], []
     for ranks, made in groups:
@@ -197,10 +182,6 @@ def groups_at_once(group: RankGroup) -> None:
             assert gathered.tolist() == ranks
 
 
-def test_groups_at_once(ranks: Ranks) -> None:
-    ranks.run(4, groups_at_once)
-
-
 def in_order(group: RankGroup) -> list[int]:
     """Asynchronous and synchronous ones keep their order, though some are done by a thread."""
     tensor = torch.ones(50_000, dtype=torch.int64)
@@ -215,10 +196,6 @@ def in_order(group: RankGroup) -> list[int]:
     return tensor.unique().tolist()
 
 
-def test_order(ranks: Ranks) -> None:
-    assert ranks.run(2, in_order) == [[2**6]] * 2
-
-
 def counted(group: RankGroup) -> dict[str, float]:
     counter = Counter()
     with install_sink(counter):
@@ -226,13 +203,6 @@ def counted(group: RankGroup) -> dict[str, float]:
         all_reduce(torch.zeros(6), group)
         all_gather(torch.zeros(6), torch.zeros(3), group, algorithm="ring", check=False)
     return counter.counts
-
-
-def test_counters(ranks: Ranks) -> None:
-    """24 bytes in two halves there and back, and a half of an all-gather; the size of what a backend does itself."""
-    assert ranks.run(2, counted)[0] == {
-        "all_reduce_bytes": 48, "all_gather_bytes": 24, "sent_bytes": 36, "messages": 3, "check_bytes": 24
-    }  # fmt: skip
 
 
 def test_a_rank_alone() -> None:
@@ -249,7 +219,7 @@ def test_a_rank_alone() -> None:
     assert api.sum_scalars([1.5, 2.0], alone, torch.device("cpu")) == [1.5, 2.0]
 
 
-def ours_and_the_backends(group: RankGroup) -> None:
+def ours_is_the_backends(group: RankGroup) -> None:
     for op in ("sum", "min", "max", "product"):  # Gloo has no average
         ours, theirs = (torch.randn(1001, generator=torch.Generator().manual_seed(group.rank)) for _ in range(2))
         all_reduce(ours, group, algorithm="ring", op=op)
@@ -257,5 +227,9 @@ def ours_and_the_backends(group: RankGroup) -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_ours_gives_what_the_backend_gives(ranks: Ranks) -> None:
-    ranks.run(2, ours_and_the_backends)
+CHECKS = [(4, every_call), (4, roots_and_parts), (4, groups_at_once), (2, ours_is_the_backends)]
+
+
+@pytest.mark.parametrize(("world", "check"), CHECKS)
+def test_calls(ranks: Ranks, world: int, check: Callable[[RankGroup], None]) -> None:
+    ranks.run(world, check)

@@ -1,4 +1,4 @@
-"""Messages on ranks that disagree, on a missing rank, and on tensors that cannot work."""
+"""Messages for ranks that do not agree, for one that does not come, and for tensors that cannot work."""
 
 import contextlib
 from dataclasses import replace
@@ -21,26 +21,23 @@ from ranks import Ranks
 
 def refusals(group: RankGroup) -> list[str]:
     """Each is raised on all ranks, and nothing is left behind: the next one works."""
-    odd = group.rank == 1
-    other = build("all-reduce", "ring", 3)
-    other = replace(other, steps=other.steps[:2] + other.steps[2:][::-1])
+    odd, ring, memory = group.rank == 1, build("all-reduce", "ring", 3), torch.ones(7)
+    other = replace(ring, steps=ring.steps[:2] + ring.steps[2:][::-1])
     calls = [
         lambda: all_reduce(torch.ones(3 + odd), group, algorithm="ring"),
         lambda: all_reduce(torch.ones(2, 3) if odd else torch.ones(3, 2), group, algorithm="ring"),
         lambda: all_reduce(torch.ones(4, dtype=torch.float16 if odd else torch.float32), group, algorithm="ring"),
         lambda: all_reduce(torch.ones(4), group, algorithm="ring", op="max" if odd else "sum"),
         lambda: all_reduce(torch.ones(4), group, algorithm="tree" if odd else "ring"),
-        lambda: run_program(other if odd else build("all-reduce", "ring", 3), *[torch.ones(4)] * 2, group_of(group)),
+        lambda: run_program(other if odd else ring, *[torch.ones(4)] * 2, group_of(group)),
         lambda: broadcast(torch.ones(4), group, root=int(odd), algorithm="tree"),
         lambda: all_reduce(torch.ones(4, 4).T if odd else torch.ones(4, 4), group, algorithm="ring"),
         lambda: all_gather(torch.ones(7), torch.ones(3), group, algorithm="ring"),
         lambda: run_program(build("all-reduce", "ring", 2), *[torch.ones(4)] * 2, group_of(group)),
-        lambda: run_program(build("all-reduce", "ring", 3), None, None, group_of(group)),
-        lambda: run_program(
-            build("all-reduce", "ring", 3), torch.ones(4), torch.ones(4, dtype=torch.int8), group_of(group)
-        ),
+        lambda: run_program(ring, None, None, group_of(group)),
+        lambda: run_program(ring, torch.ones(4), torch.ones(4, dtype=torch.int8), group_of(group)),
         lambda: all_reduce(torch.ones(4), group, algorithm="ring", op="median"),
-        lambda: _overlapping(group),
+        lambda: run_program(ring, memory[1:], memory[:-1], group_of(group)),
     ]
     said = []
     for call in calls:
@@ -52,11 +49,6 @@ def refusals(group: RankGroup) -> list[str]:
         all_reduce(tensor, group, algorithm="ring")
         assert tensor.tolist() == [3.0] * 4
     return said
-
-
-def _overlapping(group: RankGroup) -> None:
-    memory = torch.ones(7)
-    run_program(build("all-reduce", "ring", 3), memory[1:], memory[:-1], group_of(group))
 
 
 def test_ranks_that_do_not_agree_are_told_before_anything_moves(ranks: Ranks) -> None:
@@ -77,16 +69,12 @@ def test_ranks_that_do_not_agree_are_told_before_anything_moves(ranks: Ranks) ->
             assert said[rank][number].startswith("ranks must all do the same")
     assert said[1][7].startswith(f"{ring}: rank 1 gave a tensor of shape (4, 4) that is not contiguous")
     assert said[0][7] == said[2][7] == f"rank 1 rejects the call: {said[1][7]}"
-    assert said[1][8] == "all-gather/ring of 3 ranks: the input of rank 1 has 3 elements; it must have 2"
-    assert (
-        said[2][8]
-        == "rank 0 rejects the call: all-gather/ring of 3 ranks: the input of rank 0 has 3 elements; it must have 2"
-    )
+    elements = "all-gather/ring of 3 ranks: the input of rank {} has 3 elements; it must have 2"
+    assert said[1][8] == elements.format(1)
+    assert said[2][8] == f"rank 0 rejects the call: {elements.format(0)}"
+    world = "all-reduce/ring of 2 ranks cannot be executed by 3 ranks; build it for the ranks of the group"
     for rank in range(3):
-        assert (
-            said[rank][9]
-            == "all-reduce/ring of 2 ranks cannot be executed by 3 ranks; build it for the ranks of the group"
-        )
+        assert said[rank][9] == world
         assert said[rank][10] == f"{ring}: rank {rank} takes part, but gave no tensor"
         assert "gave float32 on cpu and int8 on cpu" in said[rank][11]
         assert said[rank][12] == "op 'median' is unknown; it is one of sum, avg, product, min, max, band, bor, bxor"
@@ -99,14 +87,14 @@ WRONG = Program(
 
 
 def own_programs(group: RankGroup) -> list[str]:
-    said = []
+    said, ones = [], torch.ones(4)
     for call in (
-        lambda: all_reduce(torch.ones(4), group, algorithm=WRONG),
-        lambda: all_reduce(torch.ones(4), group, algorithm=build("broadcast", "tree", 2)),
-        lambda: broadcast(torch.ones(4), group, algorithm=build("broadcast", "tree", 2, root=1)),
-        lambda: all_reduce(torch.ones(4), group, algorithm="auto"),
-        lambda: all_reduce(torch.ones(4), group, algorithm="rings"),
-        lambda: all_to_all(torch.ones(4), torch.ones(4), group, sizes=[[1, 2]], algorithm="pairwise"),
+        lambda: all_reduce(ones, group, algorithm=WRONG),
+        lambda: all_reduce(ones, group, algorithm=build("broadcast", "tree", 2)),
+        lambda: broadcast(ones, group, algorithm=build("broadcast", "tree", 2, root=1)),
+        lambda: all_reduce(ones, group, algorithm="auto"),
+        lambda: all_reduce(ones, group, algorithm="rings"),
+        lambda: all_to_all(ones, ones, group, sizes=[[1, 2]], algorithm="pairwise"),
     ):
         with pytest.raises(InputError) as raised:
             call()
@@ -146,10 +134,8 @@ def one_is_missing(place: RankEnvironment, asynchronous: bool, backend: CpuBacke
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_rank_that_does_not_come_is_named(ranks: Ranks, asynchronous: bool, backend: CpuBackend, limit: str) -> None:
     first, second = ranks.run_places(2, one_is_missing, asynchronous, backend)
-    assert first.startswith(
-        "rank 0 waited in vain for rank 1 in step 0 of all-reduce/ring of 2 ranks: that rank has ended, is"
-    )
-    assert limit in first
+    where = "rank 0 waited in vain for rank 1 in step 0 of all-reduce/ring of 2 ranks: that rank has ended, is"
+    assert first.startswith(where) and limit in first
     assert second.startswith("rank 1 waited in vain for rank 0 in a message")
 
 

@@ -19,15 +19,12 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "parts"))
 from link_measurement import calibrate_cluster, fit_alpha_beta
 
 
-def test_a_line_is_found_again() -> None:
+def test_a_line_is_found_again_and_none_starts_below_zero() -> None:
     sizes = [1000, 10_000, 1_000_000]
     alpha_s, bandwidth_Bps = fit_alpha_beta(sizes, [1e-4 + size / 2e7 for size in sizes])  # noqa: N806 - a unit
     assert alpha_s == pytest.approx(1e-4)
     assert bandwidth_Bps == pytest.approx(2e7)
-
-
-def test_no_line_starts_below_zero() -> None:
-    """If a burst passes for free, the fit is the best line without a start-up."""
+    # If a burst passes for free, the fit is the best line without a start-up.
     line = fit_alpha_beta([1000, 2000], [1000 / 1e6 - 5e-4, 2000 / 1e6 - 5e-4])
     assert line.alpha_s == 0
     assert 1e6 < line.bandwidth_Bps < 2e6

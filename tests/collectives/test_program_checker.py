@@ -1,4 +1,4 @@
-"""The proof accepts what is right and names the step and the reason of what is wrong."""
+"""The proof accepts what is right and names the step and the reason of what is wrong, also of a `final`."""
 
 import re
 from dataclasses import replace
@@ -8,25 +8,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mutations import check_mutation, computes_correct_sums, generate_mutations
 
-from motet.collectives.algorithms import algorithm_names, build, collective_names, find_algorithm
+from motet.collectives.algorithms import algorithm_names, build, find_algorithm
 from motet.collectives.program import ChunkTransfer, Program, Step
-from motet.collectives.prove.program_checker import CollectiveProof, UnprovenCollectiveError, prove_program
+from motet.collectives.prove.postconditions import missing_postcondition
+from motet.collectives.prove.program_checker import (
+    CollectiveProof,
+    PostconditionError,
+    UnprovenCollectiveError,
+    prove_program,
+)
+from program_library import ALL
 
 RING = build("all-reduce", "ring", 3)
 
 
 def _reduction(*steps: list[ChunkTransfer], ranks: int = 3, ports: int = 1) -> Program:
     """An all-reduce of one chunk by hand."""
-    return Program(
-        "all-reduce",
-        "by-hand",
-        ranks,
-        (1,),
-        initial=((0,),) * ranks,
-        final=({0: tuple(range(ranks))},) * ranks,
-        steps=tuple(tuple(step) for step in steps),
-        ports=ports,
-    )
+    initial, final = ((0,),) * ranks, ({0: tuple(range(ranks))},) * ranks
+    return Program("all-reduce", "by-hand", ranks, (1,), initial, final, tuple(map(tuple, steps)), ports)
 
 
 def _reduce(src: int, dst: int) -> ChunkTransfer:
@@ -41,12 +40,9 @@ RIGHT = [[_reduce(1, 0)], [_reduce(2, 0)], [_copy(0, 1)], [_copy(0, 2)]]
 
 
 def test_what_is_right_is_proven() -> None:
-    assert prove_program(_reduction(*RIGHT)) == CollectiveProof(
-        ranks=3, steps=4, messages=4, same_bits=True, supports_blocking_sends=True
-    )
-    assert prove_program(RING) == CollectiveProof(
-        ranks=3, steps=4, messages=12, same_bits=True, supports_blocking_sends=False
-    )
+    proof = CollectiveProof(ranks=3, steps=4, messages=4, same_bits=True, supports_blocking_sends=True)
+    assert prove_program(_reduction(*RIGHT)) == proof
+    assert prove_program(RING) == replace(proof, messages=12, supports_blocking_sends=False)
 
 
 @pytest.mark.parametrize(
@@ -75,19 +71,16 @@ def test_a_set_would_not_see_a_contribution_that_is_there_twice() -> None:
         prove_program(_reduction(both, both, ranks=2))
 
 
-def test_reading_what_has_not_arrived() -> None:
+def test_what_has_not_arrived_or_is_in_the_wrong_place() -> None:
     gathered = build("all-gather", "ring", 4)
     early = replace(gathered, steps=(gathered.steps[1], gathered.steps[0], gathered.steps[2]))
     with pytest.raises(UnprovenCollectiveError, match=r"in step 0: 0 -> 1: copy chunk 3: rank 0 has nothing to send"):
         prove_program(early)
     adding = replace(gathered, steps=((ChunkTransfer(0, 1, 0, 0, "reduce"),),))
     with pytest.raises(
-        UnprovenCollectiveError, match=r"rank 1 has nothing to add to, since chunk 0 has not arrived there"
+        UnprovenCollectiveError, match="rank 1 has nothing to add to, since chunk 0 has not arrived there"
     ):
         prove_program(adding)
-
-
-def test_a_chunk_in_the_wrong_place() -> None:
     swapped = build("all-to-all", "pairwise", 3)
     astray = replace(swapped, steps=((swapped.steps[0][0]._replace(dst=2), *swapped.steps[0][2:]), *swapped.steps[1:]))
     with pytest.raises(UnprovenCollectiveError, match=r"chunk 1 of rank 1 has not arrived"):
@@ -111,30 +104,26 @@ def test_a_contribution_may_be_asked_for_several_times(asked: tuple[int, ...], s
         assert prove_program(replace(asking, steps=asking.steps * 2)).messages == 2
 
 
-def test_a_program_without_steps_has_nothing_to_corrupt() -> None:
+def test_mutations_say_what_they_change_and_wrong_sums_are_seen() -> None:
     alone = replace(_reduction(ranks=1), ranks=1)
     assert prove_program(alone).messages == 0
     assert str(alone) == "all-reduce/by-hand of 1 rank"
     assert list(generate_mutations(alone, 5)) == []
-
-
-def test_a_corruption_says_what_it_has_put_where() -> None:
-    whats = [
-        corruption.description for corruption in generate_mutations(RING, 40) if " repeated" in corruption.description
-    ]
+    whats = [what.description for what in generate_mutations(RING, 40) if " repeated" in what.description]
     assert whats
     assert all(re.search(r"repeated; step \d now has \d -> \d: (copy|reduce) chunk \d$", what) for what in whats)
+    assert computes_correct_sums(_reduction(*RIGHT))
+    assert not computes_correct_sums(_reduction(*RIGHT[:3]))
+    tree = build("broadcast", "tree", 4)
+    assert not computes_correct_sums(replace(tree, steps=tree.steps[1:]))
 
 
-def test_adding_without_end_does_not_run_over_into_the_next_rank() -> None:
-    """Fields of 16 bits: after 16 doublings a careless sum would look like a contribution of the next rank."""
+def test_counts_do_not_run_over_into_the_next_rank() -> None:
+    # Fields of 16 bits: after 16 doublings a careless sum would look like a contribution of the next rank.
     both = [_reduce(0, 1), _reduce(1, 0)]
     with pytest.raises(UnprovenCollectiveError, match=r"in step 15: .* more than 32767 times"):
         prove_program(_reduction(*[both] * 40, ranks=2))
-
-
-def test_a_final_asks_for_no_more_repeats_than_can_be_counted() -> None:
-    """65536 times rank 0 would look like once rank 1."""
+    # 65536 times rank 0 would look like once rank 1.
     alone = replace(_reduction(ranks=2), collective="of-mine", final=({}, {0: (0,) * 65536}))
     with pytest.raises(
         UnprovenCollectiveError, match=r"asks for rank 0 in chunk 0 of rank 1 65536 times; give at most 32767"
@@ -142,31 +131,21 @@ def test_a_final_asks_for_no_more_repeats_than_can_be_counted() -> None:
         prove_program(alone)
 
 
-def test_sends_that_wait_for_their_receiver_deadlock_in_a_ring_and_not_in_a_tree() -> None:
+def test_deadlocks_and_orders_of_adding_are_found() -> None:
     with pytest.raises(UnprovenCollectiveError, match=r"in step 0: .* ranks 0 -> 1 -> 2 -> 0 wait in a circle"):
         prove_program(RING, send_mode="blocking")
     assert prove_program(build("all-reduce", "tree", 7), send_mode="blocking").supports_blocking_sends
-
-
-def test_a_deadlock_later_on_is_found() -> None:
-    """Rank 1 gives to 0 first; then 0 and 2 both begin with a send to the other."""
+    # Rank 1 gives to 0 first; then 0 and 2 both begin with a send to the other.
     late = _reduction([_reduce(1, 0)], [_reduce(0, 2), _reduce(2, 0)], [_copy(0, 1)])
     assert prove_program(late).same_bits
     with pytest.raises(UnprovenCollectiveError, match=r"in step 1: .* ranks 0 -> 2 -> 0 wait"):
         prove_program(late, send_mode="blocking")
-
-
-def test_orders_of_adding_are_told_apart() -> None:
-    """(0 + 1) + 2 on rank 0, (1 + 2) + 0 on rank 1: right sums, other bits."""
+    # (0 + 1) + 2 on rank 0, (1 + 2) + 0 on rank 1: right sums, other bits.
     step: Step = tuple(_reduce(src, dst) for dst in range(3) for src in ((dst + 1) % 3, (dst + 2) % 3))
     assert not prove_program(_reduction(list(step), ports=2)).same_bits
 
 
-@given(
-    st.integers(0, 2**32),
-    st.sampled_from([(c, a) for c in collective_names() for a in algorithm_names(c)]),
-    st.integers(2, 9),
-)
+@given(st.integers(0, 2**32), st.sampled_from(ALL), st.integers(2, 9))
 def test_no_planted_fault_is_missed(seed: int, which: tuple[str, str], ranks: int) -> None:
     if find_algorithm(*which).supports(ranks):
         for corruption in generate_mutations(build(*which, ranks), 3, seed):
@@ -188,9 +167,81 @@ def test_of_many_planted_faults_most_are_rejected_and_the_others_do_no_harm() ->
     assert {"dropped", "repeated", "redirected", "moved to another step"} <= changes
 
 
-def test_the_check_that_the_proof_is_judged_by_sees_wrong_sums() -> None:
-    assert computes_correct_sums(_reduction(*RIGHT))
-    assert not computes_correct_sums(_reduction(*RIGHT[:3]))
-    assert not computes_correct_sums(
-        replace(build("broadcast", "tree", 4), steps=build("broadcast", "tree", 4).steps[1:])
-    )
+@pytest.mark.parametrize(
+    ("collective", "sentence"),
+    [
+        ("all-reduce", "rank 2 need not end with chunk 0"),
+        ("all-gather", "rank 2 need not end with chunk 0"),
+        ("reduce-scatter", "no rank must end with chunk 2"),
+        ("scatter", "no rank must end with chunk 2"),
+        ("all-to-all", "rank 2 need not end with what rank 0 has for it"),
+        ("barrier", "rank 2 need not end with a token of rank 0"),
+    ],
+)
+def test_a_final_that_asks_for_less_is_named(collective: str, sentence: str) -> None:
+    whole = build(collective, algorithm_names(collective)[0], 3)
+    assert missing_postcondition(replace(whole, final=(*whole.final[:2], {}))) == sentence
+    assert missing_postcondition(replace(whole, collective="of-mine", final=(*whole.final[:2], {}))) is None
+
+
+def test_sums_of_fewer_ranks_and_a_root_without_everything_are_named() -> None:
+    for collective in ("all-reduce", "reduce", "reduce-scatter"):
+        whole = build(collective, "ring", 3)
+        final = tuple({chunk: sources[:2] for chunk, sources in held.items()} for held in whole.final)
+        assert "need not contain what rank 2 contributes" in str(missing_postcondition(replace(whole, final=final)))
+    for collective in ("reduce", "gather"):
+        whole = build(collective, "tree", 3, root=1)
+        final = tuple({c: s for c, s in held.items() if c > 0} for held in whole.final)
+        assert missing_postcondition(replace(whole, final=final)) == "no rank must end with all chunks, such as chunk 0"
+    whole = build("broadcast", "tree", 3)
+    assert missing_postcondition(replace(whole, final=({}, *whole.final[1:]))) is None
+
+
+def _of(collective: str, initial: list[list[int]], final: list[dict[int, tuple[int, ...]]]) -> Program:
+    chunks = 1 + max(chunk for held in (*initial, *final) for chunk in held)
+    return Program(collective, "mine", len(initial), (1,) * chunks, tuple(map(tuple, initial)), tuple(final), ())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (_of("all-reduce", [[0], [0]], [{0: (0, 0, 1, 1)}] * 2), "contain what rank 0 contributes more than once"),
+        (_of("reduce-scatter", [[0], [0]], [{0: (0, 1)}, {}]), "rank 1 need not end with any chunk"),
+        (
+            _of("broadcast", [[0], [0]], [{0: (0,)}, {0: (1,)}]),
+            "chunk 0 is rank 0's on one rank, and rank 1's on rank 1",
+        ),
+        (_of("broadcast", [[0], [0]], [{}, {}]), "chunk 0 is rank 0's on one rank, and rank 1's on rank 1"),
+        (
+            _of("broadcast", [[0], [1]], [{0: (0,), 1: (1,)}] * 2),
+            "chunks come from ranks 0 and 1, which is not one root",
+        ),
+        (_of("all-gather", [[0, 1]] * 2, [{}, {}]), "chunk 0 is rank 0's on one rank, and rank 1's on rank 1"),
+        (_of("all-gather", [[0, 1], []], [{}, {0: (0,), 1: (0,)}]), "nothing of rank 1 must end anywhere"),
+        (_of("all-gather", [[0]] * 2, [{0: (0, 1)}] * 2), "chunk 0 of rank 0 is made of 2 contributions"),
+        (_of("gather", [[0, 1]] * 2, [{}, {}]), "nothing of rank 1 must end anywhere"),
+        (_of("scatter", [[0, 1], [0, 1]], [{0: (0,)}, {1: (1,)}]), "chunks come from ranks 0 and 1"),
+        (_of("scatter", [[0, 1], []], [{0: (0,), 1: (0,)}, {}]), "rank 1 need not end with any chunk"),
+        (_of("barrier", [[0, 1]] * 2, [{}, {}]), "rank 0 need not end with a token of rank 1"),
+        (_of("send", [[0], []], [{0: (0,)}, {}]), "nothing must arrive at another rank"),
+        (_of("signal", [[0], [0]], [{}, {0: (1,)}]), "nothing must arrive at another rank"),
+        (_of("copy", [[0], [0]], [{}, {0: (0, 1)}]), "chunk 0 of rank 1 is made of 2 contributions"),
+    ],
+)
+def test_a_final_that_asks_for_something_else_is_not_proven(wrong: Program, sentence: str) -> None:
+    assert sentence in str(missing_postcondition(wrong))
+    with pytest.raises(PostconditionError, match="its `final` is not that of") as caught:
+        prove_program(Program.from_json(wrong.to_json()))
+    assert sentence in str(caught.value) and caught.value.step is None
+
+
+@pytest.mark.parametrize(
+    "right",
+    [
+        _of("barrier", [[0], [0]], [{0: (0, 1)}] * 2),  # tokens that are counted
+        _of("gather", [[0, 1], [0, 1]], [{1: (1,)}, {}]),  # others keep room for all
+        _of("all-gather", [[0, 1], [0, 1]], [{0: (0,), 1: (1,)}] * 2),
+    ],
+)
+def test_other_ways_of_keeping_a_promise(right: Program) -> None:
+    assert missing_postcondition(right) is None

@@ -5,58 +5,35 @@ from typing import Any
 
 import pytest
 
-from motet.collectives import Program, algorithm_names, build, collective_names
+from motet.collectives import Program, build
 from motet.collectives.algorithms import find_algorithm
 from motet.collectives.prove.program_checker import prove_program
 from motet.core.errors import InputError
+from program_library import ALL
 
 
 def test_every_program_survives_being_written() -> None:
-    for collective in collective_names():
-        for name in algorithm_names(collective):
-            built = build(collective, name, next(filter(find_algorithm(collective, name).supports, range(4, 65))))
-            assert Program.from_json(built.to_json()) == built
-            assert Program.from_json(json.loads(built.to_json())) == built
+    for names in ALL:
+        built = build(*names, next(filter(find_algorithm(*names).supports, range(4, 65))))
+        assert Program.from_json(built.to_json()) == Program.from_json(json.loads(built.to_json())) == built
 
 
 def test_the_fields_are_those_of_version_1() -> None:
-    assert json.loads(build("all-reduce", "ring", 2).to_json()) == {
-        "version": 1,
-        "collective": "all-reduce",
-        "algorithm": "ring",
-        "ranks": 2,
-        "chunks": 2,
-        "sizes": [1, 1],
-        "initial": [[0, 1], [0, 1]],
-        "final": [{"0": [0, 1], "1": [0, 1]}] * 2,
-        "ports": 1,
+    assert json.loads(build("all-reduce", "ring", 2).to_json()) == json.loads("""
+        {"version": 1, "collective": "all-reduce", "algorithm": "ring", "ranks": 2, "chunks": 2, "sizes": [1, 1],
+        "initial": [[0, 1], [0, 1]], "final": [{"0": [0, 1], "1": [0, 1]}, {"0": [0, 1], "1": [0, 1]}], "ports": 1,
         "steps": [
-            [
-                {"src": 0, "dst": 1, "chunk": [1, 1], "op": "reduce"},
-                {"src": 1, "dst": 0, "chunk": [0, 0], "op": "reduce"},
-            ],
-            [{"src": 0, "dst": 1, "chunk": [0, 0], "op": "copy"}, {"src": 1, "dst": 0, "chunk": [1, 1], "op": "copy"}],
-        ],
-    }
+        [{"src": 0, "dst": 1, "chunk": [1, 1], "op": "reduce"}, {"src": 1, "dst": 0, "chunk": [0, 0], "op": "reduce"}],
+        [{"src": 0, "dst": 1, "chunk": [0, 0], "op": "copy"}, {"src": 1, "dst": 0, "chunk": [1, 1], "op": "copy"}]]}
+    """)
 
 
 def test_a_program_of_another_tool_is_proven() -> None:
     """A chain of three ranks with chunks of unequal sizes."""
-    record = {
-        "version": 1,
-        "collective": "broadcast",
-        "algorithm": "chain-of-mine",
-        "ranks": 3,
-        "chunks": 2,
-        "sizes": [3, 1],
-        "initial": [[0, 1], [], []],
-        "final": [{}, {"0": [0], "1": [0]}, {"1": [0], "0": [0]}],
-        "steps": [
-            [{"src": 0, "dst": 1, "chunk": [0, 1], "op": "copy"}],
-            [{"src": 1, "dst": 2, "chunk": [0, 1], "op": "copy"}],
-        ],
-    }
-    read = Program.from_json(record)
+    record = {"version": 1, "collective": "broadcast", "algorithm": "chain-of-mine", "ranks": 3, "chunks": 2}
+    steps = [[{"src": rank, "dst": rank + 1, "chunk": [0, 1], "op": "copy"}] for rank in range(2)]
+    final = [{}, {"0": [0], "1": [0]}, {"1": [0], "0": [0]}]
+    read = Program.from_json({**record, "sizes": [3, 1], "initial": [[0, 1], [], []], "final": final, "steps": steps})
     assert prove_program(read).messages == 2 and read.ports == 1
     assert read.message_size_units == 4
 

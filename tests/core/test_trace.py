@@ -29,7 +29,7 @@ def test_without_a_listener_every_span_is_one_shared_object_that_does_nothing():
         raise KeyError
 
 
-def test_spans_are_told_when_they_end_with_their_depth():
+def test_spans_are_told_when_they_end_with_their_depth_also_if_they_fail():
     heard = Heard()
     with trace.install_sink(heard):
         with trace.span("step"):
@@ -40,9 +40,6 @@ def test_spans_are_told_when_they_end_with_their_depth():
         trace.count("bytes", 4)
     assert heard.spans == [("forward", 1), ("communicate", 2), ("backward", 1), ("step", 0)]
     assert heard.counts == [("bytes", 3), ("bytes", 4)]
-
-
-def test_a_span_that_fails_is_told_and_the_depth_is_right_again():
     heard = Heard()
     with trace.install_sink(heard):
         with pytest.raises(KeyError), trace.span("step"), trace.span("forward"):
@@ -52,7 +49,7 @@ def test_a_span_that_fails_is_told_and_the_depth_is_right_again():
     assert heard.spans == [("forward", 1), ("step", 0), ("step", 0)]
 
 
-def test_the_listener_before_listens_again_afterwards():
+def test_the_listener_before_listens_again_and_a_late_span_is_lost_without_harm():
     outer, inner = Heard(), Heard()
     with trace.install_sink(outer):
         with pytest.raises(KeyError), trace.install_sink(inner), trace.span("inside"):
@@ -60,9 +57,6 @@ def test_the_listener_before_listens_again_afterwards():
         with trace.span("outside"):
             pass
     assert (outer.spans, inner.spans) == ([("outside", 0)], [("inside", 0)])
-
-
-def test_a_span_that_outlives_its_listener_is_lost_without_harm():
     heard = Heard()
     with trace.install_sink(heard):
         late = trace.span("late")

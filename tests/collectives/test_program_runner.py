@@ -1,24 +1,63 @@
-"""Programs carried out and measured: every algorithm is right and sends what it says; a wrong one is noticed."""
+"""Programs on real ranks: every algorithm is right, and every byte and message is counted and measured."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
+import pytest
 import torch
 
-from motet.collectives.algorithms import algorithm_names, build, collective_names, find_algorithm
+from motet.collectives.algorithms import build
 from motet.collectives.execute.measure import CollectiveMeasurement, _expected_result, measure_program
+from motet.collectives.execute.program_runner import run_program
+from motet.collectives.execute.rank_plan import chunk_lengths
 from motet.collectives.program import ChunkTransfer, Program
 from motet.core.errors import MotetError
+from motet.core.trace import install_sink
 from motet.parallel.process.process_group import RankGroup
+from on_ranks import Counter, end_of, group_of, start_of
+from program_library import every_program
 from ranks import Ranks
 
 
+class Told(NamedTuple):
+    collective: str
+    algorithm: str
+    sent_bytes: float
+    messages: float
+
+
+def every_algorithm(group: RankGroup) -> list[Told]:
+    told = []
+    for even in every_program(group.world):
+        # Twice as much as there are chunks, one more, and so little that most chunks are empty.
+        for numel in (2 * even.chunks, even.chunks + 1, 1):
+            made = replace(even, sizes=chunk_lengths(even, numel))
+            mine, wanted = start_of(made, group.rank, numel), end_of(made, group.rank, numel)
+            output, counter = torch.full_like(wanted, torch.nan), Counter()
+            with install_sink(counter):
+                run_program(made, output if made.final[group.rank] else None, mine, group_of(group))
+            torch.testing.assert_close(output, wanted, rtol=1e-14, atol=1e-14, msg=f"{made} of {numel}")
+            assert torch.equal(mine, start_of(made, group.rank, numel)), made
+            if numel == 2 * even.chunks:
+                counts = [counter.counts.get(name, 0) for name in ("sent_bytes", "messages")]
+                told.append(Told(even.collective, even.algorithm, *counts))
+    return told
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 5, 8])
+def test_every_algorithm(ranks: Ranks, world: int) -> None:
+    told = ranks.run(world, every_algorithm, timeout_s=120)
+    assert len(told[0]) > 30
+    for of_ranks in zip(*told, strict=True):
+        made = build(of_ranks[0].collective, of_ranks[0].algorithm, world)
+        size = 2 * made.message_size_units * 8
+        assert [one.sent_bytes for one in of_ranks] == [made.send_fraction(rank) * size for rank in range(world)], made
+        assert sum(one.messages for one in of_ranks) == made.message_count, made
+
+
 def measured(group: RankGroup) -> list[tuple[str, CollectiveMeasurement]]:
-    """All that so many ranks can do."""
     assert group.process_group is not None
-    names = [
-        (c, a) for c in collective_names() for a in algorithm_names(c) if find_algorithm(c, a).supports(group.world)
-    ]
-    made = [build(collective, name, group.world) for collective, name in names]
+    made = every_program(group.world)
     return [(str(one), measure_program(one, group.process_group, size=1000, repeats=2)) for one in made]
 
 

@@ -1,0 +1,186 @@
+"""Programs as text, which is read back, and as pictures: well-formed, complete and legible in both colour schemes."""
+
+import re
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+
+import pytest
+
+from motet.collectives.algorithms import build
+from motet.collectives.draw.frames import (
+    align_columns,
+    format_ranges,
+    program_frames,
+    program_text,
+    program_title,
+    transfer_sentences,
+)
+from motet.collectives.draw.svg import COLOURS, DARK_MODE_COLOURS, program_html, program_svg
+from motet.collectives.program import ChunkTransfer, Program
+from motet.core.errors import InputError
+from program_library import supported
+
+
+def numbers(words: str) -> list[int]:
+    found: list[int] = []
+    for part in words.split(","):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def played(made: Program) -> list[list[dict[int, list[int]]]]:
+    """The contents of each rank after each step, by other code: lists of contributors, added and replaced."""
+    held = [{chunk: [rank] for chunk in chunks} for rank, chunks in enumerate(made.initial)]
+    history = [held]
+    for step in made.steps:
+        after = [dict(chunks) for chunks in held]
+        for t in step:
+            for chunk in t.chunks:
+                before = after[t.dst].get(chunk, []) if t.op == "reduce" else []
+                after[t.dst][chunk] = sorted([*before, *held[t.src][chunk]])
+        held = after
+        history.append(held)
+    return history
+
+
+@pytest.mark.parametrize(("collective", "name"), supported(4))
+def test_frames_are_the_program_played(collective: str, name: str) -> None:
+    made = build(collective, name, 4)
+    shown = program_frames(made)
+    assert [frame.step for frame in shown] == [(), *made.steps]
+    assert [[{c: list(s) for c, s in held.items()} for held in frame.contents] for frame in shown] == played(made)
+
+
+@pytest.mark.parametrize(
+    ("collective", "name"), [("all-reduce", "ring"), ("all-reduce", "naive"), ("broadcast", "tree")]
+)
+def test_the_text_can_be_read_back(collective: str, name: str) -> None:
+    made = build(collective, name, 4)
+    blocks = program_text(made).strip().split("\n\n")
+    assert blocks[0] == program_title(made)
+    assert [block.splitlines()[0] for block in blocks[1:]] == ["start", *(f"step {n}" for n in range(len(made.steps)))]
+    for block, after, step in zip(blocks[1:], played(made), [(), *made.steps], strict=True):
+        written = {(t.dst, chunk) for t in step for chunk in t.chunks}
+        for rank, line in enumerate(block.splitlines()[2:]):
+            for chunk, cell in enumerate(re.split(r" {2,}", line.strip())[-made.chunks :]):
+                assert cell.startswith("[") == ((rank, chunk) in written)
+                assert (cell == ".") == (chunk not in after[rank])
+                if cell != ".":
+                    assert numbers(cell.strip("[]")) == after[rank][chunk]
+
+
+def test_the_text_of_sends_groups_of_chunks_single_steps_repeats_and_columns() -> None:
+    step = (
+        ChunkTransfer(0, 1, 2, 3, "reduce"),
+        ChunkTransfer(0, 2, 2, 3, "reduce"),
+        ChunkTransfer(0, 1, 5, 5, "copy"),
+        ChunkTransfer(3, 0, 1, 1, "copy"),
+    )
+    assert transfer_sentences(step) == [
+        "rank 0 adds chunks 2,3 to ranks 1,2; copies chunk 5 to rank 1",
+        "rank 3 copies chunk 1 to rank 0",
+    ]
+    start = program_text(build("all-to-all", "pairwise", 5)).split("\n\n")[1].splitlines()
+    assert start[1].split() == ["rank", "then", "holds"]
+    assert start[3].split(maxsplit=1) == ["1", "5-9: 1"]
+    made = build("all-reduce", "ring", 4)
+    assert re.findall(r"(?m)^(start|step \d+)$", program_text(made, 0)) == ["start", "step 0"]
+    assert re.findall(r"(?m)^(start|step \d+)$", program_text(made, 3)) == ["step 2", "step 3"]
+    made = build("all-reduce", "recursive-doubling", 2)
+    assert "[0,0,1,1]" in program_text(replace(made, steps=made.steps * 2))
+    assert align_columns([["a", "1"], ["bcd", "22"]], right_aligned=[1]) == ["  a     1", "  bcd  22"]
+
+
+def test_a_program_that_breaks_off_says_where_and_why() -> None:
+    made = build("all-gather", "ring", 4)
+    broken = replace(made, steps=(made.steps[1], *made.steps))
+    shown = program_frames(broken)
+    assert len(shown) == 2
+    assert shown[1].contents == shown[0].contents
+    assert shown[1].error is not None
+    assert "step 0 cannot be executed: " + shown[1].error in program_text(broken)
+    assert "[" not in program_text(broken).split("step 0")[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [([3], "3"), ([1, 0], "0,1"), ([0, 1, 2, 5], "0-2,5"), ([0, 0, 1], "0,0,1"), ([0, 2, 0, 0], "3x0,2"), ([], "")],
+)
+def test_numbers_are_spelled_as_ranges(given: list[int], words: str) -> None:
+    assert format_ranges(given) == words
+
+
+def brightness(colour: str) -> float:
+    channels = [int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(a: str, b: str) -> float:
+    dark, light = sorted((brightness(a), brightness(b)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize(("cells", "arrow"), [*zip(COLOURS, DARK_MODE_COLOURS, strict=True)])
+def test_colours_have_contrast(cells: str, arrow: str) -> None:
+    assert contrast(cells, "#ffffff") >= 4.5  # white digits on a cell, and arrows on a light page
+    assert contrast(arrow, "#14181e") >= 4.5
+
+
+@pytest.mark.parametrize(("collective", "name"), supported(4))
+def test_every_cell_and_every_chunk_that_moves_is_drawn(collective: str, name: str) -> None:
+    made = build(collective, name, 4)
+    drawn = program_svg(made)
+    ET.fromstring(drawn)
+    assert drawn.count('class="cell"') == (len(made.steps) + 1) * made.ranks * made.chunks
+    assert drawn.count("data-chunk=") == sum(len(t.chunks) for step in made.steps for t in step)
+    assert drawn.count('class="absent"') == sum(
+        made.chunks - len(held) for frame in program_frames(made) for held in frame.contents
+    )
+
+
+def test_cells_say_what_they_hold_and_a_step_that_cannot_be_played_is_named() -> None:
+    words = re.findall(r'data-words="([^"]*)"', program_svg(build("all-reduce", "ring", 4), only_steps=(2,)))
+    assert words[0] == "rank 0, chunk 0: from ranks 0-3, as it must be at the end"
+    assert words[1] == "rank 0, chunk 1: from ranks 0,2,3"
+    assert len(words) == 16
+    made = build("all-gather", "ring", 4)
+    drawn = program_svg(replace(made, steps=(made.steps[1],)))
+    assert "step 0 cannot be executed" in drawn
+    assert "has nothing to send" in drawn
+
+
+def test_nothing_is_drawn_outside() -> None:
+    for name in ("ring", "naive", "hierarchical"):
+        drawn = program_svg(build("all-reduce", name, 8))
+        width, height = map(float, re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', drawn)[0])
+        for x, y in re.findall(r"translate\(([\d.]+) ([\d.]+)\)", drawn):
+            panel_width, panel_height = map(float, re.findall(r'"frame" width="([\d.]+)" height="([\d.]+)"', drawn)[0])
+            assert float(x) + panel_width <= width
+            assert float(y) + panel_height <= height
+
+
+def test_what_is_too_large_is_refused() -> None:
+    for draw in (program_svg, program_html):
+        with pytest.raises(InputError, match="at most 16 ranks"):
+            draw(build("all-reduce", "ring", 17))
+        with pytest.raises(InputError, match="so give fewer ranks or pieces"):
+            draw(build("all-to-all", "pairwise", 16))
+
+
+def test_the_page_is_whole_in_itself_and_escapes_names() -> None:
+    made = build("all-reduce", "ring", 4)
+    drawn = program_html(made)
+    assert drawn.count('class="step"') == len(made.steps) + 1
+    assert not re.search(r"@(title|svg|text|colours)@", drawn)
+    addresses = set(re.findall(r"""(?:https?:)?//[\w.-]+\.\w+[^\s"'<]*""", drawn))
+    assert addresses <= {"http://www.w3.org/2000/svg"}  # a name, not a place to fetch from
+    assert not re.search(r"<(link|img|iframe)|@import|src=|url\(", drawn)
+    for control in ("first", "back", "play", "on", "last", "at", "speed"):
+        assert f'id="{control}"' in drawn
+    assert "prefers-color-scheme: dark" in drawn and "prefers-reduced-motion" in drawn
+    assert 'data-says="step 0. rank 0 adds chunk 3 to rank 1. ' in drawn
+    made = replace(build("all-reduce", "ring", 2), algorithm="<script>alert(1)</script>")
+    assert "<script>alert" not in program_html(made)
+    assert "<script>alert" not in program_svg(made)
