@@ -1,4 +1,4 @@
-"""The backend when calls go wrong, each told in a sentence; monitored barriers, sparse sums and factors."""
+"""Faults of the backend, each with a message of one sentence; monitored barriers, sparse sums and factors."""
 
 import os
 import signal

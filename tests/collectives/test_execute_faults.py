@@ -1,4 +1,4 @@
-"""Messages for ranks that do not agree, for one that does not come, and for tensors that cannot work."""
+"""Messages on ranks that disagree, on a missing rank, and on tensors that cannot work."""
 
 import contextlib
 from dataclasses import replace
