@@ -57,10 +57,8 @@ def test_records(tmp_path: Path) -> None:
 
 def test_fields_have_other_names(tmp_path: Path) -> None:
     path = write_records(tmp_path / "a.jsonl", [{"body": "x", "class": 3}, {"q": "y", "a": "z"}])
-    assert read(str(path), text_field="body", prompt_field="q", answer_field="a") == [
-        TextDocument("x"),
-        TextDocument("z", "y"),
-    ]
+    found = read(str(path), text_field="body", prompt_field="q", answer_field="a")
+    assert found == [TextDocument("x"), TextDocument("z", "y")]
     path = write_records(tmp_path / "b.jsonl", [{"body": "x", "class": 3}])
     assert read(str(path), True, text_field="body", label_field="class") == [TextDocument("x", label=3)]
 
@@ -116,9 +114,8 @@ def test_half_a_surrogate_pair_becomes_a_question_mark(tmp_path: Path) -> None:
 
 def test_plain_text_has_no_label(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x")
-    assert complaint(tmp_path / "a.txt", labelled=True).startswith(
-        "a.txt is plain text, but objective `classify` needs"
-    )
+    words = "a.txt is plain text, but objective `classify` needs"
+    assert complaint(tmp_path / "a.txt", labelled=True).startswith(words)
 
 
 def test_a_file_that_vanished(tmp_path: Path) -> None:
@@ -134,11 +131,8 @@ def test_parquet_holds_the_same_as_jsonl(tmp_path: Path, monkeypatch: pytest.Mon
     columns = tmp_path / "a.parquet"
     pq.write_table(pa.Table.from_pylist(records), columns, row_group_size=7)
     assert len(discover_corpus(str(columns)).file_ranges) > 2
-    assert (
-        read(str(rows), True)
-        == read(str(columns), True)
-        == [TextDocument(r["text"], label=r["label"]) for r in records]
-    )
+    expected = [TextDocument(r["text"], label=r["label"]) for r in records]
+    assert read(str(rows), True) == read(str(columns), True) == expected
     assert complaint(columns, text_field="body").startswith("a.parquet:1: the record has neither the field 'body' nor")
 
 
@@ -182,12 +176,8 @@ def test_a_dataset_in_pieces(library: Any, monkeypatch: pytest.MonkeyPatch) -> N
         return {"train": StandIn({"text": [r["text"] for r in records], "id": list(range(2500))}), "test": StandIn({})}
 
     library.load_dataset = load
-    assert [(p.start, p.stop) for p in discover_corpus("hf:some/name:en").file_ranges] == [
-        (0, 833),
-        (833, 1666),
-        (1666, 2499),
-        (2499, 2500),
-    ]
+    spans = [(p.start, p.stop) for p in discover_corpus("hf:some/name:en").file_ranges]
+    assert spans == [(0, 833), (833, 1666), (1666, 2499), (2499, 2500)]
     assert read("hf:some/name:en") == [TextDocument(record["text"]) for record in records]
     assert asked == [("some/name", "en")]
 

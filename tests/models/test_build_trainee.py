@@ -28,30 +28,15 @@ def batch(rows: int = 2, length: int = 5) -> Batch:
 
 def test_names_and_shapes_of_a_decoder_on_the_meta_device() -> None:
     with torch.device("meta"):
-        module = build_module(
-            DecoderSettings(
-                **{**SIZES, "layers": 1}, kv_heads=2, positions="learned", norm="layer", bias=True, tied=False
-            )
-        )
-    assert {name: tuple(p.shape) for name, p in module.named_parameters()} == {
-        "embedding.weight": (30, 16),
-        "positions.weight": (16, 16),
-        "blocks.0.attention_norm.weight": (16,),
-        "blocks.0.attention_norm.bias": (16,),
-        "blocks.0.attention.qkv.weight": (32, 16),
-        "blocks.0.attention.qkv.bias": (32,),
-        "blocks.0.attention.output.weight": (16, 16),
-        "blocks.0.attention.output.bias": (16,),
-        "blocks.0.ffn_norm.weight": (16,),
-        "blocks.0.ffn_norm.bias": (16,),
-        "blocks.0.ffn.up.weight": (48, 16),
-        "blocks.0.ffn.up.bias": (48,),
-        "blocks.0.ffn.down.weight": (16, 24),
-        "blocks.0.ffn.down.bias": (16,),
-        "norm.weight": (16,),
-        "norm.bias": (16,),
-        "head.weight": (30, 16),
-    }
+        sizes = {**SIZES, "layers": 1, "kv_heads": 2}
+        module = build_module(DecoderSettings(**sizes, positions="learned", norm="layer", bias=True, tied=False))
+    linear = {"attention.qkv": (32, 16), "attention.output": (16, 16), "ffn.up": (48, 16), "ffn.down": (16, 24)}
+    layers = {"norm": (16,)} | {f"blocks.0.{name}": (16,) for name in ("attention_norm", "ffn_norm")}
+    layers |= {f"blocks.0.{name}": shape for name, shape in linear.items()}
+    expected = {"embedding.weight": (30, 16), "positions.weight": (16, 16), "head.weight": (30, 16)}
+    expected |= {f"{name}.weight": shape for name, shape in layers.items()}
+    expected |= {f"{name}.bias": shape[:1] for name, shape in layers.items()}
+    assert {name: tuple(p.shape) for name, p in module.named_parameters()} == expected
     assert all(p.is_meta for p in module.parameters())
 
 

@@ -78,11 +78,10 @@ def test_gated_activation(name: ActivationName) -> None:
 
 def test_activations_are_what_their_names_say() -> None:
     x = doubles(50, grad=False)
-    assert torch.equal(apply_activation(x, "silu"), F.silu(x))
-    assert torch.equal(apply_activation(x, "gelu"), F.gelu(x))
-    assert torch.equal(apply_activation(x, "gelu_tanh"), F.gelu(x, approximate="tanh"))
-    assert torch.equal(apply_activation(x, "relu"), x.clamp(min=0))
-    assert torch.equal(apply_activation(x, "relu_squared"), x.clamp(min=0) ** 2)
+    expected = {"silu": F.silu(x), "gelu": F.gelu(x), "gelu_tanh": F.gelu(x, approximate="tanh")}
+    expected |= {"relu": x.clamp(min=0), "relu_squared": x.clamp(min=0) ** 2}
+    assert all(torch.equal(apply_activation(x, name), y) for name, y in expected.items())
+    assert expected.keys() == ACTIVATIONS.keys()
 
 
 # --- rotary positions --------------------------------------------------------------------------------
@@ -123,11 +122,8 @@ def by_formula(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> T
 
 
 def heads(length: int, dtype: torch.dtype = torch.float64, rows: int = 2) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        torch.randn(rows, length, 4, 8, dtype=dtype),
-        torch.randn(rows, length, 2, 8, dtype=dtype),
-        torch.randn(rows, length, 2, 8, dtype=dtype),
-    )
+    q, k, v = (torch.randn(rows, length, count, 8, dtype=dtype) for count in (4, 2, 2))
+    return q, k, v
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])

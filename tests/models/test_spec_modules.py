@@ -60,16 +60,10 @@ def architectures(
     return kind.model_validate(values)
 
 
-decoders = architectures(
-    DecoderSettings,
-    positions=st.sampled_from(["rotary", "learned", "none"]),
-    qkv_bias=flags,
-    bias=flags,
-    ffn_bias=st.sampled_from([None, True, False]),
-    norm_bias=st.sampled_from([None, True, False]),
-    query_key_norm=flags,
-    tied=flags,
-)
+optional_flags = st.sampled_from([None, True, False])
+positions = st.sampled_from(["rotary", "learned", "none"])
+biases = {"qkv_bias": flags, "bias": flags, "ffn_bias": optional_flags, "norm_bias": optional_flags}
+decoders = architectures(DecoderSettings, positions=positions, **biases, query_key_norm=flags, tied=flags)
 heads = st.sampled_from(["masked", "classify"])
 encoders = architectures(EncoderSettings, head=heads, classes=st.integers(2, 4), token_types=st.integers(0, 2))
 encoder_decoders = architectures(
