@@ -88,7 +88,7 @@ def encoder_decoder_block_specs(settings: EncoderDecoderSettings) -> tuple[Block
 
 def _document_mask(s: TransformerSettings, window: int | None = None, keys: CountedPer = "token") -> LayerSpec:
     mask = SavedAttentionMatrix("document_mask", window=window, saved_with="explicit mask", rows="packed", keys=keys)
-    return score_bias_spec(s, mask)
+    return LayerSpec() if s.dropout else saved_spec(mask)  # only fused attention keeps it
 
 
 # --- the decoder -----------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def _stack_end(s: EncoderDecoderSettings, per: CountedPer) -> LayerSpec:
     buckets = SavedAttentionMatrix("relative.buckets", queries=per, keys=per, dtype="int64")
     relative = LayerSpec((ParameterSpec("relative.weight", (s.relative_buckets, s.heads)),), saved=(buckets,))
     norm = norm_spec(s, "norm", bias=False, per=per) + dropout_spec(s, "dropout", s.hidden, per=per)
-    return relative + score_bias_spec(s, bias) + norm
+    return relative + norm if s.dropout else relative + saved_spec(bias) + norm
 
 
 def _masked_head(s: EncoderSettings) -> LayerSpec:
@@ -321,11 +321,6 @@ def attention_spec(s: TransformerSettings, attention: AttentionSpec, *saved: Sav
     output = linear_spec(f"{name}.output", a.heads * a.value_dim, s.hidden, bias=bias, per=a.queries)
     dropout = dropout_spec(s, f"dropout.{name}", s.hidden, per=a.queries)
     return LayerSpec(operations=(a,)) + saved_tensors + output + dropout
-
-
-def score_bias_spec(s: TransformerSettings, bias: SavedAttentionMatrix) -> LayerSpec:
-    """A bias of the scores that all layers share; only fused attention keeps it."""
-    return LayerSpec() if s.dropout else saved_spec(bias)
 
 
 def dropout_spec(s: TransformerSettings, name: str, elements: int, *, per: CountedPer = "token") -> LayerSpec:
