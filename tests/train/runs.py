@@ -47,10 +47,7 @@ MODELS: dict[str, list[str]] = {
         "model={family='decoder', vocab_size=260, context=32, layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=48}"
     ],
     "bert": [f"model={{family='encoder', {ENCODER}, dropout=0.1}}", "data.objective=masked"],
-    "t5": [
-        f"model={{family='encoder-decoder', {ENCODER.replace('260', '359')}, dropout=0.1}}",
-        "data.objective=spans",
-    ],
+    "t5": [f"model={{family='encoder-decoder', {ENCODER.replace('260', '359')}, dropout=0.1}}", "data.objective=spans"],
     "classify": [
         f"model={{family='encoder', {ENCODER}, head='classify', classes=2}}",
         *("data.objective=classify", "data.source=synthetic:majority", "data.samples=46", "run.epochs=2"),

@@ -27,8 +27,7 @@ def _judged(folder: Path) -> dict[int, float]:
 
 
 @pytest.mark.parametrize(
-    ("world", "changes"),
-    [(2, [NORMED]), (4, ["layout.zero=3", "layout.shard_group=2", "run.on_nan=skip"])],
+    ("world", "changes"), [(2, [NORMED]), (4, ["layout.zero=3", "layout.shard_group=2", "run.on_nan=skip"])]
 )
 def test_a_run_is_the_same_with_a_break_and_more_evaluations(
     ranks: Ranks, tmp_path: Path, world: int, changes: list[str]

@@ -269,11 +269,7 @@ def _sample_text(job: Job, components: TrainingComponents, monitor: EventDispatc
     prompt = tokenizer.encode(settings.sample_prompt) or [tokenizer.end_id]
     with components.engine.consensus_parameters():
         token_ids = generate_tokens(
-            components.model,
-            prompt,
-            settings.sample_tokens,
-            seed=job.run.seed,
-            temperature=settings.sample_temperature,
+            components.model, prompt, settings.sample_tokens, seed=job.run.seed, temperature=settings.sample_temperature
         )
     step, text = components.total_steps, tokenizer.decode(token_ids)
     monitor.on_event(TextSampled(step=step, prompt=settings.sample_prompt, text=text))
