@@ -1,7 +1,7 @@
 """`motet.verify(model_fn, layouts, batch_fn)`: layouts of the caller's module, and the caller's parallel code."""
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -119,14 +119,13 @@ class _ModuleLayout:
             for at, recorded in self._record_phases(group, folder, records.checkpoint_subfolder):
                 records.save(at, group.rank, recorded)
 
-    def _record_phases(self, group: RankGroup, folder: Path, checkpoint_subfolder: str) -> Iterator[RecordedStep]:
+    def _record_phases(self, group: RankGroup, folder: Path, checkpoint_subfolder: str) -> Iterable[RecordedStep]:
         if self.parallelize is None:
-            yield from record_phases(self.subject, group, folder, checkpoint_subfolder=checkpoint_subfolder)
-            return
+            return record_phases(self.subject, group, folder, checkpoint_subfolder=checkpoint_subfolder)
         if has_dropout(module := self.subject.make_module()):
             raise InputError("verify: the module has dropout, whose masks your function draws by itself; set it to 0")
-        for step, recorded in enumerate(record_external_steps(self.subject, self.parallelize(module))):
-            yield PhaseStep(TRAJECTORY, step), recorded
+        steps = record_external_steps(self.subject, self.parallelize(module))
+        return ((PhaseStep(TRAJECTORY, step), recorded) for step, recorded in enumerate(steps))
 
     def verdict(self, pool: ForkedRankPool, runs: ReferenceRuns) -> LayoutVerdict:
         if runs.self_difference is not None:
@@ -137,8 +136,7 @@ class _ModuleLayout:
         if self.parallelize is not None:
             runs = make_external_reference(runs, list(records.values()))
         layout = resolve_layout(self.subject.layout, self.world, self.subject.batch_rows)
-        recompute = SingleDeviceRecompute(self.subject, layout, runs)
-        verdict = verify_recorded_steps(self.name, recompute, records)
+        verdict = verify_recorded_steps(self.name, SingleDeviceRecompute(self.subject, layout, runs), records)
         return replace(verdict, seconds=perf_counter() - start_s)
 
 

@@ -60,10 +60,9 @@ def verify_recorded_steps(
     layout: str, recompute: SingleDeviceRecompute, recorded: Mapping[PhaseStep, RecordsByRank]
 ) -> LayoutVerdict:
     """Compare the steps of a layout with one device; where they differ, recompute parts of them to find out why."""
-    comparison = compare_recorded_steps(recompute.reference_runs, recorded)
-    if (first := comparison.first) is None:
-        return make_verdict(layout, comparison)
-    cause = find_likely_cause(replace(recompute, step=first.at.step), recorded[first.at], first)
+    comparison, cause = compare_recorded_steps(recompute.reference_runs, recorded), ""
+    if first := comparison.first:
+        cause = find_likely_cause(replace(recompute, step=first.at.step), recorded[first.at], first)
     return make_verdict(layout, comparison, cause)
 
 
@@ -79,9 +78,8 @@ def make_verdict(layout: str, comparison: Comparison, cause: str = "") -> Layout
 def add_native_comparison(verdict: LayoutVerdict, native: NativeComparison) -> LayoutVerdict:
     """A layout that is right in float64 may be wrong in the precision of the job."""
     worst, first = native
-    if worst is None:
-        return verdict
-    verdict = replace(verdict, worst_z=worst.z, worst_z_tensor=str(worst.difference.key))
+    if worst is not None:
+        verdict = replace(verdict, worst_z=worst.z, worst_z_tensor=str(worst.difference.key))
     if first is None:
         return verdict
     location = f"{first.difference.key}, a step in the job's own precision"

@@ -33,28 +33,24 @@ class ForkedRankPool:
     def run(self, world: int, name: str) -> None:
         """Call the function of this name on the first ranks."""
         with tempfile.TemporaryDirectory(prefix="motet-store-") as folder:
-            rank_envs = [
-                RankEnvironment(rank, world, rank, world, 0, f"file://{folder}/store") for rank in range(world)
-            ]
-            for rank_env, (_, pipe) in zip(rank_envs, self.workers, strict=False):
-                pipe.send((name, rank_env))
-            self._wait(world)
+            waiting = {pipe: rank for rank, (_, pipe) in enumerate(self.workers[:world])}
+            for pipe, rank in waiting.items():
+                pipe.send((name, RankEnvironment(rank, world, rank, world, 0, f"file://{folder}/store")))
+            while waiting:
+                ready = wait(list(waiting), timeout=TIMEOUT_S)
+                if not ready:
+                    raise RankFailedError(f"rank {min(waiting.values())} did not end within {TIMEOUT_S:g} s")
+                for pipe in [each for each in waiting if each in ready]:
+                    _raise_received(pipe, waiting.pop(pipe))
 
-    def _wait(self, world: int) -> None:
-        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self.workers[:world])}
-        while waiting:
-            ready = wait(list(waiting), timeout=TIMEOUT_S)
-            if not ready:
-                raise RankFailedError(f"rank {min(waiting.values())} did not end within {TIMEOUT_S:g} s")
-            for pipe in ready:
-                assert isinstance(pipe, Connection)
-                rank = waiting.pop(pipe)
-                try:
-                    error = pipe.recv()
-                except EOFError:
-                    raise RankFailedError(f"the process of rank {rank} ended") from None
-                if error is not None:
-                    raise error
+
+def _raise_received(pipe: Connection, rank: int) -> None:
+    try:
+        error = pipe.recv()
+    except EOFError:
+        raise RankFailedError(f"the process of rank {rank} ended") from None
+    if error is not None:
+        raise error
 
 
 @contextmanager
@@ -67,8 +63,9 @@ def fork_rank_pool(ranks: int, functions: Mapping[str, GroupFunction]) -> Iterat
     try:
         for _ in range(ranks):
             parent_end, child_end = context.Pipe()
-            arguments = (child_end, functions, os.getpid())
-            process: BaseProcess = context.Process(target=_serve_requests, args=arguments, daemon=True)
+            process: BaseProcess = context.Process(
+                target=_serve_requests, args=(child_end, functions, os.getpid()), daemon=True
+            )
             process.start()
             child_end.close()
             workers.append((process, parent_end))

@@ -51,9 +51,8 @@ def record_layouts_on_rank(rank_env: RankEnvironment, stop: StopFlag, folder: st
 def _record_layout(candidate: CandidateLayout, group: RankGroup, records: RecordFolder) -> None:
     subject = JobVerificationSubject(candidate.job)
     with subject.numerics():
-        for at, recorded in record_phases(
-            subject, group, records.folder, checkpoint_subfolder=records.checkpoint_subfolder
-        ):
+        subfolder = records.checkpoint_subfolder
+        for at, recorded in record_phases(subject, group, records.folder, checkpoint_subfolder=subfolder):
             records.save(at, group.rank, recorded)
     native = native_folder(records.folder)
     if native.exists():

@@ -30,7 +30,7 @@ from motet.parity.layout_verdict import (
     self_difference_verdict,
     verify_recorded_steps,
 )
-from motet.parity.record.recorded_phases import RecordFolder, native_folder, single_thread
+from motet.parity.record.recorded_phases import NATIVE_PHASE, PhaseStep, RecordFolder, native_folder, single_thread
 from motet.parity.shrink_job import make_small_job
 from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.parity.verify_parameter_server import ParameterServerVerifier
@@ -123,8 +123,7 @@ def verify_job_layouts(
         on_verdict(verdict)
 
     with tempfile.TemporaryDirectory(prefix="motet-verify-") as name:
-        folder = Path(name)
-        start_s = perf_counter()
+        folder, start_s = Path(name), perf_counter()
         runs = run_reference(JobVerificationSubject(_store_job(plan.job, folder)), folder)
         if runs.self_difference is not None:
             for candidate in plan.candidates:
@@ -134,12 +133,10 @@ def verify_job_layouts(
         of_ranks = [each for each in plan.candidates if not each.job.layout.uses_server_processes]
         of_servers = [each for each in plan.candidates if each.job.layout.uses_server_processes]
         if plan.native_job.precision.recipe != plan.job.precision.recipe or plan.job.run.reproducible:
-            native_subject = JobVerificationSubject(_store_job(plan.native_job, native_folder(folder)))
-            native = run_native_reference(
-                native_subject, native_folder(folder), runs.step_references[0].microbatch_dependent
-            )
-            for count in sorted({_device_microbatches(candidate) for candidate in of_ranks}):
-                spreads[count] = measure_order_spread(native, count)
+            subject = JobVerificationSubject(_store_job(plan.native_job, native_folder(folder)))
+            native = run_native_reference(subject, native_folder(folder), runs.step_references[0].microbatch_dependent)
+            counts = sorted({_device_microbatches(candidate) for candidate in of_ranks})
+            spreads = {count: measure_order_spread(native, count) for count in counts}
         log(f"one device: {STEPS} steps, and again from perturbed parameters: {perf_counter() - start_s:.1f} s")
         _RankLayouts(runs, native, spreads, environment, log, report).verify_all(of_ranks)
         servers = ParameterServerVerifier(plan.job, runs, environment)
@@ -214,22 +211,19 @@ class _RankLayouts:
                 pass
             if not records.is_done():
                 return index
+            layout = candidate.job.layout_for(candidate.world)
+            recompute = SingleDeviceRecompute(JobVerificationSubject(candidate.job), layout, self.reference_runs)
             with single_thread():
-                verdict = self._verdict(candidate, records)
+                verdict = verify_recorded_steps(candidate.layout, recompute, records)
+                if verdict.ok and self.native is not None:
+                    spread = self.spreads[_device_microbatches(candidate)]
+                    compared = compare_native(self.native, spread, records[PhaseStep(NATIVE_PHASE, 0)])
+                    verdict = add_native_comparison(verdict, compared)
             end_s = perf_counter()
             self.report(replace(verdict, seconds=end_s - start_s))
             start_s = end_s
             records.delete()
         return len(candidates)
-
-    def _verdict(self, candidate: CandidateLayout, records: RecordFolder) -> LayoutVerdict:
-        layout = candidate.job.layout_for(candidate.world)
-        recompute = SingleDeviceRecompute(JobVerificationSubject(candidate.job), layout, self.reference_runs)
-        verdict = verify_recorded_steps(candidate.layout, recompute, records)
-        if not verdict.ok or self.native is None:
-            return verdict
-        spread = self.spreads[_device_microbatches(candidate)]
-        return add_native_comparison(verdict, compare_native(self.native, spread, records.native_records()))
 
 
 def _device_microbatches(candidate: CandidateLayout) -> int:

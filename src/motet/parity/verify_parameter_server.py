@@ -4,7 +4,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from motet.monitor.events import EVENTS_FILE, StepDone, read_events
 from motet.parity.candidate_layouts import CandidateLayout
 from motet.parity.compare.reference_runs import DifferenceAtStep, ReferenceRuns, compare_recorded_steps
 from motet.parity.compare.tensor_differences import ReferenceStep, build_reference_tensors
-from motet.parity.diagnose.mismatch_evidence import MismatchEvidence
+from motet.parity.diagnose.mismatch_evidence import MismatchEvidence, as_numbers
 from motet.parity.diagnose.tensor_hypotheses import TENSOR_HYPOTHESES, explain
 from motet.parity.layout_verdict import LayoutVerdict, failed_verdict, make_verdict
 from motet.parity.record.random_sign_sketch import sketch_shard
@@ -37,17 +37,17 @@ from motet.train.launch.supervisor import LaunchExitStatus
 TRAINING_RUN = "of a whole run"
 
 
+@dataclass(frozen=True)
 class ParameterServerVerifier:
     """Layouts with server processes, compared with the same run on one device."""
 
-    def __init__(self, job: Job, reference_runs: ReferenceRuns, environment: Mapping[str, str]) -> None:
-        self._job = job
-        self._reference_runs = reference_runs
-        self._environment = environment
+    job: Job
+    reference_runs: ReferenceRuns
+    environment: Mapping[str, str]
 
     def verdict(self, candidate: CandidateLayout) -> LayoutVerdict:
         """Train, then compare metrics, moments and parameters after each step."""
-        records_by_step, exit_status = _train_and_record(candidate.job, candidate.world, self._environment)
+        records_by_step, exit_status = _train_and_record(candidate.job, candidate.world, self.environment)
         if exit_status.message:
             reason = f"{exit_status.message} (of the job made small)"
             return failed_verdict(candidate.layout, reason, exit_status.exit_code)
@@ -60,40 +60,38 @@ class ParameterServerVerifier:
     @cached_property
     def _run_references(self) -> ReferenceRuns:
         """The same run on one device, with the noise of the perturbed references."""
-        records_by_step, exit_status = _train_and_record(self._job, 1, self._environment, sketches_shards=False)
+        records_by_step, exit_status = _train_and_record(self.job, 1, self.environment, sketches_shards=False)
         if exit_status.message:
             raise RankFailedError(f"one device: {exit_status.message} (of the job made small)")
-        flops = self._reference_runs.trajectory_references[0].total_flops
+        flops = self.reference_runs.trajectory_references[0].total_flops
         references = [
             ReferenceStep(
                 build_reference_tensors(record._replace(flops_so_far=flops) for record in records),
                 step.learning_rate,
                 dict(step.noise),
             )
-            for records, step in zip(records_by_step, self._reference_runs.trajectory_references, strict=True)
+            for records, step in zip(records_by_step, self.reference_runs.trajectory_references, strict=True)
         ]
-        return replace(self._reference_runs, trajectory_references=references)
+        return replace(self.reference_runs, trajectory_references=references)
 
     def _likely_cause(self, candidate: CandidateLayout, records: list[RecordedTensor], first: DifferenceAtStep) -> str:
-        key, step = first.difference.key, first.at.step
         if first.difference.reason:
             return first.difference.reason
-        references = self._run_references.trajectory_references
-        if step:
-            before = references[step - 1].value_of(key)
-        else:
-            starting_key = TensorKey("starting parameter", key.name.removeprefix(MASTER_PREFIX))
-            before = self._reference_runs.trajectory_references[0].value_of(starting_key)
-        layout = candidate.job.layout
+        key, step, references = first.difference.key, first.at.step, self._run_references.trajectory_references
+        starting_key = TensorKey("starting parameter", key.name.removeprefix(MASTER_PREFIX))
+        starting_value = self.reference_runs.trajectory_references[0].value_of(starting_key)
+        before, layout = references[step - 1].value_of(key) if step else starting_value, candidate.job.layout
         evidence = MismatchEvidence(
-            group_by_key([records])[key][0][1].value.reshape(-1),
-            sketch_shard(references[step].tensors[key].value.reshape(-1), 0),
+            as_numbers(group_by_key([records])[key][0][1].value.reshape(-1)),
+            sketch_shard(as_numbers(references[step].tensors[key].value.reshape(-1)), 0),
             known_factors={
                 "workers": float(candidate.world),
                 "servers": float(layout.server.count),
                 "micro-batches of a worker": float(layout.microbatches),
             },
-            value_before_step=sketch_shard(before.reshape(-1), 0) if before is not None and before.ndim else None,
+            value_before_step=sketch_shard(as_numbers(before.reshape(-1)), 0)
+            if before is not None and before.ndim
+            else None,
         )
         return explain(evidence, TENSOR_HYPOTHESES)
 

@@ -20,10 +20,6 @@ class AlignedTensorPair(NamedTuple):
     record: RecordedTensor | None = None
     expected_bits: int = 0  # Significant bits of the expected numbers
 
-    @property
-    def is_shard(self) -> bool:
-        return self.record is not None and self.record.is_shard
-
 
 @dataclass(frozen=True)
 class ReferenceTensor:
@@ -45,10 +41,9 @@ class TensorAlignmentError(Exception):
 
 def align_tensor(reference: ReferenceTensor, records: RankRecords) -> list[AlignedTensorPair]:
     """Pairs of what ranks have and should have; raise where these are no pairs."""
-    first_record = records[0][1]
-    if first_record.is_shard:
+    if records[0][1].is_shard:
         return list(_align_shards(reference, records))
-    if first_record.microbatch < 0:
+    if records[0][1].microbatch < 0:
         for rank, record in records:
             if record.value.shape != reference.value.shape:
                 shapes = f"shape {list(record.value.shape)}, where one device has {list(reference.value.shape)}"
@@ -90,21 +85,21 @@ def _check_each_row_once(reference: ReferenceTensor, records: RankRecords) -> No
             ranks_of_row[row].append(rank)
     missing = [row for row, ranks in ranks_of_row.items() if not ranks]
     repeated = [(row, ranks) for row, ranks in ranks_of_row.items() if len(ranks) > 1]
-    problems = []
-    if missing:
-        verbs = {"activation gradient": "has a gradient of it for", "random mask": "draws it for"}
-        rows = f"row{'s' * (len(missing) > 1)} {join_numbers(missing)}"
-        problems.append(f"no rank {verbs.get(reference.key.kind, 'computes')} {rows} of the batch")
-    for row, ranks in repeated[:1]:
-        distinct = sorted(set(ranks))
-        by_ranks = f"by rank{'s' * (len(distinct) > 1)} {join_numbers(distinct)}"
-        problems.append(f"row {row} is computed {len(ranks)} times, {by_ranks}")
+    verbs = {"activation gradient": "has a gradient of it for", "random mask": "draws it for"}
+    verb = verbs.get(reference.key.kind, "computes")
+    problems = [f"no rank {verb} {format_numbered('row', missing)} of the batch"] if missing else []
+    problems += [
+        f"row {row} is computed {len(ranks)} times, by {format_numbered('rank', sorted(set(ranks)))}"
+        for row, ranks in repeated[:1]
+    ]
     if problems:
         raise TensorAlignmentError(repeated[0][1][-1] if repeated else None, "; ".join(problems))
 
 
-def join_numbers(numbers: Sequence[int]) -> str:
-    return " and ".join(filter(None, [", ".join(map(str, numbers[:-1])), str(numbers[-1])]))
+def format_numbered(noun: str, numbers: Sequence[int]) -> str:
+    """`rank 1`, or `ranks 0, 1 and 2`."""
+    plural, text = "es" if noun.endswith("h") else "s", [", ".join(map(str, numbers[:-1])), str(numbers[-1])]
+    return f"{noun}{plural * (len(numbers) > 1)} {' and '.join(filter(None, text))}"
 
 
 def _align_rows(reference: ReferenceTensor, rank: int, record: RecordedTensor) -> AlignedTensorPair:
@@ -113,8 +108,7 @@ def _align_rows(reference: ReferenceTensor, rank: int, record: RecordedTensor) -
         return AlignedTensorPair(rank, record.value, expected, record, bits)
     indices = [reference.rows.index(row) for row in record.rows]
     if expected.shape[:1] == (row_count,):
-        shared_pair = _align_shared_by_rows(reference, record, expected[indices])
-        if shared_pair is not None:
+        if shared_pair := _align_shared_by_rows(reference, record, expected[indices]):
             return AlignedTensorPair(rank, *shared_pair, record)
     sizes = ((record.value, len(record.rows)), (expected, row_count))
     candidates = [
@@ -161,10 +155,9 @@ def _row_dims(expected: Tensor, record: RecordedTensor, rows: int) -> Iterator[t
 
 def reshape_to_rows(tensor: Tensor, rows: int, *, dim: int = 0, is_inner: bool = False) -> Tensor:
     """The tensor as [rows, elements of each]."""
-    rows_first = tensor.movedim(dim, 0)
-    if is_inner:
-        return rows_first.reshape(-1, rows, *rows_first.shape[1:]).transpose(0, 1).reshape(rows, -1)
-    return rows_first.reshape(rows, -1)
+    first = tensor.movedim(dim, 0)
+    by_row = first.reshape(-1, rows, *first.shape[1:]).transpose(0, 1) if is_inner else first
+    return by_row.reshape(rows, -1)
 
 
 def _error_norm(value: Tensor, expected: Tensor) -> float:
@@ -176,11 +169,10 @@ def _align_shards(reference: ReferenceTensor, records: RankRecords) -> Iterator[
     missing = torch.ones(flat.numel(), dtype=torch.bool)
     for rank, record in records:
         stop = record.start + record.numel
+        message = f"elements {record.start} to {stop - 1} of its {flat.numel()}"
         if record.unsharded_shape != shape:
             message = f"one of shape {list(record.unsharded_shape or ())}, not {list(shape)}"
-            raise TensorAlignmentError(rank, f"rank {rank} has {message}")
-        if stop > flat.numel():
-            message = f"elements {record.start} to {stop - 1} of its {flat.numel()}"
+        if record.unsharded_shape != shape or stop > flat.numel():
             raise TensorAlignmentError(rank, f"rank {rank} has {message}")
         missing[record.start : stop] = False
         expected = flat[record.start : stop]

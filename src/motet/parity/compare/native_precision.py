@@ -37,6 +37,7 @@ MAX_Z_SCORE = 8.0  # The orders are few, and the tails of their errors are heavi
 MAX_FLIPPED_ROUNDINGS = 4  # Elements that a kernel which takes another path may round to the other side
 FLOAT32_ROUNDINGS = 8  # Factors such as the norm are rounded too, which no order of sums shows
 BITWISE_KINDS = ("norm", "state")
+BROKEN_PROMISE = 'its bits are not those of one device, as run.reproducible = "layout" promises'
 MIN_LOG_STD = 0.1  # A smaller standard deviation of log errors is an accident
 
 
@@ -62,11 +63,8 @@ class DifferenceZScore(NamedTuple):
         )
 
 
-class NativeComparison(NamedTuple):
-    """The least likely tensor of a step, and the first that rounding does not explain."""
-
-    worst: DifferenceZScore | None = None
-    first: DifferenceZScore | None = None
+# The least likely tensor of a step, and the first that rounding does not explain.
+NativeComparison = tuple[DifferenceZScore | None, DifferenceZScore | None]
 
 
 @dataclass(frozen=True)
@@ -81,15 +79,8 @@ class SummationOrderSpread:
         if difference.reason:
             return DifferenceZScore(difference, math.inf, 0.0)
         log_errors, tensor = self.log_errors[difference.key], self.reference.tensors[difference.key]
-        mean, log_std = (
-            float(log_errors.mean()),
-            max(
-                float(log_errors.std()),
-                self.pooled_log_std[tensor.key.kind],
-                math.sqrt(0.5 / max(1, tensor.value.numel())),
-                MIN_LOG_STD,
-            ),
-        )
+        std_of_size, mean = math.sqrt(0.5 / max(1, tensor.value.numel())), float(log_errors.mean())
+        log_std = max(float(log_errors.std()), self.pooled_log_std[tensor.key.kind], std_of_size, MIN_LOG_STD)
         deviation = log_error(difference, tensor, self.compute_dtype) - mean
         z = deviation / (log_std * math.sqrt(1 + 1 / len(log_errors)))
         return DifferenceZScore(difference, z, math.exp(mean))
@@ -112,10 +103,6 @@ class NativeReference:
     microbatch_dependent: set[TensorKey]
     single_batch_tensors: Mapping[TensorKey, ReferenceTensor]  # One device that takes the batch as one micro-batch
     bitwise_reference: ReferenceStep | None  # The bits that every layout has to have, if the job is reproducible
-
-    @property
-    def recipe(self) -> PrecisionRecipe:
-        return RECIPES[self.subject.job.precision.recipe]
 
 
 def run_native_reference(
@@ -142,9 +129,9 @@ def run_native_reference(
 
 def measure_order_spread(native: NativeReference, microbatches: int) -> SummationOrderSpread | None:
     """Repeat the step on one device with as many micro-batches as a layout has; None in float64."""
-    if native.recipe.compute == "float64":
-        return None
     subject, last_step = native.subject, native.subject.steps - 1
+    if (compute := RECIPES[subject.job.precision.recipe].compute) == "float64":
+        return None
     with subject.numerics(), single_thread():
         on_rank = subject.with_microbatches(microbatches).build(SINGLE_RANK_GROUP, native.folder)
         masters = {sketches: record_starting_masters(on_rank, sketches) for sketches in (False, True)}
@@ -156,7 +143,7 @@ def measure_order_spread(native: NativeReference, microbatches: int) -> Summatio
             on_rank.learning_rate(last_step),
             microbatch_dependent=native.microbatch_dependent,
         )
-        compute_dtype, errors = getattr(torch, native.recipe.compute), dict[TensorKey, list[float]]()
+        compute_dtype, errors = getattr(torch, compute), dict[TensorKey, list[float]]()
         for order in _random_row_orders(subject.batch_rows, microbatches):
             records = record_restored_step(on_rank.with_row_order(order), native.folder, last_step)
             for difference in compare_with_reference(reference, [masters[True] + records]):
@@ -193,23 +180,19 @@ def compare_native(
     z_scores: list[DifferenceZScore] = []
     if spread is not None:
         differences = compare_with_reference(spread.reference, records_by_rank)
-        z_scores = [spread.z_score_of(each) for each in differences if _is_compared(native.recipe, each.key)]
+        recipe = RECIPES[native.subject.job.precision.recipe]
+        z_scores = [spread.z_score_of(each) for each in differences if _is_compared(recipe, each.key)]
     if native.bitwise_reference is not None:
         z_scores += [
-            _bitwise_z_score(each)
+            DifferenceZScore(each._replace(reason=each.reason or BROKEN_PROMISE), math.inf, 0.0)
             for each in compare_with_reference(native.bitwise_reference, records_by_rank)
             if each.key.kind in BITWISE_KINDS and each.relative_error
         ]
     worst = max(z_scores, key=lambda each: each.z, default=None)
-    return NativeComparison(worst, next((each for each in z_scores if not each.is_rounding), None))
+    return worst, next((each for each in z_scores if not each.is_rounding), None)
 
 
 def _is_compared(recipe: PrecisionRecipe, key: TensorKey) -> bool:
     """Masters replace the parameters of the model; stage 3 has no others."""
     is_model_parameter = key.kind in ("parameter", "starting parameter") and not key.name.startswith(MASTER_PREFIX)
     return recipe.compute == recipe.master or not is_model_parameter
-
-
-def _bitwise_z_score(difference: TensorDifference) -> DifferenceZScore:
-    reason = difference.reason or 'its bits are not those of one device, as run.reproducible = "layout" promises'
-    return DifferenceZScore(difference._replace(reason=reason), math.inf, 0.0)

@@ -10,7 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from motet.collectives.compression.byte_messages import codec_numerics
 from motet.core.errors import InputError
-from motet.parity.compare.align_with_reference import ReferenceTensor
 from motet.parity.compare.tensor_differences import (
     ReferenceStep,
     TensorDifference,
@@ -64,8 +63,8 @@ def run_reference(subject: VerificationSubject, folder: Path) -> ReferenceRuns:
         for step in range(subject.steps):
             on_rank.state.save(step)
             step_references.append(_record_reference(on_rank, step))
-        last_step, last = subject.steps - 1, step_references[-1]
         on_rank.state.save(subject.steps)
+        last_step, last = subject.steps - 1, step_references[-1]
         trajectory = [replace(reference, noise={}, microbatch_dependent=set()) for reference in step_references]
         evaluation = (record._replace(flops_so_far=last.total_flops) for record in record_evaluation(on_rank))
         trajectory[-1] = replace(trajectory[-1], tensors={**last.tensors, **build_reference_tensors(evaluation)})
@@ -139,8 +138,7 @@ def make_external_reference(reference_runs: ReferenceRuns, steps: Sequence[Recor
     if not keys:
         raise InputError("verify: your step gives nothing; give full tensors by name, gradient.NAME say")
     for key in sorted(key for some in key_sets for key in keys - some):
-        message = f"{key.kind} {key.name} is given in some steps or by some ranks alone; give it in all"
-        raise InputError(f"verify: {message}")
+        raise InputError(f"verify: {key.kind} {key.name} is given in some steps or by some ranks alone; give it in all")
     for key in sorted(keys - set(available)):
         names = ", ".join(other.name for other in available if other.kind == key.kind) or "none"
         raise InputError(f"verify: one device has no {key.kind} {key.name}; there are {names}")
@@ -150,11 +148,9 @@ def make_external_reference(reference_runs: ReferenceRuns, steps: Sequence[Recor
 
 def _with_mean_gradients(reference: ReferenceStep, keys: set[TensorKey]) -> ReferenceStep:
     count = reference.scalar("sum", "target tokens") or math.nan
-    tensors: dict[TensorKey, ReferenceTensor] = {}
-    for key, tensor in reference.tensors.items():
-        if key in keys:
-            tensors[key] = replace(tensor, value=tensor.value / count) if key.kind == "gradient" else tensor
-    return replace(reference, tensors=tensors)
+    given = {key: tensor for key, tensor in reference.tensors.items() if key in keys}
+    means = {k: replace(t, value=t.value / count) if k.kind == "gradient" else t for k, t in given.items()}
+    return replace(reference, tensors=means)
 
 
 @dataclass(frozen=True)

@@ -49,10 +49,9 @@ class ReferenceStep:
     @cached_property
     def typical_sizes(self) -> dict[str, float]:
         """Root mean squares of the elements of similar tensors."""
-        square_sums: dict[str, list[tuple[float, int]]] = {}
+        square_sums: dict[str, list[tuple[float, int]]] = {_size_family(key): [] for key in self.tensors}
         for key, tensor in self.tensors.items():
-            square_sum = finite_norm(tensor.value) ** 2, tensor.value.numel()
-            square_sums.setdefault(_size_family(key), []).append(square_sum)
+            square_sums[_size_family(key)].append((finite_norm(tensor.value) ** 2, tensor.value.numel()))
         return {family: _typical_size(each) for family, each in square_sums.items()}
 
     @cached_property
@@ -83,14 +82,11 @@ class TensorDifference(NamedTuple):
 
 
 def build_reference_tensors(records: Iterable[RecordedTensor]) -> dict[TensorKey, ReferenceTensor]:
-    records = list(records)
-    rows = next((record.rows for record in records if record.rows), ())
     kind_order = {kind: 0 if kind in FORWARD_KINDS else index for index, kind in enumerate(get_args(TensorKind))}
-    tensors: dict[TensorKey, ReferenceTensor] = {}
-    for record in sorted(records, key=lambda record: kind_order[record.kind]):
-        value = record.value if record.unsharded_shape is None else record.value.view(record.unsharded_shape)
-        tensors[record.key] = ReferenceTensor(record.key, value, rows, record)
-    return tensors
+    ordered = sorted(records, key=lambda record: kind_order[record.kind])
+    rows = next((record.rows for record in ordered if record.rows), ())
+    values = [r.value if r.unsharded_shape is None else r.value.view(r.unsharded_shape) for r in ordered]
+    return {r.key: ReferenceTensor(r.key, value, rows, r) for r, value in zip(ordered, values, strict=True)}
 
 
 def _size_family(key: TensorKey) -> str:
@@ -140,9 +136,9 @@ def _module_name(key: TensorKey) -> str:
 def _is_table_or_mean(tensor: ReferenceTensor, records: RankRecords) -> bool:
     try:
         align_tensor(tensor, records)
+        return has_no_row_dimension(tensor, records)
     except TensorAlignmentError:
         return True
-    return has_no_row_dimension(tensor, records)
 
 
 def _compare_tensor(reference: ReferenceStep, tensor: ReferenceTensor, records: RankRecords) -> TensorDifference:
@@ -173,12 +169,11 @@ def pair_distance(reference: ReferenceStep, key: TensorKey, pair: AlignedTensorP
 
 
 def _precision_mismatch(pair: AlignedTensorPair, expected_dtype: str) -> str:
-    record = pair.record
-    if record is None:
+    if pair.record is None:
         return ""
-    if record.dtype != expected_dtype:
-        return f"it is kept in {record.dtype} on rank {pair.rank}, and in {expected_dtype} on one device"
-    bits = record.significant_bits
+    dtype, bits = pair.record.dtype, pair.record.significant_bits
+    if dtype != expected_dtype:
+        return f"it is kept in {dtype} on rank {pair.rank}, and in {expected_dtype} on one device"
     is_coarser = MIN_ROUNDED_BITS <= bits <= pair.expected_bits - MIN_LOST_BITS
     if not is_coarser or not 0 < relative_distance(pair.value, pair.expected) < 2.0 ** (1 - bits):
         return ""

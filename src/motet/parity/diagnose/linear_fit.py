@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from motet.collectives.compression.byte_messages import dtype_name
-from motet.parity.compare.align_with_reference import join_numbers
+from motet.parity.compare.align_with_reference import format_numbered
 from motet.parity.compare.tensor_differences import relative_distance
 
 FIT_TOLERANCE = 1e-9  # Rounding is below it, other mistakes are above
@@ -212,7 +212,7 @@ def _multiplicities(contributions: Contributions) -> Tensor:
 def _format_contributions(contributions: Contributions, all_contributions: Contributions) -> str:
     """Only the ranks are named where all of their micro-batches are meant."""
     ranks, microbatches = sorted({c.rank for c in contributions}), sorted({c.microbatch for c in contributions})
-    text, named = f"rank{'s' * (len(ranks) > 1)} {join_numbers(ranks)}", {c[:2] for c in contributions}
+    text, named = format_numbered("rank", ranks), {c[:2] for c in contributions}
     if all(c[:2] in named for c in all_contributions if c.rank in ranks):
         return text
-    return f"micro-batch{'es' * (len(microbatches) > 1)} {join_numbers(microbatches)} of {text}"
+    return f"{format_numbered('micro-batch', microbatches)} of {text}"

@@ -12,7 +12,7 @@ from torch import Tensor
 from motet.parity.compare.align_with_reference import (
     AlignedTensorPair,
     ReferenceTensor,
-    join_numbers,
+    format_numbered,
     reshape_to_rows,
 )
 from motet.parity.compare.reference_runs import DifferenceAtStep
@@ -68,7 +68,7 @@ class LocatedDifference:
         bound, all_ranks = self.difference.difference.bound, {p.rank for p in self.pairs if p.value.numel()}
         ranks = sorted({p.rank for p in self.pairs if p.rank is not None and self._distance(p) > bound})
         is_part = 0 < len(ranks) < len(all_ranks)
-        text = f", on rank{'s' * (len(ranks) > 1)} {join_numbers(ranks)} alone" if is_part else ""
+        text = f", on {format_numbered('rank', ranks)} alone" if is_part else ""
         elements, record = self.differing_slice, self.worst_pair.record
         if elements is None or record is None:
             return text

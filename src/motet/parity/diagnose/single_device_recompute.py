@@ -103,13 +103,12 @@ class SingleDeviceRecompute:
             engine, original_backward = self.rank_subject.engine, self.rank_subject.engine.backward
 
             def backward(*args: Any, **kwargs: Any) -> None:
-                if backward_only:
-                    make_stale()
+                make_stale()
                 original_backward(*args, **kwargs)
 
             if not backward_only:
                 make_stale()
-            with patched_method(engine, "backward", backward):
+            with patched_method(engine, "backward", backward if backward_only else original_backward):
                 return build_reference_tensors(run_recorded_step(self.rank_subject, self.step, sketches_shards=False))
 
     @cached_property
@@ -139,9 +138,6 @@ class SingleDeviceRecompute:
     def _compute(self, rank: int, microbatch: int, rows: range) -> MicroBatchResult:
         parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         loss, targets = self.rank_subject.loss_of_rows(self.step, rows)
-        raw_gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-        gradients = {
-            name: torch.zeros_like(p) if gradient is None else gradient.to_dense()
-            for (name, p), gradient in zip(parameters.items(), raw_gradients, strict=True)
-        }
-        return MicroBatchResult(rank, microbatch, loss.detach(), targets, gradients)
+        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, materialize_grads=True)
+        dense = {name: gradient.to_dense() for name, gradient in zip(parameters, gradients, strict=True)}
+        return MicroBatchResult(rank, microbatch, loss.detach(), targets, dense)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from motet.collectives.compression.byte_messages import dtype_name
-from motet.parity.compare.align_with_reference import join_numbers
+from motet.parity.compare.align_with_reference import format_numbered
 from motet.parity.compare.tensor_differences import relative_distance
 from motet.parity.diagnose.linear_fit import (
     DTYPE_EPSILON,
@@ -79,11 +79,11 @@ def has_other_rows(e: MismatchEvidence) -> str:
         if not matches or not all(matches):
             continue
         if len(matches) > 1 and len(e.value.unique(dim=0)) == 1:
-            return f"each of its rows is like row{'s' * (len(matches[0]) > 1)} {join_numbers(matches[0])} of {words}"
+            return f"each of its rows is like {format_numbered('row', matches[0])} of {words}"
         clearest = min(range(len(matches)), key=lambda index: len(matches[index]))
         first = matches[clearest][0] - clearest
         nearest = [min((abs(n - first - index), n) for n in found)[1] for index, found in enumerate(matches)]
-        return f"it is of row{'s' * (len(matches) > 1)} {join_numbers(nearest)} of {words}"
+        return f"it is of {format_numbered('row', nearest)} of {words}"
     return ""
 
 

@@ -191,17 +191,14 @@ class RecordFolder(Mapping[PhaseStep, list[list[RecordedTensor]]]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def native_records(self) -> list[list[RecordedTensor]]:
-        return self[PhaseStep(NATIVE_PHASE, 0)]
-
     def save(self, at: PhaseStep, rank: int, records: list[RecordedTensor]) -> None:
         torch.save([tuple(record) for record in records], self._file(at, rank))
 
     def mark_done(self, rank: int) -> None:
-        self._done_file(rank).touch()
+        (self.folder / f"layout-{self.layout_index}-done-{rank}").touch()
 
     def is_done(self) -> bool:
-        return all(self._done_file(rank).exists() for rank in range(self.world))
+        return all((self.folder / f"layout-{self.layout_index}-done-{rank}").exists() for rank in range(self.world))
 
     def delete(self) -> None:
         """Delete records and checkpoints; the marks of ranks that are done stay."""
@@ -211,9 +208,6 @@ class RecordFolder(Mapping[PhaseStep, list[list[RecordedTensor]]]):
 
     def _file(self, at: PhaseStep, rank: int) -> Path:
         return self.folder / f"layout-{self.layout_index}-{at.phase.replace(' ', '-')}-{at.step}-rank-{rank}.pt"
-
-    def _done_file(self, rank: int) -> Path:
-        return self.folder / f"layout-{self.layout_index}-done-{rank}"
 
 
 def native_folder(folder: Path) -> Path:

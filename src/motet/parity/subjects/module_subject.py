@@ -48,8 +48,9 @@ class ModuleVerificationSubject:
     def batch(self, step: int) -> UserBatch:
         batch = self.batch_fn(step)
         if (rows := count_rows(batch)) != self.batch_rows:
-            message = f"batch {step} has {rows} rows, and batch 0 has {self.batch_rows}; give all as many"
-            raise InputError(f"verify: {message}")
+            raise InputError(
+                f"verify: batch {step} has {rows} rows, and batch 0 has {self.batch_rows}; give all as many"
+            )
         return batch
 
     def numerics(self) -> AbstractContextManager[None]:
@@ -91,15 +92,14 @@ class ModuleVerificationSubjectOnRank:
     def step(self, step: int, recorder: TensorRecorder) -> None:
         global_batch, engine = self.subject.batch(step), self.engine
         row_ranges = contributing_rows_of_rank(self.layout, engine.group.rank, self.subject.batch_rows)
-        total, count = 0.0, 0.0
+        total = count = 0.0
         engine.begin_step()
         for microbatch, rows in enumerate(row_ranges):
-            row_indices = torch.arange(rows.start, rows.stop)
             recorder.begin_microbatch(rows)
             batch = select_rows(global_batch, rows)
             for name, tensor in named_tensors(batch):
                 recorder.add("sample", name, tensor)
-            with recorder.recording_masks(self._randomness.for_rows(step, row_indices)):
+            with recorder.recording_masks(_randomness(step, rows)):
                 loss, targets = self._loss_sum_and_count(batch)
             recorder.add("loss", "loss", loss)
             engine.backward(loss, microbatch == 0, microbatch == len(row_ranges) - 1)
@@ -107,7 +107,7 @@ class ModuleVerificationSubjectOnRank:
         engine.update(self.learning_rate(step), total, count)
 
     def loss_of_rows(self, step: int, rows: range) -> tuple[Tensor, float]:
-        with self._randomness.for_rows(step, torch.arange(rows.start, rows.stop)):
+        with _randomness(step, rows):
             return self._loss_sum_and_count(select_rows(self.subject.batch(step), rows))
 
     def evaluation_metrics(self) -> dict[str, float]:
@@ -116,14 +116,14 @@ class ModuleVerificationSubjectOnRank:
     def evaluation_losses(self, rows: range) -> list[tuple[Tensor, float]]:
         raise AssertionError("a module has no evaluation")
 
-    @property
-    def _randomness(self) -> LayoutInvariantDropoutMode:
-        return LayoutInvariantDropoutMode(SEED)
-
     def _loss_sum_and_count(self, batch: UserBatch) -> tuple[Tensor, float]:
-        output = self.subject.loss_fn(self.engine.module, batch)
+        output, rows = self.subject.loss_fn(self.engine.module, batch), count_rows(batch)
         value, count = loss_and_count(output, "verify")
-        return (value, count) if isinstance(output, tuple) else (value * count_rows(batch), float(count_rows(batch)))
+        return (value, count) if isinstance(output, tuple) else (value * rows, float(rows))
+
+
+def _randomness(step: int, rows: range) -> AbstractContextManager[object]:
+    return LayoutInvariantDropoutMode(SEED).for_rows(step, torch.arange(rows.start, rows.stop))
 
 
 def default_loss(module: nn.Module, batch: Any) -> Any:
@@ -136,12 +136,10 @@ def default_loss(module: nn.Module, batch: Any) -> Any:
 
 
 def named_tensors(batch: UserBatch) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(batch, Tensor):
-        yield "batch", batch
-        return
-    if not isinstance(batch, Mapping | Sequence):
+    if not isinstance(batch, Tensor | Mapping | Sequence):
         raise InputError(f"verify: a batch is a {type(batch).__name__}; give a tensor, or some by name or in order")
-    yield from batch.items() if isinstance(batch, Mapping) else ((str(n), each) for n, each in enumerate(batch))
+    named = {"batch": batch} if isinstance(batch, Tensor) else batch
+    yield from named.items() if isinstance(named, Mapping) else ((str(n), each) for n, each in enumerate(named))
 
 
 def count_rows(batch: UserBatch) -> int:
@@ -150,8 +148,9 @@ def count_rows(batch: UserBatch) -> int:
             raise InputError(f"verify: {name} of a batch is a {type(tensor).__name__}; give tensors")
     row_counts = {name: len(tensor) if tensor.ndim else 0 for name, tensor in named_tensors(batch)}
     if len(set(row_counts.values())) != 1 or 0 in row_counts.values():
-        advice = "give tensors with one first dimension, the rows"
-        raise InputError(f"verify: the tensors of a batch have {row_counts} rows; {advice}")
+        raise InputError(
+            f"verify: the tensors of a batch have {row_counts} rows; give tensors with one first dimension, the rows"
+        )
     return next(iter(row_counts.values()))
 
 
@@ -183,8 +182,9 @@ def record_external_steps(subject: ModuleVerificationSubject, step: ExternalStep
 def _record_output(recorder: TensorRecorder, name: str, tensor: Any) -> None:
     prefix, _, inner = name.partition(".")
     if not isinstance(tensor, Tensor | float | int):
-        advice = "give a tensor, zeros where there is no gradient"
-        raise InputError(f"verify: your step gives {name} = {tensor!r}; {advice}")
+        raise InputError(
+            f"verify: your step gives {name} = {tensor!r}; give a tensor, zeros where there is no gradient"
+        )
     if name in SCALAR_KEYS:
         recorder.add_scalar(*SCALAR_KEYS[name], float(tensor))
         return
