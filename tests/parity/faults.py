@@ -55,6 +55,18 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
         yield
 
 
+def changed(owner: Any, name: str, change: Callable[..., Any]) -> AbstractContextManager[object]:
+    """`change(result, *arguments)` is returned in the place of what a function returns."""
+
+    def wrong(own: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            return change(own(*args, **options), *args)
+
+        return call
+
+    return replaced(owner, name, wrong)
+
+
 @contextmanager
 def all_of(*plants: AbstractContextManager[object]) -> Iterator[None]:
     with ExitStack() as stack:

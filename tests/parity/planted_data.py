@@ -10,21 +10,17 @@ from torch import Tensor
 from motet.core.batch import Batch
 from motet.data.samples.loader import BatchLoader
 from motet.parallel.data_parallel.flat_parameters import GradientBuffer
-from parity.faults import GRADIENT, fault, nothing, replaced
+from parity.faults import GRADIENT, changed, fault, nothing, replaced
 
 Patch = AbstractContextManager[object]
 
 
 @fault("dp=3 zero=1", "dp=2 zero=3 microbatches=2", first="sample positions", cause="each of its rows is like row")
 def positions_go_on_behind_a_border(rank: int) -> Patch:
-    def wrong(own: Any) -> Any:
-        def read(self: BatchLoader, at: int, rows: range) -> Batch:
-            batch = own(self, at, rows)
-            return replace(batch, positions=torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens))
+    def wrong(batch: Batch, *_: Any) -> Batch:
+        return replace(batch, positions=torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens))
 
-        return read
-
-    return replaced(BatchLoader, "batch", wrong) if rank else nothing()
+    return changed(BatchLoader, "batch", wrong) if rank else nothing()
 
 
 @fault("dp=2 zero=0", first="sample tokens", cause="rows are right, but .* elements differ", model="bert")
@@ -50,13 +46,9 @@ def a_rank_leaves_out_the_last_batch_of_an_evaluation(rank: int) -> Patch:
 def a_rank_adds_its_share_of_the_step_before(rank: int) -> Patch:
     kept: dict[int, Tensor] = {}
 
-    def wrong(own: Any) -> Any:
-        def fill(self: GradientBuffer, number: int) -> None:
-            own(self, number)
-            bucket = self.bucket(number)
-            before, kept[number] = kept.get(number, bucket), bucket.clone()
-            bucket.copy_(before)
+    def wrong(_: None, buffer: GradientBuffer, number: int) -> None:
+        bucket = buffer.bucket(number)
+        before, kept[number] = kept.get(number, bucket), bucket.clone()
+        bucket.copy_(before)
 
-        return fill
-
-    return replaced(GradientBuffer, "zero_missing", wrong) if rank == 1 else nothing()
+    return changed(GradientBuffer, "zero_missing", wrong) if rank == 1 else nothing()

@@ -11,7 +11,7 @@ from motet.parallel.data_parallel.communication.communicator import DataParallel
 from motet.parallel.data_parallel.fsdp import FSDP2DataParallel
 from motet.train import build, engine, evaluation, state
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
-from parity.faults import GRADIENT, all_of, fault, nothing, replaced
+from parity.faults import GRADIENT, all_of, changed, fault, nothing, replaced
 from parity.planted_states import with_groups
 from parity.planted_steps import Patch
 
@@ -42,14 +42,7 @@ def pieces_are_stored_at_the_place_of_each_other(rank: int) -> Patch:
 
 @fault("dp=2 zero=1", "dp=3 zero=3", first="sample rows,", cause="of rows", model="bert")
 def rows_are_numbered_within_the_rank(rank: int) -> Patch:
-    def wrong(own: Any) -> Any:
-        def numbered(self: BatchLoader, at: int, rows: range) -> Batch:
-            batch = own(self, at, rows)
-            return replace(batch, rows=torch.arange(len(batch.rows)))
-
-        return numbered
-
-    return replaced(BatchLoader, "batch", wrong)
+    return changed(BatchLoader, "batch", lambda batch, *_: replace(batch, rows=torch.arange(len(batch.rows))))
 
 
 def _evaluated(change: Any) -> Patch:
@@ -114,22 +107,12 @@ def a_rank_rounds_what_it_sends(rank: int) -> Patch:
 
 @fault("dp=3 zero=2", "dp=2 zero=1", first="gradient norm", cause="of what rank . has alone")
 def each_rank_clips_by_its_own_norm(rank: int) -> Patch:
-    def wrong(own: Any) -> Any:
-        def summed(values: list[float], *rest: Any) -> list[float]:
-            count, _, *others = own(values, *rest)
-            return [count, values[1], *others]
-
-        return summed
-
-    return replaced(engine, "sum_scalars", wrong)
+    return changed(engine, "sum_scalars", lambda summed, values, *_: [summed[0], values[1], *summed[2:]])
 
 
 @fault("dp=2 zero=3 min_shard_numel=100", first="gradient norm", cause="it has .*norm.* twice")
 def what_stays_whole_is_in_the_norm_twice(rank: int) -> Patch:
-    def wrong(own: Any) -> Any:
-        def reduced(self: FSDP2DataParallel) -> Any:
-            return [*own(self), *(self.unsharded.reduced_gradients() if self.unsharded else ())]
+    def wrong(own: Any, parallel: FSDP2DataParallel) -> Any:
+        return [*own, *(parallel.unsharded.reduced_gradients() if parallel.unsharded else ())]
 
-        return reduced
-
-    return replaced(FSDP2DataParallel, "reduced_gradients", wrong)
+    return changed(FSDP2DataParallel, "reduced_gradients", wrong)

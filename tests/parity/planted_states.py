@@ -16,35 +16,28 @@ from motet.train.engine import TrainingEngine
 from motet.train.optimizer import sharded_optimizer
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
 from motet.train.state import TrainingState
-from parity.faults import GRADIENT, fault, nothing, replaced
+from parity.faults import GRADIENT, changed, fault, nothing, replaced
 
 Patch = AbstractContextManager[object]
 
 
-def _times(factor: float) -> Any:
-    def wrong(own: Any) -> Any:
-        def fill(self: GradientBuffer, number: int) -> None:
-            own(self, number)
-            self.bucket(number).mul_(factor)
-
-        return fill
-
-    return wrong
+def _times(factor: float) -> Patch:
+    return changed(GradientBuffer, "zero_missing", lambda _, buffer, number: buffer.bucket(number).mul_(factor))
 
 
 @fault("dp=3 zero=0", "dp=3 zero=2", first=GRADIENT, cause="-1 times that of rank 1")
 def a_rank_has_the_wrong_sign(rank: int) -> Patch:
-    return replaced(GradientBuffer, "zero_missing", _times(-1.0)) if rank == 1 else nothing()
+    return _times(-1.0) if rank == 1 else nothing()
 
 
 @fault("dp=3 zero=0", "dp=2 zero=1", first=GRADIENT, cause="has the contribution of rank 1 twice")
 def a_rank_counts_twice(rank: int) -> Patch:
-    return replaced(GradientBuffer, "zero_missing", _times(2.0)) if rank == 1 else nothing()
+    return _times(2.0) if rank == 1 else nothing()
 
 
 @fault("dp=3 zero=1", "dp=4 zero=2", first=GRADIENT, cause="leaves out the contribution of rank 0")
 def a_rank_gives_nothing(rank: int) -> Patch:
-    return replaced(GradientBuffer, "zero_missing", _times(0.0)) if rank == 0 else nothing()
+    return _times(0.0) if rank == 0 else nothing()
 
 
 SERVERS = "dp=3 data=parameter_server server.transport=collectives server.count=2"
@@ -91,16 +84,12 @@ def a_tied_weight_forgets_one_of_its_uses(rank: int) -> Patch:
 def with_groups(change: Callable[[dict[str, Any]], None]) -> Patch:
     """The optimizer is made with other numbers in its groups."""
 
-    def wrong(own: Any) -> Any:
-        def make(groups: Any, settings: Any) -> Any:
-            found = own(groups, settings)
-            for group in found.param_groups:
-                change(group)
-            return found
+    def wrong(optimizer: Any, *_: Any) -> Any:
+        for group in optimizer.param_groups:
+            change(group)
+        return optimizer
 
-        return make
-
-    return replaced(sharded_optimizer, "make_torch_optimizer", wrong)
+    return changed(sharded_optimizer, "make_torch_optimizer", wrong)
 
 
 @fault("dp=2 zero=1", "dp=2 zero=3", first="state exp_avg/.*", cause="the gradient counts 1/2 times")
@@ -171,12 +160,8 @@ def a_bucket_that_arrives_late_is_not_updated(rank: int) -> Patch:
     cause="leaves out the contribution of micro-batch 0 of ranks 0, 1 and 2",
 )
 def stage_3_replaces_microbatches(rank: int) -> Patch:
-    def wrong(own: Any) -> Any:
-        def begin(self: FSDP2DataParallel, first: bool, last: bool) -> None:
-            own(self, first, last)
-            for parameter in self._parameters:
-                parameter.grad = None
+    def wrong(_: None, parallel: FSDP2DataParallel, *flags: bool) -> None:
+        for parameter in parallel._parameters:
+            parameter.grad = None
 
-        return begin
-
-    return replaced(FSDP2DataParallel, "begin_backward", wrong)
+    return changed(FSDP2DataParallel, "begin_backward", wrong)

@@ -1,6 +1,6 @@
 """Mistakes in the samples, masks, counts and updates of a rank."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,7 @@ from motet.train.optimizer import sharded_optimizer
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
 from motet.train.state import TrainingState
 from motet.train.step import TrainStep
-from parity.faults import GRADIENT, fault, nothing, replaced
+from parity.faults import GRADIENT, changed, fault, nothing, replaced
 
 Patch = AbstractContextManager[object]
 LAYOUTS = ("dp=2 zero=1", "dp=2 zero=3 microbatches=2")
@@ -64,14 +64,10 @@ def a_rank_is_one_step_ahead_in_the_data(rank: int) -> Patch:
 
 @fault("dp=2 zero=0", first="sample .*", cause="it is of row")
 def rows_are_read_in_another_order(rank: int) -> Patch:
-    def wrong(own: Any) -> Any:
-        def turned(self: BatchLoader, at: int, rows: range) -> Batch:
-            batch = own(self, at, rows)
-            return replace(batch, tokens=batch.tokens.flip(0), targets=batch.targets.flip(0))
+    def wrong(batch: Batch, *_: Any) -> Batch:
+        return replace(batch, tokens=batch.tokens.flip(0), targets=batch.targets.flip(0))
 
-        return turned
-
-    return replaced(BatchLoader, "batch", wrong) if rank else nothing()
+    return changed(BatchLoader, "batch", wrong) if rank else nothing()
 
 
 DROPS = ("dp=2 zero=1", "dp=3 zero=3 microbatches=2")
@@ -117,17 +113,11 @@ def sites_of_dropout_are_counted_on(rank: int) -> Patch:
     return replaced(LayoutInvariantDropoutMode, "for_rows", wrong)
 
 
-@fault(
-    "dp=2 zero=1 microbatches=2",
-    "dp=2 zero=3 microbatches=2",
-    first="activation gradient .*",
-    cause="divided by.*micro-batches",
-)
-def losses_are_divided_by_the_microbatches(rank: int) -> Patch:
+def _losses_divided(divisor: Callable[[TrainStep, Batch], Any]) -> Patch:
     def wrong(own: Any) -> Any:
         def scaled(self: TrainStep, *given: Any, **more: Any) -> Any:
             plain = self.model.loss_sum
-            object.__setattr__(self.model, "loss_sum", lambda batch: plain(batch) / self.layout.microbatches)
+            object.__setattr__(self.model, "loss_sum", lambda batch: plain(batch) / divisor(self, batch))
             try:
                 return own(self, *given, **more)
             finally:
@@ -138,62 +128,43 @@ def losses_are_divided_by_the_microbatches(rank: int) -> Patch:
     return replaced(TrainStep, "_forward_and_backward", wrong)
 
 
+@fault(
+    "dp=2 zero=1 microbatches=2",
+    "dp=2 zero=3 microbatches=2",
+    first="activation gradient .*",
+    cause="divided by.*micro-batches",
+)
+def losses_are_divided_by_the_microbatches(rank: int) -> Patch:
+    return _losses_divided(lambda step, batch: step.layout.microbatches)
+
+
 @fault("dp=2 zero=0", "dp=3 zero=2", first="activation gradient .*", cause="divided by.*target tokens")
 def each_rank_divides_by_its_own_count(rank: int) -> Patch:
     """The ranks then learn from the mean of their means."""
-
-    def wrong(own: Any) -> Any:
-        def mean(self: TrainStep, *given: Any, **more: Any) -> Any:
-            plain = self.model.loss_sum
-            object.__setattr__(self.model, "loss_sum", lambda batch: plain(batch) / batch.weights.sum())
-            try:
-                return own(self, *given, **more)
-            finally:
-                object.__delattr__(self.model, "loss_sum")
-
-        return mean
-
-    return replaced(TrainStep, "_forward_and_backward", wrong)
+    return _losses_divided(lambda step, batch: batch.weights.sum())
 
 
 @fault("dp=2 zero=0", "dp=3 zero=3", first="target tokens", cause="rank . alone: the sum over the ranks is missing")
 def targets_are_not_added_up_over_ranks(rank: int) -> Patch:
-    def wrong(own: Any) -> Any:
-        def local(values: list[float], ranks: Any, device: Any) -> list[float]:
-            summed = own(values, ranks, device)
-            return [values[0], *summed[1:]]
-
-        return local
-
-    return replaced(engine, "sum_scalars", wrong)
+    return changed(engine, "sum_scalars", lambda summed, values, *_: [values[0], *summed[1:]])
 
 
 @fault("dp=2 zero=1", "dp=3 zero=2", first="gradient norm, ", cause="of what rank . has alone")
 def the_norm_is_not_added_up_over_shards(rank: int) -> Patch:
-    def wrong(own: Any) -> Any:
-        def local(values: list[float], ranks: Any, device: Any) -> list[float]:
-            summed = own(values, ranks, device)
-            return [summed[0], values[1], *summed[2:]]
-
-        return local
-
-    return replaced(engine, "sum_scalars", wrong)
+    return changed(engine, "sum_scalars", lambda summed, values, *_: [summed[0], values[1], *summed[2:]])
 
 
 @fault(*LAYOUTS, first="clipped gradient .*", cause="before clipping")
 def nothing_is_clipped(rank: int) -> Patch:
-    def wrong(own: Any) -> Any:
-        return lambda self, norm, count: 1.0 / count
-
-    return replaced(TrainingEngine, "gradient_scale", wrong)
+    return changed(TrainingEngine, "gradient_scale", lambda _, engine, norm, count: 1.0 / count)
 
 
 @fault("dp=2 zero=1", first="clipped gradient .*", cause="clipped twice")
 def gradients_are_clipped_twice(rank: int) -> Patch:
-    def wrong(own: Any) -> Any:
-        return lambda self, norm, count: own(self, norm, count) * min(1.0, self.clip_norm / norm)
+    def wrong(scale: float, engine: TrainingEngine, norm: float, count: float) -> float:
+        return scale * min(1.0, (engine.clip_norm or norm) / norm)
 
-    return replaced(TrainingEngine, "gradient_scale", wrong)
+    return changed(TrainingEngine, "gradient_scale", wrong)
 
 
 @fault("dp=2 zero=0", "dp=3 zero=3", first="clipped gradient .*, step 2", cause="the norm of the step before")
@@ -211,17 +182,13 @@ def gradients_are_clipped_by_the_norm_before(rank: int) -> Patch:
 
 
 def _restored_without(moment: str) -> Patch:
-    def wrong(own: Any) -> Any:
-        def forget(self: TrainingState, where: Any) -> Any:
-            found = own(self, where)
-            for name, tensor in self.tensors().items():
-                if name.startswith(moment):
-                    tensor.zero_()
-            return found
+    def wrong(found: Any, state: TrainingState, *_: Any) -> Any:
+        for name, tensor in state.tensors().items():
+            if name.startswith(moment):
+                tensor.zero_()
+        return found
 
-        return forget
-
-    return replaced(TrainingState, "restore", wrong)
+    return changed(TrainingState, "restore", wrong)
 
 
 @fault("dp=2 zero=2", "dp=2 zero=3", first="state .*", cause="what it was before is missing")
@@ -255,14 +222,10 @@ def steps_are_counted_from_a_restore(rank: int) -> Patch:
 
 @fault(*LAYOUTS, first="state master/.*", cause="weight decay")
 def everything_is_decayed(rank: int) -> Patch:
-    def wrong(own: Any) -> Any:
-        def all_of(named: Any, settings: Any) -> Any:
-            groups = own(named, settings)
-            return {(scale, settings.weight_decay + 0.01 * (not decay)): m for (scale, decay), m in groups.items()}
+    def all_of(groups: Any, named: Any, settings: Any) -> Any:
+        return {(scale, settings.weight_decay + 0.01 * (not decay)): m for (scale, decay), m in groups.items()}
 
-        return all_of
-
-    return replaced(sharded_optimizer, "group_parameters", wrong)
+    return changed(sharded_optimizer, "group_parameters", all_of)
 
 
 @fault("dp=3 zero=1", "dp=2 zero=3", first="state master/.*", cause="multiplied by.*dp")
@@ -278,30 +241,19 @@ def the_learning_rate_grows_with_the_ranks(rank: int) -> Patch:
 
 @fault("dp=2 zero=1", "dp=3 zero=2", first=GRADIENT, cause="1 of its .* not finite, .*in element 3 of")
 def a_number_is_not_finite(rank: int) -> Patch:
-    def wrong(own: Any) -> Any:
-        def spoil(self: Any) -> Any:
-            found = own(self)
-            if rank == 0:
-                next(iter(found)).view(-1)[3] = float("nan")
-            return found
-
-        return spoil
-
     from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 
-    return replaced(BucketedDataParallel, "local_gradients", wrong)
+    def spoil(found: Any, *_: Any) -> Any:
+        if rank == 0:
+            next(iter(found)).view(-1)[3] = float("nan")
+        return found
+
+    return changed(BucketedDataParallel, "local_gradients", spoil)
 
 
 @fault("dp=2 zero=0", first="sample targets", cause="what tokens should be")
 def a_rank_does_not_shift_its_targets(rank: int) -> Patch:
-    def wrong(own: Any) -> Any:
-        def unshifted(self: BatchLoader, at: int, rows: range) -> Batch:
-            batch = own(self, at, rows)
-            return replace(batch, targets=batch.tokens) if rank else batch
-
-        return unshifted
-
-    return replaced(BatchLoader, "batch", wrong)
+    return changed(BatchLoader, "batch", lambda batch, *_: replace(batch, targets=batch.tokens)) if rank else nothing()
 
 
 @fault("dp=2 zero=0", "dp=3 zero=2", first="evaluation loss", cause="mean of the means of ranks")

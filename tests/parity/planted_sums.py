@@ -11,7 +11,7 @@ from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 from motet.parallel.data_parallel.communication.communicator import DataParallelCommunicator
 from motet.parallel.data_parallel.flat_parameters import GradientBuffer
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
-from parity.faults import GRADIENT, all_of, fault, replaced
+from parity.faults import GRADIENT, all_of, changed, fault, replaced
 
 ALONE = r"contribution of rank \d alone"
 Patch = AbstractContextManager[object]
@@ -129,26 +129,15 @@ def what_others_updated_is_not_gathered(rank: int) -> Patch:
     cause="leaves out the contribution of micro-batch 0",
 )
 def only_the_last_microbatch_counts(rank: int) -> Patch:
-    def wrong(own: Any) -> Any:
-        def forgets(self: GradientBuffer) -> None:
-            own(self)
-            self.begin_step()
-
-        return forgets
-
-    return replaced(GradientBuffer, "begin_backward", wrong)
+    return changed(GradientBuffer, "begin_backward", lambda _, buffer: buffer.begin_step())
 
 
 @fault("dp=2 zero=2 microbatches=2", first=GRADIENT, cause="leaves out the contribution of micro-batch")
 def shards_of_microbatches_replace_each_other(rank: int) -> Patch:
-    def wrong(own: Any) -> Any:
-        def first(self: BucketedDataParallel, first: bool, last: bool) -> None:
-            own(self, first, last)
-            self._is_first_microbatch = True
+    def first(_: None, parallel: BucketedDataParallel, *flags: bool) -> None:
+        parallel._is_first_microbatch = True
 
-        return first
-
-    return replaced(BucketedDataParallel, "begin_backward", wrong)
+    return changed(BucketedDataParallel, "begin_backward", first)
 
 
 @fault("dp=2 zero=0", first=GRADIENT, cause="times the clipped gradient of the step before too much")
@@ -166,15 +155,11 @@ def gradients_are_not_cleared(rank: int) -> Patch:
 
 @fault("dp=2 zero=3", "dp=3 zero=3", first=GRADIENT, cause="divided by.*dp")
 def torch_averages_at_stage_3(rank: int) -> Patch:
-    def wrong(own: Any) -> Any:
-        def communicate(unit: Any, number: int, carry: DataParallelCommunicator) -> Any:
-            found = own(unit, number, carry)
-            unit.set_gradient_divide_factor(float(carry.mesh.shard_group.world))
-            return found
+    def wrong(found: Any, unit: Any, number: int, carry: DataParallelCommunicator) -> Any:
+        unit.set_gradient_divide_factor(float(carry.mesh.shard_group.world))
+        return found
 
-        return communicate
-
-    return replaced(fsdp, "_install_collectives", wrong)
+    return changed(fsdp, "_install_collectives", wrong)
 
 
 @fault("dp=4 zero=3 shard_group=2", first=GRADIENT, cause="leaves out the contribution of rank")
@@ -184,28 +169,18 @@ def stage_3_forgets_its_replicas(rank: int) -> Patch:
 
 @fault("dp=2 zero=1", "dp=2 zero=0", first=GRADIENT, cause="in float32")
 def gradients_are_summed_in_fewer_bits(rank: int) -> Patch:
-    def wrong(own: Any) -> Any:
-        def fill(self: GradientBuffer, number: int) -> None:
-            own(self, number)
-            whole = self.bucket(number)
-            whole.copy_(whole.float())
+    def wrong(_: None, buffer: GradientBuffer, number: int) -> None:
+        buffer.bucket(number).copy_(buffer.bucket(number).float())
 
-        return fill
-
-    return replaced(GradientBuffer, "zero_missing", wrong)
+    return changed(GradientBuffer, "zero_missing", wrong)
 
 
 @fault("dp=2 zero=0", "dp=2 zero=1", first=GRADIENT, cause="belongs 1 element before")
 def a_gradient_lands_next_to_its_place(rank: int) -> Patch:
-    def wrong(own: Any) -> Any:
-        def fill(self: GradientBuffer, number: int) -> None:
-            own(self, number)
-            whole = self.bucket(number)
-            whole.copy_(whole.roll(1))
+    def wrong(_: None, buffer: GradientBuffer, number: int) -> None:
+        buffer.bucket(number).copy_(buffer.bucket(number).roll(1))
 
-        return fill
-
-    return replaced(GradientBuffer, "zero_missing", wrong)
+    return changed(GradientBuffer, "zero_missing", wrong)
 
 
 @fault("dp=2 zero=1", "dp=3 zero=2", first="activation .*", cause="step before")
@@ -247,15 +222,12 @@ def a_forward_computes_with_parameters_that_others_updated_later(rank: int) -> P
 
 @fault("dp=2 zero=0", "dp=4 zero=2 shard_group=2", first="gradient norm, ", cause=r"counted 2 times.*(dp|replicas)")
 def the_norm_counts_every_replica(rank: int) -> Patch:
-    def wrong(own: Any) -> Any:
-        return lambda self: float(sum(part.square().sum() for part in self.sharded_parameters.reduced_gradients()))
+    def wrong(_: float, optimizer: ShardedOptimizer) -> float:
+        return float(sum(part.square().sum() for part in optimizer.sharded_parameters.reduced_gradients()))
 
-    return replaced(ShardedOptimizer, "squared_norm", wrong)
+    return changed(ShardedOptimizer, "squared_norm", wrong)
 
 
 @fault("dp=2 zero=3 secondary_group=1", "dp=2 zero=3", first="gradient norm, ", cause="of what rank . has alone")
 def shards_of_other_ranks_are_left_out_of_the_norm(rank: int) -> Patch:
-    def wrong(own: Any) -> Any:
-        return lambda self: own(self) if rank == 0 else 0.0
-
-    return replaced(ShardedOptimizer, "squared_norm", wrong)
+    return changed(ShardedOptimizer, "squared_norm", lambda square, _: 0.0 if rank else square)

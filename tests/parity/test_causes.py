@@ -93,28 +93,11 @@ def test_what_was_updated_otherwise() -> None:
     assert explained(half).startswith("it was updated by 1/2 times what it should be")
 
 
-def test_rows_of_others() -> None:
-    batch = drawn(8, 5)
-    case = MismatchEvidence(batch[[0, 1]], batch[[2, 3]], 1, SIZES, alternative_rows={"the batch": batch})
-    assert explained(case) == "it is of rows 0 and 1 of the batch"
-
-
 @pytest.mark.parametrize("factor", [1.3, 17.0])
 def test_of_a_number_not_every_factor_is_a_cause(factor: float) -> None:
     one = torch.tensor(3.0, dtype=torch.float64)
     assert not explained(MismatchEvidence(factor * one, one, 0, SIZES))
     assert "divided by 4 = dp" in explained(MismatchEvidence(one / 4, one, 0, SIZES))
-
-
-def test_a_contribution_to_a_number_is_missing() -> None:
-    shares = [
-        MicroBatchContribution(rank, 0, torch.tensor(value, dtype=torch.float64), 1.0)
-        for rank, value in enumerate([3.0, 5.5, 2.25])
-    ]
-    one = torch.tensor(10.75, dtype=torch.float64)
-    assert (
-        explained(MismatchEvidence(one - 5.5, one, contributions=shares)) == "it leaves out the contribution of rank 1"
-    )
 
 
 NOTHING = torch.zeros(30, dtype=torch.float64)
@@ -136,8 +119,47 @@ def test_shares_that_are_nothing_are_not_named(value: Tensor, said: str) -> None
     assert not re.search(r"ranks? (0 and )?1\b", found)
 
 
-def test_a_rank_in_the_place_of_another() -> None:
-    assert explained(replace(SUM, value=TOTAL - own(0) + own(3))).startswith("it is made of 0 times that of rank 0")
+BATCH, WHOLE, SQUARE = drawn(8, 5), drawn(100), drawn(26, 32)
+REPEATED = torch.cat((torch.ones(5, 5, dtype=torch.float64), drawn(3, 5)))  # Rows of no one place
+LATE = torch.cat((NOTHING[:1], WHOLE[60:99]))  # After whatever stood before
+NUMBERS = [
+    MicroBatchContribution(rank, 0, torch.tensor(value, dtype=torch.float64), 1.0)
+    for rank, value in enumerate([3.0, 5.5, 2.25])
+]
+NUMBER = torch.tensor(10.75, dtype=torch.float64)
+OTHER_COLUMN = torch.where(torch.arange(32) == 3, drawn(26, 1, seed=1), SQUARE).flatten()
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        (
+            replace(SUM, value=TOTAL - own(0) + own(3)),
+            "it is made of 0 times that of rank 0, 1 times that of ranks 1 and 2, 2 times that of rank 3",
+        ),
+        (
+            MismatchEvidence(NOTHING, TOTAL, 0, SIZES, alternatives={"that of pooler.bias": NOTHING}),
+            "it is 0 throughout",
+        ),
+        (
+            MismatchEvidence(BATCH[[0, 1]], BATCH[[2, 3]], 1, SIZES, alternative_rows={"the batch": BATCH}),
+            "it is of rows 0 and 1 of the batch",
+        ),
+        (
+            MismatchEvidence(REPEATED[:2], REPEATED[5:7], 1, SIZES, alternative_rows={"the batch": REPEATED}),
+            "each of its rows is like rows 0, 1, 2, 3 and 4 of the batch",
+        ),
+        (MismatchEvidence(NUMBER - 5.5, NUMBER, contributions=NUMBERS), "it leaves out the contribution of rank 1"),
+        (
+            MismatchEvidence(LATE, WHOLE[60:], 1, SIZES, source_tensors={"w": WHOLE}),
+            "it is what belongs at element 59 of w",
+        ),
+        (MismatchEvidence(drawn(40, seed=7), WHOLE[60:], 1, SIZES, source_tensors={"w": WHOLE}), ""),
+        (MismatchEvidence(OTHER_COLUMN, SQUARE.flatten(), 0, SIZES, source_tensors={"w": SQUARE}), ""),
+    ],
+)
+def test_what_a_tensor_is_instead(case: MismatchEvidence, said: str) -> None:
+    assert explained(case) == said
 
 
 @pytest.mark.parametrize(("lost", "said"), [((2,), "rank 2"), ((0, 1, 2, 3), "micro-batch 1 of ranks 0, 1, 2 and 3")])
@@ -166,18 +188,6 @@ def test_what_is_as_far_off_as_rounding() -> None:
     assert explained(MismatchEvidence(expected[:9] * (1 + 1e-3 * noise[:9]), expected[:9], 0, SIZES)) == ""
 
 
-def test_what_is_0_is_not_that_of_another() -> None:
-    other = {"that of pooler.bias": NOTHING}
-    assert explained(MismatchEvidence(NOTHING, TOTAL, 0, SIZES, alternatives=other)) == "it is 0 throughout"
-
-
-def test_rows_that_are_all_alike_are_of_no_one_place() -> None:
-    batch = torch.ones(8, 5)
-    batch[5:] = drawn(3, 5)
-    said = "each of its rows is like rows 0, 1, 2, 3 and 4 of the batch"
-    assert explained(MismatchEvidence(batch[:2], batch[5:7], 1, SIZES, alternative_rows={"the batch": batch})) == said
-
-
 def updated(kind: str, wrong: OptimizerSettings, right: OptimizerSettings) -> str:
     """The cause that is found for an update with wrong settings."""
     moments = {"exp_avg": drawn(30, seed=1), "exp_avg_sq": drawn(30, seed=2).square()}
@@ -203,26 +213,6 @@ def test_sgd_and_adam_without_a_first_moment() -> None:
     assert updated("momentum_buffer", wrong, momentum).startswith("what it was before counts 1/2 times")
     plain = OptimizerSettings(betas=(0.0, 0.95))
     assert "not finite" not in updated("exp_avg", OptimizerSettings(betas=(0.9, 0.95)), plain)
-
-
-def test_a_stretch_that_begins_too_early() -> None:
-    whole = drawn(100)
-    late = whole[59:99].clone()
-    late[0] = 0.0  # whatever stood before
-    pool = {"w": whole}
-    assert (
-        explained(MismatchEvidence(late, whole[60:], 1, SIZES, source_tensors=pool))
-        == "it is what belongs at element 59 of w"
-    )
-    assert explained(MismatchEvidence(drawn(40, seed=7), whole[60:], 1, SIZES, source_tensors=pool)) == ""
-
-
-def test_what_is_where_it_belongs_is_not_elsewhere() -> None:
-    right = drawn(26, 32)
-    wrong = right.clone()
-    wrong[:, 3] = drawn(26, seed=1)  # one column
-    pool = {"w": right.flatten()}
-    assert "belongs" not in explained(MismatchEvidence(wrong.flatten(), right.flatten(), 0, SIZES, source_tensors=pool))
 
 
 def computed(*targets: list[float]) -> list[MicroBatchResult]:

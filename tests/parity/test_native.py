@@ -30,7 +30,7 @@ from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.train import engine
 from motet.train.job import Job
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
-from parity.faults import all_of, nothing, replaced
+from parity.faults import all_of, changed, nothing, replaced
 from ranks import Ranks
 from train.runs import small_job
 
@@ -82,15 +82,11 @@ def sums_in_bfloat16() -> AbstractContextManager[object]:
 
 
 def _masters_updated(spoilt: Callable[[Tensor], Tensor]) -> AbstractContextManager[object]:
-    def wrong(own: Any) -> Any:
-        def update(self: ShardedOptimizer, learning_rate: float) -> None:
-            own(self, learning_rate)
-            for master in self.sharded_parameters.local_masters:
-                master.copy_(spoilt(master))
+    def wrong(_: None, optimizer: ShardedOptimizer, *given: Any) -> None:
+        for master in optimizer.sharded_parameters.local_masters:
+            master.copy_(spoilt(master))
 
-        return update
-
-    return replaced(ShardedOptimizer, "update", wrong)
+    return changed(ShardedOptimizer, "update", wrong)
 
 
 def masters_in_bfloat16() -> AbstractContextManager[object]:
@@ -131,16 +127,12 @@ def test_masters_that_are_kept_too_short_are_found(ranks: Ranks) -> None:
 def masters_of_rounded_values() -> AbstractContextManager[object]:
     """Masters are rounded once, when they are made."""
 
-    def wrong(own: Any) -> Any:
-        def make(*given: Any, **more: Any) -> ShardedOptimizer:
-            updater: ShardedOptimizer = own(*given, **more)
-            for master in updater.sharded_parameters.local_masters:
-                master.copy_(master.bfloat16())
-            return updater
+    def wrong(optimizer: ShardedOptimizer, *given: Any) -> ShardedOptimizer:
+        for master in optimizer.sharded_parameters.local_masters:
+            master.copy_(master.bfloat16())
+        return optimizer
 
-        return make
-
-    return replaced(engine, "build_sharded_optimizer", wrong)
+    return changed(engine, "build_sharded_optimizer", wrong)
 
 
 def test_masters_that_are_made_of_rounded_values_are_found(ranks: Ranks) -> None:

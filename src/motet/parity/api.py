@@ -101,8 +101,6 @@ def verify(
 
 @dataclass(frozen=True)
 class _ModuleLayout:
-    """A layout of the module, or parallel code of the caller."""
-
     index: int
     name: str
     subject: ModuleVerificationSubject

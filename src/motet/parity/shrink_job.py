@@ -32,14 +32,13 @@ _SCALED_KEYS = (*_HIDDEN_KEYS, *_FFN_KEYS)
 
 def make_small_job(job: Job, rows: int, steps: int) -> Job:
     """The job with a small model and `steps` steps of `rows` rows."""
-    tree = job.model_dump(mode="json", exclude_unset=True)
-    tokens, bucket = min(job.data.sequence_length, MAX_TOKENS), job.communication.bucket_mib
+    tree, tokens = job.model_dump(mode="json", exclude_unset=True), min(job.data.sequence_length, MAX_TOKENS)
     replacements: dict[str, dict[str, Any]] = {
         "model": _small_model(job, tokens),
         "data": {"sequence_length": tokens, "batch_sequences": rows},
         "run": {"steps": steps, "ranks": 1, "threads": 1},
         "communication": {
-            "bucket_mib": min(bucket, SMALL_BUCKET_MIB),
+            "bucket_mib": min(job.communication.bucket_mib, SMALL_BUCKET_MIB),
             "first_bucket_mib": min(job.communication.first_bucket_mib, SMALL_BUCKET_MIB / 4),
         },
     }
@@ -120,9 +119,12 @@ def shrink_hf_config(config: dict[str, Any], tokens: int) -> dict[str, Any]:
     per_head = present.get("head_dim") or present.get("d_kv") or hidden // heads
     head_dim = min(per_head, MAX_HEAD_DIM)
     scale = small_heads * head_dim / (heads * per_head)
-    sizes = {name: _scale_to_multiple_of_8(size, scale) for name, size in present.items() if name in _SCALED_KEYS}
-    sizes |= dict.fromkeys(_HEAD_KEYS, small_heads) | dict.fromkeys(("head_dim", "d_kv"), head_dim)
-    sizes["num_key_value_heads"] = small_kv_heads
+    sizes = {
+        **{name: _scale_to_multiple_of_8(size, scale) for name, size in present.items() if name in _SCALED_KEYS},
+        **dict.fromkeys(_HEAD_KEYS, small_heads),
+        **dict.fromkeys(("head_dim", "d_kv"), head_dim),
+        "num_key_value_heads": small_kv_heads,
+    }
     return small | {name: size for name, size in sizes.items() if name in present}
 
 

@@ -147,7 +147,6 @@ def verify_job_layouts(
 
 
 def _store_job(job: Job, folder: Path) -> Job:
-    """Write the job for the ranks."""
     folder.mkdir(exist_ok=True)
     tree = job.model_dump(exclude_none=True, exclude_unset=True)
     if job.optimizer.clip_norm is None:  # Its default is not None

@@ -20,7 +20,6 @@ from motet.parity.compare.tensor_differences import ReferenceStep, build_referen
 from motet.parity.diagnose.mismatch_evidence import MismatchEvidence, as_numbers
 from motet.parity.diagnose.tensor_hypotheses import TENSOR_HYPOTHESES, explain
 from motet.parity.layout_verdict import LayoutVerdict, failed_verdict, make_verdict
-from motet.parity.record.random_sign_sketch import sketch_shard
 from motet.parity.record.recorded_phases import PhaseStep, step_checkpoint_path
 from motet.parity.record.tensor_recorder import (
     MASTER_PREFIX,
@@ -29,6 +28,7 @@ from motet.parity.record.tensor_recorder import (
     TensorRecorder,
     group_by_key,
     record_state,
+    sketch_shard,
 )
 from motet.train.job import Job, with_overrides
 from motet.train.launch.entry_points import SupervisorIO, TrainRequest, supervise_local_ranks

@@ -7,8 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from motet.parity.record.random_sign_sketch import sketch_rows, sketch_shard
-from motet.parity.record.tensor_recorder import RankRecords, RecordedTensor, TensorKey, count_significant_bits
+from motet.parity.record.tensor_recorder import (
+    RankRecords,
+    RecordedTensor,
+    TensorKey,
+    count_significant_bits,
+    sketch_rows,
+    sketch_shard,
+)
 
 
 class AlignedTensorPair(NamedTuple):
@@ -76,7 +82,6 @@ def has_no_row_dimension(reference: ReferenceTensor, records: RankRecords) -> bo
 
 
 def _check_each_row_once(reference: ReferenceTensor, records: RankRecords) -> None:
-    """Each row of the batch belongs to one micro-batch of one rank."""
     ranks_of_row: dict[int, list[int]] = {row: [] for row in reference.rows}
     for rank, record in records:
         for row in record.rows:

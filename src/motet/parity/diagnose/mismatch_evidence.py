@@ -26,8 +26,14 @@ from motet.parity.compare.tensor_differences import (
 from motet.parity.diagnose.linear_fit import TARGET_TOKENS, MicroBatchContribution
 from motet.parity.diagnose.optimizer_update import ExpectedOptimizerUpdate
 from motet.parity.diagnose.single_device_recompute import MicroBatchResult, SingleDeviceRecompute
-from motet.parity.record.random_sign_sketch import sketch_shard
-from motet.parity.record.tensor_recorder import MASTER_PREFIX, RecordsByRank, TensorKey, TensorKind, group_by_key
+from motet.parity.record.tensor_recorder import (
+    MASTER_PREFIX,
+    RecordsByRank,
+    TensorKey,
+    TensorKind,
+    group_by_key,
+    sketch_shard,
+)
 from motet.train.optimizer.sharded_optimizer import group_parameters
 
 ROW_KINDS = ("sample", "random mask", "activation", "activation gradient")
@@ -239,7 +245,6 @@ def _contributions(
 
 
 def _same_kind(located: LocatedDifference) -> dict[str, Tensor]:
-    """Tensors of the same kind and shape: of other steps, and of other names."""
     (kind, name), step, tensors = located.key, located.recompute.step, dict[str, Tensor]()
     if kind == "gradient" and step:
         previous = located.recompute.reference_runs.step_references[step - 1]

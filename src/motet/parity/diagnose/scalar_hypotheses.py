@@ -131,7 +131,6 @@ def microbatch_loss_differs(e: MismatchEvidence) -> str:
 
 
 def _alternative_losses(results: Sequence[MicroBatchResult]) -> Alternatives:
-    """Means of the loss over wrong targets, or with a wrong divisor."""
     by_rank, by_microbatch = _sums_by_rank(results), [(float(r.loss_sum), r.target_count) for r in results]
     total, count = (sum(numbers) for numbers in zip((0.0, 0.0), *by_microbatch, strict=True))
     if not count:
@@ -150,7 +149,6 @@ def _alternative_losses(results: Sequence[MicroBatchResult]) -> Alternatives:
 
 
 def _alternative_counts(e: MismatchEvidence) -> Alternatives:
-    """Counts of wrong targets."""
     results, total = e.results, sum(r.target_count for r in e.results)
     yield "all tokens are counted, instead of the targets alone", float(e.token_count)
     last = {r.rank: r for r in results}.values()
@@ -182,7 +180,6 @@ def _sums_by_rank(results: Sequence[MicroBatchResult]) -> dict[int, tuple[float,
 
 
 def _alternative_squares(squares_by_rank: SquaresByRank, expected_square: float, target_count: float) -> Alternatives:
-    """Squares of wrong norms."""
     yield "it is not divided by the count of target tokens", expected_square * target_count**2
     for rank, squares in enumerate(squares_by_rank):
         local_square = sum(squares.values())
