@@ -148,8 +148,8 @@ def make_external_reference(reference_runs: ReferenceRuns, steps: Sequence[Recor
 
 def _with_mean_gradients(reference: ReferenceStep, keys: set[TensorKey]) -> ReferenceStep:
     count = reference.scalar("sum", "target tokens") or math.nan
-    given = {key: tensor for key, tensor in reference.tensors.items() if key in keys}
-    means = {k: replace(t, value=t.value / count) if k.kind == "gradient" else t for k, t in given.items()}
+    selected = {key: tensor for key, tensor in reference.tensors.items() if key in keys}
+    means = {k: replace(t, value=t.value / count) if k.kind == "gradient" else t for k, t in selected.items()}
     return replace(reference, tensors=means)
 
 

@@ -19,6 +19,11 @@ ENUMERATION_TOLERANCE = 1e-11  # Tight, since many combinations are tried on few
 MAX_ENUMERATED = 8
 
 
+def as_numbers(tensor: Tensor) -> Tensor:
+    """A mask as numbers; other tensors unchanged."""
+    return tensor.double() if tensor.dtype == torch.bool else tensor
+
+
 def is_equal_up_to_rounding(value: Tensor, expected: Tensor) -> bool:
     return relative_distance(value, expected) < FIT_TOLERANCE
 

@@ -23,7 +23,7 @@ from motet.parity.compare.tensor_differences import (
     elementwise_difference,
     pair_distance,
 )
-from motet.parity.diagnose.linear_fit import TARGET_TOKENS, MicroBatchContribution
+from motet.parity.diagnose.linear_fit import TARGET_TOKENS, MicroBatchContribution, as_numbers
 from motet.parity.diagnose.optimizer_update import ExpectedOptimizerUpdate
 from motet.parity.diagnose.single_device_recompute import MicroBatchResult, SingleDeviceRecompute
 from motet.parity.record.tensor_recorder import (
@@ -152,11 +152,6 @@ class LocatedDifference:
         words = {step - 1: "the step before", step + 1: "the step after"}
         others = sorted((n for n in range(len(steps)) if n != step), key=lambda n: abs(n - step + 0.1))
         return {words.get(n, f"step {n + 1}"): steps[n] for n in others}
-
-
-def as_numbers(tensor: Tensor) -> Tensor:
-    """A mask as numbers; other tensors unchanged."""
-    return tensor.double() if tensor.dtype == torch.bool else tensor
 
 
 @dataclass(frozen=True)

@@ -122,11 +122,11 @@ class TensorRecorder:
         self, kind: TensorKind, name: str, value: Tensor, *, microbatch: int, rows: tuple[int, ...]
     ) -> None:
         value = value.detach().cpu()
-        self._append(kind, name, value, sketch_rows(value), microbatch=microbatch, rows=rows)
+        self._append(kind, name, value, sketch=sketch_rows(value), microbatch=microbatch, rows=rows)
 
     def add_scalar(self, kind: TensorKind, name: str, value: float) -> None:
         tensor = torch.tensor(value, dtype=torch.float64)
-        self._append(kind, name, tensor, tensor)
+        self._append(kind, name, tensor, sketch=tensor)
 
     def add_step_scalars(self, target_count: float, mean_loss: float, gradient_norm: float) -> None:
         """The metrics of a step."""
@@ -142,14 +142,14 @@ class TensorRecorder:
         square, shape = squared_norm(values) if kind == "gradient" else 0.0, tuple(shard.shape)
         sketch = sketch_shard(values, start) if self.sketches_shards else values
         more = {"start": start, "numel": values.numel(), "unsharded_shape": shape, "squared_norm": square}
-        self._append(kind, name, values, sketch, **more)
+        self._append(kind, name, values, sketch=sketch, **more)
 
     def add_shards(self, kind: TensorKind, shards: Mapping[str, LocalShard | Tensor]) -> None:
         """Record shards in the order in which backward reached their parameters."""
         for name in dict.fromkeys([*(name for name in self.gradient_order if name in shards), *shards]):
             self.add_shard(kind, name, shards[name])
 
-    def _append(self, kind: TensorKind, name: str, value: Tensor, sketch: Tensor, **more: Any) -> None:
+    def _append(self, kind: TensorKind, name: str, value: Tensor, *, sketch: Tensor, **more: Any) -> None:
         facts = {"dtype": dtype_name(value.dtype), "is_sketched": sketch is not value, **more}
         facts |= {"significant_bits": count_significant_bits(value), "flops_so_far": float(self.flops_so_far())}
         self.records.append(RecordedTensor(kind, name, sketch.clone(), **facts))
