@@ -112,9 +112,11 @@ def _align_rows(reference: ReferenceTensor, rank: int, record: RecordedTensor) -
     if record.rows == reference.rows and record.value.shape == expected.shape:
         return AlignedTensorPair(rank, record.value, expected, record, bits)
     indices = [reference.rows.index(row) for row in record.rows]
-    if expected.shape[:1] == (row_count,):
-        if shared_pair := _align_shared_by_rows(reference, record, expected[indices]):
-            return AlignedTensorPair(rank, *shared_pair, record)
+    shared_pair = (
+        _align_shared_by_rows(reference, record, expected[indices]) if expected.shape[:1] == (row_count,) else None
+    )
+    if shared_pair is not None:
+        return AlignedTensorPair(rank, *shared_pair, record)
     sizes = ((record.value, len(record.rows)), (expected, row_count))
     candidates = [
         tuple(reshape_to_rows(t, n, dim=dim, is_inner=inner) for t, n in sizes)
