@@ -36,7 +36,7 @@ class RankFailureError(AssertionError):
 
 @dataclass(frozen=True)
 class Call:
-    """A call that a rank is asked to make. The function goes by file and name, since test modules are not importable by name."""
+    """A call that a rank is asked to make. The function goes by file and name: test modules cannot be imported."""
 
     file: str
     module: str

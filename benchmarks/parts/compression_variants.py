@@ -51,7 +51,7 @@ COMPRESSION_STUDY = Study(
 
 
 def bytes_per_parameter(settings: list[str]) -> float:
-    """The bytes that a rank sends in a step with ring algorithms, on average, by `motet.parallel.step_plan.traffic_and_memory`."""
+    """The bytes that a rank sends in a step with ring algorithms, on average, by the traffic model of the step plan."""
     import torch
 
     from motet import load_job

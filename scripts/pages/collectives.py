@@ -47,7 +47,7 @@ FORMULAS: dict[str, Formula] = {
     "broadcast/ring": Formula("N-1", "N-1", "0", "S crosses N-1 links, one after another."),
     "broadcast/pipelined-ring": Formula(
         "N-2+P", "(N-2+P)/P", "0",
-        "The first of P pieces needs N-1 steps to the last rank; the other P-1 follow at intervals of one step. A step moves S/P.",
+        "The first of P pieces needs N-1 steps to the last rank; the other P-1 follow, one a step. A step moves S/P.",
     ),
     "broadcast/tree": Formula("L", "L", "0", "Who has S doubles in every step, and each step moves all of it."),
     "broadcast/scatter-all-gather": Formula(
@@ -100,10 +100,10 @@ FORMULAS: dict[str, Formula] = {
     **{
         f"all-reduce/torus{axes}": Formula(
             *_TORUS,
-            "2A parts of S at the same time, each reduce-scattered along all A dimensions, in its own order and direction, and "
-            "gathered back. Along a dimension of length d each part takes d-1 messages there and d-1 back; on one port "
-            "all of them take turns. Where d = 2 both directions are one message. On a torus, with a port for each "
-            "neighbour, the parts travel together, and the time is up to 2A times shorter.",
+            "2A parts of S at the same time, each reduce-scattered along all A dimensions, in its own order and "
+            "direction, and gathered back. Along a dimension of length d each part takes d-1 messages there and d-1 "
+            "back; on one port all of them take turns. Where d = 2 both directions are one message. On a torus, with a "
+            "port for each neighbour, the parts travel together, and the time is up to 2A times shorter.",
         )
         for axes in ("", "-2d", "-3d", "-5d")
     },

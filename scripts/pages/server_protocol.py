@@ -1,4 +1,4 @@
-"""The tables of docs/reference/server-protocol.md: the systems of tests/parallel/parameter_server/scenarios.py, explored."""
+"""The tables of docs/reference/server-protocol.md: explored systems of tests/parallel/parameter_server/scenarios.py."""
 
 import sys
 from collections.abc import Collection, Iterator

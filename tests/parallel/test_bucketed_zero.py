@@ -89,7 +89,7 @@ def test_every_stage_on_every_world(ranks: Ranks, tmp_path: Path, model: str) ->
 
 
 def test_the_textbook_holds_where_everything_divides() -> None:
-    """The bytes of N ranks, P parameters, gradients of g and parameters of p bytes: 2gP, or (g + p)P, times (N - 1) / N."""
+    """Bytes of N ranks, P parameters, gradients of g and parameters of p bytes: 2gP, or (g + p)P, times (N - 1) / N."""
     sizes = {f"w{i}": (0, 4096) for i in range(6)}
     recipe = RECIPES["bf16"]
     settings = CommunicationSettings(all_reduce="ring", reduce_scatter="ring", all_gather="ring")

@@ -12,7 +12,7 @@ What makes no difference is left out:
 And unless `all_of_it` is asked for:
 
 - A second arrival that would be ignored uses up no chance of one.
-- What the coordinator decided is forgotten when nobody can ask for it, and all versions within the bound are equal.
+- What the coordinator decided is forgotten when nobody can ask for it; all versions within the bound are equal.
 - Where a message is certain to arrive, and what comes of it is the same now and after anything else that may happen, it
   arrives first, and nothing else is tried in its place (`Explorer.urgent`).
 """
