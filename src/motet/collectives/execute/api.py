@@ -46,6 +46,7 @@ class CollectiveOptions(CollectiveProgramOptions, total=False):
 
 
 RanksLike = RankGroupLike | dist.ProcessGroup
+AllToAllSizes = tuple[tuple[int, ...], ...] | None  # Elements of rank i for rank j, if not all equal
 
 # The algorithms of the collectives that are not left to the backend.
 _DEFAULT_ALGORITHM = {"gather": "tree", "scatter": "tree", "barrier": "dissemination"}
@@ -65,7 +66,7 @@ class CollectiveArguments:
     output: Tensor | None
     input: Tensor | None
     root: int | None = None
-    sizes: tuple[tuple[int, ...], ...] | None = None  # All-to-all: elements of rank i for rank j, if not all equal
+    sizes: AllToAllSizes = None
 
 
 def all_reduce(tensor: Tensor, ranks: RanksLike, **options: Unpack[CollectiveOptions]) -> WorkHandle:
@@ -124,8 +125,7 @@ def all_to_all(
 
 def barrier(ranks: RanksLike, device: torch.device | str = "cpu", **options: Unpack[CollectiveOptions]) -> WorkHandle:
     """Wait until all ranks have called this."""
-    group = process_group_of(ranks)
-    world = 1 if group is None else dist.get_world_size(group)
+    world = 1 if (group := process_group_of(ranks)) is None else dist.get_world_size(group)
     tokens = torch.zeros(world + 1, dtype=torch.uint8, device=device)
     return _dispatch(CollectiveArguments("barrier", tokens[1:], tokens[:1]), ranks, options)
 
@@ -136,8 +136,7 @@ def sum_scalars(values: list[float], ranks: RankGroupLike, device: torch.device)
         return values
     packed = torch.tensor(values, dtype=torch.float64, device=device)
     all_reduce(packed, ranks)
-    summed: list[float] = packed.tolist()
-    return summed
+    return list(packed.tolist())
 
 
 def process_group_of(ranks: RanksLike) -> dist.ProcessGroup | None:
@@ -168,9 +167,10 @@ def _dispatch(arguments: CollectiveArguments, ranks: RanksLike, options: Collect
             return work
         algorithm = _DEFAULT_ALGORITHM[arguments.collective]
     program = _select_program(arguments, algorithm, world, size=size, cluster=options.get("cluster"))
-    output = arguments.output if program.final[rank] else None
-    input = arguments.input if program.initial[rank] else None
-    return run_program(program, output, input, group, **run_options)
+    output, input = arguments.output, arguments.input
+    return run_program(
+        program, output if program.final[rank] else None, input if program.initial[rank] else None, group, **run_options
+    )
 
 
 def _call_backend(
@@ -229,9 +229,6 @@ def _select_program(
     return _build_program(collective, algorithm, world, options=options, sizes=sizes)
 
 
-AllToAllSizes = tuple[tuple[int, ...], ...] | None
-
-
 @lru_cache(maxsize=256)
 def _build_program(
     collective: str, algorithm: str, world: int, *, options: tuple[tuple[str, object], ...], sizes: AllToAllSizes
@@ -243,7 +240,6 @@ def _build_program(
 def _check_user_program(
     key: CollectiveProgramKey, collective: str, root: int | None, *, sizes: AllToAllSizes
 ) -> Program:
-    """The Program of a caller, if it belongs to the collective and is proven."""
     program = key.program
     if program.collective != collective:
         raise InputError(f"{program} is no Program for {collective}; give one of that collective")

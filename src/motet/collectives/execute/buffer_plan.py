@@ -67,13 +67,6 @@ class LocalReduction(NamedTuple):
     after_sends: bool  # This step sends from the target
 
 
-class ContributorCount(NamedTuple):
-    """The number of ranks that have contributed to some final elements."""
-
-    buffer_slice: BufferSlice
-    ranks: int
-
-
 class BufferStep(NamedTuple):
     """The actions of one rank in one step, in the order of the fields."""
 
@@ -89,7 +82,7 @@ class BufferPlan(NamedTuple):
     steps: tuple[BufferStep, ...]  # One for each step of the Program, even if empty
     scratch_elements: int
     final_copies: tuple[LocalCopy, ...]  # Final chunks that are not in the output yet
-    contributor_counts: tuple[ContributorCount, ...]  # For averages
+    contributor_counts: tuple[tuple[int, BufferSlice], ...]  # For averages: ranks that have added to final elements
 
 
 def make_buffer_plan(program: Program, rank: int, elements: int, *, in_place: bool) -> BufferPlan:
@@ -119,7 +112,7 @@ def _make_buffer_plan(key: CollectiveProgramKey, rank: int, elements: int, *, in
         steps,
         planner.scratch_elements,
         tuple(LocalCopy(*slices) for _, slices in _merge_adjacent(copies)),
-        tuple(ContributorCount(target, ranks) for ranks, (target,) in _merge_adjacent(counts)),
+        tuple((ranks, target) for ranks, (target,) in _merge_adjacent(counts)),
     )
 
 
@@ -207,13 +200,12 @@ class _BufferPlanner:
         local, received_slice = self.locations.get(receive.chunk), received[0].buffer_slice
         if receive.op == "copy":
             local, received = None, received[:1]
-        can_move = local is None or local.buffer == "input"
-        target = self.outputs.get(receive.chunk, received_slice) if can_move else local
-        assert target is not None
+        target = local
+        if target is None or target.buffer == "input":
+            target = self.outputs.get(receive.chunk, received_slice)
         self.locations[receive.chunk] = target
-        if local is None and target == received_slice:
-            return None
-        return LocalReduction(target, local, tuple(received), after_sends=False)
+        is_in_place = local is None and target == received_slice
+        return None if is_in_place else LocalReduction(target, local, tuple(received), after_sends=False)
 
     def _merge_reductions(self, reductions: list[LocalReduction]) -> tuple[LocalReduction, ...]:
         reductions.sort(key=lambda reduction: (max(r.receive_index for r in reduction.received), reduction.target))
@@ -263,9 +255,8 @@ def _chunks_by_peer(chunk_peers: Iterable[tuple[int, tuple[int, ...]]]) -> Itera
 
 
 def _join_contiguous(slices: Sequence[BufferSlice]) -> BufferSlice | None:
-    if any((a.buffer, a.stop) != (b.buffer, b.start) for a, b in pairwise(slices)):
-        return None
-    return slices[0]._replace(stop=slices[-1].stop)
+    is_contiguous = all((a.buffer, a.stop) == (b.buffer, b.start) for a, b in pairwise(slices))
+    return slices[0]._replace(stop=slices[-1].stop) if is_contiguous else None
 
 
 def _merge_adjacent(items: Iterable[tuple[Key, Sequence[BufferSlice]]]) -> list[tuple[Key, Sequence[BufferSlice]]]:

@@ -32,9 +32,10 @@ def check_same_call(signature: CollectiveCallSignature, group: dist.ProcessGroup
     """Raise InputError on every rank if the calls differ or a rank rejects its call."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     hashes = [_text_hash(f"{signature.operation} {signature.digest}"), _text_hash(signature.tensor_description)]
-    # The host needs the answer, so the CPU is preferred.
-    device = "cpu" if "cpu" in dist.get_backend_config(group) else "cuda"
-    local_hashes = torch.tensor([*hashes, len(signature.rejection)], device=device)
+    local_hashes = torch.tensor(
+        [*hashes, len(signature.rejection)],
+        device="cpu" if "cpu" in dist.get_backend_config(group) else "cuda",  # The host needs the answer
+    )
     all_hashes = [torch.empty_like(local_hashes) for _ in range(world)]
     trace.count("check_bytes", (world - 1) * local_hashes.nbytes)
     try:
@@ -46,17 +47,16 @@ def check_same_call(signature: CollectiveCallSignature, group: dist.ProcessGroup
             f"rank {rank}: not all ranks are ready for {signature}: one has ended or does something else ({error})"
         ) from error
     rows = torch.stack(all_hashes).tolist()
-    tensors = {row[1] for row in rows if row[1]}
-    if len({row[0] for row in rows}) == 1 and len(tensors) < 2 and not any(row[2] for row in rows):
-        return
-    signatures: list[CollectiveCallSignature] = [signature] * world
-    dist.all_gather_object(signatures, signature, group=group)
-    raise InputError(_describe_difference(signatures, rank))
+    calls, tensors, rejections = map(set, zip(*rows, strict=True))
+    if len(calls) > 1 or len(tensors - {0}) > 1 or any(rejections):
+        signatures: list[CollectiveCallSignature] = [signature] * world
+        dist.all_gather_object(signatures, signature, group=group)
+        raise InputError(_describe_difference(signatures, rank))
 
 
 def _describe_difference(signatures: list[CollectiveCallSignature], rank: int) -> str:
-    if signatures[rank].rejection:
-        return signatures[rank].rejection
+    if rejection := signatures[rank].rejection:
+        return rejection
     for other, signature in enumerate(signatures):
         if signature.rejection:
             return f"rank {other} rejects the call: {signature.rejection}"

@@ -38,7 +38,8 @@ def measure_program(program: Program, group: dist.ProcessGroup, *, size: int, re
     elements_per_unit = -(-size // (DTYPE.itemsize * program.message_size_units))
     elements = elements_per_unit * sum(program.sizes)
     expected, allowed = _expected_result(program, rank, elements)
-    input_tensor = _initial_chunks(program, rank, _rank_contribution(rank, elements))
+    chunks = _rank_contribution(rank, elements).split(list(chunk_lengths(program, elements)))
+    input_tensor = torch.cat([torch.empty(0, dtype=DTYPE), *(chunks[chunk] for chunk in sorted(program.initial[rank]))])
     output = torch.full_like(expected, torch.nan, dtype=DTYPE)
     counters = _TraceCounterCollector()
     with trace.install_sink(counters):
@@ -80,13 +81,7 @@ class _TraceCounterCollector:
 
 
 def _rank_contribution(rank: int, elements: int) -> Tensor:
-    """The values of a rank in all chunks, which every other rank can generate too."""
     return torch.randn(elements, generator=torch.Generator().manual_seed(rank), dtype=DTYPE)
-
-
-def _initial_chunks(program: Program, rank: int, contribution: Tensor) -> Tensor:
-    chunks = contribution.split(list(chunk_lengths(program, contribution.numel())))
-    return torch.cat([contribution.new_empty(0), *(chunks[chunk] for chunk in sorted(program.initial[rank]))])
 
 
 def _expected_result(program: Program, rank: int, elements: int) -> tuple[Tensor, Tensor]:
@@ -97,15 +92,13 @@ def _expected_result(program: Program, rank: int, elements: int) -> tuple[Tensor
     for source in range(program.ranks):
         chunks = _rank_contribution(source, elements).double().split(list(lengths))
         for chunk, home in output_slices.items():
-            multiplicity = program.final[rank][chunk].count(source)
-            if multiplicity:
+            if multiplicity := program.final[rank][chunk].count(source):
                 output_range = slice(home.start, home.stop)
                 total[output_range] += multiplicity * chunks[chunk]
                 magnitude[output_range] += multiplicity * chunks[chunk].abs()
-    unit = torch.finfo(DTYPE).eps / 2
     for chunk, home in output_slices.items():
-        additions = len(program.final[rank][chunk]) - 1
-        magnitude[home.start : home.stop] *= additions * unit / (1 - additions * unit)
+        rounding = (len(program.final[rank][chunk]) - 1) * torch.finfo(DTYPE).eps / 2
+        magnitude[home.start : home.stop] *= rounding / (1 - rounding)
     return total, magnitude
 
 

@@ -65,8 +65,7 @@ class P2PBatch:
         byte_views = [message.tensor.view(torch.uint8) for message in (*receives, *sends)]
         trace.count("sent_bytes", sum(map(torch.numel, byte_views[self._receive_count :])))
         trace.count("messages", len(sends))
-        is_cuda = any(view.is_cuda for view in byte_views)
-        start = self._start_as_one_operation if is_cuda else self._start_separately
+        start = self._start_as_one_operation if any(v.is_cuda for v in byte_views) else self._start_separately
         self._works: list[dist.Work | None] = start(byte_views)
 
     def wait_for_message(self, message: int) -> None:
@@ -77,12 +76,8 @@ class P2PBatch:
                 work.wait(timeout) if timeout else work.wait()
             self._works[message] = None
 
-    def wait_for_sends(self) -> None:
-        for message in range(self._receive_count, len(self._peers)):
-            self.wait_for_message(message)
-
-    def wait(self) -> None:
-        for message in range(len(self._peers)):
+    def wait(self, *, only_sends: bool = False) -> None:
+        for message in range(self._receive_count if only_sends else 0, len(self._peers)):
             self.wait_for_message(message)
 
     def _start_as_one_operation(self, byte_views: list[Tensor]) -> list[dist.Work | None]:
@@ -111,8 +106,8 @@ class P2PBatch:
         try:
             yield
         except RuntimeError as error:
-            rank = dist.get_rank(self._channel.group)
             raise PeerTransferError(
-                f"rank {rank} waited in vain for rank {peer} in {self._context}: that rank has ended, is late or does "
-                f"something else ({str(error).strip().splitlines()[0]}); start the group again"
+                f"rank {dist.get_rank(self._channel.group)} waited in vain for rank {peer} in {self._context}: that "
+                "rank has ended, is late or does something else "
+                f"({str(error).strip().splitlines()[0]}); start the group again"
             ) from error

@@ -150,9 +150,14 @@ def _prepare_execution(
     if _program_properties(CollectiveProgramKey(program)).has_reductions:
         reduce_op = make_reduce_op(op, example.dtype, example.device)
     in_place = _is_in_place(program, rank, total_numel, buffers=flat_tensors)
-    plan = make_buffer_plan(program, rank, total_numel, in_place=in_place)
-    channel = P2PChannel(group, timeout if example.device.type == "cpu" else None, _MESSAGE_TAG)
-    return RankCollectiveExecution(str(program), plan, total_numel, flat_tensors, reduce_op, channel)
+    return RankCollectiveExecution(
+        str(program),
+        make_buffer_plan(program, rank, total_numel, in_place=in_place),
+        total_numel,
+        flat_tensors,
+        reduce_op,
+        P2PChannel(group, timeout if example.device.type == "cpu" else None, _MESSAGE_TAG),
+    )
 
 
 def _is_in_place(program: Program, rank: int, total: int, *, buffers: dict[Buffer, Tensor]) -> bool:
@@ -167,8 +172,7 @@ def _is_in_place(program: Program, rank: int, total: int, *, buffers: dict[Buffe
     ends = assign_offsets("output", program.final[rank], lengths)
     shared_chunks = [chunk for chunk in starts if chunk in ends and lengths[chunk]]
     offsets = {(starts[chunk].start - ends[chunk].start) * source.itemsize for chunk in shared_chunks}
-    expected_bytes = sum(lengths[chunk] for chunk in shared_chunks) * source.itemsize
-    if offsets - {byte_offset} or shared_bytes != expected_bytes:
+    if offsets - {byte_offset} or shared_bytes != sum(lengths[chunk] for chunk in shared_chunks) * source.itemsize:
         raise InputError(f"{program}: input and output of rank {rank} overlap; give tensors that share no memory")
     return True
 
@@ -188,8 +192,8 @@ def _execute_plan(execution: RankCollectiveExecution) -> None:
     for copy in plan.final_copies:
         view(copy.target).copy_(view(copy.source))
     if reduce_op.operator == "avg":
-        for count in plan.contributor_counts:
-            reduce_op.divide(view(count.buffer_slice), count.ranks)
+        for ranks, span in plan.contributor_counts:
+            reduce_op.divide(view(span), ranks)
 
 
 def _run_step(
@@ -206,7 +210,7 @@ def _run_step(
 
     for reduction in step.reductions:
         if reduction.after_sends:
-            messages.wait_for_sends()
+            messages.wait(only_sends=True)
         received = (received_tensor(*each) for each in reduction.received)
         if reduction.local is None:
             view(reduction.target).copy_(next(received))

@@ -57,10 +57,8 @@ def lower_program(program: Program, rank: int) -> RankPlan:
                 if dst == rank:
                     sources.setdefault(chunk, []).append(src)
                     ops[chunk] = op
-        sends = [ChunkSend(chunk, chunk not in changed, tuple(ranks)) for chunk, ranks in destinations.items()]
-        receives = [
-            ChunkReceive(chunk, chunk not in changed, ops[chunk], tuple(ranks)) for chunk, ranks in sources.items()
-        ]
+        sends = (ChunkSend(chunk, chunk not in changed, tuple(to)) for chunk, to in destinations.items())
+        receives = (ChunkReceive(chunk, chunk not in changed, ops[chunk], tuple(of)) for chunk, of in sources.items())
         steps.append(RankStep(tuple(sends), tuple(receives)))
         changed = changed.union(sources)
     return RankPlan(tuple(steps), changed)

@@ -51,11 +51,10 @@ class DtypeReduceOp:
     def accumulate(self, target: Tensor, local: Tensor, received: Iterable[Tensor], *, divisor: int = 1) -> None:
         """Reduce `local` and then each received tensor into `target`, which may be one of them, and divide."""
         if self.needs_wide_accumulation:
-            terms = [local, *received]
-            if len(terms) > 2:
-                self._accumulate_in_float32(target, terms, divisor)
+            received = list(received)
+            if len(received) > 1:
+                self._accumulate_in_float32(target, [local, *received], divisor)
                 return
-            received = terms[1:]
         for other in received:
             self._apply(target, local, other)
             local = target

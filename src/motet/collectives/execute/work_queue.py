@@ -39,8 +39,7 @@ class CudaStreamWork:
     """Operations that were queued on a CUDA stream."""
 
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
-        self._event = event
-        self._device = device
+        self._event, self._device = event, device
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._event)
@@ -64,9 +63,7 @@ class AsyncWork(dist.Work):
         self, progress: Callable[["AsyncWork", float | None], None], outputs: list[Any], source: int = -1
     ) -> None:
         super().__init__()
-        self.progress = progress
-        self.outputs = outputs
-        self.source = source
+        self.progress, self.outputs, self.source = progress, outputs, source
         self.finished = False
         self.error: BaseException | None = None
         self.future: Future = None
@@ -82,18 +79,15 @@ class AsyncWork(dist.Work):
 
     def complete(self, error: BaseException | None = None) -> None:
         with self._lock:
-            self.error = error
-            self.finished = True
+            self.error, self.finished = error, True
 
     def notify_future(self) -> None:
         """Fill the future, if there is one. Its callbacks run here, and may call collectives."""
         with self._lock:
             future, self._unnotified_future = self._unnotified_future, None
-        if future is None:
-            return
-        if self.error is not None:
+        if future is not None and self.error is not None:
             future.set_exception(self.error)
-        else:
+        elif future is not None:
             future.set_result(self.outputs)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -157,15 +151,7 @@ class WorkQueue:
         elif self._tasks or not self._run_lock.acquire(blocking=False):
             self.submit(task).wait()
             return
-        completed: list[AsyncWork] = []
-        try:
-            while self._waiters_help and self._tasks:
-                completed.append(self._run_next())
-            task()
-        finally:
-            self._run_lock.release()
-            for work in completed:
-                work.notify_future()
+        self._run_with_lock(lambda: self._waiters_help and bool(self._tasks), task)
 
     def submit(self, task: Task, outputs: list[Any] | None = None) -> AsyncWork:
         work = AsyncWork(self._help if self._waiters_help else self._wait_for_worker, outputs or [])
@@ -186,14 +172,19 @@ class WorkQueue:
     def _help(self, work: AsyncWork, seconds: float | None) -> None:
         if not self._run_lock.acquire(timeout=-1 if seconds is None else seconds):
             raise PeerLostError(f"a collective did not end within {seconds:g} s")
+        self._run_with_lock(lambda: not work.finished, lambda: None)
+
+    def _run_with_lock(self, has_more: Callable[[], bool], task: Task) -> None:
+        """Run submitted tasks and then this one, with the lock held, and release it."""
         completed: list[AsyncWork] = []
         try:
-            while not work.finished:
+            while has_more():
                 completed.append(self._run_next())
+            task()
         finally:
             self._run_lock.release()
-            for other in completed:
-                other.notify_future()
+            for work in completed:
+                work.notify_future()
 
     def _wait_for_worker(self, work: AsyncWork, seconds: float | None) -> None:
         with self._completion:

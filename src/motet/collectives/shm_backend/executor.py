@@ -85,8 +85,9 @@ class PreparedCollectiveCache:
                 "CPU; for others start the group with cpu:gloo or cuda:nccl"
             )
         reduce_op = make_reduce_op(reduction, tensor.dtype, tensor.device) if reduction else None
-        is_small = tensor.nbytes <= ONE_STEP_ALL_REDUCE_MAX_BYTES
-        plan = slot_plan_for(kind, self._rank, self._hosts, is_small=is_small, root=root)
+        plan = slot_plan_for(
+            kind, self._rank, self._hosts, is_small=tensor.nbytes <= ONE_STEP_ALL_REDUCE_MAX_BYTES, root=root
+        )
         description = f"all-to-all of {dtype_name(tensor.dtype)} with split sizes"
         if lengths is None:
             lengths = self._chunk_numels(kind, tensor.numel(), plan.chunks)
@@ -96,13 +97,19 @@ class PreparedCollectiveCache:
         with self._lock:
             index = self._made_count % (DESCRIPTION_SLOTS - 1)
             self._made_count += 1
-            self._local_peers.write_description(index, description)
+            self._local_peers.shared_memory.write_description(self._local_peers.local_rank, index, description)
         signature = int.from_bytes(digest, "little") << DESCRIPTION_INDEX_BITS | index
         if reduce_op is not None and reduce_op.needs_wide_accumulation and plan.needs_wider_dtype:
             reduce_op = replace(reduce_op, dtype=torch.float32)
-        dtype = tensor.dtype if reduce_op is None else reduce_op.dtype
-        divisor = self._ranks if reduction == "avg" else 1
-        prepared = PreparedCollective(description, signature, plan, lengths, dtype, reduce_op, divisor)
+        prepared = PreparedCollective(
+            description,
+            signature,
+            plan,
+            lengths,
+            tensor.dtype if reduce_op is None else reduce_op.dtype,
+            reduce_op,
+            divisor=self._ranks if reduction == "avg" else 1,
+        )
         with self._lock:
             self._prepared[key] = prepared
             if len(self._prepared) > DESCRIPTION_SLOTS - 1:
@@ -119,10 +126,9 @@ class PreparedCollectiveCache:
 
 
 def _describe_collective(kind: str, reduction: str, tensor: Tensor, *, root: int) -> str:
-    if kind == "barrier":
-        return kind
     where = f" {_ROOT_PREPOSITIONS[kind]} rank {root}" if kind in _ROOT_PREPOSITIONS else ""
-    return f"{kind}{f' ({reduction})' if reduction else ''} of {describe_tensor(tensor)}{where}"
+    text = f"{kind}{f' ({reduction})' if reduction else ''} of {describe_tensor(tensor)}{where}"
+    return kind if kind == "barrier" else text
 
 
 # A step, with the input and output chunks of one segment.
@@ -133,8 +139,7 @@ class CollectiveExecutor:
     """Executes collectives one after another, in the order that all ranks share."""
 
     def __init__(self, local_peers: LocalPeerSync, sockets: CollectivePeerSockets | None) -> None:
-        self.local_peers = local_peers
-        self.sockets = sockets
+        self.local_peers, self.sockets = local_peers, sockets
         self._round = 1  # The value of all counters after the rendezvous
         self._last_readers: list[tuple[int, tuple[int, ...]]] = [(0, ())] * BUFFERS_PER_RANK
         self._buffers: dict[torch.dtype, list[list[Tensor]]] = {}
@@ -144,8 +149,9 @@ class CollectiveExecutor:
         local_peers, steps = self.local_peers, prepared.plan.steps
         local_peers.begin(prepared.signature)
         if self.sockets is not None:
-            signature = prepared.signature >> DESCRIPTION_INDEX_BITS
-            self.sockets.begin(local_peers.collective_id, signature, prepared.description)
+            self.sockets.begin(
+                local_peers.collective_id, prepared.signature >> DESCRIPTION_INDEX_BITS, prepared.description
+            )
         # Sockets send from the buffers themselves, which a lag would need for longer.
         lag = 1 if prepared.num_segments >= LAG_MIN_SEGMENTS and self.sockets is None else 0
         num_rounds = prepared.num_segments + (len(steps) - 1) * (1 + lag) if steps else 0
@@ -231,29 +237,22 @@ class _ChunkPipelineSchedule:
     """The steps that are active in each round, with the segment of the chunks that each works on."""
 
     def __init__(self, prepared: PreparedCollective, input_chunks: Chunks, output_chunks: Chunks, *, lag: int) -> None:
-        self._prepared, self._full_chunks = prepared, (input_chunks, output_chunks)
-        self._gap = 1 + lag
+        self._prepared, self._gap = prepared, 1 + lag
+        self._sides = (input_chunks,) if output_chunks is input_chunks else (input_chunks, output_chunks)
         self._segments: dict[int, tuple[Chunks, Chunks]] = {}
 
     def active_steps(self, round_id: int) -> list[ActiveStep]:
         steps, num_segments = self._prepared.plan.steps, self._prepared.num_segments
         if num_segments == 1:
-            return [(steps[round_id // self._gap], *self._full_chunks)]
+            return [(steps[round_id // self._gap], self._sides[0], self._sides[-1])]
         segments = [(step, round_id - step_id * self._gap) for step_id, step in enumerate(steps)]
         return [(step, *self._segment_chunks(segment)) for step, segment in segments if 0 <= segment < num_segments]
 
     def _segment_chunks(self, segment: int) -> tuple[Chunks, Chunks]:
         chunks = self._segments.get(segment)
         if chunks is None:
-            start = segment * self._prepared.segment_numel
-            end = start + self._prepared.segment_numel
-            input_chunks, output_chunks = self._full_chunks
-            inputs = _slice_chunks(input_chunks, start, end)
-            outputs = inputs if output_chunks is input_chunks else _slice_chunks(output_chunks, start, end)
-            chunks = self._segments[segment] = (inputs, outputs)
+            start, numel = segment * self._prepared.segment_numel, self._prepared.segment_numel
+            sides = [[c if c is None else c[start : start + numel] for c in side] for side in self._sides]
+            chunks = self._segments[segment] = (sides[0], sides[-1])
             self._segments.pop(segment - (len(self._prepared.plan.steps) + 1) * self._gap, None)
         return chunks
-
-
-def _slice_chunks(chunks: Chunks, start: int, end: int) -> Chunks:
-    return [None if chunk is None else chunk[start:end] for chunk in chunks]

@@ -18,9 +18,7 @@ from motet.collectives.execute.reduce_ops import dtype_name
 from motet.collectives.execute.work_queue import AsyncWork, Task, WorkQueue
 from motet.collectives.shm_backend import tensor_views as views
 from motet.collectives.shm_backend.executor import PreparedCollective, PreparedCollectiveCache
-from motet.collectives.shm_backend.monitored_barrier import run_monitored_barrier
 from motet.collectives.shm_backend.rank_connections import RankConnections
-from motet.collectives.shm_backend.sparse_all_reduce import all_reduce_sparse, check_sparse
 from motet.collectives.shm_backend.tensor_views import Chunks, CopyBack, Factor
 from motet.core.errors import InputError
 
@@ -88,8 +86,12 @@ class MotetProcessGroup(_TypedProcessGroupBase):
         jobs: list[Task] = []
         for tensor in tensors:
             if tensor.layout == torch.sparse_coo:
-                check_sparse(*_reduction_and_factor(op, tensor))
-                jobs.append(partial(all_reduce_sparse, tensor, self._gather_stacked))
+                reduction, factor = _reduction_and_factor(op, tensor)
+                if reduction != "sum" or factor is not None:
+                    raise InputError(
+                        f"all-reduce ({reduction}) of a sparse tensor: sparse tensors can only be added up"
+                    )
+                jobs.append(partial(self._all_reduce_sparse, tensor))
             else:
                 jobs.append(self._in_place_job("all-reduce", tensor, op=op))
         return self._submit(jobs, tensors, opts)
@@ -128,9 +130,8 @@ class MotetProcessGroup(_TypedProcessGroupBase):
     all_gather_single = _allgather_base
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> AsyncWork:
-        root = opts.rootRank
-        out = outputs[0] if root == self._rank else None
-        return self._submit([self._gather_job("gather", inputs[0], out, root=root)], outputs, opts)
+        out = outputs[0] if opts.rootRank == self._rank else None
+        return self._submit([self._gather_job("gather", inputs[0], out, root=opts.rootRank)], outputs, opts)
 
     def _gather_job(self, kind: str, input: Tensor, output: Tensor | list[Tensor] | None, *, root: int = 0) -> Task:
         prepared = self._cache.get_or_prepare(kind, input, root=root)
@@ -145,6 +146,26 @@ class MotetProcessGroup(_TypedProcessGroupBase):
         stacked = tensor.new_empty(self._size, *tensor.shape)
         self._gather_job("all-gather", tensor, stacked)()
         return stacked
+
+    def _all_reduce_sparse(self, tensor: Tensor) -> None:
+        """Gather the COO tensors of all ranks, padded to the longest, and add them in order of rank, in place."""
+        local = tensor.detach().coalesce()
+        shapes = self._gather_stacked(torch.tensor([local._nnz(), local.sparse_dim(), *local.shape]))
+        if (shapes[:, 1:] != shapes[0, 1:]).any():
+            raise CollectiveError(
+                f"all-reduce of sparse tensors: this rank has {views.describe_tensor(local)} with {local.sparse_dim()} "
+                f"sparse dimensions, others have {shapes[:, 2:].tolist()} with {shapes[:, 1].tolist()}"
+            )
+        counts = shapes[:, 0].tolist()
+        indices, values = (self._gather_rows(rows, counts) for rows in (local.indices().T, local.values()))
+        total = torch.sparse_coo_tensor(indices.T, values, local.shape, check_invariants=True).coalesce()
+        with torch.no_grad():  # detach() shares the values, but not their count
+            tensor.copy_(total)
+
+    def _gather_rows(self, local_rows: Tensor, counts: list[int]) -> Tensor:
+        padded = local_rows.new_zeros(max(counts), *local_rows.shape[1:])
+        padded[: len(local_rows)] = local_rows
+        return torch.cat([rows[:count] for rows, count in zip(self._gather_stacked(padded), counts, strict=True)])
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> AsyncWork:
         input = inputs[0] if opts.rootRank == self._rank else None
@@ -192,15 +213,12 @@ class MotetProcessGroup(_TypedProcessGroupBase):
                 f"same multiple of the {self._size} ranks"
             )
         prepared = self._cache.get_or_prepare("all-to-all", input)
-        numel_per_rank = input.numel() // self._size
         buffer, copy_back = views.output_buffer(output)
-        input_chunks, output_chunks = self._all_to_all_chunks(
-            views.split_equally(views.flatten(input), numel_per_rank, self._size),
-            views.split_equally(buffer, numel_per_rank, self._size),
+        sides = (
+            views.split_equally(x, input.numel() // self._size, self._size) for x in (views.flatten(input), buffer)
         )
-        return self._submit(
-            [self._make_job(prepared, input_chunks, output_chunks, copy_back=copy_back)], [output], opts
-        )
+        job = self._make_job(prepared, *self._all_to_all_chunks(*sides), copy_back=copy_back)
+        return self._submit([job], [output], opts)
 
     all_to_all_single = alltoall_base
 
@@ -216,7 +234,7 @@ class MotetProcessGroup(_TypedProcessGroupBase):
         counts_of_ranks = torch.empty(self._size, self._size, dtype=torch.int64)
         gather = self._gather_job("all-gather", counts, counts_of_ranks)
         buffers, copy_back = views.output_buffers(outputs)
-        input_chunks, output_chunks = self._all_to_all_chunks([views.flatten(tensor) for tensor in inputs], buffers)
+        chunks = self._all_to_all_chunks([views.flatten(tensor) for tensor in inputs], buffers)
 
         def job() -> None:
             gather()
@@ -228,7 +246,7 @@ class MotetProcessGroup(_TypedProcessGroupBase):
                         f"{out.numel()}"
                     )
             prepared = self._cache.get_or_prepare("all-to-all", outputs[0], lengths=lengths)
-            self._make_job(prepared, input_chunks, output_chunks, copy_back=copy_back)()
+            self._make_job(prepared, *chunks, copy_back=copy_back)()
 
         return job
 
@@ -241,10 +259,7 @@ class MotetProcessGroup(_TypedProcessGroupBase):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Raise on rank 0, with the names of the ranks that do not come in time."""
         self._barrier_count += 1
-        run_monitored_barrier(
-            self._messages,
-            self._rank,
-            self._size,
+        self._connections.monitored_barrier(
             tag=-self._barrier_count,  # Tags of callers are not negative
             timeout_s=self._messages.timeout_s if timeout is None else timeout.total_seconds(),
             wait_all_ranks=wait_all_ranks,

@@ -2,10 +2,16 @@
 
 import atexit
 import os
+import time
+from datetime import timedelta
+from functools import partial
 
+import torch
 from torch.distributed import Store
 
 from motet.cluster.cpu_count import usable_cores
+from motet.collectives.errors import CollectiveError, PeerLostError
+from motet.collectives.execute.work_queue import AsyncWork
 from motet.collectives.shm_backend.executor import CollectiveExecutor
 from motet.collectives.shm_backend.transport.byte_streams import (
     ByteStream,
@@ -21,6 +27,7 @@ from motet.collectives.shm_backend.transport.sockets import CollectivePeerSocket
 from motet.core.errors import InputError
 
 _OVERSUBSCRIBED_SPINS = 20
+_MIN_BARRIER_WAIT_S = 0.001
 
 
 class RankConnections:
@@ -49,8 +56,8 @@ class RankConnections:
                 streams[other] = RingBufferByteStream(memory, local_rank, local)
         waiter = PeerActivityWaiter(memory, local_rank, self._message_sockets)
         self.messages = MessageMatcher(rank, streams, timeout_s, waiter=waiter, lost_reason=self._lost_reason)
-        self._closed = False
-        self._pid = os.getpid()
+        self.rank, self.ranks = rank, ranks
+        self._closed, self._pid = False, os.getpid()
         atexit.register(self.close)
 
     def reduce_spinning(self, enabled: bool) -> None:
@@ -80,6 +87,40 @@ class RankConnections:
             self._sockets.close()
         for peer_socket in self._message_sockets:
             peer_socket.stream.close()
+
+    def monitored_barrier(self, *, tag: int, timeout_s: float, wait_all_ranks: bool) -> None:
+        """Let every rank write to rank 0, which answers when all have.
+
+        It raises PeerLostError with the first missing rank, or with all of them if `wait_all_ranks`.
+        """
+        end, token = time.monotonic() + timeout_s, partial(torch.zeros, 1, dtype=torch.uint8)
+
+        def wait(work: AsyncWork) -> None:
+            work.wait(timedelta(seconds=max(_MIN_BARRIER_WAIT_S, end - time.monotonic())))
+
+        if self.rank:
+            try:
+                wait(self.messages.send(token(), 0, tag))
+                wait(self.messages.receive(token(), 0, tag))
+            except CollectiveError as error:
+                raise PeerLostError(
+                    f"rank {self.rank} came to the barrier, but rank 0 did not answer: {error}"
+                ) from error
+            return
+        absent: dict[int, CollectiveError] = {}
+        for other, work in [(other, self.messages.receive(token(), other, tag)) for other in range(1, self.ranks)]:
+            try:
+                wait(work)
+            except CollectiveError as error:
+                absent[other] = error
+                if not wait_all_ranks:
+                    break
+        if absent:
+            who = f"Rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
+            late = f"Rank 0 timed out in monitoredBarrier after {timeout_s:g} s. " if time.monotonic() > end else ""
+            raise PeerLostError(f"{late}{who} failed to pass monitoredBarrier: {next(iter(absent.values()))}")
+        for other in range(1, self.ranks):
+            self.messages.send(token(), other, tag).wait()
 
     def _lost_reason(self, rank: int) -> str:
         return self.local_peers.lost_reason(self.local_index[rank]) if rank in self.local_index else ""

@@ -10,7 +10,7 @@ from motet.core.errors import InputError
 
 Chunks = Sequence[Any]  # Flat tensors; None where a rank does not have a chunk
 Factor = float | Tensor | None
-CopyBack = Callable[[], None] | None  # Copies a result into the tensor of the caller, if that is not contiguous
+CopyBack = Callable[[], object] | None  # Copies a result into the tensor of the caller, if that is not contiguous
 
 
 def flatten(tensor: Tensor) -> Tensor:
@@ -19,16 +19,11 @@ def flatten(tensor: Tensor) -> Tensor:
 
 def output_buffer(tensor: Tensor) -> tuple[Tensor, CopyBack]:
     """Flat memory with the values of a tensor, in which to make a result for it."""
-    if tensor.requires_grad:
-        tensor = tensor.detach()
+    tensor = tensor.detach() if tensor.requires_grad else tensor
     if tensor.is_contiguous():
         return tensor.view(-1), None
     buffer = tensor.reshape(-1)
-
-    def copy_back() -> None:
-        tensor.copy_(buffer.view(tensor.shape))
-
-    return buffer, copy_back
+    return buffer, lambda: tensor.copy_(buffer.view(tensor.shape))
 
 
 def output_buffers(tensors: list[Tensor]) -> tuple[list[Tensor], CopyBack]:

@@ -24,10 +24,9 @@ class RingBufferByteStream:
     def __init__(self, memory: SharedMemorySegment, rank: int, peer: int) -> None:
         self._words = memory.words
         self._out, self._in = memory.message_ring(rank, peer), memory.message_ring(peer, rank)
-        self._sent, self._read_by_peer = memory.sent_bytes_index(rank, peer), memory.received_bytes_index(rank, peer)
-        self._sent_by_peer, self._received = (
-            memory.sent_bytes_index(peer, rank),
-            memory.received_bytes_index(peer, rank),
+        (self._sent, self._read_by_peer), (self._sent_by_peer, self._received) = (
+            (memory.sent_bytes_index(*pair), memory.received_bytes_index(*pair))
+            for pair in ((rank, peer), (peer, rank))
         )
         self._memory, self._peer_flag = memory, memory.word_index(peer, MESSAGE_SLEEP_FLAG)
 

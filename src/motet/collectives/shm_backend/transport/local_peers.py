@@ -40,12 +40,11 @@ class LocalPeerSync:
         self.rank, self.timeout_s = rank, timeout_s
         self.words = shared_memory.words
         ranks = range(shared_memory.layout.ranks)
-        self.published_index = [shared_memory.word_index(r, shm.PUBLISHED_ROUND) for r in ranks]
-        self.consumed_index = [shared_memory.word_index(r, shm.CONSUMED_ROUND) for r in ranks]
-        self.sleep_flags = [shared_memory.word_index(r, shm.COLLECTIVE_SLEEP_FLAG) for r in ranks]
-        self.signatures = [shared_memory.word_index(r, shm.SIGNATURES_OFFSET) for r in ranks]
-        self.collective_id = 0
-        self.signature = 0
+        self.published_index, self.consumed_index, self.sleep_flags, self.signatures = (
+            [shared_memory.word_index(r, counter) for r in ranks]
+            for counter in (shm.PUBLISHED_ROUND, shm.CONSUMED_ROUND, shm.COLLECTIVE_SLEEP_FLAG, shm.SIGNATURES_OFFSET)
+        )
+        self.collective_id = self.signature = 0
         self.spins = SPINS
         self._poll = select.poll()
         self._by_descriptor = {peer.pidfd: local for local, peer in peers.items()}
@@ -157,13 +156,9 @@ class LocalPeerSync:
         poll.register(self.peers[local].pidfd, select.POLLIN)
         return "its process has ended" if poll.poll(0) else ""
 
-    def write_description(self, index: int, text: str) -> None:
-        """Write the description of a kind of collective where the peers can read it."""
-        self.shared_memory.write_description(self.local_rank, index, text)
-
     def mark_failed(self, reason: str) -> None:
         """Tell the peers that this rank takes part in nothing more."""
-        self.write_description(shm.DESCRIPTION_SLOTS - 1, reason)
+        self.shared_memory.write_description(self.local_rank, shm.DESCRIPTION_SLOTS - 1, reason)
         self._publish_exit_state(STATE_FAILED)
 
     def leave(self) -> None:

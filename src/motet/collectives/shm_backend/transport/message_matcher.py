@@ -74,13 +74,10 @@ class PeerMessageQueues:
     header_received_bytes: int = 0
     unexpected: list[IncomingMessage] = field(default_factory=list)  # Read before a receive matched
 
+    @property
     def open_receives(self) -> list[PostedReceive]:
         begun = [message.receive for message in [self.incoming, *self.unexpected] if message and message.receive]
         return [*self.receives, *begun]
-
-    @property
-    def has_open_operations(self) -> bool:
-        return bool(self.sends or self.open_receives())
 
 
 class MessageMatcher:
@@ -138,8 +135,9 @@ class MessageMatcher:
 
     def _peer(self, rank: int) -> PeerMessageQueues:
         if rank not in self.peers:
-            text = f"rank {self.rank}: a message to or from rank {rank}; it can be one of {[*self.peers]}"
-            raise CollectiveError(text)
+            raise CollectiveError(
+                f"rank {self.rank}: a message to or from rank {rank}; it can be one of {[*self.peers]}"
+            )
         return self.peers[rank]
 
     # Progress, by whichever thread waits.
@@ -147,16 +145,16 @@ class MessageMatcher:
     def _start_progress(self, work: AsyncWork) -> AsyncWork:
         if not work.finished:
             if self._progress_thread is None:
-                run = self._run_progress_thread
-                self._progress_thread = threading.Thread(target=run, name="motet-messages", daemon=True)
+                self._progress_thread = threading.Thread(
+                    target=self._run_progress_thread, name="motet-messages", daemon=True
+                )
                 self._progress_thread.start()
             self._has_pending.set()
         return work
 
     def _progress_until_finished(self, description: str, work: AsyncWork, seconds: float | None) -> None:
         limit_s = self.timeout_s if seconds is None else seconds
-        start = time.monotonic()
-        idle = 0
+        start, idle = time.monotonic(), 0
         self._waiting_callers += 1
         try:
             while not work.finished:
@@ -178,7 +176,8 @@ class MessageMatcher:
                 return
             if self._waiting_callers or not self._progress():
                 with self._lock:
-                    if not self._has_open_operations() and not self._closed:
+                    is_open = self._any_source_receives or any(p.sends or p.open_receives for p in self.peers.values())
+                    if not is_open and not self._closed:
                         self._has_pending.clear()
                         continue
                 self._sleep_until_activity()
@@ -191,9 +190,6 @@ class MessageMatcher:
         if time.monotonic() - self._last_liveness_check >= _LIVENESS_CHECK_S:
             self._last_liveness_check = time.monotonic()
             self._fail_lost_peers()
-
-    def _has_open_operations(self) -> bool:
-        return bool(self._any_source_receives) or any(peer.has_open_operations for peer in self.peers.values())
 
     def _progress(self) -> bool:
         moved = False
@@ -264,8 +260,7 @@ class MessageMatcher:
             for receive in receives:
                 if receive.tag == message.tag:
                     receives.remove(receive)
-                    message.receive = receive
-                    message.data = flat_bytes(receive.tensor)
+                    message.receive, message.data = receive, flat_bytes(receive.tensor)
                     if len(message.data) != message.length:  # still read to its end, so that the next can be read
                         message.use_temporary_buffer()
                     return True
@@ -290,19 +285,17 @@ class MessageMatcher:
             return
         if message in peer.unexpected:
             peer.unexpected.remove(message)
-        data = flat_bytes(receive.tensor)
+        data, error = flat_bytes(receive.tensor), None
         receive.work.source = peer.rank
         dtypes = {text.partition(" ")[0] for text in (receive.description, message.description)}
         if len(data) != message.length or len(dtypes) > 1:
-            text = (
+            error = CollectiveError(
                 f"rank {self.rank} receives {receive.description} ({len(data)} bytes) from rank {peer.rank} with "
                 f"tag {message.tag}, which sent {message.description} ({message.length} bytes)"
             )
-            _complete(receive.work, CollectiveError(text))
-            return
-        if message.data is not None and message.data.data_ptr() != data.data_ptr():
+        elif message.data is not None and message.data.data_ptr() != data.data_ptr():
             data.copy_(message.data)
-        _complete(receive.work)
+        _complete(receive.work, error)
 
     # Failures.
 
@@ -310,7 +303,7 @@ class MessageMatcher:
         with self._lock:
             self._progress()
             for peer in self.peers.values():
-                reason = self._lost_reason(peer.rank) if peer.has_open_operations else ""
+                reason = self._lost_reason(peer.rank) if peer.sends or peer.open_receives else ""
                 if reason and peer.stream.is_drained:
                     self._fail_peer(peer, reason)
             if self._any_source_receives and all(
@@ -322,12 +315,11 @@ class MessageMatcher:
 
     def _fail_peer(self, peer: PeerMessageQueues, reason: str) -> None:
         failed = [(send.work, f"sends {send.description} to") for send in peer.sends]
-        failed += [(receive.work, f"receives {receive.description} from") for receive in peer.open_receives()]
+        failed += [(receive.work, f"receives {receive.description} from") for receive in peer.open_receives]
         for work, action in failed:
             _complete(work, PeerLostError(f"rank {self.rank} {action} rank {peer.rank}: {reason}"))
-        peer.sends.clear()
-        peer.receives.clear()
-        peer.unexpected.clear()
+        for queue in (peer.sends, peer.receives, peer.unexpected):
+            queue.clear()
         peer.incoming = None
 
 

@@ -98,14 +98,15 @@ def _wait_until_all_mapped(memory: shm.SharedMemorySegment, local_ranks: list[in
     indices = {rank: memory.word_index(local, shm.PUBLISHED_ROUND) for local, rank in enumerate(local_ranks)}
     while absent := [rank for rank, index in indices.items() if not memory.words[index]]:
         if time.monotonic() > deadline:
-            leader = local_ranks[0]
-            raise PeerLostError(f"rank {leader}: ranks {absent} of this host did not join the group in {timeout_s:g} s")
+            raise PeerLostError(
+                f"rank {local_ranks[0]}: ranks {absent} of this host did not join the group in {timeout_s:g} s"
+            )
         time.sleep(0.0005)
 
 
 def _open_leader_memory(rank: int, leader: int, contact: RankContactInfo, *, descriptor: int) -> int:
     try:
-        return shm.open_shared_memory(contact.pid, descriptor)
+        return os.open(f"/proc/{contact.pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise CollectiveError(
             f"rank {rank} cannot open the memory that rank {leader} (process {contact.pid}) shares: {error}; "

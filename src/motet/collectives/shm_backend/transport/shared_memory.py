@@ -45,9 +45,8 @@ _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _ALL_WAITERS = 1 << 30
 _SLEEP_S = 0.002
 _library = ctypes.CDLL(None, use_errno=False)
-_syscall = _library.syscall
+_syscall, yield_core = _library.syscall, _library.sched_yield  # yield_core lets other processes and threads run
 _syscall.restype = ctypes.c_long
-_sched_yield = _library.sched_yield
 
 
 class _FutexTimespec(ctypes.Structure):
@@ -57,11 +56,6 @@ class _FutexTimespec(ctypes.Structure):
 def is_supported() -> bool:
     """Whether stores become visible to other processors in their order, and the system has these calls."""
     return sys.platform == "linux" and platform.machine() == "x86_64"
-
-
-def yield_core() -> None:
-    """Let other processes and threads run."""
-    _sched_yield()
 
 
 class SharedMemoryLayout:
@@ -139,8 +133,3 @@ def create_shared_memory(ranks: int) -> int:
     descriptor = os.memfd_create("motet", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, SharedMemoryLayout(ranks).total_bytes)
     return descriptor
-
-
-def open_shared_memory(pid: int, descriptor: int) -> int:
-    """Open the memory that another process has made."""
-    return os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)

@@ -6,7 +6,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,8 +19,7 @@ POLL_INTERVAL_S = 0.02
 
 def memoryview_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
-    array: Any = tensor.view(-1).view(torch.uint8).numpy()
-    return memoryview(array)
+    return memoryview(cast(Any, tensor.view(-1).view(torch.uint8).numpy()))
 
 
 class PeerSocket:
@@ -29,8 +28,7 @@ class PeerSocket:
     def __init__(self, rank: int, stream: socket.socket) -> None:
         stream.setblocking(False)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.rank = rank
-        self.stream = stream
+        self.rank, self.stream = rank, stream
         self.send_queue: deque[memoryview] = deque()
         self.current_operation = "a message"
 
@@ -76,10 +74,8 @@ class CollectivePeerSockets:
 
     def __init__(self, rank: int, sockets: dict[int, PeerSocket], timeout_s: float) -> None:
         self.rank, self.sockets, self.timeout_s = rank, sockets, timeout_s
-        self._collective_id = 0
-        self._signature = 0
+        self._collective_id, self._signature, self._description = 0, 0, ""
         self._header = memoryview(b"")
-        self._description = ""
         self._header_sent_to: set[int] = set()
         self._header_checked_from: set[int] = set()
 
@@ -119,8 +115,7 @@ class CollectivePeerSockets:
         self._read(rank, into)
 
     def _read(self, rank: int, into: memoryview) -> None:
-        peer_socket = self.sockets[rank]
-        start = time.monotonic()
+        peer_socket, start = self.sockets[rank], time.monotonic()
         while len(into):
             count = peer_socket.read(into)
             into = into[count:]
