@@ -138,12 +138,9 @@ def test_prove_draws_the_step_that_is_wrong(tmp_path: Path) -> None:
 
 def test_prove_of_a_collective_with_options_takes_the_algorithms_that_have_them() -> None:
     rows = answer("prove", "all-reduce", "root=1", "--ranks", "4")["verified"]
-    assert {row["algorithm"] for row in rows} == {n for n in algorithm_names("all-reduce") if "root" in _options(n)}
+    algorithms = [find_algorithm("all-reduce", name) for name in algorithm_names("all-reduce")]
+    assert {row["algorithm"] for row in rows} == {each.name for each in algorithms if "root" in each.options}
     assert all(row["options"] == {"root": 1} for row in rows)
-
-
-def _options(name: str) -> tuple[str, ...]:
-    return find_algorithm("all-reduce", name).options
 
 
 @pytest.mark.parametrize(("name", "near"), [("all_reduce", " (nearest: all-reduce)"), ("of-mine", "")])
@@ -156,9 +153,8 @@ def test_prove_says_that_a_name_promises_nothing(name: str, near: str, tmp_path:
 
 
 def test_prove_with_blocking_sends() -> None:
-    assert answer("prove", "broadcast", "tree", "--ranks", "9", "--sends", "blocking")["verified"][0][
-        "supports_blocking_sends"
-    ]
+    (proven,) = answer("prove", "broadcast", "tree", "--ranks", "9", "--sends", "blocking")["verified"]
+    assert proven["supports_blocking_sends"]
     result = run("prove", "all-reduce", "ring", "--ranks", "4", "--sends", "blocking")
     assert "ranks 0 -> 1 -> 2 -> 3 -> 0 wait in a circle" in str(result.exception)
     assert "step 0" in result.stdout
@@ -226,9 +222,8 @@ def test_cost_writes_the_plot(tmp_path: Path) -> None:
 
 
 def test_run_checks_counts_and_times() -> None:
-    found = answer(
-        "run", "all-reduce", "ring", "--ranks", "2", "--size", "4KiB", "--repeats", "3", "--cluster", "laptop"
-    )
+    words = "run all-reduce ring --ranks 2 --size 4KiB --repeats 3 --cluster laptop"
+    found = answer(*words.split())
     assert (found["ranks"], found["size"], found["repeats"], found["dtype"]) == (2, 4096, 3, "float32")
     assert 0 < found["seconds"]["min"] <= found["seconds"]["median"] <= found["seconds"]["max"]
     assert 0 < found["largest_error"] <= found["allowed_error"] < 1e-5
@@ -311,8 +306,7 @@ def test_a_file_of_another_count_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    ["list", "draw all-reduce ring", "prove all-reduce ring --ranks 4", "cost all-reduce --ranks 4"],
+    "arguments", ["list", "draw all-reduce ring", "prove all-reduce ring --ranks 4", "cost all-reduce --ranks 4"]
 )
 def test_no_torch_is_loaded(arguments: str) -> None:
     code = (

@@ -1,4 +1,4 @@
-"""`motet show model`: the table and the JSON of a job and of a config, and what is refused."""
+"""`motet show model` and `motet show layout`: what is printed, the JSON, and what is refused."""
 
 import json
 import subprocess
@@ -13,14 +13,22 @@ from typer.testing import CliRunner
 from motet.cli.show.show_commands import show_app as app
 from motet.core.errors import InputError
 from motet.data.samples.span_corruption import span_corruption_lengths
+from motet.parallel.layout import parse_layout, resolve_layout
+from motet.parallel.step_plan.check import InvalidStepPlanError
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["model", *arguments], env={"COLUMNS": "120"})
+def run(*arguments: str, command: str = "model") -> Result:
+    return CliRunner().invoke(app, [command, *arguments], env={"COLUMNS": "400"})
 
 
-def answer(*arguments: str) -> dict[str, Any]:
-    result = run(*arguments, "--json")
+def shown(*arguments: str) -> str:
+    result = run(*arguments, command="layout")
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def answer(*arguments: str, command: str = "model") -> dict[str, Any]:
+    result = run(*arguments, "--json", command=command)
     assert result.exit_code == 0, result.output
     found: dict[str, Any] = json.loads(result.output)
     return found
@@ -43,13 +51,8 @@ def test_a_dense_model_has_no_active_parameters_to_speak_of() -> None:
 def test_json_adds_up() -> None:
     found = answer("llama3-8b")
     assert (found["sequence_length"], found["dtype"], found["attention"]) == (8192, "bfloat16", "causal")
-    for key in (
-        "parameters",
-        "active_parameters",
-        "training_flops_per_token",
-        "saved_bytes_per_token",
-        "saved_bytes_per_sequence",
-    ):
+    saved = ("saved_bytes_per_token", "saved_bytes_per_sequence")
+    for key in ("parameters", "active_parameters", "training_flops_per_token", *saved):
         assert found[key] == sum(block[key] * block["repeat"] for block in found["blocks"])
     assert found["parameters"] == 8_030_261_248
     assert found["training_flops_per_token"] == 3 * found["forward_flops_per_token"]
@@ -79,10 +82,8 @@ def test_a_config_is_shown_however_it_is_named(tmp_path: Path, form: str) -> Non
 def test_a_config_is_trained_as_its_kind_is(tmp_path: Path) -> None:
     """An encoder-decoder on spans, whose source and targets both are tokens; an encoder on masked tokens."""
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
-    assert (
-        answer(str(tmp_path), "--sequence-length", "100")["tokens_per_sequence"]
-        == 100 + span_corruption_lengths(100, 0.15, 100).target_tokens
-    )
+    targets = span_corruption_lengths(100, 0.15, 100).target_tokens
+    assert answer(str(tmp_path), "--sequence-length", "100")["tokens_per_sequence"] == 100 + targets
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     head = answer(str(tmp_path), "--sequence-length", "100")["blocks"][-1]
     assert head["forward_flops_per_token"] == 2 * (768 * 768 + 768 * 30522) * 15 / 100
@@ -109,3 +110,45 @@ def test_no_torch_is_loaded() -> None:
         "assert CliRunner().invoke(app, ['model', 'tiny']).exit_code == 0\nassert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- layout ----------------------------------------------------------------------------------------
+
+
+def test_it_says_who_does_what_and_that_it_is_proven() -> None:
+    text = shown("dp=8 zero=3 shard_group=4", "communication.all_reduce=ring")
+    assert "Gradients are summed, a shard to each, over ranks 0 1 2 3 | 4 5 6 7." in text
+    assert "Shards are summed over ranks 0 4 | 1 5 | 2 6 | 3 7." in text
+    assert "is updated once in 2 copies, with the gradients of 8 ranks x 1 micro-batch, each once" in text
+    assert "each of 16 rows is read once" in text
+    assert "Proven, too: all-reduce/ring of 2 ranks." in text
+
+
+def test_its_json_has_what_each_rank_updates_and_reads() -> None:
+    found = answer("dp=4 zero=1 microbatches=2", command="layout")
+    layout = resolve_layout(parse_layout("zero=1 microbatches=2"), 4, 16)
+    assert sum(rank["updated_elements"] for rank in found["ranks"]) == found["proof"]["elements"]
+    assert found["ranks"][3]["rows"] == [[12, 14], [14, 16]]
+    groups = [list(ranks) for ranks in layout.shard_groups]
+    assert found["schedule"][0] == {"kind": "reduce_scatter", "rank_groups": groups}
+    placement = {"parameters": "replicated", "gradients": "replicated", "optimizer_states": "sharded"}
+    assert found["state_placement"] == placement
+
+
+def test_replicas_that_train_apart_and_owners_are_told() -> None:
+    assert "Replicas take an outer step over ranks 0 2 | 1 3." in shown("dp=4 zero=2 shard_group=2", "outer.every=5")
+    owners = shown("dp=4 data=parameter_server server.transport=collectives server.count=2")
+    assert "the owner of a bucket all of it" in owners and "broadcast/tree of 4 ranks" in owners
+
+
+def test_of_many_ranks_the_first_are_shown() -> None:
+    text = shown("dp=64", "data.batch_sequences=64")
+    assert "48 more" in text and "over ranks 0 1 2 3 4 5 6 7 ...." in text
+
+
+def test_what_is_not_right_is_no_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(plan: object) -> None:
+        raise InvalidStepPlanError("nobody updates element 0 of w")
+
+    monkeypatch.setattr("motet.cli.show.layout_report.prove_step_plan", wrong)
+    assert isinstance(run("dp=2", command="layout").exception, AssertionError)

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 data_app = Typer(help="Build corpora into tokens, and look into them.", no_args_is_help=True)
 
-_FIELD_OPTIONS = ("text_field", "prompt_field", "answer_field", "label_field")
-_OPTIONS = ("objective", *_FIELD_OPTIONS)
+_OPTIONS = ("objective", "text_field", "prompt_field", "answer_field", "label_field")
 _OBJECTIVES = ("causal", "masked", "spans", "classify")
 _SHOWN_TOKENS = 100
 

@@ -87,7 +87,6 @@ def _train_request(
 
 
 def _run_training(request: "TrainRequest", ranks: int | None, json: bool) -> int:
-    """Start or join the ranks, and report how the run ended. Returns the exit code."""
     from motet.train.launch.entry_points import SupervisorIO, run_launched_rank, supervise_local_ranks
     from motet.train.launch.failures import STOPPED_EXIT_CODE
 
@@ -103,13 +102,11 @@ def _run_training(request: "TrainRequest", ranks: int | None, json: bool) -> int
         return _report_run_end(path, exit_status, json)
     if ranks not in (None, rank_env.world):
         raise InputError(f"--ranks {ranks}, but the launcher started {rank_env.world} ranks; leave --ranks out")
-    run = request.job.run.model_copy(update={"ranks": rank_env.world})
-    job = request.job.model_copy(update={"run": run})
+    job = request.job.model_copy(update={"run": request.job.run.model_copy(update={"ranks": rank_env.world})})
     return _report_rank_exit(run_launched_rank(replace(request, job=job), rank_env, log), rank_env)
 
 
 def _join_run(request: "TrainRequest", coordinator_address: str) -> int:
-    """Start workers for a run on another machine. Returns the exit code."""
     from motet.train.launch.entry_points import SupervisorIO, join_remote_run
 
     environment = read_environment()
@@ -160,15 +157,13 @@ def _list_jobs(json: bool) -> None:
     if json:
         print_json(descriptions)
         return
-    width = max(map(len, descriptions))
     for name, text in descriptions.items():
-        stdout_console().print(f"{name:{width}}  {text}", highlight=False)
+        stdout_console().print(f"{name:{max(map(len, descriptions))}}  {text}", highlight=False)
 
 
 def _first_sentence(text: str) -> str:
     lines = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
-    comment = " ".join(line.removeprefix("#").strip() for line in lines)
-    return re.split(r"(?<=\.)\s", comment)[0]
+    return re.split(r"(?<=\.)\s", " ".join(line.removeprefix("#").strip() for line in lines))[0]
 
 
 def _print_job(job: "Job", json: bool) -> None:

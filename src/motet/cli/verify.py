@@ -56,7 +56,6 @@ def verify_command(
 
 
 def _verify_layouts(job: Job, layouts: list[str], json: bool) -> int:
-    """Returns the exit code."""
     from motet.parity.layout_verdict import exit_code_for
     from motet.parity.verify_job import make_verification_plans, verify_job_layouts
     from motet.train.launch.failures import STOPPED_EXIT_CODE

@@ -97,10 +97,9 @@ def load_sized_cluster(source: str, ranks: int | None, *, hosts: int | None = No
     cluster = load_cluster(source, dims=lengths)
     requested_ranks = ranks if hosts is None else hosts * cluster.devices_per_host
     if isinstance(cluster.network, TorusNetwork) and requested_ranks is not None and requested_ranks > cluster.ranks:
-        torus = "x".join(map(str, cluster.network.dims))
-        option = f"--ranks {ranks}" if hosts is None else f"--hosts {hosts}"
         raise InputError(
-            f"{option}: cluster {source} is one torus of {torus} = {cluster.ranks} ranks; give --dims for more"
+            f"{f'--ranks {ranks}' if hosts is None else f'--hosts {hosts}'}: cluster {source} is one torus of "
+            f"{'x'.join(map(str, cluster.network.dims))} = {cluster.ranks} ranks; give --dims for more"
         )
     if hosts is not None:
         cluster = load_cluster(source, hosts=hosts, dims=lengths)
@@ -124,10 +123,9 @@ def report_cost(query: CollectiveCostQuery, svg: Path | None, html: Path | None,
     if svg or html:
         sizes = query.plot_sizes(_PLOT_POINTS)
         picture = cost_plot_svg(query.title, query.curves_at(sizes), sizes, query.crossovers)
-        if svg:
-            write_output_file(svg, picture)
-        if html:
-            write_output_file(html, cost_plot_html(query.title, picture, time_rows))
+        for path, text in ((svg, picture), (html, cost_plot_html(query.title, picture, time_rows))):
+            if path:
+                write_output_file(path, text)
     if json:
         print_json(_as_json(query, curves))
         return
@@ -154,7 +152,6 @@ def _time_rows(query: CollectiveCostQuery, curves: Sequence[AlgorithmTimeCurve])
 
 
 def _cheapest_rows(query: CollectiveCostQuery) -> list[dict[str, Any]]:
-    """The algorithm that `auto` picks at each size."""
     rows = []
     for size in query.sizes:
         best = cheapest(query.collective, size, query.cluster, query.algorithms)
@@ -184,9 +181,8 @@ def _cheapest_lines(query: CollectiveCostQuery) -> list[str]:
 
 def _crossover_lines(query: CollectiveCostQuery) -> list[str]:
     lines = [f"from {format_bytes(c.size)} on {c.after} is cheaper than {c.before}" for c in query.crossovers]
-    if not lines and len(query.sizes) > 1:
-        lines = ["no crossover: the same algorithm is the cheapest at all these sizes"]
-    return lines
+    nothing = ["no crossover: the same algorithm is the cheapest at all these sizes"] if len(query.sizes) > 1 else []
+    return lines or nothing
 
 
 def _as_json(query: CollectiveCostQuery, curves: Sequence[AlgorithmTimeCurve]) -> dict[str, Any]:

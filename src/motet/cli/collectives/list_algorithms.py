@@ -60,9 +60,8 @@ def _table_lines(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         counts = row["at_ranks"]
         numbers = (f"{counts[key]:.4g}" if counts else "-" for key in _NUMBER_KEYS)
-        first_ranks = ", ".join([*map(str, row["supported_ranks_2_to_64"][:3]), "..."])
-        ranks = "any" if row["supports_any_ranks"] else first_ranks
-        lines.append([row["algorithm"], *numbers, ranks, ", ".join(row["options"])])
+        supported = ["any"] if row["supports_any_ranks"] else [*map(str, row["supported_ranks_2_to_64"][:3]), "..."]
+        lines.append([row["algorithm"], *numbers, ", ".join(supported), ", ".join(row["options"])])
     return align_columns(lines, right_aligned=range(1, 5))
 
 

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from motet.cli.collectives import program_arguments
 from motet.cli.output import ProgressReporter, highlight, print_lines, show_progress
@@ -17,13 +17,6 @@ from motet.collectives.prove.program_cases import ProgramCase, all_cases, make_c
 from motet.collectives.prove.program_checker import SendMode, UnprovenCollectiveError, prove_program
 from motet.core.errors import InputError
 from motet.monitor.console import print_json, stdout_console
-
-
-class FailedProof(NamedTuple):
-    """A Program that is not proven, and the reason."""
-
-    program: Program
-    error: UnprovenCollectiveError
 
 
 def prove_programs(words: list[str], ranks: str | None, sends: SendMode, *, everything: bool, json: bool) -> None:
@@ -45,9 +38,11 @@ def prove_programs(words: list[str], ranks: str | None, sends: SendMode, *, ever
     else:
         print_lines(*_proof_lines(verified), *remarks, *(row["message"] for row in failed[1:]))
         if first_failure:
-            _draw_failure(*first_failure)
+            program, error = first_failure
+            step = len(program.steps) - 1 if error.step is None else error.step  # The last one if the result is wrong
+            stdout_console().print(highlight(program_text(program, step)), soft_wrap=True)
     if first_failure:
-        raise first_failure.error
+        raise first_failure[1]
 
 
 def _cases(words: list[str], ranks: str | None) -> list[ProgramCase]:
@@ -84,11 +79,11 @@ def _with_options(candidates: list[Algorithm], options: dict[str, object]) -> li
 
 def _prove_cases(
     cases: Sequence[ProgramCase], sends: SendMode, progress: ProgressReporter
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], FailedProof | None]:
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], tuple[Program, UnprovenCollectiveError] | None]:
     """Rows of what is proven and what is not; only the first wrong Program is kept, to spare the memory."""
     verified: list[dict[str, Any]] = []
     failed: list[dict[str, Any]] = []
-    first_failure: FailedProof | None = None
+    first_failure: tuple[Program, UnprovenCollectiveError] | None = None
     for index, case in enumerate(cases, start=1):
         program = case()
         row = {"collective": program.collective, "algorithm": program.algorithm, "options": case.keywords}
@@ -96,7 +91,7 @@ def _prove_cases(
             verified.append(row | asdict(prove_program(program, sends)))
         except UnprovenCollectiveError as error:
             failed.append(row | {"ranks": program.ranks, "step": error.step, "message": str(error)})
-            first_failure = first_failure or FailedProof(program, error)
+            first_failure = first_failure or (program, error)
         progress("proving", index, len(cases))
     return verified, failed, first_failure
 
@@ -116,9 +111,3 @@ def _all_or_some(answers: list[bool]) -> str:
     if all(answers):
         return "yes"
     return "some" if any(answers) else "no"
-
-
-def _draw_failure(program: Program, error: UnprovenCollectiveError) -> None:
-    """Draw the wrong step, or the last one if only the result is wrong."""
-    step = len(program.steps) - 1 if error.step is None else error.step
-    stdout_console().print(highlight(program_text(program, step)), soft_wrap=True)

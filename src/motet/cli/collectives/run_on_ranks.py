@@ -47,10 +47,14 @@ def run_program(
     """Execute the Program and print the measurement; raise if a rank did not send what the Program says."""
     program = program_arguments.load_or_build_program(words, ranks, 2)
     if not 2 <= program.ranks <= _MAX_RANKS:
-        remedy = "more" if program.ranks < 2 else "fewer"
-        raise InputError(f"{program}: this machine executes Programs of 2 to {_MAX_RANKS} ranks; give {remedy} ranks")
+        raise InputError(
+            f"{program}: this machine executes Programs of 2 to {_MAX_RANKS} ranks; "
+            f"give {'more' if program.ranks < 2 else 'fewer'} ranks"
+        )
     prove_program(program)
-    message_bytes = _message_bytes(program, size)
+    message_bytes = 4 * program.message_size_units  # A collective without data moves tokens of four bytes
+    if check_carries_data(program.collective, size):
+        message_bytes = parse_bytes("1MiB" if size is None else size)
     largest = max(message_bytes, 4 * program.message_size_units)
     if largest > _MAX_BYTES:
         raise InputError(
@@ -69,13 +73,6 @@ def run_program(
     for rank, row in enumerate(result["sent"]):
         if (row["bytes"], row["messages"]) != (row["program_bytes"], row["program_messages"]):
             raise MotetError(f"{program}: rank {rank} did not send what the Program says; that is a defect of motet")
-
-
-def _message_bytes(program: Program, text: str | None) -> int:
-    """S in bytes; a collective without data moves tokens of four bytes."""
-    if check_carries_data(program.collective, text):
-        return parse_bytes("1MiB" if text is None else text)
-    return 4 * program.message_size_units
 
 
 def _run_ranks(program: Program, arguments: tuple[str, ...]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Numbers as people type them."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,17 +28,17 @@ def test_what_is_no_number_of_bytes(text: str) -> None:
         parse_bytes(text)
 
 
-def test_sizes() -> None:
-    assert parse_size_range("1KiB..16KiB") == [1024, 4096, 16384]
-    assert parse_size_range("1KiB..9KiB") == [1024, 4096, 9216]
-    assert parse_size_range("4KiB,1KiB") == [1024, 4096]
-    assert parse_size_range("7") == [7]
-
-
-def test_counts() -> None:
-    assert parse_rank_counts("2..5") == [2, 3, 4, 5]
-    assert parse_rank_counts("8,4,2..3") == [2, 3, 4, 8]
-    assert parse_rank_counts("7") == [7]
+@pytest.mark.parametrize(
+    ("parse", "text", "found"),
+    [
+        (parse_size_range, "1KiB..16KiB", [1024, 4096, 16384]), (parse_size_range, "1KiB..9KiB", [1024, 4096, 9216]),
+        (parse_size_range, "4KiB,1KiB", [1024, 4096]), (parse_size_range, "7", [7]),
+        (parse_rank_counts, "2..5", [2, 3, 4, 5]), (parse_rank_counts, "8,4,2..3", [2, 3, 4, 8]),
+        (parse_rank_counts, "7", [7]),
+    ],
+)  # fmt: skip
+def test_sizes_and_counts(parse: Callable[[str], list[int]], text: str, found: list[int]) -> None:
+    assert parse(text) == found
 
 
 def test_options() -> None:
