@@ -237,7 +237,7 @@ def plan_bytes(way: Way) -> tuple[list[tuple[int, int, int, str]], int]:
     from parts.sleeping_model import SleepingModel
 
     from motet.train.job import load_job
-    from motet.train.parameter_server.parameter_partition import build_partition
+    from motet.train.parameter_server.build_parameter_slicing import build_partition
 
     with tempfile.TemporaryDirectory() as folder:
         served = way if way.servers else Way("", 1)
@@ -322,7 +322,11 @@ def seconds_of_update() -> float:
     import torch
 
     from motet.parallel.data_parallel.buckets import build_buckets
-    from motet.parallel.parameter_server.process.parameter_store import ParameterPartition, ParameterStore, tensor_bytes
+    from motet.parallel.parameter_server.process.parameter_store import (
+        ParameterSlicingPlan,
+        ParameterStore,
+        tensor_bytes,
+    )
     from motet.parallel.parameter_server.protocol.messages import UpdateScalars
     from motet.parallel.parameter_server.protocol.parameter_slices import ParameterSlice
     from motet.precision.recipe import RECIPES
@@ -332,7 +336,7 @@ def seconds_of_update() -> float:
     torch.set_num_threads(1)
     numel = 2**17
     buckets = build_buckets({"w": (0, numel)}, 1, numel)
-    plan = ParameterPartition(buckets, (ParameterSlice(0, slice(0, numel), 0),), RECIPES["fp32"], ((1.0, 0.1),))
+    plan = ParameterSlicingPlan(buckets, (ParameterSlice(0, slice(0, numel), 0),), RECIPES["fp32"], ((1.0, 0.1),))
     shelf = ParameterStore(plan, lambda groups: make_torch_optimizer(groups, OptimizerSettings()))
     times = []
     for share in range(20):

@@ -20,7 +20,7 @@ TESTS = Path(__file__).parent
 
 def launch_of(ranks: int, logs: Path, work: str, *arguments: str, restarts: int = 0) -> LaunchSpec:
     """A supervised run of one of the functions below."""
-    command = (sys.executable, "-m", "motet.cli.rank_main", f"standins:{work}", *arguments)
+    command = (sys.executable, "-m", "motet.cli.run_rank_function", f"standins:{work}", *arguments)
     environment = {**uncounted(), "PYTHONPATH": str(TESTS), "PYTHONFAULTHANDLER": "1"}
     return LaunchSpec(command, ranks, environment, logs, restarts)
 

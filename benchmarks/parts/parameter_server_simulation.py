@@ -24,8 +24,8 @@ from motet.parallel.parameter_server.protocol.messages import (
     OutgoingMessages,
     ParameterPlacement,
     ParameterPullReply,
-    ParameterReplicas,
     ParametersReady,
+    SlicePrimaryAndBackups,
     UpdateDecision,
     WorkAssignment,
     WorkerJoined,
@@ -108,7 +108,7 @@ class ParameterServerSimulation:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence_numbers = itertools.count()
         servers = sorted({server for load in slices for server in load.servers})
-        placement = ParameterPlacement(0, tuple(ParameterReplicas(load.servers) for load in slices))
+        placement = ParameterPlacement(0, tuple(SlicePrimaryAndBackups(load.servers) for load in slices))
         self._coordinator = CoordinatorStateMachine(policy, placement, list(servers))
         self._servers = {
             name: ServerStateMachine(

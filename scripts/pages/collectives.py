@@ -12,17 +12,17 @@ from typing import NamedTuple
 from motet.cluster.cluster_toml import load_cluster
 from motet.collectives import algorithm_names, build, closed_form, collective_names
 from motet.collectives.algorithms import find_algorithm
-from motet.collectives.algorithms.rank_grouping import (
+from motet.collectives.algorithms.rank_arithmetic import (
     doubling_rounds,
     floor_power_of_two,
     hosts_and_ranks_per_host,
     split_over_hosts,
 )
-from motet.collectives.algorithms.rank_grouping import grid_dims as lengths_of
+from motet.collectives.algorithms.rank_arithmetic import grid_dims as lengths_of
 from motet.collectives.cost.cheapest_algorithm import crossovers, log_spaced_sizes, time_curves
 from motet.collectives.draw.cost_plot import cost_plot_svg
 from motet.collectives.draw.frames import program_text
-from motet.collectives.draw.svg import program_svg
+from motet.collectives.draw.program_svg import program_svg
 from pages import fill_blocks, markdown_table
 
 ALPHA, BETA, GAMMA = "\N{GREEK SMALL LETTER ALPHA}", "S\N{GREEK SMALL LETTER BETA}", "S\N{GREEK SMALL LETTER GAMMA}"

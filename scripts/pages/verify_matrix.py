@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from motet.cli.environment import read_environment
+from motet.cli.environment_variables import read_environment
 from motet.parity.candidate_layouts import layouts_up_to
 from motet.parity.layout_verdict import LayoutVerdict
 from motet.parity.verify_job import make_verification_plans, verify_job_layouts

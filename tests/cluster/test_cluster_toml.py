@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from motet.cluster.cluster_settings import ClusterSettings
 from motet.cluster.cluster_toml import cluster_from_dict, cluster_presets, load_cluster
-from motet.cluster.device_specs import ValueWithOrigin, find_device
+from motet.cluster.device_specs import HardwareNumberWithOrigin, find_device
 from motet.cluster.network_link import expected_max_load
 from motet.cluster.topology import TorusNetwork
 from motet.core.config_loading import _settings_classes_in
@@ -72,13 +72,15 @@ def test_a_preset_grows_by_hosts(name: str) -> None:
 
 def test_numbers_know_where_they_come_from() -> None:
     cluster = load_cluster("dgx-h100", hosts=64)
-    assert cluster.link("host3/0.out").bandwidth_Bps == ValueWithOrigin(450e9, "datasheet")
-    assert cluster.link("net/0.out").alpha_s == ValueWithOrigin(4e-6, "assumed")
-    assert cluster.link("net/nic0.up").bandwidth_Bps == ValueWithOrigin(50e9, "datasheet")
-    assert cluster.link("net/leaf0.up").bandwidth_Bps == ValueWithOrigin(32 * 50e9, "assumed")  # a sum over NICs
+    assert cluster.link("host3/0.out").bandwidth_Bps == HardwareNumberWithOrigin(450e9, "datasheet")
+    assert cluster.link("net/0.out").alpha_s == HardwareNumberWithOrigin(4e-6, "assumed")
+    assert cluster.link("net/nic0.up").bandwidth_Bps == HardwareNumberWithOrigin(50e9, "datasheet")
+    assert cluster.link("net/leaf0.up").bandwidth_Bps == HardwareNumberWithOrigin(
+        32 * 50e9, "assumed"
+    )  # a sum over NICs
     # Adding reads two bytes and writes one.
-    assert cluster.gamma_s_per_byte == ValueWithOrigin(3 / 3350e9, "assumed")
-    assert load_cluster("laptop").gamma_s_per_byte == ValueWithOrigin(3e-10, "assumed")
+    assert cluster.gamma_s_per_byte == HardwareNumberWithOrigin(3 / 3350e9, "assumed")
+    assert load_cluster("laptop").gamma_s_per_byte == HardwareNumberWithOrigin(3e-10, "assumed")
 
 
 def test_a_file(tmp_path: Path) -> None:
@@ -105,7 +107,11 @@ def test_a_file(tmp_path: Path) -> None:
         encoding="utf-8-sig",
     )
     cluster = load_cluster(str(path))
-    assert (cluster.name, cluster.ranks, cluster.gamma_s_per_byte) == ("mine", 8, ValueWithOrigin(1e-12, "measured"))
+    assert (cluster.name, cluster.ranks, cluster.gamma_s_per_byte) == (
+        "mine",
+        8,
+        HardwareNumberWithOrigin(1e-12, "measured"),
+    )
     assert cluster.route(0, 1) == ("host0/0.out+0", "host0/0+0", "host0/1.in+0")
     assert cluster.latency_s(0, 7) == 2e-7
 

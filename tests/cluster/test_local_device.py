@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from motet.cluster import local_device as module
-from motet.cluster.device_specs import ValueWithOrigin
+from motet.cluster.device_specs import HardwareNumberWithOrigin
 from motet.cluster.local_device import LocalDevice, bfloat16_warnings, discover_device, memory_bytes, peak_memory_bytes
 
 
@@ -49,8 +49,8 @@ def test_a_known_device_has_its_datasheet(gpu):
     this = discover_device("cuda:0", ["bfloat16", "float32"])
     assert (this.name, this.kind, this.memory_bytes) == ("NVIDIA H100 80GB HBM3", "cuda", 80 * 1024**3)
     assert this.peak_flops == {
-        "bfloat16": ValueWithOrigin(989.4e12, "datasheet"),
-        "float32": ValueWithOrigin(67e12, "datasheet"),
+        "bfloat16": HardwareNumberWithOrigin(989.4e12, "datasheet"),
+        "float32": HardwareNumberWithOrigin(67e12, "datasheet"),
     }
 
 
@@ -69,7 +69,7 @@ def test_float32_that_may_be_rounded_has_the_peak_of_the_rounded(gpu):
 @pytest.mark.parametrize(("name", "dtype"), [("NVIDIA Unheard-Of", "float32"), ("Tesla V100-SXM2-16GB", "bfloat16")])
 def test_what_no_datasheet_says_is_measured(gpu, name, dtype):
     gpu(name)
-    assert discover_device("cuda", [dtype]).peak_flops[dtype] == ValueWithOrigin(7.0, "measured")
+    assert discover_device("cuda", [dtype]).peak_flops[dtype] == HardwareNumberWithOrigin(7.0, "measured")
 
 
 def test_memory_is_what_this_process_holds_and_not_what_its_parent_held():
@@ -100,7 +100,10 @@ def test_a_machine_without_proc_is_described_by_the_standard_library(monkeypatch
 
 @pytest.mark.parametrize(("bfloat16", "warned"), [(1e9, True), (49e9, True), (50e9, False), (500e9, False)])
 def test_bfloat16_without_instructions_for_it_is_told(bfloat16, warned):
-    peaks = {"bfloat16": ValueWithOrigin(bfloat16, "measured"), "float32": ValueWithOrigin(50e9, "measured")}
+    peaks = {
+        "bfloat16": HardwareNumberWithOrigin(bfloat16, "measured"),
+        "float32": HardwareNumberWithOrigin(50e9, "measured"),
+    }
     texts = bfloat16_warnings(LocalDevice("old CPU", "cpu", peaks, 1, 1))
     assert bool(texts) == warned
     if bfloat16 == 1e9:

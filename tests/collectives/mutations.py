@@ -12,7 +12,7 @@ from typing import Literal
 
 from motet.collectives.program import ChunkTransfer, Program, Step
 from motet.collectives.prove.program_cases import ProgramCase
-from motet.collectives.prove.program_checker import UnprovenCollectiveError, prove_program
+from motet.collectives.prove.program_checker import CollectiveProofError, prove_program
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def check_mutation(mutation: MutatedCollectiveProgram) -> MutationCheckResult:
     """The proof's verdict and, where it accepts the Program, whether the sums are right."""
     try:
         prove_program(mutation.program)
-    except UnprovenCollectiveError:
+    except CollectiveProofError:
         return MutationCheckResult(mutation, "rejected")
     return MutationCheckResult(mutation, "equivalent" if computes_correct_sums(mutation.program) else "missed")
 

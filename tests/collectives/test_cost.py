@@ -7,7 +7,7 @@ import pytest
 
 from motet.cluster.cluster import Cluster, cluster_for_ranks, uniform_cluster
 from motet.cluster.cluster_toml import load_cluster
-from motet.cluster.device_specs import ValueWithOrigin
+from motet.cluster.device_specs import HardwareNumberWithOrigin
 from motet.cluster.network_link import NetworkLink
 from motet.cluster.topology import SwitchLevel, SwitchTree, TorusNetwork
 from motet.collectives.algorithms import algorithm_names, build, closed_form, collective_names, find_algorithm
@@ -22,8 +22,8 @@ MIB = 2**20
 UNIFORM = uniform_cluster(8, 5e-6, 25e9, 1e-12)
 
 
-def _figure(value: float) -> ValueWithOrigin:
-    return ValueWithOrigin(value, "assumed")
+def _figure(value: float) -> HardwareNumberWithOrigin:
+    return HardwareNumberWithOrigin(value, "assumed")
 
 
 def _two_level(hosts: int, each: int, inside_Bps: float, uplink_Bps: float) -> Cluster:  # noqa: N803 - a unit

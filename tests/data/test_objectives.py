@@ -15,7 +15,7 @@ from motet.data.samples.objectives import (
     positions_within_documents,
 )
 from motet.data.samples.packing import TokenWindows, cut_into_windows, gather_windows
-from motet.data.samples.splits import DocumentSegments
+from motet.data.samples.splits import SplitTokenRanges
 
 MASK, PAD, END = 900, 901, 902
 
@@ -25,7 +25,7 @@ def some_rows(draw: st.DrawFn, width: int = 9) -> TokenWindows:
     """Windows over short documents, the last of them not full."""
     lengths = np.array(draw(st.lists(st.integers(1, 12), min_size=1, max_size=8)))
     skips = np.array([draw(st.integers(0, 3)) for _ in lengths])
-    segments = DocumentSegments(np.cumsum(lengths) - lengths, lengths, skips, np.arange(len(lengths)))
+    segments = SplitTokenRanges(np.cumsum(lengths) - lengths, lengths, skips, np.arange(len(lengths)))
     stream = cut_into_windows(segments, width - 1, width, keep_partial=True)
     assume(stream.num_samples)
     return gather_windows(

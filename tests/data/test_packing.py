@@ -5,18 +5,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.data.samples.packing import PackedTokenStream, cut_into_windows, gather_windows, pack_records
-from motet.data.samples.splits import DocumentSegments
+from motet.data.samples.splits import SplitTokenRanges
 
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=12)
 WIDTHS = st.integers(1, 20)
 PAD = -1
 
 
-def segments(lengths: list[int], gaps: list[int], skips: list[int] | None = None) -> DocumentSegments:
+def segments(lengths: list[int], gaps: list[int], skips: list[int] | None = None) -> SplitTokenRanges:
     """Segments with `gaps` tokens of others before each."""
     starts = np.cumsum(np.array(gaps) + np.array([0, *lengths[:-1]]))
     skip = np.array(skips) if skips else np.zeros(len(lengths), np.int64)
-    return DocumentSegments(starts, np.array(lengths), skip, np.arange(len(lengths)))
+    return SplitTokenRanges(starts, np.array(lengths), skip, np.arange(len(lengths)))
 
 
 def read(start: int, count: int) -> np.ndarray:
@@ -24,7 +24,7 @@ def read(start: int, count: int) -> np.ndarray:
     return np.arange(start, start + count)
 
 
-def plain(segments: DocumentSegments) -> list[tuple[int, int]]:
+def plain(segments: SplitTokenRanges) -> list[tuple[int, int]]:
     """The stream written out: token and segment."""
     return [
         (int(start) + i, number)
@@ -34,7 +34,7 @@ def plain(segments: DocumentSegments) -> list[tuple[int, int]]:
 
 
 @st.composite
-def some_segments(draw: st.DrawFn) -> DocumentSegments:
+def some_segments(draw: st.DrawFn) -> SplitTokenRanges:
     lengths = draw(LENGTHS)
     count = len(lengths)
     gaps = draw(st.lists(st.integers(0, 2), min_size=count, max_size=count))
@@ -58,7 +58,7 @@ def check_rows(stream: PackedTokenStream, expected: list[list[tuple[int, int]]])
 
 
 @given(some_segments(), WIDTHS, st.integers(0, 1), st.booleans())
-def test_a_stream_is_cut_every_stride(segments: DocumentSegments, stride: int, extra: int, partial: bool) -> None:
+def test_a_stream_is_cut_every_stride(segments: SplitTokenRanges, stride: int, extra: int, partial: bool) -> None:
     tokens = plain(segments)
     expected = [tokens[at : at + stride + extra] for at in range(0, len(tokens), stride)]
     expected = [window for window in expected if len(window) > extra]
@@ -70,7 +70,7 @@ def test_a_stream_is_cut_every_stride(segments: DocumentSegments, stride: int, e
 
 
 @given(some_segments(), WIDTHS)
-def test_records_stay_whole_while_they_fit(segments: DocumentSegments, width: int) -> None:
+def test_records_stay_whole_while_they_fit(segments: SplitTokenRanges, width: int) -> None:
     expected: list[list[tuple[int, int]]] = []
     filled: list[tuple[int, int]] = []
     for number in range(len(segments)):
@@ -86,7 +86,7 @@ def test_records_stay_whole_while_they_fit(segments: DocumentSegments, width: in
 
 
 @given(some_segments(), WIDTHS)
-def test_records_alone_have_a_row_each(segments: DocumentSegments, width: int) -> None:
+def test_records_alone_have_a_row_each(segments: SplitTokenRanges, width: int) -> None:
     expected = [
         [(token, of) for token, of in plain(segments) if of == number][:width] for number in range(len(segments))
     ]
@@ -95,7 +95,7 @@ def test_records_alone_have_a_row_each(segments: DocumentSegments, width: int) -
 
 @given(some_segments(), WIDTHS, st.data())
 def test_rows_do_not_depend_on_who_else_is_asked_for(
-    segments: DocumentSegments, width: int, data: st.DataObject
+    segments: SplitTokenRanges, width: int, data: st.DataObject
 ) -> None:
     stream = cut_into_windows(segments, width, width + 1, keep_partial=True)
     if stream.num_samples == 0:

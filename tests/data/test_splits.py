@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from motet.data.corpus.token_store import DOCUMENT_DTYPE
 from motet.data.samples.counter_rng import derive_keys
-from motet.data.samples.splits import SPLITS, DocumentSegments, assign_splits, split_documents
+from motet.data.samples.splits import SPLITS, SplitTokenRanges, assign_splits, split_documents
 from motet.data.settings import DataSettings
 
 HASHES = st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=60, unique=True)
@@ -23,7 +23,7 @@ def table(hashes: list[int], length: int = 10) -> np.ndarray:
 
 def split(
     documents: np.ndarray, validation: float = 0.01, test: float = 0.01, *, records: bool, window: int = 8
-) -> dict[str, DocumentSegments]:
+) -> dict[str, SplitTokenRanges]:
     settings = DataSettings(validation_fraction=validation, test_fraction=test)
     return split_documents(documents, settings, has_records=records, window=window)
 

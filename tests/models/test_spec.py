@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import motet
 from motet.core.errors import InputError
 from motet.models.settings import DecoderSettings, EncoderDecoderSettings, EncoderSettings, UserModuleSettings
-from motet.models.spec.flops_and_memory import (
+from motet.models.spec.layer_specs import (
     AttentionFlopsRule,
     AttentionSpec,
     CountedPer,

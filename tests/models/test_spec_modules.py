@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import motet
 from motet.core.batch import Batch
 from motet.models import build
-from motet.models.arch import attention
+from motet.models.arch import attention_mask
 from motet.models.build import build_module, build_trainable_model
 from motet.models.settings import (
     DecoderSettings,
@@ -21,7 +21,7 @@ from motet.models.settings import (
     ModelSettings,
     TransformerSettings,
 )
-from motet.models.spec.flops_and_memory import MicroBatchShape
+from motet.models.spec.layer_specs import MicroBatchShape
 from motet.models.spec.model_spec import spec_from_settings
 from motet.train.job import builtin_jobs
 
@@ -215,7 +215,7 @@ def test_saved_bytes_are_those_that_autograd_keeps(dtype: torch.dtype, packed: b
 
 def test_saved_bytes_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's attention and RMS norms: on a CPU layer norms also keep their weights in float32."""
-    monkeypatch.setattr(attention, "is_amx_faster", lambda *_: False)
+    monkeypatch.setattr(attention_mask, "is_amx_faster", lambda *_: False)
     for values in DECODERS:
         decoder = DecoderSettings(**SMALL, **{**values, "norm": "rms"})
         predicted = spec_from_settings(decoder).saved_bytes(SHAPE, "bfloat16")

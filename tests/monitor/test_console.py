@@ -8,7 +8,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.monitor.console import encode_nonfinite_floats, print_json, stderr_console, stdout_console
+from motet.monitor.stdout_stderr import encode_nonfinite_floats, print_json, stderr_console, stdout_console
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -43,5 +43,5 @@ def test_whatever_is_printed_is_strict_json_that_float_reads_back(value):
 
 
 def test_importing_it_does_not_load_rich():
-    code = "import sys, motet.monitor.console; sys.exit('rich' in sys.modules)"
+    code = "import sys, motet.monitor.stdout_stderr; sys.exit('rich' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

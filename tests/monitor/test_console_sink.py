@@ -10,7 +10,7 @@ from rich.console import Console
 
 from motet.monitor.console_sink import ConsoleSink, seconds_left, start_lines, step_line
 from motet.monitor.events import CheckpointSaved, ProfileSaved, ReplicaCheckDone, TextSampled, WarningIssued
-from motet.monitor.run_files import JsonlSink
+from motet.monitor.file_sinks import JsonlSink
 
 
 def run(folder, events, screen=None):

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from motet.parallel.data_parallel.forward_prefetch import ParameterUsageTracker
+from motet.parallel.data_parallel.forward_prefetch import ModuleParameterWaiter
 
 
 class Scores(nn.Module):
@@ -39,7 +39,7 @@ def test_modules_wait_for_what_they_use() -> None:
     names = [name for name, _ in model.named_parameters()]
     numbers = {parameter: number for number, parameter in enumerate(model.parameters())}
     asked: list[int] = []
-    uses = ParameterUsageTracker(model, numbers, asked.append)
+    uses = ModuleParameterWaiter(model, numbers, asked.append)
     uses.begin_step()
     model(torch.tensor([1, 2]))
     assert not asked
@@ -86,7 +86,7 @@ def test_what_is_read_between_modules_is_there() -> None:
         parameters[number].copy_(values[number])
 
     for together in (1, 2, 3):  # so many parameters travel together
-        uses = ParameterUsageTracker(model, {p: n // together for n, p in enumerate(parameters)}, lambda n, k=together: [
+        uses = ModuleParameterWaiter(model, {p: n // together for n, p in enumerate(parameters)}, lambda n, k=together: [
             arrive(i) for i in range(len(parameters)) if i // k == n
         ])  # fmt: skip
         uses.begin_step()
@@ -103,7 +103,7 @@ def test_what_is_read_between_modules_is_there() -> None:
 
 def test_a_forward_that_fails_leaves_no_watch_behind() -> None:
     model = Model()
-    uses = ParameterUsageTracker(model, dict.fromkeys(model.parameters(), 0), lambda number: None)
+    uses = ModuleParameterWaiter(model, dict.fromkeys(model.parameters(), 0), lambda number: None)
     uses.begin_step()
     with pytest.raises(RuntimeError):
         model(torch.ones(2))  # no tokens
@@ -115,7 +115,7 @@ def test_a_forward_that_fails_leaves_no_watch_behind() -> None:
 
 def test_another_mode_that_was_entered_later_is_left_first() -> None:
     model = Model()
-    uses = ParameterUsageTracker(model, dict.fromkeys(model.parameters(), 0), lambda number: None)
+    uses = ModuleParameterWaiter(model, dict.fromkeys(model.parameters(), 0), lambda number: None)
     uses.begin_step()
     with torch.device("cpu"):
         model(torch.tensor([1]))

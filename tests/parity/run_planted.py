@@ -13,7 +13,7 @@ from motet.parity.candidate_layouts import make_candidate
 from motet.parity.compare.reference_runs import ReferenceRuns, run_reference
 from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute
 from motet.parity.layout_verdict import LayoutVerdict, verify_recorded_steps
-from motet.parity.record.recorded_phases import RecordedStep, record_phases
+from motet.parity.record.record_verification_steps import RecordedStep, record_phases
 from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.train.job import Job
 from parity import planted_data, planted_places, planted_states, planted_steps, planted_sums  # noqa: F401  # they register

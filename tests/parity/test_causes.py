@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from motet.parity.diagnose.hypotheses import HYPOTHESES
+from motet.parity.diagnose.hypothesis_table import HYPOTHESES
 from motet.parity.diagnose.linear_fit import MicroBatchContribution
 from motet.parity.diagnose.mismatch_evidence import MismatchEvidence, OptimizerEvidence
 from motet.parity.diagnose.optimizer_update import ExpectedOptimizerUpdate

@@ -24,7 +24,7 @@ from motet.parity.compare.native_precision import (
     measure_order_spread,
     run_native_reference,
 )
-from motet.parity.record.recorded_phases import record_native_step
+from motet.parity.record.record_verification_steps import record_native_step
 from motet.parity.record.tensor_recorder import RecordedTensor
 from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.train import engine

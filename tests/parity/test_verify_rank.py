@@ -10,7 +10,7 @@ from motet.core.toml_writer import to_toml
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.parity import rank_main
 from motet.parity.rank_main import record_layouts_on_rank
-from motet.parity.record.recorded_phases import RecordFolder
+from motet.parity.record.record_verification_steps import RecordFolder
 from motet.train.job import load_job
 from motet.train.launch.failures import StopFlag
 from motet.train.launch.run_folder import JOB_FILE

@@ -103,7 +103,7 @@ class Town:
 def kill(process: "subprocess.Popen[bytes]", rank: int) -> None:
     for child in psutil.Process(process.pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if child.environ().get("MOTET_RANK") == str(rank) and "motet.cli.rank_main" in child.cmdline():
+            if child.environ().get("MOTET_RANK") == str(rank) and "motet.cli.run_rank_function" in child.cmdline():
                 child.kill()
                 return
     raise AssertionError(f"there is no rank {rank}")

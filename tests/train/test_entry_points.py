@@ -11,7 +11,7 @@ from motet.parallel.process.launch_environment import RankEnvironment
 from motet.train.job import Job
 from motet.train.launch.entry_points import TrainRequest, run_launched_rank
 from motet.train.launch.failures import RankExitRecord
-from motet.train.launch.run_cleanup import snapshot_run_folder
+from motet.train.launch.run_folder_rollback import snapshot_run_folder
 from ranks import Ranks
 from train.runs import TEXT, small_job
 

@@ -2,7 +2,7 @@
 
 import motet
 from motet.data.samples.span_corruption import span_corruption_lengths
-from motet.models.spec.flops_and_memory import MicroBatchShape
+from motet.models.spec.layer_specs import MicroBatchShape
 from motet.models.spec.model_spec import spec_from_settings
 from motet.train.flops import batch_shape, training_flops
 from motet.train.job import job_from_tree

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from motet.core.batch import Batch
-from motet.core.errors import InputError, NumericalMismatchError
+from motet.core.errors import InputError, ReplicaMismatchError
 from motet.monitor.events import ReplicaCheckDone, RunEnded, read_events
 from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.data_parallel.fsdp import local_shard
@@ -303,7 +303,7 @@ def broken_run(group: RankGroup, job: Job, folder: Path) -> str:
         patch.setattr("motet.train.build.start_process_group", lambda *_, **__: nullcontext(group))
         try:
             run_rank(job, place, folder, StopFlag())
-        except NumericalMismatchError as error:
+        except ReplicaMismatchError as error:
             return str(error)
     return ""
 

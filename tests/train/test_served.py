@@ -20,8 +20,8 @@ from motet.parallel.process.launch_environment import RankEnvironment
 from motet.train.build import run_rank
 from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
-from motet.train.parameter_server.coordinator_step import StepCompletionTracker
-from motet.train.parameter_server.parameter_partition import build_handshake, build_partition
+from motet.train.parameter_server.build_parameter_slicing import build_handshake, build_partition
+from motet.train.parameter_server.coordinator_step import ServerUpdateStepTracker
 from motet.train.parameter_server.role_main import run_parameter_server_rank
 from ranks import Ranks
 from train.runs import saved_tensors, small_job
@@ -106,11 +106,11 @@ def test_every_mode_learns(ranks: Ranks, tmp_path: Path, mode: list[str]) -> Non
 
 def test_how_far_behind_a_version_is() -> None:
     """Two work items a step; the first of step 1 is there before the last of step 0."""
-    whole = StepCompletionTracker(ConsistencyPolicy(2, 9, 1, 1, has_per_item_updates=True), first_step=0)
+    whole = ServerUpdateStepTracker(ConsistencyPolicy(2, 9, 1, 1, has_per_item_updates=True), first_step=0)
     for number, work_item in enumerate([0, 2, 1, 3, 5, 4]):
         whole.add_update(number, [work_item])
     assert [whole.completed_steps(updates) for updates in range(7)] == [0, 0, 0, 1, 2, 2, 3]
-    first = StepCompletionTracker(ConsistencyPolicy(3, 9, 2, 0), first_step=4)
+    first = ServerUpdateStepTracker(ConsistencyPolicy(3, 9, 2, 0), first_step=4)
     first.add_update(4, [12, 14])
     assert [first.completed_steps(updates) for updates in (4, 5)] == [4, 5]
 

@@ -10,7 +10,7 @@ from typer import Argument, Option, Typer
 
 from motet.cli.output import show_progress
 from motet.core.errors import InputError
-from motet.monitor.console import print_json, stdout_console
+from motet.monitor.stdout_stderr import print_json, stdout_console
 
 if TYPE_CHECKING:
     from motet.data.settings import DataSettings, DataSourceSettings

@@ -8,7 +8,7 @@ from typer import Exit, Option, Typer, echo
 import motet
 from motet.cli.collectives.collectives_commands import collectives_app
 from motet.cli.data import data_app
-from motet.cli.environment import read_environment
+from motet.cli.environment_variables import read_environment
 from motet.cli.output import log
 from motet.cli.show.show_commands import show_app
 from motet.cli.train import train_command

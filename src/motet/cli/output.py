@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from motet.core.errors import InputError
-from motet.monitor.console import stderr_console, stdout_console
+from motet.monitor.stdout_stderr import stderr_console, stdout_console
 
 ProgressReporter = Callable[[str, int, int], None]
 

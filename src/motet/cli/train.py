@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Exit, Option
 
-from motet.cli.environment import read_environment
+from motet.cli.environment_variables import read_environment
 from motet.cli.output import log, show_progress
 from motet.cli.parse_sizes import JobWords
 from motet.core.errors import InputError
-from motet.monitor.console import print_json, stderr_console, stdout_console
+from motet.monitor.stdout_stderr import print_json, stderr_console, stdout_console
 from motet.parallel.process.launch_environment import RankEnvironment, read_rank_environment
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ Collectives are costed on it, and a planner reads it; every number says where it
 
 from dataclasses import dataclass, replace
 
-from motet.cluster.device_specs import ValueWithOrigin
+from motet.cluster.device_specs import HardwareNumberWithOrigin
 from motet.cluster.network_link import NetworkLink, Number, with_origin
 from motet.cluster.topology import NetworkTopology, Route, SwitchTree
 from motet.core.errors import check_input
@@ -19,7 +19,7 @@ class Cluster:
     ranks: int
     devices_per_host: int
     network: NetworkTopology
-    gamma_s_per_byte: ValueWithOrigin  # Time to add one received byte
+    gamma_s_per_byte: HardwareNumberWithOrigin  # Time to add one received byte
     device: str = ""  # The device of each rank, which the table of devices need not have
 
     def __post_init__(self) -> None:

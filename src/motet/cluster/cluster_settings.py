@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from motet.cluster.device_specs import Origin, ValueWithOrigin
+from motet.cluster.device_specs import HardwareNumberWithOrigin, Origin
 from motet.core.base_settings import FrozenSettings
 
 
@@ -18,17 +18,17 @@ class _QuantitySettings(FrozenSettings):
     origin: Origin = "assumed"
 
     @property
-    def with_origin(self) -> ValueWithOrigin:
-        return ValueWithOrigin(self.value, self.origin)
+    def with_origin(self) -> HardwareNumberWithOrigin:
+        return HardwareNumberWithOrigin(self.value, self.origin)
 
 
-class DelaySettings(_QuantitySettings):
+class LatencySecondsSetting(_QuantitySettings):
     """A quantity that may be 0."""
 
     value: Annotated[float, Field(ge=0, le=1e6)]
 
 
-class BandwidthSettings(_QuantitySettings):
+class BytesPerSecondSetting(_QuantitySettings):
     """A quantity of at least one byte per second."""
 
     value: Annotated[float, Field(ge=1, le=1e18)]
@@ -42,8 +42,8 @@ def _to_tuple(value: Any) -> Any:
     return (value,) if isinstance(value, bool) else tuple(value) if isinstance(value, list) else value
 
 
-DelayValue = Annotated[DelaySettings, BeforeValidator(_bare_number_to_table)]
-BandwidthValue = Annotated[BandwidthSettings, BeforeValidator(_bare_number_to_table)]
+DelayValue = Annotated[LatencySecondsSetting, BeforeValidator(_bare_number_to_table)]
+BandwidthValue = Annotated[BytesPerSecondSetting, BeforeValidator(_bare_number_to_table)]
 Count = Annotated[int, Field(ge=1, le=10**9)]
 
 
@@ -91,7 +91,7 @@ class TorusNetworkSettings(NetworkPortSettings):
     dims: Annotated[tuple[Count, ...], Field(min_length=1)]
     wrap: Annotated[tuple[bool, ...], BeforeValidator(_to_tuple)] = (True,)
     """Whether the ends of a dimension are joined: one value for all, or one for each. `false`: a mesh of neighbours."""
-    hop_s: DelayValue = DelaySettings(value=0)
+    hop_s: DelayValue = LatencySecondsSetting(value=0)
     """The delay of each link on the way."""
 
 
@@ -118,7 +118,7 @@ class SpineLeafNetworkSettings(NetworkPortSettings):
     """The bandwidth of the NICs under a leaf over that of its uplinks."""
     flows: Literal["hashed", "pinned"] = "hashed"
     """Hashed: each message takes a random uplink (ECMP). Pinned: messages are spread evenly."""
-    hop_s: DelayValue = DelaySettings(value=0)
+    hop_s: DelayValue = LatencySecondsSetting(value=0)
     """The delay of an uplink, once up and once down."""
 
 

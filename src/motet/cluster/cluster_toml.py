@@ -11,15 +11,15 @@ from typing import Any
 
 from motet.cluster.cluster import Cluster, cluster_for_ranks
 from motet.cluster.cluster_settings import (
-    BandwidthSettings,
+    BytesPerSecondSetting,
     ClusterSettings,
-    DelaySettings,
+    LatencySecondsSetting,
     NetworkPortSettings,
     NicSwitchSettings,
     SpineLeafNetworkSettings,
     TorusNetworkSettings,
 )
-from motet.cluster.device_specs import ValueWithOrigin, find_device
+from motet.cluster.device_specs import HardwareNumberWithOrigin, find_device
 from motet.cluster.network_link import NetworkLink, with_origin
 from motet.cluster.topology import FullMesh, NetworkTopology, SwitchLevel, SwitchTree, TorusNetwork, TwoLevelNetwork
 from motet.core.config_loading import builtin_texts, read_toml, settings_from_dict
@@ -120,7 +120,7 @@ def _inter_host_network(settings: ClusterSettings) -> NetworkTopology:
     return _nic_network(between, settings.hosts, settings.devices_per_host)
 
 
-def _link(bandwidth: BandwidthSettings, delay: DelaySettings | None = None) -> NetworkLink:
+def _link(bandwidth: BytesPerSecondSetting, delay: LatencySecondsSetting | None = None) -> NetworkLink:
     return NetworkLink(delay.with_origin if delay else with_origin(0), bandwidth.with_origin)
 
 
@@ -167,7 +167,7 @@ def _port_link(settings: NetworkPortSettings) -> NetworkLink:
     return NetworkLink(settings.alpha_s.with_origin, settings.bandwidth_Bps.with_origin, is_port=True)
 
 
-def _reduce_s_per_byte(settings: ClusterSettings) -> ValueWithOrigin:
+def _reduce_s_per_byte(settings: ClusterSettings) -> HardwareNumberWithOrigin:
     if settings.gamma_s_per_byte is not None:
         return settings.gamma_s_per_byte.with_origin
     device = find_device(settings.device)

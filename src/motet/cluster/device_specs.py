@@ -12,7 +12,7 @@ Origin = Literal["datasheet", "measured", "assumed"]
 
 
 @dataclass(frozen=True, slots=True)
-class ValueWithOrigin:
+class HardwareNumberWithOrigin:
     """A number and its source."""
 
     value: float
@@ -24,9 +24,9 @@ class DeviceSpec:
     """A device model. `peak_flops` is by dtype, with `tfloat32` for float32 matrices that may be rounded."""
 
     name: str
-    peak_flops: Mapping[str, ValueWithOrigin]
-    memory_bytes: ValueWithOrigin
-    bandwidth_Bps: ValueWithOrigin  # noqa: N815 - a unit
+    peak_flops: Mapping[str, HardwareNumberWithOrigin]
+    memory_bytes: HardwareNumberWithOrigin
+    bandwidth_Bps: HardwareNumberWithOrigin  # noqa: N815 - a unit
 
 
 _DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8")
@@ -72,10 +72,10 @@ _MAKERS = ("nvidia", "amd", "tesla", "geforce", "instinct", "oam")
 
 def _spec_from_row(names: str, gigabytes: float, gigabytes_per_s: float, *teraflops: float) -> DeviceSpec:
     memory_bytes, bandwidth_Bps = (  # noqa: N806 - a unit
-        ValueWithOrigin(value * 1e9, "datasheet") for value in (gigabytes, gigabytes_per_s)
+        HardwareNumberWithOrigin(value * 1e9, "datasheet") for value in (gigabytes, gigabytes_per_s)
     )
     peaks = zip(_DTYPES, teraflops, strict=True)
-    peak_flops = {dtype: ValueWithOrigin(value * 1e12, "datasheet") for dtype, value in peaks if value}
+    peak_flops = {dtype: HardwareNumberWithOrigin(value * 1e12, "datasheet") for dtype, value in peaks if value}
     return DeviceSpec(names.split(" | ")[0], peak_flops, memory_bytes, bandwidth_Bps)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from motet.cluster.device_specs import ValueWithOrigin, find_device
+from motet.cluster.device_specs import HardwareNumberWithOrigin, find_device
 
 _MEASURE_BUDGET_S = 0.2
 _MATMUL_SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -29,7 +29,7 @@ class LocalDevice:
 
     name: str
     kind: str  # `cpu` or `cuda`
-    peak_flops: Mapping[str, ValueWithOrigin]
+    peak_flops: Mapping[str, HardwareNumberWithOrigin]
     memory_bytes: int  # All memory of the device; for a CPU that of the machine
     threads: int  # Threads of a matrix product on the CPU
 
@@ -83,14 +83,14 @@ def peak_memory_bytes(device: torch.device | str) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _peak_flops(name: str, device: torch.device, dtype: str) -> ValueWithOrigin:
+def _peak_flops(name: str, device: torch.device, dtype: str) -> HardwareNumberWithOrigin:
     spec = find_device(name) if device.type == "cuda" else None
     if spec is not None:
         uses_tfloat32 = dtype == "float32" and torch.get_float32_matmul_precision() != "highest"
         peak = spec.peak_flops.get("tfloat32" if uses_tfloat32 else dtype) or spec.peak_flops.get(dtype)
         if peak is not None:
             return peak
-    return ValueWithOrigin(_measured_flops(device, dtype, torch.get_num_threads()), "measured")
+    return HardwareNumberWithOrigin(_measured_flops(device, dtype, torch.get_num_threads()), "measured")
 
 
 @functools.cache

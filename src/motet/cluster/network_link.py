@@ -8,23 +8,23 @@ from typing import cast
 
 import numpy as np
 
-from motet.cluster.device_specs import Origin, ValueWithOrigin
+from motet.cluster.device_specs import HardwareNumberWithOrigin, Origin
 from motet.core.errors import check_input
 
 Number = float | Fraction
 
 
-def with_origin(value: Number, origin: Origin = "assumed") -> ValueWithOrigin:
+def with_origin(value: Number, origin: Origin = "assumed") -> HardwareNumberWithOrigin:
     """A value that stays a Fraction if it is one, so that sums over links are exact; its type says float."""
-    return ValueWithOrigin(cast(float, value), origin)
+    return HardwareNumberWithOrigin(cast(float, value), origin)
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkLink:
     """A resource that messages cross in one direction, or in both directions if they share it."""
 
-    alpha_s: ValueWithOrigin  # At a port the one-way start-up of each message, elsewhere a delay
-    bandwidth_Bps: ValueWithOrigin  # noqa: N815 - a unit; all paths together
+    alpha_s: HardwareNumberWithOrigin  # At a port the one-way start-up of each message, elsewhere a delay
+    bandwidth_Bps: HardwareNumberWithOrigin  # noqa: N815 - a unit; all paths together
     is_port: bool = False  # An endpoint sends (or receives) its messages over its port in turn
     hashed_paths: int = 1  # Equal paths, on one of which each flow is hashed. 1: the load is always even
 

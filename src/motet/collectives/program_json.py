@@ -22,14 +22,14 @@ class _StrictJsonModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class _TransferRecord(_StrictJsonModel):
+class _TransferJson(_StrictJsonModel):
     src: int
     dst: int
     chunk: tuple[int, int]
     op: Literal["copy", "reduce"]
 
 
-class ProgramRecord(_StrictJsonModel):
+class ProgramJson(_StrictJsonModel):
     """The fields of a Program as JSON has them."""
 
     version: Literal[1]
@@ -41,14 +41,14 @@ class ProgramRecord(_StrictJsonModel):
     initial: list[list[int]]
     final: list[dict[str, list[int]]]
     ports: int = 1
-    steps: list[list[_TransferRecord]]
+    steps: list[list[_TransferJson]]
 
 
-def read_program_record(text: str | bytes | Mapping[str, Any], source: str) -> ProgramRecord:
+def read_program_record(text: str | bytes | Mapping[str, Any], source: str) -> ProgramJson:
     """The record, if it describes a Program at all; the proof says whether the Program is right."""
     encoded = _to_bytes(text, source)
     try:
-        record = ProgramRecord.model_validate_json(encoded)
+        record = ProgramJson.model_validate_json(encoded)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the file"
@@ -86,13 +86,13 @@ def _repeated_keys(text: bytes) -> Iterator[str]:
     yield from (f"the key {key!r} is given twice in one object; leave one out" for key in repeated)
 
 
-def _bad_chunk_keys(record: ProgramRecord) -> Iterator[str]:
+def _bad_chunk_keys(record: ProgramJson) -> Iterator[str]:
     for rank, held in enumerate(record.final):
         bad_keys = (key for key in held if not _CHUNK_KEY.fullmatch(key))
         yield from (f"final[{rank}]: {key!r} is not the number of a chunk" for key in bad_keys)
 
 
-def _size_problems(record: ProgramRecord) -> Iterator[str]:
+def _size_problems(record: ProgramJson) -> Iterator[str]:
     ranks, chunks, sizes = record.ranks, record.chunks, record.sizes
     name = f"{record.collective}/{record.algorithm}"
     entries = len(record.initial), len(record.final)
@@ -110,7 +110,7 @@ def _size_problems(record: ProgramRecord) -> Iterator[str]:
     yield from (sentence for sentence, is_wrong in problems.items() if is_wrong)
 
 
-def _bad_buffers(record: ProgramRecord) -> Iterator[str]:
+def _bad_buffers(record: ProgramJson) -> Iterator[str]:
     last_rank, last_chunk = record.ranks - 1, record.chunks - 1
     held_chunks = [[*sorted(start), *map(int, end)] for start, end in zip(record.initial, record.final, strict=True)]
     for rank, (chunks, end) in enumerate(zip(held_chunks, record.final, strict=True)):
@@ -125,7 +125,7 @@ def _bad_buffers(record: ProgramRecord) -> Iterator[str]:
         yield "no rank holds anything, or must in the end: S, what sizes are relative to, would be 0"
 
 
-def _bad_transfers(record: ProgramRecord) -> Iterator[str]:
+def _bad_transfers(record: ProgramJson) -> Iterator[str]:
     last_rank, last_chunk = record.ranks - 1, record.chunks - 1
     for index, t in ((index, t) for index, step in enumerate(record.steps) for t in step):
         first, last = t.chunk

@@ -59,7 +59,7 @@ class CheckpointSaveError(MotetError):
     exit_code = 5
 
 
-class NumericalMismatchError(MotetError):
+class ReplicaMismatchError(MotetError):
     """Numbers that must be equal on ranks, or must add up, are not."""
 
     exit_code = 6

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from motet.core.units import format_bytes, format_count, format_duration
 from motet.monitor.callback import Callback
-from motet.monitor.console import stdout_console
 from motet.monitor.events import (
     EVENTS_FILE,
     CheckpointSaved,
@@ -30,6 +29,7 @@ from motet.monitor.events import (
     WarningIssued,
     read_events,
 )
+from motet.monitor.stdout_stderr import stdout_console
 from motet.monitor.summary import RunSummary, summarize
 
 if TYPE_CHECKING:

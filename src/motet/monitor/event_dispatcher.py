@@ -22,7 +22,7 @@ from motet.core.trace import TraceSpan
 from motet.monitor.callback import Callback
 from motet.monitor.console_sink import ConsoleSink
 from motet.monitor.events import Event, ProfileSaved, RunEnded, RunStarted, StepDone, WarningIssued
-from motet.monitor.run_files import JsonlSink, SummarySink
+from motet.monitor.file_sinks import JsonlSink, SummarySink
 from motet.monitor.settings import MonitorSettings
 from motet.monitor.trackers import TensorBoardSink, WandbSink
 

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from motet.core.errors import CheckpointSaveError, InputError, NumericalMismatchError, TrainingDivergedError
+from motet.core.errors import CheckpointSaveError, InputError, ReplicaMismatchError, TrainingDivergedError
 from motet.core.trace import TraceSpan
 
 EVENTS_FILE = "events.jsonl"
@@ -184,7 +184,7 @@ RUN_END_REASONS: dict[int, RunEndReason] = {
     130: "stopped",
     137: "stopped",
     TrainingDivergedError.exit_code: "diverged",
-    NumericalMismatchError.exit_code: "disagreed",
+    ReplicaMismatchError.exit_code: "disagreed",
     CheckpointSaveError.exit_code: "save_failed",
 }
 

@@ -21,10 +21,10 @@ from motet.parity.compare.reference_runs import ReferenceRuns, make_external_ref
 from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute
 from motet.parity.layout_verdict import LayoutVerdict, self_difference_verdict, verify_recorded_steps
 from motet.parity.process_pool import ForkedRankPool, fork_rank_pool
-from motet.parity.record.recorded_phases import (
+from motet.parity.record.record_verification_steps import (
     TRAJECTORY,
-    PhaseStep,
     RecordedStep,
+    RecordedStepKey,
     RecordFolder,
     record_phases,
     single_thread,
@@ -100,7 +100,7 @@ def verify(
 
 
 @dataclass(frozen=True)
-class _ModuleLayout:
+class _ModuleCandidate:
     index: int
     name: str
     subject: ModuleVerificationSubject
@@ -123,7 +123,7 @@ class _ModuleLayout:
         if has_dropout(module := self.subject.make_module()):
             raise InputError("verify: the module has dropout, whose masks your function draws by itself; set it to 0")
         steps = record_external_steps(self.subject, self.parallelize(module))
-        return ((PhaseStep(TRAJECTORY, step), recorded) for step, recorded in enumerate(steps))
+        return ((RecordedStepKey(TRAJECTORY, step), recorded) for step, recorded in enumerate(steps))
 
     def verdict(self, pool: ForkedRankPool, runs: ReferenceRuns) -> LayoutVerdict:
         if runs.self_difference is not None:
@@ -140,7 +140,7 @@ class _ModuleLayout:
 
 def _make_layout(
     subject: ModuleVerificationSubject, layout: LayoutArgument, index: int, *, ranks: int
-) -> _ModuleLayout:
+) -> _ModuleCandidate:
     text, parallelize = (
         layout if isinstance(layout, tuple) else (layout, None) if isinstance(layout, str) else ("", layout)
     )
@@ -151,4 +151,4 @@ def _make_layout(
     resolve_layout(settings, world, subject.batch_rows)  # Raises before any process starts
     if parallelize is not None:
         name = f"{getattr(parallelize, '__name__', type(parallelize).__name__)} on {world} ranks"
-    return _ModuleLayout(index, name, replace(subject, layout=settings), world, parallelize)
+    return _ModuleCandidate(index, name, replace(subject, layout=settings), world, parallelize)

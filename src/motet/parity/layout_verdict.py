@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from motet.core.errors import NumericalMismatchError
+from motet.core.errors import ReplicaMismatchError
 from motet.parity.compare.native_precision import NativeComparison
 from motet.parity.compare.reference_runs import Comparison, DifferenceAtStep, compare_recorded_steps
 from motet.parity.compare.tensor_differences import TensorDifference
-from motet.parity.diagnose.hypotheses import find_likely_cause
+from motet.parity.diagnose.hypothesis_table import find_likely_cause
 from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute
-from motet.parity.record.recorded_phases import PhaseStep
+from motet.parity.record.record_verification_steps import RecordedStepKey
 from motet.parity.record.tensor_recorder import RecordsByRank
 
 
@@ -31,7 +31,7 @@ class LayoutVerdict:
     worst_z_tensor: str | None = None
     noise_dominated: tuple[str, ...] = ()  # Tensors that rounding alone changes too much
     failed: bool = False  # The ranks failed, for the reason in `cause`; nothing is known of their numbers
-    exit_code: int = NumericalMismatchError.exit_code  # Of the command, if the verdict is not ok
+    exit_code: int = ReplicaMismatchError.exit_code  # Of the command, if the verdict is not ok
 
     def as_json(self) -> dict[str, Any]:
         """All fields but the exit code; numbers that are not finite are null."""
@@ -57,7 +57,7 @@ class LayoutVerdict:
 
 
 def verify_recorded_steps(
-    layout: str, recompute: SingleDeviceRecompute, recorded: Mapping[PhaseStep, RecordsByRank]
+    layout: str, recompute: SingleDeviceRecompute, recorded: Mapping[RecordedStepKey, RecordsByRank]
 ) -> LayoutVerdict:
     """Compare the steps of a layout with one device; where they differ, recompute parts of them to find out why."""
     comparison, cause = compare_recorded_steps(recompute.reference_runs, recorded), ""
@@ -92,7 +92,7 @@ def failed_verdict(layout: str, reason: str, exit_code: int) -> LayoutVerdict:
 
 def self_difference_verdict(layout: str, step: int, difference: TensorDifference) -> LayoutVerdict:
     """No layout can be compared with one device that differs from itself."""
-    first = DifferenceAtStep(PhaseStep("of one device, from its own checkpoint", step), difference)
+    first = DifferenceAtStep(RecordedStepKey("of one device, from its own checkpoint", step), difference)
     if difference.key.kind == "sample":
         reason = "it is given other samples when it asks for the same step again: give each step another seed"
     elif difference.key.kind in ("starting parameter", "state", "buffer"):
@@ -106,4 +106,4 @@ def self_difference_verdict(layout: str, step: int, difference: TensorDifference
 def exit_code_for(verdicts: Sequence[LayoutVerdict]) -> int:
     """The exit code of a difference, if there is one; else of the first failure."""
     codes = [verdict.exit_code for verdict in verdicts if not verdict.ok]
-    return NumericalMismatchError.exit_code if NumericalMismatchError.exit_code in codes else next(iter(codes), 0)
+    return ReplicaMismatchError.exit_code if ReplicaMismatchError.exit_code in codes else next(iter(codes), 0)

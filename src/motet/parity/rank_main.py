@@ -13,9 +13,9 @@ import torch
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.parallel.process.process_group import RankGroup, start_process_group
 from motet.parity.candidate_layouts import CandidateLayout, make_candidate
-from motet.parity.record.recorded_phases import (
+from motet.parity.record.record_verification_steps import (
     NATIVE_PHASE,
-    PhaseStep,
+    RecordedStepKey,
     RecordFolder,
     native_folder,
     record_native_step,
@@ -58,5 +58,5 @@ def _record_layout(candidate: CandidateLayout, group: RankGroup, records: Record
     if native.exists():
         native_job = make_candidate(read_stored_job(native), candidate.layout).job
         recorded = record_native_step(JobVerificationSubject(native_job), group, native)
-        records.save(PhaseStep(NATIVE_PHASE, 0), group.rank, recorded)
+        records.save(RecordedStepKey(NATIVE_PHASE, 0), group.rank, recorded)
     records.mark_done(group.rank)

@@ -30,7 +30,13 @@ from motet.parity.layout_verdict import (
     self_difference_verdict,
     verify_recorded_steps,
 )
-from motet.parity.record.recorded_phases import NATIVE_PHASE, PhaseStep, RecordFolder, native_folder, single_thread
+from motet.parity.record.record_verification_steps import (
+    NATIVE_PHASE,
+    RecordedStepKey,
+    RecordFolder,
+    native_folder,
+    single_thread,
+)
 from motet.parity.shrink_job import make_small_job
 from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.parity.verify_parameter_server import ParameterServerVerifier
@@ -138,7 +144,7 @@ def verify_job_layouts(
             counts = sorted({_device_microbatches(candidate) for candidate in of_ranks})
             spreads = {count: measure_order_spread(native, count) for count in counts}
         log(f"one device: {STEPS} steps, and again from perturbed parameters: {perf_counter() - start_s:.1f} s")
-        _RankLayouts(runs, native, spreads, environment, log, report).verify_all(of_ranks)
+        _RankLayoutVerifier(runs, native, spreads, environment, log, report).verify_all(of_ranks)
         servers = ParameterServerVerifier(plan.job, runs, environment)
         for candidate in of_servers:
             start_s = perf_counter()
@@ -156,7 +162,7 @@ def _store_job(job: Job, folder: Path) -> Job:
 
 
 @dataclass(frozen=True)
-class _RankLayouts:
+class _RankLayoutVerifier:
     """Layouts whose ranks leave records; this process compares a layout while the ranks do the next one."""
 
     reference_runs: ReferenceRuns
@@ -186,7 +192,7 @@ class _RankLayouts:
         arguments = (RANK_FUNCTION, str(folder), *(each.layout for each in candidates))
         (folder / "logs").mkdir(exist_ok=True)
         launch_spec = LaunchSpec(
-            command=(sys.executable, "-m", "motet.cli.rank_main", *arguments),
+            command=(sys.executable, "-m", "motet.cli.run_rank_function", *arguments),
             ranks=max(each.world for each in candidates),
             environment=rank_environment(self.environment, 1),
             log_folder=folder / "logs",
@@ -216,7 +222,7 @@ class _RankLayouts:
                 verdict = verify_recorded_steps(candidate.layout, recompute, records)
                 if verdict.ok and self.native is not None:
                     spread = self.spreads[_device_microbatches(candidate)]
-                    compared = compare_native(self.native, spread, records[PhaseStep(NATIVE_PHASE, 0)])
+                    compared = compare_native(self.native, spread, records[RecordedStepKey(NATIVE_PHASE, 0)])
                     verdict = add_native_comparison(verdict, compared)
             end_s = perf_counter()
             self.report(replace(verdict, seconds=end_s - start_s))

@@ -21,7 +21,7 @@ from motet.parity.diagnose.linear_fit import as_numbers
 from motet.parity.diagnose.mismatch_evidence import MismatchEvidence
 from motet.parity.diagnose.tensor_hypotheses import TENSOR_HYPOTHESES, explain
 from motet.parity.layout_verdict import LayoutVerdict, failed_verdict, make_verdict
-from motet.parity.record.recorded_phases import PhaseStep, step_checkpoint_path
+from motet.parity.record.record_verification_steps import RecordedStepKey, step_checkpoint_path
 from motet.parity.record.tensor_recorder import (
     MASTER_PREFIX,
     RecordedTensor,
@@ -52,7 +52,7 @@ class ParameterServerVerifier:
         if exit_status.message:
             reason = f"{exit_status.message} (of the job made small)"
             return failed_verdict(candidate.layout, reason, exit_status.exit_code)
-        recorded = {PhaseStep(TRAINING_RUN, step): [records] for step, records in enumerate(records_by_step)}
+        recorded = {RecordedStepKey(TRAINING_RUN, step): [records] for step, records in enumerate(records_by_step)}
         comparison = compare_recorded_steps(self._run_references, recorded)
         first = comparison.first
         cause = self._likely_cause(candidate, records_by_step[first.at.step], first) if first else ""

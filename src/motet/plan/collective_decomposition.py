@@ -13,7 +13,7 @@ from typing import Literal
 
 from motet.cluster.cluster import Cluster
 from motet.collectives.algorithms import algorithm_names, find_algorithm
-from motet.collectives.algorithms.rank_grouping import hosts_and_ranks_per_host
+from motet.collectives.algorithms.rank_arithmetic import hosts_and_ranks_per_host
 from motet.collectives.compose import concatenate, renumber_chunks, replicate_in_groups, subdivide_chunks
 from motet.collectives.cost.alpha_beta import COLLECTIVES_WITHOUT_DATA, estimate_cost
 from motet.collectives.cost.cheapest_algorithm import TIE_RATIO, cheapest, even_host_groups

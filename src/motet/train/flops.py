@@ -3,7 +3,7 @@
 from motet.core.errors import InputError
 from motet.data.corpus.tokenizer import NUM_SENTINELS
 from motet.data.samples.span_corruption import span_corruption_lengths
-from motet.models.spec.flops_and_memory import MicroBatchShape
+from motet.models.spec.layer_specs import MicroBatchShape
 from motet.models.spec.model_spec import spec_from_settings
 from motet.train.job import Job
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
-from motet.core.errors import MotetError, NumericalMismatchError, TrainingDivergedError
+from motet.core.errors import MotetError, ReplicaMismatchError, TrainingDivergedError
 from motet.core.trace import span
 from motet.monitor.events import RUN_END_REASONS, CheckpointSaved, EvaluationDone, Event, RunEnded, StepDone
 from motet.train.evaluation import EvaluationResult
@@ -106,7 +106,7 @@ class TrainingLoop:
         if result.replica_check.violations and self.job.monitor.replica_check_action == "stop":
             first, *others = result.replica_check.violations
             more = f" (events.jsonl has {len(others)} more of this step)" if others else ""
-            raise NumericalMismatchError(
+            raise ReplicaMismatchError(
                 f"stopped at step {done}, which is not saved: {first}{more}; try other devices, or `motet verify` with "
                 "this job and layout, and continue from the last checkpoint with --resume; "
                 "monitor.replica_check_action=warn goes on"

@@ -20,7 +20,7 @@ from motet.train.engine import TrainingEngine
 from motet.train.replica_check.checker import LocalStepResult, ReplicaChecker
 
 
-class StepModel(Protocol):
+class TrainableModelProtocol(Protocol):
     """A model that can be trained; `TrainableModel` is one."""
 
     @property
@@ -56,7 +56,7 @@ class StepResult:
 class TrainStep:
     """Everything that the steps of a run share."""
 
-    model: StepModel
+    model: TrainableModelProtocol
     batch_source: BatchSource
     engine: TrainingEngine
     layout: Layout

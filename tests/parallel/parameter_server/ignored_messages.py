@@ -52,7 +52,7 @@ def _ignored_by_server(server: ServerStateMachine, message: Message) -> bool:
                 and work_item not in state.pushes_awaiting_backup
                 and (work_item in state.pending_work_items or state.decided.has(work_item))
             )
-        case messages.ParameterStateAssignment(slice_id) | messages.ParameterStateTransfer(slice_id):
+        case messages.SliceStartVersion(slice_id) | messages.ParameterStateTransfer(slice_id):
             return server.is_slice_initialized(slice_id)
     return False
 

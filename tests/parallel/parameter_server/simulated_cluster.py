@@ -49,7 +49,9 @@ class SimulatedCluster:
         self.names = [COORDINATOR, *self.servers, *self.workers, "new"]
         self.places = {name: place for place, name in enumerate(self.names)}
         self.owners = tuple(
-            messages.ParameterReplicas(tuple(self.servers[(slice_id + copy) % s.servers] for copy in range(s.copies)))
+            messages.SlicePrimaryAndBackups(
+                tuple(self.servers[(slice_id + copy) % s.servers] for copy in range(s.copies))
+            )
             for slice_id in range(s.servers)
         )
         self.invariants = Invariants(scenario, self.machines, self.places)
@@ -92,7 +94,7 @@ class SimulatedCluster:
         """The messages of the coordinator's owner to a server that is connected, and has not begun."""
         if all(state.is_initialized for state in server.slice_states.values()):
             return ()
-        stands = [messages.ParameterStateAssignment(slice_id, version, settled) for slice_id in server.slice_states]
+        stands = [messages.SliceStartVersion(slice_id, version, settled) for slice_id in server.slice_states]
         return tuple(self.number(server.name, COORDINATOR, stand) for stand in stands)
 
     def number(self, to: str, sender: str, message: Message | PartialRead) -> int:

@@ -15,7 +15,7 @@ from motet.parallel.parameter_server.protocol.message_framing import (
     MAX_MESSAGE_BYTES,
     MESSAGE_FRAME,
     PAYLOAD_FRAME,
-    Frame,
+    MessageFrame,
     MessageFrameReader,
     cut_into_frames,
     decode_message,
@@ -56,7 +56,7 @@ def test_what_is_no_message_is_refused(text: bytes) -> None:
         decode_message(text)
 
 
-def arrive(reader: MessageFrameReader, sent: list[deque[Frame]]) -> list[tuple[Any, bytes]]:
+def arrive(reader: MessageFrameReader, sent: list[deque[MessageFrame]]) -> list[tuple[Any, bytes]]:
     """One frame of each message in turn, until all have arrived."""
     received = []
     while sent:
@@ -69,7 +69,7 @@ def arrive(reader: MessageFrameReader, sent: list[deque[Frame]]) -> list[tuple[A
     return received
 
 
-def read(reader: MessageFrameReader, frame: Frame) -> tuple[messages.Message, bytearray] | None:
+def read(reader: MessageFrameReader, frame: MessageFrame) -> tuple[messages.Message, bytearray] | None:
     def receive_into(buffer: memoryview) -> None:
         buffer[:] = frame.body
 
@@ -80,7 +80,7 @@ def test_frames_of_messages_may_interleave() -> None:
     long, short = bytes(range(256)) * 2048, b"12345"
     first = GradientPush("w0", 1, 0, 0)
     second = messages.ParameterStateTransfer(1, 2, DecidedWorkItems(3, frozenset({5})), frozenset({4}))
-    third = messages.ParameterPlacement(1, (messages.ParameterReplicas(("s0", "s1"), 2),))
+    third = messages.ParameterPlacement(1, (messages.SlicePrimaryAndBackups(("s0", "s1"), 2),))
     assert len(long) > 3 * MAX_FRAME_BYTES
     payloads = [(first, memoryview(long)), (second, memoryview(short)), (third, None)]
     sent = [cut_into_frames(number, *sending) for number, sending in enumerate(payloads, 1)]
@@ -90,9 +90,9 @@ def test_frames_of_messages_may_interleave() -> None:
 def test_frames_that_do_not_belong_are_refused() -> None:
     reader = MessageFrameReader()
     with pytest.raises(PeerFailedError, match="a payload frame came for message 4, which has no first frame"):
-        read(reader, Frame(FRAME_HEADER.pack(4, PAYLOAD_FRAME, 1), b"1"))
+        read(reader, MessageFrame(FRAME_HEADER.pack(4, PAYLOAD_FRAME, 1), b"1"))
     read(reader, cut_into_frames(4, GradientPush("w0", 1, 0, 0), memoryview(b"123"))[0])
     with pytest.raises(PeerFailedError, match="a payload of 3 bytes has at least 4"):
-        read(reader, Frame(FRAME_HEADER.pack(4, PAYLOAD_FRAME, 4), b"1234"))
+        read(reader, MessageFrame(FRAME_HEADER.pack(4, PAYLOAD_FRAME, 4), b"1234"))
     with pytest.raises(PeerFailedError, match="at most"):
-        read(reader, Frame(FRAME_HEADER.pack(5, MESSAGE_FRAME, MAX_MESSAGE_BYTES + 1), b""))
+        read(reader, MessageFrame(FRAME_HEADER.pack(5, MESSAGE_FRAME, MAX_MESSAGE_BYTES + 1), b""))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from motet.collectives.compression.codec_registry import parse_codec
 from motet.parallel.data_parallel.buckets import build_buckets
-from motet.parallel.parameter_server.process.parameter_store import ParameterPartition, ParameterStore, tensor_bytes
+from motet.parallel.parameter_server.process.parameter_store import ParameterSlicingPlan, ParameterStore, tensor_bytes
 from motet.parallel.parameter_server.process.push_pull_compression import (
     PushPullCompression,
     PushPullCompressor,
@@ -24,20 +24,20 @@ from motet.train.optimizer.sharded_optimizer import make_torch_optimizer
 SIZE, RATE = 512, 0.1
 SGD = OptimizerSettings(name="sgd", learning_rate=RATE, weight_decay=0.0)
 BUCKETS = build_buckets({"w": (0, SIZE)}, 1, SIZE)
-PLAN = ParameterPartition(BUCKETS, partition_buckets(BUCKETS, SIZE, 1), RECIPES["fp64"], ((1.0, 0.0),))
+PLAN = ParameterSlicingPlan(BUCKETS, partition_buckets(BUCKETS, SIZE, 1), RECIPES["fp64"], ((1.0, 0.0),))
 
 
 def drawn(seed: int) -> Tensor:
     return torch.randn(SIZE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def store_of(partition: ParameterPartition, settings: OptimizerSettings = SGD) -> ParameterStore:
+def store_of(partition: ParameterSlicingPlan, settings: OptimizerSettings = SGD) -> ParameterStore:
     store = ParameterStore(partition, lambda groups: make_torch_optimizer(groups, settings))
     store.load_slice_state(0, {"master": drawn(0)})
     return store
 
 
-def pulled(partition: ParameterPartition, store: ParameterStore) -> Tensor:
+def pulled(partition: ParameterSlicingPlan, store: ParameterStore) -> Tensor:
     return decompress(partition.compression.pull_codec, bytearray(store.value_for_worker(0, "w0")), drawn(0))
 
 

@@ -13,7 +13,7 @@ from motet.parallel.data_parallel.buckets import build_buckets
 from motet.parallel.data_parallel.flat_parameters import FlatParameters, GradientBuffer
 from motet.parallel.parameter_server.process.coordinator_process import CoordinatorProcess
 from motet.parallel.parameter_server.process.parameter_store import (
-    ParameterPartition,
+    ParameterSlicingPlan,
     ParameterStore,
     deserialize_tensors,
     serialize_tensors,
@@ -64,14 +64,14 @@ def squares(module: nn.Module, x: Tensor) -> tuple[Tensor, int]:
     return module(x).square().sum(), len(x)
 
 
-def plan_of(module: nn.Module, servers: int) -> ParameterPartition:
+def plan_of(module: nn.Module, servers: int) -> ParameterSlicingPlan:
     named = dict(module.named_parameters())
     groups = group_parameters(named, SETTINGS)
     numbers = {name: number for number, members in enumerate(groups.values()) for name in members}
     buckets = build_buckets(
         {name: (numbers[name], p.numel()) for name, p in named.items()}, 1, 1000, first_max_numel=500
     )
-    return ParameterPartition(buckets, partition_buckets(buckets, 512, servers), RECIPES["fp64"], tuple(groups))
+    return ParameterSlicingPlan(buckets, partition_buckets(buckets, 512, servers), RECIPES["fp64"], tuple(groups))
 
 
 def decide(update: int, reports: dict[int, WorkItemReport], norms: dict[int, float]) -> UpdateScalars:
@@ -103,7 +103,7 @@ def serve(
     transport.close()
 
 
-def flat_of(module: nn.Module, partition: ParameterPartition) -> FlatParameters:
+def flat_of(module: nn.Module, partition: ParameterSlicingPlan) -> FlatParameters:
     buckets, named = partition.buckets, dict(module.named_parameters())
     gradients = GradientBuffer(buckets, 0, torch.float64, device=torch.device("cpu"), keeps_full_gradients=True)
     held = [slice(b.start, b.start) for b in buckets]

@@ -26,7 +26,7 @@ from motet.collectives.draw.cost_plot import ascii_plot, cost_plot_html, cost_pl
 from motet.collectives.draw.frames import align_columns
 from motet.core.errors import InputError
 from motet.core.units import format_bytes, format_seconds
-from motet.monitor.console import print_json
+from motet.monitor.stdout_stderr import print_json
 
 _PLOT_POINTS, _TERMINAL_COLUMNS = 81, 64
 

@@ -14,9 +14,9 @@ from motet.collectives.algorithms.registry import nearest_collective_hint
 from motet.collectives.draw.frames import align_columns, format_ranges, program_text
 from motet.collectives.program import Program
 from motet.collectives.prove.program_cases import ProgramCase, all_cases, make_case
-from motet.collectives.prove.program_checker import SendMode, UnprovenCollectiveError, prove_program
+from motet.collectives.prove.program_checker import CollectiveProofError, SendMode, prove_program
 from motet.core.errors import InputError
-from motet.monitor.console import print_json, stdout_console
+from motet.monitor.stdout_stderr import print_json, stdout_console
 
 
 def prove_programs(words: list[str], ranks: str | None, sends: SendMode, *, everything: bool, json: bool) -> None:
@@ -79,17 +79,17 @@ def _with_options(candidates: list[Algorithm], options: dict[str, object]) -> li
 
 def _prove_cases(
     cases: Sequence[ProgramCase], sends: SendMode, progress: ProgressReporter
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], tuple[Program, UnprovenCollectiveError] | None]:
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], tuple[Program, CollectiveProofError] | None]:
     """Rows of what is proven and what is not; only the first wrong Program is kept, to spare the memory."""
     verified: list[dict[str, Any]] = []
     failed: list[dict[str, Any]] = []
-    first_failure: tuple[Program, UnprovenCollectiveError] | None = None
+    first_failure: tuple[Program, CollectiveProofError] | None = None
     for index, case in enumerate(cases, start=1):
         program = case()
         row = {"collective": program.collective, "algorithm": program.algorithm, "options": case.keywords}
         try:
             verified.append(row | asdict(prove_program(program, sends)))
-        except UnprovenCollectiveError as error:
+        except CollectiveProofError as error:
             failed.append(row | {"ranks": program.ranks, "step": error.step, "message": str(error)})
             first_failure = first_failure or (program, error)
         progress("proving", index, len(cases))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from motet.cli.collectives import program_arguments
 from motet.cli.collectives.cost_report import check_carries_data, load_sized_cluster
-from motet.cli.environment import read_environment
+from motet.cli.environment_variables import read_environment
 from motet.cli.output import print_lines
 from motet.cli.parse_sizes import parse_bytes
 from motet.cluster.cluster import Cluster
@@ -20,7 +20,7 @@ from motet.collectives.program import Program, group_by_pair
 from motet.collectives.prove.program_checker import prove_program
 from motet.core.errors import InputError, MotetError, RankFailedError
 from motet.core.units import format_bytes, format_seconds
-from motet.monitor.console import print_json
+from motet.monitor.stdout_stderr import print_json
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.train.launch.failures import StopFlag
 from motet.train.launch.supervisor import LaunchSpec, launch_ranks, rank_environment
@@ -80,7 +80,7 @@ def _run_ranks(program: Program, arguments: tuple[str, ...]) -> dict[str, Any]:
         folder = Path(name)
         (folder / _PROGRAM_FILE).write_text(program.to_json(), encoding="utf-8")
         function_name = f"{measure_rank.__module__}:{measure_rank.__name__}"
-        command = (sys.executable, "-m", "motet.cli.rank_main", function_name, name, *arguments)
+        command = (sys.executable, "-m", "motet.cli.run_rank_function", function_name, name, *arguments)
         environment = rank_environment(read_environment(), 1)
         spec = LaunchSpec(command, program.ranks, environment, folder, stop_message="stopping")
         exit_status = launch_ranks(spec, lambda text: None)

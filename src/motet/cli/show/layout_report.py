@@ -6,7 +6,7 @@ from rich.table import Table
 
 from motet.core.errors import InputError
 from motet.models.spec.model_spec import spec_from_settings
-from motet.monitor.console import print_json, stdout_console
+from motet.monitor.stdout_stderr import print_json, stdout_console
 from motet.parallel.data_parallel.zero import ZERO_STAGES
 from motet.parallel.layout import Layout
 from motet.parallel.step_plan.check import prove_collective_programs, prove_step_plan

@@ -8,9 +8,9 @@ from rich.table import Table
 from motet.core.errors import InputError
 from motet.core.units import format_bytes, format_count
 from motet.models.hf.hf_config import read_config, settings_from_config
-from motet.models.spec.flops_and_memory import BlockSpec
+from motet.models.spec.layer_specs import BlockSpec
 from motet.models.spec.model_spec import ModelSpec, spec_from_settings
-from motet.monitor.console import print_json, stdout_console
+from motet.monitor.stdout_stderr import print_json, stdout_console
 from motet.precision.recipe import RECIPES
 from motet.train.flops import batch_shape
 from motet.train.job import Job, job_from_tree, load_job

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from motet.cli.output import check_writable, print_lines, write_output_file
-from motet.monitor.console import print_json, stdout_console
+from motet.monitor.stdout_stderr import print_json, stdout_console
 from motet.parallel.step_plan.timeline import draw_svg, draw_text
 from motet.train.job import load_job
 from motet.train.launch.preflight import check_job

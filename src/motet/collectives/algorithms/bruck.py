@@ -2,7 +2,7 @@
 
 from fractions import Fraction
 
-from motet.collectives.algorithms.rank_grouping import doubling_rounds
+from motet.collectives.algorithms.rank_arithmetic import doubling_rounds
 from motet.collectives.algorithms.registry import AlphaBetaGammaCost, algorithm, doubling_cost
 from motet.collectives.compose import collective_program, reverse
 from motet.collectives.program import ChunkTransfer, Program, transfers_for

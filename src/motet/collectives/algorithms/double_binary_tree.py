@@ -8,7 +8,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
-from motet.collectives.algorithms.rank_grouping import check_pieces
+from motet.collectives.algorithms.rank_arithmetic import check_pieces
 from motet.collectives.algorithms.registry import AlphaBetaGammaCost, algorithm
 from motet.collectives.compose import concatenate, reverse
 from motet.collectives.program import ChunkTransfer, Program, copy_chunk

@@ -6,7 +6,7 @@ Rank `host * size + local` has local rank `local` on this host of `size` ranks.
 from collections.abc import Iterable
 from fractions import Fraction
 
-from motet.collectives.algorithms.rank_grouping import (
+from motet.collectives.algorithms.rank_arithmetic import (
     doubling_rounds,
     hosts_and_ranks_per_host,
     is_composite,

@@ -5,7 +5,7 @@ If the number of ranks is not a power of two, extra ranks first send their data 
 
 from fractions import Fraction
 
-from motet.collectives.algorithms.rank_grouping import floor_power_of_two
+from motet.collectives.algorithms.rank_arithmetic import floor_power_of_two
 from motet.collectives.algorithms.registry import AlphaBetaGammaCost, algorithm, messages
 from motet.collectives.compose import collective_program, concatenate, reverse
 from motet.collectives.program import ChunkTransfer, Program, Step, copy_chunk, transfers_for

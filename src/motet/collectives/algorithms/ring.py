@@ -3,7 +3,7 @@
 from dataclasses import replace
 from fractions import Fraction
 
-from motet.collectives.algorithms.rank_grouping import check_pieces
+from motet.collectives.algorithms.rank_arithmetic import check_pieces
 from motet.collectives.algorithms.registry import AlphaBetaGammaCost, algorithm, messages, sharded_all_reduce_cost
 from motet.collectives.compose import collective_program, concatenate, parallel_steps, reverse
 from motet.collectives.program import ChunkTransfer, Program, Step, copy_chunk

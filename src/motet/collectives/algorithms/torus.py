@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from math import prod
 
-from motet.collectives.algorithms.rank_grouping import format_dims, grid_dims, is_composite, prime_factors
+from motet.collectives.algorithms.rank_arithmetic import format_dims, grid_dims, is_composite, prime_factors
 from motet.collectives.algorithms.registry import MAX_AXES, AlphaBetaGammaCost, algorithm, messages
 from motet.collectives.algorithms.ring import all_gather_ring
 from motet.collectives.compose import collective_program, parallel_steps, reverse

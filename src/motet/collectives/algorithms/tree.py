@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from motet.collectives.algorithms.direct import gather_from_scatter
-from motet.collectives.algorithms.rank_grouping import doubling_rounds
+from motet.collectives.algorithms.rank_arithmetic import doubling_rounds
 from motet.collectives.algorithms.registry import algorithm, doubling_cost, messages
 from motet.collectives.algorithms.ring import all_gather_ring
 from motet.collectives.compose import collective_program, concatenate, reverse

@@ -9,7 +9,7 @@ from math import exp2, gcd, log2
 from motet.cluster.cluster import Cluster
 from motet.cluster.topology import TorusNetwork
 from motet.collectives.algorithms import Algorithm, algorithm_names, find_algorithm
-from motet.collectives.algorithms.rank_grouping import format_dims
+from motet.collectives.algorithms.rank_arithmetic import format_dims
 from motet.collectives.cost.alpha_beta import COLLECTIVES_WITHOUT_DATA, CollectiveCost, RankGroups, estimate_cost
 from motet.collectives.program import Program
 from motet.core.errors import check_input

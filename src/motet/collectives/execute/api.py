@@ -17,7 +17,7 @@ from torch import Tensor
 from motet.cluster.cluster import Cluster
 from motet.collectives.algorithms import build
 from motet.collectives.cost.cheapest_algorithm import cheapest
-from motet.collectives.execute.program_runner import CollectiveProgramOptions, run_program
+from motet.collectives.execute.program_runner import ProgramExecutionOptions, run_program
 from motet.collectives.execute.rank_plan import CollectiveProgramKey
 from motet.collectives.execute.reduce_ops import REDUCE_OP_NAMES, ReduceOpName
 from motet.collectives.execute.work_queue import CompletedWork, WorkHandle
@@ -38,7 +38,7 @@ class RankGroupLike(Protocol):
     def process_group(self) -> dist.ProcessGroup | None: ...
 
 
-class CollectiveOptions(CollectiveProgramOptions, total=False):
+class CollectiveOptions(ProgramExecutionOptions, total=False):
     """The options of a collective. `check` and `timeout_s` apply to Programs alone."""
 
     algorithm: str | Program | None
@@ -59,7 +59,7 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 @dataclass(frozen=True)
-class CollectiveArguments:
+class CollectiveTensors:
     """A collective and the tensors of this rank."""
 
     collective: str
@@ -71,41 +71,41 @@ class CollectiveArguments:
 
 def all_reduce(tensor: Tensor, ranks: RanksLike, **options: Unpack[CollectiveOptions]) -> WorkHandle:
     """Sum over the ranks (or reduce by `op`), in place."""
-    return _dispatch(CollectiveArguments("all-reduce", tensor, tensor), ranks, options)
+    return _dispatch(CollectiveTensors("all-reduce", tensor, tensor), ranks, options)
 
 
 def reduce(tensor: Tensor, ranks: RanksLike, root: int = 0, **options: Unpack[CollectiveOptions]) -> WorkHandle:
     """Sum into the root, in place. A Program leaves the tensors of the other ranks unchanged."""
-    return _dispatch(CollectiveArguments("reduce", tensor, tensor, root), ranks, options)
+    return _dispatch(CollectiveTensors("reduce", tensor, tensor, root), ranks, options)
 
 
 def broadcast(tensor: Tensor, ranks: RanksLike, root: int = 0, **options: Unpack[CollectiveOptions]) -> WorkHandle:
     """Copy the values of the root to all ranks, in place."""
-    return _dispatch(CollectiveArguments("broadcast", tensor, tensor, root), ranks, options)
+    return _dispatch(CollectiveTensors("broadcast", tensor, tensor, root), ranks, options)
 
 
 def reduce_scatter(output: Tensor, input: Tensor, ranks: RanksLike, **options: Unpack[CollectiveOptions]) -> WorkHandle:
     """Give rank i part i of the sum of the inputs."""
-    return _dispatch(CollectiveArguments("reduce-scatter", output, input), ranks, options)
+    return _dispatch(CollectiveTensors("reduce-scatter", output, input), ranks, options)
 
 
 def all_gather(output: Tensor, input: Tensor, ranks: RanksLike, **options: Unpack[CollectiveOptions]) -> WorkHandle:
     """Give every rank the inputs of all ranks one after another."""
-    return _dispatch(CollectiveArguments("all-gather", output, input), ranks, options)
+    return _dispatch(CollectiveTensors("all-gather", output, input), ranks, options)
 
 
 def gather(
     output: Tensor | None, input: Tensor, ranks: RanksLike, root: int = 0, **options: Unpack[CollectiveOptions]
 ) -> WorkHandle:
     """Give the root the inputs of all ranks one after another; other ranks pass no output."""
-    return _dispatch(CollectiveArguments("gather", output, input, root), ranks, options)
+    return _dispatch(CollectiveTensors("gather", output, input, root), ranks, options)
 
 
 def scatter(
     output: Tensor, input: Tensor | None, ranks: RanksLike, root: int = 0, **options: Unpack[CollectiveOptions]
 ) -> WorkHandle:
     """Give rank i part i of the input of the root; other ranks pass no input."""
-    return _dispatch(CollectiveArguments("scatter", output, input, root), ranks, options)
+    return _dispatch(CollectiveTensors("scatter", output, input, root), ranks, options)
 
 
 def all_to_all(
@@ -120,14 +120,14 @@ def all_to_all(
     Parts are equal, or rank i has `sizes[i][j]` elements for rank j. Every rank must then pass all sizes.
     """
     size_matrix = None if sizes is None else tuple(map(tuple, sizes))
-    return _dispatch(CollectiveArguments("all-to-all", output, input, sizes=size_matrix), ranks, options)
+    return _dispatch(CollectiveTensors("all-to-all", output, input, sizes=size_matrix), ranks, options)
 
 
 def barrier(ranks: RanksLike, device: torch.device | str = "cpu", **options: Unpack[CollectiveOptions]) -> WorkHandle:
     """Wait until all ranks have called this."""
     world = 1 if (group := process_group_of(ranks)) is None else dist.get_world_size(group)
     tokens = torch.zeros(world + 1, dtype=torch.uint8, device=device)
-    return _dispatch(CollectiveArguments("barrier", tokens[1:], tokens[:1]), ranks, options)
+    return _dispatch(CollectiveTensors("barrier", tokens[1:], tokens[:1]), ranks, options)
 
 
 def sum_scalars(values: list[float], ranks: RankGroupLike, device: torch.device) -> list[float]:
@@ -145,7 +145,7 @@ def process_group_of(ranks: RanksLike) -> dist.ProcessGroup | None:
     return None if group is None or dist.get_world_size(group) == 1 else group
 
 
-def _dispatch(arguments: CollectiveArguments, ranks: RanksLike, options: CollectiveOptions) -> WorkHandle:
+def _dispatch(arguments: CollectiveTensors, ranks: RanksLike, options: CollectiveOptions) -> WorkHandle:
     group = process_group_of(ranks)
     if group is None:
         if arguments.output is not None and arguments.input is not None and arguments.output is not arguments.input:
@@ -154,7 +154,7 @@ def _dispatch(arguments: CollectiveArguments, ranks: RanksLike, options: Collect
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     size = _message_bytes(arguments, world)
     trace.count(f"{arguments.collective.replace('-', '_')}_bytes", size)
-    run_options = CollectiveProgramOptions(
+    run_options = ProgramExecutionOptions(
         op=options.get("op", "sum"),
         async_op=options.get("async_op", False),
         check=options.get("check", True),
@@ -174,7 +174,7 @@ def _dispatch(arguments: CollectiveArguments, ranks: RanksLike, options: Collect
 
 
 def _call_backend(
-    arguments: CollectiveArguments, group: dist.ProcessGroup, *, op: ReduceOpName, async_op: bool
+    arguments: CollectiveTensors, group: dist.ProcessGroup, *, op: ReduceOpName, async_op: bool
 ) -> WorkHandle | None:
     """Call the backend; None for a collective that motet leaves to Programs."""
     output, input, root = arguments.output, arguments.input, arguments.root
@@ -204,7 +204,7 @@ def _call_backend(
     return work or CompletedWork()
 
 
-def _message_bytes(arguments: CollectiveArguments, world: int) -> int:
+def _message_bytes(arguments: CollectiveTensors, world: int) -> int:
     """The size S of the message in bytes: the larger of the two buffers, the same on all ranks."""
     if arguments.collective in ("gather", "scatter"):
         part = arguments.input if arguments.collective == "gather" else arguments.output
@@ -213,7 +213,7 @@ def _message_bytes(arguments: CollectiveArguments, world: int) -> int:
 
 
 def _select_program(
-    arguments: CollectiveArguments, algorithm: str | Program, world: int, *, size: int, cluster: Cluster | None
+    arguments: CollectiveTensors, algorithm: str | Program, world: int, *, size: int, cluster: Cluster | None
 ) -> Program:
     collective, root, sizes = arguments.collective, arguments.root, arguments.sizes
     if isinstance(algorithm, Program):

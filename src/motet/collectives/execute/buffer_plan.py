@@ -51,7 +51,7 @@ class LocalCopy(NamedTuple):
     source: BufferSlice
 
 
-class ReceivedSlice(NamedTuple):
+class ReceivedMessageSlice(NamedTuple):
     """Some elements of a received message."""
 
     receive_index: int  # Among the receives of the step
@@ -63,7 +63,7 @@ class LocalReduction(NamedTuple):
 
     target: BufferSlice
     local: BufferSlice | None
-    received: tuple[ReceivedSlice, ...]
+    received: tuple[ReceivedMessageSlice, ...]
     after_sends: bool  # This step sends from the target
 
 
@@ -152,11 +152,11 @@ class _BufferPlanner:
         packs: list[tuple[None, tuple[BufferSlice, BufferSlice]]] = []
         sends = [BufferMessage(dst, self._pack(chunks, packs)) for dst, chunks in _chunks_by_peer(to_send)]
         receives: list[BufferMessage] = []
-        received: dict[tuple[int, int], ReceivedSlice] = {}
+        received: dict[tuple[int, int], ReceivedMessageSlice] = {}
         for src, chunks in _chunks_by_peer((chunk, receive.sources) for chunk, receive in incoming.items()):
             message = self._direct_output_slice(src, chunks, incoming) or self._allocate_scratch(chunks)
             for chunk, chunk_slice in zip(chunks, self._split_by_chunk(message, chunks), strict=True):
-                received[src, chunk] = ReceivedSlice(len(receives), chunk_slice)
+                received[src, chunk] = ReceivedMessageSlice(len(receives), chunk_slice)
             receives.append(BufferMessage(src, message))
         reductions = [
             reduction
@@ -195,7 +195,7 @@ class _BufferPlanner:
         contiguous = _join_contiguous([self.outputs[chunk] for chunk in chunks])
         return contiguous if contiguous and not self._overlaps_outgoing(contiguous) else None
 
-    def _place_reduction(self, receive: ChunkReceive, received: list[ReceivedSlice]) -> LocalReduction | None:
+    def _place_reduction(self, receive: ChunkReceive, received: list[ReceivedMessageSlice]) -> LocalReduction | None:
         """The copy or sum of what was received for a chunk; None if the chunk is already in its location."""
         local, received_slice = self.locations.get(receive.chunk), received[0].buffer_slice
         if receive.op == "copy":
@@ -217,7 +217,7 @@ class _BufferPlanner:
             LocalReduction(
                 slices[0],
                 slices[-1] if len(slices) > len(receive_indices) + 1 else None,
-                tuple(map(ReceivedSlice, receive_indices, slices[1:])),
+                tuple(map(ReceivedMessageSlice, receive_indices, slices[1:])),
                 self._overlaps_outgoing(slices[0]),
             )
             for receive_indices, slices in _merge_adjacent(items)

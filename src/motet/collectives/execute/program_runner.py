@@ -35,7 +35,7 @@ from motet.core.errors import InputError
 _MESSAGE_TAG = 0x6D6F00
 
 
-class CollectiveProgramOptions(TypedDict, total=False):
+class ProgramExecutionOptions(TypedDict, total=False):
     """The options of a Program that is executed."""
 
     op: ReduceOpName  # "sum" by default
@@ -49,7 +49,7 @@ def run_program(
     output: Tensor | None,
     input: Tensor | None,
     group: dist.ProcessGroup,
-    **options: Unpack[CollectiveProgramOptions],
+    **options: Unpack[ProgramExecutionOptions],
 ) -> WorkHandle:
     """Execute a Program. Every rank of the group must call this; its rank i is rank i of the group.
 

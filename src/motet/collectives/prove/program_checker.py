@@ -26,7 +26,7 @@ from motet.core.errors import InputError
 SendMode = Literal["grouped", "blocking"]
 
 
-class UnprovenCollectiveError(InputError):
+class CollectiveProofError(InputError):
     """The Program is wrong."""
 
     def __init__(self, program: Program, step: int | None, reason: str) -> None:
@@ -35,7 +35,7 @@ class UnprovenCollectiveError(InputError):
         super().__init__(f"{program} is wrong {where}: {reason}")
 
 
-class PostconditionError(UnprovenCollectiveError):
+class PostconditionError(CollectiveProofError):
     """The `final` of a Program is not that of its collective."""
 
     def __init__(self, program: Program, missing: str) -> None:
@@ -71,12 +71,12 @@ def prove_program(program: Program, send_mode: SendMode = "grouped") -> Collecti
             _check_no_write_race(step)
             apply_step(contents, step)
         except InvalidCollectiveProgramError as error:
-            raise UnprovenCollectiveError(program, step_index, str(error)) from None
+            raise CollectiveProofError(program, step_index, str(error)) from None
         _apply_to_orders(orders, step)
     _check_final_contents(program, contents)
     deadlock = _find_deadlock(program)
     if send_mode == "blocking" and deadlock is not None:
-        raise UnprovenCollectiveError(program, *deadlock)
+        raise CollectiveProofError(program, *deadlock)
     expected: dict[tuple[int, Contributors], int] = {}
     same_bits = all(
         expected.setdefault((chunk, sources), orders[rank][chunk]) == orders[rank][chunk]
@@ -129,11 +129,11 @@ def _check_final_contents(program: Program, contents: RankContents) -> None:
                     reason = (
                         f"`final` asks for rank {source} in chunk {chunk} of rank {rank} {times} times; give at most"
                     )
-                    raise UnprovenCollectiveError(program, None, f"{reason} {MAX_MULTIPLICITY}, the largest count")
+                    raise CollectiveProofError(program, None, f"{reason} {MAX_MULTIPLICITY}, the largest count")
                 expected[sources] = encode_contributors(sources)
             actual = contents[rank].get(chunk)
             if actual != expected[sources]:
-                raise UnprovenCollectiveError(program, None, _describe_difference(rank, chunk, actual, sources))
+                raise CollectiveProofError(program, None, _describe_difference(rank, chunk, actual, sources))
 
 
 def _describe_difference(rank: int, chunk: int, actual: int | None, expected: Contributors) -> str:

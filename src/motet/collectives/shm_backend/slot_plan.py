@@ -26,7 +26,7 @@ class PublishedChunk(NamedTuple):
     is_initial_value: bool  # No step before has changed the chunk
 
 
-class ReceivedChunk(NamedTuple):
+class ChunkReadFromSlots(NamedTuple):
     """A chunk that this rank reads from one slot or, in a reduction, from several."""
 
     chunk: int
@@ -39,7 +39,7 @@ class ReceivedChunk(NamedTuple):
     is_last_contribution: bool  # This step adds the last contributions
 
 
-class RemoteSlot(NamedTuple):
+class OtherHostSlot(NamedTuple):
     """A slot that is sent to, or received from, a rank of another host."""
 
     rank: int
@@ -53,9 +53,9 @@ class SlotStep(NamedTuple):
     published: tuple[PublishedChunk, ...]
     readers: tuple[int, ...]
     sources: tuple[int, ...]
-    received: tuple[ReceivedChunk, ...]
-    socket_sends: tuple[RemoteSlot, ...] = ()
-    socket_receives: tuple[RemoteSlot, ...] = ()
+    received: tuple[ChunkReadFromSlots, ...]
+    socket_sends: tuple[OtherHostSlot, ...] = ()
+    socket_receives: tuple[OtherHostSlot, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,13 @@ def make_slot_plan(program: Program, rank: int, local_index: Mapping[int, int]) 
         received, remote_sources = [], []
         for chunk, is_initial_value, op, source_ranks in step.receives:
             sources = [(src, slots[src][step_id, chunk]) for src in source_ranks]
-            remote_sources += [RemoteSlot(src, slot, chunk) for src, slot in sources if src not in local_index]
+            remote_sources += [OtherHostSlot(src, slot, chunk) for src, slot in sources if src not in local_index]
             local_slot = slots[rank].get((step_id, chunk)) if op == "reduce" else None
             if local_slot is not None:
                 sources = sorted([*sources, (rank, local_slot)])
             placed = tuple((local_index.get(src, ~src), slot) for src, slot in sources)
             is_last = (step_id, rank, chunk) in complete
-            received.append(ReceivedChunk(chunk, op, placed, is_initial_value, local_slot is None, is_last))
+            received.append(ChunkReadFromSlots(chunk, op, placed, is_initial_value, local_slot is None, is_last))
         sends = [(send, slots[rank][step_id, send.chunk]) for send in step.sends]
         readers = {reader for send in step.sends for reader in send.destinations}
         sources_of_step = {src for receive in step.receives for src in receive.sources}
@@ -97,7 +97,7 @@ def make_slot_plan(program: Program, rank: int, local_index: Mapping[int, int]) 
             tuple(local_index[src] for src in sorted(sources_of_step) if src in local_index),
             tuple(received),
             tuple(
-                RemoteSlot(reader, slot, send.chunk)
+                OtherHostSlot(reader, slot, send.chunk)
                 for send, slot in sends
                 for reader in send.destinations
                 if reader not in local_index

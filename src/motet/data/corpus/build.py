@@ -15,7 +15,7 @@ import filelock
 import numpy as np
 
 from motet.core.errors import InputError, check_input
-from motet.data.corpus.discover import CorpusFiles
+from motet.data.corpus.discover import SourceFileRanges
 from motet.data.corpus.shard_writer import CorpusBuildPlan, build_shard, read_build_plan, read_finished_shard
 from motet.data.corpus.token_store import (
     CORPUS_FORMAT_VERSION,
@@ -42,7 +42,7 @@ _IN_PROCESS_BYTES = 1 << 20  # Less text than this takes less time than starting
 class CorpusBuildSpec:
     """Everything that decides the content of a built folder."""
 
-    corpus: CorpusFiles
+    corpus: SourceFileRanges
     fields: DataSourceSettings
     has_labels: bool
     tokenizer: Tokenizer

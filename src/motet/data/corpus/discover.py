@@ -38,7 +38,7 @@ class FileRange:
 
 
 @dataclass(frozen=True)
-class CorpusFiles:
+class SourceFileRanges:
     """The ranges of a source in the order of its documents."""
 
     name: str
@@ -67,7 +67,7 @@ def target_range_bytes(total: int) -> int:
     return min(max(total // _TARGET_RANGES, _MIN_RANGE_BYTES), _MAX_RANGE_BYTES)
 
 
-def discover_corpus(source: str) -> CorpusFiles:
+def discover_corpus(source: str) -> SourceFileRanges:
     """The corpus of `stdlib`, of `hf:NAME`, or of a file, folder or pattern."""
     if source.startswith("hf:"):
         return _discover_hf_dataset(source)
@@ -77,15 +77,15 @@ def discover_corpus(source: str) -> CorpusFiles:
     check_input(total, f"data source {source!r} is empty ({len(files)} files of 0 bytes); give one that holds text")
     ranges = [part for path, stat in stats for part in _ranges_of_file(path, stat.st_size, target_range_bytes(total))]
     states = [f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}" for path, stat in stats]
-    return CorpusFiles(source, tuple(ranges), _identity_hash(states))
+    return SourceFileRanges(source, tuple(ranges), _identity_hash(states))
 
 
-def _discover_hf_dataset(source: str) -> CorpusFiles:
+def _discover_hf_dataset(source: str) -> SourceFileRanges:
     dataset = open_hf_dataset(source)
     rows, size = len(dataset), int(dataset.data.nbytes)
     check_input(rows, f"data source {source!r} is empty (0 rows); give one that holds text")
     ranges = _split_into_ranges(source, "hf", rows, range_bytes=target_range_bytes(size), size=size)
-    return CorpusFiles(source, tuple(ranges), _identity_hash([source, str(dataset._fingerprint), str(rows)]))
+    return SourceFileRanges(source, tuple(ranges), _identity_hash([source, str(dataset._fingerprint), str(rows)]))
 
 
 @lru_cache(maxsize=4)

@@ -49,7 +49,7 @@ def _read_file_range(file_range: FileRange, fields: DataSourceSettings, has_labe
 
 
 @dataclass(frozen=True, slots=True)
-class RecordLocation:
+class SourceRecordLocation:
     """The line or row of a record, counted from 1 when it is printed."""
 
     path: str
@@ -65,7 +65,7 @@ class RecordLocation:
         return f"{self.path}:{number}"
 
 
-LocatedRecords = Iterator[tuple[RecordLocation, Any]]
+LocatedRecords = Iterator[tuple[SourceRecordLocation, Any]]
 
 
 def _read_jsonl(file_range: FileRange, _columns: list[str]) -> LocatedRecords:
@@ -79,7 +79,7 @@ def _read_jsonl(file_range: FileRange, _columns: list[str]) -> LocatedRecords:
             line_number += 1
             if not line.strip():
                 continue
-            location = RecordLocation(file_range.path, line_number, start)
+            location = SourceRecordLocation(file_range.path, line_number, start)
             try:
                 yield location, json.loads(line)
             except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -100,7 +100,7 @@ def _read_parquet(file_range: FileRange, columns: list[str]) -> LocatedRecords:
             for batch in file.iter_batches(row_groups=list(range(file_range.start, file_range.stop)), columns=columns):
                 for record in batch.to_pylist():
                     row_number += 1
-                    yield RecordLocation(file_range.path, row_number), record
+                    yield SourceRecordLocation(file_range.path, row_number), record
     except pyarrow.lib.ArrowException as error:
         raise InputError(f"{file_range.path} cannot be read as Parquet: {str(error).splitlines()[0]}") from None
 
@@ -112,7 +112,7 @@ def _read_hf_dataset(file_range: FileRange, columns: list[str]) -> LocatedRecord
         stop = min(start + 1000, file_range.stop)
         batch = dataset.select_columns(columns)[start:stop]
         for row in range(stop - start):
-            yield RecordLocation(file_range.path, start + row + 1), {name: batch[name][row] for name in columns}
+            yield SourceRecordLocation(file_range.path, start + row + 1), {name: batch[name][row] for name in columns}
 
 
 def _existing_columns(names: list[str], columns: list[str]) -> list[str]:
@@ -120,7 +120,7 @@ def _existing_columns(names: list[str], columns: list[str]) -> list[str]:
 
 
 def _parse_document(
-    record: dict[str, Any], fields: DataSourceSettings, location: RecordLocation, *, has_labels: bool
+    record: dict[str, Any], fields: DataSourceSettings, location: SourceRecordLocation, *, has_labels: bool
 ) -> TextDocument:
     label = _parse_label(record, fields.label_field, location) if has_labels else -1
     text, prompt, answer = fields.text_field, fields.prompt_field, fields.answer_field
@@ -135,7 +135,7 @@ def _parse_document(
     return TextDocument(_parse_text(record, text, location), label=label)
 
 
-def _parse_text(record: dict[str, Any], field: str, location: RecordLocation) -> str:
+def _parse_text(record: dict[str, Any], field: str, location: SourceRecordLocation) -> str:
     value = "" if record[field] is None else record[field]
     if not isinstance(value, str):
         raise InputError(
@@ -146,7 +146,7 @@ def _parse_text(record: dict[str, Any], field: str, location: RecordLocation) ->
     return value.encode("utf-8", "replace").decode("utf-8")
 
 
-def _parse_label(record: dict[str, Any], field: str, location: RecordLocation) -> int:
+def _parse_label(record: dict[str, Any], field: str, location: SourceRecordLocation) -> int:
     value = record.get(field)
     if not isinstance(value, int) or not 0 <= value < 1 << 31:  # True and False are 1 and 0
         shown = json.dumps(value, default=str)[:40] if field in record else "missing"

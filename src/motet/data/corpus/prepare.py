@@ -15,7 +15,7 @@ import filelock
 
 from motet.core.errors import InputError, check_input
 from motet.data.corpus.build import CorpusBuildSpec, ProgressCallback, build_corpus, check_output_folder
-from motet.data.corpus.discover import CorpusFiles, discover_corpus
+from motet.data.corpus.discover import SourceFileRanges, discover_corpus
 from motet.data.corpus.megatron import find_megatron_prefix
 from motet.data.corpus.token_store import (
     CorpusKind,
@@ -50,7 +50,7 @@ class ResolvedSource:
     fields: DataSourceSettings
     kind: CorpusKind
     location: str
-    corpus: CorpusFiles | None = None  # The documents, if they are still to be tokenised
+    corpus: SourceFileRanges | None = None  # The documents, if they are still to be tokenised
 
 
 class LoadedTokenizer(NamedTuple):

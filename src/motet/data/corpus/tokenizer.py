@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from motet.core.errors import InputError, check_input
-from motet.data.corpus.discover import CorpusFiles
+from motet.data.corpus.discover import SourceFileRanges
 from motet.data.corpus.document_reader import read_documents
 from motet.data.settings import DataSourceSettings
 
@@ -28,7 +28,7 @@ _KNOWN_MASK_TOKENS = (MASK_TOKEN, "[MASK]", "<mask>")
 _KNOWN_PAD_TOKENS = (PAD_TOKEN, "[PAD]", "<pad>")
 
 # A corpus, the names of its fields, and whether its records have labels.
-TrainingText = tuple[CorpusFiles, DataSourceSettings, bool]
+TrainingText = tuple[SourceFileRanges, DataSourceSettings, bool]
 
 # Bytes of text used, evenly distributed over a larger corpus; more hardly changes the merges.
 MAX_TRAINING_BYTES = 64 << 20

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.data.samples.splits import DocumentSegments
+from motet.data.samples.splits import SplitTokenRanges
 
 IntArray = NDArray[np.int64]
 
@@ -32,7 +32,7 @@ class TokenWindows:
 class PackedTokenStream:
     """The segments of a split in order, and the window of each sample."""
 
-    segments: DocumentSegments
+    segments: SplitTokenRanges
     stride: int
     width: int  # Tokens of a full window; above `stride` if a window includes the first token of the next
     num_samples: int
@@ -64,14 +64,14 @@ class PackedTokenStream:
         return begin, np.minimum(begin + self.width, self.segment_borders[-1])
 
 
-def cut_into_windows(segments: DocumentSegments, stride: int, width: int, *, keep_partial: bool) -> PackedTokenStream:
+def cut_into_windows(segments: SplitTokenRanges, stride: int, width: int, *, keep_partial: bool) -> PackedTokenStream:
     """A window every `stride` tokens, `width` long; with `keep_partial` the last one may be shorter."""
     # A window of one token more than its stride has nothing to predict when only that token is left.
     total = int(segments.length.sum()) - (width - stride)
     return PackedTokenStream(segments, stride, width, max(0, -(-total // stride) if keep_partial else total // stride))
 
 
-def pack_records(segments: DocumentSegments, width: int, one_per_window: bool) -> PackedTokenStream:
+def pack_records(segments: SplitTokenRanges, width: int, one_per_window: bool) -> PackedTokenStream:
     """Windows of unsplit segments in order, as many as fit into `width`, or one per window."""
     ends = np.cumsum(segments.length)
     firsts = range(len(segments)) if one_per_window else _first_segments(ends, width)

@@ -16,7 +16,7 @@ SPLITS = ("train", "validation", "test")
 
 
 @dataclass(frozen=True)
-class DocumentSegments:
+class SplitTokenRanges:
     """Token ranges of a split: complete documents, except for one that may be cut."""
 
     start: NDArray[np.int64]  # Begin of each in the stream of all tokens
@@ -27,18 +27,18 @@ class DocumentSegments:
     def __len__(self) -> int:
         return len(self.start)
 
-    def take(self, chosen: NDArray[Any]) -> "DocumentSegments":
+    def take(self, chosen: NDArray[Any]) -> "SplitTokenRanges":
         """The segments of a mask or of indices."""
-        return DocumentSegments(self.start[chosen], self.length[chosen], self.skip[chosen], self.label[chosen])
+        return SplitTokenRanges(self.start[chosen], self.length[chosen], self.skip[chosen], self.label[chosen])
 
 
 def split_documents(
     documents: NDArray[Any], settings: DataSettings, *, has_records: bool, window: int
-) -> dict[str, DocumentSegments]:
+) -> dict[str, SplitTokenRanges]:
     """The segments of each split of a table of documents; `window` is the size of a sample of plain text."""
     length = documents["length"].astype(np.int64)
     skip, label = documents["skip"].astype(np.int64), documents["label"].astype(np.int64)
-    all_segments = DocumentSegments(np.cumsum(length) - length, length, skip, label)
+    all_segments = SplitTokenRanges(np.cumsum(length) - length, length, skip, label)
     split_ids = assign_splits(documents["hash"], settings.validation_fraction, settings.test_fraction)
     fractions = {"validation": settings.validation_fraction, "test": settings.test_fraction}
     if not (split_ids == 0).any():
@@ -68,7 +68,7 @@ def _fill_empty_splits(split_ids: NDArray[np.int8], hashes: NDArray[np.uint64], 
             split_ids[train[np.argmin(hashes[train])]] = split_id
 
 
-def _cut_tail(train: DocumentSegments, size: int, keep: int) -> tuple[DocumentSegments, DocumentSegments]:
+def _cut_tail(train: SplitTokenRanges, size: int, keep: int) -> tuple[SplitTokenRanges, SplitTokenRanges]:
     """Cut `size` tokens off the end of the longest segment, if at least `keep` stay."""
     longest = int(np.argmax(train.length))
     remaining = int(train.length[longest]) - size

@@ -5,8 +5,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from motet.core.errors import InputError, check_input
-from motet.models.arch.attention import causal_mask
-from motet.models.arch.layers import FeedForward, OutputHeadWeight, PreNormBlock, SelfAttention
+from motet.models.arch.attention_and_feed_forward import (
+    FeedForward,
+    OutputHeadMatrixModule,
+    PreNormBlock,
+    SelfAttention,
+)
+from motet.models.arch.attention_mask import causal_mask
 from motet.models.arch.norms import build_norm
 from motet.models.arch.rotary import RotaryEmbedding
 from motet.models.runtime_checks import check_sequence_length
@@ -27,7 +32,7 @@ class CausalDecoder(nn.Module):
         self.blocks = nn.ModuleList(_build_block(s) for _ in range(s.layers))
         self.norm = build_norm(s, bias=s.has_norm_bias)
         if not s.tied:
-            self.head = OutputHeadWeight(s.vocab_size, s.hidden)
+            self.head = OutputHeadMatrixModule(s.vocab_size, s.hidden)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         return F.linear(self.features(tokens, positions, documents), self.head_weight())

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from motet.models.arch.activations import apply_activation
-from motet.models.arch.attention import AttentionMask, bidirectional_mask
-from motet.models.arch.layers import FeedForward, OutputHeadBias, SelfAttention
+from motet.models.arch.attention_and_feed_forward import FeedForward, OutputHeadBias, SelfAttention
+from motet.models.arch.attention_mask import AttentionMask, bidirectional_mask
 from motet.models.arch.norms import build_norm
 from motet.models.runtime_checks import check_sequence_length
 from motet.models.settings import EncoderSettings

@@ -11,8 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from motet.core.errors import check_input
-from motet.models.arch.attention import AttentionMask, bidirectional_mask, causal_mask
-from motet.models.arch.layers import FeedForward, OutputHeadWeight, PreNormBlock, SelfAttention
+from motet.models.arch.attention_and_feed_forward import (
+    FeedForward,
+    OutputHeadMatrixModule,
+    PreNormBlock,
+    SelfAttention,
+)
+from motet.models.arch.attention_mask import AttentionMask, bidirectional_mask, causal_mask
 from motet.models.arch.norms import build_norm
 from motet.models.runtime_checks import check_sequence_length
 from motet.models.settings import EncoderDecoderSettings
@@ -33,7 +38,7 @@ class EncoderDecoderModel(nn.Module):
         self.decoder = T5Stack(s, s.decoder_layers or s.layers, is_decoder=True)
         self.dropout = nn.Dropout(s.dropout)
         if not s.tied:
-            self.head = OutputHeadWeight(s.vocab_size, s.hidden)
+            self.head = OutputHeadMatrixModule(s.vocab_size, s.hidden)
 
     def forward(
         self, tokens: Tensor, source: Tensor, documents: Tensor | None = None, source_documents: Tensor | None = None

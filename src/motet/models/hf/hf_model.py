@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from motet.core.batch import Batch
 from motet.core.config_loading import did_you_mean
 from motet.core.errors import InputError, check_input
-from motet.models.arch.attention import bidirectional_mask, causal_mask
+from motet.models.arch.attention_mask import bidirectional_mask, causal_mask
 from motet.models.hf.hf_config import read_config
 from motet.models.runtime_checks import check_sequence_length
 from motet.models.user_module import extract_logits

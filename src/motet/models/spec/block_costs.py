@@ -1,4 +1,4 @@
-"""Costs of the layers in models/arch/layers.py, and of the blocks of the three architectures.
+"""Costs of the layers in models/arch/attention_and_feed_forward.py, and of the blocks of the three architectures.
 
 A tensor that two layers keep is counted once: by a linear layer or norm its input, by attention its queries, keys and
 values, by a feed-forward network its inner activations. A view keeps its whole storage, so queries, keys and values
@@ -15,7 +15,7 @@ from motet.models.settings import (
     MixtureOfExpertsSettings,
     TransformerSettings,
 )
-from motet.models.spec.flops_and_memory import (
+from motet.models.spec.layer_specs import (
     AttentionSpec,
     BlockSpec,
     CountedPer,

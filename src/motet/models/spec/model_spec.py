@@ -20,7 +20,7 @@ from motet.models.settings import (
     UserModuleSettings,
 )
 from motet.models.spec.block_costs import decoder_block_specs, encoder_block_specs, encoder_decoder_block_specs
-from motet.models.spec.flops_and_memory import AttentionFlopsRule, BlockSpec, MicroBatchShape, ParameterSpec
+from motet.models.spec.layer_specs import AttentionFlopsRule, BlockSpec, MicroBatchShape, ParameterSpec
 
 
 @dataclass(frozen=True)

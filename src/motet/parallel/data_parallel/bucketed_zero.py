@@ -23,7 +23,7 @@ from motet.parallel.data_parallel.communication.communicator import DataParallel
 from motet.parallel.data_parallel.communication.powersgd_matrices import bucket_reduction_specs
 from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh
 from motet.parallel.data_parallel.flat_parameters import FlatParameters, GradientBuffer, LocalShard
-from motet.parallel.data_parallel.forward_prefetch import ParameterUsageTracker
+from motet.parallel.data_parallel.forward_prefetch import ModuleParameterWaiter
 from motet.parallel.data_parallel.zero import ZERO_STAGES, BucketsAndFSDPUnits, make_buckets
 from motet.parallel.layout import Layout
 from motet.precision.recipe import PrecisionRecipe
@@ -93,14 +93,14 @@ class BucketedDataParallel:
         self._ready_buckets: set[int] = set()
         self._next_bucket = 0
         self._is_first_microbatch = self._is_last_microbatch = True
-        self._usage_tracker: ParameterUsageTracker | None = None
+        self._usage_tracker: ModuleParameterWaiter | None = None
         self._gather_order: tuple[int, ...] = ()  # Order of gathers that overlap forward, once it is known
         self._pending_gathers: dict[int, WorkHandle] = {}
         self._pending_update: Callable[[Sequence[int]], None] | None = None  # Runs when gathered gradients arrive
 
     def enable_forward_prefetch(self, module: nn.Module) -> None:
         """After the first forward, let each module wait only for the buckets that it uses."""
-        self._usage_tracker = ParameterUsageTracker(module, self._bucket_ids, self._wait_for_bucket)
+        self._usage_tracker = ModuleParameterWaiter(module, self._bucket_ids, self._wait_for_bucket)
 
     def begin_step(self) -> None:
         self.flat_parameters.check_storage_unchanged()

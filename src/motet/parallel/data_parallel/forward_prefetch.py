@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from motet.parallel.torch_private import is_innermost_mode
 
 
-class ParameterUsageTracker:
+class ModuleParameterWaiter:
     """Calls `wait_for_bucket` before a module begins, for each bucket that the module uses."""
 
     def __init__(

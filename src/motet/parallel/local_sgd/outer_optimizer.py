@@ -42,7 +42,7 @@ from motet.parallel.process.rank_consistency import broadcast_buffers, persisten
 
 
 @dataclass(frozen=True)
-class IndependentReplicas:
+class IndependentReplicaRanks:
     """The ranks as independent replicas."""
 
     all_ranks: RankGroup
@@ -55,14 +55,16 @@ class IndependentReplicas:
         return self.mesh.shard_group, replace(self.full_layout, dp=self.full_layout.shards)
 
 
-def split_into_replicas(group: RankGroup, layout: Layout, communication: CommunicationSettings) -> IndependentReplicas:
+def split_into_replicas(
+    group: RankGroup, layout: Layout, communication: CommunicationSettings
+) -> IndependentReplicaRanks:
     """Make the process groups of independent replicas; every rank of the group calls this."""
     mesh = make_mesh(group, resolve_communication_groups(without_forward_overlap(communication), layout))
     if mesh.replica_group is group and group.world > 1:  # outer steps stay in flight during other collectives
         mesh = ShardReplicaMesh(
             mesh.shard_group, replace(group, process_group=dist.new_group(list(range(group.world))))
         )
-    return IndependentReplicas(group, mesh, layout)
+    return IndependentReplicaRanks(group, mesh, layout)
 
 
 class OuterStepStatus(NamedTuple):
@@ -79,7 +81,7 @@ class OuterOptimizer:
         self,
         module: nn.Module,
         parameters: ShardedParameters,
-        replicas: IndependentReplicas,
+        replicas: IndependentReplicaRanks,
         *,
         settings: LocalSGDSettings,
         communication: CommunicationSettings,
@@ -284,7 +286,7 @@ class _PendingOuterStep:
     status: OuterStepStatus | None = None
     finite_replicas: int = 1
 
-    def finish(self, replicas: IndependentReplicas) -> None:
+    def finish(self, replicas: IndependentReplicaRanks) -> None:
         """Wait until all pseudo-gradients are summed."""
         if self.status is not None:
             return

@@ -12,7 +12,7 @@ from math import prod
 
 from motet.collectives.algorithms import build
 from motet.collectives.program import Program
-from motet.collectives.prove.program_checker import UnprovenCollectiveError, prove_program
+from motet.collectives.prove.program_checker import CollectiveProofError, prove_program
 from motet.parallel.data_parallel.communication.communication_settings import (
     AUTO,
     BACKEND,
@@ -129,7 +129,7 @@ def prove_collective_programs(layout: Layout, settings: CommunicationSettings) -
     for program in built:
         try:
             prove_program(program)
-        except UnprovenCollectiveError as error:
+        except CollectiveProofError as error:
             raise InvalidStepPlanError(f"element 0 of every parameter: {error}") from None
     return tuple(built)
 

@@ -268,7 +268,7 @@ def _peak_of_buckets(buckets: Sequence[Bucket], layout: Layout, recipe: Precisio
     return max([sizes[0] + max(gradients[0], arriving[0]), *both])
 
 
-class _AccumulationCase(NamedTuple):
+class _AccumulatedGradientBytes(NamedTuple):
     accumulated: int  # Kept from earlier micro-batches
     waiting: int  # Copies that wait for the all-reduce over the replicas
     growth: int  # Copies that each unit adds to those (1) or removes from them (-1)
@@ -283,14 +283,14 @@ def _peak_of_units(units: Sequence[FSDPUnit], layout: Layout, recipe: PrecisionR
     last, has_replicas = layout.microbatches - 1, layout.dp > layout.shards
     total = DTYPE_BYTES[recipe.master] * sum(padded_shard_numel(unit.trainable, layout.shards) for unit in units)
     waiting = total * has_replicas
-    cases = [_AccumulationCase(0, 0, int(has_replicas and last > 0))]
-    cases += [_AccumulationCase(total, waiting, 0)] if last > 1 else []
-    cases += [_AccumulationCase(total, waiting, -int(has_replicas))] if last else []
+    cases = [_AccumulatedGradientBytes(0, 0, int(has_replicas and last > 0))]
+    cases += [_AccumulatedGradientBytes(total, waiting, 0)] if last > 1 else []
+    cases += [_AccumulatedGradientBytes(total, waiting, -int(has_replicas))] if last else []
     return max(max(_live_bytes(units, layout, recipe, case=case)) for case in cases) - total
 
 
 def _live_bytes(
-    units: Sequence[FSDPUnit], layout: Layout, recipe: PrecisionRecipe, *, case: _AccumulationCase
+    units: Sequence[FSDPUnit], layout: Layout, recipe: PrecisionRecipe, *, case: _AccumulatedGradientBytes
 ) -> Iterator[int]:
     compute, reduce, shards = DTYPE_BYTES[recipe.compute], DTYPE_BYTES[recipe.reduce], layout.shards
     reshards = layout.reshard_after_forward

@@ -21,7 +21,7 @@ from motet.parity.compare.tensor_differences import (
     build_reference_tensors,
     compare_with_reference,
 )
-from motet.parity.record.recorded_phases import (
+from motet.parity.record.record_verification_steps import (
     SINGLE_RANK_GROUP,
     record_restored_step,
     record_starting_masters,

@@ -17,11 +17,11 @@ from motet.parity.compare.tensor_differences import (
     compare_with_reference,
     find_microbatch_dependent,
 )
-from motet.parity.record.recorded_phases import (
+from motet.parity.record.record_verification_steps import (
     FROM_REFERENCE,
     SINGLE_RANK_GROUP,
     UNOBSERVED,
-    PhaseStep,
+    RecordedStepKey,
     VerificationSubject,
     VerificationSubjectOnRank,
     record_evaluation,
@@ -47,7 +47,7 @@ class ReferenceRuns:
     self_difference: TensorDifference | None = None
     has_mean_gradients: bool = False  # Gradients are divided by the count of targets
 
-    def reference_for(self, at: PhaseStep) -> ReferenceStep:
+    def reference_for(self, at: RecordedStepKey) -> ReferenceStep:
         reference = (self.step_references if at.phase == FROM_REFERENCE else self.trajectory_references)[at.step]
         if at.phase != UNOBSERVED:
             return reference
@@ -157,7 +157,7 @@ def _with_mean_gradients(reference: ReferenceStep, keys: set[TensorKey]) -> Refe
 class DifferenceAtStep:
     """The difference of a tensor, and the step in which it was computed."""
 
-    at: PhaseStep
+    at: RecordedStepKey
     difference: TensorDifference
 
     def __str__(self) -> str:
@@ -174,7 +174,9 @@ class Comparison:
     noise_dominated: tuple[str, ...]  # Tensors that rounding alone changes too much
 
 
-def compare_recorded_steps(reference_runs: ReferenceRuns, recorded: Mapping[PhaseStep, RecordsByRank]) -> Comparison:
+def compare_recorded_steps(
+    reference_runs: ReferenceRuns, recorded: Mapping[RecordedStepKey, RecordsByRank]
+) -> Comparison:
     """Compare step by step; steps after one that differs are not looked at."""
     differences: list[DifferenceAtStep] = []
     for at in recorded:

@@ -16,7 +16,7 @@ from motet.parity.diagnose.linear_fit import (
     solve_coefficients,
 )
 from motet.parity.diagnose.mismatch_evidence import MismatchEvidence, OptimizerEvidence
-from motet.parity.diagnose.optimizer_update import ExpectedOptimizerUpdate, ExpectedSummand, weighted_sum
+from motet.parity.diagnose.optimizer_update import ExpectedOptimizerUpdate, OptimizerUpdateTerm, weighted_sum
 from motet.parity.diagnose.tensor_hypotheses import EXACT_HYPOTHESES, TENSOR_HYPOTHESES, explain
 
 UPDATE_TOLERANCE = 1e-6  # Between changes of masters, which are small against the masters
@@ -49,7 +49,7 @@ def update_differs(e: MismatchEvidence) -> str:
     if text := _epsilon_differs(e, o):
         return text
     others = o.other_gradients.items() if o.state_name in ("exp_avg", "momentum_buffer") else ()
-    extra = [ExpectedSummand(words, gradient, 0.0) for words, gradient in others]
+    extra = [OptimizerUpdateTerm(words, gradient, 0.0) for words, gradient in others]
     return explain_sum(change, [*summands, *extra], e) or _implied_input_differs(e, o)
 
 
@@ -62,7 +62,7 @@ def _is_result_of(e: MismatchEvidence, o: OptimizerEvidence, alternative: Expect
     return is_distinct and relative_distance(e.value - base, change) < tolerance
 
 
-def explain_sum(value: Tensor, summands: Sequence[ExpectedSummand], e: MismatchEvidence) -> str:
+def explain_sum(value: Tensor, summands: Sequence[OptimizerUpdateTerm], e: MismatchEvidence) -> str:
     """Name the terms that the sum has more or less often than it should."""
     present = [s for s in summands if s.expected_factor or float(s.value.abs().max())]
     fitted = solve_coefficients(value, [s.value for s in present]) if value.numel() > len(present) else None

@@ -11,7 +11,7 @@ from torch import Tensor
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 
 
-class ExpectedSummand(NamedTuple):
+class OptimizerUpdateTerm(NamedTuple):
     """One term of a sum, and the factor that it should have."""
 
     description: str
@@ -19,7 +19,7 @@ class ExpectedSummand(NamedTuple):
     expected_factor: float
 
 
-def weighted_sum(summands: list[ExpectedSummand]) -> Tensor:
+def weighted_sum(summands: list[OptimizerUpdateTerm]) -> Tensor:
     """The sum that the terms should have."""
     return torch.stack([s.expected_factor * s.value for s in summands]).sum(0)
 
@@ -63,23 +63,32 @@ class ExpectedOptimizerUpdate:
         """A master is compared by its change, which is small against the master itself."""
         return self.master if state_name == "master" else torch.zeros_like(self.master)
 
-    def summands(self, state_name: str) -> list[ExpectedSummand]:
+    def summands(self, state_name: str) -> list[OptimizerUpdateTerm]:
         """The terms of a moment, that before the step first; or of the change of a master."""
         beta1, beta2 = self.settings.betas
-        decay, is_adamw = ExpectedSummand("weight decay", self.master, self.weight_decay), self.settings.name == "adamw"
+        decay, is_adamw = (
+            OptimizerUpdateTerm("weight decay", self.master, self.weight_decay),
+            self.settings.name == "adamw",
+        )
         if state_name == "master":
             without_decay = replace(self, weight_decay=0.0) if is_adamw else self
             change = without_decay.expected_state()["master"] - self.master
-            decay = ExpectedSummand(
+            decay = OptimizerUpdateTerm(
                 "weight decay", -self.learning_rate * self.master, self.weight_decay if is_adamw else 0.0
             )
-            return [decay, ExpectedSummand("the update", change, 1.0)]
+            return [decay, OptimizerUpdateTerm("the update", change, 1.0)]
         factor, new_terms = {
-            "exp_avg": (beta1, [ExpectedSummand("the gradient", self.gradient, 1 - beta1)]),
-            "exp_avg_sq": (beta2, [ExpectedSummand("the square of the gradient", self.gradient.square(), 1 - beta2)]),
-            "momentum_buffer": (self.settings.momentum, [ExpectedSummand("the gradient", self.gradient, 1.0), decay]),
+            "exp_avg": (beta1, [OptimizerUpdateTerm("the gradient", self.gradient, 1 - beta1)]),
+            "exp_avg_sq": (
+                beta2,
+                [OptimizerUpdateTerm("the square of the gradient", self.gradient.square(), 1 - beta2)],
+            ),
+            "momentum_buffer": (
+                self.settings.momentum,
+                [OptimizerUpdateTerm("the gradient", self.gradient, 1.0), decay],
+            ),
         }[state_name]
-        return [ExpectedSummand("what it was before", self.moments[state_name], factor), *new_terms]
+        return [OptimizerUpdateTerm("what it was before", self.moments[state_name], factor), *new_terms]
 
     def alternatives(self) -> Iterator[tuple[str, "ExpectedOptimizerUpdate"]]:
         """Descriptions of mistakes, each with the update that it makes."""

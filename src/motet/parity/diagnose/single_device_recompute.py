@@ -13,7 +13,7 @@ from motet.parallel.layout import Layout, contributing_rows_of_rank
 from motet.parity.compare.align_with_reference import ReferenceTensor
 from motet.parity.compare.reference_runs import ReferenceRuns
 from motet.parity.compare.tensor_differences import build_reference_tensors
-from motet.parity.record.recorded_phases import (
+from motet.parity.record.record_verification_steps import (
     SINGLE_RANK_GROUP,
     VerificationSubject,
     VerificationSubjectOnRank,

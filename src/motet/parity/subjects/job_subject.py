@@ -23,7 +23,7 @@ from motet.train.engine import TrainingEngine
 from motet.train.job import Job
 from motet.train.optimizer.optimizer_settings import OptimizerSettings, learning_rate_factor
 from motet.train.state import TrainingState
-from motet.train.step import BatchSource, StepModel
+from motet.train.step import BatchSource, TrainableModelProtocol
 
 TRAINING_MODE_CALLS = "modules called as in training"
 
@@ -123,7 +123,7 @@ class _RecordingStep:
     """The samples and the model of a step; samples, random masks and losses are recorded."""
 
     samples: BatchSource
-    model: StepModel
+    model: TrainableModelProtocol
     recorder: TensorRecorder
     row_order: Sequence[int] | None
     recording_flags: Iterator[bool]  # False for a micro-batch whose results are discarded

@@ -20,7 +20,7 @@ from motet.train import step as read
 from motet.train.evaluation import EvaluationBatchSource
 
 
-class TrainAndEvaluationSamples(read.BatchSource, EvaluationBatchSource, Protocol):
+class TrainAndEvaluationBatchSource(read.BatchSource, EvaluationBatchSource, Protocol):
     """A source of batches for training and evaluation."""
 
 
@@ -28,7 +28,7 @@ class TrainAndEvaluationSamples(read.BatchSource, EvaluationBatchSource, Protoco
 class UnevenTargetSamples:
     """Samples in which up to half of the targets at the end of a row have weight 0, or every fifth class label."""
 
-    inner: TrainAndEvaluationSamples
+    inner: TrainAndEvaluationBatchSource
 
     def batch(self, step: int, rows: range) -> Batch:
         batch = self.inner.batch(step, rows)

@@ -18,14 +18,13 @@ from motet.core.errors import InputError
 from motet.data.corpus.build import ProgressCallback
 from motet.data.corpus.prepare import prepare_data
 from motet.monitor.callback import Callback
-from motet.monitor.console import stderr_console
+from motet.monitor.stdout_stderr import stderr_console
 from motet.parallel.parameter_server.server_settings import extra_process_count, parse_address
 from motet.parallel.process.launch_environment import SINGLE_RANK, RankEnvironment, threads_for
 from motet.train.job import Job
 from motet.train.launch.failures import STOPPED_EXIT_CODE, RankExitRecord, StopFlag, stop_on_signals
 from motet.train.launch.preflight import check_data, check_job, check_memory, check_model
 from motet.train.launch.rank_process import run_rank_function
-from motet.train.launch.run_cleanup import RunFolderSnapshot, record_run_end, snapshot_run_folder
 from motet.train.launch.run_folder import (
     LOGS_FOLDER,
     RunFolderChoice,
@@ -35,6 +34,7 @@ from motet.train.launch.run_folder import (
     lock_run_folder,
     write_run_start,
 )
+from motet.train.launch.run_folder_rollback import RunFolderSnapshot, record_run_end, snapshot_run_folder
 from motet.train.launch.supervisor import (
     ElasticRankPolicy,
     LaunchExitStatus,
@@ -84,7 +84,13 @@ def supervise_local_ranks(request: TrainRequest, io: SupervisorIO) -> tuple[Path
             range(1, 1 + server.count), range(server_processes, server_processes + ranks), server.max_process_restarts
         )
         spec = LaunchSpec(
-            command=(sys.executable, "-m", "motet.cli.rank_main", "motet.train.launch.rank_main:train_rank", str(path)),
+            command=(
+                sys.executable,
+                "-m",
+                "motet.cli.run_rank_function",
+                "motet.train.launch.rank_main:train_rank",
+                str(path),
+            ),
             ranks=ranks + server_processes,
             environment=rank_environment(io.environment, threads),
             log_folder=path / LOGS_FOLDER,
@@ -115,7 +121,7 @@ def join_remote_run(request: TrainRequest, coordinator_address: str, io: Supervi
         write_run_start(Path(folder), job, collect_provenance(ranks, threads, request.command_line))
         function_name, host = "motet.train.launch.rank_main:join_rank", f"{socket.gethostname()}-{secrets.token_hex(3)}"
         spec = LaunchSpec(
-            command=(sys.executable, "-m", "motet.cli.rank_main", function_name, folder, host),
+            command=(sys.executable, "-m", "motet.cli.run_rank_function", function_name, folder, host),
             ranks=ranks,
             environment=rank_environment(io.environment, threads),
             log_folder=Path(folder) / LOGS_FOLDER,

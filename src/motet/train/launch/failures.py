@@ -19,9 +19,9 @@ from types import FrameType
 
 from motet.core.errors import (
     MotetError,
-    NumericalMismatchError,
     PeerFailedError,
     RankFailedError,
+    ReplicaMismatchError,
     TrainingDivergedError,
 )
 
@@ -92,7 +92,7 @@ class RankExitRecord:
     @property
     def is_unanimous(self) -> bool:
         """Every rank saw the same numbers and ended for the same reason, so no rank is named as the cause."""
-        return self.exit_code in (TrainingDivergedError.exit_code, NumericalMismatchError.exit_code)
+        return self.exit_code in (TrainingDivergedError.exit_code, ReplicaMismatchError.exit_code)
 
     @property
     def message(self) -> str:

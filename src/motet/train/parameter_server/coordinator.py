@@ -16,7 +16,7 @@ from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.layout import LayoutSettings
 from motet.parallel.parameter_server.process.coordinator_process import CoordinatorProcess
 from motet.parallel.parameter_server.process.parameter_store import (
-    ParameterPartition,
+    ParameterSlicingPlan,
     deserialize_tensors,
     serialize_tensors,
 )
@@ -30,9 +30,9 @@ from motet.train.build import build_components, open_rank_monitor, restore_newes
 from motet.train.launch.failures import StopFlag
 from motet.train.loop import RunProgress
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
-from motet.train.parameter_server.coordinator_step import CoordinatorTrainStep, StepCompletionTracker
-from motet.train.parameter_server.parameter_partition import build_handshake, build_partition
-from motet.train.parameter_server.process_roles import WORK_ITEMS_ENTRY, ParameterServerRole, open_transport
+from motet.train.parameter_server.build_parameter_slicing import build_handshake, build_partition
+from motet.train.parameter_server.coordinator_step import CoordinatorTrainStep, ServerUpdateStepTracker
+from motet.train.parameter_server.process_roles import WORK_ITEMS_ENTRY, ParameterServerRoleContext, open_transport
 from motet.train.parameter_server.server import delete_old_snapshots
 
 
@@ -40,7 +40,7 @@ from motet.train.parameter_server.server import delete_old_snapshots
 class CoordinatorParameterCopy:
     """The master parameters and moments of the coordinator's optimizer, cut into slices."""
 
-    partition: ParameterPartition
+    partition: ParameterSlicingPlan
     optimizer: ShardedOptimizer
     version: int
     _skips_fetch: bool = False  # While the copy itself is read, however old it is
@@ -105,7 +105,7 @@ class CoordinatorParameterCopy:
 
 
 def run_coordinator(
-    role: ParameterServerRole, folder: Path, stop: StopFlag, callbacks: Sequence[Callback]
+    role: ParameterServerRoleContext, folder: Path, stop: StopFlag, callbacks: Sequence[Callback]
 ) -> RunProgress:
     job, server = role.job, role.job.layout.server
     single_device_job = job.model_copy(update={"layout": LayoutSettings(microbatches=job.layout.microbatches)})
@@ -141,7 +141,7 @@ def run_coordinator(
         parameters = training.optimizer.sharded_parameters
         assert isinstance(parameters, BucketedDataParallel)
         parameters.fetch_updates = partial(parameter_copy.refresh, coordinator)
-        completion = StepCompletionTracker(policy, done_steps)
+        completion = ServerUpdateStepTracker(policy, done_steps)
         train_step = CoordinatorTrainStep(job, policy, training.total_steps, completion, coordinator)
         state_machine.update_rule = train_step.decide_update
         with open_rank_monitor(job, training.group, folder, callbacks) as monitor:

@@ -26,7 +26,7 @@ class ServerUpdateStats(NamedTuple):
 
 
 @dataclass
-class StepCompletionTracker:
+class ServerUpdateStepTracker:
     """Which steps are complete at which update."""
 
     policy: ConsistencyPolicy
@@ -52,7 +52,7 @@ class CoordinatorTrainStep:
     job: Job
     policy: ConsistencyPolicy
     total_steps: int
-    completion: StepCompletionTracker
+    completion: ServerUpdateStepTracker
     coordinator: CoordinatorProcess
     unreported_updates: list[ServerUpdateStats] = field(default_factory=list)
     consecutive_skipped: int = 0

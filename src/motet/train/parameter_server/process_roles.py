@@ -23,7 +23,7 @@ ADDRESS_POLL_INTERVAL_S = 0.05
 
 
 @dataclass(frozen=True)
-class ParameterServerRole:
+class ParameterServerRoleContext:
     """The role of one process in a run."""
 
     job: Job
@@ -49,7 +49,7 @@ class ParameterServerRole:
         return "/" in self.role_name
 
     @property
-    def colocated_server(self) -> "ParameterServerRole | None":
+    def colocated_server(self) -> "ParameterServerRoleContext | None":
         """The role of the server that runs as a thread of this worker, if any."""
         server, server_index = self.job.layout.server, self.rank_env.rank - 1
         if server.placement == "dedicated" or self.has_joined_late or server_index >= server.count:
@@ -57,7 +57,7 @@ class ParameterServerRole:
         return replace(self, role_name=f"s{server_index}")
 
 
-def rank_env_among_workers(role: ParameterServerRole) -> RankEnvironment:
+def rank_env_among_workers(role: ParameterServerRoleContext) -> RankEnvironment:
     """The rank environment as if only workers ran on this machine."""
     rank_env = role.rank_env  # the machine of a late worker has workers alone
     non_workers = 0 if role.has_joined_late else extra_process_count(role.job.layout.server)
@@ -67,7 +67,7 @@ def rank_env_among_workers(role: ParameterServerRole) -> RankEnvironment:
 
 
 @contextmanager
-def open_transport(role: ParameterServerRole, name: str, handshake: dict[str, str]) -> Iterator[TcpTransport]:
+def open_transport(role: ParameterServerRoleContext, name: str, handshake: dict[str, str]) -> Iterator[TcpTransport]:
     """Connect to the coordinator, or listen as the coordinator."""
     server = role.job.layout.server
     host, port = None if role.is_worker else _reachable_host(role.rank_env), 0
@@ -91,7 +91,7 @@ def open_transport(role: ParameterServerRole, name: str, handshake: dict[str, st
         transport.close()
 
 
-def _publish_coordinator_address(role: ParameterServerRole, host: str, port: int) -> None:
+def _publish_coordinator_address(role: ParameterServerRoleContext, host: str, port: int) -> None:
     rank_env = role.rank_env
     if rank_env.rendezvous.startswith("file://"):
         path = coordinator_address_file(rank_env)
@@ -103,7 +103,7 @@ def _publish_coordinator_address(role: ParameterServerRole, host: str, port: int
         store.set(f"coordinator-{rank_env.attempt}", f"{host}:{port}")
 
 
-def _coordinator_address(role: ParameterServerRole) -> tuple[str, int]:
+def _coordinator_address(role: ParameterServerRoleContext) -> tuple[str, int]:
     rank_env, timeout_s = role.rank_env, role.job.run.timeout_s
     if rank_env.rendezvous.startswith("file://"):
         path, deadline_s = coordinator_address_file(rank_env), time.monotonic() + timeout_s

@@ -15,7 +15,7 @@ from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
 from motet.train.loop import RunProgress
 from motet.train.parameter_server.coordinator import run_coordinator
-from motet.train.parameter_server.process_roles import ParameterServerRole, rank_env_among_workers
+from motet.train.parameter_server.process_roles import ParameterServerRoleContext, rank_env_among_workers
 from motet.train.parameter_server.server import run_server
 from motet.train.parameter_server.worker import run_worker
 
@@ -25,16 +25,16 @@ def run_parameter_server_rank(
 ) -> RunProgress:
     names = [COORDINATOR, *(f"s{index}" for index in range(extra_process_count(job.layout.server) - 1))]
     name = names[rank_env.rank] if rank_env.rank < len(names) else f"w{rank_env.rank - len(names)}"
-    return run_role(ParameterServerRole(job, rank_env, name), folder, stop, callbacks)
+    return run_role(ParameterServerRoleContext(job, rank_env, name), folder, stop, callbacks)
 
 
 def run_late_worker(job: Job, rank_env: RankEnvironment, host: str, stop: StopFlag) -> None:
     """Join a run as another worker. The host makes its name unique."""
-    run_role(ParameterServerRole(job, rank_env, f"{host}/w{rank_env.rank}"), Path(), stop)
+    run_role(ParameterServerRoleContext(job, rank_env, f"{host}/w{rank_env.rank}"), Path(), stop)
 
 
 def run_role(
-    role: ParameterServerRole, folder: Path, stop: StopFlag, callbacks: Sequence[Callback] = ()
+    role: ParameterServerRoleContext, folder: Path, stop: StopFlag, callbacks: Sequence[Callback] = ()
 ) -> RunProgress:
     torch.set_num_threads(threads_for(rank_env_among_workers(role), role.job.run.threads))
     with precision_context(role.job):
@@ -50,7 +50,7 @@ def run_role(
 
 
 def _run_worker_with_server(
-    role: ParameterServerRole, server: ParameterServerRole, folder: Path, stop: StopFlag
+    role: ParameterServerRoleContext, server: ParameterServerRoleContext, folder: Path, stop: StopFlag
 ) -> None:
     """Run a worker, and a server as a thread. An error of the server is raised first, as the cause of the other."""
 

@@ -17,13 +17,13 @@ from motet.parallel.parameter_server.protocol.server_state_machine import Server
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.train.build import build_model
 from motet.train.optimizer.sharded_optimizer import make_torch_optimizer
-from motet.train.parameter_server.parameter_partition import build_handshake, build_partition
-from motet.train.parameter_server.process_roles import ParameterServerRole, open_transport
+from motet.train.parameter_server.build_parameter_slicing import build_handshake, build_partition
+from motet.train.parameter_server.process_roles import ParameterServerRoleContext, open_transport
 
 SNAPSHOTS_FOLDER = "servers"  # In the run folder
 
 
-def run_server(role: ParameterServerRole, folder: Path) -> None:
+def run_server(role: ParameterServerRoleContext, folder: Path) -> None:
     """Run until the end. A server that is evicted offers its place again, under another name."""
     job = role.job
     _, model = build_model(job, torch.device("cpu"))
@@ -55,7 +55,7 @@ def run_server(role: ParameterServerRole, folder: Path) -> None:
         snapshots.close_and_delete()
 
 
-def _open_snapshots(role: ParameterServerRole, folder: Path) -> ServerSnapshots | None:
+def _open_snapshots(role: ParameterServerRoleContext, folder: Path) -> ServerSnapshots | None:
     """Snapshots are for a server whose slices have no second copy, and that the launcher can restart."""
     server = role.job.layout.server
     if server.copies > 1 or not server.snapshot_every or not role.rank_env.rendezvous.startswith("file://"):

@@ -11,9 +11,9 @@ from torch import Tensor
 from motet.data.samples.loader import BatchLoader
 from motet.models.build import TrainableModel
 from motet.parallel.data_parallel.flat_parameters import FlatParameters, GradientBuffer
-from motet.parallel.data_parallel.forward_prefetch import ParameterUsageTracker
+from motet.parallel.data_parallel.forward_prefetch import ModuleParameterWaiter
 from motet.parallel.layout import Layout, microbatches_of_rank
-from motet.parallel.parameter_server.process.parameter_store import ParameterPartition
+from motet.parallel.parameter_server.process.parameter_store import ParameterSlicingPlan
 from motet.parallel.parameter_server.process.tcp_transport import EvictedError
 from motet.parallel.parameter_server.process.worker_client import ParameterServerClient
 from motet.parallel.parameter_server.protocol.messages import WorkAssignment, WorkItemReport
@@ -27,16 +27,16 @@ from motet.precision.recipe import RECIPES
 from motet.train.build import build_model
 from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
-from motet.train.parameter_server.parameter_partition import build_handshake, build_partition
+from motet.train.parameter_server.build_parameter_slicing import build_handshake, build_partition
 from motet.train.parameter_server.process_roles import (
     WORK_ITEMS_ENTRY,
-    ParameterServerRole,
+    ParameterServerRoleContext,
     open_transport,
     rank_env_among_workers,
 )
 
 
-def run_worker(role: ParameterServerRole, stop: StopFlag) -> None:
+def run_worker(role: ParameterServerRoleContext, stop: StopFlag) -> None:
     """Run until the end; a worker that joined late may leave earlier."""
     job = role.job
     device = pick_device(job.run.device, rank_env_among_workers(role))
@@ -52,7 +52,7 @@ def run_worker(role: ParameterServerRole, stop: StopFlag) -> None:
     stop = stop if role.has_joined_late else StopFlag()
     worker = ParameterServerWorker(job, model, data, partition, flat_parameters, stop)
     bucket_ids: dict[Tensor, int] = {named[m.name]: i for i, b in enumerate(partition.buckets) for m in b.members}
-    parameter_usage = ParameterUsageTracker(model.module, bucket_ids, lambda i: worker.client.wait_for_bucket(i))
+    parameter_usage = ModuleParameterWaiter(model.module, bucket_ids, lambda i: worker.client.wait_for_bucket(i))
     placement = initial_placement(partition.slices, job.layout.server.count, job.layout.server.copies)
     for attempt in count():
         name = f"{role.process_name}+{attempt}" if attempt else role.process_name
@@ -76,12 +76,12 @@ class ParameterServerWorker:
     job: Job
     model: TrainableModel
     data: BatchLoader
-    partition: ParameterPartition
+    partition: ParameterSlicingPlan
     flat_parameters: FlatParameters
     stop: StopFlag
     client: ParameterServerClient = field(init=False)  # A new one after each eviction
 
-    def run(self, client: ParameterServerClient, parameter_usage: ParameterUsageTracker) -> None:
+    def run(self, client: ParameterServerClient, parameter_usage: ModuleParameterWaiter) -> None:
         """Compute work items until the end."""
         self.client = client
         must_set_order = self.job.layout.server.send_order == "priority"
@@ -98,7 +98,7 @@ class ParameterServerWorker:
             self._run_work_item(assignment, layout, parameter_usage)
 
     def _run_work_item(
-        self, assignment: WorkAssignment, layout: Layout, parameter_usage: ParameterUsageTracker
+        self, assignment: WorkAssignment, layout: Layout, parameter_usage: ModuleParameterWaiter
     ) -> None:
         step, index = divmod(assignment.work_item, layout.dp)
         microbatches = microbatches_of_rank(layout, index, self.job.data.batch_sequences)

@@ -39,7 +39,7 @@ class CoordinatorProcess:
         # (since when, seconds until the process is evicted, if others can replace it).
         self._disconnected: dict[str, tuple[float, float]] = {}
         # By server that replaces another; True: with the stored tensors, for its snapshot has none.
-        self._initial_states: dict[str, list[tuple[messages.ParameterStateAssignment, bool]]] = {}
+        self._initial_states: dict[str, list[tuple[messages.SliceStartVersion, bool]]] = {}
         self._fetched_states: dict[int, bytearray] = {}
         self._pending_fetches: set[int] = set()
         self._stale_slices: set[int] = set()  # Fetched at an older version than the last
@@ -197,12 +197,10 @@ class CoordinatorProcess:
         versions = dict.fromkeys(range(len(replicas)), 0) | dict(snapshot)
         offer = messages.ServerTakeoverOffer(name, replaced_server, tuple(sorted(versions.items())))
         outgoing = state_machine.handle(offer)
-        assigned = [m for to, m in outgoing if to == name and isinstance(m, messages.ParameterStateAssignment)]
+        assigned = [m for to, m in outgoing if to == name and isinstance(m, messages.SliceStartVersion)]
         self._initial_states[name] = [(state, state.slice_id not in dict(snapshot)) for state in assigned]
         self._log_takeover(name, replaced_server, [dict(snapshot).get(state.slice_id, -1) for state in assigned])
-        self._transport.send_all(
-            [sent for sent in outgoing if not isinstance(sent[1], messages.ParameterStateAssignment)]
-        )
+        self._transport.send_all([sent for sent in outgoing if not isinstance(sent[1], messages.SliceStartVersion)])
         self._send_initial_states(name)
         self._request_slice_states(self._pending_fetches)
         shutdown = [(name, messages.ServerShutdown(state_machine.update_count))] if self._has_sent_shutdown else []
@@ -223,7 +221,7 @@ class CoordinatorProcess:
 
     def _send_initial_states(self, server: str) -> None:
         stored = [
-            (messages.ParameterStateAssignment(slice_id, *self._stored_version), True)
+            (messages.SliceStartVersion(slice_id, *self._stored_version), True)
             for slice_id, replicas in enumerate(self.state_machine.placement.replicas)
             if server in replicas.servers
         ]

@@ -29,7 +29,7 @@ OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
-class ParameterPartition:
+class ParameterSlicingPlan:
     """How the parameters are cut and updated; the same in all processes."""
 
     buckets: tuple[Bucket, ...]
@@ -68,7 +68,7 @@ class _ParameterSliceTensors:
 class ParameterStore:
     """The slices of one server. A slice is zero until it is loaded."""
 
-    def __init__(self, partition: ParameterPartition, make_optimizer: OptimizerFactory) -> None:
+    def __init__(self, partition: ParameterSlicingPlan, make_optimizer: OptimizerFactory) -> None:
         self._partition, self._make_optimizer = partition, make_optimizer
         self._tensors_by_slice: dict[int, _ParameterSliceTensors] = {}
         self._compressor = make_compressor(partition.compression.pull_codec, partition.compression)

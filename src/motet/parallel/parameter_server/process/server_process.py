@@ -89,10 +89,7 @@ class ParameterServerProcess:
                 if not was_pending and self._is_pending(slice_id, work_item):
                     self._store.add_push(slice_id, work_item, event.payload, worker=event.sender)
                 return outgoing
-            case (
-                messages.ParameterStateAssignment(slice_id=slice_id)
-                | messages.ParameterStateTransfer(slice_id=slice_id)
-            ):
+            case messages.SliceStartVersion(slice_id=slice_id) | messages.ParameterStateTransfer(slice_id=slice_id):
                 if event.payload and not state_machine.is_slice_initialized(slice_id):
                     self._load_slice_state(slice_id, deserialize_tensors(event.payload))
         return state_machine.handle(message)

@@ -24,7 +24,7 @@ from motet.parallel.parameter_server.protocol.message_framing import (
     FRAME_HEADER,
     MAX_FRAME_BYTES,
     PAYLOAD_FRAME,
-    Frame,
+    MessageFrame,
     MessageFrameReader,
     cut_into_frames,
 )
@@ -263,7 +263,7 @@ class _TcpConnection:
     traffic: PeerTraffic
     queued_bytes: int = 0
     has_timed_out: bool = False  # The other side does not receive any more
-    _send_heap: list[tuple[int, int, deque[Frame]]] = field(default_factory=list)
+    _send_heap: list[tuple[int, int, deque[MessageFrame]]] = field(default_factory=list)
     _message_ids: "itertools.count[int]" = field(default_factory=itertools.count)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _closed: bool = False
@@ -289,7 +289,7 @@ class _TcpConnection:
             self.has_timed_out = isinstance(error, TimeoutError)
             self.close()
 
-    def _next_frame(self) -> Frame | None:
+    def _next_frame(self) -> MessageFrame | None:
         """The most urgent frame, or a heartbeat if nothing was sent for a while; None at the end."""
         with self._changed:
             if not self._send_heap and not self._closed:
@@ -297,7 +297,7 @@ class _TcpConnection:
             if self._closed:
                 return None
             if not self._send_heap:
-                return Frame(FRAME_HEADER.pack(0, HEARTBEAT_FRAME, 0), b"")
+                return MessageFrame(FRAME_HEADER.pack(0, HEARTBEAT_FRAME, 0), b"")
             frames = self._send_heap[0][2]
             frame = frames.popleft()
             if not frames:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from motet.core.errors import InputError, PeerFailedError
 from motet.parallel.data_parallel.flat_parameters import FlatParameters
-from motet.parallel.parameter_server.process.parameter_store import ParameterPartition, tensor_bytes
+from motet.parallel.parameter_server.process.parameter_store import ParameterSlicingPlan, tensor_bytes
 from motet.parallel.parameter_server.process.push_pull_compression import decompress, make_compressor
 from motet.parallel.parameter_server.process.tcp_transport import POLL_INTERVAL_S, TcpTransport, TransportEvent
 from motet.parallel.parameter_server.protocol import messages
@@ -24,7 +24,7 @@ class ParameterServerClient:
     def __init__(
         self,
         state_machine: WorkerStateMachine,
-        partition: ParameterPartition,
+        partition: ParameterSlicingPlan,
         flat_parameters: FlatParameters,
         *,
         transport: TcpTransport,

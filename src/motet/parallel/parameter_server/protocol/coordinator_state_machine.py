@@ -180,11 +180,11 @@ class CoordinatorStateMachine:
         placed = list(self.placement.replicas)
         for slice_id, (servers, incarnation) in enumerate(placed):
             if not servers and slice_id in dict(snapshot_versions):
-                placed[slice_id] = messages.ParameterReplicas((name,), incarnation + 1)
-                outgoing.append((name, messages.ParameterStateAssignment(slice_id, self.update_count, self.decided)))
+                placed[slice_id] = messages.SlicePrimaryAndBackups((name,), incarnation + 1)
+                outgoing.append((name, messages.SliceStartVersion(slice_id, self.update_count, self.decided)))
                 self._discard_lost_pushes()
             elif servers and len(servers) < self.copies:
-                placed[slice_id] = messages.ParameterReplicas((*servers, name), incarnation)
+                placed[slice_id] = messages.SlicePrimaryAndBackups((*servers, name), incarnation)
         return outgoing + self._change_placement(placed) + self._replay_decisions(name, 0)
 
     def _replay_decisions(self, server: str, from_update: int) -> OutgoingMessages:
@@ -199,7 +199,7 @@ class CoordinatorStateMachine:
         self.orphaned_work_items |= self.completed_reports.keys() - set(self._items_in_flight)
         self.next_update_items, self.squared_norms, self.completed_reports = None, {}, {}
 
-    def _change_placement(self, replicas: list[messages.ParameterReplicas]) -> OutgoingMessages:
+    def _change_placement(self, replicas: list[messages.SlicePrimaryAndBackups]) -> OutgoingMessages:
         self.placement = messages.ParameterPlacement(self.placement.epoch + 1, tuple(replicas))
         return [(other, self.placement) for other in (*self.workers, *self.servers)]
 

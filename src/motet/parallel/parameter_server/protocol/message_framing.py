@@ -69,19 +69,19 @@ def _from_json(kind: Any, value: Any) -> Any:
     return value
 
 
-class Frame(NamedTuple):
+class MessageFrame(NamedTuple):
     header: bytes
     body: bytes | memoryview
 
 
-def cut_into_frames(message_id: int, message: messages.Message, payload: memoryview | None) -> deque[Frame]:
+def cut_into_frames(message_id: int, message: messages.Message, payload: memoryview | None) -> deque[MessageFrame]:
     """The frames of a message, in the order of sending. They are views of the payload."""
     body = memoryview(payload.cast("B") if payload is not None and payload.nbytes else b"")
     text = encode_message(message, body.nbytes)
-    frames = deque([Frame(FRAME_HEADER.pack(message_id, MESSAGE_FRAME, len(text)), text)])
+    frames = deque([MessageFrame(FRAME_HEADER.pack(message_id, MESSAGE_FRAME, len(text)), text)])
     for offset in range(0, body.nbytes, MAX_FRAME_BYTES):
         chunk = body[offset : offset + MAX_FRAME_BYTES]
-        frames.append(Frame(FRAME_HEADER.pack(message_id, PAYLOAD_FRAME, chunk.nbytes), chunk))
+        frames.append(MessageFrame(FRAME_HEADER.pack(message_id, PAYLOAD_FRAME, chunk.nbytes), chunk))
     return frames
 
 

@@ -70,7 +70,7 @@ class UpdateScalars(NamedTuple):
     is_applied: bool = False
 
 
-class ParameterReplicas(NamedTuple):
+class SlicePrimaryAndBackups(NamedTuple):
     """The servers of a slice. The first one, the primary, answers pulls, accepts pushes and forwards them."""
 
     servers: tuple[str, ...]
@@ -81,7 +81,7 @@ class ParameterPlacement(NamedTuple):
     """The servers of every slice. A later epoch replaces an earlier one."""
 
     epoch: int
-    replicas: tuple[ParameterReplicas, ...]
+    replicas: tuple[SlicePrimaryAndBackups, ...]
 
 
 class WorkerJoined(NamedTuple):
@@ -191,7 +191,7 @@ class DecisionReplayRequest(NamedTuple):
     from_update: int
 
 
-class ParameterStateAssignment(NamedTuple):
+class SliceStartVersion(NamedTuple):
     """The version at which a server starts a slice: of a checkpoint, or a snapshot whose last updates are lost."""
 
     slice_id: int
@@ -296,7 +296,7 @@ class ApplyUpdate(NamedTuple):
 Message = (
     WorkerJoined | WorkAssignment | EvictionNotice | WorkItemCompleted | ParameterPull | ParameterPullReply
     | GradientPush | GradientPushAck | BackupPush | BackupPushAck | ParameterStateTransfer | ServerTakeoverOffer
-    | DecisionReplayRequest | ParameterStateAssignment | GradientNormRequest | GradientNormReply | UpdateDecision
+    | DecisionReplayRequest | SliceStartVersion | GradientNormRequest | GradientNormReply | UpdateDecision
     | ParameterPlacement | ServerShutdown | ParameterStateRequest | ParameterStateReply | ServerTrafficReport
     | ServerAddress | ServerAddressBook | ConnectionRejected | ProcessLost | ParametersReady | GradientsReady
     | ApplyUpdate

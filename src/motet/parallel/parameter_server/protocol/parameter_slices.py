@@ -10,7 +10,7 @@ from math import ceil
 
 from motet.core.errors import InputError
 from motet.parallel.data_parallel.buckets import ALIGN_ELEMENTS, Bucket
-from motet.parallel.parameter_server.protocol.messages import ParameterPlacement, ParameterReplicas
+from motet.parallel.parameter_server.protocol.messages import ParameterPlacement, SlicePrimaryAndBackups
 
 
 @dataclass(frozen=True)
@@ -50,4 +50,4 @@ def partition_buckets(buckets: Sequence[Bucket], max_numel: int, server_count: i
 def initial_placement(slices: Sequence[ParameterSlice], server_count: int, copies: int) -> ParameterPlacement:
     """The placement of a new run: server i + 1 has the second copy of the slices of server i."""
     replicas = (tuple(f"s{(s.server_index + copy) % server_count}" for copy in range(copies)) for s in slices)
-    return ParameterPlacement(0, tuple(map(ParameterReplicas, replicas)))
+    return ParameterPlacement(0, tuple(map(SlicePrimaryAndBackups, replicas)))

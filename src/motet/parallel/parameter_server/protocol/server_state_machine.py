@@ -52,7 +52,7 @@ class ServerStateMachine:
                 return self._push_acks(waiting.pop(work_item, frozenset()))
             case messages.ParameterPull():
                 return self._handle_pull(message)
-            case messages.ParameterStateTransfer() | messages.ParameterStateAssignment():
+            case messages.ParameterStateTransfer() | messages.SliceStartVersion():
                 return self._initialize_slice(message)
             case _:
                 return self._handle_from_coordinator(message)
@@ -182,7 +182,7 @@ class ServerStateMachine:
         return outgoing + self._norm_replies()
 
     def _initialize_slice(
-        self, assigned: messages.ParameterStateTransfer | messages.ParameterStateAssignment
+        self, assigned: messages.ParameterStateTransfer | messages.SliceStartVersion
     ) -> OutgoingMessages:
         state = self._slice_state(assigned.slice_id)
         if state.is_initialized:

@@ -1,8 +1,8 @@
-"""`python -m motet.cli.rank_main PACKAGE.MODULE:FUNCTION [ARGUMENT ...]`: one rank, as the supervisor starts it."""
+"""`python -m motet.cli.run_rank_function PACKAGE.MODULE:FUNCTION [ARGUMENT ...]`: one rank, as the supervisor starts it."""
 
 import sys
 
-from motet.cli.environment import read_environment
+from motet.cli.environment_variables import read_environment
 from motet.parallel.process.launch_environment import read_rank_environment
 from motet.train.launch.rank_process import run_supervised_rank
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from motet.core.errors import CheckpointSaveError, InputError
 from motet.monitor.events import EVENTS_FILE, RUN_END_REASONS, RunEnded, StepDone, parse_event, read_events
-from motet.monitor.run_files import JsonlSink, SummarySink
+from motet.monitor.file_sinks import JsonlSink, SummarySink
 from motet.monitor.summary import SUMMARY_FILE, summarize
 from motet.train.launch.run_folder import JOB_FILE, LOGS_FOLDER, VERSIONS_FILE, write_file_atomically
 from motet.train.launch.supervisor import LaunchExitStatus

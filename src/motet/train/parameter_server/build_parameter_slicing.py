@@ -9,7 +9,7 @@ from motet.core.dtypes import DTYPE_BYTES
 from motet.data.samples.loader import BatchLoader
 from motet.parallel.data_parallel.buckets import build_buckets
 from motet.parallel.data_parallel.zero import MIB
-from motet.parallel.parameter_server.process.parameter_store import ParameterPartition, tensor_bytes
+from motet.parallel.parameter_server.process.parameter_store import ParameterSlicingPlan, tensor_bytes
 from motet.parallel.parameter_server.process.push_pull_compression import PushPullCompression
 from motet.parallel.parameter_server.protocol.parameter_slices import partition_buckets
 from motet.parallel.process.rank_consistency import module_signature
@@ -18,7 +18,7 @@ from motet.train.job import Job
 from motet.train.optimizer.sharded_optimizer import group_parameters
 
 
-def build_partition(module: nn.Module, job: Job) -> ParameterPartition:
+def build_partition(module: nn.Module, job: Job) -> ParameterSlicingPlan:
     """The slices of the module's parameters; the same in every process."""
     server, recipe = job.layout.server, RECIPES[job.precision.recipe]
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -31,11 +31,11 @@ def build_partition(module: nn.Module, job: Job) -> ParameterPartition:
         parse_codec(text) if text else None for text in (server.compress_pushes, server.compress_pulls)
     )
     compression = PushPullCompression(push_codec, pull_codec, server.error_feedback, job.run.seed)
-    return ParameterPartition(buckets, slices, recipe, tuple(groups), compression, server.delay_compensation)
+    return ParameterSlicingPlan(buckets, slices, recipe, tuple(groups), compression, server.delay_compensation)
 
 
 def build_handshake(
-    job: Job, module: nn.Module, partition: ParameterPartition, *, data: BatchLoader | None = None
+    job: Job, module: nn.Module, partition: ParameterSlicingPlan, *, data: BatchLoader | None = None
 ) -> dict[str, str]:
     """Checksums of what must be the same in every process."""
     server, p = job.layout.server, partition

@@ -68,20 +68,20 @@ class VerificationSubject(Protocol):
         """The subject on one device that splits the batch into micro-batches."""
 
 
-class PhaseStep(NamedTuple):
+class RecordedStepKey(NamedTuple):
     """A step, and how it begins."""
 
     phase: str
     step: int
 
 
-RecordedStep = tuple[PhaseStep, list[RecordedTensor]]
+RecordedStep = tuple[RecordedStepKey, list[RecordedTensor]]
 
 
-def phases_and_steps(steps: int) -> list[PhaseStep]:
+def phases_and_steps(steps: int) -> list[RecordedStepKey]:
     """All steps of a layout in their order; not every layout has the last one."""
-    each = [PhaseStep(phase, step) for phase in (FROM_REFERENCE, TRAJECTORY) for step in range(steps)]
-    return [*each, PhaseStep(RESUMED, steps - 1), PhaseStep(UNOBSERVED, steps - 1)]
+    each = [RecordedStepKey(phase, step) for phase in (FROM_REFERENCE, TRAJECTORY) for step in range(steps)]
+    return [*each, RecordedStepKey(RESUMED, steps - 1), RecordedStepKey(UNOBSERVED, steps - 1)]
 
 
 def step_checkpoint_path(folder: Path, step: int) -> Path:
@@ -123,23 +123,23 @@ def record_phases(
     on_rank = subject.build(group, own_folder)
     for step in range(subject.steps):
         on_rank.state.restore(step_checkpoint_path(folder, step))
-        yield PhaseStep(FROM_REFERENCE, step), run_recorded_step(on_rank, step)
+        yield RecordedStepKey(FROM_REFERENCE, step), run_recorded_step(on_rank, step)
     on_rank = subject.build(group, own_folder)
     for step in range(subject.steps):  # From its own initial values, with evaluations between steps as in training
         if step == last_step:
             on_rank.state.save(step)
         elif step:
             on_rank.evaluation_metrics()
-        yield PhaseStep(TRAJECTORY, step), run_recorded_step(on_rank, step, evaluates=step == last_step)
+        yield RecordedStepKey(TRAJECTORY, step), run_recorded_step(on_rank, step, evaluates=step == last_step)
     on_rank = subject.build(group, own_folder)
     on_rank.state.restore(step_checkpoint_path(own_folder, last_step))
-    yield PhaseStep(RESUMED, last_step), run_recorded_step(on_rank, last_step, evaluates=True)
+    yield RecordedStepKey(RESUMED, last_step), run_recorded_step(on_rank, last_step, evaluates=True)
     if on_rank.engine.optimizer.sharded_parameters.updates_on_arrival:  # Recording parameters waits for them
         on_rank = subject.build(group, own_folder)
         for step in range(last_step):
             on_rank.step(step, TensorRecorder())
         records = run_recorded_step(on_rank, last_step, evaluates=True)
-        yield PhaseStep(UNOBSERVED, last_step), [r for r in records if r.kind != "starting parameter"]
+        yield RecordedStepKey(UNOBSERVED, last_step), [r for r in records if r.kind != "starting parameter"]
 
 
 def record_native_step(subject: VerificationSubject, group: RankGroup, folder: Path) -> list[RecordedTensor]:
@@ -169,7 +169,7 @@ def record_restored_step(
 
 
 @dataclass(frozen=True)
-class RecordFolder(Mapping[PhaseStep, list[list[RecordedTensor]]]):
+class RecordFolder(Mapping[RecordedStepKey, list[list[RecordedTensor]]]):
     """The records of one layout by each rank, for every phase and step that it did; read when they are asked for."""
 
     folder: Path
@@ -181,17 +181,17 @@ class RecordFolder(Mapping[PhaseStep, list[list[RecordedTensor]]]):
     def checkpoint_subfolder(self) -> str:
         return f"layout-{self.layout_index}"
 
-    def __getitem__(self, at: PhaseStep) -> list[list[RecordedTensor]]:
+    def __getitem__(self, at: RecordedStepKey) -> list[list[RecordedTensor]]:
         files = (self._file(at, rank) for rank in range(self.world))
         return [[RecordedTensor(*fields) for fields in torch.load(file, weights_only=True)] for file in files]
 
-    def __iter__(self) -> Iterator[PhaseStep]:
+    def __iter__(self) -> Iterator[RecordedStepKey]:
         return (at for at in phases_and_steps(self.steps) if self._file(at, 0).exists())
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def save(self, at: PhaseStep, rank: int, records: list[RecordedTensor]) -> None:
+    def save(self, at: RecordedStepKey, rank: int, records: list[RecordedTensor]) -> None:
         torch.save([tuple(record) for record in records], self._file(at, rank))
 
     def mark_done(self, rank: int) -> None:
@@ -206,7 +206,7 @@ class RecordFolder(Mapping[PhaseStep, list[list[RecordedTensor]]]):
         for file in self.folder.glob(f"layout-{self.layout_index}-*-rank-*.pt"):
             file.unlink()
 
-    def _file(self, at: PhaseStep, rank: int) -> Path:
+    def _file(self, at: RecordedStepKey, rank: int) -> Path:
         return self.folder / f"layout-{self.layout_index}-{at.phase.replace(' ', '-')}-{at.step}-rank-{rank}.pt"
 
 

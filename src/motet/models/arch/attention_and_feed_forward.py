@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from motet.models.arch.activations import apply_activation, gated_activation
-from motet.models.arch.attention import AttentionMask, dot_product_attention
+from motet.models.arch.attention_mask import AttentionMask, dot_product_attention
 from motet.models.arch.norms import RMSNorm, build_norm
 from motet.models.arch.rotary import apply_rotary
 from motet.models.settings import TransformerSettings
@@ -123,7 +123,7 @@ class PreNormBlock(nn.Module):
         return y
 
 
-class OutputHeadWeight(nn.Module):
+class OutputHeadMatrixModule(nn.Module):
     """The matrix of an output head; the loss uses it through its weight and never holds all logits."""
 
     def __init__(self, out_features: int, in_features: int) -> None:

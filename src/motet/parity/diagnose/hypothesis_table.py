@@ -11,7 +11,7 @@ from motet.parity.diagnose.linear_fit import is_equal_up_to_rounding
 from motet.parity.diagnose.mismatch_evidence import LocatedDifference, MismatchEvidence, make_evidence
 from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute
 from motet.parity.diagnose.tensor_hypotheses import LOSSES, TENSOR_HYPOTHESES, Hypothesis, explain
-from motet.parity.record.recorded_phases import TRAJECTORY
+from motet.parity.record.record_verification_steps import TRAJECTORY
 from motet.parity.record.tensor_recorder import RecordsByRank, group_by_key
 
 
