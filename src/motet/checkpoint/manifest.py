@@ -10,7 +10,7 @@ import zlib
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 
 MANIFEST_FILE = "manifest.json"
 PARTIAL_SUFFIX = ".partial"
@@ -54,8 +54,9 @@ def verify_checksums(manifest: CheckpointManifest, folder: Path) -> None:
     for name, expected in manifest.checksums.items():
         path = folder / name
         problem = "is missing" if not path.is_file() else "has changed" if _checksum(path) != expected else ""
-        if problem:
-            raise InputError(f"checkpoint {folder} is damaged ({name} {problem}); remove it to use the one before it")
+        check_input(
+            not problem, f"checkpoint {folder} is damaged ({name} {problem}); remove it to use the one before it"
+        )
 
 
 def _checksum(path: Path) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option, Typer
 
 from motet.cli.output import show_progress
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.monitor.stdout_stderr import print_json, stdout_console
 
 if TYPE_CHECKING:
@@ -89,8 +89,7 @@ def _parse_settings(
             raise InputError(f"option {option!r} is not KEY=VALUE with a known key; {hint}")
         values[key] = value
     objective = values.pop("objective")
-    if objective not in _OBJECTIVES:
-        raise InputError(f"objective={objective} is unknown; give one of {', '.join(_OBJECTIVES)}")
+    check_input(objective in _OBJECTIVES, f"objective={objective} is unknown; give one of {', '.join(_OBJECTIVES)}")
     settings = {"objective": objective, "tokenizer": tokenizer, "workers": workers}
     try:
         return DataSourceSettings.model_validate({"source": source, **values}), DataSettings.model_validate(settings)

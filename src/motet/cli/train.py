@@ -14,7 +14,7 @@ from typer import Exit, Option
 from motet.cli.environment_variables import read_environment
 from motet.cli.output import log, show_progress
 from motet.cli.parse_sizes import JobWords
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.monitor.stdout_stderr import print_json, stderr_console, stdout_console
 from motet.parallel.process.launch_environment import RankEnvironment, read_rank_environment
 
@@ -100,8 +100,10 @@ def _run_training(request: "TrainRequest", ranks: int | None, json: bool) -> int
             log("stopped before any rank was started")
             return STOPPED_EXIT_CODE
         return _report_run_end(path, exit_status, json)
-    if ranks not in (None, rank_env.world):
-        raise InputError(f"--ranks {ranks}, but the launcher started {rank_env.world} ranks; leave --ranks out")
+    check_input(
+        ranks in (None, rank_env.world),
+        f"--ranks {ranks}, but the launcher started {rank_env.world} ranks; leave --ranks out",
+    )
     job = request.job.model_copy(update={"run": request.job.run.model_copy(update={"ranks": rank_env.world})})
     return _report_rank_exit(run_launched_rank(replace(request, job=job), rank_env, log), rank_env)
 

@@ -14,7 +14,7 @@ from typer import Exit, Option
 from motet.cli.environment_variables import read_environment
 from motet.cli.output import log
 from motet.cli.parse_sizes import JobWords, JsonAndProgress
-from motet.core.errors import InputError
+from motet.core.errors import check_input
 from motet.monitor.stdout_stderr import print_json, stderr_console, stdout_console
 
 if TYPE_CHECKING:
@@ -42,8 +42,7 @@ def verify_command(
     from motet.parity.verify_job import supported_layouts
     from motet.train.job import load_job, split_job_and_overrides
 
-    if layout and everything:
-        raise InputError("--all and --layout: --all takes all layouts; leave one of the two out")
+    check_input(not layout or not everything, "--all and --layout: --all takes all layouts; leave one of the two out")
     name, settings = split_job_and_overrides(words or [])
     job = load_job(name or "tiny", settings)
     if everything:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from pydantic import AliasChoices, Field, ValidationError
 
-from motet.core.errors import CheckpointSaveError, InputError
+from motet.core.errors import CheckpointSaveError, InputError, check_input
 from motet.monitor.events import (
     EvaluationDone,
     Event,
@@ -74,8 +74,7 @@ def summarize(events: Iterable[Event]) -> RunSummary:
     run = effective_events(events)
     starts = [event for event in run if isinstance(event, RunStarted)]
     steps = [event for event in run if isinstance(event, StepDone)]
-    if not starts:
-        raise InputError("no run_started among the events; give the events of a whole run")
+    check_input(starts, "no run_started among the events; give the events of a whole run")
     start, last = starts[-1], next(event for event in reversed(run) if isinstance(event, RunStarted | RunEnded))
     end = last if isinstance(last, RunEnded) else None
     reason = end.reason if end else "running"

@@ -15,7 +15,7 @@ from motet.collectives.algorithms import find_algorithm
 from motet.collectives.cost.alpha_beta import RankGroups
 from motet.core.base_settings import FrozenSettings
 from motet.core.config_loading import parse_value, settings_from_dict
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.core.renamed_settings import check_no_renamed_settings
 from motet.parallel.parameter_server.server_settings import ParameterServerSettings
 from motet.parallel.reproducible.summation_tree import SummationTreeNode, maximal_subtrees
@@ -117,16 +117,16 @@ def _consecutive_groups(ranks: int, length: int) -> RankGroups:
 def resolve_layout(settings: LayoutSettings, ranks: int, batch_sequences: int, *, reproducible: bool = False) -> Layout:
     """The layout for a number of ranks; with `reproducible`, gradients are summed by one tree over the batch."""
     dp, microbatches = ranks, settings.microbatches
-    if settings.dp not in (None, ranks):
-        raise InputError(
-            f"layout.dp = {settings.dp} does not match {ranks} ranks; start {settings.dp} ranks "
-            f"(--ranks {settings.dp}) or leave layout.dp out"
-        )
-    if reproducible and batch_sequences < dp:
-        raise InputError(
-            f"data.batch_sequences = {batch_sequences} leaves some of {dp} ranks without a sequence; use "
-            f"data.batch_sequences = {dp} or more, or {batch_sequences} ranks at most"
-        )
+    check_input(
+        settings.dp in (None, ranks),
+        f"layout.dp = {settings.dp} does not match {ranks} ranks; start {settings.dp} ranks "
+        f"(--ranks {settings.dp}) or leave layout.dp out",
+    )
+    check_input(
+        not reproducible or batch_sequences >= dp,
+        f"data.batch_sequences = {batch_sequences} leaves some of {dp} ranks without a sequence; use "
+        f"data.batch_sequences = {dp} or more, or {batch_sequences} ranks at most",
+    )
     if reproducible:
         microbatches = -(-batch_sequences // dp)
         return replace(
@@ -155,11 +155,11 @@ def _all_reduce_layout(settings: LayoutSettings, dp: int) -> Layout:
         secondary = None
     if secondary is not None:
         _check_divides("secondary_group", secondary, shards, ranks_text=f"the {shards} ranks of a shard group")
-        if not reshards:
-            raise InputError(
-                f"layout.secondary_group = {secondary} has no effect with layout.reshard_after_forward = false, which "
-                "keeps gathered parameters for backward; leave one of them out"
-            )
+        check_input(
+            reshards,
+            f"layout.secondary_group = {secondary} has no effect with layout.reshard_after_forward = false, which "
+            "keeps gathered parameters for backward; leave one of them out",
+        )
     if secondary == 1:  # each rank keeps the gathered parameters
         reshards, secondary = False, None
     return Layout(dp, settings.microbatches, settings.zero, shards, reshards, secondary, settings.min_shard_numel)
@@ -172,11 +172,11 @@ def _check_divides(field: str, size: int, ranks: int, *, ranks_text: str) -> Non
 
 
 def _bucket_owners(server: ParameterServerSettings, dp: int) -> BucketOwners:
-    if server.count > dp:
-        raise InputError(
-            f"layout.server.count = {server.count} servers among {dp} ranks; with layout.server.transport = "
-            f"'collectives' the servers are workers, too: set layout.server.count={dp} at most"
-        )
+    check_input(
+        server.count <= dp,
+        f"layout.server.count = {server.count} servers among {dp} ranks; with layout.server.transport = "
+        f"'collectives' the servers are workers, too: set layout.server.count={dp} at most",
+    )
     for collective, name in (("reduce", server.reduce_algorithm), ("broadcast", server.broadcast_algorithm)):
         try:
             find_algorithm(collective, name).check_ranks(dp)
@@ -190,8 +190,7 @@ def parse_layout(text: str) -> LayoutSettings:
     tree: dict[str, object] = {}
     for word in text.split():
         key, equals, value = word.partition("=")
-        if not (key and equals and value):
-            raise InputError(f"layout {text!r}: {word!r} is not of the form key=value, e.g. zero=2")
+        check_input(key and equals and value, f"layout {text!r}: {word!r} is not of the form key=value, e.g. zero=2")
         tree[key] = parse_value(value)
     check_no_renamed_settings({"layout": tree}, f"layout {text!r}")
     return settings_from_dict(LayoutSettings, tree, f"layout {text!r}")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from motet.core.config_loading import settings_from_dict
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.models.layout_invariant_dropout import has_dropout
 from motet.parallel.layout import parse_layout, resolve_layout
 from motet.parallel.process.process_group import RankGroup
@@ -83,8 +83,7 @@ def verify(
     if isinstance(layouts, str) or not layouts:
         raise InputError(f"verify: layouts = {layouts!r}; give a list of at least one")
     for name, value in (("ranks", ranks), ("steps", steps)):
-        if value < 1:
-            raise InputError(f"verify: {name} = {value}; give 1 or more")
+        check_input(value >= 1, f"verify: {name} = {value}; give 1 or more")
     with (
         tempfile.TemporaryDirectory(prefix="motet-verify-") as temporary_folder,
         single_thread(),
@@ -145,8 +144,10 @@ def _make_layout(
         layout if isinstance(layout, tuple) else (layout, None) if isinstance(layout, str) else ("", layout)
     )
     settings = parse_layout(with_default_ranks(text, ranks))
-    if settings.uses_server_processes:
-        raise InputError(f"layout {text!r}: servers are processes of a job; use `motet verify JOB --layout ...`")
+    check_input(
+        not settings.uses_server_processes,
+        f"layout {text!r}: servers are processes of a job; use `motet verify JOB --layout ...`",
+    )
     world, name = settings.dp or ranks, text
     resolve_layout(settings, world, subject.batch_rows)  # Raises before any process starts
     if parallelize is not None:

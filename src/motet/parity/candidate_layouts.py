@@ -7,7 +7,7 @@ section of the job names it, as in `communication.overlap=forward`.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.parallel.layout import LayoutSettings
 from motet.train.config_rules import check_no_unused_settings
 from motet.train.job import Job, job_from_tree, with_overrides
@@ -86,16 +86,18 @@ def make_candidate(job: Job, layout: str) -> CandidateLayout:
             raise InputError(
                 f"layout {layout!r}: {word.rpartition('.')[2]!r} is not of the form key=value, e.g. zero=2"
             )
-        if word.startswith("communication.compress_"):
-            raise InputError(f"layout {layout!r}: {word} loses bits by design; leave it out to verify the rest")
+        check_input(
+            not word.startswith("communication.compress_"),
+            f"layout {layout!r}: {word} loses bits by design; leave it out to verify the rest",
+        )
     source = f"layout {layout!r}"
     check_no_unused_settings(with_overrides(without_layout(job), overrides, source), source)
     laid_out_job = with_overrides(job, overrides, source)
-    if laid_out_job.layout.uses_server_processes and laid_out_job.layout.server.mode != "sync":
-        raise InputError(
-            f"{source}: with layout.server.mode = {laid_out_job.layout.server.mode!r} gradients are of other parameters than "
-            "on one device, so numbers differ by design; verify server.mode=sync"
-        )
+    check_input(
+        not laid_out_job.layout.uses_server_processes or laid_out_job.layout.server.mode == "sync",
+        f"{source}: with layout.server.mode = {laid_out_job.layout.server.mode!r} gradients are of other parameters than "
+        "on one device, so numbers differ by design; verify server.mode=sync",
+    )
     return CandidateLayout(layout, _with_small_keys(laid_out_job))
 
 

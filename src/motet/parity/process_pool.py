@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 
 import torch
 
-from motet.core.errors import InputError, RankFailedError
+from motet.core.errors import InputError, RankFailedError, check_input
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.parallel.process.process_group import RankGroup, start_process_group
 from motet.train.launch.rank_process import exit_with_parent
@@ -56,8 +56,10 @@ def _raise_received(pipe: Connection, rank: int) -> None:
 @contextmanager
 def fork_rank_pool(ranks: int, functions: Mapping[str, GroupFunction]) -> Iterator[ForkedRankPool]:
     """Fork processes that call the functions by name."""
-    if "fork" not in multiprocessing.get_all_start_methods():
-        raise InputError(f"verify: ranks are copies of this process, which {sys.platform} cannot make; use Linux")
+    check_input(
+        "fork" in multiprocessing.get_all_start_methods(),
+        f"verify: ranks are copies of this process, which {sys.platform} cannot make; use Linux",
+    )
     context = multiprocessing.get_context("fork")
     workers: list[tuple[BaseProcess, Connection]] = []
     try:

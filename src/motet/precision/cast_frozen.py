@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from motet.core.errors import InputError
+from motet.core.errors import check_input
 from motet.precision.recipe import PrecisionRecipe
 
 
@@ -15,12 +15,12 @@ def cast_frozen_parameters(module: nn.Module, recipe: PrecisionRecipe) -> None:
     compute = getattr(torch, recipe.compute)
     for name, norm in module.named_modules():
         if isinstance(norm, nn.modules.batchnorm._NormBase) and norm.running_mean is not None:
-            if compute.itemsize < 4:
-                raise InputError(
-                    f"{type(norm).__name__} {name!r} keeps running statistics, which need more than the "
-                    f"{recipe.compute} of the weights that it computes with; use precision fp32, or a norm without "
-                    "statistics"
-                )
+            check_input(
+                compute.itemsize >= 4,
+                f"{type(norm).__name__} {name!r} keeps running statistics, which need more than the "
+                f"{recipe.compute} of the weights that it computes with; use precision fp32, or a norm without "
+                "statistics",
+            )
             for key in ("running_mean", "running_var"):
                 norm.register_buffer(key, norm.get_buffer(key).to(compute))
     for parameter in module.parameters():

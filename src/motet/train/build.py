@@ -12,7 +12,7 @@ import torch
 from motet.cluster.local_device import LocalDevice, bfloat16_warnings, discover_device, peak_memory_bytes
 from motet.cluster.malloc_tuning import keep_freed_memory
 from motet.collectives.execute.api import broadcast
-from motet.core.errors import InputError
+from motet.core.errors import check_input
 from motet.core.seeds import derive_seed
 from motet.data.corpus.prepare import prepare_data
 from motet.data.samples.loader import BatchLoader
@@ -153,11 +153,11 @@ def _check_same_data(data: BatchLoader, group: RankGroup) -> None:
     local_seed = derive_seed(data.fingerprint)
     first_rank_seed = torch.tensor([local_seed], device=group.device)
     broadcast(first_rank_seed, group)
-    if first_rank_seed.item() != local_seed:
-        raise InputError(
-            f"the data of rank {group.rank} (fingerprint {data.fingerprint}) is not that of rank 0; give every machine "
-            "the same files, or a folder made by `motet data build` (`stdlib` differs between Python versions)"
-        )
+    check_input(
+        first_rank_seed.item() == local_seed,
+        f"the data of rank {group.rank} (fingerprint {data.fingerprint}) is not that of rank 0; give every machine "
+        "the same files, or a folder made by `motet data build` (`stdlib` differs between Python versions)",
+    )
 
 
 def open_rank_monitor(job: Job, group: RankGroup, folder: Path, callbacks: Sequence[Callback]) -> EventDispatcher:

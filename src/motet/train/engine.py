@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from motet.collectives.execute.api import all_reduce, sum_scalars
 from motet.core.base_settings import FrozenSettings
 from motet.core.config_loading import settings_from_dict
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.core.trace import span
 from motet.models.runtime_checks import check_parameters
 from motet.parallel.data_parallel.communication.communication_settings import (
@@ -205,12 +205,12 @@ class TrainingEngine:
     def _check_buffers_unchanged(self) -> None:
         """A buffer that training changes on one rank depends on the layout."""
         for name, buffer in persistent_buffers(self.module).items() if self.reproducible else ():
-            if not torch.equal(buffer, self.buffers_at_step_start[name]):
-                raise InputError(
-                    f"run.reproducible = 'layout', but training changes the buffer {name!r} (running statistics, say), "
-                    "which depends on the rows of a rank; use a model without such buffers, or leave run.reproducible "
-                    "out"
-                )
+            check_input(
+                torch.equal(buffer, self.buffers_at_step_start[name]),
+                f"run.reproducible = 'layout', but training changes the buffer {name!r} (running statistics, say), "
+                "which depends on the rows of a rank; use a model without such buffers, or leave run.reproducible "
+                "out",
+            )
 
     def save(self, folder: str | Path, step: int) -> Path:
         """Write a checkpoint, which any layout can read. Every rank calls it."""
@@ -258,19 +258,21 @@ def parallelize(  # sections of a job, by name
     `optimizer`, `communication` and `outer` are sections of a job. Without a process group there is one rank.
     """
     layout_settings = layout if isinstance(layout, LayoutSettings) else parse_layout(layout)
-    if layout_settings.uses_server_processes:
-        raise InputError(
-            f"layout.data = {layout_settings.data!r} is for `motet train`, which starts the servers; leave it out in a "
-            "custom loop"
-        )
+    check_input(
+        not layout_settings.uses_server_processes,
+        f"layout.data = {layout_settings.data!r} is for `motet train`, which starts the servers; leave it out in a "
+        "custom loop",
+    )
     settings = ParallelizeSettings(
         layout_settings,
         _to_settings(OptimizerSettings, optimizer, "optimizer"),
         _to_settings(CommunicationSettings, communication, "communication"),
         _to_settings(LocalSGDSettings, outer, "outer"),
     )
-    if "schedule" in settings.optimizer.model_fields_set:
-        raise InputError("optimizer.schedule has no effect in a custom loop; give step a learning_rate=...")
+    check_input(
+        "schedule" not in settings.optimizer.model_fields_set,
+        "optimizer.schedule has no effect in a custom loop; give step a learning_rate=...",
+    )
     check_no_unused_settings(settings, "parallelize")
     recipe = RECIPES[_to_settings(PrecisionSettings, {"recipe": precision}, "precision").recipe]
     group = _default_group(module)
@@ -352,11 +354,11 @@ def loss_and_count(loss_output: Any, caller: str = "step") -> tuple[Tensor, floa
                 f"{caller}: the {name} is {description}; give a tensor of one number, such as a sum, and how many losses "
                 "are in it"
             )
-    if not value.requires_grad:
-        raise InputError(
-            f"{caller}: the loss depends on no parameter that is trained (it was detached, or made under no_grad); return "
-            "a loss with a gradient"
-        )
+    check_input(
+        value.requires_grad,
+        f"{caller}: the loss depends on no parameter that is trained (it was detached, or made under no_grad); return "
+        "a loss with a gradient",
+    )
     return value, float(count)
 
 
@@ -369,10 +371,14 @@ def _default_group(module: nn.Module) -> RankGroup:
     if len(devices) > 1:
         device_names = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise InputError(f"the parameters of the module are on several devices ({device_names}); move it to one")
-    if not any(p.requires_grad for p in module.parameters()):
-        raise InputError("the module has no parameter that requires a gradient; there is nothing to train")
-    if any(inner in _PARALLELIZED_MODULES for inner in module.modules()):
-        raise InputError("the module, or a part of it, is parallelized already; go on with the engine that it has")
+    check_input(
+        any(p.requires_grad for p in module.parameters()),
+        "the module has no parameter that requires a gradient; there is nothing to train",
+    )
+    check_input(
+        not any(inner in _PARALLELIZED_MODULES for inner in module.modules()),
+        "the module, or a part of it, is parallelized already; go on with the engine that it has",
+    )
     check_parameters({name: p for name, p in module.named_parameters() if p.requires_grad}, "parallelize")
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     process_group = dist.group.WORLD if dist.is_initialized() else None

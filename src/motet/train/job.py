@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from motet.checkpoint.settings import CheckpointSettings
 from motet.core.base_settings import FrozenSettings
 from motet.core.config_loading import builtin_texts, parse_value, read_toml, settings_from_dict
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.core.renamed_settings import check_no_renamed_settings
 from motet.data.settings import DataSettings
 from motet.models.settings import ModelSettings
@@ -114,8 +114,7 @@ def split_job_and_overrides(words: list[str]) -> tuple[str | None, list[str]]:
 def _apply_override(tree: dict[str, Any], override: str) -> str:
     key, equals, text = override.partition("=")
     path, node = key.strip().split("."), tree
-    if not equals or not all(path):
-        raise InputError(f"override {override!r} is not of the form section.key=value, e.g. run.steps=100")
+    check_input(equals and all(path), f"override {override!r} is not of the form section.key=value, e.g. run.steps=100")
     for part in path[:-1]:
         node = node.setdefault(part, {})
         if not isinstance(node, dict):

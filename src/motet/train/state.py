@@ -16,7 +16,7 @@ from motet.checkpoint.manifest import (
 from motet.checkpoint.save_and_load import load_checkpoint, save_checkpoint
 from motet.checkpoint.shard_boxes import CheckpointShard
 from motet.collectives.execute.api import sum_scalars
-from motet.core.errors import InputError, TrainingDivergedError
+from motet.core.errors import TrainingDivergedError, check_input
 from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.data_parallel.fsdp import local_shard
 from motet.parallel.local_sgd.outer_optimizer import OuterOptimizer
@@ -80,12 +80,12 @@ class TrainingState:
             outer.restore_schedule(manifest.outer["steps"], manifest.shapes)
         tensors = self.tensors() if continues_replicas else self._consensus_tensors(manifest)
         load_checkpoint(checkpoint, tensors, self.group.process_group)
-        if manifest.data_fingerprint != self.data_fingerprint:
-            raise InputError(
-                f"the data changed since checkpoint {checkpoint.name} was made (fingerprint "
-                f"{manifest.data_fingerprint} then, {self.data_fingerprint} now), so the run would see other samples; "
-                "restore the data (`stdlib` differs between Python versions) or start in another run folder"
-            )
+        check_input(
+            manifest.data_fingerprint == self.data_fingerprint,
+            f"the data changed since checkpoint {checkpoint.name} was made (fingerprint "
+            f"{manifest.data_fingerprint} then, {self.data_fingerprint} now), so the run would see other samples; "
+            "restore the data (`stdlib` differs between Python versions) or start in another run folder",
+        )
         self.optimizer.sync_parameters()
         if outer and not continues_replicas:
             outer.reset_from_masters(manifest.outer.get("steps", manifest.step))

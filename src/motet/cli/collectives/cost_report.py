@@ -24,7 +24,7 @@ from motet.collectives.cost.cheapest_algorithm import (
 )
 from motet.collectives.draw.cost_plot import ascii_plot, cost_plot_html, cost_plot_svg
 from motet.collectives.draw.frames import align_columns
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.core.units import format_bytes, format_seconds
 from motet.monitor.stdout_stderr import print_json
 
@@ -71,11 +71,11 @@ def cost_query(
     size: str | None,
 ) -> CollectiveCostQuery:
     """Check the command line, and load the cluster."""
-    if names_program_file([collective]):
-        raise InputError(
-            f"cost takes no file such as {collective}, but a collective, as in all-reduce; `motet collectives run FILE "
-            "--cluster NAME` predicts the time of the Program in a file"
-        )
+    check_input(
+        not names_program_file([collective]),
+        f"cost takes no file such as {collective}, but a collective, as in all-reduce; `motet collectives run FILE "
+        "--cluster NAME` predicts the time of the Program in a file",
+    )
     if options := [word for word in algorithms if "=" in word]:
         raise InputError(f"{options[0]!r} is an option, and cost tries the options itself; leave it out")
     sized_cluster = load_sized_cluster(cluster, ranks, hosts=hosts, dims=dims)
@@ -113,8 +113,7 @@ def load_sized_cluster(source: str, ranks: int | None, *, hosts: int | None = No
 def report_cost(query: CollectiveCostQuery, svg: Path | None, html: Path | None, *, json: bool) -> None:
     """Print times, cheapest algorithms and crossovers, and write the plots."""
     if svg or html:
-        if query.sizes == [0]:
-            raise InputError(f"a {query.collective} takes as long at every size; leave --svg and --html out")
+        check_input(query.sizes != [0], f"a {query.collective} takes as long at every size; leave --svg and --html out")
         if len(query.sizes) < 2:
             raise InputError(f"a plot over the one size {query.sizes[0]} is none; give --size 1KiB..1GiB")
         check_writable(svg, html)

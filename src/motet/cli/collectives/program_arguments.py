@@ -5,7 +5,7 @@ from pathlib import Path
 from motet.cli.parse_sizes import MAX_RANKS, parse_dims, parse_integer
 from motet.collectives.algorithms import algorithm_names, build
 from motet.collectives.program import Program
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 
 
 def parse_options(words: list[str]) -> dict[str, object]:
@@ -13,10 +13,8 @@ def parse_options(words: list[str]) -> dict[str, object]:
     options: dict[str, object] = {}
     for word in words:
         name, equals, value = word.partition("=")
-        if not equals or not name:
-            raise InputError(f"option {word!r} is not of the form NAME=VALUE, as in pieces=4 or dims=4x4")
-        if name in options:
-            raise InputError(f"option {name} is given twice, the second time as {word!r}; give it once")
+        check_input(equals and name, f"option {word!r} is not of the form NAME=VALUE, as in pieces=4 or dims=4x4")
+        check_input(name not in options, f"option {name} is given twice, the second time as {word!r}; give it once")
         options[name] = parse_dims(value) if name == "dims" else parse_integer(name, value)
     return options
 
@@ -54,8 +52,7 @@ def load_or_build_program(words: list[str], ranks: int | None, default_ranks: in
     if algorithm is None:
         raise InputError(f"which algorithm of {collective}? There are {', '.join(algorithm_names(collective))}")
     count = default_ranks if ranks is None else ranks
-    if count > MAX_RANKS:
-        raise InputError(f"ranks {count}: give 2 to {MAX_RANKS}")
+    check_input(count <= MAX_RANKS, f"ranks {count}: give 2 to {MAX_RANKS}")
     return build(collective, algorithm, count, **options)
 
 

@@ -15,7 +15,7 @@ from motet.collectives.draw.frames import align_columns, format_ranges, program_
 from motet.collectives.program import Program
 from motet.collectives.prove.program_cases import ProgramCase, all_cases, make_case
 from motet.collectives.prove.program_checker import CollectiveProofError, SendMode, prove_program
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.monitor.stdout_stderr import print_json, stdout_console
 
 
@@ -23,8 +23,7 @@ def prove_programs(words: list[str], ranks: str | None, sends: SendMode, *, ever
     """Prove the Programs that the words stand for; raise the first error after all are reported."""
     if words and everything:
         raise InputError(f"--all and {words[0]!r}: --all proves every collective; leave one of the two out")
-    if not words and not everything:
-        raise InputError("what is to be proven? Give --all, or a collective (and an algorithm), or a file")
+    check_input(words or everything, "what is to be proven? Give --all, or a collective (and an algorithm), or a file")
     cases = _cases(words, ranks)
     with show_progress() as progress:
         verified, failed, first_failure = _prove_cases(cases, sends, progress)
@@ -72,8 +71,7 @@ def _with_options(candidates: list[Algorithm], options: dict[str, object]) -> li
             remedy = f"there are {', '.join(known)}" if known else "leave it out"
             raise InputError(f"no algorithm of {collective} has the option {option!r}; {remedy}")
     matching = [algorithm for algorithm in candidates if set(options) <= set(algorithm.options)]
-    if not matching:
-        raise InputError(f"no algorithm of {collective} has all the options {', '.join(options)}; give fewer")
+    check_input(matching, f"no algorithm of {collective} has all the options {', '.join(options)}; give fewer")
     return matching
 
 

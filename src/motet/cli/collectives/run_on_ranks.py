@@ -18,7 +18,7 @@ from motet.collectives.cost.alpha_beta import COLLECTIVES_WITHOUT_DATA, bus_band
 from motet.collectives.draw.frames import align_columns
 from motet.collectives.program import Program, group_by_pair
 from motet.collectives.prove.program_checker import prove_program
-from motet.core.errors import InputError, MotetError, RankFailedError
+from motet.core.errors import InputError, MotetError, RankFailedError, check_input
 from motet.core.units import format_bytes, format_seconds
 from motet.monitor.stdout_stderr import print_json
 from motet.parallel.process.launch_environment import RankEnvironment
@@ -56,11 +56,11 @@ def run_program(
     if check_carries_data(program.collective, size):
         message_bytes = parse_bytes("1MiB" if size is None else size)
     largest = max(message_bytes, 4 * program.message_size_units)
-    if largest > _MAX_BYTES:
-        raise InputError(
-            f"{program}: S of {format_bytes(largest)} is more than the {format_bytes(_MAX_BYTES)} that ranks of one "
-            "machine execute; give less, or smaller relative sizes"
-        )
+    check_input(
+        largest <= _MAX_BYTES,
+        f"{program}: S of {format_bytes(largest)} is more than the {format_bytes(_MAX_BYTES)} that ranks of one "
+        "machine execute; give less, or smaller relative sizes",
+    )
     options = {} if program_arguments.names_program_file(words) else program_arguments.split_algorithm_words(words)[2]
     # Before the ranks start, so that a mistake in the file is reported early.
     prediction_cluster = load_sized_cluster(cluster, program.ranks) if cluster else None

@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.table import Table
 
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.models.spec.model_spec import spec_from_settings
 from motet.monitor.stdout_stderr import print_json, stdout_console
 from motet.parallel.data_parallel.zero import ZERO_STAGES
@@ -31,11 +31,11 @@ def show_layout(words: str, overrides: list[str], job_name: str, *, json: bool) 
     job = load_job(job_name, [*(f"layout.{word}" for word in words.split()), *overrides])
     if job.layout.dp is None:
         raise InputError(f"layout {words!r} does not say for how many ranks; add dp=8, say")
-    if job.layout.uses_server_processes:
-        raise InputError(
-            "layout.data = 'parameter_server' with layout.server.transport = 'point-to-point' has no plan beforehand, "
-            "since any worker may do any work; set layout.server.transport=collectives, or leave layout.data out"
-        )
+    check_input(
+        not job.layout.uses_server_processes,
+        "layout.data = 'parameter_server' with layout.server.transport = 'point-to-point' has no plan beforehand, "
+        "since any worker may do any work; set layout.server.transport=collectives, or leave layout.data out",
+    )
     layout = check_job(job, job.layout.dp)
     shapes = {p.name: p.shape for p in spec_from_settings(job.model).named_parameters()}
     plan = make_step_plan(

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from rich.table import Table
 
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.core.units import format_bytes, format_count
 from motet.models.hf.hf_config import read_config, settings_from_config
 from motet.models.spec.layer_specs import BlockSpec
@@ -50,11 +50,11 @@ def _load_job_or_config(source: str, overrides: list[str], sequence_length: int 
         length = [] if sequence_length is None else [f"data.sequence_length={sequence_length}"]
         job = load_job(source, [*overrides, *length])
     context = getattr(job.model, "context", job.data.sequence_length)
-    if job.data.sequence_length > context:
-        raise InputError(
-            f"sequences of {job.data.sequence_length} tokens are longer than model.context = {context}; "
-            "shorten data.sequence_length or lengthen model.context"
-        )
+    check_input(
+        job.data.sequence_length <= context,
+        f"sequences of {job.data.sequence_length} tokens are longer than model.context = {context}; "
+        "shorten data.sequence_length or lengthen model.context",
+    )
     return job
 
 

@@ -24,7 +24,7 @@ from motet.collectives.shm_backend.tensor_views import Chunks, describe_tensor
 from motet.collectives.shm_backend.transport.local_peers import DESCRIPTION_INDEX_BITS, LocalPeerSync
 from motet.collectives.shm_backend.transport.shared_memory import BUFFER_BYTES, BUFFERS_PER_RANK, DESCRIPTION_SLOTS
 from motet.collectives.shm_backend.transport.sockets import CollectivePeerSockets, memoryview_of
-from motet.core.errors import InputError
+from motet.core.errors import check_input
 
 SEGMENT_BYTES = 512 << 10
 # From here on, the first and last rounds, in which only some steps are active, cost less than waiting.
@@ -79,11 +79,11 @@ class PreparedCollectiveCache:
         key = (kind, tensor.dtype, tensor.shape if lengths is None else lengths, reduction, root)
         if (cached := self._prepared.get(key)) is not None:
             return cached
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-            raise InputError(
-                f"{kind} of a {tensor.layout} tensor on {tensor.device}: the backend motet moves dense tensors on the "
-                "CPU; for others start the group with cpu:gloo or cuda:nccl"
-            )
+        check_input(
+            tensor.device.type == "cpu" and tensor.layout == torch.strided,
+            f"{kind} of a {tensor.layout} tensor on {tensor.device}: the backend motet moves dense tensors on the "
+            "CPU; for others start the group with cpu:gloo or cuda:nccl",
+        )
         reduce_op = make_reduce_op(reduction, tensor.dtype, tensor.device) if reduction else None
         plan = slot_plan_for(
             kind, self._rank, self._hosts, is_small=tensor.nbytes <= ONE_STEP_ALL_REDUCE_MAX_BYTES, root=root

@@ -24,7 +24,7 @@ from motet.collectives.shm_backend.transport.message_matcher import MessageMatch
 from motet.collectives.shm_backend.transport.rendezvous import establish_connections
 from motet.collectives.shm_backend.transport.shared_memory import is_supported
 from motet.collectives.shm_backend.transport.sockets import CollectivePeerSockets
-from motet.core.errors import InputError
+from motet.core.errors import check_input
 
 _OVERSUBSCRIBED_SPINS = 20
 _MIN_BARRIER_WAIT_S = 0.001
@@ -34,11 +34,11 @@ class RankConnections:
     """The message matcher and the collective executor of a rank, over one set of connections."""
 
     def __init__(self, store: Store, rank: int, ranks: int, *, timeout_s: float) -> None:
-        if not is_supported():
-            raise InputError(
-                "the backend motet needs Linux on an x86-64 processor, because it counts on the order of that "
-                "processor's stores; use the backend gloo here"
-            )
+        check_input(
+            is_supported(),
+            "the backend motet needs Linux on an x86-64 processor, because it counts on the order of that "
+            "processor's stores; use the backend gloo here",
+        )
         rendezvous = establish_connections(store, rank, ranks, timeout_s=timeout_s)
         self.hosts, self.local_index = rendezvous.hosts, rendezvous.local_index
         memory, local_rank = rendezvous.shared_memory, self.local_index[rank]

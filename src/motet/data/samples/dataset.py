@@ -51,11 +51,11 @@ class PackedTokenSource:
     def rows(self, split: str, samples: IntArray) -> TokenWindows:
         rows = gather_windows(self.streams[split], samples, self.store.read, pad_id=self.pad_id)
         for token in (rows.tokens.max(initial=0), rows.tokens.min(initial=0)):
-            if not 0 <= token < self.vocab_size:
-                raise InputError(
-                    f"{self.store.name} holds the token {token}, but the tokenizer has only 0 to "
-                    f"{self.vocab_size - 1}; set data.tokenizer to the one that the corpus was made with"
-                )
+            check_input(
+                0 <= token < self.vocab_size,
+                f"{self.store.name} holds the token {token}, but the tokenizer has only 0 to "
+                f"{self.vocab_size - 1}; set data.tokenizer to the one that the corpus was made with",
+            )
         return rows
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from motet.collectives.execute.api import broadcast
 from motet.collectives.execute.work_queue import WorkHandle
 from motet.core import trace
-from motet.core.errors import InputError
+from motet.core.errors import check_input
 from motet.parallel.data_parallel.communication.communication_settings import (
     CommunicationSettings,
     resolve_codecs,
@@ -185,11 +185,11 @@ class BucketedDataParallel:
 
     def load_assigned_values(self) -> None:
         """Continue from values that were assigned to parameters, on all ranks alike."""
-        if self._pending_gathers:
-            raise InputError(
-                'load_assigned_values: with communication.overlap = "forward" some values were still arriving, and may '
-                "have replaced what you assigned; call engine.synchronize() before you change any"
-            )
+        check_input(
+            not self._pending_gathers,
+            'load_assigned_values: with communication.overlap = "forward" some values were still arriving, and may '
+            "have replaced what you assigned; call engine.synchronize() before you change any",
+        )
         self.flat_parameters.load_assigned_values()
 
     def wait_for_pending(self) -> None:

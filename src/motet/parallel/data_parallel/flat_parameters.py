@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from motet.core.errors import InputError
+from motet.core.errors import check_input
 from motet.parallel.data_parallel.buckets import Bucket, BucketParameter
 from motet.precision.recipe import PrecisionRecipe
 
@@ -204,11 +204,11 @@ class FlatParameters:
                 assigned[name] = self._parameters[name].detach().clone()
         for name, values in assigned.items():
             shape, device = self._shapes[name], self.compute.device
-            if values.shape != shape or values.device != device:
-                raise InputError(
-                    f"parameter {name} has become {list(values.shape)} on {values.device} after the module was "
-                    f"parallelized, when it was {list(shape)} on {device}; change shapes and devices before"
-                )
+            check_input(
+                values.shape == shape and values.device == device,
+                f"parameter {name} has become {list(values.shape)} on {values.device} after the module was "
+                f"parallelized, when it was {list(shape)} on {device}; change shapes and devices before",
+            )
         for name, values in assigned.items():
             view = self._view(self._members[name])
             view.copy_(values)
@@ -221,12 +221,12 @@ class FlatParameters:
     def check_storage_unchanged(self) -> None:
         """Raise if a parameter is no view of the flat tensor any more: updates would not reach it."""
         for name, address in self._addresses.items():
-            if self._parameters[name].data_ptr() != address:
-                raise InputError(
-                    f"parameter {name} was given other memory after the module was parallelized (p.data = ..., or by "
-                    "its module), where updates do not reach it; call engine.load_assigned_values() after you have "
-                    "assigned values"
-                )
+            check_input(
+                self._parameters[name].data_ptr() == address,
+                f"parameter {name} was given other memory after the module was parallelized (p.data = ..., or by "
+                "its module), where updates do not reach it; call engine.load_assigned_values() after you have "
+                "assigned values",
+            )
 
     def local_shards(self, tensors: Sequence[Tensor]) -> dict[str, LocalShard]:
         """The shards of parameters in `tensors`, one for each optimizer slice, by name."""

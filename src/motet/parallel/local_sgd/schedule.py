@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from motet.core.base_settings import FrozenSettings
-from motet.core.errors import InputError
+from motet.core.errors import check_input
 
 
 class LocalSGDSettings(FrozenSettings):
@@ -65,10 +65,10 @@ class FragmentSyncSchedule:
 
 def split_into_fragments(sizes: Mapping[str, int], count: int) -> list[list[str]]:
     """Names of parameters in contiguous fragments of about equal size; `sizes` is name -> elements, in model order."""
-    if count > len(sizes):
-        raise InputError(
-            f"outer.fragments = {count} is more than the {len(sizes)} trainable parameters of the model; take fewer"
-        )
+    check_input(
+        count <= len(sizes),
+        f"outer.fragments = {count} is more than the {len(sizes)} trainable parameters of the model; take fewer",
+    )
     names, remaining_numel = list(sizes), sum(sizes.values())
     fragments: list[list[str]] = []
     for fragments_left in range(count, 0, -1):

@@ -9,7 +9,7 @@ from motet.collectives.compression.codec_registry import parse_codec
 from motet.collectives.compression.powersgd import PowerSGDCodec
 from motet.collectives.compression.sparse_codecs import RandomKCodec
 from motet.core.base_settings import FrozenSettings
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.parallel.parameter_server.protocol.messages import ConsistencyPolicy
 
 
@@ -137,6 +137,8 @@ def _check_codec(key: str, text: str | None, *, is_pull: bool, settings: Paramet
 def parse_address(text: str, setting_name: str) -> tuple[str, int]:
     """The host and the port of HOST:PORT."""
     host, _, port = text.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 2**16:
-        raise InputError(f"{setting_name} = {text!r} is not of the form HOST:PORT, such as 10.0.0.1:4000")
+    check_input(
+        host and port.isascii() and port.isdigit() and 0 < int(port) < 2**16,
+        f"{setting_name} = {text!r} is not of the form HOST:PORT, such as 10.0.0.1:4000",
+    )
     return host.strip("[]"), int(port)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
-from motet.core.errors import InputError, MotetError, PeerFailedError
+from motet.core.errors import MotetError, PeerFailedError, check_input
 from motet.parallel.process.launch_environment import RankEnvironment
 
 CpuBackend = Literal["auto", "motet", "gloo"]
@@ -38,13 +38,12 @@ def pick_device(kind: Literal["auto", "cpu", "cuda"], rank_env: RankEnvironment)
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "cpu" or (kind == "auto" and devices < rank_env.local_world):
         return torch.device("cpu")
-    if not devices:
-        raise InputError("run.device = 'cuda', but torch finds no CUDA device on this machine; use run.device=cpu")
-    if devices < rank_env.local_world:
-        raise InputError(
-            f"run.device = 'cuda', but this machine has {devices} CUDA devices for {rank_env.local_world} local ranks; "
-            f"start {devices} ranks here or use run.device=cpu"
-        )
+    check_input(devices, "run.device = 'cuda', but torch finds no CUDA device on this machine; use run.device=cpu")
+    check_input(
+        devices >= rank_env.local_world,
+        f"run.device = 'cuda', but this machine has {devices} CUDA devices for {rank_env.local_world} local ranks; "
+        f"start {devices} ranks here or use run.device=cpu",
+    )
     return torch.device("cuda", rank_env.local_rank)
 
 

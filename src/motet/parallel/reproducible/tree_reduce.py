@@ -14,7 +14,7 @@ from torch import Tensor
 
 from motet.collectives.execute.api import all_gather, all_to_all
 from motet.collectives.execute.work_queue import CompletedWork, WorkHandle
-from motet.core.errors import InputError
+from motet.core.errors import check_input
 from motet.parallel.data_parallel.communication.shard_replica_mesh import ShardReplicaMesh
 from motet.parallel.layout import Layout, microbatches_of_rank, partial_sums_sent_by_rank, partial_sums_sent_by_replica
 from motet.parallel.process.process_group import RankGroup
@@ -69,19 +69,20 @@ class ReproducibleTreeReducer:
         self._reduced_buckets.clear()
 
     def end_backward(self) -> None:
-        if self._is_last and any(sums.pending for sums in [*self._local_sums.values(), *self._shard_sums.values()]):
-            raise InputError(
-                "run.reproducible = 'layout': a block of the model had a backward for some sequences and not for all, "
-                "which layout.zero = 3 cannot add up; use layout.zero = 2"
-            )
+        check_input(
+            not self._is_last
+            or not any(sums.pending for sums in [*self._local_sums.values(), *self._shard_sums.values()]),
+            "run.reproducible = 'layout': a block of the model had a backward for some sequences and not for all, "
+            "which layout.zero = 3 cannot add up; use layout.zero = 2",
+        )
 
     def reduce_scatter(self, bucket_id: int, shard: Tensor, unsharded: Tensor) -> WorkHandle:
         """Sum over the shard group. The reducer keeps `unsharded`."""
-        if bucket_id in self._reduced_buckets:
-            raise InputError(
-                "run.reproducible = 'layout': a block of the model is used twice in one forward, whose gradients "
-                "layout.zero = 3 sums separately; use layout.zero = 2"
-            )
+        check_input(
+            bucket_id not in self._reduced_buckets,
+            "run.reproducible = 'layout': a block of the model is used twice in one forward, whose gradients "
+            "layout.zero = 3 sums separately; use layout.zero = 2",
+        )
         self._reduced_buckets.add(bucket_id)
         local_sums, shard_sums = self._local_sums[bucket_id], self._shard_sums[bucket_id]
         microbatch = self._microbatch_rows[self._microbatch]

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from motet.collectives.compression.byte_messages import codec_numerics
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.parity.compare.tensor_differences import (
     ReferenceStep,
     TensorDifference,
@@ -135,8 +135,7 @@ def make_external_reference(reference_runs: ReferenceRuns, steps: Sequence[Recor
     key_sets = [{record.key for record in records} for ranks in steps for records in ranks]
     keys: set[TensorKey] = set().union(*key_sets)
     available = reference_runs.trajectory_references[0].tensors
-    if not keys:
-        raise InputError("verify: your step gives nothing; give full tensors by name, gradient.NAME say")
+    check_input(keys, "verify: your step gives nothing; give full tensors by name, gradient.NAME say")
     for key in sorted(key for some in key_sets for key in keys - some):
         raise InputError(f"verify: {key.kind} {key.name} is given in some steps or by some ranks alone; give it in all")
     for key in sorted(keys - set(available)):

@@ -11,7 +11,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
 from motet.parallel.layout import Layout, LayoutSettings, contributing_rows_of_rank, resolve_layout
 from motet.parallel.process.process_group import RankGroup
@@ -147,10 +147,10 @@ def count_rows(batch: UserBatch) -> int:
         if not isinstance(tensor, Tensor):
             raise InputError(f"verify: {name} of a batch is a {type(tensor).__name__}; give tensors")
     row_counts = {name: len(tensor) if tensor.ndim else 0 for name, tensor in named_tensors(batch)}
-    if len(set(row_counts.values())) != 1 or 0 in row_counts.values():
-        raise InputError(
-            f"verify: the tensors of a batch have {row_counts} rows; give tensors with one first dimension, the rows"
-        )
+    check_input(
+        len(set(row_counts.values())) == 1 and 0 not in row_counts.values(),
+        f"verify: the tensors of a batch have {row_counts} rows; give tensors with one first dimension, the rows",
+    )
     return next(iter(row_counts.values()))
 
 
@@ -188,11 +188,11 @@ def _record_output(recorder: TensorRecorder, name: str, tensor: Any) -> None:
     if name in SCALAR_KEYS:
         recorder.add_scalar(*SCALAR_KEYS[name], float(tensor))
         return
-    if prefix not in TENSOR_KINDS or not inner:
-        raise InputError(
-            f"verify: your step gives {name!r}; names are loss, norm, gradient.NAME, parameter.NAME (of the module's "
-            "parameters) and activation.NAME (of its modules)"
-        )
+    check_input(
+        prefix in TENSOR_KINDS and inner,
+        f"verify: your step gives {name!r}; names are loss, norm, gradient.NAME, parameter.NAME (of the module's "
+        "parameters) and activation.NAME (of its modules)",
+    )
     kind: TensorKind = next(each for each in get_args(TensorKind) if each == prefix)
     if kind == "activation":
         recorder.add_for_microbatch(kind, inner, torch.as_tensor(tensor), microbatch=-1, rows=())

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.data.corpus.build import ProgressCallback
 from motet.data.corpus.prepare import prepare_data
 from motet.monitor.callback import Callback
@@ -107,11 +107,11 @@ def supervise_local_ranks(request: TrainRequest, io: SupervisorIO) -> tuple[Path
 def join_remote_run(request: TrainRequest, coordinator_address: str, io: SupervisorIO) -> LaunchExitStatus:
     """Start local workers for a run with a parameter server on other machines."""
     job, ranks = request.job, request.job.run.ranks
-    if not job.layout.uses_server_processes:
-        raise InputError(
-            "--join is for runs with a parameter server; give the same job and settings as there, with "
-            "layout.data=parameter_server"
-        )
+    check_input(
+        job.layout.uses_server_processes,
+        "--join is for runs with a parameter server; give the same job and settings as there, with "
+        "layout.data=parameter_server",
+    )
     parse_address(coordinator_address, "--join")
     check_model(job)
     check_memory(job, ranks)
@@ -154,10 +154,10 @@ def run(job: Job, callbacks: Sequence[Callback] = ()) -> "tuple[Path, RunProgres
     """
     from motet.train.build import run_rank  # torch is loaded here
 
-    if job.layout.uses_server_processes:
-        raise InputError(
-            f"layout.data = {job.layout.data!r} takes several processes; use `motet train`, or leave it out here"
-        )
+    check_input(
+        not job.layout.uses_server_processes,
+        f"layout.data = {job.layout.data!r} takes several processes; use `motet train`, or leave it out here",
+    )
     job = job.model_copy(update={"run": job.run.model_copy(update={"ranks": 1})})
     check_job(job, 1)
     check_memory(job, 1)
@@ -177,12 +177,12 @@ def run_launched_rank(request: TrainRequest, rank_env: RankEnvironment, log: Log
     """Be one rank of a group that torchrun or srun started."""
     job, server_processes = request.job, server_process_count(request.job)
     workers = rank_env.world - server_processes
-    if workers < 1:
-        raise InputError(
-            f"layout.data = 'parameter_server' takes a rank for its coordinator and {server_processes - 1} for servers "
-            f"(layout.server.count), besides the workers; start {server_processes + 1} ranks or more, not "
-            f"{rank_env.world}"
-        )
+    check_input(
+        workers >= 1,
+        f"layout.data = 'parameter_server' takes a rank for its coordinator and {server_processes - 1} for servers "
+        f"(layout.server.count), besides the workers; start {server_processes + 1} ranks or more, not "
+        f"{rank_env.world}",
+    )
     check_job(job, workers)
     check_memory(job, rank_env.local_world)
     check_data(job, prepare_data(job.data))

@@ -3,7 +3,7 @@
 import psutil
 
 from motet.core.dtypes import DTYPE_BYTES
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.core.units import format_bytes
 from motet.data.corpus.token_store import PreparedData
 from motet.models.settings import EncoderSettings, UserModuleSettings, check_can_be_trained
@@ -43,11 +43,11 @@ def check_model(job: Job) -> None:
         expected, head = {"decoder": "causal", "encoder-decoder": "spans"}.get(model.family, ""), ""
         if isinstance(model, EncoderSettings):
             expected, head = model.head, f" with head {model.head!r}"
-        if objective != expected:
-            raise InputError(
-                f"data.objective = {objective!r} does not fit a model of family {model.family!r}{head}; "
-                f"set data.objective={expected}"
-            )
+        check_input(
+            objective == expected,
+            f"data.objective = {objective!r} does not fit a model of family {model.family!r}{head}; "
+            f"set data.objective={expected}",
+        )
     context = getattr(model, "context", None)
     if context is not None and job.data.sequence_length > context:
         raise InputError(
@@ -81,22 +81,22 @@ def check_data(job: Job, data: PreparedData) -> None:
 
 def check_vocabulary(job: Job, tokens: int, vocab_size: int, *, key: str = "model.vocab_size") -> None:
     """Refuse a model with fewer embedding rows than there are tokens; it may have more."""
-    if tokens > vocab_size:
-        raise InputError(
-            f"{key} = {vocab_size} is less than the {tokens} tokens of data.tokenizer = {job.data.tokenizer!r}; "
-            f"set {key}={tokens} or more, or take another tokenizer"
-        )
+    check_input(
+        tokens <= vocab_size,
+        f"{key} = {vocab_size} is less than the {tokens} tokens of data.tokenizer = {job.data.tokenizer!r}; "
+        f"set {key}={tokens} or more, or take another tokenizer",
+    )
 
 
 def check_huggingface_model(
     job: Job, data: PreparedData, *, objective: str, vocab_size: int | None, num_classes: int | None
 ) -> None:
     """Check an `hf:` model by its objective, vocabulary and number of classes."""
-    if job.data.objective != objective:
-        raise InputError(
-            f"data.objective = {job.data.objective!r} does not fit this model of transformers, which is for "
-            f"{objective!r}; set data.objective={objective}"
-        )
+    check_input(
+        job.data.objective == objective,
+        f"data.objective = {job.data.objective!r} does not fit this model of transformers, which is for "
+        f"{objective!r}; set data.objective={objective}",
+    )
     if vocab_size is not None:
         check_vocabulary(job, data.vocab_size, vocab_size, key="model.arguments.vocab_size")
     if objective == "classify" and num_classes is not None:
@@ -104,5 +104,4 @@ def check_huggingface_model(
 
 
 def _check_classes(needed: int, classes: int, key: str) -> None:
-    if needed > classes:
-        raise InputError(f"{key} = {classes}, but the data has {needed}; set {key}={needed}")
+    check_input(needed <= classes, f"{key} = {classes}, but the data has {needed}; set {key}={needed}")

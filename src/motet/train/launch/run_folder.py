@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import motet
 from motet.checkpoint.manifest import complete_checkpoints
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.core.renamed_settings import translate_renamed_settings
 from motet.core.toml_writer import to_toml
 from motet.monitor.summary import SUMMARY_FILE, read_summary
@@ -89,23 +89,24 @@ def choose_run_folder(job: Job) -> RunFolderChoice:
     if job.run.folder is None:
         return RunFolderChoice(RUNS_FOLDER / job.name, is_numbered=True)
     path = Path(job.run.folder)
-    if path.exists() and not path.is_dir():
-        raise InputError(f"run.folder = {path} is a file; give the name of a folder")
+    check_input(not path.exists() or path.is_dir(), f"run.folder = {path} is a file; give the name of a folder")
     if not path.exists() or not any(file.name != LOCK_FILE for file in path.iterdir()):
         return RunFolderChoice(path)
     if job.run.existing == "number":
         return RunFolderChoice(path, is_numbered=True, first_number=2)
-    if job.run.existing == "refuse":
-        raise InputError(
-            f"run.folder = {path} exists already; remove it, give another one, or set run.existing to resume or number"
-        )
+    check_input(
+        job.run.existing != "refuse",
+        f"run.folder = {path} exists already; remove it, give another one, or set run.existing to resume or number",
+    )
     return choose_resumed_run(job, path)
 
 
 def existing_run_folder(text: str) -> Path:
     """The run folder that the user names."""
-    if not is_existing_file(f"{text}/{JOB_FILE}"):
-        raise InputError(f"no run in {text!r} to resume, for there is no {JOB_FILE}; give the folder of a run")
+    check_input(
+        is_existing_file(f"{text}/{JOB_FILE}"),
+        f"no run in {text!r} to resume, for there is no {JOB_FILE}; give the folder of a run",
+    )
     return Path(text)
 
 

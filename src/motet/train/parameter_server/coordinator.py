@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from motet.core.errors import InputError
+from motet.core.errors import check_input
 from motet.monitor.callback import Callback
 from motet.monitor.events import WarningIssued
 from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
@@ -112,11 +112,11 @@ def run_coordinator(
     workers = role.rank_env.world - extra_process_count(server)
     group = RankGroup(0, 1, None, torch.device("cpu"))
     training = replace(build_components(single_device_job, group, folder), worker_count=workers)
-    if persistent_buffers(training.model.module):
-        raise InputError(
-            "layout.data = 'parameter_server' does not support the buffers of this model (running statistics); use a "
-            "norm without them, or layout.data=all_reduce"
-        )
+    check_input(
+        not persistent_buffers(training.model.module),
+        "layout.data = 'parameter_server' does not support the buffers of this model (running statistics); use a "
+        "norm without them, or layout.data=all_reduce",
+    )
     partition = build_partition(training.model.module, job)
     resume_point = restore_newest_checkpoint(training)
     done_steps = resume_point.completed_steps

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from motet.core.errors import InputError, PeerFailedError
+from motet.core.errors import InputError, PeerFailedError, check_input
 from motet.parallel.parameter_server.process.tcp_transport import TcpTransport
 from motet.parallel.parameter_server.protocol.messages import COORDINATOR
 from motet.parallel.parameter_server.server_settings import extra_process_count, parse_address
@@ -124,9 +124,9 @@ def _reachable_host(rank_env: RankEnvironment) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing
         local_address: str = probe.getsockname()[0]
-    if local_address.startswith("127.") and rank_env.local_world < rank_env.world:
-        raise InputError(
-            f"the rendezvous address {host} is this machine's loopback address here, which others cannot reach; give "
-            "the launcher an address of the network"
-        )
+    check_input(
+        not local_address.startswith("127.") or rank_env.local_world >= rank_env.world,
+        f"the rendezvous address {host} is this machine's loopback address here, which others cannot reach; give "
+        "the launcher an address of the network",
+    )
     return local_address

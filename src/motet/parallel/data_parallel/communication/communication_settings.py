@@ -17,7 +17,7 @@ from motet.collectives.cost.alpha_beta import RankGroups
 from motet.collectives.cost.cheapest_algorithm import cheapest
 from motet.collectives.program import Program
 from motet.core.base_settings import FrozenSettings
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.parallel.layout import Layout
 
 Mebibytes = Annotated[float, Field(gt=0, le=2**20)]
@@ -136,11 +136,11 @@ def check_communication(settings: CommunicationSettings, layout: Layout, indepen
     settings = without_forward_overlap(settings) if independent_replicas else settings
     forward = "communication.overlap = 'forward' with layout.zero = 0"
     gathers_gradients = uses_gradient_gather(settings, layout)
-    if layout.reproducible_batch_size and gathers_gradients:
-        raise InputError(
-            f"{forward} cannot be had with run.reproducible = 'layout', whose sums arrive together; use layout.zero = "
-            "1, or leave communication.overlap out"
-        )
+    check_input(
+        not layout.reproducible_batch_size or not gathers_gradients,
+        f"{forward} cannot be had with run.reproducible = 'layout', whose sums arrive together; use layout.zero = "
+        "1, or leave communication.overlap out",
+    )
     _check_codecs(settings, layout)
     _check_cluster(settings, layout)
     if gathers_gradients and settings.compress_gradients is not None:
@@ -169,11 +169,11 @@ def _check_algorithm(collective: str, name: str, group_sizes: Sequence[int]) -> 
             algorithm.check_ranks(ranks)
     except InputError as error:
         raise InputError(f"{key}: {error}; or leave it to the backend") from None
-    if not algorithm.same_bits:
-        raise InputError(
-            f"{key} adds in another order on each rank, so that replicas would drift; take one that `motet collectives "
-            "list` marks as giving all ranks the same bits"
-        )
+    check_input(
+        algorithm.same_bits,
+        f"{key} adds in another order on each rank, so that replicas would drift; take one that `motet collectives "
+        "list` marks as giving all ranks the same bits",
+    )
 
 
 def _check_cluster(settings: CommunicationSettings, layout: Layout) -> None:
@@ -186,11 +186,11 @@ def _check_cluster(settings: CommunicationSettings, layout: Layout) -> None:
         )
     if settings.cluster is None:
         return
-    if set(algorithms.values()) == {BACKEND}:
-        raise InputError(
-            f"communication.cluster = {settings.cluster!r} has no effect where the backend chooses; leave it out, or "
-            "set communication.all_reduce, reduce_scatter or all_gather to 'auto' or the name of an algorithm"
-        )
+    check_input(
+        set(algorithms.values()) != {BACKEND},
+        f"communication.cluster = {settings.cluster!r} has no effect where the backend chooses; leave it out, or "
+        "set communication.all_reduce, reduce_scatter or all_gather to 'auto' or the name of an algorithm",
+    )
     communication_cluster(settings.cluster, layout.dp)
 
 
@@ -248,8 +248,7 @@ def _check_codecs(settings: CommunicationSettings, layout: Layout) -> None:
             "all gradients; leave it out, or use layout.zero=2 or communication.compress_over=replicas",
         ),
     ):
-        if applies:
-            raise InputError(message)
+        check_input(not applies, message)
 
 
 GroupName = Literal["shards", "replicas", "near"]  # Shard groups, replica groups, secondary shard groups

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from motet.core.errors import InputError
+from motet.core.errors import check_input
 from motet.parallel.data_parallel.buckets import ALIGN_ELEMENTS, Bucket
 from motet.parallel.parameter_server.protocol.messages import ParameterPlacement, SlicePrimaryAndBackups
 
@@ -39,11 +39,11 @@ def partition_buckets(buckets: Sequence[Bucket], max_numel: int, server_count: i
             server_index = min(range(server_count), key=load.__getitem__)
             slices.append(ParameterSlice(bucket_id, flat_range, server_index))
             load[server_index] += slices[-1].numel
-    if server_count > len(slices):
-        raise InputError(
-            f"layout.server.count = {server_count} is more than the slices that parameters are cut into, "
-            f"{len(slices)}; take fewer servers, or smaller slices (layout.server.slice_mib)"
-        )
+    check_input(
+        server_count <= len(slices),
+        f"layout.server.count = {server_count} is more than the slices that parameters are cut into, "
+        f"{len(slices)}; take fewer servers, or smaller slices (layout.server.slice_mib)",
+    )
     return tuple(slices)
 
 
