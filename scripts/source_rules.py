@@ -19,9 +19,6 @@ FUNCTION_LINES = 60
 FOLDER_MODULES = 13
 POSITIONAL_PARAMETERS = 3
 
-# Kernels may be longer than a function may be, each by its name: "src/motet/folder/file.py:function".
-LONG_FUNCTIONS: frozenset[str] = frozenset()
-
 # Functions with more positional parameters than are allowed. The list may only shrink.
 POSITIONAL_EXEMPT_FILE = Path(__file__).with_name("positional_exempt.txt")
 

@@ -1,4 +1,4 @@
-"""Networks: every rank reaches every other over links that exist, and over no more than it must; what hashed flows cost."""
+"""Networks: every rank reaches every other over links that exist, and no more than it must; what hashed flows cost."""
 
 from collections import Counter, defaultdict, deque
 from fractions import Fraction

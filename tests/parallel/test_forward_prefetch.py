@@ -86,7 +86,8 @@ def test_what_is_read_between_modules_is_there() -> None:
         parameters[number].copy_(values[number])
 
     for together in (1, 2, 3):  # so many parameters travel together
-        uses = ModuleParameterWaiter(model, {p: n // together for n, p in enumerate(parameters)}, lambda n, k=together: [
+        buckets = {p: n // together for n, p in enumerate(parameters)}
+        uses = ModuleParameterWaiter(model, buckets, lambda n, k=together: [
             arrive(i) for i in range(len(parameters)) if i // k == n
         ])  # fmt: skip
         uses.begin_step()

@@ -45,7 +45,7 @@ def _count(group: RankGroup, job: Job, folder: str) -> tuple[int, ...]:
 
 
 def _counting(collective: Callable[..., Any], given: list[int], is_cut: bool) -> Callable[..., Any]:
-    """Count the bytes of a collective: a rank keeps its part of a scattered tensor; a gathered one goes to the others."""
+    """Count the bytes of a collective: a rank keeps its part of a scattered tensor, and sends a gathered one."""
 
     def call(output: Any, input: Any, ranks: RankGroup, *args: Any, **kwargs: Any) -> Any:
         given[0] += input.nbytes * (ranks.world - 1) // (ranks.world if is_cut else 1)

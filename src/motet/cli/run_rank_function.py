@@ -1,4 +1,4 @@
-"""`python -m motet.cli.run_rank_function PACKAGE.MODULE:FUNCTION [ARGUMENT ...]`: one rank, as the supervisor starts it."""
+"""`python -m motet.cli.run_rank_function PACKAGE.MODULE:FUNCTION [ARGUMENT ...]`: a rank of the supervisor."""
 
 import sys
 

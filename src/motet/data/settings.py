@@ -44,7 +44,7 @@ class DataSettings(FrozenSettings):
     mask_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """`masked` and `spans`: the fraction of tokens that are to be predicted."""
     samples: Annotated[int, Field(ge=1)] | None = None
-    """Train on at most this many samples of each corpus; `synthetic:` sources make this many (10,000 when not given)."""
+    """Train on at most this many samples of each corpus; `synthetic:` sources make this many (default 10,000)."""
     workers: Annotated[int, Field(ge=1)] | None = None
     """Processes that tokenise; all cores when not given."""
     cache: FilePathText | None = None

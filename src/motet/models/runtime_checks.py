@@ -98,7 +98,8 @@ def _check_embedding_rows(module: nn.Module, token_ids: Tensor, vocab_size: int)
         def check(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             if inputs and inputs[0].untyped_storage().data_ptr() == token_ids.untyped_storage().data_ptr():
                 raise InputError(
-                    f"{type(module).__name__}.{name} has {table.num_embeddings} rows, but there are {vocab_size} tokens of "
+                    f"{type(module).__name__}.{name} has {table.num_embeddings} rows, but there are {vocab_size} "
+                    "tokens of "
                     f"data.tokenizer; make it {vocab_size} rows or more, or take another tokenizer"
                 )
 

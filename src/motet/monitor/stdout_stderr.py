@@ -1,9 +1,9 @@
 """The only place that prints: results go to stdout, errors to stderr, machine-readable answers as JSON.
 
-rich is imported at the first print, so that `motet --help` need not wait for it. Markup and emoji codes are off, because
+rich is imported by the first print, so `motet --help` need not wait for it. Markup and emoji codes are off, because
 job sections are written `[model]`: style with `style="bold"` or `rich.text.Text`, or pass `markup=True`.
 
-A closed pipe, as after `head`, ends the command quietly with 141, the shell's code for SIGPIPE; other errors of a stream
+A closed pipe, as after `head`, ends the command with 141, the shell's code for SIGPIPE; other errors of a stream
 are reported. Characters outside its encoding are printed as `\\xe9`.
 """
 

@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases as callbacks, which show the same names. Each is imported only if the job uses it."""
+"""TensorBoard and Weights & Biases as callbacks with the same names. Each is imported only if a job uses it."""
 
 from collections.abc import Mapping
 from functools import partial

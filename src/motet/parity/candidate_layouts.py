@@ -95,7 +95,8 @@ def make_candidate(job: Job, layout: str) -> CandidateLayout:
     laid_out_job = with_overrides(job, overrides, source)
     check_input(
         not laid_out_job.layout.uses_server_processes or laid_out_job.layout.server.mode == "sync",
-        f"{source}: with layout.server.mode = {laid_out_job.layout.server.mode!r} gradients are of other parameters than "
+        f"{source}: with layout.server.mode = {laid_out_job.layout.server.mode!r} gradients are of other "
+        "parameters than "
         "on one device, so numbers differ by design; verify server.mode=sync",
     )
     return CandidateLayout(layout, _with_small_keys(laid_out_job))

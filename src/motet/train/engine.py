@@ -1,4 +1,4 @@
-"""A module that is trained on several ranks, in a custom loop: `parallelize` it, then `step`, or do the parts of a step.
+"""A module that is trained on several ranks, in a custom loop: `parallelize` it, then `step`, or the parts of a step.
 
 Jobs are trained in the same way (train/step.py).
 """
@@ -185,7 +185,8 @@ class TrainingEngine:
         """
         if self.outer_optimizer is not None:
             raise InputError(
-                "load_assigned_values: independent replicas (outer.every) would take the change for something that they "
+                "load_assigned_values: independent replicas (outer.every) would take the change for "
+                "something that they "
                 "have learned; assign values before parallelize"
             )
         self.optimizer.sharded_parameters.load_assigned_values()
@@ -351,7 +352,8 @@ def loss_and_count(loss_output: Any, caller: str = "step") -> tuple[Tensor, floa
         if not isinstance(item, allowed_types) or (isinstance(item, Tensor) and item.numel() != 1):
             description = f"of shape {list(item.shape)}" if isinstance(item, Tensor) else f"a {type(item).__name__}"
             raise InputError(
-                f"{caller}: the {name} is {description}; give a tensor of one number, such as a sum, and how many losses "
+                f"{caller}: the {name} is {description}; give a tensor of one number, such as a sum, and how many "
+                "losses "
                 "are in it"
             )
     check_input(

@@ -64,7 +64,7 @@ class TrainStep:
     replica_checker: ReplicaChecker | None = None
 
     def step(self, step: int, learning_rate: float, stop: bool = False, last: bool = False) -> StepResult:
-        """Do step `step` (from 0), the `last` of the run or not. A loss or gradient that is not finite updates nothing."""
+        """Do a step (from 0), the `last` of the run or not. Nothing is updated if a loss or gradient is not finite."""
         checker, engine = self.replica_checker, self.engine
         is_checked = checker is not None and checker.is_due(step)
         engine.begin_step()
@@ -109,7 +109,7 @@ class TrainStep:
         return LocalStepResult(self._loss_sums(stacked, microbatches), targets, tokens, kept_batches, first_loss)
 
     def _loss_sums(self, losses: Tensor, microbatches: list[MicroBatchRows]) -> list[float]:
-        """One sum; for a reproducible run one for each row, so that the order of addition does not depend on the layout."""
+        """One sum; a reproducible run has one for each row, so the order of addition does not depend on the layout."""
         if self.layout.reproducible_batch_size is None:
             return [losses.sum().item()]
         sums = [0.0] * self.layout.reproducible_batch_size

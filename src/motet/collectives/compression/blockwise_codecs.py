@@ -1,6 +1,6 @@
 """The codecs of a fixed number of bits per element, with a scale per block: int8, int4, sign and float8.
 
-Integers: each element becomes the nearest level, or without bias one of the two next to it at random. A code is 0 to 2n,
+Integers: each element becomes the nearest level, or unbiased one of the two next to it at random. A code is 0 to 2n,
 with n = 2**(bits - 1) - 1; code n is zero, codes 0 and 2n are the largest magnitude of the block. Two codes of int4
 share a byte, the first one in its low half.
 """

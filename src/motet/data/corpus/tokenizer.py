@@ -114,7 +114,8 @@ def resolve_special_tokens(backend: Any, config: dict[str, Any], spec: str) -> T
     end = _find_token_id(backend, config.get("eos_token"), _KNOWN_END_TOKENS)
     if end is None:
         raise InputError(
-            f"data.tokenizer = {spec!r} has no end-of-document token (tried {', '.join(_KNOWN_END_TOKENS)}); name it as "
+            f"data.tokenizer = {spec!r} has no end-of-document token (tried {', '.join(_KNOWN_END_TOKENS)}); "
+            "name it as "
             "eos_token in a tokenizer_config.json in the same folder"
         )
     pad = _find_token_id(backend, config.get("pad_token"), _KNOWN_PAD_TOKENS)

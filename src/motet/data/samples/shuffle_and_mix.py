@@ -91,7 +91,8 @@ def build_mixture_schedule(weights: list[float]) -> DataMixtureSchedule:
     smallest = int(np.argmin(exact_counts))
     check_input(
         exact_counts[smallest] >= 1 - 1e-9,
-        f"data.mixture: weight {weights[smallest]:g} of source {smallest + 1} is less than 1/{MIXTURE_PERIOD} of the sum "
+        f"data.mixture: weight {weights[smallest]:g} of source {smallest + 1} is less than 1/{MIXTURE_PERIOD} of "
+        "the sum "
         f"{math.fsum(weights):g}; raise it or leave the source out",
     )
     counts = np.floor(exact_counts + 1e-9).astype(np.int64)

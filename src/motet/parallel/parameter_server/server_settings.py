@@ -126,7 +126,8 @@ def _check_codec(key: str, text: str | None, *, is_pull: bool, settings: Paramet
         " needs unsharded matrices, and servers have slices; use int8, int4, float8 or topk": (
             isinstance(codec, PowerSGDCodec)
         ),
-        ": error feedback would make its errors grow; use randomk:unbiased=false, or layout.server.error_feedback=false": (
+        ": error feedback would make its errors grow; use randomk:unbiased=false, "
+        "or layout.server.error_feedback=false": (
             isinstance(codec, RandomKCodec) and codec.unbiased and settings.error_feedback
         ),
     }

@@ -1,6 +1,7 @@
 """The dependency graph of a data-parallel step and the next forward, for the overlap of compute and communication.
 
-Each rank has two resources, compute and network; each processes its nodes one after another, in the order of the graph. The timeline is drawn as text and as SVG.
+Each rank has two resources, compute and network; each processes its nodes one after another, in the order of the graph.
+The timeline is drawn as text and as SVG.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""The table of what may have gone wrong, in the order in which it is tried; the first that explains the numbers wins."""
+"""The table of what may have gone wrong, in the order in which it is tried; the first that fits the numbers wins."""
 
 from dataclasses import replace
 
@@ -43,7 +43,8 @@ ROWS_DEPEND = (
 UNEXPLAINED = {
     "gradient": "no sum of what ranks and micro-batches have gives it: it was changed while it was summed, or after",
     "norm": "gradients are right, and no sum of their squares gives it: it has others in it, or was changed after",
-    "random mask": "it is no mask of any of these rows and steps: drawn with another seed, or by a generator that goes on",
+    "random mask": "it is no mask of any of these rows and steps: drawn with another seed, "
+    "or by a generator that goes on",
 }
 
 

@@ -1,4 +1,4 @@
-"""A module and batches of the caller as a subject of verification, without a job or files; and parallel code of the caller."""
+"""A module and batches of the caller as a subject of verification; and parallel code of the caller."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager

@@ -208,7 +208,7 @@ class _LaunchAttempt:
         return self._has_coordinator and self.ranks[0].poll() is not None and not self.ranks[0].has_failed()
 
     def wait_for_end(self, stop: StopFlag, log: Callable[[str], None]) -> None:
-        """Wait until all ranks have ended, or one has failed and the others had time to say why, or an immediate stop."""
+        """Wait until all ranks have ended, or one failed and the others had time to say why, or an immediate stop."""
         forwarded, deadline = False, float("inf")
         while not stop.is_immediate and time.monotonic() < deadline:
             if stop.requested and not forwarded:

@@ -84,7 +84,7 @@ class RunSettings(FrozenSettings):
     """Stop and save after this step, although schedules go on to the end of the run; a resume continues."""
     seed: Annotated[int, Field(ge=0)] = 0
     ranks: Annotated[int, Field(ge=1)] = 1
-    """Local ranks that `motet train` starts; `--ranks` on the command line overrides it, torchrun and Slurm override both."""
+    """Local ranks that `motet train` starts; `--ranks` on the command line overrides it, launchers override both."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Threads per rank on the CPU; the cores of the machine shared evenly when not given, or 1 with `reproducible`."""
