@@ -4,7 +4,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from motet.collectives import build
-from motet.collectives.draw.program_svg import program_html
+from motet.collectives.draw.program_drawing import program_html
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -22,7 +22,7 @@ from motet.collectives.algorithms.rank_arithmetic import grid_dims as lengths_of
 from motet.collectives.cost.cheapest_algorithm import crossovers, log_spaced_sizes, time_curves
 from motet.collectives.draw.cost_plot import cost_plot_svg
 from motet.collectives.draw.frames import program_text
-from motet.collectives.draw.program_svg import program_svg
+from motet.collectives.draw.program_drawing import program_svg
 from pages import fill_blocks, markdown_table
 
 ALPHA, BETA, GAMMA = "\N{GREEK SMALL LETTER ALPHA}", "S\N{GREEK SMALL LETTER BETA}", "S\N{GREEK SMALL LETTER GAMMA}"

@@ -15,7 +15,7 @@ from motet.collectives.draw.frames import (
     program_title,
     transfer_sentences,
 )
-from motet.collectives.draw.program_svg import COLOURS, DARK_MODE_COLOURS, program_html, program_svg
+from motet.collectives.draw.program_drawing import COLOURS, DARK_MODE_COLOURS, program_html, program_svg
 from motet.collectives.program import ChunkTransfer, Program
 from motet.core.errors import InputError
 from program_library import supported

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from html import escape
 from math import ceil, floor, log10
 
-from motet.collectives.draw.program_svg import COLOURS, svg_opening
+from motet.collectives.draw.program_drawing import COLOURS, svg_opening
 
 WIDTH, HEIGHT, LEFT, TOP, PLOT_WIDTH, PLOT_HEIGHT = 1040, 560, 78, 76, 720, 420
 NAME_GAP = 17

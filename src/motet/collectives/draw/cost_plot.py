@@ -8,7 +8,7 @@ from math import ceil, floor, log, log2, log10
 
 from motet.collectives.cost.cheapest_algorithm import AlgorithmCrossover, AlgorithmTimeCurve
 from motet.collectives.draw.frames import align_columns
-from motet.collectives.draw.program_svg import COLOURS, svg_opening
+from motet.collectives.draw.program_drawing import COLOURS, svg_opening
 from motet.core.units import format_bytes, format_seconds
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _PLOT_WIDTH, _PLOT_HEIGHT = 1040, 640, 78, 116, 760, 460
