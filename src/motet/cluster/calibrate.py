@@ -1,4 +1,4 @@
-"""The fit of a link's start-up and bandwidth to measured times, and the cluster description of such fits."""
+"""Start-up time and bandwidth of a link, fitted to measured times, in the form of a cluster file."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,12 +16,12 @@ class AlphaBetaFit(NamedTuple):
 
 
 def measured(value: float) -> dict[str, Any]:
-    """A measured number as a cluster file has it."""
+    """The entry of a cluster file for a measured number."""
     return {"value": value, "origin": "measured"}
 
 
 def fit_alpha_beta(sizes: Sequence[int], seconds: Sequence[float]) -> AlphaBetaFit:
-    """The line with the smallest relative errors that does not start below 0."""
+    """The line through the measured times with the least squared relative errors, and alpha >= 0."""
     weights = [1 / time_s**2 for time_s in seconds]
 
     def mean(values: Sequence[float]) -> float:
@@ -32,6 +32,6 @@ def fit_alpha_beta(sizes: Sequence[int], seconds: Sequence[float]) -> AlphaBetaF
     covariance = mean([(s - size) * (t - time_s) for s, t in zip(sizes, seconds, strict=True)])
     beta = covariance / variance if variance else 0.0
     alpha = time_s - beta * size
-    if alpha < 0 or beta <= 0:  # the best line through zero
+    if alpha < 0 or beta <= 0:  # The best line through zero
         alpha, beta = 0.0, mean([s * t for s, t in zip(sizes, seconds, strict=True)]) / mean([s * s for s in sizes])
     return AlphaBetaFit(alpha, 1 / beta)

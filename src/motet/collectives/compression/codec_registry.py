@@ -51,7 +51,7 @@ def ring_all_reduce_bytes(numel: int, dtype: str, world: int) -> int:
 
 
 def sparse_all_gather_bytes(counts: Sequence[int], numel: int, dtype: str) -> int:
-    """Bytes that a rank sends if all gather the elements of all; every message is as long as the longest."""
+    """Bytes that a rank sends in an all-gather of indices and values, each message padded to the longest."""
     return (len(counts) - 1) * max(counts) * (index_bytes(numel) + element_bytes(dtype))
 
 
@@ -63,7 +63,8 @@ def is_sparse_smaller(counts: Sequence[int], numel: int, dtype: str) -> bool:
 def all_reduce_traffic(codec: Codec, shape: Sequence[int], dtype: str, world: int) -> dict[str, int]:
     """The bytes that `compressed_collectives.all_reduce` adds to the trace's counters on each rank.
 
-    Gather and exchange count the bytes to other ranks; an all-reduce counts its tensor, as everywhere.
+    All-gather and all-to-all count the bytes to other ranks. An all-reduce counts the size of its tensor, whichever
+    algorithm runs.
     """
     numel = prod(shape)
     if world == 1 or numel == 0:

@@ -1,7 +1,7 @@
 """The proof that a Program does what its collective promises, by executing it on multisets of contributors.
 
-The proof is exact: it holds for every input. `prove_program` returns what it learned about the Program, or raises an
-`UnprovenCollectiveError` with the wrong step and transfer.
+The proof is exact: it holds for every input. `prove_program` returns what it learned about the Program, or raises a
+`CollectiveProofError` that names the wrong step and transfer.
 """
 
 from collections import Counter
@@ -54,7 +54,7 @@ class CollectiveProof:
     ranks: int
     steps: int
     messages: int
-    same_bits: bool  # Every rank adds a chunk in the same order, so that replicas get the same bits
+    same_bits: bool  # Every rank adds the contributions to a chunk in the same order, so replicas get the same bits
     supports_blocking_sends: bool  # No deadlock if each rank sends first and a send waits for its receiver
 
 
