@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(NO_HOSTS is not None, reason=str(NO_HOSTS))
 LIMIT_S = 60.0
 PATHS = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
 ADDRESS = "10.78.0.1:4007"
-UNHURRIED = "model={factory='train.user_models:Unhurried'}"
+UNHURRIED = "model={factory='train.trainable_user_models:Unhurried'}"
 """Processes that start meanwhile need the processors."""
 SERVED = [
     *("layout.data=parameter_server", "layout.server.eviction_timeout_s=3", "layout.server.slice_mib=0.02"),

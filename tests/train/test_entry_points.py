@@ -61,7 +61,7 @@ def test_a_run_that_is_refused_on_its_way_leaves_the_folder_as_it_was(tmp_path: 
     with pytest.raises(motet.MotetError, match="the data changed"):
         motet.run(small_job(tmp_path, *changes, "optimizer.learning_rate=0.5"))
     assert contents(tmp_path / "run") == before
-    model = "model={factory='train.user_models:HiddenState'}"
+    model = "model={factory='train.trainable_user_models:HiddenState'}"
     with pytest.raises(motet.MotetError, match="get_extra_state"):
         motet.run(small_job(tmp_path, "run.steps=4", f"run.folder={tmp_path / 'new'}", model))
     assert not (tmp_path / "new").exists()
@@ -106,7 +106,7 @@ def test_a_refusal_under_a_launcher_leaves_the_folder_as_it_was(ranks: Ranks, tm
 
 
 def test_divergence_under_a_launcher_is_told_once(ranks: Ranks, tmp_path: Path) -> None:
-    model = "model={factory='train.user_models:Normed', arguments={nan_at=2}}"
+    model = "model={factory='train.trainable_user_models:Normed', arguments={nan_at=2}}"
     job = small_job(tmp_path, "run.steps=4", f"run.folder={tmp_path / 'run'}", model)
     (first, told), (second, silent) = ranks.run_places(2, _joined, job)
     end = read_events(tmp_path / "run/events.jsonl")[-1]

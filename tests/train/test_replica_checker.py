@@ -108,7 +108,7 @@ def test_training_goes_on_as_if_nothing_had_been(
 
 def test_buffers_that_each_rank_changes_are_none_of_it(ranks: Ranks, tmp_path: Path) -> None:
     """The running statistics of a batch norm: another batch on each rank, and the first rank's after each step."""
-    model = "model={factory='train.user_models:WithBatchNorm', arguments={vocab_size=260}}"
+    model = "model={factory='train.trainable_user_models:WithBatchNorm', arguments={vocab_size=260}}"
     job = job_of(tmp_path, model, FP32)
     for found, _ in ranks.run(2, watched, job):
         assert [one.violations for one in found] == [(), (), ()]

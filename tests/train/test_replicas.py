@@ -13,7 +13,7 @@ from ranks import RankFailureError, Ranks
 from train.runs import same_bits, saved_tensors, small_job
 
 STREAMING = ["outer.every=4", "outer.fragments=2", "outer.delay=1", "run.steps=10", "monitor.evaluate_batches=1"]
-NORMED = "model={factory='train.user_models:WithBatchNorm', arguments={vocab_size=260}, vocab_size=260}"
+NORMED = "model={factory='train.trainable_user_models:WithBatchNorm', arguments={vocab_size=260}, vocab_size=260}"
 
 
 def _train(place: RankEnvironment, job: Job, folder: Path, stops: int = -1) -> int:
@@ -71,7 +71,7 @@ def test_a_request_to_stop_is_heard_at_the_next_meeting(ranks: Ranks, tmp_path: 
 
 
 def test_a_step_that_is_not_finite_ends_the_run_at_the_next_meeting(ranks: Ranks, tmp_path: Path) -> None:
-    bad = "model={factory='train.user_models:Normed', arguments={nan_at=2}}"
+    bad = "model={factory='train.trainable_user_models:Normed', arguments={nan_at=2}}"
     job = small_job(tmp_path, bad, "outer.every=4", "run.steps=10")
     says = "stopped at step 4: a loss or gradient of some replica since the last outer step is not finite; its update"
     with pytest.raises(RankFailureError, match=says):

@@ -11,7 +11,7 @@ from ranks import RankFailureError, Ranks
 from train.runs import Trained, run_job, same_bits, saved_tensors, small_job, train
 
 STEPS = 4
-NOISY = "model={factory='train.user_models:Noisy', vocab_size=260}"
+NOISY = "model={factory='train.trainable_user_models:Noisy', vocab_size=260}"
 """Draws by itself, which follows its sequence."""
 CASES = [  # model, recipe, batch, (ranks, settings of the layout)
     ("decoder", "fp32", 10, [(2, "zero=0"), (3, "zero=1"), (4, "zero=2"), (3, "zero=3")]),
@@ -132,7 +132,7 @@ def test_a_block_that_is_used_twice_is_refused_at_stage_3(ranks: Ranks, tmp_path
 
 
 def test_running_statistics_are_refused(ranks: Ranks, tmp_path: Path) -> None:
-    model = "model={factory='train.user_models:WithBatchNorm', arguments={vocab_size=260}, vocab_size=260}"
+    model = "model={factory='train.trainable_user_models:WithBatchNorm', arguments={vocab_size=260}, vocab_size=260}"
     with pytest.raises(RankFailureError, match=r"training changes the buffer 'norm\.running_mean'"):
         ranks.run(2, train, job_of(tmp_path, "zero=0", model, "precision.recipe=fp32"), 2)
 

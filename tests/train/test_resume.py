@@ -78,7 +78,7 @@ def test_so_it_is_with_momentum_and_micro_batches(ranks: Ranks, tmp_path: Path) 
 
 
 def test_so_it_is_with_buffers_of_a_users_module_momentum_and_micro_batches(ranks: Ranks, tmp_path: Path) -> None:
-    model = "model={factory='train.user_models:WithBatchNorm', arguments={vocab_size=260}, vocab_size=260}"
+    model = "model={factory='train.trainable_user_models:WithBatchNorm', arguments={vocab_size=260}, vocab_size=260}"
     saved = _kill_and_resume(ranks, tmp_path, 2, model, "precision.recipe=fp32", *SGD)
     assert saved["buffer/norm.num_batches_tracked"] == 2 * 12
     assert saved["buffer/norm.running_mean"].count_nonzero() == 8

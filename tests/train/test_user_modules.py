@@ -16,7 +16,7 @@ from train.runs import run_job, same_bits, saved_tensors, small_job, train
 
 
 def _job(folder: Path, factory: str, *overrides: str) -> Job:
-    return small_job(folder, "run.steps=6", f"model={{factory='train.user_models:{factory}'}}", *overrides)
+    return small_job(folder, "run.steps=6", f"model={{factory='train.trainable_user_models:{factory}'}}", *overrides)
 
 
 def test_replicas_start_from_the_same_values(ranks: Ranks, tmp_path: Path) -> None:
