@@ -66,13 +66,13 @@ def a_rank_trains_as_in_evaluation(rank: int) -> Patch:
 @fault("dp=2 zero=1", first="modules called as in training", cause="in training mode.*rank 1", model="bert")
 def a_rank_is_evaluated_in_training_mode(rank: int) -> Patch:
     def wrong(own: Any) -> Any:
-        def evaluated(model: Any, batch: Batch) -> Any:
+        def evaluated(model: Any, batch: Batch, has_classes: bool) -> Any:
             model.module.train()
-            return own(model, batch)
+            return own(model, batch, has_classes)
 
         return evaluated
 
-    return replaced(evaluation, "_token_loss_sums", wrong) if rank else nothing()
+    return replaced(evaluation, "_loss_sums", wrong) if rank else nothing()
 
 
 @fault("dp=3 zero=2", "dp=2 zero=3", first="state master/.*", cause="with eps = ")
