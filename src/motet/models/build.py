@@ -188,7 +188,8 @@ def _transformer_loss(module: nn.Module, settings: TransformerSettings) -> Calla
     assert isinstance(module, CausalDecoder | BidirectionalEncoder | EncoderDecoderModel)
 
     def loss_sum(batch: Batch) -> Tensor:
-        features = module.features(**_transformer_inputs(batch, settings))  # type: ignore[arg-type]  # by its family
+        # The settings decide which inputs a family takes, and the type of `module` does not say so.
+        features = module.features(**_transformer_inputs(batch, settings))  # type: ignore[arg-type]
         check_prediction_shape(features.shape[:-1], batch, module)
         hidden, targets, weights = features.flatten(0, 1), batch.targets.flatten(), batch.weights.flatten()
         bias = None

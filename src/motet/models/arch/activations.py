@@ -46,7 +46,7 @@ def apply_activation(x: Tensor, name: ActivationName) -> Tensor:
 
 def gated_activation(x: Tensor, name: ActivationName) -> Tensor:
     """[..., 2 F] holding gate and up -> act(gate) * up, [..., F]."""
-    y: Tensor = _GatedActivationFunction.apply(x, name)  # type: ignore[no-untyped-call]  # torch's
+    y: Tensor = _GatedActivationFunction.apply(x, name)  # type: ignore[no-untyped-call]  # untyped in torch
     return y
 
 

@@ -39,7 +39,7 @@ def tiled_attention(
 
     `causal` hides the keys after each query; a bias must hide them too.
     """
-    out: Tensor = _TiledAttentionFunction.apply(q, k, v, bias, causal, scale)  # type: ignore[no-untyped-call]  # torch's
+    out: Tensor = _TiledAttentionFunction.apply(q, k, v, bias, causal, scale)  # type: ignore[no-untyped-call]  # untyped in torch
     return out
 
 

@@ -32,7 +32,7 @@ def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, *, targets: Tensor, weights: Tensor
 ) -> Tensor:
     """`cross_entropy(hidden @ weight.T + bias, ...)`. hidden [N, H], weight [V, H], bias [V]."""
-    total: Tensor = _FusedLinearCrossEntropy.apply(hidden, weight, bias, targets, weights)  # type: ignore[no-untyped-call]  # torch's
+    total: Tensor = _FusedLinearCrossEntropy.apply(hidden, weight, bias, targets, weights)  # type: ignore[no-untyped-call]  # untyped in torch
     return total
 
 

@@ -54,7 +54,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The norm over the last dim."""
     if x.device.type != "cpu":
         return F.rms_norm(x, weight.shape, weight, eps)
-    y: Tensor = _RMSNormFunction.apply(x, weight, eps)  # type: ignore[no-untyped-call]  # torch's
+    y: Tensor = _RMSNormFunction.apply(x, weight, eps)  # type: ignore[no-untyped-call]  # untyped in torch
     return y
 
 
