@@ -14,3 +14,8 @@ DTYPE_BYTES: dict[str, int] = {
     "uint32": 4,
     "bool": 1,
 }
+
+
+def dtype_name(dtype: object) -> str:
+    """The name of torch's dtype."""
+    return str(dtype).removeprefix("torch.")

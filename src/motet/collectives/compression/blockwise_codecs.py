@@ -10,10 +10,10 @@ from functools import cache
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Literal
 
-from motet.collectives.compression.codec_base import BlockwiseCodec
+from motet.collectives.compression import lazy_torch as torch
+from motet.collectives.compression.codec_base import BlockwiseCodec, finite_or_nan
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 
@@ -29,9 +29,6 @@ class IntegerCodec(BlockwiseCodec):
         return (1 << self.bits - 1) - 1
 
     def units_to_codes(self, units: "Tensor", seed: int) -> "Tensor":
-        import torch
-        import torch.nn.functional as F
-
         positions = self._level_positions(units) if self.levels == "quantile" else units * self._max_level
         if self.rounding == "stochastic":
             generator = torch.Generator(units.device).manual_seed(seed)
@@ -39,12 +36,10 @@ class IntegerCodec(BlockwiseCodec):
         codes = positions.round().clamp_(-self._max_level, self._max_level).add_(self._max_level).to(torch.uint8)
         if self.bits == 8:
             return codes
-        pairs = F.pad(codes, (0, codes.numel() % 2)).view(-1, 2)
+        pairs = torch.nn.functional.pad(codes, (0, codes.numel() % 2)).view(-1, 2)
         return pairs[:, 0] | pairs[:, 1] << 4
 
     def codes_to_units(self, codes: "Tensor", numel: int) -> "Tensor":
-        import torch
-
         if self.bits == 4:
             codes = torch.stack([codes & 15, codes >> 4], 1).view(-1)[:numel]
         if self.levels == "quantile":
@@ -52,14 +47,10 @@ class IntegerCodec(BlockwiseCodec):
         return (codes.to(torch.float32) - self._max_level) / self._max_level
 
     def _level_values(self, device: "torch.device") -> "Tensor":
-        import torch
-
         return torch.tensor(quantile_levels(self.bits), dtype=torch.float32, device=device)
 
     def _level_positions(self, units: "Tensor") -> "Tensor":
         """Positions between the levels: 1.25 is a quarter of the way from level 1 to level 2 above zero."""
-        import torch
-
         levels = self._level_values(units.device)
         below = torch.bucketize(units, levels[1:-1], right=True)
         lower, upper = levels[below], levels[below + 1]
@@ -103,29 +94,19 @@ class SignCodec(BlockwiseCodec):
     bits = 1
     block: int = 1024
 
-    def encode(self, tensor: "Tensor", seed: int) -> "Tensor":
-        import torch
-
-        from motet.collectives.compression import block_scaling
-
-        blocks = block_scaling.to_blocks(tensor, self.block)
+    def scale_to_units(self, tensor: "Tensor") -> "tuple[Tensor, Tensor]":
+        blocks = self.to_blocks(tensor)
         starts = torch.arange(len(blocks), device=blocks.device) * blocks.shape[1]
         lengths = (tensor.numel() - starts).clamp(max=blocks.shape[1]).view(-1, 1)
         scales = (blocks.abs() / lengths).sum(1, keepdim=True)  # divided first: the sum alone may overflow
-        codes = self.units_to_codes(tensor.reshape(-1), seed)
-        return block_scaling.pack_message(block_scaling.finite_or_nan(scales), codes)
+        return tensor.reshape(-1), finite_or_nan(scales)
 
     def units_to_codes(self, units: "Tensor", seed: int) -> "Tensor":
-        import torch
-        import torch.nn.functional as F
-
         bits = (units >= 0).to(torch.uint8)
-        bits = F.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
+        bits = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
         return (bits << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(1, dtype=torch.uint8)
 
     def codes_to_units(self, codes: "Tensor", numel: int) -> "Tensor":
-        import torch
-
         bits = codes.view(-1, 1) >> torch.arange(8, dtype=torch.uint8, device=codes.device) & 1
         return bits.view(-1)[:numel].to(torch.float32) * 2 - 1
 
@@ -143,13 +124,9 @@ class Float8Codec(BlockwiseCodec):
     format: Literal["e4m3", "e5m2"] = "e4m3"
 
     def units_to_codes(self, units: "Tensor", seed: int) -> "Tensor":
-        import torch
-
-        float8_dtype, largest = _FORMATS[self.format]
-        return (units * largest).to(getattr(torch, float8_dtype)).view(torch.uint8)
+        name, largest = _FORMATS[self.format]
+        return (units * largest).to(getattr(torch, name)).view(torch.uint8)
 
     def codes_to_units(self, codes: "Tensor", numel: int) -> "Tensor":
-        import torch
-
-        float8_dtype, largest = _FORMATS[self.format]
-        return codes.view(getattr(torch, float8_dtype)).to(torch.float32) / largest
+        name, largest = _FORMATS[self.format]
+        return codes.view(getattr(torch, name)).to(torch.float32) / largest

@@ -14,6 +14,7 @@ from torch import Tensor
 from motet.collectives.compression.codec_base import Codec
 from motet.collectives.execute.api import RankGroupLike
 from motet.core import trace
+from motet.core.dtypes import dtype_name
 
 
 @contextmanager
@@ -41,11 +42,6 @@ def decode(codec: Codec, message: Tensor, shape: Sequence[int], dtype: torch.dty
     """
     assert message.shape == (codec.wire_bytes(shape, dtype_name(dtype)),), "a message of another codec, shape or dtype"
     return codec.decode(message, shape, dtype, seed)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype's name in `motet.core.dtypes`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def to_accumulation_dtype(tensor: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """The interface of a codec: its options, the exact length of its messages, and its two directions.
 
-A codec's file has all of the codec. torch is imported inside the methods that need tensors, so that settings and plans
-can use options and lengths without torch.
+A codec's file has all of the codec. Settings and plans use options and lengths without importing torch.
 """
 
 from abc import ABC, abstractmethod
@@ -10,11 +9,11 @@ from dataclasses import dataclass, fields
 from math import ceil, prod
 from typing import TYPE_CHECKING, ClassVar, get_args
 
+from motet.collectives.compression import lazy_torch as torch
 from motet.core.dtypes import DTYPE_BYTES
 from motet.core.errors import InputError, check_input
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 SCALE_BYTES = 4  # A block's scale, and an element of PowerSGD's factors: float32 for every dtype of the tensor
@@ -55,12 +54,16 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, message: "Tensor", shape: Sequence[int], dtype: "torch.dtype", seed: int) -> "Tensor":
-        """The tensor of a message."""
+        """The tensor of a message. Numbers are read from a clone: a view must start at a multiple of their size."""
 
 
 @dataclass(frozen=True)
 class BlockwiseCodec(Codec):
-    """A fixed number of bits per element, and a scale per block: the length depends on the number of elements only."""
+    """A fixed number of bits per element, and a scale per block: the length depends on the number of elements only.
+
+    A message holds the scales of all blocks as float32, then the codes of all elements. A block with a non-finite
+    number gets the scale NaN, so that all of it arrives as NaN. A float64 beyond float32's range counts as non-finite.
+    """
 
     bits: ClassVar[int]
     block: int = 256
@@ -71,17 +74,27 @@ class BlockwiseCodec(Codec):
         return ceil(numel / self.block) * SCALE_BYTES + ceil(numel * self.bits / 8)
 
     def encode(self, tensor: "Tensor", seed: int) -> "Tensor":
-        from motet.collectives.compression import block_scaling
-
-        units, scales = block_scaling.scale_to_units(tensor, self.block)
-        return block_scaling.pack_message(scales, self.units_to_codes(units, seed))
+        units, scales = self.scale_to_units(tensor)
+        return torch.cat([scales.reshape(-1).view(torch.uint8), self.units_to_codes(units, seed)])
 
     def decode(self, message: "Tensor", shape: Sequence[int], dtype: "torch.dtype", seed: int) -> "Tensor":
-        from motet.collectives.compression import block_scaling
+        numel = prod(shape)
+        end = ceil(numel / self.block) * SCALE_BYTES
+        scales = message[:end].clone().view(torch.float32).view(-1, 1)
+        blocks = self.to_blocks(self.codes_to_units(message[end:], numel)) * scales
+        return blocks.view(-1)[:numel].view(tuple(shape)).to(dtype)
 
-        scales, codes = block_scaling.unpack_message(message, prod(shape), self.block)
-        units = self.codes_to_units(codes, prod(shape))
-        return block_scaling.multiply_by_scales(units, scales, self.block, shape, dtype)
+    def to_blocks(self, tensor: "Tensor") -> "Tensor":
+        """[blocks, elements of a block] in float32; zeros fill up the last block."""
+        flat = tensor.reshape(-1).to(torch.float32)
+        block = min(self.block, max(flat.numel(), 1))
+        return torch.nn.functional.pad(flat, (0, -flat.numel() % block)).view(-1, block)
+
+    def scale_to_units(self, tensor: "Tensor") -> "tuple[Tensor, Tensor]":
+        """(flat elements over their block's largest magnitude, or 0 if that is 0 or NaN; these scales [blocks, 1])."""
+        blocks = self.to_blocks(tensor)
+        scales = finite_or_nan(blocks.abs().amax(1, keepdim=True))
+        return torch.where(scales > 0, blocks / scales, 0).view(-1)[: tensor.numel()], scales
 
     @abstractmethod
     def units_to_codes(self, units: "Tensor", seed: int) -> "Tensor":
@@ -90,6 +103,10 @@ class BlockwiseCodec(Codec):
     @abstractmethod
     def codes_to_units(self, codes: "Tensor", numel: int) -> "Tensor":
         """The numbers of these bytes in float32."""
+
+
+def finite_or_nan(scales: "Tensor") -> "Tensor":
+    return torch.where(scales.isfinite(), scales, torch.nan)
 
 
 @dataclass(frozen=True)
@@ -105,10 +122,8 @@ class SparseCodec(Codec):
 
 def element_bytes(dtype: str) -> int:
     """Bytes of an element; an `InputError` if the dtype cannot be compressed."""
-    check_input(
-        dtype in COMPRESSIBLE_DTYPES,
-        f"a tensor of {dtype} cannot be compressed; convert it to {', '.join(COMPRESSIBLE_DTYPES)} first",
-    )
+    names = ", ".join(COMPRESSIBLE_DTYPES)
+    check_input(dtype in COMPRESSIBLE_DTYPES, f"a tensor of {dtype} cannot be compressed; convert it to {names} first")
     return DTYPE_BYTES[dtype]
 
 

@@ -18,27 +18,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from motet.collectives.compression import powersgd
-from motet.collectives.compression.block_scaling import read_numbers
 from motet.collectives.compression.byte_messages import (
     all_gather_messages,
     all_to_all_messages,
     decode,
-    dtype_name,
     encode,
     pad_message,
     to_accumulation_dtype,
-)
+)  # fmt: skip
 from motet.collectives.compression.codec_base import BlockwiseCodec, Codec, element_bytes, index_bytes, rank_slices
 from motet.collectives.compression.codec_registry import is_sparse_smaller
-from motet.collectives.compression.sparse_codecs import (
-    RandomKCodec,
-    TopKCodec,
-    pack_sparse,
-    scatter_to_dense,
-    unpack_sparse,
-)
+from motet.collectives.compression.sparse_codecs import RandomKCodec, TopKCodec, pack_sparse, unpack_sparse
 from motet.collectives.execute import api
 from motet.collectives.execute.api import RankGroupLike
+from motet.core.dtypes import dtype_name
 from motet.core.seeds import derive_seed
 
 # The all-reduce of uncompressed tensors, and of codes that can be added, such as the values of random-k.
@@ -117,7 +110,12 @@ def all_reduce_powersgd(
         matrices[index] = powersgd.as_matrix(tensor, rows, columns), start
 
     def sum_together(parts: Sequence[Tensor]) -> list[Tensor]:
-        return _all_reduce_concatenated(parts, ranks, dense_all_reduce)
+        if not parts:
+            return []
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        dense_all_reduce(flat, ranks)
+        totals = flat.split([part.numel() for part in parts])
+        return [total.view(part.shape) for total, part in zip(totals, parts, strict=True)]
 
     for index, total in zip(dense, sum_together(list(dense.values())), strict=True):
         sums[index] = CompressedSum(total, torch.zeros_like(to_accumulation_dtype(total)))
@@ -130,17 +128,6 @@ def all_reduce_powersgd(
         error = to_accumulation_dtype(tensor) - (left @ local_right.T).view(tensor.shape)
         sums[index] = CompressedSum(total, error, torch.where(right.isfinite().all(), right, start))
     return [sums[index] for index in range(len(tensors))]
-
-
-def _all_reduce_concatenated(
-    tensors: Sequence[Tensor], ranks: RankGroupLike, dense_all_reduce: DenseAllReduce
-) -> list[Tensor]:
-    if not tensors:
-        return []
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    dense_all_reduce(flat, ranks)
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def reduce_scatter(tensor: Tensor, codec: BlockwiseCodec, ranks: RankGroupLike, seed: int) -> tuple[Tensor, Tensor]:
@@ -196,10 +183,11 @@ def sum_sparse(indices: Tensor, values: Tensor, numel: int, ranks: RankGroupLike
     """
     if ranks.world > 1:
         gathered = all_gather_messages(torch.tensor([indices.numel()], device=indices.device).view(torch.uint8), ranks)
-        counts = read_numbers(gathered.view(-1), 0, gathered.numel(), torch.int64).tolist()
+        counts = gathered.view(torch.int64).view(-1).tolist()
         if is_sparse_smaller(counts, numel, dtype_name(values.dtype)):
             return _sum_sparse(indices, values, numel, counts, ranks)
-    total = scatter_to_dense(indices, to_accumulation_dtype(values), numel).to(values.dtype)
+    wide_values = to_accumulation_dtype(values)
+    total = wide_values.new_zeros(numel).index_add_(0, indices, wide_values).to(values.dtype)
     return total if ranks.world == 1 else _all_reduce_dense(total, ranks, api.all_reduce).total
 
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
+from motet.collectives.compression import lazy_torch as torch
 from motet.collectives.compression.codec_base import SCALE_BYTES, Codec, element_bytes
+from motet.core.dtypes import dtype_name
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 
@@ -25,25 +26,19 @@ class PowerSGDCodec(Codec):
 
     def factor_shape(self, shape: Sequence[int], dtype: str) -> tuple[int, int, int] | None:
         """(rows, columns, rank), or None if the product is not smaller. The first dim gives the rows."""
-        if prod(shape) == 0 or len(shape) < 2:
+        if len(shape) < 2:
             return None
         rows, columns = shape[0], prod(shape[1:])
         rank = min(self.rank, rows, columns)
-        if rank * (rows + columns) * SCALE_BYTES >= rows * columns * element_bytes(dtype):
-            return None
-        return rows, columns, rank
+        is_smaller = rank * (rows + columns) * SCALE_BYTES < rows * columns * element_bytes(dtype)
+        return (rows, columns, rank) if is_smaller else None
 
     def wire_bytes(self, shape: Sequence[int], dtype: str) -> int:
-        factor_shape = self.factor_shape(shape, dtype)
-        if factor_shape is None:
-            return prod(shape) * element_bytes(dtype)
-        rows, columns, rank = factor_shape
-        return rank * (rows + columns) * SCALE_BYTES
+        rows, columns, rank = self.factor_shape(shape, dtype) or (0, 0, 0)
+        return rank * (rows + columns) * SCALE_BYTES if rank else prod(shape) * element_bytes(dtype)
 
     def encode(self, tensor: "Tensor", seed: int) -> "Tensor":
-        import torch
-
-        factors = self.factor_shape(tensor.shape, str(tensor.dtype).removeprefix("torch."))
+        factors = self.factor_shape(tensor.shape, dtype_name(tensor.dtype))
         if factors is None:
             return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
         rows, columns, rank = factors
@@ -52,37 +47,27 @@ class PowerSGDCodec(Codec):
         return torch.cat([left.reshape(-1), (matrix.T @ left).reshape(-1)]).view(torch.uint8)
 
     def decode(self, message: "Tensor", shape: Sequence[int], dtype: "torch.dtype", seed: int) -> "Tensor":
-        import torch
-
-        from motet.collectives.compression.block_scaling import read_numbers
-
-        factors = self.factor_shape(shape, str(dtype).removeprefix("torch."))
+        factors = self.factor_shape(shape, dtype_name(dtype))
         if factors is None:
-            return read_numbers(message, 0, message.numel(), dtype).view(tuple(shape))
+            return message.clone().view(dtype).view(tuple(shape))
         rows, columns, rank = factors
-        left, right = read_numbers(message, 0, message.numel(), torch.float32).split([rows * rank, columns * rank])
+        left, right = message.clone().view(torch.float32).split([rows * rank, columns * rank])
         product: Tensor = left.view(rows, rank) @ right.view(columns, rank).T
         return product.view(tuple(shape)).to(dtype)
 
 
 def as_matrix(tensor: "Tensor", rows: int, columns: int) -> "Tensor":
     """The tensor as a contiguous float32 matrix, since strides may decide the last bits of a product."""
-    import torch
-
     return tensor.reshape(rows, columns).to(torch.float32).contiguous()
 
 
 def initial_basis(shape: tuple[int, int], seed: int, device: "torch.device") -> "Tensor":
     """A random Q, drawn on the CPU: the same for all devices."""
-    import torch
-
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32).to(device)
 
 
 def orthonormalize(tall: "Tensor") -> "Tensor":
     """Columns that span those of `tall`; all NaN if one of its elements is not finite."""
-    import torch
-
     finite = tall.isfinite()
     basis: Tensor = torch.linalg.qr(torch.where(finite, tall, 0))[0]
     return torch.where(finite.all(), basis, torch.nan)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
+from motet.collectives.compression import lazy_torch as torch
 from motet.collectives.compression.codec_base import SparseCodec, element_bytes, index_bytes
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 _INDEX_DTYPES = {2: "int16", 4: "int32", 8: "int64"}
@@ -38,14 +38,12 @@ class TopKCodec(SparseCodec):
         return pack_sparse(*self.select(tensor), tensor.numel())
 
     def decode(self, message: "Tensor", shape: Sequence[int], dtype: "torch.dtype", seed: int) -> "Tensor":
-        numel = prod(shape)
-        return scatter_to_dense(*unpack_sparse(message, numel, dtype), numel).view(tuple(shape))
+        indices, values = unpack_sparse(message, prod(shape), dtype)
+        return values.new_zeros(prod(shape)).index_add_(0, indices, values).view(tuple(shape))
 
 
 def pack_sparse(indices: "Tensor", values: "Tensor", numel: int) -> "Tensor":
     """The message: all indices, then all values."""
-    import torch
-
     # An index from 2**15 up wraps to a negative int16, and back in `unpack_sparse`.
     narrow = indices.to(getattr(torch, _INDEX_DTYPES[index_bytes(numel)]))
     return torch.cat([narrow.view(torch.uint8), values.contiguous().view(torch.uint8)])
@@ -53,19 +51,10 @@ def pack_sparse(indices: "Tensor", values: "Tensor", numel: int) -> "Tensor":
 
 def unpack_sparse(message: "Tensor", numel: int, dtype: "torch.dtype") -> "tuple[Tensor, Tensor]":
     """(indices, values) of a message."""
-    import torch
-
-    from motet.collectives.compression.block_scaling import read_numbers
-
     width = index_bytes(numel)
     end = message.numel() // (width + dtype.itemsize) * width
-    indices = read_numbers(message, 0, end, getattr(torch, _INDEX_DTYPES[width])).long()
-    return indices & 0xFFFF if width == 2 else indices, read_numbers(message, end, message.numel(), dtype)
-
-
-def scatter_to_dense(indices: "Tensor", values: "Tensor", numel: int) -> "Tensor":
-    """A flat tensor that is zero elsewhere. Values with the same index are added."""
-    return values.new_zeros(numel).index_add_(0, indices, values)
+    indices = message[:end].clone().view(getattr(torch, _INDEX_DTYPES[width])).long()
+    return indices & 0xFFFF if width == 2 else indices, message[end:].clone().view(dtype)
 
 
 @dataclass(frozen=True)
@@ -83,24 +72,18 @@ class RandomKCodec(SparseCodec):
         return self.kept_elements(prod(shape)) * element_bytes(dtype)
 
     def encode(self, tensor: "Tensor", seed: int) -> "Tensor":
-        import torch
-
         flat = tensor.reshape(-1)
         indices, _ = self._draw_indices(flat.numel(), seed, tensor.device)
         return torch.where(flat.isfinite().all(), flat[indices], torch.nan).view(torch.uint8)
 
     def decode(self, message: "Tensor", shape: Sequence[int], dtype: "torch.dtype", seed: int) -> "Tensor":
-        from motet.collectives.compression.block_scaling import read_numbers
-
         indices, lengths = self._draw_indices(prod(shape), seed, message.device)
-        values = read_numbers(message, 0, message.numel(), dtype)
+        values = message.clone().view(dtype)
         values = values * lengths if self.unbiased else values
         return values.new_zeros(prod(shape)).index_add_(0, indices, values).view(tuple(shape))
 
     def _draw_indices(self, numel: int, seed: int, device: "torch.device") -> "tuple[Tensor, Tensor]":
         """(ascending indices, lengths of the parts that they stand for), drawn on the CPU: the same for all devices."""
-        import torch
-
         kept = self.kept_elements(numel)
         bounds = torch.arange(kept + 1) * numel // max(kept, 1)
         lengths = bounds.diff()

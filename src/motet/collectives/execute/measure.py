@@ -11,9 +11,9 @@ from torch import Tensor
 from motet.collectives.execute.buffer_plan import assign_offsets
 from motet.collectives.execute.program_runner import run_program
 from motet.collectives.execute.rank_plan import chunk_lengths
-from motet.collectives.execute.reduce_ops import dtype_name
 from motet.collectives.program import Program
 from motet.core import trace
+from motet.core.dtypes import dtype_name
 from motet.core.errors import MotetError
 
 DTYPE = torch.float32

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from motet.collectives.execute.reduce_ops import dtype_name
 from motet.core import trace
+from motet.core.dtypes import dtype_name
 from motet.core.errors import InputError, RankFailedError
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from motet.core.dtypes import dtype_name
 from motet.core.errors import InputError
 
 ReduceOpName = Literal["sum", "avg", "product", "min", "max", "band", "bor", "bxor"]
@@ -109,7 +110,3 @@ def make_reduce_op(operator: str, dtype: torch.dtype, device: torch.device) -> D
         if applies:
             raise InputError(f"{operator} of {dtype_name(dtype)}{problem}")
     return DtypeReduceOp(cast(ReduceOpName, operator), dtype)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from motet.collectives.execute.reduce_ops import DtypeReduceOp, dtype_name, make_reduce_op
+from motet.collectives.execute.reduce_ops import DtypeReduceOp, make_reduce_op
 from motet.collectives.shm_backend.slot_plan import (
     ONE_STEP_ALL_REDUCE_MAX_BYTES,
     HostOfRank,
@@ -24,6 +24,7 @@ from motet.collectives.shm_backend.tensor_views import Chunks, describe_tensor
 from motet.collectives.shm_backend.transport.local_peers import DESCRIPTION_INDEX_BITS, LocalPeerSync
 from motet.collectives.shm_backend.transport.shared_memory import BUFFER_BYTES, BUFFERS_PER_RANK, DESCRIPTION_SLOTS
 from motet.collectives.shm_backend.transport.sockets import CollectivePeerSockets, memoryview_of
+from motet.core.dtypes import dtype_name
 from motet.core.errors import check_input
 
 SEGMENT_BYTES = 512 << 10

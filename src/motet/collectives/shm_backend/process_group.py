@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.distributed import Store
 
 from motet.collectives.errors import CollectiveError, PeerLostError
-from motet.collectives.execute.reduce_ops import dtype_name
 from motet.collectives.execute.work_queue import AsyncWork, Task, WorkQueue
 from motet.collectives.shm_backend import tensor_views as views
 from motet.collectives.shm_backend.executor import PreparedCollective, PreparedCollectiveCache
 from motet.collectives.shm_backend.rank_connections import RankConnections
 from motet.collectives.shm_backend.tensor_views import Chunks, CopyBack, Factor
+from motet.core.dtypes import dtype_name
 from motet.core.errors import InputError
 
 _REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from motet.collectives.execute.reduce_ops import dtype_name
+from motet.core.dtypes import dtype_name
 from motet.core.errors import InputError
 
 Chunks = Sequence[Any]  # Flat tensors; None where a rank does not have a chunk

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from motet.collectives.compression.byte_messages import dtype_name
+from motet.core.dtypes import dtype_name
 from motet.parity.compare.align_with_reference import format_numbered
 from motet.parity.compare.tensor_differences import relative_distance
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from motet.collectives.compression.byte_messages import dtype_name
+from motet.core.dtypes import dtype_name
 from motet.parity.diagnose.linear_fit import (
     TARGET_TOKENS,
     MicroBatchContribution,

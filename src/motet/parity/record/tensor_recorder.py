@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from motet.collectives.compression.byte_messages import codec_numerics, dtype_name
+from motet.collectives.compression.byte_messages import codec_numerics
+from motet.core.dtypes import dtype_name
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
 from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.data_parallel.fsdp import local_shard
