@@ -12,16 +12,14 @@ from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers, processors
 
 from motet.core.errors import InputError
-from motet.data.corpus.discover import discover_corpus
 from motet.data.corpus.tokenizer import Tokenizer, bpe_vocab_size, load_tokenizer, train_bpe
-from motet.data.settings import DataSourceSettings
 
 BYTES = load_tokenizer("bytes")
 
 
 @cache
 def trained(size: int, sentinels: int = 0) -> Tokenizer:
-    return train_bpe([(discover_corpus(str(SMALL)), DataSourceSettings(source=str(SMALL)), False)], size, sentinels)
+    return train_bpe([SMALL.read_text(encoding="utf-8")], size, sentinels)
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,7 @@
 """Building a corpus: ranges of text become shards of tokens in parallel, and an interrupted build continues.
 
-A shard is written under a temporary name, renamed, and then marked as done with its checksum. The next build keeps the
-shards whose mark and content agree. The tokens depend only on the text and the tokenizer, so the folder has the same
-bytes however often its build was interrupted.
+A shard is renamed when it is written, and then marked as done with its checksum. The next build keeps the shards whose
+mark and content agree, so the folder has the same bytes however often its build was interrupted.
 """
 
 import hashlib
@@ -15,20 +14,10 @@ import filelock
 import numpy as np
 
 from motet.core.errors import InputError, check_input
+from motet.data.corpus import token_store
 from motet.data.corpus.discover import SourceFileRanges
 from motet.data.corpus.shard_writer import CorpusBuildPlan, build_shard, read_build_plan, read_finished_shard
-from motet.data.corpus.token_store import (
-    CORPUS_FORMAT_VERSION,
-    DOCUMENT_DTYPE,
-    CorpusManifest,
-    delete_corpus_files,
-    find_damage,
-    is_built_corpus,
-    is_corpus_file,
-    read_corpus_manifest,
-    report_write_errors,
-    write_json_atomically,
-)
+from motet.data.corpus.token_store import CorpusManifest, delete_corpus_files, is_corpus_file, write_json_atomically
 from motet.data.corpus.tokenize_workers import build_in_processes, wait_for_orphans
 from motet.data.corpus.tokenizer import Tokenizer
 from motet.data.settings import DataSourceSettings
@@ -53,7 +42,7 @@ class CorpusBuildSpec:
         """A hash of everything that decides the content."""
         names = self.fields.model_dump(exclude={"weight", "source"})
         tokenizer = (self.tokenizer.fingerprint, self.num_sentinels)
-        parts = [CORPUS_FORMAT_VERSION, self.corpus.identity, names, self.has_labels, *tokenizer]
+        parts = [token_store.CORPUS_FORMAT_VERSION, self.corpus.identity, names, self.has_labels, *tokenizer]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()
 
 
@@ -64,7 +53,7 @@ def build_corpus(
 
     The key of its spec names a cache folder, so any other content of it is damage, and built again.
     """
-    with report_write_errors(out):
+    with token_store.report_write_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         # The second process waits for the first and then needs no build.
         with filelock.FileLock(out.parent / f".{out.name}.lock"):
@@ -77,59 +66,54 @@ def build_corpus(
                 if not is_cache_folder:
                     raise
                 delete_corpus_files(out)
-            return _build_missing_shards(spec, out, workers=workers, progress=progress)
+            return _build_shards(spec, out, workers=workers, progress=progress)
 
 
 def check_output_folder(out: Path) -> None:
     """Raise for a folder that holds something else, before anything is trained; `build_corpus` checks again."""
-    names = _file_names(out)
-    if not any(is_corpus_file(name) for name in names):
-        _check_empty(out, names)
+    files = _files_in(out)
+    if not any(map(is_corpus_file, files)):
+        _check_empty(out, files)
 
 
-def _file_names(out: Path) -> list[str]:
+def _files_in(out: Path) -> list[Path]:
     check_input(not out.exists() or out.is_dir(), f"{out} is a file; choose a folder")
-    return sorted(path.name for path in out.iterdir()) if out.is_dir() else []
+    return sorted(out.iterdir()) if out.is_dir() else []
 
 
-def _check_empty(out: Path, names: list[str]) -> None:
-    if names:
-        raise InputError(f"{out} is not empty and holds no corpus (but {names[0]!r}); choose another folder")
+def _check_empty(out: Path, files: list[Path]) -> None:
+    if files:
+        raise InputError(f"{out} is not empty and holds no corpus (but {files[0].name!r}); choose another folder")
 
 
 def _finished_manifest(spec: CorpusBuildSpec, out: Path) -> CorpusManifest | None:
     """The manifest of an earlier build of the same spec; a damaged one is deleted, other content raises."""
-    names = _file_names(out)
-    if is_built_corpus(out):
-        manifest = read_corpus_manifest(out)
-        check_input(
-            manifest.recipe == spec.key,
-            f"{out} holds another corpus (built from {manifest.source!r}, or from other files or settings than "
-            "now); choose another folder or delete it",
-        )
-        if find_damage(out, manifest, checksums=True) is None:
+    files = _files_in(out)
+    if token_store.is_built_corpus(out):
+        manifest = token_store.read_corpus_manifest(out)
+        built = f"built from {manifest.source!r}, or from other files or settings than now"
+        other = f"{out} holds another corpus ({built}); choose another folder or delete it"
+        check_input(manifest.recipe == spec.key, other)
+        if token_store.find_damage(out, manifest, checksums=True) is None:
             return manifest
         delete_corpus_files(out)
-    elif "plan.json" not in names:
-        _check_empty(out, [name for name in names if name != "plan.json.tmp"])
+    elif out / "plan.json" not in files:
+        _check_empty(out, [file for file in files if file.name != "plan.json.tmp"])
     return None
 
 
-def _build_missing_shards(
-    spec: CorpusBuildSpec, out: Path, *, workers: int, progress: ProgressCallback
-) -> CorpusManifest:
+def _build_shards(spec: CorpusBuildSpec, out: Path, *, workers: int, progress: ProgressCallback) -> CorpusManifest:
     plan = _write_plan(spec, out)
-    shard_ids = range(len(plan.shards))
-    missing = [shard_id for shard_id in shard_ids if not read_finished_shard(out, shard_id, verify=True)]
-    bytes_done = sum(part.size for shard_id in shard_ids if shard_id not in missing for part in plan.shards[shard_id])
-    progress("tokenising", bytes_done, spec.corpus.size)
+    missing = [i for i in range(len(plan.shards)) if not read_finished_shard(out, i, verify=True)]
+    total, bytes_done = spec.corpus.size, 0
 
     def advance(bytes_read: int) -> None:
         nonlocal bytes_done
         bytes_done += bytes_read
-        progress("tokenising", min(bytes_done, spec.corpus.size), spec.corpus.size)
+        progress("tokenising", min(bytes_done, total), total)
 
-    if spec.corpus.size < _IN_PROCESS_BYTES:
+    advance(sum(part.size for i, shard in enumerate(plan.shards) if i not in missing for part in shard))
+    if total < _IN_PROCESS_BYTES:
         for shard_id in missing:
             build_shard(out, plan, shard_id, tokenizer=spec.tokenizer, advance=advance)
     elif missing:
@@ -138,14 +122,10 @@ def _build_missing_shards(
 
 
 def _write_plan(spec: CorpusBuildSpec, out: Path) -> CorpusBuildPlan:
+    tokenizer = "bytes" if spec.tokenizer.is_byte_level else "tokenizer.json"
+    dtype = "uint16" if spec.tokenizer.vocab_size <= 1 << 16 else "uint32"
     plan = CorpusBuildPlan(
-        recipe=spec.key,
-        fields=spec.fields,
-        labelled=spec.has_labels,
-        tokenizer="bytes" if spec.tokenizer.is_byte_level else "tokenizer.json",
-        sentinels=spec.num_sentinels,
-        dtype="uint16" if spec.tokenizer.vocab_size <= 1 << 16 else "uint32",
-        shards=spec.corpus.shards(),
+        spec.key, spec.fields, spec.has_labels, tokenizer, spec.num_sentinels, dtype, shards=spec.corpus.shards()
     )
     earlier = read_build_plan(out)
     if earlier is None or earlier.recipe != plan.recipe:
@@ -159,14 +139,14 @@ def _write_plan(spec: CorpusBuildSpec, out: Path) -> CorpusBuildPlan:
 
 
 def _write_manifest(spec: CorpusBuildSpec, plan: CorpusBuildPlan, out: Path) -> CorpusManifest:
-    shard_ids = range(len(plan.shards))
-    shards = [shard for i in shard_ids if (shard := read_finished_shard(out, i, verify=False)) is not None]
+    entries = (read_finished_shard(out, i, verify=False) for i in range(len(plan.shards)))
+    shards = [entry for entry in entries if entry is not None]
     assert len(shards) == len(plan.shards), "every shard was just built"
     if not any(shard.documents for shard in shards):
         delete_corpus_files(out)
         out.rmdir()
         raise InputError(f"data source {spec.corpus.name!r} is empty: it holds no document with text")
-    table = np.concatenate([np.fromfile(out / f"{i:05}.docs", dtype=DOCUMENT_DTYPE) for i in shard_ids])
+    table = np.concatenate([np.fromfile(out / f"{i:05}.docs", token_store.DOCUMENT_DTYPE) for i in range(len(shards))])
     manifest = CorpusManifest(
         source=spec.corpus.name,
         recipe=plan.recipe,

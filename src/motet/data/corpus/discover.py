@@ -1,7 +1,6 @@
-"""The files of a data source, in order, cut into ranges.
+"""The files of a data source in order, by name, size and time, or a dataset of Hugging Face, cut into ranges.
 
-Only names, sizes and times are read here. Ranges of large files let many processes share the work, and let an
-interrupted build continue; they depend on the files alone. Hugging Face datasets come through the package `datasets`.
+Ranges depend on the files alone; they let many processes share a large file and an interrupted build continue.
 """
 
 import hashlib
@@ -70,7 +69,11 @@ def target_range_bytes(total: int) -> int:
 def discover_corpus(source: str) -> SourceFileRanges:
     """The corpus of `stdlib`, of `hf:NAME`, or of a file, folder or pattern."""
     if source.startswith("hf:"):
-        return _discover_hf_dataset(source)
+        dataset = open_hf_dataset(source)
+        rows, size = len(dataset), int(dataset.data.nbytes)
+        check_input(rows, f"data source {source!r} is empty (0 rows); give one that holds text")
+        ranges = _split_into_ranges(source, "hf", rows, range_bytes=target_range_bytes(size), size=size)
+        return SourceFileRanges(source, tuple(ranges), _identity_hash([source, str(dataset._fingerprint), str(rows)]))
     files = _find_files(source)
     stats = [(path, path.stat()) for path in files]
     total = sum(stat.st_size for _, stat in stats)
@@ -78,14 +81,6 @@ def discover_corpus(source: str) -> SourceFileRanges:
     ranges = [part for path, stat in stats for part in _ranges_of_file(path, stat.st_size, target_range_bytes(total))]
     states = [f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}" for path, stat in stats]
     return SourceFileRanges(source, tuple(ranges), _identity_hash(states))
-
-
-def _discover_hf_dataset(source: str) -> SourceFileRanges:
-    dataset = open_hf_dataset(source)
-    rows, size = len(dataset), int(dataset.data.nbytes)
-    check_input(rows, f"data source {source!r} is empty (0 rows); give one that holds text")
-    ranges = _split_into_ranges(source, "hf", rows, range_bytes=target_range_bytes(size), size=size)
-    return SourceFileRanges(source, tuple(ranges), _identity_hash([source, str(dataset._fingerprint), str(rows)]))
 
 
 @lru_cache(maxsize=4)
@@ -99,19 +94,19 @@ def open_hf_dataset(source: str) -> Any:
     except ImportError:
         raise InputError(f"data source {source!r} needs the package `datasets`; install motet[hf]") from None
     name = source.removeprefix("hf:")
-    folder = Path(name).expanduser()
+    folder, (repository, _, config) = Path(name).expanduser(), name.partition(":")
     try:
         if folder.is_dir():
             dataset = datasets.load_from_disk(str(folder))
         else:
-            repository, _, config = name.partition(":")
             dataset = datasets.load_dataset(repository, config or None)
     except Exception as error:  # noqa: BLE001 - the library has different errors for every host and format
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(f"data source {source!r} could not be loaded: {first_line}") from None
-    if isinstance(dataset, dict) and "train" not in dataset:
-        raise InputError(f"data source {source!r} has no split `train`, only {', '.join(dataset)}")
-    return dataset["train"] if isinstance(dataset, dict) else dataset
+    if not isinstance(dataset, dict):
+        return dataset
+    check_input("train" in dataset, f"data source {source!r} has no split `train`, only {', '.join(dataset)}")
+    return dataset["train"]
 
 
 def _identity_hash(parts: Iterable[str]) -> str:
@@ -148,44 +143,34 @@ def _find_files(source: str) -> list[Path]:
         return [path for path in files if path.suffix == ".py"]
     path = Path(source).expanduser()
     if path.is_file():
-        check_input(
-            _has_known_suffix(path),
-            f"data source {source!r} has the unknown extension {path.suffix or '(none)'!r}; known are "
-            f"{', '.join(sorted(RECORD_SUFFIXES))} for records and {', '.join(sorted(TEXT_SUFFIXES))} for text",
-        )
+        known = f"{', '.join(sorted(RECORD_SUFFIXES))} for records and {', '.join(sorted(TEXT_SUFFIXES))} for text"
+        unknown = f"data source {source!r} has the unknown extension {path.suffix or '(none)'!r}; known are {known}"
+        check_input(_is_known_file(path), unknown)
         return [path.resolve()]
-    if path.is_dir():
-        files = [file.resolve() for file in _walk_files(path)]
-    elif any(mark in source for mark in "*?["):
-        files = [file.resolve() for file in _glob_files(path) if file.is_file() and _has_known_suffix(file)]
-    else:
-        raise InputError(
-            f"data source {source!r} does not exist; give a file, a folder, a pattern, `stdlib` or hf:NAME"
-        )
-    check_input(
-        files,
-        f"data source {source!r} holds no file of a known kind; known are .txt, .md, .py, .jsonl, .parquet and "
-        "other source files",
-    )
-    return files
+    is_pattern = any(mark in source for mark in "*?[")
+    nowhere = f"data source {source!r} does not exist; give a file, a folder, a pattern, `stdlib` or hf:NAME"
+    check_input(path.is_dir() or is_pattern, nowhere)
+    files = _walk_files(path) if path.is_dir() else _glob_files(path)
+    known = "known are .txt, .md, .py, .jsonl, .parquet and other source files"
+    check_input(files, f"data source {source!r} holds no file of a known kind; {known}")
+    return [file.resolve() for file in files]
 
 
-def _has_known_suffix(path: Path) -> bool:
-    return path.suffix.lower() in TEXT_SUFFIXES or path.suffix.lower() in RECORD_SUFFIXES
+def _is_known_file(path: Path) -> bool:
+    return path.suffix.lower() in {*TEXT_SUFFIXES, *RECORD_SUFFIXES} and path.is_file()
 
 
 def _walk_files(root: Path, excluded: frozenset[str] = frozenset()) -> list[Path]:
     files: list[Path] = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in excluded]
-        paths = [Path(folder, name) for name in names if not name.startswith(".")]
-        files += [path for path in paths if _has_known_suffix(path) and path.is_file()]
+        files += [path for name in names if not name.startswith(".") and _is_known_file(path := Path(folder, name))]
     return sorted(files, key=lambda path: path.relative_to(root).parts)
 
 
 def _glob_files(pattern: Path) -> list[Path]:
-    """The paths that match, sorted, without hidden ones; the search starts at the first `*`, `?` or `[`."""
+    """The files that match, sorted, without hidden ones; the search starts at the first `*`, `?` or `[`."""
     first = next(i for i, part in enumerate(pattern.parts) if any(mark in part for mark in "*?["))
     base = Path(*pattern.parts[:first])
-    matches = sorted(base.glob(str(Path(*pattern.parts[first:]))))
-    return [path for path in matches if not any(part.startswith(".") for part in path.relative_to(base).parts)]
+    files = [path for path in sorted(base.glob(str(Path(*pattern.parts[first:])))) if _is_known_file(path)]
+    return [path for path in files if not any(part.startswith(".") for part in path.relative_to(base).parts)]

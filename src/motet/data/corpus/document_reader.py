@@ -1,4 +1,4 @@
-"""Reading the documents of a file range: a text file is one document, as is a record of JSONL, Parquet or a dataset.
+"""The documents of a file range: a text file is one, as is a record of JSONL, Parquet or a dataset.
 
 A record with a prompt and an answer is fine-tuning data. Errors name the file and line.
 """
@@ -33,14 +33,13 @@ def read_documents(file_range: FileRange, fields: DataSourceSettings, has_labels
 
 def _read_file_range(file_range: FileRange, fields: DataSourceSettings, has_labels: bool) -> Iterator[TextDocument]:
     if file_range.format == "text":
-        check_input(
-            not has_labels, f"{file_range.path} is plain text, but objective `classify` needs records with a label"
-        )
+        plain_text = f"{file_range.path} is plain text, but objective `classify` needs records with a label"
+        check_input(not has_labels, plain_text)
         # A stray byte that is not UTF-8 must not end a build of a million files.
         yield TextDocument(Path(file_range.path).read_bytes().decode("utf-8", "replace"))
         return
-    columns = [fields.text_field, fields.prompt_field, fields.answer_field]
-    columns += [fields.label_field] if has_labels else []
+    labels = [fields.label_field] if has_labels else []
+    columns = [fields.text_field, fields.prompt_field, fields.answer_field, *labels]
     records = {"jsonl": _read_jsonl, "parquet": _read_parquet, "hf": _read_hf_dataset}[file_range.format]
     for location, record in records(file_range, columns):
         if not isinstance(record, dict):
@@ -77,11 +76,10 @@ def _read_jsonl(file_range: FileRange, _columns: list[str]) -> LocatedRecords:
         start, line_number = file.tell(), 0
         while file.tell() < file_range.stop and (line := file.readline()):
             line_number += 1
-            if not line.strip():
-                continue
             location = SourceRecordLocation(file_range.path, line_number, start)
             try:
-                yield location, json.loads(line)
+                if line.strip():
+                    yield location, json.loads(line)
             except (json.JSONDecodeError, UnicodeDecodeError) as error:
                 what: object = error
                 if isinstance(error, json.JSONDecodeError):  # whose line number is always 1: the line was parsed alone
@@ -109,10 +107,9 @@ def _read_hf_dataset(file_range: FileRange, columns: list[str]) -> LocatedRecord
     dataset = open_hf_dataset(file_range.path)
     columns = _existing_columns(dataset.column_names, columns)
     for start in range(file_range.start, file_range.stop, 1000):
-        stop = min(start + 1000, file_range.stop)
-        batch = dataset.select_columns(columns)[start:stop]
-        for row in range(stop - start):
-            yield SourceRecordLocation(file_range.path, start + row + 1), {name: batch[name][row] for name in columns}
+        batch = dataset.select_columns(columns)[start : min(start + 1000, file_range.stop)]
+        for number, row in enumerate(zip(*(batch[name] for name in columns), strict=True), start + 1):
+            yield SourceRecordLocation(file_range.path, number), dict(zip(columns, row, strict=True))
 
 
 def _existing_columns(names: list[str], columns: list[str]) -> list[str]:
@@ -127,10 +124,10 @@ def _parse_document(
     if not has_labels and prompt in record and answer in record:
         return TextDocument(_parse_text(record, answer, location), _parse_text(record, prompt, location))
     if text not in record:
+        only = ", ".join(map(repr, record)) or "none"
         raise InputError(
-            f"{location}: the record has neither the field {text!r} nor both {prompt!r} and "
-            f"{answer!r}, only {', '.join(map(repr, record)) or 'none'}; name yours with text_field "
-            "(in data.mixture, or text_field=NAME for `motet data build`)"
+            f"{location}: the record has neither the field {text!r} nor both {prompt!r} and {answer!r}, only {only}; "
+            "name yours with text_field (in data.mixture, or text_field=NAME for `motet data build`)"
         )
     return TextDocument(_parse_text(record, text, location), label=label)
 
@@ -138,10 +135,8 @@ def _parse_document(
 def _parse_text(record: dict[str, Any], field: str, location: SourceRecordLocation) -> str:
     value = "" if record[field] is None else record[field]
     if not isinstance(value, str):
-        raise InputError(
-            f"{location}: field {field!r} is {json.dumps(value, default=str)[:40]}, not a text; "
-            "make it one, or read another field"
-        )
+        shown = json.dumps(value, default=str)[:40]
+        raise InputError(f"{location}: field {field!r} is {shown}, not a text; make it one, or read another field")
     # Half of a surrogate pair is valid in JSON, but no tokenizer takes it.
     return value.encode("utf-8", "replace").decode("utf-8")
 
@@ -150,7 +145,6 @@ def _parse_label(record: dict[str, Any], field: str, location: SourceRecordLocat
     value = record.get(field)
     if not isinstance(value, int) or not 0 <= value < 1 << 31:  # True and False are 1 and 0
         shown = json.dumps(value, default=str)[:40] if field in record else "missing"
-        raise InputError(
-            f"{location}: the label {field!r} is {shown}; number the classes from 0, or name the field with label_field"
-        )
+        remedy = "number the classes from 0, or name the field with label_field"
+        raise InputError(f"{location}: the label {field!r} is {shown}; {remedy}")
     return int(value)

@@ -25,15 +25,12 @@ _FINGERPRINT_BYTES = 1 << 20
 
 def find_megatron_prefix(source: str) -> Path | None:
     """The prefix of a Megatron corpus, given as PREFIX, PREFIX.bin or PREFIX.idx; None for anything else."""
-    path = Path(source).expanduser()
-    has_suffix = path.suffix in (".bin", ".idx")
-    prefix = path.with_suffix("") if has_suffix else path
-    missing = [file for suffix in (".bin", ".idx") if not (file := Path(f"{prefix}{suffix}")).is_file()]
-    if not missing:
-        return prefix
-    if has_suffix or (len(missing) == 1 and not path.exists()):
+    path, suffixes = Path(source).expanduser(), (".bin", ".idx")
+    prefix = path.with_suffix("") if path.suffix in suffixes else path
+    missing = [file for suffix in suffixes if not (file := Path(f"{prefix}{suffix}")).is_file()]
+    if missing and (path.suffix in suffixes or (len(missing) == 1 and not path.exists())):
         raise InputError(f"data source {source!r} is a Megatron corpus, but {missing[0]} does not exist")
-    return None
+    return None if missing else prefix
 
 
 def open_megatron(prefix: Path) -> TokenStore:
@@ -41,11 +38,8 @@ def open_megatron(prefix: Path) -> TokenStore:
     index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     dtype, lengths, borders = _read_index(index)
     total, width = int(lengths.sum(dtype=np.int64)), np.dtype(dtype).itemsize
-    check_input(
-        tokens.stat().st_size == total * width,
-        f"{tokens} has {tokens.stat().st_size} bytes, but {index.name} says {total} tokens of {dtype} = "
-        f"{total * width} bytes; copy or build it again",
-    )
+    size, says = tokens.stat().st_size, f"{index.name} says {total} tokens of {dtype} = {total * width} bytes"
+    check_input(size == total * width, f"{tokens} has {size} bytes, but {says}; copy or build it again")
     check_input(total, f"data source {prefix} is empty (0 tokens)")
     sizes = np.diff(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[borders])
     documents = np.zeros(int(np.count_nonzero(sizes)), DOCUMENT_DTYPE)
@@ -53,31 +47,24 @@ def open_megatron(prefix: Path) -> TokenStore:
     # Contents are not read: the split depends on the document's index, which later documents do not change.
     documents["hash"] = derive_keys(0, np.arange(len(documents)))
     documents["label"] = -1
-    fingerprint = _content_fingerprint(index, tokens)
+    files, first_token = (map_tokens(tokens, dtype, total),), np.array([0, total], dtype=np.int64)
+    content = _content_fingerprint(index, tokens)
     return TokenStore(
-        name=str(prefix),
-        files=(map_tokens(tokens, dtype, total),),
-        first_token=np.array([0, total], dtype=np.int64),
-        documents=documents,
-        loss_mask=False,
-        classes=0,
-        corpus_hash=fingerprint,
-        fingerprint=fingerprint,
+        str(prefix), files, first_token, documents, loss_mask=False, classes=0, corpus_hash=content, fingerprint=content
     )
 
 
 def _read_index(path: Path) -> tuple[str, NDArray[np.int32], NDArray[np.int64]]:
     content = path.read_bytes()
-    no_index = f"{path} is no Megatron index: it starts with {content[:9]!r} instead of {MAGIC!r}"
-    no_header = f"{path} is cut short: {len(content)} bytes, the header alone has {_HEADER.size}"
-    check_input(content[:9] == MAGIC, no_index)
-    check_input(len(content) >= _HEADER.size, no_header)
+    start, size = content[:9], len(content)
+    check_input(start == MAGIC, f"{path} is no Megatron index: it starts with {start!r} instead of {MAGIC!r}")
+    check_input(size >= _HEADER.size, f"{path} is cut short: {size} bytes, the header alone has {_HEADER.size}")
     _, version, code, sequences, borders = _HEADER.unpack_from(content)
     needed = _HEADER.size + sequences * 12 + borders * 8
     unknown = f"{path}: version {version} with dtype code {code} is unknown; version 1 with 1 to 8 can be read"
-    cut = f"{path} is cut short: {len(content)} bytes where {sequences} sequences and {borders} borders need {needed}"
+    cut = f"{path} is cut short: {size} bytes where {sequences} sequences and {borders} borders need {needed}"
     check_input(version == 1 and code in DTYPES, unknown)
-    check_input(len(content) >= needed, cut)
+    check_input(size >= needed, cut)
     lengths = np.frombuffer(content, "<i4", sequences, _HEADER.size)
     byte_offsets = np.frombuffer(content, "<i8", sequences, _HEADER.size + sequences * 4)
     border_ids = np.frombuffer(content, "<i8", borders, _HEADER.size + sequences * 12)
@@ -85,15 +72,14 @@ def _read_index(path: Path) -> tuple[str, NDArray[np.int32], NDArray[np.int64]]:
     has_gaps = (lengths < 0).any() or (sequences and byte_offsets[0] != 0) or (byte_offsets[1:] != ends[:-1]).any()
     is_unordered = (np.diff(border_ids) < 0).any() or (border_ids > sequences).any() or (border_ids < 0).any()
     disorder = f"{path}: the document borders do not ascend within the {sequences} sequences; write the corpus again"
-    gaps = f"{path}: the sequences have gaps or overlaps in the .bin; write the corpus again"
-    check_input(not has_gaps, gaps)
+    check_input(not has_gaps, f"{path}: the sequences have gaps or overlaps in the .bin; write the corpus again")
     check_input(not is_unordered, disorder)
     # A writer that never ends a document leaves the borders out.
     return DTYPES[code], lengths, np.unique(np.concatenate([[0], border_ids, [sequences]]))
 
 
 def _content_fingerprint(index: Path, tokens: Path) -> str:
-    """A hash of the index and of both ends of the tokens: a large corpus takes too long to read at each start."""
+    # Of the tokens only both ends: a large corpus takes too long to read at each start.
     digest = hashlib.blake2b(index.read_bytes(), digest_size=16)
     with tokens.open("rb") as file:
         digest.update(file.read(_FINGERPRINT_BYTES))

@@ -14,33 +14,22 @@ from typing import NamedTuple
 import filelock
 
 from motet.core.errors import InputError, check_input
+from motet.data.corpus import token_store
 from motet.data.corpus.build import CorpusBuildSpec, ProgressCallback, build_corpus, check_output_folder
 from motet.data.corpus.discover import SourceFileRanges, discover_corpus
+from motet.data.corpus.document_reader import read_documents
 from motet.data.corpus.megatron import find_megatron_prefix
-from motet.data.corpus.token_store import (
-    CorpusKind,
-    CorpusManifest,
-    PreparedCorpus,
-    PreparedData,
-    check_undamaged,
-    is_built_corpus,
-    read_corpus_manifest,
-    report_write_errors,
-)
-from motet.data.corpus.tokenizer import (
-    NUM_SENTINELS,
-    Tokenizer,
-    TrainingText,
-    bpe_vocab_size,
-    load_tokenizer,
-    train_bpe,
-)
+from motet.data.corpus.token_store import CorpusKind, CorpusManifest, PreparedCorpus, PreparedData
+from motet.data.corpus.tokenizer import NUM_SENTINELS, Tokenizer, bpe_vocab_size, load_tokenizer, train_bpe
 from motet.data.samples.dataset import open_mixture_dataset, open_token_store
 from motet.data.samples.synthetic import NUM_CLASSES, check_synthetic_source
 from motet.data.settings import DataSettings, DataSourceSettings
 
 # Bytes up to which the content of a built folder is checked at each start, not only its sizes (about 1 GB/s).
 _MAX_CHECKSUM_BYTES = 256 << 20
+
+# Bytes of text that train a tokenizer, evenly distributed over a larger corpus; more hardly changes the merges.
+_MAX_TRAINING_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -91,10 +80,9 @@ def build_corpus_folder(
     source = resolve_source(fields, settings)
     if source.corpus is None:
         raise InputError(f"data source {fields.source!r} holds no text to build from: it is {source.kind} already")
-    has_labels = settings.objective == "classify"
-    tokenizer, sentinels = tokenizer_from_settings(settings, [(source.corpus, fields, has_labels)], progress)
+    _, tokenizer, sentinels = tokenizer_from_settings(settings, [source], progress)
     check_tokenizer_for_objective(tokenizer, settings)
-    spec = CorpusBuildSpec(source.corpus, fields, has_labels, tokenizer, sentinels)
+    spec = CorpusBuildSpec(source.corpus, fields, settings.objective == "classify", tokenizer, sentinels)
     return build_corpus(spec, out, workers=num_workers(settings), progress=progress)
 
 
@@ -106,7 +94,7 @@ def resolve_source(source: DataSourceSettings, settings: DataSettings) -> Resolv
         return ResolvedSource(source, "synthetic", name)
     if name != "stdlib" and not name.startswith("hf:"):
         path = Path(name).expanduser()
-        if is_built_corpus(path):
+        if token_store.is_built_corpus(path):
             _check_corpus_folder(path)
             return ResolvedSource(source, "built", str(path.resolve()))
         if (prefix := find_megatron_prefix(name)) is not None:
@@ -121,23 +109,31 @@ def num_workers(settings: DataSettings) -> int:
 
 
 def tokenizer_from_settings(
-    settings: DataSettings, texts: list[TrainingText], progress: ProgressCallback
-) -> tuple[Tokenizer, int]:
-    """The tokenizer of the settings, trained on the texts if needed, and the sentinels reserved in it."""
-    sentinels = NUM_SENTINELS if settings.objective == "spans" else 0
-    size = bpe_vocab_size(settings.tokenizer, sentinels)
+    settings: DataSettings, sources: list[ResolvedSource], progress: ProgressCallback
+) -> LoadedTokenizer:
+    """The tokenizer of the settings, trained on the texts of the sources if needed."""
+    spec, sentinels = settings.tokenizer, NUM_SENTINELS if settings.objective == "spans" else 0
+    size = bpe_vocab_size(spec, sentinels)
     if size is None:
-        return load_tokenizer(settings.tokenizer, sentinels), sentinels
+        return LoadedTokenizer(spec, load_tokenizer(spec, sentinels), sentinels)
+    corpora = [(source.corpus, source.fields) for source in sources if source.corpus is not None]
     check_input(
-        texts,
-        f"data.tokenizer = {settings.tokenizer!r} is trained on text, but no source holds text; use `bytes` "
-        "for synthetic samples, or the path of the tokenizer.json that the tokens were made with",
+        corpora,
+        f"data.tokenizer = {spec!r} is trained on text, but no source holds text; use `bytes` for synthetic samples, "
+        "or the path of the tokenizer.json that the tokens were made with",
     )
-    total = sum(corpus.size for corpus, _, _ in texts)
+    total = sum(corpus.size for corpus, _ in corpora)
+    texts = (
+        text
+        for corpus, fields in corpora
+        for file_range in corpus.file_ranges[:: -(-corpus.size // _MAX_TRAINING_BYTES)]
+        for document in read_documents(file_range, fields, settings.objective == "classify")
+        for text in (document.prompt or "", document.text)
+    )
     progress("training the tokenizer", 0, total)
     tokenizer = train_bpe(texts, size, sentinels)
     progress("training the tokenizer", total, total)
-    return tokenizer, sentinels
+    return LoadedTokenizer(spec, tokenizer, sentinels)
 
 
 def _resolve_tokenizer(
@@ -151,20 +147,18 @@ def _resolve_tokenizer(
             f"data.mixture: {folders[0]} and {folder} were built with different tokenizers; build one again",
         )
     if not loaded:
-        has_labels = settings.objective == "classify"
-        texts = [(source.corpus, source.fields, has_labels) for source in sources if source.corpus is not None]
         spec = settings.tokenizer if settings.tokenizer == "bytes" else str(Path(settings.tokenizer).expanduser())
-        if bpe_vocab_size(spec, 0) is not None and texts:
-            spec = str(_cached_tokenizer_folder(settings, texts, cache, progress=progress))
+        if bpe_vocab_size(spec, 0) is not None and any(source.corpus for source in sources):
+            spec = str(_cached_tokenizer_folder(settings, sources, cache, progress=progress))
         settings_with_spec = settings.model_copy(update={"tokenizer": spec})
-        loaded = [LoadedTokenizer(spec, *tokenizer_from_settings(settings_with_spec, texts, progress))]
+        loaded = [tokenizer_from_settings(settings_with_spec, sources, progress)]
     check_tokenizer_for_objective(loaded[0].tokenizer, settings)
     return loaded[0]
 
 
 def load_corpus_tokenizer(folder: Path) -> LoadedTokenizer:
     """The tokenizer of a built folder."""
-    manifest = read_corpus_manifest(folder)
+    manifest = token_store.read_corpus_manifest(folder)
     spec = "bytes" if manifest.tokenizer == "bytes" else str(folder)
     return LoadedTokenizer(spec, load_tokenizer(spec, manifest.sentinels), manifest.sentinels)
 
@@ -184,25 +178,24 @@ def check_tokenizer_for_objective(tokenizer: Tokenizer, settings: DataSettings) 
 
 
 def _cached_tokenizer_folder(
-    settings: DataSettings, texts: list[TrainingText], cache: Path, *, progress: ProgressCallback
+    settings: DataSettings, sources: list[ResolvedSource], cache: Path, *, progress: ProgressCallback
 ) -> Path:
-    names = [
-        (corpus.identity, fields.model_dump(exclude={"weight", "source"}), labelled)
-        for corpus, fields, labelled in texts
-    ]
+    corpora = [(source.corpus, source.fields) for source in sources if source.corpus is not None]
+    has_labels = settings.objective == "classify"
+    names = [(corpus.identity, f.model_dump(exclude={"weight", "source"}), has_labels) for corpus, f in corpora]
     parts = json.dumps([settings.tokenizer, settings.objective == "spans", names])
     folder = cache / f"tokenizer-{hashlib.blake2b(parts.encode(), digest_size=12).hexdigest()}"
-    with report_write_errors(cache):
+    with token_store.report_write_errors(cache):
         cache.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(cache / f".{folder.name}.lock"):
             try:
                 load_tokenizer(str(folder))
             except InputError:  # not there yet, or damaged
-                tokenizer, _ = tokenizer_from_settings(settings, texts, progress)
+                trained = tokenizer_from_settings(settings, sources, progress)
                 shutil.rmtree(folder, ignore_errors=True)
                 scratch = folder.with_name(folder.name + ".tmp")
                 scratch.mkdir(exist_ok=True)
-                tokenizer.save(scratch)
+                trained.tokenizer.save(scratch)
                 scratch.replace(folder)
     return folder
 
@@ -217,5 +210,5 @@ def _cached_corpus_folder(spec: CorpusBuildSpec, cache: Path, *, workers: int, p
 
 
 def _check_corpus_folder(folder: Path) -> None:
-    manifest = read_corpus_manifest(folder)
-    check_undamaged(folder, manifest, checksums=manifest.tokens * 4 < _MAX_CHECKSUM_BYTES)
+    manifest = token_store.read_corpus_manifest(folder)
+    token_store.check_undamaged(folder, manifest, checksums=manifest.tokens * 4 < _MAX_CHECKSUM_BYTES)

@@ -1,14 +1,14 @@
-"""The folder of a built corpus: manifest.json, a tokenizer, and shards of tokens with a table of their documents.
+"""The folder of a built corpus: manifest.json (unfinished without it), a tokenizer, and shards.
 
 NNNNN.bin holds the tokens of a shard as little-endian uint16 or uint32; NNNNN.docs holds one `DOCUMENT_DTYPE` record
-for each document, in the same order. A folder without manifest.json is unfinished.
+for each document, in the same order.
 """
 
 import hashlib
 import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -120,11 +120,9 @@ def read_corpus_manifest(folder: Path) -> CorpusManifest:
     """The manifest of a built folder."""
     values = _read_json(folder / "manifest.json")
     version = values.get("version")
-    no_corpus = (
-        f"{folder} holds no corpus built by `motet data build` (no manifest.json of the format {CORPUS_FORMAT!r})"
-    )
+    built = f"built by `motet data build` (no manifest.json of the format {CORPUS_FORMAT!r})"
     other_version = f"{folder} is of format version {version}, this motet reads {CORPUS_FORMAT_VERSION}; build it again"
-    check_input(values.get("format") == CORPUS_FORMAT, no_corpus)
+    check_input(values.get("format") == CORPUS_FORMAT, f"{folder} holds no corpus {built}")
     check_input(version == CORPUS_FORMAT_VERSION, other_version)
     try:
         known = {field.name: values[field.name] for field in fields(CorpusManifest)}
@@ -137,15 +135,14 @@ def open_built_corpus(folder: Path) -> TokenStore:
     """The tokens of a built folder; raises if it is truncated."""
     manifest = read_corpus_manifest(folder)
     check_undamaged(folder, manifest, checksums=False)
-    paths = [folder / f"{shard_id:05}" for shard_id in range(len(manifest.shards))]
     counts, checksums = [shard.tokens for shard in manifest.shards], "".join(s.checksum for s in manifest.shards)
+    files = (map_tokens(folder / f"{i:05}.bin", manifest.dtype, count) for i, count in enumerate(counts))
+    tables = [np.fromfile(folder / f"{i:05}.docs", dtype=DOCUMENT_DTYPE) for i in range(len(counts))]
     return TokenStore(
         name=f"{manifest.source} (built in {folder})",
-        files=tuple(
-            map_tokens(path.with_suffix(".bin"), manifest.dtype, n) for path, n in zip(paths, counts, strict=True)
-        ),
+        files=tuple(files),
         first_token=np.cumsum([0, *counts], dtype=np.int64),
-        documents=np.concatenate([np.fromfile(path.with_suffix(".docs"), dtype=DOCUMENT_DTYPE) for path in paths]),
+        documents=np.concatenate(tables),
         loss_mask=manifest.loss_mask,
         classes=manifest.classes,
         corpus_hash=manifest.corpus_hash,
@@ -169,8 +166,8 @@ def find_damage(folder: Path, manifest: CorpusManifest, checksums: bool) -> str 
             path = folder / f"{shard_id:05}{suffix}"
             if not path.is_file():
                 return f"{path} is missing"
-            if path.stat().st_size != expected:
-                return f"{path} has {path.stat().st_size} bytes where the manifest says {expected}"
+            if (size := path.stat().st_size) != expected:
+                return f"{path} has {size} bytes where the manifest says {expected}"
         if checksums and shard_checksum(folder, shard_id) != shard.checksum:
             return f"the content of {folder / f'{shard_id:05}.bin'} or its .docs is not what was written"
     return None
@@ -199,34 +196,30 @@ def write_json_atomically(path: Path, value: object) -> None:
     scratch.replace(path)
 
 
-def is_corpus_file(name: str) -> bool:
+def is_corpus_file(path: Path) -> bool:
     """Whether a build writes files of this name."""
-    return bool(_CORPUS_FILE_NAMES.fullmatch(name))
+    return bool(_CORPUS_FILE_NAMES.fullmatch(path.name))
 
 
 def delete_corpus_files(folder: Path) -> None:
     """Delete only files that a build writes; manifest.json first, so that the rest counts as unfinished."""
     (folder / "manifest.json").unlink(missing_ok=True)
-    for path in folder.iterdir():
-        if is_corpus_file(path.name):
-            path.unlink()
+    for path in filter(is_corpus_file, folder.iterdir()):
+        path.unlink()
 
 
 @contextmanager
 def report_write_errors(folder: Path) -> Iterator[None]:
     """Report a full or unwritable disk in one sentence."""
+    remedy = "free some space or choose another folder (data.cache, or --out of `motet data build`)"
     try:
         yield
     except OSError as error:
-        raise InputError(
-            f"cannot write {error.filename or folder}: {error.strerror or error}; free some space or choose another "
-            "folder (data.cache, or --out of `motet data build`)"
-        ) from None
+        raise InputError(f"cannot write {error.filename or folder}: {error.strerror or error}; {remedy}") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
+    with suppress(OSError, ValueError):
+        if isinstance(value := json.loads(path.read_text(encoding="utf-8")), dict):
+            return value
+    return {}

@@ -1,11 +1,8 @@
-"""Text to tokens and back: one class around the `tokenizers` library for trained, given and plain byte tokenizers.
-
-The special tokens are the end of a document (also the pad token if there is no other), the mask of masked-token
-training, and the sentinels that replace spans.
-"""
+"""Text to tokens and back: one class around the `tokenizers` library for trained, given and plain byte tokenizers."""
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,23 +12,14 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from motet.core.errors import InputError, check_input
-from motet.data.corpus.discover import SourceFileRanges
-from motet.data.corpus.document_reader import read_documents
-from motet.data.settings import DataSourceSettings
 
 END_TOKEN, MASK_TOKEN, PAD_TOKEN = "<|end|>", "<|mask|>", "<|pad|>"
 NUM_SENTINELS = 100  # Reserved by motet's own tokenizers for the objective `spans`
 
-# Names of these tokens in tokenizers that have no tokenizer_config.json.
+# Names of the special tokens in tokenizers that have no tokenizer_config.json.
 _KNOWN_END_TOKENS = (END_TOKEN, "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>", "[SEP]")
 _KNOWN_MASK_TOKENS = (MASK_TOKEN, "[MASK]", "<mask>")
 _KNOWN_PAD_TOKENS = (PAD_TOKEN, "[PAD]", "<pad>")
-
-# A corpus, the names of its fields, and whether its records have labels.
-TrainingText = tuple[SourceFileRanges, DataSourceSettings, bool]
-
-# Bytes of text used, evenly distributed over a larger corpus; more hardly changes the merges.
-MAX_TRAINING_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -40,9 +28,9 @@ class Tokenizer:
 
     backend: Any
     end_id: int  # Ends every document
-    pad_id: int  # Fills up rows; never a target
-    mask_id: int | None
-    sentinel_ids: tuple[int, ...]
+    pad_id: int  # Fills up rows; never a target; the end if there is no other
+    mask_id: int | None  # For masked-token training
+    sentinel_ids: tuple[int, ...]  # Replace spans
     is_byte_level: bool = False  # A token is a byte, so encoding needs no library (measured: 1 MB/s with it)
 
     @cached_property
@@ -92,11 +80,8 @@ def load_tokenizer(spec: str, sentinels: int = 0) -> Tokenizer:
         return replace(resolve_special_tokens(_byte_backend(sentinels), {}, spec), is_byte_level=True)
     path = Path(spec).expanduser()
     path = path / "tokenizer.json" if path.is_dir() else path
-    check_input(
-        path.is_file(),
-        f"data.tokenizer = {spec!r}: there is no {path}; give bpe:SIZE, `bytes`, or the path of a tokenizer.json "
-        "or its folder",
-    )
+    remedy = "give bpe:SIZE, `bytes`, or the path of a tokenizer.json or its folder"
+    check_input(path.is_file(), f"data.tokenizer = {spec!r}: there is no {path}; {remedy}")
     try:
         backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:  # noqa: BLE001 - the library raises a bare Exception
@@ -113,11 +98,9 @@ def resolve_special_tokens(backend: Any, config: dict[str, Any], spec: str) -> T
         backend.encode_special_tokens = True
     end = _find_token_id(backend, config.get("eos_token"), _KNOWN_END_TOKENS)
     if end is None:
-        raise InputError(
-            f"data.tokenizer = {spec!r} has no end-of-document token (tried {', '.join(_KNOWN_END_TOKENS)}); "
-            "name it as "
-            "eos_token in a tokenizer_config.json in the same folder"
-        )
+        remedy = "name it as eos_token in a tokenizer_config.json in the same folder"
+        tried = ", ".join(_KNOWN_END_TOKENS)
+        raise InputError(f"data.tokenizer = {spec!r} has no end-of-document token (tried {tried}); {remedy}")
     pad = _find_token_id(backend, config.get("pad_token"), _KNOWN_PAD_TOKENS)
     names = [form.format(i) for form in ("<|span_{}|>", "<extra_id_{}>") for i in range(NUM_SENTINELS)]
     return Tokenizer(
@@ -139,41 +122,27 @@ def bpe_vocab_size(spec: str, sentinels: int) -> int | None:
     if not spec.startswith("bpe:"):
         return None
     size, minimum = spec.removeprefix("bpe:"), 256 + len(special_token_names(sentinels))
-    check_input(
-        size.isdecimal() and int(size) >= minimum,
-        f"data.tokenizer = {spec!r}: SIZE must be a number of at least {minimum} "
-        f"(256 bytes and {minimum - 256} special tokens)",
-    )
+    needed = f"a number of at least {minimum} (256 bytes and {minimum - 256} special tokens)"
+    check_input(size.isdecimal() and int(size) >= minimum, f"data.tokenizer = {spec!r}: SIZE must be {needed}")
     return int(size)
 
 
-def train_bpe(corpora: list[TrainingText], size: int, sentinels: int) -> Tokenizer:
+def train_bpe(texts: Iterable[str], size: int, sentinels: int) -> Tokenizer:
     """A byte-level BPE of at most `size` tokens, special ones included; a small corpus may have fewer merges."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
+    alphabet, special = sorted(pre_tokenizers.ByteLevel.alphabet()), special_token_names(sentinels)
     trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=special_token_names(sentinels),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    texts = (
-        text
-        for corpus, fields, has_labels in corpora
-        for file_range in corpus.file_ranges[:: -(-corpus.size // MAX_TRAINING_BYTES)]
-        for document in read_documents(file_range, fields, has_labels)
-        for text in (document.prompt or "", document.text)
+        vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     backend.train_from_iterator(texts, trainer=trainer)
     return resolve_special_tokens(backend, {}, f"bpe:{size}")
 
 
 def _byte_backend(sentinels: int) -> Any:
-    """Every byte is a token whose id is its value; special tokens follow from 256.
-
-    In a byte-level vocabulary a printable byte stands for itself, any other for a character from U+0100 on.
-    """
+    """Every byte is a token whose id is its value; special tokens follow from 256."""
+    # In a byte-level vocabulary a printable byte stands for itself, any other for a character from U+0100 on.
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     substitutes = iter(range(0x100, 0x200))
     vocabulary = {chr(value if value in printable else next(substitutes)): value for value in range(256)}
