@@ -6,19 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.core.errors import InputError
+from motet.data.corpus.tokenizer import Tokenizer
 from motet.data.samples.counter_rng import derive_keys
 from motet.data.samples.objectives import BatchArrays
 from motet.data.samples.packing import TokenWindows
-from motet.data.samples.span_corruption import (
-    SpanCorruptionLengths,
-    SpanCorruptionTokens,
-    corrupt_spans,
-    span_corruption_lengths,
-)
+from motet.data.samples.span_corruption import SpanCorruptionLengths, corrupt_spans, span_corruption_lengths
 
 SENTINELS = tuple(range(1000, 1100))
 END, START = 2000, 2001
-SPECIAL = SpanCorruptionTokens(SENTINELS, END, START)
+TOKENIZER = Tokenizer(None, END, pad_id=START, mask_id=None, sentinel_ids=SENTINELS)
 FRACTIONS = st.sampled_from([0.05, 0.15, 0.3, 0.5, 0.9])
 
 
@@ -34,7 +30,7 @@ def text(count: int, raw: int, starts: list[int]) -> TokenWindows:
 
 def corrupt(rows: TokenWindows, seed: int, shape: SpanCorruptionLengths, isolate: bool = True) -> BatchArrays:
     keys = derive_keys(seed, np.arange(len(rows.tokens)))
-    return corrupt_spans(rows, keys, shape, special_tokens=SPECIAL, isolate_documents=isolate)
+    return corrupt_spans(rows, keys, shape, tokenizer=TOKENIZER, isolate=isolate)
 
 
 def spans_of(targets: list[int]) -> dict[int, list[int]]:

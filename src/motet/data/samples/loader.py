@@ -3,37 +3,26 @@
 A row of a step is the same for every rank and layout.
 """
 
-from dataclasses import fields
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from motet.core.batch import Batch
-from motet.core.errors import InputError
+from motet.core.errors import check_input
 from motet.core.seeds import derive_seed
 from motet.data.corpus.token_store import PreparedData
 from motet.data.corpus.tokenizer import load_tokenizer
+from motet.data.samples import objectives
 from motet.data.samples.counter_rng import derive_keys
 from motet.data.samples.dataset import dataset_fingerprint, open_mixture_dataset
-from motet.data.samples.objectives import (
-    BatchArrays,
-    TokenMaskingRule,
-    causal_objective,
-    classification_objective,
-    masked_objective,
-)
 from motet.data.samples.packing import IntArray, TokenWindows
 from motet.data.samples.shuffle_and_mix import samples_for_epochs, steps_for_epochs
-from motet.data.samples.span_corruption import SpanCorruptionTokens, corrupt_spans, span_corruption_lengths
+from motet.data.samples.span_corruption import corrupt_spans, span_corruption_lengths
 from motet.data.settings import DataSettings
 
 
 class BatchLoader:
-    """Batches of prepared data.
-
-    With `epochs` the stream of training samples ends, and rows after its end have weight 0. Without, it never ends.
-    """
+    """Batches of prepared data. With `epochs` the training samples end, and rows after the end have weight 0."""
 
     def __init__(self, prepared: PreparedData, settings: DataSettings, seed: int, epochs: float | None = None) -> None:
         self.tokenizer = load_tokenizer(prepared.tokenizer, prepared.sentinels)
@@ -55,7 +44,7 @@ class BatchLoader:
 
     def batch(self, step: int, rows: range) -> Batch:
         """Rows of the global batch of a step, counted from 0."""
-        positions = step * self._settings.batch_sequences + self._row_indices(rows)
+        positions = self._positions(step, rows)
         is_live = positions < (self._num_stream_samples or np.iinfo(np.int64).max)
         arrays = self._apply_objective("train", self.samples.training_windows(positions), positions)
         return _to_batch(arrays, rows, is_live)
@@ -67,46 +56,40 @@ class BatchLoader:
     def evaluation_batch(self, split: str, index: int, rows: range) -> Batch:
         """Rows of a global batch of a split; rows after the end of the split have weight 0."""
         count, batches = self.samples.count(split), self.evaluation_batches(split)
-        if not 0 <= index < batches:
-            remedy = "" if batches else f"; set data.{split}_fraction higher or give more text"
-            raise InputError(
-                f"no batch {index} to evaluate: the {split} split has {count} samples in {batches} batches{remedy}"
-            )
-        positions = index * self._settings.batch_sequences + self._row_indices(rows)
+        remedy = "" if batches else f"; set data.{split}_fraction higher or give more text"
+        has_split = f"the {split} split has {count} samples in {batches} batches{remedy}"
+        check_input(0 <= index < batches, f"no batch {index} to evaluate: {has_split}")
+        positions = self._positions(index, rows)
         # Rows after the end repeat earlier ones with weight 0.
         windows = self.samples.held_out_windows(split, positions % count)
         return _to_batch(self._apply_objective(split, windows, positions), rows, positions < count)
 
-    def _row_indices(self, rows: range) -> IntArray:
+    def _positions(self, batch: int, rows: range) -> IntArray:
         assert len(rows) and min(rows) >= 0 and max(rows) < self._settings.batch_sequences, rows
-        return np.arange(rows.start, rows.stop, rows.step)
+        return batch * self._settings.batch_sequences + np.arange(rows.start, rows.stop, rows.step)
 
-    def _apply_objective(self, split: str, window: TokenWindows, positions: IntArray) -> BatchArrays:
+    def _apply_objective(self, split: str, window: TokenWindows, positions: IntArray) -> objectives.BatchArrays:
         settings, tokenizer = self._settings, self.tokenizer
+        fraction, isolate = settings.mask_fraction, settings.restart_documents
         row_keys = derive_keys(derive_seed(self._seed, split), positions)
         match settings.objective:
             case "causal":
-                return causal_objective(window, settings.restart_documents)
+                return objectives.causal_objective(window, isolate)
             case "classify":
-                return classification_objective(window, None if tokenizer.begin_ids else tokenizer.end_id)
+                return objectives.classification_objective(window, None if tokenizer.begin_ids else tokenizer.end_id)
             case "masked":
                 assert tokenizer.mask_id is not None, "checked by prepare"
                 unmasked = (tokenizer.end_id, tokenizer.pad_id, *tokenizer.begin_ids)
-                masking = TokenMaskingRule(settings.mask_fraction, tokenizer.mask_id, tokenizer.vocab_size, unmasked)
-                return masked_objective(window, row_keys, masking, isolate_documents=settings.restart_documents)
+                masking = objectives.TokenMaskingRule(fraction, tokenizer.mask_id, tokenizer.vocab_size, unmasked)
+                return objectives.masked_objective(window, row_keys, masking, isolate_documents=isolate)
             case "spans":
-                sentinels, isolate = tokenizer.sentinel_ids, settings.restart_documents
-                lengths = span_corruption_lengths(settings.sequence_length, settings.mask_fraction, len(sentinels))
-                special = SpanCorruptionTokens(sentinels, tokenizer.end_id, tokenizer.pad_id)
-                return corrupt_spans(window, row_keys, lengths, special_tokens=special, isolate_documents=isolate)
+                lengths = span_corruption_lengths(settings.sequence_length, fraction, len(tokenizer.sentinel_ids))
+                return corrupt_spans(window, row_keys, lengths, tokenizer=tokenizer, isolate=isolate)
 
 
-def _to_batch(arrays: BatchArrays, rows: range, is_live: NDArray[np.bool_]) -> Batch:
+def _to_batch(arrays: objectives.BatchArrays, rows: range, is_live: NDArray[np.bool_]) -> Batch:
     weights = arrays.weights & is_live.reshape(-1, *[1] * (arrays.weights.ndim - 1))
-    tensors = {
-        field.name: torch.from_numpy(np.ascontiguousarray(value))
-        for field in fields(BatchArrays)
-        if field.name != "weights" and (value := getattr(arrays, field.name)) is not None
-    }
-    row_ids = torch.arange(rows.start, rows.stop, rows.step)
-    return Batch(weights=torch.from_numpy(weights.astype(np.float32)), rows=row_ids, **tensors)
+    values = {**vars(arrays), "weights": weights.astype(np.float32)}
+    present = {name: value for name, value in values.items() if value is not None}
+    tensors = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in present.items()}
+    return Batch(rows=torch.arange(rows.start, rows.stop, rows.step), **tensors)

@@ -1,10 +1,6 @@
-"""Inputs and targets from windows of tokens: the next token, masked tokens, or a class.
-
-Arrays only, without torch; the loader turns them into tensors.
-"""
+"""Inputs and targets from windows of tokens, as arrays: the next token, masked tokens, or a class."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,14 +27,13 @@ def causal_objective(rows: TokenWindows, isolate_documents: bool) -> BatchArrays
     tokens, targets, weights = rows.tokens[:, :-1], rows.tokens[:, 1:], rows.eligible[:, 1:]
     if not isolate_documents:
         return BatchArrays(tokens, targets, weights)
-    segment = rows.segment
-    weights = weights & (segment[:, 1:] == segment[:, :-1])
+    segment = rows.segment[:, :-1]
+    weights = weights & (rows.segment[:, 1:] == segment)
     # Padding comes after all targets: causal attention needs no border before it.
     is_token = np.arange(tokens.shape[1]) < rows.size[:, None]
-    has_borders = (segment[:, :-1] * is_token).any(axis=1, keepdims=True)
-    if not has_borders.any():
+    documents = segment * (segment * is_token).any(axis=1, keepdims=True)
+    if not documents.any():
         return BatchArrays(tokens, targets, weights)
-    documents = segment[:, :-1] * has_borders
     return BatchArrays(tokens, targets, weights, documents=documents, positions=positions_within_documents(documents))
 
 
@@ -77,9 +72,8 @@ def classification_objective(rows: TokenWindows, first_id: int | None) -> BatchA
 
 def documents_and_positions(rows: TokenWindows, isolate_documents: bool) -> tuple[IntArray | None, IntArray | None]:
     """Documents and positions for bidirectional attention, which must not see padding."""
-    segment: Any = rows.segment
-    if not isolate_documents:
-        segment = (np.arange(segment.shape[1]) >= rows.size[:, None]).astype(np.int64)
+    padding: IntArray = (np.arange(rows.segment.shape[1]) >= rows.size[:, None]).astype(np.int64)
+    segment = rows.segment if isolate_documents else padding
     if not segment.any():
         return None, None
     return segment, positions_within_documents(segment) if isolate_documents else None

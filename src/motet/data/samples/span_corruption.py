@@ -6,11 +6,12 @@
 All rows have the same number of tokens, spans and noise tokens, so the shapes are fixed.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from motet.core.errors import check_input
+from motet.data.corpus.tokenizer import Tokenizer
 from motet.data.samples.counter_rng import UInt64Array, uniform_floats
 from motet.data.samples.objectives import BatchArrays, positions_within_documents
 from motet.data.samples.packing import IntArray, TokenWindows
@@ -36,20 +37,17 @@ class SpanCorruptionLengths:
         """Tokens of the decoder's output, with the end."""
         return self.noise_tokens + self.noise_spans + 1
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longer one of source and targets."""
-        return max(self.source_tokens, self.target_tokens)
+    def fit_into(self, sequence_length: int) -> bool:
+        """Whether both source and targets fit."""
+        return max(self.source_tokens, self.target_tokens) <= sequence_length
 
 
 def span_corruption_lengths(sequence_length: int, fraction: float, sentinels: int) -> SpanCorruptionLengths:
     """The longest raw text whose source and targets both fit into `sequence_length`."""
     lengths = _lengths_for_raw(2, fraction, sentinels)
-    check_input(
-        lengths.longest <= sequence_length,
-        f"data.sequence_length = {sequence_length} is too short for spans; use at least {lengths.source_tokens}",
-    )
-    while (longer := _lengths_for_raw(lengths.raw_tokens + 1, fraction, sentinels)).longest <= sequence_length:
+    short = f"data.sequence_length = {sequence_length} is too short for spans; use at least {lengths.source_tokens}"
+    check_input(lengths.fit_into(sequence_length), short)
+    while (longer := _lengths_for_raw(lengths.raw_tokens + 1, fraction, sentinels)).fit_into(sequence_length):
         lengths = longer
     return lengths
 
@@ -60,27 +58,12 @@ def _lengths_for_raw(raw_tokens: int, fraction: float, sentinels: int) -> SpanCo
     return SpanCorruptionLengths(raw_tokens, noise_tokens, spans)
 
 
-@dataclass(frozen=True)
-class SpanCorruptionTokens:
-    """Special tokens of span corruption."""
-
-    sentinel_ids: tuple[int, ...]
-    end_id: int
-    start_id: int  # First input of the decoder
-
-
 def corrupt_spans(
-    rows: TokenWindows,
-    row_keys: UInt64Array,
-    lengths: SpanCorruptionLengths,
-    *,
-    special_tokens: SpanCorruptionTokens,
-    isolate_documents: bool,
+    rows: TokenWindows, row_keys: UInt64Array, lengths: SpanCorruptionLengths, *, tokenizer: Tokenizer, isolate: bool
 ) -> BatchArrays:
-    """Replace spans, which depend only on the row's key, by sentinels.
+    """Replace spans, which depend only on the row's key, by sentinels; the decoder's input starts with the pad token.
 
-    With `isolate_documents` a span belongs to the document of its first token; its tokens of the next document are no
-    targets.
+    To `isolate` documents, a span belongs to that of its first token; its tokens of the next document are no targets.
     """
     count, spans = len(rows.tokens), lengths.noise_spans
     noise_length = _random_partition(row_keys, lengths.noise_tokens, spans, stream=0)
@@ -90,46 +73,35 @@ def corrupt_spans(
     row = np.arange(count)[:, None]
     starts = np.zeros((count, lengths.raw_tokens), np.int64)
     starts[row, start] = 1
-    step = starts.copy()
+    step, span = starts.copy(), np.cumsum(starts, axis=1) - 1
     step[row, (start + noise_length)[:, :-1]] = -1  # the last span ends with the row
     is_noise = np.cumsum(step, axis=1) > 0
-    span = np.cumsum(starts, axis=1) - 1
-    sentinels = np.array(special_tokens.sentinel_ids[:spans])
+    sentinels = np.array(tokenizer.sentinel_ids[:spans])
 
-    segment = rows.segment if isolate_documents else np.zeros_like(rows.segment)
+    segment = rows.segment if isolate else np.zeros_like(rows.segment)
     in_source = ~is_noise | (starts > 0)
     source = np.where(starts > 0, sentinels[span], rows.tokens)[in_source].reshape(count, -1)
-    source = np.append(source, np.full((count, 1), special_tokens.end_id), axis=1)
+    source = np.append(source, np.full((count, 1), tokenizer.end_id), axis=1)
     source_segment = np.pad(segment[in_source].reshape(count, -1), ((0, 0), (0, 1)), mode="edge")
 
-    targets = np.empty((count, lengths.target_tokens), np.int64)
-    target_documents = np.empty_like(targets)
-    weights = np.ones(targets.shape, np.bool_)
-    span_segment = segment[row, start]
-    noise_span = span[is_noise].reshape(count, -1)
+    targets = np.full((count, lengths.target_tokens), tokenizer.end_id)
+    documents, weights = np.empty_like(targets), np.ones(targets.shape, np.bool_)
+    span_segment, noise_span = segment[row, start], span[is_noise].reshape(count, -1)
     target_position = np.arange(lengths.noise_tokens) + noise_span + 1
     targets[row, target_position] = rows.tokens[is_noise].reshape(count, -1)
-    target_documents[row, target_position] = span_segment[row, noise_span]
-    weights[row, target_position] = segment[is_noise].reshape(count, -1) == target_documents[row, target_position]
+    documents[row, target_position] = span_segment[row, noise_span]
+    weights[row, target_position] = segment[is_noise].reshape(count, -1) == documents[row, target_position]
     sentinel_position = before + np.arange(spans)
     targets[row, sentinel_position] = sentinels
-    target_documents[row, sentinel_position] = span_segment
-    targets[:, -1] = special_tokens.end_id
-    target_documents[:, -1] = span_segment[:, -1]
-    return _shift_targets_right(
-        BatchArrays(targets, targets, weights, target_documents, None, source, source_segment), special_tokens.start_id
-    )
-
-
-def _shift_targets_right(arrays: BatchArrays, start_id: int) -> BatchArrays:
-    """The decoder's input is the targets, shifted right by one; each document starts with `start_id`."""
-    targets, target_documents = arrays.targets, arrays.documents
-    assert target_documents is not None and arrays.source_documents is not None
-    tokens = np.full_like(targets, start_id)
-    tokens[:, 1:] = np.where(target_documents[:, 1:] == target_documents[:, :-1], targets[:, :-1], start_id)
-    if target_documents.any() or arrays.source_documents.any():
-        return replace(arrays, tokens=tokens, positions=positions_within_documents(target_documents))
-    return replace(arrays, tokens=tokens, documents=None, source_documents=None)
+    documents[row, sentinel_position] = span_segment
+    documents[:, -1] = span_segment[:, -1]
+    # The decoder's input is the targets, shifted right by one, with the pad token at the start of each document.
+    tokens = np.full_like(targets, tokenizer.pad_id)
+    tokens[:, 1:] = np.where(documents[:, 1:] == documents[:, :-1], targets[:, :-1], tokenizer.pad_id)
+    if not documents.any() and not source_segment.any():
+        return BatchArrays(tokens, targets, weights, source=source)
+    positions = positions_within_documents(documents)
+    return BatchArrays(tokens, targets, weights, documents, positions, source, source_segment)
 
 
 def _random_partition(row_keys: UInt64Array, total: int, num_parts: int, *, stream: int) -> IntArray:
