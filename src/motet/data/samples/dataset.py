@@ -1,28 +1,19 @@
-"""All samples of a job: a window of tokens for each split and position, without torch.
-
-Corpora are opened, split, packed, mixed and shuffled, as arrays.
-"""
+"""All samples of a job, as arrays: corpora are opened, split, packed, mixed and shuffled, without torch."""
 
 import hashlib
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from motet.core.errors import InputError, check_input
+from motet.core.errors import check_input
 from motet.core.seeds import derive_seed
 from motet.data.corpus.megatron import open_megatron
 from motet.data.corpus.token_store import CorpusKind, PreparedCorpus, TokenStore, open_built_corpus
 from motet.data.corpus.tokenizer import Tokenizer
-from motet.data.samples.packing import (
-    IntArray,
-    PackedTokenStream,
-    TokenWindows,
-    cut_into_windows,
-    gather_windows,
-    pack_records,
-)
+from motet.data.samples import packing
+from motet.data.samples.packing import IntArray, PackedTokenStream, TokenWindows
 from motet.data.samples.shuffle_and_mix import DataMixtureSchedule, build_mixture_schedule, permute, shuffled_samples
 from motet.data.samples.span_corruption import span_corruption_lengths
 from motet.data.samples.splits import split_documents
@@ -37,8 +28,7 @@ class PackedTokenSource:
     store: TokenStore
     streams: dict[str, PackedTokenStream]
     max_training_samples: int | None
-    pad_id: int
-    vocab_size: int
+    tokenizer: Tokenizer
 
     @property
     def fingerprint(self) -> str:
@@ -49,13 +39,11 @@ class PackedTokenSource:
         return min(count, self.max_training_samples) if split == "train" and self.max_training_samples else count
 
     def rows(self, split: str, samples: IntArray) -> TokenWindows:
-        rows = gather_windows(self.streams[split], samples, self.store.read, pad_id=self.pad_id)
+        rows = packing.gather_windows(self.streams[split], samples, self.store.read, pad_id=self.tokenizer.pad_id)
+        last = self.tokenizer.vocab_size - 1
+        remedy = f"but the tokenizer has only 0 to {last}; set data.tokenizer to the one that the corpus was made with"
         for token in (rows.tokens.max(initial=0), rows.tokens.min(initial=0)):
-            check_input(
-                0 <= token < self.vocab_size,
-                f"{self.store.name} holds the token {token}, but the tokenizer has only 0 to "
-                f"{self.vocab_size - 1}; set data.tokenizer to the one that the corpus was made with",
-            )
+            check_input(0 <= token <= last, f"{self.store.name} holds the token {token}, {remedy}")
         return rows
 
 
@@ -94,21 +82,19 @@ class MixtureDataset:
             return self.sources[source_ids[0]].rows(split, samples)
         windows = [self.sources[source_id].rows(split, samples[corpus == source_id]) for source_id in source_ids]
         order = np.argsort(np.concatenate([np.flatnonzero(corpus == source_id) for source_id in source_ids]))
-        names = [field.name for field in fields(TokenWindows)]
-        return TokenWindows(**{name: np.concatenate([getattr(w, name) for w in windows])[order] for name in names})
+        parts = zip(*(vars(window).values() for window in windows), strict=True)
+        return TokenWindows(*(np.concatenate(part)[order] for part in parts))
 
 
 def open_mixture_dataset(
     corpora: tuple[PreparedCorpus, ...], settings: DataSettings, tokenizer: Tokenizer, *, seed: int
 ) -> MixtureDataset:
     """Open, split and pack every corpus; raises if one does not fill a single sample."""
-    stride, width = window_sizes(settings, tokenizer)
+    _, width = window_sizes(settings, tokenizer)
     sources = tuple(
         open_synthetic_source(corpus.location, settings, tokenizer, seed=seed, width=width)
         if corpus.kind == "synthetic"
-        else _open_packed_source(
-            open_token_store(corpus.kind, corpus.location), settings, tokenizer, stride=stride, width=width
-        )
+        else _open_packed_source(open_token_store(corpus.kind, corpus.location), settings, tokenizer)
         for corpus in corpora
     )
     return MixtureDataset(sources, build_mixture_schedule([corpus.weight for corpus in corpora]), seed)
@@ -130,28 +116,30 @@ def window_sizes(settings: DataSettings, tokenizer: Tokenizer) -> tuple[int, int
     return length, length + (objective == "causal")
 
 
-def _open_packed_source(
-    store: TokenStore, settings: DataSettings, tokenizer: Tokenizer, *, stride: int, width: int
-) -> PackedTokenSource:
-    classify = settings.objective == "classify"
+def _open_packed_source(store: TokenStore, settings: DataSettings, tokenizer: Tokenizer) -> PackedTokenSource:
+    (stride, width), objective = window_sizes(settings, tokenizer), settings.objective
+    classify, records = objective == "classify", objective == "classify" or store.loss_mask
     no_classes = f"{store.name} has no classes; objective `classify` needs records with a label, built for it"
     check_input(store.classes or not classify, no_classes)
-    prompts = f"{store.name} holds prompts and answers, which data.objective = {settings.objective!r} does not support"
-    check_input(not store.loss_mask or settings.objective not in ("masked", "spans"), f"{prompts}; use `causal`")
-    records = classify or store.loss_mask
+    prompts = f"{store.name} holds prompts and answers, which data.objective = {objective!r} does not support"
+    check_input(not store.loss_mask or objective not in ("masked", "spans"), f"{prompts}; use `causal`")
     splits = split_documents(store.documents, settings, has_records=records, window=width)
     if records:
-        streams = {name: pack_records(segments, width, one_per_window=classify) for name, segments in splits.items()}
+        streams = {
+            name: packing.pack_records(segments, width, one_per_window=classify) for name, segments in splits.items()
+        }
     else:  # training rows are full, and span corruption needs full rows
-        partial = {"validation", "test"} if settings.objective != "spans" else set()
-        streams = {n: cut_into_windows(part, stride, width, keep_partial=n in partial) for n, part in splits.items()}
-    if streams["train"].num_samples == 0:
-        tokens = int(streams["train"].segments.length.sum())
-        raise InputError(
-            f"data.sequence_length = {settings.sequence_length} is longer than the corpus: {store.name} has {tokens} "
-            f"tokens for training and one sample needs {width}; use a shorter sequence_length or more text"
-        )
-    return PackedTokenSource(store, streams, settings.samples, tokenizer.pad_id, tokenizer.vocab_size)
+        partial = {"validation", "test"} if objective != "spans" else set()
+        streams = {
+            n: packing.cut_into_windows(part, stride, width, keep_partial=n in partial) for n, part in splits.items()
+        }
+    check_input(
+        streams["train"].num_samples,
+        f"data.sequence_length = {settings.sequence_length} is longer than the corpus: {store.name} has "
+        f"{streams['train'].segments.length.sum()} tokens for training and one sample needs {width}; "
+        "use a shorter sequence_length or more text",
+    )
+    return PackedTokenSource(store, streams, settings.samples, tokenizer)
 
 
 def dataset_fingerprint(

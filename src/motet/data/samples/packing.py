@@ -1,7 +1,7 @@
 """Documents packed into windows: the segments of a split form one stream, and a sample is a slice of it.
 
-Plain text is cut at a fixed stride, across documents. Records (prompt and answer, or text and class) are not split: a
-window holds as many as fit, and a longer record loses its end.
+Text is cut at a fixed stride, across documents. A window of records (prompt and answer, or text and class) holds as
+many whole ones as fit; a longer record loses its end.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from motet.data.samples.splits import SplitTokenRanges
 
 IntArray = NDArray[np.int64]
+TokenReader = Callable[[int, int], NDArray[Any]]  # `TokenStore.read`
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,6 @@ class PackedTokenStream:
 
     @cached_property
     def has_non_targets(self) -> bool:
-        """Whether some tokens are never targets."""
         return bool(self.segments.skip.any())
 
     @cached_property
@@ -91,37 +91,32 @@ def _first_segments(ends: IntArray, width: int) -> list[int]:
 
 
 def gather_windows(
-    stream: PackedTokenStream, samples: IntArray, read_tokens: Callable[[int, int], NDArray[Any]], *, pad_id: int
+    stream: PackedTokenStream, samples: IntArray, read_tokens: TokenReader, *, pad_id: int
 ) -> TokenWindows:
     """The tokens of these samples, with the borders of documents in them."""
-    begin, end = stream.window_bounds(samples)
-    size = end - begin
+    (begin, end), borders = stream.window_bounds(samples), stream.segment_borders
+    size, positions = end - begin, np.arange(stream.width)
     tokens = np.full((len(samples), stream.width), pad_id, dtype=np.int64)
     for row, window_begin, length in zip(tokens, begin.tolist(), size.tolist(), strict=True):
         _copy_tokens(stream, window_begin, row[:length], read_tokens=read_tokens)
-    positions = np.arange(stream.width)
-    first = stream.segment_borders.searchsorted(begin, "right") - 1
-    last = stream.segment_borders.searchsorted(end - 1, "right") - 1
-    segment = np.zeros_like(tokens)
-    inner_borders = last - first
+    first, last = (borders.searchsorted(places, "right") - 1 for places in (begin, end - 1))
+    segment, inner_borders = np.zeros_like(tokens), last - first
     if inner_borders.any():
         row = np.repeat(np.arange(len(samples)), inner_borders)
         nth = np.arange(len(row)) - np.repeat(np.cumsum(inner_borders) - inner_borders, inner_borders)
-        segment[row, stream.segment_borders[first[row] + 1 + nth] - begin[row]] = 1
+        segment[row, borders[first[row] + 1 + nth] - begin[row]] = 1
     is_partial = size < stream.width
     segment[is_partial, size[is_partial]] = 1
     np.cumsum(segment, axis=1, out=segment)
     eligible = positions < size[:, None]
     if stream.has_non_targets:
         segment_ids = np.minimum(first[:, None] + segment, last[:, None])
-        offsets = begin[:, None] + positions - stream.segment_borders[segment_ids]
+        offsets = begin[:, None] + positions - borders[segment_ids]
         eligible &= offsets >= stream.segments.skip[segment_ids]
     return TokenWindows(tokens, size, segment, eligible, stream.segments.label[first])
 
 
-def _copy_tokens(
-    stream: PackedTokenStream, begin: int, out: IntArray, *, read_tokens: Callable[[int, int], NDArray[Any]]
-) -> None:
+def _copy_tokens(stream: PackedTokenStream, begin: int, out: IntArray, *, read_tokens: TokenReader) -> None:
     run_begins, corpus_begins = stream.contiguous_runs
     run = int(run_begins.searchsorted(begin, "right")) - 1
     done, end = begin, begin + len(out)

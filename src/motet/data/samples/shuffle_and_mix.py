@@ -1,7 +1,7 @@
 """The order of samples: the samples of step n depend only on (seed, n).
 
-Each epoch is a pseudo-random permutation that is computed, not stored, so every position costs the same. A mixture is a
-repeating pattern of corpora, so the position within each corpus is computed too.
+Each epoch is a pseudo-random permutation that is computed, not stored. A mixture is a repeating pattern of corpora, so
+the position within each corpus is computed too.
 """
 
 import math
@@ -26,15 +26,14 @@ _BLOCK_SIZE = 4096
 def permute(positions: StreamPositions, size: int, seed: int) -> StreamPositions:
     """The image of each position of 0..size-1 under the permutation of this seed, which is not stored.
 
-    A Feistel network with modular addition on a grid a x b that is barely larger than `size`. Results outside go
-    through again until they are inside (cycle walking), which keeps it a bijection.
+    A Feistel network with modular addition on a grid that is barely larger than `size`. Results outside go through
+    again until they are inside (cycle walking), which keeps it a bijection.
     """
-    a = math.isqrt(size - 1) + 1
-    b = -(-size // a)
-    round_keys = derive_keys(seed, np.arange(2 * _FEISTEL_ROUNDS))
-    result = _feistel(positions.astype(np.uint64), (a, b), round_keys)
+    height = math.isqrt(size - 1) + 1
+    grid, round_keys = (height, -(-size // height)), derive_keys(seed, np.arange(2 * _FEISTEL_ROUNDS))
+    result = _feistel(positions.astype(np.uint64), grid, round_keys)
     while (outside := result >= size).any():
-        result[outside] = _feistel(result[outside], (a, b), round_keys)
+        result[outside] = _feistel(result[outside], grid, round_keys)
     return result.astype(np.int64)
 
 
@@ -85,16 +84,14 @@ class DataMixtureSchedule:
 def build_mixture_schedule(weights: list[float]) -> DataMixtureSchedule:
     """The pattern for these weights: counts by largest remainder, each corpus evenly distributed over the pattern."""
     if len(weights) == 1:
-        zero = np.zeros(1, dtype=np.int64)
-        return DataMixtureSchedule(zero, zero, np.ones(1, dtype=np.int64))
-    exact_counts = np.array(weights, dtype=np.float64) / math.fsum(weights) * MIXTURE_PERIOD
+        return DataMixtureSchedule(np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones(1, np.int64))
+    total = math.fsum(weights)
+    exact_counts = np.array(weights, dtype=np.float64) / total * MIXTURE_PERIOD
     smallest = int(np.argmin(exact_counts))
-    check_input(
-        exact_counts[smallest] >= 1 - 1e-9,
-        f"data.mixture: weight {weights[smallest]:g} of source {smallest + 1} is less than 1/{MIXTURE_PERIOD} of "
-        "the sum "
-        f"{math.fsum(weights):g}; raise it or leave the source out",
+    light = (
+        f"weight {weights[smallest]:g} of source {smallest + 1} is less than 1/{MIXTURE_PERIOD} of the sum {total:g}"
     )
+    check_input(exact_counts[smallest] >= 1 - 1e-9, f"data.mixture: {light}; raise it or leave the source out")
     counts = np.floor(exact_counts + 1e-9).astype(np.int64)
     order = np.argsort(-(exact_counts - counts), kind="stable")
     counts[order[: MIXTURE_PERIOD - int(counts.sum())]] += 1

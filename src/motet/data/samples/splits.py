@@ -36,21 +36,19 @@ def split_documents(
     documents: NDArray[Any], settings: DataSettings, *, has_records: bool, window: int
 ) -> dict[str, SplitTokenRanges]:
     """The segments of each split of a table of documents; `window` is the size of a sample of plain text."""
-    length = documents["length"].astype(np.int64)
-    skip, label = documents["skip"].astype(np.int64), documents["label"].astype(np.int64)
+    length, skip, label = (documents[name].astype(np.int64) for name in ("length", "skip", "label"))
     all_segments = SplitTokenRanges(np.cumsum(length) - length, length, skip, label)
-    split_ids = assign_splits(documents["hash"], settings.validation_fraction, settings.test_fraction)
     fractions = {"validation": settings.validation_fraction, "test": settings.test_fraction}
+    split_ids = assign_splits(documents["hash"], **fractions)
     if not (split_ids == 0).any():
         split_ids[:] = 0  # too few documents to split by hash
     if has_records:
         _fill_empty_splits(split_ids, documents["hash"], [name for name, fraction in fractions.items() if fraction])
     splits = {name: all_segments.take(split_ids == split_id) for split_id, name in enumerate(SPLITS)}
-    if not has_records:
-        for name, fraction in fractions.items():
-            if fraction and not len(splits[name]):
-                size = max(window, round(fraction * int(length.sum())))
-                splits["train"], splits[name] = _cut_tail(splits["train"], size, keep=window)
+    for name, fraction in fractions.items():
+        if not has_records and fraction and not len(splits[name]):
+            size = max(window, round(fraction * int(length.sum())))
+            splits["train"], splits[name] = _cut_tail(splits["train"], size, keep=window)
     return splits
 
 
@@ -61,8 +59,7 @@ def assign_splits(hashes: NDArray[np.uint64], validation: float, test: float) ->
 
 
 def _fill_empty_splits(split_ids: NDArray[np.int8], hashes: NDArray[np.uint64], needed_splits: list[str]) -> None:
-    for name in needed_splits:
-        split_id = SPLITS.index(name)
+    for split_id in map(SPLITS.index, needed_splits):
         train = np.flatnonzero(split_ids == 0)
         if not (split_ids == split_id).any() and len(train) > 2:
             split_ids[train[np.argmin(hashes[train])]] = split_id

@@ -1,7 +1,6 @@
 """Synthetic classification samples, `synthetic:RULE`, whose class follows from a rule that can be learned.
 
-Sample i of a split depends only on (seed, split, i), so held-out samples are as new as training samples. A model that
-does well on them has learned the rule.
+Sample i of a split depends only on (seed, split, i): a model that does well on held-out samples has learned the rule.
 """
 
 from collections.abc import Callable
@@ -70,11 +69,8 @@ def check_synthetic_source(source: str, settings: DataSettings) -> str:
     """The rule of `synthetic:RULE`; raises if it is unknown or the settings do not fit it."""
     rule, length = source.removeprefix("synthetic:"), settings.sequence_length
     check_input(rule in RULES, f"data source {source!r}: there is no rule {rule!r}; known: {', '.join(RULES)}")
-    check_input(
-        settings.objective == "classify",
-        f"data source {source!r} makes samples with a class, but data.objective = {settings.objective!r}; "
-        'set data.objective = "classify"',
-    )
+    remedy = f'but data.objective = {settings.objective!r}; set data.objective = "classify"'
+    check_input(settings.objective == "classify", f"data source {source!r} makes samples with a class, {remedy}")
     check_input(length >= 4, f"data.sequence_length = {length} is too short for {source!r}; use at least 4")
     return rule
 
@@ -83,14 +79,9 @@ def open_synthetic_source(
     source: str, settings: DataSettings, tokenizer: Tokenizer, *, seed: int, width: int
 ) -> SyntheticClassificationData:
     """The samples of `synthetic:RULE` in windows of `width` tokens."""
-    num_samples = settings.samples or DEFAULT_SAMPLES
-    fractions = {"validation": settings.validation_fraction, "test": settings.test_fraction}
-    held_out = {name: max(1, round(num_samples * fraction)) if fraction else 0 for name, fraction in fractions.items()}
-    return SyntheticClassificationData(
-        rule=check_synthetic_source(source, settings),
-        seed=seed,
-        width=width,
-        letter_ids=np.array([tokenizer.encode(letter)[-1] for letter in LOWERCASE + UPPERCASE]),
-        begin_id=tokenizer.begin_ids[0] if tokenizer.begin_ids else None,
-        samples_per_split={"train": num_samples, **held_out},
-    )
+    count, rule = settings.samples or DEFAULT_SAMPLES, check_synthetic_source(source, settings)
+    fractions = {"train": 1.0, "validation": settings.validation_fraction, "test": settings.test_fraction}
+    counts = {split: max(1, round(count * fraction)) if fraction else 0 for split, fraction in fractions.items()}
+    letter_ids = np.array([tokenizer.encode(letter)[-1] for letter in LOWERCASE + UPPERCASE])
+    begin_id = tokenizer.begin_ids[0] if tokenizer.begin_ids else None
+    return SyntheticClassificationData(rule, seed, width, letter_ids, begin_id, samples_per_split=counts)
