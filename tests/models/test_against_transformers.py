@@ -144,10 +144,7 @@ def test_gpt2() -> None:
     config = transformers.GPT2Config(vocab_size=VOCAB, n_positions=20, n_embd=32, n_layer=2, n_head=4, n_inner=40)
     other = randomised(transformers.GPT2LMHeadModel(config))
     given = other.state_dict()
-    weights = {
-        "embedding.weight": given["transformer.wte.weight"],
-        "positions.weight": given["transformer.wpe.weight"],
-    }
+    weights = {"embedding.weight": given["transformer.wte.weight"], "positions.weight": given["transformer.wpe.weight"]}
     names = {
         "attn.c_attn": "attention.qkv",
         "attn.c_proj": "attention.output",

@@ -27,66 +27,57 @@ from motet.models.spec.layer_specs import (
 )
 
 
-def decoder_block_specs(settings: DecoderSettings) -> tuple[BlockSpec, ...]:
+def decoder_block_specs(s: DecoderSettings) -> tuple[BlockSpec, ...]:
     """Embedding, blocks (plain ones first where later ones have experts), and head."""
-    s, experts = settings, settings.experts
+    experts, bias = s.experts, s.has_norm_bias
     dense = s.layers if experts is None else min(experts.first_dense_layers, s.layers)
     attention = _decoder_attention(s) if s.latent_attention is None else _latent_attention(s, s.latent_attention)
-    bias = s.has_norm_bias
     layer = norm_spec(s, "attention_norm", bias=bias) + attention + norm_spec(s, "ffn_norm", bias=bias)
     blocks = [BlockSpec("embedding", _decoder_embedding(s))]
     if dense:
-        dense_layer = layer + feed_forward_spec(s, bias=s.has_ffn_bias)
-        blocks.append(BlockSpec("block", dense_layer, "blocks.{i}.", repeat=dense))
+        ffn = feed_forward_spec(s, bias=s.has_ffn_bias)
+        blocks.append(BlockSpec("block", layer + ffn, "blocks.{i}.", dense))
     if experts is not None and s.layers > dense:
         layer += _experts(s, experts)
-        blocks.append(BlockSpec("expert block", layer, "blocks.{i}.", repeat=s.layers - dense, first_index=dense))
+        blocks.append(BlockSpec("expert block", layer, "blocks.{i}.", s.layers - dense, first_index=dense))
     return (*blocks, BlockSpec("head", norm_spec(s, "norm", bias=bias) + output_head_spec(s, tied=s.tied)))
 
 
-def encoder_block_specs(settings: EncoderSettings) -> tuple[BlockSpec, ...]:
+def encoder_block_specs(s: EncoderSettings) -> tuple[BlockSpec, ...]:
     """Embedding, blocks that end in a norm, and the head for masked tokens or for a class."""
-    s = settings
-    embedding = embedding_spec("embedding", s.vocab_size, s.hidden, per="token")
+    embedding = embedding_spec("embedding", s.vocab_size, s.hidden)
     embedding += embedding_spec("positions", s.context, s.hidden, per="position")
     if s.token_types:  # every token is of the first type, so no index is kept
         embedding += LayerSpec((ParameterSpec("token_types.weight", (s.token_types, s.hidden)),))
     embedding += norm_spec(s, "embedding_norm", bias=True) + dropout_spec(s, "dropout", s.hidden)
-    block = (
-        _self_attention(s, bias=True, per="token")
-        + norm_spec(s, "attention_norm", bias=True)
-        + feed_forward_spec(s, bias=True)
-        + norm_spec(s, "ffn_norm", bias=True)
-    )
+    attention = _self_attention(s, bias=True) + norm_spec(s, "attention_norm", bias=True)
+    ffn = feed_forward_spec(s, bias=True) + norm_spec(s, "ffn_norm", bias=True)
     return (
         BlockSpec("embedding", embedding + _document_mask(s)),
-        BlockSpec("block", block, "blocks.{i}.", repeat=s.layers),
+        BlockSpec("block", attention + ffn, "blocks.{i}.", s.layers),
         BlockSpec("head", _masked_head(s) if s.head == "masked" else _classification_head(s)),
     )
 
 
-def encoder_decoder_block_specs(settings: EncoderDecoderSettings) -> tuple[BlockSpec, ...]:
+def encoder_decoder_block_specs(s: EncoderDecoderSettings) -> tuple[BlockSpec, ...]:
     """Encoder blocks over the source and decoder blocks over the tokens; both read one embedding table."""
-    s = settings
-    embedding = embedding_spec("embedding", s.vocab_size, s.hidden, per="token")
+    embedding = embedding_spec("embedding", s.vocab_size, s.hidden)
     embedding += saved_spec(SavedActivation("embedding.sources", 1, "source", "int64"))
-    embedding += _document_mask(s, keys="source")
+    embedding += _document_mask(s, "source")
     embedding += dropout_spec(s, "dropout", s.hidden) + dropout_spec(s, "dropout.source", s.hidden, per="source")
-    cross_attention = norm_spec(s, "cross_norm", bias=False) + _cross_attention(s)
     # Every block of the decoder reads the encoder's output; it is kept once.
     encoded = saved_spec(SavedActivation("output", s.hidden, "source"))
-    encoder, decoder = _t5_layer(s, "source", LayerSpec()), _t5_layer(s, "token", cross_attention)
     return (
         BlockSpec("embedding", embedding),
-        BlockSpec("encoder block", encoder, "encoder.blocks.{i}.", repeat=s.layers),
+        BlockSpec("encoder block", _t5_layer(s, "source"), "encoder.blocks.{i}.", s.layers),
         BlockSpec("encoder end", _stack_end(s, "source") + encoded, "encoder."),
-        BlockSpec("decoder block", decoder, "decoder.blocks.{i}.", repeat=s.decoder_layers or s.layers),
+        BlockSpec("decoder block", _t5_layer(s, "token"), "decoder.blocks.{i}.", s.decoder_layers or s.layers),
         BlockSpec("decoder end", _stack_end(s, "token"), "decoder."),
         BlockSpec("head", output_head_spec(s, tied=s.tied)),
     )
 
 
-def _document_mask(s: TransformerSettings, window: int | None = None, keys: CountedPer = "token") -> LayerSpec:
+def _document_mask(s: TransformerSettings, keys: CountedPer = "token", window: int | None = None) -> LayerSpec:
     mask = SavedAttentionMatrix("document_mask", window=window, saved_with="explicit mask", rows="packed", keys=keys)
     return LayerSpec() if s.dropout else saved_spec(mask)  # only fused attention keeps it
 
@@ -95,14 +86,14 @@ def _document_mask(s: TransformerSettings, window: int | None = None, keys: Coun
 
 
 def _decoder_embedding(s: DecoderSettings) -> LayerSpec:
-    layer = embedding_spec("embedding", s.vocab_size, s.hidden, per="token")
+    layer = embedding_spec("embedding", s.vocab_size, s.hidden)
     if s.positions == "learned":
         layer += embedding_spec("positions", s.context, s.hidden, per="position")
     if s.positions == "rotary":
         latent = s.latent_attention
         dims = int(s.dim_per_head * s.rotary_fraction) if latent is None else latent.rotary_head_dim
         layer += saved_spec(SavedActivation("rotations", dims, "position", "wide"))
-    return layer + dropout_spec(s, "dropout", s.hidden) + _document_mask(s, s.sliding_window)
+    return layer + dropout_spec(s, "dropout", s.hidden) + _document_mask(s, window=s.sliding_window)
 
 
 def _decoder_attention(s: DecoderSettings) -> LayerSpec:
@@ -122,54 +113,49 @@ def _decoder_attention(s: DecoderSettings) -> LayerSpec:
 def _latent_attention(s: DecoderSettings, latent: LatentAttentionSettings) -> LayerSpec:
     """Queries, and keys with values, each from a short vector per token; all heads share one rotated key."""
     key_dim, value_dim = latent.plain_head_dim + latent.rotary_head_dim, latent.value_head_dim
-    bias, rank = s.qkv_bias or s.bias, latent.key_value_rank
+    bias, rank, query_rank = s.qkv_bias or s.bias, latent.key_value_rank, latent.query_rank
     down, up = rank + latent.rotary_head_dim, s.heads * (latent.plain_head_dim + value_dim)
-    if latent.query_rank is None:
-        queries = linear_spec("attention.query", s.hidden, s.heads * key_dim, bias=False)
-    else:
-        queries = (
-            linear_spec("attention.query_down", s.hidden, latent.query_rank, bias=bias)
-            + rms_norm_spec("attention.query_norm", latent.query_rank)
-            + linear_spec("attention.query_up", latent.query_rank, s.heads * key_dim, bias=False)
-        )
-    saved = (
-        SavedActivation("attention.queries_keys", 2 * s.heads * key_dim),
-        SavedActivation("attention.key_value_up", up),
+    queries = (
+        linear_spec("attention.query", s.hidden, s.heads * key_dim)
+        if query_rank is None
+        else linear_spec("attention.query_down", s.hidden, query_rank, bias=bias)
+        + rms_norm_spec("attention.query_norm", query_rank)
+        + linear_spec("attention.query_up", query_rank, s.heads * key_dim)
     )
+    queries_keys = SavedActivation("attention.queries_keys", 2 * s.heads * key_dim)
     return (
         queries
         + linear_spec("attention.key_value_down", s.hidden, down, bias=bias, is_input_saved=True)
         + rms_norm_spec("attention.key_value_norm", rank, saved_elements=down)
-        + linear_spec("attention.key_value_up", rank, up, bias=False)
-        + _causal_attention(s, key_dim, value_dim, *saved)
+        + linear_spec("attention.key_value_up", rank, up)
+        + _causal_attention(s, key_dim, value_dim, queries_keys, SavedActivation("attention.key_value_up", up))
     )
 
 
 def _causal_attention(s: DecoderSettings, key_dim: int, value_dim: int, *saved: SavedActivation) -> LayerSpec:
-    attention = AttentionSpec("attention", s.heads, key_dim, value_dim, causal=True, window=s.sliding_window)
+    window = s.sliding_window
+    attention = AttentionSpec("attention", s.heads, key_dim, value_dim, causal=True, window=window)
     layer = attention_spec(s, attention, *saved, bias=s.bias)
     # Attention with explicit probabilities also keeps the mask of later keys.
-    name, window = "attention.causal_mask", s.sliding_window
-    mask = SavedAttentionMatrix(name, window=window, saved_with="implicit mask", dtype="bool")
+    mask = SavedAttentionMatrix("attention.causal_mask", window=window, saved_with="implicit mask", dtype="bool")
     return layer + saved_spec(mask) if s.dropout else layer
 
 
 def _experts(s: DecoderSettings, experts: MixtureOfExpertsSettings) -> LayerSpec:
     """A router, and experts of which each token visits a few; shared experts are one wider network for all tokens."""
-    per_token, inner, gates = experts.per_token, experts.hidden, 2 if s.gated else 1
-    fraction = Fraction(per_token, experts.count)
-    up, down = "ffn.experts.up", "ffn.experts.down"
-    layer = linear_spec("ffn.router", s.hidden, experts.count, bias=False) + LayerSpec(
+    count, per_token, inner, gates = experts.count, experts.per_token, experts.hidden, 2 if s.gated else 1
+    fraction, up, down = Fraction(per_token, count), "ffn.experts.up", "ffn.experts.down"
+    layer = linear_spec("ffn.router", s.hidden, count) + LayerSpec(
         (
-            ParameterSpec(up, (experts.count, gates * inner, s.hidden), fraction),
-            ParameterSpec(down, (experts.count, s.hidden, inner), fraction),
+            ParameterSpec(up, (count, gates * inner, s.hidden), fraction),
+            ParameterSpec(down, (count, s.hidden, inner), fraction),
         ),
         (
             MatmulSpec(up, s.hidden, gates * inner, uses_per_token=per_token),
             MatmulSpec(down, inner, s.hidden, uses_per_token=per_token),
         ),
         (
-            SavedActivation("ffn.router.scores", experts.count, dtype="wide"),
+            SavedActivation("ffn.router.scores", count, dtype="wide"),
             SavedActivation("ffn.router.chosen", per_token, dtype="int64"),
             SavedActivation("ffn.router.weights", per_token, dtype="wide"),
             # Inputs and results, in the order of experts; the results are kept because they are weighted.
@@ -179,29 +165,32 @@ def _experts(s: DecoderSettings, experts: MixtureOfExpertsSettings) -> LayerSpec
     )
     if experts.shared:
         width = experts.shared * inner
-        layer += linear_spec("ffn.shared.up", s.hidden, gates * width, bias=False, is_input_saved=True)
+        layer += linear_spec("ffn.shared.up", s.hidden, gates * width, is_input_saved=True)
         layer += saved_spec(SavedActivation("ffn.shared.inner", gates * width))
-        layer += linear_spec("ffn.shared.down", width, s.hidden, bias=False)
+        layer += linear_spec("ffn.shared.down", width, s.hidden)
     return layer + dropout_spec(s, "dropout.ffn", s.hidden)
 
 
 # --- the encoder, and both stacks of the encoder-decoder -------------------------------------------
 
 
-def _self_attention(s: TransformerSettings, *, bias: bool, per: CountedPer, causal: bool = False) -> LayerSpec:
-    width = s.heads * s.dim_per_head
-    attention = AttentionSpec("attention", s.heads, s.dim_per_head, s.dim_per_head, causal, queries=per, keys=per)
-    qkv = linear_spec("attention.qkv", s.hidden, 3 * width, bias=bias, per=per)
-    return qkv + attention_spec(s, attention, SavedActivation("attention.qkv", 3 * width, per), bias=bias)
+def _self_attention(
+    s: TransformerSettings, *, bias: bool = False, per: CountedPer = "token", causal: bool = False
+) -> LayerSpec:
+    dim, width = s.dim_per_head, 3 * s.heads * s.dim_per_head
+    attention = AttentionSpec("attention", s.heads, dim, dim, causal, queries=per, keys=per)
+    qkv = linear_spec("attention.qkv", s.hidden, width, bias=bias, per=per)
+    return qkv + attention_spec(s, attention, SavedActivation("attention.qkv", width, per), bias=bias)
 
 
-def _t5_layer(s: EncoderDecoderSettings, per: CountedPer, cross_attention: LayerSpec) -> LayerSpec:
+def _t5_layer(s: EncoderDecoderSettings, per: CountedPer) -> LayerSpec:
+    is_decoder = per == "token"
     return (
-        norm_spec(s, "attention_norm", bias=False, per=per)
-        + _self_attention(s, bias=False, per=per, causal=per == "token")
-        + cross_attention
-        + norm_spec(s, "ffn_norm", bias=False, per=per)
-        + feed_forward_spec(s, bias=False, per=per, has_inner_dropout=True)
+        norm_spec(s, "attention_norm", per=per)
+        + _self_attention(s, per=per, causal=is_decoder)
+        + (norm_spec(s, "cross_norm") + _cross_attention(s) if is_decoder else LayerSpec())
+        + norm_spec(s, "ffn_norm", per=per)
+        + feed_forward_spec(s, per=per, has_inner_dropout=True)
     )
 
 
@@ -210,9 +199,9 @@ def _cross_attention(s: EncoderDecoderSettings) -> LayerSpec:
     attention = AttentionSpec("cross", s.heads, s.dim_per_head, s.dim_per_head, keys="source")
     saved = (SavedActivation("cross.query", width), SavedActivation("cross.key_value", 2 * width, "source"))
     return (
-        linear_spec("cross.query", s.hidden, width, bias=False)
-        + linear_spec("cross.key_value", s.hidden, 2 * width, bias=False, per="source", is_input_saved=True)
-        + attention_spec(s, attention, *saved, bias=False)
+        linear_spec("cross.query", s.hidden, width)
+        + linear_spec("cross.key_value", s.hidden, 2 * width, per="source", is_input_saved=True)
+        + attention_spec(s, attention, *saved)
     )
 
 
@@ -225,7 +214,7 @@ def _stack_end(s: EncoderDecoderSettings, per: CountedPer) -> LayerSpec:
     bias = SavedAttentionMatrix("relative.bias", s.heads, rows="packed", queries=per, keys=per)
     buckets = SavedAttentionMatrix("relative.buckets", queries=per, keys=per, dtype="int64")
     relative = LayerSpec((ParameterSpec("relative.weight", (s.relative_buckets, s.heads)),), saved=(buckets,))
-    norm = norm_spec(s, "norm", bias=False, per=per) + dropout_spec(s, "dropout", s.hidden, per=per)
+    norm = norm_spec(s, "norm", per=per) + dropout_spec(s, "dropout", s.hidden, per=per)
     return relative + norm if s.dropout else relative + saved_spec(bias) + norm
 
 
@@ -240,13 +229,11 @@ def _masked_head(s: EncoderSettings) -> LayerSpec:
 
 def _classification_head(s: EncoderSettings) -> LayerSpec:
     """The head reads the first token of each row, a view of all tokens, which are kept."""
-    layer = saved_spec(SavedActivation("pooler.input", s.hidden))
-    layer += linear_spec("pooler", s.hidden, s.hidden, bias=True, per="row", is_input_saved=True)
-    if s.dropout:
-        layer += saved_spec(SavedActivation("pooler.output", s.hidden, "row"))
-    layer += dropout_spec(s, "dropout.head", s.hidden, per="row")
+    pooled = saved_spec(SavedActivation("pooler.output", s.hidden, "row"))
     return (
-        layer
+        saved_spec(SavedActivation("pooler.input", s.hidden))
+        + linear_spec("pooler", s.hidden, s.hidden, bias=True, per="row", is_input_saved=True)
+        + (pooled + dropout_spec(s, "dropout.head", s.hidden, per="row") if s.dropout else LayerSpec())
         + linear_spec("head", s.hidden, s.classes, bias=True, per="row")
         + saved_spec(
             SavedActivation("loss.probabilities", s.classes, "row", "wide"),
@@ -265,33 +252,26 @@ def saved_spec(*saved: SavedActivation | SavedAttentionMatrix) -> LayerSpec:
     return LayerSpec(saved=saved)
 
 
-def embedding_spec(name: str, entries: int, dim: int, *, per: CountedPer) -> LayerSpec:
+def embedding_spec(name: str, entries: int, dim: int, *, per: CountedPer = "token") -> LayerSpec:
     """An embedding, which keeps its indices; a look-up has no FLOPs."""
     return _weight(name, (entries, dim)) + saved_spec(SavedActivation(f"{name}.input", 1, per, "int64"))
 
 
 def linear_spec(
-    name: str,
-    in_features: int,
-    out_features: int,
-    *,
-    bias: bool,
-    per: CountedPer = "token",
-    is_input_saved: bool = False,
+    name: str, inputs: int, outputs: int, *, bias: bool = False, per: CountedPer = "token", is_input_saved: bool = False
 ) -> LayerSpec:
     """A linear layer; `is_input_saved` says that another layer keeps its input already."""
-    product = LayerSpec(operations=(MatmulSpec(f"{name}.weight", in_features, out_features, per),))
-    saved = LayerSpec() if is_input_saved else saved_spec(SavedActivation(f"{name}.input", in_features, per))
-    return _weight(name, (out_features, in_features), bias) + product + saved
+    product = LayerSpec(operations=(MatmulSpec(f"{name}.weight", inputs, outputs, per),))
+    saved = LayerSpec() if is_input_saved else saved_spec(SavedActivation(f"{name}.input", inputs, per))
+    return _weight(name, (outputs, inputs), bias) + product + saved
 
 
-def norm_spec(s: TransformerSettings, name: str, *, bias: bool, per: CountedPer = "token") -> LayerSpec:
+def norm_spec(s: TransformerSettings, name: str, *, bias: bool = False, per: CountedPer = "token") -> LayerSpec:
     """A norm of the residual stream."""
     if s.norm == "rms":
         return rms_norm_spec(name, s.hidden, per=per)
-    return _weight(name, (s.hidden,), bias) + saved_spec(
-        SavedActivation(f"{name}.input", s.hidden, per), SavedActivation(f"{name}.statistics", 2, per, "wide")
-    )
+    saved = (SavedActivation(f"{name}.input", s.hidden, per), SavedActivation(f"{name}.statistics", 2, per, "wide"))
+    return _weight(name, (s.hidden,), bias) + saved_spec(*saved)
 
 
 def rms_norm_spec(
@@ -303,24 +283,22 @@ def rms_norm_spec(
     return layer + (saved_spec(SavedActivation(f"{name}.input", elements, per)) if elements else LayerSpec())
 
 
-def attention_spec(s: TransformerSettings, attention: AttentionSpec, *saved: SavedActivation, bias: bool) -> LayerSpec:
+def attention_spec(s: TransformerSettings, a: AttentionSpec, *saved: SavedActivation, bias: bool = False) -> LayerSpec:
     """Attention with its output projection. Fused attention keeps `saved` and a sum of exponentials per query.
 
     Dropout needs attention with explicit probabilities. It copies queries, keys and values, and keeps three matrices
     for each head: probabilities, mask, and masked probabilities. What is added to scores is then not kept.
     """
-    a, name = attention, attention.name
-    if s.dropout:
-        saved_tensors = saved_spec(
-            SavedActivation(f"{name}.queries", a.heads * a.key_dim, a.queries),
-            SavedActivation(f"{name}.keys_values", a.heads * (a.key_dim + a.value_dim), a.keys),
-            SavedAttentionMatrix(f"{name}.probabilities", 3 * a.heads, rows="all", queries=a.queries, keys=a.keys),
-        )
-    else:
-        saved_tensors = saved_spec(*saved, SavedActivation(f"{name}.sums", a.heads, a.queries, "wide"))
+    name = a.name
+    fused = LayerSpec((), (a,), (*saved, SavedActivation(f"{name}.sums", a.heads, a.queries, "wide")))
+    explicit = (
+        SavedActivation(f"{name}.queries", a.heads * a.key_dim, a.queries),
+        SavedActivation(f"{name}.keys_values", a.heads * (a.key_dim + a.value_dim), a.keys),
+        SavedAttentionMatrix(f"{name}.probabilities", 3 * a.heads, rows="all", queries=a.queries, keys=a.keys),
+    )
     output = linear_spec(f"{name}.output", a.heads * a.value_dim, s.hidden, bias=bias, per=a.queries)
     dropout = dropout_spec(s, f"dropout.{name}", s.hidden, per=a.queries)
-    return LayerSpec(operations=(a,)) + saved_tensors + output + dropout
+    return (LayerSpec((), (a,), explicit) if s.dropout else fused) + output + dropout
 
 
 def dropout_spec(s: TransformerSettings, name: str, elements: int, *, per: CountedPer = "token") -> LayerSpec:
@@ -329,7 +307,7 @@ def dropout_spec(s: TransformerSettings, name: str, elements: int, *, per: Count
 
 
 def feed_forward_spec(
-    s: TransformerSettings, *, bias: bool, per: CountedPer = "token", has_inner_dropout: bool = False
+    s: TransformerSettings, *, bias: bool = False, per: CountedPer = "token", has_inner_dropout: bool = False
 ) -> LayerSpec:
     """A gated network keeps gate and up; `relu` without gate needs only its result, which `down` keeps."""
     inner = SavedActivation("ffn.inner", s.ffn_hidden * (2 if s.gated else 1), per)
@@ -348,14 +326,13 @@ def output_head_spec(s: TransformerSettings, *, tied: bool, bias: bool = False, 
     """Output head fused with its loss, which keeps gradients but no logits (models/arch/loss.py)."""
     name = "embedding.weight" if tied else "head.weight"
     parameters = () if tied else (ParameterSpec(name, (s.vocab_size, s.hidden)),)
-    layer = LayerSpec(parameters, (MatmulSpec(name, s.hidden, s.vocab_size, per),)) + saved_spec(
+    saved = (
         SavedActivation("head.input.gradient", s.hidden, per),
         SavedActivation("head.weight.gradient", s.vocab_size * s.hidden, "step"),
     )
-    if bias:
-        gradient = SavedActivation("head.bias.gradient", s.vocab_size, "step")
-        layer += LayerSpec((ParameterSpec("head.bias", (s.vocab_size,)),), saved=(gradient,))
-    return layer
+    layer = LayerSpec(parameters, (MatmulSpec(name, s.hidden, s.vocab_size, per),), saved)
+    gradient = SavedActivation("head.bias.gradient", s.vocab_size, "step")
+    return layer + LayerSpec((ParameterSpec("head.bias", (s.vocab_size,)),), (), (gradient,)) if bias else layer
 
 
 def _weight(name: str, shape: tuple[int, ...], bias: bool = False) -> LayerSpec:
