@@ -196,7 +196,7 @@ def _transformer_loss(module: nn.Module, settings: TransformerSettings) -> Calla
         if isinstance(module, BidirectionalEncoder):
             chosen = _target_positions(weights)
             hidden, targets, weights = module.transform_features(hidden[chosen]), targets[chosen], weights[chosen]
-            bias = module.head.bias
+            bias = module.head["bias"]
         return linear_cross_entropy(hidden, module.head_weight(), bias, targets=targets, weights=weights)
 
     return loss_sum

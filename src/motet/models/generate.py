@@ -23,9 +23,8 @@ def generate_tokens(
     The model reads the last tokens that its context holds. Token n depends on (seed, n) and on the tokens before it.
     """
     other_kind = "only a causal decoder can continue a text; set monitor.sample_tokens = 0 for other models"
-    no_prompt = "a text can only be continued after at least one token; give a prompt"
     check_input(model.is_autoregressive, other_kind)
-    check_input(prompt, no_prompt)
+    check_input(prompt, "a text can only be continued after at least one token; give a prompt")
     device = next(model.module.parameters()).device
     tokens, training = list(prompt), model.module.training
     model.module.eval()
@@ -41,8 +40,7 @@ def generate_tokens(
 
 @torch.no_grad()
 def _next_token_logits(model: TrainableModel, tokens: Tensor) -> Tensor:
-    weights = torch.zeros(tokens.shape, device=tokens.device)
-    rows = torch.zeros(1, dtype=torch.int64, device=tokens.device)
+    weights, rows = torch.zeros(tokens.shape, device=tokens.device), torch.zeros_like(tokens[:, 0])
     logits = model.logits(Batch(tokens=tokens, targets=tokens, weights=weights, rows=rows))
     return logits[0, -1].to("cpu", torch.float64)
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from motet.core.errors import InputError
+from motet.core.errors import check_input
 from motet.core.seeds import derive_seed
 
 
@@ -47,13 +47,14 @@ class LayoutInvariantDropoutMode(TorchFunctionMode):
 
         Elements beyond the first `mask_dims` dims are kept or dropped together.
         """
-        if len(self.rows) == 0 or x.ndim == 0 or x.shape[0] % len(self.rows):
-            raise InputError(
-                f"dropout on a tensor of shape {list(x.shape)}: its first dim is no multiple of the {len(self.rows)} "
-                "rows of the micro-batch, so its mask cannot follow rows; set the dropout to 0"
-            )
-        shape = list(x.shape[:mask_dims]) + [1] * len(x.shape[mask_dims:] if mask_dims else ())
-        shape[0] //= len(self.rows)
+        count, shape = len(self.rows), list(x.shape)
+        check_input(
+            shape and count and shape[0] % count == 0,
+            f"dropout on a tensor of shape {shape}: its first dim is no multiple of the {count} rows of the "
+            "micro-batch, so its mask cannot follow rows; set the dropout to 0",
+        )
+        shape = shape[:mask_dims] + [1] * len(shape[mask_dims:] if mask_dims else ())
+        shape[0] //= count
         keep = torch.cat([self._mask(row, shape, p, device=x.device) for row in self.rows])
         if self.on_mask:
             self.on_mask(self.dropout_index, keep)
@@ -70,9 +71,8 @@ _DROPOUT_LAYERS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.Alph
 
 def has_dropout(module: nn.Module, config: dict[str, Any] | None = None) -> bool:
     """Whether a dropout layer or a config value of the model is above 0."""
-    return any(isinstance(m, _DROPOUT_LAYERS) and m.p > 0 for m in module.modules()) or _config_has_dropout(
-        config or {}
-    )
+    layers = any(isinstance(m, _DROPOUT_LAYERS) and m.p > 0 for m in module.modules())
+    return layers or _config_has_dropout(config or {})
 
 
 def _config_has_dropout(config: dict[str, Any]) -> bool:
@@ -128,19 +128,19 @@ def _attention(  # noqa: PLR0913  # the signature of what it replaces
 def _alpha_dropout(
     mode: LayoutInvariantDropoutMode, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
 ) -> Tensor:
-    if training and p > 0:
-        raise InputError(f"alpha dropout with p = {p} draws masks that do not follow rows; use F.dropout in its place")
+    problem = f"alpha dropout with p = {p} draws masks that do not follow rows"
+    check_input(not (training and p > 0), f"{problem}; use F.dropout in its place")
     return input
 
 
 def _multi_head_attention(mode: LayoutInvariantDropoutMode, *args: Any, **kwargs: Any) -> Any:
     dropout_p = kwargs.get("dropout_p", args[10] if len(args) > 10 else 0.0)
     training = kwargs.get("training", args[13] if len(args) > 13 else True)
-    if dropout_p > 0 and training:
-        raise InputError(
-            f"nn.MultiheadAttention with dropout = {dropout_p} draws masks that do not follow rows; "
-            "set its dropout to 0, or use F.scaled_dot_product_attention"
-        )
+    check_input(
+        not (dropout_p > 0 and training),
+        f"nn.MultiheadAttention with dropout = {dropout_p} draws masks that do not follow rows; "
+        "set its dropout to 0, or use F.scaled_dot_product_attention",
+    )
     return F.multi_head_attention_forward(*args, **kwargs)
 
 

@@ -6,6 +6,7 @@ Sizes are compared, never values: on a GPU reading values would wait for them, a
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +25,8 @@ class DataRequirements:
 
 def check_sequence_length(tokens: Tensor, context: int, setting: str = "model.context") -> None:
     """Raise if the sequence is longer than the context, which is set by `setting`."""
-    if tokens.shape[1] > context:
-        raise InputError(
-            f"a sequence of {tokens.shape[1]} tokens does not fit {setting} = {context}; "
-            f"shorten data.sequence_length or lengthen {setting}"
-        )
+    problem = f"a sequence of {tokens.shape[1]} tokens does not fit {setting} = {context}"
+    check_input(tokens.shape[1] <= context, f"{problem}; shorten data.sequence_length or lengthen {setting}")
 
 
 def check_parameters(parameters: Mapping[str, nn.Parameter], source: str) -> None:
@@ -43,50 +41,39 @@ def check_parameters(parameters: Mapping[str, nn.Parameter], source: str) -> Non
 
 def check_prediction_shape(predicted: torch.Size, batch: Batch, module: nn.Module) -> None:
     """Raise unless the module predicts once for each target."""
-    if predicted != batch.targets.shape:
-        raise InputError(
-            f"{type(module).__name__} makes predictions of shape {list(predicted)}, but the targets are "
-            f"{list(batch.targets.shape)}; set data.objective to what the model is for"
-        )
+    shape = batch.targets.shape
+    problem = f"{type(module).__name__} makes predictions of shape {list(predicted)}, but the targets are {list(shape)}"
+    check_input(predicted == shape, f"{problem}; set data.objective to what the model is for")
 
 
 def check_num_logits(num_logits: int, requirements: DataRequirements, module: nn.Module) -> None:
     """Raise if there are fewer logits than possible targets."""
-    tokens = (requirements.vocab_size, "tokens of data.tokenizer")
-    needed, what = tokens if requirements.num_classes is None else (requirements.num_classes, "classes in the data")
-    if num_logits < needed:
-        raise InputError(
-            f"{type(module).__name__} gives {num_logits} logits for each target, but there are {needed} {what}; "
-            f"make it {needed} or more"
-        )
+    needed = requirements.num_classes or requirements.vocab_size
+    problem = f"{type(module).__name__} gives {num_logits} logits for each target, but there are {needed}"
+    what = "tokens of data.tokenizer" if requirements.num_classes is None else "classes in the data"
+    check_input(num_logits >= needed, f"{problem} {what}; make it {needed} or more")
 
 
 def with_loss_checks(
     module: nn.Module, loss_sum: Callable[[Batch], object], requirements: DataRequirements | None
 ) -> Callable[[Batch], Tensor]:
     """The same loss, checked to be one number and, in training, to have a gradient."""
-    is_first_call = requirements is not None
+    name, vocab_size = type(module).__name__, requirements and requirements.vocab_size
 
     def checked(batch: Batch) -> Tensor:
-        nonlocal is_first_call
-        with (
-            _check_embedding_rows(module, batch.tokens, requirements.vocab_size)
-            if requirements and is_first_call
-            else nullcontext()
-        ):
+        nonlocal vocab_size
+        with _check_embedding_rows(module, batch.tokens, vocab_size) if vocab_size else nullcontext():
             loss = loss_sum(batch)
-        is_first_call = False
-        name = type(module).__name__
+        vocab_size = None  # checked in the first call
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise InputError(
-                f"{name}.loss_sum must give a tensor of one number, not {what}; sum the weighted losses of the batch"
-            )
-        if torch.is_grad_enabled() and not loss.requires_grad:
-            raise InputError(
-                f"the loss of {name} has no gradient: it depends on no trained parameter; "
-                "leave out detach(), no_grad() and item() before it, or freeze less"
-            )
+            problem = f"{name}.loss_sum must give a tensor of one number, not {what}"
+            raise InputError(f"{problem}; sum the weighted losses of the batch")
+        check_input(
+            loss.requires_grad or not torch.is_grad_enabled(),
+            f"the loss of {name} has no gradient: it depends on no trained parameter; "
+            "leave out detach(), no_grad() and item() before it, or freeze less",
+        )
         return loss
 
     return checked
@@ -94,19 +81,16 @@ def with_loss_checks(
 
 @contextmanager
 def _check_embedding_rows(module: nn.Module, token_ids: Tensor, vocab_size: int) -> Iterator[None]:
-    def add_check(name: str, table: nn.Embedding) -> torch.utils.hooks.RemovableHandle:
-        def check(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            if inputs and inputs[0].untyped_storage().data_ptr() == token_ids.untyped_storage().data_ptr():
-                raise InputError(
-                    f"{type(module).__name__}.{name} has {table.num_embeddings} rows, but there are {vocab_size} "
-                    "tokens of "
-                    f"data.tokenizer; make it {vocab_size} rows or more, or take another tokenizer"
-                )
-
-        return table.register_forward_pre_hook(check)
+    def check(table: nn.Module, inputs: tuple[Tensor, ...], *, name: str) -> None:
+        if inputs and inputs[0].untyped_storage().data_ptr() == token_ids.untyped_storage().data_ptr():
+            raise InputError(
+                f"{type(module).__name__}.{name} has {table.num_embeddings} rows, but there are {vocab_size} tokens of "
+                f"data.tokenizer; make it {vocab_size} rows or more, or take another tokenizer"
+            )
 
     tables = [(name, table) for name, table in module.named_modules() if isinstance(table, nn.Embedding)]
-    handles = [add_check(name, table) for name, table in tables if table.num_embeddings < vocab_size]
+    small = [(name, table) for name, table in tables if table.num_embeddings < vocab_size]
+    handles = [table.register_forward_pre_hook(partial(check, name=name)) for name, table in small]
     try:
         yield
     finally:

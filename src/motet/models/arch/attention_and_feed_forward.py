@@ -1,9 +1,9 @@
-"""Attention layers and the feed-forward network that all architectures share, and bare parameters of an output head.
+"""Attention layers and the feed-forward network that all architectures share.
 
 Projections that read the same input are one matrix product: queries, keys and values; gate and up.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ class SelfAttention(nn.Module):
 
     def __init__(
         self,
-        settings: TransformerSettings,
+        s: TransformerSettings,
         *,
         kv_heads: int | None = None,
         qkv_bias: bool = False,
@@ -30,8 +30,7 @@ class SelfAttention(nn.Module):
         scale_scores: bool = True,
     ) -> None:
         super().__init__()
-        s, self.head_dim, self.dropout = settings, settings.dim_per_head, settings.dropout
-        self.heads, self.kv_heads = s.heads, kv_heads or s.heads
+        self.heads, self.kv_heads, self.head_dim, self.dropout = s.heads, kv_heads or s.heads, s.dim_per_head, s.dropout
         self.scale = self.head_dim**-0.5 if scale_scores else 1.0
         self.qkv = nn.Linear(s.hidden, (s.heads + 2 * self.kv_heads) * self.head_dim, bias=qkv_bias)
         self.has_query_key_norm = query_key_norm
@@ -41,8 +40,7 @@ class SelfAttention(nn.Module):
         self.output = nn.Linear(s.heads * self.head_dim, s.hidden, bias=output_bias)
 
     def forward(self, x: Tensor, mask: AttentionMask, rotary: Tensor | None = None) -> Tensor:
-        # [R, T, heads + 2 kv_heads, head_dim]
-        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [R, T, heads + 2 kv_heads, head_dim]
         qk, v = heads.split((self.heads + self.kv_heads, self.kv_heads), dim=2)
         if self.has_query_key_norm:
             q, k = qk.split((self.heads, self.kv_heads), dim=2)
@@ -51,17 +49,15 @@ class SelfAttention(nn.Module):
             qk = apply_rotary(qk, rotary)
         q, k = qk.split((self.heads, self.kv_heads), dim=2)
         dropout = self.dropout if self.training else 0.0
-        mixed: Tensor = self.output(dot_product_attention(q, k, v, mask, scale=self.scale, dropout=dropout))
-        return mixed
+        return cast(Tensor, self.output(dot_product_attention(q, k, v, mask, scale=self.scale, dropout=dropout)))
 
 
 class CrossAttention(nn.Module):
     """Unscaled attention with queries from one sequence, keys and values from another."""
 
-    def __init__(self, settings: TransformerSettings) -> None:
+    def __init__(self, s: TransformerSettings) -> None:
         super().__init__()
-        s, self.head_dim, self.dropout = settings, settings.dim_per_head, settings.dropout
-        width = s.heads * self.head_dim
+        self.head_dim, self.dropout, width = s.dim_per_head, s.dropout, s.heads * s.dim_per_head
         self.query = nn.Linear(s.hidden, width, bias=False)
         self.key_value = nn.Linear(s.hidden, 2 * width, bias=False)
         self.output = nn.Linear(width, s.hidden, bias=False)
@@ -70,16 +66,14 @@ class CrossAttention(nn.Module):
         q = self.query(x).unflatten(-1, (-1, self.head_dim))
         k, v = self.key_value(source).unflatten(-1, (-1, self.head_dim)).chunk(2, dim=2)
         dropout = self.dropout if self.training else 0.0
-        mixed: Tensor = self.output(dot_product_attention(q, k, v, mask, scale=1.0, dropout=dropout))
-        return mixed
+        return cast(Tensor, self.output(dot_product_attention(q, k, v, mask, scale=1.0, dropout=dropout)))
 
 
 class FeedForward(nn.Module):
     """down(act(up x)), or down(act(gate x) * up x) with gate and up in one matrix, in this order."""
 
-    def __init__(self, settings: TransformerSettings, *, bias: bool = False, inner_dropout: float = 0.0) -> None:
+    def __init__(self, s: TransformerSettings, *, bias: bool = False, inner_dropout: float = 0.0) -> None:
         super().__init__()
-        s = settings
         self.activation, self.inner_dropout = s.activation, inner_dropout
         self.activate = gated_activation if s.gated else apply_activation
         self.up = nn.Linear(s.hidden, s.ffn_hidden * (2 if s.gated else 1), bias=bias)
@@ -87,31 +81,21 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         inner = self.activate(self.up(x), self.activation)
-        y: Tensor = self.down(F.dropout(inner, self.inner_dropout) if self.training and self.inner_dropout else inner)
-        return y
+        is_dropped = self.training and self.inner_dropout
+        return cast(Tensor, self.down(F.dropout(inner, self.inner_dropout) if is_dropped else inner))
 
 
 class PreNormBlock(nn.Module):
     """x + attention(norm(x)), in a T5 decoder x + cross(norm(x), encoded), then x + ffn(norm(x))."""
 
     def __init__(
-        self,
-        settings: TransformerSettings,
-        attention: SelfAttention,
-        ffn: FeedForward,
-        *,
-        norm_bias: bool = False,
-        has_cross_attention: bool = False,
+        self, s: TransformerSettings, attention: SelfAttention, ffn: FeedForward, *, norm_bias: bool, has_cross: bool
     ) -> None:
         super().__init__()
-        s = settings
-        self.attention_norm = build_norm(s, bias=norm_bias)
-        self.attention = attention
-        if has_cross_attention:
-            self.cross_norm = build_norm(s, bias=norm_bias)
-            self.cross = CrossAttention(s)
-        self.ffn_norm = build_norm(s, bias=norm_bias)
-        self.ffn = ffn
+        self.attention_norm, self.attention = build_norm(s, bias=norm_bias), attention
+        if has_cross:
+            self.cross_norm, self.cross = build_norm(s, bias=norm_bias), CrossAttention(s)
+        self.ffn_norm, self.ffn = build_norm(s, bias=norm_bias), ffn
         self.dropout = nn.Dropout(s.dropout)
 
     def forward(self, x: Tensor, mask: AttentionMask, rotary: Tensor | None = None, *encoded: Any) -> Tensor:
@@ -119,21 +103,4 @@ class PreNormBlock(nn.Module):
         x = x + self.dropout(self.attention(self.attention_norm(x), mask, rotary))
         if encoded:
             x = x + self.dropout(self.cross(self.cross_norm(x), *encoded))
-        y: Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))
-        return y
-
-
-class OutputHeadMatrixModule(nn.Module):
-    """The matrix of an output head; the loss uses it through its weight and never holds all logits."""
-
-    def __init__(self, out_features: int, in_features: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
-
-
-class OutputHeadBias(nn.Module):
-    """The bias of an output head whose matrix is the embedding table."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.empty(size))
+        return cast(Tensor, x + self.dropout(self.ffn(self.ffn_norm(x))))

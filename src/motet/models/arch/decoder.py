@@ -1,16 +1,13 @@
 """One causal decoder: GPT-2 and 3, Llama 2 and 3, Qwen 2 and 3, Mistral, Nemotron, by its settings."""
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from motet.core.errors import InputError, check_input
-from motet.models.arch.attention_and_feed_forward import (
-    FeedForward,
-    OutputHeadMatrixModule,
-    PreNormBlock,
-    SelfAttention,
-)
+from motet.models.arch.attention_and_feed_forward import FeedForward, PreNormBlock, SelfAttention
 from motet.models.arch.attention_mask import causal_mask
 from motet.models.arch.norms import build_norm
 from motet.models.arch.rotary import RotaryEmbedding
@@ -31,8 +28,8 @@ class CausalDecoder(nn.Module):
         self.dropout = nn.Dropout(s.dropout)
         self.blocks = nn.ModuleList(_build_block(s) for _ in range(s.layers))
         self.norm = build_norm(s, bias=s.has_norm_bias)
-        if not s.tied:
-            self.head = OutputHeadMatrixModule(s.vocab_size, s.hidden)
+        if not s.tied:  # a bare matrix, since the loss never holds all logits
+            self.head = nn.ParameterDict({"weight": torch.empty(s.vocab_size, s.hidden)})
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         return F.linear(self.features(tokens, positions, documents), self.head_weight())
@@ -44,25 +41,22 @@ class CausalDecoder(nn.Module):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.embedding(tokens)
-        if s.positions == "learned":
-            x = x + self.positions(positions)
-        x = self.dropout(x)
+        x = self.dropout(x + self.positions(positions) if s.positions == "learned" else x)
         rotary = None if self.rotary is None else self.rotary.rotations_at(positions, x.dtype)
         mask = causal_mask(tokens, s.sliding_window, documents, dtype=x.dtype)
         for block in self.blocks:
             x = block(x, mask, rotary)
-        features: Tensor = self.norm(x)
-        return features
+        return cast(Tensor, self.norm(x))
 
     def head_weight(self) -> Tensor:
-        return self.embedding.weight if self.settings.tied else self.head.weight
+        return self.embedding.weight if self.settings.tied else self.head["weight"]
 
 
 def _build_block(s: DecoderSettings) -> PreNormBlock:
     attention = SelfAttention(
         s, kv_heads=s.kv_heads, qkv_bias=s.qkv_bias or s.bias, output_bias=s.bias, query_key_norm=s.query_key_norm
     )
-    return PreNormBlock(s, attention, FeedForward(s, bias=s.has_ffn_bias), norm_bias=s.has_norm_bias)
+    return PreNormBlock(s, attention, FeedForward(s, bias=s.has_ffn_bias), norm_bias=s.has_norm_bias, has_cross=False)
 
 
 def _build_rotary(s: DecoderSettings) -> RotaryEmbedding | None:

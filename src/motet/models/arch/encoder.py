@@ -3,12 +3,14 @@
 Norms come after the residual sums. The masked head is a further layer, then scores by the embedding table.
 """
 
+from typing import Any, cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from motet.models.arch.activations import apply_activation
-from motet.models.arch.attention_and_feed_forward import FeedForward, OutputHeadBias, SelfAttention
+from motet.models.arch.attention_and_feed_forward import FeedForward, SelfAttention
 from motet.models.arch.attention_mask import AttentionMask, bidirectional_mask
 from motet.models.arch.norms import build_norm
 from motet.models.runtime_checks import check_sequence_length
@@ -28,21 +30,18 @@ class BidirectionalEncoder(nn.Module):
         self.embedding_norm = build_norm(s, bias=True)
         self.dropout = nn.Dropout(s.dropout)
         self.blocks = nn.ModuleList(EncoderBlock(s) for _ in range(s.layers))
-        self.head: OutputHeadBias | nn.Linear
-        if s.head == "masked":
-            self.transform = nn.Linear(s.hidden, s.hidden)
-            self.transform_norm = build_norm(s, bias=True)
-            self.head = OutputHeadBias(s.vocab_size)
+        self.head: Any
+        if s.head == "masked":  # the matrix is the embedding table
+            self.transform, self.transform_norm = nn.Linear(s.hidden, s.hidden), build_norm(s, bias=True)
+            self.head = nn.ParameterDict({"bias": torch.empty(s.vocab_size)})
         else:
-            self.pooler = nn.Linear(s.hidden, s.hidden)
-            self.head = nn.Linear(s.hidden, s.classes)
+            self.pooler, self.head = nn.Linear(s.hidden, s.hidden), nn.Linear(s.hidden, s.classes)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         features = self.features(tokens, positions, documents)
         if self.settings.head == "masked":
-            return F.linear(self.transform_features(features), self.head_weight(), self.head.bias)
-        logits: Tensor = self.head(self.dropout(torch.tanh(self.pooler(features[:, 0]))))
-        return logits
+            return F.linear(self.transform_features(features), self.head_weight(), self.head["bias"])
+        return cast(Tensor, self.head(self.dropout(torch.tanh(self.pooler(features[:, 0])))))
 
     def features(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """[R, T, H], the output of the last block."""
@@ -60,8 +59,8 @@ class BidirectionalEncoder(nn.Module):
 
     def transform_features(self, features: Tensor) -> Tensor:
         """[..., H], the input of the masked head's matrix."""
-        hidden: Tensor = self.transform_norm(apply_activation(self.transform(features), self.settings.activation))
-        return hidden
+        hidden = apply_activation(self.transform(features), self.settings.activation)
+        return cast(Tensor, self.transform_norm(hidden))
 
     def head_weight(self) -> Tensor:
         return self.embedding.weight
@@ -70,16 +69,13 @@ class BidirectionalEncoder(nn.Module):
 class EncoderBlock(nn.Module):
     """norm(x + attention(x)), then norm(x + ffn(x))."""
 
-    def __init__(self, settings: EncoderSettings) -> None:
+    def __init__(self, s: EncoderSettings) -> None:
         super().__init__()
-        s = settings
         self.attention = SelfAttention(s, qkv_bias=True, output_bias=True)
         self.attention_norm = build_norm(s, bias=True)
-        self.ffn = FeedForward(s, bias=True)
-        self.ffn_norm = build_norm(s, bias=True)
+        self.ffn, self.ffn_norm = FeedForward(s, bias=True), build_norm(s, bias=True)
         self.dropout = nn.Dropout(s.dropout)
 
     def forward(self, x: Tensor, mask: AttentionMask) -> Tensor:
         x = self.attention_norm(x + self.dropout(self.attention(x, mask)))
-        y: Tensor = self.ffn_norm(x + self.dropout(self.ffn(x)))
-        return y
+        return cast(Tensor, self.ffn_norm(x + self.dropout(self.ffn(x))))

@@ -4,19 +4,14 @@ The encoder reads the source. The decoder reads the tokens and attends to the en
 """
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from motet.core.errors import check_input
-from motet.models.arch.attention_and_feed_forward import (
-    FeedForward,
-    OutputHeadMatrixModule,
-    PreNormBlock,
-    SelfAttention,
-)
+from motet.models.arch.attention_and_feed_forward import FeedForward, PreNormBlock, SelfAttention
 from motet.models.arch.attention_mask import AttentionMask, bidirectional_mask, causal_mask
 from motet.models.arch.norms import build_norm
 from motet.models.runtime_checks import check_sequence_length
@@ -29,16 +24,16 @@ class EncoderDecoderModel(nn.Module):
     def __init__(self, settings: EncoderDecoderSettings) -> None:
         super().__init__()
         s = self.settings = settings
-        buckets, distance = f"model.relative_buckets = {s.relative_buckets}", s.relative_distance
-        far = f"model.relative_distance = {distance} must be above half of {buckets}"
+        buckets = f"model.relative_buckets = {s.relative_buckets}"
+        far = f"model.relative_distance = {s.relative_distance} must be above half of {buckets}"
         check_input(s.relative_buckets >= 4, f"{buckets} is too few: the encoder halves them twice, so at least 4")
-        check_input(distance > s.relative_buckets // 2, far)
+        check_input(s.relative_distance > s.relative_buckets // 2, far)
         self.embedding = nn.Embedding(s.vocab_size, s.hidden)
         self.encoder = T5Stack(s, s.layers, is_decoder=False)
         self.decoder = T5Stack(s, s.decoder_layers or s.layers, is_decoder=True)
         self.dropout = nn.Dropout(s.dropout)
-        if not s.tied:
-            self.head = OutputHeadMatrixModule(s.vocab_size, s.hidden)
+        if not s.tied:  # a bare matrix, since the loss never holds all logits
+            self.head = nn.ParameterDict({"weight": torch.empty(s.vocab_size, s.hidden)})
 
     def forward(
         self, tokens: Tensor, source: Tensor, documents: Tensor | None = None, source_documents: Tensor | None = None
@@ -61,16 +56,15 @@ class EncoderDecoderModel(nn.Module):
         return decoded * self.settings.hidden**-0.5 if self.settings.tied else decoded
 
     def head_weight(self) -> Tensor:
-        return self.embedding.weight if self.settings.tied else self.head.weight
+        return self.embedding.weight if self.settings.tied else self.head["weight"]
 
 
 class T5Stack(nn.Module):
     """Blocks that share one table of relative positions, and a norm at the end."""
 
-    def __init__(self, settings: EncoderDecoderSettings, layers: int, is_decoder: bool) -> None:
+    def __init__(self, s: EncoderDecoderSettings, layers: int, is_decoder: bool) -> None:
         super().__init__()
-        s = self.settings = settings
-        self.is_decoder = is_decoder
+        self.settings, self.is_decoder = s, is_decoder
         self.blocks = nn.ModuleList(_build_block(s, is_decoder) for _ in range(layers))
         self.relative = nn.Embedding(s.relative_buckets, s.heads)
         self.norm = build_norm(s, bias=False)
@@ -80,8 +74,7 @@ class T5Stack(nn.Module):
         mask = mask.with_bias(self._relative_bias(x.shape[1], x.device))
         for block in self.blocks:
             x = block(x, mask, None, *encoded)
-        y: Tensor = self.dropout(self.norm(x))
-        return y
+        return cast(Tensor, self.dropout(self.norm(x)))
 
     def _relative_bias(self, length: int, device: torch.device) -> Tensor:
         """[1, heads, T, T]"""
@@ -93,13 +86,12 @@ class T5Stack(nn.Module):
         else:
             half = buckets // 2
             bucket = relative_bucket(distance.abs(), half, max_distance) + half * (distance > 0)
-        bias: Tensor = self.relative(bucket)
-        return bias.permute(2, 0, 1).unsqueeze(0)
+        return cast(Tensor, self.relative(bucket).permute(2, 0, 1).unsqueeze(0))
 
 
 def _build_block(s: EncoderDecoderSettings, is_decoder: bool) -> PreNormBlock:
     attention, ffn = SelfAttention(s, scale_scores=False), FeedForward(s, inner_dropout=s.dropout)
-    return PreNormBlock(s, attention, ffn, has_cross_attention=is_decoder)
+    return PreNormBlock(s, attention, ffn, norm_bias=False, has_cross=is_decoder)
 
 
 def relative_bucket(distance: Tensor, buckets: int, max_distance: int) -> Tensor:

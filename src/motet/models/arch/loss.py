@@ -6,7 +6,7 @@ loss are in float32 at least.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,8 +32,7 @@ def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, *, targets: Tensor, weights: Tensor
 ) -> Tensor:
     """`cross_entropy(hidden @ weight.T + bias, ...)`. hidden [N, H], weight [V, H], bias [V]."""
-    total: Tensor = _FusedLinearCrossEntropy.apply(hidden, weight, bias, targets, weights)  # type: ignore[no-untyped-call]  # untyped in torch
-    return total
+    return cast(Tensor, _FusedLinearCrossEntropy.apply(hidden, weight, bias, targets, weights))  # type: ignore[no-untyped-call]  # untyped in torch
 
 
 class _FusedLinearCrossEntropy(torch.autograd.Function):

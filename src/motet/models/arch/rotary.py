@@ -27,14 +27,13 @@ class RotaryEmbedding:
 
         Called once per forward. Angles are in float64: a float32 angle at position 100,000 is off by 0.004.
         """
-        angles = positions.to(torch.float64).unsqueeze(-1) * self._frequencies(positions.device)
+        dims = self.rotary_dims
+        frequencies = self.theta ** -(torch.arange(0, dims, 2, dtype=torch.float64, device=positions.device) / dims)
+        if self.scaling is not None:
+            frequencies = _scale_frequencies(frequencies, self.scaling)
+        angles = positions.to(torch.float64).unsqueeze(-1) * frequencies
         rotations = torch.polar(torch.ones_like(angles), angles)
         return rotations.to(torch.promote_types(dtype, torch.float32).to_complex()).unsqueeze(-2)
-
-    def _frequencies(self, device: torch.device) -> Tensor:
-        exponents = torch.arange(0, self.rotary_dims, 2, dtype=torch.float64, device=device) / self.rotary_dims
-        frequencies = self.theta**-exponents
-        return frequencies if self.scaling is None else _scale_frequencies(frequencies, self.scaling)
 
 
 def apply_rotary(heads: Tensor, rotations: Tensor) -> Tensor:

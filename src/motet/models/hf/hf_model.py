@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from safetensors import SafetensorError
@@ -72,13 +72,11 @@ def open_hf_checkpoint(folder_or_file: str, arguments: dict[str, Any]) -> Huggin
 
 def build_hf_model(checkpoint: HuggingFaceCheckpoint) -> nn.Module:
     """The module with the weights of the checkpoint, or with random ones from torch's generator."""
-    auto = getattr(_import_transformers(), _AUTO_CLASS[checkpoint.kind])
-    dtype = torch.get_default_dtype()
+    auto, dtype = getattr(_import_transformers(), _AUTO_CLASS[checkpoint.kind]), torch.get_default_dtype()
     with _silence_transformers():
         try:
             if checkpoint.weights_folder is None:
-                module: nn.Module = auto.from_config(checkpoint.config, dtype=dtype)
-                return module
+                return cast(nn.Module, auto.from_config(checkpoint.config, dtype=dtype))
             module, report = auto.from_pretrained(
                 checkpoint.weights_folder,
                 config=checkpoint.config,
@@ -95,14 +93,13 @@ def build_hf_model(checkpoint: HuggingFaceCheckpoint) -> nn.Module:
         except (OSError, ValueError) as error:
             raise InputError(f"transformers cannot make this model: {error}") from None
     _check_all_weights_loaded(report, checkpoint.weights_folder)
-    return module
+    return cast(nn.Module, module)
 
 
 def make_logits_function(module: nn.Module, checkpoint: HuggingFaceCheckpoint) -> Callable[[Batch], Tensor]:
     """The logits of a batch, whose positions and documents become arguments of transformers."""
-    accepted = inspect.signature(module.forward).parameters
+    accepted, context = inspect.signature(module.forward).parameters, max_context(checkpoint)
     inputs = _seq2seq_inputs if checkpoint.kind == "encoder-decoder" else _single_stack_inputs
-    context = max_context(checkpoint)
 
     def logits(batch: Batch) -> Tensor:
         if context is not None:
@@ -137,33 +134,29 @@ def _causal_masks(
 ) -> Tensor | dict[str, Tensor | None] | None:
     windows = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
     kinds = set(getattr(config, "layer_types", None) or ())
-    if not kinds <= windows.keys():
-        raise InputError(
-            f"a {config.model_type} has layers of {', '.join(sorted(kinds))}, which cannot be kept within documents; "
-            "set data.restart_documents = false"
-        )
-    kinds = kinds or {"sliding_attention"}
-    masks = {kind: causal_mask(tokens, windows[kind], documents, dtype=dtype).bias for kind in kinds}
+    problem = f"a {config.model_type} has layers of {', '.join(sorted(kinds))}, which cannot be kept within documents"
+    check_input(kinds <= windows.keys(), f"{problem}; set data.restart_documents = false")
+    masks = {
+        kind: causal_mask(tokens, windows[kind], documents, dtype=dtype).bias for kind in kinds or {"sliding_attention"}
+    }
     return masks if len(masks) > 1 else masks.popitem()[1]
 
 
 def _seq2seq_inputs(module: nn.Module, checkpoint: HuggingFaceCheckpoint, batch: Batch) -> dict[str, Any]:
-    if batch.source is None:
-        raise InputError(
-            f"a {checkpoint.config.model_type} reads a source besides its tokens; set data.objective = 'spans'"
-        )
-    decoder_inputs = {"decoder_input_ids": batch.tokens}
-    if batch.documents is None or batch.source_documents is None:
-        return {"input_ids": batch.source, **decoder_inputs}
+    source, sources, documents = batch.source, batch.source_documents, batch.documents
+    no_source = f"a {checkpoint.config.model_type} reads a source besides its tokens; set data.objective = 'spans'"
+    check_input(source is not None, no_source)
+    if documents is None or sources is None:
+        return {"input_ids": source, "decoder_input_ids": batch.tokens}
     dtype = next(module.parameters()).dtype
     encoder: Any = module.get_encoder()  # type: ignore[operator]  # a method of every such model
-    encoder_mask = bidirectional_mask(batch.source_documents, batch.source_documents, dtype).bias
+    encoder_mask = bidirectional_mask(sources, sources, dtype).bias
     return {
         # The encoder runs by itself: the model would give one mask to it and to the cross attention.
-        "encoder_outputs": encoder(input_ids=batch.source, attention_mask=encoder_mask),
-        "attention_mask": bidirectional_mask(batch.documents, batch.source_documents, dtype).bias,
-        "decoder_attention_mask": causal_mask(batch.tokens, None, batch.documents, dtype=dtype).bias,
-        **decoder_inputs,
+        "encoder_outputs": encoder(input_ids=source, attention_mask=encoder_mask),
+        "attention_mask": bidirectional_mask(documents, sources, dtype).bias,
+        "decoder_attention_mask": causal_mask(batch.tokens, None, documents, dtype=dtype).bias,
+        "decoder_input_ids": batch.tokens,
     }
 
 
@@ -197,9 +190,8 @@ def _model_kind(config: Any) -> ModelKind:
     kinds = [kind for name in names for ending, kind in _KIND_BY_CLASS_SUFFIX.items() if name.endswith(ending)]
     if kinds:
         return kinds[0]
-    if names:
-        known = ", ".join(f"*{ending}" for ending in _KIND_BY_CLASS_SUFFIX)
-        raise InputError(f"config.json: architectures = {names}: only {known} can be trained")
+    known = ", ".join(f"*{ending}" for ending in _KIND_BY_CLASS_SUFFIX)
+    check_input(not names, f"config.json: architectures = {names}: only {known} can be trained")
     if config.is_encoder_decoder:
         return "encoder-decoder"
     masked_models = _import_transformers().models.auto.modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
@@ -236,7 +228,7 @@ def _check_all_weights_loaded(report: dict[str, Any], folder: Path) -> None:
         ],
     }
     problems = [
-        f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''} {problem}"
+        ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3) + f" {problem}"
         for problem, names in names_by_problem.items()
         if names
     ]
