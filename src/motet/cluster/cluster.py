@@ -1,7 +1,4 @@
-"""A `Cluster`: ranks, the network that joins them, and the cost of reducing a byte.
-
-Collectives are costed on it, and a planner reads it; every number says where it comes from.
-"""
+"""A `Cluster`: ranks, the network that joins them, and the cost of reducing a byte; numbers with their origin."""
 
 from dataclasses import dataclass, replace
 
@@ -24,11 +21,9 @@ class Cluster:
 
     def __post_init__(self) -> None:
         check_input(self.ranks >= 1, f"a cluster cannot have {self.ranks} ranks; give 1 or more")
-        check_input(
-            self.ranks <= self.network.ranks,
-            f"cluster {self.name} has {self.network.ranks} ranks, not {self.ranks}: "
-            "use fewer, or describe it with more hosts",
-        )
+        most = self.network.ranks
+        message = f"cluster {self.name} has {most} ranks, not {self.ranks}: use fewer, or describe it with more hosts"
+        check_input(self.ranks <= most, message)
 
     @property
     def hosts(self) -> int:
@@ -55,10 +50,7 @@ def uniform_cluster(
     bandwidth_Bps: Number,  # noqa: N803 - a unit
     gamma_s_per_byte: Number = 0,
 ) -> Cluster:
-    """Every rank has one full-duplex port to an ideal switch: the network on which closed forms are exact.
-
-    Numbers may be Fractions, and stay Fractions.
-    """
+    """One full-duplex port per rank to an ideal switch, on which closed forms are exact. Fractions stay Fractions."""
     port = NetworkLink(with_origin(alpha_s), with_origin(bandwidth_Bps), is_port=True)
     return Cluster("uniform", ranks, 1, SwitchTree(ranks, port), with_origin(gamma_s_per_byte))
 

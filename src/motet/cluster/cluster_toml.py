@@ -1,7 +1,4 @@
-"""Reads a `Cluster` from a TOML file or a preset; a mistake in it is an `InputError`.
-
-Each kind of network has a function that makes it from its settings.
-"""
+"""Reads a `Cluster` from a TOML file or a preset; a mistake in it is an `InputError`."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -9,16 +6,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from motet.cluster import cluster_settings
 from motet.cluster.cluster import Cluster, cluster_for_ranks
-from motet.cluster.cluster_settings import (
-    BytesPerSecondSetting,
-    ClusterSettings,
-    LatencySecondsSetting,
-    NetworkPortSettings,
-    NicSwitchSettings,
-    SpineLeafNetworkSettings,
-    TorusNetworkSettings,
-)
 from motet.cluster.device_specs import HardwareNumberWithOrigin, find_device
 from motet.cluster.network_link import NetworkLink, with_origin
 from motet.cluster.topology import FullMesh, NetworkTopology, SwitchLevel, SwitchTree, TorusNetwork, TwoLevelNetwork
@@ -57,7 +46,7 @@ def load_cluster_for_ranks(source: str, ranks: int) -> Cluster:
 
 def cluster_from_dict(values: dict[str, Any], source: str = "cluster") -> Cluster:
     """The cluster of nested values as TOML gives them."""
-    settings = settings_from_dict(ClusterSettings, values, source)
+    settings = settings_from_dict(cluster_settings.ClusterSettings, values, source)
     try:
         return build_cluster(settings, Path(source).stem)
     except InputError as error:
@@ -70,30 +59,35 @@ def _resize_torus(values: dict[str, Any], dims: list[int], source: str) -> None:
         if isinstance(network, dict) and network.get("kind") == "torus":
             values |= {section: {**network, "dims": dims}, size: prod(dims)}
             return
-    raise InputError(
-        f"{source}: dims = {dims} is for a torus, and this cluster has none; give --hosts, or hosts= in Python"
-    )
+    remedy = "give --hosts, or hosts= in Python"
+    raise InputError(f"{source}: dims = {dims} is for a torus, and this cluster has none; {remedy}")
 
 
 _MAX_RANKS = 2**17  # About as many as the largest clusters have; each takes about a kilobyte here
 
 
-def build_cluster(settings: ClusterSettings, name: str) -> Cluster:
+def build_cluster(settings: cluster_settings.ClusterSettings, name: str) -> Cluster:
     """The cluster of these settings; an `InputError` if they contradict each other."""
+    hosts, devices, between = settings.hosts, settings.devices_per_host, settings.between
     check_input(
-        settings.hosts * settings.devices_per_host <= _MAX_RANKS,
-        f"hosts = {settings.hosts} times devices_per_host = {settings.devices_per_host} are more than the "
-        f"{_MAX_RANKS} ranks that a cluster may have; give fewer",
+        hosts * devices <= _MAX_RANKS,
+        f"hosts = {hosts} times devices_per_host = {devices} are more than the {_MAX_RANKS} ranks that a cluster may "
+        "have; give fewer",
     )
     network = _intra_host_network(settings)
-    if settings.hosts > 1 or settings.between:  # with one host, mistakes in [between] are still reported
-        between = _inter_host_network(settings)
-        network = TwoLevelNetwork(settings.hosts, network, between) if settings.hosts > 1 else network
-    gamma = _reduce_s_per_byte(settings)
-    return Cluster(name, network.ranks, settings.devices_per_host, network, gamma, settings.device)
+    if between is not None:  # with one host, mistakes in [between] are still reported
+        joined: NetworkTopology
+        if between.kind == "torus":
+            joined = _torus_network(between, hosts, "hosts")
+        else:
+            joined = _nic_network(between, hosts, devices)
+        network = TwoLevelNetwork(hosts, network, joined) if hosts > 1 else network
+    message = f"hosts = {hosts} need a section [between] that joins them; give one, or hosts = 1"
+    check_input(between is not None or hosts == 1, message)
+    return Cluster(name, network.ranks, devices, network, _reduce_s_per_byte(settings), settings.device)
 
 
-def _intra_host_network(settings: ClusterSettings) -> NetworkTopology:
+def _intra_host_network(settings: cluster_settings.ClusterSettings) -> NetworkTopology:
     devices, inside = settings.devices_per_host, settings.inside
     port, one_switch = _port_link(inside), (0,) * devices
     match inside.kind:
@@ -111,63 +105,54 @@ def _intra_host_network(settings: ClusterSettings) -> NetworkTopology:
             return _torus_network(inside, devices, "devices_per_host")
 
 
-def _inter_host_network(settings: ClusterSettings) -> NetworkTopology:
-    between = settings.between
-    if between is None:
-        raise InputError(f"hosts = {settings.hosts} need a section [between] that joins them; give one, or hosts = 1")
-    if between.kind == "torus":
-        return _torus_network(between, settings.hosts, "hosts")
-    return _nic_network(between, settings.hosts, settings.devices_per_host)
+def _link(bandwidth: cluster_settings.BytesPerSecondSetting) -> NetworkLink:
+    return NetworkLink(with_origin(0), bandwidth.with_origin)
 
 
-def _link(bandwidth: BytesPerSecondSetting, delay: LatencySecondsSetting | None = None) -> NetworkLink:
-    return NetworkLink(delay.with_origin if delay else with_origin(0), bandwidth.with_origin)
-
-
-def _torus_network(settings: TorusNetworkSettings, ranks: int, key: str) -> TorusNetwork:
-    dims = settings.dims
-    if prod(dims) != ranks:
-        sizes = " x ".join(map(str, dims))
-        raise InputError(f"a torus of dims {sizes} = {prod(dims)} does not fit {key} = {ranks}; make them equal")
+def _torus_network(settings: cluster_settings.TorusNetworkSettings, ranks: int, key: str) -> TorusNetwork:
+    dims, port = settings.dims, _port_link(settings)
+    sizes = " x ".join(map(str, dims))
+    message = f"a torus of dims {sizes} = {prod(dims)} does not fit {key} = {ranks}; make them equal"
+    check_input(prod(dims) == ranks, message)
     wrap = settings.wrap * len(dims) if len(settings.wrap) == 1 else settings.wrap
-    check_input(
-        len(wrap) == len(dims), f"wrap has {len(wrap)} values for {len(dims)} dims; give one each, or one true or false"
-    )
-    return TorusNetwork(dims, wrap, _port_link(settings), _link(settings.bandwidth_Bps, settings.hop_s))
+    message = f"wrap has {len(wrap)} values for {len(dims)} dims; give one each, or one true or false"
+    check_input(len(wrap) == len(dims), message)
+    return TorusNetwork(dims, wrap, port, NetworkLink(settings.hop_s.with_origin, port.bandwidth_Bps))
 
 
-def _nic_network(settings: NicSwitchSettings | SpineLeafNetworkSettings, hosts: int, devices: int) -> SwitchTree:
+def _nic_network(
+    settings: cluster_settings.NicSwitchSettings | cluster_settings.SpineLeafNetworkSettings, hosts: int, devices: int
+) -> SwitchTree:
     """NICs on switches. A rank's port is as fast as its NIC, which other ranks of the host may share."""
     check_input(
-        not (devices % settings.nics),
+        devices % settings.nics == 0,
         f"nics = {settings.nics} cannot be shared evenly by {devices} devices per host; "
         "give a number that divides it (several NICs of one device are one faster NIC)",
     )
-    ranks = range(hosts * devices)
-    nics = tuple(rank * settings.nics // devices for rank in ranks)
+    nics = tuple(rank * settings.nics // devices for rank in range(hosts * devices))
     nic = SwitchLevel("nic", nics, uplink=_link(settings.bandwidth_Bps))
     levels = (nic, _leaf_switch_level(settings, nics)) if settings.kind == "spine_leaf" else (nic,)
-    return SwitchTree(len(ranks), _port_link(settings), levels)
+    return SwitchTree(len(nics), _port_link(settings), levels)
 
 
-def _leaf_switch_level(settings: SpineLeafNetworkSettings, nics: tuple[int, ...]) -> SwitchLevel:
+def _leaf_switch_level(settings: cluster_settings.SpineLeafNetworkSettings, nics: tuple[int, ...]) -> SwitchLevel:
     """The leaf switch of each rank; NICs are counted over all hosts. A leaf that is not full has all its uplinks."""
-    per_host, per_leaf = settings.nics, settings.hosts_per_leaf
-    leaves = tuple(nic // per_host // per_leaf for nic in nics)
-    nics_per_leaf = per_leaf * per_host
+    per_host, nics_per_leaf = settings.nics, settings.hosts_per_leaf
+    leaves = tuple(nic // per_host // settings.hosts_per_leaf for nic in nics)
     if settings.rails:
         leaves = tuple(leaf * per_host + nic % per_host for leaf, nic in zip(leaves, nics, strict=True))
-        nics_per_leaf = per_leaf
+    else:
+        nics_per_leaf *= per_host
     bandwidth = with_origin(settings.bandwidth_Bps.value * nics_per_leaf / settings.oversubscription)
     hashed_paths = settings.uplinks if settings.flows == "hashed" else 1
     return SwitchLevel("leaf", leaves, uplink=NetworkLink(settings.hop_s.with_origin, bandwidth, False, hashed_paths))
 
 
-def _port_link(settings: NetworkPortSettings) -> NetworkLink:
+def _port_link(settings: cluster_settings.NetworkPortSettings) -> NetworkLink:
     return NetworkLink(settings.alpha_s.with_origin, settings.bandwidth_Bps.with_origin, is_port=True)
 
 
-def _reduce_s_per_byte(settings: ClusterSettings) -> HardwareNumberWithOrigin:
+def _reduce_s_per_byte(settings: cluster_settings.ClusterSettings) -> HardwareNumberWithOrigin:
     if settings.gamma_s_per_byte is not None:
         return settings.gamma_s_per_byte.with_origin
     device = find_device(settings.device)

@@ -71,12 +71,10 @@ _MAKERS = ("nvidia", "amd", "tesla", "geforce", "instinct", "oam")
 
 
 def _spec_from_row(names: str, gigabytes: float, gigabytes_per_s: float, *teraflops: float) -> DeviceSpec:
-    memory_bytes, bandwidth_Bps = (  # noqa: N806 - a unit
-        HardwareNumberWithOrigin(value * 1e9, "datasheet") for value in (gigabytes, gigabytes_per_s)
-    )
     peaks = zip(_DTYPES, teraflops, strict=True)
     peak_flops = {dtype: HardwareNumberWithOrigin(value * 1e12, "datasheet") for dtype, value in peaks if value}
-    return DeviceSpec(names.split(" | ")[0], peak_flops, memory_bytes, bandwidth_Bps)
+    memory, bandwidth = (HardwareNumberWithOrigin(value * 1e9, "datasheet") for value in (gigabytes, gigabytes_per_s))
+    return DeviceSpec(names.split(" | ")[0], peak_flops, memory, bandwidth)
 
 
 def _normalized_name(name: str) -> str:
@@ -89,8 +87,5 @@ _BY_NAME = {_normalized_name(name): device for row, device in _ROWS for name in 
 
 
 def find_device(name: str) -> DeviceSpec | None:
-    """The device of this exact name, as CUDA or ROCm reports it: "NVIDIA A100-SXM4-80GB".
-
-    A similar name (a laptop's chip, a slice of a device) is another device: None.
-    """
+    """The device of this exact name, as CUDA or ROCm reports it; a similar one (a laptop's chip, a slice) is None."""
     return _BY_NAME.get(_normalized_name(name))

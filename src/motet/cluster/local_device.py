@@ -1,8 +1,8 @@
 """The device of this process and its peak: from the datasheet, or measured without one.
 
-The peak of a CPU is the fastest matrix product of this process with its threads, measured in a fraction of a second and
-cached. A fraction of the peak of N ranks on one machine therefore assumes N processes that do not slow each other down.
-If the machine is busy during the measurement, the fraction is too high.
+The peak of a CPU is its fastest matrix product in this process with its threads, measured in a fraction of a second and
+cached. A fraction of the peak of N ranks on one machine assumes N processes that do not slow each other down, and is too
+high if the machine is busy during the measurement.
 """
 
 import functools
@@ -55,11 +55,8 @@ def bfloat16_warnings(device: LocalDevice) -> list[str]:
     peaks = device.peak_flops
     if "bfloat16" not in peaks or "float32" not in peaks or peaks["bfloat16"].value >= peaks["float32"].value:
         return []
-    slowdown = peaks["float32"].value / peaks["bfloat16"].value
-    return [
-        f"{device.name} multiplies bfloat16 matrices {slowdown:.3g} times slower than float32 ones; "
-        "precision.recipe=fp32 is quicker here"
-    ]
+    slowdown = f"{peaks['float32'].value / peaks['bfloat16'].value:.3g} times slower than float32 ones"
+    return [f"{device.name} multiplies bfloat16 matrices {slowdown}; precision.recipe=fp32 is quicker here"]
 
 
 def memory_bytes(device: torch.device | str) -> int:
@@ -76,8 +73,7 @@ def peak_memory_bytes(device: torch.device | str) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # On Linux the peak of getrusage includes that of the parent process.
-    peak_text = _proc_entry("/proc/self/status", "VmHWM")
-    if peak_text is not None:
+    if peak_text := _proc_entry("/proc/self/status", "VmHWM"):
         return int(peak_text.split()[0]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
@@ -85,19 +81,16 @@ def peak_memory_bytes(device: torch.device | str) -> int:
 
 def _peak_flops(name: str, device: torch.device, dtype: str) -> HardwareNumberWithOrigin:
     spec = find_device(name) if device.type == "cuda" else None
-    if spec is not None:
-        uses_tfloat32 = dtype == "float32" and torch.get_float32_matmul_precision() != "highest"
-        peak = spec.peak_flops.get("tfloat32" if uses_tfloat32 else dtype) or spec.peak_flops.get(dtype)
-        if peak is not None:
-            return peak
-    return HardwareNumberWithOrigin(_measured_flops(device, dtype, torch.get_num_threads()), "measured")
+    peaks = spec.peak_flops if spec else {}
+    uses_tfloat32 = dtype == "float32" and torch.get_float32_matmul_precision() != "highest"
+    peak = peaks.get("tfloat32" if uses_tfloat32 else dtype) or peaks.get(dtype)
+    return peak or HardwareNumberWithOrigin(_measured_flops(device, dtype, torch.get_num_threads()), "measured")
 
 
 @functools.cache
 def _measured_flops(device: torch.device, dtype: str, threads: int) -> float:
     """The fastest square matrix product; `threads` is only a key of the cache."""
-    end_s = time.perf_counter() + _MEASURE_BUDGET_S
-    best = 0.0
+    end_s, best = time.perf_counter() + _MEASURE_BUDGET_S, 0.0
     for size in _MATMUL_SIZES:
         left, right = (torch.ones(size, size, dtype=getattr(torch, dtype), device=device) for _ in range(2))
         result = torch.empty_like(left)

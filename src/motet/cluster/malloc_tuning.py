@@ -20,6 +20,5 @@ def keep_freed_memory() -> bool:
     library = ctypes.CDLL(None) if sys.platform == "linux" else None
     if library is None or not hasattr(library, "gnu_get_libc_version"):
         return False
-    return bool(
-        library.mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD) and library.mallopt(_M_TRIM_THRESHOLD, _NEVER)
-    )
+    keeps_blocks = library.mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+    return bool(keeps_blocks and library.mallopt(_M_TRIM_THRESHOLD, _NEVER))

@@ -13,7 +13,6 @@ from motet.cluster.network_link import NetworkLink
 
 Route = tuple[str, ...]
 
-
 # A network has a number of `ranks`, the `route` between two of them, and the `link` that routes call by a name.
 NetworkTopology = Union["SwitchTree", "FullMesh", "TorusNetwork", "TwoLevelNetwork"]
 
