@@ -6,7 +6,7 @@ import pytest
 from pages import DOCS, collectives
 
 from motet.collectives import algorithm_names, closed_form, collective_names
-from motet.collectives.algorithms import AlphaBetaGammaCost, find_algorithm
+from motet.collectives.algorithms.registry import AlphaBetaGammaCost, find_algorithm
 
 NAMES = [f"{collective}/{name}" for collective in collective_names() for name in algorithm_names(collective)]
 

@@ -7,15 +7,10 @@ algorithms. Names are loaded on first use, without torch.
 from importlib import import_module
 
 # Exported name -> the module that owns it.
-_EXPORTS = {
-    "ChunkTransfer": "motet.collectives.program",
-    "Program": "motet.collectives.program",
-    "algorithm": "motet.collectives.algorithms",
-    "algorithm_names": "motet.collectives.algorithms",
-    "build": "motet.collectives.algorithms",
-    "closed_form": "motet.collectives.algorithms",
-    "collective_names": "motet.collectives.algorithms",
-}
+_EXPORTS = dict.fromkeys(("ChunkTransfer", "Program"), "motet.collectives.program") | dict.fromkeys(
+    ("algorithm", "algorithm_names", "build", "closed_form", "collective_names"),
+    "motet.collectives.algorithms.registry",
+)
 
 __all__ = sorted(_EXPORTS)
 

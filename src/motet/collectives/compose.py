@@ -1,7 +1,6 @@
 """Programs made of steps, or of Programs: reversed, in sequence, in parallel, among some ranks, with other chunks.
 
-The identities of the field are one-liners here: a reduction is a reversed distribution; an all-reduce is a
-reduce-scatter followed by an all-gather, or a reduce followed by a broadcast.
+A reduction is a reversed distribution. An all-reduce is a reduce-scatter and an all-gather, or a reduce and a broadcast.
 """
 
 from collections import Counter
@@ -63,23 +62,25 @@ def reverse(program: Program, collective: str, algorithm: str | None = None) -> 
     No rank may receive a chunk that it holds.
     """
     _check_no_chunk_received_twice(program)
-    steps = tuple(
-        tuple([ChunkTransfer(dst, src, first, last, "reduce") for src, dst, first, last, _ in reversed(step)])
-        for step in reversed(program.steps)
-    )
     contributors: dict[int, list[int]] = {}
     for rank, held in enumerate(program.final):
         for chunk in held:
             contributors.setdefault(chunk, []).append(rank)
-    return Program(
-        collective,
-        algorithm or program.algorithm,
-        program.ranks,
-        program.sizes,
+    return replace(
+        program,
+        collective=collective,
+        algorithm=algorithm or program.algorithm,
         initial=tuple(tuple(held) for held in program.final),
         final=tuple({chunk: tuple(contributors[chunk]) for chunk in held} for held in program.initial),
-        steps=steps,
-        ports=program.ports,
+        steps=reverse_steps(program.steps),
+    )
+
+
+def reverse_steps(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """Steps backwards, with the transfers turned round and added."""
+    return tuple(
+        tuple(ChunkTransfer(dst, src, first, last, "reduce") for src, dst, first, last, _ in reversed(step))
+        for step in reversed(steps)
     )
 
 
@@ -140,12 +141,10 @@ def steps_on_ranks(
         for t in step:
             for chunk in t.chunks:
                 first, last = chunks[chunk], chunks[chunk] + width - 1
-                previous = transfers[-1] if transfers else None
-                src, dst = members[t.src], members[t.dst]
-                if chunk > t.first and previous is not None and previous.last + 1 == first:
-                    transfers[-1] = previous._replace(last=last)
+                if chunk > t.first and transfers[-1].last + 1 == first:
+                    transfers[-1] = transfers[-1]._replace(last=last)
                 else:
-                    transfers.append(ChunkTransfer(src, dst, first, last, t.op))
+                    transfers.append(ChunkTransfer(members[t.src], members[t.dst], first, last, t.op))
         mapped_steps.append(tuple(transfers))
     return tuple(mapped_steps)
 
@@ -163,21 +162,17 @@ def replicate_in_groups(
     final: list[dict[int, Contributors]] = [{} for _ in range(ranks)]
     for members, first_chunks in zip(groups, chunks, strict=True):
         for local, rank in enumerate(members):
-            initial[rank] = tuple(
-                first + n for c in program.initial[local] for first in [first_chunks[c]] for n in range(width)
-            )
+            initial[rank] = tuple(first_chunks[c] + n for c in program.initial[local] for n in range(width))
             for c, sources in program.final[local].items():
                 group_sources = tuple(members[source] for source in sources)
                 final[rank].update({first_chunks[c] + n: group_sources for n in range(width)})
-    chunk_count = 1 + max(first for firsts in chunks for first in firsts) + width - 1
-    parts = [
-        steps_on_ranks(program, members, firsts, width=width) for members, firsts in zip(groups, chunks, strict=True)
-    ]
+    pairs = zip(groups, chunks, strict=True)
+    parts = [steps_on_ranks(program, members, firsts, width=width) for members, firsts in pairs]
     return replace(
         program,
         collective=f"{program.collective} in groups",
         ranks=ranks,
-        sizes=(1,) * chunk_count,
+        sizes=(1,) * (max(map(max, chunks)) + width),
         initial=tuple(initial),
         final=tuple(final),
         steps=parallel_steps(parts),
@@ -209,17 +204,15 @@ def renumber_chunks(program: Program, new_indices: Sequence[int]) -> Program:
     sizes = [0] * program.chunks
     for chunk, size in enumerate(program.sizes):
         sizes[new_indices[chunk]] = size
+
+    def renamed(step: Step) -> Step:
+        parts = (transfers_for(t.src, t.dst, map(new_indices.__getitem__, t.chunks), t.op) for t in step)
+        return tuple(chain.from_iterable(parts))
+
     return replace(
         program,
         sizes=tuple(sizes),
         initial=tuple(tuple(sorted(new_indices[chunk] for chunk in held)) for held in program.initial),
         final=tuple({new_indices[chunk]: sources for chunk, sources in held.items()} for held in program.final),
-        steps=tuple(
-            tuple(
-                renamed
-                for t in step
-                for renamed in transfers_for(t.src, t.dst, map(new_indices.__getitem__, t.chunks), t.op)
-            )
-            for step in program.steps
-        ),
+        steps=tuple(map(renamed, program.steps)),
     )

@@ -92,22 +92,14 @@ class Program:
 
     def to_json(self) -> str:
         """The Program as JSON of docs/reference/program.md, with one line per step for human readers."""
-        head = {
-            "version": 1,
-            "collective": self.collective,
-            "algorithm": self.algorithm,
-            "ranks": self.ranks,
-            "chunks": self.chunks,
-            "sizes": self.sizes,
-            "initial": self.initial,
-            "final": [dict(held) for held in self.final],
-            "ports": self.ports,
-        }
+        names = ("collective", "algorithm", "ranks", "chunks", "sizes", "initial", "final", "ports")
+        head = {"version": 1, **{name: getattr(self, name) for name in names}}
+        head["final"] = [dict(held) for held in self.final]
         lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
-        records = (
-            [{"src": t.src, "dst": t.dst, "chunk": [t.first, t.last], "op": t.op} for t in step] for step in self.steps
+        steps = ",\n  ".join(
+            json.dumps([{"src": t.src, "dst": t.dst, "chunk": [t.first, t.last], "op": t.op} for t in step])
+            for step in self.steps
         )
-        steps = ",\n  ".join(map(json.dumps, records))
         return "{" + ",\n ".join([*lines, f'"steps": [\n  {steps}]']) + "}\n"
 
     @staticmethod

@@ -54,8 +54,7 @@ def read_program_record(text: str | bytes | Mapping[str, Any], source: str) -> P
         where = ".".join(map(str, first["loc"])) or "the file"
         raise InputError(f"{source}: {where}: {first['msg']}; docs/reference/program.md lists the fields") from None
     checks = (_bad_chunk_keys, _size_problems, _bad_buffers, _bad_transfers)
-    problem = next(chain(_repeated_keys(encoded), *(check(record) for check in checks)), None)
-    if problem is not None:
+    for problem in chain(_repeated_keys(encoded), *(check(record) for check in checks)):
         raise InputError(f"{source}: {problem}")
     return record
 
@@ -87,25 +86,23 @@ def _repeated_keys(text: bytes) -> Iterator[str]:
 
 
 def _bad_chunk_keys(record: ProgramJson) -> Iterator[str]:
-    for rank, held in enumerate(record.final):
-        bad_keys = (key for key in held if not _CHUNK_KEY.fullmatch(key))
-        yield from (f"final[{rank}]: {key!r} is not the number of a chunk" for key in bad_keys)
+    keys = ((rank, key) for rank, held in enumerate(record.final) for key in held)
+    yield from (f"final[{r}]: {k!r} is not the number of a chunk" for r, k in keys if not _CHUNK_KEY.fullmatch(k))
 
 
 def _size_problems(record: ProgramJson) -> Iterator[str]:
     ranks, chunks, sizes = record.ranks, record.chunks, record.sizes
-    name = f"{record.collective}/{record.algorithm}"
+    name, total = f"{record.collective}/{record.algorithm}", sum(sizes)
     entries = len(record.initial), len(record.final)
+    bad_count = record.collective == "all-to-all" and chunks != ranks**2
     problems = {
         f"ranks {ranks}, ports {record.ports}: both are at least 1": ranks < 1 or record.ports < 1,
         f"chunks {chunks}: there are {len(sizes)} sizes, and at least 1 chunk": chunks < 1 or chunks != len(sizes),
-        "sizes: none may be negative, and not all 0": min(sizes, default=0) < 0 or not sum(sizes),
-        "sizes: together they are more than 2^60; they are relative, so give smaller ones": sum(sizes)
-        > _MAX_TOTAL_SIZE,
+        "sizes: none may be negative, and not all 0": min(sizes, default=0) < 0 or not total,
+        "sizes: together they are more than 2^60; they are relative, so give smaller ones": total > _MAX_TOTAL_SIZE,
         f"{name!r}: collective and algorithm are names, of one line without control characters": not name.isprintable(),
         f"initial and final have {entries[0]} and {entries[1]} entries for {ranks} ranks": entries != (ranks, ranks),
-        f"chunks {chunks}: all-to-all among {ranks} ranks has {ranks**2}": record.collective == "all-to-all"
-        and chunks != ranks**2,
+        f"chunks {chunks}: all-to-all among {ranks} ranks has {ranks**2}": bad_count,
     }
     yield from (sentence for sentence, is_wrong in problems.items() if is_wrong)
 
@@ -114,7 +111,7 @@ def _bad_buffers(record: ProgramJson) -> Iterator[str]:
     last_rank, last_chunk = record.ranks - 1, record.chunks - 1
     held_chunks = [[*sorted(start), *map(int, end)] for start, end in zip(record.initial, record.final, strict=True)]
     for rank, (chunks, end) in enumerate(zip(held_chunks, record.final, strict=True)):
-        beyond = (chunk for chunk in chunks if not 0 <= chunk <= last_chunk)
+        beyond = (c for c in chunks if not 0 <= c <= last_chunk)
         yield from (f"rank {rank} holds chunk {chunk}; the last one is {last_chunk}" for chunk in beyond)
         absent = (source for source in chain.from_iterable(end.values()) if not 0 <= source <= last_rank)
         yield from (f"final[{rank}] names rank {source}; the last one is {last_rank}" for source in absent)

@@ -81,8 +81,7 @@ def cost_command(  # noqa: PLR0913 - options of a command
     ] = None,
     cluster: Annotated[str, Option(help="The name of a preset, or a TOML file.")] = "laptop",
     ranks: Annotated[
-        int | None,
-        Option(callback=_RANKS, help="The first N ranks of it, with more hosts if it has fewer; else all."),
+        int | None, Option(callback=_RANKS, help="The first N ranks of it, with more hosts if it has fewer; else all.")
     ] = None,
     hosts: Annotated[int | None, Option(callback=integer_option("--hosts", 1), help="A cluster of N hosts.")] = None,
     dims: Annotated[str | None, Option(help="A torus of these lengths, as in 4x4x4.")] = None,

@@ -5,7 +5,8 @@ from typing import Any
 
 from motet.cli.collectives.program_arguments import load_or_build_program
 from motet.cli.output import check_writable, highlight, print_lines, write_output_file
-from motet.collectives.algorithms import Algorithm, algorithm_names, closed_form, collective_names, find_algorithm
+from motet.collectives.algorithms import algorithm_names, closed_form, collective_names, find_algorithm
+from motet.collectives.algorithms.registry import Algorithm
 from motet.collectives.draw.frames import align_columns, program_text
 from motet.collectives.draw.program_drawing import program_html, program_svg
 from motet.monitor.stdout_stderr import print_json, stdout_console

@@ -9,8 +9,8 @@ from typing import Any
 from motet.cli.collectives import program_arguments
 from motet.cli.output import ProgressReporter, highlight, print_lines, show_progress
 from motet.cli.parse_sizes import parse_rank_counts
-from motet.collectives.algorithms import Algorithm, algorithm_names, collective_names, find_algorithm
-from motet.collectives.algorithms.registry import nearest_collective_hint
+from motet.collectives.algorithms import algorithm_names, collective_names, find_algorithm
+from motet.collectives.algorithms.registry import Algorithm, nearest_collective_hint
 from motet.collectives.draw.frames import align_columns, format_ranges, program_text
 from motet.collectives.program import Program
 from motet.collectives.prove.program_cases import ProgramCase, all_cases, make_case

@@ -2,28 +2,10 @@
 
 from importlib import import_module
 
-from motet.collectives.algorithms.registry import (
-    Algorithm,
-    AlphaBetaGammaCost,
-    algorithm,
-    algorithm_names,
-    build,
-    closed_form,
-    collective_names,
-    find_algorithm,
-)
+from motet.collectives.algorithms.registry import algorithm_names, build, closed_form, collective_names, find_algorithm
 
 # In the order in which lists show their algorithms.
 for _module in ("direct", "ring", "tree", "double_binary_tree", "recursive_doubling", "bruck", "hierarchical", "torus"):
     import_module(f"motet.collectives.algorithms.{_module}")
 
-__all__ = [
-    "Algorithm",
-    "AlphaBetaGammaCost",
-    "algorithm",
-    "algorithm_names",
-    "build",
-    "closed_form",
-    "collective_names",
-    "find_algorithm",
-]
+__all__ = ["algorithm_names", "build", "closed_form", "collective_names", "find_algorithm"]

@@ -6,22 +6,18 @@ Rank `host * size + local` has local rank `local` on this host of `size` ranks.
 from collections.abc import Iterable
 from fractions import Fraction
 
-from motet.collectives.algorithms.rank_arithmetic import (
-    doubling_rounds,
-    hosts_and_ranks_per_host,
-    is_composite,
-    split_over_hosts,
-)
+from motet.collectives.algorithms import rank_arithmetic
+from motet.collectives.algorithms.rank_arithmetic import hosts_and_ranks_per_host, is_composite, split_over_hosts
 from motet.collectives.algorithms.registry import AlphaBetaGammaCost, algorithm, messages, sharded_all_reduce_cost
 from motet.collectives.algorithms.ring import all_gather_ring, all_reduce_ring
 from motet.collectives.algorithms.tree import broadcast_tree, reduce_tree
 from motet.collectives.compose import collective_program, concatenate, parallel_steps, reverse, steps_on_ranks
-from motet.collectives.program import ChunkTransfer, Program, Step, transfers_for
+from motet.collectives.program import ChunkTransfer, Program, transfers_for
 
 
 def _leaders_all_reduce_cost(ranks: int, hosts: int | None = None) -> AlphaBetaGammaCost:
     members = split_over_hosts(ranks, hosts)
-    levels = doubling_rounds(max(map(len, members)))
+    levels = rank_arithmetic.doubling_rounds(max(map(len, members)))
     return messages(levels, reduced=True) + sharded_all_reduce_cost(len(members)) + messages(levels)
 
 
@@ -30,12 +26,9 @@ def all_reduce_hierarchical(ranks: int, hosts: int | None = None) -> Program:
     """Reduce to one leader per host, all-reduce of the leaders around a ring, broadcast in each host."""
     members = split_over_hosts(ranks, hosts)
     chunks = len(members)
-    inside = [host for host in members if len(host) > 1]
-    up = parallel_steps([steps_on_ranks(reduce_tree(len(host)), host, [0], width=chunks) for host in inside])
-    down = parallel_steps([steps_on_ranks(broadcast_tree(len(host)), host, [0], width=chunks) for host in inside])
-    across: tuple[Step, ...] = ()
-    if chunks > 1:
-        across = steps_on_ranks(all_reduce_ring(chunks), [host[0] for host in members], range(chunks))
+    up = parallel_steps([steps_on_ranks(reduce_tree(len(host)), host, [0], width=chunks) for host in members])
+    down = parallel_steps([steps_on_ranks(broadcast_tree(len(host)), host, [0], width=chunks) for host in members])
+    across = steps_on_ranks(all_reduce_ring(chunks), [host[0] for host in members], range(chunks))
     return collective_program("all-reduce", "hierarchical", ranks, steps=[*up, *across, *down], chunks=chunks)
 
 
@@ -49,22 +42,14 @@ def all_gather_hierarchical(ranks: int, hosts: int | None = None) -> Program:
     """Around rings of ranks with the same local rank, one in each host, then around a ring in each host."""
     count, size = hosts_and_ranks_per_host(ranks, hosts)
     rails = [range(local, ranks, size) for local in range(size)]
-    across = parallel_steps([steps_on_ranks(all_gather_ring(count), rail, rail) for rail in rails] if count > 1 else [])
+    across = parallel_steps([steps_on_ranks(all_gather_ring(count), rail, rail) for rail in rails])
+    ring, members = all_gather_ring(size), [range(host * size, (host + 1) * size) for host in range(count)]
+    # Chunk i of a host's ring stands for the chunks of all ranks with local rank i.
     inside = [
-        _expand_to_all_hosts(
-            steps_on_ranks(all_gather_ring(size), range(host * size, (host + 1) * size), range(size)), count, size
-        )
-        for host in range(count if size > 1 else 0)
+        [t._replace(first=chunk, last=chunk) for t in step for chunk in range(t.first, ranks, size)]
+        for step in parallel_steps([steps_on_ranks(ring, host, range(size)) for host in members])
     ]
-    return collective_program("all-gather", "hierarchical", ranks, steps=[*across, *parallel_steps(inside)])
-
-
-def _expand_to_all_hosts(steps: tuple[Step, ...], count: int, size: int) -> tuple[Step, ...]:
-    """Chunk i of a host's ring stands for the chunks of all ranks with local rank i."""
-    return tuple(
-        tuple(t._replace(first=chunk, last=chunk) for t in step for chunk in range(t.first, count * size, size))
-        for step in steps
-    )
+    return collective_program("all-gather", "hierarchical", ranks, steps=[*across, *inside])
 
 
 def _reduce_scatter_cost(ranks: int, hosts: int | None = None) -> AlphaBetaGammaCost:

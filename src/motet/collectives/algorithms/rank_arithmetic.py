@@ -75,8 +75,6 @@ def split_over_hosts(ranks: int, hosts: int | None) -> list[range]:
 
 
 def check_pieces(pieces: int, ranks: int) -> None:
-    max_pieces = _MAX_TOTAL_PIECES // ranks
-    check_input(
-        1 <= pieces <= max_pieces,
-        f"pieces {pieces}: a message is cut into at least 1, and with {ranks} ranks at most {max_pieces}",
-    )
+    most = _MAX_TOTAL_PIECES // ranks
+    message = f"pieces {pieces}: a message is cut into at least 1, and with {ranks} ranks at most {most}"
+    check_input(1 <= pieces <= most, message)

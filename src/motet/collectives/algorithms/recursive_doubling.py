@@ -16,7 +16,7 @@ def _powers_of_two_below(power: int) -> list[int]:
 
 
 def _with_extra_ranks(inner: AlphaBetaGammaCost, ranks: int) -> AlphaBetaGammaCost:
-    return inner if (floor_power_of_two(ranks) == ranks) else messages(1, reduced=True) + inner + messages(1)
+    return inner if floor_power_of_two(ranks) == ranks else messages(1, reduced=True) + inner + messages(1)
 
 
 def _doubling_cost(ranks: int) -> AlphaBetaGammaCost:
@@ -27,11 +27,9 @@ def _doubling_cost(ranks: int) -> AlphaBetaGammaCost:
 def all_reduce_recursive_doubling(ranks: int) -> Program:
     """Partners at ever larger distances exchange everything and both add it."""
     power = floor_power_of_two(ranks)
-    steps = [
-        tuple(ChunkTransfer(rank, rank ^ bit, 0, 0, "reduce") for rank in range(power))
-        for bit in _powers_of_two_below(power)
-    ]
-    return _all_reduce_with_extra_ranks("recursive-doubling", ranks, tuple(steps), chunks=1)
+    bits = _powers_of_two_below(power)
+    steps = tuple(tuple(ChunkTransfer(rank, rank ^ bit, 0, 0, "reduce") for rank in range(power)) for bit in bits)
+    return _all_reduce_with_extra_ranks("recursive-doubling", ranks, steps, chunks=1)
 
 
 def _all_reduce_with_extra_ranks(name: str, ranks: int, steps: tuple[Step, ...], *, chunks: int) -> Program:

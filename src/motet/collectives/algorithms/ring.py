@@ -6,7 +6,7 @@ from fractions import Fraction
 from motet.collectives.algorithms.rank_arithmetic import check_pieces
 from motet.collectives.algorithms.registry import AlphaBetaGammaCost, algorithm, messages, sharded_all_reduce_cost
 from motet.collectives.compose import collective_program, concatenate, parallel_steps, reverse
-from motet.collectives.program import ChunkTransfer, Program, Step, copy_chunk
+from motet.collectives.program import ChunkTransfer, Program, copy_chunk
 
 
 @algorithm("all-gather", "ring", cost=lambda n: messages(n - 1, Fraction(1, n)))
@@ -44,19 +44,14 @@ def _bidirectional_cost(ranks: int) -> AlphaBetaGammaCost:
 @algorithm("all-reduce", "bidirectional-ring", cost=_bidirectional_cost)
 def all_reduce_bidirectional_ring(ranks: int) -> Program:
     """Two simultaneous rings, each with half of the data and its own direction."""
-    ring = all_reduce_ring(ranks).steps
-    steps = parallel_steps([ring, _mirror(ring, ranks)])
-    return collective_program(
-        "all-reduce", "bidirectional-ring", ranks, steps=steps, chunks=2 * ranks, ports=1 if ranks == 2 else 2
-    )
+    ring, ports = all_reduce_ring(ranks).steps, 1 if ranks == 2 else 2
 
-
-def _mirror(ring: tuple[Step, ...], ranks: int) -> tuple[Step, ...]:
     def mirror(t: ChunkTransfer) -> ChunkTransfer:
         chunk = ranks + (-t.first) % ranks
         return ChunkTransfer(-t.src % ranks, -t.dst % ranks, chunk, chunk, t.op)
 
-    return tuple(tuple(mirror(t) for t in step) for step in ring)
+    steps = parallel_steps([ring, [tuple(map(mirror, step)) for step in ring]])
+    return collective_program("all-reduce", "bidirectional-ring", ranks, steps=steps, chunks=2 * ranks, ports=ports)
 
 
 @algorithm("broadcast", "ring", cost=lambda n: messages(n - 1))
@@ -68,12 +63,8 @@ def broadcast_ring(ranks: int, root: int = 0) -> Program:
 def _pipelined_chain(name: str, ranks: int, *, pieces: int, root: int) -> Program:
     """Piece p leaves the rank at distance d from the root in step d + p."""
     steps = [
-        [
-            copy_chunk((root + d) % ranks, (root + d + 1) % ranks, step - d)
-            for d in range(ranks - 1)
-            if 0 <= step - d < pieces
-        ]
-        for step in range(ranks - 2 + pieces)
+        [copy_chunk((root + d) % ranks, (root + d + 1) % ranks, n - d) for d in range(ranks - 1) if 0 <= n - d < pieces]
+        for n in range(ranks - 2 + pieces)
     ]
     return collective_program("broadcast", name, ranks, steps=steps, chunks=pieces, root=root)
 

@@ -7,7 +7,7 @@ from math import prod
 from motet.collectives.algorithms.rank_arithmetic import format_dims, grid_dims, is_composite, prime_factors
 from motet.collectives.algorithms.registry import MAX_AXES, AlphaBetaGammaCost, algorithm, messages
 from motet.collectives.algorithms.ring import all_gather_ring
-from motet.collectives.compose import collective_program, parallel_steps, reverse
+from motet.collectives.compose import collective_program, parallel_steps, reverse, reverse_steps
 from motet.collectives.program import ChunkTransfer, Program, Step, copy_chunk
 from motet.core.errors import check_input
 
@@ -32,21 +32,18 @@ def _torus_cost(axes: int | None) -> Callable[..., AlphaBetaGammaCost]:
 def _torus_dims(ranks: int, dims: Dims, axes: int | None) -> tuple[int, ...]:
     if axes is None and dims is None:
         return (ranks,)
-    check_input(
-        axes is not None or len(dims or ()) <= MAX_AXES,
-        f"dims {format_dims(dims or ())}: a torus has at most {MAX_AXES} dimensions; give fewer",
-    )
+    message = f"dims {format_dims(dims or ())}: a torus has at most {MAX_AXES} dimensions; give fewer"
+    check_input(axes is not None or len(dims or ()) <= MAX_AXES, message)
     return grid_dims(ranks, dims, axes)
 
 
 def _torus_all_reduce(name: str, ranks: int, lengths: Sequence[int]) -> Program:
     """An all-reduce in 2 n parts, each of which starts along another dimension or direction, so that all links work."""
     axes = len(lengths)
-    orders = [[(axis + part_id // 2) % axes for axis in range(axes)] for part_id in range(2 * axes)]
-    parts = [
-        _all_gather_phases(lengths, order, part_id * ranks, line_all_gather=all_gather_ring, backwards=part_id % 2 == 1)
-        for part_id, order in enumerate(orders)
-    ]
+    parts = []
+    for n in range(2 * axes):
+        order = [(axis + n // 2) % axes for axis in range(axes)]
+        parts.append(_all_gather_phases(lengths, order, n * ranks, line=all_gather_ring, backwards=n % 2 == 1))
     # The parts change dimension together, so that no two parts use the same link.
     gathered = [step for phases in zip(*parts, strict=True) for step in parallel_steps(phases)]
     ports = sum(1 if d == 2 else 2 for d in lengths)
@@ -54,20 +51,12 @@ def _torus_all_reduce(name: str, ranks: int, lengths: Sequence[int]) -> Program:
 
 
 def _all_reduce_from_all_gather(name: str, gathered: Sequence[Step], ranks: int, *, chunks: int, ports: int) -> Program:
-    scattered = [
-        tuple(ChunkTransfer(t.dst, t.src, t.first, t.last, "reduce") for t in reversed(step))
-        for step in reversed(gathered)
-    ]
-    return collective_program("all-reduce", name, ranks, steps=[*scattered, *gathered], chunks=chunks, ports=ports)
+    steps = [*reverse_steps(gathered), *gathered]
+    return collective_program("all-reduce", name, ranks, steps=steps, chunks=chunks, ports=ports)
 
 
 def _all_gather_phases(
-    lengths: Sequence[int],
-    order: Sequence[int],
-    offset: int,
-    *,
-    line_all_gather: Callable[[int], Program],
-    backwards: bool = False,
+    lengths: Sequence[int], order: Sequence[int], offset: int, *, line: Callable[[int], Program], backwards: bool
 ) -> list[tuple[Step, ...]]:
     """The steps of each phase of an all-gather along one dimension after another, the last of the order first.
 
@@ -79,21 +68,19 @@ def _all_gather_phases(
     width = 1
     for axis in reversed(order):
         length = lengths[axis]
-        line = line_all_gather(length).steps
+        line_steps = line(length).steps
         lines = []
         for rank in range(ranks):
             if _coordinate(rank, axis, lengths) == 0:
                 members = [rank + n * prod(lengths[axis + 1 :]) for n in range(length)]
                 first = _index_in_axis_order(rank, order, lengths) // (width * length) * width * length + offset
-                lines.append(_place_line(line, members, first=first, width=width, backwards=backwards))
+                lines.append(_place_line(line_steps, members, first=first, width=width, backwards=backwards))
         phases.append(parallel_steps(lines))
         width *= length
     return phases
 
 
-def _place_line(
-    line: tuple[Step, ...], members: Sequence[int], *, first: int, width: int, backwards: bool
-) -> tuple[Step, ...]:
+def _place_line(line: Sequence[Step], members: Sequence[int], *, first: int, width: int, backwards: bool) -> list[Step]:
     """The steps of an all-gather among `members`, whose chunk i is the i-th group of `width` chunks from `first` on."""
     length = len(members)
 
@@ -104,7 +91,7 @@ def _place_line(
         start = first + position(t.first) * width
         return ChunkTransfer(members[position(t.src)], members[position(t.dst)], start, start + width - 1, t.op)
 
-    return tuple(tuple(place_transfer(t) for t in step) for step in line)
+    return [tuple(map(place_transfer, step)) for step in line]
 
 
 def _coordinate(rank: int, axis: int, lengths: Sequence[int]) -> int:
@@ -156,7 +143,7 @@ def _mesh_cost(ranks: int, dims: Dims = None) -> AlphaBetaGammaCost:
 def all_reduce_mesh_2d(ranks: int, dims: Dims = None) -> Program:
     """Reduce-scatter along the rows and columns of a grid without links around it, then all-gather back."""
     lengths = grid_dims(ranks, dims, 2)
-    phases = _all_gather_phases(lengths, (0, 1), 0, line_all_gather=all_gather_line)
+    phases = _all_gather_phases(lengths, (0, 1), 0, line=all_gather_line, backwards=False)
     gathered = [step for phase in phases for step in phase]
     return _all_reduce_from_all_gather("mesh-2d", gathered, ranks, chunks=ranks, ports=2 if max(lengths) > 2 else 1)
 

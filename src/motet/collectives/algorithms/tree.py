@@ -15,10 +15,7 @@ from motet.collectives.program import ChunkTransfer, Program, copy_chunk, transf
 def broadcast_tree(ranks: int, root: int = 0) -> Program:
     """Every rank with the data sends all of it to a rank without in each step."""
     steps = [
-        [
-            copy_chunk((root + rank) % ranks, (root + rank + reach) % ranks, 0)
-            for rank in range(0, ranks - reach, 2 * reach)
-        ]
+        [copy_chunk((root + r) % ranks, (root + r + reach) % ranks, 0) for r in range(0, ranks - reach, 2 * reach)]
         for reach in _send_distances(ranks)
     ]
     return collective_program("broadcast", "tree", ranks, steps=steps, chunks=1, root=root)
@@ -44,18 +41,13 @@ def all_reduce_tree(ranks: int, root: int = 0) -> Program:
 
 def _scatter_steps(ranks: int, root: int) -> list[list[ChunkTransfer]]:
     """Steps in which a rank forwards the half of its subtree's chunks that the other half of the subtree needs."""
-    return [
-        [
-            transfer
-            for rank in range(0, ranks - reach, 2 * reach)
-            for transfer in transfers_for(
-                (root + rank) % ranks,
-                (root + rank + reach) % ranks,
-                [(root + chunk) % ranks for chunk in range(rank + reach, min(rank + 2 * reach, ranks))],
-            )
-        ]
-        for reach in _send_distances(ranks)
-    ]
+    steps: list[list[ChunkTransfer]] = []
+    for reach in _send_distances(ranks):
+        steps.append([])
+        for rank in range(0, ranks - reach, 2 * reach):
+            chunks = [(root + chunk) % ranks for chunk in range(rank + reach, min(rank + 2 * reach, ranks))]
+            steps[-1] += transfers_for((root + rank) % ranks, (root + rank + reach) % ranks, chunks)
+    return steps
 
 
 @algorithm("scatter", "tree", cost=doubling_cost)

@@ -70,10 +70,8 @@ def estimate_cost(program: Program, cluster: Cluster, rank_groups: RankGroups | 
     Without `rank_groups` the first ranks of the cluster are the only group.
     """
     groups = rank_groups or (tuple(range(program.ranks)),)
-    check_input(
-        max(map(max, groups)) < cluster.ranks,
-        f"{program} does not fit on cluster {cluster.name}, which has {cluster.ranks} ranks; give it more hosts",
-    )
+    size_text = f"cluster {cluster.name}, which has {cluster.ranks} ranks"
+    check_input(max(map(max, groups)) < cluster.ranks, f"{program} does not fit on {size_text}; give it more hosts")
     message_size, gamma = program.message_size_units, cluster.gamma_s_per_byte.value
     route, latency_s = lru_cache(maxsize=None)(cluster.route), lru_cache(maxsize=None)(cluster.latency_s)
 
@@ -88,11 +86,9 @@ def estimate_cost(program: Program, cluster: Cluster, rank_groups: RankGroups | 
                 flows[link] += 1
             added_sizes[dst] += added
         loads = [_link_load(link, flows[link], Fraction(sizes[link], message_size), cluster) for link in sizes]
-        return CollectiveStepCost(
-            max(latency_s(src, dst) for src, dst, _, _ in traffic),
-            _upper_envelope(loads),
-            Fraction(max(added_sizes.values()), message_size) * gamma,
-        )
+        longest_s = max(latency_s(src, dst) for src, dst, _, _ in traffic)
+        reduction_s_per_byte = Fraction(max(added_sizes.values()), message_size) * gamma
+        return CollectiveStepCost(longest_s, _upper_envelope(loads), reduction_s_per_byte)
 
     return CollectiveCost(tuple(step_cost(_step_traffic(program, step, groups)) for step in program.steps if step))
 
@@ -104,13 +100,8 @@ def _step_traffic(program: Program, step: Step, rank_groups: RankGroups) -> _Ste
         size = program.relative_size(t)
         sizes[t.src, t.dst] += size
         added_sizes[t.src, t.dst] += size if t.op == "reduce" else 0
-    return tuple(
-        sorted(
-            (group[src], group[dst], size, added_sizes[src, dst])
-            for (src, dst), size in sizes.items()
-            for group in rank_groups
-        )
-    )
+    pairs = ((group, pair) for pair in sizes for group in rank_groups)
+    return tuple(sorted((group[p[0]], group[p[1]], sizes[p], added_sizes[p]) for group, p in pairs))
 
 
 def _link_load(name: str, flows: int, message_fraction: Fraction, cluster: Cluster) -> LinkLoad:

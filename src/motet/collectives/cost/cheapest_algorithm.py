@@ -8,11 +8,13 @@ from math import exp2, gcd, log2
 
 from motet.cluster.cluster import Cluster
 from motet.cluster.topology import TorusNetwork
-from motet.collectives.algorithms import Algorithm, algorithm_names, find_algorithm
 from motet.collectives.algorithms.rank_arithmetic import format_dims
+from motet.collectives.algorithms.registry import Algorithm, algorithm_names, find_algorithm
 from motet.collectives.cost.alpha_beta import COLLECTIVES_WITHOUT_DATA, CollectiveCost, RankGroups, estimate_cost
 from motet.collectives.program import Program
 from motet.core.errors import check_input
+
+Names = tuple[str, ...] | None  # Of algorithms; None: all that leave the same bits on all ranks
 
 PIECE_COUNTS = (1, 2, 4, 8, 16, 32, 64)  # Tried for algorithms with pieces
 TIE_RATIO = 1 + 1e-9  # Times with a smaller ratio differ by rounding only
@@ -38,7 +40,7 @@ class CostedAlgorithm:
 
 @lru_cache(maxsize=64)
 def costed_algorithms(
-    collective: str, cluster: Cluster, names: tuple[str, ...] | None = None, rank_groups: RankGroups | None = None
+    collective: str, cluster: Cluster, names: Names = None, rank_groups: RankGroups | None = None
 ) -> tuple[CostedAlgorithm, ...]:
     """Every algorithm that supports the number of ranks, with the hosts and dimensions of the cluster.
 
@@ -92,20 +94,14 @@ def even_host_groups(cluster: Cluster, rank_groups: RankGroups | None = None) ->
     """
     rank_groups = rank_groups or (tuple(range(cluster.ranks)),)
     per_host = cluster.devices_per_host
-    host_run_lengths = [
-        len(list(run)) for group in rank_groups for _, run in groupby(group, lambda rank: rank // per_host)
-    ]
+    host_runs = (run for group in rank_groups for _, run in groupby(group, lambda rank: rank // per_host))
     ranks = len(rank_groups[0])
-    groups = ranks // gcd(*host_run_lengths)
+    groups = ranks // gcd(*(len(list(run)) for run in host_runs))
     return groups if 1 < groups < ranks else None
 
 
 def cheapest(
-    collective: str,
-    size: float,
-    cluster: Cluster,
-    names: tuple[str, ...] | None = None,
-    rank_groups: RankGroups | None = None,
+    collective: str, size: float, cluster: Cluster, names: Names = None, rank_groups: RankGroups | None = None
 ) -> CostedAlgorithm:
     """The algorithm that `auto` selects for a message of `size` bytes."""
     check_input(size > 0 or collective in COLLECTIVES_WITHOUT_DATA, f"a message of {size} bytes: give more than 0")
@@ -130,7 +126,7 @@ class CheapestAlgorithmRange:
 
 
 def cheapest_algorithm_ranges(
-    collective: str, cluster: Cluster, sizes: tuple[float, float] = (1024, 2**30), names: tuple[str, ...] | None = None
+    collective: str, cluster: Cluster, sizes: tuple[float, float] = (1024, 2**30), names: Names = None
 ) -> tuple[CheapestAlgorithmRange, ...]:
     """The cheapest algorithm at every size, from small to large, with a crossover between each two.
 
@@ -179,24 +175,21 @@ class AlgorithmCrossover:
 
 
 def time_curves(
-    collective: str, cluster: Cluster, sizes: Sequence[float], names: tuple[str, ...] | None = None
+    collective: str, cluster: Cluster, sizes: Sequence[float], names: Names = None
 ) -> list[AlgorithmTimeCurve]:
     """The curves of all algorithms that support the number of ranks, or of `names`."""
     by_name: dict[str, list[CostedAlgorithm]] = {}
     for candidate in costed_algorithms(collective, cluster, names):
         by_name.setdefault(candidate.algorithm, []).append(candidate)
-    best = {
-        name: [min(variants, key=lambda candidate: candidate.seconds(size)) for size in sizes]
-        for name, variants in by_name.items()
-    }
-    return [
-        AlgorithmTimeCurve(name, tuple(map(CostedAlgorithm.seconds, candidates, sizes)), tuple(candidates))
-        for name, candidates in best.items()
-    ]
+    curves = []
+    for name, variants in by_name.items():
+        best = [min(variants, key=lambda candidate: candidate.seconds(size)) for size in sizes]
+        curves.append(AlgorithmTimeCurve(name, tuple(map(CostedAlgorithm.seconds, best, sizes)), tuple(best)))
+    return curves
 
 
 def crossovers(
-    collective: str, cluster: Cluster, smallest: float, largest: float, names: tuple[str, ...] | None = None
+    collective: str, cluster: Cluster, smallest: float, largest: float, names: Names = None
 ) -> list[AlgorithmCrossover]:
     """The sizes at which the cheapest algorithm changes; a change of its options is no crossover."""
     if not smallest < largest:

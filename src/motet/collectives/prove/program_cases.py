@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from motet.collectives.algorithms import Algorithm, algorithm_names, build, collective_names, find_algorithm
+from motet.collectives.algorithms import algorithm_names, build, collective_names, find_algorithm
+from motet.collectives.algorithms.registry import Algorithm
 from motet.collectives.program import Program
 
 # A call makes the Program, since all Programs together would fill gigabytes. `keywords` are the options.
