@@ -12,16 +12,8 @@ from motet.cli.parse_sizes import MAX_RANKS, parse_dims, parse_size_range
 from motet.cluster.cluster import Cluster, cluster_for_ranks
 from motet.cluster.cluster_toml import load_cluster, load_cluster_for_ranks
 from motet.cluster.topology import TorusNetwork
+from motet.collectives.cost import cheapest_algorithm as costs
 from motet.collectives.cost.alpha_beta import COLLECTIVES_WITHOUT_DATA, bus_bandwidth_factor
-from motet.collectives.cost.cheapest_algorithm import (
-    TIE_RATIO,
-    AlgorithmCrossover,
-    AlgorithmTimeCurve,
-    cheapest,
-    crossovers,
-    log_spaced_sizes,
-    time_curves,
-)
 from motet.collectives.draw.cost_plot import ascii_plot, cost_plot_html, cost_plot_svg
 from motet.collectives.draw.frames import align_columns
 from motet.core.errors import InputError, check_input
@@ -46,18 +38,18 @@ class CollectiveCostQuery:
         hosts = f", {self.cluster.hosts} hosts" if self.cluster.hosts > 1 else ""
         return f"{self.collective} of {self.cluster.ranks} ranks on {self.cluster.name}{hosts}: predicted time"
 
-    def curves_at(self, sizes: Sequence[float]) -> Sequence[AlgorithmTimeCurve]:
+    def curves_at(self, sizes: Sequence[float]) -> Sequence[costs.AlgorithmTimeCurve]:
         """A curve of predicted times for each algorithm."""
-        return time_curves(self.collective, self.cluster, sizes, self.algorithms)
+        return costs.time_curves(self.collective, self.cluster, sizes, self.algorithms)
 
     def plot_sizes(self, count: int) -> list[float]:
         """Sizes at even distances on a logarithmic axis."""
-        return log_spaced_sizes(self.sizes[0], self.sizes[-1], count)
+        return costs.log_spaced_sizes(self.sizes[0], self.sizes[-1], count)
 
     @cached_property
-    def crossovers(self) -> Sequence[AlgorithmCrossover]:
+    def crossovers(self) -> Sequence[costs.AlgorithmCrossover]:
         """Sizes from which on another algorithm is the cheapest."""
-        return crossovers(self.collective, self.cluster, self.sizes[0], self.sizes[-1], self.algorithms)
+        return costs.crossovers(self.collective, self.cluster, self.sizes[0], self.sizes[-1], self.algorithms)
 
 
 def cost_query(
@@ -139,13 +131,13 @@ def report_cost(query: CollectiveCostQuery, svg: Path | None, html: Path | None,
     print_lines(*(f"{path} is written" for path in (svg, html) if path))
 
 
-def _time_rows(query: CollectiveCostQuery, curves: Sequence[AlgorithmTimeCurve]) -> list[list[str]]:
+def _time_rows(query: CollectiveCostQuery, curves: Sequence[costs.AlgorithmTimeCurve]) -> list[list[str]]:
     """A row for each algorithm; a star marks the cheapest at each size, and those within rounding of it."""
     best_times = [min(times) for times in zip(*(curve.seconds for curve in curves), strict=True)]
     rows = [["", *map(format_bytes, query.sizes)]]
     for curve in curves:
         pairs = zip(curve.seconds, best_times, strict=True)
-        cells = (f"{'* ' if s <= low * TIE_RATIO else ''}{format_seconds(s)}" for s, low in pairs)
+        cells = (f"{'* ' if s <= low * costs.TIE_RATIO else ''}{format_seconds(s)}" for s, low in pairs)
         rows.append([curve.algorithm, *cells])
     return rows
 
@@ -153,7 +145,7 @@ def _time_rows(query: CollectiveCostQuery, curves: Sequence[AlgorithmTimeCurve])
 def _cheapest_rows(query: CollectiveCostQuery) -> list[dict[str, Any]]:
     rows = []
     for size in query.sizes:
-        best = cheapest(query.collective, size, query.cluster, query.algorithms)
+        best = costs.cheapest(query.collective, size, query.cluster, query.algorithms)
         seconds = float(best.cost.seconds(size))
         speed_Bps = size / seconds if size else 0.0  # noqa: N806 - a unit
         rows.append(
@@ -184,7 +176,7 @@ def _crossover_lines(query: CollectiveCostQuery) -> list[str]:
     return lines or nothing
 
 
-def _as_json(query: CollectiveCostQuery, curves: Sequence[AlgorithmTimeCurve]) -> dict[str, Any]:
+def _as_json(query: CollectiveCostQuery, curves: Sequence[costs.AlgorithmTimeCurve]) -> dict[str, Any]:
     return {
         "collective": query.collective,
         "cluster": query.cluster.name,

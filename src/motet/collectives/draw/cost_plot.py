@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import ceil, floor, log, log2, log10
 
 from motet.collectives.cost.cheapest_algorithm import AlgorithmCrossover, AlgorithmTimeCurve
@@ -74,14 +74,11 @@ def _axes(scale: _LogLogScale) -> Iterator[str]:
 
 
 def _cheapest_bands(
-    scale: _LogLogScale,
-    cheapest_names: Sequence[str],
-    crossovers: Sequence[AlgorithmCrossover],
-    curve_index: dict[str, int],
+    scale: _LogLogScale, names: Sequence[str], crossovers: Sequence[AlgorithmCrossover], curve_index: dict[str, int]
 ) -> Iterator[str]:
     edges = [scale.sizes[0], *(crossover.size for crossover in crossovers), scale.sizes[-1]]
     y = _TOP - _BAND_HEIGHT - 20
-    for name, (first, last) in zip(cheapest_names, pairwise(edges), strict=True):
+    for name, (first, last) in zip(names, pairwise(edges), strict=True):
         x, width = scale.x(first), scale.x(last) - scale.x(first)
         words = f"{name}, {format_bytes(first)} to {format_bytes(last)}"
         colour = curve_index[name] % len(COLOURS)
@@ -101,12 +98,10 @@ def _cheapest_bands(
 
 def _curve_path(scale: _LogLogScale, curve: AlgorithmTimeCurve, curve_index: int, is_cheapest: bool) -> str:
     """A curve, heavier if it is the cheapest at some size, and dashed if its colour is used a second time."""
-    points = " L".join(
-        f"{scale.x(size):.1f} {scale.y(s):.1f}" for size, s in zip(scale.sizes, curve.seconds, strict=True)
-    )
-    dashed = " dashed" if curve_index >= len(COLOURS) else ""
-    heavy = "heavy" if is_cheapest else "light"
-    css_classes = f"curve c{curve_index % len(COLOURS)} {heavy}{dashed}"
+    pairs = zip(scale.sizes, curve.seconds, strict=True)
+    points = " L".join(f"{scale.x(size):.1f} {scale.y(s):.1f}" for size, s in pairs)
+    style = ("heavy" if is_cheapest else "light") + (" dashed" if curve_index >= len(COLOURS) else "")
+    css_classes = f"curve c{curve_index % len(COLOURS)} {style}"
     return f'<path class="{css_classes}" d="M{points}"><title>{curve.algorithm}</title></path>'
 
 
@@ -121,9 +116,7 @@ def _curve_labels(scale: _LogLogScale, curves: Sequence[AlgorithmTimeCurve]) -> 
 
 def _spread_labels(desired: Sequence[float]) -> list[float]:
     """Ascending positions with room for a line between them, from the top; the last ones move up to fit the plot."""
-    positions: list[float] = []
-    for y in desired:
-        positions.append(max(y, positions[-1] + _LABEL_GAP) if positions else y)
+    positions = list(accumulate(desired, lambda above, y: max(y, above + _LABEL_GAP)))
     lowest = float(_BOTTOM)
     for n in reversed(range(len(positions))):
         positions[n] = min(positions[n], lowest)
@@ -151,8 +144,7 @@ def ascii_plot(
     curves: Sequence[AlgorithmTimeCurve], sizes: Sequence[float], crossovers: Sequence[AlgorithmCrossover]
 ) -> list[str]:
     """The plot as text: a letter for each algorithm, a capital for the cheapest, which hides others."""
-    low = min(min(curve.seconds) for curve in curves)
-    high = max(max(curve.seconds) for curve in curves)
+    low, high = min(min(curve.seconds) for curve in curves), max(max(curve.seconds) for curve in curves)
     cells = [[" "] * len(sizes) for _ in range(_TEXT_ROWS)]
     for x in range(len(sizes)):
         ordered = sorted(zip(curves, _CURVE_LETTERS, strict=False), key=lambda pair: -pair[0].seconds[x])

@@ -6,13 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from motet.collectives.program import Contributors, Program, Step, contiguous_ranges, group_by_pair
-from motet.collectives.prove.contributions import (
-    InvalidCollectiveProgramError,
-    RankContents,
-    apply_step,
-    decode_contributors,
-    initial_contents,
-)
+from motet.collectives.prove import contributions
 
 _MAX_CHUNK_COLUMNS = 16  # With more chunks the text has groups of chunks in place of columns
 
@@ -25,29 +19,25 @@ class CollectiveStepFrame:
     contents: tuple[Mapping[int, Contributors], ...]
     error: str | None = None  # Why the step cannot be executed; `contents` are then those before it
 
-    def written_chunks(self) -> set[tuple[int, int]]:
-        """(rank, chunk) pairs that the step wrote."""
-        return {(t.dst, chunk) for t in self.step for chunk in t.chunks}
-
 
 def program_frames(program: Program) -> list[CollectiveStepFrame]:
     """The start, then each step up to the first that cannot be executed."""
-    contents = initial_contents(program.initial)
+    contents = contributions.initial_contents(program.initial)
     frames = [CollectiveStepFrame((), _decode_contents(contents))]
     for step in program.steps:
         try:
-            apply_step(contents, step)
-        except InvalidCollectiveProgramError as error:
+            contributions.apply_step(contents, step)
+        except contributions.InvalidCollectiveProgramError as error:
             return [*frames, CollectiveStepFrame(step, frames[-1].contents, str(error))]
         frames.append(CollectiveStepFrame(step, _decode_contents(contents)))
     return frames
 
 
-def _decode_contents(contents: RankContents) -> tuple[Mapping[int, Contributors], ...]:
+def _decode_contents(contents: contributions.RankContents) -> tuple[Mapping[int, Contributors], ...]:
     return tuple({chunk: _decode_cached(total) for chunk, total in sorted(chunks.items())} for chunks in contents)
 
 
-_decode_cached = lru_cache(maxsize=4096)(decode_contributors)
+_decode_cached = lru_cache(maxsize=4096)(contributions.decode_contributors)
 
 
 def program_title(program: Program) -> str:
@@ -62,13 +52,11 @@ def plural_suffix(count: int) -> str:
 
 def format_ranges(numbers: Iterable[int]) -> str:
     """`0-2,5`; with repeats `0,0` for two and `8x0` for more."""
-    listed = sorted(numbers)
-    times = Counter(listed)
-    if len(times) < len(listed):
+    times = Counter(sorted(numbers))
+    if max(times.values(), default=1) > 1:
         return ",".join(f"{n}x{number}" if n > 2 else ",".join([str(number)] * n) for number, n in times.items())
-    return ",".join(
-        f"{a}" if a == b else f"{a},{b}" if b == a + 1 else f"{a}-{b}" for a, b in contiguous_ranges(listed)
-    )
+    ranges = contiguous_ranges(times)
+    return ",".join(f"{a}" if a == b else f"{a},{b}" if b == a + 1 else f"{a}-{b}" for a, b in ranges)
 
 
 def program_text(program: Program, only_step: int | None = None) -> str:
@@ -76,11 +64,10 @@ def program_text(program: Program, only_step: int | None = None) -> str:
 
     The numbers in a row are the ranks whose contributions a chunk contains; `[ ]` marks the chunks that the step wrote.
     """
-    shown = list(enumerate(program_frames(program), start=-1))
-    if only_step is not None:
-        shown = [(number, frame) for number, frame in shown if number in (only_step - 1, only_step)]
     parts = [program_title(program)]
-    for number, frame in shown:
+    for number, frame in enumerate(program_frames(program), start=-1):
+        if only_step is not None and number not in (only_step - 1, only_step):
+            continue
         name = "start" if number < 0 else f"step {number}"
         parts.append("\n".join([name, *align_columns(_table_rows(program, frame))]))
         if frame.error:
@@ -89,7 +76,7 @@ def program_text(program: Program, only_step: int | None = None) -> str:
 
 
 def _table_rows(program: Program, frame: CollectiveStepFrame) -> list[list[str]]:
-    written = frame.written_chunks() if frame.error is None else set()
+    written = {(t.dst, chunk) for t in frame.step for chunk in t.chunks} if frame.error is None else set()
     send_texts = _describe_sends(frame.step)
     shows_each_chunk = program.chunks <= _MAX_CHUNK_COLUMNS
     columns = [f"chunk {chunk}" for chunk in range(program.chunks)] if shows_each_chunk else ["then holds"]
@@ -124,10 +111,11 @@ def _describe_sends(step: Step) -> dict[int, str]:
             if chunks:
                 words = f"{verb} chunk{plural_suffix(len(chunks))} {format_ranges(chunks)}"
                 targets.setdefault(src, {}).setdefault(words, []).append(dst)
-    return {
-        src: "; ".join(f"{words} to rank{plural_suffix(len(dst))} {format_ranges(dst)}" for words, dst in sends.items())
-        for src, sends in targets.items()
-    }
+
+    def sentence(sends: dict[str, list[int]]) -> str:
+        return "; ".join(f"{words} to rank{plural_suffix(len(to))} {format_ranges(to)}" for words, to in sends.items())
+
+    return {src: sentence(sends) for src, sends in targets.items()}
 
 
 def transfer_sentences(step: Step) -> list[str]:

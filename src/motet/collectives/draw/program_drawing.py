@@ -12,15 +12,8 @@ from functools import cached_property
 from html import escape
 from importlib.resources import files
 
-from motet.collectives.draw.frames import (
-    CollectiveStepFrame,
-    format_ranges,
-    plural_suffix,
-    program_frames,
-    program_text,
-    program_title,
-    transfer_sentences,
-)
+from motet.collectives.draw import frames
+from motet.collectives.draw.frames import CollectiveStepFrame, program_frames, program_title
 from motet.collectives.program import ChunkTransfer, Contributors, Program
 from motet.core.errors import check_input
 
@@ -120,9 +113,8 @@ def program_svg(program: Program, only_steps: tuple[int, ...] | None = None) -> 
     """Panels of the whole Program, or of some steps; -1 is the start."""
     check_drawable_size(program)
     geometry = SvgPanelGeometry(program)
-    shown = [
-        (n, frame) for n, frame in enumerate(program_frames(program), start=-1) if only_steps is None or n in only_steps
-    ]
+    numbered = enumerate(program_frames(program), start=-1)
+    shown = [(n, frame) for n, frame in numbered if only_steps is None or n in only_steps]
     columns = max(1, min(len(shown), int((_WIDTH + _PANEL_GAP) // (geometry.width + _PANEL_GAP))))
     panel_rows = -(-len(shown) // columns)
     width = max(_MARGIN * 2 + columns * (geometry.width + _PANEL_GAP) - _PANEL_GAP, _MIN_WIDTH)
@@ -166,7 +158,7 @@ def svg_panel(geometry: SvgPanelGeometry, step_index: int, frame: CollectiveStep
     """One step: its arrows, and the cells after it."""
     return (
         f'{svg_labels(geometry)}<text class="head" x="{_MARGIN}" y="24">{frame_name(step_index, frame)}</text>'
-        f"<g>{svg_cells(geometry, frame)}</g><g>{''.join(svg_arrows(geometry, frame))}</g>"
+        f"<g>{svg_cells(geometry, frame)}</g><g>{svg_arrows(geometry, frame)}</g>"
     )
 
 
@@ -203,7 +195,7 @@ def _cell_tooltip(rank: int, chunk: int, sources: Contributors | None, is_final:
     if sources is None:
         return f"rank {rank} does not hold chunk {chunk}"
     end = ", as it must be at the end" if is_final else ""
-    return f"rank {rank}, chunk {chunk}: from rank{plural_suffix(len(sources))} {format_ranges(sources)}{end}"
+    return f"rank {rank}, chunk {chunk}: from rank{frames.plural_suffix(len(sources))} {frames.format_ranges(sources)}{end}"
 
 
 def _svg_cell(
@@ -235,28 +227,20 @@ def _svg_cell(
         yield f'<rect class="done" {box} rx="2"/>'
 
 
-def svg_arrows(geometry: SvgPanelGeometry, frame: CollectiveStepFrame) -> Iterator[str]:
+def svg_arrows(geometry: SvgPanelGeometry, frame: CollectiveStepFrame) -> str:
     """Straight arrows between neighbours, and arcs past other ranks: to the right above the row, to the left below."""
-    for t in frame.step:
-        for chunk in t.chunks:
-            yield _svg_arrow(geometry, t, chunk)
+    return "".join(_svg_arrow(geometry, t, chunk) for t in frame.step for chunk in t.chunks)
 
 
 def _svg_arrow(geometry: SvgPanelGeometry, t: ChunkTransfer, chunk: int) -> str:
-    right = t.dst > t.src
-    y = geometry.y(chunk)
+    sign, y, half = 1 if t.dst > t.src else -1, geometry.y(chunk), geometry.cell_width / 2
+    start, end = geometry.x(t.src) + half, geometry.x(t.dst) + half
     if abs(t.src - t.dst) == 1:
-        middle = y + _CELL_HEIGHT / 2 + (-5 if right else 5)
-        start = geometry.x(t.src) + (geometry.cell_width + 5 if right else -5)
-        end = geometry.x(t.dst) + (-5 if right else geometry.cell_width + 5)
-        return _straight_arrow((start, end), middle, t.op, chunk)
-    edge = y - 3 if right else y + _CELL_HEIGHT + 3
-    peak = edge + (-1 if right else 1) * (10 + 4 * (t.src % 4))
-    toward = 6 if right else -6
-    start, end = (
-        geometry.x(rank) + geometry.cell_width / 2 + sign * toward for rank, sign in ((t.src, 1), (t.dst, -1))
-    )
-    base = edge - 6 if right else edge + 6
+        reach = sign * (half + 5)
+        return _straight_arrow((start + reach, end - reach), y + _CELL_HEIGHT / 2 - 5 * sign, t.op, chunk)
+    edge = y - 3 if sign > 0 else y + _CELL_HEIGHT + 3
+    start, end = start + 6 * sign, end - 6 * sign
+    peak, base = edge - sign * (10 + 4 * (t.src % 4)), edge - 6 * sign
     path = f"M{start:g} {edge:g} C{start:g} {peak:g} {end:g} {peak:g} {end:g} {base:g}"
     return _arrow_paths(path, f"M{end - 4:g} {base:g} L{end + 4:g} {base:g} L{end:g} {edge:g} Z", t.op, chunk)
 
@@ -272,9 +256,8 @@ def _arrow_paths(path: str, tip: str, op: str, chunk: int | None) -> str:
     """An arrow in the colour of the chunk; without colour in the legend, where `chunk` is None."""
     if chunk is None:
         return f'<path class="arrow {op}" d="{path}"/><path class="tip" d="{tip}"/>'
-    colour = chunk % len(COLOURS)
-    line = f'<path class="arrow {op} c{colour}" data-chunk="{chunk}" d="{path}"/>'
-    return f'{line}<path class="tip t{colour}" d="{tip}"/>'
+    n = chunk % len(COLOURS)
+    return f'<path class="arrow {op} c{n}" data-chunk="{chunk}" d="{path}"/><path class="tip t{n}" d="{tip}"/>'
 
 
 _LEGEND_HEIGHT, _MIN_PAGE_WIDTH = 34, 940
@@ -294,14 +277,16 @@ def program_html(program: Program) -> str:
     ]
     html = files("motet.collectives.draw").joinpath("draw_page.html").read_text(encoding="utf-8")
     values = {"title": escape(program_title(program)), "colours": str(len(COLOURS))}
-    for name, value in {**values, "text": escape(program_text(program)), "svg": "\n".join(svg_parts)}.items():
+    for name, value in {**values, "text": escape(frames.program_text(program)), "svg": "\n".join(svg_parts)}.items():
         html = html.replace(f"@{name}@", value)
     return html
 
 
 def _svg_step(geometry: SvgPanelGeometry, step_index: int, frame: CollectiveStepFrame) -> str:
-    description = ". ".join(filter(None, [frame_name(step_index, frame), *transfer_sentences(frame.step), frame.error]))
+    description = ". ".join(
+        filter(None, [frame_name(step_index, frame), *frames.transfer_sentences(frame.step), frame.error])
+    )
     return (
         f'<g class="step" data-says="{escape(description)}"><g class="state hidden">{svg_cells(geometry, frame)}</g>'
-        f'<g class="arrows hidden">{"".join(svg_arrows(geometry, frame))}</g></g>'
+        f'<g class="arrows hidden">{svg_arrows(geometry, frame)}</g></g>'
     )
