@@ -37,7 +37,9 @@ def name_of(node: ast.AST) -> str:
 
 
 def names_in(node: ast.AST | None) -> set[str]:
-    return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)} if node else set()
+    return (
+        {name_of(inner) for inner in ast.walk(node) if isinstance(inner, ast.Name | ast.Attribute)} if node else set()
+    )
 
 
 def annotations(tree: ast.AST) -> Iterator[tuple[str, set[str]]]:
