@@ -233,7 +233,6 @@ def read(path: Path, way: Way) -> Measured:
 
 def plan_bytes(way: Way) -> tuple[list[tuple[int, int, int, str]], int]:
     """(bytes pushed, bytes pulled, layer, server) of each piece, as the job cuts them; bytes of all gradients."""
-    import torch
     from parts.sleeping_model import SleepingModel
 
     from motet.train.job import load_job
@@ -258,7 +257,7 @@ def plan_bytes(way: Way) -> tuple[list[tuple[int, int, int, str]], int]:
             for codec in (plan.compression.push_codec, plan.compression.pull_codec)
         ]
         found.append((sizes[0], sizes[1], min(at), f"s{piece.server_index}"))
-    assert plan.gradient_dtype == torch.float32
+    assert plan.recipe.reduce == "float32"
     return found, 4 * sum(p.numel() for p in module.parameters())
 
 

@@ -89,57 +89,46 @@ def has_per_item_updates(settings: ParameterServerSettings) -> bool:
 def check_server_settings(settings: ParameterServerSettings, workers: int) -> None:
     """Raise InputError for settings that contradict each other or need more workers."""
     s, work_items = settings, settings.work_items_per_step or workers
+    lacks_first_k = s.mode == "first-k" and s.first_k is None
+    has_too_many_servers = s.placement == "colocated" and s.count > workers
+    has_too_large_first_k = s.first_k is not None and s.first_k > work_items
     problems = {
-        "mode = 'first-k' needs a number of work items; set layout.server.first_k": (
-            s.mode == "first-k" and s.first_k is None
-        ),
+        "mode = 'first-k' needs a number of work items; set layout.server.first_k": lacks_first_k,
         "mode = 'bounded' needs a bound; set layout.server.staleness": s.mode == "bounded" and s.staleness is None,
         f"count = {s.count} servers on {workers} workers; with layout.server.placement = 'colocated' set "
-        f"layout.server.count={workers} at most, or start more workers": (
-            s.placement == "colocated" and s.count > workers
-        ),
-        f"first_k = {s.first_k} of {work_items} work items; set it to {work_items} at most": (
-            s.first_k is not None and s.first_k > work_items
-        ),
+        f"layout.server.count={workers} at most, or start more workers": has_too_many_servers,
+        f"first_k = {s.first_k} of {work_items} work items; set it to {work_items} at most": has_too_large_first_k,
         f"copies = {s.copies}, but there is {s.count} server; set layout.server.count=2": s.copies > s.count,
         f"delay_compensation = {s.delay_compensation:g} needs what each worker has pulled, which second servers do not "
         "know; set layout.server.copies=1": s.delay_compensation and s.copies > 1,
     }
-    for problem in (problem for problem, is_wrong in problems.items() if is_wrong):
-        raise InputError(f"layout.server.{problem}")
+    for problem, is_wrong in problems.items():
+        check_input(not is_wrong, f"layout.server.{problem}")
     for name, text in (("compress_pushes", s.compress_pushes), ("compress_pulls", s.compress_pulls)):
-        _check_codec(f"layout.server.{name} = {text!r}", text, is_pull=name == "compress_pulls", settings=s)
-    if s.listen is not None and parse_address(s.listen, "layout.server.listen")[0] in ("0.0.0.0", "::"):
-        problem = f"layout.server.listen = {s.listen!r} is not an address that others can connect to"
-        raise InputError(f"{problem}; give one of this machine's")
+        if text:
+            _check_codec(name, text, s.error_feedback)
+    host = parse_address(s.listen, "layout.server.listen")[0] if s.listen is not None else ""
+    problem = f"layout.server.listen = {s.listen!r} is not an address that others can connect to"
+    check_input(host not in ("0.0.0.0", "::"), f"{problem}; give one of this machine's")
 
 
-def _check_codec(key: str, text: str | None, *, is_pull: bool, settings: ParameterServerSettings) -> None:
+def _check_codec(name: str, text: str, error_feedback: bool) -> None:
+    key = f"layout.server.{name} = {text!r}"
     try:
-        codec = parse_codec(text) if text else None
+        codec = parse_codec(text)
     except InputError as error:
         raise InputError(f"{key}: {error}") from None
-    problems = {
-        " would leave most of a parameter out; use int8, int4 or float8": (
-            is_pull and codec is not None and not isinstance(codec, BlockwiseCodec)
-        ),
-        " needs unsharded matrices, and servers have slices; use int8, int4, float8 or topk": (
-            isinstance(codec, PowerSGDCodec)
-        ),
-        ": error feedback would make its errors grow; use randomk:unbiased=false, "
-        "or layout.server.error_feedback=false": (
-            isinstance(codec, RandomKCodec) and codec.unbiased and settings.error_feedback
-        ),
-    }
-    for problem in (problem for problem, is_wrong in problems.items() if is_wrong):
-        raise InputError(key + problem)
+    is_refused_pull = name == "compress_pulls" and not isinstance(codec, BlockwiseCodec)
+    check_input(not is_refused_pull, f"{key} would leave most of a parameter out; use int8, int4 or float8")
+    problem = "needs unsharded matrices, and servers have slices; use int8, int4, float8 or topk"
+    check_input(not isinstance(codec, PowerSGDCodec), f"{key} {problem}")
+    is_unbiased = isinstance(codec, RandomKCodec) and codec.unbiased
+    remedy = "use randomk:unbiased=false, or layout.server.error_feedback=false"
+    check_input(not (is_unbiased and error_feedback), f"{key}: error feedback would make its errors grow; {remedy}")
 
 
 def parse_address(text: str, setting_name: str) -> tuple[str, int]:
-    """The host and the port of HOST:PORT."""
     host, _, port = text.rpartition(":")
-    check_input(
-        host and port.isascii() and port.isdigit() and 0 < int(port) < 2**16,
-        f"{setting_name} = {text!r} is not of the form HOST:PORT, such as 10.0.0.1:4000",
-    )
+    is_address = host and port.isascii() and port.isdigit() and 0 < int(port) < 2**16
+    check_input(is_address, f"{setting_name} = {text!r} is not of the form HOST:PORT, such as 10.0.0.1:4000")
     return host.strip("[]"), int(port)

@@ -27,9 +27,8 @@ def build_partition(module: nn.Module, job: Job) -> ParameterSlicingPlan:
     max_numel = max(1, int(server.slice_mib * MIB / DTYPE_BYTES[recipe.compute]))
     buckets = build_buckets({name: (group_indices[name], p.numel()) for name, p in named.items()}, 1, max_numel)
     slices = partition_buckets(buckets, max_numel, server.count)
-    push_codec, pull_codec = (
-        parse_codec(text) if text else None for text in (server.compress_pushes, server.compress_pulls)
-    )
+    codec_texts = server.compress_pushes, server.compress_pulls
+    push_codec, pull_codec = (parse_codec(text) if text else None for text in codec_texts)
     compression = PushPullCompression(push_codec, pull_codec, server.error_feedback, job.run.seed)
     return ParameterSlicingPlan(buckets, slices, recipe, tuple(groups), compression, server.delay_compensation)
 

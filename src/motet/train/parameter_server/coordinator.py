@@ -14,12 +14,8 @@ from motet.monitor.events import WarningIssued
 from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 from motet.parallel.data_parallel.flat_parameters import LocalShard
 from motet.parallel.layout import LayoutSettings
+from motet.parallel.parameter_server.process import parameter_store
 from motet.parallel.parameter_server.process.coordinator_process import CoordinatorProcess
-from motet.parallel.parameter_server.process.parameter_store import (
-    ParameterSlicingPlan,
-    deserialize_tensors,
-    serialize_tensors,
-)
 from motet.parallel.parameter_server.protocol.coordinator_state_machine import CoordinatorStateMachine
 from motet.parallel.parameter_server.protocol.messages import COORDINATOR
 from motet.parallel.parameter_server.protocol.parameter_slices import initial_placement
@@ -40,7 +36,7 @@ from motet.train.parameter_server.server import delete_old_snapshots
 class CoordinatorParameterCopy:
     """The master parameters and moments of the coordinator's optimizer, cut into slices."""
 
-    partition: ParameterSlicingPlan
+    partition: parameter_store.ParameterSlicingPlan
     optimizer: ShardedOptimizer
     version: int
     _skips_fetch: bool = False  # While the copy itself is read, however old it is
@@ -48,9 +44,9 @@ class CoordinatorParameterCopy:
     def refresh(self, coordinator: CoordinatorProcess) -> None:
         """Fetch the parameters from the servers, unless the copy is up to date."""
         if self.version != coordinator.state_machine.update_count and not self._skips_fetch:
-            content = coordinator.fetch_slice_states()
+            slice_states = coordinator.fetch_slice_states()
             self.version = coordinator.state_machine.update_count
-            self.load_slice_states(content)
+            self.load_slice_states(slice_states)
 
     def stored_slice_state(self, slice_id: int) -> memoryview:
         """The serialized state of a slice at the version of the copy."""
@@ -68,13 +64,12 @@ class CoordinatorParameterCopy:
             for name, in_member, in_slice in self._members_of_slice(slice_id):
                 values[in_slice] = named[name][in_member]
             tensors[kind] = values
-        return serialize_tensors(tensors)
+        return parameter_store.serialize_tensors(tensors)
 
     def load_slice_states(self, slice_states: Mapping[int, bytearray]) -> None:
-        """Load the state of slices from the servers."""
         tensors_by_kind = self._tensors_by_kind()
         for slice_id, content in slice_states.items():
-            for kind, values in deserialize_tensors(content).items():
+            for kind, values in parameter_store.deserialize_tensors(content).items():
                 named = tensors_by_kind[kind]
                 if "" in named:
                     named[""].copy_(values)
@@ -112,11 +107,9 @@ def run_coordinator(
     workers = role.rank_env.world - extra_process_count(server)
     group = RankGroup(0, 1, None, torch.device("cpu"))
     training = replace(build_components(single_device_job, group, folder), worker_count=workers)
-    check_input(
-        not persistent_buffers(training.model.module),
-        "layout.data = 'parameter_server' does not support the buffers of this model (running statistics); use a "
-        "norm without them, or layout.data=all_reduce",
-    )
+    problem = "layout.data = 'parameter_server' does not support the buffers of this model (running statistics)"
+    remedy = "use a norm without them, or layout.data=all_reduce"
+    check_input(not persistent_buffers(training.model.module), f"{problem}; {remedy}")
     partition = build_partition(training.model.module, job)
     resume_point = restore_newest_checkpoint(training)
     done_steps = resume_point.completed_steps
@@ -126,17 +119,13 @@ def run_coordinator(
     handshake[WORK_ITEMS_ENTRY] = str(policy.work_items_per_step)
     servers = [f"s{index}" for index in range(server.count)]
     placement = initial_placement(partition.slices, server.count, server.copies)
-    state_machine = CoordinatorStateMachine(
-        policy, placement, list(servers), server.copies, step_limit=done_steps, ends_at_step_limit=False
-    ).resume_after(done_steps)
+    state_machine = CoordinatorStateMachine(policy, placement, list(servers), server.copies).resume_after(done_steps)
+    state_machine.step_limit, state_machine.ends_at_step_limit = done_steps, False
     parameter_copy = CoordinatorParameterCopy(partition, training.optimizer, state_machine.update_count)
     with open_transport(role, COORDINATOR, handshake) as transport:
+        stored, eviction_timeout_s = parameter_copy.stored_slice_state, server.eviction_timeout_s
         coordinator = CoordinatorProcess(
-            state_machine,
-            transport,
-            parameter_copy.stored_slice_state,
-            timeout_s=job.run.timeout_s,
-            eviction_timeout_s=server.eviction_timeout_s,
+            state_machine, transport, stored, timeout_s=job.run.timeout_s, eviction_timeout_s=eviction_timeout_s
         )
         parameters = training.optimizer.sharded_parameters
         assert isinstance(parameters, BucketedDataParallel)

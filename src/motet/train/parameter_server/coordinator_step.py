@@ -58,24 +58,20 @@ class CoordinatorTrainStep:
     consecutive_skipped: int = 0
     last_traffic: tuple[int, int] = 0, 0  # Bytes that all servers had sent and received at the last step
 
-    def decide_update(
-        self, update: int, reports: dict[int, WorkItemReport], squared_norms: dict[int, float]
-    ) -> UpdateScalars:
-        """Clip the gradient, scale the learning rate, and skip an update that is not finite."""
+    def decide_update(self, update: int, reports: dict[int, WorkItemReport], norms: dict[int, float]) -> UpdateScalars:
+        """Clip the gradient by the squared norms, scale the learning rate, and skip an update that is not finite."""
         work_items = sorted(reports)
         item_reports = [reports[work_item] for work_item in work_items]
         count = sum(report.targets for report in item_reports)
         divisor = count if count > 0 else 1.0
         if self.policy.has_per_item_updates:
-            squared_norms = {work_item: reports[work_item].squared_norm for work_item in work_items}
-        norm = math.sqrt(math.fsum(squared_norms.values())) / divisor
+            norms = {work_item: reports[work_item].squared_norm for work_item in work_items}
+        norm = math.sqrt(math.fsum(norms.values())) / divisor
         is_finite = math.isfinite(norm) and all(math.isfinite(report.loss_sum) for report in item_reports)
         versions = [int(report.oldest_version) for report in item_reports]
         update_staleness = [update - version for version in versions]
-        step_staleness = [
-            self.policy.step_of(work_item) - self.completion.completed_steps(version)
-            for work_item, version in zip(work_items, versions, strict=True)
-        ]
+        completed = map(self.completion.completed_steps, versions)
+        step_staleness = [self.policy.step_of(i) - steps for i, steps in zip(work_items, completed, strict=True)]
         self.completion.add_update(update, work_items)
         stats = ServerUpdateStats(item_reports, update_staleness, step_staleness, norm, is_finite)
         self.unreported_updates.append(stats)
@@ -86,18 +82,12 @@ class CoordinatorTrainStep:
         return UpdateScalars(self._update_rate(update, update_staleness), clip_factor / divisor, is_applied=True)
 
     def _update_rate(self, update: int, update_staleness: list[int]) -> float:
-        """The learning rate; that of a step is divided among its updates."""
-        updates_per_step, optimizer = self._updates_per_step, self.job.optimizer
+        updates_per_step, optimizer = self.policy.updates_per_step, self.job.optimizer
         factor = learning_rate_factor(optimizer.schedule, update // updates_per_step, self.total_steps)
         rate = factor * optimizer.learning_rate / updates_per_step
         if self.job.layout.server.learning_rate_scaling == "by-staleness":
-            mean_staleness = sum(update_staleness) / len(update_staleness)
-            rate /= max(1.0, mean_staleness / updates_per_step)
+            rate /= max(1.0, sum(update_staleness) / len(update_staleness) / updates_per_step)
         return rate
-
-    @property
-    def _updates_per_step(self) -> int:
-        return self.policy.work_items_per_step if self.policy.has_per_item_updates else 1
 
     def step(self, step: int, learning_rate: float, stop: bool = False, last: bool = False) -> StepResult:
         state_machine = self.coordinator.state_machine
@@ -105,7 +95,7 @@ class CoordinatorTrainStep:
         step_limit = max(step + 1, started_steps) if stop else self._next_boundary(step)
         if step_limit != state_machine.step_limit:
             self.coordinator.extend_to_step(step_limit)
-        count = self._updates_per_step
+        count = self.policy.updates_per_step
         self.coordinator.run(lambda: len(self.unreported_updates) >= count, f"at step {step + 1}")
         updates, self.unreported_updates = self.unreported_updates[:count], self.unreported_updates[count:]
         return self._step_result(updates, learning_rate, stop_requested=stop and step_limit == step + 1)

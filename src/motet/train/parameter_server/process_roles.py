@@ -7,7 +7,7 @@ file next to the store under our own launcher, and in the store under torchrun o
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 
 from motet.core.errors import InputError, PeerFailedError, check_input
@@ -56,14 +56,14 @@ class ParameterServerRoleContext:
             return None
         return replace(self, role_name=f"s{server_index}")
 
-
-def rank_env_among_workers(role: ParameterServerRoleContext) -> RankEnvironment:
-    """The rank environment as if only workers ran on this machine."""
-    rank_env = role.rank_env  # the machine of a late worker has workers alone
-    non_workers = 0 if role.has_joined_late else extra_process_count(role.job.layout.server)
-    local_non_workers = max(0, min(non_workers - (rank_env.rank - rank_env.local_rank), rank_env.local_world))
-    workers = max(1, rank_env.local_world - local_non_workers)
-    return replace(rank_env, local_rank=max(0, rank_env.local_rank - local_non_workers), local_world=workers)
+    @property
+    def rank_env_among_workers(self) -> RankEnvironment:
+        """The rank environment as if only workers ran on this machine."""
+        env = self.rank_env  # the machine of a late worker has workers alone
+        non_workers = 0 if self.has_joined_late else extra_process_count(self.job.layout.server)
+        local_non_workers = max(0, min(non_workers - (env.rank - env.local_rank), env.local_world))
+        workers = max(1, env.local_world - local_non_workers)
+        return replace(env, local_rank=max(0, env.local_rank - local_non_workers), local_world=workers)
 
 
 @contextmanager
@@ -81,14 +81,12 @@ def open_transport(role: ParameterServerRoleContext, name: str, handshake: dict[
     except OSError as error:
         remedy = "give layout.server.listen an address of this machine and a free port"
         raise InputError(f"cannot listen at {host}:{port}: {error.strerror}; {remedy}") from None
-    try:
+    with closing(transport):
         if name == COORDINATOR:
             _publish_coordinator_address(role, *transport.address)
         else:
             transport.connect(COORDINATOR, _coordinator_address(role))
         yield transport
-    finally:
-        transport.close()
 
 
 def _publish_coordinator_address(role: ParameterServerRoleContext, host: str, port: int) -> None:
@@ -123,7 +121,7 @@ def _reachable_host(rank_env: RankEnvironment) -> str:
     (family, *_, address), *_ = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing
-        local_address: str = probe.getsockname()[0]
+        local_address = str(probe.getsockname()[0])
     check_input(
         not local_address.startswith("127.") or rank_env.local_world >= rank_env.world,
         f"the rendezvous address {host} is this machine's loopback address here, which others cannot reach; give "

@@ -15,7 +15,7 @@ from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
 from motet.train.loop import RunProgress
 from motet.train.parameter_server.coordinator import run_coordinator
-from motet.train.parameter_server.process_roles import ParameterServerRoleContext, rank_env_among_workers
+from motet.train.parameter_server.process_roles import ParameterServerRoleContext
 from motet.train.parameter_server.server import run_server
 from motet.train.parameter_server.worker import run_worker
 
@@ -36,7 +36,7 @@ def run_late_worker(job: Job, rank_env: RankEnvironment, host: str, stop: StopFl
 def run_role(
     role: ParameterServerRoleContext, folder: Path, stop: StopFlag, callbacks: Sequence[Callback] = ()
 ) -> RunProgress:
-    torch.set_num_threads(threads_for(rank_env_among_workers(role), role.job.run.threads))
+    torch.set_num_threads(threads_for(role.rank_env_among_workers, role.job.run.threads))
     with precision_context(role.job):
         if role.role_name == COORDINATOR:
             return run_coordinator(role, folder, stop, callbacks)

@@ -11,7 +11,6 @@ from motet.parallel.parameter_server.process.parameter_store import ParameterSto
 from motet.parallel.parameter_server.process.server_process import ParameterServerProcess
 from motet.parallel.parameter_server.process.server_snapshots import ServerSnapshots
 from motet.parallel.parameter_server.process.tcp_transport import EvictedError
-from motet.parallel.parameter_server.protocol.messages import ParameterPlacement
 from motet.parallel.parameter_server.protocol.parameter_slices import initial_placement
 from motet.parallel.parameter_server.protocol.server_state_machine import ServerSliceState, ServerStateMachine
 from motet.parallel.process.launch_environment import RankEnvironment
@@ -36,12 +35,11 @@ def run_server(role: ParameterServerRoleContext, folder: Path) -> None:
     predecessor_name, name = role.predecessor_name if role.rank_env.incarnation else "", role.process_name
     for attempt in count(1):
         with open_transport(role, name, handshake) as transport:
-            if predecessor_name:
-                state_machine = ServerStateMachine(name, ParameterPlacement(-1, placement.replicas))
-            else:
-                slice_ids = [slice_id for slice_id, (servers, _) in enumerate(placement.replicas) if name in servers]
-                slice_states = {slice_id: ServerSliceState(is_initialized=False) for slice_id in slice_ids}
-                state_machine = ServerStateMachine(name, placement, slice_states)
+            # A server that replaces another has another name, and no slices until the coordinator gives it some.
+            slice_ids = [slice_id for slice_id, (servers, _) in enumerate(placement.replicas) if name in servers]
+            slice_states = {slice_id: ServerSliceState(is_initialized=False) for slice_id in slice_ids}
+            known_placement = placement._replace(epoch=-1) if predecessor_name else placement
+            state_machine = ServerStateMachine(name, known_placement, slice_states)
             store, timeout_s = ParameterStore(partition, make_optimizer), job.run.timeout_s
             server = ParameterServerProcess(state_machine, store, transport, timeout_s=timeout_s, snapshots=snapshots)
             if predecessor_name:

@@ -13,7 +13,6 @@ from motet.models.build import TrainableModel
 from motet.parallel.data_parallel.flat_parameters import FlatParameters, GradientBuffer
 from motet.parallel.data_parallel.forward_prefetch import ModuleParameterWaiter
 from motet.parallel.layout import Layout, microbatches_of_rank
-from motet.parallel.parameter_server.process.parameter_store import ParameterSlicingPlan
 from motet.parallel.parameter_server.process.tcp_transport import EvictedError
 from motet.parallel.parameter_server.process.worker_client import ParameterServerClient
 from motet.parallel.parameter_server.protocol.messages import WorkAssignment, WorkItemReport
@@ -28,31 +27,26 @@ from motet.train.build import build_model
 from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
 from motet.train.parameter_server.build_parameter_slicing import build_handshake, build_partition
-from motet.train.parameter_server.process_roles import (
-    WORK_ITEMS_ENTRY,
-    ParameterServerRoleContext,
-    open_transport,
-    rank_env_among_workers,
-)
+from motet.train.parameter_server.process_roles import WORK_ITEMS_ENTRY, ParameterServerRoleContext, open_transport
 
 
 def run_worker(role: ParameterServerRoleContext, stop: StopFlag) -> None:
     """Run until the end; a worker that joined late may leave earlier."""
     job = role.job
-    device = pick_device(job.run.device, rank_env_among_workers(role))
+    device = pick_device(job.run.device, role.rank_env_among_workers)
     data, model = build_model(job, device)
     recipe = RECIPES[job.precision.recipe]
     partition = build_partition(model.module, job)
     handshake = build_handshake(job, model.module, partition, data=data)
     cast_frozen_parameters(model.module, recipe)
     named = {n: p for n, p in model.module.named_parameters() if p.requires_grad}
-    gradients = GradientBuffer(partition.buckets, 0, partition.gradient_dtype, device=device, keeps_full_gradients=True)
+    gradient_dtype = getattr(torch, recipe.reduce)
+    gradients = GradientBuffer(partition.buckets, 0, gradient_dtype, device=device, keeps_full_gradients=True)
     no_masters = [slice(b.start, b.start) for b in partition.buckets]
     flat_parameters = FlatParameters(named, partition.buckets, no_masters, recipe=recipe, gradients=gradients)
-    stop = stop if role.has_joined_late else StopFlag()
-    worker = ParameterServerWorker(job, model, data, partition, flat_parameters, stop)
+    worker = ParameterServerWorker(job, model, data, flat_parameters, stop if role.has_joined_late else StopFlag())
     bucket_ids: dict[Tensor, int] = {named[m.name]: i for i, b in enumerate(partition.buckets) for m in b.members}
-    parameter_usage = ModuleParameterWaiter(model.module, bucket_ids, lambda i: worker.client.wait_for_bucket(i))
+    worker.usage = ModuleParameterWaiter(model.module, bucket_ids, lambda i: worker.client.wait_for_bucket(i))
     placement = initial_placement(partition.slices, job.layout.server.count, job.layout.server.copies)
     for attempt in count():
         name = f"{role.process_name}+{attempt}" if attempt else role.process_name
@@ -64,10 +58,10 @@ def run_worker(role: ParameterServerRoleContext, stop: StopFlag) -> None:
                 transport=transport,
                 timeout_s=job.run.timeout_s,
                 connect_timeout_s=job.layout.server.eviction_timeout_s,
+                sibling_errors=role.sibling_errors,
             )
-            client.sibling_errors = role.sibling_errors
             with contextlib.closing(client), contextlib.suppress(EvictedError):
-                worker.run(client, parameter_usage)
+                worker.run(client)
                 return
 
 
@@ -76,30 +70,27 @@ class ParameterServerWorker:
     job: Job
     model: TrainableModel
     data: BatchLoader
-    partition: ParameterSlicingPlan
     flat_parameters: FlatParameters
     stop: StopFlag
+    usage: ModuleParameterWaiter = field(init=False)
     client: ParameterServerClient = field(init=False)  # A new one after each eviction
 
-    def run(self, client: ParameterServerClient, parameter_usage: ModuleParameterWaiter) -> None:
-        """Compute work items until the end."""
+    def run(self, client: ParameterServerClient) -> None:
         self.client = client
         must_set_order = self.job.layout.server.send_order == "priority"
         layout: Layout | None = None
         while not self.stop.requested and (assignment := client.next_assignment()) is not None:
-            if parameter_usage.first_use_order and must_set_order:
-                client.set_bucket_order(parameter_usage.first_use_order)
+            if self.usage.first_use_order and must_set_order:
+                client.set_bucket_order(self.usage.first_use_order)
                 must_set_order = False
-            parameter_usage.begin_step()
-            if not parameter_usage.first_use_order:
-                for bucket_id in range(len(self.partition.buckets)):
+            self.usage.begin_step()
+            if not self.usage.first_use_order:
+                for bucket_id in range(len(self.flat_parameters.buckets)):
                     client.wait_for_bucket(bucket_id)
             layout = layout or self.job.layout_for(int(client.coordinator_handshake[WORK_ITEMS_ENTRY]))
-            self._run_work_item(assignment, layout, parameter_usage)
+            self._run_work_item(assignment, layout)
 
-    def _run_work_item(
-        self, assignment: WorkAssignment, layout: Layout, parameter_usage: ModuleParameterWaiter
-    ) -> None:
+    def _run_work_item(self, assignment: WorkAssignment, layout: Layout) -> None:
         step, index = divmod(assignment.work_item, layout.dp)
         microbatches = microbatches_of_rank(layout, index, self.job.data.batch_sequences)
         gradients, buckets = self.flat_parameters.gradients, range(len(self.flat_parameters.buckets))
@@ -112,7 +103,7 @@ class ParameterServerWorker:
             token_count += batch.tokens.numel()
             with self.model.randomness(step, batch.rows):
                 loss = self.model.loss_sum(batch)
-            parameter_usage.finish_recording()
+            self.usage.finish_recording()
             oldest_version = self.client.wait_for_all()
             loss_sum += loss.item()
             report = WorkItemReport(loss_sum, target_count, token_count, 0.0, float(oldest_version))

@@ -1,85 +1,76 @@
 """The coordinator's event loop: handles messages, evicts processes that stay unreachable, and admits new servers."""
 
-import queue
 import time
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
 
 from motet.core.errors import PeerFailedError
 from motet.parallel.parameter_server.process.tcp_transport import POLL_INTERVAL_S, TcpTransport, TransportEvent
 from motet.parallel.parameter_server.protocol import messages
 from motet.parallel.parameter_server.protocol.coordinator_state_machine import CoordinatorStateMachine
-from motet.parallel.parameter_server.protocol.messages import OutgoingMessages
+from motet.parallel.parameter_server.protocol.messages import DecisionReplayRequest, GradientNormReply, OutgoingMessages
 
 REFETCH_INTERVAL_S = 0.05  # Before the coordinator asks a server again that has not applied the last update
 RECONNECT_GRACE_S = 3.0  # After a connection was closed, as a process does that ends
 
 
+@dataclass
 class CoordinatorProcess:
-    """Runs the state machine of a coordinator. Set `log_membership` to log processes that join, leave or are replaced.
+    """Runs the state machine of a coordinator."""
 
-    `stored_slice_state` yields the tensors of a slice at the start of the run, later those of the last fetch.
-    """
+    state_machine: CoordinatorStateMachine
+    transport: TcpTransport
+    stored_slice_state: Callable[[int], memoryview]  # Tensors at the start of the run, later those of the last fetch
+    timeout_s: float = field(kw_only=True)
+    eviction_timeout_s: float = field(kw_only=True)
+    log_membership: Callable[[str], None] = lambda text: None  # Of processes that join, leave or are replaced
+    traffic_reports: dict[str, messages.ServerTrafficReport] = field(default_factory=dict)
+    _addresses: dict[str, tuple[str, int]] = field(default_factory=dict)
+    # (since when, seconds until the process is evicted, if others can replace it).
+    _disconnected: dict[str, tuple[float, float]] = field(default_factory=dict)
+    # By server that replaces another; True: with the stored tensors, for its snapshot has none.
+    _initial_states: dict[str, list[tuple[messages.SliceStartVersion, bool]]] = field(default_factory=dict)
+    _fetched_states: dict[int, bytearray] = field(default_factory=dict)
+    _pending_fetches: set[int] = field(default_factory=set)
+    _stale_slices: set[int] = field(default_factory=set)  # Fetched at an older version than the last
+    _ever_connected: set[str] = field(default_factory=set)
+    _initialized_servers: set[str] = field(default_factory=set)
+    _has_sent_shutdown: bool = False
 
-    def __init__(
-        self,
-        state_machine: CoordinatorStateMachine,
-        transport: TcpTransport,
-        stored_slice_state: Callable[[int], memoryview],
-        *,
-        timeout_s: float,
-        eviction_timeout_s: float,
-    ) -> None:
-        self.state_machine = state_machine
-        self.traffic_reports: dict[str, messages.ServerTrafficReport] = {}
-        self.log_membership: Callable[[str], None] = lambda text: None
-        self._transport, self._stored_slice_state = transport, stored_slice_state
-        self._timeout_s, self._eviction_timeout_s = timeout_s, eviction_timeout_s
-        self._stored_version = state_machine.first_logged_update, state_machine.decided
-        self._addresses: dict[str, tuple[str, int]] = {}
-        # (since when, seconds until the process is evicted, if others can replace it).
-        self._disconnected: dict[str, tuple[float, float]] = {}
-        # By server that replaces another; True: with the stored tensors, for its snapshot has none.
-        self._initial_states: dict[str, list[tuple[messages.SliceStartVersion, bool]]] = {}
-        self._fetched_states: dict[int, bytearray] = {}
-        self._pending_fetches: set[int] = set()
-        self._stale_slices: set[int] = set()  # Fetched at an older version than the last
-        self._ever_connected: set[str] = set()
-        self._initialized_servers: set[str] = set()
-        self._has_sent_shutdown = False
+    def __post_init__(self) -> None:
+        self._stored_version = self.state_machine.first_logged_update, self.state_machine.decided
 
     def run(self, is_done: Callable[[], bool], activity: str) -> None:
-        """Handle events until the condition holds."""
         last_message_s = time.monotonic()
         while not is_done():
-            try:
-                event = self._transport.inbox.get(timeout=REFETCH_INTERVAL_S if self._stale_slices else POLL_INTERVAL_S)
+            if event := self.transport.next_event(REFETCH_INTERVAL_S if self._stale_slices else POLL_INTERVAL_S):
                 if not (isinstance(event.message, messages.ParameterStateReply) and self._stale_slices):
                     last_message_s = time.monotonic()
-                self._transport.send_all(self._handle(event))
-            except queue.Empty:
+                self.transport.send_all(self._handle(event))
+            else:
                 stale_slices, self._stale_slices = self._stale_slices, set()
                 self._request_slice_states(stale_slices & self._pending_fetches)
             self._evict_unreachable()
             if is_done():
                 return
-            if time.monotonic() - last_message_s > self._timeout_s:
-                raise PeerFailedError(f"the coordinator has heard nothing for {self._timeout_s:g} s, {activity}")
+            if time.monotonic() - last_message_s > self.timeout_s:
+                raise PeerFailedError(f"the coordinator has heard nothing for {self.timeout_s:g} s, {activity}")
 
     def extend_to_step(self, step_limit: int, ends_at_step_limit: bool = False) -> None:
-        self._transport.send_all(self.state_machine.extend_to_step(step_limit, ends_at_step_limit))
+        self.transport.send_all(self.state_machine.extend_to_step(step_limit, ends_at_step_limit))
 
     def close(self, expected_processes: Collection[str]) -> None:
         """Tell all processes that the run has ended, and wait until they have left. Nothing is logged any more."""
-        state_machine, transport = self.state_machine, self._transport
+        state_machine, transport = self.state_machine, self.transport
         expected, lost = set(expected_processes), state_machine.lost_processes
         self.log_membership = lambda text: None
-        self._run_until(lambda: self._ever_connected >= expected - lost, self._eviction_timeout_s)
+        self._run_until(lambda: self._ever_connected >= expected - lost, self.eviction_timeout_s)
         self.extend_to_step(state_machine.policy.step_of(state_machine.decided.floor), ends_at_step_limit=True)
-        self._run_until(lambda: set(transport.connected_peers) <= set(state_machine.servers), self._timeout_s)
+        self._run_until(lambda: set(transport.connected_peers) <= set(state_machine.servers), self.timeout_s)
         self._has_sent_shutdown = True
         shutdown = messages.ServerShutdown(state_machine.update_count)
         transport.send_all([(server, shutdown) for server in state_machine.servers])
-        self._run_until(lambda: not transport.connected_peers, self._timeout_s)
+        self._run_until(lambda: not transport.connected_peers, self.timeout_s)
 
     def _run_until(self, is_done: Callable[[], bool], timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
@@ -99,11 +90,10 @@ class CoordinatorProcess:
     def _request_slice_states(self, slice_ids: Iterable[int]) -> None:
         for slice_id in sorted(slice_ids):
             for primary in self.state_machine.placement.replicas[slice_id].servers[:1]:
-                self._transport.send(primary, messages.ParameterStateRequest(slice_id))
+                self.transport.send(primary, messages.ParameterStateRequest(slice_id))
 
     def _handle(self, event: TransportEvent) -> OutgoingMessages:
-        message, sender = event.message, event.sender
-        match message:
+        match message := event.message:
             case None:
                 return self._handle_connection_change(event)
             case messages.ServerAddress(server, host, port, is_initialized):
@@ -124,22 +114,15 @@ class CoordinatorProcess:
                 self._fetched_states[slice_id] = event.payload
                 self._pending_fetches.discard(slice_id)
             case messages.ServerTrafficReport():
-                self.traffic_reports[sender] = message
-            case (
-                messages.WorkerJoined()
-                | messages.WorkItemCompleted()
-                | messages.GradientNormReply()
-                | messages.DecisionReplayRequest()
-            ):
+                self.traffic_reports[event.sender] = message
+            case messages.WorkerJoined() | messages.WorkItemCompleted() | GradientNormReply() | DecisionReplayRequest():
                 return self.state_machine.handle(message)
         return []
-
-    # --- membership ----------------------------------------------------------------------------------
 
     def _handle_connection_change(self, event: TransportEvent) -> OutgoingMessages:
         peer = event.sender
         if not event.is_connected:
-            timeout_s = self._eviction_timeout_s
+            timeout_s = self.eviction_timeout_s
             grace_s = timeout_s / 2 if event.has_timed_out else min(RECONNECT_GRACE_S, timeout_s)
             self._disconnected[peer] = time.monotonic(), grace_s
             return []
@@ -155,13 +138,13 @@ class CoordinatorProcess:
     def _evict_unreachable(self) -> None:
         for name, (at_s, grace_s) in list(self._disconnected.items()):
             disconnected_s = time.monotonic() - at_s
-            if name in self._transport.connected_peers or name in self.state_machine.lost_processes:
+            if name in self.transport.connected_peers or name in self.state_machine.lost_processes:
                 del self._disconnected[name]
             elif disconnected_s > grace_s and self.state_machine.is_replaceable(name, self._initialized_servers):
                 del self._disconnected[name]
                 self._evict(name)
-            elif disconnected_s > self._timeout_s:
-                raise PeerFailedError(f"server {name} is gone for {self._timeout_s:g} s, and no other has its slices")
+            elif disconnected_s > self.timeout_s:
+                raise PeerFailedError(f"server {name} is gone for {self.timeout_s:g} s, and no other has its slices")
 
     def _evict(self, name: str) -> None:
         servers, workers = self.state_machine.servers, self.state_machine.workers
@@ -169,8 +152,8 @@ class CoordinatorProcess:
         remaining = len(set(peers) - {name})
         self.log_membership(f"{kind} {name} is gone; {remaining} {kind}{'s' * (remaining != 1)} left")
         self._forget_process(name)
-        self._transport.send_all(self.state_machine.handle(messages.ProcessLost(name)))
-        self._transport.send_all([(name, messages.EvictionNotice(name)), *self._address_book_messages()])
+        self.transport.send_all(self.state_machine.handle(messages.ProcessLost(name)))
+        self.transport.send_all([(name, messages.EvictionNotice(name)), *self._address_book_messages()])
         self._request_slice_states(self._pending_fetches)
 
     def _forget_process(self, name: str) -> None:
@@ -200,18 +183,17 @@ class CoordinatorProcess:
         assigned = [m for to, m in outgoing if to == name and isinstance(m, messages.SliceStartVersion)]
         self._initial_states[name] = [(state, state.slice_id not in dict(snapshot)) for state in assigned]
         self._log_takeover(name, replaced_server, [dict(snapshot).get(state.slice_id, -1) for state in assigned])
-        self._transport.send_all([sent for sent in outgoing if not isinstance(sent[1], messages.SliceStartVersion)])
+        self.transport.send_all([sent for sent in outgoing if not isinstance(sent[1], messages.SliceStartVersion)])
         self._send_initial_states(name)
         self._request_slice_states(self._pending_fetches)
         shutdown = [(name, messages.ServerShutdown(state_machine.update_count))] if self._has_sent_shutdown else []
         return [*self._address_book_messages(), *shutdown]
 
     def _log_takeover(self, server: str, replaced_server: str, snapshot_versions: list[int]) -> None:
-        """Log where the new server's slices come from; a version of -1 is not in its snapshot."""
         lost_updates = self.state_machine.update_count - min(snapshot_versions, default=0)
         if not snapshot_versions:
             origin = "and gets all slices from the other server"
-        elif min(snapshot_versions) < 0:
+        elif min(snapshot_versions) < 0:  # not in the snapshot
             origin = "with the parameters that the coordinator fetched last"
         elif lost_updates:
             origin = f"from its snapshot; the last {lost_updates} updates of it are lost"
@@ -220,17 +202,14 @@ class CoordinatorProcess:
         self.log_membership(f"server {server} takes the place of {replaced_server}, {origin}")
 
     def _send_initial_states(self, server: str) -> None:
-        stored = [
-            (messages.SliceStartVersion(slice_id, *self._stored_version), True)
-            for slice_id, replicas in enumerate(self.state_machine.placement.replicas)
-            if server in replicas.servers
-        ]
+        replicas = enumerate(self.state_machine.placement.replicas)
+        slice_ids = [slice_id for slice_id, (servers, _) in replicas if server in servers]
+        stored = [(messages.SliceStartVersion(slice_id, *self._stored_version), True) for slice_id in slice_ids]
         for state, sends_stored in self._initial_states.get(server, stored):
-            payload = self._stored_slice_state(state.slice_id) if sends_stored else None
-            self._transport.send(server, state, payload)
+            self.transport.send(server, state, self.stored_slice_state(state.slice_id) if sends_stored else None)
 
     def _address_book_messages(self) -> OutgoingMessages:
-        return [(peer, self._address_book()) for peer in self._transport.connected_peers]
+        return [(peer, self._address_book()) for peer in self.transport.connected_peers]
 
     def _address_book(self) -> messages.ServerAddressBook:
         return messages.ServerAddressBook(tuple((name, *address) for name, address in sorted(self._addresses.items())))

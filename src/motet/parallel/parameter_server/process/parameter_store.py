@@ -5,7 +5,7 @@ Published parameters are never written to: an update makes a new tensor, so a re
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from io import BytesIO
 from typing import Any
 
@@ -13,18 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from motet.parallel.data_parallel.buckets import Bucket
-from motet.parallel.parameter_server.process.push_pull_compression import (
-    ERROR_FEEDBACK_ENTRY,
-    PUBLISHED_VALUE_ENTRY,
-    PushPullCompression,
-    decompress_gradient,
-    make_compressor,
-)
+from motet.parallel.parameter_server.process import push_pull_compression
+from motet.parallel.parameter_server.process.push_pull_compression import PushPullCompression
 from motet.parallel.parameter_server.protocol.messages import UpdateScalars
 from motet.parallel.parameter_server.protocol.parameter_slices import ParameterSlice
 from motet.parallel.reproducible.norms import squared_norm
 from motet.precision.recipe import PrecisionRecipe
 
+# State of a slice that a second server needs, in addition to master parameters and moments.
+ERROR_FEEDBACK_ENTRY, PUBLISHED_VALUE_ENTRY, PUSH_PREFIX = "pull/error", "pull/message", "push/"
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
@@ -38,11 +35,6 @@ class ParameterSlicingPlan:
     optimizer_groups: tuple[tuple[float, float], ...]  # (scale of the learning rate, weight decay)
     compression: PushPullCompression = field(default_factory=PushPullCompression)
     delay_compensation: float = 0.0
-
-    @property
-    def gradient_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.recipe.reduce)
-        return dtype
 
     @cached_property
     def slice_ids_by_bucket(self) -> list[list[int]]:
@@ -71,7 +63,8 @@ class ParameterStore:
     def __init__(self, partition: ParameterSlicingPlan, make_optimizer: OptimizerFactory) -> None:
         self._partition, self._make_optimizer = partition, make_optimizer
         self._tensors_by_slice: dict[int, _ParameterSliceTensors] = {}
-        self._compressor = make_compressor(partition.compression.pull_codec, partition.compression)
+        compression = partition.compression
+        self._compressor = push_pull_compression.make_compressor(compression.pull_codec, compression)
 
     def _tensors_of(self, slice_id: int) -> _ParameterSliceTensors:
         if slice_id in self._tensors_by_slice:
@@ -109,7 +102,6 @@ class ParameterStore:
         tensors.pulled_for_item = {item: t for item, t in tensors.pulled_for_item.items() if item in work_items}
 
     def squared_norm(self, slice_id: int, work_items: Sequence[int]) -> float:
-        """The squared norm of the summed gradient."""
         return squared_norm(self._sum_pushes(slice_id, work_items))
 
     def apply_update(self, slice_id: int, work_items: Sequence[int], scalars: UpdateScalars) -> None:
@@ -139,19 +131,15 @@ class ParameterStore:
         """The sum in the order of the work items, in whatever order they arrived."""
         tensors = self._tensors_of(slice_id)
         if tensors.gradient_sum is None or tensors.gradient_sum[0] != tuple(work_items):
-            like = torch.empty(tensors.master.shape, dtype=self._partition.gradient_dtype, device="meta")
+            like = torch.empty(tensors.master.shape, dtype=getattr(torch, self._partition.recipe.reduce), device="meta")
             compression = self._partition.compression
-            first, *others = (
-                decompress_gradient(compression, tensors.pushes[i], slice_id=slice_id, work_item=i, like=like)
-                for i in work_items
-            )
+            decompress = partial(push_pull_compression.decompress_gradient, compression, slice_id=slice_id, like=like)
+            first, *others = (decompress(tensors.pushes[item], work_item=item) for item in work_items)
             total = first.to(tensors.master.dtype, copy=True)
             for other in others:
                 total.add_(other)
             tensors.gradient_sum = tuple(work_items), total
         return tensors.gradient_sum[1]
-
-    # --- state for a second server, a checkpoint or a snapshot ---------------------------------------
 
     def slice_state(self, slice_id: int) -> dict[str, Tensor]:
         """Master parameters, moments and step counts of a slice."""
@@ -163,26 +151,32 @@ class ParameterStore:
             if isinstance(value, Tensor)
         }
 
-    def full_slice_state(self, slice_id: int) -> dict[str, Tensor]:
-        """`slice_state`, with the published value and its compression error."""
+    def full_slice_state(self, slice_id: int, work_items: Collection[int] = ()) -> dict[str, Tensor]:
+        """`slice_state`, with the published value, its compression error, and the pushes of these work items."""
         state = self.slice_state(slice_id)
-        if self._compressor is None:
-            return state
-        published = {PUBLISHED_VALUE_ENTRY: self._tensors_of(slice_id).published_value}
-        return state | published | self._compressor.error_feedback_state(slice_id)
+        if self._compressor is not None:
+            state[PUBLISHED_VALUE_ENTRY] = self._tensors_of(slice_id).published_value
+            if str(slice_id) in self._compressor.errors:
+                state[ERROR_FEEDBACK_ENTRY] = self._compressor.errors[str(slice_id)]
+        for item in work_items:
+            state[f"{PUSH_PREFIX}{item}"] = torch.frombuffer(self.push_of(slice_id, item), dtype=torch.uint8)
+        return state
 
     def load_slice_state(self, slice_id: int, state: Mapping[str, Tensor]) -> None:
         """Load a `slice_state` or a `full_slice_state`."""
         tensors = self._tensors_of(slice_id)
         tensors.master.copy_(state["master"])
-        for kind in [k for k in state if k not in ("master", PUBLISHED_VALUE_ENTRY, ERROR_FEEDBACK_ENTRY)]:
-            for slice_range, parameter in tensors.optimizer_slices:
-                value = state[kind] if state[kind].ndim == 0 else state[kind][slice_range]
-                tensors.optimizer.state[parameter][kind] = value.clone()
+        for name, value in state.items():
+            if name.startswith(PUSH_PREFIX):
+                self.add_push(slice_id, int(name.removeprefix(PUSH_PREFIX)), bytearray(tensor_bytes(value)))
+            elif name not in ("master", PUBLISHED_VALUE_ENTRY, ERROR_FEEDBACK_ENTRY):
+                for slice_range, parameter in tensors.optimizer_slices:
+                    own_value = value if value.ndim == 0 else value[slice_range]
+                    tensors.optimizer.state[parameter][name] = own_value.clone()
         if self._compressor is not None and PUBLISHED_VALUE_ENTRY in state:
             tensors.published_value = state[PUBLISHED_VALUE_ENTRY].clone()
             if ERROR_FEEDBACK_ENTRY in state:
-                self._compressor.load_error_feedback(slice_id, state[ERROR_FEEDBACK_ENTRY])
+                self._compressor.errors[str(slice_id)] = state[ERROR_FEEDBACK_ENTRY].clone()
         else:
             tensors.published_value = self._encode_value(slice_id, tensors.master)
 
@@ -194,8 +188,7 @@ def serialize_tensors(tensors: Mapping[str, Tensor]) -> memoryview:
 
 
 def deserialize_tensors(content: bytes | bytearray) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = torch.load(BytesIO(content), weights_only=True)
-    return tensors
+    return dict(torch.load(BytesIO(content), weights_only=True))
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:

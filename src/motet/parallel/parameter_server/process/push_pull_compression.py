@@ -13,9 +13,6 @@ from motet.collectives.compression.byte_messages import codec_numerics, decode, 
 from motet.collectives.compression.codec_base import Codec
 from motet.collectives.compression.error_feedback import ErrorFeedback, message_seed
 
-# State of a slice that a second server needs, in addition to master parameters and moments.
-ERROR_FEEDBACK_ENTRY, PUBLISHED_VALUE_ENTRY = "pull/error", "pull/message"
-
 
 @dataclass(frozen=True)
 class PushPullCompression:
@@ -33,6 +30,7 @@ class PushPullCompressor:
     def __init__(self, codec: Codec, compression: PushPullCompression) -> None:
         self._codec, self._seed = codec, compression.seed
         self._error_feedback = ErrorFeedback(codec, compression.seed) if compression.has_error_feedback else None
+        self.errors = self._error_feedback.errors if self._error_feedback else {}  # By slice
 
     def compress(self, slice_id: int, sequence_number: int, tensor: Tensor) -> Tensor:
         """The message about a slice. The receiver knows the sequence number, which seeds random codecs."""
@@ -40,15 +38,6 @@ class PushPullCompressor:
             if self._error_feedback is not None:
                 return self._error_feedback.encode(str(slice_id), tensor, sequence_number)
             return encode(self._codec, tensor, message_seed(self._seed, str(slice_id), sequence_number))
-
-    def error_feedback_state(self, slice_id: int) -> dict[str, Tensor]:
-        """The compression error of the slice, if there is one."""
-        errors = self._error_feedback.errors if self._error_feedback is not None else {}
-        return {ERROR_FEEDBACK_ENTRY: errors[str(slice_id)]} if str(slice_id) in errors else {}
-
-    def load_error_feedback(self, slice_id: int, error: Tensor) -> None:
-        if self._error_feedback is not None:
-            self._error_feedback.errors[str(slice_id)] = error.clone()
 
 
 def make_compressor(codec: Codec | None, compression: PushPullCompression) -> PushPullCompressor | None:
@@ -58,7 +47,6 @@ def make_compressor(codec: Codec | None, compression: PushPullCompression) -> Pu
 def decompress_gradient(
     compression: PushPullCompression, message: bytearray | memoryview, *, slice_id: int, work_item: int, like: Tensor
 ) -> Tensor:
-    """A pushed gradient, in the shape and dtype of `like`."""
     seed = message_seed(compression.seed, str(slice_id), work_item)
     return decompress(compression.push_codec, message, like, seed=seed)
 

@@ -36,7 +36,6 @@ class ServerSnapshots:
             self._changed.notify()
 
     def load_all(self) -> dict[int, tuple[int, dict[str, Tensor]]]:
-        """The version and the tensors of each slice on disk."""
         snapshots = {}
         for path in self._folder.glob("*.pt"):
             tensors = deserialize_tensors(path.read_bytes())
@@ -44,7 +43,6 @@ class ServerSnapshots:
         return snapshots
 
     def close_and_delete(self) -> None:
-        """End the writing thread, and delete the snapshots."""
         with self._changed:
             self._closed = True
             self._changed.notify()

@@ -19,15 +19,8 @@ from typing import NamedTuple
 from uuid import uuid4
 
 from motet.core.errors import InputError, PeerFailedError
-from motet.parallel.parameter_server.protocol import messages
-from motet.parallel.parameter_server.protocol.message_framing import (
-    FRAME_HEADER,
-    MAX_FRAME_BYTES,
-    PAYLOAD_FRAME,
-    MessageFrame,
-    MessageFrameReader,
-    cut_into_frames,
-)
+from motet.parallel.parameter_server.protocol import message_framing, messages
+from motet.parallel.parameter_server.protocol.message_framing import FRAME_HEADER, MessageFrame
 from motet.parallel.parameter_server.protocol.messages import Message, OutgoingMessages
 
 HEARTBEAT_FRAME, HANDSHAKE_FRAME = 2, 3
@@ -53,9 +46,7 @@ class TransportEvent(NamedTuple):
 
 
 @dataclass
-class PeerTraffic:
-    """Bytes, with headers."""
-
+class PeerTraffic:  # With the headers of frames
     sent_bytes: int = 0
     received_bytes: int = 0
 
@@ -66,10 +57,8 @@ class TcpTransport:
     def __init__(
         self, name: str, handshake: Mapping[str, str], timeout_s: float, *, host: str | None = None, port: int = 0
     ) -> None:
-        """Others can connect if a host is given. A connection that is silent for `timeout_s` is lost.
-
-        Entries that both handshakes have must be equal; else the side that connects gets a `ConnectionRejected`.
-        """
+        """Others can connect if a host is given. A connection that is silent for `timeout_s` is lost."""
+        # Entries that both handshakes have must be equal; else the side that connects gets a `ConnectionRejected`.
         self.name, self.handshake = name, handshake
         self.inbox: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
         self.traffic: dict[str, PeerTraffic] = {}
@@ -143,6 +132,12 @@ class TcpTransport:
         with self._lock:
             return list(self._connections)
 
+    def next_event(self, timeout_s: float = POLL_INTERVAL_S) -> TransportEvent | None:
+        """The next event, or None if there is none in time."""
+        with contextlib.suppress(queue.Empty):
+            return self.inbox.get(timeout=timeout_s)
+        return None
+
     def queued_bytes(self, peer: str) -> int:
         with self._lock:
             connection = self._connections.get(peer)
@@ -161,8 +156,6 @@ class TcpTransport:
         for thread in self._threads:  # one that frees tensors while Python ends would abort the process
             thread.join(CONNECT_TIMEOUT_S + RECONNECT_INTERVAL_S)
 
-    # --- making connections ------------------------------------------------------------------------
-
     def _start_thread(self, target: Callable[..., None], *arguments: object) -> None:
         thread = threading.Thread(target=target, args=arguments, daemon=True)
         thread.start()
@@ -176,7 +169,7 @@ class TcpTransport:
 
     def _keep_connected(self, peer: str, address: tuple[str, int]) -> None:
         while not self._closed.is_set() and self.peer_addresses.get(peer) == address:
-            with contextlib.suppress(OSError, PeerFailedError):
+            with contextlib.suppress(OSError):
                 tcp_socket = socket.create_connection(address, timeout=min(self._timeout_s, CONNECT_TIMEOUT_S))
                 self._run_connection(tcp_socket, peer)
             self._closed.wait(RECONNECT_INTERVAL_S)
@@ -184,13 +177,13 @@ class TcpTransport:
     def _run_connection(self, tcp_socket: socket.socket, expected: str | None = None) -> None:
         tcp_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with contextlib.suppress(OSError):
-            tcp_socket.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, MAX_FRAME_BYTES)
+            tcp_socket.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, message_framing.MAX_FRAME_BYTES)
         tcp_socket.settimeout(self._timeout_s)
         try:
             handshake = json.dumps([self.name, dict(self.handshake), self._instance_id]).encode()
             tcp_socket.sendall(FRAME_HEADER.pack(0, HANDSHAKE_FRAME, len(handshake)) + handshake)
             peer = self._receive_handshake(tcp_socket, expected)
-        except (OSError, PeerFailedError):
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError):
             tcp_socket.close()
             return
         traffic = self.traffic.setdefault(peer, PeerTraffic())
@@ -215,35 +208,30 @@ class TcpTransport:
             connection.close()
 
     def _receive_handshake(self, tcp_socket: socket.socket, expected: str | None) -> str:
+        """The name of the other side; a ValueError or another error if it is not a process of this run."""
         _, kind, length = FRAME_HEADER.unpack(_receive_exactly(tcp_socket, FRAME_HEADER.size))
-        try:
-            if kind != HANDSHAKE_FRAME or length > MAX_FRAME_BYTES:
-                raise ValueError(kind, length)
-            name, peer_handshake, instance_id = json.loads(_receive_exactly(tcp_socket, length))
-            shared_keys = peer_handshake.keys() & self.handshake.keys()
-            mismatches = sorted(key for key in shared_keys if peer_handshake[key] != self.handshake[key])
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise PeerFailedError("the other side is not a process of a parameter server") from error
+        if kind != HANDSHAKE_FRAME or length > message_framing.MAX_FRAME_BYTES:
+            raise ValueError(f"a frame of kind {kind} and {length} bytes is no handshake")
+        name, peer_handshake, instance_id = json.loads(_receive_exactly(tcp_socket, length))
         if expected not in (None, name):
-            raise PeerFailedError(f"{name} is not {expected}")
-        if mismatches:
-            key = mismatches[0]
-            reason = (
-                f"the {key} of {self.name} is not that of the {name} ({self.handshake[key]} here, "
-                f"{peer_handshake[key]} there); give every machine the same job and the same files"
-            )
-            if expected:
-                self.inbox.put(TransportEvent(expected, messages.ConnectionRejected(reason)))
-            raise PeerFailedError(reason)
+            raise ValueError(f"{name} is not {expected}")
+        for key in sorted(peer_handshake.keys() & self.handshake.keys()):
+            value, peer_value = self.handshake[key], peer_handshake[key]
+            if value != peer_value:
+                reason = f"the {key} of {self.name} is not that of the {name} ({value} here, {peer_value} there)"
+                reason += "; give every machine the same job and the same files"
+                if expected:
+                    self.inbox.put(TransportEvent(expected, messages.ConnectionRejected(reason)))
+                raise ValueError(reason)
         if expected and self._peer_instance_ids.setdefault(name, instance_id) != instance_id:
             self.inbox.put(TransportEvent(expected, messages.EvictionNotice(self.name)))
-            raise PeerFailedError(f"{name} is another process than before")
+            raise ValueError(f"{name} is another process than before")
         self.peer_handshakes[name] = peer_handshake
         return str(name)
 
     def _receive_all(self, peer: str, connection: "_TcpConnection") -> bool:
         """Receive until the connection is lost; returns whether it had fallen silent."""
-        reader, receive_into = MessageFrameReader(), partial(_receive_into, connection.tcp_socket)
+        reader, receive_into = message_framing.MessageFrameReader(), partial(_receive_into, connection.tcp_socket)
         try:
             while True:
                 header = FRAME_HEADER.unpack(_receive_exactly(connection.tcp_socket, FRAME_HEADER.size))
@@ -256,8 +244,6 @@ class TcpTransport:
 
 @dataclass
 class _TcpConnection:
-    """The sending side of one connection."""
-
     tcp_socket: socket.socket
     heartbeat_interval_s: float
     traffic: PeerTraffic
@@ -272,7 +258,7 @@ class _TcpConnection:
         with self._changed:
             message_id = next(self._message_ids)
             self.queued_bytes += payload.nbytes if payload is not None else 0
-            frames = cut_into_frames(message_id % 2**32, message, payload)
+            frames = message_framing.cut_into_frames(message_id % 2**32, message, payload)
             heapq.heappush(self._send_heap, (priority, message_id, frames))
             self._changed.notify()
 
@@ -302,7 +288,7 @@ class _TcpConnection:
             frame = frames.popleft()
             if not frames:
                 heapq.heappop(self._send_heap)
-            if FRAME_HEADER.unpack(frame.header)[1] == PAYLOAD_FRAME:
+            if FRAME_HEADER.unpack(frame.header)[1] == message_framing.PAYLOAD_FRAME:
                 self.queued_bytes -= len(frame.body)
             return frame
 

@@ -6,15 +6,14 @@ from dataclasses import dataclass, field
 from motet.parallel.parameter_server.protocol import messages
 from motet.parallel.parameter_server.protocol.messages import NO_MORE_WORK, Message, OutgoingMessages
 
-# Decisions that a server can have missed: one that is further behind was evicted long ago.
-MAX_MISSED_DECISIONS = 2_000
+MAX_MISSED_DECISIONS = 2_000  # A server that is further behind was evicted long ago
 # (update, reports by work item, squared norms by slice) -> how servers apply it.
 UpdateRule = Callable[[int, dict[int, messages.WorkItemReport], dict[int, float]], messages.UpdateScalars]
 
 
 @dataclass
 class CoordinatorStateMachine:
-    """The state of a run's coordinator; each message changes it and yields the messages to send."""
+    """The state of a run's coordinator; each message changes it and yields the messages to send, in their order."""
 
     policy: messages.ConsistencyPolicy
     placement: messages.ParameterPlacement
@@ -46,15 +45,13 @@ class CoordinatorStateMachine:
     squared_norms: dict[int, float] = field(default_factory=dict)
 
     def resume_after(self, done_steps: int) -> "CoordinatorStateMachine":
-        """Start after the steps of a checkpoint."""
         items_per_step = self.policy.work_items_per_step
-        self.first_logged_update = done_steps * (items_per_step if self.policy.has_per_item_updates else 1)
-        self.next_work_item = done_steps * items_per_step
-        self.decided = messages.DecidedWorkItems(self.next_work_item)
+        self.first_logged_update = done_steps * self.policy.updates_per_step
+        self.next_work_item = done_items = done_steps * items_per_step
+        self.decided = messages.DecidedWorkItems(done_items)
         if self.policy.max_staleness is not None:
-            oldest_needed = self.policy.required_work_items(self.next_work_item)
-            bounds = range(oldest_needed, self.next_work_item + 1, items_per_step)
-            self.updates_covering = dict.fromkeys(bounds, self.first_logged_update)
+            step_ends = range(self.policy.required_work_items(done_items), done_items + 1, items_per_step)
+            self.updates_covering = dict.fromkeys(step_ends, self.first_logged_update)
         return self
 
     @property
@@ -83,12 +80,10 @@ class CoordinatorStateMachine:
         return self.policy.steps if self.step_limit is None else self.step_limit
 
     def extend_to_step(self, step_limit: int, ends_at_step_limit: bool = False) -> OutgoingMessages:
-        """Hand out work up to this step."""
         self.step_limit, self.ends_at_step_limit = step_limit, ends_at_step_limit
         return self._progress()
 
     def handle(self, message: Message) -> OutgoingMessages:
-        """The messages to send in answer, in this order."""
         match message:
             case messages.WorkerJoined(worker):
                 return self._add_worker(worker)
@@ -111,8 +106,6 @@ class CoordinatorStateMachine:
         """Whether an initialized server has a second copy of each slice of this process."""
         others = set(initialized_servers) - {name}
         return all(others & set(servers) for servers, _ in self.placement.replicas if name in servers)
-
-    # --- workers -----------------------------------------------------------------------------------
 
     def _add_worker(self, worker: str) -> OutgoingMessages:
         if worker in self.lost_processes:
@@ -153,8 +146,6 @@ class CoordinatorStateMachine:
         self.next_work_item = max(self.next_work_item, work_item + 1)
         return work_item
 
-    # --- servers -----------------------------------------------------------------------------------
-
     def _remove_process(self, name: str) -> OutgoingMessages:
         self.lost_processes.add(name)
         if name in self.workers:
@@ -171,7 +162,6 @@ class CoordinatorStateMachine:
         return self._change_placement([r._replace(servers=tuple(s for s in r.servers if s != name)) for r in placed])
 
     def _admit_server(self, offer: messages.ServerTakeoverOffer) -> OutgoingMessages:
-        """Give a new server the slices of a lost one."""
         name, replaced_server, snapshot_versions = offer
         if name in self.servers or name in self.lost_processes:
             return []
@@ -194,7 +184,6 @@ class CoordinatorStateMachine:
         return [(server, message) for message in replayed]
 
     def _discard_lost_pushes(self) -> None:
-        """Acknowledged pushes are lost, so their work items are assigned again."""
         self.lost_epoch = self.placement.epoch + 1
         self.orphaned_work_items |= self.completed_reports.keys() - set(self._items_in_flight)
         self.next_update_items, self.squared_norms, self.completed_reports = None, {}, {}
@@ -203,8 +192,6 @@ class CoordinatorStateMachine:
         self.placement = messages.ParameterPlacement(self.placement.epoch + 1, tuple(replicas))
         return [(other, self.placement) for other in (*self.workers, *self.servers)]
 
-    # --- updates -----------------------------------------------------------------------------------
-
     def _progress(self) -> OutgoingMessages:
         outgoing: OutgoingMessages = []
         while (work_items := self._items_of_next_update()) is not None:
@@ -212,8 +199,7 @@ class CoordinatorStateMachine:
                 outgoing += self._decide_update(work_items)
                 continue
             if self.next_update_items is None:
-                self.next_update_items = work_items
-                self.norm_attempt += 1
+                self.next_update_items, self.norm_attempt = work_items, self.norm_attempt + 1
                 request = messages.GradientNormRequest(self.norm_attempt, self.update_count, work_items)
                 outgoing += [(server, request) for server in self.servers]
             break
@@ -237,14 +223,13 @@ class CoordinatorStateMachine:
         return tuple(sorted(step_items[: self.policy.quorum])) if len(step_items) >= self.policy.quorum else None
 
     def _decide_update(self, work_items: tuple[int, ...]) -> OutgoingMessages:
-        reports = {work_item: self.completed_reports[work_item] for work_item in work_items}
+        reports = {item: self.completed_reports[item] for item in work_items}
         scalars = self.update_rule(self.update_count, reports, self.squared_norms)
         floor = self.decided.floor
-        if self.policy.has_per_item_updates:
-            while floor in work_items or floor in self.decided.above_floor:
-                floor += 1
-        else:
+        if not self.policy.has_per_item_updates:
             floor = (self.update_count + 1) * self.policy.work_items_per_step
+        while floor in work_items or floor in self.decided.above_floor:
+            floor += 1
         decision = messages.UpdateDecision(self.update_count, work_items, floor, scalars)
         self.decision_log.append(decision)
         if len(self.decision_log) > 2 * MAX_MISSED_DECISIONS:
@@ -253,8 +238,8 @@ class CoordinatorStateMachine:
         if self.policy.max_staleness is not None:  # remember which update completed the work items below the floor
             per_step, oldest_needed = self.policy.work_items_per_step, self.policy.required_work_items(floor)
             step_ends = range(self.decided.floor // per_step * per_step + per_step, floor + 1, per_step)
-            covering = self.updates_covering | dict.fromkeys(step_ends, self.update_count)
-            self.updates_covering = {end: updates for end, updates in covering.items() if end >= oldest_needed}
+            self.updates_covering |= dict.fromkeys(step_ends, self.update_count)
+            self.updates_covering = {k: updates for k, updates in self.updates_covering.items() if k >= oldest_needed}
         self.decided = self.decided.with_decided(work_items, floor)
         self.next_update_items, self.squared_norms, self.workers_done_with_step = None, {}, set()
         self.completed_reports = {i: report for i, report in self.completed_reports.items() if not self.decided.has(i)}

@@ -1,7 +1,7 @@
 """Messages as frames. A long payload is cut, so that a more urgent message can be sent between its frames.
 
-frame   = message id (4 bytes) | kind (1) | length (4) | that many bytes
-kinds   0: the first frame, a JSON text [type, fields, bytes of the payload]; 1: a part of the payload
+A frame is a message id (4 bytes), a kind (1), a length (4) and that many bytes. The first frame of a message (kind 0)
+is a JSON text [type, fields, bytes of the payload]; the others (kind 1) are parts of the payload.
 """
 
 import json
@@ -18,15 +18,7 @@ MESSAGE_FRAME, PAYLOAD_FRAME = 0, 1
 MAX_FRAME_BYTES = 128 * 1024  # The most that an urgent message waits for
 MAX_MESSAGE_BYTES = 2**26
 
-# Messages inside one process.
-_LOCAL_MESSAGES = (
-    messages.ConnectionRejected,
-    messages.ProcessLost,
-    messages.ParametersReady,
-    messages.GradientsReady,
-    messages.ApplyUpdate,
-)
-_MESSAGE_TYPES = {kind.__name__: kind for kind in get_args(messages.Message) if kind not in _LOCAL_MESSAGES}
+_MESSAGE_TYPES = {kind.__name__: kind for kind in get_args(messages.SentMessage)}
 _FIELD_TYPES = {kind: get_type_hints(kind) for kind in _MESSAGE_TYPES.values()}
 
 
@@ -50,7 +42,6 @@ def _to_json(value: Any) -> Any:
 
 
 def _from_json(kind: Any, value: Any) -> Any:
-    """The inverse of `_to_json`; raises if the value is not of this type."""
     if kind in _FIELD_TYPES or hasattr(kind, "_fields"):
         hints = _FIELD_TYPES.setdefault(kind, get_type_hints(kind))
         if len(value) != len(hints):

@@ -31,13 +31,16 @@ class ConsistencyPolicy(NamedTuple):
     work_items_per_step: int
     steps: int
     quorum: int  # Work items that complete a step; later ones are dropped. Ignored with per-item updates.
-    # The parameters of step t have all steps before t - max_staleness; None: no bound.
-    max_staleness: int | None
+    max_staleness: int | None  # The parameters of step t have all steps before t - max_staleness; None: no bound
     has_per_item_updates: bool = False
 
     @property
     def drops_late_items(self) -> bool:
         return not self.has_per_item_updates and self.quorum < self.work_items_per_step
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.work_items_per_step if self.has_per_item_updates else 1
 
     def step_of(self, work_item: int) -> int:
         return work_item // self.work_items_per_step
@@ -49,9 +52,7 @@ class ConsistencyPolicy(NamedTuple):
         return max(0, self.step_of(work_item) - self.max_staleness) * self.work_items_per_step
 
 
-class WorkItemReport(NamedTuple):
-    """Sums over the rows of a work item."""
-
+class WorkItemReport(NamedTuple):  # Sums over the rows of a work item
     loss_sum: float = 0.0
     targets: float = 0.0
     tokens: float = 0.0
@@ -98,9 +99,7 @@ NO_ASSIGNMENT = WorkAssignment(0, NO_MORE_WORK, 0)
 
 
 class EvictionNotice(NamedTuple):
-    """Tells a process that others have taken over its work."""
-
-    name: str
+    name: str  # Others have taken over the work of this process
 
 
 class WorkItemCompleted(NamedTuple):
@@ -167,9 +166,7 @@ class DecidedWorkItems(NamedTuple):
 NONE_DECIDED = DecidedWorkItems()
 
 
-class ParameterStateTransfer(NamedTuple):
-    """The state of a slice, for its new second server."""
-
+class ParameterStateTransfer(NamedTuple):  # To the new second server of a slice
     slice_id: int
     version: int
     decided: DecidedWorkItems
@@ -185,10 +182,8 @@ class ServerTakeoverOffer(NamedTuple):
 
 
 class DecisionReplayRequest(NamedTuple):
-    """A server that has connected asks for the decisions that it missed."""
-
     server: str
-    from_update: int
+    from_update: int  # The first whose decision the server may have missed
 
 
 class SliceStartVersion(NamedTuple):
@@ -219,35 +214,25 @@ class UpdateDecision(NamedTuple):
 
 
 class ServerShutdown(NamedTuple):
-    """Tells a server that the run has ended."""
-
     update_count: int
 
 
 class ParameterStateRequest(NamedTuple):
-    """Asks a server for the state of a slice."""
-
     slice_id: int
 
 
 class ParameterStateReply(NamedTuple):
-    """The state of a slice."""
-
     slice_id: int
     version: int
 
 
 class ServerTrafficReport(NamedTuple):
-    """Bytes that a server has sent, received and queued so far."""
-
     sent_bytes: int
     received_bytes: int
     queued_bytes: int
 
 
 class ServerAddress(NamedTuple):
-    """Tells the coordinator where a server listens."""
-
     server: str
     host: str
     port: int
@@ -255,27 +240,19 @@ class ServerAddress(NamedTuple):
 
 
 class ServerAddressBook(NamedTuple):
-    """Addresses of the servers: (name, host, port)."""
-
-    entries: tuple[tuple[str, str, int], ...]
+    entries: tuple[tuple[str, str, int], ...]  # (name, host, port)
 
 
 class ConnectionRejected(NamedTuple):
-    """The other side of a connection has another job, or other data."""
-
-    reason: str
+    reason: str  # The other side of the connection has another job, or other data
 
 
 class ProcessLost(NamedTuple):
-    """Tells the coordinator that a process does not answer."""
-
     name: str
 
 
 class ParametersReady(NamedTuple):
-    """Tells a worker that the parameters of its work item have arrived."""
-
-    assignment: WorkAssignment
+    assignment: WorkAssignment  # Whose parameters have all arrived
 
 
 class GradientsReady(NamedTuple):
@@ -293,12 +270,13 @@ class ApplyUpdate(NamedTuple):
     decision: UpdateDecision
 
 
-Message = (
+SentMessage = (
     WorkerJoined | WorkAssignment | EvictionNotice | WorkItemCompleted | ParameterPull | ParameterPullReply
     | GradientPush | GradientPushAck | BackupPush | BackupPushAck | ParameterStateTransfer | ServerTakeoverOffer
     | DecisionReplayRequest | SliceStartVersion | GradientNormRequest | GradientNormReply | UpdateDecision
     | ParameterPlacement | ServerShutdown | ParameterStateRequest | ParameterStateReply | ServerTrafficReport
-    | ServerAddress | ServerAddressBook | ConnectionRejected | ProcessLost | ParametersReady | GradientsReady
-    | ApplyUpdate
+    | ServerAddress | ServerAddressBook
 )  # fmt: skip
+LocalMessage = ConnectionRejected | ProcessLost | ParametersReady | GradientsReady | ApplyUpdate  # Inside one process
+Message = SentMessage | LocalMessage
 OutgoingMessages = list[tuple[str, Message]]  # (recipient, message), in order

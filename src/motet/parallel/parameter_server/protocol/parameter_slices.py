@@ -23,8 +23,7 @@ class ParameterSlice:
 
     @property
     def numel(self) -> int:
-        count: int = self.flat_range.stop - self.flat_range.start
-        return count
+        return int(self.flat_range.stop - self.flat_range.start)
 
 
 def partition_buckets(buckets: Sequence[Bucket], max_numel: int, server_count: int) -> tuple[ParameterSlice, ...]:
@@ -39,11 +38,11 @@ def partition_buckets(buckets: Sequence[Bucket], max_numel: int, server_count: i
             server_index = min(range(server_count), key=load.__getitem__)
             slices.append(ParameterSlice(bucket_id, flat_range, server_index))
             load[server_index] += slices[-1].numel
-    check_input(
-        server_count <= len(slices),
-        f"layout.server.count = {server_count} is more than the slices that parameters are cut into, "
-        f"{len(slices)}; take fewer servers, or smaller slices (layout.server.slice_mib)",
+    problem = (
+        f"layout.server.count = {server_count} is more than the slices that parameters are cut into, {len(slices)}"
     )
+    remedy = "take fewer servers, or smaller slices (layout.server.slice_mib)"
+    check_input(server_count <= len(slices), f"{problem}; {remedy}")
     return tuple(slices)
 
 

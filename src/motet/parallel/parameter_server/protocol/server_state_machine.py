@@ -4,18 +4,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from motet.parallel.parameter_server.protocol import messages
-from motet.parallel.parameter_server.protocol.messages import COORDINATOR, Message, OutgoingMessages
+from motet.parallel.parameter_server.protocol.messages import COORDINATOR, GradientPush, Message, OutgoingMessages
 
 
 @dataclass
 class ServerSliceState:
-    """A parameter slice on one server."""
-
     version: int = 0  # Updates that were applied
     decided: messages.DecidedWorkItems = messages.NONE_DECIDED
     pending_work_items: set[int] = field(default_factory=set)  # Pushed, and in no update yet
     # By work item: pushes to acknowledge once the second server has the gradient.
-    pushes_awaiting_backup: dict[int, frozenset[messages.GradientPush]] = field(default_factory=dict)
+    pushes_awaiting_backup: dict[int, frozenset[GradientPush]] = field(default_factory=dict)
     waiting_pulls: list[messages.ParameterPull] = field(default_factory=list)
     is_initialized: bool = True  # False until the coordinator or the primary sends its state
 
@@ -31,20 +29,19 @@ class ServerStateMachine:
     placement: messages.ParameterPlacement
     slice_states: dict[int, ServerSliceState] = field(default_factory=dict)
     norm_request: messages.GradientNormRequest | None = None
-    # By update, if a slice has not applied it.
-    decisions: dict[int, messages.UpdateDecision] = field(default_factory=dict)
+    decisions: dict[int, messages.UpdateDecision] = field(default_factory=dict)  # By update that a slice still needs
 
     def handle(self, message: Message) -> OutgoingMessages:
         """The messages to send and the updates to apply, in this order."""
         match message:
-            case messages.GradientPush():
+            case GradientPush():
                 return self._handle_push(message)
             case messages.BackupPush(server, slice_id, work_item):
                 if self._is_primary(slice_id):  # from a server that is lost, and has acknowledged nothing
                     return []
-                slice_state = self._slice_state(slice_id)
-                if not slice_state.decided.has(work_item):
-                    slice_state.pending_work_items.add(work_item)
+                state = self._slice_state(slice_id)
+                if not state.decided.has(work_item):
+                    state.pending_work_items.add(work_item)
                 return [(server, messages.BackupPushAck(self.name, slice_id, work_item))]
             case messages.BackupPushAck(server, slice_id, work_item):
                 is_current = server == self._other_replica(slice_id)
@@ -53,7 +50,7 @@ class ServerStateMachine:
             case messages.ParameterPull():
                 return self._handle_pull(message)
             case messages.ParameterStateTransfer() | messages.SliceStartVersion():
-                return self._initialize_slice(message)
+                return self._start_slice(message)
             case _:
                 return self._handle_from_coordinator(message)
 
@@ -88,13 +85,11 @@ class ServerStateMachine:
         """No slice needs an earlier decision; a slice without a state may need any."""
         if not any(self.name in replicas.servers for replicas in self.placement.replicas):
             return 0
-        versions = (state.version if state.is_initialized else 0 for state in self.slice_states.values())
-        return min(versions, default=0)
+        return min((s.version if s.is_initialized else 0 for s in self.slice_states.values()), default=0)
 
     def _state_transfer(self, slice_id: int) -> messages.ParameterStateTransfer:
-        state = self.slice_states[slice_id]
-        pending = frozenset(state.pending_work_items)
-        return messages.ParameterStateTransfer(slice_id, state.version, state.decided, pending)
+        s = self.slice_states[slice_id]
+        return messages.ParameterStateTransfer(slice_id, s.version, s.decided, frozenset(s.pending_work_items))
 
     def is_slice_initialized(self, slice_id: int) -> bool:
         return slice_id in self.slice_states and self.slice_states[slice_id].is_initialized
@@ -102,7 +97,7 @@ class ServerStateMachine:
     def _slice_state(self, slice_id: int) -> ServerSliceState:
         return self.slice_states.setdefault(slice_id, ServerSliceState(is_initialized=False))
 
-    def _handle_push(self, push: messages.GradientPush) -> OutgoingMessages:
+    def _handle_push(self, push: GradientPush) -> OutgoingMessages:
         _, _, slice_id, work_item = push
         state = self._slice_state(slice_id)
         if work_item in state.pushes_awaiting_backup:
@@ -113,47 +108,38 @@ class ServerStateMachine:
         state.pending_work_items.add(work_item)
         return self._replicate_push(slice_id, work_item, frozenset({push}))
 
-    def _replicate_push(
-        self, slice_id: int, work_item: int, pushes: frozenset[messages.GradientPush]
-    ) -> OutgoingMessages:
+    def _replicate_push(self, slice_id: int, work_item: int, pushes: frozenset[GradientPush]) -> OutgoingMessages:
         if (backup := self._other_replica(slice_id)) is None:
             return self._push_acks(pushes)
         self._slice_state(slice_id).pushes_awaiting_backup[work_item] = pushes
         return [(backup, messages.BackupPush(self.name, slice_id, work_item))]
 
     def _handle_pull(self, pull: messages.ParameterPull) -> OutgoingMessages:
-        slice_state = self._slice_state(pull.slice_id)
-        if pull not in slice_state.waiting_pulls:
-            slice_state.waiting_pulls.append(pull)
-        return self._pull_replies(slice_state)
+        state = self._slice_state(pull.slice_id)
+        if pull not in state.waiting_pulls:
+            state.waiting_pulls.append(pull)
+        return self._pull_replies(state)
 
-    def _pull_replies(self, slice_state: ServerSliceState) -> OutgoingMessages:
-        if not slice_state.is_initialized:
+    def _pull_replies(self, state: ServerSliceState) -> OutgoingMessages:
+        if not state.is_initialized:
             return []
-        pulls, version = slice_state.waiting_pulls, slice_state.version
-        slice_state.waiting_pulls = [pull for pull in pulls if pull.min_version > version]
-        return [
-            (pull.worker, messages.ParameterPullReply(pull.assignment_id, pull.slice_id, version, pull.priority))
-            for pull in pulls
-            if pull.min_version <= version
-        ]
+        pulls, version, reply = state.waiting_pulls, state.version, messages.ParameterPullReply
+        state.waiting_pulls = [pull for pull in pulls if pull.min_version > version]
+        ready = [pull for pull in pulls if pull.min_version <= version]
+        return [(p.worker, reply(p.assignment_id, p.slice_id, version, p.priority)) for p in ready]
 
     def _norm_replies(self) -> OutgoingMessages:
-        """Replies to the norm request, for slices whose primary this is and that have all its pushes."""
         if self.norm_request is None:
             return []
         attempt, update, work_items = self.norm_request
         return [
             (COORDINATOR, messages.GradientNormReply(attempt, slice_id))
-            for slice_id, state in self.slice_states.items()
-            if state.is_initialized
-            and state.version == update
-            and state.pending_work_items >= set(work_items)
-            and self._is_primary(slice_id)
+            for slice_id, s in self.slice_states.items()
+            if s.is_initialized and s.version == update and self._is_primary(slice_id)
+            if s.pending_work_items >= set(work_items)
         ]
 
     def _apply_decisions(self) -> OutgoingMessages:
-        """Apply the known decisions to each slice, in their order and without gaps."""
         outgoing: OutgoingMessages = []
         for slice_id, state in self.slice_states.items():
             while state.is_initialized and (decision := self.decisions.get(state.version)) is not None:
@@ -163,8 +149,8 @@ class ServerStateMachine:
                 state.decided = state.decided.with_decided(decision.work_items, decision.decided_floor)
                 state.drop_decided()
                 outgoing += self._pull_replies(state)
-        oldest_version = self._oldest_version()
-        self.decisions = {update: decision for update, decision in self.decisions.items() if update >= oldest_version}
+        oldest = self._oldest_version()
+        self.decisions = {update: decision for update, decision in self.decisions.items() if update >= oldest}
         return outgoing + self._norm_replies()
 
     def _change_placement(self, placement: messages.ParameterPlacement) -> OutgoingMessages:
@@ -173,23 +159,21 @@ class ServerStateMachine:
         for slice_id, replicas in enumerate(placement.replicas):
             if self.name not in replicas.servers:
                 continue
-            slice_state, other = self._slice_state(slice_id), self._other_replica(slice_id)
+            state, other = self._slice_state(slice_id), self._other_replica(slice_id)
             if other is not None and other not in previous.replicas[slice_id].servers and self._is_primary(slice_id):
                 outgoing.append((other, self._state_transfer(slice_id)))
-            awaiting_backup, slice_state.pushes_awaiting_backup = slice_state.pushes_awaiting_backup, {}
+            awaiting_backup, state.pushes_awaiting_backup = state.pushes_awaiting_backup, {}
             for work_item, pushes in awaiting_backup.items():
                 outgoing += self._replicate_push(slice_id, work_item, pushes)
         return outgoing + self._norm_replies()
 
-    def _initialize_slice(
-        self, assigned: messages.ParameterStateTransfer | messages.SliceStartVersion
-    ) -> OutgoingMessages:
-        state = self._slice_state(assigned.slice_id)
+    def _start_slice(self, start: messages.ParameterStateTransfer | messages.SliceStartVersion) -> OutgoingMessages:
+        state = self._slice_state(start.slice_id)
         if state.is_initialized:
             return []
-        state.is_initialized, state.version, state.decided = True, assigned.version, assigned.decided
-        if isinstance(assigned, messages.ParameterStateTransfer):
-            state.pending_work_items |= assigned.pending_work_items
+        state.is_initialized, state.version, state.decided = True, start.version, start.decided
+        if isinstance(start, messages.ParameterStateTransfer):
+            state.pending_work_items |= start.pending_work_items
         state.drop_decided()
         return self._pull_replies(state) + self._apply_decisions()
 
@@ -199,5 +183,5 @@ class ServerStateMachine:
     def _other_replica(self, slice_id: int) -> str | None:
         return next((server for server in self.placement.replicas[slice_id].servers if server != self.name), None)
 
-    def _push_acks(self, pushes: Iterable[messages.GradientPush]) -> OutgoingMessages:
+    def _push_acks(self, pushes: Iterable[GradientPush]) -> OutgoingMessages:
         return [(p.worker, messages.GradientPushAck(self.name, p.assignment_id, p.slice_id)) for p in sorted(pushes)]

@@ -21,7 +21,6 @@ class WorkerStateMachine:
     priorities: dict[int, int] = field(default_factory=dict)  # By slice: the lower, the sooner forward needs it
 
     def handle(self, message: Message) -> OutgoingMessages:
-        """The messages to send in answer, in this order."""
         match message:
             case messages.WorkAssignment(new_assignment_id):
                 return self._start_assignment(message) if new_assignment_id > self.assignment.assignment_id else []
@@ -29,7 +28,7 @@ class WorkerStateMachine:
                 if assignment_id != self.assignment.assignment_id or slice_id in self.pulled_versions:
                     return []
                 self.pulled_versions[slice_id] = version
-                has_all = len(self.pulled_versions) == self._slice_count
+                has_all = len(self.pulled_versions) == len(self.placement.replicas)
                 return [(self.name, messages.ParametersReady(self.assignment))] if has_all else []
             case messages.GradientsReady(_, slice_ids, report):
                 self.report = report
@@ -47,19 +46,14 @@ class WorkerStateMachine:
                 raise AssertionError(message)
 
     def messages_on_connect(self, peer: str) -> OutgoingMessages:
-        """Messages that the peer may have missed while the connection was lost."""
         if peer == COORDINATOR:
             completed = self._report_if_complete() if self.assignment.assignment_id > 0 else []
             return [(COORDINATOR, messages.WorkerJoined(self.name)), *completed]
-        return self._outstanding({i for i in range(self._slice_count) if self._servers_of(i)[:1] == (peer,)})
+        return self._outstanding({i for i, r in enumerate(self.placement.replicas) if r.servers[:1] == (peer,)})
 
     @property
     def has_ended(self) -> bool:
         return self.assignment.assignment_id > 0 and self.assignment.work_item == NO_MORE_WORK
-
-    @property
-    def _slice_count(self) -> int:
-        return len(self.placement.replicas)
 
     def _servers_of(self, slice_id: int) -> tuple[str, ...]:
         return self.placement.replicas[slice_id].servers
@@ -67,45 +61,35 @@ class WorkerStateMachine:
     def _start_assignment(self, assignment: messages.WorkAssignment) -> OutgoingMessages:
         self.assignment, self.report = assignment, messages.NO_REPORT
         self.pulled_versions, self.ready_slices, self.acknowledged_slices = {}, set(), set()
-        return [] if assignment.work_item == NO_MORE_WORK else self._pull_messages(range(self._slice_count))
+        return [] if assignment.work_item == NO_MORE_WORK else self._pull_messages(range(len(self.placement.replicas)))
 
     def _report_if_complete(self) -> OutgoingMessages:
         done = messages.WorkItemCompleted(self.name, self.assignment.work_item, self.placement.epoch, self.report)
-        return [(COORDINATOR, done)] if len(self.acknowledged_slices) == self._slice_count else []
+        return [(COORDINATOR, done)] if len(self.acknowledged_slices) == len(self.placement.replicas) else []
 
     def _outstanding(self, slice_ids: set[int]) -> OutgoingMessages:
-        """The pulls and pushes of these slices that have no answer yet."""
         if self.assignment.work_item == NO_MORE_WORK:
             return []
-        unacknowledged = self.ready_slices - self.acknowledged_slices
         pulls = self._pull_messages(sorted(slice_ids - self.pulled_versions.keys()))
-        return pulls + self._push_messages(sorted(slice_ids & unacknowledged))
+        return pulls + self._push_messages(sorted(slice_ids & self.ready_slices - self.acknowledged_slices))
 
     def _pull_messages(self, slice_ids: Iterable[int]) -> OutgoingMessages:
         assignment_id, _, min_version = self.assignment
         return [
-            (
-                to,
-                messages.ParameterPull(
-                    self.name, assignment_id, slice_id, min_version, self.priorities.get(slice_id, 0)
-                ),
-            )
-            for slice_id, to in self._primary_servers(slice_ids)
+            (to, messages.ParameterPull(self.name, assignment_id, i, min_version, self.priorities.get(i, 0)))
+            for i, to in self._primary_servers(slice_ids)
         ]
 
     def _push_messages(self, slice_ids: Iterable[int]) -> OutgoingMessages:
         assignment_id, work_item, _ = self.assignment
         primaries = self._primary_servers(slice_ids)
-        return [
-            (to, messages.GradientPush(self.name, assignment_id, slice_id, work_item)) for slice_id, to in primaries
-        ]
+        return [(to, messages.GradientPush(self.name, assignment_id, i, work_item)) for i, to in primaries]
 
     def _primary_servers(self, slice_ids: Iterable[int]) -> list[tuple[int, str]]:
         """(slice, primary); a slice without servers waits for a later placement."""
-        return [(slice_id, servers[0]) for slice_id in slice_ids if (servers := self._servers_of(slice_id))]
+        return [(i, servers[0]) for i in slice_ids if (servers := self._servers_of(i))]
 
     def _change_placement(self, placement: messages.ParameterPlacement) -> OutgoingMessages:
-        """Ask the new servers of a slice for what the lost ones did not answer."""
         previous, self.placement = self.placement, placement
         if self.assignment.work_item == NO_MORE_WORK:
             return []
