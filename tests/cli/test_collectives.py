@@ -17,10 +17,11 @@ from typer.testing import CliRunner
 from environment import uncounted
 from motet.cli.collectives.collectives_commands import collectives_app as app
 from motet.cluster.cluster_toml import load_cluster
-from motet.collectives.algorithms import algorithm_names, build, closed_form, collective_names, find_algorithm
+from motet.collectives.algorithms import algorithm_names, build, closed_form, find_algorithm
 from motet.collectives.program import Program
 from motet.core.errors import InputError
 from motet.core.units import format_seconds
+from program_library import ALL
 from waiting import until
 
 
@@ -48,14 +49,9 @@ def broken(tmp_path: Path) -> Path:
     return path
 
 
-# --- list ------------------------------------------------------------------------------------------
-
-
 def test_list_has_every_algorithm_with_its_closed_form() -> None:
     rows = answer("list", "--ranks", "6")["algorithms"]
-    assert [(row["collective"], row["algorithm"]) for row in rows] == [
-        (collective, name) for collective in collective_names() for name in algorithm_names(collective)
-    ]
+    assert [(row["collective"], row["algorithm"]) for row in rows] == ALL
     for row in rows:
         counted = row["at_ranks"]
         assert (counted is None) == (6 not in row["supported_ranks_2_to_64"])
@@ -71,9 +67,6 @@ def test_list_of_one_collective_says_what_each_does() -> None:
     assert lines[3].split() == ["ring", "7", "7", "0.875", "0", "any"]
     assert "hierarchical" in printed("list", "all-gather") and "4, 6, 8, ..." in printed("list", "all-gather")
     assert lines[-5].startswith("ring: Every rank ")
-
-
-# --- draw ------------------------------------------------------------------------------------------
 
 
 def test_draw_prints_all_steps() -> None:
@@ -98,9 +91,6 @@ def test_draw_writes_pictures(tmp_path: Path) -> None:
     assert html.read_text().startswith("<!doctype html>")
 
 
-# --- prove -----------------------------------------------------------------------------------------
-
-
 def test_prove_everything_of_a_few_ranks() -> None:
     found = answer("prove", "--all", "--ranks", "2,5,6")
     names = {(row["collective"], row["algorithm"]) for row in found["verified"]}
@@ -113,8 +103,7 @@ def test_prove_everything_of_a_few_ranks() -> None:
 @pytest.mark.proof
 def test_prove_everything_up_to_64_ranks() -> None:
     found = answer("prove", "--all", "--ranks", "2..64")
-    assert found["failed"] == []
-    assert {row["ranks"] for row in found["verified"]} == set(range(2, 65))
+    assert found["failed"] == [] and {row["ranks"] for row in found["verified"]} == set(range(2, 65))
 
 
 def test_prove_of_one_collective_takes_the_counts_that_fit() -> None:
@@ -160,8 +149,6 @@ def test_prove_with_blocking_sends() -> None:
     assert "step 0" in result.stdout
 
 
-# --- cost ------------------------------------------------------------------------------------------
-
 DGX = ("--cluster", "dgx-h100", "--ranks", "16")
 
 
@@ -190,11 +177,6 @@ def test_cost_prints_table_crossovers_and_plot() -> None:
     assert "^" in shown and lines[-1].split() == ["a", "recursive-doubling", "b", "hierarchical-sharded"]
 
 
-def test_cost_of_one_size_has_no_plot() -> None:
-    shown = printed("cost", "all-reduce", "naive", "--ranks", "4", "--size", "64MiB")
-    assert "* " in shown and "crossover" not in shown and "^" not in shown
-
-
 @pytest.mark.parametrize(("collective", "messages"), [("barrier", 3), ("signal", 1)])
 def test_cost_of_what_carries_no_data_is_one_time(collective: str, messages: int) -> None:
     title, line = printed("cost", collective, "--cluster", "laptop").splitlines()
@@ -205,7 +187,9 @@ def test_cost_of_what_carries_no_data_is_one_time(collective: str, messages: int
     assert (found["sizes"], found["cheapest"][0]["bus_bandwidth_Bps"]) == ([0], 0)
 
 
-def test_cost_marks_all_that_are_the_cheapest_but_for_rounding() -> None:
+def test_cost_of_one_size_has_no_plot_and_marks_all_that_are_the_cheapest_but_for_rounding() -> None:
+    shown = printed("cost", "all-reduce", "naive", "--ranks", "4", "--size", "64MiB")
+    assert "* " in shown and "crossover" not in shown and "^" not in shown
     shown = printed("cost", "all-reduce", "direct", "ring", "--size", "64MiB", "--cluster", "laptop")
     rows = {line.split()[0]: line for line in shown.splitlines()[2:4]}
     assert "* " in rows["direct"] and "* " in rows["ring"]
@@ -216,9 +200,6 @@ def test_cost_writes_the_plot(tmp_path: Path) -> None:
     printed("cost", "all-gather", "--ranks", "8", "--svg", str(svg), "--html", str(html))
     assert svg.read_text() in html.read_text()
     assert "all-gather of 8 ranks on laptop" in svg.read_text()
-
-
-# --- run -------------------------------------------------------------------------------------------
 
 
 def test_run_checks_counts_and_times() -> None:
@@ -248,13 +229,6 @@ def test_run_of_what_carries_no_data_prints_a_time_alone(collective: str, algori
     assert shown[:2] == [f"{collective}/{algorithm} of 2 ranks", "right: every token has arrived"]
     assert re.fullmatch(r"time: .*, the median of 2 \(.* to .*\)", shown[2])
     assert "GB/s" not in "".join(shown)
-
-
-def test_run_proves_first(tmp_path: Path) -> None:
-    assert "does not contain rank" in str(run("run", str(broken(tmp_path))).exception)
-
-
-# --- what is refused ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -295,14 +269,15 @@ def test_run_proves_first(tmp_path: Path) -> None:
 )
 def test_bad_input_is_told_in_a_sentence(arguments: str, words: str) -> None:
     result = run(*arguments.split())
-    assert isinstance(result.exception, InputError), result.output
+    assert isinstance(result.exception, InputError) and result.exception.exit_code == 2, result.output
     assert words in str(result.exception)
-    assert result.exception.exit_code == 2
 
 
-def test_a_file_of_another_count_is_refused(tmp_path: Path) -> None:
-    assert "is a Program of 4 ranks" in str(run("draw", str(broken(tmp_path)), "--ranks", "5").exception)
-    assert "is a file, which says its ranks" in str(run("prove", str(broken(tmp_path)), "--ranks", "4").exception)
+def test_a_file_of_another_count_or_with_a_wrong_program_is_refused(tmp_path: Path) -> None:
+    file = str(broken(tmp_path))
+    assert "is a Program of 4 ranks" in str(run("draw", file, "--ranks", "5").exception)
+    assert "is a file, which says its ranks" in str(run("prove", file, "--ranks", "4").exception)
+    assert "does not contain rank" in str(run("run", file).exception)
 
 
 @pytest.mark.parametrize(

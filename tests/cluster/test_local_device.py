@@ -1,16 +1,19 @@
-"""This machine: its name, its memory, and a peak that is measured once or looked up."""
+"""This machine: its name, cores and memory, freed memory that stays, and a peak that is measured once or looked up."""
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from motet.cluster import local_device as module
-from motet.cluster.device_specs import HardwareNumberWithOrigin
+from motet.cluster.cpu_count import usable_cores
+from motet.cluster.device_specs import HardwareNumberWithOrigin as Number
 from motet.cluster.local_device import LocalDevice, bfloat16_warnings, discover_device, memory_bytes, peak_memory_bytes
+from motet.cluster.malloc_tuning import keep_freed_memory
 
 
 @pytest.fixture
@@ -19,9 +22,8 @@ def gpu(monkeypatch):
 
     def pretend(name):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-        monkeypatch.setattr(
-            torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 1024**3)
-        )
+        properties = SimpleNamespace(total_memory=80 * 1024**3)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         monkeypatch.setattr(module, "_measured_flops", lambda device, dtype, threads: 7.0)
 
     return pretend
@@ -29,12 +31,9 @@ def gpu(monkeypatch):
 
 def test_a_cpu_is_measured_for_each_dtype_asked_for():
     this = discover_device("cpu", ["float32", "float64", "bfloat16"])
-    assert (this.kind, this.threads) == ("cpu", torch.get_num_threads())
-    assert this.name
+    assert this.name and (this.kind, this.threads) == ("cpu", torch.get_num_threads())
     assert list(this.peak_flops) == ["float32", "float64", "bfloat16"]
-    for figure in this.peak_flops.values():
-        assert figure.origin == "measured"
-        assert 1e8 < figure.value < 1e15
+    assert all(figure.origin == "measured" and 1e8 < figure.value < 1e15 for figure in this.peak_flops.values())
     assert this.memory_bytes == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -44,14 +43,14 @@ def test_a_measurement_is_remembered(monkeypatch):
     assert discover_device(torch.device("cpu")).peak_flops["float32"] == first
 
 
-def test_a_known_device_has_its_datasheet(gpu):
+def test_a_known_device_has_its_datasheet_and_any_other_is_measured(gpu):
     gpu("NVIDIA H100 80GB HBM3")
     this = discover_device("cuda:0", ["bfloat16", "float32"])
     assert (this.name, this.kind, this.memory_bytes) == ("NVIDIA H100 80GB HBM3", "cuda", 80 * 1024**3)
-    assert this.peak_flops == {
-        "bfloat16": HardwareNumberWithOrigin(989.4e12, "datasheet"),
-        "float32": HardwareNumberWithOrigin(67e12, "datasheet"),
-    }
+    assert this.peak_flops == {"bfloat16": Number(989.4e12, "datasheet"), "float32": Number(67e12, "datasheet")}
+    for name, dtype in (("NVIDIA Unheard-Of", "float32"), ("Tesla V100-SXM2-16GB", "bfloat16")):
+        gpu(name)
+        assert discover_device("cuda", [dtype]).peak_flops[dtype] == Number(7.0, "measured")
 
 
 def test_float32_that_may_be_rounded_has_the_peak_of_the_rounded(gpu):
@@ -64,12 +63,6 @@ def test_float32_that_may_be_rounded_has_the_peak_of_the_rounded(gpu):
         assert discover_device("cuda").peak_flops["float32"].value == 15.7e12
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-@pytest.mark.parametrize(("name", "dtype"), [("NVIDIA Unheard-Of", "float32"), ("Tesla V100-SXM2-16GB", "bfloat16")])
-def test_what_no_datasheet_says_is_measured(gpu, name, dtype):
-    gpu(name)
-    assert discover_device("cuda", [dtype]).peak_flops[dtype] == HardwareNumberWithOrigin(7.0, "measured")
 
 
 def test_memory_is_what_this_process_holds_and_not_what_its_parent_held():
@@ -100,12 +93,97 @@ def test_a_machine_without_proc_is_described_by_the_standard_library(monkeypatch
 
 @pytest.mark.parametrize(("bfloat16", "warned"), [(1e9, True), (49e9, True), (50e9, False), (500e9, False)])
 def test_bfloat16_without_instructions_for_it_is_told(bfloat16, warned):
-    peaks = {
-        "bfloat16": HardwareNumberWithOrigin(bfloat16, "measured"),
-        "float32": HardwareNumberWithOrigin(50e9, "measured"),
-    }
+    peaks = {"bfloat16": Number(bfloat16, "measured"), "float32": Number(50e9, "measured")}
     texts = bfloat16_warnings(LocalDevice("old CPU", "cpu", peaks, 1, 1))
     assert bool(texts) == warned
     if bfloat16 == 1e9:
         assert "50 times slower than float32" in texts[0] and "precision.recipe=fp32" in texts[0]
     assert bfloat16_warnings(LocalDevice("old CPU", "cpu", {"float32": peaks["float32"]}, 1, 1)) == []
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
+    (tmp_path / "own").write_text("0::/pod/box\n")
+    (tmp_path / "groups").mkdir()
+    return tmp_path
+
+
+def cores(machine: Path) -> int:
+    return usable_cores(machine / "groups", machine / "own")
+
+
+def write(machine: Path, path: str, text: str) -> None:
+    file = machine / "groups" / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+def test_here_there_is_at_least_one() -> None:
+    assert 1 <= usable_cores() <= (os.cpu_count() or 1)
+
+
+def test_affinity_alone_and_a_container_that_sees_only_its_root(machine: Path) -> None:
+    assert cores(machine) == 16
+    assert usable_cores(machine / "groups", machine / "no such file") == 16
+    (machine / "own").write_text("0::/../../other/path\n")
+    write(machine, "cpu.max", "400000 100000")
+    assert cores(machine) == 4
+
+
+@pytest.mark.parametrize(
+    ("quota", "expected"),
+    [("max 100000", 16), ("250000 100000", 2), ("50000 100000", 1), ("9900000 100000", 16), ("", 16)],
+)
+def test_a_quota_rounds_down_to_at_least_one(machine: Path, quota: str, expected: int) -> None:
+    write(machine, "pod/box/cpu.max", quota)
+    assert cores(machine) == expected
+
+
+def test_the_smallest_quota_on_the_way_up_counts(machine: Path) -> None:
+    write(machine, "pod/box/cpu.max", "800000 100000")
+    write(machine, "pod/cpu.max", "300000 100000")
+    write(machine, "cpu.max", "max 100000")
+    assert cores(machine) == 3
+
+
+def test_version_one_of_control_groups(machine: Path) -> None:
+    (machine / "own").write_text("4:memory:/a\n3:cpu,cpuacct:/a\n0::/\n")
+    write(machine, "cpu,cpuacct/a/cpu.cfs_quota_us", "500000\n")
+    write(machine, "cpu,cpuacct/a/cpu.cfs_period_us", "100000\n")
+    write(machine, "memory/a/cpu.max", "100000 100000")  # of another controller
+    assert cores(machine) == 5
+    write(machine, "cpu,cpuacct/a/cpu.cfs_quota_us", "-1\n")
+    assert cores(machine) == 16
+
+
+_CODE = """
+import ctypes, psutil
+from motet.cluster.malloc_tuning import keep_freed_memory
+kept = {} and keep_freed_memory()
+library = ctypes.CDLL(None)
+library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+library.free.argtypes = [ctypes.c_void_p]
+blocks = [library.malloc(16 << 20) for _ in range(16)]
+for block in blocks:
+    ctypes.memset(block, 1, 16 << 20)
+for block in blocks:
+    library.free(block)
+print(psutil.Process().memory_info().rss >> 20)
+"""
+
+
+def _resident_mib(keep: bool) -> int:
+    done = subprocess.run([sys.executable, "-c", _CODE.format(keep)], capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc is Linux's")
+def test_what_was_freed_is_still_there() -> None:
+    assert _resident_mib(keep=False) < 128
+    assert _resident_mib(keep=True) > 256
+
+
+def test_elsewhere_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert keep_freed_memory() is False

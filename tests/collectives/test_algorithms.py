@@ -1,4 +1,4 @@
-"""Every algorithm of the library: proven, costed as its closed form says, and refused where it cannot work."""
+"""Algorithms: proven, costed as their closed forms say, refused where they cannot work; Programs made of Programs."""
 
 import random
 from collections import Counter
@@ -6,25 +6,21 @@ from collections.abc import Sequence
 from fractions import Fraction
 from itertools import chain, product
 from math import prod
+from typing import Any
 
 import pytest
 
 from motet.cluster.cluster import uniform_cluster
-from motet.collectives.algorithms import build, closed_form, find_algorithm
+from motet.collectives.algorithms import algorithm_names, build, closed_form, find_algorithm
+from motet.collectives.compose import concatenate, renumber_chunks, replicate_in_groups, reverse, subdivide_chunks
 from motet.collectives.cost.alpha_beta import estimate_cost
 from motet.collectives.prove.program_checker import prove_program
 from motet.core.errors import InputError
 from program_library import ALL
 
 SOME_COUNTS = (2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 24, 32)
-OPTIONS: dict[str, tuple[object, ...]] = {
-    "root": (1,),
-    "pieces": (1, 3),
-    "hosts": (1, 2),
-    "dims": ((2, 6), (3, 2, 2), (3, 4), (2, 3, 2, 2), (2, 2, 2, 2, 2, 2)),
-    "src": (3,),
-    "dst": (4,),
-}
+OPTIONS: dict[str, tuple[object, ...]] = {"root": (1,), "pieces": (1, 3), "hosts": (1, 2), "src": (3,), "dst": (4,)}
+OPTIONS["dims"] = ((2, 6), (3, 2, 2), (3, 4), (2, 3, 2, 2), (2, 2, 2, 2, 2, 2))
 
 
 def _check(collective: str, name: str, ranks: int, **options: object) -> None:
@@ -101,9 +97,8 @@ def test_in_a_double_tree_whoever_is_inside_one_is_a_leaf_of_the_other() -> None
         sums = [t for t in chain.from_iterable(built.steps) if t.op == "reduce"]
         parents = [{t.dst for t in sums if t.first == tree} for tree in (0, 1)]
         copies = [t for t in chain.from_iterable(built.steps) if t.op == "copy"]
-        roots = [
-            {t.src for t in copies if t.first == tree} - {t.dst for t in copies if t.first == tree} for tree in (0, 1)
-        ]
+        halves = [[t for t in copies if t.first == tree] for tree in (0, 1)]
+        roots = [{t.src for t in half} - {t.dst for t in half} for half in halves]
         assert not parents[0] & parents[1] and all(len(root) == 1 for root in roots)
 
 
@@ -121,18 +116,10 @@ def test_hierarchies_send_less_between_hosts_than_a_ring() -> None:
     ("arguments", "options", "sentence"),
     [
         (("all-reduce", "rign", 4), {}, r"all-reduce has no algorithm 'rign'; it has flat, .*torus-5d.*nearest: ring"),
-        (
-            ("allreduce", "ring", 4),
-            {},
-            r"there is no collective 'allreduce'; there are broadcast, .*nearest: all-reduce",
-        ),
+        (("allreduce", "ring", 4), {}, r"no collective 'allreduce'; there are broadcast, .*nearest: all-reduce"),
         (("all-reduce", "ring", 1), {}, r"1 ranks: all-reduce/ring needs at least 2"),
         (("all-reduce", "torus-3d", 7), {}, r"7 ranks: all-reduce/torus-3d takes 8, 12, 16, .*64"),
-        (
-            ("all-reduce", "torus-2d", 12),
-            {"dims": (5, 2)},
-            r"dims 5x2: .*product must be the 12 ranks; for example 3x4",
-        ),
+        (("all-reduce", "torus-2d", 12), {"dims": (5, 2)}, r"dims 5x2: .*must be the 12 ranks; for example 3x4"),
         (("all-reduce", "torus-2d", 12), {"dims": (2, 2, 3)}, r"dims 2x2x3: this algorithm has 2 dimensions"),
         (("all-reduce", "hierarchical-sharded", 12), {"hosts": 5}, r"hosts 5: .*evenly over 1, 2, 3, 4, 6, 12 hosts"),
         (("all-reduce", "hierarchical", 3), {"hosts": 9}, r"hosts 9: 3 ranks are on 1 to 3 hosts"),
@@ -152,18 +139,12 @@ def test_hierarchies_send_less_between_hosts_than_a_ring() -> None:
         ((["all-reduce"], "ring", 4), {}, r"there is no collective \['all-reduce'\]; there are broadcast"),
         (("broadcast", "tree", 4), {"root": 1.5}, r"root: 1.5 is no whole number; give one, as in root=1"),
         (("broadcast", "tree", 4), {"root": True}, r"root: True is no whole number"),
-        (
-            ("all-reduce", "torus", 8),
-            {"dims": "4x2"},
-            r"dims: '4x2' are no whole numbers; give them as in dims=\(4, 4\)",
-        ),
+        (("all-reduce", "torus", 8), {"dims": "4x2"}, r"dims: '4x2' are no whole numbers; give them as in dims=\(4, 4"),
         (("all-reduce", "torus", 8), {"dims": ()}, r"dims: \(\) are no whole numbers"),
         (("broadcast", "tree", 4), {"hosts": 1}, r"broadcast/tree has no option 'hosts'; it has the options root"),
     ],
 )
-def test_what_cannot_work_is_refused_with_a_sentence(
-    arguments: tuple[str, str, int], options: dict[str, object], sentence: str
-) -> None:
+def test_what_cannot_work_is_refused(arguments: tuple[str, str, int], options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
         build(*arguments, **options)
 
@@ -188,3 +169,41 @@ def test_the_double_tree_is_as_deep_as_derived_and_hosts_may_be_unequal() -> Non
     for ranks in (5, 7, 11):
         for hosts in range(1, ranks + 1):
             _check("all-reduce", "hierarchical", ranks, hosts=hosts)
+
+
+@pytest.mark.parametrize("name", algorithm_names("all-gather"))
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(name: str) -> None:
+    gather = build("all-gather", name, 6)
+    joined = concatenate(reverse(gather, "reduce-scatter"), gather, "all-reduce", name)
+    assert prove_program(joined) and joined.final == build("all-reduce", "ring", 6).final
+
+
+def test_parts_that_do_not_fit_are_not_joined_and_a_reduction_is_a_distribution_backwards() -> None:
+    ring = build("all-gather", "ring", 4)
+    with pytest.raises(ValueError, match="do not have the same ranks and chunks"):
+        concatenate(build("reduce-scatter", "ring", 5), ring, "all-reduce", "ring")
+    with pytest.raises(ValueError, match="starts with chunk 1 on rank 1, where gather/flat of 4 ranks leaves none"):
+        concatenate(build("gather", "flat", 4), ring, "all-gather", "odd")
+    for collective, backwards in (("broadcast", "reduce"), ("all-gather", "reduce-scatter")):
+        for name in set(algorithm_names(collective)) - {"scatter-all-gather"}:
+            prove_program(reverse(build(collective, name, 8), backwards))
+    with pytest.raises(ValueError, match=r"cannot be reversed: rank \d is sent chunk \d, which it has"):
+        reverse(build("broadcast", "scatter-all-gather", 8), "reduce")
+
+
+def test_groups_are_one_program_and_chunks_can_be_cut_up_and_renamed() -> None:
+    small = build("all-reduce", "ring", 3)
+    both = replicate_in_groups(small, [[0, 2, 4], [1, 3, 5]], chunks=[range(3)] * 2, width=1)
+    prove_program(both)
+    assert both.collective == "all-reduce in groups"
+    assert both.ranks == 6 and len(both.steps) == len(small.steps) and both.message_count == 2 * small.message_count
+    assert both.final[4] == dict.fromkeys(range(3), (0, 2, 4)) and both.final[5][0] == (1, 3, 5)
+    ring = build("all-gather", "ring", 4)
+    fine = subdivide_chunks(ring, 3)
+    prove_program(fine)
+    assert (fine.chunks, fine.message_count, fine.send_fraction(0)) == (12, ring.message_count, ring.send_fraction(0))
+    renamed = renumber_chunks(fine, [5 * chunk % 12 for chunk in range(12)])
+    prove_program(renamed)
+    assert (renamed.message_count, renamed.send_fraction(1)) == (ring.message_count, ring.send_fraction(1))
+    again = renumber_chunks(renamed, [5 * chunk % 12 for chunk in range(12)])
+    assert (again.initial, again.final) == (fine.initial, fine.final)

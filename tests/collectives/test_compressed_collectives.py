@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from motet.collectives.compression import compressed_collectives
+from motet.collectives.compression import compressed_collectives as collectives
 from motet.collectives.compression.codec_base import BlockwiseCodec, rank_slices
 from motet.collectives.compression.codec_registry import all_reduce_traffic, parse_codec
 from motet.core import trace
+from motet.core.dtypes import dtype_name
 from motet.core.errors import InputError
 from motet.parallel.process.process_group import RankGroup
 from on_ranks import Counter
@@ -44,7 +45,7 @@ def reduce_all(group: RankGroup, cases: list[Case]) -> list[Result]:
         tensor = given_by(group.rank, shape, dtype)
         kept, counters = tensor.clone(), Counter()
         with trace.install_sink(counters):
-            reduced = compressed_collectives.all_reduce(tensor, parse_codec(text), group, seed=4)
+            reduced = collectives.all_reduce(tensor, parse_codec(text), group, seed=4)
         assert torch.equal(tensor, kept)
         results.append((reduced.total, reduced.error, dict(counters.counts)))
     return results
@@ -53,12 +54,11 @@ def reduce_all(group: RankGroup, cases: list[Case]) -> list[Result]:
 def check(text: str, shape: tuple[int, ...], dtype: torch.dtype, results: list[Result]) -> None:
     codec, world, exact = parse_codec(text), len(results), sum_of(len(results), shape, dtype)
     total, error, _ = results[0]
-    name = str(dtype).removeprefix("torch.")
     assert (total.shape, total.dtype) == (exact.shape, dtype)
     assert (error.shape, error.dtype) == (exact.shape, torch.float64 if dtype == torch.float64 else torch.float32)
     for other, _, counted in results:
         assert torch.equal(other, total), "ranks got different bits"
-        assert counted == all_reduce_traffic(codec, shape, name, world)
+        assert counted == all_reduce_traffic(codec, shape, dtype_name(dtype), world)
     lost = torch.stack([error.double() for _, error, _ in results]).sum(0)
     if exact.numel():  # a total that is no message itself is rounded to its dtype
         largest = total.abs().max().item() + sum(given_by(rank, shape).abs().max().item() for rank in range(world))
@@ -82,7 +82,7 @@ def alone(group: RankGroup) -> None:
         assert torch.equal(total, tensor)
         assert torch.equal(error, torch.zeros(10))
         assert counted == {}
-    assert torch.equal(compressed_collectives.sum_sparse(torch.tensor([2]), tensor[:1], 3, group)[2], tensor[0])
+    assert torch.equal(collectives.sum_sparse(torch.tensor([2]), tensor[:1], 3, group)[2], tensor[0])
 
 
 def test_one_rank_loses_nothing_ranks_round_independently_and_integers_are_refused(ranks: Ranks) -> None:
@@ -97,7 +97,7 @@ def finite_totals(group: RankGroup, bad: list[float]) -> list[bool]:
     """Whether all of each codec's total is finite if each rank has one bad number."""
     tensor = given_by(group.rank, (40, 30))
     tensor[17, 3] = bad[group.rank]
-    totals = [compressed_collectives.all_reduce(tensor, parse_codec(text), group, seed=4).total for text in TEXTS]
+    totals = [collectives.all_reduce(tensor, parse_codec(text), group, seed=4).total for text in TEXTS]
     return [bool(total.isfinite().all()) for total in totals]
 
 
@@ -108,20 +108,18 @@ def test_what_is_not_finite_reaches_all_and_opposite_infinities_do_not_cancel(ra
 
 def error_of_the_same(group: RankGroup) -> Tensor:
     """The error of stochastic rounding of a tensor that is equal on all ranks, in the slice that rank 0 sums."""
-    return compressed_collectives.all_reduce(
-        given_by(0, (300,)), parse_codec("int4:rounding=stochastic"), group, seed=4
-    ).error[:100]
+    codec = parse_codec("int4:rounding=stochastic")
+    return collectives.all_reduce(given_by(0, (300,)), codec, group, seed=4).error[:100]
 
 
 def power_iterations(group: RankGroup) -> list[float]:
     """The errors of a constant sum: from the random basis, from one of zeros, and after ten steps."""
     codec, tensor = parse_codec("powersgd:rank=2"), given_by(group.rank, (40, 30))
     exact = sum_of(group.world, (40, 30), torch.float32).float()
-    zeros = torch.zeros(30, 2)
-    totals = [compressed_collectives.all_reduce(tensor, codec, group, 4, basis).total for basis in (None, zeros)]
-    basis = None
+    starts, basis = (None, torch.zeros(30, 2)), None
+    totals = [collectives.all_reduce(tensor, codec, group, 4, start).total for start in starts]
     for _ in range(10):
-        reduced = compressed_collectives.all_reduce(tensor, codec, group, 4, basis)
+        reduced = collectives.all_reduce(tensor, codec, group, 4, basis)
         basis = reduced.basis
     values = torch.linalg.svdvals(exact)
     return [((total - exact).norm() / values[2:].norm()).item() for total in (*totals, reduced.total)]
@@ -129,8 +127,7 @@ def power_iterations(group: RankGroup) -> list[float]:
 
 def test_power_sgd_goes_on_from_its_basis(ranks: Ranks) -> None:
     for random, zeros, later in ranks.run(2, power_iterations):
-        assert random == zeros > later + 0.01
-        assert later > 1 - 1e-4
+        assert random == zeros > later + 0.01 and later > 1 - 1e-4
 
 
 def halves(group: RankGroup) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -138,8 +135,8 @@ def halves(group: RankGroup) -> list[tuple[Tensor, Tensor, Tensor]]:
     for text in ("int8", "int4:rounding=stochastic", "sign"):
         codec = parse_codec(text)
         assert isinstance(codec, BlockwiseCodec)
-        mine, lost = compressed_collectives.reduce_scatter(given_by(group.rank, (5, 21)), codec, group, seed=1)
-        results.append((mine, lost, compressed_collectives.all_gather(mine, codec, group, 105, seed=1)))
+        mine, lost = collectives.reduce_scatter(given_by(group.rank, (5, 21)), codec, group, seed=1)
+        results.append((mine, lost, collectives.all_gather(mine, codec, group, 105, seed=1)))
     return results
 
 
@@ -163,7 +160,7 @@ def sparse_sums(group: RankGroup, cases: list[tuple[list[int], int]]) -> list[tu
         values = torch.arange(1.0, len(indices) + 1)
         counters = Counter()
         with trace.install_sink(counters):
-            total = compressed_collectives.sum_sparse(indices, values, numel, group)
+            total = collectives.sum_sparse(indices, values, numel, group)
         results.append((torch.stack([total, torch.zeros(numel).index_put((indices,), values)]), dict(counters.counts)))
     return results
 
@@ -181,5 +178,5 @@ def test_sparse_sums_of_any_counts(ranks: Ranks) -> None:
 
 def refused(group: RankGroup) -> str:
     with pytest.raises(InputError) as raised:
-        compressed_collectives.all_reduce(torch.zeros(3, dtype=torch.int64), parse_codec("int8"), group, seed=0)
+        collectives.all_reduce(torch.zeros(3, dtype=torch.int64), parse_codec("int8"), group, seed=0)
     return str(raised.value)

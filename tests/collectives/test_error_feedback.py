@@ -28,9 +28,8 @@ def gradient(step: int, rank: int = 0) -> Tensor:
 
 
 def exactly(tensors: list[Tensor]) -> list[Fraction]:
-    return [
-        sum(map(Fraction, column), Fraction()) for column in zip(*(t.flatten().tolist() for t in tensors), strict=True)
-    ]
+    columns = zip(*(tensor.flatten().tolist() for tensor in tensors), strict=True)
+    return [sum(map(Fraction, column), Fraction()) for column in columns]
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -45,10 +44,9 @@ def test_sent_plus_last_error_is_given(text: str) -> None:
 
 def all_reduces(group: RankGroup, text: str, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
     feedback = ErrorFeedback(parse_codec(text), seed=1)
-    return [
-        feedback.all_reduce("w", gradient(step, group.rank).to(dtype), group, step).clone().double()
-        for step in range(5)
-    ], feedback.errors["w"].double()
+    given = [gradient(step, group.rank).to(dtype) for step in range(5)]
+    totals = [feedback.all_reduce("w", tensor, group, step).clone().double() for step, tensor in enumerate(given)]
+    return totals, feedback.errors["w"].double()
 
 
 @pytest.mark.parametrize("text", [*TEXTS, "topk:keep=0.9"])
@@ -66,16 +64,16 @@ def test_over_ranks_totals_plus_last_errors_are_given(ranks: Ranks, text: str, d
 
 
 def resumed(group: RankGroup, text: str) -> bool:
-    whole = ErrorFeedback(parse_codec(text), seed=1)
-    expected = [whole.all_reduce("w", gradient(step, group.rank).float(), group, step) for step in range(6)]
-    first = ErrorFeedback(parse_codec(text), seed=1)
-    for step in range(3):
-        first.all_reduce("w", gradient(step, group.rank).float(), group, step)
-    second = ErrorFeedback(parse_codec(text), seed=1)
+    whole, first, second = (ErrorFeedback(parse_codec(text), seed=1) for _ in range(3))
+
+    def totals(feedback: ErrorFeedback, *steps: int) -> list[Tensor]:
+        return [feedback.all_reduce("w", gradient(step, group.rank).float(), group, step) for step in steps]
+
+    expected = totals(whole, *range(6))
+    totals(first, 0, 1, 2)
     second.load_state_dict(first.state_dict())
-    first.all_reduce("w", gradient(3, group.rank).float(), group, 3)  # the two share no errors from here on
-    got = [second.all_reduce("w", gradient(step, group.rank).float(), group, step) for step in range(3, 6)]
-    return all(torch.equal(a, b) for a, b in zip(got, expected[3:], strict=True))
+    totals(first, 3)  # the two share no errors from here on
+    return all(torch.equal(a, b) for a, b in zip(totals(second, 3, 4, 5), expected[3:], strict=True))
 
 
 @pytest.mark.parametrize("text", ["sign:block=16", "topk:keep=0.1", "int4:rounding=stochastic", "powersgd:rank=1"])
