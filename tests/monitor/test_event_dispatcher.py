@@ -181,7 +181,7 @@ def test_a_warning_is_part_of_the_record(tmp_path, capsys):
 
 
 def test_nested_spans_come_in_order_of_start_and_keyed():
-    collector = SpanCollector(rank=3)
+    collector = SpanCollector()
     with trace.install_sink(collector):
         with trace.span("step"), trace.span("forward"):
             pass
@@ -189,7 +189,7 @@ def test_nested_spans_come_in_order_of_start_and_keyed():
             pass
     spans, _ = collector.drain(7)
     found = [(span.step, span.rank, span.action, span.depth) for span in spans]
-    assert found == [(7, 3, "step", 0), (7, 3, "forward", 1), (7, 3, "log", 0)]
+    assert found == [(7, 0, "step", 0), (7, 0, "forward", 1), (7, 0, "log", 0)]
     outer, inner, after = spans
     assert 0 <= outer.start_s <= inner.start_s
     assert inner.start_s + inner.duration_s <= outer.start_s + outer.duration_s <= after.start_s

@@ -23,13 +23,13 @@ def any_event(kind):
 
 
 def write(path, events, torn=""):
-    path.write_text("".join(event.to_json() + "\n" for event in events) + torn)
+    path.write_text("".join(event.model_dump_json() + "\n" for event in events) + torn)
     return path
 
 
 @given(st.one_of([any_event(kind) for kind in KINDS]))
 def test_every_event_is_one_line_of_strict_json_and_comes_back(event):
-    line = event.to_json()
+    line = event.model_dump_json()
     assert "\n" not in line
 
     def refuse(constant):
@@ -41,12 +41,12 @@ def test_every_event_is_one_line_of_strict_json_and_comes_back(event):
 
 
 def test_numbers_that_json_lacks_are_strings():
-    line = json.loads(step(1, loss=math.nan, grad_norm=math.inf, counters={"x": -math.inf}).to_json())
+    line = json.loads(step(1, loss=math.nan, grad_norm=math.inf, counters={"x": -math.inf}).model_dump_json())
     assert (line["loss"], line["grad_norm"], line["counters"]) == ("NaN", "Infinity", {"x": "-Infinity"})
 
 
 def test_a_span_is_keyed_by_step_rank_and_action():
-    line = json.loads(step(3, spans=(TraceSpan(3, 0, "forward", 0.25, 0.5, 1),)).to_json())
+    line = json.loads(step(3, spans=(TraceSpan(3, 0, "forward", 0.25, 0.5, 1),)).model_dump_json())
     names = ("step", "rank", "action", "start_s", "duration_s", "depth")
     assert line["spans"] == [dict(zip(names, (3, 0, "forward", 0.25, 0.5, 1), strict=True))]
 
@@ -63,7 +63,7 @@ def test_a_torn_last_line_is_left_out(tmp_path):
     events = whole_run()
     whole = write(tmp_path / "whole", events)
     assert read_events(whole) == events
-    line = events[-1].to_json()
+    line = events[-1].model_dump_json()
     for length in (1, len(line) // 2, len(line)):
         assert read_events(write(tmp_path / "torn", events[:-1], torn=line[:length])) == events[:-1]
     assert read_events(write(tmp_path / "empty", [])) == []

@@ -32,7 +32,7 @@ def test_attempts_go_on_in_one_file(tmp_path):
 def test_a_half_line_of_a_killed_attempt_is_cut_off(tmp_path):
     path = record(tmp_path, [started(), step(1)])
     with path.open("a") as file:
-        file.write(step(2).to_json()[:40])
+        file.write(step(2).model_dump_json()[:40])
     record(tmp_path, [started(first_step=2)])
     assert read_events(path) == [started(), step(1), started(first_step=2)]
 

@@ -1,11 +1,8 @@
-"""The tensors of one micro-batch, which the package data makes and a model reads.
-
-The module does not import torch at run time, so that pure code can name a `Batch`.
-"""
+"""The tensors of one micro-batch. Torch is not imported at run time, so that pure code can name a `Batch`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,10 +11,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """R rows of T tokens. A token has weight 1 if it is a target, else 0.
+    """R rows of T tokens. A token has weight 1 if it is a target, else 0, as in rows that only fill up a batch.
 
-    The loss of a step is the weighted sum over all rows of the *global* batch divided by the global sum of
-    weights; rows that only fill up an incomplete batch have weight 0 throughout.
+    The loss of a step is the weighted sum over all rows of the *global* batch divided by the global sum of weights.
     """
 
     tokens: torch.Tensor  # [R, T] int64: the input (of the decoder in an encoder-decoder)
@@ -33,9 +29,5 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
-        moved = {
-            f.name: value.to(device, non_blocking=True)
-            for f in fields(self)
-            if (value := getattr(self, f.name)) is not None
-        }
-        return replace(self, **moved)
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Batch(**{n: t if t is None else t.to(device, non_blocking=True) for n, t in tensors.items()})

@@ -18,9 +18,8 @@ SettingsT = TypeVar("SettingsT", bound=BaseModel)
 
 def builtin_texts(package: str, folder: str) -> dict[str, str]:
     """Name -> TOML text of the files in a folder of motet."""
-    directory = resources.files(package) / folder
-    texts = {f.name.removesuffix(".toml"): f.read_text() for f in directory.iterdir() if f.name.endswith(".toml")}
-    return dict(sorted(texts.items()))
+    files = (resources.files(package) / folder).iterdir()
+    return dict(sorted((f.name.removesuffix(".toml"), f.read_text()) for f in files if f.name.endswith(".toml")))
 
 
 def read_toml(kind: str, source: str, builtin: Mapping[str, str], hint: str = "") -> dict[str, Any]:
@@ -110,9 +109,7 @@ _REQUIREMENT_TEXTS = {
     "tuple_type": "must be a list, [...]",
     "too_short": "must have at least {min_length} entries",
     "too_long": "must have at most {max_length} entries",
-    "model_type": "must be a section with keys",
-    "model_attributes_type": "must be a section with keys",
-    "dict_type": "must be a section with keys",
+    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "must be a section with keys"),
 }
 
 
@@ -121,23 +118,17 @@ def _choices(value: object, expected: str) -> str:
     return f"{expected}; {near}" if near else expected
 
 
-_SettingsClasses = Sequence[type[BaseModel]]
+_Groups = Sequence[type[BaseModel]]
 
 
-def _locate_problem(
-    root: type[BaseModel], loc: Sequence[int | str]
-) -> tuple[list[str], _SettingsClasses, _SettingsClasses]:
-    """The keys of a location as users write them, the groups of settings with its last key, and the groups in it.
-
-    For one of several groups pydantic also names the tag, which is no key.
-    """
+def _locate_problem(root: type[BaseModel], loc: Sequence[int | str]) -> tuple[list[str], _Groups, _Groups]:
+    """The keys of a location as users write them, the groups of settings with its last key, and the groups in it."""
     keys: list[str] = []
-    sibling_groups: _SettingsClasses = []
-    inner_groups: _SettingsClasses = [root]
+    sibling_groups, inner_groups = list[type[BaseModel]](), [root]
     for part in loc:
         if isinstance(part, int):  # all entries of a list have the same groups
             keys.append(str(part))
-        elif len(inner_groups) > 1:
+        elif len(inner_groups) > 1:  # for one of several groups pydantic also names the tag, which is no key
             inner_groups = [group for group in inner_groups if part in _discriminator_values(group)]
         else:
             keys.append(part)

@@ -1,19 +1,7 @@
 """The dtypes that motet knows, by name, so that the pure half can count bytes without torch."""
 
-DTYPE_BYTES: dict[str, int] = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "uint16": 2,
-    "uint32": 4,
-    "bool": 1,
-}
+_NAMES = {8: "float64 int64", 4: "float32 int32 uint32", 2: "bfloat16 float16 int16 uint16", 1: "int8 uint8 bool"}
+DTYPE_BYTES: dict[str, int] = {name: size for size, names in _NAMES.items() for name in names.split()}
 
 
 def dtype_name(dtype: object) -> str:

@@ -1,7 +1,6 @@
-"""The errors that motet reports, and their exit codes in one table, which the docs print.
+"""The errors that motet reports in one sentence with the value, the limit and the remedy, and their exit codes.
 
-A message is one sentence with the value, the limit and the remedy. A `MotetError` is for the user; a defect of motet
-stays an `AssertionError` with its traceback.
+A `MotetError` is for the user; a defect of motet stays an `AssertionError` with its traceback.
 """
 
 EXIT_CODES: dict[int, str] = {

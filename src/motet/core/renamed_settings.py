@@ -1,7 +1,6 @@
 """Settings and values that earlier versions called something else.
 
-A job with an old name is refused with the new one. The stored job of a run folder is translated, so that the run can
-be resumed.
+A job with an old name is refused with the new one; the stored job of a run folder is translated, so it can be resumed.
 """
 
 from collections.abc import Iterator
@@ -52,10 +51,10 @@ RENAMED_SETTINGS = (
 def check_no_renamed_settings(tree: dict[str, Any], source: str) -> None:
     """Refuse a job, as plain nested values, that uses an old name or an old value."""
     for setting, section in _uses(tree):
-        old_value, new_value = section[setting.old], setting.translate(section[setting.old])
-        old_text, new_text = ("", "") if old_value == new_value else (f" = {old_value!r}", f" = {new_value!r}")
-        old_name, new_name = f"{setting.section}.{setting.old}", f"{setting.section}.{setting.new}"
-        raise InputError(f"{source}: {old_name}{old_text} is now {new_name}{new_text}")
+        names = [f"{setting.section}.{name}" for name in (setting.old, setting.new)]
+        values = section[setting.old], setting.translate(section[setting.old])
+        texts = names if values[0] == values[1] else map("{} = {!r}".format, names, values)
+        raise InputError(f"{source}: {' is now '.join(texts)}")
 
 
 def translate_renamed_settings(tree: dict[str, Any]) -> None:
@@ -67,18 +66,15 @@ def translate_renamed_settings(tree: dict[str, Any]) -> None:
 def _uses(tree: dict[str, Any]) -> Iterator[tuple[RenamedSetting, dict[str, Any]]]:
     for setting in RENAMED_SETTINGS:
         for section in _sections(tree, setting.section.split(".")):
-            if setting.old in section and (
-                setting.old != setting.new or setting.translate(section[setting.old]) != section[setting.old]
-            ):
+            value = section.get(setting.old)
+            if setting.old in section and (setting.old != setting.new or setting.translate(value) != value):
                 yield setting, section
 
 
-def _sections(value: Any, path: list[str]) -> Iterator[dict[str, Any]]:
+def _sections(value: Any, path: list[str]) -> list[dict[str, Any]]:
     """The sections at `path`: several where a list of them stands on the way."""
     if isinstance(value, list):
-        for item in value:
-            yield from _sections(item, path)
-    elif isinstance(value, dict) and path:
-        yield from _sections(value.get(path[0]), path[1:])
-    elif isinstance(value, dict):
-        yield value
+        return [section for item in value for section in _sections(item, path)]
+    if isinstance(value, dict):
+        return _sections(value.get(path[0]), path[1:]) if path else [value]
+    return []

@@ -1,8 +1,7 @@
-"""Spans and counters, by which every package reports its work and its duration.
+"""Spans and counters, by which every package reports its work and its duration to the sink of the package monitor.
 
-The package monitor installs a sink, which gets each span at its end and each increment of a counter. Without a sink
-`span` returns a shared object that does nothing (benchmarks/trace_cost.py measures it). A span is the time of the host,
-without work that a CUDA device does later.
+Without a sink `span` returns a shared object that does nothing (benchmarks/trace_cost.py measures it). A span is the
+time of the host, without work that a CUDA device does later.
 """
 
 import threading
@@ -10,8 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +50,7 @@ class _OpenTraceSpan:
         _thread.depth += 1
         self.start_s = time.perf_counter()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         duration_s = time.perf_counter() - self.start_s
         _thread.depth -= 1
         if _state.sink is not None:

@@ -14,23 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from motet.core.units import format_bytes, format_count, format_duration
+from motet.monitor import events
 from motet.monitor.callback import Callback
-from motet.monitor.events import (
-    EVENTS_FILE,
-    CheckpointSaved,
-    EvaluationDone,
-    ParameterServerStepStats,
-    ProfileSaved,
-    ReplicaCheckDone,
-    RunEnded,
-    RunStarted,
-    StepDone,
-    TextSampled,
-    WarningIssued,
-    read_events,
-)
 from motet.monitor.stdout_stderr import stdout_console
-from motet.monitor.summary import RunSummary, summarize
+from motet.monitor.summary import EvaluationSummary, RunSummary, summarize
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -45,20 +32,19 @@ class ConsoleSink(Callback):
 
     def __init__(self, folder: Path, screen: Console | None = None) -> None:
         self._folder, self._screen = folder, screen or stdout_console()
-        self._start: RunStarted | None = None
-        self._first_step: StepDone | None = None
+        self._start: events.RunStarted | None = None
+        self._first_step: events.StepDone | None = None
         self._drawn_at, self._twentieths_done = -math.inf, 0
         self._live: Live | None = None
         self._exit_stack = ExitStack()
 
-    def on_start(self, event: RunStarted) -> None:
+    def on_start(self, event: events.RunStarted) -> None:
         self._start, self._first_step = event, None
-        for line in start_lines(event):
-            self._print(line)
+        self._print("\n".join(start_lines(event)))
         if self._screen.is_interactive:
             self._live = self._exit_stack.enter_context(_live_display(self._screen))
 
-    def on_step(self, event: StepDone) -> None:
+    def on_step(self, event: events.StepDone) -> None:
         assert self._start is not None, "events begin with RunStarted"
         self._first_step = self._first_step or event
         last = self._start.last_step
@@ -75,33 +61,31 @@ class ConsoleSink(Callback):
             self._twentieths_done = twentieths_done
             self._screen.print(line, no_wrap=True, overflow="ellipsis", highlight=False)
 
-    def on_evaluation(self, event: EvaluationDone) -> None:
+    def on_evaluation(self, event: events.EvaluationDone) -> None:
         self._print(f"{event.split} after step {event.step}: {evaluation_text(event)}")
 
-    def on_checkpoint(self, event: CheckpointSaved) -> None:
+    def on_checkpoint(self, event: events.CheckpointSaved) -> None:
         self._print(f"saved {event.path} ({format_bytes(event.size_bytes)} in {format_duration(event.duration_s)})")
 
-    def on_sample(self, event: TextSampled) -> None:
+    def on_sample(self, event: events.TextSampled) -> None:
         self._print(f"sample after step {event.step}:")
         self._print(f"{event.prompt}{event.text}", style="italic")
 
-    def on_replica_check(self, event: ReplicaCheckDone) -> None:
+    def on_replica_check(self, event: events.ReplicaCheckDone) -> None:
         for text in event.violations:
             self._print(f"step {event.step}: {text}", style="yellow")
 
-    def on_profile(self, event: ProfileSaved) -> None:
+    def on_profile(self, event: events.ProfileSaved) -> None:
         self._print(f"profile of steps {event.first_step} to {event.last_step}: {event.path}")
 
-    def on_warning(self, event: WarningIssued) -> None:
+    def on_warning(self, event: events.WarningIssued) -> None:
         self._print(f"warning: {event.text}", style="yellow")
 
-    def on_end(self, event: RunEnded) -> None:
+    def on_end(self, event: events.RunEnded) -> None:
         self.close()
-        rows = summary_rows(summarize(read_events(self._folder / EVENTS_FILE)), self._folder)
+        rows = summary_rows(summarize(events.read_events(self._folder / events.EVENTS_FILE)), self._folder)
         width = max(len(name) for name, _ in rows) + 3
-        self._print("")
-        for name, value in rows:
-            self._print(f"{name:{width}}{value}")
+        self._print("\n".join(["", *(f"{name:{width}}{value}" for name, value in rows)]))
 
     def close(self) -> None:
         self._exit_stack.close()
@@ -111,7 +95,7 @@ class ConsoleSink(Callback):
         self._screen.print(text, style=style, highlight=False)
 
 
-def start_lines(event: RunStarted) -> list[str]:
+def start_lines(event: events.RunStarted) -> list[str]:
     """The lines of a run before its first step."""
     counts = (event.ranks, "rank"), (event.threads, "thread")
     ranks, threads = (f"{count} {noun}{'s' * (count > 1)}" for count, noun in counts)
@@ -123,7 +107,7 @@ def start_lines(event: RunStarted) -> list[str]:
     return lines
 
 
-def step_line(event: StepDone, last_step: int, left_s: float) -> str:
+def step_line(event: events.StepDone, last_step: int, left_s: float) -> str:
     """A step in one line, without unknown values."""
     parts = [
         f"step {event.step:>{len(str(last_step))}}/{last_step}",
@@ -139,7 +123,7 @@ def step_line(event: StepDone, last_step: int, left_s: float) -> str:
     return "  ".join(part for part in parts if part)
 
 
-def parameter_server_text(stats: ParameterServerStepStats) -> str:
+def parameter_server_text(stats: events.ParameterServerStepStats) -> str:
     """The work of a parameter server in a step, in a few words."""
     counts, max_steps = stats.staleness_histogram, len(stats.steps_behind_histogram) - 1
     mean = sum(late * count for late, count in enumerate(counts)) / sum(counts) if sum(counts) else 0.0
@@ -147,14 +131,14 @@ def parameter_server_text(stats: ParameterServerStepStats) -> str:
     return f"stale {mean:.1f}, at most {len(counts) - 1} ({max_steps} steps)  servers {traffic}"
 
 
-def seconds_left(first: StepDone, now: StepDone, last_step: int) -> float:
+def seconds_left(first: events.StepDone, now: events.StepDone, last_step: int) -> float:
     """The time left at the pace since the first step of this attempt, including evaluations and checkpoints."""
     steps = now.step - first.step
     pace_s = (now.time - first.time) / steps if steps > 0 else now.step_time_s
     return max(0.0, pace_s * (last_step - now.step))
 
 
-def evaluation_text(event: EvaluationDone) -> str:
+def evaluation_text(event: events.EvaluationDone | EvaluationSummary) -> str:
     """The metrics of an evaluation."""
     perplexity = "" if event.perplexity is None else f", perplexity {event.perplexity:.4g}"
     return f"loss {event.loss:.4f}{perplexity}" + ("" if event.accuracy is None else f", accuracy {event.accuracy:.1%}")
@@ -167,8 +151,7 @@ def summary_rows(summary: RunSummary, folder: Path) -> list[tuple[str, str]]:
         losses = [f"{loss:.4f}" for loss in (summary.first_loss, summary.final_loss) if loss is not None]
         uniform = "" if (u := summary.uniform_loss) is None else f"   (ln({math.exp(u):.0f}) = {u:.4f})"
         rows.append(("loss", " -> ".join(losses) + uniform))
-    for split, result in summary.evaluations.items():
-        rows.append((split, evaluation_text(EvaluationDone(split=split, **result.model_dump()))))
+    rows += [(split, evaluation_text(result)) for split, result in summary.evaluations.items()]
     if summary.tokens_per_s is not None:
         mfu = "" if summary.mfu is None else f", {summary.mfu:.1%} of peak"
         rows.append(("median", f"{format_count(summary.tokens_per_s)} tokens/s{mfu}"))

@@ -1,6 +1,4 @@
-"""Passes the events of a run to its callbacks: adds spans to steps, leaves out the steps that the job does not report,
-drops callbacks that fail, and moves the window of the profiler.
-"""
+"""Passes the events of a run to its callbacks, with spans, without unreported steps, and moves the profiler's window."""
 
 from __future__ import annotations
 
@@ -13,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from operator import itemgetter
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from motet.core import trace
@@ -21,7 +18,7 @@ from motet.core.errors import MotetError
 from motet.core.trace import TraceSpan
 from motet.monitor.callback import Callback
 from motet.monitor.console_sink import ConsoleSink
-from motet.monitor.events import Event, ProfileSaved, RunEnded, RunStarted, StepDone, WarningIssued
+from motet.monitor.events import Event, RunEnded, RunStarted, StepDone, WarningIssued
 from motet.monitor.file_sinks import JsonlSink, SummarySink
 from motet.monitor.settings import MonitorSettings
 from motet.monitor.trackers import TensorBoardSink, WandbSink
@@ -35,8 +32,7 @@ if TYPE_CHECKING:
 class SpanCollector:
     """The spans and counters since the last `drain`. Spans of other threads overlap those of the main thread."""
 
-    def __init__(self, rank: int = 0) -> None:
-        self._rank = rank
+    def __init__(self) -> None:
         self._zero_s = time.perf_counter()
         self._spans: list[tuple[str, float, float, int]] = []
         self._counters: defaultdict[str, float] = defaultdict(float)
@@ -50,19 +46,14 @@ class SpanCollector:
             self._counters[name] += value
 
     def drain(self, step: int) -> tuple[tuple[TraceSpan, ...], dict[str, float]]:
-        """The spans that ended since the last call, in order of start; times count from that call.
-
-        A span that is still open belongs to the next step, such as the writing of the report of this one.
-        """
+        """The spans of rank 0 that ended since the last call, in order of start; times count from that call."""
         spans, self._spans = self._spans, []
         with self._counters_lock:
             counters, self._counters = self._counters, defaultdict(float)
         zero_s, self._zero_s = self._zero_s, time.perf_counter()
-        step_spans = (
-            TraceSpan(step, self._rank, action, start_s - zero_s, duration_s, depth)
-            for action, start_s, duration_s, depth in sorted(spans, key=itemgetter(1, 3))
-        )
-        return tuple(step_spans), dict(counters)
+        ordered = sorted(spans, key=itemgetter(1, 3))
+        in_step = (TraceSpan(step, 0, what, start - zero_s, took, depth) for what, start, took, depth in ordered)
+        return tuple(in_step), dict(counters)
 
 
 class EventDispatcher:
@@ -87,9 +78,7 @@ class EventDispatcher:
             self._exit_stack.enter_context(trace.install_sink(self._collector))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with ExitStack() as closing:  # all are closed whatever fails; the first, which keeps the events, last
             closing.callback(self._exit_stack.close)
             for callback in [*self._callbacks, *self._failed_callbacks]:
@@ -122,10 +111,8 @@ class EventDispatcher:
         if self._collector is not None:
             spans, counters = self._collector.drain(event.step)
             event = event.model_copy(update={"spans": spans, "counters": counters})
-        is_first_or_last = event.step in (self._start.first_step, self._start.last_step)
-        is_reported = (
-            is_first_or_last or event.step % self._every == 0 or event.skipped or not math.isfinite(event.loss)
-        )
+        is_special = event.step in (self._start.first_step, self._start.last_step) or event.skipped
+        is_reported = is_special or event.step % self._every == 0 or not math.isfinite(event.loss)
         if is_reported:
             self._dispatch(event)
         self._unreported_step = None if is_reported else event  # it is reported if it turns out to be the last
@@ -149,19 +136,18 @@ class EventDispatcher:
             raise errors[0]
 
     def _close(self, callback: Callback) -> None:
-        has_failed = callback in self._failed_callbacks
-        if not has_failed:
+        if is_active := callback in self._callbacks:
             self._callbacks.remove(callback)
         try:
             callback.close()
         except Exception as problem:  # noqa: BLE001 - as above
-            if not has_failed:  # otherwise its failure was reported before
+            if is_active:  # otherwise its failure was reported before
                 self._dispatch(_warning(f"{type(callback).__name__} did not close", problem))
 
     def _advance_profiler(self, step: int | None) -> None:
         if (profiler := self._profiler) is None:
             return
-        event: ProfileSaved | WarningIssued | None
+        event: Event | None
         if step is None:
             self._profiler = None
         try:

@@ -26,14 +26,8 @@ class StoredRecord(BaseModel):
 
 
 class _RunEventBase(StoredRecord):
-    """The fields of every event."""
-
     time: float = Field(default_factory=time.time)
     """Seconds since 1970."""
-
-    def to_json(self) -> str:
-        """One line, without its end."""
-        return self.model_dump_json()
 
 
 class RunStarted(_RunEventBase):
@@ -202,16 +196,8 @@ class RunEnded(_RunEventBase):
     """The error message."""
 
 
-Event = (
-    RunStarted
-    | StepDone
-    | EvaluationDone
-    | CheckpointSaved
-    | TextSampled
-    | ReplicaCheckDone
-    | ProfileSaved
-    | (WarningIssued | RunEnded)
-)
+_EventInStep = StepDone | EvaluationDone | CheckpointSaved | TextSampled | ReplicaCheckDone | ProfileSaved
+Event = RunStarted | _EventInStep | WarningIssued | RunEnded
 _EVENT_ADAPTER: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
 
 
@@ -231,9 +217,8 @@ def read_events(path: Path) -> list[Event]:
         try:
             events.append(parse_event(line))
         except ValidationError as error:
-            what = error.errors(include_url=False)[0]["msg"]
-            message = f"line {number} of {path} is no event that this version knows: {what}; repair or move the file"
-            raise InputError(message) from None
+            what = f"no event that this version knows: {error.errors(include_url=False)[0]['msg']}"
+            raise InputError(f"line {number} of {path} is {what}; repair or move the file") from None
     return events
 
 

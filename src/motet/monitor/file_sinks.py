@@ -25,7 +25,7 @@ class JsonlSink(Callback):
             raise self._error(error) from error
 
     def on_event(self, event: Event) -> None:
-        line = event.to_json().encode() + b"\n"
+        line = event.model_dump_json().encode() + b"\n"
         try:
             while line:  # a full disk may take a part of it
                 line = line[self._file.write(line) :]

@@ -1,10 +1,8 @@
 """The only place that prints: results go to stdout, errors to stderr, machine-readable answers as JSON.
 
-rich is imported by the first print, so `motet --help` need not wait for it. Markup and emoji codes are off, because
-job sections are written `[model]`: style with `style="bold"` or `rich.text.Text`, or pass `markup=True`.
-
-A closed pipe, as after `head`, ends the command with 141, the shell's code for SIGPIPE; other errors of a stream
-are reported. Characters outside its encoding are printed as `\\xe9`.
+rich is imported by the first print, for quick help. Markup and emoji codes are off, because job sections are written
+`[model]`. A closed pipe, as after `head`, ends the command with 141, the shell's code for SIGPIPE; other errors of a
+stream are reported. Characters outside its encoding are printed as `\\xe9`.
 """
 
 from __future__ import annotations
@@ -94,9 +92,8 @@ def _convert_print_errors(stderr: bool) -> Iterator[None]:
     except OSError as error:
         _redirect_to_devnull(stderr)
         if not stderr:
-            raise CheckpointSaveError(
-                f"cannot print: {error.strerror}; free some space, or send it elsewhere"
-            ) from None
+            problem = f"cannot print: {error.strerror}; free some space, or send it elsewhere"
+            raise CheckpointSaveError(problem) from None
 
 
 def _redirect_to_devnull(stderr: bool) -> None:

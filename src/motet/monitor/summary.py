@@ -1,7 +1,6 @@
-"""`summary.json`: the outcome of a run in a few numbers, computed from its events.
+"""`summary.json`: the outcome of a run in a few numbers, computed from its events, replaced completely or not at all.
 
-It is replaced completely or not at all, and says `running` from the start of an attempt, so that the outcome of an
-earlier attempt is never taken for the outcome of one that was killed.
+It says `running` from the start of an attempt: the outcome of an earlier one is never taken for that of a killed one.
 """
 
 import math
@@ -77,13 +76,12 @@ def summarize(events: Iterable[Event]) -> RunSummary:
     check_input(starts, "no run_started among the events; give the events of a whole run")
     start, last = starts[-1], next(event for event in reversed(run) if isinstance(event, RunStarted | RunEnded))
     end = last if isinstance(last, RunEnded) else None
-    reason = end.reason if end else "running"
     last_reported_step = steps[-1].step if steps else start.first_step - 1
     evaluations, fields = (e for e in run if isinstance(e, EvaluationDone)), set(EvaluationSummary.model_fields)
     return RunSummary(
         name=start.name,
-        finished=reason == "finished",
-        exit_reason=reason,
+        finished=end is not None and end.reason == "finished",
+        exit_reason=end.reason if end else "running",
         message=end.message if end else "",
         steps=end.steps if end else last_reported_step,
         last_step=start.last_step,
@@ -112,9 +110,8 @@ def write_summary(summary: RunSummary, folder: Path) -> None:
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise CheckpointSaveError(
-            f"cannot write {path}: {error.strerror}; free some space or repair the folder"
-        ) from error
+        problem = f"cannot write {path}: {error.strerror}; free some space or repair the folder"
+        raise CheckpointSaveError(problem) from error
 
 
 def read_summary(folder: Path) -> RunSummary:
@@ -127,9 +124,8 @@ def read_summary(folder: Path) -> RunSummary:
         if isinstance(error, ValidationError):
             detail = error.errors(include_url=False)[0]
             reason = ": ".join([*map(str, detail["loc"]), detail["msg"]])
-        raise InputError(
-            f"{path} is not the summary of a run ({reason}); remove it, for a run writes it anew"
-        ) from None
+        remedy = "remove it, for a run writes it anew"
+        raise InputError(f"{path} is not the summary of a run ({reason}); {remedy}") from None
 
 
 def _count_tokens(steps: list[StepDone]) -> int:
