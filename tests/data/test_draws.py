@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.data.samples.counter_rng import derive_keys, splitmix64_hash, uniform_floats
+from motet.data.samples.shuffle_and_mix import derive_keys, splitmix64_hash, uniform_floats
 
 WORDS = st.integers(0, 2**64 - 1)
 

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from motet.data.samples.counter_rng import derive_keys
 from motet.data.samples.objectives import (
     TokenMaskingRule,
     causal_objective,
@@ -15,6 +14,7 @@ from motet.data.samples.objectives import (
     positions_within_documents,
 )
 from motet.data.samples.packing import TokenWindows, cut_into_windows, gather_windows
+from motet.data.samples.shuffle_and_mix import derive_keys
 from motet.data.samples.splits import SplitTokenRanges
 
 MASK, PAD, END = 900, 901, 902

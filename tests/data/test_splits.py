@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.data.corpus.token_store import DOCUMENT_DTYPE
-from motet.data.samples.counter_rng import derive_keys
+from motet.data.samples.shuffle_and_mix import derive_keys
 from motet.data.samples.splits import SPLITS, SplitTokenRanges, assign_splits, split_documents
 from motet.data.settings import DataSettings
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -55,11 +54,10 @@ def show_command(
 ) -> None:
     """Print the manifest of a built folder, and the start of its first document as text."""
     from motet.data.corpus.prepare import load_corpus_tokenizer
-    from motet.data.corpus.token_store import find_damage, open_built_corpus, read_corpus_manifest
+    from motet.data.corpus.token_store import check_undamaged, open_built_corpus, read_corpus_manifest
 
     manifest = read_corpus_manifest(folder)
-    if problem := find_damage(folder, manifest, checksums=verify):
-        raise InputError(f"{problem}; build the corpus again")
+    check_undamaged(folder, manifest, checksums=verify)
     store = open_built_corpus(folder)
     ids = store.read(0, min(_SHOWN_TOKENS, int(store.documents["length"][0]))).tolist()
     sample = load_corpus_tokenizer(folder)[1].decode(ids)
@@ -78,15 +76,14 @@ def _parse_settings(
 ) -> tuple[DataSourceSettings, DataSettings]:
     from pydantic import ValidationError
 
+    from motet.core.config_loading import did_you_mean
     from motet.data.settings import DataSettings, DataSourceSettings
 
     values = {"objective": "causal"}
     for option in options:
         key, equals, value = option.partition("=")
-        if not equals or key not in _OPTIONS:
-            near = difflib.get_close_matches(key, _OPTIONS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(_OPTIONS)}"
-            raise InputError(f"option {option!r} is not KEY=VALUE with a known key; {hint}")
+        hint = did_you_mean(key, _OPTIONS) or f"known are {', '.join(_OPTIONS)}"
+        check_input(equals and key in _OPTIONS, f"option {option!r} is not KEY=VALUE with a known key; {hint}")
         values[key] = value
     objective = values.pop("objective")
     check_input(objective in _OBJECTIVES, f"objective={objective} is unknown; give one of {', '.join(_OBJECTIVES)}")

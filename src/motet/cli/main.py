@@ -31,12 +31,11 @@ def _version(wanted: bool) -> None:
         raise Exit
 
 
+_VERSION = Option("--version", callback=_version, is_eager=True, help="Print the version, and stop.")
+
+
 @app.callback()
-def root(
-    version: Annotated[
-        bool, Option("--version", callback=_version, is_eager=True, help="Print the version, and stop.")
-    ] = False,
-) -> None:
+def root(*, version: Annotated[bool, _VERSION] = False) -> None:
     """Train large language models on any number of devices."""
 
 

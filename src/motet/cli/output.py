@@ -3,8 +3,6 @@
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from errno import EISDIR
-from os import strerror
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +57,8 @@ def check_writable(*paths: Path | None) -> None:
     """Raise before the work begins if its result cannot be written."""
     for path in filter(None, paths):
         with _report_write_errors(path):
-            if path.is_dir():
-                raise IsADirectoryError(EISDIR, strerror(EISDIR))
             if path.exists():
-                path.open("ab").close()
+                path.open("ab").close()  # raises for a folder
             if path.is_file() or not path.exists():
                 tempfile.TemporaryFile(dir=path.resolve().parent).close()
 

@@ -6,12 +6,11 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 
 MAX_RANKS = 1024  # A ring of 1024 ranks has two million transfers
 _DECIMAL = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS = {**_DECIMAL, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-_MAX_SHOWN_CHARACTERS = 40
 
 _JOB_HELP = "A TOML file or a built-in job (tiny when not given), and settings to replace."
 JobWords = Annotated[list[str] | None, Argument(metavar="[JOB] [SECTION.KEY=VALUE]...", help=_JOB_HELP)]
@@ -26,8 +25,8 @@ def integer_option(name: str, minimum: int, maximum: int | None = None) -> Calla
     """Make the typer callback that checks the limits of an option."""
 
     def check(value: int | None) -> int | None:
-        if value is not None and not minimum <= value <= (value if maximum is None else maximum):
-            raise InputError(f"{name} {value}: give {minimum} {'or more' if maximum is None else f'to {maximum}'}")
+        is_valid = value is None or minimum <= value <= (value if maximum is None else maximum)
+        check_input(is_valid, f"{name} {value}: give {minimum} {'or more' if maximum is None else f'to {maximum}'}")
         return value
 
     return check
@@ -36,13 +35,12 @@ def integer_option(name: str, minimum: int, maximum: int | None = None) -> Calla
 def parse_bytes(text: str) -> int:
     """Parse a number of bytes: 64MiB, 1.5 GB, 4096 or 1e6."""
     match = re.fullmatch(r"([0-9]*\.?[0-9]+(?:e\+?[0-9]{1,2})?)\s*([a-z]*)", text.strip().lower())
-    shown_text = repr(text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}...")
+    shown_text = repr(text if len(text) <= 40 else f"{text[:40]}...")
     if not match or match[2] not in _UNITS:
         raise InputError(f"size {shown_text} is no number of bytes; write it as 64MiB, 1e6 or 4096")
     count = float(match[1]) * _UNITS[match[2]]
-    if not 0.5 < count <= 2**60:
-        size_text = "more than 2^60" if count > 2**60 else f"{count:.4g}"
-        raise InputError(f"size {shown_text} is {size_text} bytes; give 1 to 2^60")
+    size_text = "more than 2^60" if count > 2**60 else f"{count:.4g}"
+    check_input(0.5 < count <= 2**60, f"size {shown_text} is {size_text} bytes; give 1 to 2^60")
     return round(count)
 
 
@@ -52,8 +50,7 @@ def parse_size_range(text: str) -> list[int]:
     if not dots:
         return sorted({parse_bytes(part) for part in text.split(",")})
     low, high = parse_bytes(first), parse_bytes(last)
-    if low >= high:
-        raise InputError(f"sizes {text}: the second must be larger than the first")
+    check_input(low < high, f"sizes {text}: the second must be larger than the first")
     sizes = [low]
     while sizes[-1] * 4 < high:
         sizes.append(sizes[-1] * 4)
@@ -65,8 +62,8 @@ def parse_rank_counts(text: str) -> list[int]:
     rank_counts: set[int] = set()
     for part in text.split(","):
         ends = [parse_integer("ranks", end) for end in part.split("..", 1)]
-        if not 2 <= ends[0] <= ends[-1] <= MAX_RANKS:
-            raise InputError(f"ranks {part}: give 2 to {MAX_RANKS}, the smaller number first, as in 2..64 or 4,8")
+        limits = f"give 2 to {MAX_RANKS}, the smaller number first, as in 2..64 or 4,8"
+        check_input(2 <= ends[0] <= ends[-1] <= MAX_RANKS, f"ranks {part}: {limits}")
         rank_counts.update(range(ends[0], ends[-1] + 1))
     return sorted(rank_counts)
 
@@ -78,6 +75,6 @@ def parse_dims(text: str) -> tuple[int, ...]:
 
 def parse_integer(name: str, text: str) -> int:
     """Parse a whole number of at most nine digits."""
-    if not re.fullmatch(r"[0-9]{1,9}", text.strip()):
-        raise InputError(f"{name}: {text!r} is no whole number; write it as in {name}={'4x4' if name == 'dims' else 4}")
+    example = f"write it as in {name}={'4x4' if name == 'dims' else 4}"
+    check_input(re.fullmatch(r"[0-9]{1,9}", text.strip()), f"{name}: {text!r} is no whole number; {example}")
     return int(text)

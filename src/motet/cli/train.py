@@ -63,15 +63,13 @@ def train_command(  # noqa: PLR0913 - a command's options
             raise Exit(_run_training(request, ranks, json) if join is None else _join_run(request, join))
 
 
-def _train_request(
-    words: list[str], option_overrides: list[str], *, resume: bool, resume_from: str | None
-) -> "TrainRequest":
+def _train_request(words: list[str], options: list[str], *, resume: bool, resume_from: str | None) -> "TrainRequest":
     from motet.train.job import load_job, split_job_and_overrides
     from motet.train.launch.entry_points import TrainRequest
     from motet.train.launch.run_folder import existing_run_folder, find_newest_run, read_stored_job
 
     name, settings = split_job_and_overrides(words)
-    overrides = [*settings, *option_overrides]
+    overrides = [*settings, *options]
     if name is not None or not (resume or resume_from):
         job = load_job(name or DEFAULT_JOB, overrides)
     run = None
@@ -100,10 +98,8 @@ def _run_training(request: "TrainRequest", ranks: int | None, json: bool) -> int
             log("stopped before any rank was started")
             return STOPPED_EXIT_CODE
         return _report_run_end(path, exit_status, json)
-    check_input(
-        ranks in (None, rank_env.world),
-        f"--ranks {ranks}, but the launcher started {rank_env.world} ranks; leave --ranks out",
-    )
+    other_count = f"--ranks {ranks}, but the launcher started {rank_env.world} ranks; leave --ranks out"
+    check_input(ranks in (None, rank_env.world), other_count)
     job = request.job.model_copy(update={"run": request.job.run.model_copy(update={"ranks": rank_env.world})})
     return _report_rank_exit(run_launched_rank(replace(request, job=job), rank_env, log), rank_env)
 
@@ -112,8 +108,8 @@ def _join_run(request: "TrainRequest", coordinator_address: str) -> int:
     from motet.train.launch.entry_points import SupervisorIO, join_remote_run
 
     environment = read_environment()
-    if read_rank_environment(environment) is not None:
-        raise InputError("--join starts workers itself; give their number with --ranks, without torchrun or srun")
+    by_launcher = "--join starts workers itself; give their number with --ranks, without torchrun or srun"
+    check_input(read_rank_environment(environment) is None, by_launcher)
     exit_status = join_remote_run(request, coordinator_address, SupervisorIO(environment, log, show_progress))
     for text in filter(None, (exit_status.message, exit_status.traceback)):
         log(text)
@@ -121,7 +117,6 @@ def _join_run(request: "TrainRequest", coordinator_address: str) -> int:
 
 
 def _report_run_end(path: Path, exit_status: "LaunchExitStatus", json: bool) -> int:
-    """Report a run that ended early, and print the summary as JSON on request. Returns the exit code."""
     from motet.monitor.summary import SUMMARY_FILE, read_summary
     from motet.train.launch.run_folder import newest_checkpoint_step
 
@@ -138,7 +133,6 @@ def _report_run_end(path: Path, exit_status: "LaunchExitStatus", json: bool) -> 
 
 
 def _report_rank_exit(record: "RankExitRecord", rank_env: RankEnvironment) -> int:
-    """Report the end of a rank that a launcher started: in full, in one line for a victim, or not at all."""
     from motet.train.launch.rank_process import hard_exit
 
     who = f"rank {rank_env.rank} of {rank_env.world}"

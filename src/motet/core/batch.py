@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,5 +29,5 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Batch(**{n: t if t is None else t.to(device, non_blocking=True) for n, t in tensors.items()})
+        tensors = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return replace(self, **{name: t.to(device, non_blocking=True) for name, t in tensors if t is not None})

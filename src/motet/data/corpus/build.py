@@ -7,7 +7,7 @@ mark and content agree, so the folder has the same bytes however often its build
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import filelock
@@ -131,7 +131,7 @@ def _write_plan(spec: CorpusBuildSpec, out: Path) -> CorpusBuildPlan:
     if earlier is None or earlier.recipe != plan.recipe:
         out.mkdir(exist_ok=True)
         delete_corpus_files(out)
-        write_json_atomically(out / "plan.json", plan.to_json())
+        write_json_atomically(out / "plan.json", {**asdict(plan), "fields": plan.fields.model_dump()})
     # Written again even if it exists: the build may have been interrupted in the middle of the file.
     if not spec.tokenizer.is_byte_level:
         spec.tokenizer.save(out)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from motet.core.errors import InputError, check_input
 from motet.data.corpus.token_store import DOCUMENT_DTYPE, TokenStore, map_tokens
-from motet.data.samples.counter_rng import derive_keys
+from motet.data.samples.shuffle_and_mix import derive_keys
 
 MAGIC = b"MMIDIDX\x00\x00"
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}

@@ -61,7 +61,11 @@ def prepare_data(settings: DataSettings, progress: ProgressCallback | None = Non
         location, content, source_classes = source.location, ("", 0, 0), NUM_CLASSES
         if source.corpus is not None:
             spec = CorpusBuildSpec(source.corpus, source.fields, settings.objective == "classify", tokenizer, sentinels)
-            location = str(_cached_corpus_folder(spec, cache, workers=num_workers(settings), progress=progress))
+            location = str(folder := cache / spec.key)
+            try:
+                _check_corpus_folder(folder)
+            except InputError:
+                build_corpus(spec, folder, workers=num_workers(settings), progress=progress, is_cache_folder=True)
         if source.kind != "synthetic":
             store = open_token_store(source.kind, location)
             content = (store.corpus_hash, len(store.documents), int(store.first_token[-1]))
@@ -150,8 +154,7 @@ def _resolve_tokenizer(
         spec = settings.tokenizer if settings.tokenizer == "bytes" else str(Path(settings.tokenizer).expanduser())
         if bpe_vocab_size(spec, 0) is not None and any(source.corpus for source in sources):
             spec = str(_cached_tokenizer_folder(settings, sources, cache, progress=progress))
-        settings_with_spec = settings.model_copy(update={"tokenizer": spec})
-        loaded = [tokenizer_from_settings(settings_with_spec, sources, progress)]
+        loaded = [tokenizer_from_settings(settings.model_copy(update={"tokenizer": spec}), sources, progress)]
     check_tokenizer_for_objective(loaded[0].tokenizer, settings)
     return loaded[0]
 
@@ -197,15 +200,6 @@ def _cached_tokenizer_folder(
                 scratch.mkdir(exist_ok=True)
                 trained.tokenizer.save(scratch)
                 scratch.replace(folder)
-    return folder
-
-
-def _cached_corpus_folder(spec: CorpusBuildSpec, cache: Path, *, workers: int, progress: ProgressCallback) -> Path:
-    folder = cache / spec.key
-    try:
-        _check_corpus_folder(folder)
-    except InputError:
-        build_corpus(spec, folder, workers=workers, progress=progress, is_cache_folder=True)
     return folder
 
 

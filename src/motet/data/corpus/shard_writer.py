@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,19 +35,14 @@ class CorpusBuildPlan:
     dtype: str
     shards: list[list[FileRange]]
 
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "fields": self.fields.model_dump()}
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Self:
-        shards = [[FileRange(**file_range) for file_range in shard] for shard in values["shards"]]
-        return cls(**{**values, "fields": DataSourceSettings.model_validate(values["fields"]), "shards": shards})
-
 
 def read_build_plan(folder: Path) -> CorpusBuildPlan | None:
     """The plan of an unfinished build; None if there is no readable one."""
     try:
-        return CorpusBuildPlan.from_json(json.loads((folder / "plan.json").read_text(encoding="utf-8")))
+        values = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+        fields = DataSourceSettings.model_validate(values["fields"])
+        shards = [[FileRange(**file_range) for file_range in shard] for shard in values["shards"]]
+        return CorpusBuildPlan(**{**values, "fields": fields, "shards": shards})
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -65,9 +60,9 @@ def build_shard(
     folder: Path, plan: CorpusBuildPlan, shard_id: int, *, tokenizer: Tokenizer, advance: Callable[[int], None]
 ) -> None:
     """Write NNNNN.bin, NNNNN.docs and the mark NNNNN.done; `advance` gets the bytes of text that were read."""
-    tables, num_tokens = [np.empty(0, DOCUMENT_DTYPE)], 0
+    tables, num_tokens, name = [np.empty(0, DOCUMENT_DTYPE)], 0, f"{shard_id:05}"
     # An orphan of a killed build may write the same shard, so the name has the process id.
-    scratch = folder / f"{shard_id:05}.{os.getpid()}.tmp"
+    scratch = folder / f"{name}.{os.getpid()}.tmp"
     with scratch.open("wb") as file:
         for documents, bytes_read in _document_batches(plan, shard_id):
             tokens, table = _tokenize_documents(documents, tokenizer, plan.dtype)
@@ -76,11 +71,11 @@ def build_shard(
             tables.append(table)
             advance(bytes_read)
     table = np.concatenate(tables)
-    scratch.replace(folder / f"{shard_id:05}.bin")
+    scratch.replace(folder / f"{name}.bin")
     scratch.write_bytes(table.tobytes())
-    scratch.replace(folder / f"{shard_id:05}.docs")
+    scratch.replace(folder / f"{name}.docs")
     entry = CorpusShardEntry(documents=len(table), tokens=num_tokens, checksum=shard_checksum(folder, shard_id))
-    write_json_atomically(folder / f"{shard_id:05}.done", asdict(entry))
+    write_json_atomically(folder / f"{name}.done", asdict(entry))
 
 
 def _document_batches(plan: CorpusBuildPlan, shard_id: int) -> Iterator[tuple[list[TextDocument], int]]:
@@ -100,15 +95,15 @@ def _document_batches(plan: CorpusBuildPlan, shard_id: int) -> Iterator[tuple[li
 def _tokenize_documents(
     documents: list[TextDocument], tokenizer: Tokenizer, dtype: str
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    owners = [
+    parts = [
         (row, is_prompt, part)
         for row, document in enumerate(documents)
         for is_prompt, text in ((True, document.prompt or ""), (False, document.text))
         for part in _split_long_text(text)
     ]
-    begin = tokenizer.begin_ids
-    skips, bodies = [0] * len(documents), [list(begin) for _ in documents]
-    for (row, is_prompt, _), ids in zip(owners, tokenizer.encode_batch([part for *_, part in owners]), strict=True):
+    bodies = [list(tokenizer.begin_ids) for _ in documents]
+    skips = [len(tokenizer.begin_ids) if document.prompt is not None else 0 for document in documents]
+    for (row, is_prompt, _), ids in zip(parts, tokenizer.encode_batch([part for *_, part in parts]), strict=True):
         bodies[row] += ids
         skips[row] += len(ids) if is_prompt else 0
     table = np.empty(len(documents), DOCUMENT_DTYPE)
@@ -116,8 +111,7 @@ def _tokenize_documents(
         bodies[row].append(tokenizer.end_id)
         # The hash of the content makes equal documents fall into the same split.
         content = hashlib.blake2b(f"{document.prompt or ''}\0{document.text}".encode(), digest_size=8).digest()
-        skip = len(begin) + skips[row] if document.prompt is not None else 0
-        table[row] = (len(bodies[row]), int.from_bytes(content, "little"), skip, document.label)
+        table[row] = (len(bodies[row]), int.from_bytes(content, "little"), skips[row], document.label)
     return np.fromiter(chain.from_iterable(bodies), dtype=np.dtype(dtype).newbyteorder("<")), table
 
 

@@ -1,7 +1,7 @@
 """Tokenising in separate processes, started as `python -m motet.data.corpus.tokenize_workers FOLDER`.
 
-A worker reads shard ids from standard input and answers with lines of JSON. It is a new program, not a fork, so any
-script can start it after torch; it ends as soon as its parent does.
+A worker reads shard ids from standard input and answers with lines of JSON. It is no fork, so any script can start it
+after torch; it ends as soon as its parent does.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import queue
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -24,10 +25,7 @@ from motet.data.corpus.tokenizer import load_tokenizer
 
 def build_in_processes(folder: Path, shard_ids: list[int], *, workers: int, advance: Callable[[int], None]) -> None:
     """Build these shards of a planned folder with `workers` processes; the first failure ends all."""
-    pending: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for shard_id in shard_ids:
-        pending.put(shard_id)
-    count = min(workers, len(shard_ids))
+    pending, count = deque(shard_ids), min(workers, len(shard_ids))
     progress_lock = threading.Lock()
 
     def advance_under_lock(bytes_read: int) -> None:
@@ -66,22 +64,18 @@ def wait_for_orphans(folder: Path) -> None:
 
 
 def _start_worker(folder: Path, threads: int, lock: int) -> "subprocess.Popen[str]":
-    """Start a worker with this number of threads in a new session: Ctrl-C is for the parent, which ends its workers."""
-    command = ["env", f"RAYON_NUM_THREADS={threads}", sys.executable, "-m", "motet.data.corpus.tokenize_workers"]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        [*command, str(folder)], stdin=pipe, stdout=pipe, text=True, start_new_session=True, pass_fds=(lock,)
-    )
+    # In a new session: Ctrl-C is for the parent, which ends its workers.
+    module, pipe = "motet.data.corpus.tokenize_workers", subprocess.PIPE
+    command = ["env", f"RAYON_NUM_THREADS={threads}", sys.executable, "-m", module, str(folder)]
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True, pass_fds=(lock,))
 
 
-def _feed_shards(
-    worker: "subprocess.Popen[str]", pending: "queue.SimpleQueue[int]", advance: Callable[[int], None]
-) -> None:
+def _feed_shards(worker: "subprocess.Popen[str]", pending: deque[int], advance: Callable[[int], None]) -> None:
     assert worker.stdin is not None and worker.stdout is not None
     while True:
         try:
-            shard_id = pending.get_nowait()
-        except queue.Empty:
+            shard_id = pending.popleft()
+        except IndexError:  # all shards are taken
             return
         with contextlib.suppress(BrokenPipeError):  # the worker has ended, which is reported below
             worker.stdin.write(f"{shard_id}\n")
@@ -96,18 +90,15 @@ def _feed_shards(
         else:
             code = worker.wait()
             cause = " (killed: out of memory? fewer data.workers need less)" if code < 0 else ""
-            raise MotetError(
-                f"a process that tokenised ended with code {code}{cause}; finished shards are kept, the same command "
-                "goes on from there"
-            )
+            remedy = "finished shards are kept, the same command goes on from there"
+            raise MotetError(f"a process that tokenised ended with code {code}{cause}; {remedy}")
 
 
 def run_worker(folder: Path, requests: Iterable[str], answers: TextIO) -> None:
     """Build a shard for every line of the requests."""
     plan = read_build_plan(folder)
     assert plan is not None, f"{folder} has no plan.json"
-    spec = "bytes" if plan.tokenizer == "bytes" else str(folder / plan.tokenizer)
-    tokenizer = load_tokenizer(spec, plan.sentinels)
+    tokenizer = load_tokenizer("bytes" if plan.tokenizer == "bytes" else str(folder / plan.tokenizer), plan.sentinels)
 
     def answer(**value: int | str) -> None:
         answers.write(json.dumps(value) + "\n")

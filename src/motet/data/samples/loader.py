@@ -13,10 +13,9 @@ from motet.core.seeds import derive_seed
 from motet.data.corpus.token_store import PreparedData
 from motet.data.corpus.tokenizer import load_tokenizer
 from motet.data.samples import objectives
-from motet.data.samples.counter_rng import derive_keys
 from motet.data.samples.dataset import dataset_fingerprint, open_mixture_dataset
 from motet.data.samples.packing import IntArray, TokenWindows
-from motet.data.samples.shuffle_and_mix import samples_for_epochs, steps_for_epochs
+from motet.data.samples.shuffle_and_mix import derive_keys, samples_for_epochs
 from motet.data.samples.span_corruption import corrupt_spans, span_corruption_lengths
 from motet.data.settings import DataSettings
 
@@ -35,7 +34,7 @@ class BatchLoader:
 
     def steps_for_epochs(self, epochs: float) -> int:
         """Steps in this number of passes; the last one may be incomplete."""
-        return steps_for_epochs(epochs, self.train_samples, self._settings.batch_sequences)
+        return -(-samples_for_epochs(epochs, self.train_samples) // self._settings.batch_sequences)
 
     def epoch_at(self, step: int) -> float:
         """Passes completed before this step."""
@@ -45,9 +44,8 @@ class BatchLoader:
     def batch(self, step: int, rows: range) -> Batch:
         """Rows of the global batch of a step, counted from 0."""
         positions = self._positions(step, rows)
-        is_live = positions < (self._num_stream_samples or np.iinfo(np.int64).max)
         arrays = self._apply_objective("train", self.samples.training_windows(positions), positions)
-        return _to_batch(arrays, rows, is_live)
+        return _to_batch(arrays, rows, positions < (self._num_stream_samples or np.iinfo(np.int64).max))
 
     def evaluation_batches(self, split: str) -> int:
         """Global batches in a split; 0 when it is empty."""

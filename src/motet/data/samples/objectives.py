@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.data.samples.counter_rng import UInt64Array, uniform_floats
 from motet.data.samples.packing import IntArray, TokenWindows
+from motet.data.samples.shuffle_and_mix import UInt64Array, uniform_floats
 
 
 @dataclass(frozen=True)

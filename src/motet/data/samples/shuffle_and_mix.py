@@ -1,26 +1,52 @@
-"""The order of samples: the samples of step n depend only on (seed, n).
+"""The order of samples, and all other random numbers of data: those of step n depend only on (seed, n).
 
-Each epoch is a pseudo-random permutation that is computed, not stored. A mixture is a repeating pattern of corpora, so
-the position within each corpus is computed too.
+Number j of key k is a fixed function of (k, j), so any rank can make any row, in any order. Each epoch is a
+pseudo-random permutation that is computed, not stored. A mixture is a repeating pattern of corpora, so the position
+within each corpus is computed too.
 """
 
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from motet.core.errors import check_input
 from motet.core.seeds import derive_seed
-from motet.data.samples.counter_rng import derive_keys, splitmix64_hash
 
 StreamPositions = NDArray[np.int64]
+UInt64Array = NDArray[np.uint64]
 
 MIXTURE_PERIOD = 1000  # Samples after which a mixture repeats; weights are exact to a thousandth over each period
 
 _FEISTEL_ROUNDS = 4
 _BLOCK_SIZE = 4096
+
+# Of SplitMix64, whose finaliser mixes uint64 arrays that wrap around silently.
+_GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)
+_MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
+
+
+def splitmix64_hash(words: UInt64Array) -> UInt64Array:
+    """A bijection of 64-bit words in which every bit depends on every bit."""
+    words = (words ^ (words >> np.uint64(30))) * _MULTIPLIER_1
+    words = (words ^ (words >> np.uint64(27))) * _MULTIPLIER_2
+    return words ^ (words >> np.uint64(31))
+
+
+def derive_keys(seed: int, indices: NDArray[Any]) -> UInt64Array:
+    """One key for each index."""
+    start = splitmix64_hash(np.array([seed], dtype=np.uint64))
+    return splitmix64_hash(start + (indices.astype(np.uint64) + np.uint64(1)) * _GOLDEN_RATIO)
+
+
+def uniform_floats(row_keys: UInt64Array, width: int, stream: int) -> NDArray[np.float64]:
+    """[R, width] numbers in [0, 1) for R keys; each `stream` of a key is different."""
+    counters = (np.arange(width, dtype=np.uint64) + np.uint64(stream << 40)) * _GOLDEN_RATIO
+    return (splitmix64_hash(row_keys[:, None] + counters[None, :]) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def permute(positions: StreamPositions, size: int, seed: int) -> StreamPositions:
@@ -37,7 +63,7 @@ def permute(positions: StreamPositions, size: int, seed: int) -> StreamPositions
     return result.astype(np.int64)
 
 
-def _feistel(words: NDArray[np.uint64], grid: tuple[int, int], round_keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _feistel(words: UInt64Array, grid: tuple[int, int], round_keys: UInt64Array) -> UInt64Array:
     height, width = map(np.uint64, grid)
     high, low = words // width, words % width
     for left, right in round_keys.reshape(_FEISTEL_ROUNDS, 2):
@@ -93,8 +119,8 @@ def build_mixture_schedule(weights: list[float]) -> DataMixtureSchedule:
     )
     check_input(exact_counts[smallest] >= 1 - 1e-9, f"data.mixture: {light}; raise it or leave the source out")
     counts = np.floor(exact_counts + 1e-9).astype(np.int64)
-    order = np.argsort(-(exact_counts - counts), kind="stable")
-    counts[order[: MIXTURE_PERIOD - int(counts.sum())]] += 1
+    by_remainder = np.argsort(counts - exact_counts, kind="stable")
+    counts[by_remainder[: MIXTURE_PERIOD - int(counts.sum())]] += 1
     corpus = np.repeat(np.arange(len(weights)), counts)
     occurrence = np.concatenate([np.arange(count) for count in counts])
     slot_order = np.lexsort((corpus, (occurrence + 0.5) / counts[corpus]))
@@ -104,8 +130,3 @@ def build_mixture_schedule(weights: list[float]) -> DataMixtureSchedule:
 def samples_for_epochs(epochs: float, samples: int) -> int:
     """Samples in this number of passes, rounded to whole samples."""
     return max(1, round(epochs * samples))
-
-
-def steps_for_epochs(epochs: float, samples: int, batch: int) -> int:
-    """Steps in this number of passes; the last step may be incomplete."""
-    return -(-samples_for_epochs(epochs, samples) // batch)

@@ -12,9 +12,9 @@ import numpy as np
 
 from motet.core.errors import check_input
 from motet.data.corpus.tokenizer import Tokenizer
-from motet.data.samples.counter_rng import UInt64Array, uniform_floats
 from motet.data.samples.objectives import BatchArrays, positions_within_documents
 from motet.data.samples.packing import IntArray, TokenWindows
+from motet.data.samples.shuffle_and_mix import UInt64Array, uniform_floats
 
 MEAN_SPAN_TOKENS = 3  # As in T5; spans are longer if there are too few sentinels
 

@@ -11,8 +11,8 @@ import numpy as np
 from motet.core.errors import check_input
 from motet.core.seeds import derive_seed
 from motet.data.corpus.tokenizer import Tokenizer
-from motet.data.samples.counter_rng import UInt64Array, derive_keys, uniform_floats
 from motet.data.samples.packing import IntArray, TokenWindows
+from motet.data.samples.shuffle_and_mix import UInt64Array, derive_keys, uniform_floats
 from motet.data.settings import DataSettings
 
 DEFAULT_SAMPLES = 10_000
