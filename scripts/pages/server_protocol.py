@@ -38,7 +38,7 @@ def measure(words: list[str]) -> tuple[str, bool]:
 
 def _rows(systems: "dict[str, Scenario]", modes: Collection[str]) -> Iterator[str]:
     """A row for each system and mode: explored, or the page's own where the mode is not in `modes`."""
-    from parallel.parameter_server.explorer import Exploration, explore
+    from parallel.parameter_server.explorer import Exploration, Explorer, explore
     from parallel.parameter_server.scenarios import alike, modes_of, row, with_mode
 
     kept = {alike(line): line for line in (DOCS / PAGE).read_text(encoding="utf-8").splitlines()}
@@ -46,20 +46,20 @@ def _rows(systems: "dict[str, Scenario]", modes: Collection[str]) -> Iterator[st
         for mode in modes_of(system):
             scenario_in_mode = with_mode(system, mode)
             if mode in modes:
-                yield row(name, scenario_in_mode, explore(scenario_in_mode))
+                yield row(name, scenario_in_mode, explore(Explorer(scenario_in_mode)))
                 print(f"{name}, {mode}", flush=True)
             elif (same := alike(row(name, scenario_in_mode, Exploration()))) in kept:
                 yield kept[same]
 
 
 def _mistakes() -> Iterator[str]:
-    from parallel.parameter_server.explorer import Exploration, explore
+    from parallel.parameter_server.explorer import Exploration, Explorer, explore
     from parallel.parameter_server.scenarios import MISTAKES, mistake_row
 
     for name, mistake in MISTAKES.items():
         states = Exploration()
         try:
-            explore(mistake.scenario, result=states)
+            explore(Explorer(mistake.scenario), result=states)
         except AssertionError:
             yield mistake_row(name, states)
         else:

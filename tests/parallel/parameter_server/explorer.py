@@ -27,7 +27,6 @@ from motet.parallel.parameter_server.protocol import messages
 from motet.parallel.parameter_server.protocol.coordinator_state_machine import CoordinatorStateMachine
 from motet.parallel.parameter_server.protocol.messages import COORDINATOR, Message, ParameterPull, ParameterPullReply
 from motet.parallel.parameter_server.protocol.server_state_machine import ServerStateMachine
-from motet.parallel.parameter_server.protocol.worker_state_machine import WorkerStateMachine
 from parallel.parameter_server.scenario import (
     CRASHES,
     DISCONNECTS,
@@ -41,28 +40,14 @@ from parallel.parameter_server.scenario import (
     PartialRead,
     Scenario,
     State,
-    require,
 )
 from parallel.parameter_server.simulated_cluster import SimulatedCluster
 
 
 class Explorer:
     def __init__(self, scenario: Scenario, without_reduction: bool = False) -> None:
-        self.scenario = scenario
-        self.without_reduction = without_reduction
+        self.scenario, self.without_reduction = scenario, without_reduction
         self.cluster = SimulatedCluster(scenario, without_reduction)
-
-    def states(self) -> Iterator[State]:
-        """All, but for those that are the same with other names of workers."""
-        stack = [self.cluster.start()]
-        seen = {hash(stack[0])}
-        while stack:
-            state = stack.pop()
-            yield state
-            for following in map(self.cluster.canonical, self.after(state)):
-                if (mark := hash(following)) not in seen:
-                    seen.add(mark)
-                    stack.append(following)
 
     def after(self, state: State) -> Iterator[State]:
         """Everything that may happen next."""
@@ -70,8 +55,7 @@ class Explorer:
             yield from self._after(state)
             return
         urgent = self.urgent(state)
-        for following in self._after(state) if urgent is None else self._arrive(state, urgent):
-            now = following
+        for now in self._after(state) if urgent is None else self._arrive(state, urgent):
             while not now[2][DUPLICATES] and (only := self.urgent(now)) is not None:
                 (now,) = self._arrive(now, only)
             yield now
@@ -103,8 +87,6 @@ class Explorer:
             return None
         for index, number in enumerate(in_flight):
             to, sender, message = self.cluster.messages[number]
-            if isinstance(message, messages.WorkAssignment):
-                return index
             if isinstance(message, ParameterPullReply):
                 is_urgent = not (left[CRASHES] and self._may_end(machines, self.cluster.places[sender]))
             else:
@@ -114,20 +96,20 @@ class Explorer:
         return None
 
     def _is_urgent(self, state: State, receiver: int, message: Message | PartialRead) -> bool:
-        if not isinstance(
-            message, messages.GradientPushAck | ParameterPull | messages.UpdateDecision | messages.BackupPushAck
-        ):
-            return False
         machine = self.cluster.machines[receiver]
+        starts_whole = not (self.scenario.replacements or self.scenario.starts_empty)
         match message:
+            case messages.WorkAssignment():
+                return True
             case ParameterPull(slice_id=slice_id):
                 return isinstance(machine, ServerStateMachine) and slice_id in machine.slice_states
             case messages.GradientPushAck():
                 return self._knows_all_views(state, machine)
             case messages.UpdateDecision():
-                is_early = not self._is_needed(message) and not self.scenario.has_late_decisions
-                return is_early and not self.scenario.replacements and not self.scenario.starts_empty
-        return not (self.scenario.replacements or self.scenario.starts_empty) and self._knows_all_views(state, machine)
+                return starts_whole and not self._is_needed(message) and not self.scenario.has_late_decisions
+            case messages.BackupPushAck():
+                return starts_whole and self._knows_all_views(state, machine)
+        return False
 
     def _is_needed(self, decision: messages.UpdateDecision) -> bool:
         """Some work item will be computed with what was decided, at least until then."""
@@ -140,8 +122,6 @@ class Explorer:
         if not self._may_lose_servers:
             return True
         coordinator = self.cluster.machines[state[0][0]]
-        assert isinstance(machine, WorkerStateMachine | ServerStateMachine)
-        assert isinstance(coordinator, CoordinatorStateMachine)
         membership = messages.ProcessLost | messages.ServerTakeoverOffer
         is_calm = not any(isinstance(self.cluster.messages[number][2], membership) for number in in_flight)
         return is_calm and not left[CRASHES] and machine.placement.epoch == coordinator.placement.epoch
@@ -163,16 +143,13 @@ class Explorer:
                 yield twice
 
     def _read(self, machines: Machines, number: int) -> int:
-        """One part more of a value."""
-        to, sender, reading = self.cluster.messages[number]
-        assert isinstance(reading, PartialRead)
-        value, first = reading
+        to, sender, (value, first) = self.cluster.messages[number]
         server, version = self.cluster.machines[machines[self.cluster.places[sender]]], value.version
         if self.scenario.updates_in_place and isinstance(server, ServerStateMachine):
             version = server.slice_states[value.slice_id].version
         if first is None:
             return self.cluster.number(to, sender, PartialRead(value, version))
-        require(first == version, f"{value} is torn: its first part is of version {first}, the other of {version}")
+        assert first == version, f"{value} is torn: its first part is of version {first}, the other of {version}"
         return self.cluster.number(to, sender, value)
 
     # --- what goes wrong, and what the owner of the coordinator does ---------------------------------------
@@ -246,7 +223,6 @@ class Explorer:
     def _owner(self, state: State) -> Iterator[State]:
         machines, _, left = state
         coordinator = self.cluster.machines[machines[0]]
-        assert isinstance(coordinator, CoordinatorStateMachine)
         if not self.scenario.is_paced or coordinator.ends_at_step_limit:
             return
         policy, step = self.scenario.policy, self.scenario.policy.step_of(coordinator.decided.floor)
@@ -266,9 +242,8 @@ class Explorer:
 @dataclass
 class Exploration:
     states: int = 0
-    steps: int = 0
-    """From one state to another."""
-    ends: int = 0
+    steps: int = 0  # From one state to another
+    ends: list[State] = field(default_factory=list)
 
 
 @dataclass
@@ -293,14 +268,9 @@ class StateGraph:
 
 
 def explore(
-    scenario: Scenario,
-    most: int = 10**9,
-    without_reduction: bool = False,
-    result: Exploration | None = None,
-    graph: StateGraph | None = None,
+    explorer: Explorer, most: int = 10**9, result: Exploration | None = None, graph: StateGraph | None = None
 ) -> Exploration:
     """Explore all states. `result` has the counts until a promise is broken."""
-    explorer = Explorer(scenario, without_reduction)
     start = explorer.cluster.start()
     seen = {hash(start)}
     result = Exploration() if result is None else result
@@ -318,7 +288,7 @@ def explore(
                 graph.sources.append(hash(state))
                 graph.targets.append(mark)
         if explorer.is_end(state):
-            result.ends += 1
+            result.ends.append(state)
             explorer.cluster.invariants.of_end(state[0])
             if graph is not None:
                 graph.ends.add(hash(state))

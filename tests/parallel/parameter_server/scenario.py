@@ -25,53 +25,29 @@ class Scenario:
     policy: ConsistencyPolicy
     workers: int
     servers: int
-    copies: int = 1
-    """Servers that keep a slice; slice i is first on server i."""
-    duplicates: int = 0
-    """So many messages arrive twice."""
-    crashes: int = 0
-    """So many processes end. What they had sent may arrive or not."""
+    copies: int = 1  # Servers that keep a slice; slice i is first on server i
+    duplicates: int = 0  # So many messages arrive twice
+    crashes: int = 0  # So many processes end. What they had sent may arrive or not
+    # Instead of a server that ended another one comes, with a snapshot of it or, where there are copies, nothing.
     replacements: bool = False
-    """Instead of a server that ended another one comes, with a snapshot of it or, where there are copies, nothing."""
-    disconnects: int = 0
-    """So many connections are lost, with all that is underway on them, and made again."""
-    partial_reads: bool = False
-    """A value is read from the server's memory in two parts, one after the other."""
-    updates_in_place: bool = False
-    """And that is what is there by then."""
-    gradients_by_slice: bool = False
-    """The gradient of each slice is there at a time of its own."""
+    disconnects: int = 0  # So many connections are lost, with all that is underway on them, and made again
+    partial_reads: bool = False  # A value is read from the server's memory in two parts, one after the other
+    updates_in_place: bool = False  # And that is what is there by then
+    gradients_by_slice: bool = False  # The gradient of each slice is there at a time of its own
+    # Decisions may be late also where it makes no difference, as long as servers wait for missing ones.
     has_late_decisions: bool = False
-    """Decisions may be late also where it makes no difference, as long as servers wait for those that are missing."""
-    starts_empty: bool = False
-    """Servers begin with nothing, and hear from the coordinator's owner what their slices are."""
-    first: int = 0
-    """Steps that were done before."""
-    is_paced: bool = False
-    """The coordinator goes on from step to step when its owner says so."""
-    stops: int = 0
-    """And may be told to end with the steps that were begun."""
+    starts_empty: bool = False  # Servers hear from the coordinator's owner what their slices are
+    first: int = 0  # Steps that were done before
+    is_paced: bool = False  # The coordinator goes on from step to step when its owner says so
+    stops: int = 0  # And may be told to end with the steps that were begun
     coordinator: type[CoordinatorStateMachine] = CoordinatorStateMachine
     server_machine: type[ServerStateMachine] = ServerStateMachine
     worker_machine: type[WorkerStateMachine] = WorkerStateMachine
 
 
-class InvariantViolationError(AssertionError):
-    """A promise that is not kept."""
-
-
-def require(state: bool, sentence: str) -> None:
-    if not state:
-        raise InvariantViolationError(sentence)
-
-
-Machines = tuple[int, ...]
-"""What the coordinator, the servers, the workers and a server that comes later know; by number."""
-InFlight = tuple[int, ...]
-"""Messages, by number."""
-FaultsLeft = tuple[int, ...]
-"""How often a message may still arrive twice, a process end, a connection be lost, and the coordinator's owner stop."""
+Machines = tuple[int, ...]  # Of the coordinator, the servers, the workers, a server that comes later; by number
+InFlight = tuple[int, ...]  # Messages, by number
+FaultsLeft = tuple[int, ...]  # How often each kind of fault may still happen
 State = tuple[Machines, InFlight, FaultsLeft]
-NONE = 0
-"""A process that has ended, or not begun."""
+NONE = 0  # A process that has ended, or not begun
 DUPLICATES, CRASHES, DISCONNECTS, STOPS = range(4)

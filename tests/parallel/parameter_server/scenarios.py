@@ -82,7 +82,7 @@ def row(name: str, scenario: Scenario, result: Exploration) -> str:
     size = f"{scenario.workers} x {scenario.servers} x {scenario.policy.steps - scenario.first}"
     (kind,) = (kind for kind in RULES if with_mode(scenario, kind) == scenario and kind in modes_of(scenario))
     faults = scenario.duplicates, scenario.crashes, scenario.disconnects
-    cells = size, scenario.copies, *faults, kind, f"{result.states:,}", f"{result.steps:,}", result.ends
+    cells = size, scenario.copies, *faults, kind, f"{result.states:,}", f"{result.steps:,}", len(result.ends)
     return f"| {name} | {' | '.join(map(str, cells))} |"
 
 

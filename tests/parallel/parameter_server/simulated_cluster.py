@@ -10,14 +10,13 @@ from motet.parallel.parameter_server.protocol import messages
 from motet.parallel.parameter_server.protocol.coordinator_state_machine import CoordinatorStateMachine
 from motet.parallel.parameter_server.protocol.messages import (
     COORDINATOR,
+    GradientPush,
     Message,
-    OutgoingMessages,
     ParameterPull,
     ParameterPullReply,
 )
 from motet.parallel.parameter_server.protocol.server_state_machine import ServerSliceState, ServerStateMachine
 from motet.parallel.parameter_server.protocol.worker_state_machine import WorkerStateMachine
-from parallel.parameter_server.ignored_messages import is_answered, is_ignored, is_known
 from parallel.parameter_server.interning import InternTable
 from parallel.parameter_server.invariants import Invariants
 from parallel.parameter_server.scenario import (
@@ -29,11 +28,14 @@ from parallel.parameter_server.scenario import (
     PartialRead,
     Scenario,
     State,
-    require,
 )
 
+# (what a machine is then, what it sends but for values, the values that it sends, what it says by that).
 Outcome = tuple[int, InFlight, InFlight, tuple[Message, ...]]
-"""(what a machine is then, what it sends but for values, the values that it sends, what it says by that)"""
+CHECKED_MESSAGES = (
+    *(messages.GradientPushAck, messages.WorkAssignment, messages.GradientNormRequest, messages.UpdateDecision),
+    *(ParameterPullReply, messages.ApplyUpdate),
+)
 FORGOTTEN = messages.UpdateDecision(0, (), 0)
 
 
@@ -42,33 +44,22 @@ class SimulatedCluster:
         s = self.scenario = scenario
         self.without_reduction = without_reduction
         self.machines: InternTable[Machine | None] = InternTable(None)
-        self.messages: InternTable[tuple[str, str, Message | PartialRead]] = InternTable()
-        """(to, from, what)"""
+        self.messages: InternTable[tuple[str, str, Message | PartialRead]] = InternTable()  # (to, from, what)
         self.servers = [f"s{i}" for i in range(s.servers)]
         self.workers = [f"w{i}" for i in range(s.workers)]
         self.names = [COORDINATOR, *self.servers, *self.workers, "new"]
         self.places = {name: place for place, name in enumerate(self.names)}
-        self.owners = tuple(
-            messages.SlicePrimaryAndBackups(
-                tuple(self.servers[(slice_id + copy) % s.servers] for copy in range(s.copies))
-            )
-            for slice_id in range(s.servers)
-        )
+        names = self.servers * 2
+        owners = (tuple(names[slice_id : slice_id + s.copies]) for slice_id in range(s.servers))
+        self.owners = tuple(map(messages.SlicePrimaryAndBackups, owners))
         self.invariants = Invariants(scenario, self.machines, self.places)
         self._known: dict[tuple[int, int], Outcome] = {}
         self._stale: dict[tuple[int, int, int], bool] = {}
         self._tidy: dict[Machines, Machines] = {}
         self._within: dict[tuple[int, int], int] = {}
-        self._routes: list[tuple[int, int]] = []
-        """Of each message: (to, the worker whose pull or push it is or 0)."""
-        first = 1 + s.servers
-        self._swaps = [
-            (
-                [*range(first), *(first + i for i in order), first + s.workers],
-                dict(zip(self.workers, [self.workers[i] for i in order], strict=True)),
-            )
-            for order in permutations(range(s.workers))
-        ][1:]
+        self._routes: list[tuple[int, int]] = []  # Of each message: (to, the worker whose pull or push it is or 0)
+        names = [dict(zip(self.workers, order, strict=True)) for order in permutations(self.workers)][1:]
+        self._swaps = [([self.places[swap.get(name, name)] for name in self.names], swap) for swap in names]
         self._forgets = not (without_reduction or s.replacements or s.disconnects or s.starts_empty)
 
     def start(self) -> State:
@@ -80,7 +71,7 @@ class SimulatedCluster:
         machines: list[Machine] = [coordinator]
         known = coordinator.first_logged_update, coordinator.decided
         for name in self.servers:
-            own = [slice_id for slice_id, is_paced in enumerate(self.owners) if name in is_paced.servers]
+            own = [slice_id for slice_id, (servers, _) in enumerate(self.owners) if name in servers]
             state = ServerSliceState(*known) if not s.starts_empty else ServerSliceState(is_initialized=False)
             machines.append(s.server_machine(name, view, {slice_id: deepcopy(state) for slice_id in own}))
         machines += [s.worker_machine(name, view) for name in self.workers]
@@ -105,7 +96,7 @@ class SimulatedCluster:
     def _find_routes(self) -> None:
         for number in range(len(self._routes), len(self.messages)):
             to, _, message = self.messages[number]
-            asks = isinstance(message, ParameterPull | messages.GradientPush) and not self.without_reduction
+            asks = isinstance(message, ParameterPull | GradientPush) and not self.without_reduction
             self._routes.append((self.places[to], self.places[message.worker] if asks else 0))
 
     # --- what a process does -----------------------------------------------------------------------
@@ -117,11 +108,9 @@ class SimulatedCluster:
         key = machines[to], number
         if key not in self._known:
             now = deepcopy(self.machines[machines[to]])
-            assert now is not None and not isinstance(message, PartialRead)
             if isinstance(message, messages.GradientsReady):
-                assert isinstance(now, WorkerStateMachine)
                 is_current = now.assignment.assignment_id == message.assignment_id
-                require(is_current, f"{message} is taken for one of {now.assignment}")
+                assert is_current, f"{message} is taken for one of {now.assignment}"
             before = deepcopy(now)
             sent = now.handle(message)
             self.invariants.of_updates(before, now, sent)
@@ -133,50 +122,32 @@ class SimulatedCluster:
 
     def resume(self, machine: int, here: int, there: int) -> tuple[int, InFlight]:
         now = deepcopy(self.machines[machine])
-        assert isinstance(now, ServerStateMachine | WorkerStateMachine)
         then, sent, values, _ = self._told(now, here, now.messages_on_connect(self.names[there]))
         return then, sent + values
 
     def go_on(self, machines: Machines, until: int, closes: bool) -> tuple[Machines, InFlight]:
         coordinator = deepcopy(self.machines[machines[0]])
-        assert isinstance(coordinator, CoordinatorStateMachine)
         number, sent, _, said = self._told(coordinator, 0, coordinator.extend_to_step(until, closes))
         following = (number, *machines[1:])
         self.invariants.of_step(following, 0, said)
         return following, sent
 
-    def _told(self, now: Machine, here: int, sent: OutgoingMessages) -> Outcome:
+    def _told(self, now: Machine, here: int, sent: messages.OutgoingMessages) -> Outcome:
         name, slice_ids = self.names[here], tuple(range(self.scenario.servers))
         for _, computed in [m for m in sent if isinstance(m[1], messages.ParametersReady)]:
-            assert isinstance(now, WorkerStateMachine) and isinstance(computed, messages.ParametersReady)
             number = computed.assignment.assignment_id
             if self.scenario.gradients_by_slice:
                 sent += [(name, messages.GradientsReady(number, (slice_id,))) for slice_id in slice_ids]
             else:
                 sent += now.handle(messages.GradientsReady(number, slice_ids))
-        said = tuple(
-            m
-            for _, m in sent
-            if isinstance(
-                m,
-                messages.GradientPushAck
-                | messages.WorkAssignment
-                | messages.GradientNormRequest
-                | messages.UpdateDecision
-                | ParameterPullReply
-                | messages.ApplyUpdate,
-            )
-        )
+        said = tuple(m for _, m in sent if isinstance(m, CHECKED_MESSAGES))
         out = [(to, m) for to, m in sent if not isinstance(m, messages.ApplyUpdate | messages.ParametersReady)]
         others = tuple(self.number(to, name, m) for to, m in out if not isinstance(m, ParameterPullReply))
-        values = tuple(self.number(to, name, self._underway(m)) for to, m in out if isinstance(m, ParameterPullReply))
+        pulled = [(to, m) for to, m in out if isinstance(m, ParameterPullReply)]
+        values = tuple(self.number(to, name, PartialRead(m) if self.scenario.partial_reads else m) for to, m in pulled)
         return self.machines.number(self._without_history(now)), others, values, said
 
-    def _underway(self, value: ParameterPullReply) -> ParameterPullReply | PartialRead:
-        return PartialRead(value) if self.scenario.partial_reads else value
-
     def _without_history(self, machine: Machine) -> Machine:
-        """Forget what nothing will ask for."""
         if isinstance(machine, CoordinatorStateMachine) and self._forgets:
             machine.decision_log = [FORGOTTEN] * len(machine.decision_log)
             if self.scenario.policy.quorum == self.scenario.policy.work_items_per_step:
@@ -191,9 +162,7 @@ class SimulatedCluster:
             return number
         key = worker, number
         if key not in self._within:
-            receiver = self.machines[worker]
-            assert isinstance(receiver, WorkerStateMachine)
-            self._within[key] = number
+            receiver, self._within[key] = self.machines[worker], number
             if receiver.assignment.assignment_id == message.assignment_id:
                 self.invariants.of_value(receiver, message)
                 oldest = message._replace(version=receiver.assignment.min_version)
@@ -209,47 +178,36 @@ class SimulatedCluster:
         for number in in_flight:
             to, worker = self._routes[number]
             key = machines[to], number, machines[worker] if worker else NONE
-            is_stale = self._stale.get(key)
-            if is_stale is None:
-                is_stale = self._stale[key] = key[0] == NONE or self._comes_to_nothing(*key)
-            if not is_stale:
+            if key not in self._stale:
+                self._stale[key] = key[0] == NONE or self._comes_to_nothing(*key)
+            if not self._stale[key]:
                 state.append(number)
         return machines, tuple(sorted(state)), left
 
     def _comes_to_nothing(self, receiver: int, number: int, worker: int) -> bool:
         """Now or later."""
         machine, message = self.machines[receiver], self.messages[number][2]
-        assert machine is not None
         is_lasting = self.scenario.copies > 1 or not self.scenario.replacements
-        if self._routes[number][1]:
-            assert isinstance(machine, ServerStateMachine)
-            if isinstance(message, ParameterPull):
-                return is_answered(machine, self._client(worker), message)
-            assert isinstance(message, messages.GradientPush)
-            return is_known(machine, self._client(worker), message, is_lasting)
-        return is_ignored(machine, message, is_lasting)
-
-    def _client(self, number: int) -> WorkerStateMachine | None:
-        worker = self.machines[number]
-        assert worker is None or isinstance(worker, WorkerStateMachine)
-        return worker
+        if not self._routes[number][1]:
+            return is_ignored(machine, message, is_lasting)
+        if isinstance(message, ParameterPull):
+            return is_answered(machine, self.machines[worker], message)
+        return is_known(machine, self.machines[worker], message, is_lasting)
 
     def _without_pulls(self, machines: Machines) -> Machines:
         """A server does not keep pulls whose answers would be ignored."""
-        first, stop = 1 + self.scenario.servers, len(machines) - 1
-        key = machines[1:]
-        tidied = self._tidy.get(key)
-        if tidied is None:
-            workers = machines[first:stop]
-            servers = [self._without_answered(machines[place], *workers) for place in (*range(1, first), stop)]
-            tidied = self._tidy[key] = *servers[:-1], *workers, servers[-1]
-        return machines[0], *tidied
+        first, key = 1 + self.scenario.servers, machines[1:]
+        if key not in self._tidy:
+            workers = machines[first:-1]
+            *servers, new = (self._without_answered(server, *workers) for server in (*machines[1:first], machines[-1]))
+            self._tidy[key] = *servers, *workers, new
+        return machines[0], *self._tidy[key]
 
     def _without_answered(self, number: int, *workers: int) -> int:
         server = self.machines[number]
         if not isinstance(server, ServerStateMachine) or not any(s.waiting_pulls for s in server.slice_states.values()):
             return number
-        by_name = dict(zip(self.workers, map(self._client, workers), strict=True))
+        by_name = {name: self.machines[worker] for name, worker in zip(self.workers, workers, strict=True)}
         server = deepcopy(server)
         for state in server.slice_states.values():
             waiting = state.waiting_pulls
@@ -269,3 +227,79 @@ class SimulatedCluster:
                 best = min(best, (other, tuple(sorted(self.messages.renamed(m, number, names) for m in in_flight))))
         self._find_routes()
         return *best, left
+
+
+def is_ignored(machine: Machine, message: Message | PartialRead, is_lasting: bool) -> bool:
+    """Whether its receiver ignores the message. `is_lasting`: acknowledged pushes are never lost."""
+    message = message.value if isinstance(message, PartialRead) else message
+    if isinstance(machine, WorkerStateMachine):
+        return _ignored_by_worker(machine, message, is_lasting)
+    is_server = isinstance(machine, ServerStateMachine)
+    return _ignored_by_server(machine, message) if is_server else _ignored_by_coordinator(machine, message)
+
+
+def _ignored_by_worker(worker: WorkerStateMachine, message: Message, is_lasting: bool) -> bool:
+    current = worker.assignment.assignment_id
+    match message:
+        case messages.WorkAssignment(number):
+            return number <= current
+        case ParameterPullReply(number, slice_id):
+            return number < current or (number == current and slice_id in worker.pulled_versions)
+        case messages.GradientPushAck(_, number, slice_id):
+            again = number == current and slice_id in worker.acknowledged_slices
+            return number < current or (again and is_lasting)
+        case messages.ParameterPlacement(epoch):
+            return epoch <= worker.placement.epoch
+    return False
+
+
+def _ignored_by_server(server: ServerStateMachine, message: Message) -> bool:
+    match message:
+        case messages.ParameterPlacement(epoch):
+            return epoch <= server.placement.epoch
+        case messages.GradientNormRequest(turn):
+            return server.norm_request is not None and turn <= server.norm_request.attempt
+        case messages.UpdateDecision(number):
+            is_told = any(server.name in servers for servers, _ in server.placement.replicas)
+            return is_told and all(k.is_initialized and number < k.version for k in server.slice_states.values())
+        case messages.BackupPushAck(_, slice_id, work_item):
+            return _is_replicated(server, slice_id, work_item)
+        case messages.SliceStartVersion(slice_id) | messages.ParameterStateTransfer(slice_id):
+            return server.is_slice_initialized(slice_id)
+    return False
+
+
+def _ignored_by_coordinator(coordinator: CoordinatorStateMachine, message: Message) -> bool:
+    match message:
+        case messages.GradientNormReply(turn, slice_id):
+            is_over = turn < coordinator.norm_attempt or coordinator.next_update_items is None
+            return is_over or slice_id in coordinator.squared_norms
+        case messages.WorkerJoined(worker):
+            return worker in coordinator.lost_processes
+    return False
+
+
+def _is_replicated(server: ServerStateMachine, slice_id: int, work_item: int) -> bool:
+    state = server.slice_states.get(slice_id)
+    if state is None or work_item in state.pushes_awaiting_backup:
+        return False
+    return work_item in state.pending_work_items or state.decided.has(work_item)
+
+
+def is_answered(server: ServerStateMachine, worker: WorkerStateMachine | None, pull: ParameterPull) -> bool:
+    """Whether the worker has ended (None) or gone on, or has the answer: the server's would be ignored."""
+    if pull.slice_id not in server.slice_states:
+        return False
+    if worker is None or pull.assignment_id < worker.assignment.assignment_id:
+        return True
+    return pull.assignment_id == worker.assignment.assignment_id and pull.slice_id in worker.pulled_versions
+
+
+def is_known(server: ServerStateMachine, worker: WorkerStateMachine | None, push: GradientPush, lasting: bool) -> bool:
+    """The server has it, and who pushed need not be told."""
+    if not _is_replicated(server, push.slice_id, push.work_item):
+        return False
+    if worker is None or push.assignment_id < worker.assignment.assignment_id:
+        return True
+    is_current = push.assignment_id == worker.assignment.assignment_id
+    return is_current and push.slice_id in worker.acknowledged_slices and lasting

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from motet.parallel.parameter_server.protocol.coordinator_state_machine import CoordinatorStateMachine
 from motet.parallel.parameter_server.protocol.messages import ConsistencyPolicy
 from parallel.parameter_server.explorer import Exploration, Explorer, StateGraph, explore
 from parallel.parameter_server.interning import key_of, with_names
@@ -27,7 +26,7 @@ def _each(scenarios: dict[str, Scenario]) -> list[tuple[str, str]]:
 def test_promises_are_kept(name: str, policy: str) -> None:
     """An end can be reached from every state. The counts are those of the page."""
     scenario, graph = with_mode(SMALL[name], policy), StateGraph()
-    result = explore(scenario, graph=graph)
+    result = explore(Explorer(scenario), graph=graph)
     assert result.ends and len(graph.lead_to_an_end()) == result.states
     assert row(name, scenario, result) in PAGE.read_text(encoding="utf-8"), UNEQUAL
 
@@ -37,7 +36,7 @@ def test_promises_are_kept(name: str, policy: str) -> None:
 def test_promises_are_kept_by_larger_systems(name: str, policy: str) -> None:
     """Some are so large that the page says nothing of them."""
     scenario = with_mode(LARGE[name], policy)
-    result = explore(scenario)
+    result = explore(Explorer(scenario))
     assert result.ends
     starts_empty = row(name, scenario, result)
     known = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if alike(line) == alike(starts_empty)]
@@ -49,7 +48,7 @@ def test_promises_are_kept_by_larger_systems(name: str, policy: str) -> None:
 def test_what_is_wrong_is_found(wrong: str) -> None:
     result = Exploration()
     with pytest.raises(AssertionError):
-        explore(MISTAKES[wrong].scenario, 100_000, result=result)
+        explore(Explorer(MISTAKES[wrong].scenario), 100_000, result)
     assert mistake_row(wrong, result) in PAGE.read_text(encoding="utf-8"), UNEQUAL
 
 
@@ -57,7 +56,7 @@ def test_what_is_wrong_is_found(wrong: str) -> None:
 @pytest.mark.parametrize("wrong", MISTAKES)
 def test_what_is_wrong_is_found_with_nothing_left_out(wrong: str) -> None:
     with pytest.raises(AssertionError):
-        explore(MISTAKES[wrong].scenario, 1_000_000, without_reduction=True)
+        explore(Explorer(MISTAKES[wrong].scenario, without_reduction=True), 1_000_000)
 
 
 ALIKE = ["each slice has two servers", "a worker ends"]
@@ -92,12 +91,8 @@ def _ends(scenario: Scenario, without_reduction: bool) -> set[tuple[str, ...]]:
     explorer, result = Explorer(scenario, without_reduction), set()
     workers = explorer.cluster.workers
     orders = [dict(zip(workers, order, strict=True)) for order in permutations(workers)]
-    for state in explorer.states():
-        if explorer.is_end(state):
-            machines = [explorer.cluster.machines[number] for number in state[0] if number != NONE]
-            known = [
-                replace(machine, decision_log=[]) if isinstance(machine, CoordinatorStateMachine) else machine
-                for machine in machines
-            ]
-            result.add(min(tuple(sorted(repr(key_of(with_names(m, names))) for m in known)) for names in orders))
+    for machines, _, _ in explore(explorer).ends:
+        coordinator, *others = (explorer.cluster.machines[number] for number in machines if number != NONE)
+        known = [replace(coordinator, decision_log=[]), *others]
+        result.add(min(tuple(sorted(repr(key_of(with_names(m, names))) for m in known)) for names in orders))
     return result
