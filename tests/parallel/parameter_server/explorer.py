@@ -217,7 +217,7 @@ class Explorer:
             kept = lost.slice_states.items() if self.scenario.copies == 1 else ()
             snapshot = tuple((slice_id, state.version - older) for slice_id, state in kept)
             placement = messages.ParameterPlacement(-1, self.cluster.owners)
-            new = self.cluster.machines.number(self.scenario.server_machine("new", placement))
+            new = self.cluster.machines.number(self.scenario.server("new", placement))
             yield new, self.cluster.number(COORDINATOR, "new", messages.ServerTakeoverOffer("new", lost.name, snapshot))
 
     def _owner(self, state: State) -> Iterator[State]:

@@ -41,8 +41,8 @@ class Scenario:
     is_paced: bool = False  # The coordinator goes on from step to step when its owner says so
     stops: int = 0  # And may be told to end with the steps that were begun
     coordinator: type[CoordinatorStateMachine] = CoordinatorStateMachine
-    server_machine: type[ServerStateMachine] = ServerStateMachine
-    worker_machine: type[WorkerStateMachine] = WorkerStateMachine
+    server: type[ServerStateMachine] = ServerStateMachine
+    worker: type[WorkerStateMachine] = WorkerStateMachine
 
 
 Machines = tuple[int, ...]  # Of the coordinator, the servers, the workers, a server that comes later; by number

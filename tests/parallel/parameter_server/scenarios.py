@@ -5,7 +5,7 @@ from typing import Any
 
 from motet.parallel.parameter_server.protocol import messages
 from motet.parallel.parameter_server.protocol.coordinator_state_machine import CoordinatorStateMachine
-from motet.parallel.parameter_server.protocol.messages import ConsistencyPolicy, OutgoingMessages
+from motet.parallel.parameter_server.protocol.messages import ConsistencyPolicy, GradientPush, OutgoingMessages
 from motet.parallel.parameter_server.protocol.server_state_machine import ServerStateMachine
 from motet.parallel.parameter_server.protocol.worker_state_machine import WorkerStateMachine
 from parallel.parameter_server.explorer import Exploration
@@ -22,16 +22,16 @@ def policy(name: str, work_items: int, steps: int, first: int = 0) -> Consistenc
 
 
 def with_mode(scenario: Scenario, name: str) -> Scenario:
-    return replace(
-        scenario, policy=policy(name, scenario.policy.work_items_per_step, scenario.policy.steps, scenario.first)
-    )
+    work_items, steps = scenario.policy[:2]
+    return replace(scenario, policy=policy(name, work_items, steps, scenario.first))
 
 
-def _of(workers: int, servers: int, steps: int, work_items: int = 0, **others: Any) -> Scenario:
+def _of(workers: int, servers: int, steps: int, work_items: int = 0, mode: str = "sync", **others: Any) -> Scenario:
     """A scenario with a work item per worker, unless `work_items` is given."""
-    return replace(Scenario(policy("sync", work_items or workers, steps), workers, servers), **others)
+    return Scenario(policy(mode, work_items or workers, steps), workers, servers, **others)
 
 
+EMPTY_PAIR = {"copies": 2, "starts_empty": True}
 SMALL = {
     "nothing goes wrong": _of(2, 2, 3),
     "three work items for two workers": _of(2, 1, 3, work_items=3),
@@ -47,11 +47,9 @@ SMALL = {
     "gradients come slice by slice, a server ends": _of(1, 2, 1, copies=2, crashes=1, gradients_by_slice=True),
     "gradients come slice by slice, a connection is lost": _of(1, 2, 1, disconnects=1, gradients_by_slice=True),
     "a run that goes on for two steps": _of(2, 1, 3, starts_empty=True, first=1),
-    "a run that goes on; a message comes twice": _of(1, 2, 2, copies=2, duplicates=1, starts_empty=True, first=1),
-    "a run that goes on; a connection is lost": _of(1, 2, 2, copies=2, disconnects=1, starts_empty=True, first=1),
-    "a run that rests after each step; a connection is lost": _of(
-        1, 2, 1, copies=2, disconnects=1, starts_empty=True, is_paced=True
-    ),
+    "a run that goes on; a message comes twice": _of(1, 2, 2, duplicates=1, first=1, **EMPTY_PAIR),
+    "a run that goes on; a connection is lost": _of(1, 2, 2, disconnects=1, first=1, **EMPTY_PAIR),
+    "a run that rests after each step; a connection is lost": _of(1, 2, 1, disconnects=1, is_paced=True, **EMPTY_PAIR),
     "a run that rests, and is stopped": _of(2, 1, 3, is_paced=True, stops=1),
     "a run that rests, and is stopped; a worker ends": _of(2, 1, 2, crashes=1, is_paced=True, stops=1),
 }
@@ -104,9 +102,7 @@ class AsksOnce(WorkerStateMachine):
 class AcknowledgesAtOnce(ServerStateMachine):
     """A server acknowledges a push before the second server of the slice has it."""
 
-    def _replicate_push(
-        self, slice_id: int, work_item: int, pushes: frozenset[messages.GradientPush]
-    ) -> OutgoingMessages:
+    def _replicate_push(self, slice_id: int, work_item: int, pushes: frozenset[GradientPush]) -> OutgoingMessages:
         return self._push_acks(pushes) + super()._replicate_push(slice_id, work_item, pushes)
 
 
@@ -207,19 +203,16 @@ class ForgetsDecisions(ServerStateMachine):
 
 
 @dataclass(frozen=True)
-class PlantedMistake:
+class Mistake:
+    promise: str  # That it breaks
     scenario: Scenario
-    promise: str
-    """That it breaks."""
 
     @property
     def words(self) -> str:
         if self.scenario.updates_in_place:
             return "An update writes over parameters that are being sent."
-        kinds = (self.scenario.coordinator, self.scenario.server_machine, self.scenario.worker_machine)
-        (kind,) = (
-            kind for kind in kinds if kind not in (CoordinatorStateMachine, ServerStateMachine, WorkerStateMachine)
-        )
+        kinds = (self.scenario.coordinator, self.scenario.server, self.scenario.worker)
+        (kind,) = (kind for kind in kinds if kind.__module__ == __name__)
         return (kind.__doc__ or "").strip()
 
 
@@ -229,31 +222,22 @@ BOUND = "the bound is kept"
 DEADLOCK = "everybody comes to the end"
 ONCE = "each work item is in one update"
 
+LOSES_SERVERS = {"copies": 2, "crashes": 1}
 MISTAKES = {
-    "acknowledges at once": PlantedMistake(_of(2, 2, 2, copies=2, crashes=1, server_machine=AcknowledgesAtOnce), LOST),
-    "believes the lost": PlantedMistake(_of(1, 1, 2, crashes=1, replacements=True, coordinator=BelievesTheLost), LOST),
-    "keeps late copies": PlantedMistake(
-        _of(1, 2, 1, copies=2, crashes=1, replacements=True, server_machine=KeepsLateCopies), LOST
-    ),
-    "writes in place": PlantedMistake(
-        with_mode(_of(2, 1, 2, partial_reads=True, updates_in_place=True), "async"), TORN
-    ),
-    "answers any pull": PlantedMistake(_of(2, 2, 2, server_machine=AnswersAnyPull), BOUND),
-    "skips decisions": PlantedMistake(
-        replace(with_mode(_of(2, 1, 2, has_late_decisions=True), "async"), server_machine=SkipsDecisions), ONCE
-    ),
-    "drops work items": PlantedMistake(replace(with_mode(_of(2, 1, 3), "bounded"), coordinator=DropsWorkItems), ONCE),
-    "runs ahead": PlantedMistake(replace(with_mode(_of(2, 1, 3), "bounded"), coordinator=RunsAhead), BOUND),
-    "counts twice": PlantedMistake(
-        replace(with_mode(_of(2, 1, 2, duplicates=1), "async"), coordinator=CountsTwice), ONCE
-    ),
-    "forgets the sum": PlantedMistake(_of(2, 2, 2, copies=2, crashes=1, server_machine=ForgetsTheSum), DEADLOCK),
-    "forgets workers": PlantedMistake(_of(2, 2, 2, crashes=1, coordinator=ForgetsWorkers), DEADLOCK),
-    "waits for old servers": PlantedMistake(_of(2, 2, 2, copies=2, crashes=1, worker_machine=WaitsForOld), DEADLOCK),
-    "forgets decisions": PlantedMistake(
-        _of(1, 2, 1, copies=2, crashes=1, replacements=True, server_machine=ForgetsDecisions), DEADLOCK
-    ),
-    "asks once": PlantedMistake(_of(2, 1, 2, disconnects=1, worker_machine=AsksOnce), DEADLOCK),
+    "acknowledges at once": Mistake(LOST, _of(2, 2, 2, server=AcknowledgesAtOnce, **LOSES_SERVERS)),
+    "believes the lost": Mistake(LOST, _of(1, 1, 2, crashes=1, replacements=True, coordinator=BelievesTheLost)),
+    "keeps late copies": Mistake(LOST, _of(1, 2, 1, replacements=True, server=KeepsLateCopies, **LOSES_SERVERS)),
+    "writes in place": Mistake(TORN, _of(2, 1, 2, mode="async", partial_reads=True, updates_in_place=True)),
+    "answers any pull": Mistake(BOUND, _of(2, 2, 2, server=AnswersAnyPull)),
+    "skips decisions": Mistake(ONCE, _of(2, 1, 2, mode="async", has_late_decisions=True, server=SkipsDecisions)),
+    "drops work items": Mistake(ONCE, _of(2, 1, 3, mode="bounded", coordinator=DropsWorkItems)),
+    "runs ahead": Mistake(BOUND, _of(2, 1, 3, mode="bounded", coordinator=RunsAhead)),
+    "counts twice": Mistake(ONCE, _of(2, 1, 2, mode="async", duplicates=1, coordinator=CountsTwice)),
+    "forgets the sum": Mistake(DEADLOCK, _of(2, 2, 2, server=ForgetsTheSum, **LOSES_SERVERS)),
+    "forgets workers": Mistake(DEADLOCK, _of(2, 2, 2, crashes=1, coordinator=ForgetsWorkers)),
+    "waits for old servers": Mistake(DEADLOCK, _of(2, 2, 2, worker=WaitsForOld, **LOSES_SERVERS)),
+    "forgets decisions": Mistake(DEADLOCK, _of(1, 2, 1, replacements=True, server=ForgetsDecisions, **LOSES_SERVERS)),
+    "asks once": Mistake(DEADLOCK, _of(2, 1, 2, disconnects=1, worker=AsksOnce)),
 }
 
 

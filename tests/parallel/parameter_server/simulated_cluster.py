@@ -73,8 +73,8 @@ class SimulatedCluster:
         for name in self.servers:
             own = [slice_id for slice_id, (servers, _) in enumerate(self.owners) if name in servers]
             state = ServerSliceState(*known) if not s.starts_empty else ServerSliceState(is_initialized=False)
-            machines.append(s.server_machine(name, view, {slice_id: deepcopy(state) for slice_id in own}))
-        machines += [s.worker_machine(name, view) for name in self.workers]
+            machines.append(s.server(name, view, {slice_id: deepcopy(state) for slice_id in own}))
+        machines += [s.worker(name, view) for name in self.workers]
         in_flight = [self.number(COORDINATOR, name, messages.WorkerJoined(name)) for name in self.workers]
         for server in [machine for machine in machines if isinstance(machine, ServerStateMachine)]:
             in_flight += self.stands(server, *known)

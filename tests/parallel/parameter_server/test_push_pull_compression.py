@@ -8,13 +8,9 @@ from torch import Tensor
 
 from motet.collectives.compression.codec_registry import parse_codec
 from motet.parallel.data_parallel.buckets import build_buckets
+from motet.parallel.parameter_server.process import push_pull_compression
 from motet.parallel.parameter_server.process.parameter_store import ParameterSlicingPlan, ParameterStore, tensor_bytes
-from motet.parallel.parameter_server.process.push_pull_compression import (
-    PushPullCompression,
-    PushPullCompressor,
-    decompress,
-    decompress_gradient,
-)
+from motet.parallel.parameter_server.process.push_pull_compression import PushPullCompression, PushPullCompressor
 from motet.parallel.parameter_server.protocol.messages import UpdateScalars
 from motet.parallel.parameter_server.protocol.parameter_slices import partition_buckets
 from motet.precision.recipe import RECIPES
@@ -38,7 +34,8 @@ def store_of(partition: ParameterSlicingPlan, settings: OptimizerSettings = SGD)
 
 
 def pulled(partition: ParameterSlicingPlan, store: ParameterStore) -> Tensor:
-    return decompress(partition.compression.pull_codec, bytearray(store.value_for_worker(0, "w0")), drawn(0))
+    message = bytearray(store.value_for_worker(0, "w0"))
+    return push_pull_compression.decompress(partition.compression.pull_codec, message, drawn(0))
 
 
 def push(store: ParameterStore, work_item: int, gradient: Tensor, factor: float = 1.0) -> None:
@@ -59,7 +56,8 @@ def test_what_a_push_loses_comes_with_a_later_one(codec: str) -> None:
         given += gradient
         message = bytearray(tensor_bytes(compressor.compress(3, work_item, gradient)))
         assert len(message) == parse_codec(codec).wire_bytes([SIZE], "float64")
-        arrived += decompress_gradient(compression_plan, message, slice_id=3, work_item=work_item, like=gradient)
+        place = {"slice_id": 3, "work_item": work_item}
+        arrived += push_pull_compression.decompress_gradient(compression_plan, message, like=gradient, **place)
     (error,) = compressor.errors.values()
     assert torch.allclose(arrived + error, given, atol=1e-4 * float(given.abs().max()))
     without = PushPullCompressor(parse_codec(codec), replace(compression_plan, has_error_feedback=False))

@@ -5,18 +5,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 
 from motet.parallel.parameter_server.process.tcp_transport import HANDSHAKE_FRAME, TcpTransport, TransportEvent
+from motet.parallel.parameter_server.protocol import messages
 from motet.parallel.parameter_server.protocol.message_framing import FRAME_HEADER, MAX_FRAME_BYTES
-from motet.parallel.parameter_server.protocol.messages import (
-    ConnectionRejected,
-    GradientNormReply,
-    GradientPush,
-    GradientPushAck,
-)
+from motet.parallel.parameter_server.protocol.messages import GradientPush, GradientPushAck
 from waiting import until
 
 WAIT_S = 20.0
@@ -25,10 +21,8 @@ WAIT_S = 20.0
 @contextmanager
 def posts(*names: str, limit_s: float = WAIT_S) -> Iterator[list[TcpTransport]]:
     with ExitStack() as stack:
-        made = [TcpTransport(name, {"run": "run"}, limit_s, host="127.0.0.1") for name in names]
-        for post in made:
-            stack.callback(post.close)
-        yield made
+        made = (TcpTransport(name, {"run": "run"}, limit_s, host="127.0.0.1") for name in names)
+        yield [stack.enter_context(closing(post)) for post in made]
 
 
 def arrived(post: TcpTransport, kind: type | None = None) -> TransportEvent:
@@ -40,7 +34,6 @@ def arrived(post: TcpTransport, kind: type | None = None) -> TransportEvent:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the other side has closed it."""
     try:
         return connection.recv(1024) == b""
     except ConnectionResetError:
@@ -48,7 +41,6 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 def stranger(name: str, run: str) -> bytes:
-    """The handshake of a process of another run."""
     hello = json.dumps([name, {"run": run}, ""]).encode()
     return FRAME_HEADER.pack(0, HANDSHAKE_FRAME, len(hello)) + hello
 
@@ -77,7 +69,7 @@ def test_what_is_urgent_overtakes() -> None:
         for work_item in range(3):
             worker.send("server", GradientPush("worker", 1, 0, work_item), large, priority=9)
         worker.send("server", GradientPush("worker", 1, 1, 7), large[:10], priority=2)
-        worker.send("server", GradientNormReply(1, 1, 0.5))
+        worker.send("server", messages.GradientNormReply(1, 1, 0.5))
         order = [server.inbox.get(timeout=WAIT_S).message for _ in range(6)][1:]
         kinds = [message.work_item if isinstance(message, GradientPush) else "norm" for message in order]
         assert kinds.index("norm") < kinds.index(1) and kinds.index(7) < kinds.index(1)
@@ -120,7 +112,7 @@ def test_who_connects_with_other_data_is_told() -> None:
         other = TcpTransport("worker", {"run": "run", "data": "b"}, WAIT_S)
         server.handshake = {"run": "run", "data": "a"}
         other.connect("server", server.address)
-        reason = arrived(other, ConnectionRejected).message.reason
+        reason = arrived(other, messages.ConnectionRejected).message.reason
         assert "the data of worker is not that of the server (b here, a there)" in reason
         other.close()
         assert server.inbox.empty()
