@@ -31,8 +31,7 @@ def test_a_curve_is_the_cost_of_the_program_with_the_best_pieces_at_each_size() 
     assert ring.seconds == tuple(float(exact.seconds(size)) for size in SIZES)
     (tree,) = time_curves("all-reduce", NET, SIZES, ("double-tree",))
     chosen = [dict(candidate.options)["pieces"] for candidate in tree.best_candidates]
-    assert (chosen[0], chosen[-1]) == (1, 64)
-    assert chosen == sorted(chosen)
+    assert (chosen[0], chosen[-1]) == (1, 64) and chosen == sorted(chosen)
 
 
 def test_they_cross_where_the_closed_forms_are_equal_and_auto_picks_the_one_that_is_named() -> None:
@@ -42,13 +41,10 @@ def test_they_cross_where_the_closed_forms_are_equal_and_auto_picks_the_one_that
     assert (crossed.before, crossed.after) == names
     assert crossed.size == pytest.approx(where_equal(*names, NET), rel=1e-3)
     found = crossovers("all-reduce", NET, 1024, 2**30)
-    assert found
+    assert found and all(a.after == b.before and a.size < b.size for a, b in pairwise(found))
     for crossed in found:
         assert cheapest("all-reduce", crossed.size * 0.99, NET).algorithm == crossed.before
         assert cheapest("all-reduce", crossed.size * 1.01, NET).algorithm == crossed.after
-    for one, other in pairwise(found):
-        assert one.after == other.before
-        assert one.size < other.size
 
 
 def test_the_plot_shows_the_cheapest_in_capitals() -> None:
@@ -73,8 +69,7 @@ def test_the_picture_has_all_curves_inside_and_all_crossovers() -> None:
     assert [name for _, name in lines] == [curve.algorithm for curve in found]
     for points, _ in lines:
         places = [tuple(map(float, point.split())) for point in points.split(" L")]
-        assert len(places) == len(SIZES)
-        assert all(78 <= x <= 838 and 116 <= y <= 576 for x, y in places)
+        assert len(places) == len(SIZES) and all(78 <= x <= 838 and 116 <= y <= 576 for x, y in places)
         assert all(later[1] <= earlier[1] for earlier, later in pairwise(places))  # larger messages take longer
     assert drawn.count('class="arrow copy"') == len(crossed)
     assert len(re.findall(r"<title>[^<]*, [^<]* to [^<]*</title>", drawn)) == len(crossed) + 1
@@ -85,20 +80,15 @@ def test_equal_times_can_be_drawn_and_names_do_not_overlap() -> None:
     root = ET.fromstring(cost_plot_svg("alike", time_curves("send", uniform_cluster(2, 1e-4, 1e30), sizes), sizes, []))
     assert "nan" not in ET.tostring(root, encoding="unicode")
     places = _spread_labels([100, 101, 102, 300, 570, 575, 576])
-    assert all(b - a >= 17 for a, b in pairwise(places))
-    assert (places[0], places[3], places[-1]) == (100, 300, 576)
+    assert all(b - a >= 17 for a, b in pairwise(places)) and (places[0], places[3], places[-1]) == (100, 300, 576)
 
 
 def test_the_page_has_picture_and_table() -> None:
     drawn = cost_plot_html("a < b", "<svg></svg>", [["", "1 KiB"], ["ring", "* 1 us"]])
-    assert "<title>a &lt; b</title>" in drawn
     rows = "<thead><tr><td></td><td>1 KiB</td></tr></thead><tbody><tr><td>ring</td><td>* 1 us</td></tr></tbody>"
-    assert rows in drawn
+    assert "<title>a &lt; b</title>" in drawn and rows in drawn
 
 
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(9.73e-6, "9.73 us"), (1.2e-7, "0.12 us"), (0.0005, "500 us"), (0.9997, "1 s"), (62.5, "62.5 s")],
-)
-def test_times_are_written_with_three_digits(seconds: float, words: str) -> None:
-    assert format_seconds(seconds) == words
+def test_times_are_written_with_three_digits() -> None:
+    words = {9.73e-6: "9.73 us", 1.2e-7: "0.12 us", 0.0005: "500 us", 0.9997: "1 s", 62.5: "62.5 s"}
+    assert {seconds: format_seconds(seconds) for seconds in words} == words
