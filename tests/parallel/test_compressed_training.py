@@ -261,7 +261,7 @@ def elsewhere(group: RankGroup, folder: str) -> list[list[str]]:
         where = newest_checkpoint(Path(folder) / f"{number}")
         assert where is not None
         engine = engine_of(case)
-        said.append(engine._training_state(folder).restore(where)[1])
+        said.append(engine.training_state(folder).restore(where)[1])
         steps(engine, group, 3, 1)
     return said
 

@@ -75,7 +75,7 @@ def go_on_from(
     group: RankGroup, layout: str, outer: dict[str, Any], folder: str
 ) -> tuple[dict[str, tuple[int, Tensor]], list[str], bool]:
     engine = engine_of(layout, outer)
-    _, changes = engine._training_state(folder).restore(Path(folder) / "step-00000006")
+    _, changes = engine.training_state(folder).restore(Path(folder) / "step-00000006")
     start = held(engine)
     finite = [engine.step(batch(step, group.rank)).is_finite for step in range(6, 12)]
     return start, changes, all(finite)

@@ -23,7 +23,7 @@ def ranks_have_different_initial_values(rank: int) -> Patch:
 
     return all_of(
         replaced(build, "build_trainable_model", other),
-        replaced(build, "broadcast_parameters_and_buffers", lambda own: lambda *_: None),
+        replaced(engine, "broadcast_parameters_and_buffers", lambda own: lambda *_: None),
     )
 
 

@@ -10,7 +10,7 @@ import zlib
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from motet.core.errors import InputError, check_input
+from motet.core.errors import InputError
 
 MANIFEST_FILE = "manifest.json"
 PARTIAL_SUFFIX = ".partial"
@@ -53,10 +53,9 @@ def verify_checksums(manifest: CheckpointManifest, folder: Path) -> None:
     """Refuse a checkpoint with a missing or changed file."""
     for name, expected in manifest.checksums.items():
         path = folder / name
-        problem = "is missing" if not path.is_file() else "has changed" if _checksum(path) != expected else ""
-        check_input(
-            not problem, f"checkpoint {folder} is damaged ({name} {problem}); remove it to use the one before it"
-        )
+        if not path.is_file() or _checksum(path) != expected:
+            problem = f"{name} {'has changed' if path.is_file() else 'is missing'}"
+            raise InputError(f"checkpoint {folder} is damaged ({problem}); remove it to use the one before it")
 
 
 def _checksum(path: Path) -> int:
@@ -93,9 +92,8 @@ def check_same_model(manifest: CheckpointManifest, shapes: dict[str, list[int]],
         *(f"{name!r} is not in it" for name in missing),
         *(f"it holds {name!r}, which this job does not have" for name in unexpected),
     ]
-    if not details:
-        return
-    raise InputError(
-        f"checkpoint {folder} is of another model or optimizer: {details[0]} ({len(details)} tensors differ); "
-        "resume with the job that made it, or start in another run folder"
-    )
+    if details:
+        raise InputError(
+            f"checkpoint {folder} is of another model or optimizer: {details[0]} ({len(details)} tensors differ); "
+            "resume with the job that made it, or start in another run folder"
+        )

@@ -53,15 +53,10 @@ class CheckpointShard(Tensor):
         return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(lengths)) for offsets, lengths in self._boxes()]
 
     def __create_write_items__(self, name: str, shard: object) -> list[WriteItem]:
-        values = self.as_subclass(Tensor)
+        properties, size = TensorProperties.create_from_tensor(self.as_subclass(Tensor)), torch.Size(self.full_shape)
+        kind = WriteItemType.SHARD
         return [
-            WriteItem(
-                index=MetadataIndex(name, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk, TensorProperties.create_from_tensor(values), torch.Size(self.full_shape)
-                ),
-            )
+            WriteItem(MetadataIndex(name, chunk.offsets), kind, tensor_data=TensorWriteData(chunk, properties, size))
             for chunk in self.__create_chunk_list__()
         ]
 

@@ -2,7 +2,6 @@
 
 import math
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -189,10 +188,9 @@ class _RankLayoutVerifier:
         folder = self.reference_runs.folder
         for stale in folder.glob("layout-*"):
             shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
-        arguments = (RANK_FUNCTION, str(folder), *(each.layout for each in candidates))
         (folder / "logs").mkdir(exist_ok=True)
         launch_spec = LaunchSpec(
-            command=(sys.executable, "-m", "motet.cli.run_rank_function", *arguments),
+            command=(RANK_FUNCTION, str(folder), *(each.layout for each in candidates)),
             ranks=max(each.world for each in candidates),
             environment=rank_environment(self.environment, 1),
             log_folder=folder / "logs",

@@ -26,22 +26,16 @@ from motet.parallel.data_parallel.fsdp import FSDP2DataParallel
 from motet.parallel.layout import Layout
 from motet.parallel.process.launch_environment import RankEnvironment, threads_for
 from motet.parallel.process.process_group import RankGroup, pick_device, start_process_group
-from motet.parallel.process.rank_consistency import (
-    broadcast_buffers,
-    broadcast_parameters_and_buffers,
-    check_same_on_all_ranks,
-    module_signature,
-)
-from motet.precision.cast_frozen import cast_frozen_parameters
+from motet.parallel.process.rank_consistency import broadcast_buffers, check_same_on_all_ranks, module_signature
 from motet.precision.float64_mode import use_float64
 from motet.precision.recipe import RECIPES
-from motet.train.engine import TrainingEngine, build_optimizers
+from motet.train.engine import TrainingEngine, build_engine
 from motet.train.evaluation import EvaluationBatchSource, EvaluationResult, evaluate
 from motet.train.flops import training_flops
 from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
 from motet.train.launch.preflight import check_huggingface_model
-from motet.train.loop import RunProgress, StepRunner, TrainingLoop, report_run_end
+from motet.train.loop import RunProgress, StepFunction, TrainingLoop, report_run_end
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
 from motet.train.replica_check.checker import ReplicaChecker
 from motet.train.state import TrainingState, newest_checkpoint
@@ -67,11 +61,7 @@ class TrainingComponents:
     engine: TrainingEngine
     state: TrainingState
     total_steps: int
-    worker_count: int | None = None  # Ranks that compute, if they are not the ranks of the group
-
-    @property
-    def ranks(self) -> int:
-        return self.worker_count or self.group.world
+    ranks: int  # Ranks that compute: those of the group, or the workers of a parameter server
 
     @property
     def optimizer(self) -> ShardedOptimizer:
@@ -95,10 +85,10 @@ def run_rank(
     torch.set_num_threads(threads_for(rank_env, job.run.requested_threads))
     process_group = start_process_group(rank_env, device, job.run.timeout_s, cpu_backend=job.run.cpu_backend)
     with process_group as group, precision_context(job):
-        components = build_components(job, group, folder)
-        resume_point = restore_newest_checkpoint(components)  # it may refuse, so it comes before any event
+        parts = build_components(job, group, folder)
+        resume_point = restore_newest_checkpoint(parts)  # it may refuse, so it comes before any event
         with open_rank_monitor(job, group, folder, callbacks) as monitor:
-            return run_training(job, components, resume_point, monitor, stop)
+            return run_training(job, parts, resume_point, monitor, stop)
 
 
 def precision_context(job: Job) -> AbstractContextManager[None]:
@@ -120,36 +110,20 @@ def build_model(job: Job, device: torch.device) -> tuple[BatchLoader, TrainableM
 
 def build_components(job: Job, group: RankGroup, folder: Path) -> TrainingComponents:
     """Data, model and optimizer at step 0, the same for every layout."""
-    recipe, layout = RECIPES[job.precision.recipe], job.layout_for(group.world)
+    recipe, layout, rows = RECIPES[job.precision.recipe], job.layout_for(group.world), job.data.batch_sequences
     data, model = build_model(job, group.device)
-    module = model.module
-    check_same_on_all_ranks(module_signature(module), group)
-    broadcast_parameters_and_buffers(module, group)
+    check_same_on_all_ranks(module_signature(model.module), group)
     _check_same_data(data, group)
-    cast_frozen_parameters(module, recipe)
-    optimizer, outer_optimizer = build_optimizers(
-        module, recipe, group, layout=layout, settings=job, batch_sequences=job.data.batch_sequences
-    )
-    engine = TrainingEngine(
-        module,
-        optimizer,
-        group,
-        clip_norm=job.optimizer.clip_norm,
-        outer_optimizer=outer_optimizer,
-        reproducible=job.run.reproducible is not None,
-    )
-    if isinstance(parameters := optimizer.sharded_parameters, FSDP2DataParallel):
+    engine = build_engine(model.module, recipe, group, layout=layout, settings=job, batch_sequences=rows)
+    if isinstance(parameters := engine.optimizer.sharded_parameters, FSDP2DataParallel):
         wrap = parameters.wrap_as_forward
         model = replace(model, loss_sum=wrap(model.loss_sum), logits=wrap(model.logits))
-    checkpoints, keep, fingerprint = folder / "checkpoints", job.checkpoint.keep, data.fingerprint
-    outer_and_rule = outer_optimizer, job.run.reproducible
-    state = TrainingState(module, optimizer, group, checkpoints, keep, fingerprint, *outer_and_rule)
+    state = engine.training_state(folder / "checkpoints", job.checkpoint.keep, data.fingerprint)
     steps = job.run.steps if job.run.steps is not None else data.steps_for_epochs(job.run.epochs or 1.0)
-    return TrainingComponents(group, layout, data, model, engine, state, steps)
+    return TrainingComponents(group, layout, data, model, engine, state, steps, group.world)
 
 
 def _check_same_data(data: BatchLoader, group: RankGroup) -> None:
-    """Machines with different files would mix samples that do not belong together."""
     local_seed = derive_seed(data.fingerprint)
     first_rank_seed = torch.tensor([local_seed], device=group.device)
     broadcast(first_rank_seed, group)
@@ -167,61 +141,61 @@ def open_rank_monitor(job: Job, group: RankGroup, folder: Path, callbacks: Seque
     return open_event_dispatcher(job.monitor, folder, job.model_dump(mode="json"), callbacks=callbacks)
 
 
-def restore_newest_checkpoint(components: TrainingComponents) -> ResumePoint:
-    newest = newest_checkpoint(components.state.checkpoint_folder)
-    return ResumePoint(newest, *components.state.restore(newest)) if newest else ResumePoint(None, 0, [])
+def restore_newest_checkpoint(parts: TrainingComponents) -> ResumePoint:
+    newest = newest_checkpoint(parts.state.checkpoint_folder)
+    return ResumePoint(newest, *parts.state.restore(newest)) if newest else ResumePoint(None, 0, [])
 
 
 def run_training(
     job: Job,
-    components: TrainingComponents,
+    parts: TrainingComponents,
     resume_point: ResumePoint,
     monitor: EventDispatcher,
     stop: StopFlag,
-    step_runner: StepRunner | None = None,
+    take_step: StepFunction | None = None,
 ) -> RunProgress:
-    """Train to the end or a stop; without a `step_runner` this rank takes the steps with its group."""
+    """Train to the end or a stop; without `take_step` this rank takes the steps with its group."""
     compute = RECIPES[job.precision.recipe].compute
-    device = discover_device(components.group.device, [compute, "float32"] if compute == "bfloat16" else [compute])
+    device = discover_device(parts.group.device, [compute, "float32"] if compute == "bfloat16" else [compute])
     newest = resume_point.checkpoint
-    run_started = RunStarted(
-        name=job.name,
-        ranks=components.ranks,
-        threads=torch.get_num_threads(),
-        device=device.name,
-        parameters=sum(p.numel() for p in components.model.module.parameters()),
-        data=components.data.fingerprint,
-        first_step=resume_point.completed_steps + 1,
-        last_step=components.total_steps,
-        resumed_from=f"checkpoints/{newest.name}" if newest else None,
-        num_classes=components.model.num_classes,
+    monitor.on_event(
+        RunStarted(
+            name=job.name,
+            ranks=parts.ranks,
+            threads=torch.get_num_threads(),
+            device=device.name,
+            parameters=sum(p.numel() for p in parts.model.module.parameters()),
+            data=parts.data.fingerprint,
+            first_step=resume_point.completed_steps + 1,
+            last_step=parts.total_steps,
+            resumed_from=f"checkpoints/{newest.name}" if newest else None,
+            num_classes=parts.model.num_classes,
+        )
     )
-    monitor.on_event(run_started)
     for text in [*resume_point.remarks, *bfloat16_warnings(device)]:
         monitor.on_event(WarningIssued(text=text))
-    progress = RunProgress(resume_point.completed_steps, components.total_steps)
+    progress = RunProgress(resume_point.completed_steps, parts.total_steps)
     with report_run_end(monitor.on_event, progress):
         TrainingLoop(
             job=job,
-            step_runner=step_runner or components.make_train_step(job),
-            state=components.state,
+            take_step=take_step or parts.make_train_step(job).step,
+            state=parts.state,
             progress=progress,
-            evaluate=functools.partial(evaluate_split, job, components),
-            make_step_event=_step_event_maker(job, components, device),
+            evaluate=functools.partial(evaluate_split, job, parts),
+            make_step_event=_step_event_maker(job, parts, device),
             emit_event=monitor.on_event,
             stop_requested=lambda: stop.requested,
         ).run()
         if progress.is_finished:
-            _sample_text(job, components, monitor)
+            _sample_text(job, parts, monitor)
     return progress
 
 
 def _step_event_maker(
-    job: Job, components: TrainingComponents, device: LocalDevice
+    job: Job, parts: TrainingComponents, device: LocalDevice
 ) -> Callable[[int, StepResult, float], StepDone]:
-    peak = device.peak_flops.get(RECIPES[job.precision.recipe].compute)
-    peak_flops = peak.value * components.ranks if peak else None
-    flops_per_step = training_flops(job)
+    peak, flops_per_step = device.peak_flops.get(RECIPES[job.precision.recipe].compute), training_flops(job)
+    peak_flops = peak.value * parts.ranks if peak else None
 
     def make_event(done: int, result: StepResult, seconds: float) -> StepDone:
         return StepDone(
@@ -235,8 +209,8 @@ def _step_event_maker(
             step_time_s=seconds,
             tokens_per_s=result.tokens / seconds,
             mfu=flops_per_step / (seconds * peak_flops) if flops_per_step and peak_flops else None,
-            memory_bytes=peak_memory_bytes(components.group.device),
-            epoch=components.data.epoch_at(done),
+            memory_bytes=peak_memory_bytes(parts.group.device),
+            epoch=parts.data.epoch_at(done),
             server=result.server_work,
         )
 
@@ -244,32 +218,30 @@ def _step_event_maker(
 
 
 def evaluate_split(
-    job: Job, components: TrainingComponents, split: str, data: EvaluationBatchSource | None = None
+    job: Job, parts: TrainingComponents, split: str, data: EvaluationBatchSource | None = None
 ) -> EvaluationResult | None:
     """Evaluate on a split of the run's data or of `data`; None when the job holds nothing out for it."""
-    if not components.data.evaluation_batches(split):
+    if not parts.data.evaluation_batches(split):
         return None
-    broadcast_buffers(components.model.module, components.engine.step_group)
-    with components.engine.consensus_parameters():
+    broadcast_buffers(parts.model.module, parts.engine.step_group)
+    with parts.engine.consensus_parameters():
         return evaluate(
-            components.model,
-            data or components.data,
+            parts.model,
+            data or parts.data,
             split,
             max_batches=job.monitor.evaluate_batches,
-            group=components.group,
-            layout=components.layout,
+            group=parts.group,
+            layout=parts.layout,
             batch_sequences=job.data.batch_sequences,
         )
 
 
-def _sample_text(job: Job, components: TrainingComponents, monitor: EventDispatcher) -> None:
-    settings, tokenizer = job.monitor, components.data.tokenizer
-    if not settings.sample_tokens or not components.model.is_autoregressive:
+def _sample_text(job: Job, parts: TrainingComponents, monitor: EventDispatcher) -> None:
+    count, temperature, tokenizer = job.monitor.sample_tokens, job.monitor.sample_temperature, parts.data.tokenizer
+    if not count or not parts.model.is_autoregressive:
         return
-    prompt = tokenizer.encode(settings.sample_prompt) or [tokenizer.end_id]
-    with components.engine.consensus_parameters():
-        token_ids = generate_tokens(
-            components.model, prompt, settings.sample_tokens, seed=job.run.seed, temperature=settings.sample_temperature
-        )
-    step, text = components.total_steps, tokenizer.decode(token_ids)
-    monitor.on_event(TextSampled(step=step, prompt=settings.sample_prompt, text=text))
+    prompt = tokenizer.encode(job.monitor.sample_prompt) or [tokenizer.end_id]
+    with parts.engine.consensus_parameters():
+        tokens = generate_tokens(parts.model, prompt, count, seed=job.run.seed, temperature=temperature)
+    step, text = parts.total_steps, tokenizer.decode(tokens)
+    monitor.on_event(TextSampled(step=step, prompt=job.monitor.sample_prompt, text=text))

@@ -30,11 +30,8 @@ class SettingRequirement:
     def remedy(self, value: object) -> str:
         key = self.depends_on
         if isinstance(self.accepted, str):
-            set_it, leave_one_out = (
-                f"without {key}; leave it out, or set {key}",
-                f"together with {key}; leave one of them out",
-            )
-            return set_it if self.accepted == "set" else leave_one_out
+            remedies = {"set": f"without {key}; leave it out, or set {key}"}
+            return remedies.get(self.accepted, f"together with {key}; leave one of them out")
         return f"with {key} = {value!r}; leave it out, or set {key}={' or '.join(map(str, self.accepted))}"
 
 
@@ -110,25 +107,23 @@ _NOT_REPRODUCIBLE = {
 
 def check_no_unused_settings(job: object, source: str) -> None:
     """Refuse a job, read from `source`, in which a setting has no effect; whole sections may be missing."""
-    for requirement in SETTING_REQUIREMENTS:
-        path, _, name = requirement.setting.rpartition(".")
+    for rule in SETTING_REQUIREMENTS:
+        path, _, name = rule.setting.rpartition(".")
         if not _has_section(job, path) or name not in (section := attrgetter(path)(job)).model_fields_set:
             continue
-        values = [attrgetter(key)(job) for key in requirement.depends_on.split(" or ") if _has_section(job, key)]
-        if values and not any(map(requirement.is_met, values)):
-            setting = f"{requirement.setting}{_format_value(getattr(section, name))}"
-            raise InputError(f"{source}: {setting} has no effect {requirement.remedy(values[0])}")
+        values = [attrgetter(key)(job) for key in rule.depends_on.split(" or ") if _has_section(job, key)]
+        if values and not any(map(rule.is_met, values)):
+            setting = f"{rule.setting}{_format_value(getattr(section, name))}"
+            raise InputError(f"{source}: {setting} has no effect {rule.remedy(values[0])}")
 
 
-def drop_unused_settings(
-    tree: dict[str, Any], requirements: Iterable[SettingRequirement] = SETTING_REQUIREMENTS
-) -> None:
+def drop_unused_settings(tree: dict[str, Any], rules: Iterable[SettingRequirement] = SETTING_REQUIREMENTS) -> None:
     """Remove settings without effect from a complete job, as plain nested values."""
-    for requirement in requirements:
-        path, _, name = requirement.setting.rpartition(".")
-        keys = [key.rpartition(".") for key in requirement.depends_on.split(" or ")]
+    for rule in rules:
+        path, _, name = rule.setting.rpartition(".")
+        keys = [key.rpartition(".") for key in rule.depends_on.split(" or ")]
         values = [section.get(key) for path, _, key in keys if (section := _section(tree, path)) is not None]
-        if (section := _section(tree, path)) is not None and values and not any(map(requirement.is_met, values)):
+        if (section := _section(tree, path)) is not None and values and not any(map(rule.is_met, values)):
             section.pop(name, None)
 
 
@@ -138,12 +133,9 @@ def drop_replaced_settings(tree: dict[str, Any], overridden: Collection[str]) ->
     def is_overridden(key: str) -> bool:
         return any(key == path or key.startswith(f"{path}.") for path in overridden)
 
-    replaced = (
-        requirement
-        for requirement in SETTING_REQUIREMENTS
-        if any(map(is_overridden, requirement.depends_on.split(" or "))) and not is_overridden(requirement.setting)
-    )
-    drop_unused_settings(tree, replaced)
+    for rule in SETTING_REQUIREMENTS:
+        if any(map(is_overridden, rule.depends_on.split(" or "))) and not is_overridden(rule.setting):
+            drop_unused_settings(tree, [rule])
 
 
 def reproducibility_conflicts(job: object) -> Iterator[str]:

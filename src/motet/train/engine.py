@@ -94,9 +94,7 @@ class TrainingEngine:
     def step(self, *batches: Any, learning_rate: float | None = None) -> StepStats:
         """One update from this rank's micro-batches; a rank may have fewer than others."""
         if self.loss_function is None:
-            raise InputError(
-                "step: there is no loss; give parallelize a loss=..., or use begin_step, backward and update"
-            )
+            raise InputError("step: there is no loss; give parallelize a loss=..., or use begin_step, backward, update")
         self.begin_step()
         total, count, max_microbatches = 0.0, 0.0, self._max_microbatches(len(batches))
         for microbatch in range(max_microbatches):
@@ -183,12 +181,11 @@ class TrainingEngine:
 
         Without this call they are lost if master parameters have a higher precision, or after `p.data = ...`.
         """
-        if self.outer_optimizer is not None:
-            raise InputError(
-                "load_assigned_values: independent replicas (outer.every) would take the change for "
-                "something that they "
-                "have learned; assign values before parallelize"
-            )
+        check_input(
+            self.outer_optimizer is None,
+            "load_assigned_values: independent replicas (outer.every) would take the change for something that they "
+            "have learned; assign values before parallelize",
+        )
         self.optimizer.sharded_parameters.load_assigned_values()
 
     def consensus_parameters(self) -> AbstractContextManager[None]:
@@ -204,26 +201,26 @@ class TrainingEngine:
         return OuterStepStatus(stop, self._skipped_steps)
 
     def _check_buffers_unchanged(self) -> None:
-        """A buffer that training changes on one rank depends on the layout."""
         for name, buffer in persistent_buffers(self.module).items() if self.reproducible else ():
             check_input(
                 torch.equal(buffer, self.buffers_at_step_start[name]),
                 f"run.reproducible = 'layout', but training changes the buffer {name!r} (running statistics, say), "
-                "which depends on the rows of a rank; use a model without such buffers, or leave run.reproducible "
-                "out",
+                "which depends on the rows of a rank; use a model without such buffers, or leave run.reproducible out",
             )
 
     def save(self, folder: str | Path, step: int) -> Path:
         """Write a checkpoint, which any layout can read. Every rank calls it."""
-        return self._training_state(folder).save(step)[0]
+        return self.training_state(folder).save(step)[0]
 
     def restore(self, folder: str | Path) -> int:
         """Load the newest checkpoint of the folder. Returns its step, or 0 if there is none."""
         newest = newest_checkpoint(Path(folder))
-        return self._training_state(folder).restore(newest)[0] if newest else 0
+        return self.training_state(folder).restore(newest)[0] if newest else 0
 
-    def _training_state(self, folder: str | Path) -> TrainingState:
-        return TrainingState(self.module, self.optimizer, self.group, Path(folder), 2**31, "", self.outer_optimizer)
+    def training_state(self, folder: str | Path, keep_newest: int = 2**31, data_fingerprint: str = "") -> TrainingState:
+        """The state that a checkpoint in the folder holds."""
+        rest = keep_newest, data_fingerprint, self.outer_optimizer, "layout" if self.reproducible else None
+        return TrainingState(self.module, self.optimizer, self.group, Path(folder), *rest)
 
     def _trainable_parameters(self) -> dict[object, str]:
         """The name of each parameter; by name if FSDP2 replaces the parameter while it is unsharded."""
@@ -232,15 +229,15 @@ class TrainingEngine:
         return {n if n in row_sharded else p: n for n, p in self.module.named_parameters() if p.requires_grad}
 
     def _max_microbatches(self, local_microbatches: int) -> int:
-        """The most micro-batches of any rank; ranks with fewer still take part in the collectives."""
+        """Ranks with fewer micro-batches than others still take part in the collectives."""
         bounds = torch.tensor([local_microbatches, -local_microbatches], device=self.step_group.device)
         all_reduce(bounds, self.step_group, op="max")
         max_count, min_count = int(bounds[0]), -int(bounds[1])
-        if min_count < max(1, max_count) and isinstance(self.optimizer.sharded_parameters, FSDP2DataParallel):
-            raise InputError(
-                f"step: a rank has {min_count} micro-batches and another {max_count}; at stage 3 every rank runs "
-                "forward equally often, and at least once, so give all of them as many or use zero=2"
-            )
+        check_input(
+            min_count >= max(1, max_count) or not isinstance(self.optimizer.sharded_parameters, FSDP2DataParallel),
+            f"step: a rank has {min_count} micro-batches and another {max_count}; at stage 3 every rank runs "
+            "forward equally often, and at least once, so give all of them as many or use zero=2",
+        )
         return max(1, max_count)
 
 
@@ -258,14 +255,13 @@ def parallelize(  # sections of a job, by name
 
     `optimizer`, `communication` and `outer` are sections of a job. Without a process group there is one rank.
     """
-    layout_settings = layout if isinstance(layout, LayoutSettings) else parse_layout(layout)
+    layout = layout if isinstance(layout, LayoutSettings) else parse_layout(layout)
     check_input(
-        not layout_settings.uses_server_processes,
-        f"layout.data = {layout_settings.data!r} is for `motet train`, which starts the servers; leave it out in a "
-        "custom loop",
+        not layout.uses_server_processes,
+        f"layout.data = {layout.data!r} is for `motet train`, which starts the servers; leave it out in a custom loop",
     )
     settings = ParallelizeSettings(
-        layout_settings,
+        layout,
         _to_settings(OptimizerSettings, optimizer, "optimizer"),
         _to_settings(CommunicationSettings, communication, "communication"),
         _to_settings(LocalSGDSettings, outer, "outer"),
@@ -277,20 +273,15 @@ def parallelize(  # sections of a job, by name
     check_no_unused_settings(settings, "parallelize")
     recipe = RECIPES[_to_settings(PrecisionSettings, {"recipe": precision}, "precision").recipe]
     group = _default_group(module)
-    rows = group.world * layout_settings.microbatches
-    resolved_layout = resolve_layout(layout_settings, group.world, rows)
-    check_communication(settings.communication, resolved_layout, independent_replicas=settings.outer.every is not None)
+    rows = group.world * layout.microbatches
+    resolved = resolve_layout(layout, group.world, rows)
+    check_communication(settings.communication, resolved, independent_replicas=settings.outer.every is not None)
     sections = zip(settings._fields, settings, strict=True)
     setting_lines = [f"{name}.{key} = {value!r}" for name, section in sections for key, value in section]
     check_same_on_all_ranks([f"precision = {precision!r}", *setting_lines, *module_signature(module)], group)
-    broadcast_parameters_and_buffers(module, group)
-    cast_frozen_parameters(module, recipe)
-    inner, outer_optimizer = build_optimizers(
-        module, recipe, group, layout=resolved_layout, settings=settings, batch_sequences=rows
-    )
+    engine = build_engine(module, recipe, group, layout=resolved, settings=settings, batch_sequences=rows, loss=loss)
     _PARALLELIZED_MODULES.update(module.modules())
-    clip_norm, learning_rate = settings.optimizer.clip_norm, settings.optimizer.learning_rate
-    return TrainingEngine(module, inner, group, clip_norm, loss, learning_rate, outer_optimizer)
+    return engine
 
 
 _PARALLELIZED_MODULES: WeakSet[nn.Module] = WeakSet()
@@ -305,7 +296,7 @@ class ParallelizeSettings(NamedTuple):
     outer: LocalSGDSettings
 
 
-def build_optimizers(
+def build_engine(
     module: nn.Module,
     recipe: PrecisionRecipe,
     group: RankGroup,
@@ -313,19 +304,18 @@ def build_optimizers(
     layout: Layout,
     settings: ParallelizeSettings | Job,
     batch_sequences: int,
-) -> tuple[ShardedOptimizer, OuterOptimizer | None]:
-    """Shard the trainable parameters over all ranks, or over the ranks of each independent replica.
+    loss: LossFunction | None = None,
+) -> TrainingEngine:
+    """Give all ranks the values of the first, and shard them over all ranks or those of each independent replica.
 
     The first rank proves the plan of a step, and then each rank checks that it holds what the plan says.
     """
+    broadcast_parameters_and_buffers(module, group)
+    cast_frozen_parameters(module, recipe)
     communication, has_replicas = settings.communication, settings.outer.every is not None
+    inventory, rows = trainable_parameters(module, settings.optimizer), batch_sequences
     plan = make_step_plan(
-        trainable_parameters(module, settings.optimizer),
-        layout,
-        recipe,
-        settings=communication,
-        batch_sequences=batch_sequences,
-        independent_replicas=has_replicas,
+        inventory, layout, recipe, settings=communication, batch_sequences=rows, independent_replicas=has_replicas
     )
     if group.rank == 0:
         prove_step_plan(plan)
@@ -333,15 +323,17 @@ def build_optimizers(
     replicas = split_into_replicas(group, layout, communication) if has_replicas else None
     step_group, step_layout = replicas.local_group_and_layout if replicas else (group, layout)
     inner = build_sharded_optimizer(module, settings.optimizer, recipe, step_group, step_layout, communication)
-    parameters = inner.sharded_parameters
+    parameters, outer = inner.sharded_parameters, None
     held_ranges = {
         name: (shard.start, shard.start + shard.values.numel())
         for name, shard in parameters.local_shards(parameters.local_masters).items()
     }
     check_rank_matches_plan(plan, step_group.rank, held_ranges, contributes_to_norm=parameters.mesh.contributes_to_norm)
-    if replicas is None:
-        return inner, None
-    return inner, OuterOptimizer(module, parameters, replicas, settings=settings.outer, communication=communication)
+    if replicas is not None:
+        outer = OuterOptimizer(module, parameters, replicas, settings=settings.outer, communication=communication)
+    clip_norm, learning_rate = settings.optimizer.clip_norm, settings.optimizer.learning_rate
+    is_reproducible = layout.reproducible_batch_size is not None
+    return TrainingEngine(module, inner, group, clip_norm, loss, learning_rate, outer, is_reproducible)
 
 
 def loss_and_count(loss_output: Any, caller: str = "step") -> tuple[Tensor, float]:
@@ -350,17 +342,11 @@ def loss_and_count(loss_output: Any, caller: str = "step") -> tuple[Tensor, floa
     counted = ("count that goes with the loss", count, Tensor | float | int)
     for name, item, allowed_types in (("loss", value, Tensor), counted):
         if not isinstance(item, allowed_types) or (isinstance(item, Tensor) and item.numel() != 1):
-            description = f"of shape {list(item.shape)}" if isinstance(item, Tensor) else f"a {type(item).__name__}"
-            raise InputError(
-                f"{caller}: the {name} is {description}; give a tensor of one number, such as a sum, and how many "
-                "losses "
-                "are in it"
-            )
-    check_input(
-        value.requires_grad,
-        f"{caller}: the loss depends on no parameter that is trained (it was detached, or made under no_grad); return "
-        "a loss with a gradient",
-    )
+            kind = f"of shape {list(item.shape)}" if isinstance(item, Tensor) else f"a {type(item).__name__}"
+            remedy = "give a tensor of one number, such as a sum, and how many losses are in it"
+            raise InputError(f"{caller}: the {name} is {kind}; {remedy}")
+    remedy = "(it was detached, or made under no_grad); return a loss with a gradient"
+    check_input(value.requires_grad, f"{caller}: the loss depends on no parameter that is trained {remedy}")
     return value, float(count)
 
 
@@ -370,18 +356,15 @@ def _to_settings(settings_class: type[SettingsT], value: Mapping[str, Any] | Set
 
 def _default_group(module: nn.Module) -> RankGroup:
     devices = {str(p.device): name for name, p in module.named_parameters()}
-    if len(devices) > 1:
-        device_names = ", ".join(f"{name} on {device}" for device, name in devices.items())
-        raise InputError(f"the parameters of the module are on several devices ({device_names}); move it to one")
-    check_input(
-        any(p.requires_grad for p in module.parameters()),
-        "the module has no parameter that requires a gradient; there is nothing to train",
-    )
+    places = ", ".join(f"{name} on {device}" for device, name in devices.items())
+    check_input(len(devices) < 2, f"the parameters of the module are on several devices ({places}); move it to one")
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    check_input(trained, "the module has no parameter that requires a gradient; there is nothing to train")
     check_input(
         not any(inner in _PARALLELIZED_MODULES for inner in module.modules()),
         "the module, or a part of it, is parallelized already; go on with the engine that it has",
     )
-    check_parameters({name: p for name, p in module.named_parameters() if p.requires_grad}, "parallelize")
+    check_parameters(trained, "parallelize")
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     process_group = dist.group.WORLD if dist.is_initialized() else None
     return RankGroup(rank, world, process_group, next(module.parameters()).device)

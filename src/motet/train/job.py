@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from motet.checkpoint.settings import CheckpointSettings
 from motet.core.base_settings import FrozenSettings
 from motet.core.config_loading import builtin_texts, parse_value, read_toml, settings_from_dict
-from motet.core.errors import InputError, check_input
+from motet.core.errors import check_input
 from motet.core.renamed_settings import check_no_renamed_settings
 from motet.data.settings import DataSettings
 from motet.models.settings import ModelSettings
@@ -117,8 +117,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> str:
     check_input(equals and all(path), f"override {override!r} is not of the form section.key=value, e.g. run.steps=100")
     for part in path[:-1]:
         node = node.setdefault(part, {})
-        if not isinstance(node, dict):
-            raise InputError(f"override {override!r}: {part!r} is a value, not a section")
+        check_input(isinstance(node, dict), f"override {override!r}: {part!r} is a value, not a section")
     node[path[-1]] = parse_value(text.strip())
     if path in (["run", "steps"], ["run", "epochs"]):  # the last one counts
         node.pop("epochs" if path[-1] == "steps" else "steps", None)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
 from motet.core.errors import MotetError, ReplicaMismatchError, TrainingDivergedError
 from motet.core.trace import span
@@ -23,10 +22,8 @@ DIVERGENCE_REMEDY = (
 )
 
 
-class StepRunner(Protocol):
-    """Runs the steps: `TrainStep`, or the coordinator of a parameter server."""
-
-    def step(self, step: int, learning_rate: float, stop: bool = False, last: bool = False) -> StepResult: ...
+# Takes step, learning rate, whether to stop, and whether it is the last: `TrainStep.step`, or that of a coordinator.
+StepFunction = Callable[[int, float, bool, bool], StepResult]
 
 
 @dataclass
@@ -46,7 +43,7 @@ class TrainingLoop:
     """The parts of a loop. On ranks other than 0 nobody listens to `emit_event`."""
 
     job: Job
-    step_runner: StepRunner
+    take_step: StepFunction
     state: TrainingState
     progress: RunProgress
     evaluate: Callable[[str], EvaluationResult | None]  # Takes a split; None when it is empty
@@ -78,11 +75,10 @@ class TrainingLoop:
         learning_rate = learning_rate_factor(optimizer.schedule, step, total) * optimizer.learning_rate
         start_s = time.perf_counter()
         with span("step"):
-            result = self.step_runner.step(step, learning_rate, self.stop_requested(), last=step + 1 == total)
+            result = self.take_step(step, learning_rate, self.stop_requested(), step + 1 == total)
         return result, time.perf_counter() - start_s
 
     def _check_divergence(self, done: int, result: StepResult) -> None:
-        """Every rank has the same result, so every rank comes to the same decision."""
         run, skipped = self.job.run, result.skipped_steps
         if skipped == 0 or (run.on_nan == "skip" and skipped < run.max_skips):
             return
@@ -119,9 +115,8 @@ class TrainingLoop:
             return
         self.emit_event(EvaluationDone(step=done, split=split, perplexity=result.perplexity, **asdict(result)))
         if not math.isfinite(result.loss):
-            raise TrainingDivergedError(
-                f"stopped at step {done}: the {split} loss after it is {result.loss}; {DIVERGENCE_REMEDY}"
-            )
+            problem = f"the {split} loss after it is {result.loss}"
+            raise TrainingDivergedError(f"stopped at step {done}: {problem}; {DIVERGENCE_REMEDY}")
 
     def _save(self, done: int) -> None:
         start_s = time.perf_counter()

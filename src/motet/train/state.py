@@ -127,11 +127,7 @@ class TrainingState:
                 "the checkpoint was made with other ranks, buckets or compression: the error feedback of compressed "
                 "gradients is dropped"
             )
-        current: dict[str, object] = {
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "reproducible": self.reproducible,
-        }
+        current = {"threads": torch.get_num_threads(), "torch": torch.__version__, "reproducible": self.reproducible}
         if not manifest.reproducible == self.reproducible == "layout":
             current = {"ranks": self.group.world, **current}
         return remarks + [
@@ -142,9 +138,7 @@ class TrainingState:
         ]
 
 
-def _all_replicas(
-    replica_tensors: dict[str, LocalShard | Tensor], outer: OuterOptimizer
-) -> dict[str, LocalShard | Tensor]:
+def _all_replicas(local: dict[str, LocalShard | Tensor], outer: OuterOptimizer) -> dict[str, LocalShard | Tensor]:
     """The tensors of every replica; a run without replicas reads the outer parameters, and the moments of the first.
 
     All ranks name the same tensors, but have elements only in those of their replica.
@@ -153,7 +147,7 @@ def _all_replicas(
     replica_group = outer.replicas.mesh.replica_group
     for replica in range(replica_group.world):
         is_local = replica == replica_group.rank
-        for name, tensor in replica_tensors.items():
+        for name, tensor in local.items():
             has_plain_name = replica == 0 and not name.startswith("master/")
             full_name = name if has_plain_name else f"replica-{replica}/{name}"
             values = tensor.values if isinstance(tensor, LocalShard) else tensor.detach().view(-1)

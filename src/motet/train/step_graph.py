@@ -1,7 +1,5 @@
 """The graph of a data-parallel step of a job: model segments, messages, and the time of each node, without torch."""
 
-from collections.abc import Sequence
-
 from motet.core.dtypes import DTYPE_BYTES
 from motet.models.spec.model_spec import spec_from_settings
 from motet.parallel.data_parallel.zero import make_buckets
@@ -62,15 +60,12 @@ def _bucket_messages(job: Job, layout: Layout, sizes: dict[str, int]) -> list[Co
 
 
 def _fsdp_unit_messages(
-    job: Job, segments: Sequence[ModelSegment], sizes: dict[str, int], *, blocks: set[str]
+    job: Job, segments: list[ModelSegment], sizes: dict[str, int], *, blocks: set[str]
 ) -> list[CommUnitVolume]:
     """A unit for each block, the last used first, and one for the other parameters."""
     recipe = RECIPES[job.precision.recipe]
-
     others = frozenset[str]().union(*(s.parameters for s in segments if s.name not in blocks))
-    units = [(s.name, s.parameters, True) for s in reversed(segments) if s.name in blocks] + [
-        ("the rest", others, False)
-    ]
-    counted = [(*unit, sum(sizes[name] for name in unit[1])) for unit in units]
+    units = [(s.name, s.parameters, True) for s in reversed(segments) if s.name in blocks]
+    counted = [(*unit, sum(sizes[name] for name in unit[1])) for unit in [*units, ("the rest", others, False)]]
     reduced, gathered = DTYPE_BYTES[recipe.reduce], DTYPE_BYTES[recipe.compute]
     return [CommUnitVolume(name, p, reduced * n, gathered * n, is_block) for name, p, is_block, n in counted]

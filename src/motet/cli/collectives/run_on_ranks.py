@@ -1,7 +1,6 @@
 """The output of `motet collectives run`: a Program on ranks of this machine, checked, counted and timed."""
 
 import json as json_format
-import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -80,8 +79,7 @@ def _run_ranks(program: Program, arguments: tuple[str, ...]) -> dict[str, Any]:
         folder = Path(name)
         (folder / _PROGRAM_FILE).write_text(program.to_json(), encoding="utf-8")
         function_name = f"{measure_rank.__module__}:{measure_rank.__name__}"
-        command = (sys.executable, "-m", "motet.cli.run_rank_function", function_name, name, *arguments)
-        environment = rank_environment(read_environment(), 1)
+        command, environment = (function_name, name, *arguments), rank_environment(read_environment(), 1)
         spec = LaunchSpec(command, program.ranks, environment, folder, stop_message="stopping")
         exit_status = launch_ranks(spec, lambda text: None)
         exit_status.raise_if_stopped()

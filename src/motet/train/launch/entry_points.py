@@ -80,23 +80,16 @@ def supervise_local_ranks(request: TrainRequest, io: SupervisorIO) -> tuple[Path
     threads = _prepare_local_ranks(job, io)
     with _open_run_folder(request, folder_choice, ranks=ranks, threads=threads, log=io.log) as snapshot:
         path, server_processes, server = snapshot.path, server_process_count(job), job.layout.server
-        policy = ElasticRankPolicy(
-            range(1, 1 + server.count), range(server_processes, server_processes + ranks), server.max_process_restarts
-        )
+        workers = range(server_processes, server_processes + ranks)
+        policy = ElasticRankPolicy(range(1, 1 + server.count), workers, server.max_process_restarts, True)
         spec = LaunchSpec(
-            command=(
-                sys.executable,
-                "-m",
-                "motet.cli.run_rank_function",
-                "motet.train.launch.rank_main:train_rank",
-                str(path),
-            ),
+            command=("motet.train.launch.rank_main:train_rank", str(path)),
             ranks=ranks + server_processes,
             environment=rank_environment(io.environment, threads),
             log_folder=path / LOGS_FOLDER,
             max_restarts=job.run.restarts,
             stdout_fd=io.stdout_fd,
-            elastic_policy=policy if server_processes else None,
+            elastic_policy=policy if server_processes else ElasticRankPolicy(),
         )
         exit_status = launch_ranks(spec, io.log)
         if exit_status.exit_code != InputError.exit_code or not snapshot.restore_unless_trained():
@@ -119,15 +112,13 @@ def join_remote_run(request: TrainRequest, coordinator_address: str, io: Supervi
     io.log(f"joining the run at {coordinator_address} with {ranks} worker{'s' * (ranks > 1)}")
     with tempfile.TemporaryDirectory(prefix="motet-") as folder:
         write_run_start(Path(folder), job, collect_provenance(ranks, threads, request.command_line))
-        function_name, host = "motet.train.launch.rank_main:join_rank", f"{socket.gethostname()}-{secrets.token_hex(3)}"
+        host = f"{socket.gethostname()}-{secrets.token_hex(3)}"
         spec = LaunchSpec(
-            command=(sys.executable, "-m", "motet.cli.run_rank_function", function_name, folder, host),
+            command=("motet.train.launch.rank_main:join_rank", folder, host),
             ranks=ranks,
             environment=rank_environment(io.environment, threads),
             log_folder=Path(folder) / LOGS_FOLDER,
-            elastic_policy=ElasticRankPolicy(
-                workers=range(ranks), spares=job.layout.server.max_process_restarts, has_coordinator=False
-            ),
+            elastic_policy=ElasticRankPolicy(workers=range(ranks), spares=job.layout.server.max_process_restarts),
             coordinator_address=coordinator_address,
             stop_message="leaving the run after this work item",
         )

@@ -17,13 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
-from motet.core.errors import (
-    MotetError,
-    PeerFailedError,
-    RankFailedError,
-    ReplicaMismatchError,
-    TrainingDivergedError,
-)
+from motet.core import errors
 
 STOPPED_EXIT_CODE = 130
 KILLED_EXIT_CODE = 137
@@ -92,7 +86,7 @@ class RankExitRecord:
     @property
     def is_unanimous(self) -> bool:
         """Every rank saw the same numbers and ended for the same reason, so no rank is named as the cause."""
-        return self.exit_code in (TrainingDivergedError.exit_code, ReplicaMismatchError.exit_code)
+        return self.exit_code in (errors.TrainingDivergedError.exit_code, errors.ReplicaMismatchError.exit_code)
 
     @property
     def message(self) -> str:
@@ -119,9 +113,9 @@ def run_and_record(rank: int, function: Callable[[], int]) -> RankExitRecord:
         return RankExitRecord(rank, time.time(), function())
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank is recorded
         by_peer = is_caused_by_peer(error)
-        if isinstance(error, MotetError):
+        if isinstance(error, errors.MotetError):
             return RankExitRecord(rank, time.time(), error.exit_code, str(error), caused_by_peer=by_peer)
-        message, code = "".join(traceback.format_exception_only(error)).strip(), RankFailedError.exit_code
+        message, code = "".join(traceback.format_exception_only(error)).strip(), errors.RankFailedError.exit_code
         if isinstance(error, SystemExit):
             message = f"the code of this rank called sys.exit({error.code!r}) before its work was done"
             by_peer = False
@@ -141,7 +135,7 @@ _PEER_LOST_ERROR_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreErro
 def is_caused_by_peer(error: BaseException | None) -> bool:
     """Whether an error only says that another rank has ended or is late."""
     is_lost_peer = type(error) in (RuntimeError, ConnectionError) and _PEER_LOST_PATTERN.search(str(error))
-    if is_lost_peer or isinstance(error, PeerFailedError) or type(error).__name__ in _PEER_LOST_ERROR_TYPES:
+    if is_lost_peer or isinstance(error, errors.PeerFailedError) or type(error).__name__ in _PEER_LOST_ERROR_TYPES:
         return True
     return error is not None and is_caused_by_peer(error.__cause__)
 

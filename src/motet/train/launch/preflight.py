@@ -3,7 +3,7 @@
 import psutil
 
 from motet.core.dtypes import DTYPE_BYTES
-from motet.core.errors import InputError, check_input
+from motet.core.errors import check_input
 from motet.core.units import format_bytes
 from motet.data.corpus.token_store import PreparedData
 from motet.models.settings import EncoderSettings, UserModuleSettings, check_can_be_trained
@@ -26,19 +26,19 @@ def check_job(job: Job, ranks: int) -> Layout:
     check_communication(job.communication, layout, independent_replicas=job.outer.every is not None)
     if uses_server_processes:
         check_server_settings(job.layout.server, ranks)
-        if job.monitor.replica_check_every is not None:
-            raise InputError(
-                f"monitor.replica_check_every = {job.monitor.replica_check_every} compares ranks that take a step "
-                "together, which workers of a parameter server do not; leave it out, or set "
-                "layout.server.transport=collectives"
-            )
+        every = job.monitor.replica_check_every
+        check_input(
+            every is None,
+            f"monitor.replica_check_every = {every} compares ranks that take a step together, which workers of a "
+            "parameter server do not; leave it out, or set layout.server.transport=collectives",
+        )
     return layout
 
 
 def check_model(job: Job) -> None:
     """Refuse a model that cannot be trained, or does not fit the data."""
     check_can_be_trained(job.model)
-    model, objective = job.model, job.data.objective
+    model, objective, length = job.model, job.data.objective, job.data.sequence_length
     if not isinstance(model, UserModuleSettings):
         expected, head = {"decoder": "causal", "encoder-decoder": "spans"}.get(model.family, ""), ""
         if isinstance(model, EncoderSettings):
@@ -49,11 +49,11 @@ def check_model(job: Job) -> None:
             f"set data.objective={expected}",
         )
     context = getattr(model, "context", None)
-    if context is not None and job.data.sequence_length > context:
-        raise InputError(
-            f"data.sequence_length = {job.data.sequence_length} is more than model.context = {context}; "
-            "shorten the sequences or raise model.context"
-        )
+    check_input(
+        context is None or length <= context,
+        f"data.sequence_length = {length} is more than model.context = {context}; shorten the sequences or raise "
+        "model.context",
+    )
 
 
 def check_memory(job: Job, local_ranks: int) -> None:
@@ -62,13 +62,12 @@ def check_memory(job: Job, local_ranks: int) -> None:
     parameter_count = 0 if isinstance(job.model, UserModuleSettings) else spec_from_settings(job.model).parameter_count
     weight_bytes, total_memory = parameter_count * DTYPE_BYTES[dtype], psutil.virtual_memory().total
     needed_bytes = local_ranks * (weight_bytes + TORCH_PROCESS_BYTES)
-    if needed_bytes > total_memory:
-        sizes = needed_bytes, weight_bytes, TORCH_PROCESS_BYTES, total_memory
-        needed, weights, torch, total = map(format_bytes, sizes)
-        raise InputError(
-            f"job {job.name!r} takes {needed} of memory at least: in each of {local_ranks} ranks {weights} of {dtype} "
-            f"weights and {torch} of torch itself; this machine has {total}, so take a smaller model or fewer ranks"
-        )
+    needed, weights, torch, total = map(format_bytes, (needed_bytes, weight_bytes, TORCH_PROCESS_BYTES, total_memory))
+    check_input(
+        needed_bytes <= total_memory,
+        f"job {job.name!r} takes {needed} of memory at least: in each of {local_ranks} ranks {weights} of {dtype} "
+        f"weights and {torch} of torch itself; this machine has {total}, so take a smaller model or fewer ranks",
+    )
 
 
 def check_data(job: Job, data: PreparedData) -> None:

@@ -27,11 +27,9 @@ def run_rank_function(rank_env: RankEnvironment, function: RankEntryPoint, *argu
         return run_and_record(rank_env.rank, lambda: function(rank_env, stop, *arguments))
 
 
-def run_supervised_rank(
-    rank_env: RankEnvironment, supervisor_pid: int, function_name: str, arguments: list[str]
-) -> int:
+def run_supervised_rank(rank_env: RankEnvironment, parent_pid: int, function_name: str, arguments: list[str]) -> int:
     """The main function of a supervised process. Returns its exit code, or ends the process."""
-    exit_with_parent(supervisor_pid)
+    exit_with_parent(parent_pid)
 
     def run_imported(*values: Any) -> int:  # imports torch, after the signals are in place
         module, _, name = function_name.partition(":")
@@ -55,8 +53,7 @@ def hard_exit(exit_code: int) -> None:
 def exit_with_parent(parent_pid: int) -> None:
     """End this process when its parent ends, even if the parent was killed."""
     if sys.platform == "linux":
-        set_death_signal = 1  # PR_SET_PDEATHSIG
-        if ctypes.CDLL(None, use_errno=True).prctl(set_death_signal, signal.SIGKILL) != 0:
+        if ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL) != 0:  # 1: PR_SET_PDEATHSIG
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     else:
         threading.Thread(target=_exit_when_orphaned, args=[parent_pid], daemon=True).start()

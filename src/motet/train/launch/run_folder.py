@@ -79,9 +79,8 @@ class RunFolderChoice:
                     path.mkdir()
                     return path
         except OSError as error:
-            raise InputError(
-                f"cannot write run folder {self.path}: {error.strerror}; give another one with --run-folder"
-            ) from None
+            sentence = f"cannot write run folder {self.path}: {error.strerror}; give another one with --run-folder"
+            raise InputError(sentence) from None
 
 
 def choose_run_folder(job: Job) -> RunFolderChoice:
@@ -103,10 +102,8 @@ def choose_run_folder(job: Job) -> RunFolderChoice:
 
 def existing_run_folder(text: str) -> Path:
     """The run folder that the user names."""
-    check_input(
-        is_existing_file(f"{text}/{JOB_FILE}"),
-        f"no run in {text!r} to resume, for there is no {JOB_FILE}; give the folder of a run",
-    )
+    sentence = f"no run in {text!r} to resume, for there is no {JOB_FILE}; give the folder of a run"
+    check_input(is_existing_file(f"{text}/{JOB_FILE}"), sentence)
     return Path(text)
 
 
@@ -115,28 +112,28 @@ def choose_resumed_run(job: Job, path: Path) -> RunFolderChoice:
     stored = read_stored_job(path)
     remarks = check_resume(stored, job, path)
     saved_step, stop_at = newest_checkpoint_step(path), job.run.stop_at
-    if saved_step is not None and stop_at is not None and stop_at < saved_step:
-        raise InputError(
-            f"run.stop_at = {stop_at}, but {path} is at step {saved_step} already; give a later one or leave it out"
-        )
+    check_input(
+        saved_step is None or stop_at is None or stop_at >= saved_step,
+        f"run.stop_at = {stop_at}, but {path} is at step {saved_step} already; give a later one or leave it out",
+    )
     if saved_step is None:
         remarks.append(f"{path} holds no checkpoint yet: the run begins at its first step")
     is_finished = (path / SUMMARY_FILE).is_file() and read_summary(path).finished
-    if is_finished and (job.run.steps, job.run.epochs) == (stored.run.steps, stored.run.epochs):
-        key = "run.steps" if job.run.steps is not None else "run.epochs"
-        raise InputError(
-            f"run folder {path} holds a finished run ({key} = {job.run.steps or job.run.epochs}); "
-            f"give a larger {key} to train on, or another folder"
-        )
+    key = "run.steps" if job.run.steps is not None else "run.epochs"
+    check_input(
+        not is_finished or (job.run.steps, job.run.epochs) != (stored.run.steps, stored.run.epochs),
+        f"run folder {path} holds a finished run ({key} = {job.run.steps or job.run.epochs}); give a larger {key} to "
+        "train on, or another folder",
+    )
     return RunFolderChoice(path, is_resumed=True, remarks=tuple(remarks))
 
 
 def find_newest_run(name: str | None, runs: Path = RUNS_FOLDER) -> Path:
     """The run that was started or resumed last, of one job or of any."""
     run_folders = [path.parent for path in runs.glob(f"*/{JOB_FILE}") if name is None or _stored_name(path) == name]
-    if not run_folders:
-        of_job = f"of job {name!r} " if name else ""
-        raise InputError(f"no run {of_job}to resume in {runs}/; start one, or name its folder with --resume-from")
+    of_job = f"of job {name!r} " if name else ""
+    sentence = f"no run {of_job}to resume in {runs}/; start one, or name its folder with --resume-from"
+    check_input(run_folders, sentence)
     return max(run_folders, key=lambda path: ((path / JOB_FILE).stat().st_mtime_ns, path.name))
 
 

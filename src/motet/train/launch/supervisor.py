@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -45,20 +46,20 @@ class ElasticRankPolicy:
     servers: range = range(0)  # Each is needed, and another process may replace it
     workers: range = range(0)  # The others continue without one if at least one is left
     spares: int = 0  # How many processes may be replaced
-    has_coordinator: bool = True  # Rank 0, whose end ends the others
+    has_coordinator: bool = False  # Rank 0, whose end ends the others
 
 
 @dataclass(frozen=True)
 class LaunchSpec:
     """The ranks to start on this machine."""
 
-    command: tuple[str, ...]  # Starts one rank, which reads its rank from the environment and leaves a record
+    command: tuple[str, ...]  # `package.module:function` of a rank, and the arguments of the function
     ranks: int
     environment: Mapping[str, str]
     log_folder: Path  # Receives the output of all ranks but rank 0
     max_restarts: int = 0
     stdout_fd: int | None = None  # File descriptor for the stdout of rank 0; the supervisor's by default
-    elastic_policy: ElasticRankPolicy | None = None
+    elastic_policy: ElasticRankPolicy = ElasticRankPolicy()
     coordinator_address: str = ""  # HOST:PORT of a coordinator that runs elsewhere
     stop_message: str = "stopping after this step and saving"  # What ranks do after a stop request
 
@@ -96,9 +97,8 @@ def rank_environment(base: Mapping[str, str], threads: int) -> dict[str, str]:
 def launch_ranks(spec: LaunchSpec, log: Callable[[str], None]) -> LaunchExitStatus:
     """Run the ranks until all have ended, and restart them after a failure as often as allowed."""
     stop = StopFlag()
-    with handle_signals(
-        lambda *_: stop.request(), signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-    ):  # SIGHUP: the terminal was closed
+    # SIGHUP: the terminal was closed.
+    with handle_signals(lambda *_: stop.request(), signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         for attempt in range(spec.max_restarts + 1):
             status = _run_attempt(spec, attempt, stop, log=log)
             # Bad input, divergence and a full disk would only come again.
@@ -120,7 +120,7 @@ def _run_attempt(spec: LaunchSpec, attempt: int, stop: StopFlag, *, log: Callabl
         except BaseException:
             _terminate(launch.ranks, grace_s=0.0)
             raise
-        if status.message or spec.elastic_policy:
+        if status.message or spec.elastic_policy.workers:
             _terminate(launch.ranks, grace_s=0.0 if stop.is_immediate else SIGTERM_GRACE_S)
         return status
 
@@ -144,7 +144,6 @@ class _RankProcess:
         return read_exit_record(self.records_folder, self.rank)
 
     def has_failed(self) -> bool:
-        """It should end with a record, and with the exit code of the record."""
         code = self.poll()
         record = self.exit_record() if code is not None else None
         return code is not None and (record is None or bool(record.error_message) or code != record.exit_code)
@@ -157,9 +156,8 @@ class _RankProcess:
         sentence = f"rank {self.rank} ended with exit code {code} in the middle of its work"
         if code < 0:
             names = [f" ({known.name})" for known in signal.Signals if known == -code]  # some have none
-            sentence = f"rank {self.rank} was killed by signal {-code}{''.join(names[:1])}"
-        if code == -signal.SIGKILL:
-            sentence += "; if nobody did that, the machine ran out of memory"
+            remark = "; if nobody did that, the machine ran out of memory" if code == -signal.SIGKILL else ""
+            sentence = f"rank {self.rank} was killed by signal {-code}{''.join(names[:1])}{remark}"
         output = self.log_file.read_bytes()[self.log_offset :] if self.log_file.is_file() else b""
         lines = output.decode(errors="replace").splitlines()
         log_tail = "\n".join(["its last words:", *lines[-LOG_TAIL_LINES:]]) if lines else ""
@@ -191,7 +189,7 @@ class _LaunchAttempt:
         with ExitStack() as files:
             log = None if rank == 0 and not spec.coordinator_address else files.enter_context(path.open("ab"))
             process = subprocess.Popen(
-                spec.command,
+                [sys.executable, "-m", "motet.cli.run_rank_function", *spec.command],
                 env={**spec.environment, **variables, "MOTET_SUPERVISOR": str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=log or spec.stdout_fd,
@@ -200,12 +198,9 @@ class _LaunchAttempt:
             )
             return _RankProcess(rank, process, self.folder, path, log.tell() if log else 0, incarnation)
 
-    @property
-    def _has_coordinator(self) -> bool:
-        return self.spec.elastic_policy is not None and self.spec.elastic_policy.has_coordinator
-
     def _coordinator_has_finished(self) -> bool:
-        return self._has_coordinator and self.ranks[0].poll() is not None and not self.ranks[0].has_failed()
+        first = self.ranks[0]
+        return self.spec.elastic_policy.has_coordinator and first.poll() is not None and not first.has_failed()
 
     def wait_for_end(self, stop: StopFlag, log: Callable[[str], None]) -> None:
         """Wait until all ranks have ended, or one failed and the others had time to say why, or an immediate stop."""
@@ -215,7 +210,7 @@ class _LaunchAttempt:
                 forwarded = True
                 log(f"{self.spec.stop_message}; Ctrl-C once more stops immediately")
                 # A coordinator stops the others.
-                _signal_all(self.ranks[:1] if self._has_coordinator else self.ranks, signal.SIGTERM)
+                _signal_all(self.ranks[:1] if self.spec.elastic_policy.has_coordinator else self.ranks, signal.SIGTERM)
             if all(rank.poll() is not None for rank in self.ranks):
                 return
             self._handle_failures(log)
@@ -226,7 +221,7 @@ class _LaunchAttempt:
 
     def _handle_failures(self, log: Callable[[str], None]) -> None:
         policy = self.spec.elastic_policy
-        if policy is None or (policy.has_coordinator and self.ranks[0].poll() is not None):
+        if policy.has_coordinator and self.ranks[0].poll() is not None:
             return
         for rank in [rank for rank in self.ranks if rank.has_failed()]:
             record = rank.exit_record()
@@ -247,7 +242,6 @@ class _LaunchAttempt:
                 self.ranks.remove(rank)
 
     def exit_status(self, stop: StopFlag) -> LaunchExitStatus:
-        """The outcome, from the exit codes and records of the ranks."""
         if stop.is_immediate:
             return LaunchExitStatus(KILLED_EXIT_CODE, "stopped immediately")
         ranks = self.ranks[:1] if self._coordinator_has_finished() else self.ranks

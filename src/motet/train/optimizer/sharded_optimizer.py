@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from motet.checkpoint.manifest import COMPRESSION_STATE_PREFIX
-from motet.core.errors import InputError
+from motet.core.errors import check_input
 from motet.parallel.data_parallel.bucketed_zero import BucketedDataParallel
 from motet.parallel.data_parallel.communication.communication_settings import (
     CommunicationSettings,
@@ -47,11 +47,9 @@ def group_parameters(
                 decay = settings.weight_decay if group.weight_decay is None else group.weight_decay
                 break
         groups.setdefault((scale, decay), {})[name] = parameter
-    if unmatched:
-        raise InputError(
-            f"optimizer.groups: no trainable parameter's name matches {sorted(unmatched)[0]!r}; "
-            f"names look like {', '.join(list(named)[:3])}"
-        )
+    first, examples = min(unmatched, default=""), ", ".join(list(named)[:3])
+    sentence = f"optimizer.groups: no trainable parameter's name matches {first!r}; names look like {examples}"
+    check_input(not unmatched, sentence)
     return groups
 
 

@@ -106,7 +106,7 @@ def run_coordinator(
     single_device_job = job.model_copy(update={"layout": LayoutSettings(microbatches=job.layout.microbatches)})
     workers = role.rank_env.world - extra_process_count(server)
     group = RankGroup(0, 1, None, torch.device("cpu"))
-    training = replace(build_components(single_device_job, group, folder), worker_count=workers)
+    training = replace(build_components(single_device_job, group, folder), ranks=workers)
     problem = "layout.data = 'parameter_server' does not support the buffers of this model (running statistics)"
     remedy = "use a norm without them, or layout.data=all_reduce"
     check_input(not persistent_buffers(training.model.module), f"{problem}; {remedy}")
@@ -135,6 +135,6 @@ def run_coordinator(
         state_machine.update_rule = train_step.decide_update
         with open_rank_monitor(job, training.group, folder, callbacks) as monitor:
             coordinator.log_membership = lambda text: monitor.on_event(WarningIssued(text=text))
-            outcome = run_training(job, training, resume_point, monitor, stop, train_step)
+            outcome = run_training(job, training, resume_point, monitor, stop, train_step.step)
             coordinator.close([*servers, *(f"w{index}" for index in range(workers))])
         return outcome

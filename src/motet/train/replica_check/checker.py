@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -88,14 +87,15 @@ class ReplicaChecker:
         with span("watch"):
             group, optimizer = self.engine.step_group, self.engine.optimizer
             neighbour_rank = self.engine.group.rank - group.rank + (group.rank - 1) % group.world
-            neighbour_batches = [self.batch_source.batch(step, rows) for rows in self._rows_of_rank(neighbour_rank)]
+            neighbour_rows = contributing_rows_of_rank(self.layout, neighbour_rank, self.batch_sequences)
+            neighbour_batches = [self.batch_source.batch(step, rows) for rows in neighbour_rows]
             named = self.engine.module.named_parameters()
             replicated = {n: p.detach() for n, p in named if not isinstance(p, DTensor)}  # on every rank in full
             parameter_digests = digest_tensors(replicated | self.engine.buffers_at_step_start)
             rows = torch.cat([batch.rows for batch in local_step.batches]).tolist()
             loss, neighbour_loss = self._first_microbatch_losses(step, local_step, neighbour_batches[0])
             neighbour_targets = sum(batch.weights.sum(dtype=torch.float64).item() for batch in neighbour_batches)
-            gradients = digest_tensors(dict(enumerate(optimizer.sharded_parameters.reduced_gradients())))
+            gradients = {str(i): g for i, g in enumerate(optimizer.sharded_parameters.reduced_gradients())}
             device, kernels = device_name(self.engine.group.device), torch.backends.cpu.get_cpu_capability()
             report = RankDigestReport(
                 machine_digest=derive_seed(device, kernels, str(torch.get_num_threads()), torch.__version__),
@@ -107,7 +107,7 @@ class ReplicaChecker:
                 neighbour_batches=_digest_batches(neighbour_batches),
                 targets=float_to_bits(local_step.targets),
                 neighbour_targets=float_to_bits(neighbour_targets),
-                gradients=derive_seed(*gradients.values()),
+                gradients=derive_seed(*digest_tensors(gradients).values()),
                 norm=0,
                 squared_norm=float_to_bits(optimizer.local_squared_norm()),
                 loss=loss,
@@ -138,9 +138,6 @@ class ReplicaChecker:
             duration_s=pre_update.seconds + time.perf_counter() - start_s,
         )
 
-    def _rows_of_rank(self, rank: int) -> list[range]:
-        return contributing_rows_of_rank(self.layout, rank, self.batch_sequences)
-
     def _optimizer_tensors(self) -> dict[str, Tensor]:
         return {
             name: tensor.values if isinstance(tensor, LocalShard) else tensor
@@ -153,26 +150,24 @@ class ReplicaChecker:
         layout = replace(self.layout, dp=self.layout.shards) if has_independent_replicas else self.layout
         groups = resolve_communication_groups(self.communication, layout)
         first = self.engine.group.rank - self.engine.step_group.rank
-        rows = [part for rank in range(first, first + layout.dp) for part in self._rows_of_rank(rank)]
-        step_rows = range(min(part.start for part in rows), max(part.stop for part in rows))
+        ranks = range(first, first + layout.dp)
+        parts = [p for rank in ranks for p in contributing_rows_of_rank(self.layout, rank, self.batch_sequences)]
+        rows = range(min(part.start for part in parts), max(part.stop for part in parts))
         state_groups = (tuple(range(layout.dp)),) if groups.gathers_gradients else groups.replica_groups
-        rechecks_norm = not self.engine.reproducible
-        return ExpectedInvariants(groups.replica_groups, state_groups, step_rows, targets, rechecks_norm)
+        return ExpectedInvariants(groups.replica_groups, state_groups, rows, targets, not self.engine.reproducible)
 
-    def _first_microbatch_losses(
-        self, step: int, local_step: LocalStepResult, neighbour_batch: Batch
-    ) -> tuple[int, int]:
+    def _first_microbatch_losses(self, step: int, local: LocalStepResult, neighbour_batch: Batch) -> tuple[int, int]:
         """The losses of the first micro-batches of this rank and of its neighbour, the latter computed here.
 
         The forward of a module may have other bits without gradients. It then has them on most ranks, and this rank's
         loss is computed without gradients, too.
         """
-        group, local_loss = self.engine.step_group, float_to_bits(local_step.first_loss)
+        group, local_loss = self.engine.step_group, float_to_bits(local.first_loss)
         neighbour_loss = float_to_bits(self._loss_without_gradients(step, neighbour_batch))
         pairs = all_gather_integers([local_loss, neighbour_loss], group)
         if all(loss == pairs[(rank + 1) % len(pairs)][1] for rank, (loss, _) in enumerate(pairs)):
             return local_loss, neighbour_loss
-        recomputed_loss = float_to_bits(self._loss_without_gradients(step, local_step.batches[0]))
+        recomputed_loss = float_to_bits(self._loss_without_gradients(step, local.batches[0]))
         differing_ranks = sum(flag for (flag,) in all_gather_integers([int(recomputed_loss != local_loss)], group))
         return (recomputed_loss if 2 * differing_ranks > len(pairs) else local_loss), neighbour_loss
 
@@ -197,10 +192,7 @@ class ReplicaChecker:
         return ""
 
 
-Key = TypeVar("Key")
-
-
-def digest_tensors(tensors: Mapping[Key, Tensor]) -> dict[Key, int]:
+def digest_tensors(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """The digest of the bits of each tensor."""
     digests = [_digest_tensor(tensor).cpu() for tensor in tensors.values()]
     return dict(zip(tensors, torch.stack(digests).tolist() if digests else [], strict=True))
