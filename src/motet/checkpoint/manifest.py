@@ -1,8 +1,6 @@
 """The manifest of a checkpoint, and the rule by which a folder of checkpoints is read.
-
 `checkpoints/step-00000020/` holds one complete checkpoint: it gets that name only when everything is on disk. A folder
-that ends in `.partial` is left by an interrupted save or deletion, and is never read.
-"""
+that ends in `.partial` is left by an interrupted save or deletion, and is never read."""
 
 import json
 import re

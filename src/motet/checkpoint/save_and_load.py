@@ -1,7 +1,5 @@
 """Saving a checkpoint so that an interruption at any moment leaves earlier ones complete, and loading one in place.
-
-Everything is written to `step-N.partial` and flushed to disk, and only then renamed to `step-N`.
-"""
+Everything is written to `step-N.partial` and flushed to disk, and only then renamed to `step-N`."""
 
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A shard of a tensor as a checkpoint stores it: a range of its elements, as boxes of the full tensor.
-
-Checkpoints hold full shapes and nothing about the layout that wrote them, so any other layout can read them.
-"""
+Checkpoints hold full shapes and nothing about the layout that wrote them, so any other layout can read them."""
 
 from collections.abc import Iterator
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """A module that is trained on several ranks, in a custom loop: `parallelize` it, then `step`, or the parts of a step.
-
-Jobs are trained in the same way (train/step.py).
-"""
+Jobs are trained in the same way (train/step.py)."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -136,9 +134,7 @@ class TrainingEngine:
         stop: bool = False,
     ) -> StepStats:
         """Divide loss and gradients by the count over all ranks, clip and update, unless something is not finite.
-
-        `loss` is the sum on this rank, or equally many partial sums on each rank, which are added exactly.
-        """
+        `loss` is the sum on this rank, or equally many partial sums on each rank, which are added exactly."""
         self._check_buffers_unchanged()
         group, partial_losses = self.step_group, loss if isinstance(loss, Sequence) else [loss]
         with span("norm"):
@@ -178,9 +174,7 @@ class TrainingEngine:
 
     def load_assigned_values(self) -> None:
         """Continue from values that you assigned to parameters, the same on all ranks, since the last step.
-
-        Without this call they are lost if master parameters have a higher precision, or after `p.data = ...`.
-        """
+        Without this call they are lost if master parameters have a higher precision, or after `p.data = ...`."""
         check_input(
             self.outer_optimizer is None,
             "load_assigned_values: independent replicas (outer.every) would take the change for something that they "
@@ -252,9 +246,7 @@ def parallelize(  # sections of a job, by name
     outer: Mapping[str, Any] | LocalSGDSettings | None = None,
 ) -> TrainingEngine:
     """Distribute a module over the ranks of the process group by a layout such as "zero=2 shard_group=4".
-
-    `optimizer`, `communication` and `outer` are sections of a job. Without a process group there is one rank.
-    """
+    `optimizer`, `communication` and `outer` are sections of a job. Without a process group there is one rank."""
     layout = layout if isinstance(layout, LayoutSettings) else parse_layout(layout)
     check_input(
         not layout.uses_server_processes,
@@ -307,9 +299,7 @@ def build_engine(
     loss: LossFunction | None = None,
 ) -> TrainingEngine:
     """Give all ranks the values of the first, and shard them over all ranks or those of each independent replica.
-
-    The first rank proves the plan of a step, and then each rank checks that it holds what the plan says.
-    """
+    The first rank proves the plan of a step, and then each rank checks that it holds what the plan says."""
     broadcast_parameters_and_buffers(module, group)
     cast_frozen_parameters(module, recipe)
     communication, has_replicas = settings.communication, settings.outer.every is not None

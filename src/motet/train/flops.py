@@ -20,9 +20,7 @@ def batch_shape(job: Job, rows: int) -> MicroBatchShape:
 
 def training_flops(job: Job) -> float | None:
     """FLOPs of forward and backward over the global batch, with half of the full attention if it is causal.
-
-    None for a user's module and for a family of Hugging Face models with unknown sizes.
-    """
+    None for a user's module and for a family of Hugging Face models with unknown sizes."""
     try:
         spec = spec_from_settings(job.model)
     except InputError:

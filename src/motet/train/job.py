@@ -1,7 +1,5 @@
 """A job: everything that a run is made of, as one frozen value from one TOML file.
-
-Read one with `load_job("tiny", ["run.steps=20"])`. A mistake is reported in one sentence with the nearest valid key.
-"""
+Read one with `load_job("tiny", ["run.steps=20"])`. A mistake is reported in one sentence with the nearest valid key."""
 
 from pathlib import Path
 from typing import Annotated, Any

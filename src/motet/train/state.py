@@ -140,9 +140,7 @@ class TrainingState:
 
 def _all_replicas(local: dict[str, LocalShard | Tensor], outer: OuterOptimizer) -> dict[str, LocalShard | Tensor]:
     """The tensors of every replica; a run without replicas reads the outer parameters, and the moments of the first.
-
-    All ranks name the same tensors, but have elements only in those of their replica.
-    """
+    All ranks name the same tensors, but have elements only in those of their replica."""
     tensors: dict[str, LocalShard | Tensor] = dict(outer.state())
     replica_group = outer.replicas.mesh.replica_group
     for replica in range(replica_group.world):

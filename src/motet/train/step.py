@@ -1,8 +1,6 @@
 """One step of training on one rank: read, move, forward, backward, communicate, clip, update.
-
 The loss is the sum over all target tokens of the global batch divided by their number, so gradients are summed over
-micro-batches and ranks first and divided once. Every rank computes the same norm and takes the same decision.
-"""
+micro-batches and ranks first and divided once. Every rank computes the same norm and takes the same decision."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

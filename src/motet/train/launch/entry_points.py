@@ -1,7 +1,5 @@
 """The ways in which a run starts: local ranks under a supervisor, one rank of torchrun or srun, or this process.
-
-All check first, create the run folder last, and leave the work to `motet.train.launch.rank_main`.
-"""
+All check first, create the run folder last, and leave the work to `motet.train.launch.rank_main`."""
 
 import secrets
 import socket
@@ -140,9 +138,7 @@ def server_process_count(job: Job) -> int:
 
 def run(job: Job, callbacks: Sequence[Callback] = ()) -> "tuple[Path, RunProgress]":
     """Train on one rank in this process (its main thread: Ctrl-C saves). Returns the run folder and how far it came.
-
-    `run.folder` is created, resumed or refused as on the command line.
-    """
+    `run.folder` is created, resumed or refused as on the command line."""
     from motet.train.build import run_rank  # torch is loaded here
 
     check_input(

@@ -1,8 +1,6 @@
 """How a rank stops: on request, by its own failure, or because another rank failed.
-
 A request (Ctrl-C, SIGTERM) only sets a flag, which the loop reads once a step. A failure becomes a record, which says
-whether this rank is the cause or only lost its connection to the rank that is.
-"""
+whether this rank is the cause or only lost its connection to the rank that is."""
 
 import json
 import math

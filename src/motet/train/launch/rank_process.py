@@ -1,7 +1,5 @@
 """The process of one rank: do its work, leave a record, and never outlive the supervisor.
-
-The work is any function `(rank_env, stop, *arguments) -> exit code`, named as `package.module:function`.
-"""
+The work is any function `(rank_env, stop, *arguments) -> exit code`, named as `package.module:function`."""
 
 import ctypes
 import logging

@@ -1,8 +1,6 @@
 """The folder of a run: its choice for a job, the rules for resuming there, and the files written at the start.
-
 A run without `run.folder` gets `runs/NAME-001`, `-002` and so on. A folder that holds a run is resumed if one table of
-rules allows it; otherwise a sentence says why not.
-"""
+rules allows it; otherwise a sentence says why not."""
 
 import json
 import os

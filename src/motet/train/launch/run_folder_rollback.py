@@ -18,9 +18,7 @@ _OVERWRITTEN_FILES = (JOB_FILE, VERSIONS_FILE, SUMMARY_FILE)
 
 def record_run_end(path: Path, exit_status: LaunchExitStatus) -> None:
     """Write a failure to `logs/failure.txt`, and its cause as the last event if rank 0 could not know it.
-
-    If that fails, or an old file is damaged, the caller still reports the cause.
-    """
+    If that fails, or an old file is damaged, the caller still reports the cause."""
     failure_file, message = path / LOGS_FOLDER / "failure.txt", exit_status.message
     with suppress(OSError, InputError, CheckpointSaveError):
         failure_file.unlink(missing_ok=True)

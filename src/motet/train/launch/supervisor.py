@@ -1,8 +1,6 @@
 """The supervisor of local ranks: starts them, watches them, and ends them together.
-
 One message reports the first cause of a failure. Ctrl-C reaches only the supervisor, which passes it on; ranks cannot
-outlive it. It never imports torch, so that nothing can block the process that notices a failure.
-"""
+outlive it. It never imports torch, so that nothing can block the process that notices a failure."""
 
 import os
 import signal

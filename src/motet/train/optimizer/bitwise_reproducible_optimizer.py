@@ -1,8 +1,6 @@
 """AdamW and SGD in which every element has the same bits in whatever shard and at whatever position it is.
-
 A fused step may compute the last elements of a tensor by other instructions, which round differently (torch's AdamW
-does on x86). Here each operation is one multiplication, addition, division or root, rounded as IEEE 754 says.
-"""
+does on x86). Here each operation is one multiplication, addition, division or root, rounded as IEEE 754 says."""
 
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Replica checks (`monitor.replica_check_every`): in some steps ranks compare what must be equal or must add up.
-
 Each rank also repeats some work of its neighbour: it reads the same rows and computes the loss of the first
-micro-batch, all ranks at the same time, so that it works at every stage. Training continues unchanged.
-"""
+micro-batch, all ranks at the same time, so that it works at every stage. Training continues unchanged."""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -158,10 +156,8 @@ class ReplicaChecker:
 
     def _first_microbatch_losses(self, step: int, local: LocalStepResult, neighbour_batch: Batch) -> tuple[int, int]:
         """The losses of the first micro-batches of this rank and of its neighbour, the latter computed here.
-
         The forward of a module may have other bits without gradients. It then has them on most ranks, and this rank's
-        loss is computed without gradients, too.
-        """
+        loss is computed without gradients, too."""
         group, local_loss = self.engine.step_group, float_to_bits(local.first_loss)
         neighbour_loss = float_to_bits(self._loss_without_gradients(step, neighbour_batch))
         pairs = all_gather_integers([local_loss, neighbour_loss], group)
@@ -200,9 +196,7 @@ def digest_tensors(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 def _digest_tensor(tensor: Tensor) -> Tensor:
     """A sum of 64-bit words with an odd factor for each position, modulo 2^64: exact, in any order, on any device.
-
-    As the factors are odd, tensors that differ in one word never have the same digest.
-    """
+    As the factors are odd, tensors that differ in one word never have the same digest."""
     data = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
     padding = -data.numel() % 8
     if padding or data.storage_offset() % 8:

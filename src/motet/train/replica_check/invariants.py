@@ -1,8 +1,6 @@
 """The digests that ranks exchange in a replica check, and the invariants between them, in exact pure Python.
-
 All values are 64-bit patterns: digests, counts, and floats as their bits. Every rank gets the reports of all ranks, and
-so finds the same violations.
-"""
+so finds the same violations."""
 
 import math
 import struct
