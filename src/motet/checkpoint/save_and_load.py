@@ -88,7 +88,6 @@ def _ignore_single_process_warning() -> Iterator[None]:
 
 
 def _commit(partial: Path, final: Path) -> None:
-    """Flush the manifest and the names to disk, then rename the checkpoint atomically."""
     _flush(partial / MANIFEST_FILE)
     _flush(partial)
     if final.exists():  # a step that was saved before, e.g. at the end of a run that is then extended

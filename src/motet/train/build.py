@@ -15,6 +15,7 @@ from motet.collectives.execute.api import broadcast
 from motet.core.errors import check_input
 from motet.core.seeds import derive_seed
 from motet.data.corpus.prepare import prepare_data
+from motet.data.corpus.token_store import PreparedData
 from motet.data.samples.loader import BatchLoader
 from motet.models.build import TrainableModel, build_trainable_model
 from motet.models.generate import generate_tokens
@@ -34,7 +35,7 @@ from motet.train.evaluation import EvaluationBatchSource, EvaluationResult, eval
 from motet.train.flops import training_flops
 from motet.train.job import Job
 from motet.train.launch.failures import StopFlag
-from motet.train.launch.preflight import check_huggingface_model
+from motet.train.launch.preflight import check_classes, check_vocabulary
 from motet.train.loop import RunProgress, StepFunction, TrainingLoop, report_run_end
 from motet.train.optimizer.sharded_optimizer import ShardedOptimizer
 from motet.train.replica_check.checker import ReplicaChecker
@@ -103,9 +104,20 @@ def build_model(job: Job, device: torch.device) -> tuple[BatchLoader, TrainableM
     requirements = DataRequirements(prepared.vocab_size, prepared.classes if job.data.objective == "classify" else None)
     model = build_trainable_model(job.model, job.run.seed, dtype, device, requirements)
     if model.objective is not None:
-        sizes = {"vocab_size": model.vocab_size, "num_classes": model.num_classes}
-        check_huggingface_model(job, prepared, objective=model.objective, **sizes)
+        _check_huggingface_model(job, prepared, model)
     return data, model
+
+
+def _check_huggingface_model(job: Job, data: PreparedData, model: TrainableModel) -> None:
+    check_input(
+        job.data.objective == model.objective,
+        f"data.objective = {job.data.objective!r} does not fit this model of transformers, which is for "
+        f"{model.objective!r}; set data.objective={model.objective}",
+    )
+    if model.vocab_size is not None:
+        check_vocabulary(job, data.vocab_size, model.vocab_size, key="model.arguments.vocab_size")
+    if model.objective == "classify" and model.num_classes is not None:
+        check_classes(data.classes, model.num_classes, "model.arguments.num_labels")
 
 
 def build_components(job: Job, group: RankGroup, folder: Path) -> TrainingComponents:
@@ -224,15 +236,10 @@ def evaluate_split(
     if not parts.data.evaluation_batches(split):
         return None
     broadcast_buffers(parts.model.module, parts.engine.step_group)
+    data, batches, rows = data or parts.data, job.monitor.evaluate_batches, job.data.batch_sequences
     with parts.engine.consensus_parameters():
         return evaluate(
-            parts.model,
-            data or parts.data,
-            split,
-            max_batches=job.monitor.evaluate_batches,
-            group=parts.group,
-            layout=parts.layout,
-            batch_sequences=job.data.batch_sequences,
+            parts.model, data, split, max_batches=batches, group=parts.group, layout=parts.layout, batch_sequences=rows
         )
 
 

@@ -67,9 +67,9 @@ class TrainStep:
         is_checked = checker is not None and checker.is_due(step)
         engine.begin_step()
         local = self._forward_and_backward(step, keep_batches=is_checked)
-        pre_update = checker.digest_before_update(step, local) if checker and is_checked else None
+        compare = checker.digest_before_update(step, local) if checker and is_checked else None
         stats = engine.update(learning_rate, local.loss_sums, local.targets, float(local.tokens), stop=stop)
-        replica_check = checker.compare_ranks(step, pre_update, stats) if checker and pre_update else None
+        replica_check = compare(stats) if compare else None
         final_status = engine.finalize() if last else None
         # Independent replicas read equally many rows, and the sums are those of one replica.
         replicas = engine.outer_optimizer.replicas.mesh.replica_group.world if engine.outer_optimizer else 1

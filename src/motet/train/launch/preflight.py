@@ -75,7 +75,7 @@ def check_data(job: Job, data: PreparedData) -> None:
     if job.model.vocab_size is not None:
         check_vocabulary(job, data.vocab_size, job.model.vocab_size)
     if isinstance(job.model, EncoderSettings) and job.model.head == "classify":
-        _check_classes(data.classes, job.model.classes, "model.classes")
+        check_classes(data.classes, job.model.classes, "model.classes")
 
 
 def check_vocabulary(job: Job, tokens: int, vocab_size: int, *, key: str = "model.vocab_size") -> None:
@@ -87,20 +87,6 @@ def check_vocabulary(job: Job, tokens: int, vocab_size: int, *, key: str = "mode
     )
 
 
-def check_huggingface_model(
-    job: Job, data: PreparedData, *, objective: str, vocab_size: int | None, num_classes: int | None
-) -> None:
-    """Check an `hf:` model by its objective, vocabulary and number of classes."""
-    check_input(
-        job.data.objective == objective,
-        f"data.objective = {job.data.objective!r} does not fit this model of transformers, which is for "
-        f"{objective!r}; set data.objective={objective}",
-    )
-    if vocab_size is not None:
-        check_vocabulary(job, data.vocab_size, vocab_size, key="model.arguments.vocab_size")
-    if objective == "classify" and num_classes is not None:
-        _check_classes(data.classes, num_classes, "model.arguments.num_labels")
-
-
-def _check_classes(needed: int, classes: int, key: str) -> None:
+def check_classes(needed: int, classes: int, key: str) -> None:
+    """Refuse a model with fewer classes than the data has."""
     check_input(needed <= classes, f"{key} = {classes}, but the data has {needed}; set {key}={needed}")

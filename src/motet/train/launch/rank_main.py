@@ -29,5 +29,4 @@ def train_in_run_folder(job: Job, rank_env: RankEnvironment, folder: Path, stop:
         from motet.train.build import run_rank as run
 
     outcome = run(job, rank_env, folder, stop)
-    reached_target = outcome.is_finished or outcome.completed_steps == job.run.stop_at
-    return 0 if reached_target else STOPPED_EXIT_CODE
+    return 0 if outcome.is_finished or outcome.completed_steps == job.run.stop_at else STOPPED_EXIT_CODE

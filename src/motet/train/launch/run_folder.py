@@ -161,7 +161,8 @@ def check_resume(old: Job, new: Job, path: Path) -> list[str]:
         old_value, new_value = old_values.get(key), new_values.get(key)
         if old_value == new_value:
             continue
-        change = f"{key} was {_format_value(old_value)} in {path} and is {_format_value(new_value)} now"
+        was, now = ("not given" if value is None else repr(value) for value in (old_value, new_value))
+        change = f"{key} was {was} in {path} and is {now} now"
         rule, has_grown = _resume_rule(key), old_value is not None and new_value is not None and new_value > old_value
         if rule == "warned":
             remarks.append(f"{change}: the run goes on, but not as it would have")
@@ -243,10 +244,6 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
     for key, value in tree.items():
         is_section = isinstance(value, dict)
         yield from _flatten(value, f"{prefix}{key}.") if is_section else [(f"{prefix}{key}", value)]
-
-
-def _format_value(value: Any) -> str:
-    return "not given" if value is None else repr(value)
 
 
 def _without_none(value: Any) -> Any:

@@ -260,14 +260,13 @@ def _signal_all(ranks: list[_RankProcess], signal_number: signal.Signals) -> Non
 
 
 def _terminate(ranks: list[_RankProcess], grace_s: float) -> None:
-    """End the remaining ranks, with all their child processes."""
     if grace_s:
         _signal_all(ranks, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
     while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
         time.sleep(POLL_S)
     for rank in ranks:
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):  # the group has all child processes
             os.killpg(rank.process.pid, signal.SIGKILL)
     for rank in ranks:
         rank.process.wait()

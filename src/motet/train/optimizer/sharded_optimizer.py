@@ -82,17 +82,14 @@ def build_sharded_optimizer(
     group_keys, in_order = _grouped_parameters(module, settings)
     mesh = make_mesh(group, resolve_communication_groups(communication, layout))
     if uses_row_shards(layout):
-        sharded_parameters: ShardedParameters = FSDP2DataParallel(
+        parameters: ShardedParameters = FSDP2DataParallel(
             module, in_order, recipe, mesh=mesh, layout=layout, settings=communication
         )
     else:
-        sharded_parameters = bucketed = BucketedDataParallel(
-            in_order, recipe, mesh, layout=layout, settings=communication
-        )
+        parameters = bucketed = BucketedDataParallel(in_order, recipe, mesh, layout=layout, settings=communication)
         if communication.overlap == "forward":
             bucketed.enable_forward_prefetch(module)
-    reproducible_group = group if layout.reproducible_batch_size else None
-    return ShardedOptimizer(sharded_parameters, group_keys, settings, reproducible_group)
+    return ShardedOptimizer(parameters, group_keys, settings, group if layout.reproducible_batch_size else None)
 
 
 class ShardedOptimizer:
@@ -103,9 +100,8 @@ class ShardedOptimizer:
         sharded_parameters: ShardedParameters,
         group_keys: Sequence[ParameterGroupKey],
         settings: OptimizerSettings,
-        reproducible_group: RankGroup | None = None,
+        reproducible_group: RankGroup | None = None,  # The ranks, if every layout must have the same bits
     ) -> None:
-        """`reproducible_group`: the ranks, if every layout must have the same bits."""
         self.sharded_parameters, self._settings = sharded_parameters, settings
         self._reproducible_group = reproducible_group
         self._learning_rate_scales = [scale for scale, _ in group_keys]

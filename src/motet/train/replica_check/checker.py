@@ -3,10 +3,10 @@ Each rank also repeats some work of its neighbour: it reads the same rows and co
 micro-batch, all ranks at the same time, so that it works at every stage. Training continues unchanged."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -56,15 +56,6 @@ class LocalStepResult:
 
 
 @dataclass(frozen=True)
-class PreUpdateDigests:
-    """The part of a report that is known before the update."""
-
-    report: RankDigestReport
-    parameter_digests: dict[str, int]
-    seconds: float
-
-
-@dataclass(frozen=True)
 class ReplicaChecker:
     """Checks one rank against the others."""
 
@@ -79,8 +70,8 @@ class ReplicaChecker:
     def is_due(self, step: int) -> bool:
         return (step + 1) % self.every_steps == 0
 
-    def digest_before_update(self, step: int, local_step: LocalStepResult) -> PreUpdateDigests:
-        """Digest the state after backward, when gradients are summed and nothing is updated yet."""
+    def digest_before_update(self, step: int, local: LocalStepResult) -> Callable[[StepStats], ReplicaCheckDone]:
+        """Digest the state after backward, when nothing is updated yet. Returns the comparison after the update."""
         start_s = time.perf_counter()
         with span("watch"):
             group, optimizer = self.engine.step_group, self.engine.optimizer
@@ -90,8 +81,8 @@ class ReplicaChecker:
             named = self.engine.module.named_parameters()
             replicated = {n: p.detach() for n, p in named if not isinstance(p, DTensor)}  # on every rank in full
             parameter_digests = digest_tensors(replicated | self.engine.buffers_at_step_start)
-            rows = torch.cat([batch.rows for batch in local_step.batches]).tolist()
-            loss, neighbour_loss = self._first_microbatch_losses(step, local_step, neighbour_batches[0])
+            rows = torch.cat([batch.rows for batch in local.batches]).tolist()
+            loss, neighbour_loss = self._first_microbatch_losses(step, local, neighbour_batches[0])
             neighbour_targets = sum(batch.weights.sum(dtype=torch.float64).item() for batch in neighbour_batches)
             gradients = {str(i): g for i, g in enumerate(optimizer.sharded_parameters.reduced_gradients())}
             device, kernels = device_name(self.engine.group.device), torch.backends.cpu.get_cpu_capability()
@@ -101,9 +92,9 @@ class ReplicaChecker:
                 states=0,
                 rows=rows_digest(rows),
                 row_count=len(rows),
-                batches=_digest_batches(local_step.batches),
+                batches=_digest_batches(local.batches),
                 neighbour_batches=_digest_batches(neighbour_batches),
-                targets=float_to_bits(local_step.targets),
+                targets=float_to_bits(local.targets),
                 neighbour_targets=float_to_bits(neighbour_targets),
                 gradients=derive_seed(*digest_tensors(gradients).values()),
                 norm=0,
@@ -111,18 +102,19 @@ class ReplicaChecker:
                 loss=loss,
                 neighbour_loss=neighbour_loss,
             )
-        return PreUpdateDigests(report, parameter_digests, time.perf_counter() - start_s)
+        return partial(self._compare_ranks, step, report, parameter_digests, time.perf_counter() - start_s)
 
-    def compare_ranks(self, step: int, pre_update: PreUpdateDigests, stats: StepStats) -> ReplicaCheckDone:
-        """Compare the reports of all ranks after the update."""
+    def _compare_ranks(
+        self, step: int, report: RankDigestReport, parameters: dict[str, int], seconds: float, stats: StepStats
+    ) -> ReplicaCheckDone:
         start_s = time.perf_counter()
         with span("watch"):
             group = self.engine.step_group
             state_digests = digest_tensors(self._optimizer_tensors())
             states, norm = derive_seed(*state_digests.values()), float_to_bits(stats.grad_norm)
-            report = pre_update.report._replace(states=states, norm=norm)
-            reports = [RankDigestReport(*numbers) for numbers in all_gather_integers(list(report), group)]
-            digests = {"parameters": pre_update.parameter_digests, "states": state_digests}
+            numbers = list(report._replace(states=states, norm=norm))
+            reports = [RankDigestReport(*row) for row in all_gather_integers(numbers, group)]
+            digests = {"parameters": parameters, "states": state_digests}
             violations = [
                 f"{found.description}{self._first_differing_tensor(found, digests.get(found.invariant))}: "
                 f"{VIOLATION_CAUSES[found.invariant]}"
@@ -133,7 +125,7 @@ class ReplicaChecker:
             ranks=group.world,
             same_machines=len({report.machine_digest for report in reports}) == 1,
             violations=tuple(violations),
-            duration_s=pre_update.seconds + time.perf_counter() - start_s,
+            duration_s=seconds + time.perf_counter() - start_s,
         )
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
