@@ -102,10 +102,11 @@ class ReplicaChecker:
                 loss=loss,
                 neighbour_loss=neighbour_loss,
             )
-        return partial(self._compare_ranks, step, report, parameter_digests, time.perf_counter() - start_s)
+        seconds = time.perf_counter() - start_s
+        return partial(self._compare_ranks, step=step, report=report, parameters=parameter_digests, seconds=seconds)
 
     def _compare_ranks(
-        self, step: int, report: RankDigestReport, parameters: dict[str, int], seconds: float, stats: StepStats
+        self, stats: StepStats, *, step: int, report: RankDigestReport, parameters: dict[str, int], seconds: float
     ) -> ReplicaCheckDone:
         start_s = time.perf_counter()
         with span("watch"):
