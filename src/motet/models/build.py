@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from motet.core.batch import Batch
 from motet.core.errors import InputError, check_input
 from motet.core.seeds import derive_seed
-from motet.models import user_module
 from motet.models.adapters import apply_adapters_and_freezing
 from motet.models.arch.decoder import CausalDecoder
 from motet.models.arch.encoder import BidirectionalEncoder
@@ -31,6 +30,7 @@ from motet.models.settings import (
     UserModuleSettings,
     check_can_be_trained,
 )
+from motet.models.user_module import build_user_module, make_logits_function
 from motet.models.weight_init import initialize_parameters
 
 TARGET_COUNT_MULTIPLE = 64
@@ -64,20 +64,16 @@ def build_module(settings: ModelSettings, checkpoint: hf_model.HuggingFaceCheckp
     if checkpoint := checkpoint or _open_hf_checkpoint(settings):
         return hf_model.build_hf_model(checkpoint)
     if isinstance(settings, UserModuleSettings):
-        return user_module.build_user_module(settings.factory, settings.arguments)
+        return build_user_module(settings.factory, settings.arguments)
     return _ARCHITECTURES[type(settings)](settings)
 
 
 def build_trainable_model(
-    settings: ModelSettings,
-    seed: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    requirements: DataRequirements | None = None,
+    settings: ModelSettings, seed: int, dtype: torch.dtype, device: torch.device, needs: DataRequirements | None = None
 ) -> TrainableModel:
     """The module in train mode with initial values from the seed, adapters and frozen parameters.
 
-    A user's module is checked against `requirements` when it is first called.
+    A user's module is checked against `needs` when it is first called.
     """
     checkpoint = _open_hf_checkpoint(settings)
     if isinstance(settings, UserModuleSettings):
@@ -90,14 +86,13 @@ def build_trainable_model(
     else:
         with torch.device("meta"):
             module = build_module(settings)
-        module.to_empty(device="cpu")
-        initialize_parameters(module, settings, seed)
+        initialize_parameters(module.to_empty(device="cpu"), settings, seed)
     apply_adapters_and_freezing(module, settings, seed)
     _cast_parameters(module, dtype)
     module.to(device).train()
     randomness = LayoutInvariantDropoutMode(derive_seed(seed, "dropout")).for_rows
     if isinstance(settings, UserModuleSettings):
-        return _wrap_user_module(module, settings, checkpoint, randomness=randomness, requirements=requirements)
+        return _wrap_user_module(module, settings, checkpoint, randomness=randomness, needs=needs)
     return TrainableModel(
         module=module,
         loss_sum=_transformer_loss(module, settings),
@@ -127,16 +122,13 @@ def _wrap_user_module(
     checkpoint: hf_model.HuggingFaceCheckpoint | None,
     *,
     randomness: Randomness,
-    requirements: DataRequirements | None,
+    needs: DataRequirements | None,
 ) -> TrainableModel:
     loss_sum = getattr(module, "loss_sum", None)
-    if checkpoint is None:
-        logits = user_module.make_logits_function(module)
-    else:
-        logits = hf_model.make_logits_function(module, checkpoint)
+    logits = hf_model.make_logits_function(module, checkpoint) if checkpoint else make_logits_function(module)
     model = TrainableModel(
         module=module,
-        loss_sum=with_loss_checks(module, loss_sum or _loss_from_logits(logits, module, requirements), requirements),
+        loss_sum=with_loss_checks(module, loss_sum or _loss_from_logits(logits, module, needs), needs),
         logits=logits,
         vocab_size=settings.vocab_size,
         num_classes=settings.vocab_size,
@@ -181,15 +173,13 @@ def _transformer_inputs(batch: Batch, settings: TransformerSettings) -> dict[str
     return {name: getattr(batch, name) for name in names}
 
 
-def _transformer_loss(module: nn.Module, settings: TransformerSettings) -> Callable[[Batch], Tensor]:
+def _transformer_loss(module: Any, settings: TransformerSettings) -> Callable[[Batch], Tensor]:
     """The loss from features, so that all logits never exist together; classes of rows have few logits."""
     if _num_row_classes(settings):
         return _loss_from_logits(lambda batch: module(**_transformer_inputs(batch, settings)), module)
-    assert isinstance(module, CausalDecoder | BidirectionalEncoder | EncoderDecoderModel)
 
     def loss_sum(batch: Batch) -> Tensor:
-        # The settings decide which inputs a family takes, and the type of `module` does not say so.
-        features = module.features(**_transformer_inputs(batch, settings))  # type: ignore[arg-type]
+        features = module.features(**_transformer_inputs(batch, settings))
         check_prediction_shape(features.shape[:-1], batch, module)
         hidden, targets, weights = features.flatten(0, 1), batch.targets.flatten(), batch.weights.flatten()
         bias = None
@@ -218,13 +208,13 @@ def _num_row_classes(settings: TransformerSettings) -> int | None:
 
 
 def _loss_from_logits(
-    logits: Callable[[Batch], Tensor], module: nn.Module, requirements: DataRequirements | None = None
+    logits: Callable[[Batch], Tensor], module: nn.Module, needs: DataRequirements | None = None
 ) -> Callable[[Batch], Tensor]:
     def loss_sum(batch: Batch) -> Tensor:
         scores = logits(batch)
         check_prediction_shape(scores.shape[:-1], batch, module)
-        if requirements is not None:
-            check_num_logits(scores.shape[-1], requirements, module)
+        if needs is not None:
+            check_num_logits(scores.shape[-1], needs, module)
         return cross_entropy(scores.flatten(0, -2), batch.targets.flatten(), batch.weights.flatten())
 
     return loss_sum

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -58,12 +58,9 @@ def make_logits_function(module: nn.Module) -> Callable[[Batch], Tensor]:
 def extract_logits(output: object, module: nn.Module) -> Tensor:
     """The logits in the output of a forward."""
     logits = getattr(output, "logits", output)
-    if isinstance(logits, Tensor):
-        return logits
-    raise InputError(
-        f"{type(module).__name__}.forward must give a tensor of logits, or an object that has one as .logits, "
-        f"not {type(output).__name__}"
-    )
+    problem = f"{type(module).__name__}.forward must give a tensor of logits, or an object that has one as .logits, "
+    check_input(isinstance(logits, Tensor), f"{problem}not {type(output).__name__}")
+    return cast(Tensor, logits)
 
 
 def _check_module(module: nn.Module, source: str) -> None:
@@ -73,9 +70,9 @@ def _check_module(module: nn.Module, source: str) -> None:
             type(submodule).get_extra_state is nn.Module.get_extra_state,
             f"{layer} keeps state in get_extra_state, which is not saved; keep it in a buffer",
         )
-        if isinstance(submodule, nn.RNNBase) and submodule.dropout > 0:
-            masks = f"has dropout = {submodule.dropout}, whose masks cannot follow rows"
-            raise InputError(f"{layer} {masks}; put nn.Dropout around its layers")
+        dropout = submodule.dropout if isinstance(submodule, nn.RNNBase) else 0
+        masks = f"has dropout = {dropout}, whose masks cannot follow rows"
+        check_input(dropout == 0, f"{layer} {masks}; put nn.Dropout around its layers")
     check_parameters(dict(module.named_parameters()), source)
 
 
@@ -94,9 +91,8 @@ def _import_factory(factory: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name is None or not (path == error.name or path.startswith(f"{error.name}.")):
             raise
-        raise InputError(
-            f"{setting}: there is no module {error.name!r} in the current folder or on Python's path"
-        ) from None
+        where = "in the current folder or on Python's path"
+        raise InputError(f"{setting}: there is no module {error.name!r} {where}") from None
     function: Callable[..., Any] | None = getattr(module, name, None)
     if function is None:
         hint = did_you_mean(name, [n for n in dir(module) if callable(getattr(module, n))])

@@ -31,14 +31,10 @@ class WeightInitRule:
 def init_rule_for(settings: TransformerSettings, name: str) -> WeightInitRule:
     """The first line of the table whose pattern matches the name.
 
-    *norm.weight                      1
-    *.bias                            0
-    embedding.weight of a T5-style    init_std sqrt(hidden), if it is also the head: logits are divided by that
-    *.output.weight, *.down.weight    init_std / sqrt(residual sums) for pre-norm models (GPT-2's rule)
-    everything else                   init_std
+    A T5's embedding that is also the head has sqrt(hidden) more, which its logits are divided by. Outputs of layers in
+    pre-norm models follow GPT-2's rule: less by the sqrt of the number of residual sums.
     """
-    std = settings.init_std
-    tied = isinstance(settings, EncoderDecoderSettings) and settings.tied
+    std, tied = settings.init_std, isinstance(settings, EncoderDecoderSettings) and settings.tied
     residual = WeightInitRule(std / sqrt(_num_residual_additions(settings, name)))
     table = {
         "*norm.weight": WeightInitRule(value=1.0),

@@ -36,10 +36,9 @@ def show_layout(words: str, overrides: list[str], job_name: str, *, json: bool) 
         "layout.data = 'parameter_server' with layout.server.transport = 'point-to-point' has no plan beforehand, "
         "since any worker may do any work; set layout.server.transport=collectives, or leave layout.data out",
     )
-    layout = check_job(job, job.layout.dp)
-    shapes = {p.name: p.shape for p in spec_from_settings(job.model).named_parameters()}
+    layout, parameters = check_job(job, job.layout.dp), [*spec_from_settings(job.model).named_parameters()]
     plan = make_step_plan(
-        ParameterInventory(shapes, {name: len(shape) < 2 for name, shape in shapes.items()}),
+        ParameterInventory({p.name: p.shape for p in parameters}, {p.name: len(p.shape) < 2 for p in parameters}),
         layout,
         RECIPES[job.precision.recipe],
         settings=job.communication,
@@ -54,9 +53,9 @@ def show_layout(words: str, overrides: list[str], job_name: str, *, json: bool) 
     }
     if json:
         print_json(report)
-        return
-    stdout_console().print(_table(report))
-    stdout_console().print("\n".join(_sentences(report)), highlight=False)
+    else:
+        stdout_console().print(_table(report))
+        stdout_console().print("\n".join(_sentences(report)), highlight=False)
 
 
 def _plan_report(plan: StepPlan, layout: Layout) -> dict[str, Any]:
@@ -72,9 +71,7 @@ def _plan_report(plan: StepPlan, layout: Layout) -> dict[str, Any]:
         "ranks": [
             {
                 "rank": rank,
-                "updated_elements": sum(
-                    stop - first for first, stop in updated_ranges(plan, rank % plan.ranks).values()
-                ),
+                "updated_elements": sum(b - a for a, b in updated_ranges(plan, rank % plan.ranks).values()),
                 "rows": [[part.start, part.stop] for part in parts],
             }
             for rank, parts in enumerate(plan.rows_by_rank)
@@ -91,7 +88,7 @@ def _table(report: dict[str, Any]) -> Table:
     for rank in report["ranks"][:_MAX_SHOWN_RANKS]:
         rows = ", ".join(f"{first}-{stop - 1}" for first, stop in rank["rows"])
         table.add_row(str(rank["rank"]), f"{rank['updated_elements']:,}", rows)
-    if len(report["ranks"]) > _MAX_SHOWN_RANKS:
+    if report["ranks"][_MAX_SHOWN_RANKS:]:
         table.add_row("...", "", f"{len(report['ranks']) - _MAX_SHOWN_RANKS} more")
     return table
 
@@ -100,13 +97,8 @@ def _sentences(report: dict[str, Any]) -> list[str]:
     collectives = [each for each in report["schedule"] if each["kind"] == "norm" or len(each["rank_groups"][0]) > 1]
     subject = "Shards" if any(each["kind"] == "reduce_scatter" for each in collectives) else "Gradients"
     owner = ", the owner of a bucket all of it" * report["uses_server_shards"]
-    lines = [
-        _COLLECTIVE_SENTENCES[each["kind"]].format(
-            groups=_format_groups(each["rank_groups"]), subject=subject, owner=owner
-        )
-        for each in collectives
-        if each["kind"] in _COLLECTIVE_SENTENCES
-    ]
+    sentences = [(_COLLECTIVE_SENTENCES.get(each["kind"], ""), each["rank_groups"]) for each in collectives]
+    lines = [s.format(groups=_format_groups(g), subject=subject, owner=owner) for s, g in sentences if s]
     if report["outer_groups"]:
         lines = ["Steps of the first replica; all others take the same:", *lines]
         lines.append(f"Replicas take an outer step over ranks {_format_groups(report['outer_groups'])}.")

@@ -39,22 +39,17 @@ def _load_job_or_config(source: str, overrides: list[str], sequence_length: int 
             raise InputError(f"override {overrides[0]!r}: {source} is a config, and only jobs have settings to replace")
         settings = settings_from_config(read_config(path))
         values = settings.model_dump(mode="json")
-        head = values.get("head", "")
-        objective = head if head in ("masked", "classify") else "causal"
-        if values["family"] == "encoder-decoder":
-            objective = "spans"
+        objectives = {"encoder": values.get("head"), "encoder-decoder": "spans"}
+        objective = objectives.get(values["family"], "causal")
         data = {"objective": objective, "sequence_length": sequence_length or settings.context}
         tree = {"name": "config", "model": values, "data": data, "precision": {"recipe": "bf16"}, "run": {"steps": 1}}
         job = job_from_tree(tree, source)
     else:
-        length = [] if sequence_length is None else [f"data.sequence_length={sequence_length}"]
-        job = load_job(source, [*overrides, *length])
-    context = getattr(job.model, "context", job.data.sequence_length)
-    check_input(
-        job.data.sequence_length <= context,
-        f"sequences of {job.data.sequence_length} tokens are longer than model.context = {context}; "
-        "shorten data.sequence_length or lengthen model.context",
-    )
+        job = load_job(source, [*overrides, *([f"data.sequence_length={sequence_length}"] if sequence_length else [])])
+    length = job.data.sequence_length
+    context = getattr(job.model, "context", length)
+    problem = f"sequences of {length} tokens are longer than model.context = {context}"
+    check_input(length <= context, f"{problem}; shorten data.sequence_length or lengthen model.context")
     return job
 
 

@@ -5,7 +5,6 @@ blocks of queries that fit the cache, and does its other four products on the ti
 thread: 2.2-2.5x as fast at 64 and 128 tokens, 1.3-1.5x at 256, 1.15-1.6x at 512, slower at 1024; equal in float32.
 """
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
 
@@ -68,48 +67,40 @@ class _TiledAttentionFunction(torch.autograd.Function):
                 kv = slice(start, min(start + tile_heads, kv_heads))
                 heads = slice(kv.start * group, kv.stop * group)
                 bias_tile = None if bias is None else bias.expand(*q.shape[:2], -1, -1)[row, heads]
-                tile = _AttentionTile(q[row, heads], k[row, kv], v[row, kv], bias_tile, causal_bias, ctx.scale)
-                grad_q[row, heads], grad_k[row, kv], grad_v[row, kv] = tile.gradients(grad[row, heads])
+                tile = q[row, heads], k[row, kv], v[row, kv]
+                grad_q[row, heads], grad_k[row, kv], grad_v[row, kv] = _tile_gradients(
+                    tile, grad[row, heads], bias_tile, causal_bias=causal_bias, scale=ctx.scale
+                )
         return grad_q, grad_k, grad_v, None, None, None
 
 
-@dataclass(frozen=True)
-class _AttentionTile:
-    """Some heads of one row: q [h, T, D], k and v [kv, S, D], bias [h, T, S]."""
+def _tile_gradients(
+    tile: tuple[Tensor, Tensor, Tensor], grad: Tensor, bias: Tensor | None, *, causal_bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of some heads of one row, q [h, T, D], k and v [kv, S, D], from that of the output, [h, T, D].
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Tensor | None
-    causal_bias: Tensor | None  # [B, B], hides the keys after each query of a block if attention is causal
-    scale: float
-
-    def gradients(self, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v from the gradient of the output, [h, T, D]."""
-        k, v = self.k.contiguous(), self.v.contiguous()
-        kv, length, _ = k.shape
-        scaled_k = (k.to(accumulation_dtype(k)) * self.scale).mT
-        grad_q = torch.empty_like(self.q)
-        grad_k, grad_v = (torch.zeros_like(x, dtype=accumulation_dtype(x)) for x in (k, v))
-        for start in range(0, self.q.shape[1], QUERIES_PER_BLOCK):
-            queries = slice(start, start + QUERIES_PER_BLOCK)
-            visible = min(queries.stop, length) if self.causal_bias is not None else length
-            # The query heads of a key head are more queries to it: [h, B, D] -> [kv, group x B, D].
-            q, g = (x[:, queries].reshape(kv, -1, x.shape[-1]) for x in (self.q, grad))
-            p = self._probabilities(q, scaled_k[..., :visible], queries)
-            grad_scores = torch._softmax_backward_data(torch.bmm(g, v[:, :visible].mT), p, -1, p.dtype)
-            grad_v[:, :visible].add_(torch.bmm(p.mT, g))
-            grad_k[:, :visible].add_(torch.bmm(grad_scores.mT, q))
-            grad_q[:, queries] = torch.bmm(grad_scores, k[:, :visible]).mul_(self.scale).view_as(grad_q[:, queries])
-        return grad_q, grad_k.mul_(self.scale), grad_v
-
-    def _probabilities(self, q: Tensor, scaled_k: Tensor, queries: slice) -> Tensor:
-        """[kv, group x block, visible]: scores and softmax in float32, as in torch's forward."""
-        scores = torch.bmm(q.to(scaled_k.dtype), scaled_k)
-        by_head = scores.view(self.q.shape[0], -1, scores.shape[-1])
-        if self.bias is not None:
-            by_head.add_(self.bias[:, queries, : scores.shape[-1]])
-        elif self.causal_bias is not None:
-            block = by_head.shape[1]
-            by_head[..., queries.start :].add_(self.causal_bias[:block, :block])
-        return scores.softmax(-1).to(q.dtype)
+    bias [h, T, S]; causal_bias [B, B] hides the keys after each query of a block if attention is causal.
+    """
+    q, k, v = tile[0], tile[1].contiguous(), tile[2].contiguous()
+    kv_heads, length, _ = k.shape
+    scaled_k = (k.to(accumulation_dtype(k)) * scale).mT
+    grad_q = torch.empty_like(q)
+    grad_k, grad_v = (torch.zeros_like(x, dtype=accumulation_dtype(x)) for x in (k, v))
+    for start in range(0, q.shape[1], QUERIES_PER_BLOCK):
+        queries = slice(start, start + QUERIES_PER_BLOCK)
+        visible = min(queries.stop, length) if causal_bias is not None else length
+        # The query heads of a key head are more queries to it: [h, B, D] -> [kv, group x B, D].
+        q_block, grad_block = (x[:, queries].reshape(kv_heads, -1, x.shape[-1]) for x in (q, grad))
+        # Scores and softmax are in float32, as in torch's forward.
+        scores = torch.bmm(q_block.to(scaled_k.dtype), scaled_k[..., :visible])
+        by_head = scores.view(q.shape[0], -1, visible)
+        if bias is not None:
+            by_head.add_(bias[:, queries, :visible])
+        elif causal_bias is not None:
+            by_head[..., start:].add_(causal_bias[: by_head.shape[1], : by_head.shape[1]])
+        p = scores.softmax(-1).to(q.dtype)
+        grad_scores = torch._softmax_backward_data(torch.bmm(grad_block, v[:, :visible].mT), p, -1, p.dtype)
+        grad_v[:, :visible].add_(torch.bmm(p.mT, grad_block))
+        grad_k[:, :visible].add_(torch.bmm(grad_scores.mT, q_block))
+        grad_q[:, queries] = torch.bmm(grad_scores, k[:, :visible]).mul_(scale).view_as(grad_q[:, queries])
+    return grad_q, grad_k.mul_(scale), grad_v

@@ -36,12 +36,8 @@ class MicroBatchShape:
 
     def count(self, per: CountedPer) -> int:
         tokens = self.rows * self.length_of(per)
-        counts: dict[CountedPer, int] = {
-            "target": tokens if self.targets is None else self.targets,
-            "row": self.rows,
-            "position": self.length * (self.rows if self.packed else 1),
-            "step": 1,
-        }
+        targets, positions = tokens if self.targets is None else self.targets, tokens if self.packed else self.length
+        counts = {"target": targets, "row": self.rows, "position": positions, "step": 1}
         return counts.get(per, tokens)
 
 
@@ -146,10 +142,8 @@ class LayerSpec:
     operations: tuple[MatmulSpec | AttentionSpec, ...] = ()
     saved: tuple[SavedActivation | SavedAttentionMatrix, ...] = ()
 
-    def __add__(self, other: "LayerSpec") -> "LayerSpec":
-        return LayerSpec(
-            self.parameters + other.parameters, self.operations + other.operations, self.saved + other.saved
-        )
+    def __add__(self, more: "LayerSpec") -> "LayerSpec":
+        return LayerSpec(self.parameters + more.parameters, self.operations + more.operations, self.saved + more.saved)
 
 
 @dataclass(frozen=True)
@@ -175,8 +169,8 @@ class BlockSpec:
     def named_parameters(self) -> Iterator[ParameterSpec]:
         """The parameters of all repetitions, with their full names."""
         for i in range(self.first_index, self.first_index + self.repeat):
-            for parameter in self.layer.parameters:
-                yield replace(parameter, name=self.prefix.format(i=i) + parameter.name)
+            prefix = self.prefix.format(i=i)
+            yield from (replace(parameter, name=prefix + parameter.name) for parameter in self.layer.parameters)
 
     def forward_flops(self, shape: MicroBatchShape, attention: AttentionFlopsRule = "causal") -> int:
         """FLOPs of one block."""
