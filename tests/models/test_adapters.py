@@ -4,20 +4,18 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
+from small_models import SIZES, built
+from torch import nn
 
 from motet.core.errors import InputError
 from motet.models.adapters import add_adapters, freeze
-from motet.models.build import build_trainable_model
 from motet.models.settings import AdapterSettings, DecoderSettings
 
-SIZES = {"vocab_size": 30, "context": 16, "layers": 2, "hidden": 16, "heads": 4, "ffn_hidden": 24}
-CPU = torch.device("cpu")
 TOKENS = torch.arange(10).view(2, 5)
 
 
 def decoder(**more: object) -> nn.Module:
-    return build_trainable_model(DecoderSettings(**SIZES, **more), 3, torch.float64, CPU).module
+    return built(DecoderSettings(**SIZES, **more), 3, torch.float64).module
 
 
 def test_an_adapted_model_begins_as_the_model_it_was() -> None:
@@ -64,17 +62,9 @@ def test_values_of_an_adapter_depend_on_seed_and_name() -> None:
 def test_a_convolution_of_gpt2_is_linear_too() -> None:
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.c_attn = conv1d(12, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.c_attn(x)
-
-    model = Model()
+    layer = conv1d(12, 4)
+    model = nn.Sequential(layer)
     add_adapters(model, AdapterSettings(rank=3, alpha=3.0), 0)
-    layer = model.c_attn
     assert layer.adapter_a.shape == (3, 4) and layer.adapter_b.shape == (12, 3)
     layer.adapter_b.data.normal_()
     x = torch.randn(2, 4)
@@ -95,8 +85,7 @@ def test_frozen_parameters() -> None:
 
 def test_frozen_by_either_name_of_a_shared_tensor() -> None:
     model = nn.Module()
-    model.table = nn.Embedding(4, 3)
-    model.head = nn.Linear(3, 4, bias=False)
+    model.table, model.head = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
     model.head.weight = model.table.weight
     freeze(model, ("head.weight",))
     assert not model.table.weight.requires_grad
@@ -107,13 +96,10 @@ def test_frozen_by_either_name_of_a_shared_tensor() -> None:
     [
         (
             {"frozen": ("blocks.9.*",)},
-            r"model.frozen: 'blocks.9.\*' matches no parameter; the nearest names are blocks.",
+            r"model.frozen: 'blocks.9.\*' matches no parameter; the nearest names are blocks",
         ),
         ({"frozen": ("*",)}, "nothing is left to train"),
-        (
-            {"adapters": AdapterSettings(targets=("*.q_proj",))},
-            r"adapters.targets: '\*.q_proj' matches no linear layer",
-        ),
+        ({"adapters": AdapterSettings(targets=("*.q_proj",))}, r"targets: '\*.q_proj' matches no linear layer"),
         ({"adapters": AdapterSettings(), "frozen": ("*adapter*",)}, "nothing is left to train"),
     ],
 )

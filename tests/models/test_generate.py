@@ -2,19 +2,20 @@
 
 import pytest
 import torch
+from small_models import SIZES as LARGER
+from small_models import built
 
 from motet.core.errors import InputError
-from motet.models.build import TrainableModel, build_trainable_model
+from motet.models.build import TrainableModel
 from motet.models.generate import generate_tokens
 from motet.models.settings import DecoderSettings, EncoderSettings
 
-SIZES = {"vocab_size": 30, "context": 6, "layers": 1, "hidden": 16, "heads": 4, "ffn_hidden": 24}
+SIZES = {**LARGER, "context": 6, "layers": 1}
 
 
 @pytest.fixture
 def model() -> TrainableModel:
-    settings = DecoderSettings(**SIZES, dropout=0.5, init_std=0.5)
-    return build_trainable_model(settings, 1, torch.float32, torch.device("cpu"))
+    return built(DecoderSettings(**SIZES, dropout=0.5, init_std=0.5), 1)
 
 
 def test_the_likeliest_token_each_time_also_beyond_the_context(model: TrainableModel) -> None:
@@ -41,8 +42,7 @@ def test_the_top_token_alone_is_the_likeliest(model: TrainableModel) -> None:
 
 
 def test_what_cannot_be_continued(model: TrainableModel) -> None:
-    encoder = build_trainable_model(EncoderSettings(**SIZES), 1, torch.float32, torch.device("cpu"))
     with pytest.raises(InputError, match=r"only a causal decoder"):
-        generate_tokens(encoder, [1], 1, seed=0)
+        generate_tokens(built(EncoderSettings(**SIZES)), [1], 1, seed=0)
     with pytest.raises(InputError, match=r"at least one token"):
         generate_tokens(model, [], 1, seed=0)

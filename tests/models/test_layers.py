@@ -8,7 +8,7 @@ from torch import Tensor
 from motet.models.arch.activations import ACTIVATIONS, apply_activation, gated_activation
 from motet.models.arch.amx_attention import tiled_attention
 from motet.models.arch.attention_mask import AttentionMask, bidirectional_mask, causal_mask, dot_product_attention
-from motet.models.arch.norms import LayerNorm, rms_norm
+from motet.models.arch.norms import LayerNorm, RMSNorm, rms_norm
 from motet.models.arch.rotary import RotaryEmbedding, apply_rotary
 from motet.models.settings import ActivationName, RopeScalingSettings
 
@@ -46,13 +46,10 @@ def test_norms_in_bfloat16_have_statistics_in_float32(norm: str) -> None:
     x, weight, grad = (torch.randn(shape).bfloat16() for shape in ((64, 256), (256,), (64, 256)))
 
     def gradient(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        leaf, scale = x.clone().to(dtype).requires_grad_(), torch.nn.Parameter(weight.to(dtype))
-        if norm == "rms":
-            y = rms_norm(leaf, scale, 1e-5)
-        else:
-            layer = LayerNorm(256, 1e-5, bias=False)
-            layer.weight = scale
-            y = layer(leaf)
+        leaf = x.clone().to(dtype).requires_grad_()
+        layer = RMSNorm(256, 1e-5) if norm == "rms" else LayerNorm(256, 1e-5, bias=False)
+        layer.weight = torch.nn.Parameter(weight.to(dtype))
+        y = layer(leaf)
         assert y.dtype == dtype
         (y * grad.to(dtype)).sum().backward()
         assert leaf.grad is not None
@@ -112,18 +109,17 @@ def test_rotary_keeps_dtype_and_norm_and_has_a_gradient() -> None:
 # --- attention ---------------------------------------------------------------------------------------
 
 
-def by_formula(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
+def by_formula(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, bias: Tensor | float = 0.0) -> Tensor:
     """q [R, T, h, D], k and v [R, S, kv, D], seen [R, h, T, S]."""
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
-    scores = torch.einsum("rthd,rshd->rhts", q, k) * scale
+    scores = torch.einsum("rthd,rshd->rhts", q, k) * scale + bias
     probabilities = scores.masked_fill(~seen, float("-inf")).softmax(-1)
     return torch.einsum("rhts,rshd->rthd", probabilities, v).flatten(2)
 
 
-def heads(length: int, dtype: torch.dtype = torch.float64, rows: int = 2) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (torch.randn(rows, length, count, 8, dtype=dtype) for count in (4, 2, 2))
-    return q, k, v
+def heads(length: int) -> list[Tensor]:
+    return [torch.randn(2, length, count, 8, dtype=torch.float64) for count in (4, 2, 2)]
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
@@ -132,8 +128,7 @@ def test_causal_attention(window: int | None, with_documents: bool) -> None:
     q, k, v = heads(9)
     documents = torch.tensor([[0] * 4 + [1] * 5, [0] * 9]) if with_documents else None
     at = torch.arange(9)
-    seen = (at[None, :] <= at[:, None]) & (at[:, None] - at[None, :] < (window or 100))
-    seen = seen.expand(2, 4, 9, 9)
+    seen = ((at[None, :] <= at[:, None]) & (at[:, None] - at[None, :] < (window or 100))).expand(2, 4, 9, 9)
     if documents is not None:
         seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
     pattern = causal_mask(torch.zeros(2, 9), window, documents, dtype=q.dtype)
@@ -156,10 +151,7 @@ def test_learned_biases_are_added_within_the_pattern() -> None:
     q, k, v = heads(6)
     bias = doubles(1, 4, 6, 6)
     pattern = AttentionMask(causal=True).with_bias(bias)
-    scores = torch.einsum("rthd,rshd->rhts", q, k.repeat_interleave(2, 2)) + bias
-    seen = torch.ones(6, 6, dtype=torch.bool).tril()
-    probabilities = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-    expected = torch.einsum("rhts,rshd->rthd", probabilities, v.repeat_interleave(2, 2)).flatten(2)
+    expected = by_formula(q, k, v, torch.ones(6, 6, dtype=torch.bool).tril(), 1.0, bias)
     assert (dot_product_attention(q, k, v, pattern, scale=1.0) - expected).abs().max() < 1e-14
     dot_product_attention(q, k, v, pattern, scale=1.0).sum().backward()
     assert bias.grad is not None and bias.grad.norm() > 0
@@ -187,11 +179,9 @@ def test_gradient_of_attention_in_tiles(length: int, kind: str) -> None:
         rows = 2 if kind == "rows" else 1
         documents = torch.randint(3, (rows, length)).sort(1).values
         bias = causal_mask(torch.zeros(rows, length), None, documents, dtype=q.dtype).bias
-    causal = kind != "full"
-    grad = torch.randn(q.shape, dtype=q.dtype)
-    expected = F.scaled_dot_product_attention(
-        q, k, v, bias, is_causal=causal and bias is None, scale=0.3, enable_gqa=True
-    )
+    causal, grad = kind != "full", torch.randn(q.shape, dtype=q.dtype)
+    is_causal = causal and bias is None
+    expected = F.scaled_dot_product_attention(q, k, v, bias, 0.0, is_causal, scale=0.3, enable_gqa=True)
     ours = tiled_attention(q, k, v, bias, causal=causal, scale=0.3)
     assert torch.equal(ours, expected)
     of_expected, of_ours = (torch.autograd.grad(y, (q, k, v), grad) for y in (expected, ours))

@@ -8,12 +8,9 @@ from motet.models.arch import loss
 
 
 def _case(rows: int, vocab: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
-    generator = torch.Generator().manual_seed(rows * vocab)
-    hidden = torch.randn(rows, 6, generator=generator, dtype=dtype)
-    weight = torch.randn(vocab, 6, generator=generator, dtype=dtype)
-    bias = torch.randn(vocab, generator=generator, dtype=dtype)
-    targets = torch.randint(0, vocab, (rows,), generator=generator)
-    weights = torch.rand(rows, generator=generator)
+    torch.manual_seed(rows * vocab)
+    hidden, weight, bias = (torch.randn(shape, dtype=dtype) for shape in ((rows, 6), (vocab, 6), (vocab,)))
+    targets, weights = torch.randint(0, vocab, (rows,)), torch.rand(rows)
     weights[::3] = 0.0
     return hidden, weight, bias, targets, weights
 
@@ -25,14 +22,10 @@ def test_equals_the_plain_head_and_loss(rows: int, with_bias: bool, monkeypatch:
     monkeypatch.setattr(loss, "LOGITS_BLOCK_BYTES", 100 * 11 * 8)
     hidden, weight, bias, targets, weights = _case(rows, 11)
     inputs = [hidden, weight, *([bias] if with_bias else [])]
-    plain = [x.clone().requires_grad_() for x in inputs]
-    fused = [x.clone().requires_grad_() for x in inputs]
-    logits = F.linear(*plain)
-    expected = (F.cross_entropy(logits, targets, reduction="none") * weights.double()).sum() * 0.5
+    plain, fused = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
+    expected = (F.cross_entropy(F.linear(*plain), targets, reduction="none") * weights.double()).sum() * 0.5
     expected.backward()
-    got = 0.5 * loss.linear_cross_entropy(
-        fused[0], fused[1], fused[2] if with_bias else None, targets=targets, weights=weights
-    )
+    got = 0.5 * loss.linear_cross_entropy(*fused, *[None] * (not with_bias), targets=targets, weights=weights)
     got.backward()
     torch.testing.assert_close(got, expected, rtol=1e-13, atol=0)
     for a, b in zip(fused, plain, strict=True):

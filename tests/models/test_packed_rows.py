@@ -4,14 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from small_models import SIZES as SMALL
+from small_models import built
 from torch import Tensor
 
 from motet.core.batch import Batch
-from motet.models.build import TrainableModel, build_trainable_model
+from motet.models.build import TrainableModel
 from motet.models.settings import DecoderSettings, EncoderDecoderSettings, EncoderSettings, ModelSettings
 from motet.precision.float64_mode import use_float64
 
-SIZES = {"vocab_size": 30, "context": 16, "layers": 2, "hidden": 16, "heads": 4, "ffn_hidden": 24, "init_std": 0.3}
+SIZES = {**SMALL, "init_std": 0.3}
 MODELS: dict[str, ModelSettings] = {
     "rotary": DecoderSettings(**SIZES, kv_heads=2),
     "window": DecoderSettings(**SIZES, sliding_window=3),
@@ -23,7 +25,7 @@ LENGTHS = (5, 4, 3)
 
 
 def trained(settings: ModelSettings) -> TrainableModel:
-    return build_trainable_model(settings, 3, torch.float64, torch.device("cpu"))
+    return built(settings, 3, torch.float64)
 
 
 def documents_of(seed: int) -> list[Batch]:
@@ -33,8 +35,7 @@ def documents_of(seed: int) -> list[Batch]:
     for length in LENGTHS:
         tokens = torch.randint(30, (1, length))
         weights = torch.arange(length).remainder(2).float().unsqueeze(0)
-        source = torch.randint(30, (1, length + 1))
-        targets = torch.randint(30, (1, length))
+        source, targets = torch.randint(30, (1, length + 1)), torch.randint(30, (1, length))
         batches.append(Batch(tokens, targets, weights, rows=torch.tensor([0]), source=source))
     return batches
 
@@ -102,8 +103,7 @@ def test_a_batch_without_targets_has_loss_and_gradients_of_zero(name: str) -> No
 
 def test_a_class_of_each_row() -> None:
     with use_float64():
-        settings = EncoderSettings(**SIZES, head="classify", classes=3)
-        model = trained(settings)
+        model = trained(EncoderSettings(**SIZES, head="classify", classes=3))
         torch.manual_seed(0)
         tokens, targets = torch.randint(30, (4, 6)), torch.tensor([0, 2, 1, 1])
         batch = Batch(tokens, targets, torch.tensor([1.0, 1.0, 0.0, 1.0]), rows=torch.arange(4))

@@ -74,9 +74,7 @@ def test_training_flops_are_six_per_weight_and_token_and_twelve_per_pair(job: st
 
 
 def test_a_token_pays_for_the_experts_that_it_visits() -> None:
-    spec = spec_of("mixtral-8x7b")
-    shape = MicroBatchShape(1, 64)
-    looked_up = 32000 * 4096
+    spec, shape, looked_up = spec_of("mixtral-8x7b"), MicroBatchShape(1, 64), 32000 * 4096
     weights = spec.active_parameter_count - looked_up - 4096 * 65  # 65 norms
     attention = sum(
         operation.flops(shape, "full") * block.repeat
@@ -112,12 +110,8 @@ def test_cross_attention_pairs_tokens_with_the_source() -> None:
 
 @given(st.integers(1, 5), st.integers(1, 9))
 def test_work_grows_with_rows(rows: int, length: int) -> None:
-    for settings in (
-        DecoderSettings(**SMALL),
-        EncoderSettings(**SMALL),
-        EncoderSettings(**SMALL, head="classify"),
-        EncoderDecoderSettings(**SMALL),
-    ):
+    encoders = EncoderSettings(**SMALL), EncoderSettings(**SMALL, head="classify")
+    for settings in (DecoderSettings(**SMALL), *encoders, EncoderDecoderSettings(**SMALL)):
         spec = spec_from_settings(settings)
         one, many = MicroBatchShape(1, length, length + 2), MicroBatchShape(rows, length, length + 2)
         assert spec.forward_flops(many) == rows * spec.forward_flops(one)
@@ -145,11 +139,9 @@ def test_matmul_counts_two_per_multiplication() -> None:
 
 def test_experts_may_leave_no_dense_layer_or_only_dense_ones() -> None:
     experts = {"count": 4, "per_token": 1, "hidden": 5}
-    alone = spec_from_settings(DecoderSettings.model_validate({**SMALL, "experts": experts}))
+    alone = spec_from_settings(DecoderSettings(**SMALL, experts=experts))
     assert [(b.name, b.repeat, b.first_index) for b in alone.blocks[1:-1]] == [("expert block", 2, 0)]
-    dense = spec_from_settings(
-        DecoderSettings.model_validate({**SMALL, "experts": {**experts, "first_dense_layers": 9}})
-    )
+    dense = spec_from_settings(DecoderSettings(**SMALL, experts={**experts, "first_dense_layers": 9}))
     assert [(b.name, b.repeat, b.first_index) for b in dense.blocks[1:-1]] == [("block", 2, 0)]
     assert dense.parameter_count == spec_from_settings(DecoderSettings(**SMALL)).parameter_count
 

@@ -1,34 +1,27 @@
 """The spec of a model against the module that is built from the same settings: names, shapes, FLOPs, saved tensors."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_models import built
 from torch.utils.flop_counter import FlopCounterMode
 
 import motet
 from motet.core.batch import Batch
 from motet.models import build
 from motet.models.arch import attention_mask
-from motet.models.build import build_module, build_trainable_model
-from motet.models.settings import (
-    DecoderSettings,
-    EncoderDecoderSettings,
-    EncoderSettings,
-    ModelSettings,
-    TransformerSettings,
-)
+from motet.models.build import build_module
+from motet.models.settings import DecoderSettings, EncoderDecoderSettings, EncoderSettings, TransformerSettings
 from motet.models.spec.layer_specs import MicroBatchShape
 from motet.models.spec.model_spec import spec_from_settings
 from motet.train.job import builtin_jobs
 
 PLANNED_ONLY = {"mixtral-8x7b", "deepseek-v3"}
 
-counts = st.integers(1, 3)
-flags = st.booleans()
+counts, flags = st.integers(1, 3), st.booleans()
 
 
 @pytest.fixture(autouse=True)
@@ -38,9 +31,7 @@ def _as_many_targets_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @st.composite
-def architectures(
-    draw: st.DrawFn, kind: type[TransformerSettings], **more: st.SearchStrategy[Any]
-) -> TransformerSettings:
+def architectures(draw: st.DrawFn, kind: type[TransformerSettings], **more: Any) -> TransformerSettings:
     """Small settings of one kind, with dims that differ from each other."""
     kv_heads, shared, dim = draw(counts), draw(counts), 2 * draw(st.integers(1, 4))
     values: dict[str, Any] = {
@@ -66,43 +57,34 @@ biases = {"qkv_bias": flags, "bias": flags, "ffn_bias": optional_flags, "norm_bi
 decoders = architectures(DecoderSettings, positions=positions, **biases, query_key_norm=flags, tied=flags)
 heads = st.sampled_from(["masked", "classify"])
 encoders = architectures(EncoderSettings, head=heads, classes=st.integers(2, 4), token_types=st.integers(0, 2))
-encoder_decoders = architectures(
-    EncoderDecoderSettings,
-    decoder_layers=st.sampled_from([None, 1, 4]),
-    relative_buckets=st.integers(4, 9),
-    relative_distance=st.integers(16, 20),
-    tied=flags,
-)
+relative = {"relative_buckets": st.integers(4, 9), "relative_distance": st.integers(16, 20)}
+layers = st.sampled_from([None, 1, 4])
+encoder_decoders = architectures(EncoderDecoderSettings, decoder_layers=layers, tied=flags, **relative)
 
 
-def shapes_of_module(model: ModelSettings) -> list[tuple[str, tuple[int, ...]]]:
+def check_parameters(model: Any) -> None:
     with torch.device("meta"):
         module = build_module(model)
-    return sorted((name, tuple(p.shape)) for name, p in module.named_parameters())
-
-
-def shapes_of_spec(model: TransformerSettings) -> list[tuple[str, tuple[int, ...]]]:
-    return sorted((p.name, p.shape) for p in spec_from_settings(model).named_parameters())
+    shapes = sorted((name, tuple(p.shape)) for name, p in module.named_parameters())
+    assert sorted((p.name, p.shape) for p in spec_from_settings(model).named_parameters()) == shapes
 
 
 @pytest.mark.parametrize("job", sorted(set(builtin_jobs()) - PLANNED_ONLY))
 def test_parameters_of_built_in_jobs_are_those_of_the_module(job: str) -> None:
-    model = motet.load_job(job).model
-    assert isinstance(model, TransformerSettings)
-    assert shapes_of_spec(model) == shapes_of_module(model)
+    check_parameters(motet.load_job(job).model)
 
 
 @settings(deadline=None)
 @given(st.one_of(decoders, encoders, encoder_decoders))
 def test_parameters_of_any_settings_are_those_of_the_module(model: TransformerSettings) -> None:
-    assert shapes_of_spec(model) == shapes_of_module(model)
+    check_parameters(model)
 
 
 # --- FLOPs and saved tensors -------------------------------------------------------------------------
 
-SHAPE = MicroBatchShape(rows=3, length=11, source_length=9)
 SMALL = {"vocab_size": 50, "context": 64, "layers": 2, "hidden": 24, "heads": 6, "ffn_hidden": 17}
-DECODERS: list[dict[str, Any]] = [
+CASES: dict[type[TransformerSettings], list[dict[str, Any]]] = {}
+CASES[DecoderSettings] = [
     {},
     {"kv_heads": 2, "tied": False},
     {"kv_heads": 1, "head_dim": 8, "rotary_fraction": 0.5},
@@ -112,22 +94,17 @@ DECODERS: list[dict[str, Any]] = [
     {"query_key_norm": True, "positions": "none", "sliding_window": 4, "kv_heads": 3},
     {"sliding_window": 11},
 ]
-ENCODERS: list[dict[str, Any]] = [
+CASES[EncoderSettings] = [
     {},
     {"activation": "relu", "token_types": 0},
     {"gated": True, "norm": "rms", "activation": "relu_squared"},
     {"head": "classify", "classes": 3},
 ]
-ENCODER_DECODERS: list[dict[str, Any]] = [
+CASES[EncoderDecoderSettings] = [
     {},
     {"gated": False, "activation": "relu", "tied": False, "decoder_layers": 1},
     {"gated": False, "activation": "relu_squared", "norm": "layer"},
 ]
-CASES: dict[type[TransformerSettings], list[dict[str, Any]]] = {
-    DecoderSettings: DECODERS,
-    EncoderSettings: ENCODERS,
-    EncoderDecoderSettings: ENCODER_DECODERS,
-}
 
 
 def batch_of(model: TransformerSettings, shape: MicroBatchShape) -> Batch:
@@ -153,11 +130,8 @@ def batch_of(model: TransformerSettings, shape: MicroBatchShape) -> Batch:
     )
 
 
-def forward(
-    model: ModelSettings, shape: MicroBatchShape, dtype: torch.dtype
-) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
-    trainee = build_trainable_model(model, 0, dtype, torch.device("cpu"))
-    batch = batch_of(model, shape)
+def forward(model: TransformerSettings, shape: MicroBatchShape, dtype: torch.dtype) -> tuple[torch.nn.Module, Any]:
+    trainee, batch = built(model, 0, dtype), batch_of(model, shape)
 
     def loss() -> torch.Tensor:
         with trainee.randomness(0, batch.rows):
@@ -208,18 +182,17 @@ def test_saved_bytes_are_those_that_autograd_keeps(dtype: torch.dtype, packed: b
             counted = masked if isinstance(model, EncoderSettings) else shape
             is_learned = isinstance(model, EncoderDecoderSettings) and not dropout
             more = unfused_bytes(model, shape) * dtype.itemsize if is_learned else 0
-            assert spec_from_settings(model).saved_bytes(counted, name) + more == kept_bytes(model, counted, dtype), (
-                values
-            )
+            saved = spec_from_settings(model).saved_bytes(counted, name)
+            assert saved + more == kept_bytes(model, counted, dtype), values
 
 
 def test_saved_bytes_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's attention and RMS norms: on a CPU layer norms also keep their weights in float32."""
     monkeypatch.setattr(attention_mask, "is_amx_faster", lambda *_: False)
-    for values in DECODERS:
+    for values in CASES[DecoderSettings]:
         decoder = DecoderSettings(**SMALL, **{**values, "norm": "rms"})
-        predicted = spec_from_settings(decoder).saved_bytes(SHAPE, "bfloat16")
-        assert predicted == kept_bytes(decoder, SHAPE, torch.bfloat16), values
+        predicted = spec_from_settings(decoder).saved_bytes(MicroBatchShape(3, 11), "bfloat16")
+        assert predicted == kept_bytes(decoder, MicroBatchShape(3, 11), torch.bfloat16), values
 
 
 @pytest.mark.parametrize("kind", CASES)
