@@ -15,6 +15,7 @@ from motet.parallel.parameter_server.protocol.coordinator_state_machine import C
 from motet.parallel.parameter_server.protocol.message_framing import MAX_FRAME_BYTES
 from motet.parallel.parameter_server.protocol.messages import (
     COORDINATOR,
+    NO_MORE_WORK,
     ApplyUpdate,
     BackupPush,
     ConsistencyPolicy,
@@ -132,7 +133,7 @@ class ParameterServerSimulation:
         while self._events:
             self._now, _, callback = heapq.heappop(self._events)
             callback()
-        assert self._coordinator.is_finished
+        assert self._coordinator.is_quiescent
         return self
 
     def seconds_per_step(self, warmup_steps: int = 2) -> float:
@@ -259,7 +260,7 @@ class ParameterServerSimulation:
         """Start the next layer if its parameters have arrived."""
         worker = self._workers[name]
         state_machine, costs = worker.state_machine, self._costs
-        if state_machine.has_ended or worker.is_busy or not state_machine.assignment.assignment_id:
+        if worker.is_busy or state_machine.assignment.work_item == NO_MORE_WORK:
             return
         if worker.assignment != state_machine.assignment:
             worker.assignment, worker.layer = state_machine.assignment, 0

@@ -9,13 +9,9 @@ import torch
 from motet.core.errors import InputError, PeerFailedError
 from motet.monitor.callback import Callback
 from motet.monitor.events import EvaluationDone, StepDone, read_events, read_steps
+from motet.parallel.parameter_server import server_settings
 from motet.parallel.parameter_server.protocol.messages import ConsistencyPolicy
-from motet.parallel.parameter_server.server_settings import (
-    ParameterServerSettings,
-    check_server_settings,
-    consistency_policy,
-    extra_process_count,
-)
+from motet.parallel.parameter_server.server_settings import ParameterServerSettings
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.train.build import run_rank
 from motet.train.job import Job
@@ -38,14 +34,12 @@ def alone(place: RankEnvironment, job: Job, folder: Path) -> int:
 
 
 def losses(folder: Path) -> list[float]:
-    """Losses and norms of steps, and losses of evaluations."""
     events = [e for e in read_events(folder / "events.jsonl") if isinstance(e, StepDone | EvaluationDone)]
     return [x for e in events for x in ([e.loss, e.grad_norm or 0.0] if isinstance(e, StepDone) else [e.loss])]
 
 
 def close(found: list[float], wanted: list[float]) -> bool:
-    pairs = zip(found, wanted, strict=True)
-    return all(abs(f - w) <= 1e-12 * max(1.0, abs(w)) for f, w in pairs)
+    return all(abs(f - w) <= 1e-12 * max(1.0, abs(w)) for f, w in zip(found, wanted, strict=True))
 
 
 COLOCATED = ["layout.server.placement=colocated", "layout.server.count=2"]
@@ -64,7 +58,7 @@ def test_synchronous_training_is_that_of_one_rank(
     job = small_job(tmp_path, *judged, model=model)
     ranks.run_places(1, alone, job, tmp_path / "alone")
     apart = small_job(tmp_path, SERVED, "layout.server.slice_mib=0.02", *judged, *more, model=model)
-    world = workers + extra_process_count(apart.layout.server)
+    world = workers + server_settings.extra_process_count(apart.layout.server)
     assert ranks.run_places(world, serve, apart, tmp_path / "served")[0] == steps
     assert close(losses(tmp_path / "served"), losses(tmp_path / "alone"))
     found, wanted = saved_tensors(tmp_path / "served"), saved_tensors(tmp_path / "alone")
@@ -117,13 +111,13 @@ def test_how_far_behind_a_version_is() -> None:
 
 def test_what_modes_ask_for() -> None:
     for settings, policy in (
-        (ParameterServerSettings(), (3, 7, 3, 0, False)),
-        (ParameterServerSettings(mode="bounded", staleness=2), (3, 7, 1, 2, True)),
-        (ParameterServerSettings(mode="bounded", staleness=0), (3, 7, 3, 0, False)),
-        (ParameterServerSettings(mode="first-k", first_k=2), (3, 7, 2, 0, False)),
-        (ParameterServerSettings(mode="async"), (3, 7, 1, None, True)),
+        ({}, (3, 7, 3, 0, False)),
+        ({"mode": "bounded", "staleness": 2}, (3, 7, 1, 2, True)),
+        ({"mode": "bounded", "staleness": 0}, (3, 7, 3, 0, False)),
+        ({"mode": "first-k", "first_k": 2}, (3, 7, 2, 0, False)),
+        ({"mode": "async"}, (3, 7, 1, None, True)),
     ):
-        assert consistency_policy(settings, 3, 7) == policy
+        assert server_settings.consistency_policy(ParameterServerSettings(**settings), 3, 7) == policy
 
 
 @pytest.mark.parametrize(
@@ -141,7 +135,7 @@ def test_what_modes_ask_for() -> None:
 )
 def test_what_is_refused(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
-        check_server_settings(ParameterServerSettings(**settings), 2)
+        server_settings.check_server_settings(ParameterServerSettings(**settings), 2)
 
 
 class StopsAfter(Callback):

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from motet.parallel.parameter_server.protocol import messages
 from motet.parallel.parameter_server.protocol.coordinator_state_machine import CoordinatorStateMachine
-from motet.parallel.parameter_server.protocol.messages import Message, ParameterPullReply, UpdateDecision
+from motet.parallel.parameter_server.protocol.messages import NO_MORE_WORK, Message, ParameterPullReply, UpdateDecision
 from motet.parallel.parameter_server.protocol.server_state_machine import ServerStateMachine
 from motet.parallel.parameter_server.protocol.worker_state_machine import WorkerStateMachine
 from parallel.parameter_server.interning import InternTable
@@ -118,7 +118,9 @@ class Invariants:
         assert is_over, f"nobody goes on: {[coordinator, *others]}"
         for machine in others:
             if isinstance(machine, WorkerStateMachine):
-                assert machine.has_ended, f"{machine.name} waits for ever"
+                assert machine.assignment[1:] == (NO_MORE_WORK, 0) and machine.assignment.assignment_id, (
+                    f"{machine.name} waits for ever"
+                )
             for slice_id, state in machine.slice_states.items() if isinstance(machine, ServerStateMachine) else ():
                 if machine.name in coordinator.placement.replicas[slice_id].servers:
                     assert state.version == coordinator.update_count, (

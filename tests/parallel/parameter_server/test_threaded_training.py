@@ -129,7 +129,7 @@ def train(workers: int, servers: int, copies: int = 1) -> dict[str, Tensor]:
     worker_threads = [threading.Thread(target=work, args=arguments) for arguments in work_arguments]
     for thread in threads + worker_threads:
         thread.start()
-    coordinator.run(lambda: state_machine.is_finished, "training")
+    coordinator.run(lambda: state_machine.is_quiescent, "training")
     contents = coordinator.fetch_slice_states()
     fetched = {i: parameter_store.deserialize_tensors(content)["master"] for i, content in contents.items()}
     coordinator.run(lambda: not any(thread.is_alive() for thread in worker_threads), "ending")

@@ -88,16 +88,14 @@ def has_per_item_updates(settings: ParameterServerSettings) -> bool:
 
 def check_server_settings(settings: ParameterServerSettings, workers: int) -> None:
     """Raise InputError for settings that contradict each other or need more workers."""
-    s, work_items = settings, settings.work_items_per_step or workers
-    lacks_first_k = s.mode == "first-k" and s.first_k is None
-    has_too_many_servers = s.placement == "colocated" and s.count > workers
-    has_too_large_first_k = s.first_k is not None and s.first_k > work_items
+    s, items = settings, settings.work_items_per_step or workers
     problems = {
-        "mode = 'first-k' needs a number of work items; set layout.server.first_k": lacks_first_k,
+        "mode = 'first-k' needs a number of work items; set layout.server.first_k": s.mode == "first-k"
+        and s.first_k is None,
         "mode = 'bounded' needs a bound; set layout.server.staleness": s.mode == "bounded" and s.staleness is None,
-        f"count = {s.count} servers on {workers} workers; with layout.server.placement = 'colocated' set "
-        f"layout.server.count={workers} at most, or start more workers": has_too_many_servers,
-        f"first_k = {s.first_k} of {work_items} work items; set it to {work_items} at most": has_too_large_first_k,
+        f"count = {s.count} servers on {workers} workers; with layout.server.placement = 'colocated' set layout.server."
+        f"count={workers} at most, or start more workers": s.placement == "colocated" and s.count > workers,
+        f"first_k = {s.first_k} of {items} work items; set it to {items} at most": (s.first_k or 0) > items,
         f"copies = {s.copies}, but there is {s.count} server; set layout.server.count=2": s.copies > s.count,
         f"delay_compensation = {s.delay_compensation:g} needs what each worker has pulled, which second servers do not "
         "know; set layout.server.copies=1": s.delay_compensation and s.copies > 1,

@@ -136,6 +136,5 @@ class CoordinatorTrainStep:
 
 
 def _histogram(values: Iterable[int]) -> tuple[int, ...]:
-    """How many values are 0, 1, 2 and so on."""
     counts = Counter(values)
     return tuple(counts[value] for value in range(max(counts) + 1))

@@ -17,6 +17,7 @@ from motet.parallel.parameter_server.server_settings import extra_process_count,
 from motet.parallel.process.launch_environment import RankEnvironment, coordinator_address_file
 from motet.parallel.process.process_group import rendezvous_store
 from motet.train.job import Job
+from motet.train.launch.run_folder import write_file_atomically
 
 WORK_ITEMS_ENTRY = "work_items_per_step"  # In the coordinator's handshake
 ADDRESS_POLL_INTERVAL_S = 0.05
@@ -76,8 +77,8 @@ def open_transport(role: ParameterServerRoleContext, name: str, handshake: dict[
         host, listened = parse_address(server.listen, "layout.server.listen")
         port = listened if name == COORDINATOR else 0
     try:
-        handshake = handshake | {"name": role.job.name}
-        transport = TcpTransport(name, handshake, server.eviction_timeout_s / 2, host=host, port=port)
+        handshake, timeout_s = handshake | {"name": role.job.name}, server.eviction_timeout_s / 2
+        transport = TcpTransport(name, handshake, timeout_s, host=host, port=port)
     except OSError as error:
         remedy = "give layout.server.listen an address of this machine and a free port"
         raise InputError(f"cannot listen at {host}:{port}: {error.strerror}; {remedy}") from None
@@ -92,10 +93,7 @@ def open_transport(role: ParameterServerRoleContext, name: str, handshake: dict[
 def _publish_coordinator_address(role: ParameterServerRoleContext, host: str, port: int) -> None:
     rank_env = role.rank_env
     if rank_env.rendezvous.startswith("file://"):
-        path = coordinator_address_file(rank_env)
-        partial = path.with_suffix(".partial")
-        partial.write_text(f"{host}:{port}", encoding="utf-8")
-        partial.rename(path)
+        write_file_atomically(coordinator_address_file(rank_env), f"{host}:{port}".encode())
         return
     with rendezvous_store(rank_env, role.job.run.timeout_s) as (_, store):
         store.set(f"coordinator-{rank_env.attempt}", f"{host}:{port}")

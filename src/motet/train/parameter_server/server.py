@@ -24,13 +24,12 @@ SNAPSHOTS_FOLDER = "servers"  # In the run folder
 
 def run_server(role: ParameterServerRoleContext, folder: Path) -> None:
     """Run until the end. A server that is evicted offers its place again, under another name."""
-    job = role.job
+    job, timeout_s = role.job, role.job.run.timeout_s
     _, model = build_model(job, torch.device("cpu"))
     partition = build_partition(model.module, job)
     handshake = build_handshake(job, model.module, partition)
     del model
     placement = initial_placement(partition.slices, job.layout.server.count, job.layout.server.copies)
-    make_optimizer = partial(make_torch_optimizer, settings=job.optimizer)
     snapshots = _open_snapshots(role, folder)
     predecessor_name, name = role.predecessor_name if role.rank_env.incarnation else "", role.process_name
     for attempt in count(1):
@@ -40,7 +39,7 @@ def run_server(role: ParameterServerRoleContext, folder: Path) -> None:
             slice_states = {slice_id: ServerSliceState(is_initialized=False) for slice_id in slice_ids}
             known_placement = placement._replace(epoch=-1) if predecessor_name else placement
             state_machine = ServerStateMachine(name, known_placement, slice_states)
-            store, timeout_s = ParameterStore(partition, make_optimizer), job.run.timeout_s
+            store = ParameterStore(partition, partial(make_torch_optimizer, settings=job.optimizer))
             server = ParameterServerProcess(state_machine, store, transport, timeout_s=timeout_s, snapshots=snapshots)
             if predecessor_name:
                 server.offer_takeover(predecessor_name)

@@ -15,7 +15,7 @@ from motet.parallel.data_parallel.forward_prefetch import ModuleParameterWaiter
 from motet.parallel.layout import Layout, microbatches_of_rank
 from motet.parallel.parameter_server.process.tcp_transport import EvictedError
 from motet.parallel.parameter_server.process.worker_client import ParameterServerClient
-from motet.parallel.parameter_server.protocol.messages import WorkAssignment, WorkItemReport
+from motet.parallel.parameter_server.protocol.messages import COORDINATOR, WorkAssignment, WorkItemReport
 from motet.parallel.parameter_server.protocol.parameter_slices import initial_placement
 from motet.parallel.parameter_server.protocol.worker_state_machine import WorkerStateMachine
 from motet.parallel.parameter_server.server_settings import has_per_item_updates
@@ -87,7 +87,7 @@ class ParameterServerWorker:
             if not self.usage.first_use_order:
                 for bucket_id in range(len(self.flat_parameters.buckets)):
                     client.wait_for_bucket(bucket_id)
-            layout = layout or self.job.layout_for(int(client.coordinator_handshake[WORK_ITEMS_ENTRY]))
+            layout = layout or self.job.layout_for(int(client.transport.peer_handshakes[COORDINATOR][WORK_ITEMS_ENTRY]))
             self._run_work_item(assignment, layout)
 
     def _run_work_item(self, assignment: WorkAssignment, layout: Layout) -> None:
@@ -117,9 +117,8 @@ class ParameterServerWorker:
         if uses_per_item_updates:
             flat_gradient = gradients.local_slice(slice(0, self.flat_parameters.buckets[-1].stop))
             report = report._replace(squared_norm=squared_norm(flat_gradient))
-        for bucket_id in buckets:
-            if bucket_id not in pushed_buckets:
-                self._push_bucket(report, pushed_buckets, len(buckets), bucket_id)
+        for bucket_id in [i for i in buckets if i not in pushed_buckets]:
+            self._push_bucket(report, pushed_buckets, len(buckets), bucket_id)
 
     def _push_bucket(self, report: WorkItemReport, pushed_buckets: set[int], max_pushed: int, bucket_id: int) -> None:
         if len(pushed_buckets) < max_pushed:

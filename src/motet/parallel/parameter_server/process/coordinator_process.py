@@ -216,5 +216,4 @@ class CoordinatorProcess:
 
 
 def _role_of(server: str) -> str:
-    """`s0.1+2` -> `s0`."""
-    return server.partition(".")[0].partition("+")[0]
+    return server.partition(".")[0].partition("+")[0]  # `s0.1+2` -> `s0`

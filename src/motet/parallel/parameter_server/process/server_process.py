@@ -42,10 +42,9 @@ class ParameterServerProcess:
     def run(self) -> None:
         while not self.has_ended:
             if (event := self.transport.next_event()) is None:
-                lost_at_s = self._coordinator_lost_at_s
+                lost_at_s, name = self._coordinator_lost_at_s, self.state_machine.name
                 if lost_at_s is not None and time.monotonic() - lost_at_s > self.timeout_s:
-                    problem = f"has been without the coordinator for {self.timeout_s:g} s"
-                    raise PeerFailedError(f"server {self.state_machine.name} {problem}")
+                    raise PeerFailedError(f"server {name} has been without the coordinator for {self.timeout_s:g} s")
                 continue
             was_initialized = self._is_initialized
             self._execute_all(self._handle(event))
@@ -91,8 +90,8 @@ class ParameterServerProcess:
         return outgoing + self.state_machine.messages_on_connect(event.sender) if event.is_connected else []
 
     def _is_pending(self, slice_id: int, work_item: int) -> bool:
-        slice_state = self.state_machine.slice_states.get(slice_id)
-        return slice_state is not None and work_item in slice_state.pending_work_items
+        slice_states = self.state_machine.slice_states
+        return slice_id in slice_states and work_item in slice_states[slice_id].pending_work_items
 
     @property
     def _is_initialized(self) -> bool:

@@ -118,9 +118,7 @@ class TcpTransport:
 
     def send(self, peer: str, message: Message, payload: memoryview | None = None, *, priority: int = -1) -> None:
         """Send to a connected peer, the lowest priority first. The payload must stay unchanged until it is sent."""
-        with self._lock:
-            connection = self._connections.get(peer)
-        if connection:
+        if connection := self._connections.get(peer):
             connection.enqueue(message, payload, priority)
 
     def send_all(self, outgoing: OutgoingMessages) -> None:
@@ -139,8 +137,7 @@ class TcpTransport:
         return None
 
     def queued_bytes(self, peer: str) -> int:
-        with self._lock:
-            connection = self._connections.get(peer)
+        connection = self._connections.get(peer)
         return connection.queued_bytes if connection else 0
 
     def close(self) -> None:
@@ -208,7 +205,6 @@ class TcpTransport:
             connection.close()
 
     def _receive_handshake(self, tcp_socket: socket.socket, expected: str | None) -> str:
-        """The name of the other side; a ValueError or another error if it is not a process of this run."""
         _, kind, length = FRAME_HEADER.unpack(_receive_exactly(tcp_socket, FRAME_HEADER.size))
         if kind != HANDSHAKE_FRAME or length > message_framing.MAX_FRAME_BYTES:
             raise ValueError(f"a frame of kind {kind} and {length} bytes is no handshake")
@@ -230,7 +226,6 @@ class TcpTransport:
         return str(name)
 
     def _receive_all(self, peer: str, connection: "_TcpConnection") -> bool:
-        """Receive until the connection is lost; returns whether it had fallen silent."""
         reader, receive_into = message_framing.MessageFrameReader(), partial(_receive_into, connection.tcp_socket)
         try:
             while True:

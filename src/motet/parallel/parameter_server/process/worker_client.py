@@ -1,7 +1,7 @@
 """A worker's connections: parameters arrive during forward, and gradients are sent during backward."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -62,10 +62,6 @@ class ParameterServerClient:
             problem = f"cannot reach the coordinator at {host}:{port} within {self.connect_timeout_s:g} s"
             raise InputError(f"{problem}; check that the run exists and sets layout.server.listen")
 
-    @property
-    def coordinator_handshake(self) -> Mapping[str, str]:
-        return self.transport.peer_handshakes[COORDINATOR]
-
     def _has_new_assignment(self) -> bool:
         return self.state_machine.assignment.assignment_id > self._current_assignment_id
 
@@ -102,7 +98,6 @@ class ParameterServerClient:
         self._thread.join()
 
     def _wait_until(self, condition: Callable[[], bool], failure: str = "") -> None:
-        """Wait for as long as it takes if the failure has no name."""
         timeout_s = self.timeout_s if failure else None
         with self._changed:
             is_satisfied = self._changed.wait_for(lambda: self._error is not None or condition(), timeout_s)

@@ -31,7 +31,7 @@ class CoordinatorStateMachine:
     orphaned_work_items: set[int] = field(default_factory=set)  # Assigned to workers that were lost
     # Pushed, and in no update yet: their reports, in the order of arrival.
     completed_reports: dict[int, messages.WorkItemReport] = field(default_factory=dict)
-    decided: messages.DecidedWorkItems = messages.NONE_DECIDED
+    decided: messages.DecidedWorkItems = field(default_factory=messages.DecidedWorkItems)
     # Work items -> updates that have all of them, for every bound that a later work item may need.
     updates_covering: dict[int, int] = field(default_factory=lambda: {0: 0})
     # For `first-k`: workers that completed a work item of the step to be decided next.
@@ -57,10 +57,6 @@ class CoordinatorStateMachine:
     @property
     def update_count(self) -> int:
         return self.first_logged_update + len(self.decision_log)
-
-    @property
-    def is_finished(self) -> bool:
-        return self.decided.floor == self.policy.work_items_per_step * self.policy.steps
 
     @property
     def is_quiescent(self) -> bool:

@@ -60,9 +60,6 @@ class WorkItemReport(NamedTuple):  # Sums over the rows of a work item
     oldest_version: float = 0.0  # Of its parameters
 
 
-NO_REPORT = WorkItemReport()
-
-
 class UpdateScalars(NamedTuple):
     """How servers apply an update; one that is not finite is skipped."""
 
@@ -106,7 +103,7 @@ class WorkItemCompleted(NamedTuple):
     worker: str
     work_item: int
     epoch: int  # Of the placement in which all pushes were acknowledged
-    report: WorkItemReport = NO_REPORT
+    report: WorkItemReport = WorkItemReport()
 
 
 class ParameterPull(NamedTuple):
@@ -161,9 +158,6 @@ class DecidedWorkItems(NamedTuple):
     @lru_cache(maxsize=64)  # noqa: B019  # keyed by value: all slices of a server share the result
     def with_decided(self, work_items: tuple[int, ...], floor: int) -> "DecidedWorkItems":
         return DecidedWorkItems(floor, frozenset(item for item in {*self.above_floor, *work_items} if item >= floor))
-
-
-NONE_DECIDED = DecidedWorkItems()
 
 
 class ParameterStateTransfer(NamedTuple):  # To the new second server of a slice
@@ -260,7 +254,7 @@ class GradientsReady(NamedTuple):
 
     assignment_id: int
     slice_ids: tuple[int, ...]
-    report: WorkItemReport = NO_REPORT
+    report: WorkItemReport = WorkItemReport()
 
 
 class ApplyUpdate(NamedTuple):

@@ -10,7 +10,7 @@ from motet.parallel.parameter_server.protocol.messages import COORDINATOR, Gradi
 @dataclass
 class ServerSliceState:
     version: int = 0  # Updates that were applied
-    decided: messages.DecidedWorkItems = messages.NONE_DECIDED
+    decided: messages.DecidedWorkItems = field(default_factory=messages.DecidedWorkItems)
     pending_work_items: set[int] = field(default_factory=set)  # Pushed, and in no update yet
     # By work item: pushes to acknowledge once the second server has the gradient.
     pushes_awaiting_backup: dict[int, frozenset[GradientPush]] = field(default_factory=dict)

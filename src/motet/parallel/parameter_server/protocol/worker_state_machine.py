@@ -17,7 +17,7 @@ class WorkerStateMachine:
     pulled_versions: dict[int, int] = field(default_factory=dict)  # By slice
     ready_slices: set[int] = field(default_factory=set)  # Their gradient is computed
     acknowledged_slices: set[int] = field(default_factory=set)  # Their servers have the gradient
-    report: messages.WorkItemReport = messages.NO_REPORT
+    report: messages.WorkItemReport = field(default_factory=messages.WorkItemReport)
     priorities: dict[int, int] = field(default_factory=dict)  # By slice: the lower, the sooner forward needs it
 
     def handle(self, message: Message) -> OutgoingMessages:
@@ -51,15 +51,11 @@ class WorkerStateMachine:
             return [(COORDINATOR, messages.WorkerJoined(self.name)), *completed]
         return self._outstanding({i for i, r in enumerate(self.placement.replicas) if r.servers[:1] == (peer,)})
 
-    @property
-    def has_ended(self) -> bool:
-        return self.assignment.assignment_id > 0 and self.assignment.work_item == NO_MORE_WORK
-
     def _servers_of(self, slice_id: int) -> tuple[str, ...]:
         return self.placement.replicas[slice_id].servers
 
     def _start_assignment(self, assignment: messages.WorkAssignment) -> OutgoingMessages:
-        self.assignment, self.report = assignment, messages.NO_REPORT
+        self.assignment, self.report = assignment, messages.WorkItemReport()
         self.pulled_versions, self.ready_slices, self.acknowledged_slices = {}, set(), set()
         return [] if assignment.work_item == NO_MORE_WORK else self._pull_messages(range(len(self.placement.replicas)))
 
