@@ -112,14 +112,18 @@ def measure(words: list[str]) -> tuple[str, bool]:
 
 
 def _verify(family: str) -> Iterator[dict[str, Any]]:
+    verdicts: list[LayoutVerdict] = []
+
     def show(verdict: LayoutVerdict) -> None:
+        verdicts.append(verdict)
         print(f"{family}: {verdict}", flush=True)
 
     with tempfile.TemporaryDirectory() as name:
         for plan in make_verification_plans(job_of(family, Path(name)), layouts_up_to(RANKS), print):
-            for verdict in verify_job_layouts(plan, read_environment(), log=print, on_verdict=show):
-                row = {"family": family, "commit": commit(), **asdict(verdict)}
-                yield {name: row[name] for name in COLUMNS}
+            verify_job_layouts(plan, read_environment(), log=print, on_verdict=show)
+    for verdict in verdicts:
+        row = {"family": family, "commit": commit(), **asdict(verdict)}
+        yield {name: row[name] for name in COLUMNS}
 
 
 def read_rows() -> list[dict[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
@@ -85,9 +85,7 @@ def _signals_as_keyboard_interrupt() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    previous_handlers = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
+    with ExitStack() as handlers:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            handlers.callback(signal.signal, number, signal.signal(number, stop))
         yield
-    finally:
-        for number, handler in previous_handlers.items():
-            signal.signal(number, handler)

@@ -21,14 +21,7 @@ from motet.parity.compare.reference_runs import ReferenceRuns, make_external_ref
 from motet.parity.diagnose.single_device_recompute import SingleDeviceRecompute
 from motet.parity.layout_verdict import LayoutVerdict, self_difference_verdict, verify_recorded_steps
 from motet.parity.process_pool import ForkedRankPool, fork_rank_pool
-from motet.parity.record.record_verification_steps import (
-    TRAJECTORY,
-    RecordedStep,
-    RecordedStepKey,
-    RecordFolder,
-    record_phases,
-    single_thread,
-)
+from motet.parity.record import record_verification_steps as recording
 from motet.parity.subjects.module_subject import (
     ExternalStepFunction,
     ModuleVerificationSubject,
@@ -79,18 +72,16 @@ def verify(
     ranks, that returns full tensors by name: loss, norm, gradient.NAME, parameter.NAME or activation.NAME. In a pair
     of text and function, the text says how the function splits the work, so that a cause can name ranks.
     """
-    optimizer_settings = settings_from_dict(OptimizerSettings, dict(optimizer or {}), "optimizer")
-    if isinstance(layouts, str) or not layouts:
-        raise InputError(f"verify: layouts = {layouts!r}; give a list of at least one")
+    settings = settings_from_dict(OptimizerSettings, dict(optimizer or {}), "optimizer")
+    check_input(layouts and not isinstance(layouts, str), f"verify: layouts = {layouts!r}; give a list of at least one")
     for name, value in (("ranks", ranks), ("steps", steps)):
         check_input(value >= 1, f"verify: {name} = {value}; give 1 or more")
     with (
         tempfile.TemporaryDirectory(prefix="motet-verify-") as temporary_folder,
-        single_thread(),
+        recording.single_thread(),
         torch.random.fork_rng(devices=[]),
     ):
-        subject = ModuleVerificationSubject(model_fn, batch_fn, loss, optimizer_settings, steps)
-        folder = Path(temporary_folder)
+        subject, folder = ModuleVerificationSubject(model_fn, batch_fn, loss, settings, steps), Path(temporary_folder)
         cases = [_make_layout(subject, layout, index, ranks=ranks) for index, layout in enumerate(layouts)]
         rank_functions = {str(case.index): partial(case.record_on_rank, folder=folder) for case in cases}
         with fork_rank_pool(max(case.world for case in cases), rank_functions) as pool:
@@ -99,30 +90,29 @@ def verify(
 
 
 @dataclass(frozen=True)
-class _ModuleCandidate:
+class _Candidate:
     index: int
     name: str
     subject: ModuleVerificationSubject
     world: int
     parallelize: ParallelizeFunction | None
 
-    def _records(self, folder: Path) -> RecordFolder:
-        return RecordFolder(folder, self.index, self.world, self.subject.steps)
+    def _records(self, folder: Path) -> recording.RecordFolder:
+        return recording.RecordFolder(folder, self.index, self.world, self.subject.steps)
 
     def record_on_rank(self, group: RankGroup, folder: Path) -> None:
-        """Train on this rank, and leave the records."""
         records = self._records(folder)
         with self.subject.numerics():
             for at, recorded in self._record_phases(group, folder, records.checkpoint_subfolder):
                 records.save(at, group.rank, recorded)
 
-    def _record_phases(self, group: RankGroup, folder: Path, checkpoint_subfolder: str) -> Iterable[RecordedStep]:
+    def _record_phases(self, group: RankGroup, folder: Path, subfolder: str) -> Iterable[recording.RecordedStep]:
         if self.parallelize is None:
-            return record_phases(self.subject, group, folder, checkpoint_subfolder=checkpoint_subfolder)
+            return recording.record_phases(self.subject, group, folder, checkpoint_subfolder=subfolder)
         if has_dropout(module := self.subject.make_module()):
             raise InputError("verify: the module has dropout, whose masks your function draws by itself; set it to 0")
-        steps = record_external_steps(self.subject, self.parallelize(module))
-        return ((RecordedStepKey(TRAJECTORY, step), recorded) for step, recorded in enumerate(steps))
+        steps = enumerate(record_external_steps(self.subject, self.parallelize(module)))
+        return ((recording.RecordedStepKey(recording.TRAJECTORY, step), recorded) for step, recorded in steps)
 
     def verdict(self, pool: ForkedRankPool, runs: ReferenceRuns) -> LayoutVerdict:
         if runs.self_difference is not None:
@@ -137,9 +127,7 @@ class _ModuleCandidate:
         return replace(verdict, seconds=perf_counter() - start_s)
 
 
-def _make_layout(
-    subject: ModuleVerificationSubject, layout: LayoutArgument, index: int, *, ranks: int
-) -> _ModuleCandidate:
+def _make_layout(subject: ModuleVerificationSubject, layout: LayoutArgument, index: int, *, ranks: int) -> _Candidate:
     text, parallelize = (
         layout if isinstance(layout, tuple) else (layout, None) if isinstance(layout, str) else ("", layout)
     )
@@ -152,4 +140,4 @@ def _make_layout(
     resolve_layout(settings, world, subject.batch_rows)  # Raises before any process starts
     if parallelize is not None:
         name = f"{getattr(parallelize, '__name__', type(parallelize).__name__)} on {world} ranks"
-    return _ModuleCandidate(index, name, replace(subject, layout=settings), world, parallelize)
+    return _Candidate(index, name, replace(subject, layout=settings), world, parallelize)

@@ -7,13 +7,13 @@ section of the job names it, as in `communication.overlap=forward`.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from motet.core.errors import InputError, check_input
+from motet.core.errors import check_input
 from motet.parallel.layout import LayoutSettings
 from motet.train.config_rules import check_no_unused_settings
 from motet.train.job import Job, job_from_tree, with_overrides
 
-FLAT_ZERO_LAYOUTS = ("zero=0", "zero=1", "zero=2")
-MORE_FLAT_ZERO_LAYOUTS = (
+FLAT_ZERO_LAYOUTS = (
+    *("zero=0", "zero=1", "zero=2"),
     "zero=0 microbatches=2",
     "zero=2 microbatches=2",
     "zero=0 communication.overlap=none",
@@ -34,13 +34,12 @@ def layouts_up_to(ranks: int) -> list[str]:
 
 
 def _layouts_with(dp: int) -> Iterator[str]:
-    yield from (*FLAT_ZERO_LAYOUTS, *MORE_FLAT_ZERO_LAYOUTS, *ZERO3_LAYOUTS)
+    yield from (*FLAT_ZERO_LAYOUTS, *ZERO3_LAYOUTS)
     for size in (size for size in range(2, dp) if dp % size == 0):
         yield from (f"{zero} shard_group={size}" for zero in ("zero=1", "zero=2", "zero=3"))
         yield f"zero=3 secondary_group={size}"
-    for count in range(1, dp + 1):
-        yield f"{SERVER_BY_COLLECTIVES} server.count={count}"
-    yield from (f"{SERVER_BY_MESSAGES} server.count=1", f"{SERVER_BY_MESSAGES} server.count=2")
+    yield from (f"{SERVER_BY_COLLECTIVES} server.count={count}" for count in range(1, dp + 1))
+    yield from (f"{SERVER_BY_MESSAGES} server.count={count}" for count in (1, 2))
 
 
 def layout_text(layout: LayoutSettings) -> str:
@@ -81,36 +80,26 @@ class CandidateLayout:
 def make_candidate(job: Job, layout: str) -> CandidateLayout:
     """The job with a layout; raise if the layout sets what has no effect, or what changes numbers by design."""
     overrides = [word if word.startswith(OVERRIDABLE_SECTIONS) else f"layout.{word}" for word in layout.split()]
-    for word in overrides:
-        if "=" not in word:
-            raise InputError(
-                f"layout {layout!r}: {word.rpartition('.')[2]!r} is not of the form key=value, e.g. zero=2"
-            )
-        check_input(
-            not word.startswith("communication.compress_"),
-            f"layout {layout!r}: {word} loses bits by design; leave it out to verify the rest",
-        )
     source = f"layout {layout!r}"
+    for word in overrides:
+        key = word.rpartition(".")[2]
+        check_input("=" in word, f"{source}: {key!r} is not of the form key=value, e.g. zero=2")
+        is_lossy = word.startswith("communication.compress_")
+        check_input(not is_lossy, f"{source}: {word} loses bits by design; leave it out to verify the rest")
     check_no_unused_settings(with_overrides(without_layout(job), overrides, source), source)
     laid_out_job = with_overrides(job, overrides, source)
+    server = laid_out_job.layout.server
     check_input(
-        not laid_out_job.layout.uses_server_processes or laid_out_job.layout.server.mode == "sync",
-        f"{source}: with layout.server.mode = {laid_out_job.layout.server.mode!r} gradients are of other "
-        "parameters than "
-        "on one device, so numbers differ by design; verify server.mode=sync",
+        not laid_out_job.layout.uses_server_processes or server.mode == "sync",
+        f"{source}: with layout.server.mode = {server.mode!r} gradients are of other parameters than on one device, "
+        "so numbers differ by design; verify server.mode=sync",
     )
-    return CandidateLayout(layout, _with_small_keys(laid_out_job))
-
-
-def _with_small_keys(job: Job) -> Job:
-    server = job.layout.server
-    small_server = server.model_copy(update={"slice_mib": min(server.slice_mib, SMALL_KEY_MIB)})
-    return job.model_copy(update={"layout": job.layout.model_copy(update={"server": small_server})})
+    small_keys = server.model_copy(update={"slice_mib": min(server.slice_mib, SMALL_KEY_MIB)})
+    small_layout = laid_out_job.layout.model_copy(update={"server": small_keys})
+    return CandidateLayout(layout, laid_out_job.model_copy(update={"layout": small_layout}))
 
 
 def without_layout(job: Job) -> Job:
     """The job without the sections that a layout may set."""
-    tree = job.model_dump(mode="json", exclude_unset=True)
-    return job_from_tree(
-        {key: value for key, value in tree.items() if key not in (*OVERRIDABLE_SECTIONS, "layout", "outer")}
-    )
+    dropped = {*OVERRIDABLE_SECTIONS, "layout", "outer"}
+    return job_from_tree(job.model_dump(mode="json", exclude_unset=True, exclude=dropped))

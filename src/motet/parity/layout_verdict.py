@@ -68,11 +68,11 @@ def verify_recorded_steps(
 
 def make_verdict(layout: str, comparison: Comparison, cause: str = "") -> LayoutVerdict:
     """The verdict that follows from a comparison in float64."""
-    worst, first = comparison.worst, comparison.first
-    verdict = LayoutVerdict(layout, first is None, worst.difference.relative_error, str(worst))
+    worst, first, noisy = comparison.worst, comparison.first, comparison.noise_dominated
+    error = worst.difference.relative_error
     if first is None:
-        return replace(verdict, noise_dominated=comparison.noise_dominated)
-    return replace(verdict, first_difference=str(first), rank=first.difference.rank, cause=cause or None)
+        return LayoutVerdict(layout, True, error, str(worst), noise_dominated=noisy)
+    return LayoutVerdict(layout, False, error, str(worst), str(first), first.difference.rank, cause or None)
 
 
 def add_native_comparison(verdict: LayoutVerdict, native: NativeComparison) -> LayoutVerdict:
@@ -99,8 +99,7 @@ def self_difference_verdict(layout: str, step: int, difference: TensorDifference
         reason = "its checkpoint is not what it was; fix that first"
     else:
         reason = "what it computes is not finite, or not the same when it is computed twice; fix that first"
-    cause = f"one device itself does not do the step again: {reason}"
-    return make_verdict(layout, Comparison(first, first, ()), cause)
+    return make_verdict(layout, Comparison(first, first, ()), f"one device itself does not do the step again: {reason}")
 
 
 def exit_code_for(verdicts: Sequence[LayoutVerdict]) -> int:

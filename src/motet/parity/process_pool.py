@@ -41,16 +41,13 @@ class ForkedRankPool:
                 if not ready:
                     raise RankFailedError(f"rank {min(waiting.values())} did not end within {TIMEOUT_S:g} s")
                 for pipe in [each for each in waiting if each in ready]:
-                    _raise_received(pipe, waiting.pop(pipe))
-
-
-def _raise_received(pipe: Connection, rank: int) -> None:
-    try:
-        error = pipe.recv()
-    except EOFError:
-        raise RankFailedError(f"the process of rank {rank} ended") from None
-    if error is not None:
-        raise error
+                    rank = waiting.pop(pipe)
+                    try:
+                        error = pipe.recv()
+                    except EOFError:
+                        raise RankFailedError(f"the process of rank {rank} ended") from None
+                    if error is not None:
+                        raise error
 
 
 @contextmanager
@@ -65,9 +62,8 @@ def fork_rank_pool(ranks: int, functions: Mapping[str, GroupFunction]) -> Iterat
     try:
         for _ in range(ranks):
             parent_end, child_end = context.Pipe()
-            process: BaseProcess = context.Process(
-                target=_serve_requests, args=(child_end, functions, os.getpid()), daemon=True
-            )
+            arguments = (child_end, functions, os.getpid())
+            process: BaseProcess = context.Process(target=_serve_requests, args=arguments, daemon=True)
             process.start()
             child_end.close()
             workers.append((process, parent_end))

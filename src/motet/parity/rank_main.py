@@ -13,20 +13,10 @@ import torch
 from motet.parallel.process.launch_environment import RankEnvironment
 from motet.parallel.process.process_group import RankGroup, start_process_group
 from motet.parity.candidate_layouts import CandidateLayout, make_candidate
-from motet.parity.record.record_verification_steps import (
-    NATIVE_PHASE,
-    RecordedStepKey,
-    RecordFolder,
-    native_folder,
-    record_native_step,
-    record_phases,
-)
+from motet.parity.record import record_verification_steps as recording
 from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.train.launch.failures import StopFlag
 from motet.train.launch.run_folder import read_stored_job
-
-POLL_S = 0.1
-
 
 def record_layouts_on_rank(rank_env: RankEnvironment, stop: StopFlag, folder: str, *layouts: str) -> int:
     """Do the layouts on this rank, those of one number of ranks in one process group."""
@@ -38,25 +28,24 @@ def record_layouts_on_rank(rank_env: RankEnvironment, stop: StopFlag, folder: st
         if rank_env.rank >= world:  # Not a rank of these layouts
             continue
         indexed = list(group_of_layouts)
-        previous = RecordFolder(path, indexed[0][0] - 1, 1)
+        previous = recording.RecordFolder(path, indexed[0][0] - 1, 1)
         while previous.layout_index >= 0 and not previous.is_done():  # It may take longer than a group's timeout
-            time.sleep(POLL_S)
+            time.sleep(0.1)
         world_env = replace(rank_env, world=world, local_world=world, rendezvous=f"{rank_env.rendezvous}-{world}")
         with start_process_group(world_env, "cpu", job.run.timeout_s, cpu_backend=job.run.cpu_backend) as group:
             for layout_index, candidate in indexed:
-                _record_layout(candidate, group, RecordFolder(path, layout_index, world))
+                _record_layout(candidate, group, recording.RecordFolder(path, layout_index, world))
     return 0
 
 
-def _record_layout(candidate: CandidateLayout, group: RankGroup, records: RecordFolder) -> None:
+def _record_layout(candidate: CandidateLayout, group: RankGroup, records: recording.RecordFolder) -> None:
     subject = JobVerificationSubject(candidate.job)
     with subject.numerics():
         subfolder = records.checkpoint_subfolder
-        for at, recorded in record_phases(subject, group, records.folder, checkpoint_subfolder=subfolder):
+        for at, recorded in recording.record_phases(subject, group, records.folder, checkpoint_subfolder=subfolder):
             records.save(at, group.rank, recorded)
-    native = native_folder(records.folder)
-    if native.exists():
+    if (native := records.folder / recording.NATIVE_FOLDER).exists():
         native_job = make_candidate(read_stored_job(native), candidate.layout).job
-        recorded = record_native_step(JobVerificationSubject(native_job), group, native)
-        records.save(RecordedStepKey(NATIVE_PHASE, 0), group.rank, recorded)
+        recorded = recording.record_native_step(JobVerificationSubject(native_job), group, native)
+        records.save(recording.RecordedStepKey(recording.NATIVE_PHASE, 0), group.rank, recorded)
     records.mark_done(group.rank)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from motet.models.hf.hf_config import read_config
-from motet.models.settings import DecoderSettings, EncoderDecoderSettings, TransformerSettings, UserModuleSettings
+from motet.models.settings import TransformerSettings, UserModuleSettings
 from motet.train.job import Job, job_from_tree
 
 MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM, MAX_TOKENS = 2, 4, 16, 32
@@ -78,8 +78,7 @@ def shrink_heads(heads: int, kv_heads: int) -> tuple[int, int]:
 
 
 def _small_spec(model: TransformerSettings, tokens: int) -> dict[str, Any]:
-    kv_heads = (model.kv_heads if isinstance(model, DecoderSettings) else None) or model.heads
-    heads, small_kv_heads = shrink_heads(model.heads, kv_heads)
+    heads, small_kv_heads = shrink_heads(model.heads, getattr(model, "kv_heads", None) or model.heads)
     head_dim = min(model.dim_per_head, MAX_HEAD_DIM)
     hidden = _scale_to_multiple_of_8(model.hidden, heads * head_dim / (model.heads * model.dim_per_head))
     small: dict[str, Any] = {
@@ -91,14 +90,9 @@ def _small_spec(model: TransformerSettings, tokens: int) -> dict[str, Any]:
     }
     if model.head_dim is not None or hidden != heads * head_dim:
         small["head_dim"] = head_dim
-    if isinstance(model, DecoderSettings):
-        if model.kv_heads is not None:
-            small["kv_heads"] = small_kv_heads
-        if model.sliding_window is not None:
-            small["sliding_window"] = min(model.sliding_window, tokens // 2)
-    if isinstance(model, EncoderDecoderSettings) and model.decoder_layers is not None:
-        small["decoder_layers"] = min(model.decoder_layers, MAX_LAYERS)
-    return small
+    limits = {"kv_heads": small_kv_heads, "sliding_window": tokens // 2, "decoder_layers": MAX_LAYERS}
+    sizes = {name: getattr(model, name, None) for name in limits}  # Some models have them
+    return small | {name: min(size, limits[name]) for name, size in sizes.items() if size is not None}
 
 
 def shrink_hf_config(config: dict[str, Any], tokens: int) -> dict[str, Any]:
@@ -106,11 +100,10 @@ def shrink_hf_config(config: dict[str, Any], tokens: int) -> dict[str, Any]:
     present = {name: value for name, value in config.items() if value}
     kinds = present.get("layer_types", [])
     layers = max(MAX_LAYERS, 1 + max((kinds.index(kind) for kind in set(kinds)), default=0))  # One of each kind
-    small = {name: min(present[name], layers) for name in _LAYER_KEYS if name in present}
+    limits = {**dict.fromkeys(_LAYER_KEYS, layers), "sliding_window": tokens // 2}
+    small = {name: min(present[name], limit) for name, limit in limits.items() if name in present}
     if kinds:
         small["layer_types"] = kinds[:layers]
-    if "sliding_window" in present:
-        small["sliding_window"] = min(present["sliding_window"], tokens // 2)
     heads = next((present[name] for name in _HEAD_KEYS if name in present), None)
     hidden = next((present[name] for name in _HIDDEN_KEYS if name in present), None)
     if not heads or not hidden:

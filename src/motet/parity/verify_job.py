@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Event
 from time import perf_counter
 
-from motet.core.errors import InputError
+from motet.core.errors import InputError, check_input
 from motet.core.toml_writer import to_toml
 from motet.parity.candidate_layouts import CandidateLayout, make_candidate
 from motet.parity.compare.native_precision import (
@@ -29,13 +29,7 @@ from motet.parity.layout_verdict import (
     self_difference_verdict,
     verify_recorded_steps,
 )
-from motet.parity.record.record_verification_steps import (
-    NATIVE_PHASE,
-    RecordedStepKey,
-    RecordFolder,
-    native_folder,
-    single_thread,
-)
+from motet.parity.record import record_verification_steps as recording
 from motet.parity.shrink_job import make_small_job
 from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.parity.verify_parameter_server import ParameterServerVerifier
@@ -48,7 +42,6 @@ from motet.train.launch.supervisor import LaunchExitStatus, LaunchSpec, launch_r
 STEPS = 3
 POLL_S = 0.1
 MIN_ROWS, MAX_ROWS = 8, 64  # Of a batch; a single layout may need more
-RANK_FUNCTION = "motet.parity.rank_main:record_layouts_on_rank"
 VerdictCallback = Callable[[LayoutVerdict], None]
 STDERR_FD = 2
 
@@ -64,11 +57,11 @@ class VerificationPlan:
 
 def make_verification_plans(job: Job, layouts: Sequence[str], log: LogFunction) -> list[VerificationPlan]:
     """One plan per group of layouts that can split one small batch evenly; layouts of few ranks come first."""
-    if job.outer.every is not None:
-        raise InputError(
-            f"outer.every = {job.outer.every}: independent replicas do not compute what one device does; leave it "
-            "out, and verify the layout of each replica"
-        )
+    check_input(
+        job.outer.every is None,
+        f"outer.every = {job.outer.every}: independent replicas do not compute what one device does; leave it "
+        "out, and verify the layout of each replica",
+    )
     candidates = [make_candidate(job, layout) for layout in layouts]
     for key in ("compress_gradients", "compress_parameters"):
         if (codec := getattr(job.communication, key)) is not None:
@@ -119,36 +112,30 @@ def _batch_rows(microbatch_counts: Sequence[int]) -> int:
 
 def verify_job_layouts(
     plan: VerificationPlan, environment: Mapping[str, str], *, log: LogFunction, on_verdict: VerdictCallback
-) -> list[LayoutVerdict]:
-    """All verdicts, reported one by one; layouts of few ranks come first."""
-    verdicts: list[LayoutVerdict] = []
-
-    def report(verdict: LayoutVerdict) -> None:
-        verdicts.append(verdict)
-        on_verdict(verdict)
-
+) -> None:
+    """Report the verdicts one by one; layouts of few ranks come first."""
     with tempfile.TemporaryDirectory(prefix="motet-verify-") as name:
         folder, start_s = Path(name), perf_counter()
         runs = run_reference(JobVerificationSubject(_store_job(plan.job, folder)), folder)
         if runs.self_difference is not None:
             for candidate in plan.candidates:
-                report(self_difference_verdict(candidate.layout, STEPS - 1, runs.self_difference))
-            return verdicts
+                on_verdict(self_difference_verdict(candidate.layout, STEPS - 1, runs.self_difference))
+            return
         native, spreads = None, dict[int, SummationOrderSpread | None]()
         of_ranks = [each for each in plan.candidates if not each.job.layout.uses_server_processes]
         of_servers = [each for each in plan.candidates if each.job.layout.uses_server_processes]
         if plan.native_job.precision.recipe != plan.job.precision.recipe or plan.job.run.reproducible:
-            subject = JobVerificationSubject(_store_job(plan.native_job, native_folder(folder)))
-            native = run_native_reference(subject, native_folder(folder), runs.step_references[0].microbatch_dependent)
+            own_folder, dependent = folder / recording.NATIVE_FOLDER, runs.step_references[0].microbatch_dependent
+            subject = JobVerificationSubject(_store_job(plan.native_job, own_folder))
+            native = run_native_reference(subject, own_folder, dependent)
             counts = sorted({_device_microbatches(candidate) for candidate in of_ranks})
             spreads = {count: measure_order_spread(native, count) for count in counts}
         log(f"one device: {STEPS} steps, and again from perturbed parameters: {perf_counter() - start_s:.1f} s")
-        _RankLayoutVerifier(runs, native, spreads, environment, log, report).verify_all(of_ranks)
+        _RankLayoutVerifier(runs, native, spreads, environment, log, on_verdict).verify_all(of_ranks)
         servers = ParameterServerVerifier(plan.job, runs, environment)
         for candidate in of_servers:
             start_s = perf_counter()
-            report(replace(servers.verdict(candidate), seconds=perf_counter() - start_s))
-        return verdicts
+            on_verdict(replace(servers.verdict(candidate), seconds=perf_counter() - start_s))
 
 
 def _store_job(job: Job, folder: Path) -> Job:
@@ -177,9 +164,9 @@ class _RankLayoutVerifier:
             count, exit_status = self._run_ranks(remaining)
             exit_status.raise_if_stopped()
             remaining = remaining[count:]
+            if remaining and exit_status.traceback:
+                self.log(exit_status.traceback)
             if remaining:
-                if exit_status.traceback:
-                    self.log(exit_status.traceback)
                 reason = exit_status.message or "its ranks ended"
                 self.report(failed_verdict(remaining.pop(0).layout, reason, exit_status.exit_code))
 
@@ -188,9 +175,10 @@ class _RankLayoutVerifier:
         folder = self.reference_runs.folder
         for stale in folder.glob("layout-*"):
             shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
+        arguments = ("motet.parity.rank_main:record_layouts_on_rank", str(folder), *(each.layout for each in candidates))
         (folder / "logs").mkdir(exist_ok=True)
         launch_spec = LaunchSpec(
-            command=(RANK_FUNCTION, str(folder), *(each.layout for each in candidates)),
+            command=arguments,
             ranks=max(each.world for each in candidates),
             environment=rank_environment(self.environment, 1),
             log_folder=folder / "logs",
@@ -209,19 +197,19 @@ class _RankLayoutVerifier:
     def _compare_as_completed(self, candidates: Sequence[CandidateLayout], ranks_ended: Event) -> int:
         start_s = perf_counter()
         for index, candidate in enumerate(candidates):
-            records = RecordFolder(self.reference_runs.folder, index, candidate.world, STEPS)
+            records = recording.RecordFolder(self.reference_runs.folder, index, candidate.world, STEPS)
             while not records.is_done() and not ranks_ended.wait(POLL_S):
                 pass
             if not records.is_done():
                 return index
-            layout = candidate.job.layout_for(candidate.world)
-            recompute = SingleDeviceRecompute(JobVerificationSubject(candidate.job), layout, self.reference_runs)
-            with single_thread():
+            subject, layout = JobVerificationSubject(candidate.job), candidate.job.layout_for(candidate.world)
+            recompute = SingleDeviceRecompute(subject, layout, self.reference_runs)
+            with recording.single_thread():
                 verdict = verify_recorded_steps(candidate.layout, recompute, records)
                 if verdict.ok and self.native is not None:
                     spread = self.spreads[_device_microbatches(candidate)]
-                    compared = compare_native(self.native, spread, records[RecordedStepKey(NATIVE_PHASE, 0)])
-                    verdict = add_native_comparison(verdict, compared)
+                    native_records = records[recording.RecordedStepKey(recording.NATIVE_PHASE, 0)]
+                    verdict = add_native_comparison(verdict, compare_native(self.native, spread, native_records))
             end_s = perf_counter()
             self.report(replace(verdict, seconds=end_s - start_s))
             start_s = end_s

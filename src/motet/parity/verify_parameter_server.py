@@ -27,16 +27,12 @@ from motet.parity.record.tensor_recorder import (
     RecordedTensor,
     TensorKey,
     TensorRecorder,
-    group_by_key,
     record_state,
     sketch_shard,
 )
 from motet.train.job import Job, with_overrides
 from motet.train.launch.entry_points import SupervisorIO, TrainRequest, supervise_local_ranks
 from motet.train.launch.supervisor import LaunchExitStatus
-
-TRAINING_RUN = "of a whole run"
-
 
 @dataclass(frozen=True)
 class ParameterServerVerifier:
@@ -52,7 +48,7 @@ class ParameterServerVerifier:
         if exit_status.message:
             reason = f"{exit_status.message} (of the job made small)"
             return failed_verdict(candidate.layout, reason, exit_status.exit_code)
-        recorded = {RecordedStepKey(TRAINING_RUN, step): [records] for step, records in enumerate(records_by_step)}
+        recorded = {RecordedStepKey("of a whole run", step): [each] for step, each in enumerate(records_by_step)}
         comparison = compare_recorded_steps(self._run_references, recorded)
         first = comparison.first
         cause = self._likely_cause(candidate, records_by_step[first.at.step], first) if first else ""
@@ -64,14 +60,11 @@ class ParameterServerVerifier:
         records_by_step, exit_status = _train_and_record(self.job, 1, self.environment, sketches_shards=False)
         if exit_status.message:
             raise RankFailedError(f"one device: {exit_status.message} (of the job made small)")
-        flops = self.reference_runs.trajectory_references[0].total_flops
+        steps = self.reference_runs.trajectory_references
+        total = [[r._replace(flops_so_far=steps[0].total_flops) for r in records] for records in records_by_step]
         references = [
-            ReferenceStep(
-                build_reference_tensors(record._replace(flops_so_far=flops) for record in records),
-                step.learning_rate,
-                dict(step.noise),
-            )
-            for records, step in zip(records_by_step, self.reference_runs.trajectory_references, strict=True)
+            ReferenceStep(build_reference_tensors(records), step.learning_rate, dict(step.noise))
+            for records, step in zip(total, steps, strict=True)
         ]
         return replace(self.reference_runs, trajectory_references=references)
 
@@ -82,17 +75,14 @@ class ParameterServerVerifier:
         starting_key = TensorKey("starting parameter", key.name.removeprefix(MASTER_PREFIX))
         starting_value = self.reference_runs.trajectory_references[0].value_of(starting_key)
         before, layout = references[step - 1].value_of(key) if step else starting_value, candidate.job.layout
+        sizes = {"workers": candidate.world, "servers": layout.server.count}
+        sizes["micro-batches of a worker"] = layout.microbatches
+        before = None if before is None or not before.ndim else sketch_shard(as_numbers(before.reshape(-1)), 0)
         evidence = MismatchEvidence(
-            as_numbers(group_by_key([records])[key][0][1].value.reshape(-1)),
+            as_numbers(next(record for record in records if record.key == key).value.reshape(-1)),
             sketch_shard(as_numbers(references[step].tensors[key].value.reshape(-1)), 0),
-            known_factors={
-                "workers": float(candidate.world),
-                "servers": float(layout.server.count),
-                "micro-batches of a worker": float(layout.microbatches),
-            },
-            value_before_step=sketch_shard(as_numbers(before.reshape(-1)), 0)
-            if before is not None and before.ndim
-            else None,
+            known_factors={name: float(size) for name, size in sizes.items()},
+            value_before_step=before,
         )
         return explain(evidence, TENSOR_HYPOTHESES)
 
@@ -100,7 +90,6 @@ class ParameterServerVerifier:
 def _train_and_record(
     job: Job, ranks: int, environment: Mapping[str, str], *, sketches_shards: bool = True
 ) -> tuple[list[list[RecordedTensor]], LaunchExitStatus]:
-    """The records after each step, if the run completes."""
     with tempfile.TemporaryDirectory(prefix="motet-verify-run-") as name, Path(os.devnull).open("wb") as null_output:
         settings = [f"run.folder={Path(name) / 'run'}", f"run.ranks={ranks}", "checkpoint.every=1"]
         settings += ["monitor.tensorboard=false", "run.device=cpu"]

@@ -49,36 +49,28 @@ def align_tensor(reference: ReferenceTensor, records: RankRecords) -> list[Align
     """Pairs of what ranks have and should have; raise where these are no pairs."""
     if records[0][1].is_shard:
         return list(_align_shards(reference, records))
-    if records[0][1].microbatch < 0:
-        for rank, record in records:
-            if record.value.shape != reference.value.shape:
-                shapes = f"shape {list(record.value.shape)}, where one device has {list(reference.value.shape)}"
-                raise TensorAlignmentError(rank, f"rank {rank} has {shapes}")
-        return _pair_unsplit(reference, records)
-    _check_each_row_once(reference, records)
-    if reference.key.kind == "loss":
-        total = torch.stack([record.value.double() for _, record in records]).sum()
-        return [AlignedTensorPair(None, total, reference.value)]
-    if not any(tensor.numel() for tensor in (reference.value, *(record.value for _, record in records))):
-        return []
-    if has_no_row_dimension(reference, records):
-        return _pair_unsplit(reference, records)
-    return [_align_rows(reference, rank, record) for rank, record in records]
-
-
-def _pair_unsplit(reference: ReferenceTensor, records: RankRecords) -> list[AlignedTensorPair]:
-    bits = reference.record.significant_bits
-    return [AlignedTensorPair(rank, record.value, reference.value, record, bits) for rank, record in records]
+    value, is_split = reference.value, records[0][1].microbatch >= 0
+    if is_split:
+        _check_each_row_once(reference, records)
+        if reference.key.kind == "loss":
+            return [AlignedTensorPair(None, torch.stack([r.value.double() for _, r in records]).sum(), value)]
+        if not value.numel() and not any(record.value.numel() for _, record in records):
+            return []
+        if not has_no_row_dimension(reference, records):
+            return [_align_rows(reference, rank, record) for rank, record in records]
+    for rank, record in records:
+        if not is_split and record.value.shape != value.shape:
+            shapes = f"shape {list(record.value.shape)}, where one device has {list(value.shape)}"
+            raise TensorAlignmentError(rank, f"rank {rank} has {shapes}")
+    return [AlignedTensorPair(rank, r.value, value, r, reference.record.significant_bits) for rank, r in records]
 
 
 def has_no_row_dimension(reference: ReferenceTensor, records: RankRecords) -> bool:
     """Its shape does not depend on the rows: it is a table, or a mean over them."""
-    return reference.key.kind != "loss" and any(
-        record.microbatch >= 0
-        and record.value.shape == reference.value.shape
-        and len(record.rows) != len(reference.rows)
-        for _, record in records
-    )
+    if reference.key.kind == "loss":
+        return False
+    fewer_rows = [r for _, r in records if r.microbatch >= 0 and len(r.rows) != len(reference.rows)]
+    return any(record.value.shape == reference.value.shape for record in fewer_rows)
 
 
 def _check_each_row_once(reference: ReferenceTensor, records: RankRecords) -> None:
@@ -112,32 +104,28 @@ def _align_rows(reference: ReferenceTensor, rank: int, record: RecordedTensor) -
     if record.rows == reference.rows and record.value.shape == expected.shape:
         return AlignedTensorPair(rank, record.value, expected, record, bits)
     indices = [reference.rows.index(row) for row in record.rows]
-    shared_pair = (
-        _align_shared_by_rows(reference, record, expected[indices]) if expected.shape[:1] == (row_count,) else None
-    )
-    if shared_pair is not None:
+    if (shared_pair := _align_shared_by_rows(reference, record, indices)) is not None:
         return AlignedTensorPair(rank, *shared_pair, record)
-    sizes = ((record.value, len(record.rows)), (expected, row_count))
-    candidates = [
-        tuple(reshape_to_rows(t, n, dim=dim, is_inner=inner) for t, n in sizes)
-        for dim, inner in _row_dims(expected, record, row_count)
-    ]
-    if not candidates:
+    pairs = []
+    for dim, inner in _row_dims(expected, record, row_count):
+        expected_rows = _reshape_to_rows(expected, row_count, dim=dim, is_inner=inner)[indices]
+        pairs.append((_reshape_to_rows(record.value, len(indices), dim=dim, is_inner=inner), expected_rows))
+    if not pairs:
         shapes = f"shape {list(record.value.shape)} for {len(record.rows)} rows"
         message = f"rank {rank} has {shapes}, where one device has {list(expected.shape)} for {row_count}"
         raise TensorAlignmentError(rank, message)
-    pairs = [(value, expected_rows[indices]) for value, expected_rows in candidates]
     value, expected_rows = min(pairs, key=lambda pair: _error_norm(*pair))
     bits = bits if record.is_sketched else count_significant_bits(expected_rows)
     return AlignedTensorPair(rank, value, expected_rows, record, bits)
 
 
 def _align_shared_by_rows(
-    reference: ReferenceTensor, record: RecordedTensor, expected: Tensor
+    reference: ReferenceTensor, record: RecordedTensor, indices: list[int]
 ) -> tuple[Tensor, Tensor] | None:
     """A micro-batch may have a tensor once for all of its rows, as positions if each row is one document."""
-    if record.is_sketched or not record.value.ndim:
+    if record.is_sketched or not record.value.ndim or reference.value.shape[:1] != (len(reference.rows),):
         return None
+    expected = reference.value[indices]
     value = sketch_rows(record.value[None])
     is_sketched = value.shape[1:] != record.value.shape
     if value.shape[1:] != expected.shape[1:] or is_sketched != reference.record.is_sketched:
@@ -160,11 +148,10 @@ def _row_dims(expected: Tensor, record: RecordedTensor, rows: int) -> Iterator[t
                 yield dim, True
 
 
-def reshape_to_rows(tensor: Tensor, rows: int, *, dim: int = 0, is_inner: bool = False) -> Tensor:
+def _reshape_to_rows(tensor: Tensor, rows: int, *, dim: int, is_inner: bool) -> Tensor:
     """The tensor as [rows, elements of each]."""
     first = tensor.movedim(dim, 0)
-    by_row = first.reshape(-1, rows, *first.shape[1:]).transpose(0, 1) if is_inner else first
-    return by_row.reshape(rows, -1)
+    return (first.reshape(-1, rows, *first.shape[1:]).transpose(0, 1) if is_inner else first).reshape(rows, -1)
 
 
 def _error_norm(value: Tensor, expected: Tensor) -> float:
@@ -173,19 +160,16 @@ def _error_norm(value: Tensor, expected: Tensor) -> float:
 
 def _align_shards(reference: ReferenceTensor, records: RankRecords) -> Iterator[AlignedTensorPair]:
     flat, shape = reference.value.reshape(-1), tuple(reference.value.shape)
-    missing = torch.ones(flat.numel(), dtype=torch.bool)
+    numel, is_missing = flat.numel(), torch.ones(flat.numel(), dtype=torch.bool)
     for rank, record in records:
-        stop = record.start + record.numel
-        message = f"elements {record.start} to {stop - 1} of its {flat.numel()}"
-        if record.unsharded_shape != shape:
-            message = f"one of shape {list(record.unsharded_shape or ())}, not {list(shape)}"
-        if record.unsharded_shape != shape or stop > flat.numel():
-            raise TensorAlignmentError(rank, f"rank {rank} has {message}")
-        missing[record.start : stop] = False
+        stop, own_shape = record.start + record.numel, record.unsharded_shape
+        if own_shape != shape:
+            raise TensorAlignmentError(rank, f"rank {rank} has one of shape {list(own_shape or ())}, not {list(shape)}")
+        if stop > numel:
+            raise TensorAlignmentError(rank, f"rank {rank} has elements {record.start} to {stop - 1} of its {numel}")
+        is_missing[record.start : stop] = False
         expected = flat[record.start : stop]
         bits = count_significant_bits(expected)
         yield AlignedTensorPair(rank, record.value, sketch_shard(expected, record.start), record, bits)
-    if missing.any():
-        first = int(missing.nonzero()[0])
-        message = f"no rank has {int(missing.sum())} of its {flat.numel()} elements, the first is {first}"
-        raise TensorAlignmentError(None, message)
+    if lost := is_missing.nonzero().flatten().tolist():
+        raise TensorAlignmentError(None, f"no rank has {len(lost)} of its {numel} elements, the first is {lost[0]}")

@@ -1,7 +1,6 @@
-"""A step in the job's own precision, compared with the spread of the same step under other orders of summation.
+"""A step in the job's own precision, compared with steps of one device that add micro-batches in other orders.
 
-A sum that is kept in bfloat16 by mistake is right in float64. Here it is further from one device than steps of one
-device that add the same micro-batches in other orders.
+A sum that is kept in bfloat16 by mistake is right in float64; here it is further from one device than they are.
 """
 
 import math
@@ -21,13 +20,7 @@ from motet.parity.compare.tensor_differences import (
     build_reference_tensors,
     compare_with_reference,
 )
-from motet.parity.record.record_verification_steps import (
-    SINGLE_RANK_GROUP,
-    record_restored_step,
-    record_starting_masters,
-    run_recorded_step,
-    single_thread,
-)
+from motet.parity.record import record_verification_steps as recording
 from motet.parity.record.tensor_recorder import MASTER_PREFIX, RecordsByRank, TensorKey
 from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.precision.recipe import RECIPES, PrecisionRecipe
@@ -56,10 +49,10 @@ class DifferenceZScore(NamedTuple):
     def cause(self) -> str:
         if self.difference.reason:
             return self.difference.reason
-        ratio = self.difference.relative_error / self.typical_error
         return (
-            f"it is {ratio:.1f} times as far from one device as other orders of the same sums (z = {self.z:.0f}), "
-            "while it is the same in float64: something is rounded that should not be"
+            f"it is {self.difference.relative_error / self.typical_error:.1f} times as far from one device as other "
+            f"orders of the same sums (z = {self.z:.0f}), while it is the same in float64: something is rounded that "
+            "should not be"
         )
 
 
@@ -82,8 +75,7 @@ class SummationOrderSpread:
         std_of_size, mean = math.sqrt(0.5 / max(1, tensor.value.numel())), float(log_errors.mean())
         log_std = max(float(log_errors.std()), self.pooled_log_std[tensor.key.kind], std_of_size, MIN_LOG_STD)
         deviation = log_error(difference, tensor, self.compute_dtype) - mean
-        z = deviation / (log_std * math.sqrt(1 + 1 / len(log_errors)))
-        return DifferenceZScore(difference, z, math.exp(mean))
+        return DifferenceZScore(difference, deviation / (log_std * math.sqrt(1 + 1 / len(log_errors))), math.exp(mean))
 
     @cached_property
     def pooled_log_std(self) -> dict[str, float]:
@@ -110,21 +102,17 @@ def run_native_reference(
 ) -> NativeReference:
     """Train on one device, in the job's own precision."""
     last_step, bitwise_reference = subject.steps - 1, None
-    with subject.numerics(), single_thread():
-        on_rank = subject.with_microbatches(1).build(SINGLE_RANK_GROUP, folder)
+    with subject.numerics(), recording.single_thread():
+        on_rank = subject.with_microbatches(1).build(recording.SINGLE_RANK_GROUP, folder)
         for step in range(last_step):
-            run_recorded_step(on_rank, step)
+            recording.run_recorded_step(on_rank, step)
         on_rank.state.save(last_step)
-        records = run_recorded_step(on_rank, last_step, sketches_shards=False)
+        records = recording.run_recorded_step(on_rank, last_step, sketches_shards=False)
         if subject.job.run.reproducible:
-            reproducible = subject.build(SINGLE_RANK_GROUP, folder)
-            bitwise_reference = ReferenceStep(
-                build_reference_tensors(record_restored_step(reproducible, folder, last_step, sketches_shards=False)),
-                on_rank.learning_rate(last_step),
-                microbatch_dependent=microbatch_dependent,
-            )
-    tensors = build_reference_tensors(records)
-    return NativeReference(subject, folder, microbatch_dependent, tensors, bitwise_reference)
+            same_bits, rate = subject.build(recording.SINGLE_RANK_GROUP, folder), on_rank.learning_rate(last_step)
+            exact = recording.record_restored_step(same_bits, folder, last_step, sketches_shards=False)
+            bitwise_reference = ReferenceStep(build_reference_tensors(exact), rate, {}, microbatch_dependent)
+    return NativeReference(subject, folder, microbatch_dependent, build_reference_tensors(records), bitwise_reference)
 
 
 def measure_order_spread(native: NativeReference, microbatches: int) -> SummationOrderSpread | None:
@@ -132,20 +120,17 @@ def measure_order_spread(native: NativeReference, microbatches: int) -> Summatio
     subject, last_step = native.subject, native.subject.steps - 1
     if (compute := RECIPES[subject.job.precision.recipe].compute) == "float64":
         return None
-    with subject.numerics(), single_thread():
-        on_rank = subject.with_microbatches(microbatches).build(SINGLE_RANK_GROUP, native.folder)
-        masters = {sketches: record_starting_masters(on_rank, sketches) for sketches in (False, True)}
-        unsketched = masters[False] + record_restored_step(on_rank, native.folder, last_step, sketches_shards=False)
-        tensors = build_reference_tensors(record for record in unsketched if record.microbatch < 0)
-        added = {key: tensor for key, tensor in tensors.items() if key not in native.single_batch_tensors}
-        reference = ReferenceStep(
-            {**added, **native.single_batch_tensors, **tensors},
-            on_rank.learning_rate(last_step),
-            microbatch_dependent=native.microbatch_dependent,
-        )
+    with subject.numerics(), recording.single_thread():
+        on_rank = subject.with_microbatches(microbatches).build(recording.SINGLE_RANK_GROUP, native.folder)
+        masters = {sketches: recording.record_starting_masters(on_rank, sketches) for sketches in (False, True)}
+        restored = recording.record_restored_step(on_rank, native.folder, last_step, sketches_shards=False)
+        split = build_reference_tensors(record for record in masters[False] + restored if record.microbatch < 0)
+        added = {key: tensor for key, tensor in split.items() if key not in native.single_batch_tensors}
+        tensors = {**added, **native.single_batch_tensors, **split}
+        reference = ReferenceStep(tensors, on_rank.learning_rate(last_step), {}, native.microbatch_dependent)
         compute_dtype, errors = getattr(torch, compute), dict[TensorKey, list[float]]()
         for order in _random_row_orders(subject.batch_rows, microbatches):
-            records = record_restored_step(on_rank.with_row_order(order), native.folder, last_step)
+            records = recording.record_restored_step(on_rank.with_row_order(order), native.folder, last_step)
             for difference in compare_with_reference(reference, [masters[True] + records]):
                 error = log_error(difference, reference.tensors[difference.key], compute_dtype)
                 errors.setdefault(difference.key, []).append(error)
@@ -155,10 +140,9 @@ def measure_order_spread(native: NativeReference, microbatches: int) -> Summatio
 
 def _random_row_orders(rows: int, microbatches: int) -> Iterator[list[int]]:
     """Orders of the rows in which micro-batches keep their rows."""
-    microbatch_rows = torch.arange(rows).view(microbatches, -1)
     for seed in range(ORDER_COUNT):
         order = torch.randperm(microbatches, generator=torch.Generator().manual_seed(seed))
-        yield microbatch_rows[order].flatten().tolist()
+        yield torch.arange(rows).view(microbatches, -1)[order].flatten().tolist()
 
 
 def log_error(difference: TensorDifference, tensor: ReferenceTensor, compute_dtype: torch.dtype) -> float:

@@ -1,6 +1,5 @@
 """The steps of one device, how far rounding may move them, and the first tensor in which recorded steps differ."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,7 +7,6 @@ from pathlib import Path
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from motet.collectives.compression.byte_messages import codec_numerics
 from motet.core.errors import InputError, check_input
 from motet.parity.compare.tensor_differences import (
     ReferenceStep,
@@ -17,19 +15,7 @@ from motet.parity.compare.tensor_differences import (
     compare_with_reference,
     find_microbatch_dependent,
 )
-from motet.parity.record.record_verification_steps import (
-    FROM_REFERENCE,
-    SINGLE_RANK_GROUP,
-    UNOBSERVED,
-    RecordedStepKey,
-    VerificationSubject,
-    VerificationSubjectOnRank,
-    record_evaluation,
-    record_restored_step,
-    run_recorded_step,
-    single_thread,
-    step_checkpoint_path,
-)
+from motet.parity.record import record_verification_steps as recording
 from motet.parity.record.tensor_recorder import RecordedTensor, RecordsByRank, TensorKey, TensorRecorder, record_step
 
 PERTURBED_RUNS = 2  # References whose parameters start one ulp away
@@ -47,18 +33,18 @@ class ReferenceRuns:
     self_difference: TensorDifference | None = None
     has_mean_gradients: bool = False  # Gradients are divided by the count of targets
 
-    def reference_for(self, at: RecordedStepKey) -> ReferenceStep:
-        reference = (self.step_references if at.phase == FROM_REFERENCE else self.trajectory_references)[at.step]
-        if at.phase != UNOBSERVED:
-            return reference
-        tensors = {key: tensor for key, tensor in reference.tensors.items() if key.kind != "starting parameter"}
-        return replace(reference, tensors=tensors)
+    def reference_for(self, at: recording.RecordedStepKey) -> ReferenceStep:
+        if at.phase == recording.FROM_REFERENCE:
+            return self.step_references[at.step]
+        reference = self.trajectory_references[at.step]
+        compared = {k: t for k, t in reference.tensors.items() if k.kind != "starting parameter"}
+        return replace(reference, tensors=compared) if at.phase == recording.UNOBSERVED else reference
 
 
-def run_reference(subject: VerificationSubject, folder: Path) -> ReferenceRuns:
+def run_reference(subject: recording.VerificationSubject, folder: Path) -> ReferenceRuns:
     """Train on this process alone, then again from parameters that are one ulp away."""
-    with subject.numerics(), single_thread():
-        on_rank = subject.with_microbatches(1).build(SINGLE_RANK_GROUP, folder)
+    with subject.numerics(), recording.single_thread():
+        on_rank = subject.with_microbatches(1).build(recording.SINGLE_RANK_GROUP, folder)
         step_references = []
         for step in range(subject.steps):
             on_rank.state.save(step)
@@ -66,28 +52,26 @@ def run_reference(subject: VerificationSubject, folder: Path) -> ReferenceRuns:
         on_rank.state.save(subject.steps)
         last_step, last = subject.steps - 1, step_references[-1]
         trajectory = [replace(reference, noise={}, microbatch_dependent=set()) for reference in step_references]
-        evaluation = (record._replace(flops_so_far=last.total_flops) for record in record_evaluation(on_rank))
+        evaluation = (record._replace(flops_so_far=last.total_flops) for record in recording.record_evaluation(on_rank))
         trajectory[-1] = replace(trajectory[-1], tensors={**last.tensors, **build_reference_tensors(evaluation)})
         runs = ReferenceRuns(step_references, trajectory, folder)
-        records = record_restored_step(on_rank, folder, last_step)
-        with codec_numerics():
-            differences = compare_with_reference(last, [records])
+        differences = compare_with_reference(last, [recording.record_restored_step(on_rank, folder, last_step)])
         if difference := next((each for each in differences if not each.is_rounding), None):
             return replace(runs, self_difference=difference)
         for seed in range(PERTURBED_RUNS):
             for step, reference in enumerate(step_references):
                 _restore_perturbed(on_rank, folder, step=step, seed=seed)
-                _add_noise(reference, run_recorded_step(on_rank, step))
+                _add_noise(reference, recording.run_recorded_step(on_rank, step))
             _restore_perturbed(on_rank, folder, step=0, seed=seed)
             for step, reference in enumerate(trajectory):
-                _add_noise(reference, run_recorded_step(on_rank, step, evaluates=step == last_step))
+                _add_noise(reference, recording.run_recorded_step(on_rank, step, evaluates=step == last_step))
         keys = _microbatch_dependent_keys(subject, folder, step_references[0])
         for reference in [*step_references, *trajectory]:
             reference.microbatch_dependent.update(keys)
         return runs
 
 
-def _record_reference(subject: VerificationSubjectOnRank, step: int) -> ReferenceStep:
+def _record_reference(subject: recording.VerificationSubjectOnRank, step: int) -> ReferenceStep:
     recorder, counter = TensorRecorder(sketches_shards=False), FlopCounterMode(display=False)
     with counter:
         recorder.flops_so_far = counter.get_total_flops
@@ -95,45 +79,40 @@ def _record_reference(subject: VerificationSubjectOnRank, step: int) -> Referenc
     return ReferenceStep(build_reference_tensors(recorder.records), subject.learning_rate(step))
 
 
-def _restore_perturbed(subject: VerificationSubjectOnRank, folder: Path, *, step: int, seed: int) -> None:
-    """Move each master by one ulp, up or down."""
-    subject.state.restore(step_checkpoint_path(folder, step))
+def _restore_perturbed(subject: recording.VerificationSubjectOnRank, folder: Path, *, step: int, seed: int) -> None:
+    subject.state.restore(recording.step_checkpoint_path(folder, step))
     generator, optimizer = torch.Generator().manual_seed(seed), subject.engine.optimizer
     for master in optimizer.sharded_parameters.local_masters:
         up = torch.rand(master.shape, generator=generator) < 0.5
-        towards = torch.where(up, torch.inf, -torch.inf).to(master.dtype)
-        master.copy_(torch.nextafter(master, towards))
+        master.copy_(torch.nextafter(master, torch.where(up, torch.inf, -torch.inf).to(master.dtype)))
     optimizer.sync_parameters()
 
 
 def _add_noise(reference: ReferenceStep, records: list[RecordedTensor]) -> None:
-    with codec_numerics():
-        differences = compare_with_reference(reference, [records])
-    for difference in differences:  # A tensor with another shape, routed differently, has no bound
-        relative_error = math.inf if difference.reason else difference.relative_error
+    for difference in compare_with_reference(reference, [records]):
+        # A tensor with another shape, routed differently, has no bound
+        relative_error = torch.inf if difference.reason else difference.relative_error
         reference.noise[difference.key] = max(relative_error, reference.noise.get(difference.key, 0.0))
 
 
-def _microbatch_dependent_keys(subject: VerificationSubject, folder: Path, reference: ReferenceStep) -> set[TensorKey]:
+def _microbatch_dependent_keys(subject: recording.VerificationSubject, folder: Path, reference: ReferenceStep) -> set[TensorKey]:
     """Tensors without rows that change when each row is a micro-batch; some models need two rows in each."""
-    rows = subject.batch_rows
-    smaller_counts = [count for count in range(rows // 2, 1, -1) if rows % count == 0]
-    for microbatches in (rows, *smaller_counts[:1]):
-        on_rank = subject.with_microbatches(microbatches).build(SINGLE_RANK_GROUP, folder)
-        on_rank.state.restore(step_checkpoint_path(folder, 0))
+    counts = [count for count in range(subject.batch_rows, 1, -1) if subject.batch_rows % count == 0]
+    for microbatches in counts[:2] or [1]:
+        on_rank = subject.with_microbatches(microbatches).build(recording.SINGLE_RANK_GROUP, folder)
+        on_rank.state.restore(recording.step_checkpoint_path(folder, 0))
         try:
-            records = run_recorded_step(on_rank, 0)
+            records = recording.run_recorded_step(on_rank, 0)
         except Exception:  # noqa: BLE001  # models refuse a single row in many ways
             continue
-        with codec_numerics():
-            return find_microbatch_dependent(reference, [records])
+        return find_microbatch_dependent(reference, [records])
     return set()
 
 
 def make_external_reference(reference_runs: ReferenceRuns, steps: Sequence[RecordsByRank]) -> ReferenceRuns:
     """The reference of only those tensors that external code returns; its gradients are those of the mean loss."""
     key_sets = [{record.key for record in records} for ranks in steps for records in ranks]
-    keys: set[TensorKey] = set().union(*key_sets)
+    keys = {key for some in key_sets for key in some}
     available = reference_runs.trajectory_references[0].tensors
     check_input(keys, "verify: your step gives nothing; give full tensors by name, gradient.NAME say")
     for key in sorted(key for some in key_sets for key in keys - some):
@@ -141,26 +120,25 @@ def make_external_reference(reference_runs: ReferenceRuns, steps: Sequence[Recor
     for key in sorted(keys - set(available)):
         names = ", ".join(other.name for other in available if other.kind == key.kind) or "none"
         raise InputError(f"verify: one device has no {key.kind} {key.name}; there are {names}")
-    trajectory = [_with_mean_gradients(reference, keys) for reference in reference_runs.trajectory_references]
-    return replace(reference_runs, trajectory_references=trajectory, has_mean_gradients=True)
+    references = [_with_mean_gradients(reference, keys) for reference in reference_runs.trajectory_references]
+    return replace(reference_runs, trajectory_references=references, has_mean_gradients=True)
 
 
 def _with_mean_gradients(reference: ReferenceStep, keys: set[TensorKey]) -> ReferenceStep:
-    count = reference.scalar("sum", "target tokens") or math.nan
-    selected = {key: tensor for key, tensor in reference.tensors.items() if key in keys}
-    means = {k: replace(t, value=t.value / count) if k.kind == "gradient" else t for k, t in selected.items()}
-    return replace(reference, tensors=means)
+    count, tensors = reference.scalar("sum", "target tokens") or torch.nan, reference.tensors.items()
+    divided = {k: replace(t, value=t.value / count) if k.kind == "gradient" else t for k, t in tensors if k in keys}
+    return replace(reference, tensors=divided)
 
 
 @dataclass(frozen=True)
 class DifferenceAtStep:
     """The difference of a tensor, and the step in which it was computed."""
 
-    at: RecordedStepKey
+    at: recording.RecordedStepKey
     difference: TensorDifference
 
     def __str__(self) -> str:
-        phase_text = "" if self.at.phase == FROM_REFERENCE else f", steps {self.at.phase}"
+        phase_text = "" if self.at.phase == recording.FROM_REFERENCE else f", steps {self.at.phase}"
         return f"{self.difference.key}, step {self.at.step + 1}{phase_text}"
 
 
@@ -174,7 +152,7 @@ class Comparison:
 
 
 def compare_recorded_steps(
-    reference_runs: ReferenceRuns, recorded: Mapping[RecordedStepKey, RecordsByRank]
+    reference_runs: ReferenceRuns, recorded: Mapping[recording.RecordedStepKey, RecordsByRank]
 ) -> Comparison:
     """Compare step by step; steps after one that differs are not looked at."""
     differences: list[DifferenceAtStep] = []
@@ -184,7 +162,6 @@ def compare_recorded_steps(
         if not all(difference.is_rounding for difference in of_step):
             break
     worst = max(differences, key=lambda each: each.difference.relative_error)
-    if first := next((each for each in differences if not each.difference.is_rounding), None):
-        return Comparison(worst, first, ())
-    noisy = tuple(str(each) for each in differences if each.difference.bound > MAX_NOISE_BOUND)
-    return Comparison(worst, None, noisy)
+    first = next((each for each in differences if not each.difference.is_rounding), None)
+    noisy = [] if first else [str(each) for each in differences if each.difference.bound > MAX_NOISE_BOUND]
+    return Comparison(worst, first, tuple(noisy))

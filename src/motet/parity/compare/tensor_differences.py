@@ -10,6 +10,7 @@ from typing import NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from motet.collectives.compression.byte_messages import codec_numerics
 from motet.parity.compare.align_with_reference import (
     AlignedTensorPair,
     ReferenceTensor,
@@ -18,6 +19,7 @@ from motet.parity.compare.align_with_reference import (
     has_no_row_dimension,
 )
 from motet.parity.record.tensor_recorder import (
+    LaterKind,
     RankRecords,
     RecordedTensor,
     RecordsByRank,
@@ -34,7 +36,6 @@ MIN_ROUNDED_BITS = 3  # Ones and zeros have fewer without being rounded
 MASK_FILL_MAGNITUDE = 1e30  # Masks hold larger numbers; these do not count in norms
 OUTLIER_RATIO = 1e6  # A tensor that is as many times as large as most of its kind does not count in their size
 ACTIVATION_KINDS: tuple[TensorKind, ...] = ("activation", "activation gradient")
-FORWARD_KINDS = ("starting parameter", "sample", "random mask", "activation", "loss", "activation gradient")
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,9 @@ class ReferenceStep:
     @cached_property
     def typical_sizes(self) -> dict[str, float]:
         """Root mean squares of the elements of similar tensors."""
-        square_sums: dict[str, list[tuple[float, int]]] = {_size_family(key): [] for key in self.tensors}
+        square_sums: dict[str, list[tuple[float, int]]] = {}
         for key, tensor in self.tensors.items():
-            square_sums[_size_family(key)].append((finite_norm(tensor.value) ** 2, tensor.value.numel()))
+            square_sums.setdefault(_size_family(key), []).append((finite_norm(tensor.value) ** 2, tensor.value.numel()))
         return {family: _typical_size(each) for family, each in square_sums.items()}
 
     @cached_property
@@ -59,12 +60,17 @@ class ReferenceStep:
         return max(tensor.record.flops_so_far for tensor in self.tensors.values())
 
     def value_of(self, key: TensorKey) -> Tensor | None:
-        tensor = self.tensors.get(key)
-        return None if tensor is None else tensor.value
+        return self.tensors[key].value if key in self.tensors else None
 
     def scalar(self, kind: TensorKind, name: str) -> float | None:
         value = self.value_of(TensorKey(kind, name))
         return None if value is None else float(value)
+
+    def distance_of(self, key: TensorKey, pair: AlignedTensorPair) -> float:
+        """The relative distance of a pair; a tensor is measured at least by the typical size of its kind."""
+        count = pair.record.numel if pair.record and pair.record.is_shard else pair.expected.numel()
+        size = self.learning_rate if key.kind == "parameter" else self.typical_sizes[_size_family(key)]
+        return relative_distance(pair.value, pair.expected, size * math.sqrt(count))
 
 
 class TensorDifference(NamedTuple):
@@ -82,8 +88,8 @@ class TensorDifference(NamedTuple):
 
 
 def build_reference_tensors(records: Iterable[RecordedTensor]) -> dict[TensorKey, ReferenceTensor]:
-    kind_order = {kind: 0 if kind in FORWARD_KINDS else index for index, kind in enumerate(get_args(TensorKind))}
-    ordered = sorted(records, key=lambda record: kind_order[record.kind])
+    later_kinds = get_args(LaterKind)
+    ordered = sorted(records, key=lambda r: 1 + later_kinds.index(r.kind) if r.kind in later_kinds else 0)
     rows = next((record.rows for record in ordered if record.rows), ())
     values = [r.value if r.unsharded_shape is None else r.value.view(r.unsharded_shape) for r in ordered]
     return {r.key: ReferenceTensor(r.key, value, rows, r) for r, value in zip(ordered, values, strict=True)}
@@ -95,7 +101,6 @@ def _size_family(key: TensorKey) -> str:
 
 
 def _typical_size(square_sums: Sequence[tuple[float, int]]) -> float:
-    """The root mean square over tensors, each given by its sum of squares and its element count."""
     means = [squares / count for squares, count in square_sums if squares]
     limit = OUTLIER_RATIO**2 * median(means) if means else 0.0
     usual = [(squares, count) for squares, count in square_sums if count and squares / count <= limit]
@@ -103,16 +108,16 @@ def _typical_size(square_sums: Sequence[tuple[float, int]]) -> float:
     return math.sqrt(sum(squares for squares, _ in usual) / elements) if elements else 0.0
 
 
+@codec_numerics()
 def compare_with_reference(reference: ReferenceStep, records_by_rank: RecordsByRank) -> list[TensorDifference]:
     """One difference per tensor of the reference, in its order, then per tensor that only ranks have."""
     by_key = group_by_key(records_by_rank)
     differences = [_compare_tensor(reference, tensor, by_key.pop(key, [])) for key, tensor in reference.tensors.items()]
-    return differences + [
-        TensorDifference(key, math.inf, 0.0, records[0][0], "one device has no such tensor")
-        for key, records in by_key.items()
-    ]
+    unknown, ranks = "one device has no such tensor", {key: records[0][0] for key, records in by_key.items()}
+    return differences + [TensorDifference(key, math.inf, 0.0, rank, unknown) for key, rank in ranks.items()]
 
 
+@codec_numerics()
 def find_microbatch_dependent(reference: ReferenceStep, records_by_rank: RecordsByRank) -> set[TensorKey]:
     """Activations that change with the micro-batches of one device, though nothing that follows from them does.
 
@@ -136,9 +141,9 @@ def _module_name(key: TensorKey) -> str:
 def _is_table_or_mean(tensor: ReferenceTensor, records: RankRecords) -> bool:
     try:
         align_tensor(tensor, records)
-        return has_no_row_dimension(tensor, records)
     except TensorAlignmentError:
         return True
+    return has_no_row_dimension(tensor, records)
 
 
 def _compare_tensor(reference: ReferenceStep, tensor: ReferenceTensor, records: RankRecords) -> TensorDifference:
@@ -155,17 +160,9 @@ def _compare_tensor(reference: ReferenceStep, tensor: ReferenceTensor, records: 
     for pair in pairs:
         if reason := _precision_mismatch(pair, tensor.record.dtype):
             return TensorDifference(key, math.inf, bound, pair.rank, reason)
-        relative_error = pair_distance(reference, key, pair)
-        if relative_error > worst.relative_error:
-            worst = TensorDifference(key, relative_error, bound, pair.rank)
+        difference = TensorDifference(key, reference.distance_of(key, pair), bound, pair.rank)
+        worst = max(worst, difference, key=lambda each: each.relative_error)  # The first of equals
     return worst
-
-
-def pair_distance(reference: ReferenceStep, key: TensorKey, pair: AlignedTensorPair) -> float:
-    """The relative distance of a pair; a tensor is measured at least by the typical size of its kind."""
-    count = pair.record.numel if pair.record and pair.record.is_shard else pair.expected.numel()
-    size = reference.learning_rate if key.kind == "parameter" else reference.typical_sizes[_size_family(key)]
-    return relative_distance(pair.value, pair.expected, size * math.sqrt(count))
 
 
 def _precision_mismatch(pair: AlignedTensorPair, expected_dtype: str) -> str:
@@ -190,17 +187,12 @@ def error_bound(reference: ReferenceStep, tensor: ReferenceTensor) -> float:
 
 def relative_distance(value: Tensor, expected: Tensor, floor: float = 0.0) -> float:
     """The norm of the difference over the norm of the expected tensor, or over the floor if that is larger."""
-    error_norm = float(torch.linalg.vector_norm(elementwise_difference(value, expected)))
+    a, b = value.double(), expected.double()
+    error_norm = float(torch.linalg.vector_norm(torch.where(a == b, 0.0, a - b)))  # Both may be the same infinity
     if error_norm == 0:
         return 0.0
     size = max(finite_norm(expected), floor)
     return error_norm / size if size and not math.isnan(error_norm) else math.inf
-
-
-def elementwise_difference(value: Tensor, expected: Tensor) -> Tensor:
-    """The difference; 0 where both are the same infinity."""
-    a, b = value.double(), expected.double()
-    return torch.where(a == b, 0.0, a - b)
 
 
 def finite_norm(tensor: Tensor) -> float:

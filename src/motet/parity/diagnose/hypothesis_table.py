@@ -27,7 +27,11 @@ def depends_on_microbatching(e: MismatchEvidence) -> str:
     for _, other in e.source.recompute.records_with_same_microbatches.get(e.source.key, []):
         is_same_shape = (other.rows, other.value.shape) == (record.rows, record.value.shape)
         if is_same_shape and is_equal_up_to_rounding(record.value, other.value):
-            return ROWS_DEPEND
+            return (
+                "its rows depend on the other rows of their micro-batch, or on how many there are (statistics over the "
+                "batch, say, or numbers that are drawn for all rows together): one device that splits the batch in the "
+                "same way has the same"
+            )
     return ""
 
 
@@ -36,10 +40,6 @@ def buffer_differs(e: MismatchEvidence) -> str:
     return f"on this rank buffer {buffers[0].key.name} differs after the step, too" if buffers else ""
 
 
-ROWS_DEPEND = (
-    "its rows depend on the other rows of their micro-batch, or on how many there are (statistics over the batch, say, "
-    "or numbers that are drawn for all rows together): one device that splits the batch in the same way has the same"
-)
 UNEXPLAINED = {
     "gradient": "no sum of what ranks and micro-batches have gives it: it was changed while it was summed, or after",
     "norm": "gradients are right, and no sum of their squares gives it: it has others in it, or was changed after",

@@ -83,9 +83,6 @@ def find_rounding_dtype(error: Tensor, exact: Tensor) -> str:
     return ""
 
 
-# --- which contributions of ranks and micro-batches a sum consists of, and how often it has each -----
-
-
 class MicroBatchContribution(NamedTuple):
     """The term that one micro-batch of one rank adds to a sum."""
 
@@ -221,6 +218,5 @@ def _format_contributions(contributions: Contributions, all_contributions: Contr
     """Only the ranks are named where all of their micro-batches are meant."""
     ranks, microbatches = sorted({c.rank for c in contributions}), sorted({c.microbatch for c in contributions})
     text, named = format_numbered("rank", ranks), {c[:2] for c in contributions}
-    if all(c[:2] in named for c in all_contributions if c.rank in ranks):
-        return text
-    return f"{format_numbered('micro-batch', microbatches)} of {text}"
+    has_all = all(c[:2] in named for c in all_contributions if c.rank in ranks)
+    return text if has_all else f"{format_numbered('micro-batch', microbatches)} of {text}"

@@ -1,6 +1,5 @@
 """A tensor that differs: its ranks and elements, and the reference data of which it could be made."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -9,20 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from motet.parity.compare.align_with_reference import (
-    AlignedTensorPair,
-    ReferenceTensor,
-    format_numbered,
-    reshape_to_rows,
-)
+from motet.parity.compare.align_with_reference import AlignedTensorPair, ReferenceTensor, format_numbered
 from motet.parity.compare.reference_runs import DifferenceAtStep
-from motet.parity.compare.tensor_differences import (
-    ReferenceStep,
-    TensorDifference,
-    compare_with_reference,
-    elementwise_difference,
-    pair_distance,
-)
+from motet.parity.compare.tensor_differences import ReferenceStep, TensorDifference, compare_with_reference
 from motet.parity.diagnose.linear_fit import TARGET_TOKENS, MicroBatchContribution, as_numbers
 from motet.parity.diagnose.optimizer_update import ExpectedOptimizerUpdate
 from motet.parity.diagnose.single_device_recompute import MicroBatchResult, SingleDeviceRecompute
@@ -57,12 +45,9 @@ class LocatedDifference:
     def key(self) -> TensorKey:
         return self.tensor.key
 
-    def _distance(self, pair: AlignedTensorPair) -> float:
-        return pair_distance(self.reference, self.key, pair)
-
     @cached_property
     def worst_pair(self) -> AlignedTensorPair:
-        worst = max(self.pairs, key=self._distance)
+        worst = max(self.pairs, key=lambda pair: self.reference.distance_of(self.key, pair))
         return worst._replace(value=as_numbers(worst.value), expected=as_numbers(worst.expected))
 
     @cached_property
@@ -71,9 +56,9 @@ class LocatedDifference:
 
     def location_text(self) -> str:
         """The ranks and elements that differ, if others do not."""
-        bound, all_ranks = self.difference.difference.bound, {p.rank for p in self.pairs if p.value.numel()}
-        ranks = sorted({p.rank for p in self.pairs if p.rank is not None and self._distance(p) > bound})
-        is_part = 0 < len(ranks) < len(all_ranks)
+        bound, of_ranks = self.difference.difference.bound, [p for p in self.pairs if p.rank is not None]
+        ranks = sorted({p.rank or 0 for p in of_ranks if self.reference.distance_of(self.key, p) > bound})
+        is_part = 0 < len(ranks) < len({p.rank for p in self.pairs if p.value.numel()})
         text = f", on {format_numbered('rank', ranks)} alone" if is_part else ""
         elements, record = self.differing_slice, self.worst_pair.record
         if elements is None or record is None:
@@ -94,11 +79,10 @@ class LocatedDifference:
         value, expected, record = self.worst_pair.value, self.worst_pair.expected, self.worst_pair.record
         if record is None or not record.is_shard or record.is_sketched or value.numel() < 2:
             return None
-        error = elementwise_difference(value, expected).abs().nan_to_num(math.inf)
+        error = (value.double() - expected.double()).abs().nan_to_num(torch.inf)
         limit = 1e-3 * self.difference.difference.bound * float(expected.double().abs().max())
-        wrong_indices = (error > limit).nonzero().flatten().tolist()
-        differing = slice(wrong_indices[0], wrong_indices[-1] + 1) if wrong_indices else slice(0, value.numel())
-        return differing if differing.stop - differing.start < 0.95 * value.numel() else None
+        wrong = ((error > limit) & (value != expected)).nonzero().flatten().tolist()  # Both may be the same infinity
+        return slice(wrong[0], wrong[-1] + 1) if wrong and wrong[-1] + 1 - wrong[0] < 0.95 * value.numel() else None
 
     def cut(self, shard: Tensor) -> Tensor:
         """The elements of the worst shard that differ."""
@@ -138,8 +122,7 @@ class LocatedDifference:
     def gradient_scale(self) -> float:
         """The factor by which sums of gradients are divided and clipped."""
         norm, count = self.reference.scalar("norm", "gradient norm"), self.reference.scalar("sum", TARGET_TOKENS)
-        engine = self.recompute.rank_subject.engine
-        return 1.0 if norm is None or count is None else engine.gradient_scale(norm, count)
+        return 1.0 if norm is None or count is None else self.recompute.rank_subject.engine.gradient_scale(norm, count)
 
     @property
     def target_count(self) -> float:
@@ -194,9 +177,8 @@ class OptimizerEvidence(NamedTuple):
 def make_evidence(located: LocatedDifference) -> MismatchEvidence:
     """Everything that hypotheses about this kind of tensor look at."""
     (kind, name), pair, recompute = located.key, located.worst_pair, located.recompute
-    evidence = MismatchEvidence(
-        pair.value, pair.expected, pair.rank, located.known_factors, kind=kind, name=name, located=located
-    )
+    factors = located.known_factors
+    evidence = MismatchEvidence(pair.value, pair.expected, pair.rank, factors, kind=kind, name=name, located=located)
     if kind in SCALAR_KINDS:
         results = recompute.evaluation_results if kind == "evaluation" else recompute.microbatch_results
         targets = None if kind == "evaluation" else located.reference.value_of(TensorKey("sample", "targets"))
@@ -205,17 +187,14 @@ def make_evidence(located: LocatedDifference) -> MismatchEvidence:
         return _with_rows(evidence, located)
     state_name = {"parameter": f"{MASTER_PREFIX}{name}", "state": name, "buffer": f"buffer/{name}"}.get(kind, "")
     before = recompute.state_before_step.get(state_name)
+    shards = [t for t in located.reference.tensors.values() if t.key.kind == kind and t.record.is_shard]
     evidence = replace(
         evidence,
         value=located.cut(pair.value),
         expected=located.cut(pair.expected),
         alternatives=_same_kind(located),
         value_before_step=None if before is None or before.ndim == 0 else located.select(before),
-        source_tensors={
-            f"{kind} {key.name}": tensor.value
-            for key, tensor in located.reference.tensors.items()
-            if key.kind == kind and tensor.record.is_shard
-        },
+        source_tensors={f"{kind} {tensor.key.name}": tensor.value for tensor in shards},
     )
     if kind == "gradient":
         previous = _contributions(located, name, steps_ago=1) if recompute.step else []
@@ -253,15 +232,13 @@ def _same_kind(located: LocatedDifference) -> dict[str, Tensor]:
 
 
 def _in_other_steps(located: LocatedDifference, key: TensorKey, words: str) -> dict[str, Tensor]:
-    values = {f"{words} {step}": reference.value_of(key) for step, reference in located.other_steps.items()}
-    return {description: value for description, value in values.items() if value is not None}
+    return {f"{words} {step}": r.tensors[key].value for step, r in located.other_steps.items() if key in r.tensors}
 
 
 def _others_of_kind(located: LocatedDifference, kind: TensorKind, name: str) -> dict[str, Tensor]:
     """Name -> another tensor of a kind, of the same shape."""
-    tensors, shape = located.reference.tensors, located.tensor.value.shape
-    others = {key.name: tensor.value for key, tensor in tensors.items() if key.kind == kind and key.name != name}
-    return {other: value for other, value in others.items() if value.shape == shape}
+    others = [t for t in located.reference.tensors.values() if t.key.kind == kind and t.key.name != name]
+    return {other.key.name: other.value for other in others if other.value.shape == located.tensor.value.shape}
 
 
 def _unclipped(located: LocatedDifference, name: str, words: str) -> dict[str, Tensor]:
@@ -274,7 +251,6 @@ def _unclipped(located: LocatedDifference, name: str, words: str) -> dict[str, T
 
 
 def _wrong_clippings(located: LocatedDifference, unclipped: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The mean gradient, clipped by something else than the norm of all gradients."""
     limit, norm = located.recompute.subject.optimizer.clip_norm, _gradient_norm(located.reference)
     if limit is None or not unclipped:
         return {}
@@ -294,47 +270,31 @@ def _gradient_norm(reference: ReferenceStep) -> float:
     return reference.scalar("norm", "gradient norm") or 0.0
 
 
-def _optimizer_evidence(evidence: MismatchEvidence, located: LocatedDifference) -> OptimizerEvidence | None:
-    """The update that made a master or a moment; None for other state."""
+def _optimizer_evidence(e: MismatchEvidence, located: LocatedDifference) -> OptimizerEvidence | None:
     state_name, _, name = located.key.name.partition("/")
     reference, record, settings = located.reference, located.worst_pair.record, located.recompute.subject.optimizer
     clipped_key, before = TensorKey("clipped gradient", name), located.recompute.state_before_step
-    gradient = reference.value_of(clipped_key)
-    if gradient is None or f"{MASTER_PREFIX}{name}" not in before or (record and record.is_sketched):
+    clipped = reference.value_of(clipped_key)
+    if clipped is None or f"{MASTER_PREFIX}{name}" not in before or (record and record.is_sketched):
         return None
     trained = {n: p for n, p in located.recompute.module.named_parameters() if p.requires_grad}
     groups = group_parameters(trained, settings)
     scale, decay = next(key for key, members in groups.items() if name in members)
     state = {n.split("/")[0]: located.select(tensor) for n, tensor in before.items() if n.endswith(f"/{name}")}
-    zeros, rate = torch.zeros_like(state["master"]), reference.learning_rate
+    master, gradient, rate = state["master"], located.select(clipped), reference.learning_rate
+    moments = {n: state.get(n, torch.zeros_like(master)) for n in ("exp_avg", "exp_avg_sq", "momentum_buffer")}
     rates = {words: step.learning_rate * scale for words, step in located.other_steps.items()}
-    update = ExpectedOptimizerUpdate(
-        settings,
-        rate * scale,
-        decay,
-        step_count=float(before.get("step", torch.zeros(()))) + 1,
-        master=state["master"],
-        moments={n: state.get(n, zeros) for n in ("exp_avg", "exp_avg_sq", "momentum_buffer")},
-        gradient=located.select(gradient),
-        alternative_rates=rates | {f"parameters whose scale is {other:g}": rate * other for other, _ in groups},
-    )
-    others = _in_other_steps(located, clipped_key, "that of")
-    alternatives = {words: located.select(tensor) for words, tensor in others.items()}
-    gradient_evidence = MismatchEvidence(
-        evidence.value,
-        evidence.expected,
-        evidence.rank,
-        evidence.known_factors,
-        contributions=_contributions(located, name, clips=True),
-        alternatives=alternatives | _unclipped(located, name, "the one before clipping"),
-    )
+    rates |= {f"parameters whose scale is {other:g}": rate * other for other, _ in groups}
+    step = float(before.get("step", 0.0)) + 1
+    update = ExpectedOptimizerUpdate(settings, rate * scale, decay, step, master, moments, gradient, rates)
+    others = {words: located.select(t) for words, t in _in_other_steps(located, clipped_key, "that of").items()}
+    others |= _unclipped(located, name, "the one before clipping")
+    shares = _contributions(located, name, clips=True)
+    used = MismatchEvidence(gradient, gradient, e.rank, e.known_factors, contributions=shares, alternatives=others)
     same_shape = list(_others_of_kind(located, "clipped gradient", name).items())[:MAX_OTHER_GRADIENTS]
     other_gradients = {f"the gradient of {other}": located.select(value) for other, value in same_shape}
     state_before = {n: t for n, t in before.items() if n.startswith(f"{state_name}/") or n.endswith(name)}
-    return OptimizerEvidence(state_name, update, gradient_evidence, other_gradients, state_before)
-
-
-# --- rows of a micro-batch -------------------------------------------------------------------------
+    return OptimizerEvidence(state_name, update, used, other_gradients, state_before)
 
 
 def _with_rows(evidence: MismatchEvidence, located: LocatedDifference) -> MismatchEvidence:
@@ -342,10 +302,11 @@ def _with_rows(evidence: MismatchEvidence, located: LocatedDifference) -> Mismat
     (kind, name), record = located.key, located.worst_pair.record
     if record is None or evidence.value.ndim != 2:
         return evidence
-    others = {f"the batch of {words}": reference for words, reference in located.other_steps.items()}
+    steps = {"the batch": located.reference}
+    steps |= {f"the batch of {words}": reference for words, reference in located.other_steps.items()}
     rows = {
         words if key.name == name else f"{words}, {key.name}": tensor.value
-        for words, reference in {"the batch": located.reference, **others}.items()
+        for words, reference in steps.items()
         for key, tensor in reference.tensors.items()
         if key.kind == kind and (key.name == name or kind == "random mask")
     }
@@ -366,7 +327,7 @@ def _as_rows(
     count, shape = len(located.tensor.rows), located.tensor.value.shape
     indices = [index for index, row in enumerate(located.tensor.rows) if rows is None or row in rows]
     return {
-        words: reshape_to_rows(as_numbers(tensor), count)[indices]
+        words: as_numbers(tensor).reshape(count, -1)[indices]
         for words, tensor in tensors.items()
         if tensor.ndim and tensor.shape == shape and tensor.shape[0] % count == 0
     }

@@ -7,14 +7,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from motet.parity.compare.tensor_differences import relative_distance
-from motet.parity.diagnose.linear_fit import (
-    COEFFICIENT_TOLERANCE,
-    FIT_TOLERANCE,
-    factor_meaning,
-    format_factor,
-    is_about,
-    solve_coefficients,
-)
+from motet.parity.diagnose import linear_fit as fit
 from motet.parity.diagnose.mismatch_evidence import MismatchEvidence, OptimizerEvidence
 from motet.parity.diagnose.optimizer_update import ExpectedOptimizerUpdate, OptimizerUpdateTerm, weighted_sum
 from motet.parity.diagnose.tensor_hypotheses import EXACT_HYPOTHESES, TENSOR_HYPOTHESES, explain
@@ -34,8 +27,8 @@ def update_differs(e: MismatchEvidence) -> str:
     for words, rate in update.alternative_rates.items():
         if rate != update.learning_rate and _is_result_of(e, o, replace(update, learning_rate=rate)):
             factor = rate / update.learning_rate if update.learning_rate else 0.0
-            meaning = factor_meaning(factor, e.known_factors)
-            text = f", or with {format_factor(factor)} times its own{meaning}" if meaning else ""
+            meaning = fit.factor_meaning(factor, e.known_factors)
+            text = f", or with {fit.format_factor(factor)} times its own{meaning}" if meaning else ""
             return f"it was updated with the learning rate of {words}{text}"
     summands = update.summands(o.state_name)
     if text := explain_sum(change, summands, e):
@@ -49,15 +42,14 @@ def update_differs(e: MismatchEvidence) -> str:
     if text := _epsilon_differs(e, o):
         return text
     others = o.other_gradients.items() if o.state_name in ("exp_avg", "momentum_buffer") else ()
-    extra = [OptimizerUpdateTerm(words, gradient, 0.0) for words, gradient in others]
-    return explain_sum(change, [*summands, *extra], e) or _implied_input_differs(e, o)
+    summands += [OptimizerUpdateTerm(words, gradient, 0.0) for words, gradient in others]
+    return explain_sum(change, summands, e) or _implied_input_differs(e, o)
 
 
 def _is_result_of(e: MismatchEvidence, o: OptimizerEvidence, alternative: ExpectedOptimizerUpdate) -> bool:
-    """The other update gives the value, and not what it should be."""
     base = o.update.base(o.state_name)
     change = alternative.expected_state()[o.state_name] - base
-    tolerance = UPDATE_TOLERANCE if o.state_name == "master" else FIT_TOLERANCE
+    tolerance = UPDATE_TOLERANCE if o.state_name == "master" else fit.FIT_TOLERANCE
     is_distinct = relative_distance(e.expected - base, change) > tolerance
     return is_distinct and relative_distance(e.value - base, change) < tolerance
 
@@ -65,29 +57,26 @@ def _is_result_of(e: MismatchEvidence, o: OptimizerEvidence, alternative: Expect
 def explain_sum(value: Tensor, summands: Sequence[OptimizerUpdateTerm], e: MismatchEvidence) -> str:
     """Name the terms that the sum has more or less often than it should."""
     present = [s for s in summands if s.expected_factor or float(s.value.abs().max())]
-    fitted = solve_coefficients(value, [s.value for s in present]) if value.numel() > len(present) else None
+    fitted = fit.solve_coefficients(value, [s.value for s in present]) if value.numel() > len(present) else None
     if not fitted:
         return ""
     ratios = [f / s.expected_factor if s.expected_factor else None for s, f in zip(present, fitted, strict=True)]
     known = {round(ratio, 6) for ratio in ratios if ratio is not None}
     if len(present) > 1 and len(known) == 1 and None not in ratios and known != {1.0}:
         return f"all of it counts {_times(fitted[0] / present[0].expected_factor, e)}"
-    differing = [
-        f"{s.description} {_describe_factor(factor, ratio, e)}"
-        for s, factor, ratio in zip(present, fitted, ratios, strict=True)
-        if abs(factor - s.expected_factor) > COEFFICIENT_TOLERANCE * max(abs(s.expected_factor), COEFFICIENT_TOLERANCE)
-    ]
-    return "; ".join(differing)
-
-
-def _describe_factor(factor: float, ratio: float | None, e: MismatchEvidence) -> str:
-    if ratio is None:
-        return f"is in it, {format_factor(factor)} times, where it should not be"
-    return "is missing" if is_about(ratio, 0) else f"counts {_times(ratio, e)}"
+    texts, tolerance = [], fit.COEFFICIENT_TOLERANCE
+    for (words, _, expected), factor, ratio in zip(present, fitted, ratios, strict=True):
+        if abs(factor - expected) <= tolerance * max(abs(expected), tolerance):
+            continue
+        if ratio is None:
+            texts.append(f"{words} is in it, {fit.format_factor(factor)} times, where it should not be")
+        else:
+            texts.append(f"{words} {'is missing' if fit.is_about(ratio, 0) else f'counts {_times(ratio, e)}'}")
+    return "; ".join(texts)
 
 
 def _times(factor: float, e: MismatchEvidence) -> str:
-    return f"{format_factor(factor)} times{factor_meaning(factor, e.known_factors)}"
+    return f"{fit.format_factor(factor)} times{fit.factor_meaning(factor, e.known_factors)}"
 
 
 def _epsilon_differs(e: MismatchEvidence, o: OptimizerEvidence) -> str:
@@ -95,14 +84,12 @@ def _epsilon_differs(e: MismatchEvidence, o: OptimizerEvidence) -> str:
     update = o.update
     if o.state_name != "master" or update.settings.name != "adamw":
         return ""
-    state = update.expected_state()
-    mean, root = update.bias_corrected(state)
+    mean, root = update.bias_corrected(update.expected_state())
     ratio = (update.master - e.value) / update.learning_rate - update.weight_decay * update.master
     epsilon = float((ratio * (mean - ratio * root)).sum() / ratio.square().sum())
     alternative = replace(update, settings=update.settings.model_copy(update={"eps": epsilon}))
-    if not math.isfinite(epsilon) or not _is_result_of(e, o, alternative):
-        return ""
-    return f"it was updated with eps = {epsilon:.4g}, not {update.settings.eps:g}"
+    is_cause = math.isfinite(epsilon) and _is_result_of(e, o, alternative)
+    return f"it was updated with eps = {epsilon:.4g}, not {update.settings.eps:g}" if is_cause else ""
 
 
 def _implied_input_differs(e: MismatchEvidence, o: OptimizerEvidence) -> str:

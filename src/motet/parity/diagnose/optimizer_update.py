@@ -1,6 +1,5 @@
 """The update that an optimizer should make, and the updates that it would make after one of several mistakes."""
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -46,18 +45,14 @@ class ExpectedOptimizerUpdate:
         else:
             momentum, direction, state = self.settings.momentum, self.gradient + self.weight_decay * self.master, {}
             if momentum:
-                state["momentum_buffer"] = weighted_sum(self.summands("momentum_buffer"))
-                kept = direction if self.settings.nesterov else 0.0
-                direction = kept + (momentum if self.settings.nesterov else 1.0) * state["momentum_buffer"]
+                buffer = state["momentum_buffer"] = weighted_sum(self.summands("momentum_buffer"))
+                direction = direction + momentum * buffer if self.settings.nesterov else buffer
         return {**state, "master": self.master - self.learning_rate * direction}
 
     def bias_corrected(self, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """AdamW's mean of gradients, and the root of the mean of their squares."""
-        beta1, beta2 = self.settings.betas
-        return (
-            state["exp_avg"] / (1 - beta1**self.step_count),
-            (state["exp_avg_sq"] / (1 - beta2**self.step_count)).sqrt(),
-        )
+        scale1, scale2 = (1 - beta**self.step_count for beta in self.settings.betas)
+        return state["exp_avg"] / scale1, (state["exp_avg_sq"] / scale2).sqrt()
 
     def base(self, state_name: str) -> Tensor:
         """A master is compared by its change, which is small against the master itself."""
@@ -65,38 +60,28 @@ class ExpectedOptimizerUpdate:
 
     def summands(self, state_name: str) -> list[OptimizerUpdateTerm]:
         """The terms of a moment, that before the step first; or of the change of a master."""
-        beta1, beta2 = self.settings.betas
-        decay, is_adamw = (
-            OptimizerUpdateTerm("weight decay", self.master, self.weight_decay),
-            self.settings.name == "adamw",
-        )
+        (beta1, beta2), gradient = self.settings.betas, self.gradient
+        decay = OptimizerUpdateTerm("weight decay", self.master, self.weight_decay)
         if state_name == "master":
-            without_decay = replace(self, weight_decay=0.0) if is_adamw else self
+            decouples_decay = self.settings.name == "adamw"
+            without_decay = replace(self, weight_decay=0.0) if decouples_decay else self
             change = without_decay.expected_state()["master"] - self.master
-            decay = OptimizerUpdateTerm(
-                "weight decay", -self.learning_rate * self.master, self.weight_decay if is_adamw else 0.0
-            )
+            factor = self.weight_decay if decouples_decay else 0.0
+            decay = decay._replace(value=-self.learning_rate * self.master, expected_factor=factor)
             return [decay, OptimizerUpdateTerm("the update", change, 1.0)]
         factor, new_terms = {
-            "exp_avg": (beta1, [OptimizerUpdateTerm("the gradient", self.gradient, 1 - beta1)]),
-            "exp_avg_sq": (
-                beta2,
-                [OptimizerUpdateTerm("the square of the gradient", self.gradient.square(), 1 - beta2)],
-            ),
-            "momentum_buffer": (
-                self.settings.momentum,
-                [OptimizerUpdateTerm("the gradient", self.gradient, 1.0), decay],
-            ),
+            "exp_avg": (beta1, [OptimizerUpdateTerm("the gradient", gradient, 1 - beta1)]),
+            "exp_avg_sq": (beta2, [OptimizerUpdateTerm("the square of the gradient", gradient.square(), 1 - beta2)]),
+            "momentum_buffer": (self.settings.momentum, [OptimizerUpdateTerm("the gradient", gradient, 1.0), decay]),
         }[state_name]
         return [OptimizerUpdateTerm("what it was before", self.moments[state_name], factor), *new_terms]
 
     def alternatives(self) -> Iterator[tuple[str, "ExpectedOptimizerUpdate"]]:
         """Descriptions of mistakes, each with the update that it makes."""
         count = int(self.step_count)
-        for other in range(max(1, count - 3), count + 5):
-            if other != count:
-                yield f"as in step {other} of the optimizer, not {count}", replace(self, step_count=float(other))
+        for other in [n for n in range(max(1, count - 3), count + 5) if n != count]:
+            yield f"as in step {other} of the optimizer, not {count}", replace(self, step_count=float(other))
         zero_moments = {name: torch.zeros_like(moment) for name, moment in self.moments.items()}
         yield "as if its moments had been 0 before, as in a first step", replace(self, moments=zero_moments)
-        yield "as if without bias correction", replace(self, step_count=math.inf)
+        yield "as if without bias correction", replace(self, step_count=torch.inf)
         yield "with a gradient of 0", replace(self, gradient=torch.zeros_like(self.gradient))

@@ -6,22 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 
 from motet.core.dtypes import dtype_name
-from motet.parity.diagnose.linear_fit import (
-    TARGET_TOKENS,
-    MicroBatchContribution,
-    explain_by_enumeration,
-    factor_meaning,
-    format_factor,
-    is_about,
-    is_equal_up_to_rounding,
-)
+from motet.parity.diagnose import linear_fit as fit
 from motet.parity.diagnose.mismatch_evidence import MismatchEvidence
 from motet.parity.diagnose.single_device_recompute import MicroBatchResult
 from motet.parity.diagnose.tensor_hypotheses import TENSOR_HYPOTHESES, explain
 from motet.parity.record.tensor_recorder import group_by_key
 from motet.parity.subjects.job_subject import TRAINING_MODE_CALLS
 
-MEAN_OF_COUNT = {TARGET_TOKENS: "mean loss", "evaluation targets": "evaluation loss"}  # A count, and the mean over it
+MEAN_OF_COUNT = {fit.TARGET_TOKENS: "mean loss", "evaluation targets": "evaluation loss"}  # Count -> mean over it
 SCALAR_TOLERANCE = 1e-10
 Alternatives = Iterator[tuple[str, float]]
 SquaresByRank = Sequence[Mapping[str, float]]  # Parameter -> squared norm of the gradient that a rank has
@@ -51,21 +43,20 @@ def is_another_count_or_loss(e: MismatchEvidence) -> str:
 
 
 def has_other_losses(e: MismatchEvidence) -> str:
-    if e.name in MEAN_OF_COUNT:
-        return ""
-    return explain_by_enumeration(e.value * sum(r.target_count for r in e.results), _losses(e), "the loss of ")
+    total = e.value * sum(r.target_count for r in e.results)
+    return "" if e.name in MEAN_OF_COUNT else fit.explain_by_enumeration(total, _losses(e), "the loss of ")
 
 
-def _losses(e: MismatchEvidence) -> list[MicroBatchContribution]:
-    return [MicroBatchContribution(r.rank, r.microbatch, r.loss_sum, r.target_count) for r in e.results]
+def _losses(e: MismatchEvidence) -> list[fit.MicroBatchContribution]:
+    return [fit.MicroBatchContribution(r.rank, r.microbatch, r.loss_sum, r.target_count) for r in e.results]
 
 
 def squares_are_multiplied(e: MismatchEvidence) -> str:
     factor = float(e.value) ** 2 / float(e.expected) ** 2 if float(e.expected) else 0.0
-    meaning = factor_meaning(factor, e.known_factors)
-    if not meaning and (round(factor) <= 1 or not is_about(factor, round(factor))):
+    meaning = fit.factor_meaning(factor, e.known_factors)
+    if not meaning and (round(factor) <= 1 or not fit.is_about(factor, round(factor))):
         return ""
-    return f"squares are counted {format_factor(factor)} times{meaning.removesuffix(': counted twice')}"
+    return f"squares are counted {fit.format_factor(factor)} times{meaning.removesuffix(': counted twice')}"
 
 
 def is_another_norm(e: MismatchEvidence) -> str:
@@ -84,8 +75,8 @@ def is_another_norm(e: MismatchEvidence) -> str:
 
 def is_multiplied(e: MismatchEvidence) -> str:
     factor = float(e.value) / float(e.expected) if float(e.expected) else math.nan
-    meaning = factor_meaning(factor, e.known_factors)
-    return meaning and f"it is {format_factor(factor)} times what it should be{meaning}"
+    meaning = fit.factor_meaning(factor, e.known_factors)
+    return meaning and f"it is {fit.format_factor(factor)} times what it should be{meaning}"
 
 
 def has_few_bits(e: MismatchEvidence) -> str:
@@ -103,7 +94,7 @@ def has_other_targets(e: MismatchEvidence) -> str:
         return ""
     for record in e.located.records_by_rank[e.rank or 0]:
         if record.name == MEAN_OF_COUNT[e.name]:
-            return explain_by_enumeration(record.value * e.value, _losses(e), "the contribution of ")
+            return fit.explain_by_enumeration(record.value * e.value, _losses(e), "the contribution of ")
     return ""
 
 
@@ -114,20 +105,17 @@ def microbatch_loss_differs(e: MismatchEvidence) -> str:
         (rank, record.value, result)
         for rank, record in group_by_key(e.source.records_by_rank)[e.source.key]
         if (result := expected.get((rank, record.microbatch))) is not None
-        and not is_equal_up_to_rounding(record.value, result.loss_sum)
+        and not fit.is_equal_up_to_rounding(record.value, result.loss_sum)
     ]
     if not wrong:
         return LOSS_DEPENDS_ON_SPLIT
     rank, value, result = wrong[0]
-    factors = {**e.known_factors, f"{TARGET_TOKENS} of the micro-batch": result.target_count}
+    factors = {**e.known_factors, f"{fit.TARGET_TOKENS} of the micro-batch": result.target_count}
     if e.token_count:
         factors["the count of all its tokens"] = e.token_count / len(e.results)
     text = explain(MismatchEvidence(value, result.loss_sum, rank, factors), TENSOR_HYPOTHESES)
     where = f" (in {len(wrong)} of {len(e.results)} micro-batches, the first of rank {rank})"
     return text and text + where * (len(wrong) < len(e.results))
-
-
-# --- what a scalar would be after one of several mistakes, in the order in which it is tried -----------
 
 
 def _alternative_losses(results: Sequence[MicroBatchResult]) -> Alternatives:
@@ -192,13 +180,9 @@ def _alternative_squares(squares_by_rank: SquaresByRank, expected_square: float,
     yield "it is the sum of the norms of the tensors, not the root of the sum of their squares", sum_of_norms**2
     yield "it is the largest norm of any tensor", max(largest.values(), default=0.0)
     replicated = [name for name in names if len({squares.get(name) for squares in squares_by_rank}) == 1]
-    square, ranks = (
-        expected_square + sum(largest[n] for n in replicated) * (len(squares_by_rank) - 1),
-        len(squares_by_rank),
-    )
-    yield f"{_join_names(replicated)} are counted {ranks} times, once by each rank", square
-    total = sum(sum(squares.values()) for squares in squares_by_rank)
-    yield "squares of all ranks are added, of replicas too", total
+    square = expected_square + sum(largest[n] for n in replicated) * (len(squares_by_rank) - 1)
+    yield f"{_join_names(replicated)} are counted {len(squares_by_rank)} times, once by each rank", square
+    yield "squares of all ranks are added, of replicas too", sum(sum(squares.values()) for squares in squares_by_rank)
 
 
 def _find_tensor_subset(squares_by_rank: SquaresByRank, excess: float, tolerance: float) -> str:

@@ -13,13 +13,7 @@ from motet.parallel.layout import Layout, contributing_rows_of_rank
 from motet.parity.compare.align_with_reference import ReferenceTensor
 from motet.parity.compare.reference_runs import ReferenceRuns
 from motet.parity.compare.tensor_differences import build_reference_tensors
-from motet.parity.record.record_verification_steps import (
-    SINGLE_RANK_GROUP,
-    VerificationSubject,
-    VerificationSubjectOnRank,
-    run_recorded_step,
-    step_checkpoint_path,
-)
+from motet.parity.record import record_verification_steps as recording
 from motet.parity.record.tensor_recorder import RecordedTensor, TensorKey, group_by_key, patched_method
 
 
@@ -37,13 +31,13 @@ class MicroBatchResult(NamedTuple):
 class SingleDeviceRecompute:
     """One device that computes, at one step of the reference, what the ranks of a layout should compute."""
 
-    subject: VerificationSubject
+    subject: recording.VerificationSubject
     layout: Layout
     reference_runs: ReferenceRuns
     step: int = 0
 
     @cached_property
-    def rank_subject(self) -> VerificationSubjectOnRank:
+    def rank_subject(self) -> recording.VerificationSubjectOnRank:
         return self._build(1)
 
     @property
@@ -109,25 +103,27 @@ class SingleDeviceRecompute:
             if not backward_only:
                 make_stale()
             with patched_method(engine, "backward", backward if backward_only else original_backward):
-                return build_reference_tensors(run_recorded_step(self.rank_subject, self.step, sketches_shards=False))
+                return build_reference_tensors(
+                    recording.run_recorded_step(self.rank_subject, self.step, sketches_shards=False)
+                )
 
     @cached_property
     def records_with_same_microbatches(self) -> dict[TensorKey, list[tuple[int, RecordedTensor]]]:
         """The step of one device that splits the batch into as many micro-batches as all ranks together."""
         with self.subject.numerics():
             rank_subject = self._build(self.all_microbatches)
-            rank_subject.state.restore(step_checkpoint_path(self.reference_runs.folder, self.step))
-            return group_by_key([run_recorded_step(rank_subject, self.step)])
+            rank_subject.state.restore(recording.step_checkpoint_path(self.reference_runs.folder, self.step))
+            return group_by_key([recording.run_recorded_step(rank_subject, self.step)])
 
-    def _build(self, microbatches: int) -> VerificationSubjectOnRank:
+    def _build(self, microbatches: int) -> recording.VerificationSubjectOnRank:
         with self.subject.numerics():
             subject = self.subject.with_microbatches(microbatches)
-            return subject.build(SINGLE_RANK_GROUP, self.reference_runs.folder)
+            return subject.build(recording.SINGLE_RANK_GROUP, self.reference_runs.folder)
 
     @contextmanager
     def _restored_to(self, step: int) -> Iterator[None]:
         with self.subject.numerics():
-            self.rank_subject.state.restore(step_checkpoint_path(self.reference_runs.folder, step))
+            self.rank_subject.state.restore(recording.step_checkpoint_path(self.reference_runs.folder, step))
             yield
 
     def _rows_by_microbatch(self) -> Iterator[tuple[int, int, range]]:

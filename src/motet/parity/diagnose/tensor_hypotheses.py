@@ -1,7 +1,4 @@
-"""Hypotheses about tensors: equations between a tensor and what the reference has, and what they mean in words.
-
-A hypothesis knows of no mistake; its equation holds up to rounding or does not.
-"""
+"""Hypotheses about tensors: equations with what the reference has, which hold up to rounding or do not, in words."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -13,17 +10,7 @@ from torch import Tensor
 from motet.core.dtypes import dtype_name
 from motet.parity.compare.align_with_reference import format_numbered
 from motet.parity.compare.tensor_differences import relative_distance
-from motet.parity.diagnose.linear_fit import (
-    DTYPE_EPSILON,
-    FIT_TOLERANCE,
-    explain_contributions,
-    explain_rounded_contribution,
-    factor_meaning,
-    find_rounding_dtype,
-    format_factor,
-    is_equal_up_to_rounding,
-    solve_coefficients,
-)
+from motet.parity.diagnose import linear_fit as fit
 from motet.parity.diagnose.mismatch_evidence import SCALAR_KINDS, MismatchEvidence
 from motet.parity.record.tensor_recorder import MASTER_PREFIX, TensorKey, TensorKind
 
@@ -36,8 +23,7 @@ Hypothesis = tuple[Sequence[TensorKind], Callable[[MismatchEvidence], str]]
 
 def explain(evidence: MismatchEvidence, hypotheses: Iterable[Hypothesis]) -> str:
     """The words of the first hypothesis that holds."""
-    attempts = (test(evidence) for kinds, test in hypotheses if evidence.kind in kinds)
-    return next(filter(None, attempts), "")
+    return next(filter(None, (test(evidence) for kinds, test in hypotheses if evidence.kind in kinds)), "")
 
 
 def is_not_finite(e: MismatchEvidence) -> str:
@@ -49,25 +35,24 @@ def is_unchanged(e: MismatchEvidence) -> str:
     before = e.value_before_step
     if before is None or not torch.equal(e.value, before.to(e.value.dtype)):
         return ""
-    return "" if is_equal_up_to_rounding(before, e.expected) else NOT_UPDATED + _master_text(e)
+    return "" if fit.is_equal_up_to_rounding(before, e.expected) else NOT_UPDATED + _master_text(e)
 
 
 def _master_text(e: MismatchEvidence) -> str:
-    """The master of a model's parameter may be right."""
     key, differences = TensorKey("state", f"{MASTER_PREFIX}{e.name}"), e.located.all_differences if e.located else ()
     is_right = e.kind == "parameter" and any(d.key == key and d.is_rounding for d in differences)
     return ", though its master was: the model keeps the old" if is_right else ""
 
 
 def is_rounded(e: MismatchEvidence) -> str:
-    dtype = find_rounding_dtype(e.value.double() - e.expected.double(), e.expected)
+    dtype = fit.find_rounding_dtype(e.value.double() - e.expected.double(), e.expected)
     return dtype and f"it was rounded to {dtype}"
 
 
 def is_another_tensor(e: MismatchEvidence) -> str:
     for words, other in e.alternatives.items():
-        is_distinct = other.shape == e.value.shape and other.any() and not is_equal_up_to_rounding(other, e.expected)
-        if is_distinct and is_equal_up_to_rounding(e.value, other):
+        is_candidate = other.shape == e.value.shape and other.any() and fit.is_equal_up_to_rounding(e.value, other)
+        if is_candidate and not fit.is_equal_up_to_rounding(other, e.expected):
             return f"it is {words}"
     return ""
 
@@ -75,7 +60,7 @@ def is_another_tensor(e: MismatchEvidence) -> str:
 def has_other_rows(e: MismatchEvidence) -> str:
     for words, rows in e.alternative_rows.items():
         own_rows = e.value if e.value.ndim == 2 and e.value.shape[1:] == rows.shape[1:] else ()
-        matches = [[n for n, other in enumerate(rows) if is_equal_up_to_rounding(row, other)] for row in own_rows]
+        matches = [[n for n, other in enumerate(rows) if fit.is_equal_up_to_rounding(row, other)] for row in own_rows]
         if not matches or not all(matches):
             continue
         if len(matches) > 1 and len(e.value.unique(dim=0)) == 1:
@@ -88,39 +73,39 @@ def has_other_rows(e: MismatchEvidence) -> str:
 
 
 def has_other_contributions(e: MismatchEvidence) -> str:
-    return explain_contributions(e.value, e.contributions, previous=e.previous_contributions, rank=e.rank)
+    return fit.explain_contributions(e.value, e.contributions, previous=e.previous_contributions, rank=e.rank)
 
 
 def update_is_scaled(e: MismatchEvidence) -> str:
     before = e.value_before_step
     if before is None or e.value.numel() == 1:
         return ""
-    factors = solve_coefficients(e.value - before, [e.expected - before])
+    factors = fit.solve_coefficients(e.value - before, [e.expected - before])
     if not factors or factors[0] == 0:
         return NOT_UPDATED + _master_text(e) if factors else ""
-    meaning = factor_meaning(factors[0], e.known_factors)
-    return f"it was updated by {format_factor(factors[0])} times what it should be{meaning}"
+    meaning = fit.factor_meaning(factors[0], e.known_factors)
+    return f"it was updated by {fit.format_factor(factors[0])} times what it should be{meaning}"
 
 
 def is_scaled(e: MismatchEvidence) -> str:
-    factors = solve_coefficients(e.value, [e.expected])
+    factors = fit.solve_coefficients(e.value, [e.expected])
     if not factors or factors[0] == 0:
         return "it is 0 throughout" if factors else ""
-    meaning = factor_meaning(factors[0], e.known_factors)
+    meaning = fit.factor_meaning(factors[0], e.known_factors)
     is_known = meaning or e.value.numel() > 1  # Any number is some factor times another
-    return f"it is {format_factor(factors[0])} times what it should be{meaning}" if is_known else ""
+    return f"it is {fit.format_factor(factors[0])} times what it should be{meaning}" if is_known else ""
 
 
 def is_another_slice(e: MismatchEvidence) -> str:
     """A slice of another tensor, or of the same one; most of it at least."""
     value, count = e.value.flatten().double(), e.value.numel()
-    limit = FIT_TOLERANCE * float(value.abs().max()) if count > 1 else 0.0
+    limit = fit.FIT_TOLERANCE * float(value.abs().max()) if count > 1 else 0.0
     if not limit or _is_mostly_equal(value, e.expected.flatten().double(), limit):
         return ""
     largest = int(value.abs().argmax())
     for name, tensor in e.source_tensors.items():
         flat = tensor.flatten().double()
-        matches = (flat - value[largest]).abs() <= FIT_TOLERANCE * value[largest].abs()
+        matches = (flat - value[largest]).abs() <= fit.FIT_TOLERANCE * value[largest].abs()
         for position in matches.nonzero()[:8, 0].tolist():
             first = position - largest
             low, high = max(first, 0), min(first + count, flat.numel())
@@ -139,14 +124,14 @@ def _is_mostly_equal(value: Tensor, other: Tensor, limit: float) -> bool:
 def has_another_term(e: MismatchEvidence) -> str:
     for words, other in e.alternatives.items():
         is_basis = other.shape == e.value.shape and other.numel() > 1  # Any number is some factor times another
-        factors = solve_coefficients(e.value - e.expected, [other]) if is_basis else None
+        factors = fit.solve_coefficients(e.value - e.expected, [other]) if is_basis else None
         if factors and factors[0]:
-            return f"it has {format_factor(factors[0])} times {words} too much"
+            return f"it has {fit.format_factor(factors[0])} times {words} too much"
     return ""
 
 
 def contribution_is_rounded(e: MismatchEvidence) -> str:
-    return explain_rounded_contribution(e.value.double() - e.expected.double(), e.contributions)
+    return fit.explain_rounded_contribution(e.value.double() - e.expected.double(), e.contributions)
 
 
 def has_low_precision(e: MismatchEvidence) -> str:
@@ -158,7 +143,7 @@ def has_low_precision(e: MismatchEvidence) -> str:
     if e.value_before_step is not None or not is_noise:
         return ""
     size = relative_distance(e.value, e.expected)
-    names = [dtype_name(dtype) for dtype, epsilon in DTYPE_EPSILON.items() if epsilon / 50 < size < epsilon]
+    names = [dtype_name(dtype) for dtype, epsilon in fit.DTYPE_EPSILON.items() if epsilon / 50 < size < epsilon]
     return f"it differs as much as what is computed in {names[0]} does" if names else ""
 
 

@@ -1,14 +1,15 @@
 """Subjects of verification, and their recorded steps: from states of one device, in a row, from an own checkpoint."""
 
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
 from typing import NamedTuple, Protocol, Self
 
 import torch
-from torch import Tensor
 
 from motet.parallel.process.process_group import RankGroup
 from motet.parity.record.tensor_recorder import MASTER_PREFIX, RecordedTensor, TensorRecorder, record_step
@@ -22,29 +23,33 @@ SINGLE_RANK_GROUP = RankGroup(0, 1, None, torch.device("cpu"))
 FROM_REFERENCE, TRAJECTORY, RESUMED = "from the state of one device", "in a row", "from its own checkpoint"
 UNOBSERVED = "in a row without a look between them"
 NATIVE_PHASE = "in its own precision"
+NATIVE_FOLDER = "native"  # Of the job in its own precision, if it is verified in that too
 
 
-class VerificationSubjectOnRank(Protocol):
+@dataclass(frozen=True)
+class VerificationSubjectOnRank(ABC):
     """A subject that was built on one rank."""
 
-    @property
-    def engine(self) -> TrainingEngine: ...
+    engine: TrainingEngine
+    state: TrainingState
 
-    @property
-    def state(self) -> TrainingState: ...
-
+    @abstractmethod
     def learning_rate(self, step: int) -> float: ...
 
+    @abstractmethod
     def step(self, step: int, recorder: TensorRecorder) -> None:
         """Train for one step; record samples, random masks and losses."""
 
-    def loss_of_rows(self, step: int, rows: range) -> tuple[Tensor, float]:
+    @abstractmethod
+    def loss_of_rows(self, step: int, rows: range) -> tuple[torch.Tensor, float]:
         """The sum of the losses of some rows, and their count; nothing is updated."""
 
-    def evaluation_metrics(self) -> dict[str, float]: ...
+    def evaluation_metrics(self) -> dict[str, float]:
+        return {}
 
-    def evaluation_losses(self, rows: range) -> list[tuple[Tensor, float]]:
+    def evaluation_losses(self, rows: range) -> list[tuple[torch.Tensor, float]]:
         """The sum of the losses and their count, for some rows of each batch of the evaluation."""
+        return []
 
 
 class VerificationSubject(Protocol):
@@ -76,12 +81,6 @@ class RecordedStepKey(NamedTuple):
 
 
 RecordedStep = tuple[RecordedStepKey, list[RecordedTensor]]
-
-
-def phases_and_steps(steps: int) -> list[RecordedStepKey]:
-    """All steps of a layout in their order; not every layout has the last one."""
-    each = [RecordedStepKey(phase, step) for phase in (FROM_REFERENCE, TRAJECTORY) for step in range(steps)]
-    return [*each, RecordedStepKey(RESUMED, steps - 1), RecordedStepKey(UNOBSERVED, steps - 1)]
 
 
 def step_checkpoint_path(folder: Path, step: int) -> Path:
@@ -165,9 +164,6 @@ def record_restored_step(
     return run_recorded_step(subject, step, sketches_shards=sketches_shards)
 
 
-# --- the files in which ranks leave the records of a layout -----
-
-
 @dataclass(frozen=True)
 class RecordFolder(Mapping[RecordedStepKey, list[list[RecordedTensor]]]):
     """The records of one layout by each rank, for every phase and step that it did; read when they are asked for."""
@@ -186,7 +182,9 @@ class RecordFolder(Mapping[RecordedStepKey, list[list[RecordedTensor]]]):
         return [[RecordedTensor(*fields) for fields in torch.load(file, weights_only=True)] for file in files]
 
     def __iter__(self) -> Iterator[RecordedStepKey]:
-        return (at for at in phases_and_steps(self.steps) if self._file(at, 0).exists())
+        all_steps = [(phase, step) for phase in (FROM_REFERENCE, TRAJECTORY) for step in range(self.steps)]
+        all_steps += [(phase, self.steps - 1) for phase in (RESUMED, UNOBSERVED)]
+        return (at for at in starmap(RecordedStepKey, all_steps) if self._file(at, 0).exists())
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -208,8 +206,3 @@ class RecordFolder(Mapping[RecordedStepKey, list[list[RecordedTensor]]]):
 
     def _file(self, at: RecordedStepKey, rank: int) -> Path:
         return self.folder / f"layout-{self.layout_index}-{at.phase.replace(' ', '-')}-{at.step}-rank-{rank}.pt"
-
-
-def native_folder(folder: Path) -> Path:
-    """The job in its own precision, if it is verified in that too."""
-    return folder / "native"

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
@@ -21,22 +21,9 @@ from motet.parallel.reproducible.norms import squared_norm
 from motet.train.engine import StepStats, TrainingEngine
 
 # In the order of a step; tensors of one kind follow the order of execution on one device.
-TensorKind = Literal[
-    "starting parameter",
-    "sample",
-    "random mask",
-    "activation",
-    "loss",
-    "activation gradient",
-    "gradient",
-    "sum",
-    "norm",
-    "clipped gradient",
-    "state",
-    "parameter",
-    "buffer",
-    "evaluation",
-]
+ForwardKind = Literal["starting parameter", "sample", "random mask", "activation", "loss", "activation gradient"]
+LaterKind = Literal["gradient", "sum", "norm", "clipped gradient", "state", "parameter", "buffer", "evaluation"]
+TensorKind = Literal[ForwardKind, LaterKind]
 MASTER_PREFIX = "master/"
 MIN_ELEMENTS_FOR_BITS = 64  # Fewer do not show what they were rounded to
 # A shard with more elements than the first gets a sketch of the second size.
@@ -142,8 +129,8 @@ class TensorRecorder:
         values = tensor.detach().cpu().reshape(-1)
         square, shape = squared_norm(values) if kind == "gradient" else 0.0, tuple(shard.shape)
         sketch = sketch_shard(values, start) if self.sketches_shards else values
-        more = {"start": start, "numel": values.numel(), "unsharded_shape": shape, "squared_norm": square}
-        self._append(kind, name, values, sketch=sketch, **more)
+        place = {"start": start, "numel": values.numel(), "unsharded_shape": shape}
+        self._append(kind, name, values, sketch=sketch, squared_norm=square, **place)
 
     def add_shards(self, kind: TensorKind, shards: Mapping[str, LocalShard | Tensor]) -> None:
         """Record shards in the order in which backward reached their parameters."""
@@ -151,9 +138,9 @@ class TensorRecorder:
             self.add_shard(kind, name, shards[name])
 
     def _append(self, kind: TensorKind, name: str, value: Tensor, *, sketch: Tensor, **more: Any) -> None:
-        facts = {"dtype": dtype_name(value.dtype), "is_sketched": sketch is not value, **more}
-        facts |= {"significant_bits": count_significant_bits(value), "flops_so_far": float(self.flops_so_far())}
-        self.records.append(RecordedTensor(kind, name, sketch.clone(), **facts))
+        more |= {"significant_bits": count_significant_bits(value), "flops_so_far": float(self.flops_so_far())}
+        more |= {"dtype": dtype_name(value.dtype), "is_sketched": sketch is not value}
+        self.records.append(RecordedTensor(kind, name, sketch.clone(), **more))
 
     def begin_microbatch(self, rows: Sequence[int], is_recording: bool = True) -> None:
         self.microbatch, self.rows, self.is_recording = self.microbatch + 1, tuple(rows), is_recording
@@ -182,15 +169,11 @@ class TensorRecorder:
     @contextmanager
     def recording_masks(self, randomness: AbstractContextManager[object]) -> Iterator[None]:
         """Record the dropout masks that are drawn inside."""
-        with randomness as mode:
-            if not isinstance(mode, LayoutInvariantDropoutMode):
-                yield
-                return
-            mode.on_mask = self._record_dropout_mask
-            try:
-                yield
-            finally:
-                mode.on_mask = None
+        with randomness as mode, ExitStack() as stack:
+            if isinstance(mode, LayoutInvariantDropoutMode):
+                mode.on_mask = self._record_dropout_mask
+                stack.callback(setattr, mode, "on_mask", None)
+            yield
 
     def _forward_hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -198,10 +181,8 @@ class TensorRecorder:
             for label, tensor in named_float_tensors(output, name) if is_recording else ():
                 self.add("activation", label, tensor)
                 if tensor.requires_grad:
-                    call, microbatch, rows = self.records[-1].name, self.microbatch, self.rows
-                    add = partial(
-                        self.add_for_microbatch, "activation gradient", call, microbatch=microbatch, rows=rows
-                    )
+                    call, at, rows = self.records[-1].name, self.microbatch, self.rows
+                    add = partial(self.add_for_microbatch, "activation gradient", call, microbatch=at, rows=rows)
                     self.gradient_hooks.append(tensor.register_hook(add))
 
         return hook
@@ -232,15 +213,14 @@ def _recording_update(engine: TrainingEngine, recorder: TensorRecorder) -> Itera
     original_update, sharded = engine.update, engine.optimizer.sharded_parameters
 
     def update(*args: Any, **kwargs: Any) -> StepStats:
-        summed: dict[str, LocalShard] = {}
-        if not sharded.updates_on_arrival:
-            local_gradients = sharded.local_shards(sharded.local_gradients())
-            summed = {name: shard._replace(values=shard.values.clone()) for name, shard in local_gradients.items()}
+        is_sent_scaled = sharded.updates_on_arrival  # Gradients are scaled before they are sent
+        summed = {} if is_sent_scaled else sharded.local_shards(sharded.local_gradients())
+        summed = {name: shard._replace(values=shard.values.clone()) for name, shard in summed.items()}
         with engine.optimizer.capture_gradients() as captured:
             stats = original_update(*args, **kwargs)
             sharded.wait_for_pending()
             clipped = sharded.local_shards(captured) if captured else {}
-        if sharded.updates_on_arrival:  # Gradients were scaled before they were sent
+        if is_sent_scaled:
             scale = engine.gradient_scale(stats.grad_norm, stats.count)
             summed = {name: shard._replace(values=shard.values / scale) for name, shard in clipped.items()}
         recorder.add_shards("gradient", summed)
@@ -292,16 +272,14 @@ def sketch_shard(values: Tensor, start: int) -> Tensor:
 
 def sketch_rows(tensor: Tensor) -> Tensor:
     """The sketch of each row by itself; rows are the first dimension."""
-    if tensor.ndim < 2 or tensor.shape[0] == 0 or tensor[0].numel() <= MAX_ROW_NUMEL:
-        return tensor
-    return _sketch(tensor.reshape(tensor.shape[0], -1), 0, ROW_SKETCH_WIDTH)
+    is_small = tensor.ndim < 2 or tensor.shape[0] == 0 or tensor[0].numel() <= MAX_ROW_NUMEL
+    return tensor if is_small else _sketch(tensor.reshape(tensor.shape[0], -1), 0, ROW_SKETCH_WIDTH)
 
 
 def _sketch(rows: Tensor, start: int, width: int) -> Tensor:
     count = rows.shape[1]
-    signs = _random_signs(start, count)
     padding_before, padding_after = start % width, -(start + count) % width
-    signed = torch.nn.functional.pad(rows.double() * signs, (padding_before, padding_after))
+    signed = torch.nn.functional.pad(rows.double() * _random_signs(start, count), (padding_before, padding_after))
     return signed.view(rows.shape[0], -1, width).sum(1)
 
 

@@ -1,7 +1,7 @@
 """A job as a subject of verification."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from motet.core.batch import Batch
 from motet.parallel.layout import LayoutSettings, microbatches_of_rank
 from motet.parallel.process.process_group import RankGroup
+from motet.parity.record.record_verification_steps import VerificationSubjectOnRank
 from motet.parity.record.tensor_recorder import TensorRecorder
 from motet.parity.subjects.stress_data import (
     ReorderedRowSamples,
@@ -19,10 +20,8 @@ from motet.parity.subjects.stress_data import (
     with_extra_boundaries,
 )
 from motet.train.build import TrainingComponents, build_components, evaluate_split, precision_context
-from motet.train.engine import TrainingEngine
 from motet.train.job import Job
 from motet.train.optimizer.optimizer_settings import OptimizerSettings, learning_rate_factor
-from motet.train.state import TrainingState
 from motet.train.step import BatchSource, TrainableModelProtocol
 
 TRAINING_MODE_CALLS = "modules called as in training"
@@ -52,7 +51,7 @@ class JobVerificationSubject:
 
     def build(self, group: RankGroup, folder: Path) -> "JobVerificationSubjectOnRank":
         components = build_components(self.job, group, folder)
-        return JobVerificationSubjectOnRank(self.job, components, components.engine, components.state)
+        return JobVerificationSubjectOnRank(components.engine, components.state, self.job, components)
 
     def with_microbatches(self, microbatches: int) -> "JobVerificationSubject":
         run_settings = self.job.run.model_copy(update={"reproducible": None})
@@ -61,18 +60,16 @@ class JobVerificationSubject:
 
 
 @dataclass(frozen=True)
-class JobVerificationSubjectOnRank:
+class JobVerificationSubjectOnRank(VerificationSubjectOnRank):
     """A job on one rank."""
 
     job: Job
     components: TrainingComponents
-    engine: TrainingEngine
-    state: TrainingState
     row_order: Sequence[int] | None = None  # Another order of the rows of a batch
 
     def learning_rate(self, step: int) -> float:
-        settings = self.job.optimizer
-        return settings.learning_rate * learning_rate_factor(settings.schedule, step, self.components.total_steps)
+        factor = learning_rate_factor(self.job.optimizer.schedule, step, self.components.total_steps)
+        return self.job.optimizer.learning_rate * factor
 
     def step(self, step: int, recorder: TensorRecorder) -> None:
         train_step = self.components.make_train_step(self.job)
@@ -100,9 +97,8 @@ class JobVerificationSubjectOnRank:
         return {name: value for name, value in metrics.items() if value is not None}
 
     def evaluation_losses(self, rows: range) -> list[tuple[Tensor, float]]:
-        samples = self._stress_samples
-        count = samples.evaluation_batches("validation")
-        batches = (samples.evaluation_batch("validation", index, rows) for index in range(count))
+        samples, split = self._stress_samples, "validation"
+        batches = [samples.evaluation_batch(split, n, rows) for n in range(samples.evaluation_batches(split))]
         return [(self.components.model.loss_sum(batch), float(batch.weights.sum())) for batch in batches]
 
     def with_row_order(self, row_order: Sequence[int]) -> "JobVerificationSubjectOnRank":
@@ -156,16 +152,13 @@ def _with_default_tensors(batch: Batch) -> dict[str, Tensor]:
 
 @contextmanager
 def _training_mode_calls(module: nn.Module) -> Iterator[list[nn.Module]]:
-    """Inner modules that are called inside while they are in training mode."""
     calls: list[nn.Module] = []
 
     def hook(called: nn.Module, inputs: object) -> None:
         if called.training:
             calls.append(called)
 
-    hooks = [inner.register_forward_pre_hook(hook) for inner in module.modules()]
-    try:
+    with ExitStack() as hooks:
+        for inner in module.modules():
+            hooks.enter_context(inner.register_forward_pre_hook(hook))
         yield calls
-    finally:
-        for each in hooks:
-            each.remove()

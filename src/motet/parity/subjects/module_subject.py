@@ -15,9 +15,10 @@ from motet.core.errors import InputError, check_input
 from motet.models.layout_invariant_dropout import LayoutInvariantDropoutMode
 from motet.parallel.layout import Layout, LayoutSettings, contributing_rows_of_rank, resolve_layout
 from motet.parallel.process.process_group import RankGroup
+from motet.parity.record.record_verification_steps import VerificationSubjectOnRank
 from motet.parity.record.tensor_recorder import RecordedTensor, TensorKey, TensorKind, TensorRecorder
 from motet.precision.float64_mode import use_float64
-from motet.train.engine import LossFunction, TrainingEngine, loss_and_count, parallelize
+from motet.train.engine import LossFunction, loss_and_count, parallelize
 from motet.train.optimizer.optimizer_settings import OptimizerSettings
 from motet.train.state import TrainingState
 
@@ -25,7 +26,6 @@ UserBatch = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 # Called with the batch of all ranks; returns full tensors by name, the same on every rank.
 ExternalStepFunction = Callable[[Any], Mapping[str, Tensor]]
 SCALAR_KEYS = {"loss": TensorKey("sum", "mean loss"), "norm": TensorKey("norm", "gradient norm")}
-TENSOR_KINDS = ("gradient", "parameter", "activation")
 SEED = 0
 _BUILT_MODULES: WeakSet[nn.Module] = WeakSet()
 
@@ -47,10 +47,10 @@ class ModuleVerificationSubject:
 
     def batch(self, step: int) -> UserBatch:
         batch = self.batch_fn(step)
-        if (rows := count_rows(batch)) != self.batch_rows:
-            raise InputError(
-                f"verify: batch {step} has {rows} rows, and batch 0 has {self.batch_rows}; give all as many"
-            )
+        rows, expected = count_rows(batch), self.batch_rows
+        check_input(
+            rows == expected, f"verify: batch {step} has {rows} rows, and batch 0 has {expected}; give all as many"
+        )
         return batch
 
     def numerics(self) -> AbstractContextManager[None]:
@@ -61,7 +61,7 @@ class ModuleVerificationSubject:
         engine = parallelize(self.make_module(), self.layout, optimizer=settings, precision="fp64")
         state = TrainingState(engine.module, engine.optimizer, group, folder / "checkpoints", 2**31, "")
         layout = resolve_layout(self.layout, group.world, self.batch_rows)
-        return ModuleVerificationSubjectOnRank(self, engine, state, layout)
+        return ModuleVerificationSubjectOnRank(engine, state, self, layout)
 
     def with_microbatches(self, microbatches: int) -> "ModuleVerificationSubject":
         return replace(self, layout=LayoutSettings(microbatches=microbatches))
@@ -78,12 +78,10 @@ class ModuleVerificationSubject:
 
 
 @dataclass(frozen=True)
-class ModuleVerificationSubjectOnRank:
-    """A module on one rank."""
+class ModuleVerificationSubjectOnRank(VerificationSubjectOnRank):
+    """A module on one rank; it has no evaluation."""
 
     subject: ModuleVerificationSubject
-    engine: TrainingEngine
-    state: TrainingState
     layout: Layout
 
     def learning_rate(self, step: int) -> float:
@@ -110,12 +108,6 @@ class ModuleVerificationSubjectOnRank:
         with _randomness(step, rows):
             return self._loss_sum_and_count(select_rows(self.subject.batch(step), rows))
 
-    def evaluation_metrics(self) -> dict[str, float]:
-        return {}
-
-    def evaluation_losses(self, rows: range) -> list[tuple[Tensor, float]]:
-        raise AssertionError("a module has no evaluation")
-
     def _loss_sum_and_count(self, batch: UserBatch) -> tuple[Tensor, float]:
         output, rows = self.subject.loss_fn(self.engine.module, batch), count_rows(batch)
         value, count = loss_and_count(output, "verify")
@@ -128,48 +120,42 @@ def _randomness(step: int, rows: range) -> AbstractContextManager[object]:
 
 def default_loss(module: nn.Module, batch: Any) -> Any:
     """The output of the module for the batch, or its `loss`."""
-    if isinstance(batch, Mapping):
-        output = module(**batch)
-    else:
-        output = module(batch) if isinstance(batch, Tensor) else module(*batch)
+    arguments = (batch,) if isinstance(batch, Tensor) else batch
+    output = module(**arguments) if isinstance(arguments, Mapping) else module(*arguments)
     return output["loss"] if isinstance(output, Mapping) else getattr(output, "loss", output)
 
 
 def named_tensors(batch: UserBatch) -> Iterator[tuple[str, Tensor]]:
-    if not isinstance(batch, Tensor | Mapping | Sequence):
-        raise InputError(f"verify: a batch is a {type(batch).__name__}; give a tensor, or some by name or in order")
+    sentence = f"verify: a batch is a {type(batch).__name__}; give a tensor, or some by name or in order"
+    check_input(isinstance(batch, Tensor | Mapping | Sequence), sentence)
     named = {"batch": batch} if isinstance(batch, Tensor) else batch
     yield from named.items() if isinstance(named, Mapping) else ((str(n), each) for n, each in enumerate(named))
 
 
 def count_rows(batch: UserBatch) -> int:
+    counts = {}
     for name, tensor in named_tensors(batch):
-        if not isinstance(tensor, Tensor):
-            raise InputError(f"verify: {name} of a batch is a {type(tensor).__name__}; give tensors")
-    row_counts = {name: len(tensor) if tensor.ndim else 0 for name, tensor in named_tensors(batch)}
+        wrong_type = f"verify: {name} of a batch is a {type(tensor).__name__}; give tensors"
+        check_input(isinstance(tensor, Tensor), wrong_type)
+        counts[name] = len(tensor) if tensor.ndim else 0
     check_input(
-        len(set(row_counts.values())) == 1 and 0 not in row_counts.values(),
-        f"verify: the tensors of a batch have {row_counts} rows; give tensors with one first dimension, the rows",
+        len(set(counts.values())) == 1 and 0 not in counts.values(),
+        f"verify: the tensors of a batch have {counts} rows; give tensors with one first dimension, the rows",
     )
-    return next(iter(row_counts.values()))
+    return next(iter(counts.values()))
 
 
 def select_rows(batch: UserBatch, rows: range) -> Any:
     """Some rows of a batch, with floating-point numbers in float64."""
     rows_by_name = {name: tensor[rows.start : rows.stop] for name, tensor in named_tensors(batch)}
     selected = {name: rows.double() if rows.is_floating_point() else rows for name, rows in rows_by_name.items()}
-    if isinstance(batch, Tensor):
-        return selected["batch"]
-    if isinstance(batch, Mapping):
-        return selected
+    if isinstance(batch, Tensor | Mapping):
+        return selected["batch"] if isinstance(batch, Tensor) else selected
     return type(batch)(*selected.values()) if hasattr(batch, "_fields") else tuple(selected.values())
 
 
-# --- parallel code of the caller: a function that returns full tensors after each step -----
-
-
 def record_external_steps(subject: ModuleVerificationSubject, step: ExternalStepFunction) -> list[list[RecordedTensor]]:
-    """The tensors that the function returns for each step."""
+    """The full tensors that parallel code of the caller returns for each step."""
     records_by_step = []
     for step_index in range(subject.steps):
         recorder = TensorRecorder()
@@ -189,7 +175,7 @@ def _record_output(recorder: TensorRecorder, name: str, tensor: Any) -> None:
         recorder.add_scalar(*SCALAR_KEYS[name], float(tensor))
         return
     check_input(
-        prefix in TENSOR_KINDS and inner,
+        prefix in ("gradient", "parameter", "activation") and inner,
         f"verify: your step gives {name!r}; names are loss, norm, gradient.NAME, parameter.NAME (of the module's "
         "parameters) and activation.NAME (of its modules)",
     )

@@ -6,7 +6,6 @@ With equal counts of targets, a wrong divisor would go unnoticed.
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, fields, replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,19 +15,13 @@ from motet.core.batch import Batch
 from motet.data.samples.dataset import MixtureDataset
 from motet.data.samples.loader import BatchLoader
 from motet.data.samples.packing import IntArray, TokenWindows
-from motet.train import step as read
-from motet.train.evaluation import EvaluationBatchSource
-
-
-class TrainAndEvaluationBatchSource(read.BatchSource, EvaluationBatchSource, Protocol):
-    """A source of batches for training and evaluation."""
 
 
 @dataclass(frozen=True)
 class UnevenTargetSamples:
     """Samples in which up to half of the targets at the end of a row have weight 0, or every fifth class label."""
 
-    inner: TrainAndEvaluationBatchSource
+    inner: BatchLoader
 
     def batch(self, step: int, rows: range) -> Batch:
         batch = self.inner.batch(step, rows)
@@ -77,7 +70,7 @@ def _add_boundaries(rows: TokenWindows, positions: IntArray) -> TokenWindows:
 class ReorderedRowSamples:
     """The rows of a batch in another order; each keeps its row number."""
 
-    inner: read.BatchSource
+    inner: UnevenTargetSamples
     row_order: Sequence[int]
 
     def batch(self, step: int, rows: range) -> Batch:
