@@ -18,6 +18,7 @@ from motet.parity.subjects.job_subject import JobVerificationSubject
 from motet.train.launch.failures import StopFlag
 from motet.train.launch.run_folder import read_stored_job
 
+
 def record_layouts_on_rank(rank_env: RankEnvironment, stop: StopFlag, folder: str, *layouts: str) -> int:
     """Do the layouts on this rank, those of one number of ranks in one process group."""
     stop.exit_on_sigterm()

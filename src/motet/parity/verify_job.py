@@ -175,7 +175,7 @@ class _RankLayoutVerifier:
         folder = self.reference_runs.folder
         for stale in folder.glob("layout-*"):
             shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
-        arguments = ("motet.parity.rank_main:record_layouts_on_rank", str(folder), *(each.layout for each in candidates))
+        arguments = ("motet.parity.rank_main:record_layouts_on_rank", str(folder), *(c.layout for c in candidates))
         (folder / "logs").mkdir(exist_ok=True)
         launch_spec = LaunchSpec(
             command=arguments,

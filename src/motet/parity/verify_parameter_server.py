@@ -34,6 +34,7 @@ from motet.train.job import Job, with_overrides
 from motet.train.launch.entry_points import SupervisorIO, TrainRequest, supervise_local_ranks
 from motet.train.launch.supervisor import LaunchExitStatus
 
+
 @dataclass(frozen=True)
 class ParameterServerVerifier:
     """Layouts with server processes, compared with the same run on one device."""

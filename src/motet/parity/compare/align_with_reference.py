@@ -104,7 +104,7 @@ def _align_rows(reference: ReferenceTensor, rank: int, record: RecordedTensor) -
     if record.rows == reference.rows and record.value.shape == expected.shape:
         return AlignedTensorPair(rank, record.value, expected, record, bits)
     indices = [reference.rows.index(row) for row in record.rows]
-    if (shared_pair := _align_shared_by_rows(reference, record, indices)) is not None:
+    if (shared_pair := _align_shared(reference, record, indices)) is not None:
         return AlignedTensorPair(rank, *shared_pair, record)
     pairs = []
     for dim, inner in _row_dims(expected, record, row_count):
@@ -119,13 +119,11 @@ def _align_rows(reference: ReferenceTensor, rank: int, record: RecordedTensor) -
     return AlignedTensorPair(rank, value, expected_rows, record, bits)
 
 
-def _align_shared_by_rows(
-    reference: ReferenceTensor, record: RecordedTensor, indices: list[int]
-) -> tuple[Tensor, Tensor] | None:
+def _align_shared(reference: ReferenceTensor, record: RecordedTensor, rows: list[int]) -> tuple[Tensor, Tensor] | None:
     """A micro-batch may have a tensor once for all of its rows, as positions if each row is one document."""
     if record.is_sketched or not record.value.ndim or reference.value.shape[:1] != (len(reference.rows),):
         return None
-    expected = reference.value[indices]
+    expected = reference.value[rows]
     value = sketch_rows(record.value[None])
     is_sketched = value.shape[1:] != record.value.shape
     if value.shape[1:] != expected.shape[1:] or is_sketched != reference.record.is_sketched:

@@ -97,9 +97,7 @@ class NativeReference:
     bitwise_reference: ReferenceStep | None  # The bits that every layout has to have, if the job is reproducible
 
 
-def run_native_reference(
-    subject: JobVerificationSubject, folder: Path, microbatch_dependent: set[TensorKey]
-) -> NativeReference:
+def run_native_reference(subject: JobVerificationSubject, folder: Path, dependent: set[TensorKey]) -> NativeReference:
     """Train on one device, in the job's own precision."""
     last_step, bitwise_reference = subject.steps - 1, None
     with subject.numerics(), recording.single_thread():
@@ -111,8 +109,8 @@ def run_native_reference(
         if subject.job.run.reproducible:
             same_bits, rate = subject.build(recording.SINGLE_RANK_GROUP, folder), on_rank.learning_rate(last_step)
             exact = recording.record_restored_step(same_bits, folder, last_step, sketches_shards=False)
-            bitwise_reference = ReferenceStep(build_reference_tensors(exact), rate, {}, microbatch_dependent)
-    return NativeReference(subject, folder, microbatch_dependent, build_reference_tensors(records), bitwise_reference)
+            bitwise_reference = ReferenceStep(build_reference_tensors(exact), rate, {}, dependent)
+    return NativeReference(subject, folder, dependent, build_reference_tensors(records), bitwise_reference)
 
 
 def measure_order_spread(native: NativeReference, microbatches: int) -> SummationOrderSpread | None:

@@ -65,7 +65,7 @@ def run_reference(subject: recording.VerificationSubject, folder: Path) -> Refer
             _restore_perturbed(on_rank, folder, step=0, seed=seed)
             for step, reference in enumerate(trajectory):
                 _add_noise(reference, recording.run_recorded_step(on_rank, step, evaluates=step == last_step))
-        keys = _microbatch_dependent_keys(subject, folder, step_references[0])
+        keys = _dependent_keys(subject, folder, step_references[0])
         for reference in [*step_references, *trajectory]:
             reference.microbatch_dependent.update(keys)
         return runs
@@ -95,7 +95,7 @@ def _add_noise(reference: ReferenceStep, records: list[RecordedTensor]) -> None:
         reference.noise[difference.key] = max(relative_error, reference.noise.get(difference.key, 0.0))
 
 
-def _microbatch_dependent_keys(subject: recording.VerificationSubject, folder: Path, reference: ReferenceStep) -> set[TensorKey]:
+def _dependent_keys(subject: recording.VerificationSubject, folder: Path, reference: ReferenceStep) -> set[TensorKey]:
     """Tensors without rows that change when each row is a micro-batch; some models need two rows in each."""
     counts = [count for count in range(subject.batch_rows, 1, -1) if subject.batch_rows % count == 0]
     for microbatches in counts[:2] or [1]:

@@ -82,12 +82,10 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
 )
 
 
-def find_likely_cause(
-    recompute: SingleDeviceRecompute, records_by_rank: RecordsByRank, difference: DifferenceAtStep
-) -> str:
+def find_likely_cause(recompute: SingleDeviceRecompute, records: RecordsByRank, difference: DifferenceAtStep) -> str:
     """A likely cause in words; empty if there is none. The location of a difference is right without one."""
     try:
-        return _find_cause(recompute, records_by_rank, difference)
+        return _find_cause(recompute, records, difference)
     except Exception as error:  # noqa: BLE001  # whatever a hypothesis runs into
         return f"looking for its cause failed: {type(error).__name__}: {error}"
 

@@ -95,11 +95,9 @@ class MicroBatchContribution(NamedTuple):
 Contributions = Sequence[MicroBatchContribution]
 
 
-def explain_contributions(
-    value: Tensor, contributions: Contributions, *, previous: Contributions, rank: int | None
-) -> str:
+def explain_contributions(value: Tensor, current: Contributions, *, previous: Contributions, rank: int | None) -> str:
     """Name what is missing, repeated or scaled in the sum that `rank` has, or is of the `previous` step."""
-    current, previous = _nonzero(contributions), _nonzero(previous)
+    current, previous = _nonzero(current), _nonzero(previous)
     if len(current) > 1 and value.numel() <= len(current):
         return explain_by_enumeration(value, current, "the contribution of ")
     if not current or value.numel() == 1:

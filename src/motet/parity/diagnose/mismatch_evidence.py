@@ -11,7 +11,7 @@ from torch import Tensor
 from motet.parity.compare.align_with_reference import AlignedTensorPair, ReferenceTensor, format_numbered
 from motet.parity.compare.reference_runs import DifferenceAtStep
 from motet.parity.compare.tensor_differences import ReferenceStep, TensorDifference, compare_with_reference
-from motet.parity.diagnose.linear_fit import TARGET_TOKENS, MicroBatchContribution, as_numbers
+from motet.parity.diagnose.linear_fit import TARGET_TOKENS, Contributions, MicroBatchContribution, as_numbers
 from motet.parity.diagnose.optimizer_update import ExpectedOptimizerUpdate
 from motet.parity.diagnose.single_device_recompute import MicroBatchResult, SingleDeviceRecompute
 from motet.parity.record.tensor_recorder import (
@@ -147,8 +147,8 @@ class MismatchEvidence:
     known_factors: Mapping[str, float] = field(default_factory=dict)  # What factors may come from: `dp` -> 4
     kind: TensorKind = "gradient"
     name: str = ""
-    contributions: Sequence[MicroBatchContribution] = ()  # Their sum is expected
-    previous_contributions: Sequence[MicroBatchContribution] = ()  # Those of the step before
+    contributions: Contributions = ()  # Their sum is expected
+    previous_contributions: Contributions = ()  # Those of the step before
     alternatives: Mapping[str, Tensor] = field(default_factory=dict)  # Description -> what it might be instead
     alternative_rows: Mapping[str, Tensor] = field(default_factory=dict)  # Description -> [rows, elements of each]
     value_before_step: Tensor | None = None
@@ -206,9 +206,7 @@ def make_evidence(located: LocatedDifference) -> MismatchEvidence:
     return replace(evidence, optimizer=_optimizer_evidence(evidence, located)) if kind == "state" else evidence
 
 
-def _contributions(
-    located: LocatedDifference, name: str, *, clips: bool = False, steps_ago: int = 0
-) -> list[MicroBatchContribution]:
+def _contributions(located: LocatedDifference, name: str, *, clips: bool = False, steps_ago: int = 0) -> Contributions:
     recompute, scale = located.recompute, located.gradient_scale if clips else 1.0
     recompute = replace(recompute, step=recompute.step - steps_ago) if steps_ago else recompute
     return [
@@ -320,9 +318,7 @@ def _with_rows(evidence: MismatchEvidence, located: LocatedDifference) -> Mismat
     return replace(evidence, alternative_rows=_as_rows(located, rows), alternatives=own_rows)
 
 
-def _as_rows(
-    located: LocatedDifference, tensors: Mapping[str, Tensor], rows: set[int] | None = None
-) -> dict[str, Tensor]:
+def _as_rows(located: LocatedDifference, tensors: dict[str, Tensor], rows: set[int] | None = None) -> dict[str, Tensor]:
     """[rows, elements of each] of all or some rows of the tensors that have the shape of the one that differs."""
     count, shape = len(located.tensor.rows), located.tensor.value.shape
     indices = [index for index, row in enumerate(located.tensor.rows) if rows is None or row in rows]

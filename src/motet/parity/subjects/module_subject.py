@@ -47,10 +47,8 @@ class ModuleVerificationSubject:
 
     def batch(self, step: int) -> UserBatch:
         batch = self.batch_fn(step)
-        rows, expected = count_rows(batch), self.batch_rows
-        check_input(
-            rows == expected, f"verify: batch {step} has {rows} rows, and batch 0 has {expected}; give all as many"
-        )
+        rows, first = count_rows(batch), self.batch_rows
+        check_input(rows == first, f"verify: batch {step} has {rows} rows, and batch 0 has {first}; give all as many")
         return batch
 
     def numerics(self) -> AbstractContextManager[None]:
